@@ -31,7 +31,7 @@ from eval.inputs.workloads import load_workload, swapped
 from eval.live.interleaved import interleave
 from eval.measures import metrics
 from eval.measures.machine import device_facts
-from inference.decode import Generation, Settings, speculate
+from inference.decode import Generation, RequestParams, speculate
 from inference.drafters.registry import make
 from inference.protocol import Drafter
 from inference.target.target import Target
@@ -116,7 +116,7 @@ def hf_tau(target: Target, runs: list[Generation], prompts: list[Prompt], extra:
 def compare(name: str, target: Target, drafter: Drafter, extra: dict[str, Any], asked: argparse.Namespace) -> None:
     """Measure one drafter against transformers' counterpart and print a line."""
     prompts = load_workload(asked.workload, target, asked.prompts, truncate=True)
-    settings = Settings(asked.tokens, GREEDY)
+    settings = RequestParams(asked.tokens, GREEDY)
     runners = {
         "ours": lambda prompt: whole(speculate(target, drafter, prompt, settings)),
         "hf": lambda prompt: hf_generate(target, prompt, min(asked.tokens, target.context - len(prompt)), extra),

@@ -20,7 +20,7 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 from eval.measures.machine import peak_memory
 from heads import HEADS, head_config
 from inference.batch import batch_of
-from inference.decode import Settings
+from inference.decode import RequestParams
 from inference.drafters.head import HeadDrafter
 from inference.drafters.policy import TreeConfig
 from inference.target.target import Target
@@ -58,7 +58,9 @@ def main() -> None:
     drafter = HeadDrafter(head, TreeConfig("dynamic", 4, 4, 16, [], []), "eagle3")
     prompts = [list(range(1, 9 + number % 24)) for number in range(2 * asked.batch)]
     most = asked.entries - 64
-    requests = [(prompt, Settings(12 if i % 2 else most - len(prompt), GREEDY)) for i, prompt in enumerate(prompts)]
+    requests = [
+        (prompt, RequestParams(12 if i % 2 else most - len(prompt), GREEDY)) for i, prompt in enumerate(prompts)
+    ]
     batch = batch_of(target, drafter, asked.batch, requests)
     before, waiting = resident(device), list(enumerate(requests))
     for _ in range(3 * asked.batch + 20):

@@ -23,8 +23,8 @@ from eval.inputs.workloads import Text
 from eval.measures.cost_model import Costs, Replayed, ReplayedStep, draft_key, predict, stops_paying
 from eval.measures.machine import device_facts
 from eval.tuning import costs as costing
-from inference.decode import Settings, autoregress, speculate
-from inference.drafters.plain import Plain
+from inference.decode import RequestParams, autoregress, speculate
+from inference.drafters.plain import Baseline
 from inference.drafters.policy import TreeConfig
 from inference.protocol import Drafter
 from inference.target.config import DTYPES
@@ -37,10 +37,10 @@ LENGTHS = (1.0, 0.8, 0.9, 0.7)  # of the requests, in turn, as shares of the lon
 Measured = dict[str, list[tuple[float, float]]]  # by source, a round each: tokens per second, seconds of a request
 
 
-def requests(prompts: list[Prompt], tokens: int, size: int) -> tuple[list[list[int]], list[Settings]]:
+def requests(prompts: list[Prompt], tokens: int, size: int) -> tuple[list[list[int]], list[RequestParams]]:
     """Return as many requests, each with its length."""
     order = [i % len(prompts) for i in range(size)]
-    return [prompts[i].token for i in order], [Settings(round(LENGTHS[i] * tokens), GREEDY) for i in order]
+    return [prompts[i].token for i in order], [RequestParams(round(LENGTHS[i] * tokens), GREEDY) for i in order]
 
 
 def replayed(target: Target, source: Drafter, prompts: list[Prompt], tokens: int) -> list[Replayed]:
@@ -53,7 +53,7 @@ def replayed(target: Target, source: Drafter, prompts: list[Prompt], tokens: int
     return found
 
 
-def priced(target: Target, texts: list[Text], settings: Settings, size: int, samples: int) -> Costs:
+def priced(target: Target, texts: list[Text], settings: RequestParams, size: int, samples: int) -> Costs:
     """Return the tuner's costs at a batch size, for drafts that cost nothing."""
     return replace(
         costing.measure(target, None, texts, [], SIZES, samples, settings, size), draft={draft_key(DRAFT): 0.0}
@@ -86,7 +86,7 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=5)
     asked = parser.parse_args()
     target, prompts = random_target(asked.dtype), random_prompts(len(LENGTHS))
-    settings = Settings(asked.tokens, GREEDY)
+    settings = RequestParams(asked.tokens, GREEDY)
     answers = {tuple(each.token): autoregress(target, each.token, settings).tokens for each in prompts}
     texts = [Text([*prompt, *made], PROMPT, asked.tokens) for prompt, made in answers.items()]
     drafts = readers(answers)
@@ -98,7 +98,7 @@ def main() -> None:
     gains: dict[str, dict[int, tuple[float, float]]] = {name: {} for name in drafts}
     for size in sorted({1, *asked.batches}):
         costs[size] = priced(target, texts, settings, size, asked.samples)
-        runs = measured(target, {"plain": Plain(target.device), **drafts}, prompts, size, asked)
+        runs = measured(target, {"plain": Baseline(target.device), **drafts}, prompts, size, asked)
         middle = {name: [statistics.fmean(each) for each in zip(*rounds, strict=True)] for name, rounds in runs.items()}
         line = f"{size:5}" + "".join(f"{rate:15.1f} {wait:10.2f}" for rate, wait in middle.values())
         for name, each in steps.items():

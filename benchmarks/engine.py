@@ -35,7 +35,7 @@ from eval.inputs.workloads import swapped
 from eval.live.interleaved import interleave
 from eval.measures.machine import device_facts
 from heads import HEADS
-from inference.decode import Generation, Settings, autoregress, speculate
+from inference.decode import Generation, RequestParams, autoregress, speculate
 from inference.drafters.head import HeadDrafter
 from inference.drafters.policy import TreeConfig
 from inference.protocol import Context, Drafter, DrafterState, Proposal
@@ -78,7 +78,7 @@ class Answer(DrafterState):
     def propose(self, context: Context) -> Proposal:
         """Return the true tokens, and under the root as many wrong ones as the tree has room for."""
         done = len(context.token) - self.begin
-        true = self.text[done : done + min(TRUE, context.room)]
+        true = self.text[done : done + min(TRUE, context.max_draft_depth)]
         others = [token for token in range(self.nodes) if token not in true[:1]][: self.nodes - len(true)]
         token = [context.token[-1], *true, *(others if true else [])]
         parent = [*range(-1, len(true)), *([0] * (len(token) - len(true) - 1))]
@@ -150,16 +150,16 @@ def overhead(target: Target, head: Any, prompt: list[int], tokens: int) -> None:
     print("\nshare of a step outside target and head passes")
     for name, tree in TREES.items():
         drafter = HeadDrafter(head, tree, name)
-        speculate(target, drafter, prompt, Settings(8, GREEDY))
+        speculate(target, drafter, prompt, RequestParams(8, GREEDY))
         places = [(target, "run"), (target.embeddings, "logits"), (head, "expand"), (head, "extend")]
         with clocked(*places) as spent:
-            made = speculate(target, drafter, prompt, Settings(tokens, GREEDY))
+            made = speculate(target, drafter, prompt, RequestParams(tokens, GREEDY))
         passes = sum(spent) - made.prefill_s  # the prefill's own passes and its little else
         share, step = 1 - passes / made.decode_s, 1e3 * made.decode_s / len(made.steps)
         print(f"{name:8} {tree.label:18} {share:7.1%} of {step:6.1f} ms")
 
 
-def efficiency(target: Target, sources: dict[str, Drafter], prompts: list[Prompt], settings: Settings) -> None:
+def efficiency(target: Target, sources: dict[str, Drafter], prompts: list[Prompt], settings: RequestParams) -> None:
     """Print measured speedup over what τ and the passes alone allow."""
     print("\nmeasured speedup over tau * t_plain / t_verify, the passes by themselves")
     runners: dict[str, Callable[[list[int]], Generation]] = {
@@ -188,7 +188,7 @@ def efficiency(target: Target, sources: dict[str, Drafter], prompts: list[Prompt
         print(f"{name:8} {source.tree:10} tau {tau:.2f}, {speedup:.2f}x of {ideal:.2f}x: {speedup / ideal:.2f}")
 
 
-def against_hf(target: Target, prompts: list[Prompt], settings: Settings) -> None:
+def against_hf(target: Target, prompts: list[Prompt], settings: RequestParams) -> None:
     """Print the baseline's speed over that of HF generate, with both kinds of cache, the static one compiled too."""
     print("\nthe baseline here over HF generate, prefill included in both")
     everywhere = CompileConfig(mode="default")
@@ -245,9 +245,9 @@ def main() -> None:
         if compiled:
             begin = time.perf_counter()
             target.compile()
-            speculate(target, HeadDrafter(head, TREES["tree"], "tree"), prompts[0].token, Settings(8, GREEDY))
+            speculate(target, HeadDrafter(head, TREES["tree"], "tree"), prompts[0].token, RequestParams(8, GREEDY))
             print(f"\ncompiled, which took {time.perf_counter() - begin:.0f} s")
-        settings = Settings(asked.tokens, GREEDY)
+        settings = RequestParams(asked.tokens, GREEDY)
         answers = {tuple(each.token): autoregress(target, each.token, settings).tokens for each in prompts}
         overhead(target, head, prompts[0].token, asked.tokens)
         efficiency(target, readers(answers), prompts, settings)

@@ -33,9 +33,9 @@ from data.text.prompts import load_prompts
 from eval.measures.machine import synchronize
 from eval.tuning.costs import planted, typical
 from heads.formats.hub import load_found, resolve_head, sibling_spec
-from inference.decode import Generation, Settings, speculate
+from inference.decode import Generation, RequestParams, speculate
 from inference.drafters.head import HeadDrafter
-from inference.drafters.plain import Plain
+from inference.drafters.plain import Baseline
 from inference.drafters.policy import TreeConfig
 from inference.protocol import Drafter
 from inference.target.target import Target
@@ -135,7 +135,7 @@ def drafters(target: Target, run: str) -> dict[str, Drafter]:
     folder = resolve_head(run)
     head: Any = load_found(folder, target.embeddings, sibling_spec(folder, target.spec, "drafts for"))
     head.eval().to(target.dtype)
-    return {"none": Plain(target.device), **{name: HeadDrafter(head, tree, name) for name, tree in TREES.items()}}
+    return {"none": Baseline(target.device), **{name: HeadDrafter(head, tree, name) for name, tree in TREES.items()}}
 
 
 def decoded(targets: dict[str, Target], run: str, prompts: int) -> str:
@@ -144,7 +144,7 @@ def decoded(targets: dict[str, Target], run: str, prompts: int) -> str:
     cells = [(name, draft, one) for name in targets for draft, one in drafters(targets["experts"], run).items()]
     texts: defaultdict[tuple[str, str], list[Generation]] = defaultdict(list)
     counts: defaultdict[tuple[str, str], list[int]] = defaultdict(list)
-    settings, shuffle = Settings(TOKENS, GREEDY), random.Random(0)
+    settings, shuffle = RequestParams(TOKENS, GREEDY), random.Random(0)
     for prompt in load_prompts(str(EMBEDDED / "prompts.jsonl"), targets["dense"].tokenizer, prompts):
         for name, draft, drafter in shuffle.sample(cells, len(cells)):
             target = targets[name]

@@ -39,10 +39,10 @@ import torch
 from hydra import compose, initialize_config_dir
 
 from data.batches import Packed, pack
-from data.features.coding import Copying, decode_rows, join, start
+from data.features.coding import Copying, decode_sequences, join, start
 from data.features.extraction import Layers, Make, extract, extract_features, spec_of
 from data.features.source import FeatureRequest
-from data.features.store import DTYPES, FeatureStore, RowTensors, StoreSpec
+from data.features.store import DTYPES, FeatureStore, SequenceTensors, StoreSpec
 from data.text.prompts import load_training
 from eval.measures.machine import device_facts
 from heads.common.resolvers import register_resolvers
@@ -143,10 +143,10 @@ def wide(folder: Path, rows: int) -> None:
     """Print extraction and reading of rows of 2,048 tokens, each with four states of 4,096 numbers in bf16."""
     spec = StoreSpec("", "", None, (0, 1, 2), 4096, 32000, "", rows, 2048, "bf16", "state", 0, MICRO)
     states = {"hidden": torch.randn(MICRO, 2048, 3, 4096).bfloat16(), "last": torch.randn(MICRO, 2048, 4096).bfloat16()}
-    tokens, size = rows * spec.length, rows * spec.row_bytes / 1e9
+    tokens, size = rows * spec.length, rows * spec.sequence_bytes / 1e9
     print(f"{rows} rows of {1e3 * size / rows:.0f} MB")
 
-    def waited(rate: int, numbers: list[int]) -> RowTensors:
+    def waited(rate: int, numbers: list[int]) -> SequenceTensors:
         time.sleep(len(numbers) * spec.length / rate)
         return {name: tensor[: len(numbers)] for name, tensor in states.items()}
 
@@ -171,7 +171,7 @@ def reads(case: Case, store: FeatureStore) -> tuple[float, float]:
     token, document = case.packed.token[rows].long(), case.packed.document[rows].long()
     wanted = FeatureRequest(case.layers, target.dtype)
     spent = fastest(
-        lambda: decode_rows(join(store.read(row) for row in rows), token, document, wanted, store.spec),
+        lambda: decode_sequences(join(store.read(row) for row in rows), token, document, wanted, store.spec),
         lambda: target.features(token, document, case.layers),
     )
     reading, computing = (each / token.numel() for each in spent)

@@ -24,7 +24,7 @@ import transformers
 
 from benchmarks.targets import replace
 from eval.measures.losslessness import COUNTS, Gate, divergence, gate, in_words
-from inference.decode import Generation, Settings, speculate
+from inference.decode import Generation, RequestParams, speculate
 from inference.drafters.head import HeadDrafter
 from inference.drafters.hybrid import Hybrid
 from inference.drafters.mtp import MtpDrafter
@@ -98,7 +98,7 @@ def checked(target: Target, drafted: list[Generation], texts: list[Generation]) 
 
 def measured(name: str, count: int, folder: str) -> dict[str, Checked | str]:
     """Return each source's comparison on a family, or the reason why it is refused."""
-    target, settings = families.target(name), Settings(TOKENS, GREEDY, gaps=True)
+    target, settings = families.target(name), RequestParams(TOKENS, GREEDY, gaps=True)
     prompts = [toys.prompt(seed, 5 + seed % 20) for seed in range(count)]
     texts = [written(target, prompt) for prompt in prompts]
 

@@ -20,7 +20,7 @@ from benchmarks.planner import composed
 from benchmarks.step_counts import TREES, batch_of_size, counted, embedded, head_of
 from benchmarks.training_kernels import Kernel
 from inference.drafters.head import HeadDrafter
-from inference.drafters.plain import Plain
+from inference.drafters.plain import Baseline
 from train.planning.plan import plan, preset
 from train.planning.shapes import configuration
 from train.planning.shapes import head_of as planned_head
@@ -119,7 +119,7 @@ def training_table(kernels: list[Kernel], tokens: int) -> list[str]:
 def training(overrides: list[str]) -> None:
     """Count and print a training step."""
     run = composed([*SETTINGS, *overrides])
-    job = training_kernels.Job(run, configuration(run.model).get_text_config(), plan(run).rows)
+    job = training_kernels.Job(run, configuration(run.model).get_text_config(), plan(run).micro_batch_size)
     head, _ = planned_head(run, job.config)
     step, update = training_kernels.head_kernels(job)
     target = training_kernels.target_kernels(configuration(run.model), job, head.feature_layers, run.data.length)
@@ -135,7 +135,7 @@ def decoding() -> None:
     cases += [("chain of 4", 32, 5, 2.8)]
     print(f"{'':30}{'batch':>6}{'way':>10}{'draft':>8}{'verify':>8}{'other':>7}{'ms':>8}{'tokens/s':>10}{'at tau':>8}")
     for name, batch, rows, tau in cases:
-        source = Plain(target.device) if rows is None else HeadDrafter(head, TREES[name], name)
+        source = Baseline(target.device) if rows is None else HeadDrafter(head, TREES[name], name)
         parts, _ = counted(batch_of_size(target, source, 1))
         layer = (parts["verify"] - 12) / depth  # 12 operations of a pass belong to no layer
         levels = 0 if rows is None else TREES[name].depth + 1

@@ -41,7 +41,7 @@ from heads.base import Features, parameter_count
 from heads.common.resolvers import register_resolvers
 from heads.formats.store import save_head
 from heads.modules.vocab import prune
-from inference.decode import Settings, speculate
+from inference.decode import RequestParams, speculate
 from inference.drafters.head import HeadDrafter
 from inference.target.target import Target
 from inference.verification.sample import GREEDY, Sampling
@@ -109,7 +109,7 @@ def train(run: RunConfig, target: Any, samples: Sequence[Sample], held_out: list
         sampling = Sampling(temperature, 0, 1.0) if temperature else GREEDY
         source = HeadDrafter(made, run.tree, run.head.name)
         runs = [
-            speculate(target.target, source, prompt, Settings(run.trainer.eval_tokens, sampling, seed=i))
+            speculate(target.target, source, prompt, RequestParams(run.trainer.eval_tokens, sampling, seed=i))
             for i, prompt in enumerate(held_out)
         ]
         got, at = metrics.acceptance(runs), f"T{temperature:.0f}"

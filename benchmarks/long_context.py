@@ -32,12 +32,12 @@ from heads.modules.kv_cache import KVCache
 from inference.drafters.head import HeadDrafter
 from inference.drafters.policy import TreeConfig
 from inference.protocol import Commit, Context, Drafter, DrafterState, Proposal
-from inference.session import Session, Settings
+from inference.request import Request, RequestParams
 from inference.target.cache import TargetCache
 from inference.target.model import TargetOutput
 from inference.target.target import Target
 from inference.verification import tree as trees
-from inference.verification.rng import Generator
+from inference.verification.rng import SeededRng
 from inference.verification.sample import GREEDY
 from inference.verification.tree import DraftTree
 
@@ -67,7 +67,7 @@ def filled(target: Target, length: int) -> TargetCache:
     """Return a cache of random rows."""
     cache = target.cache()
     config: Any = target.config
-    shape = 1, config.num_key_value_heads, length, target.embeddings.layer.head_dim
+    shape = 1, config.num_key_value_heads, length, target.embeddings.layer_dims.head_dim
     chance = torch.Generator().manual_seed(0)
     keys, values = (torch.randn(shape, generator=chance, dtype=target.dtype) for _ in range(2))
     for layer in range(config.num_hidden_layers):
@@ -106,12 +106,12 @@ def alone(target: Target, cache: TargetCache, rows: int) -> float:
 def step(target: Target, cache: TargetCache, draft: DraftTree) -> tuple[float, float]:
     """Return the seconds of one step of the engine behind the cache, and those outside the target's pass."""
     length = cache.length
-    session = Session(target, Planted(draft), [0] * (length + 1), Settings(ROOM, GREEDY), cache)
-    session.state = session.drafter.start(session.context)
-    session.generation.tokens.append(0)
-    session.step()
+    request = Request(target, Planted(draft), [0] * (length + 1), RequestParams(ROOM, GREEDY), cache)
+    request.state = request.drafter.start(request.context)
+    request.generation.tokens.append(0)
+    request.step()
     cache.keep(length, [])
-    done = session.generation.steps[-1]
+    done = request.generation.steps[-1]
     return done.verify_s + done.other_s, done.other_s
 
 
@@ -128,7 +128,7 @@ def masked(target: Target, length: int, draft: DraftTree) -> float:
 def drafting(drafter: HeadDrafter, target: Target, length: int) -> Callable[[], float]:
     """Return what times a head's commit of two rows and its proposal, behind so many committed rows."""
     shape, width = (
-        (1, target.embeddings.layer.num_heads, length, target.embeddings.layer.head_dim),
+        (1, target.embeddings.layer_dims.num_heads, length, target.embeddings.layer_dims.head_dim),
         target.embeddings.hidden_size,
     )
     chance = torch.Generator().manual_seed(0)
@@ -137,7 +137,7 @@ def drafting(drafter: HeadDrafter, target: Target, length: int) -> Callable[[], 
     position = cache.begin(length, 1)
     cache.append(0, keys, values, position)
     commit = Commit(torch.tensor([1, 2]), TargetOutput(rows.new_zeros(1, 2, 0, width), rows, None), None)
-    context = Context([0] * (length + 2), GREEDY, Generator(0, target.device), ROOM)
+    context = Context([0] * (length + 2), GREEDY, SeededRng(0, target.device), ROOM)
 
     state = drafter.start([])
 

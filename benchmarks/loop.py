@@ -28,8 +28,8 @@ from data.text.sources import open_source
 from eval.measures.metrics import together
 from inference import api
 from inference.batch import batch_of
-from inference.decode import Settings
-from inference.drafters.plain import Plain
+from inference.decode import RequestParams
+from inference.drafters.plain import Baseline
 from inference.protocol import Drafter
 from inference.target.config import model_config
 from inference.target.target import Target
@@ -80,7 +80,7 @@ def serve(target: Target, drafter: Drafter, prompts: Iterator[list[int]], count:
         while len(records) < count:
             while batch.free and started < count:
                 prompt = next(prompts)
-                settings = Settings(tokens, Sampling(TEMPERATURE, 0, 1.0), seed=started, rule=COUPLED)
+                settings = RequestParams(tokens, Sampling(TEMPERATURE, 0, 1.0), seed=started, rule=COUPLED)
                 running.append((started, prompt, batch.admit(started, prompt, settings)))
                 started += 1
             batch.step()
@@ -166,7 +166,7 @@ def main() -> None:
     served, drafter = api.load(str(first), f"model.path={model}", "model.sibling=true", "model.dtype=float32")
     texts = modules(served, seed) if model == TINY else functions(served, TRAINED + quiet)
     fallen = serve(served, drafter, texts, new, tokens, case / "new.jsonl")
-    more = serve(served, Plain(served.device), texts, int(words["more"]) * new, tokens, case / "more.jsonl")
+    more = serve(served, Baseline(served.device), texts, int(words["more"]) * new, tokens, case / "more.jsonl")
     both = case / "log.jsonl"
     both.write_text(log.read_text(encoding="utf-8") + fallen.read_text(encoding="utf-8"), encoding="utf-8")
     scratch = head_in_service(case / "scratch", steps, seed, more, model)

@@ -31,7 +31,7 @@ from inference.drafters.registry import make
 from inference.protocol import Commit, Context, Drafter, Verified
 from inference.target.model import TargetOutput
 from inference.target.target import Target
-from inference.verification.rng import Generator
+from inference.verification.rng import SeededRng
 from inference.verification.sample import GREEDY
 from inference.verification.tree import DraftTree, children
 
@@ -91,7 +91,7 @@ def replay(source: Drafter, text: list[int], start: int, vocabulary: int) -> Cos
     known = DraftTree(every, every - 1)
     rows = TargetOutput(torch.zeros(1, 1, 0, 1), torch.zeros(1, 1, 1), None)
     state.update(Commit(every[:1], rows, Verified(known, [0], torch.randn(vocabulary, vocabulary), None)))
-    at, seconds, drafted, rng = start + 1, [], 0, Generator(0, torch.device("cpu"))
+    at, seconds, drafted, rng = start + 1, [], 0, SeededRng(0, torch.device("cpu"))
     for step in range(STEPS + 1):
         context = Context(text[:at], GREEDY, rng, ROOM)
         began = time.perf_counter()

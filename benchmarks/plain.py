@@ -24,7 +24,7 @@ from eval.live.interleaved import HF, PLAIN, hf_generate, interleave, medians
 from eval.measures import metrics
 from eval.measures.machine import device_facts, synchronize
 from heads.common.target_config import cache_argument
-from inference.decode import Generation, Settings, autoregress
+from inference.decode import Generation, RequestParams, autoregress
 from inference.target.target import Target
 from inference.verification.sample import GREEDY
 
@@ -53,9 +53,9 @@ def main() -> None:
     prompts = load_workload("tiny", target, PROMPTS, truncate=True)
     warmup = [swapped(prompt) for prompt in prompts[-2:]]
     runners = {
-        PLAIN: partial(autoregress, target, settings=Settings(TOKENS, GREEDY)),
-        HF: partial(hf_generate, target, settings=Settings(TOKENS, GREEDY)),
-        "HF under no_grad": partial(hf_generate.__wrapped__, target, settings=Settings(TOKENS, GREEDY)),
+        PLAIN: partial(autoregress, target, settings=RequestParams(TOKENS, GREEDY)),
+        HF: partial(hf_generate, target, settings=RequestParams(TOKENS, GREEDY)),
+        "HF under no_grad": partial(hf_generate.__wrapped__, target, settings=RequestParams(TOKENS, GREEDY)),
         "bare forward": partial(bare, target),
     }
     runs = interleave(runners, prompts, REPEATS, warmup, seed=0)

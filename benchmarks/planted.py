@@ -42,13 +42,13 @@ BUGS = [
     ),
     Bug(
         "heads/modules/kv_cache.py",
-        "if position.shape[1] > self.ring:",
+        "if position.shape[1] > self.ring_size:",
         "if position.shape[1] > self.window:",
         ["tests/heads/test_batched.py"],
     ),
     Bug(
         "heads/modules/kv_cache.py",
-        "self.length[slot] = self.length[source]",
+        "self.length[slot] = self.length[from_slot]",
         "pass",
         ["tests/heads/test_batched.py", "tests/inference/test_batch.py"],
     ),
@@ -102,8 +102,8 @@ BUGS = [
     ),
     Bug(
         "data/batches.py",
-        "count = -(-self.rows_per_step // self.world)  # rows",
-        "count = self.rows_per_step // self.world  # rows",
+        "count = -(-self.sequences_per_step // self.world)  # of",
+        "count = self.sequences_per_step // self.world  # rows",
         ["tests/data/test_batches.py"],
     ),
     Bug(
@@ -180,8 +180,8 @@ BUGS = [
     ),
     Bug(
         "data/text/masks.py",
-        "end = len(token) if len(token) <= max_tokens else trained[-1] + 1",
-        "end = len(token) if len(token) <= max_tokens else trained[-1]",
+        "else trained[-1] + 1",
+        "else trained[-1]",
         ["tests/data/test_masks.py", "tests/data/test_masks_options.py", "tests/data/test_prompts.py"],
     ),
     Bug(

@@ -19,7 +19,7 @@ from data.text.prompts import load_training
 from eval.measures import metrics
 from heads.common.resolvers import register_resolvers
 from heads.formats.store import load_head
-from inference.decode import Settings, speculate
+from inference.decode import RequestParams, speculate
 from inference.drafters.head import HeadDrafter
 from inference.target.target import Target
 from inference.tree_config import TreeConfig
@@ -51,7 +51,7 @@ def main() -> None:
             taus = []
             for sharpness in asked.sharpness:
                 inference.protocol.GREEDY_INVERSE_TEMPERATURE = sharpness
-                runs = [speculate(target, drafter, prompt, Settings(NEW_TOKENS, GREEDY)) for prompt in prompts]
+                runs = [speculate(target, drafter, prompt, RequestParams(NEW_TOKENS, GREEDY)) for prompt in prompts]
                 taus.append(f"{sharpness:g}: {metrics.acceptance(runs).tau:.2f}")
             print(folder.name, words, *taus, flush=True)
 

@@ -55,7 +55,7 @@ from heads.common.resolvers import register_resolvers
 from heads.formats.published import load_published
 from heads.formats.store import load_head
 from heads.modules.vocab import prune
-from inference.decode import Settings, speculate
+from inference.decode import RequestParams, speculate
 from inference.drafters.head import HeadDrafter
 from inference.target.target import Target
 from inference.tree_config import TreeConfig
@@ -291,7 +291,7 @@ def passes(job: Job, head: Any, tree: TreeConfig) -> list[list[float]]:
     """Return the tokens and the target passes of each held-out prompt's answer, decoded greedily."""
     drafter = HeadDrafter(head.float().eval(), tree, tree.kind)
     prompts = load_training(job.run.data, job.target.tokenizer, job.run.data.held_out).held_out
-    runs = [speculate(job.target, drafter, prompt.token, Settings(NEW_TOKENS, GREEDY)) for prompt in prompts]
+    runs = [speculate(job.target, drafter, prompt.token, RequestParams(NEW_TOKENS, GREEDY)) for prompt in prompts]
     return [[counts.tokens, counts.steps] for counts in map(metrics.passes, runs)]
 
 

@@ -19,7 +19,7 @@ from eval.inputs.workloads import load_workload
 from eval.measures.metrics import acceptance, tau_interval
 from heads.formats.hub import resolve_head, target_path
 from heads.formats.store import load_head, read_config
-from inference.decode import Settings, speculate
+from inference.decode import RequestParams, speculate
 from inference.drafters.head import HeadDrafter
 from inference.drafters.policy import TreeConfig
 from inference.target.target import Target
@@ -108,7 +108,7 @@ def measured(run: str) -> None:
                     target,
                     HeadDrafter(head, LARGE[kind], "head"),
                     prompt.token,
-                    Settings(TOKENS, Sampling(temperature, 0, 1.0), seed=seed, rule=rule),
+                    RequestParams(TOKENS, Sampling(temperature, 0, 1.0), seed=seed, rule=rule),
                 )
                 for prompt in prompts
                 for seed in range(SEEDS)

@@ -22,9 +22,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from heads import HEADS, head_config
 from inference.batch import Batch, batch_of
-from inference.decode import Settings
+from inference.decode import RequestParams
 from inference.drafters.head import HeadDrafter
-from inference.drafters.plain import Plain
+from inference.drafters.plain import Baseline
 from inference.drafters.policy import TreeConfig
 from inference.phase_timer import PhaseTimer
 from inference.protocol import Drafter
@@ -99,7 +99,7 @@ def head_of(kind: str, target: Target) -> Any:
 
 def batch_of_size(target: Target, source: Drafter, size: int) -> Batch:
     """Return a full batch."""
-    requests = [(list(range(1, 12 + slot)), Settings(64, GREEDY)) for slot in range(size)]
+    requests = [(list(range(1, 12 + slot)), RequestParams(64, GREEDY)) for slot in range(size)]
     batch = batch_of(target, source, size, requests)
     for number, request in enumerate(requests):
         batch.admit(number, *request)
@@ -114,7 +114,7 @@ def main() -> None:
     asked = parser.parse_args()
     target = embedded()
     head = head_of(asked.head, target)
-    sources: dict[str, Drafter] = {"baseline": Plain(target.device)}
+    sources: dict[str, Drafter] = {"baseline": Baseline(target.device)}
     sources |= {name: HeadDrafter(head, tree, name) for name, tree in TREES.items()}
     print(f"{'':32}{'batch':>6}{'draft':>7}{'verify':>8}{'other':>7}{'all':>6}{'reads':>7}")
     for name, source in sources.items():

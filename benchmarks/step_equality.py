@@ -27,7 +27,7 @@ from eval.measures.losslessness import gate
 from heads import HEADS, head_config
 from heads.formats.hub import load_head
 from inference.batch import batch_of
-from inference.decode import Generation, Settings, reference
+from inference.decode import Generation, RequestParams, reference
 from inference.drafters.head import HeadDrafter
 from inference.drafters.policy import TreeConfig
 from inference.target.target import Target
@@ -42,7 +42,7 @@ WAYS = {
     "coupled": (HOT, "coupled"), "coupled, penalty": (HOT_PENALISED, "coupled"),
 }  # fmt: skip
 STOPS = ((), ("\n\n",), (".", "return"), ())
-Request = tuple[list[int], Settings]
+Request = tuple[list[int], RequestParams]
 
 
 class Compared(NamedTuple):
@@ -66,9 +66,9 @@ def drafter_of(target: Target, head: Path | None, tree: TreeConfig) -> HeadDraft
 def requests_of(prompts: list[list[int]], sampling: Sampling, rule: str, count: int) -> list[Request]:
     """Return requests that all differ."""
 
-    def settings(i: int) -> Settings:
+    def settings(i: int) -> RequestParams:
         stop, least = STOPS[i % len(STOPS)], 4 * (i % 3)
-        return Settings(16 + 16 * (i % 9), sampling, stop, seed=i, gaps=True, rule=rule, min_new_tokens=least)
+        return RequestParams(16 + 16 * (i % 9), sampling, stop, seed=i, gaps=True, rule=rule, min_new_tokens=least)
 
     return [(prompts[i % len(prompts)][: 8 + 17 * (i % 11)], settings(i)) for i in range(count)]
 

@@ -36,10 +36,10 @@ from heads import HEADS
 from heads.common.files import atomic_write
 from heads.common.resolvers import register_resolvers
 from heads.formats.published import load_published
-from heads.formats.published.export import Served, export
-from inference.decode import Settings, speculate
+from heads.formats.published.export import TargetFacts, export
+from inference.decode import RequestParams, speculate
 from inference.drafters.mtp import MtpDrafter
-from inference.drafters.plain import Plain
+from inference.drafters.plain import Baseline
 from inference.target import compiled
 from inference.target.target import Target
 from inference.verification.sample import GREEDY
@@ -81,7 +81,7 @@ class Toy:
         self.target = Target.load(str(folder), "float32", "cpu")
         self.prompts = [toys.prompt(seed, 5 + seed) for seed in range(count)]
         self.texts = [generated(self.target, prompt, TOKENS) for prompt in self.prompts]
-        self.settings = Settings(TOKENS, GREEDY)
+        self.settings = RequestParams(TOKENS, GREEDY)
 
     def differing(self, make: Callable[[list[int]], Any]) -> str:
         """Return how many tokens of the prompts' texts differ from `generate`'s, drafted by what is made of a text."""
@@ -101,7 +101,7 @@ class Toy:
 
     def batch(self) -> str:
         """Decode side by side."""
-        plain = Plain(self.target.device)
+        plain = Baseline(self.target.device)
         made = speculate(self.target, plain, self.prompts, self.settings, batch_size=len(self.prompts))
         return counted([one.tokens for one in made], self.texts)
 
@@ -160,7 +160,7 @@ class Toy:
         good, why = [], ""
         for form, engine in ENGINES.items():
             folder = self.folder / form
-            served = Served(f"me/{self.name}", self.target.model.config.to_dict(), torch.float32, 3)
+            served = TargetFacts(f"me/{self.name}", self.target.model.config.to_dict(), torch.float32, 3)
             try:
                 export(head, form, served, folder)
                 again: Any = load_published(folder, self.target.embeddings)

@@ -31,7 +31,7 @@ from benchmarks.engine import random_target
 from data.batches import Batch
 from eval.measures.machine import device_facts
 from heads import HEADS
-from heads.base import Draft, Features
+from heads.base import DepthOutput, Features
 from heads.common.resolvers import register_resolvers
 from heads.modules.vocab import DraftLmHead
 from inference.target.target import Target
@@ -62,7 +62,7 @@ class Reader(nn.Module):
         self.hidden_size, self.vocab_size = WIDTH, vocabulary
         self.lm_head = DraftLmHead(self.embeddings, "own", None)
 
-    def head_weight(self) -> Tensor:
+    def lm_head_weight(self) -> Tensor:
         """Return what the lm_head starts at."""
         return torch.randn(self.vocab_size, WIDTH) / WIDTH**0.5
 
@@ -82,7 +82,7 @@ def peak(config: ObjectiveConfig, vocabulary: int, rows: int, *, whole: bool) ->
     token = torch.randint(vocabulary, (rows // LENGTH, LENGTH))
     document = torch.zeros_like(token)
     features = Features(token, torch.zeros(*token.shape, 0, WIDTH), torch.randn(*token.shape, WIDTH), document)
-    drafts = [Draft(torch.randn(*token.shape, WIDTH, requires_grad=True)) for _ in range(config.depths)]
+    drafts = [DepthOutput(torch.randn(*token.shape, WIDTH, requires_grad=True)) for _ in range(config.depths)]
     head.lm_head.weight.grad = torch.zeros_like(head.lm_head.weight)
     weight = loss_weights(document, torch.ones_like(token), None, config).row / rows
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -24,7 +24,7 @@ from eval.measures import metrics
 from eval.measures.machine import device_facts
 from heads.common.resolvers import register_resolvers
 from heads.formats.hub import load_found, resolve_head
-from inference.decode import Generation, Settings, autoregress, speculate
+from inference.decode import Generation, RequestParams, autoregress, speculate
 from inference.drafters.head import HeadDrafter
 from inference.drafters.policy import TreeConfig
 from inference.target.target import Target
@@ -35,7 +35,7 @@ WARMUP = 2
 register_resolvers()
 
 
-def row(target: Target, head: str, tree: TreeConfig, settings: Settings) -> Callable[[list[int]], Generation]:
+def row(target: Target, head: str, tree: TreeConfig, settings: RequestParams) -> Callable[[list[int]], Generation]:
     """Return what decodes a prompt with a head under a tree."""
     found = load_found(resolve_head(head), target.embeddings, target.spec)
     drafter = HeadDrafter(found.eval().to(target.device, target.dtype), tree, head)
@@ -58,7 +58,7 @@ def main() -> None:
     with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
         run: RunConfig = run_config(compose("train"))
     target = Target.load(run.model.path, asked.dtype, run.model.device)
-    settings = Settings(asked.tokens, GREEDY)
+    settings = RequestParams(asked.tokens, GREEDY)
     rows: dict[tuple[str, str], Callable[[list[int]], Generation]] = {
         ("plain", ""): lambda prompt: autoregress(target, prompt, settings)
     }

@@ -1,6 +1,7 @@
-"""Packing and order: whole documents into rows, rows into the micro-batches of a step. Pure, given a seed.
+"""Packing and order: whole documents into sequences, sequences into the micro-batches of a step. Pure, given a seed.
 
-The rows of a step depend on the seed and the step number alone: not on the number of processes, nor on the steps taken
+The sequences of a step depend on the seed and the step number alone: not on the number of processes, nor on the steps
+    taken
 before. So a run resumes from its step number, and more processes see the same global batches.
 """
 
@@ -23,7 +24,7 @@ Tokens = np.ndarray[Any, Any]  # one sample's tokens or mask, (T,)
 
 
 class Packed(NamedTuple):
-    """All packed sequences: tokens, the number of the document within its row (-1 on padding), and the loss mask."""
+    """All packed sequences: tokens, the number of each token's document (-1 on padding), and the loss mask."""
 
     token: Int[Tensor, "R T"]
     document: Int[Tensor, "R T"]
@@ -32,7 +33,7 @@ class Packed(NamedTuple):
 
 @dataclass(frozen=True)
 class Batch:
-    """A micro-batch; `index` is each row's number in `Packed`, -1 for a filler row, which has no mask.
+    """A micro-batch; `index` is each sequence's index in `Packed`, -1 for a filler sequence, which has no mask.
 
     One of drafts has the `path` of `Features`, and says which rows are `trained` at each depth.
     """
@@ -46,9 +47,9 @@ class Batch:
 
 
 def pack(samples: Sequence[Sample], length: int) -> Packed:
-    """Pack documents into rows of `length` tokens: best fit, longest first, which leaves few gaps.
+    """Pack documents into sequences of `length` tokens: best fit, longest first, which leaves few gaps.
 
-    No document that fits a row is split; of a longer one, every piece is a document of its own.
+    No document that fits a sequence is split; of a longer one, every piece is a document of its own.
     """
     pieces = [
         (token[start : start + length], mask[start : start + length])
@@ -57,13 +58,13 @@ def pack(samples: Sequence[Sample], length: int) -> Packed:
     ]
     if not pieces:
         raise ValueError("no samples to pack; give data with at least one")
-    rows = _best_fit([len(token) for token, _ in pieces], length)
-    token = np.zeros((len(rows), length), dtype=np.int32)
-    document = np.full((len(rows), length), -1, dtype=np.int32)
-    mask = np.zeros((len(rows), length), dtype=np.int8)
-    for r, row in enumerate(rows):
+    sequences = _best_fit([len(token) for token, _ in pieces], length)
+    token = np.zeros((len(sequences), length), dtype=np.int32)
+    document = np.full((len(sequences), length), -1, dtype=np.int32)
+    mask = np.zeros((len(sequences), length), dtype=np.int8)
+    for r, sequence in enumerate(sequences):
         start = 0
-        for number, piece in enumerate(row):
+        for number, piece in enumerate(sequence):
             end = start + len(pieces[piece][0])
             token[r, start:end], mask[r, start:end] = pieces[piece]
             document[r, start:end] = number
@@ -93,62 +94,69 @@ def sample_arrays(samples: Sequence[Sample]) -> Iterator[tuple[Tokens, Tokens]]:
 
 
 def _best_fit(sizes: list[int], length: int) -> list[list[int]]:
-    """Put each size into the fullest row that still holds it, the largest sizes first; return the rows' indices."""
-    rows: list[list[int]] = []
+    """Put each size into the fullest sequence that still holds it, largest first; return each sequence's indices."""
+    sequences: list[list[int]] = []
     by_space: list[list[int]] = [[] for _ in range(length + 1)]
-    spaces = 0  # bit s is set where some row has s tokens left, so the tightest row is the lowest bit from the size on
+    # Bit s is set where some sequence has s tokens left, so the fullest that fits is the lowest bit from the size on.
+    spaces = 0
     for piece in sorted(range(len(sizes)), key=lambda i: (-sizes[i], i)):
         fitting = spaces >> sizes[piece]
         if fitting:
             space = sizes[piece] + (fitting & -fitting).bit_length() - 1
-            row = by_space[space].pop()
+            sequence = by_space[space].pop()
             if not by_space[space]:
                 spaces &= ~(1 << space)
         else:
-            space, row = length, len(rows)
-            rows.append([])
-        rows[row].append(piece)
+            space, sequence = length, len(sequences)
+            sequences.append([])
+        sequences[sequence].append(piece)
         left = space - sizes[piece]
-        by_space[left].append(row)
+        by_space[left].append(sequence)
         spaces |= 1 << left
-    return rows
+    return sequences
 
 
 class Batches:
     """The micro-batches of one process, for any step.
 
-    Rows come from one endless stream, a fresh permutation an epoch; step s takes the next `rows_per_step` of it. Rank r
-    of `world` has every world-th row of those, from r on, in micro-batches of `micro_rows`. Every rank has as many.
+    Sequences come from one endless stream, a fresh permutation an epoch; step s takes the next `sequences_per_step` of
+    it. Rank r of `world` has every world-th sequence of those, from r on, in micro-batches of `micro_batch_size`. Every
+    rank has as many.
     """
 
-    def __init__(self, packed: Packed, rows_per_step: int, micro_rows: int, seed: int, rank: int, world: int) -> None:
+    def __init__(
+        self, packed: Packed, sequences_per_step: int, micro_batch_size: int, seed: int, rank: int, world: int
+    ) -> None:
         assert 0 <= rank < world
-        assert min(rows_per_step, micro_rows) > 0
+        assert min(sequences_per_step, micro_batch_size) > 0
         self.packed, self.seed, self.rank, self.world = packed, seed, rank, world
-        self.rows_per_step, self.micro_rows = rows_per_step, micro_rows
+        self.sequences_per_step, self.micro_batch_size = sequences_per_step, micro_batch_size
         self._order: tuple[int, Int[Tensor, " R"]] | None = None
 
     @property
     def step_tokens(self) -> int:
         """Tokens of a step's global batch, padding included."""
-        return self.rows_per_step * self.packed.token.shape[1]
+        return self.sequences_per_step * self.packed.token.shape[1]
 
-    def rows(self, step: int) -> Int[Tensor, " S"]:
-        """Return the row numbers of a step's global batch, of all ranks."""
+    def sequences(self, step: int) -> Int[Tensor, " S"]:
+        """Return the indices of the sequences in a step's global batch, of all ranks."""
         size = len(self.packed.token)
-        position = torch.arange(step * self.rows_per_step, (step + 1) * self.rows_per_step)
+        position = torch.arange(step * self.sequences_per_step, (step + 1) * self.sequences_per_step)
         epochs = range(int(position[0]) // size, int(position[-1]) // size + 1)
         return torch.cat([self._permutation(epoch)[position[position // size == epoch] % size] for epoch in epochs])
 
     def __call__(self, step: int) -> list[Batch]:
         """Return this rank's micro-batches of optimiser step `step`, counted from 0."""
-        mine = self.rows(step)[self.rank :: self.world]
-        count = -(-self.rows_per_step // self.world)  # rows of the best-off rank
-        batches = [self._batch(mine[start : start + self.micro_rows]) for start in range(0, len(mine), self.micro_rows)]
-        # A filler trains nothing. It has a real row's tokens: a forward pass over padding alone may give NaN.
+        mine = self.sequences(step)[self.rank :: self.world]
+        count = -(-self.sequences_per_step // self.world)  # of the rank with the most
+        batches = [
+            self._batch(mine[start : start + self.micro_batch_size])
+            for start in range(0, len(mine), self.micro_batch_size)
+        ]
+        # A filler trains nothing. It has a real sequence's tokens: a forward pass over padding alone may give NaN.
         first = self._batch(torch.zeros(1, dtype=torch.long))
         filler = replace(first, loss_mask=torch.zeros_like(first.loss_mask), index=torch.full_like(first.index, -1))
-        return batches + [filler] * (-(-count // self.micro_rows) - len(batches))
+        return batches + [filler] * (-(-count // self.micro_batch_size) - len(batches))
 
     def _batch(self, index: Int[Tensor, " B"]) -> Batch:
         token, document, mask = (tensor[index].long() for tensor in self.packed)

@@ -1,4 +1,4 @@
-"""The types of conf/eval.yaml, and the checks of its values; what each key means stands there beside its value."""
+"""The types of conf/eval.yaml, and the checks of its values; the YAML explains the keys."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -9,7 +9,7 @@ from typing import Annotated, Any
 from eval.measures.results import LIVE, TEACHER_FORCED, TIERS
 from heads.common.ranges import Count, NewTokens, Number, OneOf, Within
 from heads.common.typed import from_yaml
-from inference.session import RequestConfig
+from inference.request import RequestConfig
 from inference.target.config import DTYPES
 from inference.verification.verify import is_lossy
 
@@ -19,7 +19,7 @@ TURNS = ("first", "all")
 
 @dataclass(frozen=True)
 class TunerConfig:
-    """Values that the tuner tries: depths, children and budgets of trees; and the samples of every cost."""
+    """The tuner's grid: depths, children and budgets of trees; and the number of samples of every cost."""
 
     depths: list[Count]
     top_k: list[Count]
@@ -27,19 +27,19 @@ class TunerConfig:
     samples: Count
 
     def __post_init__(self) -> None:
-        """Refuse empty lists of which one value at least is tried."""
+        """Refuse empty lists."""
         for key in ("depths", "top_k", "nodes"):
             if not getattr(self, key):
                 raise ValueError(f"tuner.{key} is empty: give at least one number")
 
     def within(self, context: int) -> "TunerConfig":
-        """Return the configuration with the trees only that fit into a target's context with their root."""
+        """Return the configuration with only the trees that fit into a target's context."""
         return replace(self, nodes=[nodes for nodes in self.nodes if nodes < context] or [1])
 
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """Engine settings: whether verification passes and drafts are compiled, or the drafts alone."""
+    """Engine settings: whether verification passes and drafting are compiled, or only drafting."""
 
     compile: bool
     compile_drafts: bool
@@ -52,7 +52,7 @@ class EngineConfig:
 
 @dataclass(frozen=True)
 class DraftersConfig:
-    """Drafters to measure: by name, each with its options, which are those of a file of conf/drafter/."""
+    """The drafters to measure, by name, each with the options of a file of conf/drafter/."""
 
     drafter: dict[str, Any]
     run: Any  # a run's folder, a list of them, or None
@@ -66,7 +66,7 @@ class DraftersConfig:
 
 @dataclass(frozen=True)
 class Selection:
-    """Which prompts of a workload to take."""
+    """The selection of a workload's prompts."""
 
     prompts: Count
     warmup: Number
@@ -77,7 +77,7 @@ class Selection:
 
 @dataclass(frozen=True)
 class Conditions:
-    """Under which prompts are answered: every temperature with every batch size and request rate."""
+    """The conditions of decoding: every temperature with every batch size and request rate."""
 
     temperature: Any  # a number or a list of them
     batch_size: Any  # likewise
@@ -98,7 +98,7 @@ class Conditions:
         return [int(size) for size in sizes]
 
     def request_rates(self) -> list[float | None]:
-        """Return the request rates as a list; None where requests do not arrive at a rate."""
+        """Return the request rates as a list; None if requests do not arrive at a rate."""
 
         def is_rate(rate: Any) -> bool:
             return rate is None or (is_number(rate) and 0 < rate < math.inf)
@@ -121,13 +121,13 @@ class DecodingConfig(Conditions, RequestConfig):
 
     @property
     def can_be_teacher_forced(self) -> bool:
-        """Whether the target's next-token probs depend on the text alone, as teacher forcing assumes."""
+        """Whether the target's next-token probs depend only on the tokens before, as teacher forcing assumes."""
         return self.repetition_penalty == 1 and self.min_new_tokens == 0
 
 
 @dataclass(frozen=True)
 class TuneConfig(DraftersConfig, DecodingConfig):
-    """A tuning of one run's head: where its search begins, the values to try, and how the trees are timed."""
+    """A tuning of a run's head: the trees to try, and how they are timed."""
 
     engine: EngineConfig
     repeats: Count
@@ -136,21 +136,23 @@ class TuneConfig(DraftersConfig, DecodingConfig):
 
 @dataclass(frozen=True)
 class EvalConfig(TuneConfig, Selection):
-    """One evaluation: conf/eval.yaml, with all keys at one level; a component takes the base class that it needs."""
+    """An evaluation: conf/eval.yaml, with all keys at one level; a component takes the base class that it needs."""
 
     workload: Any  # a name, a list of them, or None
     out: str | None
     model: dict[str, Any]
     dtype: Annotated[str, OneOf(("auto", *DTYPES))]
     gate_dtype: Annotated[str, OneOf(tuple(DTYPES))]
-    gate_tv: Annotated[float, Within(0, 0.25, above=True, below=True)]  # a control is off by p (1 - p) at most
+    gate_tv: Annotated[
+        float, Within(0, 0.25, above=True, below=True)
+    ]  # the negative control's total variation is at most p (1 - p)
     hf: bool
     tier: Any  # one of TIERS or a list of them
     text: Annotated[str, OneOf(TEXTS)]
     tune: bool
 
     def __post_init__(self) -> None:
-        """Refuse values that are out of their range, or that contradict each other."""
+        """Refuse values out of range, or contradictory ones."""
         if not self.drafter:
             raise ValueError("drafter is empty: name at least one drafter, or plain")
         for key, kind in (("run", "a run's folder"), ("workload", "a name, a file or a Hub data set")):
@@ -196,17 +198,17 @@ class EvalConfig(TuneConfig, Selection):
             raise ValueError(f"min_new_tokens is {self.min_new_tokens}: tune=true lets answers end by themselves")
 
     def tiers(self) -> list[str]:
-        """Return the configured tiers that can be measured."""
+        """Return the configured tiers, without those that cannot be measured."""
         return [tier for tier in listed(self.tier) if tier != TEACHER_FORCED or self.can_be_teacher_forced]
 
 
 def eval_config(**values: Any) -> EvalConfig:
-    """Return conf/eval.yaml's evaluation with these values instead of its own, for callers without Hydra."""
+    """Return conf/eval.yaml with these values replaced, for callers without Hydra."""
     return from_yaml(EvalConfig, "eval", **{"drafter": {"head": {}}, **values})
 
 
 def items_of(key: str, value: Any, right: Callable[[Any], bool], remedy: str) -> list[Any]:
-    """Return a value or a list of values as a list; refuse an empty one, and an item that is not right."""
+    """Return a value or a list of values as a list; refuse an empty list and wrong items."""
     items = value if isinstance(value, list) else [value]
     if not items or not all(map(right, items)):
         raise ValueError(f"{key} is {value!r}: {remedy}")
@@ -214,7 +216,7 @@ def items_of(key: str, value: Any, right: Callable[[Any], bool], remedy: str) ->
 
 
 def is_number(value: Any) -> bool:
-    """Whether a value is a number; YAML's true and false are none."""
+    """Whether a value is a number, not a boolean."""
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 

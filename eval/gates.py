@@ -1,9 +1,9 @@
 """The losslessness checks of an evaluation: greedy tokens, sampled tokens and timed tokens.
 
 Above temperature 0, under coupled noise (arXiv 2408.07978), a token depends on the text before it and the seed alone,
-so every drafter must emit the tokens of autoregressive decoding, one for one: that covers the engine. The rule's own
-coins and residuals are covered by sampling: many steps after fixed prefixes, in the engine that decodes the drafts,
-whose first tokens must follow the target's probs there. As many samples of a rule that is known to be broken, which
+so every drafter must emit the tokens of autoregressive decoding, one for one: that covers the engine. A rule's uniform
+numbers and residuals are covered by sampling: many steps after fixed prefixes, in the engine that decodes the drafts.
+Their first tokens must follow the target's probs there. As many samples of a rule that is known to be broken, which
 samples from p again after a rejection, must fail that test.
 """
 
@@ -35,16 +35,16 @@ from eval.measures.losslessness import (
     worst,
 )
 from heads.common.progress import progress, tick
-from inference.batch import Running, acquire, entries, release
-from inference.decode import Generation, Settings, reference
-from inference.drafters.plain import Plain
+from inference.batch import Running, acquire, needed_entries, release
+from inference.decode import Generation, RequestParams, reference
+from inference.drafters.plain import Baseline
 from inference.protocol import Commit, Context, Drafter, Proposal
-from inference.session import Session
-from inference.step import fits
+from inference.request import Request
+from inference.step import supports
 from inference.target.cache import TargetCache
 from inference.target.target import Target
 from inference.verification import tree as trees
-from inference.verification.rng import Coupled, Generator, Rng, hashed
+from inference.verification.rng import CoupledRng, Rng, SeededRng, hashed
 from inference.verification.sample import distribution
 from inference.verification.tree import children
 from inference.verification.verify import COUPLED, decide, is_lossy
@@ -63,7 +63,7 @@ def check(
     if not drafters and sizes == [1]:
         return {}, []
     setup, ids = Setup(target, drafters, prompts, config.settings(0.0, gaps=True)), [prompt.id for prompt in prompts]
-    plain = Plain(target.device)
+    plain = Baseline(target.device)
     alone = [
         reference(target, plain, prompt.token, setup.settings) for prompt in progress(prompts, "the baseline alone")
     ]
@@ -80,7 +80,7 @@ def check(
 
 
 def agreement(target: Target, runs: Runs) -> dict[str, dict[str, Any]]:
-    """Return how many of each drafter's timed greedy texts equal the baseline's, in the dtype that was timed."""
+    """Return how many of each drafter's timed greedy answers equal the baseline's, in the timed dtype."""
     middle = medians({name: runs_of for name, runs_of in runs.items() if name != HF})
     plain, dtype = middle.pop(PLAIN), str(target.dtype).removeprefix("torch.")
     equal = {
@@ -90,28 +90,28 @@ def agreement(target: Target, runs: Runs) -> dict[str, dict[str, Any]]:
     return {name: {"dtype": dtype, "checked": len(same), "identical": sum(same)} for name, same in equal.items()}
 
 
-PREFIXES = 2  # texts after which tokens are sampled
-CANDIDATES = 12  # texts considered for them
-DEPTH = 2  # of drafts that the host samples again for every token: deeper nodes cannot change the first one
-TOGETHER = 16  # sequences that stand at a prefix in one step of the engine, where there is memory for so many
+PREFIXES = 2  # prefixes after which tokens are sampled
+CANDIDATES = 12  # prompts considered for them
+DEPTH = 2  # the depth of drafts that the host resamples: deeper nodes cannot change the first token
+TOGETHER = 16  # sequences at a prefix in one step of the engine, if memory allows
 
 
 class Prefix(NamedTuple):
-    """A text to sample after: its session, a draft, and the target's logits at the draft and probs at the root."""
+    """A prefix to sample after: its request, a draft, the target's logits at the draft and probs at the root."""
 
-    session: Session
+    request: Request
     proposal: Proposal
     logits: Float[Tensor, "N V"]
     probs: Float[Tensor, "V"]
     cells: Cells
 
     def usable(self, tv: float) -> bool:
-        """Whether there are a draft and a choice, and the broken rule is off by more than a total variation."""
+        """Whether there is a draft, and the broken rule is off by more than a total variation."""
         best = float(self.probs.max())
         return len(self.proposal.tree.token) > 1 and self.cells.freedom > 0 and best * (1 - best) > tv
 
     def drafted(self) -> float:
-        """Return the target's probability of the tokens drafted at depth 1."""
+        """Return the target's total probability of the tokens drafted at depth 1."""
         tree = self.proposal.tree
         return float(self.probs[tree.token[children(tree)[0]].unique()].sum())
 
@@ -128,7 +128,7 @@ def sampled_gates(setup: Setup, tv: float, tests: int, sizes: Sequence[int] = (1
     all_sizes = tuple(sorted({1, *sizes}))
     runs = {size: decoded_once(setup._replace(settings=coupled), size) for size in all_sizes}
     plain = [
-        reference(target, Plain(target.device), prompt.token, coupled)
+        reference(target, Baseline(target.device), prompt.token, coupled)
         for prompt in progress(prompts, "the baseline, sampled")
     ]
     verdicts = []
@@ -143,45 +143,46 @@ def sampled_gates(setup: Setup, tv: float, tests: int, sizes: Sequence[int] = (1
 
 
 def coupled_check(
-    target: Target, plain: Sequence[Generation], drafted: Sequence[Generation], prompts: Sequence[Prompt], how: Settings
+    target: Target,
+    plain: Sequence[Generation],
+    drafted: Sequence[Generation],
+    prompts: Sequence[Prompt],
+    how: RequestParams,
 ) -> Gate:
-    """Compare runs under coupled noise; a near tie is one in the race of the tokens, probs over noise."""
+    """Compare runs under coupled noise; a near tie is one of probs over noise."""
 
     def compared(ours: Generation, theirs: Generation, prompt: Prompt) -> tuple[Divergence | None, bool]:
         parted = divergence(ours, theirs, prompt.id)
         if parted is None:
             return None, False
         both = parted.plain is not None and parted.drafted is not None
-        gap = race_gap(target, prompt.token, ours.tokens[: parted.position], how) if both else None
+        gap = coupled_gap(target, prompt.token, ours.tokens[: parted.position], how) if both else None
         return replace(parted, gap=gap), gap is not None and gap < EPSILON[target.dtype]
 
     return gate_of(compared(*runs) for runs in zip(plain, drafted, prompts, strict=True))
 
 
 @torch.inference_mode()
-def race_gap(target: Target, prompt: list[int], answer: list[int], how: Settings) -> float:
-    """Return the margin, in logits, of the winner of the coupled race after a text over the second."""
-    session = _session(target, Plain(target.device), prompt, answer, how)
-    out = target.prefill(torch.tensor(session.context, device=target.device), session.cache)
+def coupled_gap(target: Target, prompt: list[int], answer: list[int], how: RequestParams) -> float:
+    """Return the gap, in logits, between the two best tokens after a text under coupled noise."""
+    request = _session(target, Baseline(target.device), prompt, answer, how)
+    out = target.prefill(torch.tensor(request.context, device=target.device), request.cache)
     assert out.logits is not None
-    logits = session.processed(out.logits[0, -1:], trees.root(session.context[-1], target.device))
-    noise = Coupled(how.seed, target.device, session.context)
-    first, second = noise.race(distribution(logits, how.sampling))[0].double().topk(2).values.tolist()
+    logits = request.processed(out.logits[0, -1:], trees.root(request.context[-1], target.device))
+    noise = CoupledRng(how.seed, target.device, request.context)
+    first, second = noise.exponential_scores(distribution(logits, how.sampling))[0].double().topk(2).values.tolist()
     return float(how.sampling.temperature * torch.log(torch.tensor(first / second))) if second > 0 else float("inf")
 
 
 def texts(prompts: Sequence[Prompt], plain: Sequence[Generation]) -> list[tuple[list[int], list[int]]]:
-    """Return prompts with their answers up to the token of the smallest logit gap, those of the smallest gap first.
-
-    No two are equal.
-    """
+    """Return different prompts with their answers up to the smallest logit gap, the smallest gaps first."""
     prefixes: list[tuple[float, tuple[list[int], list[int]]]] = []
     for prompt, run in zip(prompts, plain, strict=True):
         gaps = run.gaps[1:]  # the first draft comes after one token of the answer
         if gaps:
             at = min(range(len(gaps)), key=gaps.__getitem__) + 1
             prefix = prompt.token, run.tokens[:at]
-            if prefix not in (other for _, other in prefixes):  # a log has the same question twice
+            if prefix not in (other for _, other in prefixes):  # a log may repeat a question
                 prefixes.append((run.gaps[at], prefix))
     return [prefix for _, prefix in sorted(prefixes, key=lambda prefix: prefix[0])[:CANDIDATES]]
 
@@ -191,23 +192,25 @@ def chi_square_test(
     target: Target,
     drafter: Drafter,
     candidates: Sequence[tuple[list[int], list[int]]],
-    settings: Settings,
+    settings: RequestParams,
     tv: float,
     alpha: float,
 ) -> tuple[ChiSquareTest | None, str]:
-    """Sample next tokens after a few prefixes, and test them against the target's probs there; or say why not."""
+    """Sample next tokens after a few prefixes and test them against the target's probs; or return why not."""
     usable = [prefix for text in candidates if (prefix := _prefix(target, drafter, *text, settings)).usable(tv)]
-    if any(prefix.proposal.q is not None for prefix in usable) and not drafter.redraws:
+    if any(prefix.proposal.q is not None for prefix in usable) and not drafter.can_redraft:
         return None, "no draws: its drafts are drawn by a model with a state of its own"
     prefixes = sorted(usable, key=Prefix.drafted, reverse=True)[:PREFIXES]
     if not prefixes:
         return None, "no draws: at no prompt was anything drafted where the target has a choice"
     count = losslessness.samples_for([prefix.cells for prefix in prefixes], tv, alpha)
     freedom = sum(prefix.cells.freedom for prefix in prefixes)
-    rng = Generator(hashed(f"{settings.seed} control"), target.device)
+    rng = SeededRng(hashed(f"{settings.seed} control"), target.device)
     total = control = 0.0
     for number, prefix in enumerate(progress(prefixes, f"sampling tokens, {drafter.name}")):
-        seeds = f"{settings.seed} distribution {number}"  # its own: of numbers in common the statistics would be alike
+        seeds = (
+            f"{settings.seed} distribution {number}"  # its own: common random numbers would correlate the statistics
+        )
         total += losslessness.statistic(prefix.cells, _samples(prefix, settings, seeds, count))
         control += losslessness.statistic(prefix.cells, resampled(prefix.probs, rng, count))
     p, control_p = losslessness.p_value(total, freedom), losslessness.p_value(control, freedom)
@@ -220,59 +223,59 @@ def _session(
     drafter: Drafter,
     prompt: list[int],
     answer: list[int],
-    how: Settings,
+    how: RequestParams,
     cache: TargetCache | None = None,
-) -> Session:
-    """Return a session with the tokens of a prompt and of its answer so far, and an empty KV cache or a given one."""
-    session = Session(target, drafter, prompt, how, cache)
-    session.context.extend(answer)
-    session.generation.tokens.extend(answer)
-    return session
+) -> Request:
+    """Return a request with a prompt's tokens and its answer so far, and an empty KV cache or a given one."""
+    request = Request(target, drafter, prompt, how, cache)
+    request.context.extend(answer)
+    request.generation.tokens.extend(answer)
+    return request
 
 
-def _enter(session: Session) -> None:
-    """Prefill all of a session's text but its last token, the root of the first draft."""
-    text, drafter = session.context, session.drafter
-    session.state = drafter.start(text[:-1])
-    token = torch.tensor(text, device=session.target.device)
-    out = session.target.prefill(token[:-1], session.cache, drafter.feature_layers)
-    session.state.update(Commit(token[1:], out, None))
+def _enter(request: Request) -> None:
+    """Prefill a request's tokens except the last, the root of the first draft."""
+    text, drafter = request.context, request.drafter
+    request.state = drafter.start(text[:-1])
+    token = torch.tensor(text, device=request.target.device)
+    out = request.target.prefill(token[:-1], request.cache, drafter.feature_layers)
+    request.state.update(Commit(token[1:], out, None))
 
 
-def _prefix(target: Target, drafter: Drafter, prompt: list[int], answer: list[int], settings: Settings) -> Prefix:
-    """Prefill a text, draft after it, and let the target score the draft in one tree pass."""
-    session = _session(target, drafter, prompt, answer, settings)
-    _enter(session)
-    root = trees.root(session.context[-1], target.device)
-    expected = distribution(_scored(session, Proposal(root)), settings.sampling)[0]
-    proposal = session.draft()
-    if proposal.q is not None and drafter.redraws and not _batched(session):  # deep nodes only cost time
-        session.limit = min(session.limit, len(answer) + 1 + DEPTH)
-        proposal = session.draft()
-    logits = _scored(session, proposal)
-    return Prefix(session, proposal, logits, expected, losslessness.cells(expected))
+def _prefix(target: Target, drafter: Drafter, prompt: list[int], answer: list[int], settings: RequestParams) -> Prefix:
+    """Prefill a prefix, draft after it, and score the draft by the target in one tree pass."""
+    request = _session(target, drafter, prompt, answer, settings)
+    _enter(request)
+    root = trees.root(request.context[-1], target.device)
+    expected = distribution(_scored(request, Proposal(root)), settings.sampling)[0]
+    proposal = request.draft()
+    if proposal.q is not None and drafter.can_redraft and not _batched(request):  # deep nodes only cost time
+        request.limit = min(request.limit, len(answer) + 1 + DEPTH)
+        proposal = request.draft()
+    logits = _scored(request, proposal)
+    return Prefix(request, proposal, logits, expected, losslessness.cells(expected))
 
 
-def _scored(session: Session, proposal: Proposal) -> Float[Tensor, "N V"]:
-    """Return the target's processed logits after each node, and drop the nodes' KV entries again."""
-    session.cache.snapshot()
-    if proposal.entered is None:
-        out = session.target.score(proposal.tree, session.cache, proposal.look_ahead)
+def _scored(request: Request, proposal: Proposal) -> Float[Tensor, "N V"]:
+    """Return the target's processed logits after each node, and drop the nodes' KV entries."""
+    request.cache.snapshot()
+    if proposal.first_layers is None:
+        out = request.target.score(proposal.tree, request.cache, proposal.look_ahead)
     else:
-        out = session.target.parts.score_from(proposal.entered, proposal.tree, session.cache)
-    session.cache.keep(len(session.context) - 1, [])
+        out = request.target.parts.score_from(proposal.first_layers, proposal.tree, request.cache)
+    request.cache.keep(len(request.context) - 1, [])
     assert out.logits is not None
-    return session.processed(out.logits[0, : len(proposal.tree.token)], proposal.tree)
+    return request.processed(out.logits[0, : len(proposal.tree.token)], proposal.tree)
 
 
-def _batched(session: Session) -> bool:
-    """Whether the drafts of a session's source are verified for whole batches on the device, by rules of their own."""
-    return fits(session.target, [session]) and session.drafter.clones(1)[1] is not None
+def _batched(request: Request) -> bool:
+    """Whether a request's drafts are verified for whole batches on the device."""
+    return supports(request.target, [request]) and request.drafter.clones(1)[1] is not None
 
 
-def _samples(prefix: Prefix, settings: Settings, seeds: str, count: int) -> list[int]:
-    """Return first tokens as the engine emits them by the rule in use; `seeds` is the key of all randomness."""
-    if not _batched(prefix.session):
+def _samples(prefix: Prefix, settings: RequestParams, seeds: str, count: int) -> list[int]:
+    """Return first tokens from the engine by the rule in use; `seeds` is the key of all randomness."""
+    if not _batched(prefix.request):
         return _decided(prefix, settings, seeds, count)
     with suppress(torch.OutOfMemoryError):  # the allocator may refuse the whole batch
         if sampled := _stepped(prefix, settings, seeds, count, TOGETHER):
@@ -280,25 +283,25 @@ def _samples(prefix: Prefix, settings: Settings, seeds: str, count: int) -> list
     return _stepped(prefix, settings, seeds, count, 1)
 
 
-def _stepped(prefix: Prefix, settings: Settings, seeds: str, count: int, size: int) -> list[int]:
-    """Return first tokens as the steps of a batch emit them, of `size` sequences that stand at the prefix.
+def _stepped(prefix: Prefix, settings: RequestParams, seeds: str, count: int, size: int) -> list[int]:
+    """Return first tokens from steps of a batch of `size` sequences at the prefix.
 
-    Before each step they are back there, and have new seeds. Of several at once there are none where memory is short,
-    or if nothing is drafted, as a schedule may have it.
+    Before each step they are reset to the prefix, with new seeds. Empty if memory is short for several sequences, or if
+    nothing is drafted at this size.
     """
-    session = prefix.session
-    target, text, answer = session.target, session.context, session.generation.tokens
+    request = prefix.request
+    target, text, answer = request.target, request.context, request.generation.tokens
     prompt = text[: len(text) - len(answer)]
     room = text, replace(settings, max_new_tokens=1, min_new_tokens=0)
     try:
-        batch = acquire(target, session.drafter, size, [room])
+        batch = acquire(target, request.drafter, size, [room])
     except ValueError:  # as one is refused for which memory is short; an error of a step is none of these
         if size == 1:
             raise
         return []
-    batch.reserve(entries(target, *room))
+    batch.reserve(needed_entries(target, *room))
     for slot in range(size):
-        one = _session(target, batch.free.pop(), prompt, answer, settings, batch.cache.enter(slot))
+        one = _session(target, batch.free.pop(), prompt, answer, settings, batch.cache.allocate(slot))
         _enter(one)
         batch.slots.append(Running(slot, one, 0.0))
     assert batch.drafts is not None
@@ -306,56 +309,56 @@ def _stepped(prefix: Prefix, settings: Settings, seeds: str, count: int, size: i
     before = [buffer.clone() for buffer in buffers]
     sampled: list[int] = []
     while len(sampled) < count:
-        for slot, one in enumerate(sequence.session for sequence in batch.running):
+        for slot, one in enumerate(sequence.request for sequence in batch.running):
             how = replace(settings, seed=hashed(f"{seeds} {len(sampled) + slot}"))
             again = _session(target, one.drafter, prompt, answer, how, one.cache)
             again.state = one.state
             again.cache.set_length(len(text) - 1)
             batch.slots[slot] = Running(slot, again, 0.0)
         batch.step()
-        stepped = [sequence.session.generation for sequence in batch.running]
+        stepped = [sequence.request.generation for sequence in batch.running]
         if size > 1 and not any(generation.steps[-1].drafted for generation in stepped):
             break
         sampled += [generation.tokens[len(answer)] for generation in stepped]
         for buffer, old in zip(buffers, before, strict=True):
             buffer.copy_(old)
     for sequence in batch.running:
-        sequence.session.generation.finish = "length"
+        sequence.request.generation.finish = "length"
     batch.release()
-    release(target, session.drafter, batch)
+    release(target, request.drafter, batch)
     return sampled[:count]
 
 
-def _decided(prefix: Prefix, settings: Settings, seeds: str, count: int) -> list[int]:
-    """Return first tokens as a session decides them on the host."""
-    session, sampling = prefix.session, settings.sampling
-    device, start = session.target.device, len(session.context)
-    room = session.limit - len(session.generation.tokens) - 1
+def _decided(prefix: Prefix, settings: RequestParams, seeds: str, count: int) -> list[int]:
+    """Return first tokens decided on the host."""
+    request, sampling = prefix.request, settings.sampling
+    device, start = request.target.device, len(request.context)
+    max_draft_depth = request.limit - len(request.generation.tokens) - 1
     cached: dict[tuple[int, ...], Tensor] = {(): prefix.logits[0]}
     sampled: list[int] = []
-    rng: Rng = Generator(hashed(seeds), device)
+    rng: Rng = SeededRng(hashed(seeds), device)
     proposal, logits = prefix.proposal, prefix.logits
     for i in range(count):
         tick()
-        if settings.rule == COUPLED:  # its noise depends on the seed, so every sample has a seed of its own
-            rng = Coupled(hashed(f"{seeds} {i}"), device, range(start))
+        if settings.rule == COUPLED:  # coupled noise depends on the seed, so every sample has its own seed
+            rng = CoupledRng(hashed(f"{seeds} {i}"), device, range(start))
         if proposal.q is not None:
-            proposal = session.state.propose(Context(session.context, sampling, rng, room, session.cache))
-            logits = _looked_up(session, proposal, cached)
+            proposal = request.state.propose(Context(request.context, sampling, rng, max_draft_depth, request.cache))
+            logits = _looked_up(request, proposal, cached)
         path, token, _ = decide(proposal.tree, logits, proposal.q, sampling, rng, settings.rule)
         sampled.append(int(proposal.tree.token[path[1]]) if len(path) > 1 else token)
     return sampled
 
 
-def _looked_up(session: Session, proposal: Proposal, cached: dict[tuple[int, ...], Tensor]) -> Float[Tensor, "N V"]:
-    """Return the logits at a draft's nodes; the target runs only where a child of the root is not cached.
+def _looked_up(request: Request, proposal: Proposal, cached: dict[tuple[int, ...], Tensor]) -> Float[Tensor, "N V"]:
+    """Return the logits at a draft's nodes; the target runs only if a child of the root is not cached.
 
     Deeper nodes get the root's logits: they cannot change the first token.
     """
     tree = proposal.tree
     below = [(int(token),) for token in tree.token[children(tree)[0]]]
     if any(path not in cached for path in below):
-        scored = _scored(session, proposal)
+        scored = _scored(request, proposal)
         cached.update(zip(below, scored[children(tree)[0]], strict=True))
     logits = [cached[()]] * len(tree.token)
     for node, path in zip(children(tree)[0], below, strict=True):
@@ -363,10 +366,10 @@ def _looked_up(session: Session, proposal: Proposal, cached: dict[tuple[int, ...
     return torch.stack(logits)
 
 
-def resampled(probs: Float[Tensor, "V"], rng: Generator, count: int) -> list[int]:
-    """Return first tokens under a broken rule: after a rejection it samples from p instead of the residual.
+def resampled(probs: Float[Tensor, "V"], rng: SeededRng, count: int) -> list[int]:
+    """Return first tokens by a broken rule: after a rejection it samples from p instead of the residual.
 
-    The draft is the target's argmax, whatever the drafter proposes: there the broken rule is furthest from p.
+    The draft is the target's argmax, where the broken rule is furthest from p.
     """
     best = int(probs.argmax())
     accepted = [rng.accept(float(probs[best])) for _ in range(count)]

@@ -3,7 +3,7 @@
 import sys
 from pathlib import Path
 
-if __name__ == "__main__":  # as a script: the checkout's root in place of this folder, or `import heads` would fail
+if __name__ == "__main__":  # as a script: the checkout's root, or `import heads` would fail
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 import gc
@@ -39,11 +39,11 @@ PIPE_WIDTH = 140
 def evaluate(config: EvalConfig, *, writes: bool = True) -> Report:
     """Measure as configured, and if it `writes` print the table and write report.json, report.md and report.html.
 
-    For the live tier the gate compares every prompt's tokens in `gate_dtype`; then the target is loaded as it is fast,
-    and timed. A drafter that fails the gate has its acceptance reported but no speedup.
+    For the live tier the gate compares every prompt's tokens in `gate_dtype`; then the target is loaded in its fast
+    dtype and timed. A drafter that fails the gate gets no speedup, only its acceptance.
 
     Returns:
-        The report; the caller's exit status should follow `passed`.
+        The report; `passed` decides the exit status.
 
     Raises:
         ValueError: an unknown drafter, run, model, workload or tree, or a head of another target.
@@ -56,7 +56,7 @@ def evaluate(config: EvalConfig, *, writes: bool = True) -> Report:
 
 
 def measured(config: EvalConfig, model: ModelConfig, names: Sequence[str]) -> Report:
-    """Measure with the target, in all tiers that are asked for."""
+    """Measure all configured tiers."""
     live = LIVE in config.tiers()
     gates: dict[str, Gate] = {}
     sampled: list[SampledGate] = []
@@ -93,9 +93,9 @@ def measured(config: EvalConfig, model: ModelConfig, names: Sequence[str]) -> Re
 
 
 def tuned(config: EvalConfig) -> bool:
-    """Find the best tree for a run's head on this device, in the dtype that speed is measured in; print and write it.
+    """Find the best tree for a run's head on this device, in the timed dtype; print and write it.
 
-    Returns whether every tree that was timed is lossless.
+    Returns whether every timed tree is lossless.
 
     Raises:
         ValueError: no such run, model or workload, a head of another target, or a target that answers nothing.
@@ -106,7 +106,7 @@ def tuned(config: EvalConfig) -> bool:
     target = load_target(model, dtype_for(config, model), config.engine)
     prompts = load_workload(names[0], target, config.prompts, config.truncate)
     console = Console(width=None if sys.stdout.isatty() else PIPE_WIDTH)
-    with target.uncaptured():  # as the costs are measured that it predicts from
+    with target.uncaptured():  # like the measured costs
         tuning = tune(config, target, prompts)
     tuning.write(out)
     tuning.show(console)
@@ -115,7 +115,7 @@ def tuned(config: EvalConfig) -> bool:
 
 
 def publish(report: Report, out: Path) -> None:
-    """Print the table, which outlives a full disk; write the files, say where they are, and on stderr what failed."""
+    """Print the table, write the files and their paths, and list failed checks on stderr."""
     # A pipe has no width of its own, and rich's guess would break the lines.
     console = Console(width=None if sys.stdout.isatty() else PIPE_WIDTH)
     content = report.as_dict()

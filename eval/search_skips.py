@@ -6,7 +6,7 @@ python eval/search_skips.py model.path=/my/model workload=my_prompts.jsonl out=s
 import sys
 from pathlib import Path
 
-if __name__ == "__main__":  # as a script: the checkout's root instead of this folder, or `import heads` would fail
+if __name__ == "__main__":  # as a script: the checkout's root, or `import heads` would fail
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ from eval.inputs.workloads import load_workload
 from heads.common.command import command
 from heads.common.progress import progress
 from heads.common.typed import typed
-from inference.decode import Generation, Settings, autoregress, speculate
+from inference.decode import Generation, RequestParams, autoregress, speculate
 from inference.drafters.contrib.layer_skip import (
     FORMAT,
     LayerSkip,
@@ -54,7 +54,7 @@ def find(job: JobConfig) -> Path:
     check_alone(model.where, "this search")
     target = Target.of(model)
     prompts = [prompt.token for prompt in load_workload(workload, target, job.prompts)]
-    settings = Settings(job.max_new_tokens, GREEDY)
+    settings = RequestParams(job.max_new_tokens, GREEDY)
     plain = [autoregress(target, prompt, settings) for prompt in progress(prompts, "the baseline")]
     texts = [record(target, prompt, run.tokens) for prompt, run in zip(prompts, plain, strict=True)]
     skips, rating = search(target.parts, texts, job.search)
@@ -80,7 +80,7 @@ def find(job: JobConfig) -> Path:
 
 
 def measured(plain: list[Generation], drafted: list[Generation]) -> dict[str, float]:
-    """Return tokens per pass and tokens per second of decoding, timed once: for the order of magnitude."""
+    """Return tokens per pass and tokens per second of one decoding: an order of magnitude."""
     tokens, plain_tokens = (sum(len(run.tokens) - 1 for run in runs) for runs in (drafted, plain))
     return {
         "measured_tau": tokens / sum(len(run.steps) for run in drafted),

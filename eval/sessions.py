@@ -1,7 +1,7 @@
-"""The rows of both tiers: timed sessions of every workload and setting, and heads along given text without a clock.
+"""The rows of both tiers: timed sessions of every workload and setting, and heads teacher-forced along given text.
 
-Both tiers measure the same τ. What a lossless rule emits is the target's text whatever is drafted, so one text serves
-for all heads: the one that autoregressive decoding has just written, or one from a log.
+Both tiers measure the same τ. A lossless rule emits the target's text whatever is drafted, so one text serves all
+heads: the baseline's answer, or one from a log.
 """
 
 from collections.abc import Mapping, Sequence
@@ -24,7 +24,7 @@ from eval.measures.results import TEACHER_FORCED, DrafterInfo, Request, ResultRo
 from eval.teacher_forced import Overlap, RankedText, expected, overlap, passes_along, rank_text
 from eval.tuning.grid import acceptance
 from heads.common.progress import progress
-from inference.decode import Generation, Settings, autoregress
+from inference.decode import Generation, RequestParams, autoregress
 from inference.drafters.head import HeadDrafter
 from inference.drafters.policy import BY_CONFIDENCE, TreeConfig
 from inference.protocol import Drafter
@@ -32,8 +32,8 @@ from inference.target.target import Target
 from inference.verification.sample import Sampling
 from inference.verification.verify import is_lossy
 
-RANKS = 10  # ranks of a depth's guesses that are counted apart
-SAMPLED = ("chain", "sampled")  # kinds of tree whose nodes are sampled above temperature 0
+RANKS = 10  # ranks of a depth's guesses that are counted separately
+SAMPLED = ("chain", "sampled")  # kinds of tree with sampled nodes above temperature 0
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Material:
 
 
 def answered(
-    workload: Workload[Prompt], target: Target, settings: Settings, runs: Sequence[Sequence[Generation]]
+    workload: Workload[Prompt], target: Target, settings: RequestParams, runs: Sequence[Sequence[Generation]]
 ) -> Material:
     """Return the texts of autoregressive decoding, given the repeats of each prompt."""
     texts = [
@@ -69,7 +69,7 @@ def generate_answers(config: DecodingConfig, target: Target, workloads: Sequence
 
 
 def recorded(selection: Selection, config: DecodingConfig, target: Target, names: Sequence[str]) -> list[Material]:
-    """Return the logs' own answers, for every temperature the same; refuse logs without, or beyond the context."""
+    """Return a log's answers, the same for every temperature; refuse logs without answers, or beyond the context."""
     materials = []
     for name in names:
         workload = read_log(name, target, selection, config.max_new_tokens)
@@ -79,10 +79,10 @@ def recorded(selection: Selection, config: DecodingConfig, target: Target, names
 
 
 def within_context(text: Text, id_: str, name: str, target: Target, truncate: bool) -> Text:
-    """Return a text that the target's context holds, with no more tokens allowed than decoding would have had there.
+    """Return a text within the target's context, with the number of tokens that decoding would have allowed.
 
     Raises:
-        ValueError: it does not, and may not be shortened; or it has tokens that the target does not know.
+        ValueError: it is too long and may not be shortened, or has tokens that the target does not know.
     """
     check_known(text.token, f"workload {name}, record {id_}", target)
     over = max(len(text.token) - target.context, 0)
@@ -100,7 +100,7 @@ def teacher_forced_rows(
 ) -> tuple[list[ResultRow], dict[str, Any]]:
     """Return the rows of the heads along the texts, and the statistics of one pass over them by head.
 
-    A tree whose siblings are sampled has no row above temperature 0: the text does not say what its nodes were.
+    A tree with sampled siblings has no row above temperature 0: the text does not tell its nodes.
 
     Returns:
         The rows; and by head, of its first texts: `rank`, the share of tokens by depth and rank among its guesses;
@@ -128,7 +128,7 @@ def teacher_forced_rows(
 
 
 def heads_of(drafters: Mapping[str, Drafter]) -> dict[str, HeadDrafter]:
-    """Return the heads among the sources, each under the tree of one sequence."""
+    """Return the heads among the drafters, each with its tree for one sequence."""
     return {
         name: HeadDrafter(drafter.head, drafter.policy, name)
         for name, drafter in drafters.items()
@@ -139,7 +139,7 @@ def heads_of(drafters: Mapping[str, Drafter]) -> dict[str, HeadDrafter]:
 def _along(
     target: Target, head: Any, tree: TreeConfig, texts: Sequence[Text], sampling: Sampling, *, draws: bool
 ) -> tuple[dict[str, Any], list[SpecDecodingStats]]:
-    """Return a head's statistics along texts and the counts of each: if it `draws`, those expected of chains."""
+    """Return a head's statistics along texts, and each text's counts: expected ones for sampled chains."""
     depth = min(head.max_depth, tree.deepest)
     grown = [tree] if tree.kind in BY_CONFIDENCE else []
     read = progress(texts, "drafting along the texts")
@@ -152,7 +152,7 @@ def _along(
 
 
 def table(records: Sequence[RankedText], depth: int) -> dict[str, Any]:
-    """Return acceptance by depth and rank down to a depth, its first column by itself, and that of whole chains."""
+    """Return acceptance by depth and rank, that of rank 0, and that of whole chains."""
     rank = torch.tensor([row for record in records for row in record.rank], dtype=torch.long)
     rank = rank.view(-1, depth)  # of no tokens too
     rates = acceptance(rank, RANKS)
@@ -167,7 +167,7 @@ def table(records: Sequence[RankedText], depth: int) -> dict[str, Any]:
 
 
 def sampled_table(overlaps: Sequence[Overlap]) -> dict[str, Any]:
-    """Return n_alpha, and P(a >= k) of chains after every token, of drafts sampled from the head's probs."""
+    """Return n_alpha, and P(a >= k) of chains after every token, for drafts sampled from the head's probs."""
     common = torch.cat([overlap.common for overlap in overlaps]).double()
     finite = common.isfinite()
     reached = torch.cat([overlap.accept_prob for overlap in overlaps]).double().cumprod(1)
@@ -179,7 +179,7 @@ def sampled_table(overlaps: Sequence[Overlap]) -> dict[str, Any]:
 
 
 class Timed(NamedTuple):
-    """The results of the live tier: rows, the texts of the baseline, and the report's extras by key."""
+    """The results of the live tier: rows, the baseline's texts, and the report's extras by key."""
 
     rows: list[ResultRow]
     materials: list[Material]
@@ -206,7 +206,9 @@ def timed_rows(
     for workload in workloads:
         for temperature, size, rate in config.conditions():
             setup = Setup(target, drafters, workload.prompts, config.settings(temperature))
-            hf = config.hf and temperature == 0  # HF's own is timed greedily, so only greedy rows compare with it
+            hf = (
+                config.hf and temperature == 0
+            )  # HF's generate is timed greedily, so only greedy rows are compared with it
             how = setup, config.repeats, workload.warmup
             rounds = None if rate is None else measure_rate(*how, size, rate)
             runs = measure(*how, hf, size) if rounds is None else generations(rounds)
@@ -219,7 +221,7 @@ def timed_rows(
                 config.seed,
                 memory_bytes=peak_memory(target.device),
                 start=start,
-                # Coupled noise replaces the rule: it says nothing of one that is lossy.
+                # Coupled noise replaces the rule, so it cannot test a lossy one.
                 coupled={} if is_lossy(config.rule) else {check.drafter: check.coupled for check in checks},
                 not_lossless=frozenset(check.drafter for check in checks if not check.passed),
                 agreement=agreement(target, runs) if temperature == 0 and size == 1 else {},

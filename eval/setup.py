@@ -1,4 +1,4 @@
-"""What an evaluation needs before it measures: target, dtype, workloads, folder; the conditions of its numbers."""
+"""The setup of an evaluation: target, dtype, workloads, folder; and the conditions of its numbers."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, replace
@@ -26,7 +26,7 @@ from inference.target.target import Target
 
 
 def prepared(config: EvalConfig) -> tuple[ModelConfig, list[str], Path]:
-    """Return the target to load, the workloads and the report's folder, checked as far as nothing is loaded for it.
+    """Return the target to load, the workloads and the report's folder, checked before anything is loaded.
 
     Raises:
         ValueError: naming the key and the remedy.
@@ -37,7 +37,7 @@ def prepared(config: EvalConfig) -> tuple[ModelConfig, list[str], Path]:
     names = workload_names(config.workload or own_prompts(next(iter(runs), None)) or model.prompts)
     out = folder_for(config.out, runs, list(config.drafter))
     if model.sibling and config.out is None:
-        out /= model.name  # the run's own report is of the head's own target
+        out /= model.name  # the run's own report is of its own target
     device_named(model.device)
     check_writable(out, "out")
     replaced = "" if config.tune else replacing(out)
@@ -47,19 +47,19 @@ def prepared(config: EvalConfig) -> tuple[ModelConfig, list[str], Path]:
 
 
 def folder_for(out: str | None, runs: Sequence[str], drafters: Sequence[str]) -> Path:
-    """Return the folder of the report: the user's, else the first run's, else one under outputs/."""
+    """Return the report's folder: the user's, else the first run's, else one under outputs/."""
     first = Path(runs[0]).expanduser() if runs else Path("-".join(drafters))
     return Path(out).expanduser() if out else first if first.is_dir() else Path("outputs") / first.name
 
 
 def replacing(out: Path) -> str:
-    """Return what to add to a folder's name where a report in it is replaced; nothing where there is none."""
+    """Return a note that a folder's report is replaced; empty if there is none."""
     return ", in place of the report there; out=FOLDER writes elsewhere" if (out / "report.json").exists() else ""
 
 
 def load_target(model: ModelConfig, dtype: str, engine: EngineConfig) -> Target:
-    """Load the target in a dtype, that of the weights that are not quantised, and compile it if the engine is to be."""
-    if not distributed.is_initialized():  # else all processes of a training are here
+    """Load the target in a dtype (of weights that are not quantised), and compile it if configured."""
+    if not distributed.is_initialized():  # else this is one of a training's processes
         check_alone(model.where, "an evaluation")
     target = Target.of(model, dtype)
     if engine.compile or engine.compile_drafts:
@@ -68,9 +68,9 @@ def load_target(model: ModelConfig, dtype: str, engine: EngineConfig) -> Target:
 
 
 def dtype_for(config: EvalConfig, model: ModelConfig) -> str:
-    """Return the dtype to time in: the evaluation's, else the model's, else the one that is fast on the device.
+    """Return the dtype to time in: the evaluation's, else the model's, else the device's fast one.
 
-    Where it was chosen and the checkpoint's is another, that is said.
+    Log a note if it was chosen and differs from the checkpoint's.
     """
     given: str | None = next((name for name in (config.dtype, model.dtype) if name != "auto"), None)
     if given is not None:
@@ -81,7 +81,7 @@ def dtype_for(config: EvalConfig, model: ModelConfig) -> str:
 
 
 def read(config: EvalConfig, target: Target, names: Sequence[str]) -> list[Workload[Prompt]]:
-    """Return the workloads; of dialogues, the target greedily writes the answers that nobody recorded."""
+    """Return the workloads; the target greedily writes answers that a dialogue lacks."""
     settings = config.settings(0.0)
 
     def answer(token: list[int]) -> str:
@@ -94,7 +94,7 @@ def read(config: EvalConfig, target: Target, names: Sequence[str]) -> list[Workl
 
 
 def remarks_of(config: EvalConfig, target: Target) -> list[str]:
-    """Return warnings: a losslessness check in a coarse dtype, a sharded target, heads made for another target."""
+    """Return warnings: a losslessness check in a coarse dtype, a sharded target, heads of another target."""
     remarks = []
     if config.gate_dtype in ("bfloat16", "float16"):
         remarks.append(f"losslessness is checked in {config.gate_dtype}, in which more of the tokens are near ties")
@@ -111,7 +111,7 @@ def remarks_of(config: EvalConfig, target: Target) -> list[str]:
 
 
 def _half_tuned(config: EvalConfig) -> list[str]:
-    """Return that the trees of some heads were tuned and those of others were not, where each has its own."""
+    """Return a warning if some heads' trees were tuned and others' were not."""
     if "head" not in config.drafter or any(value is not None for value in config.tree.values()):
         return []
     heads = find_heads([*config.runs(), *config.compare])
@@ -131,14 +131,14 @@ def described(target: Target) -> dict[str, Any]:
 
 
 def devices_of(target: Target) -> dict[str, int]:
-    """Return the number of devices that hold the target as the report's `count`, where they are several."""
+    """Return the number of devices of the target as the report's `count`, if more than one."""
     here = {parameter.device for parameter in target.model.parameters() if parameter.device.type not in ("cpu", "meta")}
     count = max(len(here), 1) * (distributed.get_world_size() if target.placed.needs_all_ranks else 1)
     return {"count": count} if count > 1 else {}
 
 
 def settings_of(config: EvalConfig, workloads: Sequence[Workload[Any]]) -> dict[str, Any]:
-    """Return the settings that the numbers depend on besides models and machine."""
+    """Return the settings that the results depend on, besides models and machine."""
     sampling = ("top_k", "top_p", "min_p", "repetition_penalty", "rule", "lossy", "seed")
     protocol = ("gate_dtype", "repeats", "warmup", "truncate", "turns", "balanced", "gate_tv")
     return {

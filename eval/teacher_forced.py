@@ -1,9 +1,8 @@
-"""Acceptance of a head along given text, under any tree, from one target pass.
+"""The teacher-forced tier: a head's acceptance along given text, with any tree, from one target pass.
 
-A text runs through the target once, teacher-forced. Acceptance of a tree of fixed shape follows from the head's ranks
-of the text's tokens. A tree shaped by the head's confidence is grown once at every token of the text, without limits;
-its scores say which nodes a smaller depth or budget would have kept. Of sampled chains, the probability that each of
-the text's tokens would have been accepted is computed.
+A text runs through the target once. Acceptance of a static tree follows from the head's ranks of the text's tokens. A
+tree shaped by the head's confidence is grown once at every token of the text, without limits; its scores tell the nodes
+of smaller depths and budgets. For sampled chains the acceptance probability of each of the text's tokens is computed.
 """
 
 import math
@@ -18,38 +17,38 @@ from torch import Tensor
 from eval.inputs.workloads import Text
 from eval.measures.cost_model import ReplayedStep
 from eval.measures.metrics import SpecDecodingStats, counted
-from heads.base import Draft, Features
+from heads.base import DepthOutput, Features
 from heads.modules.vocab import scatter_logits
 from inference.drafters.head import HeadState
 from inference.drafters.policy import BY_CONFIDENCE, TreeConfig, candidates
 from inference.protocol import Commit, Context
 from inference.target.model import TargetOutput
 from inference.target.target import Target
-from inference.verification.rng import TINY, Generator
+from inference.verification.rng import TINY, SeededRng
 from inference.verification.sample import GREEDY, Sampling, distribution
 from inference.verification.tree import DraftTree
 
-FIXED = 16  # a head with no more depths than these has all of them unrolled: some support nothing else
+FIXED = 16  # heads with at most so many depths are unrolled to all: some support nothing else
 
 
 @dataclass(frozen=True)
 class Reach:
-    """Accepted tokens of a grown tree, cut to any depth and budget."""
+    """The accepted tokens of a grown tree under every smaller depth and budget."""
 
     needed: list[list[int]]  # needed[d][j] is the budget that a tree of depth d needs to accept j + 1 tokens
     size: list[int]  # size[d] is the number of nodes that a tree of depth d drafts before it is cut
 
 
-NOWHERE = Reach([[]], [0])  # at a token where no tree was grown
+NOWHERE = Reach([[]], [0])  # at a token without a tree
 
 
 @dataclass(frozen=True)
 class RankedText:
-    """A text with a head's guesses, an entry for each of its tokens that a step may begin after."""
+    """A text with a head's guesses at each token after which a step may begin."""
 
     text: Text
-    rank: list[list[int]]  # of the token at depth d among the head's guesses; negative after the text's end
-    grown: dict[str, list[Reach]]  # by `growth`, one tree a token
+    rank: list[list[int]]  # the rank of the token at depth d among the head's guesses; negative after the text's end
+    grown: dict[str, list[Reach]]  # by `growth` key, one tree a token
 
 
 @torch.inference_mode()
@@ -65,9 +64,9 @@ def rank_text(
 ) -> RankedText:
     """Run a text that the target wrote through target and head once, ranking `depth` depths.
 
-    `largest` are the trees to grow at every token, each with the greatest depth and budget of its kind; none where only
-    fixed shapes are replayed; they grow as under `sampling` without noise. With `steps_alone` there is one, and it is
-    grown only where its steps begin.
+    `largest` are the trees to grow at every token, each with the greatest depth and budget of its kind, none for static
+    shapes; they grow as under `sampling` without noise. With `steps_alone` one tree is grown, only where its steps
+    begin.
     """
     token = torch.tensor(text.token, device=target.device)
     features = target.features(token[None], torch.zeros_like(token)[None], head.feature_layers)
@@ -85,7 +84,7 @@ def rank_text(
         output = TargetOutput(features.hidden[:, done:root], features.last_hidden[:, done:root], None)
         drafting.update(Commit(token[done + 1 : root + 1], output, None))
         done = root
-        context = Context(text.token[: root + 1], sampling, Generator(0, target.device), depth)
+        context = Context(text.token[: root + 1], sampling, SeededRng(0, target.device), depth)
         for tree in largest:
             assert drafting.level is not None
             tokens = text.token[root + 1 : root + 1 + depth]
@@ -99,20 +98,20 @@ def rank_text(
     return RankedText(text, rank[: text.generated - 1].tolist(), grown)
 
 
-def unrolled(head: Any, features: Features, depth: int) -> list[Draft]:
-    """Return a head's drafts from all positions down to a depth."""
+def unrolled(head: Any, features: Features, depth: int) -> list[DepthOutput]:
+    """Return a head's outputs from all rows down to a depth."""
     return head.unroll(features, head.max_depth if head.max_depth <= FIXED else depth)[:depth]
 
 
 def growth(tree: TreeConfig) -> str:
-    """Return the key that all trees cut from the same larger one have in common."""
+    """Return the key that all trees share that are cut from the same larger tree."""
     return f"{tree.kind} {tree.top_k}" if tree.kind == "dynamic" else tree.kind
 
 
 def ranks(logits: Float[Tensor, "T V"], token: Int[Tensor, "T"], depth: int) -> Int[Tensor, "T"]:
-    """Return the rank of token t+1+d in position t's guess at depth d, -1 where there is no such token.
+    """Return the rank of token t+1+d in row t's logits at depth d, -1 after the end.
 
-    Of equal logits, which bf16 has many of, the lower token ranks first, as in a draft: no two tokens share a rank.
+    Of equal logits, which are frequent in bf16, the lower token ranks first, as in a draft.
     """
     count = len(token) - 1 - depth
     rank = torch.full_like(token, -1)
@@ -124,9 +123,9 @@ def ranks(logits: Float[Tensor, "T V"], token: Int[Tensor, "T"], depth: int) -> 
 
 
 def reach(tree: DraftTree, score: Float[Tensor, "N"], following: Sequence[int], depth: int) -> Reach:
-    """Return the accepted tokens of a tree under every smaller depth and budget, given the tokens that follow.
+    """Return the accepted tokens of a tree under every smaller depth and budget, given the next tokens.
 
-    A budget keeps the best nodes, of equal ones the earlier, as `inference.verification.tree.best_n` does.
+    A budget keeps the best nodes, the earlier of equals, as `inference.verification.tree.best_n` does.
     """
     level, at = [0], 0
     path: list[int] = []
@@ -149,7 +148,7 @@ def reach(tree: DraftTree, score: Float[Tensor, "N"], following: Sequence[int], 
 
 
 def replay(of: RankedText, tree: TreeConfig) -> list[ReplayedStep]:
-    """Return the steps of decoding the text with a tree, of whose kind and top_k one as deep and large was recorded."""
+    """Return the steps of decoding the text with a tree; a recorded tree of its kind and top_k must contain it."""
     text, steps, written = of.text, [], 1
     shape = [] if tree.kind in BY_CONFIDENCE else tree.shape()
     while written < text.generated:
@@ -178,7 +177,7 @@ def passes_along(of: RankedText, tree: TreeConfig) -> SpecDecodingStats:
 
 
 def along(rank: Sequence[int], shape: set[tuple[int, ...]]) -> int:
-    """Return the number of tokens of these ranks that a fixed shape accepts."""
+    """Return the number of tokens with these ranks that a static shape accepts."""
     count = 0
     while count < len(rank) and tuple(rank[: count + 1]) in shape:
         count += 1
@@ -187,7 +186,7 @@ def along(rank: Sequence[int], shape: set[tuple[int, ...]]) -> int:
 
 @dataclass(frozen=True)
 class Overlap:
-    """Overlap of a head's probs q and the target's p along a text that the target sampled.
+    """The overlap of a head's probs q and the target's p along a text that the target sampled.
 
     Attributes:
         accept_prob: min(1, q(x) / p(x)) of the text's token x, for each token that a step may begin after, by depth;
@@ -202,7 +201,7 @@ class Overlap:
 
 @torch.inference_mode()
 def overlap(target: Target, head: Any, text: Text, sampling: Sampling, depth: int) -> Overlap:
-    """Run a text through target and head once, and compare their probs.
+    """Run a text through target and head once; return the overlap of their probs.
 
     Given that the target emitted x, x was an accepted draft with probability min(1, q(x) / p(x)): a draft is x with
     probability q(x) and accepted with min(1, p(x) / q(x)), so both with min(p(x), q(x)), and x is emitted with p(x)
@@ -237,7 +236,7 @@ def expected(of: Overlap, depth: int) -> SpecDecodingStats:
     """
     text = of.text
     depth = min(depth, of.accept_prob.shape[1])
-    begins = [0.0] * (text.generated + 1)  # the probability that a step begins after so many tokens
+    begins = [0.0] * (text.generated + 1)  # the probability that a step begins at each token
     begins[1] = 1.0
     reached = [0.0] * depth
     drafted = 0.0

@@ -1,9 +1,9 @@
 """Find the best tree for a head on this device and workload: predict it from costs and acceptance, measure, write it.
 
-Each kind of tree is a family. All of its trees are replayed on the target's recorded text and priced with the costs
-measured in the engine; the most promising are priced again from more samples, and the best one of each family, and the
-one predicted best of all, are timed against autoregressive decoding beside the head's present tree. At further batch
-sizes the best chain and the best tree are, and the winners make a schedule.
+Each kind of tree is a family. All trees are replayed on the target's recorded text and priced with costs measured in
+the engine; the most promising are priced again from more samples. The best tree of each family, the predicted best and
+the head's present tree are timed against the baseline. At further batch sizes the best chain and the best tree are
+timed, and the winners make a schedule.
 """
 
 import json
@@ -35,7 +35,7 @@ from heads.formats.published import is_published
 from heads.formats.store import SCHEDULE, read_config, save_tree
 from inference.batch import Batch
 from inference.drafters.head import HeadDrafter, load_for, saved_tree
-from inference.drafters.plain import Plain
+from inference.drafters.plain import Baseline
 from inference.drafters.policy import TreeConfig
 from inference.protocol import Drafter
 from inference.target.target import Target
@@ -46,7 +46,7 @@ TUNED = "tune.json"
 
 @dataclass(frozen=True)
 class Measured:
-    """Measurements of a tree in the timed session; no speedup where it failed the losslessness check."""
+    """A tree's measurements in the timed session; no speedup if it failed the losslessness check."""
 
     tau: float | None
     tokens_per_second: float | None
@@ -58,21 +58,21 @@ class Measured:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A tree, its prediction, and its measurement where there is one."""
+    """A candidate tree, its prediction, and its measurement if it was timed."""
 
-    family: str  # the kind of tree, or that it is the one the head has
+    family: str  # the tree's kind, or OWN for the head's present tree
     tree: TreeConfig
     predicted: Prediction
     measured: Measured | None = None
 
     @property
     def gain(self) -> float:
-        """The measured speedup, 0 where there is none."""
+        """The measured speedup, 0 without one."""
         return 0.0 if self.measured is None else self.measured.speedup or 0.0
 
     @property
     def error(self) -> float | None:
-        """How far the predicted speedup is from the measured one, as a share of that."""
+        """The relative error of the predicted speedup."""
         return self.predicted.speedup / self.gain - 1 if self.gain else None
 
 
@@ -82,32 +82,32 @@ class AtBatch:
 
     batch: int
     costs: Costs
-    candidates: list[Candidate]  # the most promising trees of each family, or of chains and of trees, best first
-    best: Candidate | None  # None where the baseline is faster
+    candidates: list[Candidate]  # the most promising trees of each family, or chains and trees, best first
+    best: Candidate | None  # None if the baseline is faster
     verdict: str  # the recommendation, in words
 
     def chain_tokens(self) -> int:
-        """Return the tokens of the chain measured fastest, 0 where the baseline is: engines draft chains."""
+        """Return the tokens of the fastest measured chain, 0 if the baseline is faster: engines draft chains."""
         best = max((one for one in self.candidates if one.tree.kind == CHAIN), key=lambda one: one.gain, default=None)
         return 0 if best is None or best.gain <= 1 else best.tree.depth
 
 
 @dataclass(frozen=True)
 class Tuning:
-    """All numbers of one tuning."""
+    """The results of a tuning."""
 
     settings: dict[str, Any]  # those of the measurement
-    accepted: list[list[float]]  # the share of the text's tokens by depth, then by rank, in the texts to choose from
+    accepted: list[list[float]]  # acceptance by depth and rank in the texts to choose by
     batches: list[AtBatch]
 
     @property
     def passed(self) -> bool:
-        """Whether every tree that was timed is lossless."""
+        """Whether every timed tree is lossless."""
         timed = [one.measured for at in self.batches for one in at.candidates if one.measured is not None]
         return not any(differs(one.lossless) for one in timed)
 
     def write(self, out: Path) -> None:
-        """Write tune.json, and the schedule of its chains as vLLM takes it, if it serves the head."""
+        """Write tune.json, and vLLM's schedule of chains if it serves the head."""
         content = {"schema": 3, **asdict(self)}
         for record, at in zip(content["batches"], self.batches, strict=True):
             for written, one in zip(record["candidates"], at.candidates, strict=True):
@@ -127,18 +127,18 @@ class Tuning:
 
 
 def is_tuned(head: Path) -> bool:
-    """Say whether the tree of the head in a run's folder was tuned."""
+    """Return whether the tree of a run's head was tuned."""
     return (head.parent / TUNED).is_file() or schedule_of(head, {}) is not None
 
 
 def fastest(candidates: Sequence[Candidate]) -> Candidate | None:
-    """Return the candidate with the greatest measured speedup, None where the baseline is faster."""
+    """Return the candidate with the greatest measured speedup, None if the baseline is faster."""
     best = max(candidates, key=lambda one: one.gain)
     return best if best.gain > 1 else None
 
 
 def conclude(batch: int, candidates: Sequence[Candidate], done: str) -> str:
-    """Return the verdict at a batch size: the tree and what was done with it, or the baseline."""
+    """Return the verdict at a batch size, in words: the fastest tree, or the baseline."""
     best = max(candidates, key=lambda one: one.gain)
     then = f"; {done}" if done else ""
     if best.gain > 1:
@@ -174,8 +174,8 @@ T = TypeVar("T")
 def tune(config: TuneConfig, target: Target, prompts: Sequence[Prompt]) -> Tuning:
     """Find the best tree for the head of a run at every batch size.
 
-    The one for the smallest is written into the head's config where it beats autoregressive decoding; of several sizes
-    the schedule is too. Half of the prompts choose; the choice is predicted for the other half, and measured on it.
+    The tree for the smallest size is written into the head's config if it beats the baseline; with several sizes the
+    schedule is written too. Half of the prompts choose the tree; the other half predicts and measures its speed.
 
     Raises:
         ValueError: no head, one of another target, no answer longer than a token, or a batch that the target cannot
@@ -184,8 +184,8 @@ def tune(config: TuneConfig, target: Target, prompts: Sequence[Prompt]) -> Tunin
     grid = config.tuner.within(target.context)
     config = replace(config, tuner=grid)
     settings, sizes, (run,) = config.settings(0.0), sorted(set(config.batch_sizes())), config.runs()
-    # Fails now, not after minutes, if the target takes no batch.
-    Batch(target, [Plain(target.device)] * sizes[-1])
+    # Fails now, not after minutes, if the target does not support batches.
+    Batch(target, [Baseline(target.device)] * sizes[-1])
     folder = resolve_head(run)
     if is_published(folder):
         raise ValueError(
@@ -218,7 +218,7 @@ def tune(config: TuneConfig, target: Target, prompts: Sequence[Prompt]) -> Tunin
 
 
 def ranked(trees: Sequence[Tried], costs: Mapping[int, Costs], batch: int, group: Group) -> list[list[Tried]]:
-    """Return the trees by group, in the order of their predicted speedup on the texts to choose by."""
+    """Return the trees by group, sorted by predicted speedup on the texts to choose by."""
     gain = {id(one): one.promised(costs, batch).speedup for one in trees}
     groups: dict[str, list[Tried]] = {}
     for one in sorted(trees, key=lambda one: gain[id(one)], reverse=True):
@@ -228,7 +228,7 @@ def ranked(trees: Sequence[Tried], costs: Mapping[int, Costs], batch: int, group
 
 @dataclass(frozen=True)
 class Bench:
-    """The setup of measurements: configuration, target, head, all texts, and the prompts held back from the choice."""
+    """The setup of measurements: configuration, target, head, texts, and the held-out prompts."""
 
     config: TuneConfig
     target: Target
@@ -243,7 +243,7 @@ class Bench:
         return costs if first is None else merged(first, costs)
 
     def measured(self, groups: Sequence[Sequence[Tried]], costs: Mapping[int, Costs], batch: int) -> list[Candidate]:
-        """Return the candidates; the first of each group and the one predicted best of all are decoded with."""
+        """Return the candidates; the first of each group and the predicted best are timed."""
         priced = [[Candidate(one.family, one.tree, one.predicted(costs, batch)) for one in group] for group in groups]
         every = [one for members in priced for one in members]
         best = max(every, key=lambda one: one.predicted.speedup)
@@ -252,9 +252,9 @@ class Bench:
         return [timed.get(id(one), one) for one in every]
 
     def timed(self, candidates: Sequence[Candidate], batch: int) -> list[Candidate]:
-        """Return the candidates with the results of decoding, all in one interleaved session.
+        """Return the candidates with their timings in one interleaved session.
 
-        Their tokens are compared with the baseline's in an earlier round, which is not timed.
+        An earlier untimed round compares their tokens with the baseline's.
         """
         drafters: dict[str, Drafter] = {
             str(i): HeadDrafter(self.head.head, one.tree, str(i)) for i, one in enumerate(candidates)
@@ -284,7 +284,7 @@ class Bench:
 
 
 def merged(first: Costs, again: Costs) -> Costs:
-    """Return the later costs; those measured first alone are scaled to the machine's later speed."""
+    """Return the later costs; costs that were measured only first are scaled to the machine's later speed."""
     faster = again.plain / first.plain
 
     def both(old: Mapping[T, float], new: Mapping[T, float]) -> dict[T, float]:
@@ -301,7 +301,7 @@ def merged(first: Costs, again: Costs) -> Costs:
 
 
 def concluded(results: Sequence[AtBatch], run: str, folder: Path) -> list[AtBatch]:
-    """Write what is best into the head's config; return the results with their verdicts, of which the first says so."""
+    """Write the best tree into the head's config; return the results with their verdicts."""
     best = [(at.batch, None if at.best is None else at.best.tree) for at in results]
     schedule, tree = scheduled(best) if len(best) > 1 else None, best[0][1]
     done = "nothing is written" if tree is None and schedule is None else keep(tree, schedule, run, folder)
@@ -312,9 +312,9 @@ def concluded(results: Sequence[AtBatch], run: str, folder: Path) -> list[AtBatc
 
 
 def keep(tree: TreeConfig | None, schedule: Schedule | None, run: str, folder: Path) -> str:
-    """Write the tree, or the schedule with it, into the head's config.json; return a message that says so.
+    """Write the tree, or the schedule with it, into the head's config.json; return a message about it.
 
-    Nothing is written where the head has them or is the Hub's. A tree of None leaves the head its own.
+    Nothing is written if the head has them already or is on the Hub. A tree of None keeps the head's own.
     """
     saved = read_config(folder)
     values = saved["tree"] if tree is None else asdict(tree)

@@ -36,7 +36,7 @@ class HeadConfig(Protocol):
 
 
 class Features(NamedTuple):
-    """One batch of packed token rows with the target's hidden states: all that a head reads of the target.
+    """A batch of packed sequences with the target's hidden states: a head's whole input from the target.
 
     Documents are packed one after another; tokens of different documents never see each other. Padding is document -1.
     """
@@ -45,11 +45,11 @@ class Features(NamedTuple):
     hidden: Float[Tensor, "B T L D"]
     last_hidden: Float[Tensor, "B T D"]
     document: Int[Tensor, "B T"]
-    path: Int[Tensor, "B T d"] | None = None  # the row of row t's drafted token at each depth; None: t + depth
+    path: Int[Tensor, "B T d"] | None = None  # the row whose token row t drafts at each depth; None: t + depth
 
 
 class DraftVocabulary(nn.Module):
-    """The `size` tokens of a vocabulary of `full_size` that a head drafts; the first ones until `choose` is called."""
+    """The pruned vocabulary: the `size` tokens of `full_size` that a head drafts; the first ones until `choose`."""
 
     ids: Int[Tensor, "W"]
 
@@ -59,7 +59,7 @@ class DraftVocabulary(nn.Module):
         self.register_buffer("ids", torch.arange(size))
 
     def choose(self, counts: Int[Tensor, "V"]) -> None:
-        """Select the most frequent tokens; of equally frequent ones those with the lower ids."""
+        """Choose the most frequent tokens; ties go to the lower ids."""
         order = counts.argsort(descending=True, stable=True)
         self.ids.copy_(order[: len(self.ids)].sort().values)
 
@@ -72,42 +72,42 @@ class DraftVocabulary(nn.Module):
             )
 
     def index_of(self, token: Int[Tensor, "*n"]) -> Int[Tensor, "*n"]:
-        """Return the tokens' indices among the drafted ones, -1 for those that are not drafted."""
+        """Return the tokens' indices in the pruned vocabulary, -1 for the tokens outside it."""
         at = torch.searchsorted(self.ids, token).clamp_max(len(self.ids) - 1)
         return torch.where(self.ids[at] == token, at, -1)
 
     def scatter(self, logits: Float[Tensor, "*n W"]) -> Float[Tensor, "*n V"]:
-        """Return logits of the whole vocabulary: minus infinity for tokens that are never drafted."""
+        """Return logits over the whole vocabulary: minus infinity outside the pruned one."""
         full = logits.new_full((*logits.shape[:-1], self.full_size), float("-inf"))
         full[..., self.ids] = logits
         return full
 
 
-class Level(NamedTuple):
-    """A head's output for one level of B draft trees: logits of each node's children, and what their expansion reads.
+class LevelOutput(NamedTuple):
+    """A head's output for one level of B draft trees: the logits of each node's children, and the head's states.
 
-    The logits are over the head's own vocabulary of W tokens; `hidden` is the state of each node (D is the head's own
-    width), of a block head the states of all slots. `root` holds keys and values "B G 1 E" of each layer for the root,
-    where its row is no committed one; deeper levels have none.
+    The logits are over the head's own vocabulary of W tokens. `hidden` is each node's state (D is the head's own
+    width); a block head keeps the states of all its positions there. `root` holds keys and values "B G 1 E" of each
+    layer for the root, if the root's row is not committed; deeper levels have none.
     """
 
     logits: Float[Tensor, "B N W"]
     hidden: Float[Tensor, "B N D"]
     root: tuple[Tensor, ...] = ()
 
-    def each(self, function: Callable[..., Tensor], *others: "Level") -> "Level":
-        """Return a level of `function` of this one's tensors and the others'."""
+    def each(self, function: Callable[..., Tensor], *others: "LevelOutput") -> "LevelOutput":
+        """Apply a function to this level's tensors, together with those of other levels."""
         levels = self, *others
         logits, hidden = (function(*(level[i] for level in levels)) for i in range(2))
-        return Level(logits, hidden, tuple(map(function, *(level.root for level in levels))))
+        return LevelOutput(logits, hidden, tuple(map(function, *(level.root for level in levels))))
 
 
-class Draft(NamedTuple):
-    """One depth of `unroll`, for every row: the inputs of `compute_logits`, which takes a few rows at a time.
+class DepthOutput(NamedTuple):
+    """The output of `unroll` at one depth, for every row: the inputs of `compute_logits`.
 
-    `feature` is the target's feature as the head predicts it, `confidence` the logit of a draft's acceptance; None from
-    heads that predict none. `base_state` gives the logits before they are corrected by the tokens drafted so
-    far, None from heads that correct none.
+    `feature` is the head's prediction of the target's feature, `confidence` the logit of a draft's acceptance; None if
+    the head predicts none. `base_state` gives the logits before a correction by the tokens drafted so far; None if the
+    head corrects none.
     """
 
     state: Float[Tensor, "B T X"]
@@ -117,28 +117,28 @@ class Draft(NamedTuple):
 
 
 class NewRows(NamedTuple):
-    """T verified rows of B sequences, each sequence's of one document, following the committed ones without a gap."""
+    """T verified rows of B sequences, which continue each sequence's committed rows."""
 
     features: Features
-    token: Int[Tensor, "B T"]  # row t's chosen next token, t+1; the last one is the root of the next tree
-    counts: Int[Tensor, "B"] | None = None  # how many each sequence has, at least one; None for T, as in a first call
+    token: Int[Tensor, "B T"]  # token t+1 of row t; the last one is the root of the next tree
+    counts: Int[Tensor, "B"] | None = None  # rows of each sequence, at least one; None for T, as in a first call
 
 
-class Nodes(NamedTuple):
-    """The N new nodes of one depth of B trees; `mask` says which of a tree's M drafted nodes so far each sees.
+class LevelNodes(NamedTuple):
+    """The N new nodes of one depth of B trees; `mask` says which of the tree's M drafted nodes each attends to.
 
-    These stand in order of expansion, the new ones last. A node sees its drafted ancestors and itself; the root is a
-    committed row and always seen.
+    The M nodes are in order of expansion, the new ones last. A node attends to its drafted ancestors and itself, and to
+    the root, which is a committed row.
     """
 
     token: Int[Tensor, "B N"]
-    parent: Int[Tensor, "B N"]  # the index of each one's parent in the level before
+    parent: Int[Tensor, "B N"]  # each node's parent, an index into the level before
     mask: Bool[Tensor, "B N M"]
     depth: int
 
 
-class LayerShape(NamedTuple):
-    """The shape of the target's decoder layer, the default for what a head's configuration leaves null."""
+class LayerDims(NamedTuple):
+    """The dimensions of the target's decoder layer: the defaults of a head's configuration."""
 
     num_heads: int
     num_kv_heads: int
@@ -153,7 +153,7 @@ class Embeddings(Protocol):
     hidden_size: int
     vocab_size: int
     num_layers: int
-    layer: LayerShape
+    layer_dims: LayerDims
     config: Any  # the target's (text) configuration, as transformers has it
 
     def embed(self, token: Int[Tensor, "*n"]) -> Float[Tensor, "*n D"]:
@@ -161,20 +161,20 @@ class Embeddings(Protocol):
         ...
 
     def logits(self, hidden: Float[Tensor, "*n D"], ids: Int[Tensor, "W"] | None = None) -> Float[Tensor, "*n W"]:
-        """Return the target's logits of final-normed hidden states, of the tokens `ids` alone if given."""
+        """Return the target's logits of final-normed hidden states; with `ids` only those of these tokens."""
         ...
 
-    def head_weight(self) -> Float[Tensor, "V D"]:
-        """Return the lm_head's weight, from which a head may start its own."""
+    def lm_head_weight(self) -> Float[Tensor, "V D"]:
+        """Return the weight of the lm_head; a head may start its own lm_head from it."""
         ...
 
 
 @runtime_checkable
 class DraftHead(Protocol):
-    """The methods every head has. A head is an nn.Module besides; `config` is its typed configuration.
+    """The protocol of a draft head, which is also an nn.Module; `config` is its typed configuration.
 
-    `vocab` is the pruned vocabulary that logits are over, None for the target's own. `has_kv_cache` says that the state
-    is a `heads.modules.kv_cache.KVCache`, which a caller may bring; other heads keep nothing, or what they like.
+    `vocab` is the pruned vocabulary of its logits, None for the target's own. `has_kv_cache` says that the state is a
+    `heads.modules.kv_cache.KVCache`, which a caller may pass; other heads choose their own state.
     """
 
     config: Any
@@ -189,11 +189,11 @@ class DraftHead(Protocol):
         """The target's embedding and lm_head."""
         ...
 
-    def unroll(self, features: Features, depths: int, anchors: Int[Tensor, "B n"] | None = None) -> list[Draft]:
-        """Training: draft depths 1 … `depths` from all rows at once, as `extend` and `expand` would one by one.
+    def unroll(self, features: Features, depths: int, anchors: Int[Tensor, "B n"] | None = None) -> list[DepthOutput]:
+        """Training: draft depths 1 … `depths` from all rows at once, as `extend` and `expand` would step by step.
 
-        A row's depths follow its `features.path` where there is one, else the text (`rows.drafted_token`).
-        `anchors` are the rows to be drafted from, in order; a head's output for the others is undefined. None for all.
+        A row's drafted tokens are those of its `features.path`, else of the sequence (`rows.drafted_token`). `anchors`
+        are the rows to draft from, in order, None for all; the output for other rows is undefined.
         """
         ...
 
@@ -201,27 +201,27 @@ class DraftHead(Protocol):
         """Return the logits of a depth's states, over the head's own vocabulary."""
         ...
 
-    def extend(self, state: Any, new: NewRows) -> tuple[Any, Level]:
-        """Decoding: commit verified rows of B sequences and score under their roots, as SGLang's draft_extend does.
+    def extend(self, state: Any, new: NewRows) -> tuple[Any, LevelOutput]:
+        """Decoding: append verified rows of B sequences and score the roots' children, as SGLang's draft_extend does.
 
-        `state` is that of an earlier call, which this one changes; None or an empty cache for new sequences.
+        `state` is an earlier call's, and is changed in place; None or an empty cache for new sequences.
 
         Returns:
-            The state, and the level of the roots: N = 1, the logits of depth 1.
+            The state, and the roots' level: N = 1, the logits of depth 1.
         """
         ...
 
-    def expand(self, state: Any, level: Level, nodes: Nodes) -> Level:
-        """Decoding: score one more tree level of B sequences, all its nodes at once, an EAGLE-2 expansion step.
+    def expand(self, state: Any, level: LevelOutput, nodes: LevelNodes) -> LevelOutput:
+        """Decoding: score one more tree level of B sequences, all nodes at once: an expansion step of EAGLE-2.
 
-        The state, of the committed rows, stays as it is; `level` is the previous one, the root's at first.
+        The state of the committed rows does not change; `level` is the previous level, at first the roots'.
         """
         ...
 
 
 @dataclass(frozen=True)
 class LayerConfig:
-    """Hyperparameters of a head with decoder layers; null takes the target's own, as `length` looks at all rows."""
+    """Hyperparameters of a head with decoder layers; null takes the target's value, and for `length` all rows."""
 
     name: str
     length: Count | None
@@ -239,7 +239,7 @@ class LayerConfig:
 class HeadModule(nn.Module):
     """A head's module, with its configuration and the target's embeddings.
 
-    Unless it says otherwise it reads the target's last states alone, and keeps no rows.
+    By default it reads only the target's last hidden states, and has no KV cache.
     """
 
     feature_layers: tuple[int, ...] = ()
@@ -249,7 +249,7 @@ class HeadModule(nn.Module):
     def __init__(self, config: Any, embeddings: Embeddings) -> None:
         super().__init__()
         self.config = config
-        self._embeddings = (embeddings,)  # in a tuple, so that they are no submodule and never trained or saved
+        self._embeddings = (embeddings,)  # in a tuple: a submodule would be trained and saved
 
     @property
     def embeddings(self) -> Embeddings:
@@ -257,22 +257,22 @@ class HeadModule(nn.Module):
         return self._embeddings[0]
 
     def check_depths(self, depths: int) -> None:
-        """Refuse to unroll a head with one module a depth to another depth: a module without a gradient stops a run."""
+        """Refuse other depths for a head with one module a depth: a module without a gradient stops a run."""
         if depths != self.max_depth:
             raise ValueError(
                 f"objective.depths is {depths} but the head drafts {self.max_depth} depths: make them equal"
             )
 
 
-def shape_of(config: Any) -> LayerShape:
-    """Return the shape of a decoder layer from a model's (text) configuration; refuse layers without attention."""
+def layer_dims_of(config: Any) -> LayerDims:
+    """Return the dimensions of a decoder layer from a model's (text) configuration; refuse layers without attention."""
     heads: int | None = getattr(config, "num_attention_heads", None)
     if heads is None:
         raise ValueError(
             f"headstart does not run {config.model_type} models (they have no attention, whose entries count a cache's "
             "tokens): choose another target"
         )
-    return LayerShape(
+    return LayerDims(
         heads,
         getattr(config, "num_key_value_heads", None) or heads,
         getattr(config, "head_dim", None) or config.hidden_size // heads,
@@ -280,17 +280,17 @@ def shape_of(config: Any) -> LayerShape:
     )
 
 
-def layer_shape(config: Any, embeddings: Embeddings) -> LayerShape:
-    """Return the shape in a head's configuration, the target's where a value is null; refuse odd and uneven ones."""
-    shape = LayerShape(*(getattr(config, name) or getattr(embeddings.layer, name) for name in LayerShape._fields))
-    if shape.num_heads % shape.num_kv_heads:
+def resolve_layer_dims(config: Any, embeddings: Embeddings) -> LayerDims:
+    """Return a head's layer dimensions, the target's where its configuration is null; refuse odd and uneven ones."""
+    dims = LayerDims(*(getattr(config, name) or getattr(embeddings.layer_dims, name) for name in LayerDims._fields))
+    if dims.num_heads % dims.num_kv_heads:
         raise ValueError(
-            f"head.num_heads is {shape.num_heads} and head.num_kv_heads {shape.num_kv_heads}, where null takes the "
+            f"head.num_heads is {dims.num_heads} and head.num_kv_heads {dims.num_kv_heads}, where null takes the "
             "target's own: give num_heads as a multiple of num_kv_heads"
         )
-    if shape.head_dim % 2:
-        raise ValueError(f"head.head_dim is {shape.head_dim}: give an even number, since rotary positions turn pairs")
-    return shape
+    if dims.head_dim % 2:
+        raise ValueError(f"head.head_dim is {dims.head_dim}: give an even number, since rotary positions turn pairs")
+    return dims
 
 
 def parameter_count(head: nn.Module) -> int:
@@ -304,13 +304,13 @@ def frozen_count(head: nn.Module) -> int:
 
 
 def embedding_of(embeddings: Embeddings, token: Int[Tensor, "*n"] | None = None) -> Float[Tensor, "*n D"]:
-    """Return the target's embedding of these tokens, without them the whole table, to copy or to compare with."""
+    """Return the target's embedding of these tokens, or the whole table, to copy or to compare with."""
     chosen = torch.arange(embeddings.vocab_size) if token is None else token
-    return embeddings.embed(chosen.to(embeddings.head_weight().device)).detach()
+    return embeddings.embed(chosen.to(embeddings.lm_head_weight().device)).detach()
 
 
 def to_device(x: Tensor, device: torch.device) -> Tensor:
-    """Return a tensor on a device. The host does not wait: a copy to a GPU queues behind the work that is under way."""
+    """Return a tensor on a device; a copy to a GPU is asynchronous."""
     if device.type == "cpu" or x.device.type != "cpu":
         return x.to(device)
     if device.type != "cuda":

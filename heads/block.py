@@ -1,17 +1,20 @@
-"""A block-parallel head: one pass drafts all depths, from the target's features as keys and values of every layer.
+"""Block-parallel heads: one pass drafts all depths, with the target's features as keys and values of every layer.
 
-DFlash (arXiv 2602.06036): the block is the root token t+1 and one mask slot a depth, slot d at the position of token
-t+1+d, which it predicts. In every layer keys and values are those of the fused target features up to row t and those of
-the block, by the same projections; features enter nowhere else. The embedding and lm_head are the target's.
+DFlash (arXiv 2602.06036): a block is the root token t+1 and one masked position for each depth; position d has the
+rotary position of token t+1+d and predicts it. In every layer, keys and values are projections of the fused target
+features up to row t and of the block, by the same weights; the features have no other input. The embedding and lm_head
+are the target's. Options:
 
-`mask_token`: the slots hold the target's embedding of a token, as in DFlash, and not a vector of their own. `causal`: a
-slot sees the slots before it alone (JetSpec, arXiv 2606.18394), so that the depths' distributions are coherent along a
-path; else all slots see each other, as in DFlash. `from_anchor`: the root token's slot drafts too, and each slot
-the token behind its own (DSpark, arXiv 2607.05147), so that a block has one slot less. `markov_rank` adds to a depth's
-logits a term of low rank that depends on the token drafted before it, and `confidence` a prediction of each draft's
-acceptance (DSpark again). `domino` in its place adds one that depends on all tokens drafted before it,
-`selector_rank` one that depends on the slot as well, and `conv` puts convolutions into the layers (both in
-heads/modules/dflash2.py).
+mask_token     masked positions hold the target's embedding of this token, as in DFlash; null trains a vector
+causal         a position sees only earlier positions of its block (JetSpec, arXiv 2606.18394), so that the depths'
+               distributions agree along a path; else all positions see each other, as in DFlash
+from_anchor    the root token's position drafts too, and each position predicts the next token (DSpark, arXiv
+               2607.05147), so a block has one position less
+markov_rank    adds a low-rank term to the logits that depends on the token drafted before (DSpark)
+confidence     predicts each draft's acceptance (DSpark)
+domino         adds a term to the logits that depends on all tokens drafted before
+selector_rank  adds a term that depends on the position and the token before it (heads/modules/dflash2.py)
+conv           adds convolutions to the layers (heads/modules/dflash2.py)
 """
 
 from dataclasses import dataclass
@@ -24,35 +27,45 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from heads import rows
-from heads.base import Draft, Embeddings, Features, HeadModule, LayerConfig, Level, NewRows, Nodes, embedding_of
+from heads.base import (
+    DepthOutput,
+    Embeddings,
+    Features,
+    HeadModule,
+    LayerConfig,
+    LevelNodes,
+    LevelOutput,
+    NewRows,
+    embedding_of,
+)
 from heads.common.ranges import Count, Parts, Width
 from heads.modules.attention import KeyValue, attend_rows
 from heads.modules.dflash2 import ConvDecoderLayer, Selector
 from heads.modules.fusion import DFLASH_LAYERS, Fusion, chosen_layers
 from heads.modules.kv_cache import KVCache
 from heads.modules.layers import DecoderLayer, LayerInputs, LayerSpec, RMSNorm
-from heads.modules.slots import slots_after, slots_after_roots
+from heads.modules.mask_blocks import mask_blocks_after, mask_blocks_after_roots
 from heads.modules.vocab import DraftLmHead, VocabularyLinear, draft_vocabulary
 from heads.rows import last_rows
 
 
 def _mask(token: int | None, embeddings: Embeddings) -> nn.Parameter:
-    """Return a mask slot's content: a vector to train, or the target's embedding of a token; -1 is the last one."""
+    """Return the input of masked positions: a trained vector, or the target's embedding of a token."""
     if token is None:
         return nn.Parameter(torch.randn(embeddings.hidden_size) * 0.02)
     if not -embeddings.vocab_size <= token < embeddings.vocab_size:
         raise ValueError(f"head.mask_token is {token}: the target has {embeddings.vocab_size} tokens; give one of them")
-    slot = nn.Parameter(torch.empty(embeddings.hidden_size), requires_grad=False)
-    if not slot.is_meta:  # a meta tensor has no values
-        slot.data.copy_(embedding_of(embeddings, torch.tensor(token % embeddings.vocab_size)))
-    return slot
+    vector = nn.Parameter(torch.empty(embeddings.hidden_size), requires_grad=False)
+    if not vector.is_meta:  # a meta tensor has no values
+        vector.data.copy_(embedding_of(embeddings, torch.tensor(token % embeddings.vocab_size)))
+    return vector
 
 
 class Domino(nn.Module):
-    """Domino (arXiv 2605.29707): a GRU over a block's tokens, whose state corrects a slot's logits.
+    """Domino (arXiv 2605.29707): a GRU over a block's tokens; its state corrects a position's logits.
 
-    Joined to the slot's state it gives a term of low rank. Depth 1 keeps the block's logits, as in the authors'
-    published heads: its slot has seen the only token before it.
+    The GRU's state and the position's state give a low-rank term. Depth 1 keeps the block's logits, as in the authors'
+    published heads: its position attends to the only token before it.
     """
 
     def __init__(self, width: int, inner: int, rank: int, size: int) -> None:
@@ -63,41 +76,41 @@ class Domino(nn.Module):
         self.up = VocabularyLinear(rank, size, bias=False)
 
     def advance(self, embedding: Float[Tensor, "*n D"], memory: Float[Tensor, "*n G"] | None) -> Float[Tensor, "*n G"]:
-        """Return the GRU's state after one more token; without a `memory` it is the first one."""
+        """Return the GRU's state after one more token; `memory` is the state before, None for the first token."""
         flat = embedding.to(self.gru.weight_ih.dtype).flatten(0, -2)
         new: Tensor = self.gru(flat, None if memory is None else memory.flatten(0, -2))
         return new.unflatten(0, embedding.shape[:-1])
 
     def forward(
-        self, logits: Float[Tensor, "*#n W"], slot: Float[Tensor, "*#n D"], memory: Float[Tensor, "*n G"], depth: int
+        self, logits: Float[Tensor, "*#n W"], hidden: Float[Tensor, "*#n D"], memory: Float[Tensor, "*n G"], depth: int
     ) -> Float[Tensor, "*#n W"]:
-        """Return the corrected logits of slots behind these states of the GRU."""
+        """Return the corrected logits, given the GRU's states."""
         if depth == 1:
             return logits
-        state = torch.cat([slot.expand(*memory.shape[:-1], -1), memory], -1)
+        state = torch.cat([hidden.expand(*memory.shape[:-1], -1), memory], -1)
         return logits + self.up(functional.silu(self.down(state)))
 
-    def begin(self, slots: Float[Tensor, "B S D"], embedding: Float[Tensor, "B 1 D"]) -> Float[Tensor, "B 1 Y"]:
-        """Return the root's node: the states of all slots, and the GRU's after the root token."""
-        return torch.cat([slots.flatten(1)[:, None], self.advance(embedding, None).to(slots.dtype)], -1)
+    def begin(self, block_hidden: Float[Tensor, "B S D"], embedding: Float[Tensor, "B 1 D"]) -> Float[Tensor, "B 1 Y"]:
+        """Return the root's state: the states of all positions, and the GRU's after the root token."""
+        return torch.cat([block_hidden.flatten(1)[:, None], self.advance(embedding, None).to(block_hidden.dtype)], -1)
 
     def grow(self, node: Float[Tensor, "B N Y"], embedding: Float[Tensor, "B N D"]) -> Float[Tensor, "B N Y"]:
-        """Return nodes made of their parents' and of their tokens."""
+        """Return the nodes' states from their parents' states and their tokens."""
         memory = self.advance(embedding, node[..., -self.inner :])
         return torch.cat([node[..., : -self.inner], memory.to(node.dtype)], -1)
 
     def split(self, node: Float[Tensor, "B N Y"], depth: int) -> tuple[Float[Tensor, "B 1 D"], Float[Tensor, "B N G"]]:
-        """Return the state of one slot, which all nodes share, and the GRU's of each node."""
+        """Return the state of one position, which all nodes share, and each node's state of the GRU."""
         end = depth * self.width
         return node[:, :1, end - self.width : end], node[..., -self.inner :]
 
 
 class Block(HeadModule):
-    """The block head. `depths` is the number of drafted tokens, and of mask slots unless the anchor drafts too."""
+    """The block head; `depths` is the number of drafted tokens."""
 
     @dataclass(frozen=True)
     class Config(LayerConfig):
-        """Hyperparameters of the head; null for `feature_layers` takes five of them."""
+        """Hyperparameters of the head; `feature_layers` null takes five layers."""
 
         depths: Parts
         layers: Parts
@@ -125,14 +138,14 @@ class Block(HeadModule):
             if self.selector_rank is not None and self.draft_vocab is not None:
                 raise ValueError("head.selector_rank selects among the whole vocabulary: give head.draft_vocab=null")
             if self.conv is not None and self.conv > self.depths + (not self.from_anchor):
-                raise ValueError(f"head.conv is {self.conv}: give at most the slots of a block, a slot a depth")
+                raise ValueError(f"head.conv is {self.conv}: give at most the positions of a block, one a depth")
 
     has_kv_cache = True
 
     def __init__(self, config: Config, embeddings: Embeddings) -> None:
         super().__init__(config, embeddings)
         self.max_depth = config.depths
-        self.idle = 0 if config.from_anchor else 1  # how many slots of a block draft nothing: the anchor's or none
+        self.idle = 0 if config.from_anchor else 1  # positions that draft nothing: the anchor's, or none
         self.size = config.depths + self.idle
         spec = LayerSpec.of(config, embeddings)
         width, eps = spec.width, spec.eps
@@ -164,85 +177,85 @@ class Block(HeadModule):
     def context(
         self, hidden: Float[Tensor, "B T L D"], position: Int[Tensor, "B T"], max_position: int
     ) -> tuple[KeyValue, ...]:
-        """Return every layer's keys and values of the target's features."""
+        """Return every layer's keys and values from the target's features."""
         fused = self.hidden_norm(self.fusion(hidden))
         layers: Any = self.layers
         return tuple(layer.self_attn.key_value(fused, position, max_position) for layer in layers)
 
-    def slots(self, root: Int[Tensor, "*n"]) -> Float[Tensor, "*n S D"]:
-        """Return the input states of the blocks behind these root tokens."""
+    def block_inputs(self, root: Int[Tensor, "*n"]) -> Float[Tensor, "*n S D"]:
+        """Return the input embeddings of the blocks of these root tokens."""
         embedding = self.embeddings.embed(root).to(self.mask.dtype)[..., None, :]
         return torch.cat([embedding, self.mask.expand(*root.shape, self.size - 1, -1)], -2)
 
-    def context_of(self, slot: Float[Tensor, "*#n D"], token: Int[Tensor, "*n"]) -> Float[Tensor, "*n X"] | None:
-        """Return what corrects a slot's logits once the token before it is known, None if nothing does."""
+    def context_of(self, hidden: Float[Tensor, "*#n D"], token: Int[Tensor, "*n"]) -> Float[Tensor, "*n X"] | None:
+        """Return the context of the logits' correction by the token before, None without a correction."""
         if self.before is not None:
-            return self.before(token).to(slot.dtype)
-        return None if self.selector is None else self.selector.context(slot, token)
+            return self.before(token).to(hidden.dtype)
+        return None if self.selector is None else self.selector.context(hidden, token)
 
     def corrected(
-        self, slot: Float[Tensor, "*#n D"], context: Float[Tensor, "*n X"] | None, depth: int
+        self, hidden: Float[Tensor, "*#n D"], context: Float[Tensor, "*n X"] | None, depth: int
     ) -> Float[Tensor, "*n W"]:
-        """Return the logits of slots, of which one may serve several nodes."""
-        logits = self.lm_head(slot)
+        """Return the corrected logits of positions; one position may serve several nodes."""
+        logits = self.lm_head(hidden)
         if context is None:
             return logits
         if self.domino is not None:
-            return self.domino(logits, slot, context, depth)
+            return self.domino(logits, hidden, context, depth)
         if self.selector is not None:
             return self.selector(logits, context)
         assert self.bias is not None
         return logits + self.bias(context)
 
     def compute_logits(self, state: Float[Tensor, "*n X"], depth: int) -> Float[Tensor, "*n W"]:
-        """Return the logits of slots; of a slot's state alone those without a correction."""
+        """Return a depth's logits; states without a correction's context give uncorrected logits."""
         width = self.embeddings.hidden_size
         context = state[..., width:] if state.shape[-1] > width else None
         return self.corrected(state[..., :width], context, depth)
 
-    def unroll(self, features: Features, depths: int, anchors: Int[Tensor, "B n"] | None = None) -> list[Draft]:
-        """Draft a block from every anchor; all of them go through the layers side by side."""
+    def unroll(self, features: Features, depths: int, anchors: Int[Tensor, "B n"] | None = None) -> list[DepthOutput]:
+        """Draft a block from every anchor, all blocks in one pass."""
         self.check_depths(depths)
-        slots = slots_after(features.document, anchors, self.size, self.config.length, causal=self.config.causal)
+        blocks = mask_blocks_after(features.document, anchors, self.size, self.config.length, causal=self.config.causal)
         position, max_position = rows.positions(features.document), features.token.shape[1] + self.size
         context = self.context(features.hidden, position, max_position)
-        x = self.slots(rows.next_token(features.token).gather(1, slots.anchor)).flatten(1, 2)
+        x = self.block_inputs(rows.next_token(features.token).gather(1, blocks.anchor)).flatten(1, 2)
 
         def attend(pair: KeyValue, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-            return attend_rows(query, pair, [(key, value)], slots.attn_pattern)
+            return attend_rows(query, pair, [(key, value)], blocks.attn_pattern)
 
         for layer, pair in zip(self.layers, context, strict=True):
-            x = layer(x, LayerInputs(slots.position.flatten(1), max_position, partial(attend, pair)))
-        states, drafts = self.norm(x).unflatten(1, (-1, self.size))[:, :, self.idle :], list[Draft]()
+            x = layer(x, LayerInputs(blocks.position.flatten(1), max_position, partial(attend, pair)))
+        states, drafts = self.norm(x).unflatten(1, (-1, self.size))[:, :, self.idle :], list[DepthOutput]()
         memory: Tensor | None = None
         for depth, state in enumerate(states.unbind(2), 1):
-            token = rows.drafted_token(features.token, depth, features.path).gather(1, slots.anchor)
+            token = rows.drafted_token(features.token, depth, features.path).gather(1, blocks.anchor)
             before = self.context_of(state, token)
             if self.domino is not None:
                 before = memory = self.domino.advance(self.embeddings.embed(token), memory)
             full = state if before is None else torch.cat([state, before.to(state.dtype)], -1)
-            drafts.append(self._draft(rows.scatter_rows(full, slots.anchor, features.token.shape[1])))
+            drafts.append(self._draft(rows.scatter_rows(full, blocks.anchor, features.token.shape[1])))
         return drafts
 
-    def _draft(self, state: Float[Tensor, "B T X"]) -> Draft:
-        """Return one depth's draft of its states at the rows that they were drafted from."""
+    def _draft(self, state: Float[Tensor, "B T X"]) -> DepthOutput:
+        """Return one depth's output from the states of all rows."""
         width = self.embeddings.hidden_size
         confidence = None
         if self.confidence is not None:
             confidence = self.confidence(state[..., : self.confidence.in_features])[..., 0]
-        return Draft(state, None, confidence, None if state.shape[-1] == width else state[..., :width])
+        return DepthOutput(state, None, confidence, None if state.shape[-1] == width else state[..., :width])
 
-    def extend(self, state: KVCache | None, new: NewRows) -> tuple[KVCache, Level]:
-        """Commit verified rows, and draft the blocks behind the last ones."""
+    def extend(self, state: KVCache | None, new: NewRows) -> tuple[KVCache, LevelOutput]:
+        """Append verified rows, and draft a block from each sequence's root."""
         token = new.token
         cache = KVCache(len(token), self.config.length, token.device) if state is None else state
         committed = cache.begin(token.shape[1], len(token))
         for i, pair in enumerate(self.context(new.features.hidden, committed, cache.longest)):
             cache.append(i, *pair, committed)
         cache.length[: len(token)] += token.shape[1] if new.counts is None else new.counts
-        position, attend = slots_after_roots(cache, len(token), self.size, causal=self.config.causal)
+        position, attend = mask_blocks_after_roots(cache, len(token), self.size, causal=self.config.causal)
         root = last_rows(token, new.counts)
-        x = self.slots(root).flatten(1, 2)
+        x = self.block_inputs(root).flatten(1, 2)
         for i, layer in enumerate(self.layers):
             x = layer(x, LayerInputs(position, cache.longest + self.size, partial(attend, i)))
         states = self.norm(x)[:, self.idle :]
@@ -250,16 +263,16 @@ class Block(HeadModule):
             states = self.domino.begin(states, self.embeddings.embed(root))
         return cache, self._level(states, root, 1)
 
-    def expand(self, state: KVCache, level: Level, nodes: Nodes) -> Level:
-        """Score the next depth from its slot; of the path the last token matters, or all of them to `domino`."""
+    def expand(self, state: KVCache, level: LevelOutput, nodes: LevelNodes) -> LevelOutput:
+        """Score the next depth; the logits depend on the last token of the path, with `domino` on all of it."""
         hidden = level.hidden
         if self.domino is not None:
             hidden = self.domino.grow(rows.gather_parents(hidden, nodes.parent), self.embeddings.embed(nodes.token))
         return self._level(hidden, nodes.token, nodes.depth + 1)
 
-    def _level(self, slots: Float[Tensor, "B K D"], token: Int[Tensor, "B N"], depth: int) -> Level:
+    def _level(self, block_hidden: Float[Tensor, "B K D"], token: Int[Tensor, "B N"], depth: int) -> LevelOutput:
         if self.domino is not None:
-            return Level(self.corrected(*self.domino.split(slots, depth), depth), slots)
-        slot = slots[:, depth - 1 : depth]
-        logits = self.corrected(slot, self.context_of(slot, token), depth)
-        return Level(logits.expand(-1, token.shape[1], -1), slots)
+            return LevelOutput(self.corrected(*self.domino.split(block_hidden, depth), depth), block_hidden)
+        hidden = block_hidden[:, depth - 1 : depth]
+        logits = self.corrected(hidden, self.context_of(hidden, token), depth)
+        return LevelOutput(logits.expand(-1, token.shape[1], -1), block_hidden)

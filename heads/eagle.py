@@ -1,9 +1,9 @@
 """EAGLE-1/2 (Li et al., arXiv 2401.15077 and 2406.16858): one decoder layer that extrapolates the target's features.
 
-Row t enters as fc(embedding of token t+1, feature t); the layer's output is the predicted feature t+1, which goes to
-the target's frozen lm_head as it is, and back into the head one depth later. Layer 0 has no input norm and there is no
-final norm, as in the authors' checkpoints. EAGLE-2 is the same head under a dynamic tree. Row t has the rotary position
-t, in texts of any length, and looks at the last `length` rows alone (heads/modules/kv_cache.py).
+The input of row t is fc(embedding of token t+1, feature t); the layer's output is the predicted feature t+1. The
+target's frozen lm_head reads it, and the next depth takes it as its feature. Layer 0 has no input norm and there is no
+final norm, as in the authors' checkpoints. EAGLE-2 is the same head with a dynamic tree. Row t has rotary position t
+and attends to the last `length` rows (heads/modules/kv_cache.py).
 """
 
 from dataclasses import dataclass
@@ -41,7 +41,7 @@ class Eagle(RecurrentHead):
     def advance(
         self, token: Int[Tensor, "B T"], state: Float[Tensor, "B T D"], inputs: list[LayerInputs]
     ) -> tuple[Float[Tensor, "B N D"], Float[Tensor, "B N D"]]:
-        """Return the predicted features, once to be fed back and once for the lm_head."""
+        """Return the predicted features, for the next depth and for the lm_head."""
         x = self.fc(torch.cat([self.embeddings.embed(token).to(state.dtype), state], -1))
         for layer, given in zip(self.layers, inputs, strict=True):
             x = layer(x, given)
@@ -49,7 +49,7 @@ class Eagle(RecurrentHead):
 
 
 class Hass(Eagle):
-    """HASS (Zhang et al., arXiv 2408.15766): EAGLE's head, trained on the features that it will meet when it drafts.
+    """HASS (Zhang et al., arXiv 2408.15766): EAGLE's head, trained on its own predicted features.
 
     Harmonised context alignment trains step j on the predictions of step j - 1: a drafted row attends to true rows up
     to where its chain began and to the chain's own rows after that, as `unroll` does with more than one depth. The

@@ -1,8 +1,8 @@
-"""EAGLE-3 (Li et al., arXiv 2503.01840): features of several layers, fused; no feature is predicted, only tokens.
+"""EAGLE-3 (Li et al., arXiv 2503.01840): fused features of several layers; it predicts tokens, not features.
 
-Row t enters a wide first layer as (norm of the embedding of token t+1, norm of the state before it). That state is
-fc(features of the chosen layers at t) at depth 1 and the layer's own output from then on, in training too: `unroll` is
-the training-time test. The lm_head reads the normed output and is the head's own, over a vocabulary that may be pruned.
+The wide first layer reads (norm of the embedding of token t+1, norm of the state before). The state is fc(features of
+the chosen layers at t) at depth 1 and the layer's own output at later depths, in training too: `unroll` is the
+training-time test. The head's own lm_head reads the normed output; its vocabulary may be pruned.
 
 EAGLE-3.1 (arXiv 2605.09992) norms each layer's features before they are fused (`feature_norm`) and feeds the normed
 output back (`norm_output`), which keeps deep drafts and long texts from drifting. Further options: one norm of all
@@ -29,9 +29,9 @@ from heads.rows import gather_rows
 
 
 class WideDecoderLayer(nn.Module):
-    """The first layer of EAGLE-3: a decoder layer whose attention reads an embedding beside the state.
+    """The first layer of EAGLE-3: a decoder layer whose attention reads an embedding and the state.
 
-    Its residual is the state as it comes, or as it is normed (`norm_before_residual`): trainers differ in this.
+    The residual is the state, or with `norm_before_residual` the normed state: trainers differ here.
     """
 
     def __init__(self, spec: LayerSpec, *, norm_before_residual: bool) -> None:
@@ -41,7 +41,7 @@ class WideDecoderLayer(nn.Module):
         self.hidden_norm = RMSNorm(spec.width, spec.eps)
         self.self_attn = Attention(spec, 2 * spec.width)
         self.post_attention_layernorm = RMSNorm(spec.width, spec.eps)
-        self.mlp = SwiGLU(spec.width, spec.shape.intermediate_size)
+        self.mlp = SwiGLU(spec.width, spec.dims.intermediate_size)
 
     def forward(
         self, embedding: Float[Tensor, "B T D"], state: Float[Tensor, "B T D"], inputs: LayerInputs
@@ -55,7 +55,7 @@ class WideDecoderLayer(nn.Module):
 
 @dataclass(frozen=True)
 class FusedConfig(LayerConfig):
-    """Hyperparameters of a head on fused features; null for `feature_layers` takes three of them."""
+    """Hyperparameters of a head on fused features; `feature_layers` null takes three layers."""
 
     layers: Parts
     feature_layers: list[int] | None
@@ -65,7 +65,7 @@ class FusedConfig(LayerConfig):
     qk_norm: bool
 
     def __post_init__(self) -> None:
-        """Refuse two norms before fc, which no engine runs."""
+        """Refuse two norms before fc: no engine runs them."""
         if self.feature_norm and self.joint_norm:
             raise ValueError("head.feature_norm and head.joint_norm are both true: give one norm before fc")
 
@@ -108,7 +108,7 @@ class Eagle3(RecurrentHead):
     def inject(
         self, start: Float[Tensor, "B T D"], position: Int[Tensor, "B T"], max_position: int
     ) -> tuple[KeyValue, ...]:
-        """Return every layer's keys and values of the fused features, nothing without `kv_injection`."""
+        """Return every layer's keys and values from the fused features, empty without `kv_injection`."""
         if self.inject_norm is None:
             return ()
         fused = self.inject_norm(start)
@@ -118,7 +118,7 @@ class Eagle3(RecurrentHead):
     def advance(
         self, token: Int[Tensor, "B T"], state: Float[Tensor, "B T D"], inputs: list[LayerInputs]
     ) -> tuple[Float[Tensor, "B N D"], Float[Tensor, "B N D"]]:
-        """Return the states to be fed back, and the normed ones for the lm_head."""
+        """Return the states for the next depth, and the normed states for the lm_head."""
         x = self.first(self.embed(token).to(state.dtype), state, inputs[0])
         for layer, given in zip(self.layers, inputs[1:], strict=True):
             x = layer(x, given)

@@ -1,9 +1,9 @@
 """Hydra (Ankner et al., arXiv 2402.05109): Medusa's heads, each reading the tokens that were drafted before it.
 
-Head d reads a summary of row t beside the embeddings of tokens t+1 … t+d, so a node's children depend on its path. Its
-first block maps that to the target's width, the others are Medusa's residual ones. The summary is the target's last
-feature; Hydra++ (`prefix`) computes it by a decoder layer over all rows' features. `tied` lets a head's later blocks be
-one module, as they are in the authors' checkpoints.
+Head d reads a summary of row t and the embeddings of tokens t+1 … t+d, so a node's children depend on its path. Its
+first block maps them to the target's width, the others are Medusa's residual blocks. The summary is the target's last
+feature; Hydra++ (`prefix`) computes it by a decoder layer over all rows' features. `tied` shares one module among a
+head's later blocks, as the authors' checkpoints do.
 """
 
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.nn import functional
 
-from heads.base import Draft, Embeddings, Features, HeadModule, LayerConfig, Level, NewRows, Nodes
+from heads.base import DepthOutput, Embeddings, Features, HeadModule, LayerConfig, LevelNodes, LevelOutput, NewRows
 from heads.common.ranges import Count, Parts
 from heads.medusa import ResidualBlock
 from heads.modules.autoregressive import Recurrent
@@ -25,7 +25,7 @@ from heads.rows import drafted_token, gather_parents, gather_rows, last_rows, sc
 
 
 class EntryBlock(nn.Module):
-    """Rx + SiLU(Wx + b): the residual block of an input that is wider than the output."""
+    """Rx + SiLU(Wx + b): a residual block whose input is wider than its output."""
 
     def __init__(self, input_width: int, width: int) -> None:
         super().__init__()
@@ -38,14 +38,14 @@ class EntryBlock(nn.Module):
 
 
 class Branch(nn.Module):
-    """One head: the entry block, and residual blocks, `count` in all."""
+    """One head: an entry block and residual blocks, `count` in all."""
 
     def __init__(self, input_width: int, width: int, count: int, *, tied: bool) -> None:
         super().__init__()
         self.entry = EntryBlock(input_width, width)
         self.blocks = nn.ModuleList(ResidualBlock(width) for _ in range(min(count - 1, 1) if tied else count - 1))
         self.repeat = count - 1 if tied else 1
-        with torch.no_grad():  # start, as Medusa does, near the summary itself
+        with torch.no_grad():  # starts near the summary itself, as Medusa does
             self.entry.res_connection.weight[:, :width] = torch.eye(width)
 
     def forward(self, x: Float[Tensor, "*n X"]) -> Float[Tensor, "*n D"]:
@@ -110,7 +110,7 @@ class Hydra(HeadModule):
         """Return a head's input with one more token."""
         return torch.cat([before, self.embeddings.embed(token).to(before.dtype)], -1)
 
-    def unroll(self, features: Features, depths: int, anchors: Int[Tensor, "B n"] | None = None) -> list[Draft]:
+    def unroll(self, features: Features, depths: int, anchors: Int[Tensor, "B n"] | None = None) -> list[DepthOutput]:
         """Draft from all rows, or from `anchors`, at every depth."""
         self.check_depths(depths)
         x = features.last_hidden
@@ -120,11 +120,11 @@ class Hydra(HeadModule):
         for depth, branch in enumerate(self.branches, 1):
             token = drafted_token(features.token, depth, features.path)
             x = self.joined(x, gather_rows(token, anchors))
-            drafts.append(Draft(scatter_rows(branch(x), anchors, token.shape[1])))
+            drafts.append(DepthOutput(scatter_rows(branch(x), anchors, token.shape[1])))
         return drafts
 
-    def extend(self, state: KVCache | None, new: NewRows) -> tuple[KVCache | None, Level]:
-        """Commit verified rows and score depth 1 from the last one."""
+    def extend(self, state: KVCache | None, new: NewRows) -> tuple[KVCache | None, LevelOutput]:
+        """Append verified rows and score depth 1 from the last one."""
         summary, token = new.features.last_hidden, new.token
         if self.prefix is not None:
             state = KVCache(len(token), self.config.length, token.device) if state is None else state
@@ -132,9 +132,9 @@ class Hydra(HeadModule):
             summary, _ = self.prefix.commit(state, summary, new, position)
         return state, self._level(self.joined(last_rows(summary, new.counts), last_rows(token, new.counts)), 1)
 
-    def expand(self, state: KVCache | None, level: Level, nodes: Nodes) -> Level:
+    def expand(self, state: KVCache | None, level: LevelOutput, nodes: LevelNodes) -> LevelOutput:
         """Score the next depth from the inputs of the parents' head and the nodes' tokens."""
         return self._level(self.joined(gather_parents(level.hidden, nodes.parent), nodes.token), nodes.depth + 1)
 
-    def _level(self, x: Float[Tensor, "B N X"], depth: int) -> Level:
-        return Level(self.compute_logits(self.branches[depth - 1](x), depth), x)
+    def _level(self, x: Float[Tensor, "B N X"], depth: int) -> LevelOutput:
+        return LevelOutput(self.compute_logits(self.branches[depth - 1](x), depth), x)

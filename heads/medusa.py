@@ -1,4 +1,4 @@
-"""Medusa (Cai et al., arXiv 2401.10774): K residual heads, head d predicting depth d from the target's last feature.
+"""Medusa (Cai et al., arXiv 2401.10774): K residual heads; head d predicts depth d from the target's last feature.
 
 Head d is `layers` blocks z + SiLU(Wz + b) with W zero at the start, so that training begins at the target's next-token
 distribution. Its lm_head is the target's, shared and frozen, or one of its own that starts as a copy and is trained.
@@ -10,7 +10,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.nn import functional
 
-from heads.base import Draft, Embeddings, Features, HeadModule, Level, NewRows, Nodes
+from heads.base import DepthOutput, Embeddings, Features, HeadModule, LevelNodes, LevelOutput, NewRows
 from heads.common.ranges import Count, Parts
 from heads.modules.vocab import DraftLmHead, draft_vocabulary
 from heads.rows import gather_rows, last_rows, scatter_rows
@@ -30,7 +30,7 @@ class ResidualBlock(nn.Module):
 
 
 class Medusa(HeadModule):
-    """The Medusa heads. They read `Features.last_hidden` and no token, so a depth has the same children everywhere."""
+    """The Medusa heads; they read `Features.last_hidden` and no token, so all nodes of a depth have equal children."""
 
     @dataclass(frozen=True)
     class Config:
@@ -59,19 +59,19 @@ class Medusa(HeadModule):
         """Return head `depth`'s logits of its own states, counted from 1."""
         return self.lm_heads[depth - 1](state)
 
-    def unroll(self, features: Features, depths: int, anchors: Int[Tensor, "B n"] | None = None) -> list[Draft]:
+    def unroll(self, features: Features, depths: int, anchors: Int[Tensor, "B n"] | None = None) -> list[DepthOutput]:
         """Draft from all rows, or from `anchors`, at every depth."""
         self.check_depths(depths)
         last = gather_rows(features.last_hidden, anchors)
-        return [Draft(scatter_rows(block(last), anchors, features.last_hidden.shape[1])) for block in self.blocks]
+        return [DepthOutput(scatter_rows(block(last), anchors, features.last_hidden.shape[1])) for block in self.blocks]
 
-    def extend(self, state: None, new: NewRows) -> tuple[None, Level]:
+    def extend(self, state: None, new: NewRows) -> tuple[None, LevelOutput]:
         """Score depth 1 from the last row; Medusa keeps no state."""
         root = last_rows(new.features.last_hidden, new.counts)
-        return None, Level(self.compute_logits(self.blocks[0](root), 1), root)
+        return None, LevelOutput(self.compute_logits(self.blocks[0](root), 1), root)
 
-    def expand(self, state: None, level: Level, nodes: Nodes) -> Level:
-        """Score the next depth from the root's feature: the nodes' own tokens are not read."""
+    def expand(self, state: None, level: LevelOutput, nodes: LevelNodes) -> LevelOutput:
+        """Score the next depth from the root's feature; the nodes' tokens are not read."""
         root = level.hidden[:, :1]
         logits = self.compute_logits(self.blocks[nodes.depth](root), nodes.depth + 1)
-        return Level(logits.expand(-1, nodes.token.shape[1], -1), root)
+        return LevelOutput(logits.expand(-1, nodes.token.shape[1], -1), root)

@@ -1,9 +1,9 @@
 """The recurrent MLP speculator (Wertheimer et al., arXiv 2404.19124): a state that each drafted token is mixed into.
 
-Row t starts from the target's last feature. Step d projects the state, adds the embedding of token t+d from a table of
-its own, norms and applies GELU; that is the next state, which step d's own lm_head reads. State and embedding are
-weighted so that the state's variance stays the same over the steps. `tied` lets all steps share table, norm and
-lm_head, and all but the first the projection.
+The first state of row t is the target's last feature. Step d projects the state, adds the embedding of token t+d from
+its own table, norms the sum and applies GELU; step d's own lm_head reads the result, which is the next state. State and
+embedding are weighted so that the state's variance is constant over the steps. `tied` shares the table, norm and
+lm_head among all steps, and the projection among all but the first.
 """
 
 import math
@@ -14,7 +14,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.nn import functional
 
-from heads.base import Draft, Embeddings, Features, HeadModule, Level, NewRows, Nodes
+from heads.base import DepthOutput, Embeddings, Features, HeadModule, LevelNodes, LevelOutput, NewRows
 from heads.common.ranges import Count, Parts, Width
 from heads.modules.vocab import VocabularyLinear, draft_vocabulary
 from heads.rows import drafted_token, gather_parents, gather_rows, last_rows, scatter_rows
@@ -31,12 +31,12 @@ class ShiftedNorm(nn.Module):
 
     def forward(self, x: Float[Tensor, "*n D"]) -> Float[Tensor, "*n D"]:
         """Normalise the last dimension."""
-        # In its weight's dtype, as autocast trains it: for two dtypes torch has no fused kernel, and warns.
+        # In the weight's dtype under autocast: torch has no fused kernel for two dtypes, and warns.
         return functional.rms_norm(x.to(self.weight.dtype), x.shape[-1:], self.weight, EPS) + self.bias
 
 
 class Mlp(HeadModule):
-    """The MLP speculator. It reads `Features.last_hidden`; of the target's embedding and lm_head only the sizes."""
+    """The MLP speculator; it reads `Features.last_hidden`, and only the sizes of the target's embedding and lm_head."""
 
     @dataclass(frozen=True)
     class Config:
@@ -86,25 +86,25 @@ class Mlp(HeadModule):
         """Return the logits of a depth's states."""
         return self.head[0 if self.config.tied else depth - 1](state)
 
-    def unroll(self, features: Features, depths: int, anchors: Int[Tensor, "B n"] | None = None) -> list[Draft]:
+    def unroll(self, features: Features, depths: int, anchors: Int[Tensor, "B n"] | None = None) -> list[DepthOutput]:
         """Draft from all rows, or from `anchors`, at every depth."""
         self.check_depths(depths)
         state, drafts = self.initial_states(gather_rows(features.last_hidden, anchors)), []
         for depth in range(1, depths + 1):
             token = drafted_token(features.token, depth, features.path)
             state = self.step(state, gather_rows(token, anchors), depth)
-            drafts.append(Draft(scatter_rows(state, anchors, token.shape[1])))
+            drafts.append(DepthOutput(scatter_rows(state, anchors, token.shape[1])))
         return drafts
 
-    def extend(self, state: None, new: NewRows) -> tuple[None, Level]:
-        """Score depth 1 from the last row; the speculator keeps nothing of a sequence."""
+    def extend(self, state: None, new: NewRows) -> tuple[None, LevelOutput]:
+        """Score depth 1 from the last row; the speculator keeps no state of a sequence."""
         last, root = (last_rows(x, new.counts) for x in (new.features.last_hidden, new.token))
         return None, self._level(self.initial_states(last), root, 1)
 
-    def expand(self, state: None, level: Level, nodes: Nodes) -> Level:
-        """Score the next depth: every node's token is mixed into its parent's state."""
+    def expand(self, state: None, level: LevelOutput, nodes: LevelNodes) -> LevelOutput:
+        """Score the next depth from each node's token and its parent's state."""
         return self._level(gather_parents(level.hidden, nodes.parent), nodes.token, nodes.depth + 1)
 
-    def _level(self, before: Tensor, token: Tensor, depth: int) -> Level:
+    def _level(self, before: Tensor, token: Tensor, depth: int) -> LevelOutput:
         hidden = self.step(before, token, depth)
-        return Level(self.compute_logits(hidden, depth), hidden)
+        return LevelOutput(self.compute_logits(hidden, depth), hidden)

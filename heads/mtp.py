@@ -1,13 +1,13 @@
-"""Multi-token prediction as in DeepSeek-V3 (arXiv 2412.19437, section 2.2), one module used again for every depth.
+"""Multi-token prediction as in DeepSeek-V3 (arXiv 2412.19437, section 2.2), one module reused for every depth.
 
-Row t enters as eh_proj(enorm(embedding of token t+1), hnorm(state t)), the embedding first as in all published weights;
-one decoder layer and a final norm of the module's own turn it into state t+1, which goes to the target's lm_head, and
-back into the module one depth later. State t itself is the target's, after its final norm. Row t has the rotary
-position t, in texts of any length, and looks at the last `length` rows alone (heads/modules/kv_cache.py).
-`feature_layers`, which is not DeepSeek's, adds EAGLE-3's fused states of these layers to the target's own.
+The input of row t is eh_proj(enorm(embedding of token t+1), hnorm(state t)), the embedding first as in all published
+weights. One decoder layer and the module's own final norm give state t+1, which the target's lm_head and the next depth
+read. At depth 1, state t is the target's, after its final norm. Row t has rotary position t and attends to the last
+`length` rows (heads/modules/kv_cache.py). `feature_layers` (not DeepSeek's) adds EAGLE-3's fused states of these layers
+to the target's state.
 
-Under `layer=target` the decoder layer and the norms are the target's own kind, by which it can be written back into the
-target's checkpoint; `raw_state` then takes the target's states before its final norm, as MiMo's module does.
+With `layer=target` the decoder layer and the norms are of the target's own class, so the module can be written back
+into the target's checkpoint; `raw_state` then takes the target's states before its final norm, as MiMo does.
 """
 
 from dataclasses import dataclass
@@ -30,7 +30,7 @@ LLAMA, TARGET = "llama", "target"  # kinds of decoder layer
 
 
 class Mtp(RecurrentHead):
-    """The MTP module. It reads `last_hidden` or `hidden` of the features; embedding and lm_head are the target's."""
+    """The MTP module; it reads `last_hidden` or `hidden` of the features; embedding and lm_head are the target's."""
 
     @dataclass(frozen=True)
     class Config(LayerConfig):
@@ -53,7 +53,7 @@ class Mtp(RecurrentHead):
             self.feature_layers = (embeddings.num_layers - 1,)
         self.fusion = Fusion(width, len(self.feature_layers), eps, normed=True) if layers else None
         if self.fusion is not None:
-            nn.init.zeros_(self.fusion.fc.weight)  # so that it starts as the module of one state
+            nn.init.zeros_(self.fusion.fc.weight)  # so that it starts as the module without fused states
         like_targets = TargetLayer(embeddings.config) if config.layer == TARGET else None
         norm = partial(RMSNorm, width, eps) if like_targets is None else like_targets.norm
         self.enorm, self.hnorm = norm(), norm()
@@ -64,12 +64,12 @@ class Mtp(RecurrentHead):
         self.lm_head = DraftLmHead(embeddings, config.lm_head, self.vocab)
 
     def check(self) -> None:
-        """Refuse a layer of the target's kind that wants more than it is given here; a Llama's does not."""
+        """Refuse a target's layer that needs other inputs than ours."""
         if isinstance(self.block, TargetLayer):
             self.block.check()
 
     def initial_states(self, features: Features) -> Float[Tensor, "B T D"]:
-        """Return the target's own states, by option before its norm, or with those of other layers added."""
+        """Return the target's states: after or before its final norm, with other layers' states added by option."""
         if self.config.raw_state:
             return features.hidden[:, :, 0]
         return features.last_hidden if self.fusion is None else features.last_hidden + self.fusion(features.hidden)
@@ -77,7 +77,7 @@ class Mtp(RecurrentHead):
     def advance(
         self, token: Int[Tensor, "B T"], state: Float[Tensor, "B T D"], inputs: list[LayerInputs]
     ) -> tuple[Float[Tensor, "B N D"], Float[Tensor, "B N D"]]:
-        """Return the normed states, once to be fed back and once for the lm_head."""
+        """Return the normed states, for the next depth and for the lm_head."""
         embedding = self.embeddings.embed(token).to(state.dtype)
         x = self.eh_proj(torch.cat([self.enorm(embedding), self.hnorm(state)], -1))
         x = self.norm(self.block(x, inputs[0]))

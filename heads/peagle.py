@@ -1,12 +1,12 @@
 """P-EAGLE (arXiv 2602.01469): an EAGLE-3 head that drafts all depths in one forward pass.
 
-Row t, which holds the root token t+1, enters as in EAGLE-3 and drafts depth 1. Behind it stand mask slots, one for
-each further depth: slot d enters with the embedding of a mask token, with learned features (`mask_hidden`) in place of
-the target's and at rotary position t+d-1, sees the true rows up to t and the slots before it, and drafts depth d. No
-slot knows a drafted token, so all nodes of a depth have the same children.
+Row t, which holds the root token t+1, drafts depth 1 as in EAGLE-3. A masked position follows for each further depth:
+position d has the embedding of a mask token, learned features (`mask_hidden`) in place of the target's and rotary
+position t+d-1. It attends to the verified rows up to t and the masked positions before it, and drafts depth d. No
+masked position reads a drafted token, so all nodes of a depth have the same children.
 
-Training computes all slots behind every row, or behind a step's `anchors`. The paper instead drops a growing share of
-the deeper slots (its COD sampling), which saves memory and trains deep slots less.
+Training computes all masked positions after every row, or after a step's `anchors`. The paper drops a growing share of
+the deeper ones (COD sampling), which saves memory and trains deep positions less.
 """
 
 from dataclasses import dataclass
@@ -16,24 +16,24 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from heads import rows
-from heads.base import Draft, Embeddings, Features, Level, NewRows, Nodes, embedding_of
+from heads.base import DepthOutput, Embeddings, Features, LevelNodes, LevelOutput, NewRows, embedding_of
 from heads.common.ranges import Parts
 from heads.eagle3 import Eagle3, FusedConfig
 from heads.modules.attention import KeyValue, attend_rows, pattern
 from heads.modules.kv_cache import KVCache
 from heads.modules.layers import LayerInputs
-from heads.modules.slots import slots_after, slots_after_roots
+from heads.modules.mask_blocks import mask_blocks_after, mask_blocks_after_roots
 
 
 class PEagle(Eagle3):
-    """The P-EAGLE head, of `depths` drafted tokens; it shares tensors and options with EAGLE-3.
+    """The P-EAGLE head, which drafts `depths` tokens; it shares tensors and options with EAGLE-3.
 
     Its `embedding` is the target's and frozen, or starts as a copy of it and is trained.
     """
 
     @dataclass(frozen=True)
     class Config(FusedConfig):
-        """Hyperparameters of the head and of its mask slots. It feeds no state back, and injects nothing."""
+        """Hyperparameters of the head and of its masked positions; no state is fed back, nothing is injected."""
 
         depths: Parts
         mask_token: int
@@ -63,13 +63,13 @@ class PEagle(Eagle3):
         return self.embeddings.embed(token) if self.embedding is None else self.embedding(token)
 
     def slots(self, inputs: list[LayerInputs]) -> Float[Tensor, "B N D"]:
-        """Return the inputs of `compute_logits` of mask slots."""
+        """Return the masked positions' inputs of `compute_logits`."""
         token = torch.full_like(inputs[0].position, self.mask_token)
         state = self.fusion(self.mask_hidden[None, None]).expand(*token.shape, -1)
         return self.advance(token, state, inputs)[1]
 
-    def unroll(self, features: Features, depths: int, anchors: Int[Tensor, "B n"] | None = None) -> list[Draft]:
-        """Draft depth 1 from all rows, and the depths behind it from the slots of every anchor."""
+    def unroll(self, features: Features, depths: int, anchors: Int[Tensor, "B n"] | None = None) -> list[DepthOutput]:
+        """Draft depth 1 from all rows, and further depths from the masked positions of every anchor."""
         self.check_depths(depths)
         position, length = rows.positions(features.document), self.config.length
         max_position, context = position.shape[1] + depths, list[KeyValue]()
@@ -81,34 +81,34 @@ class PEagle(Eagle3):
 
         token, start = rows.next_token(features.token), self.initial_states(features)
         inputs = [LayerInputs(position, max_position, attend_true)] * self.num_attention_layers
-        drafts = [Draft(self.advance(token, start, inputs)[1])]
+        drafts = [DepthOutput(self.advance(token, start, inputs)[1])]
         if depths == 1:
             return drafts
-        slots = slots_after(features.document, anchors, depths - 1, length, causal=True)
+        slots = mask_blocks_after(features.document, anchors, depths - 1, length, causal=True)
 
         def attend(i: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
             return attend_rows(query, context[i], [(key, value)], slots.attn_pattern)
 
         pre_logits = self.slots(self.by_layer(slots.position.flatten(1), max_position, attend))
         states = pre_logits.unflatten(1, (-1, depths - 1)).unbind(2)
-        return drafts + [Draft(rows.scatter_rows(state, slots.anchor, position.shape[1])) for state in states]
+        return drafts + [DepthOutput(rows.scatter_rows(state, slots.anchor, position.shape[1])) for state in states]
 
-    def extend(self, state: KVCache | None, new: NewRows) -> tuple[KVCache, Level]:
-        """Commit verified rows with their true features, and draft all depths behind the last ones."""
+    def extend(self, state: KVCache | None, new: NewRows) -> tuple[KVCache, LevelOutput]:
+        """Append verified rows with the target's features, and draft all depths from each root."""
         token = new.token
         cache = KVCache(len(token), self.config.length, token.device) if state is None else state
         committed, start = cache.begin(token.shape[1], len(token)), self.initial_states(new.features)
         _, pre_logits = self.commit(cache, start, new, committed)
         slots, states = self.max_depth - 1, rows.last_rows(pre_logits, new.counts)
         if slots:
-            position, attend = slots_after_roots(cache, len(token), slots, causal=True)
+            position, attend = mask_blocks_after_roots(cache, len(token), slots, causal=True)
             drafted = self.slots(self.by_layer(position, cache.longest + slots, attend))
             states = torch.cat([states, drafted], 1)
         return cache, self._level(states, 1, 1)
 
-    def expand(self, state: KVCache, level: Level, nodes: Nodes) -> Level:
-        """Score the next depth from its slot, whatever was drafted before it."""
+    def expand(self, state: KVCache, level: LevelOutput, nodes: LevelNodes) -> LevelOutput:
+        """Score the next depth; its logits do not depend on the tokens drafted before."""
         return self._level(level.hidden, nodes.token.shape[1], nodes.depth + 1)
 
-    def _level(self, states: Float[Tensor, "B K D"], nodes: int, depth: int) -> Level:
-        return Level(self.compute_logits(states[:, depth - 1 : depth], depth).expand(-1, nodes, -1), states)
+    def _level(self, states: Float[Tensor, "B K D"], nodes: int, depth: int) -> LevelOutput:
+        return LevelOutput(self.compute_logits(states[:, depth - 1 : depth], depth).expand(-1, nodes, -1), states)

@@ -15,15 +15,15 @@ def positions(document: Int[Tensor, "B T"]) -> Int[Tensor, "B T"]:
 
 
 def visible(document: Int[Tensor, "B T"]) -> Bool[Tensor, "B T T"]:
-    """Return which rows each row sees: itself and the earlier rows of its own document."""
+    """Return the attention mask of packed documents: a row sees itself and the earlier rows of its document."""
     same = document[:, :, None] == document[:, None, :]
     return same & torch.ones_like(same[0]).tril()
 
 
 def shift_left(x: Shaped[Tensor, "B T *rest"], count: int) -> Shaped[Tensor, "B T *rest"]:
-    """Return row t+count of `x` at row t; the last `count` rows, which have none, repeat the last row.
+    """Return row t+count of `x` at row t; the last `count` rows repeat the last row.
 
-    `valid` is false for those, so their values never matter.
+    `valid` is false for these, so their values do not matter.
     """
     if count == 0:
         return x
@@ -32,17 +32,17 @@ def shift_left(x: Shaped[Tensor, "B T *rest"], count: int) -> Shaped[Tensor, "B 
 
 
 def last_rows(x: Shaped[Tensor, "B T *rest"], count: Int[Tensor, "B"] | None) -> Shaped[Tensor, "B 1 *rest"]:
-    """Return each sequence's last row, the `count`-th of those whose sequences have fewer than T."""
+    """Return each sequence's last row; with `count` the sequences have that many rows instead of T."""
     return x[:, -1:] if count is None else x[torch.arange(len(x), device=x.device)[:, None], count[:, None] - 1]
 
 
 def gather_rows(x: Shaped[Tensor, "B T *rest"], row: Int[Tensor, "B n"] | None) -> Shaped[Tensor, "B n *rest"]:
-    """Return some rows of each sequence, None for all."""
+    """Return the given rows of each sequence; None returns all."""
     return x if row is None else x.flatten(0, 1).index_select(0, _flat(row, x.shape[1])).unflatten(0, row.shape)
 
 
 def scatter_rows(x: Shaped[Tensor, "B n D"], row: Int[Tensor, "B n"] | None, length: int) -> Shaped[Tensor, "B T D"]:
-    """Undo `gather_rows`: return the rows at their places among T = `length`, zeros at the others."""
+    """Undo `gather_rows`: return the rows at their indices among T = `length`, zeros elsewhere."""
     if row is None:
         return x
     full = x.new_zeros(len(x) * length, x.shape[-1]).index_copy(0, _flat(row, length), x.flatten(0, 1))
@@ -50,12 +50,12 @@ def scatter_rows(x: Shaped[Tensor, "B n D"], row: Int[Tensor, "B n"] | None, len
 
 
 def _flat(row: Int[Tensor, "B n"], length: int) -> Int[Tensor, "N"]:
-    """Return the indices of rows in sequences of this length one after the other: torch is faster by one index."""
+    """Return the rows' indices into the flattened batch: torch is faster by one index than by two."""
     return (row + length * torch.arange(len(row), device=row.device)[:, None]).flatten()
 
 
 def gather_parents(x: Shaped[Tensor, "B K D"], parent: Int[Tensor, "B N"]) -> Shaped[Tensor, "B N D"]:
-    """Return for each node what `x` has for its parent."""
+    """Return each node's entry of `x` at its parent."""
     return x[torch.arange(len(x), device=x.device)[:, None], parent]
 
 
@@ -67,19 +67,19 @@ def next_token(token: Int[Tensor, "B T"]) -> Int[Tensor, "B T"]:
 def drafted_token(
     token: Int[Tensor, "B T"], depth: int, path: Int[Tensor, "B T d"] | None = None
 ) -> Int[Tensor, "B T"]:
-    """Return the token t+d that row t enters with when it is unrolled to depth d, down `path` if there is one."""
+    """Return token t+d, the input of row t at depth d of `unroll`; with `path` the drafted token at that depth."""
     return shift_left(token, depth) if path is None else token.gather(1, path[..., depth - 1])
 
 
 def teacher(x: Shaped[Tensor, "B T *rest"], depth: int) -> Shaped[Tensor, "B T *rest"]:
-    """Return row t+d of `x` at row t: of the target's last hidden states, the teacher of (t, d)."""
+    """Return row t+d of `x` at row t: the last hidden state whose lm_head is the teacher of (t, d)."""
     return shift_left(x, depth)
 
 
 def valid(
     document: Int[Tensor, "B T"], mask: Int[Tensor, "B T"] | Bool[Tensor, "B T"], depth: int
 ) -> Bool[Tensor, "B T"]:
-    """Return where (t, d) is trained: token t+1+d exists, is of row t's document, and the target would write it.
+    """Return the mask of trained (t, d): token t+1+d is in row t's document and the target would write it.
 
     The mask is shifted with the label, so that the first draft after a prompt is supervised (SpecForge#885).
     """

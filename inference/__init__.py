@@ -6,7 +6,7 @@ target/           the frozen target: loading, placement, cache, forward passes, 
 verification/     trees, verification rules, sampling and random numbers: pure functions of tensors
 chat_template.py  the target's chat template, rendered under limits: it is a program from outside
 limits.py         what fits into the target's context
-session.py        one sequence: draft, verify, commit; the reference
+request.py        one request: draft, verify, commit; the reference
 phase_timer.py    seconds by part, without waiting for a device
 step.py           the same for a whole batch on its device, with one read by the host
 graphs.py         how its stages run: as they are, compiled, or captured in CUDA graphs

@@ -24,12 +24,12 @@ from heads.common.untrusted import visible
 from heads.formats.hub import resolve_head, target_path
 from heads.formats.published import is_published
 from heads.formats.store import read_config
-from inference.decode import Generation, Settings, speculate
+from inference.decode import Generation, RequestParams, speculate
 from inference.drafters.head import load_drafter, saved_tree
-from inference.drafters.plain import Plain
+from inference.drafters.plain import Baseline
 from inference.protocol import Drafter
+from inference.request import RequestConfig
 from inference.service import Service
-from inference.session import RequestConfig
 from inference.target.config import ModelConfig, model_config
 from inference.target.placement import check_alone
 from inference.target.target import Target
@@ -37,7 +37,7 @@ from inference.target.tokenizer import text_ids
 from inference.text_stream import TextStream
 from inference.verification.sample import GREEDY, Sampling
 
-__all__ = ["GREEDY", "Generation", "Sampling", "Service", "Settings", "generate", "load", "speculate"]
+__all__ = ["GREEDY", "Generation", "RequestParams", "Sampling", "Service", "generate", "load", "speculate"]
 
 OnText = Callable[[str, str], object]  # a piece of text and its source: "prefill", "draft", "bonus"
 
@@ -60,7 +60,7 @@ class GenerateConfig(RequestConfig):
             raise ValueError("stop holds an empty string, which every text ends with: give other ones, or none")
         self.request()  # what it cannot hold, it says before anything is loaded
 
-    def request(self) -> Settings:
+    def request(self) -> RequestParams:
         """Return how to decode."""
         return self.settings(self.temperature, stop=self.stop)
 
@@ -103,7 +103,7 @@ def loaded(config: GenerateConfig, target: Target | None = None) -> tuple[Target
         name = str(config.run)
         if given := [key for key, value in config.model.items() if value is not None]:
             raise ValueError(f"model.{given[0]} is given beside a target: leave one of them out")
-    return target, Plain(target.device) if folder is None else load_drafter(folder, config.tree, target, name)
+    return target, Baseline(target.device) if folder is None else load_drafter(folder, config.tree, target, name)
 
 
 def target_of(config: GenerateConfig, folder: Path | None) -> ModelConfig:
@@ -121,7 +121,7 @@ def target_of(config: GenerateConfig, folder: Path | None) -> ModelConfig:
 
 
 def generate(
-    target: Target, drafter: Drafter | Service, prompt: str | list[int], settings: Settings | None = None,
+    target: Target, drafter: Drafter | Service, prompt: str | list[int], settings: RequestParams | None = None,
     on_text: OnText | None = None,
 ) -> tuple[str, Generation]:  # fmt: skip
     """Decode one prompt, text or tokens; return its text and its tokens with their numbers.

@@ -10,24 +10,24 @@ import torch
 from heads.common.progress import tick
 from inference.limits import check_memory, check_size, free_memory
 from inference.protocol import DraftBatch, Drafter, Proposal, vacant
+from inference.request import TREE_ENTRIES, Generation, Request, RequestParams
 from inference.service import Service
-from inference.session import TREE, Generation, Session, Settings
-from inference.step import DeviceStep, fits
+from inference.step import DeviceStep, supports
 from inference.target.cache import round_up_kv_length
 from inference.target.target import Target
 from inference.verification.sample import GREEDY
 from inference.verification.verify import AUTO, COUPLED, is_lossy
 
 T = TypeVar("T")
-KEPT = 8  # batches, with their graphs and caches, that wait for more requests: one for each drafter
-TRIAL = Settings(3, GREEDY, min_new_tokens=3)  # of a drafter that is to take another's place
+MAX_IDLE_BATCHES = 8  # batches, with their graphs and caches, that wait for more requests: one for each drafter
+TRIAL = RequestParams(3, GREEDY, min_new_tokens=3)  # of a drafter that is to take another's place
 
 
 class Running(NamedTuple):
-    """A sequence in the batch: its request's number, its session, and when it came."""
+    """A sequence in the batch: the request, its index, and when it came."""
 
-    number: int
-    session: Session
+    request_index: int
+    request: Request
     began: float
 
 
@@ -35,8 +35,8 @@ class Batch:
     """The sequences being decoded, by their slots of the cache.
 
     Attributes:
-        drafter: the draft source that `drafts` and the sequences' own are of, where a service may replace it.
-        service: which it follows; None: it stays.
+        drafter: the drafter whose clones `drafts` and the sequences use; a service may replace it.
+        service: the service whose drafter it uses; None for a fixed drafter.
     """
 
     drafter: Drafter
@@ -68,7 +68,7 @@ class Batch:
         """The sequences being decoded, by slot."""
         return [sequence for sequence in self.slots if sequence is not None]
 
-    def admit(self, number: int, prompt: list[int], settings: Settings) -> Generation:
+    def admit(self, request_index: int, prompt: list[int], settings: RequestParams) -> Generation:
         """Prefill a request's prompt beside the others; return what will hold its answer."""
         if self.service is not None and settings.rule not in (AUTO, COUPLED) and not is_lossy(settings.rule):
             raise ValueError(
@@ -77,16 +77,16 @@ class Batch:
             )
         self.follow()
         began = time.perf_counter()
-        self.reserve(entries(self.target, prompt, settings))
+        self.reserve(needed_entries(self.target, prompt, settings))
         slot = vacant(self.slots)
-        session = Session(self.target, self.free.pop(), prompt, settings, self.cache.enter(slot))
-        session.prefill()
-        self.slots[slot : slot + 1] = [Running(number, session, began)]
-        return session.generation
+        request = Request(self.target, self.free.pop(), prompt, settings, self.cache.allocate(slot))
+        request.prefill()
+        self.slots[slot : slot + 1] = [Running(request_index, request, began)]
+        return request.generation
 
     def reserve(self, capacity: int) -> None:
         """Have room for texts of so many tokens and a tree behind each, so that nothing grows while one is decoded."""
-        tree = TREE if self.drafts is None else max(TREE, self.drafts.nodes)
+        tree = TREE_ENTRIES if self.drafts is None else max(TREE_ENTRIES, self.drafts.max_nodes)
         self.capacity = max(self.capacity, capacity)
         self.cache.storage.reserve(self.capacity + tree if self.capacity else 0)
         if self.drafts is not None:
@@ -95,18 +95,18 @@ class Batch:
     def release(self) -> None:
         """Let finished sequences go; the next ones to be admitted take their slots."""
         for slot, sequence in enumerate(self.slots):
-            if sequence is not None and sequence.session.generation.finish:
-                sequence.session.generation.latency_s = sequence.session.clock() - sequence.began
-                self.free.append(sequence.session.drafter)
-                sequence.session.state.leave()
+            if sequence is not None and sequence.request.generation.finish:
+                sequence.request.generation.latency_s = sequence.request.clock() - sequence.began
+                self.free.append(sequence.request.drafter)
+                sequence.request.state.leave()
                 self.slots[slot] = None
 
     def fill_vacant(self) -> None:
         """Let the last sequences take the slots that nobody was admitted to."""
-        for source, slot in filled(self.slots):
-            self.cache.move(source, slot)
+        for from_slot, slot in vacancy_moves(self.slots):
+            self.cache.move(from_slot, slot)
             if self.drafts is not None:
-                self.drafts.move(source, slot, self.cache.active[slot].length)
+                self.drafts.move(from_slot, slot, self.cache.active[slot].length)
         del self.cache.active[len(self.slots) :]
 
     def follow(self) -> None:
@@ -136,13 +136,13 @@ class Batch:
         trial.step()
         clones, drafts = drafter.clones(self.cache.storage.size)
         if drafts is not None:
-            check_size(self.target, drafts.nodes, drafter.name)
-            drafts.reserve(round_up_kv_length(self.cache.storage.capacity + drafts.nodes))
-        sessions = [sequence.session for sequence in self.running]
-        states = [session.state_of(clone) for session, clone in zip(sessions, clones, strict=False)]
-        for session, clone, state in zip(sessions, clones, states, strict=False):
-            session.swap(clone, state)
-        self.drafter, self.free, self.drafts = drafter, list(clones[len(sessions) :]), drafts
+            check_size(self.target, drafts.max_nodes, drafter.name)
+            drafts.reserve(round_up_kv_length(self.cache.storage.capacity + drafts.max_nodes))
+        requests = [sequence.request for sequence in self.running]
+        states = [request.state_of(clone) for request, clone in zip(requests, clones, strict=False)]
+        for request, clone, state in zip(requests, clones, states, strict=False):
+            request.swap(clone, state)
+        self.drafter, self.free, self.drafts = drafter, list(clones[len(requests) :]), drafts
         self.device_step = None if drafts is None else DeviceStep(self.target, self.cache, drafts)
         self.reserve(self.capacity)
 
@@ -151,45 +151,45 @@ class Batch:
         tick()
         self.follow()
         self.fill_vacant()
-        sessions = [sequence.session for sequence in self.running]
+        requests = [sequence.request for sequence in self.running]
         if self.device_step is not None:
-            if fits(self.target, sessions):
-                self.device_step.step(sessions)
+            if supports(self.target, requests):
+                self.device_step.step(requests)
                 return
             self.device_step.current = []
-        proposals = self.propose(sessions)
-        # A draft whose nodes have entered already, or whose look-ahead tokens run through other layers, shares no pass.
+        proposals = self.propose(requests)
+        # A draft that has run through the first layers, or whose look-ahead tokens run through others, shares no pass.
         unshared = any(
-            draft.entered is not None or (draft.look_ahead and draft.look_ahead.stack) for draft in proposals
+            draft.first_layers is not None or (draft.look_ahead and draft.look_ahead.stack) for draft in proposals
         )
         switch = self.target.switch
-        divided = switch is not None and not switch.shared([session.prefix for session in sessions])
-        if unshared or divided or len(sessions) == 1:
-            for session, proposal in zip(sessions, proposals, strict=True):
-                session.verify(proposal)
+        divided = switch is not None and not switch.shared([request.prefix for request in requests])
+        if unshared or divided or len(requests) == 1:
+            for request, proposal in zip(requests, proposals, strict=True):
+                request.verify(proposal)
             return
-        begin = sessions[0].clock()
+        begin = requests[0].clock()
         outs = self.target.score_all(
-            [(proposal.tree, proposal.look_ahead) for proposal in proposals], self.cache, sessions[0].layers
+            [(proposal.tree, proposal.look_ahead) for proposal in proposals], self.cache, requests[0].layers
         )
-        seconds = (sessions[0].clock() - begin) / len(sessions)
-        for session, proposal, out in zip(sessions, proposals, outs, strict=True):
-            session.commit(proposal, out, seconds)
+        seconds = (requests[0].clock() - begin) / len(requests)
+        for request, proposal, out in zip(requests, proposals, outs, strict=True):
+            request.commit(proposal, out, seconds)
 
-    def propose(self, sessions: list[Session]) -> list[Proposal]:
+    def propose(self, requests: list[Request]) -> list[Proposal]:
         """Let every drafter propose, in one go where they can."""
         if self.drafts is None:
-            return [session.draft() for session in sessions]
-        begin = sessions[0].clock()
-        proposals = self.drafts.propose_all([session.begin() for session in sessions])
-        seconds = (sessions[0].clock() - begin) / len(sessions)
-        for session, proposal in zip(sessions, proposals, strict=True):
-            check_size(self.target, len(proposal.tree.token), session.drafter.name)
-            session.draft_s = seconds
+            return [request.draft() for request in requests]
+        begin = requests[0].clock()
+        proposals = self.drafts.propose_all([request.begin() for request in requests])
+        seconds = (requests[0].clock() - begin) / len(requests)
+        for request, proposal in zip(requests, proposals, strict=True):
+            check_size(self.target, len(proposal.tree.token), request.drafter.name)
+            request.draft_s = seconds
         return proposals
 
 
-def filled(slots: list[T | None]) -> Iterator[tuple[int, int]]:
+def vacancy_moves(slots: list[T | None]) -> Iterator[tuple[int, int]]:
     """Fill vacant slots with the last sequences; yield from which slot to which each moves."""
     while None in slots:
         last, slot = slots.pop(), vacant(slots)
@@ -199,17 +199,19 @@ def filled(slots: list[T | None]) -> Iterator[tuple[int, int]]:
 
 
 def batch_of(
-    target: Target, drafter: Drafter | Service, size: int, requests: Sequence[tuple[list[int], Settings]] = ()
+    target: Target, drafter: Drafter | Service, size: int, requests: Sequence[tuple[list[int], RequestParams]] = ()
 ) -> Batch:
     """Return a batch of `size` slots, each with a clone of the drafter, and room for the longest of some requests."""
-    service, source = (drafter, drafter.working) if isinstance(drafter, Service) else (None, drafter)
-    batch = Batch(target, *source.clones(size), max((entries(target, *request) for request in requests), default=0))
-    batch.drafter, batch.service = source, service
+    service, base = (drafter, drafter.working) if isinstance(drafter, Service) else (None, drafter)
+    batch = Batch(
+        target, *base.clones(size), max((needed_entries(target, *request) for request in requests), default=0)
+    )
+    batch.drafter, batch.service = base, service
     return batch
 
 
 def acquire(
-    target: Target, drafter: Drafter | Service, size: int, requests: Sequence[tuple[list[int], Settings]]
+    target: Target, drafter: Drafter | Service, size: int, requests: Sequence[tuple[list[int], RequestParams]]
 ) -> Batch:
     """Return a batch for requests: the one that was given back for this drafter, if it has as many slots."""
     idle: Batch | None = target.idle.pop(drafter, None)
@@ -233,7 +235,7 @@ def release(target: Target, drafter: Drafter | Service, batch: Batch) -> None:
     if batch.device_step is None or batch.device_step.graphs is None or not batch.device_step.graphs.captured:
         return
     target.idle[drafter] = batch
-    while target.idle and (len(target.idle) > KEPT or crowded(target.idle.values())):
+    while target.idle and (len(target.idle) > MAX_IDLE_BATCHES or crowded(target.idle.values())):
         del target.idle[next(iter(target.idle))]
 
 
@@ -243,6 +245,6 @@ def crowded(batches: Iterable[Batch]) -> bool:
     return any(nbytes > free_memory(device) for device, nbytes in taken.items())
 
 
-def entries(target: Target, prompt: list[int], settings: Settings) -> int:
+def needed_entries(target: Target, prompt: list[int], settings: RequestParams) -> int:
     """Return how many entries of the cache a request's text needs."""
     return min(len(prompt) + settings.max_new_tokens, target.context)

@@ -8,14 +8,14 @@ from typing import Any, overload
 import torch
 
 from inference.batch import acquire, release
-from inference.drafters.plain import Plain
+from inference.drafters.plain import Baseline
 from inference.limits import check_prompt
 from inference.protocol import Drafter
+from inference.request import Generation, Request, RequestParams, Step
 from inference.service import Service
-from inference.session import Generation, Session, Settings, Step
 from inference.target.target import Target
 
-__all__ = ["Generation", "Settings", "Step", "autoregress", "reference", "speculate"]
+__all__ = ["Generation", "RequestParams", "Step", "autoregress", "reference", "speculate"]
 
 OnTokens = Callable[[list[int], list[str]], None]  # new tokens and their sources: "prefill", "draft", "bonus"
 OnBatchTokens = Callable[[int, list[int], list[str]], None]  # the same, with the prompt's index before them
@@ -26,7 +26,7 @@ def speculate(
     target: Target,
     drafter: Drafter | Service,
     prompts: list[int],
-    settings: Settings,
+    settings: RequestParams,
     on_tokens: OnTokens | None = None,
 ) -> Generation: ...
 
@@ -36,7 +36,7 @@ def speculate(
     target: Target,
     drafter: Drafter | Service,
     prompts: Sequence[list[int]],
-    settings: Settings | Sequence[Settings],
+    settings: RequestParams | Sequence[RequestParams],
     on_tokens: OnBatchTokens | None = None,
     batch_size: int = 1,
 ) -> list[Generation]: ...
@@ -77,7 +77,7 @@ def speculate(
             f"prompts is a {type(prompts).__name__}: give a list of token ids, or a list of such lists; a tensor has "
             "tolist(), and inference.api.generate takes text"
         )
-    shared = isinstance(settings, Settings)
+    shared = isinstance(settings, RequestParams)
     if not len(prompts) and not (shared and batch_size == 1):
         raise ValueError("there are no prompts: give at least one")
     if len(prompts) and isinstance(prompts[0], list):
@@ -96,7 +96,7 @@ def speculate(
 def _several(
     target: Target,
     drafter: Drafter | Service,
-    requests: list[tuple[list[int], Settings]],
+    requests: list[tuple[list[int], RequestParams]],
     on_tokens: OnBatchTokens | None,
     batch_size: int,
 ) -> list[Generation]:
@@ -109,35 +109,37 @@ def _several(
     reported = [0] * len(requests)
     while waiting or batch.running:
         if waiting and batch.free:
-            number, (prompt, settings) = waiting.popleft()
-            generations[number] = batch.admit(number, prompt, settings)
+            request_index, (prompt, settings) = waiting.popleft()
+            generations[request_index] = batch.admit(request_index, prompt, settings)
         else:
             batch.step()
         if on_tokens is not None:
             for sequence in batch.running:
-                begin, generation = reported[sequence.number], sequence.session.generation
+                begin, generation = reported[sequence.request_index], sequence.request.generation
                 if len(generation.tokens) > begin:  # those beside a newcomer have nothing new
-                    on_tokens(sequence.number, generation.tokens[begin:], generation.sources[begin:])
-                    reported[sequence.number] = len(generation.tokens)
+                    on_tokens(sequence.request_index, generation.tokens[begin:], generation.sources[begin:])
+                    reported[sequence.request_index] = len(generation.tokens)
         batch.release()
     release(target, drafter, batch)
-    return [generations[number] for number in range(len(requests))]
+    return [generations[request_index] for request_index in range(len(requests))]
 
 
-def autoregress(target: Target, prompt: list[int], settings: Settings, on_tokens: OnTokens | None = None) -> Generation:
+def autoregress(
+    target: Target, prompt: list[int], settings: RequestParams, on_tokens: OnTokens | None = None
+) -> Generation:
     """Decode one prompt autoregressively, in the same engine."""
-    return speculate(target, Plain(target.device), prompt, settings, on_tokens)
+    return speculate(target, Baseline(target.device), prompt, settings, on_tokens)
 
 
 @torch.inference_mode()
-def reference(target: Target, drafter: Drafter, prompt: list[int], settings: Settings) -> Generation:
-    """Decode one prompt with a drafter by `Session` alone: the engine whose tokens all others must give.
+def reference(target: Target, drafter: Drafter, prompt: list[int], settings: RequestParams) -> Generation:
+    """Decode one prompt with a drafter by `Request` alone: the engine whose tokens all others must give.
 
     Raises:
         ValueError: as `speculate`.
     """
-    session = Session(target, drafter, prompt, settings)
-    session.prefill()
-    while not session.generation.finish:
-        session.step()
-    return session.generation
+    request = Request(target, drafter, prompt, settings)
+    request.prefill()
+    while not request.generation.finish:
+        request.step()
+    return request.generation

@@ -43,9 +43,9 @@ def compiled(stage: Stage, kind: str) -> Stage:
 
 
 class StageCache:
-    """Calls of compiled stages, whose guards dynamo evaluates whole in a form's first call alone.
+    """Calls of compiled stages, whose guards dynamo evaluates in full only in a key's first call.
 
-    Most of them ask attributes of the step what its form and the addresses of its buffers say already; later calls
+    Most of them ask attributes of the step what its key and the addresses of its buffers say already; later calls
     evaluate those that tell one graph from another. No other thread of the process may compile meanwhile: how guards
     are evaluated is one setting of torch for all.
     """
@@ -55,14 +55,14 @@ class StageCache:
         self.addresses: list[int] = []
 
     def keep(self, tensors: Sequence[Tensor]) -> None:
-        """Forget all forms unless the tensors that stages read and write are where they were."""
+        """Forget all keys unless the tensors that stages read and write are where they were."""
         if self.addresses != (addresses := [tensor.data_ptr() for tensor in tensors]):
             self.addresses = addresses
             self.known.clear()
 
-    def __call__(self, form: Any, run: Stage, *args: Any) -> Any:
-        """Run a compiled stage in a form that tells its shapes and branches from all others."""
-        if form in self.known:
+    def __call__(self, key: Any, run: Stage, *args: Any) -> Any:
+        """Run a compiled stage; its key tells its shapes and branches from all others."""
+        if key in self.known:
             try:
                 with torch.compiler.set_stance(skip_guard_eval_unsafe=True):
                     return run(*args)
@@ -70,7 +70,7 @@ class StageCache:
                 if "skip_guard_eval_unsafe" not in str(error):
                     raise
         result = run(*args)
-        self.known.add(form)
+        self.known.add(key)
         return result
 
 

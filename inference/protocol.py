@@ -1,4 +1,4 @@
-"""Draft sources: a `Drafter` is the model, a `DrafterState` drafts for one sequence; and what both exchange."""
+"""The protocol of a drafter: `Drafter` is the model, `DrafterState` drafts for one sequence; and their records."""
 
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol, runtime_checkable
@@ -10,7 +10,7 @@ from torch import Tensor
 from heads.base import DraftHead, Features
 from inference.target.cache import TargetCache
 from inference.target.model import TargetOutput
-from inference.target.stack import Entered
+from inference.target.stack import FirstLayersOutput
 from inference.tree_config import TreeConfig
 from inference.verification.rng import Rng, Samples
 from inference.verification.sample import Sampling
@@ -22,30 +22,31 @@ GREEDY_INVERSE_TEMPERATURE = 2.0  # chosen by benchmarks/ranking.py (docs/engine
 class Context(NamedTuple):
     """What a proposal may read: the tokens so far, how the target is sampled, the randomness, and the depth left.
 
-    No node or look-ahead token may lie deeper than `room`: there the target's context or the answer ends. `cache` holds
-    the target's entries before the last token. Only a source that drafts with the target itself writes to it: entries
-    behind the committed ones, which it drops again, or hands on as `Proposal.entered`.
+    No node or look-ahead token may be deeper than `max_draft_depth`: there the target's context or the answer ends.
+    `cache` holds the target's entries before the last token. Only a drafter that drafts with the target itself writes
+    to
+    it: entries behind the committed ones, which it drops again, or hands on as `Proposal.first_layers`.
     """
 
     token: list[int]
     sampling: Sampling
     rng: Rng
-    room: int
+    max_draft_depth: int
     cache: TargetCache | None = None
 
 
 class Proposal(NamedTuple):
     """A tree rooted at the last token; the probs q its children were sampled from, if they were; look-ahead tokens.
 
-    Siblings are in the order in which they were sampled, without replacement. `entered` says that all nodes have run
-    through the target's first layers; then there are no look-ahead tokens. `expected` is how many drafted tokens the
-    source expects to be accepted, 0 of one that does not know (see `Drafter.scores`).
+    Siblings are in the order in which they were sampled, without replacement. `first_layers` is given if all nodes have
+    run through the target's first layers; then there are no look-ahead tokens. `expected` is how many drafted tokens
+    the drafter expects to be accepted, 0 if it does not know (see `Drafter.expects_acceptance`).
     """
 
     tree: DraftTree
     q: Float[Tensor, "N V"] | None = None
     look_ahead: LookAhead | None = None
-    entered: Entered | None = None
+    first_layers: FirstLayersOutput | None = None
     expected: float = 0.0
 
 
@@ -97,13 +98,13 @@ class Roots(Protocol):
     """The roots of B trees, and how the tokens that may follow them are ranked."""
 
     token: Int[Tensor, "B 1"]  # the roots' tokens
-    seen: Bool[Tensor, "B 1 V"] | None  # which tokens stand in each prefix, where a penalty asks for it
+    seen_tokens: Bool[Tensor, "B 1 V"] | None  # which tokens stand in each prefix, where a penalty asks for it
     noisy: bool  # whether tokens are ranked under coupled noise
     sampling: Sampling | None = None  # how all sequences are sampled, if they are alike
     samples: Samples | None = None  # what the children of a fixed shape are sampled by, where they are
     inverse_temperature: float | Float[Tensor, "B 1 1"] = 1.0  # one for all or each sequence's
 
-    def penalized(self, logits: Float[Tensor, "B N W"], seen: Bool[Tensor, "B N W"]) -> Float[Tensor, "B N W"]:
+    def penalized(self, logits: Float[Tensor, "B N W"], seen_tokens: Bool[Tensor, "B N W"]) -> Float[Tensor, "B N W"]:
         """Return logits with those of seen tokens pulled down."""
         ...
 
@@ -131,19 +132,19 @@ class DraftBatch(Protocol):
     Attributes:
         feature_layers: the target layers whose outputs `commit` reads.
         deepest: the depth of the deepest node of a tree in the step at hand; 0 where nothing is drafted.
-        nodes: the most nodes of a tree in any step, the root included.
+        max_nodes: the most nodes of a tree in any step, the root included.
         chain: whether the step's trees are chains, so that an accepted path is their beginning.
         sampled: the parents of the nodes of the shape whose children are sampled in the step where roots say so, the
             root's -1; None where all trees are filled by rank.
-        form: what tells the step's trees from those of other steps.
+        tree_key: what tells the step's trees from those of other steps.
     """
 
     feature_layers: tuple[int, ...] = ()
     deepest: int = 0
-    nodes: int = 1
+    max_nodes: int = 1
     chain: bool = True
     sampled: tuple[int, ...] | None = None
-    form: int = 0
+    tree_key: int = 0
 
     @property
     def nbytes(self) -> int:
@@ -151,7 +152,7 @@ class DraftBatch(Protocol):
         return 0
 
     def begin(self, running: int, longest: int) -> None:
-        """Choose the tree of a step of so many sequences, which `ranked` and what follows keep to.
+        """Choose the tree of a step of so many sequences, which `draft_trees` and what follows keep to.
 
         Args:
             running: the first sequences.
@@ -163,21 +164,21 @@ class DraftBatch(Protocol):
         """Draft for all, each sampled in its own way."""
         ...
 
-    def ranked(
-        self, roots: Roots, room: Int[Tensor, "B"], longest: int, *, allow_host_sync: bool
+    def draft_trees(
+        self, roots: Roots, max_draft_depth: Int[Tensor, "B"], longest: int, *, allow_host_sync: bool
     ) -> tuple[DraftTree, Bool[Tensor, "#B N N"], Float[Tensor, "B M V"] | None]:
         """Return trees "B N" for sequences that are ranked alike, their ancestors, and q if children were sampled.
 
         The M rows of q are those of the nodes with children.
 
         Args:
-            room: below it no node is drafted if another can be.
+            max_draft_depth: below it no node is drafted if another can be.
             longest: how many rows the longest sequence has, or may have.
             allow_host_sync: whether the host may read from the device meanwhile.
         """
         ...
 
-    def move(self, source: int, slot: int, length: int) -> None:
+    def move(self, from_slot: int, slot: int, length: int) -> None:
         """Move the last sequence, which has so many rows, to a vacant slot."""
         return
 
@@ -200,14 +201,14 @@ class DraftBatch(Protocol):
 
 @runtime_checkable
 class Drafter(Protocol):
-    """A draft source: weights, configuration, and what it remembers of earlier sequences.
+    """A drafter: weights, configuration, and what it remembers of earlier sequences.
 
     Attributes:
         name: what reports and errors call it.
         tree: the shape of its proposals, for reports.
         feature_layers: the target layers whose outputs its commits must hold.
-        scores: whether its proposals say how many tokens are expected to be accepted.
-        redraws: whether a state may propose again from where it stands, each time with fresh randomness.
+        expects_acceptance: whether its proposals say how many tokens are expected to be accepted.
+        can_redraft: whether a state may propose again from where it stands, each time with fresh randomness.
         head: the trained head that drafts alone, whose acceptance teacher forcing can measure.
         policy: by which trees grow from that head.
     """
@@ -215,13 +216,13 @@ class Drafter(Protocol):
     name: str
     tree: str
     feature_layers: tuple[int, ...] = ()
-    scores: bool = False
-    redraws: bool = False
+    expects_acceptance: bool = False
+    can_redraft: bool = False
     head: DraftHead | None = None
     policy: TreeConfig | None = None
 
     def start(self, prompt: list[int]) -> DrafterState:
-        """Begin a sequence; a source with a memory may now remember the text of the one before."""
+        """Begin a sequence; a drafter with a memory may now remember the text of the one before."""
         ...
 
     def reset(self) -> None:
@@ -229,11 +230,11 @@ class Drafter(Protocol):
         return
 
     def clone(self) -> "Drafter":
-        """Return a source with the same weights and a memory of its own, for sequences side by side."""
+        """Return a drafter with the same weights and a memory of its own, for sequences side by side."""
         return self
 
     def clones(self, size: int) -> tuple[Sequence["Drafter"], DraftBatch | None]:
-        """Return sources for `size` sequences side by side, and what drafts for all at once, by default nothing."""
+        """Return drafters for `size` sequences of a batch, and what drafts for all at once, by default nothing."""
         return [self, *(self.clone() for _ in range(size - 1))], None
 
 

@@ -25,7 +25,7 @@ from heads.common.untrusted import visible
 from inference import api
 from inference.api import GenerateConfig
 from inference.chat_template import rendering
-from inference.decode import Generation, Settings
+from inference.decode import Generation, RequestParams
 from inference.protocol import Drafter
 from inference.target.target import Target
 from inference.target.tokenizer import text_ids, tokenize
@@ -71,7 +71,7 @@ def summary(generation: Generation) -> str:
 
 
 def answer(
-    target: Target, drafter: Drafter, ids: list[int], settings: Settings, console: Console
+    target: Target, drafter: Drafter, ids: list[int], settings: RequestParams, console: Console
 ) -> tuple[str, Generation]:
     """Decode one prompt, print it meanwhile and a summary after it; return its text and numbers."""
     text, generation = api.generate(target, drafter, ids, settings, painted(console))
@@ -80,7 +80,7 @@ def answer(
     return text, generation
 
 
-def converse(target: Target, drafter: Drafter, lines: Iterable[str], settings: Settings, console: Console) -> None:
+def converse(target: Target, drafter: Drafter, lines: Iterable[str], settings: RequestParams, console: Console) -> None:
     """Answer line after line, each in view of all before it; empty lines are skipped."""
     messages: list[dict[str, str]] = []
     for line in lines:

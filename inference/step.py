@@ -2,8 +2,8 @@
 
 What a step decides stays on the device, in buffers of all slots that are written in place, and its shapes follow from
 the tree's policy and the sizes at hand alone. The host reads one small tensor a step: how many tokens each sequence
-commits, and which. `Session` with the rules of inference/verification/rules.py is the reference that this is tested
-against, and the way of the sources and settings that `fits` does not name. Both read the same counter-based numbers.
+commits, and which. `Request` with the rules of inference/verification/rules.py is the reference that this is tested
+against, and it decodes what `supports` refuses. Both read the same counter-based random numbers.
 """
 
 import struct
@@ -23,13 +23,13 @@ from inference.graphs import Graphs, Stage, StageCache, compiled
 from inference.limits import check_size
 from inference.phase_timer import PhaseTimer
 from inference.protocol import DraftBatch, Roots, inverse_temperature_of
-from inference.session import Session, Settings, Step
+from inference.request import Request, RequestParams, Step
 from inference.target.cache import BatchCache, round_up_kv_length
 from inference.target.model import TargetOutput
 from inference.target.target import Target
 from inference.verification import device, verify
 from inference.verification.device import Accepted
-from inference.verification.rng import COINS, DRAFTS, Samples, key_of, keyed, noise_at, uniform
+from inference.verification.rng import ACCEPT_KEY, DRAFT_KEY, Samples, exponential_noise, hash_key, seed_key, uniform
 from inference.verification.sample import Sampling, distribution, penalize
 from inference.verification.tree import DraftTree
 
@@ -40,20 +40,20 @@ class Slots(NamedTuple):
     Attributes:
         root: the last committed token, which the target has not seen.
         length: entries in the target's cache.
-        room: drafted tokens that may still be accepted.
+        max_draft_depth: drafted tokens that may still be accepted.
         min_tokens_left: tokens before which no end of the answer may come.
         active: 1 of a sequence, 0 of an idle slot.
         key: of all randomness.
-        seen: which tokens stand in the text, where a penalty asks for it; else of no tokens.
+        seen_tokens: which tokens stand in the text, where a penalty asks for it; else of no tokens.
     """
 
     root: Int[Tensor, "B"]
     length: Int[Tensor, "B"]
-    room: Int[Tensor, "B"]
+    max_draft_depth: Int[Tensor, "B"]
     min_tokens_left: Int[Tensor, "B"]
     active: Int[Tensor, "B"]
     key: Int[Tensor, "B"]
-    seen: Bool[Tensor, "B V"]
+    seen_tokens: Bool[Tensor, "B V"]
 
 
 class SlotRoots(Roots):
@@ -61,33 +61,33 @@ class SlotRoots(Roots):
 
     sampling: Sampling
 
-    def __init__(self, slots: Slots, settings: Settings, noise: Float[Tensor, "B P V"] | None) -> None:
+    def __init__(self, slots: Slots, settings: RequestParams, noise: Float[Tensor, "B P V"] | None) -> None:
         self.token, self.sampling, self.noise = slots.root[:, None], settings.sampling, noise
-        self.seen = slots.seen[:, None] if slots.seen.shape[1] else None
+        self.seen_tokens = slots.seen_tokens[:, None] if slots.seen_tokens.shape[1] else None
         self.inverse_temperature = inverse_temperature_of(settings.sampling)
         random = settings.sampling.temperature > 0
         self.noisy = random and settings.rule == verify.COUPLED
         if random and not self.noisy:
-            self.samples = Samples(keyed(keyed(slots.key, DRAFTS), slots.length + 1))
+            self.samples = Samples(hash_key(hash_key(slots.key, DRAFT_KEY), slots.length + 1))
 
-    def penalized(self, logits: Float[Tensor, "B N W"], seen: Bool[Tensor, "B N W"]) -> Float[Tensor, "B N W"]:
+    def penalized(self, logits: Float[Tensor, "B N W"], seen_tokens: Bool[Tensor, "B N W"]) -> Float[Tensor, "B N W"]:
         """Penalise all sequences' logits alike."""
-        return penalize(logits, seen, self.sampling)
+        return penalize(logits, seen_tokens, self.sampling)
 
     def gumbel_scores(self, logits: Float[Tensor, "B N V"], depth: int) -> Float[Tensor, "B N V"]:
-        """Race the probs against the noise of the positions `depth` below the roots."""
+        """Return the log of the probs over the noise of the positions `depth` below the roots."""
         assert self.noise is not None
         return (distribution(logits, self.sampling) / self.noise[:, depth - 1 : depth]).log()
 
 
-def fits(target: Target, sessions: Sequence[Session]) -> bool:
+def supports(target: Target, requests: Sequence[Request]) -> bool:
     """Return whether sequences are decoded by steps on the device: all sampled alike, by a lossless rule.
 
     The target must take a batch's masks, its positions must mean the same at every length, and no pass is kept. What
     does not fit decodes the same tokens by itself.
     """
-    one, *others = [session.settings for session in sessions]
-    if not target.takes_trees or target.switch is not None or any(session.settings.passes for session in sessions):
+    one, *others = [request.settings for request in requests]
+    if not target.takes_trees or target.switch is not None or any(request.settings.passes for request in requests):
         return False
     if any((other.sampling, other.rule, other.gaps) != (one.sampling, one.rule, one.gaps) for other in others):
         return False
@@ -122,17 +122,17 @@ class GraphKey(NamedTuple):
     """What tells the shapes and branches of a step's stages from those of others.
 
     Attributes:
-        held: columns of its cache that the head reads.
+        head_kv_length: entries of its KV cache that the head reads.
         sampling, rule, gaps: of the settings.
-        masks_end: whether an answer may not end yet.
+        masks_eos: whether an answer may not end yet.
         policy: which tree is drafted.
     """
 
-    held: int
+    head_kv_length: int
     sampling: Sampling
     rule: str
     gaps: bool
-    masks_end: bool
+    masks_eos: bool
     policy: int
 
 
@@ -144,91 +144,91 @@ class DeviceStep:
             all slots take part, and the host reads what was committed when everything is done. Else it reads first,
             and no more is computed than was committed.
         graphs: what captures the stages, None: they run as they are.
-        forms: of the compiled stages.
+        compiled_stages: what calls the compiled stages.
     """
 
     def __init__(self, target: Target, cache: BatchCache, drafts: DraftBatch) -> None:
         self.target, self.cache, self.drafts = target, cache, drafts
         self.static = target.device.type == "cuda"
         self.graphs = Graphs(target.device) if target.captures else None
-        self.forms = StageCache()
+        self.compiled_stages = StageCache()
         self.slots: Slots | None = None
-        self.ends: Tensor | None = None  # which tokens "V" end an answer
-        self.masks_end = False  # whether an answer of these may not end at once
-        self.current: list[Session] = []  # whose state the slots hold
+        self.eos_mask: Tensor | None = None  # which tokens "V" end an answer
+        self.masks_eos = False  # whether an answer of these may not end at once
+        self.current: list[Request] = []  # whose state the slots hold
 
-    def enter(self, sessions: Sequence[Session]) -> None:
+    def load_slots(self, requests: Sequence[Request]) -> None:
         """Write the state of sequences to the slots: others came or left, or these were decoded in another way."""
-        check_size(self.target, self.drafts.nodes, sessions[0].drafter.name)
-        texts = [session.seen() for session in sessions]
-        slots = self.buffers(0 if texts[0] is None else len(texts[0]))
-        values = [[s.context[-1], s.cache.length, *s.left, 1, key_of(s.settings.seed)] for s in sessions]
+        check_size(self.target, self.drafts.max_nodes, requests[0].drafter.name)
+        seen_by_slot = [request.seen_tokens() for request in requests]
+        slots = self.buffers(0 if seen_by_slot[0] is None else len(seen_by_slot[0]))
+        values = [[s.context[-1], s.cache.length, *s.left, 1, seed_key(s.settings.seed)] for s in requests]
         values += [[0, 1, 0, 0, 0, 0]] * (len(slots.root) - len(values))  # idle: of no entry at all came NaN
         for buffer, column in zip(slots[:6], torch.tensor(values, device=self.target.device).T, strict=True):
             buffer.copy_(column)
-        for slot, seen_tokens in enumerate(texts):
+        for slot, seen_tokens in enumerate(seen_by_slot):
             if seen_tokens is not None:
-                slots.seen[slot] = seen_tokens
-        self.masks_end = bool(self.target.eos) and any(session.settings.min_new_tokens for session in sessions)
-        self.drafts.catch_up([session.cache.length for session in sessions])
-        self.current = list(sessions)
+                slots.seen_tokens[slot] = seen_tokens
+        self.masks_eos = bool(self.target.eos) and any(request.settings.min_new_tokens for request in requests)
+        self.drafts.catch_up([request.cache.length for request in requests])
+        self.current = list(requests)
 
     def buffers(self, vocab: int) -> Slots:
         """Return the slots, which note `vocab` seen tokens, and have what ends an answer at hand."""
         on = self.target.device
-        if self.slots is None or self.slots.seen.shape[1] != vocab:
+        if self.slots is None or self.slots.seen_tokens.shape[1] != vocab:
             with torch.inference_mode(False):  # compiled stages write to no inference tensor
-                root, length, room, min_tokens_left, active, key = torch.zeros(
+                root, length, max_draft_depth, min_tokens_left, active, key = torch.zeros(
                     6, self.cache.storage.size, dtype=torch.long, device=on
                 )
-                seen = torch.zeros(self.cache.storage.size, vocab, dtype=torch.bool, device=on)
-                self.slots = Slots(root, length, room, min_tokens_left, active, key, seen)
-        if self.ends is None:
-            self.ends = torch.zeros(self.target.embeddings.vocab_size, dtype=torch.bool, device=on)
-            self.ends[sorted(self.target.eos)] = True
+                seen_tokens = torch.zeros(self.cache.storage.size, vocab, dtype=torch.bool, device=on)
+                self.slots = Slots(root, length, max_draft_depth, min_tokens_left, active, key, seen_tokens)
+        if self.eos_mask is None:
+            self.eos_mask = torch.zeros(self.target.embeddings.vocab_size, dtype=torch.bool, device=on)
+            self.eos_mask[sorted(self.target.eos)] = True
         return self.slots
 
     @torch.inference_mode()
-    def step(self, sessions: Sequence[Session]) -> None:
+    def step(self, requests: Sequence[Request]) -> None:
         """Decode one step of sequences, in the order of their slots."""
-        if len(sessions) != len(self.current) or any(a is not b for a, b in zip(sessions, self.current, strict=True)):
-            self.enter(sessions)
+        if len(requests) != len(self.current) or any(a is not b for a, b in zip(requests, self.current, strict=True)):
+            self.load_slots(requests)
         assert self.slots is not None
-        phase_timer, settings = PhaseTimer(self.target.device), sessions[0].settings
+        phase_timer, settings = PhaseTimer(self.target.device), requests[0].settings
         greedy = settings.sampling.temperature == 0
         phase_timer.mark(None)
-        slots = self.slots if self.static else Slots(*(buffer[: len(sessions)] for buffer in self.slots))
-        longest = max(session.cache.length for session in sessions)
-        self.drafts.begin(len(sessions), longest)
+        slots = self.slots if self.static else Slots(*(buffer[: len(requests)] for buffer in self.slots))
+        longest = max(request.cache.length for request in requests)
+        self.drafts.begin(len(requests), longest)
         rule = self.rule(settings)
         if self.captures:
             assert self.graphs is not None
             self.graphs.keep([*self.slots, *self.cache.storage.blocks, *self.drafts.tensors()])
         if self.compiles:
             buffers = [*self.cache.storage.blocks, *self.drafts.tensors(), *self.target.embeddings.kept_rows()]
-            self.forms.keep([*self.slots, *buffers])
+            self.compiled_stages.keep([*self.slots, *buffers])
         kv_length = self.kv_length(longest)
         result, out, accepted = self.run(slots, kv_length, settings, phase_timer)
         rows = result.tolist()  # the one place where the host waits for the device
         begin = time.perf_counter()
         shown = verify.GREEDY_WALK if greedy else rule
-        steps = [self.emit(session, row, shown) for session, row in zip(sessions, rows, strict=False)]
+        steps = [self.emit(request, row, shown) for request, row in zip(requests, rows, strict=False)]
         emitting = time.perf_counter() - begin
-        if not self.static and not all(session.generation.finish for session in sessions):
+        if not self.static and not all(request.generation.finish for request in requests):
             phase_timer.mark(None)  # what the host did since is counted by its own clock
-            most = accepted.path.shape[1] if self.compiles else max(row[0] for row in rows)
-            self.commit(slots, out, accepted, most, self.form(kv_length, settings), phase_timer)
+            max_committed = accepted.path.shape[1] if self.compiles else max(row[0] for row in rows)
+            self.commit(slots, out, accepted, max_committed, self.graph_key(kv_length, settings), phase_timer)
         seconds = phase_timer.seconds()
         seconds["other"] += emitting  # meanwhile a device waits
-        for session, step in zip(sessions, steps, strict=True):
-            draft, verified, other = (seconds[name] / len(sessions) for name in ("draft", "verify", "other"))
-            session.record_step(step._replace(draft_s=draft, verify_s=verified, other_s=other))
+        for request, step in zip(requests, steps, strict=True):
+            draft, verified, other = (seconds[name] / len(requests) for name in ("draft", "verify", "other"))
+            request.record_step(step._replace(draft_s=draft, verify_s=verified, other_s=other))
 
     def kv_length(self, longest: int) -> int:
         """Return how many entries attention reads, in static shapes; else how many there are before a tree."""
         if not self.static:
             return longest
-        end, capacity = longest + self.drafts.nodes, self.cache.storage.capacity
+        end, capacity = longest + self.drafts.max_nodes, self.cache.storage.capacity
         return end if end > capacity else min(round_up_kv_length(end), capacity)
 
     @property
@@ -241,47 +241,53 @@ class DeviceStep:
         """Whether the stages are captured in graphs, whose shapes must stay the same."""
         return self.static and self.graphs is not None
 
-    def form(self, kv_length: int, settings: Settings) -> GraphKey:
+    def graph_key(self, kv_length: int, settings: RequestParams) -> GraphKey:
         """Return what tells the shapes and branches of a step's stages from those of others."""
-        # Of compiled shapes there are few: a head reads all columns that its rows may come to.
-        held = round_up_kv_length(self.cache.storage.capacity) if self.compiles and not self.static else kv_length
-        return GraphKey(held, settings.sampling, settings.rule, settings.gaps, self.masks_end, self.drafts.form)
+        # Compiled shapes are few: the head reads all entries that a sequence may come to have.
+        head_kv_length = (
+            round_up_kv_length(self.cache.storage.capacity) if self.compiles and not self.static else kv_length
+        )
+        return GraphKey(
+            head_kv_length, settings.sampling, settings.rule, settings.gaps, self.masks_eos, self.drafts.tree_key
+        )
 
-    def launch(self, form: GraphKey, stage: Stage, *args: Any) -> Any:
-        """Run a stage of a step of this form."""
+    def launch(self, graph_key: GraphKey, stage: Stage, *args: Any) -> Any:
+        """Run a stage of a step under its graph key."""
         run = stage
         if self.compiles and stage in (DeviceStep.draft, DeviceStep.extend, DeviceStep.advance_and_extend):
-            run = partial(self.forms, (stage, *form), compiled(stage, self.target.device.type))
+            run = partial(self.compiled_stages, (stage, *graph_key), compiled(stage, self.target.device.type))
         if not self.captures:
             return run(self, *args)
         assert self.graphs is not None
-        return self.graphs((stage, *form), run, self, *args)
+        return self.graphs((stage, *graph_key), run, self, *args)
 
     def run(
-        self, slots: Slots, kv_length: int, settings: Settings, phase_timer: PhaseTimer
+        self, slots: Slots, kv_length: int, settings: RequestParams, phase_timer: PhaseTimer
     ) -> tuple[Int[Tensor, "B X"], TargetOutput, Accepted]:
         """Run a step on the device; return what the host reads, and what is left to commit."""
-        form = self.form(kv_length, settings)
-        drafted = self.launch(form, DeviceStep.draft, self.slots if self.compiles else slots, form.held, settings)
+        graph_key = self.graph_key(kv_length, settings)
+        drafted = self.launch(
+            graph_key, DeviceStep.draft, self.slots if self.compiles else slots, graph_key.head_kv_length, settings
+        )
         if self.compiles:
             drafted = drafted.first(len(slots.root))
         phase_timer.mark("draft")
         inner = None if self.captures else phase_timer  # no graph holds the time that passes in it
-        out, result, accepted = self.launch(form, DeviceStep.evaluate, slots, drafted, kv_length, settings, inner)
+        out, result, accepted = self.launch(graph_key, DeviceStep.evaluate, slots, drafted, kv_length, settings, inner)
         phase_timer.mark("verify" if self.captures else "other")
         if self.static:
-            self.commit(slots, out, accepted, accepted.path.shape[1], form, phase_timer)
+            self.commit(slots, out, accepted, accepted.path.shape[1], graph_key, phase_timer)
         return result, out, accepted
 
-    def draft(self, slots: Slots, kv_length: int, settings: Settings) -> Drafted:
+    def draft(self, slots: Slots, kv_length: int, settings: RequestParams) -> Drafted:
         """Draft a tree for each sequence."""
         noise, allow_host_sync = self.noise(slots, settings), not (self.static or self.compiles)
-        tree, ancestor_mask, q = self.drafts.ranked(
-            SlotRoots(slots, settings, noise), slots.room, kv_length, allow_host_sync=allow_host_sync
+        tree, ancestor_mask, q = self.drafts.draft_trees(
+            SlotRoots(slots, settings, noise), slots.max_draft_depth, kv_length, allow_host_sync=allow_host_sync
         )
         return Drafted(tree, ancestor_mask, (ancestor_mask.sum(-1) - 1).expand_as(tree.token), noise, q)
 
-    def rule(self, settings: Settings) -> str:
+    def rule(self, settings: RequestParams) -> str:
         """Return the key of the rule that drafts are verified by."""
         greedy, drafts = settings.sampling.temperature == 0, self.drafts
         if not drafts.deepest:
@@ -295,8 +301,8 @@ class DeviceStep:
         slots: Slots,
         drafted: Drafted,
         present: Bool[Tensor, "B N"],
-        scores: Float[Tensor, "B N V"],
-        settings: Settings,
+        logits: Float[Tensor, "B N V"],
+        settings: RequestParams,
     ) -> Accepted:
         """Verify sampled drafts by the rule for them; the next token is sampled by the noise of its position."""
         on_device = verify.RULES[self.rule(settings)].on_device
@@ -305,29 +311,32 @@ class DeviceStep:
         assert drafted.q is not None
         assert on_device is not None
         draft = device.Sampled(self.drafts.sampled, tree.token, present, drafted.q)
-        p, coins = distribution(scores, settings.sampling), keyed(keyed(slots.key, COINS), slots.length + 1)
-        point = uniform(coins[:, None], torch.arange(p.shape[1], device=p.device))
-        last, probs = on_device(draft, p, point, not self.static)
+        p, accept_keys = (
+            distribution(logits, settings.sampling),
+            hash_key(hash_key(slots.key, ACCEPT_KEY), slots.length + 1),
+        )
+        uniforms = uniform(accept_keys[:, None], torch.arange(p.shape[1], device=p.device))
+        last, probs = on_device(draft, p, uniforms, not self.static)
         position = slots.length + 1 + drafted.depth.gather(1, last[:, None])[:, 0]
-        token = (probs / noise_at(slots.key, position, p.shape[-1])).argmax(-1)
+        token = (probs / exponential_noise(slots.key, position, p.shape[-1])).argmax(-1)
         return device.accepted(tree, drafted.ancestor_mask, last, token, self.drafts.deepest)
 
-    def noise(self, slots: Slots, settings: Settings) -> Float[Tensor, "B P V"] | None:
+    def noise(self, slots: Slots, settings: RequestParams) -> Float[Tensor, "B P V"] | None:
         """Return the noise of the positions below the roots, if drafts are coupled."""
         if settings.sampling.temperature == 0 or settings.rule != verify.COUPLED or not self.drafts.deepest:
             return None
         position = slots.length[:, None] + 1 + torch.arange(self.drafts.deepest + 1, device=slots.root.device)
-        return noise_at(slots.key[:, None].expand_as(position), position, self.target.embeddings.vocab_size)
+        return exponential_noise(slots.key[:, None].expand_as(position), position, self.target.embeddings.vocab_size)
 
     def evaluate(
-        self, slots: Slots, drafted: Drafted, kv_length: int, settings: Settings, phase_timer: PhaseTimer | None
+        self, slots: Slots, drafted: Drafted, kv_length: int, settings: RequestParams, phase_timer: PhaseTimer | None
     ) -> tuple[TargetOutput, Int[Tensor, "B X"], Accepted]:
         """Run the target over the trees and choose what is accepted: one stage, for scores are too large to keep."""
         out = self.forward(slots, drafted, kv_length)
-        scores = self.processed(slots, drafted, out, settings.sampling)
+        logits = self.processed(slots, drafted, out, settings.sampling)
         if phase_timer is not None:
             phase_timer.mark("verify")
-        return out, *self.accept(slots, drafted, scores, settings)
+        return out, *self.accept(slots, drafted, logits, settings)
 
     def forward(self, slots: Slots, drafted: Drafted, kv_length: int) -> TargetOutput:
         """Run the target over the trees, whose entries come behind each sequence's own."""
@@ -337,78 +346,80 @@ class DeviceStep:
         position = (slots.length[:, None] + depth).clamp_max(self.target.context - 1)
         token, layers = tree.token.clamp_min(0), self.drafts.feature_layers
         if count == 1 and not self.static and self.target.compiled is None:
-            seen = None
+            attn_mask = None
             if size > 1:
-                seen = torch.cat([ancestor_mask.new_ones(1, size, kv_length), ancestor_mask], 2)
-            return self.target.run(token, position, seen, self.cache.active[0], layers)
+                attn_mask = torch.cat([ancestor_mask.new_ones(1, size, kv_length), ancestor_mask], 2)
+            return self.target.run(token, position, attn_mask, self.cache.active[0], layers)
         end = kv_length if self.static else kv_length + size
-        columns = slots.length[:, None] + torch.arange(size, device=token.device)
-        seen, column = _layout(slots.length, ancestor_mask, depth, end)
-        rows = self.cache.storage.over(columns, end, steady=self.static)
-        return self.target.run(token, position, seen, rows, layers, column)
+        write_index = slots.length[:, None] + torch.arange(size, device=token.device)
+        attn_mask, key_position = _layout(slots.length, ancestor_mask, depth, end)
+        batch_pass = self.cache.storage.over(write_index, end, steady=self.static)
+        return self.target.run(token, position, attn_mask, batch_pass, layers, key_position)
 
     def processed(
         self, slots: Slots, drafted: Drafted, out: TargetOutput, sampling: Sampling
     ) -> Float[Tensor, "B N V"]:
         """Return the logits as each node's own prefix has them: penalised, and no end before its time."""
         logits = self.target.embeddings.logits(out.last_hidden)
-        if slots.seen.shape[1]:
+        if slots.seen_tokens.shape[1]:
             # The root is seen in any case.
             path = torch.where(drafted.ancestor_mask, drafted.tree.token[:, None], slots.root[:, None, None])
-            seen = slots.seen[:, None].expand(-1, logits.shape[1], -1).scatter(2, path.clamp_min(0), True)
-            logits = penalize(logits, seen, sampling)
-        if self.masks_end:
-            assert self.ends is not None
+            seen_tokens = slots.seen_tokens[:, None].expand(-1, logits.shape[1], -1).scatter(2, path.clamp_min(0), True)
+            logits = penalize(logits, seen_tokens, sampling)
+        if self.masks_eos:
+            assert self.eos_mask is not None
             early = (drafted.depth < slots.min_tokens_left[:, None])[..., None]
-            logits = logits.masked_fill(early & self.ends, float("-inf"))
+            logits = logits.masked_fill(early & self.eos_mask, float("-inf"))
         return logits
 
     def choose(
         self,
         slots: Slots,
         drafted: Drafted,
-        scores: Float[Tensor, "B N V"],
+        logits: Float[Tensor, "B N V"],
         sampling: Sampling,
         node: Int[Tensor, "B"],
         depth: int,
     ) -> Int[Tensor, "B"]:
         """Return the target's tokens after nodes at a depth: the winners under the noise of the next positions."""
-        probs = distribution(scores[torch.arange(len(node), device=node.device), node], sampling)
+        probs = distribution(logits[torch.arange(len(node), device=node.device), node], sampling)
         if drafted.noise is None:
-            return (probs / noise_at(slots.key, slots.length + 1 + depth, probs.shape[-1])).argmax(-1)
+            return (probs / exponential_noise(slots.key, slots.length + 1 + depth, probs.shape[-1])).argmax(-1)
         return (probs / drafted.noise[:, depth]).argmax(-1)
 
     def accept(
-        self, slots: Slots, drafted: Drafted, scores: Float[Tensor, "B N V"], settings: Settings
+        self, slots: Slots, drafted: Drafted, logits: Float[Tensor, "B N V"], settings: RequestParams
     ) -> tuple[Int[Tensor, "B X"], Accepted]:
         """Return what the host reads of a step, and the accepted paths."""
         tree, ancestor_mask, depths, _, q = drafted
         greedy = settings.sampling.temperature == 0
 
-        choose = partial(self.choose, slots, drafted, scores, settings.sampling)
+        choose = partial(self.choose, slots, drafted, logits, settings.sampling)
         if not self.drafts.deepest:  # nothing to accept
             root = torch.zeros_like(tree.token)
-            token = argmax(scores) if greedy else choose(root[:, 0], 0)[:, None]
+            token = argmax(logits) if greedy else choose(root[:, 0], 0)[:, None]
             accepted = Accepted(root, slots.active, token)
             results = [slots.active[:, None], root, token, root]
         else:
             if greedy and not self.static and len(tree.token) == 1:
-                accepted, ranks, count = device.follow_on_host(tree, argmax(scores), slots.room, self.drafts.deepest)
+                accepted, ranks, count = device.follow_on_host(
+                    tree, argmax(logits), slots.max_draft_depth, self.drafts.deepest
+                )
             else:
-                present = device.present(tree, ancestor_mask, depths, slots.room)
+                present = device.present(tree, ancestor_mask, depths, slots.max_draft_depth)
                 if greedy:
-                    accepted = device.follow(tree, ancestor_mask, present, argmax(scores), self.drafts.deepest)
+                    accepted = device.follow(tree, ancestor_mask, present, argmax(logits), self.drafts.deepest)
                 elif q is None or verify.RULES[self.rule(settings)].on_device is None:  # a rule that reads no q
                     accepted = device.walk(
                         tree, ancestor_mask, present, choose, self.drafts.deepest, allow_host_sync=not self.static
                     )
                 else:
-                    accepted = self.verified(slots, drafted, present, scores, settings)
+                    accepted = self.verified(slots, drafted, present, logits, settings)
                 accepted = accepted._replace(committed=accepted.committed * slots.active)
                 ranks, count = device.ranks(tree).gather(1, accepted.path), present.sum(1) - 1
             results = [accepted.committed[:, None], count[:, None], accepted.token, ranks]
         if settings.gaps:
-            best_two = scores.take_along_dim(accepted.path[..., None], 1).float().topk(2).values
+            best_two = logits.take_along_dim(accepted.path[..., None], 1).float().topk(2).values
             results.append((best_two[..., 0] - best_two[..., 1]).view(torch.int32).long())
         return torch.cat(results, 1), accepted
 
@@ -417,34 +428,34 @@ class DeviceStep:
         slots: Slots,
         out: TargetOutput,
         accepted: Accepted,
-        most: int,
-        form: GraphKey,
+        max_committed: int,
+        graph_key: GraphKey,
         phase_timer: PhaseTimer,
     ) -> None:
         """Move the slots on by what was accepted, and hand the drafts their rows.
 
-        `most` is at least how many tokens any sequence commits.
+        `max_committed` is at least how many tokens any sequence commits.
         """
         count = accepted.committed
         if self.compiles and not self.static and len(count) == self.cache.storage.size:  # no slot stands idle
             assert self.slots is not None
-            self.launch(form, DeviceStep.advance_and_extend, self.slots, out.hidden, out.last_hidden, accepted)
+            self.launch(graph_key, DeviceStep.advance_and_extend, self.slots, out.hidden, out.last_hidden, accepted)
             phase_timer.mark("draft")
             return
-        features = self.launch(form, DeviceStep.advance, slots, out, accepted, most)
+        features = self.launch(graph_key, DeviceStep.advance, slots, out, accepted, max_committed)
         phase_timer.mark("other")
         if features is None:
             return
         if (idle := self.cache.storage.size - len(count)) and self.compiles:
             features = Features(*(pad(rows, (0, 0) * (rows.ndim - 1) + (0, idle)) for rows in features[:4]))
             count = pad(count, (0, idle))
-        self.launch(form, DeviceStep.extend, features, count)
+        self.launch(graph_key, DeviceStep.extend, features, count)
         phase_timer.mark("draft")
 
-    def advance(self, slots: Slots, out: TargetOutput, accepted: Accepted, most: int) -> Features | None:
+    def advance(self, slots: Slots, out: TargetOutput, accepted: Accepted, max_committed: int) -> Features | None:
         """Compact the cache to the accepted paths and move the slots on; return the rows that drafts learn of."""
-        step = torch.arange(most, device=accepted.path.device)
-        path, token = accepted.path[:, :most], accepted.token[:, :most]
+        step = torch.arange(max_committed, device=accepted.path.device)
+        path, token = accepted.path[:, :max_committed], accepted.token[:, :max_committed]
         row = torch.arange(len(path), device=step.device)[:, None]
         if not self.drafts.chain:
             first = slots.length[:, None]
@@ -452,11 +463,11 @@ class DeviceStep:
         last = (accepted.committed[:, None] - 1).clamp_min(0)
         slots.root.copy_(token.gather(1, last)[:, 0])
         slots.length.add_(accepted.committed)
-        slots.room.sub_(accepted.committed)
+        slots.max_draft_depth.sub_(accepted.committed)
         slots.min_tokens_left.sub_(accepted.committed)
-        if slots.seen.shape[1]:
-            slots.seen.scatter_(1, torch.where(step <= last, token, slots.root[:, None]), True)
-        if self.drafts.nodes == 1:  # of the baseline
+        if slots.seen_tokens.shape[1]:
+            slots.seen_tokens.scatter_(1, torch.where(step <= last, token, slots.root[:, None]), True)
+        if self.drafts.max_nodes == 1:  # of the baseline
             return None
         return Features(token, out.hidden[row, path], out.last_hidden[row, path], torch.zeros_like(token))
 
@@ -470,14 +481,14 @@ class DeviceStep:
         """Hand the drafts the accepted rows."""
         self.drafts.commit(features, count)
 
-    def emit(self, session: Session, row: list[int], rule: str) -> Step:
+    def emit(self, request: Request, row: list[int], rule: str) -> Step:
         """Emit what a sequence has committed by a rule; return its step, without seconds."""
         (count, drafted), rest = row[:2], row[2:]
         size = self.drafts.deepest + 1
         token, ranks, bits = rest[:count], rest[size : 2 * size], rest[2 * size :][:count]
         gaps = list(struct.unpack(f"{len(bits)}f", struct.pack(f"{len(bits)}i", *bits))) if bits else []
-        session.cache.set_length(len(session.context) - 1 + count)  # of which the last one is the next root
-        committed = session.emit(token, ["draft"] * (count - 1) + ["bonus"], gaps)
+        request.cache.set_length(len(request.context) - 1 + count)  # of which the last one is the next root
+        committed = request.emit(token, ["draft"] * (count - 1) + ["bonus"], gaps)
         accepted = min(count - 1, committed)
         rule = rule if drafted else verify.NOTHING
         return Step(drafted, accepted, committed, 0.0, 0.0, 0.0, rule, tuple(ranks[1 : accepted + 1]))
@@ -491,8 +502,8 @@ def _layout(
     A tree's entries stand behind the sequence's own; behind them nothing is seen.
     """
     size = depth.shape[1]
-    column = torch.arange(end, device=length.device) - length[:, None]  # counted from the root's
-    node, within = column.clamp(0, size - 1), (column >= 0) & (column < size)
+    offset = torch.arange(end, device=length.device) - length[:, None]  # counted from the root's
+    node, within = offset.clamp(0, size - 1), (offset >= 0) & (offset < size)
     on_path = ancestor_mask.expand(len(length), -1, -1).gather(2, node[:, None].expand(-1, size, -1))
-    seen = (column < 0)[:, None] | (within[:, None] & on_path)
-    return seen, length[:, None] + torch.where(within, depth.gather(1, node), column)
+    attn_mask = (offset < 0)[:, None] | (within[:, None] & on_path)
+    return attn_mask, length[:, None] + torch.where(within, depth.gather(1, node), offset)

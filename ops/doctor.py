@@ -33,7 +33,7 @@ from heads.common.untrusted import visible
 from heads.formats.hub import load_found, sibling_spec
 from heads.formats.published.export import assert_known
 from heads.formats.store import CONFIG
-from inference.decode import Settings, speculate
+from inference.decode import RequestParams, speculate
 from inference.drafters.head import HeadDrafter
 from inference.drafters.policy import TreeConfig, check_tree
 from inference.target.target import Target
@@ -114,7 +114,7 @@ def acceptance(head: Examined, target: Target, loaded: Any, config: DoctorConfig
             raise
         return unknown(f"nothing to measure on ({error})", NAME)
     limit = head.report["settings"].get("max_new_tokens") if reported is not None else None
-    settings = Settings(min(limit or config.max_new_tokens, config.max_new_tokens), GREEDY)
+    settings = RequestParams(min(limit or config.max_new_tokens, config.max_new_tokens), GREEDY)
     prompts = [prompt.token for prompt in read.prompts]
     drafter = HeadDrafter(drafting, tree, kind)
     generations = [speculate(target, drafter, prompt, settings) for prompt in progress(prompts, "decoding")]

@@ -55,7 +55,7 @@ def compared(
 def verdict(report: Report, adapted: Path, old_loss: float) -> Verdict:
     """Return the verdict of a report in which the head in service comes first."""
     name = next((row.drafter for row in report.rows if row.drafter.endswith(str(adapted))), "")
-    failed = FailedChecks.of(report.gates, report.sampled).source(name, [1])
+    failed = FailedChecks.of(report.gates, report.sampled).drafter(name, [1])
     taus = {(row.workload, row.temperature): row.tau for row in report.rows if row.drafter not in ("plain", name)}
     pairs: dict[str, list[dict[str, Any]]] = {NEW: [], OLD: []}
     for pair in report.extras.get("paired", []):

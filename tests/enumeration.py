@@ -19,7 +19,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from heads.base import Level, Nodes
+from heads.base import LevelNodes, LevelOutput
 from inference.drafters.policy import TreeConfig, grow
 from inference.protocol import Context, Proposal
 from inference.verification.rng import Rng
@@ -63,7 +63,7 @@ class Replay:
     def sample(self, law: Tensor, depth: int = 1) -> list[int]:
         return [self.choose(row) for row in law.tolist()]
 
-    def distinct(self, law: Tensor, count: int, depth: int = 1) -> Tensor:
+    def sample_distinct(self, law: Tensor, count: int, depth: int = 1) -> Tensor:
         """Draw without replacement, one after another."""
         rows = []
         for row in law.tolist():
@@ -170,13 +170,13 @@ class Tables:
             self.rows[path] = self.family(self.generator)
         return self.rows[path]
 
-    def level(self, paths: list[tuple[int, ...]]) -> Level:
+    def level(self, paths: list[tuple[int, ...]]) -> LevelOutput:
         start = len(self.known)
         self.known += paths
         index = torch.arange(start, len(self.known), dtype=torch.float64)[:, None]
-        return Level(torch.stack([self.logits(path)[1] for path in paths])[None], index[None])
+        return LevelOutput(torch.stack([self.logits(path)[1] for path in paths])[None], index[None])
 
-    def expand(self, state: None, level: Level, nodes: Nodes) -> Level:
+    def expand(self, state: None, level: LevelOutput, nodes: LevelNodes) -> LevelOutput:
         above = [self.known[int(i)] for i in level.hidden[0, nodes.parent[0], 0]]
         return self.level([(*path, t) for path, t in zip(above, nodes.token[0].tolist(), strict=True)])
 

@@ -141,7 +141,7 @@ class Erring(Drafter, DrafterState):
         return self
 
     def propose(self, context: Context) -> Proposal:
-        begin, size = len(context.token) - self.prompt, max(0, min(5, context.room))
+        begin, size = len(context.token) - self.prompt, max(0, min(5, context.max_draft_depth))
         right = self.random.randrange(6)
         ahead = [(token + (i >= right)) % toys.VOCAB for i, token in enumerate(self.text[begin : begin + size])]
         return Proposal(DraftTree(torch.tensor([context.token[-1], *ahead]), torch.arange(-1, len(ahead))))

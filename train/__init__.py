@@ -8,17 +8,17 @@ release/       publishing a trained head: folder, card, upload, verification
 config.py      the types of conf/train.yaml
 losses.py      the losses: pure functions of the target's distribution p and the draft's q
 objective.py   the loss and its gradient, a chunk of rows at a time; row weights; anchors and feature noise
-rollouts.py    what the head drafts on training prompts, and the target says of it, as micro-batches
-optim.py       AdamW and Muon, their schedule, the average of the weights
+rollouts.py    on-policy training: the head's drafts on training prompts, as micro-batches
+optim.py       AdamW and Muon, their schedule, the EMA of the weights
 loop.py        the training loop: steps, measurements, the best head
 step.py        one optimiser step and its operations; detection of bad steps, which are skipped and their batches saved
 acceptance.py  the head's acceptance during training: τ by the verifier, estimates between
 start.py       the initial weights of a head: random, another head's, the target's last layer; LoRA adapters
 streams.py     the command that trains speculative streams, and its loop
 publish.py     the command that publishes a trained head and verifies the download
-sweep.py       the runs of a multirun: one table, and the τ that is searched
+sweep.py       the runs of a multirun: their table, and the optimised τ
 trackers.py    a run's numbers: metrics.jsonl, wandb, TensorBoard and the progress bar
 convert.py     the command that writes a pickle as safetensors, once
-build.py       a run's parts: target, head, data, the source of features, the loop over them
+build.py       a run's parts: target, head, data, feature source, training loop
 run.py         the command that trains: resolve, plan or launch, build, train, evaluate
 """

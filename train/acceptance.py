@@ -1,4 +1,4 @@
-"""Acceptance of a head during training: τ by the real verifier, and in between estimates from recorded features."""
+"""A head's acceptance during training: τ by the real verifier, and cheaper estimates from recorded features."""
 
 import hashlib
 import json
@@ -15,7 +15,7 @@ from eval.teacher_forced import ranks, unrolled
 from heads.base import Features
 from heads.common.progress import progress
 from heads.modules.vocab import scatter_logits
-from inference.decode import Settings, speculate
+from inference.decode import RequestParams, speculate
 from inference.drafters.head import HeadDrafter
 from inference.drafters.policy import TreeConfig
 from inference.protocol import Drafter
@@ -25,7 +25,7 @@ from train.config import TrainerConfig
 
 
 class AcceptanceEvaluator:
-    """Measure heads on the same prompts: `trainer.eval_prompts` of the held-out ones, sampled by the seed."""
+    """Measures heads on the same prompts: `trainer.eval_prompts` held-out ones, sampled by the seed."""
 
     def __init__(
         self, target: Target, prompts: list[list[int]], trainer: TrainerConfig, tree: TreeConfig, name: str,
@@ -35,9 +35,9 @@ class AcceptanceEvaluator:
         self.target, self.prompts = target, [prompts[i] for i in sorted(sampled)]
         self.tree, self.name, self.seed, self.drafter = tree, name, trainer.seed, drafter
         self.groups = metrics.clustered(self.prompts)
-        self.settings = Settings(trainer.eval_tokens, GREEDY)
+        self.settings = RequestParams(trainer.eval_tokens, GREEDY)
         self.texts: list[tuple[Features, int]] | None = None
-        # What τ depends on beside the head: values of other measurements do not compare with those here.
+        # The conditions of τ besides the head: values are comparable only under equal ones.
         self.conditions = {
             "trainer.eval_prompts": len(self.prompts), "trainer.eval_tokens": trainer.eval_tokens,
             "prompts' fingerprint": hashlib.sha256(json.dumps(self.prompts).encode()).hexdigest()[:16],
@@ -47,7 +47,7 @@ class AcceptanceEvaluator:
     def tau(self, head: Any, halted: Callable[[], bool] = lambda: False) -> dict[str, Any] | None:
         """Return τ of greedy decoding, pooled over the prompts, its 95 % interval, and P(a >= d).
 
-        None where `halted` returned true before a prompt.
+        None if `halted` returned true before a prompt.
         """
         drafter = self.drafter(head, self.tree, self.name)
         generations = []
@@ -57,20 +57,20 @@ class AcceptanceEvaluator:
                     return None
                 generations.append(speculate(self.target, drafter, prompt, self.settings))
         finally:
-            self.target.idle.pop(drafter, None)  # its batch, which holds the copy of the head: the next has another
+            self.target.idle.pop(drafter, None)  # drop its batch, which holds a copy of the head
         acceptance = metrics.acceptance(generations)
         return {
-            "tau": acceptance.tau or 1.0,  # answers of one token take no step
+            "tau": acceptance.tau or 1.0,  # answers of one token have no step
             "tau_ci": metrics.tau_interval(generations, self.seed, self.groups),
             "accepted_by_depth": acceptance.accepted_by_depth,
         }
 
     @torch.inference_mode()
     def estimate(self, head: Any, halted: Callable[[], bool] = lambda: False) -> list[float] | None:
-        """Return P(a >= k) of a greedy chain for k = 1 … the tree's depth, over every row of the target's own answers.
+        """Return P(a >= k) of a greedy chain for k = 1 … the tree's depth, over every row of the target's answers.
 
-        No verifier runs: the answers are written once, their features kept, and a head drafts from all rows at once.
-        None where `halted` returned true before a prompt, or before a text.
+        No verifier runs: answers and their features are computed once, and a head drafts from all rows at once. None if
+        `halted` returned true before a prompt or an answer.
         """
         if self.texts is None:
             texts = []

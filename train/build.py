@@ -1,6 +1,6 @@
-"""A training run's parts from its resolved configuration: target, head, data, features and the loop over them.
+"""Building a training run from its resolved configuration: target, head, data, features and the training loop.
 
-Every component is constructed here, by hand, from its own typed configuration.
+Every component is constructed here from its own typed configuration.
 """
 
 import json
@@ -24,7 +24,7 @@ from transformers import PreTrainedTokenizerBase
 from data.batches import Batches, check_known, fingerprint, pack, token_counts
 from data.features.coding import compute
 from data.features.extraction import spec_of
-from data.features.served import EngineFeatures, VllmServers
+from data.features.served import ServedFeatures, VllmServers
 from data.features.source import FeatureRequest, FeaturesConfig, FeatureSource, LiveFeatures
 from data.features.store import FeatureStore
 from data.features.stored import StoredFeatures
@@ -67,10 +67,11 @@ def source_for(
     head: DraftHead,
     batches: Batches,
 ) -> FeatureSource:
-    """Return the source of a run's features.
+    """Return a run's feature source.
 
     Raises:
-        ValueError: the store is of something else, lacks rows that may not be computed, or layers that the head reads.
+        ValueError: the store is of something else, lacks sequences that may not be computed, or layers that the head
+            reads.
     """
     if config.mode == "live":
         assert isinstance(target, Target)
@@ -79,8 +80,8 @@ def source_for(
     if config.mode == "engine":
         norm, spec = norm_of(target), target.spec
         servers = VllmServers(config, LayerIds.of(config.vllm_layers, form.layers, spec.num_layers), spec.hidden_size)
-        servers.check(next(pieces(batches.packed, 0)), norm, target.embeddings)  # the longest one is packed first
-        return EngineFeatures(servers, batches, form, norm, target.device, config.prefetch)
+        servers.check(next(pieces(batches.packed, 0)), norm, target.embeddings)  # the longest sequence is packed first
+        return ServedFeatures(servers, batches, form, norm, target.device, config.prefetch)
     folder = config.folder
     here = spec_of(target, batches.packed, form.layers, config)
     store = FeatureStore(folder)
@@ -89,36 +90,33 @@ def source_for(
     if config.on_missing == "compute":
         assert isinstance(target, Target)
         for why in store.damaged.values():
-            log.warning("%s; its rows are computed", why)
+            log.warning("%s; its sequences are computed", why)
         recomputed = partial(compute, target, spec=store.spec)
     elif missing := store.missing():
         why = next(iter(store.damaged.values()), f"row {missing[0]} is the first")
         raise ValueError(
-            f"{folder}: {len(missing)} of {store.spec.rows} rows are in no shard ({why}); go on with the "
+            f"{folder}: {len(missing)} of {store.spec.rows} sequences are in no shard ({why}); go on with the "
             "extraction, or give features.on_missing=compute"
         )
     return StoredFeatures(store, batches, form, target.device, config.prefetch, recomputed)
 
 
 def origin_of(source: FeatureSource) -> dict[str, Any]:
-    """Return which store a run trains from and what it keeps, which may be other than `features` says of a new one.
-
-    Of servers, the names by which they serve the target.
-    """
-    if isinstance(source, EngineFeatures):
+    """Return the store that a run trains from and its actual contents, or the servers' names of the target."""
+    if isinstance(source, ServedFeatures):
         return {"features": dict(zip(source.servers.urls, source.servers.models, strict=True))}
     if not isinstance(source, StoredFeatures):
         return {}
     return {"features": {"path": str(source.store.folder), **asdict(source.store.spec)}}
 
 
-T = TypeVar("T", bound=Any)  # a run's configuration
+T = TypeVar("T", bound=Any)  # the run's configuration
 
 
 def among_processes(run: T, job: Callable[[T, Accelerator, RunLock], None]) -> None:
-    """Run a job on every process of a run, as the first one has resolved it, with the lock of its output folder."""
+    """Run a job on every process with the first process's configuration, while it locks the output folder."""
     accelerator = processes.accelerator_for(run.launcher, run.trainer, run.model)
-    accelerator.wait_for_everyone()  # no process may see what another one starts to write
+    accelerator.wait_for_everyone()  # no process may see the others' first writes
     with RunLock(Path(run.out)) as lock:
         on_main(accelerator, lock.take)
         (run,) = broadcast_object_list([run])
@@ -129,13 +127,13 @@ def among_processes(run: T, job: Callable[[T, Accelerator, RunLock], None]) -> N
 def build(run: RunConfig, accelerator: Accelerator, lock: RunLock) -> Loop:
     """Load the target, the head and the data, create the output folder, and return the loop that trains the head.
 
-    What only the loaded target says is decided here: whether it verifies trees, and what `init=auto` starts from.
+    Two decisions need the loaded target: whether it verifies trees, and the initial weights of `init=auto`.
 
     Raises:
         ValueError: target, head, data or an earlier run in the folder do not fit each other.
     """
     if not accelerator.is_main_process:
-        logging.disable(logging.WARNING)  # of what all of them load the first one warns
+        logging.disable(logging.WARNING)  # only the first process warns
     set_seed(run.trainer.seed)
     goes_on = run.resume and bool(format.checkpoints(Path(run.out) / "checkpoints"))
     init = resume.first_init(Path(run.out), run.head.name) if goes_on and run.init == AUTO else run.init
@@ -150,7 +148,7 @@ def build(run: RunConfig, accelerator: Accelerator, lock: RunLock) -> Loop:
     data = load_training(run.data, target.tokenizer, prompt_count, run.workload, max_prompt_tokens(run, target.config))
     packed = pack(data.samples, run.data.length)
     check_known(packed, data.held_out, target.tokenizer, target.embeddings.vocab_size)
-    if init in STARTS:  # else the vocabulary is chosen already
+    if init in STARTS:  # else the pruned vocabulary is chosen already
         prune(head, token_counts(data.samples, target.embeddings.vocab_size))
     batches = batches_for(run, packed, accelerator)
     if not goes_on:
@@ -173,7 +171,7 @@ def build(run: RunConfig, accelerator: Accelerator, lock: RunLock) -> Loop:
         filled = float((packed.document >= 0).float().mean())
         Console().print(
             f"{run.name}: {started}{parameter_count(head):,} trained parameters{frozen}, {len(data.samples):,} "
-            f"samples, {len(packed.token):,} rows of {run.data.length} tokens ({filled:.0%} filled)",
+            f"samples, {len(packed.token):,} sequences of {run.data.length} tokens ({filled:.0%} filled)",
             highlight=False,
         )
         placed = None if alone_on_cpu(run) else in_words(run)
@@ -191,9 +189,9 @@ def loop_of(
     run: RunConfig, accelerator: Accelerator, target: Target | EmbeddingsOnly, head: Any, source: FeatureSource,
     prompts: list[list[int]], tree: TreeConfig, values: dict[str, Any],
 ) -> Loop:  # fmt: skip
-    """Return the run's training loop, ready for its first step or for the one that it was stopped at.
+    """Return the run's training loop, ready to start or to resume.
 
-    `tree` is the one that the target verifies; trackers show `values`.
+    `tree` is the tree that the target can verify; trackers show `values`.
     """
     evaluator = rollouts = None
     if isinstance(target, Target) and run.trainer.eval_prompts:
@@ -212,9 +210,18 @@ def loop_of(
 
 
 def batches_for(run: Any, packed: Any, accelerator: Accelerator) -> Batches:
-    """Return the run's batches, the trainer's token budgets converted to rows."""
-    rows, micro = (tokens // run.data.length for tokens in (run.trainer.batch_tokens, run.trainer.micro_tokens))
-    return Batches(packed, rows, micro, run.trainer.seed, accelerator.process_index, accelerator.num_processes)
+    """Return the run's batches, the trainer's token budgets converted to sequences."""
+    sequences_per_step, micro_batch_size = (
+        tokens // run.data.length for tokens in (run.trainer.batch_tokens, run.trainer.micro_tokens)
+    )
+    return Batches(
+        packed,
+        sequences_per_step,
+        micro_batch_size,
+        run.trainer.seed,
+        accelerator.process_index,
+        accelerator.num_processes,
+    )
 
 
 def identity(
@@ -229,9 +236,9 @@ def identity(
 
 
 def max_prompt_tokens(run: RunConfig, config: Any) -> int | None:
-    """Return how many tokens a held-out prompt may have to be measured on, None where none is.
+    """Return the most tokens of a held-out prompt, None without measurements.
 
-    The final evaluation, which has the last word, asks for more room than a measurement while training.
+    The final evaluation decodes longer answers than the measurements during training.
     """
     if run.eval.prompts and run.workload is None:
         return context_of(config) - MIN_ANSWER_TOKENS
@@ -242,9 +249,9 @@ def prepare_out(
     run: Any, values: dict[str, Any], lock: RunLock, settings: dict[str, Any], data: TrainingData,
     origin: dict[str, Any], weights: str = "head",
 ) -> None:  # fmt: skip
-    """Create the output folder, once everything that a run needs has loaded: a mistake costs no earlier run.
+    """Create the output folder after everything has loaded, so that a mistake does not replace an earlier run.
 
-    config.yaml gets `values`, provenance.json `origin`. Then say what became of the data.
+    config.yaml gets `values`, provenance.json `origin`. Then print the statistics of the data.
     """
     out = Path(run.out)
     if run.resume:
@@ -254,21 +261,21 @@ def prepare_out(
             Console().print(line, markup=False, highlight=False, soft_wrap=True)
     out.mkdir(parents=True, exist_ok=True)
     lock.take()
-    check_out(out, replaces=run.resume or run.overwrite)  # another run may have come first, and ended
+    check_out(out, replaces=run.resume or run.overwrite)  # another run may have started and ended meanwhile
     format.clear(out / "checkpoints")
     if run.overwrite and not run.resume:
         clear_out(out, weights)
     atomic_write(out / "config.yaml", OmegaConf.to_yaml(OmegaConf.create(values)).encode())
     if data.held_out:
         save_prompts(data.held_out, out / "prompts.jsonl")
-    else:  # nor those of a start that failed, which this run may train on
+    else:  # nor prompts of a failed start, which this run may train on
         (out / "prompts.jsonl").unlink(missing_ok=True)
     atomic_write(out / "provenance.json", (json.dumps(redacted_values(origin), indent=2) + "\n").encode())
     Console().print(data.counts.line(run.data), markup=False, highlight=False)
 
 
 def provenance(world: int, strategy: str, data: TrainingData, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
-    """Return the provenance of this run: code, versions, command, processes and their strategy, and the data."""
+    """Return this run's provenance: code, versions, command, processes and strategy, data."""
     code = revision()
     return {
         "git_revision": code["revision"],
@@ -288,6 +295,6 @@ def provenance(world: int, strategy: str, data: TrainingData, tokenizer: PreTrai
 
 
 def values_of(run: Any) -> dict[str, Any]:
-    """Return a run's configuration as trackers and config.yaml show it: without secrets."""
+    """Return a run's configuration without secrets, for trackers and config.yaml."""
     values: dict[str, Any] = redacted_values(asdict(run))
     return values

@@ -1,4 +1,4 @@
-"""The types of conf/train.yaml. The values stand in the YAML alone; `run_config` joins the two and fails on a mismatch.
+"""The types of conf/train.yaml; the values are in the YAML, and `run_config` joins the two.
 
 Invariants are checked where the values arrive: the key, its value and the remedy in one line.
 """
@@ -26,13 +26,13 @@ from train.losses import ObjectiveConfig
 from train.start import STARTS, AdaptConfig, peft_config
 from train.trackers import TRACKERS
 
-IGNORE = "ignore"  # of plan: starts a run that does not fit
+IGNORE = "ignore"  # value of `plan` that starts a run that does not fit
 STRATEGIES = ("ddp", "fsdp2", "zero2", "zero3")
 
 
 @dataclass(frozen=True)
 class TrainerConfig:
-    """Configure training: batches in tokens, intervals in steps; `min_lr` is relative to `lr`, shares to `steps`.
+    """The trainer: batches in tokens, intervals in steps; `min_lr` is relative to `lr`, shares to `steps`.
 
     Where `micro_tokens` is null, `train.planning.plan.resolve_micro_batch` fills it in.
     """
@@ -78,7 +78,7 @@ class TrainerConfig:
 
 @dataclass(frozen=True)
 class SlurmConfig:
-    """Configure the SLURM job that the processes run in; conf/launcher/slurm.yaml says what each key means."""
+    """The SLURM job of the processes; conf/launcher/slurm.yaml explains the keys."""
 
     cluster: Annotated[str, OneOf(("slurm", "local"))]
     folder: str
@@ -94,10 +94,10 @@ class SlurmConfig:
 
 @dataclass(frozen=True)
 class LauncherConfig:
-    """Configure the processes: `num_processes` on each of `num_nodes` nodes, of which this one is `machine_rank`.
+    """The processes: `num_processes` on each of `num_nodes` nodes; this node is `machine_rank`.
 
-    `strategy` is one of STRATEGIES, how they share the head. With `slurm` they run as a SLURM job. What is null or auto
-    `train.planning.resolve` fills in.
+    `strategy` is one of STRATEGIES, how the processes share the head. With `slurm` they run as a SLURM job.
+    `train.planning.resolve` fills in null and auto.
     """
 
     num_processes: Count | None
@@ -116,19 +116,19 @@ class LauncherConfig:
 
     @property
     def local(self) -> int:
-        """The processes of a node, once they are known."""
+        """The processes of a node, after `resolve`."""
         assert self.num_processes is not None
         return self.num_processes
 
     @property
     def world(self) -> int:
-        """All processes, once they are known."""
+        """The processes of all nodes, after `resolve`."""
         return self.local * self.num_nodes
 
 
 @dataclass(frozen=True)
 class EvalSettings:
-    """Configure the final evaluation, none with 0 prompts; `repeats` and `warmup` count timed and untimed passes."""
+    """The final evaluation, none with 0 prompts; `repeats` and `warmup` count timed and untimed passes."""
 
     prompts: Number
     max_new_tokens: NewTokens
@@ -152,7 +152,7 @@ class EvalSettings:
 
 @dataclass(frozen=True)
 class DeviceConfig:
-    """Describe a device and the efficiency assumed on it; conf/device/here.yaml says what each key means."""
+    """A device and its assumed efficiency; conf/device/here.yaml explains the keys."""
 
     name: str
     match: str | None
@@ -167,7 +167,7 @@ class DeviceConfig:
 
 @dataclass(frozen=True)
 class RunConfig:
-    """Configure one training run, as conf/train.yaml composes it.
+    """A training run, as conf/train.yaml composes it.
 
     `head` is the Config of the head that `head.name` chooses; it, `peft`, `objective`, `data`, `features` and `tree`
     belong to the modules that use them. `init` is a head to start from, whose Config then replaces `head`.
@@ -194,16 +194,16 @@ class RunConfig:
     eval: EvalSettings
 
     @property
-    def rows(self) -> int:
-        """Rows of a step, over all processes."""
+    def sequences_per_step(self) -> int:
+        """Packed sequences of a step, over all processes."""
         return self.trainer.batch_tokens // self.data.length
 
 
 def run_config(cfg: DictConfig) -> RunConfig:
     """Return the composed configuration as typed objects; refuse unknown keys, wrong types and broken invariants."""
     cfg = with_head(cfg)
-    data = typed(DataConfig, cfg.data)  # first, since the trainer's batch follows from its length
-    chosen = {"head": head_config(cfg.head), "peft": peft_config(cfg.peft)}  # a name in them chooses their types
+    data = typed(DataConfig, cfg.data)  # first: the trainer's batch depends on its length
+    chosen = {"head": head_config(cfg.head), "peft": peft_config(cfg.peft)}  # a name inside chooses their types
     return checked(typed(RunConfig, cfg, ready={"data": data, **chosen}))
 
 
@@ -218,7 +218,7 @@ def checked(run: RunConfig) -> RunConfig:
             "launcher.strategy=fsdp2"
         )
     _check_together(run)
-    if run.init in STARTS:  # else the head that it names has a configuration of its own
+    if run.init in STARTS:  # else `init` names a head with its own configuration
         predicts = getattr(run.head, "confidence", False)
         if predicts and not run.objective.losses.get("confidence"):
             raise ValueError(
@@ -239,7 +239,7 @@ def checked(run: RunConfig) -> RunConfig:
 
 
 def check_batch_and_name(name: str, trainer: TrainerConfig, length: int) -> None:
-    """Refuse a name that leads out of the folder of runs, and batches that hold no row of `length` tokens."""
+    """Refuse a name outside the folder of runs, and batches smaller than a packed sequence."""
     if Path(name).is_absolute() or ".." in Path(name).parts:
         raise ValueError(
             f"name is {shown(name)}, a folder below outputs: give it without .., and another folder by out"
@@ -251,7 +251,7 @@ def check_batch_and_name(name: str, trainer: TrainerConfig, length: int) -> None
 
 
 def _check_together(run: RunConfig) -> None:
-    """Refuse settings by which only some processes would run a target whose forward passes need all of them."""
+    """Refuse settings in which only some processes would run passes that need all processes."""
     where = run.model.where
     kind = where.placement
     quantize, adapter = (None if value == AS_IT_IS else value for value in (run.model.quantize, run.model.adapter))

@@ -1,9 +1,9 @@
-"""Write a published head's pickle as safetensors, once; nothing else here reads pickles.
+"""Convert a published head's pickle to safetensors; nothing else here reads pickles.
 
     python train/convert.py pickle=OWNER/NAME out=FOLDER
 
-An ordinary unpickler calls whatever the file names. torch's restricted one (`weights_only`) knows how to make tensors
-and plain containers and refuses the rest.
+An ordinary unpickler calls any function that the file names. torch's restricted one (`weights_only`) makes only tensors
+and plain containers.
 """
 
 import shutil
@@ -12,7 +12,7 @@ import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 
-if __name__ == "__main__":  # the checkout's root instead of train/, so that its files shadow no module
+if __name__ == "__main__":  # the checkout's root instead of train/, whose files could shadow modules
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 import torch
@@ -31,7 +31,7 @@ from heads.formats.weights import header
 
 
 def find_pickle(name: str) -> Path:
-    """Return a head's pickle: a file, a folder's, or OWNER/NAME's on the Hub, downloaded; refuse where none is."""
+    """Return a head's pickle: a file, a folder's, or OWNER/NAME's on the Hub; refuse if there is none."""
     path = Path(name).expanduser()
     if path.is_file():
         return path
@@ -44,7 +44,7 @@ def find_pickle(name: str) -> Path:
 
 
 def convert(pickle: Path, out: Path) -> Path:
-    """Write a folder with the pickle's tensors as safetensors and the config.json beside it: whole, or not at all.
+    """Write a folder with the pickle's tensors as safetensors and its config.json, atomically.
 
     Raises:
         ValueError: the folder is there, or the pickle is damaged or holds more than tensors.
@@ -53,7 +53,7 @@ def convert(pickle: Path, out: Path) -> Path:
         raise ValueError(f"out={out}: is there already; name another folder")
     try:
         held = torch.load(pickle, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(pickle))
-    except Exception as error:  # of any kind, by what the file holds
+    except Exception as error:  # any error, depending on the file
         reason = one_line(error).split(". ")[0][:300]
         raise ValueError(f"{pickle}: damaged, or holds more than tensors ({reason}); find it as safetensors") from error
     if not isinstance(held, dict) or not all(isinstance(k, str) and isinstance(v, Tensor) for k, v in held.items()):

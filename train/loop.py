@@ -1,4 +1,4 @@
-"""The training loop: optimiser steps, the acceptance length measured on the way, the best head kept."""
+"""The training loop: optimiser steps, measurements of acceptance length, the best head."""
 
 import json
 import time
@@ -27,10 +27,14 @@ from train.start import merged_copy
 from train.step import BAD, Stepper, keep_batch
 from train.trackers import Tracker
 
-T = TypeVar("T")  # what is measured
+T = TypeVar("T")  # the result of a measurement
 COST = "training.json"
-NO_MEMORY = "out of memory", "can't allocate memory", "ALLOC_FAILED"  # in errors of CUDA, of torch on a CPU, of cuBLAS
-# Progress of a run beside its steps; the keys that all processes share.
+NO_MEMORY = (
+    "out of memory",
+    "can't allocate memory",
+    "ALLOC_FAILED",
+)  # parts of the messages of CUDA, torch on a CPU and cuBLAS
+# The keys of a run's progress that all processes share.
 BEGINNING: dict[str, Any] = {
     "best_tau": 0.0, "best_step": 0, "stale": 0, "measured": 0, "seconds": 0.0, "stall": 0.0, "flops": None,
     "rollout_flops": 0, "rollout_tokens": 0,
@@ -40,23 +44,23 @@ SHARED = ("best_tau", "best_step", "stale", "measured")
 
 
 def with_new_schedule(then: dict[str, Any], now: dict[str, Any], trainer: TrainerConfig, steps: int) -> dict[str, Any]:
-    """Return an earlier run's numerics, with the schedule of now where its first steps would have been the same."""
+    """Return an earlier run's identity with this run's schedule, if its steps so far would be the same."""
     if (
         not SCHEDULE.keys() <= then.keys() or then.get("objective.base_loss_share") is not None
-    ):  # it moves with the number of steps
+    ):  # the cooldown moves with the number of steps
         return then
     schedule = {key: then[name] for name, key in SCHEDULE.items()}
     return then | {name: now[name] for name in SCHEDULE} if same_rates(trainer, schedule, steps) else then
 
 
 class KeptHead:
-    """The head that a run keeps on disk, in a folder of its own with the tree that it is kept with."""
+    """The best head of a run on disk, in its own folder with its tree."""
 
     def __init__(self, folder: Path, head: nn.Module, target: Target | EmbeddingsOnly, tree: TreeConfig) -> None:
         self.folder, self.head, self.target, self.tree = folder, head, target, tree
 
     def decoding(self, weights: dict[str, Tensor]) -> Any:
-        """Return a copy with these weights to decode with."""
+        """Return a copy for decoding, with these weights."""
         return decoding_copy(self.head, weights, self.target)
 
     def write(self, weights: dict[str, Tensor]) -> None:
@@ -65,10 +69,10 @@ class KeptHead:
 
 
 class Loop:
-    """One run, on every process alike; the main process alone writes, and measures unless that takes all of them.
+    """The loop of a run, on every process; the main process writes, and measures unless passes need all processes.
 
-    With `resumes` it goes on from the newest good checkpoint in `out`, if there is one. `kept_head` is the `KeptHead`
-    or another object with its methods; without an `evaluator` the newest head is kept. Trackers show `config`.
+    With `resumes` it resumes from the newest good checkpoint in `out`, if there is one. `kept_head` is a `KeptHead` or
+    another object with its methods; without an `evaluator` the newest head is kept. Trackers show `config`.
     """
 
     def __init__(
@@ -77,13 +81,13 @@ class Loop:
     ) -> None:  # fmt: skip
         self.stepper, self.kept_head, self.evaluator, self.identity = stepper, kept_head, evaluator, identity
         self.trainer, self.accelerator = stepper.trainer, stepper.accelerator
-        # Where a pass of the target takes all processes, all decode the same.
+        # If the target's passes need all processes, all decode the same prompts.
         self.needs_all_ranks = isinstance(kept_head.target, Target) and kept_head.target.placed.needs_all_ranks
         self.source, self.out = stepper.source, out
         self.control = ProcessControl(self.accelerator, self.trainer.timeout)
         self.saver = Saver(self.out, self.control, self.trainer.keep)
         self.start, self.progress = 0, dict(BEGINNING)
-        self.conditions = {} if evaluator is None else resume.plain(evaluator.conditions)  # of the best τ
+        self.conditions = {} if evaluator is None else resume.plain(evaluator.conditions)  # conditions of its τ
         if resumes:
             self.load()
         self.stepper.restore(self.progress)
@@ -95,7 +99,7 @@ class Loop:
             say(f"going on from the checkpoint of step {self.start}")
 
     def load(self) -> None:
-        """Continue from the newest checkpoint that is good, if there is one."""
+        """Resume from the newest good checkpoint, if there is one."""
         path = self.saver.newest()
         if path is None:
             return
@@ -115,7 +119,7 @@ class Loop:
         self.compare(state.get("conditions", {}))
 
     def compare(self, then: dict[str, Any]) -> None:
-        """Drop the best τ, measured under the conditions of `then`, where a measurement under others is to come."""
+        """Drop the best τ, measured under the conditions of `then`, if this run measures under others."""
         over = self.exhausted() or self.progress["measured"] >= self.trainer.steps
         if self.evaluator is None or over:
             self.conditions = then
@@ -127,7 +131,7 @@ class Loop:
             self.progress["best_tau"] = 0.0
 
     def save(self, step: int) -> None:
-        """Write a checkpoint beside the training, unless this step has one."""
+        """Write a checkpoint asynchronously, unless this step has one."""
         if self.saver.saved != step:
             identity = {"settings": self.identity.settings, "arithmetic": self.identity.numerics}
             content = {"progress": dict(self.progress), "conditions": self.conditions, **identity}
@@ -156,7 +160,7 @@ class Loop:
                 self.tracker.close()
 
     def advance(self) -> None:
-        """Take the steps that are left, measure, save."""
+        """Take the remaining steps, measure and save."""
         trainer, done = self.trainer, self.start
         late = bool(done) and self.due(done) and self.progress["measured"] < done
         if late and not self.measure(done):
@@ -182,7 +186,7 @@ class Loop:
             self.write_cost(done)
 
     def due(self, done: int) -> bool:
-        """Whether τ is measured after so many steps."""
+        """Whether τ is measured after this step."""
         return done % self.trainer.eval_every == 0 or done == self.trainer.steps
 
     def exhausted(self) -> bool:
@@ -216,7 +220,7 @@ class Loop:
         return True
 
     def handle_bad_step(self, step: int, why: str) -> None:
-        """Write the batch of a bad step, and stop if the guard says so; the run is as it was before it."""
+        """Write the batch of a bad step, and stop if the guard says so."""
         main = self.accelerator.is_main_process
         where = keep_batch(self.out / BAD, self.source.batches, step, why) if main else ""
         if not self.stepper.guard.stops():
@@ -229,7 +233,7 @@ class Loop:
         self.control.abort(f"stopped before step {step + 1}: {why}; {where}; {remedy}")
 
     def write_cost(self, steps: int) -> None:
-        """Write the cost of the training: matrix operations as counted in one step, seconds without measurements."""
+        """Write the training's cost: matrix operations by one counted step, seconds without measurements."""
         cost = {
             "parameters": self.stepper.sizes[0],
             "frozen_parameters": self.stepper.sizes[1],
@@ -247,30 +251,30 @@ class Loop:
             atomic_write(self.out / COST, (json.dumps(cost, indent=2) + "\n").encode())
 
     def measure(self, step: int) -> bool:
-        """Measure τ with the real verifier, keep the head if it is the best; return whether the run goes on."""
+        """Measure τ with the real verifier, keep the head if it is the best; return whether to continue."""
         weights = self.stepper.state.weights()
         if self.evaluator is None:
             self.keep(weights)
         elif (measured := self.measure_on_main(self.evaluator.tau, weights)) is not None:
             self.note(step, measured, weights)
-        # What the main process knows now, all know.
+        # All processes get the main process's result.
         self.progress |= self.control.broadcast({key: self.progress[key] for key in SHARED})
         return self.evaluator is None or self.progress["measured"] == step
 
     def measure_on_main(
         self, measure: Callable[[Any, Callable[[], bool]], T | None], weights: dict[str, Tensor]
     ) -> T | None:
-        """Measure a head with these weights while the other processes wait; None on these, and after a stop request."""
+        """Measure a head with these weights on the main process; None on the others, and after a stop request."""
         if not (self.accelerator.is_main_process or self.needs_all_ranks):
             self.control.wait_for_main()
             return None
         result = measure(self.kept_head.decoding(weights), lambda: self.control.measuring(over=False))
-        if result is not None and not self.needs_all_ranks:  # then nobody attends
+        if result is not None and not self.needs_all_ranks:  # nobody waits for it any more
             self.control.measuring(over=True)
         return result
 
     def note(self, step: int, measured: dict[str, Any], weights: dict[str, Tensor]) -> None:
-        """Record a measurement, where it was made; the main process writes."""
+        """Record a measurement; the main process writes it."""
         tau = measured["tau"]
         better = tau > self.progress["best_tau"]
         self.progress |= {"stale": 0 if better else self.progress["stale"] + 1, "measured": step}
@@ -287,7 +291,7 @@ class Loop:
             self.kept_head.write(weights)
 
     def estimate(self, step: int) -> bool:
-        """Log what one pass over recorded text says of the head; return whether the run goes on."""
+        """Log an estimate of acceptance from recorded features; return whether to continue."""
         if self.evaluator is None:
             return True
         estimate = self.measure_on_main(self.evaluator.estimate, self.stepper.state.weights())
@@ -297,6 +301,6 @@ class Loop:
 
 
 def decoding_copy(head: nn.Module, weights: dict[str, Tensor], target: Target | EmbeddingsOnly | None) -> Any:
-    """Return a plain copy of the head with these weights, in the target's dtype, or in its own without a target."""
+    """Return an unwrapped copy of the head with these weights, in the target's dtype if there is a target."""
     copy = merged_copy(head, weights).eval().requires_grad_(False)
     return copy.to(target.device, target.dtype) if target else copy

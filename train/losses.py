@@ -1,7 +1,7 @@
 """Training losses: pure functions of the target's distribution p and the draft's q, one value a row.
 
-A head with a pruned vocabulary drafts W of the target's V tokens. Divergences compare q with p restricted to those and
-renormalised, at rows whose most likely token is among them (EAGLE-3); losses of acceptance take p as it is.
+A head with a pruned vocabulary drafts W of the target's V tokens. Divergences compare q with p renormalised over the W
+tokens, at rows whose most likely token is one of them (EAGLE-3); acceptance losses read p itself.
 """
 
 import math
@@ -20,7 +20,7 @@ from heads.common.ranges import Amount, Count, Fraction, NewTokens, Number, OneO
 
 @dataclass(frozen=True)
 class OnPolicyConfig:
-    """Configure training on drafts of the head (train/rollouts.py); conf/objective/default.yaml says what keys mean."""
+    """Training on the head's own drafts (train/rollouts.py); conf/objective/default.yaml explains the keys."""
 
     prompts: Number
     every: Count
@@ -33,7 +33,7 @@ class OnPolicyConfig:
 
 @dataclass(frozen=True)
 class ObjectiveConfig:
-    """Configure the objective; conf/objective/default.yaml says what keys mean."""
+    """The objective; conf/objective/default.yaml explains the keys."""
 
     losses: dict[str, Amount]
     depth_weights: Annotated[str, OneOf(("decay", "dpace"))]
@@ -69,7 +69,7 @@ class ObjectiveConfig:
 
 @dataclass
 class TeacherProbs:
-    """The target's distribution at n rows over the W tokens that the head drafts, with cached derived values."""
+    """The target's distribution at n rows over the draft vocabulary of W tokens, with cached derived values."""
 
     log_p: Float[Tensor, "n W"]  # log-probs; with a pruned vocabulary they do not sum to 1
     best: Int[Tensor, "n"]  # argmax over the whole vocabulary as an index into the W, -1 where it is not among them
@@ -85,9 +85,9 @@ class TeacherProbs:
         return self.log_p.logsumexp(-1, keepdim=True)
 
     def keep_p(self, *, whole: bool) -> None:
-        """Turn log-probs into probs in place, for losses that read no others; `whole`: the head drafts every token."""
+        """Turn log-probs into probs in place, for losses that read only probs; `whole`: no pruned vocabulary."""
         if not whole:
-            self.log_mass = self.log_mass  # cached before its input is gone
+            self.log_mass = self.log_mass  # cached before its input is overwritten
         self.p = self.log_p.exp_()
         del self.log_p
 
@@ -105,25 +105,25 @@ class TeacherProbs:
 
 @dataclass(frozen=True)
 class LossInputs:
-    """R trained rows of one depth; a head that predicts no features or no acceptance has None for them."""
+    """The losses' inputs: R trained rows of one depth; None for features or acceptance that are not predicted."""
 
     teacher: TeacherProbs  # the target's distribution at n rows
-    teacher_index: Int[Tensor, "R"]  # which of them teaches each row
+    teacher_index: Int[Tensor, "R"]  # each row's teacher among them
     log_q: Float[Tensor, "R W"]  # the draft's log-probs over the same W tokens
-    label: Int[Tensor, "R"]  # the text's own token as an index into the W, -1 where it is not among them
-    feature: Float[Tensor, "R D"] | None  # the target's feature as predicted
-    true_feature: Float[Tensor, "R D"] | None  # and as it is
+    label: Int[Tensor, "R"]  # the label as an index into the W tokens, -1 if it is not one of them
+    feature: Float[Tensor, "R D"] | None  # the predicted feature
+    true_feature: Float[Tensor, "R D"] | None  # the target's feature
     confidence: Float[Tensor, "R"] | None  # the predicted logit of the draft's acceptance
     full_vocab: bool  # whether the head drafts the whole vocabulary
 
     @cached_property
     def best(self) -> Int[Tensor, "R"]:
-        """Return the target's most likely token, -1 where it is not among the W."""
+        """Return the target's most likely token, -1 outside the draft vocabulary."""
         return self.teacher.best[self.teacher_index]
 
     @cached_property
     def covered(self) -> Bool[Tensor, "R"]:
-        """Return whether the target's most likely token is among the W."""
+        """Return whether the target's most likely token is in the draft vocabulary."""
         return self.best >= 0
 
     @cached_property
@@ -146,12 +146,12 @@ class LossInputs:
 
 
 def gathered(x: Shaped[Tensor, "n W"], index: Int[Tensor, "R"]) -> Shaped[Tensor, "R W"]:
-    """Return rows of x by ascending index, x itself where these are all of them: a copy costs as much as a loss."""
+    """Return rows of x by ascending index, or x itself if these are all: a copy costs as much as a loss."""
     return x if len(index) == len(x) else x.index_select(0, index)
 
 
 def ce(x: LossInputs, _: ObjectiveConfig) -> Float[Tensor, "R"]:
-    """Cross-entropy with the text's own next token (Medusa-1); none where the head cannot draft it."""
+    """Cross-entropy with the label, the data's next token (Medusa-1); 0 outside the draft vocabulary."""
     loss = -x.log_q.gather(1, x.label.clamp_min(0)[:, None])[:, 0]
     return torch.where(x.label >= 0, loss, 0)
 
@@ -161,7 +161,7 @@ def soft_ce(x: LossInputs, _: ObjectiveConfig) -> Float[Tensor, "R"]:
     loss = -(x.p * x.log_q).sum(-1) * x.covered
     if x.full_vocab:
         return loss
-    mass = x.teacher.log_mass[x.teacher_index, 0].exp()  # of rows that are not covered it may round to 0
+    mass = x.teacher.log_mass[x.teacher_index, 0].exp()  # it may round to 0 at rows that are not covered
     return loss / mass.clamp_min(torch.finfo(mass.dtype).tiny)
 
 
@@ -194,13 +194,13 @@ def nla(x: LossInputs, _: ObjectiveConfig) -> Float[Tensor, "R"]:
 
 
 def lk(x: LossInputs, config: ObjectiveConfig) -> Float[Tensor, "R"]:
-    """Forward KL while little is accepted, total variation as more is: by exp(-eta · acceptance) (arXiv 2602.23881)."""
+    """Forward KL blended into total variation as acceptance grows, by exp(-eta · acceptance) (arXiv 2602.23881)."""
     weight = torch.exp(-config.eta * x.overlap().detach())
     return weight * kl(x, config) + (1 - weight) * tv(x, config)
 
 
 def top_k(x: LossInputs, config: ObjectiveConfig) -> Float[Tensor, "R"]:
-    """Cross-entropy with the target's `top_k` most likely tokens alone (HASS)."""
+    """Cross-entropy with the target's `top_k` most likely tokens (HASS)."""
     p, token = (gathered(values, x.teacher_index) for values in x.teacher.top_k(config.top_k))
     return -(p * x.log_q.gather(-1, token)).sum(-1)
 
@@ -226,5 +226,5 @@ LOSSES: dict[str, Callable[[LossInputs, ObjectiveConfig], Tensor]] = {
 NOT_OF_LOGITS = {
     "smooth_l1",
     "confidence",
-}  # they teach a head's other outputs, so `base_loss_share` leaves them out
-READ_P = {"ce", "soft_ce", "smooth_l1"}  # which never read the target's log-probs, so that no memory is kept for them
+}  # losses of other outputs than logits, which `base_loss_share` skips
+READ_P = {"ce", "soft_ce", "smooth_l1"}  # losses that do not read the target's log-probs, which are then overwritten

@@ -1,13 +1,11 @@
 """The training objective: weighted losses of drafted rows against the target's distribution, computed in chunks.
 
-Neither the drafts' logits nor the target's ever exist for a whole batch: with a vocabulary of 128k those of 4,096 rows
-fill 2 GiB, several times over for a loss and its gradient. Rows go through in chunks, each of which gives its part of
-the loss and of the gradient at once, so nothing is computed twice. Which rows these are is decided on the host, from
-loss masks that are there anyway: an accelerator is never waited for, and launches do not depend on the vocabulary.
+The logits of a whole batch are never materialised: with a vocabulary of 128k those of 4,096 rows take 2 GiB, several
+times for a loss and its gradient. A chunk of rows gives its part of the loss and of the gradient at once, so nothing is
+computed twice. The host chooses the rows from the loss masks, which it has anyway, so it never waits for the device.
 
-Anchors and feature noise are hashes of the run's seed, the step and a row's number in the data, by which they are the
-same on every kind of device, for any number of processes and any cut of a step into micro-batches, and after a
-resumption.
+Anchors and feature noise are hashes of the run's seed, the step and a sequence's index in the data. So they are the
+same on every device, for any number of processes and micro-batches, and after resuming.
 """
 
 from collections.abc import Sequence
@@ -20,38 +18,38 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from heads import rows
-from heads.base import Draft, DraftHead, Features, to_device
+from heads.base import DepthOutput, DraftHead, Features, to_device
 from heads.modules.argmax import argmax
 from heads.modules.vocab import SummedGradient
-from inference.verification.rng import BITS, key_of, keyed
+from inference.verification.rng import BITS, hash_key, seed_key
 from train.losses import LOSSES, NOT_OF_LOGITS, READ_P, LossInputs, ObjectiveConfig, TeacherProbs
 
-ANCHORS, NOISE = range(2)  # the keys of a row's numbers, by what they are for
-VALUES = {"cpu": 2**15, "cuda": 2**22}  # hashed at a time: few enough for a CPU's cache, and for a GPU's memory
+ANCHORS, NOISE = range(2)  # the uses of a sequence's random numbers
+VALUES = {"cpu": 2**15, "cuda": 2**22}  # numbers hashed at a time, for a CPU's cache and a GPU's memory
 
 
 def row_keys(seed: int, step: int, index: Int[Tensor, "B"]) -> Int[Tensor, "B"]:
-    """Return the keys of a step's rows, from which all that is sampled of them follows."""
-    keys: Tensor = keyed(keyed(key_of(seed), step), index)
+    """Return the random keys of a step's packed sequences."""
+    keys: Tensor = hash_key(hash_key(seed_key(seed), step), index)
     return keys
 
 
 def sample_anchors(
     has_loss: Bool[Tensor, "B T"], count: int | None, keys: Int[Tensor, "B"]
 ) -> Int[Tensor, "B n"] | None:
-    """Sample `count` anchor rows of each packed sequence, those with a loss first; None for `trained_rows`."""
+    """Sample `count` anchor rows of each packed sequence, rows with a loss first; None for `trained_rows`."""
     length = has_loss.shape[1]
     if count is None or count >= length:
         return None
     row = torch.arange(length, device=has_loss.device)
-    order = keyed(keyed(keys, ANCHORS)[:, None], row)  # a permutation of 32 bits: no two rows have the same
+    order = hash_key(hash_key(keys, ANCHORS)[:, None], row)  # a permutation of 32 bits, so without ties
     return (order + (has_loss.long() << BITS)).topk(count).indices.sort().values
 
 
 def trained_rows(has_loss: Bool[Tensor, "B T"]) -> Int[Tensor, "B n"] | None:
-    """Return the rows with a loss of each packed sequence, in order, with others up to a common number; None for all.
+    """Return each packed sequence's rows with a loss, in order, filled up to a common number; None for all rows.
 
-    The numbers are few: multiples of 1/16 of the length.
+    The number is a multiple of 1/16 of the length, so that shapes are few.
     """
     length, most = has_loss.shape[1], int(has_loss.sum(1).max())
     step = max(1, length // 16)
@@ -62,13 +60,13 @@ def trained_rows(has_loss: Bool[Tensor, "B T"]) -> Int[Tensor, "B n"] | None:
 
 
 def noisy(features: Features, noise: float, keys: Int[Tensor, "B"]) -> Features:
-    """Add EAGLE's uniform feature noise, scaled by the length it was tuned at over that of these rows."""
+    """Add EAGLE's uniform feature noise, scaled by the ratio of its reference length to this length."""
     if noise == 0:
         return features
     length, layers = features.hidden.shape[1:3]
     scale, device = noise * 512 / length, features.last_hidden.device
     position, layer = (torch.arange(size, device=device) for size in (length, 1 + layers))
-    key = keyed(keyed(keyed(keys, NOISE)[:, None], position)[:, :, None], layer)
+    key = hash_key(hash_key(hash_key(keys, NOISE)[:, None], position)[:, :, None], layer)
     last, hidden = (
         _jittered(features.last_hidden, key[:, :, 0], scale),
         _jittered(features.hidden, key[:, :, 1:], scale),
@@ -77,27 +75,26 @@ def noisy(features: Features, noise: float, keys: Int[Tensor, "B"]) -> Features:
 
 
 def _jittered(x: Float[Tensor, "*n D"], key: Int[Tensor, "*n"], scale: float) -> Float[Tensor, "*n D"]:
-    """Return x with uniform noise from -scale / 2 to scale / 2, a key for each of its vectors."""
+    """Return x with uniform noise from -scale / 2 to scale / 2, by a key for each vector."""
     out: Any = x.clone(memory_format=torch.contiguous_format)
     unit = torch.arange(x.shape[-1], device=x.device)
     size = max(1, VALUES.get(x.device.type, VALUES["cuda"]) // x.shape[-1])
     for some, keys in zip(out.flatten(0, -2).split(size), key.flatten().split(size), strict=True):
-        some.add_(keyed(keys[:, None], unit).float().mul_(scale / 2**BITS).sub_(scale / 2))
+        some.add_(hash_key(keys[:, None], unit).float().mul_(scale / 2**BITS).sub_(scale / 2))
     return out
 
 
-ROWS = 2048  # of a chunk at most: they keep an accelerator's matmuls busy
-SHARE = 16  # of the rows of all depths at most one in so many is in a chunk: then it takes no sixth of their memory
-# Logits of a chunk's rows on a CPU, of one depth: so few that the allocator reuses the same memory (glibc does below
-# 32 MiB), since fresh pages cost more than the computation. Twice as many where an lm_head of the head's own is
-# trained, whose gradient is added once a chunk.
+ROWS = 2048  # the most rows of a chunk: enough to fill an accelerator's matmuls
+SHARE = 16  # the least number of chunks: a chunk takes at most a sixth of the states' memory
+# Logits of one depth of a chunk on a CPU: glibc's allocator reuses memory below 32 MiB, and fresh pages cost more than
+# the computation. Twice as many if the head trains its own lm_head, whose gradient is added once a chunk.
 CPU_LOGITS = 2**22
-TEACHER_ROWS = 512  # whose logits exist over the whole vocabulary at once, where the head drafts a pruned one
+TEACHER_ROWS = 512  # rows at a time with logits over the whole vocabulary, for a head with a pruned one
 
 
 def objective(
     head: DraftHead,
-    drafts: list[Draft],
+    drafts: list[DepthOutput],
     features: Features,
     weight: Float[Tensor, "d B T"],
     config: ObjectiveConfig,
@@ -109,9 +106,8 @@ def objective(
     Args:
         head: its `compute_logits` computes logits from the drafts' states.
         features: the batch; `last_hidden` gives the teacher through the target's lm_head.
-        chunks: the rows to score, by `chunked`; None takes all rows of a weight at once by plain autograd: the
-            reference.
-        base_loss_share: the share of the losses of logits that the drafts' `base_state` has, where there is one.
+        chunks: the rows to score, by `chunked`; None scores all rows at once by autograd, the reference.
+        base_loss_share: the share of `base_state` in the losses of logits, if the head has one.
     """
     flat: list[list[Tensor | None]] = [
         [None if field is None else field.flatten(0, 1) for field in draft] for draft in drafts
@@ -136,19 +132,16 @@ def objective(
 
 
 def chunk_rows(head: Any, device: str, count: int) -> int:
-    """Return how many teacher rows make a chunk on a device, where all depths have `count` rows."""
+    """Return the number of teacher rows of a chunk on a device; all depths together have `count` rows."""
     if device != "cpu":
-        return min(ROWS, 1 << max(0, (count // SHARE).bit_length() - 1))  # a power of two, as batches are
+        return min(ROWS, 1 << max(0, (count // SHARE).bit_length() - 1))  # a power of two, like batches
     size = head.embeddings.vocab_size if head.vocab is None else len(head.vocab.ids)
     trains_lm_head = any(p.requires_grad and p.ndim == 2 and len(p) == size for p in head.parameters())
     return max(1, min(ROWS, CPU_LOGITS * (2 if trains_lm_head else 1) // head.embeddings.vocab_size))
 
 
 def labels(head: DraftHead, features: Features) -> Int[Tensor, "N"]:
-    """Return what the text has at each teacher row: the label of the rows that it teaches, -1 if it is not drafted.
-
-    Nothing follows the end of a path.
-    """
+    """Return the label at each teacher row: the next token, -1 outside the draft vocabulary or after a path's end."""
     if features.path is None:
         token = rows.next_token(features.token).flatten()
     else:
@@ -159,12 +152,11 @@ def labels(head: DraftHead, features: Features) -> Int[Tensor, "N"]:
 
 @torch.no_grad()
 def dpace(work: "LossContext", states: list[Tensor]) -> Float[Tensor, "d N"]:
-    """Return D-PACE's weights (arXiv 2605.18810, equations 7 and 8): what a depth adds to the expected draft length.
+    """Return D-PACE's weights (arXiv 2605.18810, equations 7 and 8): a depth's share of the expected draft length.
 
-    A draft's confidence is the probability c that it gives the text's token, 0 where the head cannot draft that or none
-    follows, smoothed to (1 - a)c + a. A depth's weight is the sum of the products of confidences up to it and up to
-    each later depth. A depth that is not trained, since its token stands in the prompt, neither counts nor makes the
-    others count less.
+    A draft's confidence is its probability c of the label, 0 without a label, smoothed to (1 - a)c + a. A depth's
+    weight is the sum of the products of confidences up to it and up to each later depth. A depth that is not trained,
+    because its label is in the prompt, has no weight and does not lower the others'.
     """
     label_p, config = torch.zeros_like(work.weight), work.config
     for teacher, by_depth in work.chunks:
@@ -180,7 +172,7 @@ def dpace(work: "LossContext", states: list[Tensor]) -> Float[Tensor, "d N"]:
 
 
 class DepthRows(NamedTuple):
-    """The trained rows `source` of one depth whose `teacher` rows are in a chunk, there at `position`."""
+    """The trained rows `source` of one depth, whose `teacher` rows are in a chunk at `position`."""
 
     teacher: Int[Tensor, "R"]
     position: Int[Tensor, "R"]
@@ -188,7 +180,7 @@ class DepthRows(NamedTuple):
 
 
 class Chunk(NamedTuple):
-    """Teacher rows of a flattened batch that are scored together, and the rows of each depth that they teach."""
+    """The teacher rows of a flattened batch that are scored together, and the rows of each depth that they teach."""
 
     teacher: Int[Tensor, "n"]
     by_depth: list[DepthRows]
@@ -197,10 +189,10 @@ class Chunk(NamedTuple):
 def chunked(
     trained: Bool[Tensor, "d B T"], size: int, device: torch.device, path: Int[Tensor, "B T d"] | None = None
 ) -> list[Chunk]:
-    """Return the trained rows in chunks of `size` teachers, on a device, in one copy that the host does not wait for.
+    """Return the trained rows in chunks of `size` teachers, copied to a device asynchronously.
 
-    Positions are those where `trained` is set; a `trained` on the device is waited for. The teacher of row t at depth d
-    is row t + d, or `path[t, d - 1]`, where at one depth no two rows have the same teacher.
+    If `trained` is on the device, the host waits for it. The teacher of row t at depth d is row t + d, or
+    `path[t, d - 1]`; at one depth no two rows have the same teacher.
     """
     trained_row = [_trained_row_of(flags, depth, path) for depth, flags in enumerate(trained, 1)]
     used = (torch.stack(trained_row) >= 0).any(0).nonzero()[:, 0].split(size)
@@ -213,7 +205,7 @@ def chunked(
 
 
 def _trained_row_of(flags: Bool[Tensor, "B T"], depth: int, path: Int[Tensor, "B T d"] | None) -> Int[Tensor, "N"]:
-    """Return for each row the trained row that it teaches at a depth, -1 where there is none."""
+    """Return the trained row that each row teaches at a depth, -1 if none."""
     source = flags.flatten().nonzero()[:, 0]
     teacher = source + depth
     if path is not None:
@@ -223,30 +215,29 @@ def _trained_row_of(flags: Bool[Tensor, "B T"], depth: int, path: Int[Tensor, "B
 
 
 def _depth_rows(trained_row: Int[Tensor, "N"], teacher: Int[Tensor, "n"]) -> DepthRows:
-    """Return the trained rows of a depth whose teachers are among these."""
+    """Return the trained rows of a depth with teachers among these."""
     source = trained_row[teacher]
     position = (source >= 0).nonzero()[:, 0]
     return DepthRows(teacher[position], position, source[position])
 
 
 class LossContext(NamedTuple):
-    """One flattened batch to score, and the loss of a chunk of its rows."""
+    """A flattened batch to score; computes the loss of a chunk of its rows."""
 
     head: DraftHead
     features: Features
     weight: Float[Tensor, "d N"]
     config: ObjectiveConfig
     chunks: list[Chunk]
-    label: Int[Tensor, "N"]  # of the rows that each row teaches
+    label: Int[Tensor, "N"]  # the label of the rows that each row teaches
     base_loss_share: float = 0.0
 
     @torch.no_grad()
     def teacher_probs(self, teacher: Int[Tensor, "n"], *, reuse_memory: bool = False) -> TeacherProbs:
         """Return the target's distribution at these rows, over the draft vocabulary.
 
-        Logits of the whole vocabulary are there of TEACHER_ROWS rows at a time.
-
-        With `reuse_memory` log-probs that no loss reads give their memory to the probs.
+        Logits over the whole vocabulary are computed for TEACHER_ROWS rows at a time. With `reuse_memory` the probs
+        overwrite log-probs that no loss reads.
         """
         size = len(teacher) if self.head.vocab is None else TEACHER_ROWS
         pieces = [self._teacher_probs(piece) for piece in teacher.split(max(1, size))]
@@ -257,7 +248,7 @@ class LossContext(NamedTuple):
         return probs
 
     def _teacher_probs(self, teacher: Int[Tensor, "n"]) -> tuple[Float[Tensor, "n W"], Int[Tensor, "n"]]:
-        """Return the log-probs of the drafted tokens, and which of them is the most likely of all."""
+        """Return the log-probs of the draft vocabulary, and the index of the most likely token there or -1."""
         embeddings, vocab = self.head.embeddings, self.head.vocab
         logits = embeddings.logits(self.features.last_hidden.flatten(0, 1)[teacher])
         log_p = logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
@@ -265,7 +256,7 @@ class LossContext(NamedTuple):
         return (log_p, best) if vocab is None else (log_p[:, vocab.ids], vocab.index_of(best))
 
     def rows(self, d: int, fields: Sequence[Tensor | None], pick: DepthRows, probs: TeacherProbs) -> LossInputs:
-        """Return the losses' input for the picked rows of depth `d` + 1, whose `fields` are those of their `Draft`."""
+        """Return the losses' inputs for the picked rows of depth `d` + 1; `fields` are `DepthOutput`'s."""
         state, feature, confidence, _ = fields
         assert state is not None
         logits = self.head.compute_logits(state, d + 1)
@@ -284,7 +275,7 @@ class LossContext(NamedTuple):
     def depth(
         self, d: int, fields: Sequence[Tensor | None], pick: DepthRows, probs: TeacherProbs
     ) -> tuple[Tensor, Tensor]:
-        """Return the weighted loss of the picked rows, and the sums of each loss and of right guesses."""
+        """Return the picked rows' weighted loss, and the sums of each loss and of correct guesses."""
         x, total, sums = self.rows(d, fields, pick, probs), self.weight.new_zeros(()), []
         whole, base = self.weight[d][pick.source], fields[-1]
         weight = whole
@@ -300,13 +291,13 @@ class LossContext(NamedTuple):
             value = LOSSES[name](x, self.config)
             total = total + factor * (value * (whole if name in NOT_OF_LOGITS else weight)).sum()
             sums.append(value.detach().sum())
-        # The guess is right if nothing exceeds its log q: several times faster on a CPU than an argmax.
+        # A guess is correct if no log q exceeds the label's: several times faster on a CPU than an argmax.
         right = x.log_q.detach().gather(-1, x.best.clamp_min(0)[:, None])[:, 0] >= x.log_q.detach().amax(-1)
         sums.append((right & x.covered).sum())
         return total, torch.stack([value.to(total.dtype) for value in sums])
 
     def run(self, drafts: Sequence[Sequence[Tensor | None]]) -> tuple[Tensor, Tensor]:
-        """Return the loss and the sums of all rows at once, by plain autograd."""
+        """Return the loss and the sums of all rows at once, by autograd."""
         [(teacher, by_depth)] = self.chunks
         probs = self.teacher_probs(teacher)
         depths = []
@@ -315,15 +306,15 @@ class LossContext(NamedTuple):
         return torch.stack([loss for loss, _ in depths]).sum(), torch.stack([sums for _, sums in depths], 1)
 
 
-FIELDS = len(Draft._fields)
+FIELDS = len(DepthOutput._fields)
 
 
 class _Chunked(torch.autograd.Function):
-    """Compute the loss chunk by chunk and depth by depth, with the gradient in the forward pass."""
+    """The loss, chunk by chunk and depth by depth; the forward pass computes the gradient too."""
 
     @staticmethod
     def forward(ctx: Any, work: LossContext, depths: int, *inputs: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return the loss and the sums, and keep the gradient of the drafts' tensors and of the head's parameters."""
+        """Return the loss and the sums, and save the gradients of the drafts' tensors and the head's parameters."""
         count = depths * FIELDS
         needs_grad = ctx.needs_input_grad[2:]
         trained = [x for x in inputs[count:] if x is not None]
@@ -355,7 +346,7 @@ class _Chunked(torch.autograd.Function):
                     where = [*leaves, *range(count, len(inputs))]
                     for i, grad in zip(where, partial, strict=bool(partial)):
                         if grad is not None and i < count:
-                            grads[i][pick.source] = grad  # a row has one teacher at a depth, so it comes once
+                            grads[i][pick.source] = grad  # each row is in one chunk at a depth
                         elif grad is not None:
                             grads[i] = grad if grads[i] is None else grads[i].add_(grad)
         for lm_head, added_grad in zip(lm_heads, added, strict=True):
@@ -368,17 +359,17 @@ class _Chunked(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
-        """Return the kept gradient times the upstream one, and release it: that of a large lm_head is large."""
+        """Return the saved gradient times the upstream one, and free it: a large lm_head's is large."""
         grads, ctx.grads = ctx.grads, None
-        if upstream[0].device.type == "cpu" and upstream[0] == 1:  # where looking costs nothing
+        if upstream[0].device.type == "cpu" and upstream[0] == 1:  # where reading it is free
             return None, None, *grads
         return None, None, *(None if grad is None else grad.mul_(upstream[0]) for grad in grads)
 
 
 class LossWeights(NamedTuple):
-    """The weights of a batch: which rows are trained at each depth, how much each counts, and the normaliser.
+    """The loss weights of a batch: the trained rows at each depth, their weights, and the normaliser.
 
-    `normalizer` is the number of rows or of documents, by `ObjectiveConfig.normalize`; summed over the global batch it
+    `normalizer` is the number of rows or of documents, by `ObjectiveConfig.normalize`; its sum over the global batch
     divides the loss.
     """
 
@@ -387,12 +378,12 @@ class LossWeights(NamedTuple):
     normalizer: Float[Tensor, "d"]
 
     def times(self, factor: float) -> "LossWeights":
-        """Return weights by which each row counts for `factor` rows."""
+        """Return weights in which each row counts as `factor` rows."""
         return LossWeights(self.trained, self.row * factor, self.normalizer * factor)
 
 
 def trainable(document: Int[Tensor, "B T"], mask: Int[Tensor, "B T"], depths: int) -> Bool[Tensor, "d B T"]:
-    """Return the rows that can be trained at each depth; `mask` is 1 where the target would write the token."""
+    """Return the rows that can be trained at each depth; `mask` is 1 at tokens that the target would write."""
     return torch.stack([rows.valid(document, mask, d) for d in range(1, depths + 1)])
 
 
@@ -403,9 +394,9 @@ def loss_weights(
     config: ObjectiveConfig,
     has_loss: Bool[Tensor, "d B T"] | None = None,
 ) -> LossWeights:
-    """Return the weights of a batch's rows, without those of depths; `anchors` are drafted from, None for all rows.
+    """Return a batch's row weights, before weights of depths; `anchors` are the rows to draft from, None for all.
 
-    `has_loss` are the rows that can be trained at each depth, None for those of `trainable`.
+    `has_loss` marks the rows that can be trained at each depth; None computes it by `trainable`.
     """
     trained = trainable(document, mask, config.depths) if has_loss is None else has_loss
     if anchors is not None:
@@ -414,6 +405,6 @@ def loss_weights(
         return LossWeights(trained, trained.float(), trained.sum((1, 2)).float())
     number = (document != document.roll(1, 1)).long()
     number[:, 0] = 0
-    number = number.cumsum(1).expand_as(trained)  # 0, 1, 2, … along a row, so documents of a row differ
+    number = number.cumsum(1).expand_as(trained)  # 0, 1, 2, … along a sequence, so its documents differ
     held = torch.zeros(trained.shape, device=trained.device).scatter_add(2, number, trained.float())
     return LossWeights(trained, trained / held.gather(2, number).clamp_min(1), (held > 0).sum((1, 2)).float())

@@ -11,11 +11,11 @@ from heads.modules.vocab import SummedGradient
 from train.config import TrainerConfig
 from train.distributed.strategy import held
 
-FUSED = ("cuda",)  # devices where one kernel updates all parameters, and counts steps there: the host reads nothing
+FUSED = ("cuda",)  # devices with a fused update, which also counts steps
 
 
 def adamw(parameters: list[nn.Parameter], config: TrainerConfig) -> torch.optim.AdamW:
-    """Return AdamW with weight decay on matrices alone (Loshchilov and Hutter, 2019)."""
+    """Return AdamW with weight decay only on matrices (Loshchilov and Hutter, 2019)."""
     groups: list[dict[str, Any]] = [
         {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": config.weight_decay},
         {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
@@ -25,10 +25,10 @@ def adamw(parameters: list[nn.Parameter], config: TrainerConfig) -> torch.optim.
 
 
 class MuonAndAdamW:
-    """Muon (Jordan et al., 2024) for the matrices between hidden states, AdamW for all else, as one optimiser.
+    """Muon (Jordan et al., 2024) for hidden matrices, AdamW for all else, as one optimiser.
 
     Muon's updates are scaled to the size of AdamW's (arXiv 2502.16982), so one learning rate and schedule serve both.
-    Embeddings and lm_heads, whose rows are tokens, are AdamW's.
+    AdamW takes embeddings and lm_heads.
     """
 
     def __init__(self, head: Any, trained: list[nn.Parameter], config: TrainerConfig) -> None:
@@ -41,7 +41,7 @@ class MuonAndAdamW:
                 inner, config.lr, config.weight_decay, momentum=config.momentum, adjust_lr_fn="match_rms_adamw"
             )
             self.optimizers.append(muon)
-        if others:  # there are none if only LoRA adapters are trained
+        if others:  # none if only LoRA adapters are trained
             self.optimizers.append(adamw(others, config))
         self.param_groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
 
@@ -57,10 +57,10 @@ class MuonAndAdamW:
 
 
 def hidden_matrices(head: Any) -> list[nn.Parameter]:
-    """Return the trained matrices between hidden states: not those of embeddings and lm_heads, a row for each token.
+    """Return the trained hidden matrices: not embeddings and lm_heads.
 
-    The module decides, since a draft vocabulary may be as large as a hidden state is wide; an adapter's counts as the
-    layer's that it adapts, whose other matrix has no row for each token.
+    Modules are told apart by class, since a draft vocabulary may be as large as the hidden size; an adapter's matrix
+    over the vocabulary counts as an lm_head.
     """
     sizes = {head.embeddings.vocab_size, *([] if head.vocab is None else [len(head.vocab.ids)])}
     over_tokens = tuple(
@@ -75,7 +75,7 @@ def hidden_matrices(head: Any) -> list[nn.Parameter]:
 
 
 def optimizer(head: nn.Module, config: TrainerConfig) -> torch.optim.Optimizer | MuonAndAdamW:
-    """Return the optimiser of `trainer.optimizer`, for what is trained of a head."""
+    """Return the optimiser of `trainer.optimizer` for a head's trained parameters."""
     trained = [p for p in head.parameters() if p.requires_grad]
     return MuonAndAdamW(head, trained, config) if config.optimizer == "muon" else adamw(trained, config)
 
@@ -84,8 +84,7 @@ def learning_rate(step: int, config: TrainerConfig) -> float:
     """Return the learning rate of step `step` (from 0): linear warm-up, then a cosine to `min_lr` of the peak.
 
     With a `cooldown` below 1 the rate is constant before the cosine, which takes that share of the steps at the end: a
-    run may be lengthened from any checkpoint before it (Hägele et al., arXiv 2405.18392). A function of the step alone,
-    so there is no scheduler state to save.
+    run may be lengthened from any checkpoint before it (Hägele et al., arXiv 2405.18392). There is no scheduler state.
     """
     warmup = max(1, round(config.warmup * config.steps))
     if step < warmup:
@@ -96,20 +95,20 @@ def learning_rate(step: int, config: TrainerConfig) -> float:
 
 
 def same_rates(config: TrainerConfig, schedule: dict[str, Any], steps: int) -> bool:
-    """Whether the first steps have the rates of another `schedule`: its steps, warm-up and cooldown."""
+    """Whether the first steps have the same rates under another `schedule`: its steps, warm-up and cooldown."""
     other = replace(config, **schedule)
     return all(learning_rate(step, other) == learning_rate(step, config) for step in range(steps))
 
 
 def cooldown_begin(config: TrainerConfig) -> int:
-    """Return the step with which the cosine begins, the end of the warm-up left out of account."""
+    """Return the step at which the cosine begins, regardless of the warm-up."""
     return config.steps - round(config.cooldown * config.steps)
 
 
 class Ema:
     """An exponential moving average of the trained weights; decay 0 turns it off.
 
-    A process averages its shard of each weight (train/distributed/strategy.py).
+    Each process averages its shard of the weights (train/distributed/strategy.py).
     """
 
     def __init__(self, module: nn.Module, decay: float) -> None:
@@ -120,13 +119,13 @@ class Ema:
 
     @torch.no_grad()
     def update(self, module: nn.Module) -> None:
-        """Move the average towards the current weights."""
+        """Update the average with the current weights."""
         if self.decay:
             for name, value in trained_state(module).items():
                 self.weights[name].lerp_(held(value), 1 - self.decay)
 
 
 def trained_state(module: nn.Module) -> dict[str, Tensor]:
-    """Return the part of a module's state that is trained, which the optimiser moves."""
+    """Return the trained part of a module's state."""
     state: dict[str, Tensor] = module.state_dict(keep_vars=True)
     return {name: value for name, value in state.items() if value.requires_grad}

@@ -1,4 +1,4 @@
-"""Publish a run's head: one folder with head, card and report, pushed to the Hub and verified by downloading it again.
+"""Publish a run's head: a folder with head, card and report, pushed to the Hub and verified by a download.
 
 python train/publish.py run=outputs/NAME repo=OWNER/NAME
 """
@@ -8,7 +8,7 @@ import shlex
 import sys
 from pathlib import Path
 
-if __name__ == "__main__":  # the checkout's root instead of train/, so that its files shadow no module
+if __name__ == "__main__":  # the checkout's root instead of train/, whose files could shadow modules
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from collections.abc import Callable
@@ -34,8 +34,8 @@ def publish(config: PublishConfig, api: HfApi, say: Callable[[str], object] = pr
     """Write the folder and, unless `dry_run`, push and verify it; return the folder.
 
     Raises:
-        ValueError: there is no run or no head, the Hub refuses or cannot be reached, or the download is different: one
-            line that gives the state of the repository.
+        ValueError: there is no run or no head, the Hub refuses or cannot be reached, or the download differs; the line
+            gives the state of the repository.
     """
     run = Path(config.run).expanduser()
     out = Path(config.out).expanduser() if config.out else run / "publish"

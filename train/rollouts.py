@@ -1,11 +1,10 @@
-"""Rollouts: the head, as it stands, drafts on training prompts, and learns from what the verifier says of its nodes.
+"""Rollouts, for on-policy training: the current head drafts on training prompts and is trained at its own nodes.
 
-A sequence's committed tokens are rows like any others. Rejected draft tokens are appended to the text, where nothing
-attends to them, and `Features.path[t, d - 1]` is the row of the token drafted from row t at depth d: in the text if it
-was accepted, else in the appended part. So each head unrolls a path as it unrolls text, and the teacher of a node is
-the target's distribution there. One copy of a sequence has one path below each root; where all nodes are trained, it
-has as many copies as its trees have leaves. A rollout depends on seed, step and weights alone, and is trained in its
-own step.
+A sequence's committed tokens are ordinary rows. Rejected draft tokens are appended to the sequence, where nothing
+attends to them, and `Features.path[t, d - 1]` is the row of the token drafted from row t at depth d: in the sequence
+if it was accepted, else in the appended part. So each head unrolls a path as it unrolls data, and the teacher of a node
+is the target's distribution there. One copy of a sequence has one path below each root; to train all nodes, it has as
+many copies as its trees have leaves. A rollout depends on seed, step and weights, and is trained in its own step.
 """
 
 import random
@@ -22,19 +21,19 @@ from torch.nn.utils.rnn import pad_sequence
 from data.batches import Batch, Batches
 from data.features.source import MicroBatch
 from heads.base import Features, to_device
-from inference.decode import Settings, speculate
+from inference.decode import RequestParams, speculate
 from inference.drafters.head import HeadDrafter
 from inference.drafters.policy import TreeConfig
-from inference.session import Pass
+from inference.request import Pass
 from inference.target.target import Target
 from inference.verification.sample import Sampling
 from train.losses import OnPolicyConfig
 
-NODE, NONE = -1, -1  # the document of rejected nodes and of padding; the row below a path's end
+NODE, NONE = -1, -1  # the document of rejected nodes and padding; the row after a path's end
 
 
 class RolloutRow(NamedTuple):
-    """A sequence's rows with one path below each root: the fields of `Batch` and `Features` for one of its rows."""
+    """A sequence with one path below each root: the fields of `Batch` and `Features` without the batch dimension."""
 
     token: Int[Tensor, "T"]
     document: Int[Tensor, "T"]
@@ -45,7 +44,7 @@ class RolloutRow(NamedTuple):
 
 
 def rollout_rows(prompt: list[int], passes: Sequence[Pass], depths: int, nodes: str) -> list[RolloutRow]:
-    """Return the copies of a sequence by the target's passes: one of its text, or those of its drafts."""
+    """Return the copies of a sequence from the target's passes, one for each path below its roots."""
     token = torch.cat([torch.tensor(prompt[:1]), *(one.token.cpu() for one in passes)])[:-1]
     hidden = torch.cat([one.features.hidden[0] for one in passes])
     last = torch.cat([one.features.last_hidden[0] for one in passes])
@@ -61,7 +60,7 @@ def rollout_rows(prompt: list[int], passes: Sequence[Pass], depths: int, nodes: 
 
 
 def _paths(verified: Pass) -> list[list[int]]:
-    """Return the path to each leaf of a pass's tree, those first that share most with the accepted one."""
+    """Return the path to each leaf of a pass's tree, those closest to the accepted path first."""
     if verified.tree is None:
         return []
     parent, paths = verified.tree.parent.tolist(), []
@@ -76,13 +75,17 @@ def _paths(verified: Pass) -> list[list[int]]:
 def _drafted(
     text: RolloutRow, passes: Sequence[Pass], paths: list[list[list[int]]], k: int, *, rejected: bool
 ) -> RolloutRow:
-    """Return the copy with the `k`-th path below each root, trained at nodes that no earlier copy has."""
+    """Return the copy with the `k`-th path below each root, trained at nodes of no earlier copy."""
     path, trained = text.path.clone(), torch.zeros_like(text.trained)
-    token, last, row = list[int](), [text.last_hidden], -1  # of rejected nodes; the row above the root
+    token, last, row = (
+        list[int](),
+        [text.last_hidden],
+        -1,
+    )  # tokens and states of rejected nodes; the row before the root
     for one, leaves in zip(passes, paths, strict=True):
         earlier = {node for leaf in leaves[:k] for node in leaf}
         if leaves:
-            path[row, 1:] = NONE  # the root itself is text in every copy: later rows attend to this one
+            path[row, 1:] = NONE  # the root is in the sequence of every copy: later rows attend to it
         for d, node in enumerate(leaves[k][: path.shape[1]] if k < len(leaves) else ()):
             if node in one.path:
                 path[row, d] = row + 1 + d
@@ -105,7 +108,7 @@ def _drafted(
 
 
 class Rollouts:
-    """The rollouts of one process, for any step: on prompts of its own part of the step's batch."""
+    """The rollouts of one process, for any step, on prompts of its part of the step's batch."""
 
     def __init__(
         self, target: Target, decoding: Callable[[dict[str, Tensor]], Any], tree: TreeConfig, config: OnPolicyConfig,
@@ -119,11 +122,13 @@ class Rollouts:
         return step % self.config.every == 0
 
     def __call__(self, step: int, batches: Sequence[Batch], weights: dict[str, Tensor]) -> tuple[list[MicroBatch], int]:
-        """Return micro-batches of drafts by a head with these weights, and how many tokens the target read for them."""
+        """Return micro-batches of drafts by a head with these weights, and the number of tokens the target read."""
         draw = random.Random(f"{self.batches.seed}/{step}/{self.batches.rank}")
         prompts = self.prompts(batches, draw)
         sampling = Sampling(self.config.temperature, 0, 1.0)
-        settings = [Settings(self.config.tokens, sampling, seed=draw.getrandbits(31), passes=True) for _ in prompts]
+        settings = [
+            RequestParams(self.config.tokens, sampling, seed=draw.getrandbits(31), passes=True) for _ in prompts
+        ]
         drafter = HeadDrafter(self.decoding(weights), self.tree, "on_policy")
         together = len(prompts) if self.target.takes_trees else 1
         answers = speculate(self.target, drafter, prompts, settings, batch_size=together)
@@ -131,15 +136,15 @@ class Rollouts:
             rollout_rows(prompt, answer.passes, self.depths, self.config.nodes)
             for prompt, answer in zip(prompts, answers, strict=True)
         ]
-        size, width = self.batches.micro_rows, self.batches.packed.token.shape[1]
+        size, width = self.batches.micro_batch_size, self.batches.packed.token.shape[1]
         groups = [[*chain(*sequences[first : first + size])] for first in range(0, len(sequences), size)]
         read = sum(map(len, prompts)) + sum(taken.drafted + 1 for answer in answers for taken in answer.steps)
         return [_micro_batch(group, self.target.device, width) for group in groups], read
 
     def prompts(self, batches: Sequence[Batch], draw: random.Random) -> list[list[int]]:
-        """Return prompts: texts of the batches, each to where an answer begins; plain text to its middle.
+        """Return prompts: the batches' documents up to the start of an answer, or plain text up to its middle.
 
-        Every process has as many: where texts are fewer, they come again.
+        Every process has equally many: with fewer documents they repeat.
         """
         texts = [
             (batch.token[row][held].tolist(), batch.loss_mask[row][held].tolist())
@@ -160,7 +165,7 @@ class Rollouts:
 
 
 def _micro_batch(copies: list[RolloutRow], device: torch.device, length: int) -> MicroBatch:
-    """Return copies as a micro-batch; on CUDA as wide as training rows or some of them, for whose width it compiles."""
+    """Return copies as a micro-batch; on CUDA padded to few widths, for which kernels are compiled."""
     width = length if device.type == "cuda" else 1
 
     def joined(field: int, value: int = 0) -> Any:
@@ -169,7 +174,7 @@ def _micro_batch(copies: list[RolloutRow], device: torch.device, length: int) ->
 
     token, hidden, last, path = joined(0), joined(2), joined(3), joined(4).clamp_min(0)
     document, trained = joined(1, NODE), joined(5).permute(2, 0, 1).contiguous()
-    index = -2 - torch.arange(len(copies))  # numbers that no row of the data has
+    index = -2 - torch.arange(len(copies))  # indices of no sequence of the data
     batch = Batch(token, document, torch.zeros_like(token), index, path, trained)
     token, document, path = (to_device(field, device) for field in (token, document, path))
     features = Features(token, hidden, last, document, path)

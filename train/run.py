@@ -1,4 +1,4 @@
-"""Train a draft head for a frozen target, evaluate it against the target, write the report.
+"""Train a draft head for a frozen target, evaluate it and write the report.
 
     python train/run.py model=llama70b head=eagle
 
@@ -38,7 +38,7 @@ BEST, DEBUG = "best", "debug"  # of conf/head/, of conf/trainer/
 
 
 def train(run: RunConfig) -> None:
-    """Train and evaluate a resolved run, as one of its processes."""
+    """Train and evaluate a resolved run, on one of its processes."""
 
     def kept() -> str:
         saved = format.checkpoints(Path(run.out) / "checkpoints")
@@ -51,9 +51,9 @@ def train(run: RunConfig) -> None:
 
 
 def train_and_evaluate(run: RunConfig, accelerator: Accelerator, lock: processes.RunLock) -> None:
-    """Train the head, then evaluate the one that was kept; exit with status 1 if that is not lossless."""
+    """Train the head, then evaluate the best one; exit with status 1 if it is not lossless."""
     build(run, accelerator, lock).train()
-    accelerator.free_memory()  # the evaluation loads the target again
+    accelerator.free_memory()  # the evaluation loads its own target
     processes.release_freed()
     accelerator.wait_for_everyone()
     if run.eval.prompts and (accelerator.is_main_process or run.model.where.needs_all_ranks):
@@ -61,11 +61,11 @@ def train_and_evaluate(run: RunConfig, accelerator: Accelerator, lock: processes
 
 
 def evaluate_head(run: RunConfig, accelerator: Accelerator) -> None:
-    """Evaluate the kept head and those of `compare`, and write its numbers to the trackers."""
+    """Evaluate the best head and those of `compare`, and write the results to the trackers."""
     values, cost = evaluation(run), json.loads((Path(run.out) / COST).read_text())
     if run.model.where.needs_all_ranks:
         values["model"]["device"] = str(accelerator.device)
-    from eval.run import evaluate  # late: a tenth of the start
+    from eval.run import evaluate  # imported late: a tenth of the start-up time
 
     result = evaluate(eval_config(**values), writes=accelerator.is_main_process)
     if accelerator.is_main_process:
@@ -79,7 +79,7 @@ def evaluate_head(run: RunConfig, accelerator: Accelerator) -> None:
 
 
 def show_plan(run: RunConfig) -> None:
-    """Print the plan of a resolved run, and where several nodes take part the command of each."""
+    """Print the plan of a resolved run, and each node's command if there are several."""
     Console().print(table(plan(run)), highlight=False)
     on_cpu = resolved(run.device, run.model.device).type == "cpu"
     if words := launch.by_hand(run.launcher, sys.argv[0], launch.overrides(), on_cpu=on_cpu):
@@ -87,9 +87,9 @@ def show_plan(run: RunConfig) -> None:
 
 
 def start_processes(run: RunConfig) -> None:
-    """Start the processes of a resolved run; exit with their status unless it is 0, after which a multirun goes on."""
+    """Start the processes of a resolved run; exit with their status unless it is 0."""
     words = [word for word in launch.overrides() if word != f"head={BEST}"]
-    if HydraConfig.get().runtime.choices.get("head") == BEST:  # the processes need not choose, and say, it again
+    if HydraConfig.get().runtime.choices.get("head") == BEST:  # the processes do not choose and print it again
         words.append(f"head={run.head.name}")
     if status := launch.start(run.launcher, os.path.abspath(__file__), words):
         raise SystemExit(status)

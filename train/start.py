@@ -1,7 +1,7 @@
-"""Initialising the head to train: random weights, an existing head's, or a layer of the target; adapters on it.
+"""Initialisation of the head: random weights, an existing head's, or the target's last layer; LoRA adapters.
 
-LoRA adapters (Hu et al., arXiv 2106.09685) for a new domain or a fine-tuned target are peft's, on linear layers of the
-head, whose own weights stay frozen. Heads that are decoded with or saved have the adapters merged into their weights.
+LoRA adapters (Hu et al., arXiv 2106.09685), by peft, adapt a head to a new domain or a fine-tuned target: they are on
+the head's linear layers, whose weights stay frozen. For decoding and saving they are merged into the weights.
 """
 
 import logging
@@ -48,9 +48,9 @@ class WholeConfig:
 
 @dataclass(frozen=True)
 class LoraAdapterConfig:
-    """Train LoRA adapters on some of the head's linear layers; conf/peft/lora.yaml says what each key means.
+    """Train LoRA adapters on some of the head's linear layers; conf/peft/lora.yaml explains the keys.
 
-    `rslora`: Kalajdzievski, arXiv 2312.03732. Embeddings, norms and an lm_head that is no linear layer stay frozen.
+    `rslora`: Kalajdzievski, arXiv 2312.03732. Embeddings, norms and an lm_head that is not a linear layer stay frozen.
     """
 
     method: str
@@ -66,7 +66,7 @@ METHODS: dict[str, type[AdaptConfig]] = {"none": WholeConfig, "lora": LoraAdapte
 
 
 def peft_config(values: DictConfig) -> AdaptConfig:
-    """Return a configuration of conf/peft as the Config of its method; refuse unknown methods and keys."""
+    """Return a configuration of conf/peft as its method's Config; refuse unknown methods and keys."""
     method = values.get("method")
     if method not in METHODS:
         raise ValueError(f"peft.method is {method!r}: choose one of {', '.join(METHODS)}")
@@ -74,9 +74,9 @@ def peft_config(values: DictConfig) -> AdaptConfig:
 
 
 def adapt(head: nn.Module, config: AdaptConfig) -> None:
-    """Inject the adapters into a head and freeze the rest; refuse `target_modules` that name no linear layer of it.
+    """Inject the adapters into a head and freeze the rest; refuse `target_modules` without a linear layer.
 
-    They add nothing yet, the second of each pair being zero.
+    They add nothing yet, since B is zero.
     """
     if isinstance(config, WholeConfig):
         return
@@ -100,10 +100,10 @@ def adapt(head: nn.Module, config: AdaptConfig) -> None:
 
 
 def merged_copy(head: nn.Module, weights: dict[str, Tensor]) -> nn.Module:
-    """Return a new head of the same kind on the CPU with these weights, its adapters merged into the others."""
+    """Return a new head on the CPU with these weights and its adapters merged."""
     build: Any = type(head)
     copy: nn.Module = build(head.config, head.embeddings)
-    adapters: dict[str, Any] | None = vars(head).get("peft_config")  # where peft records what it injected
+    adapters: dict[str, Any] | None = vars(head).get("peft_config")  # peft's record of injected adapters
     if adapters is None:
         copy.load_state_dict(weights)
         return copy
@@ -117,26 +117,26 @@ def merged_copy(head: nn.Module, weights: dict[str, Tensor]) -> nn.Module:
 
 log = logging.getLogger(__name__)
 
-AUTO, LAST_LAYER, CHECKPOINT = "auto", "last_layer", "checkpoint"  # values of `init` besides a head
+AUTO, LAST_LAYER, CHECKPOINT = "auto", "last_layer", "checkpoint"  # values of `init` that are not a head
 STARTS = (None, AUTO, LAST_LAYER, CHECKPOINT)
-OF_LAST_LAYER = (Mtp.Config, Eagle3.Config, Eagle.Config)  # of heads that may start as the target's last layer
+OF_LAST_LAYER = (Mtp.Config, Eagle3.Config, Eagle.Config)  # heads that may start as the target's last layer
 SILU = ("silu", "swish")
 PROJECTIONS = ("q_proj", "k_proj", "v_proj")
-# What of that layer reads states that EAGLE-3 does not have: there a projection reads an embedding beside the state.
+# Parameters whose inputs differ in EAGLE-3: its projections read an embedding and the state.
 WIDER = tuple(f"block.self_attn.{name}.weight" for name in PROJECTIONS)
 REFITTED = ("block.input_layernorm.weight", *WIDER)
-Solve = Callable[..., Tensor]  # `solved` of a head, its target and its batches
-TOKENS_PER_INPUT, RIDGE = 64, 1e-2  # of `solved`; the ridge as a share of the inputs' mean square
+Solve = Callable[..., Tensor]  # `solved`, given a head, its target and batches
+TOKENS_PER_INPUT, RIDGE = 64, 1e-2  # constants of `solved`; the ridge is relative to the inputs' mean square
 
 
 def resolve_init(
     init: str | None, config: HeadConfig, target: Target | EmbeddingsOnly
 ) -> tuple[HeadConfig, str | None]:
-    """Return a head's configuration and what it starts from, for `init=auto` the target's last layer or None, again.
+    """Return a head's configuration and its `init`, where `auto` becomes the target's last layer or None.
 
-    It is the last layer for mtp, eagle, hass and eagle3 if its shapes match, for all but mtp if the target is loaded
-    anyway. A head that starts so has the target's rotary positions and norm; an MTP module in either case, by which
-    engines make it.
+    `auto` is the last layer for mtp, eagle, hass and eagle3 if its shapes match, and except for mtp if the target is
+    loaded anyway. Such a head has the target's rotary positions and norm; an MTP module has them in either case, since
+    engines assume them.
     """
     if init != AUTO or not isinstance(config, OF_LAST_LAYER):
         return config, None if init == AUTO else init
@@ -150,7 +150,7 @@ def resolve_init(
         odd = incompatibility(like, target)
         if odd is None or isinstance(config, Mtp.Config):
             config = like
-    except ValueError as error:  # rotary positions of a kind that heads do not have
+    except ValueError as error:  # unsupported rotary positions
         odd = str(error)
     if odd is None:
         return config, LAST_LAYER
@@ -159,7 +159,7 @@ def resolve_init(
 
 
 def check_init(adapter: AdaptConfig, config: HeadConfig, init: str | None, placement: str) -> None:
-    """Refuse to train an adapter on random weights, and `check_copied`, before anything is loaded."""
+    """Refuse an adapter on random weights, and what `check_copied` refuses, before anything is loaded."""
     check_copied(config, init, placement)
     if isinstance(adapter, LoraAdapterConfig) and init in (None, AUTO):
         raise ValueError(
@@ -168,7 +168,7 @@ def check_init(adapter: AdaptConfig, config: HeadConfig, init: str | None, place
 
 
 def check_copied(config: HeadConfig, init: str | None, placement: str) -> None:
-    """Refuse to copy a layer of the target into a head without one, or a layer that is whole on no device."""
+    """Refuse to copy a layer of the target into a head without a layer, or a layer that is sharded."""
     if init in (LAST_LAYER, CHECKPOINT) and not isinstance(config, Mtp.Config if init == CHECKPOINT else OF_LAST_LAYER):
         others = "" if init == CHECKPOINT else ", eagle, hass and eagle3"
         raise ValueError(f"init={init} starts head=mtp{others} alone: give that head, or a folder for init")
@@ -180,7 +180,7 @@ def check_copied(config: HeadConfig, init: str | None, placement: str) -> None:
 
 
 def init_head(config: HeadConfig, init: str | None, target: Target | EmbeddingsOnly) -> nn.Module:
-    """Return the head to train: a new one of this configuration, or the one that `init` names with its configuration.
+    """Return the head to train: a new one, or the head that `init` names with its own configuration.
 
     Raises:
         ValueError: there is no such head, it is for a target of another shape or of another kind than the
@@ -202,15 +202,15 @@ def init_head(config: HeadConfig, init: str | None, target: Target | EmbeddingsO
             f"init={init} is a head of kind {name}, whose objective is not that of {config.name}: give head={name}"
         )
     head: nn.Module = kind(replace(loaded.config, name=config.name), target.embeddings)
-    head.load_state_dict(loaded.state_dict())  # into a new head's fp32, whatever the file's dtype
+    head.load_state_dict(loaded.state_dict())  # in fp32, whatever the file's dtype
     return head
 
 
 def from_target(config: HeadConfig, init: str, target: Target) -> nn.Module:
-    """Return a head initialised from the target's last layer, or an MTP module from that of the target's checkpoint.
+    """Return a head initialised from the target's last layer, or an MTP module from the target's checkpoint.
 
-    Rotary positions and norm are then the target's. What reads other states than in the target is still random; of an
-    MTP module the projection's half for the state is the identity. `fit_init` fits both.
+    Rotary positions and norm are the target's. Parameters with other inputs than in the target are still random, and an
+    MTP projection is the identity for the state; `fit_init` fits them.
 
     Raises:
         ValueError: there is no such module, or the layer has other parameters.
@@ -239,15 +239,15 @@ def from_target(config: HeadConfig, init: str, target: Target) -> nn.Module:
 
 @torch.no_grad()
 def fit_init(head: nn.Module, init: str | None, target: Any, batches: Batches) -> None:
-    """Fit what a head that starts as the target's last layer has in place of what that layer reads.
+    """Fit the inputs of a head that starts as the target's last layer, by least squares.
 
-    The layer reads the state below it one position on, which a draft cannot know: least squares over rows of the first
-    steps guess it from what the head has, the token there and the states before. A target of one layer has none below.
+    The target's layer reads the state of the layer below at the next position, which a draft cannot know. It is
+    predicted from the head's inputs, the token there and the states before, over rows of the first steps.
 
-    An MTP module has one projection for it. EAGLE's attention has no norm before it and EAGLE-3's reads two states, so
-    that the guess goes into queries, keys and values too. EAGLE feeds back what stands behind the target's final norm,
-    and has none: its layer computes in that norm's scale. EAGLE-3's fused features become the target's last state, as
-    the states are that it feeds back, and its residual has no token: attention's output and the MLP's make up for it.
+    An MTP module has one projection for it. In EAGLE and EAGLE-3 the prediction is folded into queries, keys and
+    values, since EAGLE's attention has no norm before it and EAGLE-3's reads two states. EAGLE feeds back final-normed
+    states without a norm of its own, so its layer computes in that norm's scale. EAGLE-3's fused features are fitted to
+    the target's last state, like the states that it feeds back, and attention and MLP outputs make up for its residual.
     """
     if init != LAST_LAYER or target.embeddings.num_layers < 2:
         return
@@ -260,7 +260,7 @@ def fit_init(head: nn.Module, init: str | None, target: Any, batches: Batches) -
         _fit_eagle(head, layer, solve, final_gain(target, batches))
         return
     assert isinstance(head, Eagle3)
-    norms = head.config.norm_output  # the states that are fed back
+    norms = head.config.norm_output  # the states that the head feeds back
     head.fusion.fc.weight.copy_(solve(head.fusion.fc, lambda states: states.last_hidden if norms else states.raw))
     attention = head.first.self_attn
     _fit_projections(attention, layer, solve, head.config.norm_eps)
@@ -269,7 +269,7 @@ def fit_init(head: nn.Module, init: str | None, target: Any, batches: Batches) -
 
 
 def _fit_eagle(head: Any, layer: dict[str, Tensor], solve: Solve, gain: Float[Tensor, "D"]) -> None:
-    """Fit EAGLE's fc, and have the layer compute in the scale of the target's final norm."""
+    """Fit EAGLE's fc, and scale the layer to the target's final norm."""
     gain, (block, *_) = gain.to(head.fc.weight), head.layers
     head.fc.weight.copy_(solve(head.fc, lambda states: gain * states.below))
     if head.fc.bias is not None:
@@ -280,7 +280,7 @@ def _fit_eagle(head: Any, layer: dict[str, Tensor], solve: Solve, gain: Float[Te
 
 
 def _fit_projections(attention: Any, layer: dict[str, Tensor], solve: Solve, eps: float) -> None:
-    """Make queries, keys and values those of the target's layer on what its input is guessed to be."""
+    """Fit queries, keys and values to those of the target's layer, on its predicted input."""
     scale = layer["block.input_layernorm.weight"].to(attention.o_proj.weight)
     guess = solve(attention.q_proj, lambda states: functional.rms_norm(states.below, scale.shape, scale, eps))
     for name in PROJECTIONS:
@@ -289,9 +289,9 @@ def _fit_projections(attention: Any, layer: dict[str, Tensor], solve: Solve, eps
 
 
 def final_gain(target: Any, batches: Batches) -> Float[Tensor, "D"]:
-    """Return what the target's final norm multiplies each dimension by, by least squares over the first step.
+    """Return the factor of the target's final norm for each dimension, by least squares over the first step.
 
-    Texts' first tokens are left out: large targets have states there that are hundreds of times as large as others
+    First tokens of documents are left out: their states in large targets may be hundreds of times as large as others
     (massive activations, arXiv 2402.17762).
     """
     sums: Any = 0.0
@@ -307,13 +307,13 @@ def final_gain(target: Any, batches: Batches) -> Float[Tensor, "D"]:
 
 
 class LayerStates(NamedTuple):
-    """What the target and the head have computed for n rows; the head is fitted to some of it."""
+    """The target's and the head's states of n rows, to fit the head to."""
 
     last_hidden: Float[Tensor, "n D"]  # the target's last state, after its final norm
-    raw: Float[Tensor, "n D"]  # and before
-    below: Float[Tensor, "n D"]  # the target's last layer's input one position on
-    above: Float[Tensor, "n D"]  # and its output
-    state: Float[Tensor, "n D"]  # what the head's final norm reads, if it has one
+    raw: Float[Tensor, "n D"]  # the same before the final norm
+    below: Float[Tensor, "n D"]  # the input of the target's last layer at the next position
+    above: Float[Tensor, "n D"]  # the output of the target's last layer
+    state: Float[Tensor, "n D"]  # the input of the head's final norm, if it has one
 
 
 def solved(
@@ -325,7 +325,7 @@ def solved(
 ) -> Float[Tensor, "D I"]:
     """Return the weight that maps a linear layer's inputs to labels with the least squared error.
 
-    Its inputs are those of depth 1. Each process takes its rows of the first steps, and all add up their sums.
+    Its inputs are those of depth 1. Each process takes its part of the first steps, and the sums are reduced.
     """
     given: dict[str, Tensor] = {}
     hooks = [
@@ -334,8 +334,10 @@ def solved(
     ]
     weight, count, width = linear.weight, linear.in_features, target.embeddings.hidden_size
     top = (target.embeddings.num_layers - 2, target.embeddings.num_layers - 1)
-    sums: Any = weight.new_zeros(count, count + width, dtype=torch.float64)  # of inputs by inputs and labels
-    steps = math.ceil(TOKENS_PER_INPUT * count / (batches.rows_per_step * batches.packed.token.shape[1]))
+    sums: Any = weight.new_zeros(
+        count, count + width, dtype=torch.float64
+    )  # sums of inputs times inputs, and times labels
+    steps = math.ceil(TOKENS_PER_INPUT * count / (batches.sequences_per_step * batches.packed.token.shape[1]))
     try:
         for batch in (batch for step in progress(range(steps), "fitting the head's start") for batch in batches(step)):
             tick()
@@ -343,7 +345,7 @@ def solved(
             hidden, last, document = features.hidden.to(weight), features.last_hidden.to(weight), features.document
             head.unroll(features._replace(hidden=hidden[:, :, : -len(top)], last_hidden=last), 1)
             follows = functional.pad((document[:, 1:] == document[:, :-1]) & (document[:, 1:] >= 0), (0, 1))
-            follows &= to_device(batch.index >= 0, follows.device)[:, None]  # no filler rows
+            follows &= to_device(batch.index >= 0, follows.device)[:, None]  # without filler sequences
             raw, ahead = hidden[:, :, -1][follows], hidden[:, :, -len(top) :].roll(-1, 1)[follows]
             states = LayerStates(last[follows], raw, ahead[:, -2], ahead[:, -1], given["state"][follows])
             inputs = given["input"][follows]
@@ -359,7 +361,7 @@ def solved(
 
 
 def like_target(config: Any, target: Target) -> Any:
-    """Return a head's configuration with the target's rotary positions and norm; refuse positions that no head has."""
+    """Return a head's configuration with the target's rotary positions and norm; refuse unsupported positions."""
     eps = float(getattr(target.config, "rms_norm_eps", config.norm_eps))
     rope = _last_positions(target) or Rope(config.rope_theta)
     like = replace(config, rope_theta=rope.theta, rope_scaling=rope.scaling, norm_eps=eps)
@@ -368,7 +370,7 @@ def like_target(config: Any, target: Target) -> Any:
 
 
 def _last_positions(target: Target) -> Rope | None:
-    """Return the rotary positions of the target's last layer, None where it has none."""
+    """Return the rotary positions of the target's last layer, None without them."""
     config = target.config.to_dict()
     return positions_of(config | {"layer_types": (config.get("layer_types") or [])[-1:]})
 
@@ -385,18 +387,18 @@ def last_layer(config: Any, target: Target) -> dict[str, Tensor]:
 
 
 def _block(config: Any) -> str:
-    """Return what precedes the names of an MTP module's decoder layer."""
+    """Return the prefix of an MTP module's decoder layer."""
     return BLOCK if isinstance(config, Mtp.Config) and config.layer == TARGET else "block."
 
 
 def _layer(config: Any, target: Target) -> dict[str, Tensor]:
-    """Return a head's decoder layers, without values, as far as the target's last layer should have the like."""
+    """Return the parameters of a head's decoder layers that the target's last layer should have, on meta."""
     outlined = meta_state_dict(HEADS[config.name], config, target.embeddings, "")
     if isinstance(config, Mtp.Config):
         return {name: value for name, value in outlined.items() if name.startswith("block.")}
     if isinstance(config, Eagle.Config):
         return {name.replace("layers.0.", "block.", 1): value for name, value in outlined.items() if "layers." in name}
-    width = target.embeddings.hidden_size  # of the embedding, which the target's projections do not read
+    width = target.embeddings.hidden_size  # parameters of the embedding, which the target's projections do not read
     wide = {name.replace("first.", "block.", 1): value for name, value in outlined.items() if name.startswith("first.")}
     del wide["block.hidden_norm.weight"]
     further = {f"block.{name}": value for name, value in outlined.items() if name.startswith("layers.")}
@@ -417,12 +419,12 @@ def incompatibility(config: Any, target: Target) -> str | None:
         return f"{target.name} rotates {rope.share:g} of its attention heads, and the head all"
     start = last_layer(config, target)
     if isinstance(config, Eagle.Config):
-        start.pop("block.input_layernorm.weight", None)  # whose scale the fitted projections hold
+        start.pop("block.input_layernorm.weight", None)  # the fitted projections include its scale
     return mismatch(config, start, target)
 
 
 def mismatch(config: Any, start: dict[str, Tensor], target: Target) -> str | None:
-    """Return how a layer's parameters differ from the head's, and for an MTP module what makes them alike, or None."""
+    """Return how a layer's parameters differ from the head's, with the remedy for an MTP module, or None."""
     layer = _layer(config, target)
     odd = sorted(layer.keys() ^ {name for name in start if name.startswith("block.")})
     odd += [name for name in layer.keys() & start.keys() if start[name].shape != layer[name].shape]

@@ -1,7 +1,7 @@
-"""One optimiser step on the global batch, the same on every process: its micro-batches, their gradient, the update.
+"""One optimiser step on the global batch, on every process alike: micro-batches, gradient, update.
 
-A bad step leaves the weights, the optimiser and the average as they were; its batch is saved, and the run continues or
-stops by `trainer.on_bad_step`.
+A bad step does not change the weights, the optimiser or the EMA; its batch is saved, and `trainer.on_bad_step` decides
+whether the run continues.
 """
 
 import json
@@ -51,7 +51,7 @@ from train.rollouts import Rollouts
 
 
 class Flops(TorchDispatchMode):
-    """Count operations while entered. torch's FlopCounterMode cannot follow a gradient that a forward pass takes."""
+    """Counts operations in a context; torch's FlopCounterMode cannot follow a gradient in a forward pass."""
 
     total = 0
 
@@ -62,39 +62,41 @@ class Flops(TorchDispatchMode):
         return out
 
     def add(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
-        """Add the count of an operation that has run."""
+        """Add the count of an operation."""
         cost = flop_registry.get(func.overloadpacket)
         if cost is not None:
-            shapes = [x for x in args if not isinstance(x, torch.dtype)]  # addmm's formula takes a dtype for a shape
+            shapes = [
+                x for x in args if not isinstance(x, torch.dtype)
+            ]  # torch's formula of addmm mistakes a dtype for a shape
             self.total += cost(*shapes, **(kwargs or {}), out_val=out)
 
 
 BAD = "bad"
-PARTS = ("data", "rollout", "target", "head", "optimiser", "wait", "other")  # of a step's time
-WINDOW = 50  # good steps whose median is the reference for a spike; with fewer no spike is detected
+PARTS = ("data", "rollout", "target", "head", "optimiser", "wait", "other")  # parts of a step's time
+WINDOW = 50  # good steps whose median is the reference of a spike; with fewer no spike is detected
 
 
 class Loss(nn.Module):
-    """The loss as a forward pass, since data-parallel wrappers synchronise gradients in `forward` alone."""
+    """The loss as a module, since data-parallel wrappers synchronise gradients only around `forward`."""
 
     def __init__(self, head: nn.Module, config: ObjectiveConfig, *, compiled: bool, autocast: bool = False) -> None:
         super().__init__()
         self.head, self.noise, self.autocast = head, config.noise, autocast
         drafted = config.on_policy.losses or config.losses
-        names = dict.fromkeys([*config.losses, *drafted], 0.0)  # a loss is the mean over all rows, weighed or not
+        names = dict.fromkeys([*config.losses, *drafted], 0.0)  # a metric is the unweighted mean over all rows
         self.config = replace(config, losses=names | config.losses)
         self.rollout_config = replace(config, losses=names | drafted)
         unroll: Any = head.unroll
-        self.progress = 0.0  # the fraction of all steps that are taken
-        whole = compiled and not compile_layers(head)  # a head without decoder layers is short enough
+        self.progress = 0.0  # the fraction of all steps that are done
+        whole = compiled and not compile_layers(head)  # heads without decoder layers are fast enough
         self.unroll = torch.compile(unroll) if whole else unroll
 
     def forward(
         self, features: Features, weight: Tensor, anchors: Tensor | None, chunks: list[Chunk] | None = None
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Draft from the rows and return the weighted loss with its metrics, matmuls in bf16 if `autocast`.
+        """Unroll the head and return the weighted loss with its metrics, matmuls in bf16 if `autocast`.
 
-        Without `chunks` these are read from the weight, which an accelerator makes the host wait for.
+        Without `chunks` they are read from the weight, for which the host waits for the accelerator.
         """
         head: Any = self.head
         if chunks is None:
@@ -105,14 +107,14 @@ class Loss(nn.Module):
             return objective(head, drafts, features, weight, config, chunks, config.base_loss_share_at(self.progress))
 
     def chunks(self, trained: Tensor, device: torch.device, path: Tensor | None = None) -> list[Chunk]:
-        """Return the trained rows of a micro-batch as they are scored on a device; the tensors given are the host's."""
+        """Return a micro-batch's trained rows in chunks on a device, from tensors on the host."""
         return chunked(trained, chunk_rows(self.head, device.type, trained.numel()), device, path)
 
     def sampled(self, batch: Batch, keys: Tensor) -> tuple[Tensor | None, LossWeights]:
-        """Return the anchors of a micro-batch, the rows that are drafted from in this step, and each row's weight.
+        """Return a micro-batch's anchors, the rows to draft from in this step, and each row's weight.
 
-        Without anchors to sample these are the rows that are trained: in a chat half of them or less. `keys` are those
-        of its rows (train/objective.py).
+        Without sampled anchors they are all trained rows: in a chat half of the rows or less. `keys` are the sequences'
+        random keys (train/objective.py).
         """
         trained = (
             trainable(batch.document, batch.loss_mask, self.config.depths) if batch.trained is None else batch.trained
@@ -130,9 +132,8 @@ class Guard:
     """Detect bad steps and decide whether they stop the run.
 
     A step is bad if its loss or gradient norm is not finite, or its loss is far above the recent ones. These numbers
-    are sums over all processes, so all decide alike. The guard's state lies in `progress`, which checkpoints keep:
-    `recent` losses, the number of `skipped` steps, and the last of them `in_a_row`; a resumed run decides as an
-    uninterrupted one.
+    are sums over all processes, so all decide alike. The guard's state is in `progress`, which checkpoints save:
+    `recent` losses, the number of `skipped` steps, and how many of the last ones `in_a_row`.
     """
 
     def __init__(self, config: TrainerConfig, progress: dict[str, Any]) -> None:
@@ -141,7 +142,7 @@ class Guard:
             progress.setdefault(key, value)
 
     def check(self, loss: float, norm: float) -> str | None:
-        """Return the reason why a step of this loss and gradient norm is bad, None if it is good, and record it."""
+        """Record a step's loss and gradient norm; return why it is bad, or None."""
         recent: list[float] = self.progress["recent"]
         usual, reason = statistics.median(recent) if len(recent) == WINDOW else math.inf, None
         if not math.isfinite(loss):
@@ -161,7 +162,7 @@ class Guard:
         return self.config.on_bad_step == "stop" or self.progress["in_a_row"] >= self.config.bad_steps
 
     def take_back(self) -> None:
-        """Undo the record of the last bad step: a run that it stops is saved as it was before it."""
+        """Undo the record of the last bad step, so that a stopped run is saved as before it."""
         self.progress |= {key: self.progress[key] - 1 for key in ("skipped", "in_a_row")}
 
     def remedy(self) -> str:
@@ -178,15 +179,15 @@ class Guard:
 class Step:
     """The outcome of a step."""
 
-    stopped: bool  # whether it was interrupted, since some process has to stop; the head is as before it
-    record: dict[str, Any] | None  # the metrics to log, beside the step's number; None where the step is not logged
-    bad: str | None  # why it changed nothing; None for a good step
+    stopped: bool  # whether a process has to stop, so that the step changed nothing
+    record: dict[str, Any] | None  # the metrics to log; None if the step is not logged
+    bad: str | None  # why the step is bad; None for a good step
 
 
 class Stepper:
-    """The optimiser step: the head as the processes share it, its optimiser and the EMA of its weights.
+    """The optimiser step: the wrapped head, its optimiser and the EMA of its weights.
 
-    `loss` is the `Loss` of a head, or another module with its attributes and methods.
+    `loss` is a `Loss`, or another module with its attributes and methods.
     """
 
     def __init__(
@@ -196,12 +197,12 @@ class Stepper:
         self.trainer, self.accelerator, self.loss, self.rollouts = trainer, accelerator, loss, rollouts
         self.source, self.width = source, width
         self.head = head = loss.head
-        self.sizes = parameter_count(head), frozen_count(head)  # of a head that is sharded there would be less to count
+        self.sizes = parameter_count(head), frozen_count(head)  # counted before sharding
         self.phase_timer = PhaseTimer(accelerator.device)
         self.peak = peak_flops(accelerator.device, trainer.peak_tflops)
         self.steps, self.rows, self.stall = 0, 0, 0.0  # since the last record
         self.restore({"flops": None, "rollout_flops": 0, "rollout_tokens": 0})
-        self.counter: Any = nullcontext()  # of a rollout's operations, in the step whose operations are counted
+        self.counter: Any = nullcontext()  # counts a rollout in the counted step
         make = partial(optimizer, config=trainer)
         self.strategy = strategy.prepare(launcher, accelerator, loss, make, trainer.clip)
         self.optimizer = self.strategy.optimizer
@@ -209,12 +210,12 @@ class Stepper:
         self.state = TrainState(head, self.optimizer, self.average)
 
     def restore(self, progress: dict[str, Any]) -> None:
-        """Go on with a run's progress, in place: a step's operations, all rollouts' tokens, the guard's history."""
+        """Restore a run's progress in place: a step's operations, the rollouts' tokens, the guard's history."""
         self.progress, self.guard = progress, Guard(self.trainer, progress)
 
     def __call__(self, step: int, *, halted: Callable[[], bool]) -> Step:
-        """Take step `step`, counted from 0, unless `halted` says before a micro-batch, on all processes, to stop."""
-        self.phase_timer.mark(None)  # the time before belongs to no part
+        """Take step `step`, counted from 0; `halted` may stop all processes before a micro-batch."""
+        self.phase_timer.mark(None)  # the time before this is not the step's
         trainer, device, stall = self.trainer, self.accelerator.device, self.source.stall
         self.loss.progress = step / trainer.steps
         micro_batches, rollout_tokens = self.micro_batches(step)
@@ -257,7 +258,7 @@ class Stepper:
         return Step(stopped=False, record={**record, **self.cost(step)} if logged else None, bad=bad)
 
     def micro_batches(self, step: int) -> tuple[list[MicroBatch], int]:
-        """Return a step's micro-batches, with its rollout, and how many tokens the target has read for this one."""
+        """Return a step's micro-batches, the rollout's included, and the target's tokens for the rollout."""
         given = self.source(step)
         self.phase_timer.mark("data")
         if self.rollouts is None or not self.rollouts.due(step):
@@ -268,7 +269,7 @@ class Stepper:
         return [*given, *rollout], read
 
     def read(self, totals: dict[str, Tensor], norm: Tensor, trained: Tensor) -> dict[str, Any]:
-        """Return the step's numbers over all processes: all that the host waits for."""
+        """Return the step's numbers over all processes: the only read of the host."""
         depths = len(trained)
         mine = torch.cat([*totals.values(), norm.reshape(1).to(trained.dtype)])
         packed: Any = self.accelerator.reduce(mine, "sum")
@@ -280,7 +281,7 @@ class Stepper:
         return {**first, **metrics, "grad_norm": grad_norm, "rows": int(rows)}
 
     def update(self, step: int, *, good: bool) -> None:
-        """Move the weights by the gradient; that of a bad step is dropped, and nothing else changes."""
+        """Update the weights, or drop the gradient of a bad step."""
         if not good:
             self.strategy.drop()
             return
@@ -290,18 +291,18 @@ class Stepper:
         self.average.update(self.head)
 
     def operations(self, begin: int, end: int) -> int | None:
-        """Return the operations of steps `begin` to `end` - 1, a rollout's where they have one; None if not counted."""
+        """Return the operations of steps `begin` to `end` - 1 with their rollouts; None if not counted."""
         if self.progress["flops"] is None:
             return None
         rollouts = 0 if self.rollouts is None else sum(map(self.rollouts.due, range(begin, end)))
         return int(self.progress["flops"] * (end - begin) + self.progress["rollout_flops"] * rollouts)
 
     def cost(self, step: int) -> dict[str, Any]:
-        """Return the cost per step since the last record: rates of all processes, the rest of this one."""
+        """Return the cost per step since the last record: rates of all processes, other numbers of this one."""
         steps, rows, stall = self.steps, self.rows, self.stall
         self.steps, self.rows, self.stall = 0, 0, 0.0
         phases = {phase: seconds / steps for phase, seconds in seconds_of(self.phase_timer, stall).items()}
-        seconds = max(sum(phases.values()), 1e-9)  # an accelerator may have passed no event yet
+        seconds = max(sum(phases.values()), 1e-9)  # an accelerator may not have reached an event yet
         device, peak = self.accelerator.device, self.peak
         operations = self.operations(step + 1 - steps, step + 1)
         rate = None if operations is None else operations / steps / seconds
@@ -317,13 +318,16 @@ class Stepper:
         }
 
     def counted(self, step: int, *, halted: Callable[[], bool]) -> Step:
-        """Take a step and count the floating-point operations of all processes in it, the target's included.
+        """Take a step and count its floating-point operations over all processes, the target's included.
 
-        Those of its rollout are counted apart, since not every step has one.
+        The rollout's are counted separately, since not every step has one.
         """
         counter: Any = Flops
         self.counter = rollout = counter()
-        with counter() as count, torch.compiler.set_stance("force_eager"):  # what is compiled could not be followed
+        with (
+            counter() as count,
+            torch.compiler.set_stance("force_eager"),
+        ):  # operations of compiled code cannot be counted
             taken = self(step, halted=halted)
         self.counter, world = nullcontext(), self.accelerator.num_processes
         if not taken.stopped:
@@ -338,7 +342,7 @@ class Stepper:
         self, features: Features, keys: Tensor, anchors: Tensor | None, weight: Tensor, chunks: list[Chunk] | None,
         *, last: bool,
     ) -> tuple[Tensor, dict[str, Tensor]]:  # fmt: skip
-        """Add one micro-batch's gradient; processes average theirs, hence the factor."""
+        """Accumulate one micro-batch's gradient; the factor undoes the processes' average."""
         device = self.accelerator.device
         if self.accelerator.mixed_precision == "no":
             dtype = next(self.head.parameters()).dtype
@@ -346,7 +350,7 @@ class Stepper:
         features = noisy(features, self.loss.noise, to_device(keys, device))
         anchors = None if anchors is None else to_device(anchors, device)
 
-        # Dropout is seeded by run and step alone, as all random numbers are: a resumed run sees the same ones.
+        # Dropout is seeded by run and step, so a resumed run repeats it.
         torch.manual_seed(int(keys[0]))
 
         with nullcontext() if features.path is None else self.counter:
@@ -356,19 +360,19 @@ class Stepper:
 
 
 def seconds_of(phase_timer: PhaseTimer, stall: float) -> dict[str, float]:
-    """Return the seconds of every part of a step since the last call; `stall` of the target's count as the data's."""
+    """Return the seconds of each part of a step since the last call; `stall` moves from target to data."""
     spent = dict.fromkeys(PARTS, 0.0) | phase_timer.seconds()
     moved = min(stall, spent["target"])
     return spent | {"data": spent["data"] + moved, "target": spent["target"] - moved}
 
 
 def keep_batch(folder: Path, batches: Batches, step: int, why: str) -> str:
-    """Write the global batch of step `step`, counted from 0, into `folder`; return a message that says so, or why not.
+    """Write the global batch of step `step`, counted from 0, into `folder`; return a message about it.
 
-    `step-N.safetensors` has the rows' numbers and their tokens, documents and masks; N counts from 1, as metrics.jsonl
-    does. `step-N.json` has the seed, the world size and the reason.
+    `step-N.safetensors` has the sequences' indices, tokens, documents and masks; N counts from 1, as in metrics.jsonl.
+    `step-N.json` has the seed, the world size and the reason.
     """
-    row, path = batches.rows(step), folder / f"step-{step + 1}.safetensors"
+    row, path = batches.sequences(step), folder / f"step-{step + 1}.safetensors"
     names = ("token", "document", "mask")
     tensors = {"row": row, **{name: field[row] for name, field in zip(names, batches.packed, strict=True)}}
     record = {"step": step + 1, "seed": batches.seed, "why": why, "world_size": batches.world}

@@ -1,4 +1,4 @@
-"""Train speculative streams for a frozen target, and keep those that were accepted most.
+"""Train speculative streams for a frozen target, and keep the best by acceptance.
 
     python train/streams.py model=tiny
 
@@ -6,9 +6,8 @@ The evaluation is that of every drafter:
 
     python eval/run.py drafter=streams drafter.streams.run=outputs/tiny-streams model=tiny
 
-Rows that the target has written, every few of them, are anchors: their streams run behind the packed sequences in the
-same pass, in which the target is read but never trained. The order of batches and anchors follows from seed and step
-alone.
+Every few rows that the target has written are anchors: their streams are appended to the packed sequences in the same
+pass of the frozen target. Batches and anchors depend on seed and step.
 """
 
 import os
@@ -46,7 +45,7 @@ from inference.target.config import ModelConfig
 from inference.target.loading import configuration
 from inference.target.placement import REPLICATE
 from inference.target.target import Target
-from inference.verification.rng import keyed
+from inference.verification.rng import hash_key
 from train.acceptance import AcceptanceEvaluator
 from train.build import among_processes, batches_for, prepare_out, provenance, values_of
 from train.checkpoints import resume
@@ -62,7 +61,7 @@ from train.step import Stepper
 
 @dataclass(frozen=True)
 class StreamsRunConfig:
-    """One training run of streams; conf/streams.yaml says what each key means."""
+    """A training run of streams; conf/streams.yaml explains the keys."""
 
     name: str
     out: str
@@ -89,17 +88,17 @@ class StreamsRunConfig:
 
 
 class Anchors(NamedTuple):
-    """The anchors of a batch, and which of their streams have a teacher; row 0 without any fills up."""
+    """The anchors of a batch, and which of their streams have a teacher; padding is row 0 without streams."""
 
     row: Int[Tensor, "B A"]
     valid: Bool[Tensor, "B A G"]
 
 
 def anchors(batch: Batch, every: int, streams: int, keys: Int[Tensor, "B"]) -> Anchors:
-    """Return every so many of each row's trained tokens that have a trained one ahead, from a random one on."""
+    """Return every `every`-th trained token with a trained next token in each sequence, from a random one on."""
     trained = trainable(batch.document, batch.loss_mask, streams).movedim(0, -1) & batch.loss_mask.bool()[:, :, None]
     chosen = []
-    for is_trained, key in zip(trained.any(-1), keyed(keys, ANCHORS).tolist(), strict=True):
+    for is_trained, key in zip(trained.any(-1), hash_key(keys, ANCHORS).tolist(), strict=True):
         chosen.append(is_trained.nonzero()[key % every :: every, 0])
     count = max(1, *map(len, chosen))
     row = torch.stack([torch.cat([anchor, anchor.new_zeros(count - len(anchor))]) for anchor in chosen])
@@ -120,7 +119,7 @@ def stream_sums(
 
 
 class StreamsLoss(nn.Module):
-    """The loss of streams in a step, in place of a head's: cross-entropy with the target's probabilities at anchors."""
+    """The loss of streams, in place of a head's `Loss`: cross-entropy with the target's probabilities at anchors."""
 
     noise = 0.0
 
@@ -150,7 +149,7 @@ class StreamsLoss(nn.Module):
 
 
 class TokensAlone:
-    """Features without hidden states: the streams' own pass runs the target."""
+    """A feature source without hidden states: the streams' pass runs the target."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -162,13 +161,13 @@ class TokensAlone:
 
 
 class KeptStreams:
-    """The streams that a run keeps on disk, in a folder of its own."""
+    """The best streams of a run on disk, in their own folder."""
 
     def __init__(self, folder: Path, streams: Streams, target: Target) -> None:
         self.folder, self.config, self.target = folder, streams.config, target
 
     def decoding(self, weights: dict[str, Tensor]) -> Streams:
-        """Return a copy with these weights to decode with."""
+        """Return a copy for decoding, with these weights."""
         copy = Streams(self.config, self.target)
         copy.load_state_dict(weights)
         return frozen(copy, self.target)
@@ -192,7 +191,7 @@ def loop_of(
     run: StreamsRunConfig, accelerator: Accelerator, target: Target, streams: Streams, batches: Batches,
     prompts: list[list[int]],
 ) -> Loop:  # fmt: skip
-    """Return the run's training loop, ready for its first step or for the one that it was stopped at."""
+    """Return the run's training loop, ready to start or to resume."""
 
     def drafter(streams: Streams, tree: TreeConfig, name: str) -> StreamsDrafter:
         return StreamsDrafter(StreamsDrafter.Config(run.out, tree), target, name, streams)
@@ -211,7 +210,7 @@ def loop_of(
 
 
 def train(run: StreamsRunConfig) -> None:
-    """Run the whole job on this process, alone in its output folder."""
+    """Run the job on this process, while it locks the output folder."""
     check_out(Path(run.out), replaces=run.resume or run.overwrite)
     among_processes(run, job)
 
@@ -236,7 +235,7 @@ def job(run: StreamsRunConfig, accelerator: Accelerator, lock: RunLock) -> None:
         prepare_out(run, values_of(run), lock, settings, data, origin, KIND)
         Console().print(
             f"{run.name}: {parameter_count(streams):,} trained parameters, {len(data.samples):,} samples, "
-            f"{len(packed.token):,} rows of {run.data.length} tokens",
+            f"{len(packed.token):,} sequences of {run.data.length} tokens",
             highlight=False,
         )
 
@@ -247,7 +246,7 @@ def job(run: StreamsRunConfig, accelerator: Accelerator, lock: RunLock) -> None:
 
 
 def streams_config(cfg: DictConfig) -> StreamsRunConfig:
-    """Return the typed configuration, without the final evaluation that trainer=debug makes small: here is none."""
+    """Return the typed configuration, without the final evaluation, which streams do not have."""
     OmegaConf.set_struct(cfg, False)
     cfg.pop("eval", None)
     return typed(StreamsRunConfig, cfg)

@@ -20,7 +20,7 @@ COST = ("head", "parameters", "tokens", "GFLOP", "seconds")
 
 
 def check(prompts: int, *, waits: bool) -> None:
-    """Refuse to search for the largest τ where no run measures one, or this command does not see the end of a run."""
+    """Refuse to optimise τ if no run measures it, or if this command does not wait for the runs."""
     if not sweeping() or "direction" not in HydraConfig.get().sweeper:
         return
     if prompts == 0:
@@ -35,16 +35,13 @@ def check(prompts: int, *, waits: bool) -> None:
 
 
 def best_tau(out: Path) -> float | None:
-    """Return the best τ that a finished run measured while it trained; None where it measured none."""
+    """Return the best τ that a finished run measured during training; None if it measured none."""
     cost = json.loads((out / "training.json").read_text())
     return float(cost["best_tau"]) or None
 
 
 def note(name: str, drafter: str, out: Path) -> None:
-    """Add a finished run, whose head its report calls `drafter`, to its multirun's table and print that, if it has one.
-
-    The last run's table is whole, and one that fails takes nothing from the others.
-    """
+    """Add a finished run to its multirun's table, if any, and print it; `drafter` is the head's name in the report."""
     if not sweeping():
         return
     path = Path(HydraConfig.get().sweep.dir, TABLE)
@@ -56,7 +53,7 @@ def note(name: str, drafter: str, out: Path) -> None:
 
 
 def rows_of(name: str, drafter: str, out: Path) -> list[dict[str, Any]]:
-    """Return the cost of a finished run with each of its timed rows of the report."""
+    """Return the timed rows of a finished run's report, with the run's cost."""
     cost = json.loads((out / "training.json").read_text())
     return [
         {"name": name, "out": str(out), "cost": cost, "failed": result.failed, **result.row}

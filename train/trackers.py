@@ -1,8 +1,8 @@
 """A run's records: metrics.jsonl always, other trackers if configured, a progress bar on the terminal.
 
-A tracker that fails is reported in one line and dropped; training never stops for it. A record is a dict with the
-`step` that it belongs to. metrics.jsonl takes it as it is; wandb and TensorBoard take its numbers alone, those of an
-inner list or dict under a name and an index: `accuracy/1` is that of depth 1.
+A failing tracker is reported in one line and dropped; training continues. A record is a dict with a `step`.
+metrics.jsonl has it unchanged; wandb and TensorBoard have its numbers, those of an inner list or dict by name and
+index: `accuracy/1` is the accuracy at depth 1.
 """
 
 import json
@@ -31,7 +31,7 @@ WAIT = 10.0  # seconds to wait for wandb's server before training begins
 
 
 def numbers(record: dict[str, Any]) -> Iterator[tuple[str, float]]:
-    """Yield the finite numbers of a record under flat names; the indices of a list count from 1, as depths do."""
+    """Yield the finite numbers of a record under flat names; indices of a list count from 1, like depths."""
     for name, value in record.items():
         if isinstance(value, dict | list | tuple):
             inner = value if isinstance(value, dict) else {str(i): item for i, item in enumerate(value, 1)}
@@ -41,13 +41,13 @@ def numbers(record: dict[str, Any]) -> Iterator[tuple[str, float]]:
 
 
 def grouped(record: dict[str, Any]) -> dict[str, float]:
-    """Return the finite numbers of a record by group: train/ those of a step, eval/ those of an evaluation."""
+    """Return the finite numbers of a record by group: train/ for a step, eval/ for an evaluation."""
     group = "train" if "loss" in record else "eval"
     return {f"{group}/{name}": value for name, value in numbers(record) if name != "step"}
 
 
 def step_of(line: bytes) -> int | None:
-    """Return the step of a line of metrics.jsonl, None if the line is no record."""
+    """Return the step of a line of metrics.jsonl, None if the line is not a record."""
     try:
         step = parse_json(line)["step"]
     except (ValueError, TypeError, KeyError):
@@ -58,8 +58,7 @@ def step_of(line: bytes) -> int | None:
 class Jsonl:
     """One JSON object a line, in full precision.
 
-    A resumed run drops the lines after the step it resumes from, so that each step occurs once, and lines that are no
-    record, such as one that a killed run was writing.
+    A resumed run drops the lines after the step it resumes from, and unfinished lines of a killed run.
     """
 
     def __init__(self, out: Path, start: int, config: dict[str, Any]) -> None:
@@ -72,7 +71,7 @@ class Jsonl:
         earlier = [line for line, step in zip(lines, steps, strict=True) if step is not None and step <= start]
         fresh.write_bytes(b"".join(line + b"\n" for line in earlier))
         os.replace(fresh, path)
-        self.file = path.open("ab", buffering=0)  # a buffer would lose what a killed run has logged
+        self.file = path.open("ab", buffering=0)  # unbuffered: a killed run loses no line
 
     def log(self, record: dict[str, Any]) -> None:
         """Write a line."""
@@ -92,7 +91,7 @@ class Wandb:
         id_file = out / "wandb-id.txt"
         if not id_file.exists():
             id_file.write_text(uuid.uuid4().hex[:8])
-        # Without metadata, which hold the command with the secrets in it: provenance.json has what is free of them.
+        # Without metadata, which have the command with its secrets; provenance.json has them redacted.
         settings = wandb.Settings(init_timeout=WAIT, x_disable_meta=True)
         self.run: Any = wandb.init(
             project="headstart", dir=str(out), config=config, name=out.name, id=id_file.read_text().strip(),
@@ -146,9 +145,9 @@ class TensorBoard:
         self.writer.close()
 
 
-Sink = Jsonl | Wandb | TensorBoard  # any of whose methods may fail
+Sink = Jsonl | Wandb | TensorBoard  # its methods may fail
 
-# Each is made of the run's folder, the number of steps done before, and the whole configuration.
+# Each takes the run's folder, the number of steps done before, and the configuration.
 TRACKERS: dict[str, Callable[[Path, int, dict[str, Any]], Sink]] = {
     "jsonl": Jsonl,
     "tensorboard": TensorBoard,
@@ -158,10 +157,10 @@ TRACKERS: dict[str, Callable[[Path, int, dict[str, Any]], Sink]] = {
 
 
 def conclude(out: Path, trackers: list[str], config: dict[str, Any], record: dict[str, Any]) -> None:
-    """Give a finished run's trackers its final numbers and its report; one that fails is named, and left out."""
+    """Pass the final numbers and the report to a finished run's trackers; failing ones are named and dropped."""
     report = [file for name in REPORT if (file := out / name).exists()]
     for name in dict.fromkeys(trackers):
-        if name == "jsonl":  # which has steps alone
+        if name == "jsonl":  # which has only steps
             continue
         with Dropping({}, name, log.warning):
             sink: Any = TRACKERS[name](out, record["step"], config)
@@ -170,7 +169,7 @@ def conclude(out: Path, trackers: list[str], config: dict[str, Any], record: dic
 
 
 class Tracker:
-    """Pass each record to every tracker, on the main process only, and to the bar that the training shows."""
+    """Pass each record to every tracker, on the main process only, and to the progress bar."""
 
     def __init__(
         self, out: Path, *, active: bool, steps: int, start: int, trackers: list[str], config: dict[str, Any]
@@ -182,7 +181,7 @@ class Tracker:
                 self.sinks[name] = TRACKERS[name](out, start, config)
 
     def log(self, record: dict[str, Any]) -> None:
-        """Pass on one record, which has at least `step`."""
+        """Log a record, which has at least `step`."""
         for name, sink in list(self.sinks.items()):
             with Dropping(self.sinks, name, say):
                 sink.log(record)
@@ -207,10 +206,10 @@ class Dropping:
         self.sinks, self.name, self.say = sinks, name, say
 
     def __enter__(self) -> None:
-        """Enter; nothing is needed."""
+        """Enter the context."""
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> bool:
-        """Drop the tracker for any error that is not a signal's, or a request to exit."""
+        """Drop the tracker at any error except a signal's or SystemExit."""
         if not isinstance(error, Exception):
             return False
         self.sinks.pop(self.name, None)

@@ -11,9 +11,9 @@ from benchmarks.gpu.heads import folder
 from eval.inputs.workloads import load_workload
 from eval.measures.losslessness import gate
 from heads.common.resolvers import ROOT
-from inference.decode import Settings, speculate
+from inference.decode import RequestParams, speculate
 from inference.drafters.head import load_drafter
-from inference.drafters.plain import Plain
+from inference.drafters.plain import Baseline
 from inference.target.target import Target
 from inference.verification.sample import GREEDY
 
@@ -60,9 +60,9 @@ def lossless(bench: Bench, dtype: str) -> list[Row]:
     tokens, answer, mean = (TOY_TOKENS, TOY_ANSWER, TOY_MEAN) if bench.toy else (TOKENS, ANSWER, MEAN)
     target = Target.load(str(TINY), dtype, str(bench.device))
     prompts = [each.token for each in load_workload(str(TINY / "chats.jsonl.xz"), target, -(-tokens // mean))]
-    settings = Settings(answer, GREEDY, gaps=True)
+    settings = RequestParams(answer, GREEDY, gaps=True)
     source: Any = load_drafter(folder(bench, "eagle", 300, large=False) / "head", {}, target, "head")
-    plain = speculate(target, Plain(target.device), prompts, settings, batch_size=SEVERAL)
+    plain = speculate(target, Baseline(target.device), prompts, settings, batch_size=SEVERAL)
     drafted = speculate(target, source, prompts, settings, batch_size=SEVERAL)
     result = gate(plain, drafted, [str(i) for i in range(len(prompts))], target.dtype)
     passes = sum(len(text.steps) for text in drafted)

@@ -11,9 +11,9 @@ from benchmarks.h100_estimate import seconds as estimated
 from benchmarks.step_counts import TREES, counted
 from eval.measures.machine import peak_memory
 from inference.batch import Batch, batch_of
-from inference.decode import Settings
+from inference.decode import RequestParams
 from inference.drafters.head import HeadDrafter
-from inference.drafters.plain import Plain
+from inference.drafters.plain import Baseline
 from inference.protocol import Drafter
 from inference.target import compiled
 from inference.verification.sample import GREEDY
@@ -44,11 +44,11 @@ def make(bench: Bench) -> list[Row]:
 def batch_at(bench: Bench, kind: str, size: int, context: int) -> Batch:
     """Return a full batch of sequences of about so many tokens."""
     target, tokens = bench.target, 128 if bench.toy else TOKENS
-    source: Drafter = Plain(target.device) if kind == "plain" else HeadDrafter(bench.head, TREE_OF[kind], kind)
+    source: Drafter = Baseline(target.device) if kind == "plain" else HeadDrafter(bench.head, TREE_OF[kind], kind)
     chance = torch.Generator().manual_seed(size)
     requests = [
         (torch.randint(target.embeddings.vocab_size, (context - slot,), generator=chance).tolist(),
-         Settings(tokens, GREEDY))
+         RequestParams(tokens, GREEDY))
         for slot in range(size)
     ]  # fmt: skip
     batch = batch_of(target, source, size, requests)
@@ -85,7 +85,7 @@ def step(bench: Bench, kind: str, size: int, context: int, way: str) -> list[Row
     first = [once(batch.step, bench.device) for _ in range(WARM)]
     count = 3 if bench.toy else MEASURED
     spent = [once(batch.step, bench.device) for _ in range(count)]
-    taken = [step for sequence in batch.running for step in sequence.session.generation.steps[-count:]]
+    taken = [step for sequence in batch.running for step in sequence.request.generation.steps[-count:]]
     assert len(taken) == count * shape[0], "no sequence has ended"
     mean, guess = sum(spent) / count, estimate(kind, size, context, way)
     parts = {"draft": "draft_s", "verify": "verify_s", "other": "other_s"}

@@ -18,11 +18,11 @@ from data.text.exact import LoggedAnswer
 from heads.formats.hub import resolve_head
 from inference.batch import batch_of
 from inference.drafters.head import load_drafter, saved_tree
-from inference.drafters.plain import Plain
+from inference.drafters.plain import Baseline
 from inference.drafters.registry import configured, make
 from inference.limits import check_prompt
 from inference.protocol import Drafter
-from inference.session import Generation, Settings
+from inference.request import Generation, RequestParams
 from inference.target.target import Target
 from inference.text_stream import UNFINISHED
 from inference.verification.sample import Sampling
@@ -67,7 +67,7 @@ class Engine:
                 if token is None:
                     yield talk.outcome()
                     continue
-                request = Settings(self.settings.max_new_tokens, self.sampling, seed=talk.seed(), rule=COUPLED)
+                request = RequestParams(self.settings.max_new_tokens, self.sampling, seed=talk.seed(), rule=COUPLED)
                 with torch.inference_mode():
                     answering.append(Answering(talk, token, self.batch.admit(0, token, request)))
                 self._release(answering, waiting)
@@ -125,5 +125,5 @@ def drafter_of(options: Mapping[str, Any], run: str | None, tree: Mapping[str, A
     """Load the configured drafter for a target, after `check_drafter`; refuse a head of another target."""
     name, values = check_drafter(options, run, tree)
     if run is None:
-        return Plain(target.device) if name == "plain" else make(name, values, target)
+        return Baseline(target.device) if name == "plain" else make(name, values, target)
     return load_drafter(resolve_head(run), tree, target, "head")

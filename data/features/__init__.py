@@ -2,8 +2,8 @@
 
 source.py         sources of features, and live ones
 store.py          a store of features on disk: dtypes, shards, index, checksums
-coding.py         conversion between features and the tensors of a store's row
-extraction.py     extraction of all rows into a store, shard after shard
+coding.py         conversion between features and a store's tensors
+extraction.py     extraction of all sequences into a store, shard after shard
 vllm_features.py  files of hidden states that vLLM writes
 served.py         features from vLLM servers, asked for ahead of training
 stored.py         features from a store, read ahead of training

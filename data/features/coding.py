@@ -1,4 +1,4 @@
-"""Conversion between features and the tensors of a store's row: quantised hidden states."""
+"""Conversion between features and a store's tensors: quantised hidden states."""
 
 from collections.abc import Iterable
 from typing import NamedTuple
@@ -8,7 +8,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from data.features.source import FeatureRequest
-from data.features.store import Coded, RowTensors, StoreSpec, decode, encode
+from data.features.store import Coded, SequenceTensors, StoreSpec, decode, encode
 from heads.base import Features
 from inference.target.target import Target
 
@@ -26,13 +26,13 @@ class States(NamedTuple):
 class Copying(NamedTuple):
     """Rows on their way to the host; their device may still be computing them."""
 
-    rows: RowTensors
+    sequences: SequenceTensors
     finite: Bool[Tensor, ""]  # whether all their states are, on the host like them
     copied: "torch.cuda.Event | None"  # what comes behind the last copy; None: they are there
     name: str  # the target's
 
-    def result(self) -> RowTensors:
-        """Wait for the rows; refuse a state that is not finite."""
+    def result(self) -> SequenceTensors:
+        """Wait for the sequences; refuse a state that is not finite."""
         if self.copied is not None:
             self.copied.synchronize()
         if not self.finite:
@@ -40,10 +40,12 @@ class Copying(NamedTuple):
                 f"{self.name}: a hidden state is not finite, so nothing is kept of it; load the target in bfloat16 or "
                 "float32 (model.dtype)"
             )
-        return self.rows
+        return self.sequences
 
 
-def compute(target: Target, token: Int[Tensor, "B T"], document: Int[Tensor, "B T"], spec: StoreSpec) -> RowTensors:
+def compute(
+    target: Target, token: Int[Tensor, "B T"], document: Int[Tensor, "B T"], spec: StoreSpec
+) -> SequenceTensors:
     """Return the tensors that a store of this kind holds of packed sequences, by a forward pass of the target."""
     return start(target, token, document, spec).result()
 
@@ -62,34 +64,38 @@ def copying(states: States, spec: StoreSpec) -> Copying:
     def copy(tensor: Tensor) -> Tensor:
         return tensor.to("cpu", non_blocking=on_gpu)  # a GPU's to pinned memory
 
-    rows: RowTensors = {}
+    sequences: SequenceTensors = {}
     for name, tensor in {**({HIDDEN: states.hidden} if spec.layers else {}), LAST: states.last_hidden}.items():
         coded = encode(tensor, spec.dtype)
-        rows[name] = copy(coded.value)
+        sequences[name] = copy(coded.value)
         if coded.scale is not None:
-            rows[name + SCALE] = copy(coded.scale)
+            sequences[name + SCALE] = copy(coded.scale)
     finite = copy(finite)
     copied = torch.cuda.current_stream(states.last_hidden.device).record_event() if on_gpu else None
-    return Copying(rows, finite, copied, spec.name)
+    return Copying(sequences, finite, copied, spec.name)
 
 
-def join(rows: Iterable[RowTensors]) -> RowTensors:
-    """Return the tensors of several rows as one."""
-    listed = list(rows)
-    return {name: torch.cat([row[name] for row in listed]) for name in listed[0]}
+def join(sequences: Iterable[SequenceTensors]) -> SequenceTensors:
+    """Return the tensors of several sequences as one."""
+    listed = list(sequences)
+    return {name: torch.cat([sequence[name] for sequence in listed]) for name in listed[0]}
 
 
-def decode_rows(
-    rows: RowTensors, token: Int[Tensor, "B T"], document: Int[Tensor, "B T"], request: FeatureRequest, spec: StoreSpec
+def decode_sequences(
+    sequences: SequenceTensors,
+    token: Int[Tensor, "B T"],
+    document: Int[Tensor, "B T"],
+    request: FeatureRequest,
+    spec: StoreSpec,
 ) -> Features:
-    """Decode stored rows to features, on their device, with the layers of the request."""
+    """Decode stored sequences to features, on their device, with the layers of the request."""
     if request.layers:
         indices = [spec.layers.index(layer) for layer in request.layers]
         chosen = slice(None) if request.layers == spec.layers else indices
-        scale = rows.get(HIDDEN + SCALE)
-        coded = Coded(rows[HIDDEN][:, :, chosen], None if scale is None else scale[:, :, chosen])
+        scale = sequences.get(HIDDEN + SCALE)
+        coded = Coded(sequences[HIDDEN][:, :, chosen], None if scale is None else scale[:, :, chosen])
         hidden = decode(coded, request.dtype)
     else:
         hidden = torch.zeros(*token.shape, 0, spec.width, dtype=request.dtype, device=token.device)
-    last = decode(Coded(rows[LAST], rows.get(LAST + SCALE)), request.dtype)
+    last = decode(Coded(sequences[LAST], sequences.get(LAST + SCALE)), request.dtype)
     return Features(token, hidden, last, document)

@@ -1,7 +1,7 @@
 """Extraction of a data set's features into a store, by the target's forward passes.
 
-Shard k holds rows k·R to (k+1)·R - 1, always computed in the same groups: shards that a killed extraction lacks are
-written by the next one, and the store has the bytes of an undisturbed one. Each process claims the shards that it
+Shard k holds sequences k·R to (k+1)·R - 1, always computed in the same groups: shards that a killed extraction lacks
+are written by the next one, and the store has the bytes of an undisturbed one. Each process claims the shards that it
 writes, first every world-th one, then the remaining ones, so any number of them share a store, started together or not.
 A shard is hashed and written in a thread, while the next ones are computed; its claim is held until it is written.
 """
@@ -63,18 +63,18 @@ class Layers(NamedTuple):
 def spec_of(
     target: Target | EmbeddingsOnly, packed: Packed, layers: tuple[int, ...], config: FeaturesConfig
 ) -> StoreSpec:
-    """Return the spec of a new store of these rows."""
+    """Return the spec of a new store of these sequences."""
     spec = target.spec
-    rows, length = packed.token.shape
+    sequences, length = packed.token.shape
     store = StoreSpec(
         spec.fingerprint, str(spec), target.quantized, layers, spec.hidden_size, spec.vocab_size,
-        packed_fingerprint(packed), rows, length, config.dtype, 1,
+        packed_fingerprint(packed), sequences, length, config.dtype, 1,
     )  # fmt: skip
-    return replace(store, shard_rows=max(1, config.shard_mb * MB // store.row_bytes))
+    return replace(store, shard_rows=max(1, config.shard_mb * MB // store.sequence_bytes))
 
 
-def rows_left(folder: Path, spec: StoreSpec) -> tuple[StoreSpec, int]:
-    """Return the spec of the store in a folder, or this one for a new store, and how many rows are still to extract.
+def sequences_left(folder: Path, spec: StoreSpec) -> tuple[StoreSpec, int]:
+    """Return the spec of a folder's store, or this one for a new store, and how many sequences are still to extract.
 
     A store that is there already may have more layers.
 
@@ -87,19 +87,19 @@ def rows_left(folder: Path, spec: StoreSpec) -> tuple[StoreSpec, int]:
         store.check(spec)
         spec, left = store.spec, len(store.missing())
     parent = next(path for path in [folder, *folder.absolute().parents] if path.exists())
-    size, free = left * spec.row_bytes, shutil.disk_usage(parent).free
+    size, free = left * spec.sequence_bytes, shutil.disk_usage(parent).free
     if size > free:
         raise ValueError(
-            f"{folder}: {left} rows take {size / GB:.3f} GB, and the disk has {free / GB:.3f} GB free; give "
+            f"{folder}: {left} sequences take {size / GB:.3f} GB, and the disk has {free / GB:.3f} GB free; give "
             "features.dtype=fp8, fewer layers or less data (data.limit), or more room"
         )
     return spec, left
 
 
 def extract(store: FeatureStore, make: Make, micro: int, rank: int, world: int) -> int:
-    """Write the rows that the store lacks, in shards, and return how many of these this process wrote.
+    """Write the sequences that the store lacks, in shards, and return how many of these this process wrote.
 
-    `make` computes the tensors of at most `micro` rows in one call.
+    `make` computes the tensors of at most `micro` sequences in one call.
 
     Raises:
         ValueError: the disk refused; written shards stay.
@@ -108,7 +108,7 @@ def extract(store: FeatureStore, make: Make, micro: int, rank: int, world: int) 
     mine = list(range(rank, spec.shards, world))
     others = [number for number in range(spec.shards) if number % world != rank]
     share = -(-len(store.missing()) // world)
-    with ThreadPoolExecutor(1) as thread, Bar(share, "extracting rows") as bar:
+    with ThreadPoolExecutor(1) as thread, Bar(share, "extracting sequences") as bar:
         waiting = deque[Future[None]]()
         writer = FeatureStore(store.folder)  # of its own, since it is used in another thread
         for number in mine + others:
@@ -118,16 +118,16 @@ def extract(store: FeatureStore, make: Make, micro: int, rank: int, world: int) 
             with ExitStack() as claims:
                 free = claims.enter_context(claim(store.lock(name), wait=False))
                 store.refresh()
-                rows = spec.shard(number)
-                if not free or all(map(store.has, rows)):
+                sequences = spec.shard(number)
+                if not free or all(map(store.has, sequences)):
                     continue
                 groups = []
-                for begin in range(0, len(rows), micro):
-                    groups.append(make(rows[begin : begin + micro]))
-                    bar.show(min(bar.done + len(rows[begin : begin + micro]), share))
+                for begin in range(0, len(sequences), micro):
+                    groups.append(make(sequences[begin : begin + micro]))
+                    bar.show(min(bar.done + len(sequences[begin : begin + micro]), share))
                 while waiting and (len(waiting) >= WAITING or waiting[0].done()):
                     waiting.popleft().result()
-                waiting.append(thread.submit(_write, writer, name, rows, groups, claims.pop_all()))
+                waiting.append(thread.submit(_write, writer, name, sequences, groups, claims.pop_all()))
                 written += 1
         for write in waiting:
             write.result()
@@ -135,10 +135,10 @@ def extract(store: FeatureStore, make: Make, micro: int, rank: int, world: int) 
     return written
 
 
-def _write(store: FeatureStore, name: str, rows: list[int], groups: list[Copying], held: ExitStack) -> None:
+def _write(store: FeatureStore, name: str, sequences: list[int], groups: list[Copying], held: ExitStack) -> None:
     """Write a shard, and give up the claim that is held for it."""
     with held:
-        store.write(name, rows, *(group.result() for group in groups))
+        store.write(name, sequences, *(group.result() for group in groups))
 
 
 def extract_features(
@@ -166,25 +166,25 @@ def extract_features(
     packed = pack(load_training(data, target.tokenizer, 0, workload).samples, data.length)
     check_known(packed, (), target.tokenizer, target.embeddings.vocab_size)
     folder = Path(str(config.path))
-    spec, left = rows_left(folder, spec_of(target, packed, layers.of(target), config))
+    spec, left = sequences_left(folder, spec_of(target, packed, layers.of(target), config))
 
-    def make(rows: list[int]) -> Copying:
-        return start(target, packed.token[rows].long(), packed.document[rows].long(), spec)
+    def make(sequences: list[int]) -> Copying:
+        return start(target, packed.token[sequences].long(), packed.document[sequences].long(), spec)
 
     if left and state.is_main_process:
-        say(f"{left} rows to extract: {left * spec.row_bytes / GB:.3f} GB")
+        say(f"{left} sequences to extract: {left * spec.sequence_bytes / GB:.3f} GB")
     state.wait_for_everyone()
     store = FeatureStore.create(folder, spec)
 
     def kept() -> str:
         store.refresh()
         held = spec.rows - len(store.missing())
-        return f"{held} of {spec.rows} rows are kept in {folder}; the same command goes on"
+        return f"{held} of {spec.rows} sequences are kept in {folder}; the same command goes on"
 
     with keeping(kept):
         written = extract(store, make, config.micro_rows, state.process_index, state.num_processes)
     state.wait_for_everyone()
     store.refresh()
     missing = len(store.missing())
-    beside = f"; {missing} rows are still being written by another command" if missing else ""
+    beside = f"; {missing} sequences are still being written by another command" if missing else ""
     say(f"{folder}: {written} shards written by process {state.process_index}, {store.bytes() / GB:.3f} GB{beside}")

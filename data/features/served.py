@@ -3,7 +3,7 @@
 The servers run vLLM's `extract_hidden_states` method, a request a document, and write the states to files in shared
 memory, which are removed once they are read. Documents of the micro-batches to come are asked for in their order, which
 follows from (seed, step), as many at a time as `features.endpoint.concurrency` says. Answers may arrive in any order:
-each is written to its place in its row.
+each is written to its place in its sequence.
 """
 
 import os
@@ -117,7 +117,7 @@ class VllmServers:
             EndpointError: every attempt failed, each at the next server.
             ValueError: the server refuses the request, or has sent another document's states.
         """
-        states, _ = self.clients[0].retried(lambda n: self._ask(piece, piece.row + n), self.endpoint.retries)
+        states, _ = self.clients[0].retried(lambda n: self._ask(piece, piece.sequence_index + n), self.endpoint.retries)
         return states
 
     def sweep(self) -> None:
@@ -135,7 +135,7 @@ class VllmServers:
         reply = self.clients[turn].once("POST", "/completions", body)
         answer = reply.get("kv_transfer_params")
         token, states = self.reader.read(answer if isinstance(answer, dict) else {}, self.endpoint.timeout)
-        where = f"{self.urls[turn]}: row {piece.row} from position {piece.start} on"
+        where = f"{self.urls[turn]}: sequence {piece.sequence_index} from position {piece.start} on"
         if token.tolist() != list(piece.token):
             raise ValueError(f"{where}: the states that it sent are those of other tokens; {SETUP}")
         self.ids.check(states, len(piece.token), self.width, where)
@@ -144,70 +144,70 @@ class VllmServers:
         return states, None
 
 
-class ArrivingRow(NamedTuple):
+class ArrivingSequence(NamedTuple):
     """A packed sequence, its states on the host, the last one not yet normed, and its documents still to come."""
 
-    row: int
+    sequence_index: int
     states: States
     documents: list[Future[None]]
 
 
-class EngineFeatures(ReadAhead[list[ArrivingRow]]):
-    """Features of the rows of a run, from servers that have been checked."""
+class ServedFeatures(ReadAhead[list[ArrivingSequence]]):
+    """Features of the sequences of a run, from servers that have been checked."""
 
     def __init__(
         self, servers: VllmServers, batches: Batches, request: FeatureRequest, norm: nn.Module, device: torch.device,
         ahead: int,
     ) -> None:  # fmt: skip
-        """Ask for nothing yet. A row that no server gives is an error."""
+        """Ask for nothing yet. A sequence that no server gives is an error."""
         super().__init__(batches, request, device, ahead)
         self.servers, self.norm = servers, norm
-        self.served = 0  # rows
+        self.served = 0  # sequences
         self._pool = ThreadPoolExecutor(servers.endpoint.concurrency)
 
-    def begin(self, batch: Batch) -> list[ArrivingRow]:
+    def begin(self, batch: Batch) -> list[ArrivingSequence]:
         """Ask for a micro-batch's documents."""
-        return [self._row(row) for row in batch.index.clamp_min(0).tolist()]  # a filler has the first row's tokens
+        return [self._arriving(index) for index in batch.index.clamp_min(0).tolist()]  # or a filler's
 
-    def finish(self, batch: Batch, job: list[ArrivingRow]) -> Features:
+    def finish(self, batch: Batch, job: list[ArrivingSequence]) -> Features:
         """Return the features of a micro-batch, once all its states have arrived."""
         hidden, last = (torch.cat(parts) for parts in zip(*map(self._whole, job), strict=True))
         token, document = to_device(batch.token, self.device), to_device(batch.document, self.device)
         return Features(token, hidden, last, document)
 
     def close(self) -> str:
-        """Ask for no more, remove what still arrives, and return how many rows came."""
+        """Ask for no more, remove what still arrives, and return how many sequences came."""
         self.servers.clients[0].stop.set()  # ends the pauses before retries
         self._pool.shutdown(cancel_futures=True)
         self.servers.sweep()
-        return f"features: {self.served} rows served"
+        return f"features: {self.served} sequences served"
 
-    def _row(self, row: int) -> ArrivingRow:
+    def _arriving(self, index: int) -> ArrivingSequence:
         length, width, pin = self.batches.packed.token.shape[1], self.servers.width, self.device.type == "cuda"
         zeros = partial(torch.zeros, dtype=self.request.dtype, pin_memory=pin)
         states = States(zeros(1, length, len(self.request.layers), width), zeros(1, length, width))
-        documents = [self._pool.submit(self._fetch, piece, states) for piece in pieces(self.batches.packed, row)]
-        return ArrivingRow(row, states, documents)
+        documents = [self._pool.submit(self._fetch, piece, states) for piece in pieces(self.batches.packed, index)]
+        return ArrivingSequence(index, states, documents)
 
     def _fetch(self, piece: Piece, into: States) -> None:
-        """Write the states of a document to its positions of a row."""
+        """Write the states of a document to its positions of a sequence."""
         states = self.servers.states(piece)
         into.hidden[0, piece.span] = states[:, self.servers.ids.layers].to(into.hidden.dtype)
         into.last_hidden[0, piece.span] = states[:, self.servers.ids.last].to(into.last_hidden.dtype)
 
-    def _whole(self, row: ArrivingRow) -> States:
-        """Return the states of a row, once they have all arrived, on the device."""
+    def _whole(self, sequence: ArrivingSequence) -> States:
+        """Return the states of a sequence, once they have all arrived, on the device."""
         begin = time.perf_counter()
         try:
-            for document in row.documents:
+            for document in sequence.documents:
                 document.result()
         except EndpointError as failure:
             raise ValueError(
-                f"{', '.join(self.servers.urls)}: {failure.cause} ({failure.detail}), so row {row.row} has no states; "
-                "start the server again, and resume=true goes on"
+                f"{', '.join(self.servers.urls)}: {failure.cause} ({failure.detail}), so sequence "
+                f"{sequence.sequence_index} has no states; start the server again, and resume=true goes on"
             ) from failure
         finally:
             self.stall += time.perf_counter() - begin
         self.served += 1
-        hidden, last = (to_device(states, self.device) for states in row.states)
+        hidden, last = (to_device(states, self.device) for states in sequence.states)
         return States(hidden, normed(last, self.norm).to(self.request.dtype))

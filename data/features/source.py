@@ -79,7 +79,7 @@ class MicroBatch(NamedTuple):
 class FeatureSource(Protocol):
     """The micro-batches of a step with the features to train on."""
 
-    batches: Batches  # which rows a step takes
+    batches: Batches  # which sequences a step takes
     stall: float  # seconds that the caller has waited for features to be read
 
     def __call__(self, step: int) -> list[MicroBatch]:
@@ -97,12 +97,12 @@ class ReadAhead(Generic[T]):
     def __init__(self, batches: Batches, request: FeatureRequest, device: torch.device, ahead: int) -> None:
         """Read nothing yet."""
         self.batches, self.request, self.device, self.ahead = batches, request, device, ahead
-        self.stall = 0.0  # seconds that the caller has waited for rows
+        self.stall = 0.0  # seconds that the caller has waited for sequences
         self._jobs: deque[tuple[int, Batch, T]] = deque()
         self._coming: Iterator[tuple[int, Batch]] = iter(())
 
     def begin(self, batch: Batch) -> T:
-        """Start to read a micro-batch's rows."""
+        """Start to read a micro-batch's sequences."""
         raise NotImplementedError
 
     def finish(self, batch: Batch, job: T) -> Features:
@@ -112,7 +112,7 @@ class ReadAhead(Generic[T]):
     def __call__(self, step: int) -> list[MicroBatch]:
         """Return the micro-batches of a step; they and those of the next steps are read ahead from here on.
 
-        `read` raises a ValueError that names the remedy where a row cannot be had.
+        `read` raises a ValueError that names the remedy where a sequence cannot be had.
         """
         if not self._jobs or self._jobs[0][0] != step:
             self._coming = ((number, batch) for number in count(step) for batch in self.batches(number))

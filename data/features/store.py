@@ -1,17 +1,17 @@
 """A store of features on disk: shards of whole packed sequences, each with an index entry, under one meta file.
 
     FOLDER/meta.json                   the contents of the store: `StoreSpec`, with a checksum of itself
-    FOLDER/shards/NAME.safetensors     the tensors of some rows, row by row
-    FOLDER/index/NAME.json             the numbers of those rows, the digest of each, and a checksum of itself
+    FOLDER/shards/NAME.safetensors     the tensors of some sequences, one after another
+    FOLDER/index/NAME.json             the numbers of those sequences, the digest of each, and a checksum of itself
     FOLDER/locks/NAME                  empty; held by the process that writes the shard
 
 An entry is written after its shard, and both whole or not at all, so a reader sees finished shards only, also while
-others write. Every row is checked whenever it is read. Digests protect against damage, not against tampering: XXH3 of
-128 bits takes as long as reading the memory.
+others write. Every sequence is checked whenever it is read. Digests protect against damage, not against tampering: XXH3
+of 128 bits takes as long as reading the memory.
 
-Hidden states have a scale for each token and layer. The error of a value x whose row's largest is m: fp32 none, bf16
-|x| / 2^8 at most (twice that of rounding to nearest), fp8 (e4m3) |x| / 2^4 + m / 448 / 2^10, each but for fp32's own
-rounding.
+Hidden states have a scale for each token and layer. The error of a value x in a vector with the largest m: fp32 none,
+bf16 |x| / 2^8 at most (twice that of rounding to nearest), fp8 (e4m3) |x| / 2^4 + m / 448 / 2^10, each but for fp32's
+own rounding.
 """
 
 import hashlib
@@ -36,7 +36,7 @@ from heads.common.typed import fits, typed
 from heads.common.untrusted import inside
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn}
-LARGEST = 448.0  # fp8's largest value, to which a row's largest is scaled
+LARGEST = 448.0  # fp8's largest value, to which a vector's largest is scaled
 SCALE_BYTES = 4
 FORMAT = 2  # of a new store
 META, SHARDS, INDEX, LOCKS = "meta.json", "shards", "index", "locks"
@@ -47,7 +47,7 @@ MUST_AGREE = {
     "rows": "number of packed sequences", "layers": "feature layers", "dtype": "features.dtype",
 }  # fmt: skip
 
-RowTensors = dict[str, Tensor]
+SequenceTensors = dict[str, Tensor]
 
 
 class DamagedError(ValueError):
@@ -71,12 +71,12 @@ class StoreSpec:
     shard_rows: Count  # of a shard at most
 
     @property
-    def row_bytes(self) -> int:
-        """Bytes of a row on disk, apart from some hundred bytes of overhead of its shard and entry."""
+    def sequence_bytes(self) -> int:
+        """Bytes of a sequence on disk, apart from some hundred bytes of overhead of its shard and entry."""
         return self.length * (len(self.layers) + 1) * size(self.width, self.dtype)
 
     def shard(self, number: int) -> list[int]:
-        """Return the rows of an extraction's shard."""
+        """Return the sequences of an extraction's shard."""
         return list(range(number * self.shard_rows, min(self.rows, (number + 1) * self.shard_rows)))
 
     @property
@@ -86,7 +86,7 @@ class StoreSpec:
 
 
 class Entry(NamedTuple):
-    """A shard's rows, in its order, the digest of each, and the size of its file."""
+    """A shard's sequences, in its order, the digest of each, and the size of its file."""
 
     rows: list[int]
     digests: list[str]
@@ -94,7 +94,7 @@ class Entry(NamedTuple):
 
 
 def packed_fingerprint(packed: Packed) -> str:
-    """Return the SHA-256 of the rows' tokens and documents, which determine the features; loss masks do not."""
+    """Return the SHA-256 of the sequences' tokens and documents, which determine the features; loss masks do not."""
     digest = hashlib.sha256()
     for tensor in (packed.token, packed.document):
         digest.update(np.ascontiguousarray(tensor.numpy(), dtype="<i4").tobytes())
@@ -124,7 +124,7 @@ class FeatureStore:
             raise ValueError(f"{folder / META}: {error}; put a copy in its place, or extract again elsewhere") from None
         self.damaged: dict[str, str] = {}  # shards that are ignored, and why: they or their entries are damaged
         self.entries: dict[str, Entry] = {}
-        self._location: dict[int, tuple[str, int]] = {}  # of each row: its shard's name and its index in there
+        self._location: dict[int, tuple[str, int]] = {}  # of each sequence: its shard's name and its index in there
         # Closed with their last reference.
         self._opened: Any = lru_cache(OPEN)(lambda name: safe_open(self._shard(name), "pt"))
         self.refresh()
@@ -163,54 +163,60 @@ class FeatureStore:
                 except ValueError as error:
                     self.damaged[file.stem] = str(error)
                 else:
-                    self._location.update({row: (file.stem, i) for i, row in enumerate(entry.rows)})
+                    self._location.update({sequence: (file.stem, i) for i, sequence in enumerate(entry.rows)})
                     self.entries[file.stem] = entry
 
     def _entry(self, file: Path) -> Entry:
         inside(file.parent, file.name)
         shard = inside(self.folder / SHARDS, self._shard(file.stem).name)
         content: dict[str, Any] = dict.fromkeys(Entry._fields) | read_checked(file)
-        rows, digests, size = (content[field] for field in Entry._fields)
-        if not (fits(list[Any], rows) and fits(list[str], digests) and fits(int, size) and len(rows) == len(digests)):
-            raise ValueError(f"{file}: damaged, it does not list rows with their digests and its bytes")
-        if not all(type(row) is int and 0 <= row < self.spec.rows for row in rows) or len(set(rows)) != len(rows):
-            raise ValueError(f"{file}: damaged, its rows are not different ones of {self.spec.rows}")
+        sequences, digests, size = (content[field] for field in Entry._fields)
+        if not (
+            fits(list[Any], sequences)
+            and fits(list[str], digests)
+            and fits(int, size)
+            and len(sequences) == len(digests)
+        ):
+            raise ValueError(f"{file}: damaged, it does not list sequences with their digests and its bytes")
+        valid = all(type(number) is int and 0 <= number < self.spec.rows for number in sequences)
+        if not valid or len(set(sequences)) != len(sequences):
+            raise ValueError(f"{file}: damaged, its sequences are not different ones of {self.spec.rows}")
         if not shard.is_file():
             raise ValueError(f"{shard}: is not there, though the index has it")
         if shard.stat().st_size != size:
             raise ValueError(f"{shard}: damaged, it has {shard.stat().st_size} bytes instead of {size}")
-        return Entry(rows, digests, size)
+        return Entry(sequences, digests, size)
 
-    def has(self, row: int) -> bool:
-        """Whether a row is in a finished shard."""
-        return row in self._location
+    def has(self, sequence: int) -> bool:
+        """Whether a sequence is in a finished shard."""
+        return sequence in self._location
 
     def missing(self) -> list[int]:
-        """Return the rows that no finished shard holds."""
-        return [row for row in range(self.spec.rows) if row not in self._location]
+        """Return the sequences that no finished shard holds."""
+        return [sequence for sequence in range(self.spec.rows) if sequence not in self._location]
 
     def bytes(self) -> int:
         """Bytes of the finished shards."""
         return sum(entry.bytes for entry in self.entries.values())
 
-    def read(self, row: int) -> RowTensors:
-        """Return a row's tensors, each with one row; a DamagedError where it is not what was written, or gone."""
-        name, index = self._location[row]
+    def read(self, sequence: int) -> SequenceTensors:
+        """Return a sequence's tensors "1 …"; a DamagedError where it is not what was written, or gone."""
+        name, index = self._location[sequence]
         try:
             opened = self._opened(name)
             names: list[str] = list(opened.keys())
             tensors = {key: opened.get_slice(key)[index : index + 1] for key in names}
         except (OSError, SafetensorError, IndexError, TypeError, RuntimeError, OverflowError) as error:
-            raise self._damage(name, row, f"cannot be read ({' '.join(str(error).split())})") from error
+            raise self._damage(name, sequence, f"cannot be read ({' '.join(str(error).split())})") from error
         if self._digest(tensors) != self.entries[name].digests[index]:
-            raise self._damage(name, row, "is not what was written, its checksum differs")
+            raise self._damage(name, sequence, "is not what was written, its checksum differs")
         return tensors
 
-    def write(self, name: str, rows: list[int], *groups: RowTensors) -> None:
-        """Write a claimed shard of some groups of rows, then its entry; refuse a full disk, which spares the others."""
+    def write(self, name: str, sequences: list[int], *groups: SequenceTensors) -> None:
+        """Write a claimed shard of groups of sequences, then its entry; refuse a full disk, which spares the others."""
         tensors = {key: torch.cat([group[key] for group in groups]) for key in groups[0]}
         content = save(tensors)
-        entry = Entry(rows, [self._digest(row) for row in split(tensors)], len(content))
+        entry = Entry(sequences, [self._digest(sequence) for sequence in split(tensors)], len(content))
         try:
             atomic_write(self._shard(name), content)
             write_checked(self.folder / INDEX / f"{name}.json", entry._asdict())
@@ -225,7 +231,7 @@ class FeatureStore:
         """Return the file to claim for a shard, or for any other name."""
         return self.folder / LOCKS / name
 
-    def _digest(self, tensors: RowTensors) -> str:
+    def _digest(self, tensors: SequenceTensors) -> str:
         """Return the digest of tensors' names and bytes."""
         digest = xxhash.xxh3_128()
         for name in sorted(tensors):
@@ -236,21 +242,21 @@ class FeatureStore:
     def _shard(self, name: str) -> Path:
         return self.folder / SHARDS / f"{name}.safetensors"
 
-    def _damage(self, name: str, row: int, what: str) -> DamagedError:
+    def _damage(self, name: str, sequence: int, what: str) -> DamagedError:
         return DamagedError(
-            f"{self._shard(name)}: row {row} {what}; remove {self.folder / INDEX / name}.json and extract again, or "
-            "give features.on_missing=compute"
+            f"{self._shard(name)}: sequence {sequence} {what}; remove {self.folder / INDEX / name}.json and extract "
+            "again, or give features.on_missing=compute"
         )
 
 
-def split(rows: RowTensors) -> list[RowTensors]:
-    """Return the tensors of each row."""
-    count = len(next(iter(rows.values())))
-    return [{name: tensor[i : i + 1] for name, tensor in rows.items()} for i in range(count)]
+def split(sequences: SequenceTensors) -> list[SequenceTensors]:
+    """Return the tensors of each sequence."""
+    count = len(next(iter(sequences.values())))
+    return [{name: tensor[i : i + 1] for name, tensor in sequences.items()} for i in range(count)]
 
 
 class Coded(NamedTuple):
-    """Values in a dtype of DTYPES, with a scale for each row of them if the dtype needs one."""
+    """Values in a dtype of DTYPES, with a scale for each vector of them if the dtype needs one."""
 
     value: Shaped[Tensor, "*n D"]
     scale: Float[Tensor, "*n"] | None
@@ -261,7 +267,7 @@ def encode(x: Float[Tensor, "*n D"], dtype: str) -> Coded:
     if dtype != "fp8":
         return Coded(x.to(DTYPES[dtype]), None)
     x = x.float()
-    scale = (x.abs().amax(-1) / LARGEST).clamp_min(torch.finfo(torch.float32).tiny)  # a row of zeros has one too
+    scale = (x.abs().amax(-1) / LARGEST).clamp_min(torch.finfo(torch.float32).tiny)  # a vector of zeros has one too
     scaled = (x / scale.unsqueeze(-1)).clamp(-LARGEST, LARGEST)
     return Coded(scaled.to(DTYPES[dtype]), scale)
 
@@ -274,5 +280,5 @@ def decode(coded: Coded, dtype: torch.dtype) -> Float[Tensor, "*n D"]:
 
 
 def size(width: int, dtype: str) -> int:
-    """Return the bytes that one row of `width` values takes."""
+    """Return the bytes of a vector of `width` values."""
     return width * DTYPES[dtype].itemsize + (SCALE_BYTES if dtype == "fp8" else 0)

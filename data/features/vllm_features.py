@@ -33,25 +33,25 @@ PAUSE = 0.002  # seconds between looks at a lock
 
 
 class Piece(NamedTuple):
-    """A document of a packed sequence: its row, its first position there, and its tokens."""
+    """A document of a packed sequence: the sequence's index, the document's first position there, and its tokens."""
 
-    row: int
+    sequence_index: int
     start: int
     token: tuple[int, ...]
 
     @property
     def span(self) -> slice:
-        """Its positions in the row."""
+        """Its positions in the sequence."""
         return slice(self.start, self.start + len(self.token))
 
 
-def pieces(packed: Packed, row: int) -> Iterator[Piece]:
+def pieces(packed: Packed, index: int) -> Iterator[Piece]:
     """Yield the documents of a packed sequence."""
-    start, token = 0, packed.token[row].tolist()
-    for document, group in groupby(packed.document[row].tolist()):
+    start, token = 0, packed.token[index].tolist()
+    for document, group in groupby(packed.document[index].tolist()):
         count = len(list(group))
         if document >= 0:
-            yield Piece(row, start, tuple(token[start : start + count]))
+            yield Piece(index, start, tuple(token[start : start + count]))
         start += count
 
 

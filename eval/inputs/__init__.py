@@ -1,5 +1,5 @@
 """Inputs of an evaluation: workloads, recorded texts, runs, drafters.
 
-workloads.py  prompts to measure on, and what the target writes after them or a log has recorded
+workloads.py  prompts to measure on, and answers by the target or from a log
 drafters.py   the head and the target of a run's folder; a configuration's drafters
 """

@@ -1,4 +1,4 @@
-"""The drafters of a configuration: trained heads, found in their runs, and those of inference/drafters."""
+"""The drafters of a configuration: trained heads in their runs, and those of inference/drafters."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, fields
@@ -19,14 +19,12 @@ from inference.target.config import ModelConfig, model_config
 from inference.target.placement import DEVICE_MAP, TOGETHER, Placement
 from inference.target.target import Target
 
-# The keys of a run's model that still apply where model.path names another one.
+# The keys of a run's model that still apply if model.path names another one.
 INHERITED = ("dtype", "device", "quantize", "adapter", "prompts", *(field.name for field in fields(Placement)))
 
 
 def find_heads(runs: list[str]) -> dict[str, Path]:
-    """Return the head folders of the runs under the names that the report gives them.
-
-    A head is called by its kind, and by its run too where two are of one kind.
+    """Return the runs' head folders by their names in the report: the head's kind, and its run if two share a kind.
 
     Raises:
         ValueError: a run has no head, or is given twice.
@@ -41,7 +39,7 @@ def find_heads(runs: list[str]) -> dict[str, Path]:
 
 
 def own_prompts(run: str | None) -> str | None:
-    """Return the file of held-out prompts that a run's training left in its folder, None if there is none."""
+    """Return the file of held-out prompts in a run's folder, None if there is none."""
     file = None if run is None else Path(run).expanduser() / "prompts.jsonl"
     return str(file) if file is not None and file.is_file() and file.stat().st_size else None
 
@@ -52,17 +50,17 @@ def overlay(base: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, 
 
 
 def model_of(run: str | None, given: Mapping[str, Any]) -> ModelConfig:
-    """Return the model to load: the run's, changed by the user's values; refuse if neither names one, or a bad run."""
+    """Return the model to load: the run's with the user's values; refuse a bad run, or no model at all."""
     trained = {} if run is None else _trained_model(run)
-    # A run's folder may come from elsewhere: whether the target's own code may run is for the user alone to say.
+    # A run's folder may come from elsewhere: only the user may allow the target's own code.
     if trained.pop("trust_remote_code", False) and given.get("trust_remote_code") is None and given.get("path") is None:
         raise ValueError(
             f"run={run}: was trained with model.trust_remote_code=true, which no file may say for you: say it again "
             "if you trust the target's code, else model.trust_remote_code=false"
         )
     if run is not None and not Path(run).expanduser().is_dir():
-        trained.pop("prompts", None)  # a file of the machine that it was trained on
-    if trained.get("placement") in TOGETHER:  # of the run's processes; here is one
+        trained.pop("prompts", None)  # a file on the training machine
+    if trained.get("placement") in TOGETHER:  # settings of several processes
         trained["placement"] = DEVICE_MAP
     if given.get("path") is not None:
         trained = {key: value for key, value in trained.items() if key in INHERITED}
@@ -76,9 +74,9 @@ def model_of(run: str | None, given: Mapping[str, Any]) -> ModelConfig:
 
 
 def _trained_model(run: str) -> dict[str, Any]:
-    """Return the `model` of a run's config.yaml, or where that was not published, the target its head names."""
+    """Return the `model` of a run's config.yaml, or if it was not published, its head's target."""
     folder = resolve_head(run)
-    folders = [folder, *([folder.parent] if folder.name == "head" else [])]  # published by itself, or within its run
+    folders = [folder, *([folder.parent] if folder.name == "head" else [])]  # published alone, or within its run
     file = next((path / "config.yaml" for path in folders if (path / "config.yaml").is_file()), None)
     if file is None:
         saved = {} if is_published(folder) else read_config(folder)["target"]
@@ -123,7 +121,7 @@ def load_drafters(config: DraftersConfig, target: Target) -> Drafters:
         elif name == "hybrid":
             settings = build(Hybrid.Config, dict(options), "drafter.hybrid")
             lookup = make("hybrid.lookup", settings.lookup, target)
-            if not lookup.scores:
+            if not lookup.expects_acceptance:
                 raise ValueError(
                     "drafter.hybrid.lookup.source: only a source that scores its drafts will do, such as suffix"
                 )
@@ -134,7 +132,7 @@ def load_drafters(config: DraftersConfig, target: Target) -> Drafters:
 
 
 def _folders(config: DraftersConfig) -> dict[str, Path]:
-    """Return the heads' folders under the names that the report gives them."""
+    """Return the heads' folders by their names in the report."""
     runs = [*config.runs(), *config.compare]
     if not runs:
         raise ValueError("run is missing: give run=outputs/NAME, or drafter=plain to measure the target alone")
@@ -142,5 +140,5 @@ def _folders(config: DraftersConfig) -> dict[str, Path]:
 
 
 def _heads(config: DraftersConfig, target: Target) -> Drafters:
-    """Return the heads of all runs, each under its own tree."""
+    """Return the heads of all runs, each with its own tree."""
     return {name: load_drafter(folder, config.tree, target, name) for name, folder in _folders(config).items()}

@@ -1,6 +1,6 @@
-"""Prompts to measure on, and texts: those that the target writes after them, or that a log has recorded.
+"""Workloads: prompts to measure on, and texts, which are answers by the target or from a log.
 
-A workload is the bundled one by its name, the user's own log, or a published benchmark's file.
+A workload is the bundled one by its name, the user's log, or a published benchmark's file.
 """
 
 from collections import Counter
@@ -23,7 +23,7 @@ from eval.config import Selection, listed
 from eval.measures import metrics
 from eval.measures.results import Measurement
 from inference.chat_template import RenderError
-from inference.decode import Settings, autoregress
+from inference.decode import RequestParams, autoregress
 from inference.target.target import Target
 from inference.target.tokenizer import text_ids, tokenize
 
@@ -32,7 +32,7 @@ NO_ANSWER = "it has no answer to play back: give a log with answers, or text=own
 
 @dataclass(frozen=True)
 class Text:
-    """A prompt and its answer as tokens, the answer's start, and the most tokens that it was allowed."""
+    """A prompt and its answer as tokens, the answer's start, and its limit of tokens."""
 
     token: list[int]
     start: int
@@ -57,13 +57,13 @@ class RecordedText(NamedTuple):
     text: Text
 
 
-def write(target: Target, prompts: Sequence[list[int]], settings: Settings) -> list[Text]:
-    """Let the target answer by itself; answers of one token, which no step adds to, are left out."""
+def write(target: Target, prompts: Sequence[list[int]], settings: RequestParams) -> list[Text]:
+    """Let the target answer autoregressively; answers of one token, which have no step, are left out."""
     texts = [of_answer(target, prompt, autoregress(target, prompt, settings).tokens, settings) for prompt in prompts]
     return [text for text in texts if text.generated > 1]
 
 
-def of_answer(target: Target, prompt: list[int], answer: list[int], settings: Settings) -> Text:
+def of_answer(target: Target, prompt: list[int], answer: list[int], settings: RequestParams) -> Text:
     """Return the text of a prompt and its answer."""
     return Text(prompt + answer, len(prompt), min(settings.max_new_tokens, target.context - len(prompt)))
 
@@ -140,10 +140,10 @@ def _masking() -> DataConfig:
     )  # fmt: skip
 
 
-# Below this, generation would end at the context's edge and not at the answer's, and measure next to nothing.
+# With fewer, most generations would end at the context's limit.
 MIN_ANSWER_TOKENS = 8
 SEARCHED = 10_000  # the most records among which prompts of all categories are searched
-LONG = 32  # words of a plain text from which on half of it is a prompt unlike others
+LONG = 32  # words of a plain text whose first half is a distinctive prompt
 
 Answer = Callable[[list[int]], str]  # the target's answer to a prompt
 Readable = Record | Prompt
@@ -152,7 +152,7 @@ Indexed = tuple[int, Readable]
 
 @runtime_checkable
 class Categorized(Protocol):
-    """What is measured on: a prompt, a recorded text, a request."""
+    """A measured item with a category: a prompt, a recorded text, a request."""
 
     @property
     def category(self) -> str:
@@ -178,7 +178,7 @@ class Workload(Generic[P]):
     distinct: int
 
     def categories(self) -> dict[str, list[int]]:
-        """Return the indices of each category's prompts; nothing where all are of one."""
+        """Return the indices of each category's prompts; empty if there is only one."""
         indices: dict[str, list[int]] = {}
         for index, prompt in enumerate(self.prompts):
             indices.setdefault(prompt.category or "other", []).append(index)
@@ -187,13 +187,13 @@ class Workload(Generic[P]):
     def measurement(
         self, temperature: float, batch_size: int, seed: int, memory_bytes: int = 0, **more: Any
     ) -> Measurement:
-        """Return the settings that all rows of one measurement on it share; `more` are further fields."""
+        """Return the settings that all rows of a measurement on it share; `more` are further fields."""
         groups: dict[str, Any] = {"categories": self.categories(), "conversations": self.conversations}
         return Measurement(self.name, temperature, batch_size, memory_bytes, seed, **groups, **more)
 
 
 def prompt_counts(workloads: Sequence[Workload[Any]], repeated: str) -> dict[str, Any]:
-    """Return the report's settings that count prompts; `repeated` says which warm up where no further ones do."""
+    """Return the report's counts of prompts; `repeated` names warm-up prompts that are repeated ones."""
     return {
         "prompts": sum(len(workload.prompts) for workload in workloads),
         "distinct_prompts": sum(workload.distinct for workload in workloads),
@@ -213,7 +213,7 @@ def read_workload(name: str, target: Target, selection: Selection, answer: Answe
         name: a key of `WORKLOADS`, a file, a folder, a glob, or a Hub name.
         target: the target, whose tokenizer and context are used.
         selection: which of its prompts.
-        answer: the target's answers, for the turns of a dialogue that have none recorded.
+        answer: the target's answer, for turns of a dialogue without one.
 
     Raises:
         ValueError: unknown workload or shape, no prompts, text that must be fetched first, or a prompt that is empty,
@@ -246,10 +246,10 @@ def gathered(
     content: Callable[[P], tuple[Any, ...]],
     repeat: Callable[[P], P],
 ) -> Workload[P]:
-    """Return a workload of the prompts that `read` makes of each record, given which turns to take.
+    """Return a workload of the prompts that `read` makes of each record, given the turns to take.
 
-    Warm-up prompts are the workload's next ones; where it has no more, the last of those that are measured, as `repeat`
-    changes them. Prompts of the same `content` count as one.
+    Warm-up prompts are the next ones of the workload; if there are none, the last measured ones, changed by `repeat`.
+    Prompts of equal `content` count as one.
     """
     most = selection.prompts + selection.warmup
     records = list(_records(locate(name), SEARCHED if selection.balanced else most))
@@ -271,7 +271,7 @@ def gathered(
 
 
 def fit(prompt: Prompt, target: Target, truncate: bool) -> Prompt:
-    """Return a prompt with room for an answer, shortened where it may be; refuse one empty, too long or not known."""
+    """Return a prompt with room for an answer, shortened if allowed; refuse empty, too long and unknown ones."""
     if not prompt.token:
         raise ValueError(f"prompt {prompt.id}: is empty: remove it")
     check_known(prompt.token, f"prompt {prompt.id}", target)
@@ -312,9 +312,9 @@ def in_turn(records: Sequence[Indexed], count: int) -> list[Indexed]:
 
 
 def varied(records: list[Indexed], count: int) -> list[Indexed]:
-    """Return the records; of plain texts, different ones evenly spaced in the source, long ones where it has any.
+    """Return the records; plain texts are evenly spaced in the source, different, and long if possible.
 
-    Neighbouring texts are often alike, and half of a short one does not distinguish it from others.
+    Neighbouring texts are often alike, and half of a short text is not distinctive.
     """
     texts: dict[str, Indexed] = {}
     for index, record in records:
@@ -349,7 +349,7 @@ def workload_names(given: Any) -> list[str]:
 
 
 def named_apart(names: Sequence[str]) -> list[str]:
-    """Return the workloads' names in reports; of files that are called alike, as they were given.
+    """Return the workloads' names in reports; files with equal names keep their paths.
 
     Raises:
         ValueError: one is given twice.
@@ -375,7 +375,7 @@ def _records(path: str, limit: int) -> Iterator[Indexed]:
 
 
 def _named(name: str, record: Readable, read: Callable[[Readable, str], Iterable[P]], turns: str) -> Iterator[P]:
-    """Yield what a record is read as; errors in it name the workload."""
+    """Yield what `read` makes of a record; errors name the workload."""
     try:
         yield from read(record, turns)
     except UnicodeEncodeError as error:

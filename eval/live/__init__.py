@@ -1,5 +1,5 @@
-"""The live tier: drafters timed beside their baselines.
+"""The live tier: drafters timed together with their baselines.
 
-interleaved.py  the clock: every drafter and HF's generate on the same prompts, interleaved, or at a rate of requests
+interleaved.py  timing: every drafter and HF's generate on the same prompts, interleaved, or at a rate of requests
 extras.py       training curves, acceptance of every tree node, sample answers
 """

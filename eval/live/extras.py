@@ -17,9 +17,9 @@ from inference.decode import Generation
 from inference.protocol import Drafter
 from inference.text_stream import TextStream
 
-METRICS = "metrics.jsonl"  # of a run's folder, by train/trackers.py
-POINTS = 200  # of a training curve; more cannot be seen
-NODES = 400  # of a tree; more cannot be distinguished
+METRICS = "metrics.jsonl"  # a file of a run's folder, by train/trackers.py
+POINTS = 200  # points of a training curve
+NODES = 400  # nodes of a tree
 ANSWERS, QUESTION = 3, 1500  # sample answers of each drafter, characters of a prompt's end
 
 Records = list[dict[str, Any]]
@@ -61,7 +61,7 @@ def curves(records: Records) -> dict[str, Records]:
 
 
 def trees(runs: Runs, drafters: Mapping[str, Drafter]) -> dict[str, dict[str, Any]]:
-    """Return the trees of one session's drafters, but for those that never drafted, and each node's acceptance.
+    """Return the trees of a session's drafters that drafted, and each node's acceptance.
 
     Returns:
         By name: the tree's `label`; `paths`, of the nodes accepted most often the ranks on the way from the root,
@@ -84,9 +84,9 @@ def trees(runs: Runs, drafters: Mapping[str, Drafter]) -> dict[str, dict[str, An
 
 
 def paired(runs: Runs, drafters: Sequence[str], measurement: Measurement) -> Records:
-    """Return how far each drafter lies above the first in τ and in tokens per second, over the same prompts.
+    """Return each drafter's difference to the first in τ and in tokens per second, over the same prompts.
 
-    Of each prompt its median run counts, as in the report's rows. Nothing where there is one drafter, or one prompt.
+    Each prompt's median run counts, as in the report's rows. Empty with one drafter, or one prompt.
     """
     middle = medians({name: runs[name] for name in drafters})
     whole = next(measurement.parts(len(next(iter(runs.values())))))

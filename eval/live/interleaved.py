@@ -1,9 +1,8 @@
 """Timing the baseline, every drafter and HF's own `generate` on the same prompts, interleaved in one process.
 
-Or under load: requests arrive at a rate, whether or not the engine is free, and their waiting times count. Arrivals
-follow a clock of their own (Poisson), as users do, and not the ends of answers. A request that finds no free slot in
-the batch waits in a queue. The baseline and every drafter meet the same arrivals, so that their latencies can be
-compared request by request; their tokens per second cannot, for it is the arrivals that bound them.
+Or under load: requests arrive at a rate (a Poisson process), whether or not the engine is free, and wait in a queue
+for a free slot. The baseline and every drafter get the same arrivals, so their latencies are compared request by
+request; tokens per second are not comparable, since the arrivals bound them.
 """
 
 import random
@@ -35,54 +34,54 @@ from eval.measures.results import (
 )
 from heads.common.progress import progress
 from inference.batch import Batch, acquire, release
-from inference.decode import Generation, Settings, autoregress, speculate
-from inference.drafters.plain import Plain
+from inference.decode import Generation, RequestParams, autoregress, speculate
+from inference.drafters.plain import Baseline
 from inference.protocol import Drafter
 from inference.target.target import Target
 
 T = TypeVar("T")
-PLAIN, HF = "plain", "hf"  # the two baselines' names among the drafters'
+PLAIN, HF = "plain", "hf"  # the names of the two baselines
 
 Runner = Callable[[list[int]], Generation]
 Runs = dict[str, list[list[Generation]]]  # by name, by prompt, the repeats
 
 
 class Setup(NamedTuple):
-    """What is decoded: the target and its drafters, the prompts, and the settings of every request."""
+    """The setup of a measurement: the target and its drafters, the prompts, and every request's parameters."""
 
     target: Target
     drafters: Mapping[str, Drafter]
     prompts: Sequence[Prompt]
-    settings: Settings
+    settings: RequestParams
 
-    def sources(self) -> dict[str, Drafter]:
+    def all_drafters(self) -> dict[str, Drafter]:
         """Return the baseline and the drafters."""
-        return {PLAIN: Plain(self.target.device), **self.drafters}
+        return {PLAIN: Baseline(self.target.device), **self.drafters}
 
     def resets(self) -> list[Callable[[], None]]:
-        """Return what lets every drafter begin with nothing."""
+        """Return the functions that clear every drafter's memory."""
         return [drafter.reset for drafter in self.drafters.values()]
 
 
 def measure(setup: Setup, repeats: int, warmup: Sequence[Prompt], hf: bool, batch_size: int = 1) -> Runs:
     """Run autoregressive decoding, every drafter and (if `hf`) HF generate `repeats` times on each prompt.
 
-    In batches, a round is all prompts together, and HF generate is left out. The `warmup` prompts, which are none of
-    these, run before anything counts.
+    In batches, a round is all prompts together, and HF generate is left out. The `warmup` prompts, which are different
+    ones, run first and untimed.
 
-    A drafter with memory starts every round over the prompts with nothing and learns from prompt to prompt, in the
-    prompts' order: it never meets a prompt that it has answered before.
+    A drafter with memory starts every round empty and learns from prompt to prompt, in the prompts' order: it never
+    sees a prompt that it has answered before.
     """
     target, drafters, prompts, settings = setup
     assert not {PLAIN, HF} & set(drafters), "a drafter has a baseline's name"
     if batch_size > 1:
-        sources, tokens = setup.sources(), [prompt.token for prompt in prompts]
+        all_drafters, tokens = setup.all_drafters(), [prompt.token for prompt in prompts]
         warm_up(setup, warmup, batch_size)
 
         def answers(name: str, *_: Any) -> Sequence[Generation]:
-            return speculate(target, sources[name], tokens, settings, batch_size=batch_size)
+            return speculate(target, all_drafters[name], tokens, settings, batch_size=batch_size)
 
-        return in_turns(list(sources), answers, [range(len(prompts))], repeats, settings.seed, setup.resets())
+        return in_turns(list(all_drafters), answers, [range(len(prompts))], repeats, settings.seed, setup.resets())
     runners: dict[str, Runner] = {PLAIN: partial(autoregress, target, settings=settings)}
     for name, drafter in drafters.items():
         runners[name] = partial(speculate, target, drafter, settings=settings)
@@ -92,11 +91,11 @@ def measure(setup: Setup, repeats: int, warmup: Sequence[Prompt], hf: bool, batc
 
 
 def warm_up(setup: Setup, prompts: Sequence[Prompt], batch_size: int) -> None:
-    """Let every source decode further prompts, if there are any, in a full batch before anything counts."""
+    """Let every drafter decode further prompts, if there are any, in a full batch, untimed."""
     tokens = [prompt.token for prompt in prompts] * batch_size
-    for source in setup.sources().values() if tokens else ():
+    for drafter in setup.all_drafters().values() if tokens else ():
         some = tokens[: max(batch_size, len(prompts))]
-        speculate(setup.target, source, some, setup.settings, batch_size=batch_size)
+        speculate(setup.target, drafter, some, setup.settings, batch_size=batch_size)
 
 
 def interleave(
@@ -107,7 +106,7 @@ def interleave(
     seed: int,
     begin: Sequence[Callable[[], None]] = (),
 ) -> Runs:
-    """Call every runner on each prompt in turn, as `in_turns`; the `warmup` prompts pay for lazy initialisation."""
+    """Call every runner on each prompt, as `in_turns`; `warmup` prompts pay for lazy initialisation."""
     for prompt in warmup:
         for run in runners.values():
             run(prompt.token)
@@ -128,9 +127,8 @@ def in_turns(
 ) -> dict[str, list[list[T]]]:
     """Return by name and prompt the answers of `repeats` rounds over all batches, in a new random order of names.
 
-    Clock rates, other processes and memory drift during a session; side by side they hit all alike, and the order
-    decides nothing. `answer` takes a name, the indices of a batch's prompts and the number of the round, before which
-    `begin` is called.
+    Clock rates, other processes and memory drift during a session; interleaving spreads the drift over all drafters.
+    `answer` takes a name, the indices of a batch's prompts and the round, before which `begin` is called.
     """
     shuffle = random.Random(seed)
     runs: dict[str, list[list[T]]] = {name: [[] for batch in batches for _ in batch] for name in names}
@@ -145,7 +143,7 @@ def in_turns(
 
 
 def decoded_once(setup: Setup, batch_size: int) -> dict[str, list[Generation]]:
-    """Return one run of each prompt by autoregressive decoding and by every drafter: to compare tokens, not to time."""
+    """Return one run of each prompt by the baseline and by every drafter, to compare tokens."""
     runs = measure(setup, 1, (), hf=False, batch_size=batch_size)
     return {name: [repeats[0] for repeats in by_prompt] for name, by_prompt in runs.items()}
 
@@ -164,13 +162,13 @@ def rows(
     """
     middle = medians(runs)
     requests = {name: [timed(run) for run in runs_of] for name, runs_of in middle.items()}
-    sources: dict[str, Drafter] = {PLAIN: Plain(torch.device("cpu")), **drafters}
+    all_drafters: dict[str, Drafter] = {PLAIN: Baseline(torch.device("cpu")), **drafters}
     measured = []
     for subset in measurement.parts(len(requests[PLAIN])):
         for name in (name for name in requests if name != HF):
             rule = metrics.rules_used([middle[name][index] for index in subset.indices])
-            source = DrafterInfo(name, rule, sources[name].tree)
-            row = result(source, subset, subset.of(requests[name]))
+            info = DrafterInfo(name, rule, all_drafters[name].tree)
+            row = result(info, subset, subset.of(requests[name]))
             measured.append(judged(row, subset, requests, gates))
     return measured
 
@@ -178,11 +176,11 @@ def rows(
 def judged(
     row: ResultRow, subset: Subset, requests: Mapping[str, Sequence[Request]], gates: Mapping[str, Gate]
 ) -> ResultRow:
-    """Return a row with its losslessness check, and with its speedups over the baselines where that did not fail."""
+    """Return a row with its losslessness check, and with its speedups if that did not fail."""
     measurement, gate = subset.measurement, gates.get(labelled(row.drafter, row.batch_size), UNCHECKED)
     shown = gate if measurement.temperature == 0 else measurement.coupled.get(row.drafter, UNCHECKED)
     row = replace(row, lossless=shown.among([measurement.start + index for index in subset.indices]).counts())
-    trusted = gate.passed or (row.drafter == PLAIN and not gate.checked)  # alone, it is the reference of the gate
+    trusted = gate.passed or (row.drafter == PLAIN and not gate.checked)  # at batch size 1 it is the gate's reference
     if not trusted or row.drafter in measurement.not_lossless or PLAIN not in requests:
         return row
     mine, plain = subset.of(requests[row.drafter]), subset.of(requests[PLAIN])
@@ -203,14 +201,11 @@ def timed(run: Generation) -> Request:
 
 
 @torch.inference_mode()
-def hf_generate(target: Target, prompt: list[int], settings: Settings) -> Generation:
-    """Run HF's own greedy `generate` on the target's model under a repetition penalty, timed as our engine is.
+def hf_generate(target: Target, prompt: list[int], settings: RequestParams) -> Generation:
+    """Run HF's greedy `generate` on the target's model with the repetition penalty, timed like our engine.
 
-    `generate` does not report the end of its prefill. A second call that stops after one token does the prefill and
-    nothing else, so decoding took the difference. The runs have no steps: the cost of one cannot be observed.
-
-    It runs under inference mode, as our engine does, which is faster than its own `no_grad`: no operation then pays for
-    the bookkeeping of autograd.
+    `generate` does not report the end of its prefill, so a second call that stops after one token is subtracted. The
+    runs have no steps. They run in inference mode, like our engine, which is faster than `no_grad`.
     """
     penalty = settings.sampling.repetition_penalty
     _, prefill_s = _timed_generate(target, prompt, 1, penalty, 0)
@@ -227,7 +222,7 @@ def _timed_generate(
 ) -> tuple[list[int], float]:
     """Return the tokens that `generate` adds to the prompt, from `least` to `count`, and the seconds it took."""
     eos = sorted(target.eos)
-    # The sampling values have no effect; without them the checkpoint's own would be used, with a warning.
+    # Without sampling values the checkpoint's would be used, with a warning.
     configure: Any = GenerationConfig
     settings = configure(
         max_new_tokens=count,
@@ -251,12 +246,12 @@ def _timed_generate(
 
 
 class Served(NamedTuple):
-    """A request that was answered; seconds, of which `arrived` counts from the round's first arrival, 0."""
+    """An answered request, in seconds; `arrived` counts from the round's first arrival."""
 
     generation: Generation  # its latency counts from the arrival
     arrived: float
     queue_s: float  # from the arrival to the prefill
-    ttft_s: float | None  # from the arrival to the first token; None where a server does not stream
+    ttft_s: float | None  # from the arrival to the first token; None if a server does not stream
 
     @property
     def ended(self) -> float:
@@ -264,7 +259,7 @@ class Served(NamedTuple):
         return self.arrived + self.generation.latency_s
 
     def request(self) -> Request:
-        """Return it as a measured request, its waits counted from its arrival."""
+        """Return it as a measured request; waits count from its arrival."""
         waits = {"latency_s": self.generation.latency_s, "ttft_s": self.ttft_s, "queue_s": self.queue_s}
         return replace(timed(self.generation), waits=waits)
 
@@ -273,7 +268,7 @@ Rounds = dict[str, list[list[Served]]]  # drafter -> prompt -> round
 
 
 def arrivals(count: int, rate: float, rng: random.Random) -> list[float]:
-    """Return the seconds at which requests come, the first at 0, with exponential gaps of 1 / rate on average."""
+    """Return the requests' arrival times in seconds, the first at 0, with exponential gaps of mean 1 / rate."""
     return list(accumulate((rng.expovariate(rate) for _ in range(count - 1)), initial=0.0))
 
 
@@ -281,11 +276,11 @@ def serve(
     batch: Batch,
     prompts: Sequence[list[int]],
     when: Sequence[float],
-    settings: Settings,
+    settings: RequestParams,
     clock: Callable[[], float] = time.perf_counter,
     sleep: Callable[[float], None] = time.sleep,
 ) -> list[Served]:
-    """Answer requests in the order of their arrivals, `when` seconds from now, in a continuous batch that is empty.
+    """Answer requests in the order of arrival, `when` seconds from now, in an empty continuous batch.
 
     A request that has arrived is admitted as soon as a slot is free, before the next pass. Without requests the engine
     sleeps until the next arrival. Results are in the requests' order.
@@ -314,12 +309,12 @@ def serve(
 
 @torch.inference_mode()
 def measure_rate(setup: Setup, repeats: int, warmup: Sequence[Prompt], batch_size: int, request_rate: float) -> Rounds:
-    """Let the baseline and every drafter answer all prompts as they arrive, in turns, in a new random order each round.
+    """Let the baseline and every drafter answer all prompts as they arrive, in a new random order each round.
 
-    A round has arrivals of its own, the same for all; another rate has the same ones, stretched. A drafter with memory
-    begins every round with nothing. The `warmup` prompts run before, without waiting.
+    Each round has its own arrivals, the same for all drafters; another rate scales them. A drafter with memory starts
+    every round empty. The `warmup` prompts run before.
     """
-    sources, settings = setup.sources(), setup.settings
+    all_drafters, settings = setup.all_drafters(), setup.settings
     tokens, gaps = [prompt.token for prompt in setup.prompts], random.Random(settings.seed)
     when = [arrivals(len(tokens), request_rate, gaps) for _ in range(repeats)]
     size, first = min(batch_size, len(tokens)), [prompt.token for prompt in warmup]
@@ -327,31 +322,30 @@ def measure_rate(setup: Setup, repeats: int, warmup: Sequence[Prompt], batch_siz
 
     def served(name: str, prompts: Sequence[list[int]], times: Sequence[float]) -> list[Served]:
         batch = acquire(
-            setup.target, sources[name], size, requests
+            setup.target, all_drafters[name], size, requests
         )  # with room for all, or its graphs would be dropped
         answered = serve(batch, prompts, times, settings)
-        release(setup.target, sources[name], batch)
+        release(setup.target, all_drafters[name], batch)
         return answered
 
     def answers(name: str, _: Sequence[int], number: int) -> list[Served]:
         return served(name, tokens, when[number])
 
-    for name in sources if first else ():
+    for name in all_drafters if first else ():
         count = max(size, len(first))  # a full batch at least
         served(name, (first * count)[:count], [0.0] * count)
-    return in_turns(list(sources), answers, [range(len(tokens))], repeats, settings.seed, setup.resets())
+    return in_turns(list(all_drafters), answers, [range(len(tokens))], repeats, settings.seed, setup.resets())
 
 
 def generations(rounds: Rounds) -> Runs:
-    """Return the answers alone."""
+    """Return the generations."""
     return {name: [[one.generation for one in repeats] for repeats in prompts] for name, prompts in rounds.items()}
 
 
 def queued_rows(rows: Sequence[ResultRow], rounds: Rounds, measurement: Measurement) -> list[ResultRow]:
-    """Return the rows that `live.rows` made of a session under load, with the waiting times of its requests.
+    """Return the rows of a session under load, with its requests' waiting times.
 
-    Latencies are those of all rounds: each had other arrivals, so none is more typical than another. What had a speedup
-    has one of latencies.
+    Latencies are over all rounds, since each had other arrivals. A speedup is a ratio of mean latencies.
     """
     subsets = {subset.category: subset for subset in measurement.parts(len(rounds[PLAIN]))}
     return [_waited(row, rounds, subsets[row.category]) for row in rows]
@@ -386,5 +380,5 @@ def throughput(rounds: Sequence[Sequence[Served]]) -> float | None:
 
 
 def latencies(rounds: Sequence[Sequence[Served]]) -> metrics.Pairs:
-    """Return one and the total latency of each request, whose speeds compare as mean latencies do: higher is faster."""
+    """Return 1 and the total latency of each request, so that their ratio is a speed: higher is faster."""
     return [(1, sum(request.generation.latency_s for request in repeats)) for repeats in rounds]

@@ -1,7 +1,6 @@
 """Predict speed from measured costs and replayed acceptance, for any number of sequences in a batch.
 
-Pure functions: nothing here decodes or reads a clock. Costs are in seconds; trees are counted in drafted nodes, the
-root left out.
+Pure functions. Costs are in seconds; a tree's size is its drafted nodes, without the root.
 """
 
 from collections import Counter, deque
@@ -37,7 +36,7 @@ class Cell(NamedTuple):
 
 @dataclass(frozen=True)
 class Replayed:
-    """The simulated decoding of one text with a tree: its steps, and the tokens that they commit."""
+    """The simulated decoding of a text with a tree: its steps and their committed tokens."""
 
     steps: list[ReplayedStep]
     tokens: int
@@ -45,10 +44,9 @@ class Replayed:
 
 @dataclass(frozen=True)
 class Costs:
-    """Measured costs in seconds of a step's parts on a device, with `batch` sequences side by side.
+    """Measured costs in seconds of a step's parts on a device, for `batch` sequences.
 
-    `settle` is choosing all paths and closing the cache's gaps, by the most nodes drafted for one sequence: where paths
-    are prefixes of the nodes, and where they leave gaps.
+    `settle` is acceptance and cache compaction, by the most nodes drafted for one sequence, with and without gaps.
     """
 
     batch: int
@@ -73,8 +71,8 @@ class Prediction:
 def predict(texts: Sequence[Replayed], tree: TreeConfig, costs: Mapping[int, Costs], batch: int) -> Prediction:
     """Predict the speed of decoding the replayed texts with a tree, and the speedup over autoregressive decoding.
 
-    A pass is as wide as its widest proposal, and the last sequences run in emptier batches: both ways of decoding are
-    simulated pass by pass, in batches of at most `batch`, whose `costs` are by batch size, interpolated where needed.
+    A pass is as wide as its widest proposal, and the last sequences run in smaller batches: both ways of decoding are
+    simulated pass by pass, in batches of at most `batch`; `costs` by batch size are interpolated.
     """
     total = step_seconds([text.steps for text in texts], tree, costs, batch)
     tokens, steps = sum(text.tokens for text in texts), sum(len(text.steps) for text in texts)
@@ -120,9 +118,9 @@ def step_seconds(
 
 
 def passes(texts: Sequence[Sequence[T]], batch: int) -> Iterator[list[T]]:
-    """Yield the items that a continuous batch processes in each pass, given the items of each text by itself.
+    """Yield the items of each pass of a continuous batch, given each text's items.
 
-    A text without further items leaves, and the next one enters, as in `inference.decode`.
+    A finished text is replaced by the next one, as in `inference.decode`.
     """
     waiting = deque(deque(text) for text in texts if text)
     active: list[deque[T]] = []
@@ -141,7 +139,7 @@ def at(costs: Mapping[int, Costs], batch: int, price: Callable[[Costs], float]) 
 
 
 def stops_paying(gains: Mapping[Load, float]) -> Load | None:
-    """Return the smallest load from which on no larger one has a speedup above 1; None if the largest has one."""
+    """Return the smallest load beyond which no speedup is above 1; None if the largest load has one."""
     losing = None
     for size in sorted(gains, reverse=True):
         if gains[size] > 1:
@@ -151,7 +149,7 @@ def stops_paying(gains: Mapping[Load, float]) -> Load | None:
 
 
 def draft_key(tree: TreeConfig) -> str:
-    """Return the key of a proposal's cost: the tree, without a dynamic one's budget, to which it is cut at the end."""
+    """Return the key of a proposal's cost: the tree, without a dynamic tree's budget."""
     return repr(replace(tree, nodes=1) if tree.kind == "dynamic" else tree)
 
 
@@ -161,7 +159,7 @@ def drafted(tree: TreeConfig) -> int:
 
 
 def cycled(items: Sequence[T], least: int) -> list[T]:
-    """Return the items, repeated from the first until there are at least so many."""
+    """Return the items, repeated until there are at least `count`."""
     return list(islice(cycle(items), max(len(items), least)))
 
 
@@ -172,9 +170,9 @@ def between(values: Mapping[int, float], x: float | int) -> float:
 
 
 def rising(values: Mapping[int, float]) -> dict[int, float]:
-    """Return the non-decreasing values nearest to the given ones in squares, by pooling adjacent violators.
+    """Return the least-squares non-decreasing fit of the values (pool adjacent violators).
 
-    More nodes never cost less: a dip is noise, and a search for the cheapest tree would find the noise.
+    More nodes never cost less: a dip is noise, and a search for the cheapest tree would find it.
     """
     pools: list[list[int]] = []
     level: list[float] = []

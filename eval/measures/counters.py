@@ -1,4 +1,4 @@
-"""Served engines' counts of their drafts, in the repository's terms: pure functions of a metrics page or a reply.
+"""Engines' counters of speculative decoding, in our terms: pure functions of a metrics page or a reply.
 
 vLLM counts forward passes that verified a draft (`vllm:spec_decode_num_drafts`), drafted and accepted tokens, and
 passes that accepted each position; passes without a draft are not counted. SGLang counts every forward pass
@@ -25,7 +25,7 @@ DRAFTS = {VLLM: "vllm:spec_decode_num_drafts", SGLANG: "sglang:spec_verify_calls
           LLAMA: "llamacpp:spec_decode_num_drafts"}  # fmt: skip
 FINISHED = {VLLM: "vllm:request_success", SGLANG: "sglang:num_requests", LLAMA: ""}
 EXACT = 2**53  # floats below are exact integers
-DIGITS = 3  # of the deepest position in a draft that is read
+DIGITS = 3  # the deepest position of a draft that is read
 START = "process_start_time_seconds"
 # Keys of a reply: passes, accepted tokens, drafted tokens, passes by their accepted tokens.
 VLLM_KEYS = ("num_spec_steps", "num_accepted_draft_tokens", "num_draft_tokens", "acceptance_histogram")
@@ -41,7 +41,7 @@ class Counters:
     draft_tokens: float | None  # drafted tokens
     accepted: float | None  # of these
     by_depth: tuple[float, ...]  # passes that accepted at least one token, at least two, and so on
-    width: float | None  # tokens that a pass verifies, root included, where that is a setting
+    width: float | None  # tokens that a pass verifies, root included, if it is a setting
     finished: float | None  # finished requests
     started: float | None  # start of the process, in seconds since the epoch
     generated: float | None = None  # tokens of all answers

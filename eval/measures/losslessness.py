@@ -165,7 +165,7 @@ class Divergence:
 class Gate:
     """The result of a losslessness check over all prompts; every checked prompt is identical, a near tie, or failed.
 
-    A `lossy` rule fails whatever it emitted: that a few prompts came out alike proves nothing about it.
+    A `lossy` rule fails whatever it emitted: equal answers of a few prompts prove nothing.
     """
 
     checked: int
@@ -319,20 +319,20 @@ class FailedChecks:
         sampled = (row["drafter"], row["temperature"]) in self.sampled
         return differs(row.get("lossless")) or greedy or sampled
 
-    def source(self, name: str, sizes: Sequence[int]) -> bool:
+    def drafter(self, name: str, sizes: Sequence[int]) -> bool:
         """Whether a drafter has failed at one of these batch sizes, or at any temperature."""
         greedy = any(labelled(name, size) in self.greedy for size in sizes)
         return greedy or any(drafter == name for drafter, _ in self.sampled)
 
 
 def shared_length(one: Sequence[object], other: Sequence[object]) -> int:
-    """Return with how many of the same items two sequences begin."""
+    """Return the length of two sequences' common prefix."""
     pairs = enumerate(zip(one, other, strict=False))
     return next((i for i, (first, second) in pairs if first != second), min(len(one), len(other)))
 
 
 def divergence(plain: Generation, drafted: Generation, prompt: str) -> Divergence | None:
-    """Return where two runs first differ, the end of the shorter one included; None where they are the same."""
+    """Return where two runs first differ, an earlier end included; None if they are equal."""
     ours, theirs = plain.tokens, drafted.tokens
     if ours == theirs:
         return None
@@ -347,7 +347,7 @@ def divergence(plain: Generation, drafted: Generation, prompt: str) -> Divergenc
 
 
 def near_tie(where: Divergence, drafted: Generation, epsilon: float) -> bool:
-    """Whether rounding explains the divergence: both runs chose, and neither saw a clear winner.
+    """Whether rounding explains the divergence: both runs emitted a token, and both had a small logit gap.
 
     A run that stopped where the other went on is never excused: where to stop follows from the tokens alone.
     """
@@ -375,7 +375,7 @@ def gate(plain: Sequence[Generation], drafted: Sequence[Generation], ids: Sequen
 
 
 def gate_of(compared: Iterable[tuple[Divergence | None, bool]]) -> Gate:
-    """Return the gate of prompts, given where each differs from the baseline, if it does, and whether in a near tie."""
+    """Return the gate of prompts from each one's divergence, if any, and whether it is a near tie."""
     verdicts: list[str] = []
     failures: list[Divergence] = []
     ties: list[Divergence] = []
@@ -387,7 +387,7 @@ def gate_of(compared: Iterable[tuple[Divergence | None, bool]]) -> Gate:
 
 
 def worst(gates: Sequence[Gate]) -> Gate:
-    """Return one gate for several of the same prompts: of each prompt the worst verdict, and the first failure."""
+    """Merge several gates of the same prompts: each prompt's worst verdict, and the first failure."""
     by_prompt = zip(*(gate.verdicts for gate in gates), strict=True)
     verdicts = [max(of_prompt, key=VERDICTS.index) for of_prompt in by_prompt]
     failures = [gate.first for gate in gates if gate.first is not None]

@@ -1,4 +1,4 @@
-"""Acceptance and speed out of recorded generations: pure functions, without a clock or a model.
+"""Acceptance and speed from recorded generations: pure functions.
 
 A run is one `Generation`. Its first token comes from the prefill, which drafts and verifies nothing; everything below
 counts the tokens after it and the target passes ("steps") that committed them. Ratios are ratios of sums over prompts,
@@ -20,7 +20,7 @@ from inference.decode import Generation
 RESAMPLES = 2000
 LEVEL = 0.95
 QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
-PARTS = ("draft", "verify", "other")  # of a step's time
+PARTS = ("draft", "verify", "other")  # parts of a step's time
 
 Interval = tuple[float, float]
 Number = int | float
@@ -55,9 +55,9 @@ class Acceptance:
 
 
 def median_run(repeats: Sequence[Generation]) -> Generation:
-    """Return the repeat with the median decode time, the lower one of two middles.
+    """Return the repeat with the median decode time, the lower of two middle ones.
 
-    A whole run and not a median of each number: its counts, its total and its split into parts then agree.
+    A whole run, so that its counts, its total and its parts agree.
     """
     assert repeats, "a prompt was never measured"
     return sorted(repeats, key=lambda run: run.decode_s)[(len(repeats) - 1) // 2]
@@ -104,7 +104,7 @@ def pooled(requests: Sequence[SpecDecodingStats], whole: SpecDecodingStats | Non
 
 
 def together(requests: Sequence[SpecDecodingStats]) -> SpecDecodingStats:
-    """Return the sums of the counts of requests; what one of them does not know is unknown of all."""
+    """Return the sums of the requests' counts; a count that is unknown for one is unknown for all."""
     drafted = [request.drafted for request in requests if request.drafted is not None]
     has_depths = all(request.by_depth or not request.accepted for request in requests)
     by_depth = [request.by_depth for request in requests if has_depths]
@@ -153,7 +153,7 @@ def speed(pairs: Pairs) -> float | None:
 
 
 def over(pairs: Pairs, base: Pairs) -> float | None:
-    """Return the tokens per second over those of `base`, which holds the same requests."""
+    """Return the ratio of tokens per second to those of `base`, for the same requests."""
     assert len(pairs) == len(base), "a speedup needs the same requests on both sides"
     fast, slow = speed(pairs), speed(base)
     return None if fast is None or slow is None else ratio(fast, slow)
@@ -191,7 +191,7 @@ def paired_interval(
 
 
 def difference(pairs: Pairs, base: Pairs, seed: int, groups: Groups = None) -> dict[str, float] | None:
-    """Return how far one speed lies above the other of the same requests, with its paired interval; None without."""
+    """Return the difference of two speeds of the same requests, with its paired interval; None without one."""
     interval = paired_interval(pairs, base, seed, groups, torch.sub)
     ours, theirs = speed(pairs), speed(base)
     if interval is None or ours is None or theirs is None:
@@ -240,5 +240,5 @@ def bootstrap(
 
 
 def ratio(above: float | int, below: float | int) -> float | None:
-    """Return the quotient, None where there is nothing to divide by."""
+    """Return the quotient, None for a zero divisor."""
     return above / below if below > 0 else None

@@ -14,7 +14,7 @@ from eval.measures.losslessness import UNCHECKED, Gate
 from eval.measures.metrics import PARTS, Groups, Interval, Pair, SpecDecodingStats
 
 T = TypeVar("T")
-LIVE, TEACHER_FORCED = TIERS = ("live", "teacher_forced")  # the first alone has a clock
+LIVE, TEACHER_FORCED = TIERS = ("live", "teacher_forced")  # only the first is timed
 ENDPOINT = "endpoint"  # the drafter and the type of device of a server that is measured as it is
 UNTIMED = dict.fromkeys(PARTS, 0.0)  # seconds
 
@@ -66,7 +66,7 @@ class ResultRow:
 
     @property
     def has_speedup(self) -> bool:
-        """Whether it has a number that only a lossless drafter has."""
+        """Whether it has a number that only lossless drafters get."""
         speedups = {self.speedup, self.speedup_ci, self.speedup_hf, self.whole_speedup, self.whole_speedup_ci}
         return speedups != {None}
 
@@ -105,7 +105,7 @@ class Subset(NamedTuple):
     groups: Groups
 
     def of(self, items: Sequence[T]) -> list[T]:
-        """Return these requests' items among those of all."""
+        """Return these requests' items."""
         return [items[index] for index in self.indices]
 
 
@@ -133,7 +133,7 @@ class Request:
 
     @property
     def user_speed(self) -> float | None:
-        """Tokens per second after the first one that its sender sees, whoever shares the passes."""
+        """Tokens per second after the first token, as the sender sees them."""
         latency, first = self.waits.get("latency_s"), self.waits.get("ttft_s", self.prefill_s)
         if self.decoding is None or latency is None or first is None:
             return None
@@ -141,9 +141,9 @@ class Request:
 
 
 def result(
-    source: DrafterInfo, subset: Subset, requests: Sequence[Request], whole: SpecDecodingStats | None = None
+    drafter: DrafterInfo, subset: Subset, requests: Sequence[Request], whole: SpecDecodingStats | None = None
 ) -> ResultRow:
-    """Return the result of a source on a subset of a measurement, without a speedup, which `with_speedups` adds.
+    """Return a drafter's result on a subset of a measurement, without a speedup, which `with_speedups` adds.
 
     `whole` is the sum of the counts of `requests`, where that is known without those of each request, or better.
     """
@@ -152,9 +152,9 @@ def result(
     seconds = {key: sum(request.seconds[key] for request in requests) for key in UNTIMED}
     latencies = [wait for request in requests if (wait := request.waits.get("latency_s")) is not None]
     return ResultRow(
-        drafter=source.drafter,
-        rule=source.rule,
-        tree=source.tree,
+        drafter=drafter.drafter,
+        rule=drafter.rule,
+        tree=drafter.tree,
         workload=f"{measurement.workload}/{subset.category}" if subset.category else measurement.workload,
         temperature=measurement.temperature,
         batch_size=measurement.batch_size,
@@ -173,7 +173,7 @@ def result(
         by_request=by_request(requests),
         prefill_s=sum(_known(requests, "prefill_s"), 0.0),
         whole_tokens_per_second=metrics.speed(_known(requests, "end_to_end")),
-        agreement={} if subset.category else measurement.agreement.get(source.drafter, {}),
+        agreement={} if subset.category else measurement.agreement.get(drafter.drafter, {}),
         tier=measurement.tier,
         request_rate=measurement.request_rate,
     )

@@ -1,8 +1,7 @@
-"""How many tokens an engine should draft at which batch size, by measured acceptance and speed.
+"""vLLM's schedule: the number of tokens to draft at each batch size, from measured acceptance and speed.
 
-speculative_config.json is what vLLM takes as --speculative-config beside method and model: the tokens to draft by
-batch size, in ranges that include both ends; beyond the last one vLLM goes on with its value. A head that vLLM does not
-serve has none.
+speculative_config.json has the keys of vLLM's --speculative-config without method and model: the tokens to draft by
+batch size, in inclusive ranges; vLLM uses the last value beyond them. A head that vLLM does not serve has no file.
 """
 
 import re
@@ -18,14 +17,14 @@ Range = tuple[int, int, int]  # first and last batch size, tokens to draft
 
 
 def is_chain(row: ResultRow) -> bool:
-    """Say whether a row measured lossless greedy chains of one length, as engines draft, on a whole workload."""
+    """Return whether a row measured lossless greedy chains of one length, as engines draft, on a whole workload."""
     other = row.temperature or row.category or row.request_rate is not None or row.tier != LIVE
     chained = row.tree.startswith(("chain", "served")) and bool(row.accepted_by_depth)
     return chained and not other and not row.lossless.get("failed")
 
 
 def is_served(drafter: str) -> bool:
-    """Say whether vLLM has a way to serve a drafter: heads of some kinds have none."""
+    """Return whether vLLM can serve a drafter."""
     kind = drafter.partition(" ")[0]
     return kind not in HEADS or kind in FORMATS["vllm"]
 
@@ -41,13 +40,13 @@ def ranges(best: Mapping[int, int]) -> list[Range]:
 
 
 def config_of(ranges: Sequence[Range]) -> dict[str, Any]:
-    """Return what vLLM takes of a schedule; nothing to draft at any size leaves one token, which it never drafts."""
+    """Return vLLM's config of a schedule; if no size drafts, one token that is never drafted."""
     most = max(k for *_, k in ranges)
     return {"num_speculative_tokens": max(most, 1), "num_speculative_tokens_per_batch_size": [list(r) for r in ranges]}
 
 
 def schedule_of(rows: Sequence[ResultRow]) -> dict[str, Any] | None:
-    """Return what vLLM takes of a report with one chain at several batch sizes, where it pays; None of another."""
+    """Return vLLM's config of a report with one chain at several batch sizes, if it pays; else None."""
     chains = [row for row in rows if is_chain(row)]
     if len({(row.drafter, row.tree, row.workload) for row in chains}) != 1 or not is_served(chains[0].drafter):
         return None

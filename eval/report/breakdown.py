@@ -20,11 +20,11 @@ REMEDIES = {
     "draft": "a cheaper draft",
     "overhead": "less overhead a step",
 }
-TENTH = 0.1  # the step by which losses are compared: small, for half the rejections gone is another head altogether
+TENTH = 0.1  # the step by which improvements are compared
 
 
 def with_breakdowns(rows: Sequence[Record]) -> list[dict[str, Any]]:
-    """Return the rows, each with its breakdown under `ladder`; None where it has no speedup or no baseline."""
+    """Return the rows, each with its breakdown under `ladder`; None without a speedup or a baseline."""
 
     def session(row: Record) -> tuple[Any, ...]:
         return tuple(row.get(key) for key in SESSION)
@@ -42,7 +42,7 @@ def speedup_breakdown(row: Record, plain: Record | None) -> dict[str, Any] | Non
         speedup if each cost beyond the baseline's, or the share rejected at every depth, were a tenth smaller. `most`:
         the key of the greatest of these.
     """
-    if row.get("request_rate") is not None:  # there a speedup is one of latencies, which steps do not add up to
+    if row.get("request_rate") is not None:  # under a rate a speedup is of latencies
         return None
     if not row["seconds"]["verify"]:  # an endpoint does not say where a step's time goes
         return None
@@ -75,7 +75,7 @@ def closer(conditional: Sequence[float]) -> float:
 
 
 def _tau(conditional: Sequence[float]) -> float:
-    """Return τ of these acceptances: the bonus token, and P(a >= d) of each depth."""
+    """Return τ: 1 for the bonus token, plus P(a >= d) of each depth."""
     return 1.0 + sum(accumulate(conditional, mul))
 
 

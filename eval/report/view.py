@@ -1,4 +1,4 @@
-"""The view of a result that all renderers share: a row of report.json as people read it."""
+"""The view of a result that all renderers share: a row of report.json as text."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,13 +19,13 @@ DEPTHS = 8  # of P(a >= d) in a table
 
 @dataclass(frozen=True)
 class Result:
-    """A row of report.json as people read it; `row` has the numbers behind the texts."""
+    """A row of report.json as text; `row` has the numbers."""
 
     row: Record
     label: str  # drafter, batch size and request rate; workload and tier where the results differ in them
     name: str  # the label, with the temperature where the results differ in it
-    overall: bool  # whether it is of a whole workload, and by decoding where anything was decoded
-    clocked: bool  # whether it is by decoding, or nothing was decoded
+    overall: bool  # whether it is of a whole workload, and live if anything was live
+    clocked: bool  # whether it is live, or nothing was live
     failed: bool  # whether it failed a losslessness check
 
     @property
@@ -134,12 +134,12 @@ def without_ending(workload: str) -> str:
 
 
 def words(key: str) -> str:
-    """Return the name of a number for reading, from its key in report.json."""
+    """Return a number's name in words, from its key in report.json."""
     return key.replace("_", " ").replace(".", " ")
 
 
 def shown(value: Any, digits: int | None = 2) -> str:
-    """Return a value for reading: a number with its decimals (None: as many as it has), a dash where there is none."""
+    """Return a value as text: a number with its decimals (None: all), a dash for None."""
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, float):

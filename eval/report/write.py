@@ -64,7 +64,7 @@ class Report:
         return lines + [f"{check}; speedup {WITHHELD}" for check in self.sampled if not check.passed]
 
     def warnings(self) -> list[str]:
-        """Return what to compare with care: what the evaluation noted, and numbers of few prompts."""
+        """Return the report's warnings: the evaluation's, and those of few prompts."""
         whole = [row for row in self.rows if not row.category]
         measured = [row for row in whole if row.tau is not None or row.speedup is not None]
         few = [row for row in measured if 0 < row.prompts < ENOUGH]  # 0: an earlier version did not count them
@@ -82,7 +82,7 @@ class Report:
         return list(dict.fromkeys([*self.extras.get("warnings", []), *noted]))
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the report as plain values for JSON; what is not finite becomes null."""
+        """Return the report as values for JSON; numbers that are not finite become null."""
         gates = {name: gate.as_dict() for name, gate in self.gates.items()}
         sampled = {"sampled_gate": [check.as_dict() for check in self.sampled]} if self.sampled else {}
         content: dict[str, Any] = finite(
@@ -99,10 +99,10 @@ class Report:
         return content | {"rows": with_breakdowns(content["rows"])}
 
     def write(self, folder: Path) -> None:
-        """Write report.json, then what engines read of it, report.md and report.html, each whole or not at all.
+        """Write report.json, engines' files, report.md and report.html, each atomically.
 
-        With the first, those of an earlier report go: what cannot be written after it is missing, and not an old one.
-        A page that cannot be made is warned of, and leaves the other two.
+        An earlier report's files are removed first, so none of them is left if a later write fails. A page that cannot
+        be rendered is only a warning.
 
         Raises:
             OSError: the folder cannot be written, or the disk is full; the file is named.
@@ -135,7 +135,7 @@ REPORT_KEYS = ("schema", "target", "device", "settings", "rows")  # all other ke
 
 
 def read_report(file: Path) -> dict[str, Any]:
-    """Return the content of a report.json; refuse a file that is missing, damaged, no report, or of another schema."""
+    """Return the content of a report.json; refuse a missing or damaged file, and another schema."""
     try:
         content = parse_json(regular(file).read_bytes())
     except OSError as error:
@@ -168,7 +168,7 @@ def row_of(record: Any) -> ResultRow:
 
 
 def report_of(content: Mapping[str, Any], file: str) -> Report:
-    """Return the report of a content that was read; refuse damaged checks."""
+    """Return the report of a report.json's content; refuse damaged checks."""
     try:
         gates = {name: Gate.read(check) for name, check in content["settings"].get("gate", {}).items()}
         sampled = [SampledGate.read(check) for check in content["settings"].get("sampled_gate", [])]

@@ -1,10 +1,9 @@
 """Measure the costs of a decoding step's parts on this device, inside the engine.
 
-A drafter plays a recorded text back to the engine: the trees that it hands over have the sizes to be measured and
-hold as many of the text's tokens as are to be accepted, and before each it times a proposal that it then throws away.
-Where steps are decoded on the device the head drafts for all sequences at once, as it does in use.
-So every part is timed between the others, as in decoding: a loop over one part alone finds its weights still in the
-processor's cache, and reports less than the part costs.
+A playback drafter proposes trees of the sizes to measure, which contain as many of a recorded text's tokens as should
+be accepted; before each it times a real proposal of the head and discards it. If steps are decoded on the device the
+head drafts for all sequences at once, as in use. So every part is timed between the others, as in decoding: a loop over
+one part would find its weights in the processor's cache and be too fast.
 """
 
 import itertools
@@ -24,9 +23,9 @@ from eval.measures.machine import synchronize
 from heads.base import DraftHead, Features
 from heads.common.progress import Bar
 from inference.batch import Batch, batch_of
-from inference.decode import Settings, Step
+from inference.decode import RequestParams, Step
 from inference.drafters.head import BatchedState, HeadBatch, HeadDrafter, HeadState
-from inference.drafters.plain import Plain
+from inference.drafters.plain import Baseline
 from inference.drafters.policy import TreeConfig
 from inference.protocol import Commit, Context, Drafter, DrafterState, Proposal, Roots
 from inference.target.target import Target
@@ -34,7 +33,7 @@ from inference.tree_config import Schedule, Scheduled
 from inference.verification import tree as trees
 from inference.verification.tree import DraftTree
 
-ROUNDS = 20  # over the texts, at most: sizes that are rare in them then keep fewer samples
+ROUNDS = 20  # the most rounds over the texts: rare sizes then have fewer samples
 # The baseline and playback alternate after so few passes that a machine which slows down for a while slows both alike.
 STRETCH = 8
 TURNS = 6  # the fewest
@@ -63,13 +62,13 @@ class Playback(Drafter):
         shuffle = random.Random(seed)
         deepest = max((tree.deepest for tree in measured), default=max(sizes))
         self.target, self.inner, self.measured = target, head, measured
-        self.batch: PlaybackBatch | None = None  # drafts for all sequences at once, unless their sessions decode
+        self.batch: PlaybackBatch | None = None  # drafts for all sequences at once, if steps run on the device
         self.feature_layers = () if head is None else head.feature_layers
         self.texts = {tuple(text.prompt): text for text in texts}
         self.next_tree = rotation(measured, shuffle)
         self.next_size, self.next_accepted = rotation(sizes, shuffle), rotation(range(deepest + 1), shuffle)
         self.next_chain = rotation([False, True], shuffle)
-        self.size, self.largest = 0, max(sizes)  # the nodes that every sequence drafts: in the current pass, at most
+        self.size, self.largest = 0, max(sizes)  # nodes of every sequence's draft: in the current pass, and at most
         self.draft: defaultdict[str, list[float]] = defaultdict(list)  # seconds of a proposal, by `draft_key`
         self.commit: Samples = defaultdict(list)  # seconds of the head's pass, by the most tokens of any sequence
 
@@ -78,7 +77,7 @@ class Playback(Drafter):
         self.size = next(self.next_size)
 
     def clones(self, size: int) -> "tuple[Sequence[Drafter], PlaybackBatch | None]":
-        """Return itself for every sequence, and what drafts for all where steps are decoded on the device."""
+        """Return itself for every sequence, and the batch's drafter if steps are decoded on the device."""
         if self.inner is not None and self.target.takes_trees and self.target.switch is None:
             self.batch = PlaybackBatch(self, self.inner.head, size)
         return [self] * size, self.batch
@@ -97,32 +96,32 @@ class Playback(Drafter):
 
 
 class PlaybackState(DrafterState):
-    """State of one recorded text played back."""
+    """The state of one recorded text's playback."""
 
-    def __init__(self, source: Playback, head: HeadState | None, text: Text) -> None:
-        self.source, self.head, self.text = source, head, text
+    def __init__(self, playback: Playback, head: HeadState | None, text: Text) -> None:
+        self.playback, self.head, self.text = playback, head, text
 
     def update(self, commit: Commit) -> None:
-        """Let the head commit tokens, timed unless they are a prompt's."""
+        """Let the head append rows, timed unless they are a prompt's."""
         if self.head is None:
             return
-        start = self.source.clock()
+        start = self.playback.clock()
         self.head.update(commit)
         if commit.verified is not None:
-            self.source.commit[len(commit.token)].append(self.source.clock() - start)
+            self.playback.commit[len(commit.token)].append(self.playback.clock() - start)
 
     def propose(self, context: Context) -> Proposal:
-        """Time one of the head's trees, and return one of the size to be measured."""
-        source, target, room = self.source, self.source.target, max(context.room, 0)
+        """Time one of the head's trees, and return a tree of the size to measure."""
+        playback, target, max_draft_depth = self.playback, self.playback.target, max(context.max_draft_depth, 0)
         if self.head is not None:
-            policy = next(source.next_tree)
-            start = source.clock()
-            self.head.grow(policy, context._replace(room=policy.deepest))
-            source.draft[draft_key(policy)].append(source.clock() - start)
-        following = self.text.token[len(context.token) :][:room]
-        # A chain of this size may exceed the room.
-        size = source.size if room and target.takes_trees else min(source.size, room)
-        accepted = min(next(source.next_accepted), size)
+            policy = next(playback.next_tree)
+            start = playback.clock()
+            self.head.grow(policy, context._replace(max_draft_depth=policy.deepest))
+            playback.draft[draft_key(policy)].append(playback.clock() - start)
+        following = self.text.token[len(context.token) :][:max_draft_depth]
+        # A chain of this size may be deeper than is allowed.
+        size = playback.size if max_draft_depth and target.takes_trees else min(playback.size, max_draft_depth)
+        accepted = min(next(playback.next_accepted), size)
         return Proposal(planted(context.token[-1], following[:accepted], size, target))
 
 
@@ -134,47 +133,47 @@ class BatchedPlayback(BatchedState):
         self.text, self.position = text, text.start
 
     def planted(self, accepted: int, size: int, chain: bool, target: Target) -> DraftTree:
-        """Return a tree that holds the next `accepted` tokens; behind the text's end any will do."""
+        """Return a tree that contains the next `accepted` tokens; after the text's end any tree."""
         tokens = [*self.text.token[self.position :], *[0] * (accepted + 1)][: accepted + 1]
         return planted(tokens[0], tokens[1:], size, target, chain)
 
 
 class PlaybackBatch(HeadBatch):
-    """A head that drafts for several recorded texts at once, timed; what is verified are trees of given sizes."""
+    """A head that drafts for several recorded texts at once, timed; trees of given sizes are verified instead."""
 
-    def __init__(self, source: Playback, head: DraftHead, size: int) -> None:
-        # One line a tree, so that there is room for the largest.
-        super().__init__(head, Schedule([Scheduled(1 + i, tree) for i, tree in enumerate(source.measured)]), size)
-        self.source, self.accepted = source, 0
-        self.nodes = max(self.nodes, 1 + source.largest)
+    def __init__(self, playback: Playback, head: DraftHead, size: int) -> None:
+        # One line a tree, to allocate for the largest.
+        super().__init__(head, Schedule([Scheduled(1 + i, tree) for i, tree in enumerate(playback.measured)]), size)
+        self.playback, self.accepted = playback, 0
+        self.max_nodes = max(self.max_nodes, 1 + playback.largest)
 
     def begin(self, running: int, longest: int) -> None:
         """Choose the head's tree, and the depth of the planted ones."""
-        source = self.source
-        self.policy, self.chain = next(source.next_tree), next(source.next_chain)
-        self.accepted = min(next(source.next_accepted), source.size)
-        self.deepest = source.size if self.chain else min(source.size, max(self.accepted, 1))
+        playback = self.playback
+        self.policy, self.chain = next(playback.next_tree), next(playback.next_chain)
+        self.accepted = min(next(playback.next_accepted), playback.size)
+        self.deepest = playback.size if self.chain else min(playback.size, max(self.accepted, 1))
 
-    def ranked(
-        self, roots: Roots, room: Int[Tensor, "B"], longest: int, *, allow_host_sync: bool
+    def draft_trees(
+        self, roots: Roots, max_draft_depth: Int[Tensor, "B"], longest: int, *, allow_host_sync: bool
     ) -> tuple[DraftTree, Bool[Tensor, "#B N N"], None]:
         """Time the head's trees, and return the planted ones; an idle slot's is the first sequence's."""
-        source = self.source
+        playback = self.playback
         assert self.policy is not None
-        start = source.clock()
-        super().ranked(roots, room, longest, allow_host_sync=allow_host_sync)
-        source.draft[draft_key(self.policy)].append(source.clock() - start)
+        start = playback.clock()
+        super().draft_trees(roots, max_draft_depth, longest, allow_host_sync=allow_host_sync)
+        playback.draft[draft_key(self.policy)].append(playback.clock() - start)
         states = [state for state in self.states if isinstance(state, BatchedPlayback)]
-        drafts = [state.planted(self.accepted, source.size, self.chain, source.target) for state in states]
-        drafts += drafts[:1] * (len(room) - len(drafts))
+        drafts = [state.planted(self.accepted, playback.size, self.chain, playback.target) for state in states]
+        drafts += drafts[:1] * (len(max_draft_depth) - len(drafts))
         tree = DraftTree(*(torch.stack(rows) for rows in zip(*drafts, strict=True)))
         return tree, trees.ancestors(tree), None
 
     def commit(self, features: Features, count: Int[Tensor, "B"]) -> None:
-        """Commit rows at once, timed, and move on in the texts."""
-        start = self.source.clock()
+        """Append rows for all texts, timed, and advance in the texts."""
+        start = self.playback.clock()
         super().extend(features, count)
-        self.source.commit[features.token.shape[1]].append(self.source.clock() - start)
+        self.playback.commit[features.token.shape[1]].append(self.playback.clock() - start)
         for state, taken in zip(self.states, count.tolist(), strict=False):
             assert isinstance(state, BatchedPlayback)
             state.position += taken
@@ -212,7 +211,7 @@ def measure(
     measured: Sequence[TreeConfig],
     sizes: Sequence[int],
     samples: int,
-    settings: Settings,
+    settings: RequestParams,
     batch: int = 1,
 ) -> Costs:
     """Measure the costs on recorded texts, alternating a few passes of the autoregressive baseline and of playback.
@@ -231,10 +230,10 @@ def measure(
     plain: list[float] = []
     keys = {draft_key(tree) for tree in measured}
     label = f"timing passes and drafts, batch size {batch}"
-    with target.uncaptured(), Bar(samples, label) as bar:  # a graph holds no time of its parts
-        baseline = decode(batch_of(target, Plain(target.device), batch), texts, settings, lambda: None)
+    with target.uncaptured(), Bar(samples, label) as bar:  # CUDA graphs cannot be timed in parts
+        baseline = decode(batch_of(target, Baseline(target.device), batch), texts, settings, lambda: None)
         played = decode(batch_of(target, player, batch), texts, settings, player.begin)
-        for _ in sizes:  # the first passes of every size cost more than later ones
+        for _ in sizes:  # the first passes of every size are slower
             next(baseline)
             next(played)
         player.draft.clear()
@@ -245,7 +244,7 @@ def measure(
                 plain.append(sum(step.draft_s + step.verify_s + step.other_s for step in steps))
             for steps in itertools.islice(played, STRETCH):
                 size, bent = max(step.drafted for step in steps), any(step.accepted > 1 for step in steps)
-                if player.batch is not None:  # whatever room each has
+                if player.batch is not None:  # whatever depth each may have
                     size, bent = player.size, not player.batch.chain
                 verify[size].append(sum(step.verify_s for step in steps))
                 other[bent][size].append(sum(step.other_s for step in steps))
@@ -253,7 +252,7 @@ def measure(
             drafts = [player.draft[key] for key in keys]
             fewest = min(map(len, [*drafts, *(verify[size] for size in sizes)]))
             bar.show(min(fewest, samples))
-            # Rare sizes may keep fewer samples, but a tree whose draft was never timed has no price.
+            # Rare sizes may have fewer samples, but every tree's draft must be timed.
             if turn >= TURNS and (fewest >= samples or (left <= 0 and all(drafts))):
                 break
     straight, gaps = map(averages, other)
@@ -267,7 +266,9 @@ def measure(
     )
 
 
-def decode(batch: Batch, texts: Sequence[Text], settings: Settings, begin: Callable[[], None]) -> Iterator[list[Step]]:
+def decode(
+    batch: Batch, texts: Sequence[Text], settings: RequestParams, begin: Callable[[], None]
+) -> Iterator[list[Step]]:
     """Decode the texts in a batch again and again; yield the steps of every pass, before which `begin` is called."""
     waiting = enumerate(itertools.cycle(texts))
     while True:
@@ -275,10 +276,10 @@ def decode(batch: Batch, texts: Sequence[Text], settings: Settings, begin: Calla
             number, text = next(waiting)
             batch.admit(number, text.prompt, settings)
         begin()
-        sessions = [sequence.session for sequence in batch.running]
+        requests = [sequence.request for sequence in batch.running]
         batch.step()
         batch.release()
-        yield [session.generation.steps[-1] for session in sessions]
+        yield [request.generation.steps[-1] for request in requests]
 
 
 def averages(samples: Mapping[K, Sequence[float]]) -> dict[K, float]:
@@ -289,8 +290,7 @@ def averages(samples: Mapping[K, Sequence[float]]) -> dict[K, float]:
 def typical(values: Sequence[float]) -> float:
     """Return the mean without the lowest and highest twentieth.
 
-    Decoding pays for interruptions, and a short part has few of them but long ones: a median, or a mean without more
-    of the highest, would not see those, and price short parts too low. A single outlier must not price a tree either.
+    A short part has few but long interruptions, which a median would miss; a single outlier must not count either.
     """
     ordered = sorted(values)
     cut = len(ordered) // 20

@@ -1,7 +1,7 @@
 """The trees that the tuner tries, by family, and their simulation along recorded texts.
 
-Half of the texts choose, the others are held back. The static tree with the highest acceptance is found by Sequoia's
-dynamic programme over acceptance by depth and rank. Trees are counted in drafted nodes, the root left out.
+Half of the texts choose a tree, the others are held out. The static tree with the highest acceptance is found by
+Sequoia's dynamic programming over acceptance by depth and rank. A tree's size is its drafted nodes, without the root.
 """
 
 from collections.abc import Mapping, Sequence
@@ -51,10 +51,10 @@ class StaticTrees:
 
 
 def best_static(acceptance: Float[Tensor, "D K"], nodes: int) -> StaticTrees:
-    """Find the best static tree of every size by Sequoia's dynamic programme (arXiv 2402.12374).
+    """Find the best static tree of every size by Sequoia's dynamic programming (arXiv 2402.12374).
 
-    Sequoia's acceptance depends on the rank alone; here on the depth too, as heads get worse with it. As there, the
-    acceptance of a node is assumed to depend on the path to it through its length only.
+    Sequoia's acceptance depends on the rank; here on the depth too, since heads get worse with it. As in Sequoia, a
+    node's acceptance depends on the path to it only by its length.
 
     Args:
         acceptance: the probability that the target's token has rank k among the children of a node at depth d - 1,
@@ -94,23 +94,22 @@ def acceptance(rank: Int[Tensor, "T D"], ranks: int) -> Float[Tensor, "D K"]:
 
 
 def levelled(table: Float[Tensor, "D K"]) -> Float[Tensor, "D K"]:
-    """Return the nearest acceptance table in which no rank is accepted more often than a better one.
+    """Return the nearest acceptance table that does not increase with rank.
 
-    A few texts may have a token of rank 3 and by chance none of rank 2; a tree built from such counts would draft the
-    fourth guess and not the third. The nearest non-increasing table treats the two alike.
+    By chance a few texts may have a token of rank 3 and none of rank 2, and a tree would skip rank 2.
     """
     rows = [rising(dict(enumerate(reversed(row)))) for row in table.tolist()]
     return torch.tensor([[row[rank] for rank in reversed(range(len(row)))] for row in rows], dtype=table.dtype)
 
 
-OWN = "as it is"  # the family of the tree that the head has
+OWN = "as it is"  # the family of the head's present tree
 CHAIN, TREE = "chain", "tree"  # the two kinds compared at larger batch sizes
 
 # A tree is not tried at a batch size if at the one before its speedup was below this even with free drafts: in a
 # larger batch a node costs more, for the device has less to spare.
 HOPELESS = 0.8
 
-FINALISTS = 3  # of each family, priced again
+FINALISTS = 3  # trees of each family that are priced again
 AGAIN = 8  # factor of the samples for that
 
 # Numbers of drafted nodes whose verification is always timed: from one node to a few the cost leaps, and a line from
@@ -123,7 +122,7 @@ Families = dict[str, list[TreeConfig]]
 
 @dataclass(frozen=True)
 class Tried:
-    """A tree with its replays: along the texts to choose by, and along those held back for measurement."""
+    """A tree with its replays along the texts to choose by, and along the held-out texts."""
 
     family: str
     tree: TreeConfig
@@ -140,12 +139,12 @@ class Tried:
         return predict(cycled(self.chosen, batch), self.tree, costs, batch)
 
     def predicted(self, costs: Mapping[int, Costs], batch: int) -> Prediction:
-        """Return the prediction at a batch size on the texts held back."""
+        """Return the prediction at a batch size on the held-out texts."""
         return predict(cycled(self.held, batch), self.tree, costs, batch)
 
 
 def unlimited(grid: TunerConfig, current: TreeConfig, depth: int) -> list[TreeConfig]:
-    """Return the trees to grow at every token: of each kind and top_k the largest, which contains all others."""
+    """Return the trees to grow at every token: the largest of each kind and top_k, which contains the others."""
     nodes = max(current.nodes, *grid.nodes)
     wide = sorted({*grid.top_k, *([current.top_k] if current.kind == "dynamic" else [])})
     dynamic = [TreeConfig("dynamic", depth, top_k, nodes, [], []) for top_k in wide]
@@ -155,9 +154,9 @@ def unlimited(grid: TunerConfig, current: TreeConfig, depth: int) -> list[TreeCo
 def proposed(
     grid: TunerConfig, table: Float[Tensor, "D K"], current: TreeConfig, deepest: int, takes_trees: bool
 ) -> Families:
-    """Return the trees to be priced, by family; chains alone for a target that verifies nothing else.
+    """Return the trees to price, by family; only chains if the target verifies only chains.
 
-    `table` is the acceptance by depth and rank, `current` the tree that the head has, `deepest` the depth it drafts to.
+    `table` is the acceptance by depth and rank, `current` the head's present tree, `deepest` the head's depth.
     """
     depths = [depth for depth in grid.depths if depth <= deepest] or [deepest]
     families = {CHAIN: [TreeConfig("chain", depth, 0, 0, [], []) for depth in depths]}
@@ -184,7 +183,7 @@ def proposed(
 
 
 def distinct(trees: Sequence[Tried]) -> list[TreeConfig]:
-    """Return one tree of those that cost the same to draft."""
+    """Return one of the trees that cost the same to draft, for each cost."""
     return list({draft_key(one.tree): one.tree for one in trees}.values())
 
 
@@ -203,7 +202,7 @@ def worth_timing(trees: Sequence[Tried], costs: Mapping[int, Costs]) -> list[Tri
 
 
 def sizes_for(trees: Sequence[Tried], sizes: Sequence[int]) -> list[int]:
-    """Return the sizes of a verification pass to time, so that every tree's is among them or between two."""
+    """Return the sizes of verification passes to time, so that every tree's size is interpolated."""
     largest = max(drafted(one.tree) for one in trees)
     return sorted({largest, *(size for size in sizes if size <= largest)})
 
@@ -213,7 +212,7 @@ def simulate(
 ) -> tuple[list[Tried], Float[Tensor, "D K"]]:
     """Simulate every tree along the texts that the target wrote greedily; the head's own is of the family OWN.
 
-    Beside the trees it returns the acceptance by depth and rank on the texts to choose by.
+    It also returns the acceptance by depth and rank on the texts to choose by.
     """
     current, head = drafter.policy, drafter.head
     deepest = min(head.max_depth, max(current.deepest, *grid.depths))
@@ -230,5 +229,5 @@ def simulate(
 
 
 def halves(items: Sequence[T]) -> tuple[list[T], list[T]]:
-    """Return every other item, and the rest; a single item is in both."""
+    """Return every other item, and the others; a single item is in both."""
     return list(items[::2]), list(items[1::2] or items)

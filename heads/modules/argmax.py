@@ -1,4 +1,4 @@
-"""The argmax of logits, which torch finds slowly on a CPU."""
+"""An argmax of logits that is fast on a CPU."""
 
 from jaxtyping import Float, Int
 from torch import Tensor
@@ -8,9 +8,9 @@ FEW = 4096  # tokens that are faster searched at once
 
 
 def argmax(scores: Float[Tensor, "*n V"]) -> Int[Tensor, "*n"]:
-    """Return the argmax of each row, of equals the first, on a CPU several times faster than `torch.argmax`.
+    """Return the argmax of each row, the first of equals, on a CPU several times faster than `torch.argmax`.
 
-    There torch finds a maximum by vectors and its index number by number. So a row's best block is found first.
+    On a CPU torch vectorises the maximum and not its index, so a row's best block is found first.
     """
     size = scores.shape[-1]
     if scores.device.type != "cpu" or size % BLOCK or size <= FEW:

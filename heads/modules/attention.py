@@ -1,14 +1,13 @@
 """Training-time-test attention over packed sequences: exact, block-wise, memory linear in length.
 
-A row drafted from row t attends to the context, the true rows that row t sees, and to the rows drafted before it from
-the same t, one a step: the training-time test of EAGLE-3 (arXiv 2503.01840). Its scores are one matmul with the
-context and a column for each drafted step, so neither a mask nor scores over all steps' rows are ever materialised. The
-two parts are merged by their log-sum-exp (LSE). Queries are processed in blocks and the backward pass recomputes a
-block's P from the LSE (FlashAttention, arXiv 2205.14135), so memory grows with the length and the steps, not with a
-square of either. A block is scored with no row before its documents begin, so that time grows with the documents, not
-with the row.
+A row drafted from row t attends to the context, which is the verified rows up to t, and to the rows drafted before it
+from the same t, one a step: the training-time test of EAGLE-3 (arXiv 2503.01840). Its scores are one matmul with the
+context and a column for each drafted step, so neither a mask nor scores over all steps' rows are materialised. The two
+parts are merged by their log-sum-exp (LSE). Queries are processed in blocks and the backward pass recomputes a block's
+P from the LSE (FlashAttention, arXiv 2205.14135), so memory is linear in the length and the number of steps. A block
+skips all rows before the start of its documents, so time grows with the documents, not with the packed sequence.
 
-A row sees an interval of the context: from the start of its document or its window up to itself.
+A row attends to an interval of the context: from the start of its document or window up to itself.
 """
 
 import math
@@ -29,66 +28,66 @@ BLOCK = 128  # queries at a time
 
 @dataclass(frozen=True, eq=False)
 class Pattern:
-    """The attention pattern of N queries: each sees an interval of the context, `first` to `upto`, both included."""
+    """The attention pattern of N queries: each attends to rows `first` to `upto` of the context, both included."""
 
     first: Int[Tensor, "B N"]
-    upto: Int[Tensor, "B N"] | None = None  # None where query n stands for row n and sees up to itself
-    distinct: bool = False  # whether each `size` queries have another last visible row, in increasing order
-    reach: int | None = None  # without `upto` no query sees a row that lies more rows than this before it; None: any
-    size: int = 1  # how many queries after another share the rows that were drafted for them
-    causal: bool = False  # whether a query does not see those of later queries
-    earlier: "Pattern | None" = None  # no query of which begins before this one's; it spares the host a read
-    masks: dict[int, Any] = field(default_factory=dict)  # of the fused kernel, by how many keys there are
+    upto: Int[Tensor, "B N"] | None = None  # None where query n is row n and attends up to itself
+    distinct: bool = False  # whether `upto` increases every `size` queries
+    reach: int | None = None  # without `upto`, how many rows a query looks back; None: all
+    size: int = 1  # queries in a group, which share their drafted rows
+    causal: bool = False  # whether a query ignores the drafted rows of later queries
+    earlier: "Pattern | None" = None  # a pattern whose intervals begin no earlier; it saves the host a read
+    masks: dict[int, Any] = field(default_factory=dict)  # the fused kernel's masks, by the number of keys
 
     def context_mask(self, block: "QueryBlock") -> Bool[Tensor, "B N S"]:
-        """Return which context rows a block of queries sees."""
+        """Return the mask of a block's queries over the context."""
         column = torch.arange(block.least, block.most, device=self.first.device)
         queries = slice(block.begin, block.end)
         return (column >= self.first[:, queries, None]) & (column <= self.last[:, queries, None])
 
     def seen_drafted(self, block: "QueryBlock", count: int) -> Bool[Tensor, "N n"]:
-        """Return which of `count` drafted rows, `size` a step, a block of queries sees."""
+        """Return the mask of a block's queries over `count` drafted rows, `size` a step."""
         slot = torch.arange(block.begin, block.end, device=self.first.device) % self.size
         return torch.arange(count, device=slot.device) % self.size <= slot[:, None]
 
     @cached_property
     def last(self) -> Int[Tensor, "B N"]:
-        """The last context row that each query sees."""
+        """The last context row of each query."""
         if self.upto is not None:
             return self.upto
         return torch.arange(self.first.shape[1], device=self.first.device).expand_as(self.first)
 
     def blocks(self, length: int) -> list["QueryBlock"]:
-        """Return the blocks of queries over a context of `length` rows, with the rows that each may see."""
+        """Return the blocks of queries over a context of `length` rows, each with its range of rows."""
         blocks = []
         for i, begin in enumerate(range(0, self.first.shape[1], BLOCK)):
             end = min(begin + BLOCK, self.first.shape[1])
             most = end if self.upto is None else length
-            if self.distinct:  # as each query behind the block takes one of the last rows
+            if self.distinct:  # later queries have later last rows
                 most -= (self.first.shape[1] - end) // self.size
             least = self.lows[i] if self.reach is None else max(self.lows[i], begin - self.reach)
-            # Who sees no context row is scored with one all the same, and masked.
+            # A query without context rows is scored with one, and masked.
             blocks.append(QueryBlock(begin, end, min(least, most - 1), most))
         return blocks
 
     @cached_property
     def lows(self) -> list[int]:
-        """The first context row that each block sees, or one before it: documents do not see the others of a row."""
+        """A lower bound of each block's first context row: documents do not see each other."""
         if self.earlier is not None:
             return self.earlier.lows
         return [int(low) for low in torch.stack([block.min() for block in self.first.split(BLOCK, 1)]).tolist()]
 
     def bounds(self) -> Int[Tensor, "4 B N"]:
-        """Return the first and the last row that each query sees, of the context and then of the drafted ones.
+        """Return each query's first and last row, in the context and then among the drafted rows.
 
-        Rows drafted for query n count as -1 - n, so that they fall as queries rise.
+        The rows drafted for query n have the number -1 - n.
         """
         query = torch.arange(self.first.shape[1], device=self.first.device).expand_as(self.first)
         begin = query - query % self.size
         return torch.stack([self.first, self.last, -1 - (query if self.causal else begin + self.size - 1), -1 - begin])
 
     def shared(self, x: Float[Tensor, "B G N E"]) -> list[Float[Tensor, "B G N E"]]:
-        """Return drafted rows as each query sees them, the first of its `size` ones, the second and so on."""
+        """Return each query's first, second … drafted row of the `size` that its group shares."""
         if self.size == 1:
             return [x]
         groups = x.unflatten(2, (-1, self.size))
@@ -104,7 +103,7 @@ class Pattern:
 
 
 class QueryBlock(NamedTuple):
-    """The queries `begin` … `end` - 1, which see nothing of the context but rows `least` to `most` - 1."""
+    """The queries `begin` … `end` - 1, whose context is within rows `least` to `most` - 1."""
 
     begin: int
     end: int
@@ -119,13 +118,13 @@ def pattern(
     earlier: Pattern | None = None,
     row: Int[Tensor, "B N"] | None = None,
 ) -> Pattern:
-    """Return the pattern of rows drafted `ahead` positions behind their row.
+    """Return the pattern of rows drafted `ahead` positions after row t.
 
     Args:
         position: the rows' positions within their documents, 0, 1, 2, … each.
-        length: how many positions a row looks back over, its own included; None for all.
-        ahead: the distance of the drafted row to row t, from which it is drafted.
-        earlier: the pattern of the same rows at a lesser distance.
+        length: the size of the attention window, the row itself included; None for all.
+        ahead: the drafted row's distance from row t.
+        earlier: the pattern of the same rows at a smaller distance.
         row: the rows, in order; None for all of the context.
     """
     back = position if length is None else position.clamp_max(length - 1 - ahead)
@@ -138,16 +137,16 @@ def pattern(
 def attend_rows(
     query: Float[Tensor, "B H N E"], context: KeyValue, drafted: list[KeyValue], attn_pattern: Pattern
 ) -> Float[Tensor, "B H N F"]:
-    """Attend from each query to the context rows that `attn_pattern` gives it and to the rows drafted for it.
+    """Attend from each query to its context rows and to the rows drafted for it, as `attn_pattern` says.
 
-    In training on CUDA by one fused kernel (heads/modules/flex.py), everywhere else block by block.
+    Training on CUDA uses one fused kernel (heads/modules/flex.py), everything else the blocks below.
 
     Args:
-        context: keys and values "B G T E" of the true rows.
+        context: keys and values "B G T E" of the verified rows.
         drafted: keys and values "B G N E" of each step drafted so far, row n of which was drafted for query n.
-        attn_pattern: the rows of both that each query sees, at least one.
+        attn_pattern: each query's rows of both, at least one.
     """
-    # Under autocast values come from a linear layer, but normed queries and keys are wider; the products are not.
+    # Under autocast normed queries and keys are wider than values; the products use the values' dtype.
     dtype = context[1].dtype
     query, pairs = query.to(dtype), [(key.to(dtype), value.to(dtype)) for key, value in (context, *drafted)]
     if runs_fused(query, context[1]):
@@ -158,14 +157,14 @@ def attend_rows(
 def attend_fused(
     query: Float[Tensor, "B H N E"], pairs: list[KeyValue], attn_pattern: Pattern
 ) -> Float[Tensor, "B H N F"]:
-    """Attend to the context, the first of `pairs`, and to drafted rows, the others, by one kernel."""
+    """Attend to the context (the first of `pairs`) and to drafted rows (the others) by one kernel."""
     mask = attn_pattern.mask(pairs[0][0].shape[2], len(pairs) - 1)
     key, value = joined(pairs)
     return kernel()(query, key, value, block_mask=mask, enable_gqa=query.shape[1] != key.shape[1])
 
 
 def joined(pairs: list[KeyValue]) -> KeyValue:
-    """Return the keys and the values of all pairs side by side."""
+    """Return the concatenated keys and values of all pairs."""
     key, value = (torch.cat(halves, 2) for halves in zip(*pairs, strict=True))
     return key, value
 
@@ -173,7 +172,7 @@ def joined(pairs: list[KeyValue]) -> KeyValue:
 def attend_blocks(
     query: Float[Tensor, "B H N E"], pairs: list[KeyValue], attn_pattern: Pattern
 ) -> Float[Tensor, "B H N F"]:
-    """Attend as `attend_fused` does, block by block: on every device and in every dtype; its reference."""
+    """Attend as `attend_fused` does, block by block, on every device and in every dtype: its reference."""
     apply: Any = _Rows.apply
     drafted = [
         half for pair in pairs[1:] for halves in zip(*map(attn_pattern.shared, pair), strict=True) for half in halves
@@ -183,14 +182,14 @@ def attend_blocks(
 
 
 class _Rows(torch.autograd.Function):
-    """The attention with its gradient. Heads of a group are folded into the queries: "B G M E", M = heads x queries.
+    """Block-wise attention with its gradient, over queries "B G M E"; M = heads of a group x queries.
 
     Names are FlashAttention's: S scores, P probabilities, O output, LSE; dX is the gradient of X, delta = rowsum(dO O).
     """
 
     @staticmethod
     def forward(ctx: Any, attn_pattern: Pattern, query: Tensor, key: Tensor, value: Tensor, *drafted: Tensor) -> Tensor:
-        """Return O, and keep its LSE."""
+        """Return O, and save its LSE."""
         wide = _wide(query.dtype)
         out = query.new_empty((*query.shape[:3], value.shape[-1]))
         lse = torch.empty(query.shape[:3], dtype=wide, device=query.device)
@@ -213,7 +212,7 @@ class _Rows(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        """Return the gradients, from P that is recomputed a block at a time."""
+        """Return the gradients; P is recomputed a block at a time."""
         query, key, value, out, lse, *drafted = ctx.saved_tensors
         scale, groups, k = query.shape[-1] ** -0.5, key.shape[1], key.to(lse.dtype)
         d_query, d_key, d_value = torch.empty_like(query), torch.zeros_like(k), torch.zeros_like(value, dtype=lse.dtype)
@@ -240,12 +239,12 @@ class _Rows(torch.autograd.Function):
 
 
 def _product(a: Float[Tensor, "*n M K"], b: Float[Tensor, "*n K N"]) -> Float[Tensor, "*n M N"]:
-    """Multiply in the dtype of `b`, as fused kernels do with P and dS; the result is as wide as `a`, for sums."""
+    """Multiply in the dtype of `b`, as fused kernels do with P and dS, and return the dtype of `a`."""
     return (a.to(b.dtype) @ b).to(a.dtype)
 
 
 def _queries(block: QueryBlock, groups: int, *tensors: Tensor) -> list[Float[Tensor, "B G r N E"]]:
-    """Return a block's rows of tensors, split into the groups' heads, wide enough to sum up in."""
+    """Return a block's rows of tensors, split into the groups' heads, in a dtype for sums."""
     slices = [tensor[:, :, block.begin : block.end] for tensor in tensors]
     return [x.to(_wide(x.dtype)).unflatten(1, (groups, -1)) for x in slices]
 
@@ -257,12 +256,12 @@ def _scores(
     attn_pattern: Pattern,
     block: QueryBlock,
 ) -> tuple[Float[Tensor, "B G r N S"], Float[Tensor, "B G r N n"]]:
-    """Return a block's scores with the context, and with each drafted step's row, for base 2.
+    """Return a block's scores with the context and with each drafted step's row, in base 2.
 
-    Base 2, since a CPU's exp takes ten to fifty times longer where it underflows, as at all that is not seen.
+    Base 2: on a CPU exp is ten to fifty times slower than exp2 where it underflows, as at masked scores.
     """
     scale, never = q.shape[-1] ** -0.5 / math.log(2), float("-inf")
-    # The scale goes to the queries, and the rest works in place: scores are by far the largest tensor here.
+    # The queries are scaled, and the rest is in place: scores are by far the largest tensor.
     s = ((_fold(q) * scale) @ key[:, :, block.least : block.most].mT).view(*q.shape[:-1], -1)
     s += torch.zeros_like(s[:, 0, 0]).masked_fill_(~attn_pattern.context_mask(block), never)[:, None, None]
     if not drafted:

@@ -1,8 +1,8 @@
-"""Heads that draft one token after another: EAGLE's family and multi-token prediction.
+"""Autoregressive heads, which draft one token after another: EAGLE's family and multi-token prediction.
 
-Such a head computes, from a token and the state before it, the next state and the input of its lm_head. At depth 1 the
-state comes from the target's features, from then on it is the head's own. Training unrolls all rows at once, decoding
-commits verified rows and grows a tree; the three differ in what a row attends to and in nothing else.
+Such a head computes the next state and the input of its lm_head from a token and the state before. At depth 1 that
+state comes from the target's features, later it is the head's own. Training unrolls all rows at once, decoding appends
+verified rows and expands a tree; the three differ only in the attention mask.
 """
 
 from collections.abc import Callable
@@ -14,18 +14,20 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from heads import rows
-from heads.base import Draft, Features, HeadModule, Level, NewRows, Nodes
+from heads.base import DepthOutput, Features, HeadModule, LevelNodes, LevelOutput, NewRows
 from heads.modules.attention import KeyValue, attend_rows, pattern
 from heads.modules.kv_cache import SPARE, KVCache
 from heads.modules.layers import LayerInputs, grouped_attention
 
 
 class Recurrent(nn.Module):
-    """What drafts token after token; `config.length` is how far it looks back, `num_attention_layers` its layers.
+    """The autoregressive part of a head, without its lm_head; `config.length` is its attention window.
 
-    With `injected` the context's keys and values come from `inject`, of the target's features; else from the pass of
-    depth 1. `predicts` says that a state is a
-    prediction of the target's feature, `detach` that no gradient runs from a step into the one before it.
+    Attributes:
+        num_attention_layers: its decoder layers.
+        injected: whether the context's keys and values come from `inject`, else from the pass of depth 1.
+        predicts: whether a state is a prediction of the target's feature.
+        detach: whether the gradient stops between a step and the one before it.
     """
 
     config: Any
@@ -35,28 +37,28 @@ class Recurrent(nn.Module):
     detach = False
 
     def initial_states(self, features: Features) -> Float[Tensor, "B T D"]:
-        """Return the states that depth 1 starts from: the target's own features."""
+        """Return the states before depth 1: the target's features."""
         return features.last_hidden
 
     def inject(
         self, start: Float[Tensor, "B T D"], position: Int[Tensor, "B T"], max_position: int
     ) -> tuple[KeyValue, ...]:
-        """Return keys and values of the context, a pair a layer, computed from the states of `initial_states`.
+        """Return each layer's keys and values of the context, from the states of `initial_states`.
 
-        Empty where later rows attend to the rows of depth 1 instead.
+        Empty if later rows attend to the rows of depth 1 instead.
         """
         return ()
 
     def advance(
         self, token: Int[Tensor, "B T"], state: Float[Tensor, "B T D"], inputs: list[LayerInputs]
     ) -> tuple[Float[Tensor, "B N D"], Float[Tensor, "B N D"]]:
-        """Return the states that follow `state` once `token` is chosen, and the inputs of `compute_logits`."""
+        """Return the states after `state` and `token`, and the inputs of `compute_logits`."""
         raise NotImplementedError
 
-    def unroll(self, features: Features, depths: int, anchors: Int[Tensor, "B n"] | None = None) -> list[Draft]:
-        """Draft from all rows, or from `anchors`; depths beyond the first feed the states back.
+    def unroll(self, features: Features, depths: int, anchors: Int[Tensor, "B n"] | None = None) -> list[DepthOutput]:
+        """Draft from all rows, or from `anchors`; depths after the first read the head's own states.
 
-        Other rows are the context of these alone: of them the last layer computes keys and values, at depth 1.
+        The last layer computes only keys and values of the other rows, at depth 1.
         """
         every = rows.positions(features.document)
         length, max_position = every.shape[1], every.shape[1] + depths
@@ -69,7 +71,7 @@ class Recurrent(nn.Module):
             state = rows.gather_rows(state, anchors)
         for depth in range(1, depths + 1):
             attn_pattern = pattern(position, self.config.length, depth - 1, attn_pattern, anchors)
-            is_context = depth == 1 and not injected  # whether the rows are seen by others
+            is_context = depth == 1 and not injected  # whether later rows attend to these rows
             by_all = (
                 pattern(every, self.config.length) if is_context and self.num_attention_layers > 1 else attn_pattern
             )
@@ -101,13 +103,13 @@ class Recurrent(nn.Module):
             state, pre_logits = self.advance(token, entering, inputs)
             scored = rows.scatter_rows(pre_logits, anchors, length)
             predicted = scored if state is pre_logits else rows.scatter_rows(state, anchors, length)
-            drafts.append(Draft(scored, predicted if self.predicts else None))
+            drafts.append(DepthOutput(scored, predicted if self.predicts else None))
         return drafts
 
     def commit(
         self, cache: KVCache, start: Float[Tensor, "B T D"], new: NewRows, position: Int[Tensor, "B T"]
     ) -> tuple[Tensor, Tensor]:
-        """Append verified rows, which enter with the states `start` at `position`; return the result of `advance`."""
+        """Append verified rows with the states `start` before them; return the result of `advance`."""
         token, count = new.token, new.counts
         if not cache.fresh and cache.window is not None and token.shape[1] > SPARE:
             pieces = []
@@ -119,14 +121,14 @@ class Recurrent(nn.Module):
             return torch.cat([hidden for hidden, _ in pieces], 1), torch.cat(
                 [pre_logits for _, pre_logits in pieces], 1
             )
-        # A whole prompt takes no mask of its length squared.
-        sees = None if cache.fresh else cache.sees(position, position[:, -1])[:, None]
+        # A whole prompt needs no mask, whose size is quadratic.
+        attn_mask = None if cache.fresh else cache.attn_mask(position, position[:, -1])[:, None]
 
         def attend(i: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
             both = cache.append(i, key, value, position)
-            if sees is None:
+            if attn_mask is None:
                 return attend_rows(query, (key, value), [], pattern(position, self.config.length))
-            return grouped_attention(query, *both, sees)
+            return grouped_attention(query, *both, attn_mask)
 
         hidden, pre_logits = self.advance(token, start, self.by_layer(position, cache.longest, attend))
         cache.length[: len(token)] += token.shape[1] if count is None else count
@@ -139,30 +141,30 @@ class Recurrent(nn.Module):
         attend: Callable[..., Tensor],
         queries: Tensor | None = None,
     ) -> list[LayerInputs]:
-        """Return each layer's inputs, its attention by a function of its number; `queries` are the last one's."""
+        """Return each layer's inputs; `attend` takes the layer's index first, `queries` are the last layer's."""
         inputs = [LayerInputs(position, max_position, partial(attend, i)) for i in range(self.num_attention_layers)]
         return [*inputs[:-1], inputs[-1]._replace(queries=queries)]
 
 
 class RecurrentHead(HeadModule, Recurrent):
-    """A head that drafts token after token; its `lm_head` reads states alike at every depth."""
+    """An autoregressive head with one `lm_head` for all depths."""
 
     max_depth, has_kv_cache = 64, True
     lm_head: nn.Module
 
     def compute_logits(self, state: Float[Tensor, "*n D"], depth: int) -> Float[Tensor, "*n W"]:
-        """Return the logits of states that `advance` gives for them."""
+        """Return the logits of the second output of `advance`."""
         return self.lm_head(state)
 
-    def extend(self, state: KVCache | None, new: NewRows) -> tuple[KVCache, Level]:
-        """Commit verified rows with their true states and score under the roots."""
+    def extend(self, state: KVCache | None, new: NewRows) -> tuple[KVCache, LevelOutput]:
+        """Append verified rows with the target's features and score the roots' children."""
         start, token, count = self.initial_states(new.features), new.token, new.counts
         cache = KVCache(len(token), self.config.length, token.device) if state is None else state
         position = cache.begin(token.shape[1], len(token))
         context = self.inject(start, position, cache.longest)
         if not context:
             hidden, pre_logits = self.commit(cache, start, new, position)
-            return cache, Level(
+            return cache, LevelOutput(
                 self.compute_logits(rows.last_rows(pre_logits, count), 1), rows.last_rows(hidden, count)
             )
         for layer, pair in enumerate(context):
@@ -170,32 +172,32 @@ class RecurrentHead(HeadModule, Recurrent):
         cache.length[: len(token)] += token.shape[1] if count is None else count
         above, root = rows.last_rows(start, count), rows.last_rows(token, count)
         alone = torch.ones(len(token), 1, 1, dtype=torch.bool, device=token.device)
-        # The root's row is drafted, like any other.
-        level = self._draft(cache, Nodes(root, torch.zeros_like(root), alone, 0), above)
+        # The root's row is drafted, like any other row.
+        level = self._draft(cache, LevelNodes(root, torch.zeros_like(root), alone, 0), above)
         return cache, level._replace(
             root=tuple(row for layer in range(len(context)) for row in cache.drafted(layer, len(token), 1))
         )
 
-    def expand(self, state: KVCache, level: Level, nodes: Nodes) -> Level:
-        """Score the next tree level: every node enters with its parent's state."""
-        if self.injected:  # the root's row is drafted too, and seen by all
-            seen = nodes.mask.new_ones(*nodes.mask.shape[:2], 1)
-            nodes = nodes._replace(mask=torch.cat([seen, nodes.mask], -1))
+    def expand(self, state: KVCache, level: LevelOutput, nodes: LevelNodes) -> LevelOutput:
+        """Score the next tree level from each node's token and its parent's state."""
+        if self.injected:  # the root's row is a drafted row too
+            visible = nodes.mask.new_ones(*nodes.mask.shape[:2], 1)
+            nodes = nodes._replace(mask=torch.cat([visible, nodes.mask], -1))
         for layer in range(len(level.root) // 2):
             state.draft(layer, level.root[2 * layer], level.root[2 * layer + 1], 0)
         return self._draft(state, nodes, rows.gather_parents(level.hidden, nodes.parent))
 
-    def _draft(self, cache: KVCache, nodes: Nodes, above: Float[Tensor, "B N D"]) -> Level:
-        """Score drafted rows, which enter with the states `above`."""
+    def _draft(self, cache: KVCache, nodes: LevelNodes, above: Float[Tensor, "B N D"]) -> LevelOutput:
+        """Score drafted rows; `above` are their parents' states."""
         token, mask = nodes.token, nodes.mask
         last = cache.length[: len(token)] - 1
         position = (last + nodes.depth)[:, None].expand(-1, token.shape[1])
-        sees = torch.cat([cache.sees(position, last), mask], -1)[:, None]
+        attn_mask = torch.cat([cache.attn_mask(position, last), mask], -1)[:, None]
         earlier = mask.shape[2] - token.shape[1]
 
         def attend(i: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-            return grouped_attention(query, *cache.draft(i, key, value, earlier), sees)
+            return grouped_attention(query, *cache.draft(i, key, value, earlier), attn_mask)
 
         inputs = self.by_layer(position, cache.longest + mask.shape[2], attend)
         hidden, pre_logits = self.advance(token, above, inputs)
-        return Level(self.compute_logits(pre_logits, 1), hidden)
+        return LevelOutput(self.compute_logits(pre_logits, 1), hidden)

@@ -11,10 +11,10 @@ from heads.modules.layers import DecoderLayer, LayerInputs, LayerSpec
 
 
 class GroupedConv(nn.Module):
-    """Two causal convolutions over a block's slots, around a sublayer; channels of a group share what a slot adds.
+    """Two causal convolutions over a block's positions, before and after a sublayer.
 
-    A tap's kernel is a learned one for each channel plus one for each group that the sublayer's input gives. Both start
-    as the identity.
+    The kernel is a learned weight for each channel plus a weight for each group of channels that is computed from the
+    sublayer's input. Both start as the identity.
     """
 
     def __init__(self, width: int, taps: int, group: int) -> None:
@@ -26,7 +26,7 @@ class GroupedConv(nn.Module):
             self.kernel_projection.weight.zero_()
 
     def kernels(self, x: Float[Tensor, "*n S D"]) -> Float[Tensor, "2 *n S k g c"]:
-        """Return the kernels before and behind a sublayer that reads `x`."""
+        """Return the kernels before and after a sublayer with input `x`."""
         taps = self.base_kernel.shape[1]
         added = self.kernel_projection(x).unflatten(-1, (2, taps, -1))
         base = self.base_kernel.unflatten(-1, (added.shape[-1], -1))
@@ -34,7 +34,7 @@ class GroupedConv(nn.Module):
 
 
 def convolve(x: Float[Tensor, "*n S D"], kernel: Float[Tensor, "*n S k g c"]) -> Float[Tensor, "*n S D"]:
-    """Return each slot's sum over itself and the slots before it, weighted by the slot's own kernel."""
+    """Return each position's sum over itself and earlier positions, weighted by its own kernel."""
     groups = x.unflatten(-1, kernel.shape[-2:])
     shifted = [
         functional.pad(groups, (0, 0, 0, 0, tap, 0))[..., : x.shape[-2], :, :] for tap in range(kernel.shape[-3])
@@ -43,7 +43,7 @@ def convolve(x: Float[Tensor, "*n S D"], kernel: Float[Tensor, "*n S k g c"]) ->
 
 
 class ConvDecoderLayer(DecoderLayer):
-    """A decoder layer over blocks of `size` slots, with convolutions around attention and around the MLP."""
+    """A decoder layer over blocks of `size` positions, with convolutions around attention and MLP."""
 
     def __init__(self, spec: LayerSpec, *, size: int, taps: int, group: int) -> None:
         super().__init__(spec)
@@ -64,10 +64,10 @@ class ConvDecoderLayer(DecoderLayer):
 
 
 class Selector(nn.Module):
-    """A score of each candidate behind the token before it: <A[p] * P(h), B[c]>, added to the candidate's logit.
+    """A score of each candidate token c after token p: <A[p] * P(h), B[c]>, added to the candidate's logit.
 
-    Candidates are the slot's `top_k` tokens of the highest logits. All others, which the authors do not draft, keep
-    their order below the last candidate, so that a target among them teaches too.
+    Candidates are the position's `top_k` tokens by logits. All others, which the authors do not draft, keep their order
+    below the last candidate, so that they are trained too.
     """
 
     def __init__(self, width: int, rank: int, top_k: int, size: int) -> None:
@@ -79,9 +79,9 @@ class Selector(nn.Module):
         nn.init.normal_(self.predecessor.weight, std=0.02)
         nn.init.normal_(self.successor.weight, std=0.02)
 
-    def context(self, slot: Float[Tensor, "*#n D"], token: Int[Tensor, "*n"]) -> Float[Tensor, "*n R"]:
-        """Return what a slot's state and the token before it say about the candidates."""
-        return self.predecessor(token).to(slot.dtype) * self.projection(slot)
+    def context(self, hidden: Float[Tensor, "*#n D"], token: Int[Tensor, "*n"]) -> Float[Tensor, "*n R"]:
+        """Return A[p] * P(h) of a position's state h and the token p before it."""
+        return self.predecessor(token).to(hidden.dtype) * self.projection(hidden)
 
     def forward(self, logits: Float[Tensor, "*#n W"], context: Float[Tensor, "*n R"]) -> Float[Tensor, "*n W"]:
         """Return the selector's logits."""

@@ -1,8 +1,8 @@
-"""Attention of drafted rows in one kernel of the device: torch's flex_attention (arXiv 2412.05496) under our mask.
+"""Attention of drafted rows by one fused kernel: torch's flex_attention (arXiv 2412.05496) with our mask.
 
-Keys and values of the true rows and of all drafted ones stand side by side, and a query sees two intervals of them
-(`Pattern.bounds`). The mask is made on the device, from the bounds of whole blocks: neither a mask nor scores of all
-pairs are ever made, nothing is read by the host, and no number is compiled in, so that one kernel serves all depths.
+Keys and values of the verified rows and of all drafted rows are concatenated, and a query attends to two intervals of
+them (`Pattern.bounds`). The block mask is computed on the device from the bounds of whole blocks: no mask or scores of
+all pairs are materialised, the host reads nothing, and no number is compiled in, so one kernel serves all depths.
 """
 
 from collections.abc import Callable
@@ -14,17 +14,17 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
-TILE = 128  # queries, and keys, of a block of the mask
+TILE = 128  # queries and keys of a block of the mask
 NARROWEST, NARROW, WIDE = 16, 128, 256  # widths of a head: the least, one that fits everywhere, the largest
 # Bytes of shared memory for heads wider than NARROW, in 16 bits and in 32: the backward pass's least blocks (pytorch
 # issue 198224) and the forward's. Smaller ones torch does not try, and compiling fails.
 FOR_WIDE = {2: 112 * 2**10, 4: 192 * 2**10}
-KERNELS = 64  # for as many shapes of heads, one run after another
-DTYPES = (torch.float16, torch.bfloat16, torch.float32)  # that it takes
+KERNELS = 64  # the most kernels, one for each shape of heads
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)  # supported dtypes
 
 
 def takes(query: Tensor, value: Tensor) -> bool:
-    """Whether the kernel takes such heads: on CUDA, where its blocks fit the device.
+    """Whether the kernel supports these tensors: on CUDA, where its blocks fit the device.
 
     A dispatch mode, such as the counter of operations, keeps torch from compiling; flex_attention would then make all
     scores at once.
@@ -35,7 +35,7 @@ def takes(query: Tensor, value: Tensor) -> bool:
 
 
 def fits(query: Tensor, value: Tensor, wide: int) -> bool:
-    """Whether the kernel takes such heads in general, the widest of which are `wide`."""
+    """Whether the kernel supports heads of this width and dtype, `wide` at most."""
     widths = range(NARROWEST, wide + 1)
     return query.shape[-1] in widths and value.shape[-1] in widths and query.dtype in DTYPES
 
@@ -55,13 +55,13 @@ widest._dynamo_marked_constant = True
 
 
 def runs(query: Tensor, value: Tensor) -> bool:
-    """Whether the kernel runs for drafted rows: in training, since texts of new lengths would recompile."""
+    """Whether the kernel runs for drafted rows: only in training, since new lengths would recompile."""
     return takes(query, value) and torch.is_grad_enabled() and query.requires_grad
 
 
 @cache
 def kernel() -> Callable[..., Tensor]:
-    """Return flex_attention, compiled: as it is, or beyond torch's limit of kernels, it makes all scores at once."""
+    """Return flex_attention, compiled; uncompiled it materialises all scores."""
     from torch._dynamo import config
     from torch.nn.attention.flex_attention import flex_attention
 
@@ -71,16 +71,16 @@ def kernel() -> Callable[..., Tensor]:
 
 
 def columns(length: int, queries: int, steps: int, device: torch.device) -> Int[Tensor, "S"]:
-    """Return the number of each key: true rows count from 0, and the rows drafted for query n are -1 - n."""
+    """Return each key's number: verified rows count from 0, the rows drafted for query n are -1 - n."""
     drafted = -1 - torch.arange(queries, device=device, dtype=torch.int32)
     return torch.cat([torch.arange(length, device=device, dtype=torch.int32), drafted.repeat(steps)])
 
 
 def block_mask(bounds: Int[Tensor, "4 B N"], column: Int[Tensor, "S"]) -> Any:
-    """Return flex_attention's mask of queries that see keys between two bounds, or between two others.
+    """Return flex_attention's block mask of queries that attend to two intervals of keys.
 
     Args:
-        bounds: the least and the largest number of the true rows that each query sees, and of the drafted ones.
+        bounds: each query's first and last verified row, and first and last drafted row, by number.
         column: the keys' numbers (`columns`).
     """
     from torch.nn.attention.flex_attention import BlockMask
@@ -89,7 +89,7 @@ def block_mask(bounds: Int[Tensor, "4 B N"], column: Int[Tensor, "S"]) -> Any:
 
     some, every = _tiles(bounds, column)
     counts, indices = _listed(some & ~every)
-    # A lambda, since torch compiles it, and could not follow a check of its arguments.
+    # A lambda, since torch cannot compile jaxtyping's checks of arguments.
     return BlockMask.from_kv_blocks(
         counts, indices, *_listed(every), BLOCK_SIZE=TILE, seq_lengths=(bounds.shape[2], len(column)),
         mask_mod=lambda b, _head, n, key: ((column[key] >= first[b, n]) & (column[key] <= upto[b, n]))
@@ -100,7 +100,7 @@ def block_mask(bounds: Int[Tensor, "4 B N"], column: Int[Tensor, "S"]) -> Any:
 def _tiles(
     bounds: Int[Tensor, "4 B N"], column: Int[Tensor, "S"]
 ) -> tuple[Bool[Tensor, "B n s"], Bool[Tensor, "B n s"]]:
-    """Return of which tiles some pairs may be seen, and of which surely all are."""
+    """Return the tiles with some unmasked pair, and the tiles with all pairs unmasked."""
     low, high = (end[..., None] for end in _extremes(bounds))
     never, true = torch.iinfo(column.dtype).max, column >= 0
     true_low, drafted_low = (_extremes(column.where(kind, never))[0] for kind in (true, ~true))
@@ -122,7 +122,7 @@ def _extremes(x: Int[Tensor, "*n S"]) -> tuple[Int[Tensor, "*n s"], Int[Tensor, 
 
 
 def _listed(tiles: Bool[Tensor, "B n s"]) -> tuple[Int[Tensor, "B 1 n"], Int[Tensor, "B 1 n s"]]:
-    """Return for each tile of queries how many tiles of keys it has, and their indices first."""
+    """Return each query tile's number of key tiles, and their indices, these first."""
     flags = tiles[:, None].to(torch.int32)
     order = flags.argsort(dim=-1, descending=True, stable=True)
     return flags.sum(-1, dtype=torch.int32), order.to(torch.int32)

@@ -1,4 +1,4 @@
-"""Fusing the hidden states of several target layers into one: which layers, and how they are joined."""
+"""Fusion of the hidden states of several target layers into one."""
 
 import torch
 from jaxtyping import Float
@@ -10,10 +10,10 @@ EAGLE3_LAYERS, DFLASH_LAYERS = 3, 5  # how many layers each fuses
 
 
 def default_layers(count: int, num_layers: int) -> list[int]:
-    """Return the layers that a head reads by default, `count` distributed over the target's depth.
+    """Return a head's default feature layers, `count` spread over the target's depth.
 
-    Three are EAGLE-3's: the outputs of layers 1, half of all minus 1, and all minus 4. More are spaced evenly between
-    layer 1 and the one of all minus 3 (DFlash, arXiv 2602.06036).
+    Of L layers three are EAGLE-3's: 1, L // 2 - 1 and L - 4. More are spaced evenly from 1 to L - 3 (DFlash, arXiv
+    2602.06036).
     """
     if count == EAGLE3_LAYERS:
         return [1, num_layers // 2 - 1, num_layers - 4]
@@ -21,7 +21,7 @@ def default_layers(count: int, num_layers: int) -> list[int]:
 
 
 def chosen_layers(named: list[int] | None, count: int, num_layers: int) -> tuple[int, ...]:
-    """Return the feature layers of a head: those named, or `count` default ones; refuse unknown and repeated ones.
+    """Return a head's feature layers: those given, or `count` default ones; refuse unknown and repeated layers.
 
     On a target that is too shallow for these they are spaced from its first layer to the last but one, or to the last
     where there are no others: engines take a layer's output as the next layer's input, and the last has no next one.
@@ -41,10 +41,10 @@ def chosen_layers(named: list[int] | None, count: int, num_layers: int) -> tuple
 
 
 class Fusion(nn.Module):
-    """A linear layer (fc) over the concatenated states.
+    """The fusion: a linear layer (fc) over the concatenated states.
 
-    Before it, `normed` norms each layer's states by themselves (EAGLE-3.1), `joint` all of them as one vector
-    (norm_before_fc of speculators).
+    Before it, `normed` norms each layer's states (EAGLE-3.1), `joint` the concatenation (norm_before_fc of
+    speculators).
     """
 
     def __init__(self, width: int, layers: int, eps: float, *, normed: bool, joint: bool = False) -> None:

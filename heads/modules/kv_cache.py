@@ -1,9 +1,8 @@
-"""The KV cache of heads with attention: the verified rows of several sequences, and behind them room for a tree's.
+"""The KV cache of heads with attention: the verified rows of several sequences, then the drafted rows of a tree.
 
-Rotary positions enter attention as distances alone. A head that was trained on rows of `length` tokens has met no
-distance of `length` or more, so it looks at the last `length` rows, its own included, in training and in decoding: text
-of any length brings it no distance that it was not built for, and earlier rows are overwritten. A sliding window
-as in Longformer (arXiv 2004.05150); a `length` of None looks at everything.
+A sliding window of `length` rows as in Longformer (arXiv 2004.05150), in training and in decoding: attention depends on
+rotary positions only by their distance, and a head that was trained on sequences of `length` tokens has seen no larger
+one. Earlier rows are overwritten. A `length` of None is no window.
 """
 
 from copy import copy
@@ -15,83 +14,88 @@ from torch import Tensor, nn
 from heads.modules.attention import KeyValue
 from heads.modules.layers import Attention
 
-SPARE = 64  # rows of a ring beyond its window: so many may be written at once, and not all of them be verified
-UNBOUNDED = 1 << 40  # the ring of a cache without a window, which no text fills
+SPARE = 64  # entries of the ring buffer beyond the window: the most rows that one call may write
+UNBOUNDED = 1 << 40  # the ring size of a cache without a window
 
 
 class KVCache:
     """Keys and values of up to `size` sequences, a pair of buffers "B G C E" a layer.
 
-    The row at position p lies in column p % ring, so that a text of any length needs `window` columns and a few. What a
-    column holds follows from the sequence's length, and nothing is moved as it grows. Drafted rows lie behind the
-    columns in use, where the next tree overwrites them.
+    A ring buffer: the row at position p is entry p % ring_size, so a sequence of any length needs `window` entries and
+        a
+    few. An entry's position follows from the sequence's length, and nothing is moved as it grows. Drafted rows are
+    written after the entries in use, where the next tree overwrites them.
 
     Attributes:
-        first: the slot of the first sequence; others than 0 are of a cache of one sequence within a larger one.
+        first: the slot of the first sequence; not 0 in the view of one sequence of a batch.
         length: how many rows of each sequence are verified.
-        longest: at least the largest of them, known without asking the device.
-        reserved: columns that are allocated at once: for the rows that the longest sequence may have, and for a tree's.
-        fresh: whether the rows that are written now are the first ones.
+        longest: an upper bound of the largest `length`, known to the host.
+        reserved: entries that are allocated at once, for the longest sequence and a tree.
+        fresh: whether the rows being written are the first ones.
     """
 
     def __init__(self, size: int, window: int | None, device: torch.device, capacity: int = 0, tree: int = 0) -> None:
         self.size, self.window, self.first = size, window, 0
-        self.ring = UNBOUNDED if window is None else window + SPARE
+        self.ring_size = UNBOUNDED if window is None else window + SPARE
         with torch.inference_mode(False):  # a compiled step writes to no inference tensor
             self.length = torch.zeros(size, dtype=torch.long, device=device)
         self.longest, self.fresh = 0, True
-        self.reserved = min(capacity, self.ring) + tree
+        self.reserved = min(capacity, self.ring_size) + tree
         self.layers: list[KeyValue] = []
 
-    def alone(self, slot: int) -> "KVCache":
-        """Return the cache of a new sequence in a slot of this one, whose buffers it writes to."""
+    def for_new_sequence(self, slot: int) -> "KVCache":
+        """Return a view of one slot, emptied for a new sequence; it writes to the same buffers."""
         one = copy(self)
         one.first, one.longest, one.length = slot, 0, self.length[slot : slot + 1].zero_()
         return one
 
     def nbytes(self, head: nn.Module) -> int:
-        """Return the bytes of a head's keys and values that are reserved, whether they are allocated yet or not."""
+        """Return the reserved bytes of a head's keys and values, allocated or not."""
         layers = [layer for layer in head.modules() if isinstance(layer, Attention)]
         entry = sum(
-            2 * layer.shape.num_kv_heads * layer.shape.head_dim * layer.k_proj.weight.itemsize for layer in layers
+            2 * layer.dims.num_kv_heads * layer.dims.head_dim * layer.k_proj.weight.itemsize for layer in layers
         )
         return entry * self.size * self.reserved
 
     @property
-    def columns(self) -> int:
-        """How many columns may hold verified rows."""
-        return min(self.longest, self.ring)
+    def num_entries(self) -> int:
+        """The number of entries that may hold verified rows."""
+        return min(self.longest, self.ring_size)
 
     def begin(self, count: int, sequences: int) -> Int[Tensor, "B T"]:
-        """Make ready for `count` more rows of each of the first sequences; return their positions."""
+        """Announce `count` more rows of each of the first sequences; return their positions."""
         self.fresh = self.longest == 0
         self.longest += count
         return self.length[:sequences, None] + torch.arange(count, device=self.length.device)
 
-    def sees(self, query: Int[Tensor, "B T"], last: Int[Tensor, "B"]) -> Bool[Tensor, "B T S"]:
-        """Return which of the S columns queries see, where the newest row that was written is at position `last`."""
-        column = torch.arange(self.columns, device=query.device)
-        position = (last[:, None] - (last[:, None] - column) % self.ring)[:, None]  # below 0 where nothing is
-        seen = (position >= 0) & (position <= query[..., None])
-        return seen if self.window is None else seen & (query[..., None] - position < self.window)
+    def attn_mask(self, query: Int[Tensor, "B T"], last: Int[Tensor, "B"]) -> Bool[Tensor, "B T S"]:
+        """Return the queries' attention mask over S entries; `last` is the position of the newest row."""
+        entry = torch.arange(self.num_entries, device=query.device)
+        position = (last[:, None] - (last[:, None] - entry) % self.ring_size)[:, None]  # below 0 for empty entries
+        mask = (position >= 0) & (position <= query[..., None])
+        return mask if self.window is None else mask & (query[..., None] - position < self.window)
 
     def append(
         self, layer: int, key: Float[Tensor, "B G T E"], value: Float[Tensor, "B G T F"], position: Int[Tensor, "B T"]
     ) -> KeyValue:
-        """Write rows at their positions; return the keys and values of all columns."""
-        if position.shape[1] > self.ring:  # a long prompt: no later row looks at the first ones
-            key, value, position = key[:, :, -self.ring :], value[:, :, -self.ring :], position[:, -self.ring :]
-        sequence, column = torch.arange(len(position), device=position.device)[:, None], position % self.ring
+        """Write rows at their positions; return the keys and values of all entries."""
+        if position.shape[1] > self.ring_size:  # a long prompt: no later row attends to its first rows
+            key, value, position = (
+                key[:, :, -self.ring_size :],
+                value[:, :, -self.ring_size :],
+                position[:, -self.ring_size :],
+            )
+        sequence, entry = torch.arange(len(position), device=position.device)[:, None], position % self.ring_size
         sequence = sequence + self.first
-        for buffer, new in zip(self._fit(layer, key, value, self.columns), (key, value), strict=True):
-            buffer[sequence, :, column] = new.detach().transpose(1, 2)
-        return self._first(layer, len(position), self.columns)
+        for buffer, new in zip(self._fit(layer, key, value, self.num_entries), (key, value), strict=True):
+            buffer[sequence, :, entry] = new.detach().transpose(1, 2)
+        return self._first(layer, len(position), self.num_entries)
 
     def draft(
         self, layer: int, key: Float[Tensor, "B G N E"], value: Float[Tensor, "B G N F"], earlier: int
     ) -> KeyValue:
-        """Write drafted rows behind `earlier` ones of the tree; return the keys and values of columns and tree."""
-        begin = self.columns + earlier
+        """Write drafted rows after the tree's `earlier` rows; return all keys and values, the tree's included."""
+        begin = self.num_entries + earlier
         end = begin + key.shape[2]
         for buffer, new in zip(self._fit(layer, key, value, end), (key, value), strict=True):
             buffer[self.first : self.first + len(new), :, begin:end] = new.detach()
@@ -103,15 +107,15 @@ class KVCache:
 
     def drafted(self, layer: int, sequences: int, count: int) -> KeyValue:
         """Return copies of the first drafted rows."""
-        key, value = self._first(layer, sequences, self.columns + count)
-        return key[:, :, self.columns :].clone(), value[:, :, self.columns :].clone()
+        key, value = self._first(layer, sequences, self.num_entries + count)
+        return key[:, :, self.num_entries :].clone(), value[:, :, self.num_entries :].clone()
 
-    def move(self, source: int, slot: int) -> None:
+    def move(self, from_slot: int, slot: int) -> None:
         """Move a sequence into another slot."""
-        self.length[slot] = self.length[source]
+        self.length[slot] = self.length[from_slot]
         for pair in self.layers:
             for buffer in pair:
-                buffer[slot, :, : self.columns] = buffer[source, :, : self.columns]
+                buffer[slot, :, : self.num_entries] = buffer[from_slot, :, : self.num_entries]
 
     def _first(self, layer: int, sequences: int, end: int) -> KeyValue:
         key, value = self.layers[layer]
@@ -119,7 +123,7 @@ class KVCache:
         return key[slots, :, :end], value[slots, :, :end]
 
     def _fit(self, layer: int, key: Tensor, value: Tensor, end: int) -> KeyValue:
-        """Return a layer's buffers with at least `end` columns; they double when they are full."""
+        """Return a layer's buffers with at least `end` entries; they double when they are full."""
         if layer == len(self.layers):
             self.layers.append((self._buffer(key, end), self._buffer(value, end)))
         elif end > self.layers[layer][0].shape[2]:
@@ -130,7 +134,7 @@ class KVCache:
         return self.layers[layer]
 
     def _buffer(self, like: Tensor, end: int) -> Tensor:
-        # Zeros: what was never written is masked, but a NaN there would come through all the same.
-        columns = self.reserved if end <= self.reserved else max(end, min(2 * end, self.ring) + SPARE)
+        # Zeros: unwritten entries are masked, but a NaN would come through a mask.
+        num_entries = self.reserved if end <= self.reserved else max(end, min(2 * end, self.ring_size) + SPARE)
         with torch.inference_mode(False):
-            return like.new_zeros((self.size, like.shape[1], columns, like.shape[3]))
+            return like.new_zeros((self.size, like.shape[1], num_entries, like.shape[3]))

@@ -1,8 +1,7 @@
 """The decoder layer that all heads share: RMSNorm, rotary positions, grouped-query attention, SwiGLU.
 
-Attention takes its pattern from the caller: a layer projects and rotates, then hands queries, keys and values to an
-`attend` function. Training, committing rows and expanding a tree differ in that function alone
-(heads/modules/autoregressive.py).
+The caller supplies the attention: a layer projects and rotates, then calls an `attend` function with queries, keys and
+values. Training, appending rows and expanding a tree differ only in that function (heads/modules/autoregressive.py).
 Shape letters: B batch, T rows or queries, N of them that are queries, S keys, H query heads, G key-value heads, E head
 width (F the values', where that differs), X input width, D model width.
 """
@@ -16,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from heads.base import Embeddings, LayerShape, layer_shape
+from heads.base import Embeddings, LayerDims, resolve_layer_dims
 from heads.common.rope import Rope, Rotary
 from heads.rows import gather_rows
 
@@ -26,23 +25,23 @@ masked_kernel: Any = None
 
 
 class LayerInputs(NamedTuple):
-    """What a decoder layer reads beside the states of T rows."""
+    """A decoder layer's inputs besides the states of T rows."""
 
     position: Int[Tensor, "B T"]
     max_position: int  # an upper bound of the positions
     attend: Attend
-    queries: Int[Tensor, "B N"] | None = None  # the rows whose output is wanted; None for all, N = T
+    queries: Int[Tensor, "B N"] | None = None  # the rows whose output is needed; None for all, N = T
 
 
 class LayerSpec(NamedTuple):
-    """The numbers of a decoder layer.
+    """The dimensions and options of a decoder layer.
 
-    `qk_norm` adds Qwen3's norms of queries and keys, `injects` projections of keys and values for other states than the
-    input.
+    `qk_norm` adds Qwen3's norms of queries and keys, `injects` separate projections of keys and values for injected
+    states.
     """
 
     width: int
-    shape: LayerShape
+    dims: LayerDims
     rope: Rope
     eps: float
     qk_norm: bool = False
@@ -50,20 +49,22 @@ class LayerSpec(NamedTuple):
 
     @classmethod
     def of(cls, config: Any, embeddings: Embeddings) -> "LayerSpec":
-        """Return those in a head's configuration; refuse odd and uneven ones."""
+        """Return the spec of a head's configuration; refuse odd and uneven dimensions."""
         options = (getattr(config, name, False) for name in ("qk_norm", "kv_injection"))
-        return cls(embeddings.hidden_size, layer_shape(config, embeddings), Rope.of(config), config.norm_eps, *options)
+        return cls(
+            embeddings.hidden_size, resolve_layer_dims(config, embeddings), Rope.of(config), config.norm_eps, *options
+        )
 
 
 class Recomputing(nn.Module):
-    """A module whose `recompute` has the backward pass recompute its activations from its inputs."""
+    """A module with activation checkpointing: under `recompute` the backward pass recomputes its activations."""
 
     def __init__(self) -> None:
         super().__init__()
         self.recompute = False
 
     def checkpointed(self, function: Callable[..., Any], *inputs: Any) -> Any:
-        """Call a function of tensors; under `recompute` its activations are freed until the backward pass."""
+        """Call a function of tensors; under `recompute` its activations are checkpointed."""
         if self.recompute and torch.is_grad_enabled():
             return checkpoint(function, *inputs, use_reentrant=False)
         return function(*inputs)
@@ -94,9 +95,9 @@ def grouped_attention(
     mask: Shaped[Tensor, "#B 1 T S"] | None,
     scale: float | None = None,
 ) -> Float[Tensor, "B H T F"]:
-    """Attend where a boolean mask is true, or with an additive one, to all without one.
+    """Grouped-query attention where a boolean mask is true, or with an additive mask; None attends to all keys.
 
-    No key or value is copied, however many heads share it: on CUDA a kernel of ours reads them once
+    Keys and values are not repeated for the heads that share them: on CUDA our kernel reads them once
     (heads/modules/tree_attention.py), elsewhere the query heads of a group become queries of one head.
     """
     heads, groups = query.shape[1], key.shape[1]
@@ -118,17 +119,17 @@ class Attention(Recomputing):
 
     def __init__(self, spec: LayerSpec, input_width: int) -> None:
         super().__init__()
-        self.shape = shape = spec.shape
-        self.rotary = Rotary(shape.head_dim, spec.rope)
-        self.q_proj = nn.Linear(input_width, shape.num_heads * shape.head_dim, bias=False)
-        self.k_proj = nn.Linear(input_width, shape.num_kv_heads * shape.head_dim, bias=False)
-        self.v_proj = nn.Linear(input_width, shape.num_kv_heads * shape.head_dim, bias=False)
-        self.o_proj = nn.Linear(shape.num_heads * shape.head_dim, spec.width, bias=False)
-        self.q_norm = RMSNorm(shape.head_dim, spec.eps) if spec.qk_norm else nn.Identity()
-        self.k_norm = RMSNorm(shape.head_dim, spec.eps) if spec.qk_norm else nn.Identity()
+        self.dims = dims = spec.dims
+        self.rotary = Rotary(dims.head_dim, spec.rope)
+        self.q_proj = nn.Linear(input_width, dims.num_heads * dims.head_dim, bias=False)
+        self.k_proj = nn.Linear(input_width, dims.num_kv_heads * dims.head_dim, bias=False)
+        self.v_proj = nn.Linear(input_width, dims.num_kv_heads * dims.head_dim, bias=False)
+        self.o_proj = nn.Linear(dims.num_heads * dims.head_dim, spec.width, bias=False)
+        self.q_norm = RMSNorm(dims.head_dim, spec.eps) if spec.qk_norm else nn.Identity()
+        self.k_norm = RMSNorm(dims.head_dim, spec.eps) if spec.qk_norm else nn.Identity()
         if spec.injects:
-            self.k_inject = nn.Linear(spec.width, shape.num_kv_heads * shape.head_dim, bias=False)
-            self.v_inject = nn.Linear(spec.width, shape.num_kv_heads * shape.head_dim, bias=False)
+            self.k_inject = nn.Linear(spec.width, dims.num_kv_heads * dims.head_dim, bias=False)
+            self.v_inject = nn.Linear(spec.width, dims.num_kv_heads * dims.head_dim, bias=False)
 
     def forward(self, x: Float[Tensor, "B T X"], inputs: LayerInputs) -> Float[Tensor, "B N D"]:
         """Project, rotate, attend by `attend(query, key, value)` and project back."""
@@ -138,7 +139,7 @@ class Attention(Recomputing):
 
     @staticmethod
     def apart(attend: Attend, *states: Tensor) -> Tensor:
-        """Attend; `compile_layers` keeps this out of what is compiled."""
+        """Call `attend`, outside of the compiled part (`compile_layers`)."""
         return attend(*states)
 
     def project(
@@ -148,7 +149,7 @@ class Attention(Recomputing):
         max_position: int,
         queries: Int[Tensor, "B N"] | None,
     ) -> tuple[Tensor, ...]:
-        """Return the queries of some rows, and all keys and values, rotated."""
+        """Return the rotated queries of some rows, and all keys and values."""
         query, key, value = self.q_proj(gather_rows(x, queries)), self.k_proj(x), self.v_proj(x)
         query, key, value = self.q_norm(self.split(query)), self.k_norm(self.split(key)), self.split(value)
         if queries is not None:
@@ -163,13 +164,13 @@ class Attention(Recomputing):
     def key_value(
         self, c: Float[Tensor, "B T C"], position: Int[Tensor, "B T"], max_position: int, *, inject: bool = False
     ) -> tuple[Float[Tensor, "B G T E"], Float[Tensor, "B G T E"]]:
-        """Return keys and values of other states than the input, by the input's projections or those to `inject`."""
+        """Return keys and values of injected states, by the input's projections or separate ones."""
         k_proj, v_proj = (self.k_inject, self.v_inject) if inject else (self.k_proj, self.v_proj)
         return self.rotary(self.k_norm(self.split(k_proj(c))), position, max_position), self.split(v_proj(c))
 
     def split(self, x: Float[Tensor, "B T X"]) -> Float[Tensor, "B H T E"]:
         """Return a projection's output, split into heads."""
-        return x.view(*x.shape[:2], -1, self.shape.head_dim).transpose(1, 2)
+        return x.view(*x.shape[:2], -1, self.dims.head_dim).transpose(1, 2)
 
 
 class SwiGLU(Recomputing):
@@ -191,14 +192,14 @@ class SwiGLU(Recomputing):
 
 
 class DecoderLayer(nn.Module):
-    """A Llama decoder layer; `input_norm=False` leaves out the norm before attention, as EAGLE's first layer does."""
+    """A Llama decoder layer; `input_norm=False` drops the norm before attention, as in EAGLE's first layer."""
 
     def __init__(self, spec: LayerSpec, *, input_norm: bool = True) -> None:
         super().__init__()
         self.input_layernorm = RMSNorm(spec.width, spec.eps) if input_norm else nn.Identity()
         self.self_attn = Attention(spec, spec.width)
         self.post_attention_layernorm = RMSNorm(spec.width, spec.eps)
-        self.mlp = SwiGLU(spec.width, spec.shape.intermediate_size)
+        self.mlp = SwiGLU(spec.width, spec.dims.intermediate_size)
 
     def forward(self, x: Float[Tensor, "B T D"], inputs: LayerInputs) -> Float[Tensor, "B N D"]:
         """Apply the layer with the caller's attention pattern."""
@@ -209,8 +210,8 @@ class DecoderLayer(nn.Module):
 def compile_layers(head: nn.Module) -> bool:
     """Compile each decoder layer of a head, and return whether it has any.
 
-    One layer serves all depths that it is unrolled to, so that they are compiled once. Attention, which differs from
-    depth to depth and is a kernel of its own, stays between what is compiled.
+    One compiled layer serves all depths. Attention differs from depth to depth and is a kernel of its own, so it stays
+    outside of the compiled parts.
     """
     layers = [layer for layer in head.modules() if any(isinstance(child, Attention) for child in layer.children())]
     for layer in layers:

@@ -1,7 +1,6 @@
 """A decoder layer of the target's own class in transformers, with the signature of `heads.modules.layers.DecoderLayer`.
 
-transformers lets a caller register an attention function; ours calls the `attend` that comes in, so the pattern is the
-caller's, as in `DecoderLayer`.
+transformers lets a caller register an attention function; ours calls the caller's `attend`, as `DecoderLayer` does.
 """
 
 import copy
@@ -19,7 +18,7 @@ ATTENTION = "headstart"
 
 
 class TargetLayer(nn.Module):
-    """A new layer like the target's last one, by the target's configuration; refuse one that cannot run by itself."""
+    """A new layer of the class of the target's last one; refuse a class that cannot run outside of its model."""
 
     def __init__(self, config: Any) -> None:
         super().__init__()
@@ -50,7 +49,7 @@ class TargetLayer(nn.Module):
             self.check()
 
     def norm(self) -> nn.Module:
-        """Return a new norm of the kind that the layer has; refuse a layer without one of a single weight."""
+        """Return a new norm of the layer's class; refuse a layer without a norm of one weight."""
         norms = [child for child in self.layer.children() if [p.ndim for p in child.parameters()] == [1]]
         if not norms:
             raise _unfit("it has no norm of one weight")
@@ -73,7 +72,7 @@ class TargetLayer(nn.Module):
 
     @torch.no_grad()
     def check(self) -> None:
-        """Run the layer on two rows; refuse one that wants more than it is given here."""
+        """Run the layer on two rows; refuse one that needs other inputs."""
         weight = next(p for p in self.layer.parameters() if p.ndim == 2)
         x = weight.new_zeros(1, 2, self.width)
         position = torch.arange(2, device=x.device)[None]
@@ -90,7 +89,7 @@ def _unfit(why: str) -> ValueError:
 def _attend(
     _module: nn.Module, query: Tensor, key: Tensor, value: Tensor, _mask: Tensor | None, **kwargs: Any
 ) -> tuple[Tensor, None]:
-    """Let the caller's function attend, under transformers' signature; it scales by the root of the width itself."""
+    """Call the caller's `attend` from transformers' signature; `attend` scales the scores itself."""
     if odd := [name for name in ("sliding_window", "softcap", "s_aux") if kwargs.get(name) is not None]:
         raise ValueError(f"its attention has a {odd[0]}")
     width = query.shape[-1]

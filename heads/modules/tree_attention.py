@@ -1,9 +1,9 @@
-"""Masked attention of a tree's few queries over a cache, on CUDA: Triton kernels of ours that split the keys.
+"""Masked attention of a tree's few queries over a KV cache, on CUDA: Triton kernels that split the keys.
 
-As in flash-decoding (Dao et al., 2023, https://crfm.stanford.edu/2023/10/12/flashdecoding.html) the keys are cut into
-pieces that are attended at once, so that a few sequences fill the device, and the pieces' results are weighted by their
-sums of exponentials. The query heads that share keys and values are rows of one block, which reads them once; keys,
-values and the mask are read where they lie, whatever their strides.
+As in flash-decoding (Dao et al., 2023, https://crfm.stanford.edu/2023/10/12/flashdecoding.html) the keys are split into
+pieces that are attended in parallel, so that a few sequences fill the device, and the pieces' results are weighted by
+their sums of exponentials. The query heads that share keys and values are rows of one block, which reads them once;
+keys, values and the mask are read in place, with any strides.
 Shape letters: B batch, H query heads, G key-value heads, T queries, S keys, E head width (F the values').
 """
 
@@ -34,7 +34,7 @@ SHARED: dict[int | None, int] = {}  # by the index of a device that is prepared,
 
 
 def prepare(device: torch.device) -> None:
-    """Let the kernel attend on a CUDA device if it runs there; warn if it should, and torch's attention does it all."""
+    """Use the kernel on a CUDA device if it runs there; else warn, and use torch's attention."""
     lacking = torch.version.hip is not None or not torch.cuda.is_available() or find_spec("triton") is None
     if lacking or torch.cuda.get_device_capability(device) < (8, 0):
         return
@@ -56,14 +56,14 @@ def prepare(device: torch.device) -> None:
 
 
 def shared_bytes(rows: int, width: int, item: int, mask: int, stages: int) -> int:
-    """Return the bytes of shared memory that a block takes at the most, of masks of `mask` bytes an entry."""
+    """Return the most shared memory of a block in bytes; a mask's entry has `mask` bytes."""
     return item * rows * width + stages * STEP * (2 * item * width + rows * mask)
 
 
 def takes(
     query: Float[Tensor, "B H T E"], key: Float[Tensor, "B G S E"], value: Float[Tensor, "B G S F"], mask: Tensor
 ) -> bool:
-    """Whether the kernel attends: few queries on a device that is prepared, where no gradient is wanted."""
+    """Whether the kernel is used: few queries, a prepared device, no gradient."""
     if query.device.type != KIND or query.device.index not in SHARED or mask.dim() != 4:
         return False
     queries, width = query.shape[2], padded(max(query.shape[-1], value.shape[-1]))
@@ -77,24 +77,24 @@ def takes(
 
 @cache
 def units(device: torch.device) -> int:
-    """Return how many blocks a device runs at once."""
+    """Return the number of blocks that a device runs in parallel."""
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def piece_length(blocks: int, keys: int, at_once: int) -> int:
-    """Return of how many keys a piece is, in whole steps, so that the blocks fill a device of so many at once."""
+    """Return the number of keys of a piece, in whole steps, so that the blocks fill the device."""
     pieces = min(PIECES, -(-FILLED * at_once // blocks))
     return -(-keys // (pieces * STEP)) * STEP
 
 
 def padded(size: int) -> int:
-    """Return the size that a block has for one of heads or rows: a power of two, as its matmuls want it."""
+    """Return a block's size for a number of heads or rows: a power of two, which its matmuls need."""
     return max(16, 1 << (size - 1).bit_length())
 
 
 @torch.library.custom_op("headstart::tree_attention", mutates_args=())
 def tree_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float) -> Tensor:
-    """Attend where a boolean mask is true, or with an additive one; a query that it shuts from all keys gives zeros.
+    """Attend where a boolean mask is true, or with an additive mask; a query with all keys masked returns zeros.
 
     Args:
         query: "B H T E".

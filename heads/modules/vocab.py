@@ -1,8 +1,8 @@
-"""The pruned draft vocabulary and its two maps, and the lm_head of a draft head.
+"""The lm_head of a draft head, and its pruned vocabulary.
 
-With a vocabulary of 128k the lm_head is most of a small head's work. A head that drafts the W most frequent tokens
-alone (FR-Spec, arXiv 2502.14856; EAGLE-3) loses the rare ones to the target and is cheaper at every step. The maps go
-between a token's id in the target's vocabulary and its index among the W, which are sorted by id.
+With a vocabulary of 128k the lm_head is most of a small head's work. A head that drafts only the W most frequent
+tokens (FR-Spec, arXiv 2502.14856; EAGLE-3) never drafts the rare ones and is cheaper at every step. The W tokens are
+sorted by id.
 """
 
 from collections.abc import Iterator
@@ -16,11 +16,11 @@ from torch.nn import functional
 
 from heads.base import DraftVocabulary, Embeddings
 
-SUMS_WIDE = ("cuda",)  # devices whose products of narrow numbers are added to a sum in fp32 unrounded
+SUMS_WIDE = ("cuda",)  # devices that add 16-bit products to an fp32 sum without rounding
 
 
 def draft_vocabulary(size: int | None, full_size: int) -> DraftVocabulary | None:
-    """Return the draft vocabulary of a head's configuration, None where it is the target's whole one."""
+    """Return the pruned vocabulary of a head's configuration, None for the target's whole vocabulary."""
     return None if size is None or size >= full_size else DraftVocabulary(size, full_size)
 
 
@@ -41,7 +41,7 @@ class GradientSum:
         self.total: Tensor | None = None  # None while nothing was added
 
     def add(self, d_logits: Float[Tensor, "W n"], hidden: Float[Tensor, "n D"]) -> None:
-        """Add a product in place; devices that do not sum wide round it once."""
+        """Add a product in place; it is rounded once on devices that are not in SUMS_WIDE."""
         first = self.total is None
         if self.total is None:
             self.total = d_logits.new_empty(len(d_logits), hidden.shape[1], dtype=self.dtype)
@@ -71,10 +71,10 @@ class SummedGradient(nn.Module):
 
     @contextmanager
     def adding(self) -> Iterator[GradientSum]:
-        """Accumulate the weight's gradient in the yielded sum, and give autograd none.
+        """Accumulate the weight's gradient in the yielded sum; autograd gets none.
 
-        Autograd allocates one as large as the weight for every product before it adds, under autocast a rounded one. It
-        keeps doing so where the weight is not trained.
+        Autograd would allocate a gradient as large as the weight for every product before adding it, under autocast a
+        rounded one. A weight that is not trained has no gradient either way.
         """
         gradient = GradientSum(self.weight)
         if self.weight.requires_grad:
@@ -86,11 +86,11 @@ class SummedGradient(nn.Module):
 
 
 class _Adding(torch.autograd.Function):
-    """A product with a weight, whose gradient is accumulated in `gradient`."""
+    """A product with a weight whose gradient is accumulated in `gradient`."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, gradient: GradientSum) -> Tensor:
-        """Return hidden x weight, transposed; `weight` is an input so that the product has a gradient."""
+        """Return hidden x weight.T; `weight` is an input so that autograd calls `backward`."""
         del weight
         ctx.save_for_backward(hidden)
         ctx.gradient = gradient
@@ -115,8 +115,8 @@ class VocabularyLinear(SummedGradient, nn.Linear):
 class DraftLmHead(SummedGradient):
     """The lm_head of a draft head: from final-normed states to logits over the draft vocabulary.
 
-    It is the target's, shared and frozen, or one of the head's own that starts as a copy of the target's and is
-    trained: whole, or as the product of two matrices of rank `rank`, which starts at the best approximation.
+    It is the target's, shared and frozen, or the head's own, which starts as a copy of the target's and is trained: a
+    full matrix, or a product of two matrices of rank `rank`, which starts at the best approximation.
     """
 
     KINDS = ("shared", "own")
@@ -145,10 +145,10 @@ class DraftLmHead(SummedGradient):
 
     @torch.no_grad()
     def start(self) -> None:
-        """Initialise from the target's lm_head, for the tokens that the vocabulary holds now."""
+        """Initialise from the rows of the target's lm_head for the vocabulary's tokens."""
         if self.weight is None or self.weight.is_meta:  # a meta tensor has no values to start from
             return
-        weight, vocab = self._embeddings[0].head_weight().detach(), self._vocab[0]
+        weight, vocab = self._embeddings[0].lm_head_weight().detach(), self._vocab[0]
         weight = (weight if vocab is None else weight[vocab.ids.to(weight.device)]).float()
         if self.down is None:
             self.weight.copy_(weight)
@@ -166,7 +166,7 @@ class DraftLmHead(SummedGradient):
 
 
 def prune(head: nn.Module, counts: Int[Tensor, "V"]) -> None:
-    """Choose the tokens of a head's pruned vocabulary by how often each occurs in the training text."""
+    """Choose the tokens of a head's pruned vocabulary by their frequency in the training data."""
     vocab = getattr(head, "vocab", None)
     if vocab is not None:
         vocab.choose(counts)

@@ -1,6 +1,6 @@
-"""Draft sources, one a file, and the policies by which a tree grows.
+"""Drafters, one a file, and the policies by which a tree grows.
 
-contrib/          rarer draft sources, each with the modules that it alone needs
+contrib/          rarer drafters, each with the modules that only it needs
 policy.py         how a tree grows: chain, static, dynamic, best-first, sampled
 runner.py         another model that reads along and drafts
 vocabulary.py     between two tokenizers

@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from heads.base import Level, Nodes
+from heads.base import LevelNodes, LevelOutput
 from heads.common.ranges import Fraction, OneOf
 from inference.drafters import runner
 from inference.drafters.policy import TreeConfig, grow
@@ -43,20 +43,20 @@ class Chain:
         self.token: list[int] = []
         self.q: list[Tensor] = []
         self.nodes: list[int] = []
-        self.seen: Tensor | None = None  # the tokens in the text, where a penalty asks for them
+        self.seen_tokens: Tensor | None = None  # the tokens in the text, where a penalty asks for them
         if context.sampling.repetition_penalty != 1:
-            self.seen = torch.zeros_like(logits, dtype=torch.bool)
-            self.seen[:, [*context.token, *outcome]] = True
+            self.seen_tokens = torch.zeros_like(logits, dtype=torch.bool)
+            self.seen_tokens[:, [*context.token, *outcome]] = True
 
     def sample(self, end: frozenset[int]) -> bool:
         """Sample one more token; whether another may follow it."""
         logits = self.answers[-1]
-        if self.seen is not None:
-            logits = penalize(logits, self.seen, self.sampling)
+        if self.seen_tokens is not None:
+            logits = penalize(logits, self.seen_tokens, self.sampling)
         self.q.append(distribution(logits, self.sampling))
-        self.token.append(int(self.rng.distinct(self.q[-1], 1, len(self.q))))
-        if self.seen is not None:
-            self.seen[:, self.token[-1]] = True
+        self.token.append(int(self.rng.sample_distinct(self.q[-1], 1, len(self.q))))
+        if self.seen_tokens is not None:
+            self.seen_tokens[:, self.token[-1]] = True
         return len(self.token) < self.depth and self.token[-1] not in end
 
     def reached(self, node: int, answer: Float[Tensor, "1 V"]) -> None:
@@ -67,7 +67,7 @@ class Chain:
 
 
 class Assistant(Drafter):
-    """Another causal LM as a draft source."""
+    """Another causal LM as a drafter."""
 
     @dataclass(frozen=True)
     class Config(DraftModelConfig):
@@ -110,7 +110,7 @@ class AssistantState(DrafterState):
     It is an `Expander`, so that every tree policy grows from it.
     """
 
-    max_depth = 1 << 20  # the room in its context limits it, step by step
+    max_depth = 1 << 20  # its context limits it, step by step
     vocab = None
 
     def __init__(self, drafter: Assistant, prompt: list[int]) -> None:
@@ -118,7 +118,7 @@ class AssistantState(DrafterState):
         self.eos = drafter.eos
         self.runner = DraftModelRunner(drafter.model)
         self.text = self.vocabulary.prompt(prompt)
-        self.level: Level | None = None
+        self.level: LevelOutput | None = None
 
     @torch.inference_mode()
     def update(self, commit: Commit) -> None:
@@ -132,13 +132,13 @@ class AssistantState(DrafterState):
     @torch.inference_mode()
     def propose(self, context: Context) -> Proposal:
         """Grow the tree; where the text is over the assistant's own context, draft nothing."""
-        room = min(context.room, self.runner.model.context - len(self.text))
+        max_draft_depth = min(context.max_draft_depth, self.runner.model.context - len(self.text))
         token, tree = context.token[-1], self.config.tree
-        if self.level is None or room < 1:
+        if self.level is None or max_draft_depth < 1:
             return Proposal(root(token, self.device))
         if tree.kind == "chain":
-            return self.chain(self.level.logits[0], context, min(room, tree.depth))
-        return grow(self, None, self.level, tree, [context._replace(room=room)])[0]
+            return self.chain(self.level.logits[0], context, min(max_draft_depth, tree.depth))
+        return grow(self, None, self.level, tree, [context._replace(max_draft_depth=max_draft_depth)])[0]
 
     def chain(self, logits: Float[Tensor, "1 V"], context: Context, depth: int) -> Proposal:
         """Sample one token after another, up to an end of the answer or to one that the assistant doubts.
@@ -160,11 +160,11 @@ class AssistantState(DrafterState):
         answers = self.vocabulary.to_target(self.runner.branch(number, above)).split(1)
         return list(zip(self.runner.level, answers, strict=True))
 
-    def expand(self, state: Any, level: Level, nodes: Nodes) -> Level:
+    def expand(self, state: Any, level: LevelOutput, nodes: LevelNodes) -> LevelOutput:
         """Score one more tree level, as `DraftHead.expand` says; the keys and values live in the runner's cache."""
         return self.answer(self.runner.expand(self.vocabulary.to_assistant(nodes.token[0]), nodes.parent[0]))
 
-    def answer(self, logits: Tensor) -> Level:
+    def answer(self, logits: Tensor) -> LevelOutput:
         """Return the assistant's logits "N A" as a level in the target's vocabulary and on its device."""
         logits = self.vocabulary.to_target(logits).to(self.device)
-        return Level(logits[None], logits[None, :, :0])
+        return LevelOutput(logits[None], logits[None, :, :0])

@@ -19,14 +19,14 @@ BYTES = 1 << 28  # of all rows that may wait; a sequence may have `SPARE` of the
 
 
 class DeferredRows:
-    """The rows of all slots of a batch that wait for the head: `most` of a slot."""
+    """The rows of all slots of a batch that wait for the head: `max_rows` of a slot."""
 
     def __init__(self, size: int, token: Int[Tensor, "B T"], features: TargetOutput, capacity: int) -> None:
         like = token, features.hidden, features.last_hidden
         row = size * sum(tensor[0, 0].nbytes for tensor in like)
-        self.most = max(SPARE, min(capacity, BYTES // row))
+        self.max_rows = max(SPARE, min(capacity, BYTES // row))
         self.count = torch.zeros(size, dtype=torch.long, device=token.device)
-        self.rows = tuple(tensor.new_zeros(size, self.most, *tensor.shape[2:]) for tensor in like)
+        self.rows = tuple(tensor.new_zeros(size, self.max_rows, *tensor.shape[2:]) for tensor in like)
         self.waiting = 0  # at least the largest count, known without asking the device; who adds rows counts it
 
     def tensors(self) -> list[Tensor]:
@@ -57,7 +57,7 @@ class DeferredRows:
         """Drop a slot's rows: another sequence takes it."""
         self.count[slot] = 0
 
-    def move(self, source: int, slot: int) -> None:
+    def move(self, from_slot: int, slot: int) -> None:
         """Move a sequence's rows into another slot."""
         for buffer in (self.count, *self.rows):
-            buffer[slot] = buffer[source]
+            buffer[slot] = buffer[from_slot]

@@ -1,4 +1,4 @@
-"""A trained draft head as a draft source."""
+"""A trained draft head as a drafter."""
 
 import copy
 from collections.abc import Mapping, Sequence
@@ -11,20 +11,20 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from heads.base import DraftHead, Features, Level, NewRows
+from heads.base import DraftHead, Features, LevelOutput, NewRows
 from heads.common.typed import typed
 from heads.formats.hub import load_found, schedule_of, sibling_spec, tree_of
 from heads.modules.kv_cache import SPARE, KVCache
 from heads.modules.layers import Attention
 from inference.drafters.deferred import DeferredRows
-from inference.drafters.plain import alone
+from inference.drafters.plain import root_trees
 from inference.drafters.policy import (
     TreeConfig,
     check_tree,
     expanded,
     grow,
+    grow_batch,
     most_nodes,
-    ranked,
     sampled_shape,
     verifiable,
 )
@@ -38,11 +38,11 @@ class HeadDrafter(Drafter):
     """A head, and the policy by which its trees grow; with a schedule, one for each number of sequences.
 
     Attributes:
-        policy: with a schedule, that of a sequence that is decoded by its session alone.
+        policy: with a schedule, that of a sequence that is decoded outside a batch.
         batch: which drafts for its sequences; None where each is drafted for by itself.
     """
 
-    redraws = True
+    can_redraft = True
     head: DraftHead
     policy: TreeConfig
     batch: "HeadBatch | None" = None
@@ -58,7 +58,7 @@ class HeadDrafter(Drafter):
         return HeadState(self.head, self.policy) if self.batch is None else BatchedState(self.batch)
 
     def clones(self, size: int) -> tuple[Sequence[Drafter], "HeadBatch"]:
-        """Return a source whose sequences lie side by side in one KV cache, and what drafts for all of them at once."""
+        """Return a drafter whose sequences share one KV cache, and what drafts for all of them at once."""
         clone = copy.copy(self)
         clone.batch = HeadBatch(self.head, self.schedule, size)
         return [clone] * size, clone.batch
@@ -70,7 +70,7 @@ class HeadState(DrafterState):
     def __init__(self, head: DraftHead, policy: TreeConfig) -> None:
         self.head, self.policy = head, policy
         self.state: Any = None
-        self.level: Level | None = None
+        self.level: LevelOutput | None = None
 
     @torch.inference_mode()
     def update(self, commit: Commit) -> None:
@@ -100,7 +100,7 @@ class BatchedState(DrafterState):
     def update(self, commit: Commit) -> None:
         """Enter the batch with a prompt's rows, or keep other rows for the next draft."""
         if commit.verified is None:
-            self.batch.enter(self, commit)
+            self.batch.start_sequence(self, commit)
         else:
             self.commit = commit
 
@@ -124,11 +124,11 @@ class HeadBatch:
     def __init__(self, head: DraftHead, schedule: Schedule, size: int) -> None:
         self.head, self.schedule, self.size = head, schedule, size
         self.feature_layers = head.feature_layers
-        self.nodes = max(map(most_nodes, schedule.trees), default=1)
+        self.max_nodes = max(map(most_nodes, schedule.trees), default=1)
         self.capacity = 0
         self.states: list[BatchedState | None] = []  # by slot
         self.cache: KVCache | None = None
-        self.buffers: Level | None = None
+        self.buffers: LevelOutput | None = None
         self.deferred: DeferredRows | None = None
         modules: Any = head
         self.attentions = [module for module in modules.modules() if isinstance(module, Attention)]
@@ -138,14 +138,14 @@ class HeadBatch:
         """Choose the tree for so many sequences."""
         self.policy = self.schedule.at(running)
         self.deepest = 0 if self.policy is None else min(self.policy.deepest, self.head.max_depth)
-        self.chain, self.form = self.policy is None or self.policy.kind == "chain", id(self.policy)
+        self.chain, self.tree_key = self.policy is None or self.policy.kind == "chain", id(self.policy)
         self.sampled = None if self.policy is None else sampled_shape(self.policy, self.head.max_depth)
 
     def begin(self, running: int, longest: int) -> None:
         """Choose a step's tree; commit what was deferred before it is needed, or before it is too much."""
         self.choose(running)
         if self.deferred is not None:
-            if self.policy is not None or self.deferred.waiting == self.deferred.most:
+            if self.policy is not None or self.deferred.waiting == self.deferred.max_rows:
                 self.commit_deferred(longest)
             self.deferred.waiting += self.policy is None
 
@@ -155,13 +155,13 @@ class HeadBatch:
             self.hold(longest)
             self.extend(*rows)
 
-    def level(self, count: int) -> Level:
+    def level(self, count: int) -> LevelOutput:
         """Return the roots' level of the first sequences."""
         assert self.buffers is not None, "draft before a prompt"
         return self.buffers.each(lambda buffer: buffer[:count])
 
     @torch.inference_mode()
-    def enter(self, state: BatchedState, commit: Commit) -> None:
+    def start_sequence(self, state: BatchedState, commit: Commit) -> None:
         """Take a sequence into the first vacant slot."""
         token, slot = commit.token[None], vacant(self.states)
         if self.cache is None and self.head.has_kv_cache:
@@ -169,7 +169,7 @@ class HeadBatch:
         if self.deferred is None and self.schedule.pauses:
             self.deferred = DeferredRows(self.size, token, commit.features, self.capacity)
         features = Features(token, *commit.features[:2], torch.zeros_like(token))
-        cache = None if self.cache is None else self.cache.alone(slot)
+        cache = None if self.cache is None else self.cache.for_new_sequence(slot)
         _, level = self.head.extend(cache, NewRows(features, token))
         if self.buffers is None:
             with torch.inference_mode(False):  # compiled stages write to no inference tensor
@@ -208,17 +208,17 @@ class HeadBatch:
             self.states.pop()
 
     @torch.inference_mode()
-    def move(self, source: int, slot: int, length: int) -> None:
+    def move(self, from_slot: int, slot: int, length: int) -> None:
         """Move the last sequence, which has so many rows, to a vacant slot."""
         assert self.buffers is not None
-        self.states[slot] = self.states[source]
-        self.vacate(source)
+        self.states[slot] = self.states[from_slot]
+        self.vacate(from_slot)
         if self.cache is not None:  # what moves are all rows that there are
             self.hold(max(self.cache.longest, length))
-            self.cache.move(source, slot)
+            self.cache.move(from_slot, slot)
         if self.deferred is not None:
-            self.deferred.move(source, slot)
-        self.buffers.each(lambda buffer: buffer[slot : slot + 1].copy_(buffer[source : source + 1]))
+            self.deferred.move(from_slot, slot)
+        self.buffers.each(lambda buffer: buffer[slot : slot + 1].copy_(buffer[from_slot : from_slot + 1]))
 
     @torch.inference_mode()
     def propose_all(self, contexts: Sequence[Context]) -> list[Proposal]:
@@ -232,15 +232,21 @@ class HeadBatch:
         self.hold(max(lengths))
         return grow(self.head, self.cache, self.level(len(contexts)), self.policy, contexts)
 
-    def ranked(
-        self, roots: Roots, room: Int[Tensor, "B"], longest: int, *, allow_host_sync: bool
+    def draft_trees(
+        self, roots: Roots, max_draft_depth: Int[Tensor, "B"], longest: int, *, allow_host_sync: bool
     ) -> tuple[DraftTree, Bool[Tensor, "#B N N"], Float[Tensor, "B M V"] | None]:
         """Grow a tree for each sequence by rank, or by sampling where the roots say so."""
         if self.policy is None:
-            return *alone(roots.token), None
+            return *root_trees(roots.token), None
         self.hold(longest)
-        return ranked(
-            self.head, self.cache, self.level(len(room)), self.policy, roots, room, allow_host_sync=allow_host_sync
+        return grow_batch(
+            self.head,
+            self.cache,
+            self.level(len(max_draft_depth)),
+            self.policy,
+            roots,
+            max_draft_depth,
+            allow_host_sync=allow_host_sync,
         )
 
     def catch_up(self, lengths: Sequence[int]) -> None:

@@ -1,9 +1,9 @@
 """A model-free draft where it promises more accepted tokens than the head has been giving, else the head's tree.
 
 The rule of SuffixDecoding's hybrid (arXiv 2411.04975): a repetition found in the text is longer and cheaper than what
-any head drafts, and rarer. Both sides are counted in expected accepted tokens: the model-free source states its own for
-each draft, corrected by what its drafts have turned out to be worth, and the head's is what the target accepted of its
-drafts lately, so that where the text decides, the head need not draft at all.
+any head drafts, and rarer. Both sides are counted in expected accepted tokens: the model-free drafter states its own
+for each draft, corrected by what its drafts have turned out to be worth, and the head's is what the target accepted of
+its drafts lately, so that where the text decides, the head need not draft at all.
 """
 
 from dataclasses import dataclass, replace
@@ -18,7 +18,7 @@ from inference.verification.tree import agreed, root
 
 @dataclass
 class Record:
-    """What both sources have been worth, in running means of tokens."""
+    """What both drafters have been worth, in running means of tokens."""
 
     accepted: float  # of the head's drafts
     lookup_expected: float = 1.0  # what the lookup expected to be accepted of its drafts
@@ -26,7 +26,7 @@ class Record:
 
 
 class Hybrid(Drafter):
-    """Chooses between two sources before each pass; both see everything that is committed."""
+    """Chooses between two drafters before each pass; both see everything that is committed."""
 
     @dataclass(frozen=True)
     class Config:
@@ -43,24 +43,24 @@ class Hybrid(Drafter):
         self.record = Record(config.expected)
 
     def start(self, prompt: list[int]) -> "HybridState":
-        """Begin a sequence with both sources; what the head is worth is learned over all of them."""
+        """Begin a sequence with both drafters; what the head is worth is learned over all of them."""
         return HybridState(self, prompt)
 
     def reset(self) -> None:
-        """Forget both sources' memories and records."""
+        """Forget both drafters' memories and records."""
         self.main.reset()
         self.lookup.reset()
         self.record = Record(self.config.expected)
 
     def clone(self) -> "Hybrid":
-        """Return a source with clones of both and a copy of their records."""
+        """Return a drafter with clones of both and a copy of their records."""
         other = Hybrid(self.config, self.main.clone(), self.lookup.clone(), self.name)
         other.record = replace(self.record)
         return other
 
 
 class HybridState(DrafterState):
-    """One sequence: both sources' states, the lookup's last proposal, and whether it was taken."""
+    """One sequence: both drafters' states, the lookup's last proposal, and whether it was taken."""
 
     def __init__(self, drafter: Hybrid, prompt: list[int]) -> None:
         self.drafter = drafter
@@ -69,7 +69,7 @@ class HybridState(DrafterState):
         self.took_lookup = False
 
     def update(self, commit: Commit) -> None:
-        """Let both sources learn, the head's record if it drafted, and the lookup's in any case.
+        """Let both drafters learn, the head's record if it drafted, and the lookup's in any case.
 
         What the lookup would have had accepted shows in the text; behind a short commit it is seen in part only.
         """

@@ -84,11 +84,11 @@ class Window(DrafterState):
 
     def propose(self, context: Context) -> Proposal:
         """Draft the root's n-grams as one tree, the latest first, and send the window along."""
-        root, room, device = context.token[-1], context.room, self.drafter.device
+        root, max_draft_depth, device = context.token[-1], context.max_draft_depth, self.drafter.device
         # Towards the end of the answer the columns that would reach beyond it fall away.
-        width = max(0, min(len(self.levels[0]), room - self.config.ngram + 3))
+        width = max(0, min(len(self.levels[0]), max_draft_depth - self.config.ngram + 3))
         self.levels = [level[:width] for level in self.levels]
-        tree = merge(root, [rest[:room] for rest in reversed(self.pool.get(root, {}))], device)
+        tree = merge(root, [rest[:max_draft_depth] for rest in reversed(self.pool.get(root, {}))], device)
         if width == 0:
             return Proposal(tree)
         self.levels[0][0] = root

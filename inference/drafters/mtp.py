@@ -1,4 +1,4 @@
-"""The multi-token-prediction module of the target's own checkpoint, which transformers leaves out, as a draft source.
+"""The multi-token-prediction module of the target's own checkpoint, which transformers leaves out, as a drafter.
 
 heads/formats/mtp_layouts.py names the layouts that are read; recurrent targets verify chains alone. The module's
 decoder layer is of the target's own kind: one with rotary attention, over all that comes before, and no recurrent

@@ -10,7 +10,7 @@ from inference.protocol import Context, DraftBatch, Drafter, DrafterState, Propo
 from inference.verification.tree import DraftTree, root
 
 
-class Plain(Drafter, DrafterState, DraftBatch):
+class Baseline(Drafter, DrafterState, DraftBatch):
     """The baseline; neither a sequence nor a batch has a state, and all of a device are equal: they share a batch."""
 
     name, tree = "plain", "root"
@@ -19,12 +19,12 @@ class Plain(Drafter, DrafterState, DraftBatch):
         self.device = device
 
     def __eq__(self, other: object) -> bool:
-        return self is other or (type(self) is type(other) is Plain and self.device == other.device)
+        return self is other or (type(self) is type(other) is Baseline and self.device == other.device)
 
     def __hash__(self) -> int:
         return hash(self.device)
 
-    def start(self, prompt: list[int]) -> "Plain":
+    def start(self, prompt: list[int]) -> "Baseline":
         """Return the state of any sequence: none."""
         return self
 
@@ -33,20 +33,20 @@ class Plain(Drafter, DrafterState, DraftBatch):
         return [self] * size, self
 
     def propose(self, context: Context) -> Proposal:
-        """Return the root alone."""
+        """Return the root only."""
         return Proposal(root(context.token[-1], self.device))
 
     def propose_all(self, contexts: Sequence[Context]) -> list[Proposal]:
-        """Return the roots alone."""
+        """Return the roots only."""
         return [self.propose(context) for context in contexts]
 
-    def ranked(
-        self, roots: Roots, room: Int[Tensor, "B"], longest: int, *, allow_host_sync: bool
+    def draft_trees(
+        self, roots: Roots, max_draft_depth: Int[Tensor, "B"], longest: int, *, allow_host_sync: bool
     ) -> tuple[DraftTree, Bool[Tensor, "1 1 1"], None]:
-        """Return the roots alone."""
-        return *alone(roots.token), None
+        """Return the roots only."""
+        return *root_trees(roots.token), None
 
 
-def alone(token: Int[Tensor, "B 1"]) -> tuple[DraftTree, Bool[Tensor, "1 1 1"]]:
-    """Return the trees of roots alone, and their nodes' ancestors."""
+def root_trees(token: Int[Tensor, "B 1"]) -> tuple[DraftTree, Bool[Tensor, "1 1 1"]]:
+    """Return trees of one node, the root, and its ancestors."""
     return DraftTree(token, torch.full_like(token, -1)), token.new_ones(1, 1, 1, dtype=torch.bool)

@@ -6,11 +6,11 @@
     best_first  the most probable nodes of all, within a budget (OPT-Tree, arXiv 2406.17276; see `_best_first`).
     sampled  a fixed number of children a depth, sampled without replacement; their probs q go on to verification.
 
-Nodes of different parents are compared by probabilities that greedy decoding sharpens (`inverse_temperature_of`).
-At temperature 0 a sampled shape is filled by rank. Above it a chain is sampled: one sampled child with p/q verification
-is accepted more often than one greedy child. No shape depends on a sampled token: that would change q. With coupled
-noise (arXiv 2408.07978) every shape is filled by rank, of the logits with the noise of their position added.
-For a batch on its device (`ranked`) the same trees grow as for one sequence after another (`grow`), token for token.
+Nodes of different parents are compared by probabilities that greedy decoding sharpens (`inverse_temperature_of`). At
+temperature 0 a sampled shape is filled by rank. Above it a chain is sampled: one sampled child with p/q verification is
+accepted more often than one greedy child. No shape depends on a sampled token: that would change q. With coupled noise
+(arXiv 2408.07978) every shape is filled by rank, of the logits with the noise of their position added. For a batch on
+its device (`grow_batch`) the same trees grow as for one sequence after another (`grow`), token for token.
 """
 
 import logging
@@ -23,7 +23,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.nn import functional
 
-from heads.base import DraftVocabulary, Level, Nodes
+from heads.base import DraftVocabulary, LevelNodes, LevelOutput
 from heads.modules.vocab import scatter_logits
 from heads.rows import gather_parents
 from inference.limits import check_size
@@ -31,13 +31,23 @@ from inference.protocol import Context, Proposal, Roots, inverse_temperature_of
 from inference.target.target import Target
 from inference.tree_config import BY_CONFIDENCE, TreeConfig, expanded, most_nodes
 from inference.verification import tree as trees
-from inference.verification.rng import Coupled
+from inference.verification.rng import CoupledRng
 from inference.verification.sample import distribution, penalize
 from inference.verification.tree import DraftTree
 
 __all__ = [
-    "BY_CONFIDENCE", "Expander", "TreeBuilder", "TreeConfig", "candidates", "check_tree", "expanded", "grow",
-    "most_nodes", "ranked", "sampled_shape", "verifiable",
+    "BY_CONFIDENCE",
+    "Expander",
+    "TreeBuilder",
+    "TreeConfig",
+    "candidates",
+    "check_tree",
+    "expanded",
+    "grow",
+    "grow_batch",
+    "most_nodes",
+    "sampled_shape",
+    "verifiable",
 ]  # fmt: skip
 
 log = logging.getLogger(__name__)
@@ -55,7 +65,7 @@ class Expander(Protocol):
             """The tokens that logits are of, None for all."""
             ...
 
-    def expand(self, state: Any, level: Level, nodes: Nodes) -> Level:
+    def expand(self, state: Any, level: LevelOutput, nodes: LevelNodes) -> LevelOutput:
         """Score one more tree level; see `DraftHead.expand`."""
         ...
 
@@ -66,29 +76,29 @@ class ContextRoots(Roots):
     def __init__(self, contexts: Sequence[Context], vocab_size: int, device: torch.device) -> None:
         self.contexts = contexts
         self.token = torch.tensor([context.token[-1:] for context in contexts], device=device)
-        self.noisy = any(c.sampling.temperature > 0 and isinstance(c.rng, Coupled) for c in contexts)
+        self.noisy = any(c.sampling.temperature > 0 and isinstance(c.rng, CoupledRng) for c in contexts)
         scales = [inverse_temperature_of(context.sampling) for context in contexts]
         alike = len(set(scales)) == 1
         self.inverse_temperature = scales[0] if alike else torch.tensor(scales, device=device)[:, None, None]
-        self.seen = None
+        self.seen_tokens = None
         if any(context.sampling.repetition_penalty != 1 for context in contexts):
-            self.seen = torch.zeros(len(contexts), 1, vocab_size, dtype=torch.bool, device=device)
-            for seen, context in zip(self.seen, contexts, strict=True):
-                seen[:, context.token] = True
+            self.seen_tokens = torch.zeros(len(contexts), 1, vocab_size, dtype=torch.bool, device=device)
+            for seen_tokens, context in zip(self.seen_tokens, contexts, strict=True):
+                seen_tokens[:, context.token] = True
 
-    def penalized(self, logits: Float[Tensor, "B N W"], seen: Bool[Tensor, "B N W"]) -> Float[Tensor, "B N W"]:
+    def penalized(self, logits: Float[Tensor, "B N W"], seen_tokens: Bool[Tensor, "B N W"]) -> Float[Tensor, "B N W"]:
         """Penalise each sequence's logits by its own sampling."""
-        sequences = zip(logits, seen, self.contexts, strict=True)
+        sequences = zip(logits, seen_tokens, self.contexts, strict=True)
         return torch.stack([penalize(one, before, context.sampling) for one, before, context in sequences])
 
     def gumbel_scores(self, logits: Float[Tensor, "B N V"], depth: int) -> Float[Tensor, "B N V"]:
-        """Race the probs of coupled sequences; others are ranked by their logits."""
-        return torch.stack([self._raced(*pair, depth) for pair in zip(logits, self.contexts, strict=True)])
+        """Rank coupled sequences by their probs over the noise; others are ranked by their logits."""
+        return torch.stack([self._gumbel_scores(*pair, depth) for pair in zip(logits, self.contexts, strict=True)])
 
-    def _raced(self, logits: Float[Tensor, "N V"], context: Context, depth: int) -> Float[Tensor, "N V"]:
-        if context.sampling.temperature == 0 or not isinstance(context.rng, Coupled):
+    def _gumbel_scores(self, logits: Float[Tensor, "N V"], context: Context, depth: int) -> Float[Tensor, "N V"]:
+        if context.sampling.temperature == 0 or not isinstance(context.rng, CoupledRng):
             return logits
-        return context.rng.race(distribution(logits, context.sampling), depth).log()
+        return context.rng.exponential_scores(distribution(logits, context.sampling), depth).log()
 
 
 class TreeBuilder:
@@ -99,11 +109,11 @@ class TreeBuilder:
     under noise, is of the whole vocabulary (`full`), since probs and noise are.
     """
 
-    def __init__(self, head: Expander, state: Any, level: Level, roots: Roots, *, full: bool = False) -> None:
+    def __init__(self, head: Expander, state: Any, level: LevelOutput, roots: Roots, *, full: bool = False) -> None:
         self.head, self.state, self.level, self.roots = head, state, level, roots
         count, device = len(roots.token), roots.token.device
         self.ids = None if head.vocab is None or full or roots.noisy else head.vocab.ids  # of what `logits` are of
-        self.token, self.seen = [roots.token], roots.seen  # seen: what stands in the prefix of the level's nodes
+        self.token, self.seen_tokens = [roots.token], roots.seen_tokens  # the tokens before each node of the level
         self.parent = [torch.full((count, 1), -1, device=device)]
         self.nodes = torch.zeros(count, 1, dtype=torch.long, device=device)  # tree indices of the level's nodes
         self.expanded = [self.nodes[0]]  # the same of all levels
@@ -113,9 +123,9 @@ class TreeBuilder:
     def logits(self) -> Float[Tensor, "B N W"]:
         """Return the level's logits, penalised."""
         logits = self.level.logits if self.ids is not None else scatter_logits(self.head.vocab, self.level.logits)
-        if self.seen is None:
+        if self.seen_tokens is None:
             return logits
-        return self.roots.penalized(logits, self.seen if self.ids is None else self.seen[..., self.ids])
+        return self.roots.penalized(logits, self.seen_tokens if self.ids is None else self.seen_tokens[..., self.ids])
 
     def scores(self) -> Float[Tensor, "B N W"]:
         """Return what the level's tokens are ranked by: their logits, or the probs with their noise if coupled."""
@@ -142,28 +152,31 @@ class TreeBuilder:
         itself = torch.eye(token.shape[1], dtype=torch.bool, device=token.device).expand(len(token), -1, -1)
         self.ancestors = torch.cat([gather_parents(self.ancestors, parent), itself], -1)
         self.depth += 1
-        self.level = self.head.expand(self.state, self.level, Nodes(token, parent, self.ancestors, self.depth))
+        self.level = self.head.expand(self.state, self.level, LevelNodes(token, parent, self.ancestors, self.depth))
         self.nodes = nodes
         self.expanded.append(nodes[0])
-        if self.seen is not None:
-            self.seen = gather_parents(self.seen, parent).scatter(2, token[..., None], True)
+        if self.seen_tokens is not None:
+            self.seen_tokens = gather_parents(self.seen_tokens, parent).scatter(2, token[..., None], True)
 
     def whole(self) -> DraftTree:
         """Return the trees as grown so far, side by side "B N"."""
         return DraftTree(torch.cat(self.token, 1), torch.cat(self.parent, 1))
 
     def trees(self, contexts: Sequence[Context]) -> list[DraftTree]:
-        """Return each sequence's tree as grown so far, without what lies deeper than its room."""
+        """Return each sequence's tree as grown so far, without nodes deeper than its `max_draft_depth`."""
         grown = zip(*self.whole(), contexts, strict=True)
-        return [DraftTree(token[: self.size(c.room)], parent[: self.size(c.room)]) for token, parent, c in grown]
+        return [
+            DraftTree(token[: self.size(c.max_draft_depth)], parent[: self.size(c.max_draft_depth)])
+            for token, parent, c in grown
+        ]
 
     def depths(self) -> Int[Tensor, "N"]:
         """Return the depth of every node so far."""
         return torch.cat([level.new_full(level.shape[1:], depth) for depth, level in enumerate(self.token)])
 
-    def size(self, room: int) -> int:
+    def size(self, max_draft_depth: int) -> int:
         """Return how many nodes lie within a depth."""
-        return self.sizes[min(max(room, 0), self.deepest)]
+        return self.sizes[min(max(max_draft_depth, 0), self.deepest)]
 
     @property
     def deepest(self) -> int:
@@ -171,7 +184,9 @@ class TreeBuilder:
         return len(self.sizes) - 1
 
 
-def grow(head: Expander, state: Any, level: Level, config: TreeConfig, contexts: Sequence[Context]) -> list[Proposal]:
+def grow(
+    head: Expander, state: Any, level: LevelOutput, config: TreeConfig, contexts: Sequence[Context]
+) -> list[Proposal]:
     """Grow a tree for each of B sequences from their roots' level.
 
     Args:
@@ -182,12 +197,12 @@ def grow(head: Expander, state: Any, level: Level, config: TreeConfig, contexts:
     Returns:
         The trees, and q where their children were sampled.
     """
-    depth = min(max(context.room for context in contexts), head.max_depth)
+    depth = min(max(context.max_draft_depth for context in contexts), head.max_depth)
     if depth < 1:
         return [Proposal(trees.root(context.token[-1], level.logits.device)) for context in contexts]
     if config.kind in BY_CONFIDENCE:
         growth, scores = _by_confidence(head, state, level, config, _roots(head, level, contexts), depth)
-        if all(context.room >= growth.deepest for context in contexts):
+        if all(context.max_draft_depth >= growth.deepest for context in contexts):
             best = trees.best_n(growth.whole(), scores, config.nodes)
             return [Proposal(DraftTree(*tree)) for tree in zip(*best[0], strict=True)]
         return [
@@ -197,29 +212,29 @@ def grow(head: Expander, state: Any, level: Level, config: TreeConfig, contexts:
     return _filled(head, state, level, config, contexts, depth)
 
 
-def ranked(
+def grow_batch(
     head: Expander,
     state: Any,
-    level: Level,
+    level: LevelOutput,
     config: TreeConfig,
     roots: Roots,
-    room: Int[Tensor, "B"],
+    max_draft_depth: Int[Tensor, "B"],
     *,
     allow_host_sync: bool,
 ) -> tuple[DraftTree, Bool[Tensor, "#B N N"], Float[Tensor, "B M V"] | None]:
     """Return the trees "B N" of B sequences that rank alike, their nodes' ancestors, and q if children were sampled.
 
-    Nodes deeper than `room` are included only where there are not enough others. A token of -1 is padding, of a level
-    with fewer candidates. The M rows of q are those of the nodes with children. `room` says how deep each sequence's
-    nodes may be, `allow_host_sync` whether the host may read, to leave out what need not be computed; else a best_first
-    tree expands all nodes.
+    `max_draft_depth` is each sequence's limit; deeper nodes are included only where there are not enough others. A
+    token of -1 is padding, of a level with fewer candidates. The M rows of q are those of the nodes with children.
+    `allow_host_sync` says that the host may read, to leave out what need not be computed; else a best_first tree
+    expands all nodes.
     """
     if config.kind in BY_CONFIDENCE:
         growth, scores = _by_confidence(
             head, state, level, config, roots, head.max_depth, allow_host_sync=allow_host_sync
         )
-        if not allow_host_sync or bool((room < growth.deepest).any()):
-            scores = scores.masked_fill(growth.depths() > room[:, None], float("-inf"))
+        if not allow_host_sync or bool((max_draft_depth < growth.deepest).any()):
+            scores = scores.masked_fill(growth.depths() > max_draft_depth[:, None], float("-inf"))
         tree = trees.best_n(growth.whole(), scores, config.nodes)[0]
         return tree, trees.ancestors(tree), None
     samples = None if config.kind == "static" else roots.samples
@@ -230,7 +245,7 @@ def ranked(
         assert samples is not None
         assert roots.sampling is not None
         q.append(distribution(growth.logits(), roots.sampling))
-        return _padded(samples.distinct(q[-1], width), width)
+        return _padded(samples.sample_distinct(q[-1], width), width)
 
     fill = partial(_ranks, growth) if samples is None else sample
     paths = _paths(config, head.max_depth)
@@ -254,7 +269,7 @@ def _parents(paths: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
     return (-1, *(index[path[:-1]] for path in paths))
 
 
-def _roots(head: Expander, level: Level, contexts: Sequence[Context]) -> ContextRoots:
+def _roots(head: Expander, level: LevelOutput, contexts: Sequence[Context]) -> ContextRoots:
     size = level.logits.shape[-1] if head.vocab is None else head.vocab.full_size
     return ContextRoots(contexts, size, level.logits.device)
 
@@ -326,11 +341,11 @@ def _padded(tokens: Int[Tensor, "B K C"], width: int) -> Int[Tensor, "B K W"]:
 
 
 def _filled(
-    head: Expander, state: Any, level: Level, config: TreeConfig, contexts: Sequence[Context], depth: int
+    head: Expander, state: Any, level: LevelOutput, config: TreeConfig, contexts: Sequence[Context], depth: int
 ) -> list[Proposal]:
     """Grow a fixed shape for each sequence, with its children by rank, or sampled where its context says so."""
     samples = [
-        config.kind != "static" and context.sampling.temperature > 0 and not isinstance(context.rng, Coupled)
+        config.kind != "static" and context.sampling.temperature > 0 and not isinstance(context.rng, CoupledRng)
         for context in contexts
     ]
     growth = TreeBuilder(head, state, level, _roots(head, level, contexts), full=any(samples))
@@ -340,9 +355,9 @@ def _filled(
     def fill(width: int) -> Int[Tensor, "B K C"]:
         nodes = growth.nodes
         children = nodes.new_full((*nodes.shape, width), -1) if all(samples) else _ranks(growth, width)
-        for b in (b for b, sampled in enumerate(samples) if sampled and contexts[b].room > growth.depth):
+        for b in (b for b, sampled in enumerate(samples) if sampled and contexts[b].max_draft_depth > growth.depth):
             probs[b].append(distribution(growth.logits()[b], contexts[b].sampling))
-            tokens = contexts[b].rng.distinct(probs[b][-1], width, growth.depth + 1)
+            tokens = contexts[b].rng.sample_distinct(probs[b][-1], width, growth.depth + 1)
             children[b, :, : tokens.shape[-1]] = tokens
         return children
 
@@ -355,14 +370,14 @@ def _filled(
 
 
 def candidates(
-    head: Expander, state: Any, level: Level, config: TreeConfig, context: Context
+    head: Expander, state: Any, level: LevelOutput, config: TreeConfig, context: Context
 ) -> tuple[DraftTree, Float[Tensor, "N"]]:
     """Return all that a dynamic or best_first tree drafts before it is cut to its budget, with the scores it is cut by.
 
     The scores are the nodes' cumulative log-probabilities as nodes are compared (`inverse_temperature_of`), 0 at the
     root.
     """
-    depth = min(context.room, head.max_depth)
+    depth = min(context.max_draft_depth, head.max_depth)
     growth, scores = _by_confidence(head, state, level, config, _roots(head, level, [context]), depth)
     return growth.trees([context])[0], scores[0]
 
@@ -370,7 +385,7 @@ def candidates(
 def _by_confidence(
     head: Expander,
     state: Any,
-    level: Level,
+    level: LevelOutput,
     config: TreeConfig,
     roots: Roots,
     depth: int,

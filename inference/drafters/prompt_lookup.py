@@ -56,7 +56,7 @@ class TextIndex(DrafterState):
     def propose(self, context: Context) -> Proposal:
         """Copy what followed the longest n-gram that occurred before."""
         self.extend(context.token[len(self.text) :])
-        draft = self.lookup(min(self.drafter.config.tokens, context.room))
+        draft = self.lookup(min(self.drafter.config.tokens, context.max_draft_depth))
         return Proposal(chain(torch.tensor([context.token[-1], *draft], device=self.drafter.device)))
 
     def extend(self, tokens: list[int]) -> None:

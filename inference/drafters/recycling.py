@@ -68,7 +68,7 @@ class Recycling(Drafter):
         self.candidates.clear()
 
     def clone(self) -> "Recycling":
-        """Return a source with a copy of the candidates."""
+        """Return a drafter with a copy of the candidates."""
         other = copy.copy(self)
         other.candidates = dict(self.candidates)
         return other
@@ -94,7 +94,7 @@ class RecyclingState(DrafterState):
         token, parent = [context.token[-1]], [-1]
         number: dict[int, int] = {0: 0}  # of the shape's nodes in the tree
         for node, (depth, above, rank) in enumerate(self.drafter.nodes, 1):
-            if depth > context.room:
+            if depth > context.max_draft_depth:
                 break
             followers = self.candidates.get(token[number[above]]) if above in number else None
             if followers is not None:

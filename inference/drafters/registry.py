@@ -1,4 +1,4 @@
-"""Every draft source that needs no trained head, by the name of its file in conf/drafter/."""
+"""Every drafter that needs no trained head, by the name of its file in conf/drafter/."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -19,7 +19,7 @@ from inference.protocol import Drafter
 from inference.target.target import Target
 
 # Each has a `Config` and is made of one, the target and a name.
-SOURCES: dict[str, Any] = {
+DRAFTERS: dict[str, Any] = {
     "assistant": Assistant,
     "early_exit": EarlyExit,
     "layer_skip": LayerSkip,
@@ -34,27 +34,27 @@ SOURCES: dict[str, Any] = {
 
 
 def make(name: str, options: Mapping[str, Any], target: Target) -> Drafter:
-    """Return a draft source with its options.
+    """Return a drafter with its options.
 
     Args:
         name: what reports call it.
-        options: its configuration; `source`, where it differs from the name, is a key of SOURCES.
+        options: its configuration; `source`, where it differs from the name, is a key of DRAFTERS.
         target: the target that it drafts for.
 
     Raises:
-        ValueError: an unknown source, or an option that it does not have or cannot take.
+        ValueError: an unknown drafter, or an option that it does not have or cannot take.
     """
-    source, config = configured(name, options)
+    kind, config = configured(name, options)
     if hasattr(config, "tree"):
         check_tree(target, config.tree, f"drafter.{name}")
-    drafter: Drafter = source(config, target, name)
+    drafter: Drafter = kind(config, target, name)
     return drafter
 
 
 def configured(name: str, options: Mapping[str, Any]) -> tuple[Any, Any]:
-    """Return a source's class and configuration; refuse an unknown source, and options that it cannot take."""
+    """Return a drafter's class and configuration; refuse an unknown one, and options that it cannot take."""
     values = dict(options)
-    source = values.pop("source", name)
-    if source not in SOURCES:
-        raise ValueError(f"drafter.{name}: no source is called {source!r}; choose one of {', '.join(SOURCES)}")
-    return SOURCES[source], build(SOURCES[source].Config, values, f"drafter.{name}")
+    kind = values.pop("source", name)
+    if kind not in DRAFTERS:
+        raise ValueError(f"drafter.{name}: no drafter is called {kind!r}; choose one of {', '.join(DRAFTERS)}")
+    return DRAFTERS[kind], build(DRAFTERS[kind].Config, values, f"drafter.{name}")

@@ -81,16 +81,16 @@ class DraftModelRunner:
             self.below[parent, t] = node
             self.path.append([*(self.path[parent] if parent != ROOT else []), node])
         depth = torch.tensor([len(path) for path in self.path], device=device)
-        column = torch.cat([torch.arange(text, device=device), text - 1 + depth])[None]
-        position = column[:, self.cache.length :]
-        seen = None
+        key_position = torch.cat([torch.arange(text, device=device), text - 1 + depth])[None]
+        position = key_position[:, self.cache.length :]
+        attn_mask = None
         # A chain sees all that is before it, which needs no attention that takes a mask.
         if any(len(self.path[node]) < len(self.path) for node in self.level):
-            seen = torch.zeros(1, len(above), text + len(self.path), dtype=torch.bool, device=device)
-            seen[..., :text] = True
+            attn_mask = torch.zeros(1, len(above), text + len(self.path), dtype=torch.bool, device=device)
+            attn_mask[..., :text] = True
             for row, node in enumerate(self.level):
-                seen[0, row, [text + ancestor for ancestor in self.path[node]]] = True
-        last = model.run(token[None].to(device), position, seen, self.cache, column=column).last_hidden
+                attn_mask[0, row, [text + ancestor for ancestor in self.path[node]]] = True
+        last = model.run(token[None].to(device), position, attn_mask, self.cache, key_position=key_position).last_hidden
         return model.embeddings.logits(last)[0]
 
     def adopt(self, token: list[int], nodes: list[int], live: list[int]) -> None:

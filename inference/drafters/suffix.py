@@ -31,7 +31,7 @@ class Suffix(Drafter):
     not report it.
     """
 
-    scores = True
+    expects_acceptance = True
 
     @dataclass(frozen=True)
     class Config:
@@ -65,7 +65,7 @@ class Suffix(Drafter):
             self.current.reset()
 
     def clone(self) -> "Suffix":
-        """Return a source with a copy of the past's tree."""
+        """Return a drafter with a copy of the past's tree."""
         self._remember()
         other = copy.copy(self)
         other.past = self.past.copy()
@@ -104,7 +104,7 @@ class SuffixState(DrafterState):
         self.extend(context.token[len(self.text) :])
         best = Draft([], 0.0)
         for matches in (self.suffixes.matches(), self.past_matches):
-            best = self.improve(best, matches, context.room)
+            best = self.improve(best, matches, context.max_draft_depth)
         token = torch.tensor([context.token[-1], *best.token], device=self.drafter.device)
         return Proposal(chain(token), expected=best.score)
 
@@ -117,14 +117,17 @@ class SuffixState(DrafterState):
         for token in tokens:
             self.past_matches = self.drafter.past.advance(self.past_matches, token)
 
-    def improve(self, best: Draft, matches: list[Locus], room: int) -> Draft:
+    def improve(self, best: Draft, matches: list[Locus], max_draft_depth: int) -> Draft:
         """Return the best draft from the loci where suffixes of the text end, shortest first, or the one at hand.
 
         Of equal scores the longer match's stands, and the one at hand before all.
         """
         config, longest = self.config, len(matches) + 1
         budgets = [
-            (min(config.tokens, int(config.factor * length + config.offset), config.depth - length, room), length)
+            (
+                min(config.tokens, int(config.factor * length + config.offset), config.depth - length, max_draft_depth),
+                length,
+            )
             for length in range(1, longest)
         ]
         # A drafted token scores 1 at most: where much repeats, the first draft leaves most others no chance.

@@ -1,19 +1,19 @@
-"""The frozen target: loading, placement, cache, forward passes, and the proof that they are what the engine needs.
+"""The frozen target: loading, placement, KV cache, forward passes, and the checks of all these at loading.
 
-config.py           its configuration, dtypes and devices
-target.py           a target loaded, its masks and cache proven
-embeddings.py       its embedding and lm_head, all that a head needs besides
-embeddings_only.py  a target of which only these are loaded
-loading.py          what it is loaded with: transformers, and its quantisation
-tokenizer.py        its tokenizer: the tokens of a text, and those that end an answer
+config.py           configuration, dtypes and devices
+target.py           `Target`: a loaded target with checked masks and cache
+embeddings.py       embedding and lm_head, which heads read
+embeddings_only.py  a target without its decoder layers
+loading.py          loading by transformers, and quantisation
+tokenizer.py        the tokenizer, and the tokens that end an answer
 placement.py        placement: replicated, tensor-parallel, over several devices, offloaded
-placed.py           a placed target: its device, whole embeddings, fingerprint and process group
-attention.py        its attention: grouped without copies of keys and values, and over packed documents
-adapter.py          the PEFT adapter that it may carry, merged into it
-checkpoint.py       its tensors on disk, and its fingerprint
-cache.py            its key-value cache, compacted after acceptance, and its recurrent states, replayed
-compiled.py         its verification passes, compiled
-probe.py            what a target must prove when it is loaded
-stack.py            its decoder stack in parts, for drafts by the target itself
-model.py            the forward passes: tokens to features and logits
+placed.py           a placed target: device, embeddings, fingerprint and process group
+attention.py        attention: grouped-query without repeated keys and values, and over packed documents
+adapter.py          a PEFT adapter, merged into the target
+checkpoint.py       tensors on disk, and the fingerprint
+cache.py            the KV cache, compacted after acceptance, and recurrent states, which are replayed
+compiled.py         compiled verification passes
+probe.py            the checks of a loaded target
+stack.py            parts of the decoder stack, for self-speculation
+model.py            forward passes: tokens to features and logits
 """

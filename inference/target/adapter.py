@@ -1,7 +1,6 @@
-"""A PEFT adapter that a target carries: found, merged into the target's weights, and part of its fingerprint.
+"""A PEFT adapter of a target: found, merged into the target's weights, and part of its fingerprint.
 
-Once merged, the model is a plain one: the engine, the heads and the kernels see no adapter. Tokenizer and chat template
-stay the target's own.
+After merging, the engine, heads and kernels see an ordinary model. Tokenizer and chat template are the base model's.
 """
 
 import json
@@ -21,18 +20,26 @@ from heads.formats.weights import FEW, digest
 from inference.target import checkpoint, loading
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-NUMBERS = ("r", "alpha", "lora_alpha", "use_rslora", "use_dora", "rank_pattern", "alpha_pattern")  # what scales it
+NUMBERS = (
+    "r",
+    "alpha",
+    "lora_alpha",
+    "use_rslora",
+    "use_dora",
+    "rank_pattern",
+    "alpha_pattern",
+)  # the keys that scale it
 
 
 class Adapter(NamedTuple):
-    """What was merged into a target: its name, and the fingerprint of target and adapter as their files hold them."""
+    """An adapter that was merged: its name, and the fingerprint of the target's and the adapter's files."""
 
     name: str
     fingerprint: str
 
 
 def check(adapter: str, quantize: str | None) -> Path:
-    """Return the folder of an adapter, one that peft saved or OWNER/NAME on the Hub.
+    """Return an adapter's folder: one that peft saved, or OWNER/NAME on the Hub.
 
     Raises:
         ValueError: it is missing or not in safetensors, or the target is to be quantised.
@@ -56,7 +63,7 @@ def check(adapter: str, quantize: str | None) -> Path:
 def merge(
     model: "transformers.PreTrainedModel", path: str, adapter: str, folder: Path
 ) -> tuple["transformers.PreTrainedModel", Adapter]:
-    """Merge an adapter, whose folder is known, into the model that is loaded from `path`.
+    """Merge an adapter into the model that is loaded from `path`.
 
     Raises:
         ValueError: it is of another model or of a kind that cannot be merged, or the checkpoint is quantised.
@@ -96,10 +103,10 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def fingerprint(base: str, folder: Path) -> str:
-    """Hash the base model's fingerprint, a few values of each of the adapter's tensors, and what scales them.
+    """Hash the base model's fingerprint, a few values of each of the adapter's tensors, and their scales.
 
-    The merged weights are no help: merged in bf16 and in fp32 they differ in their last bits. Refuse a tensor that can
-    be merged into no weights.
+    The merged weights would not do: merged in bf16 and in fp32 they differ in their last bits. Refuse a tensor that
+    cannot be merged.
     """
     config, few = read_config(folder), {}
     with safe_open(folder / WEIGHTS, "pt") as opened:

@@ -1,14 +1,13 @@
-"""The attention of the target's passes: without a copy of keys and values under a mask, and over packed sequences.
+"""The attention of the target's passes: grouped-query attention under a mask, and attention over packed documents.
 
-transformers repeats keys and values for every query head of a group as soon as a mask is given, which reads a long
-cache as many times. Here none is copied (`grouped_attention`).
-Packed rows attend each document by itself, so that neither a mask nor scores over a whole row are made.
+With a mask, transformers repeats keys and values for every query head of a group, which reads a long cache as many
+times. Here they are not repeated (`grouped_attention`).
 
-A row of T tokens under a mask costs memory and time in T x T, whatever is packed in it. Here every linear layer sees
-all rows at once, and the attention each document alone, causally, in memory linear in the rows and in the time of the
-documents. On CUDA one kernel a layer serves all of them: in 16 bits torch's variable-length flash attention
-(`attend_varlen`), and for what that does not take flex_attention (`attend_flex`). Elsewhere each document goes through
-scaled_dot_product_attention, the reference of both (`attend_each`); a sliding window in blocks of queries.
+A packed sequence of T tokens under a mask would cost memory and time in T x T. Here linear layers run over all tokens,
+and attention runs causally over each document, without a mask, in memory linear in T. On CUDA one kernel a layer
+serves all documents: in 16 bits torch's variable-length flash attention (`attend_varlen`), else flex_attention
+(`attend_flex`). Elsewhere each document goes through scaled_dot_product_attention, the reference of both
+(`attend_each`); a sliding window is computed in blocks of queries.
 """
 
 import inspect
@@ -30,17 +29,17 @@ from heads.modules.attention import pattern
 from heads.modules.layers import grouped_attention
 
 SDPA, GROUPED = "sdpa", "headstart_grouped"
-OTHER = ("position_bias", "softcap", "s_aux")  # what an attention may add, of which this one knows nothing
+OTHER = ("position_bias", "softcap", "s_aux")  # options of an attention that are not supported here
 ATTENTION = "headstart_documents"
-BLOCK = 1024  # queries at a time, under a window
+BLOCK = 1024  # queries at a time, with a window
 FULL, SLIDING = "full_attention", "sliding_attention"
 VARLEN, FLEX, EACH = "varlen", "flex", "each"
 HALF = (torch.float16, torch.bfloat16)
-NEEDED = {"scale", "window_size"}  # of variable-length attention; before torch 2.12 it takes no groups of queries
+NEEDED = {"scale", "window_size"}  # options of variable-length attention; before torch 2.12 it has no grouped queries
 
 
 class Span(NamedTuple):
-    """A document: its row, its first token there, and the one behind its last."""
+    """A document: its packed sequence, its first token there, and the one after its last."""
 
     row: int
     begin: int
@@ -48,19 +47,19 @@ class Span(NamedTuple):
 
 
 class Packing(NamedTuple):
-    """What each attention layer of a target sees of a document: as many tokens back as its window, None for all."""
+    """The sliding window of each attention layer of a target, None for all tokens of a document."""
 
     config: Any
     windows: tuple[int | None, ...]
 
     def needed(self, spans: list[Span], rows: int) -> bool:
-        """Whether a pass without a mask of ours would see too much, or make a mask by itself."""
+        """Whether attention must be restricted to documents: it would see others, or make a mask."""
         longest = max(span.end - span.begin for span in spans)
         return len(spans) > rows or any(window is not None and window < longest for window in self.windows)
 
 
 def packing(model: "transformers.PreTrainedModel") -> Packing | None:
-    """Return how a model's attention runs over documents; None where it does something of its own."""
+    """Return how a model's attention runs over documents; None if it has unsupported options."""
     config: Any = model.config.get_text_config()
     window: int | None = getattr(config, "sliding_window", None)
     count = config.num_hidden_layers
@@ -84,7 +83,7 @@ def spans_of(document: Int[Tensor, "B T"]) -> list[Span]:
 
 
 def groups_of(spans: list[Span], most: int) -> list[list[Span]]:
-    """Return documents in groups, longest first, that hold at most `most` tokens each when padded to their longest."""
+    """Return the documents in groups of at most `most` tokens, padded to the group's longest, longest first."""
     groups: list[list[Span]] = []
     for span in sorted(spans, key=lambda span: span.begin - span.end):
         if groups and (len(groups[-1]) + 1) * (groups[-1][0].end - groups[-1][0].begin) <= most:
@@ -95,7 +94,7 @@ def groups_of(spans: list[Span], most: int) -> list[list[Span]]:
 
 
 class Documents:
-    """The documents of a forward pass; what a kernel needs of them is made once for all layers on a device."""
+    """The documents of a forward pass; a kernel's inputs are made once for all layers on a device."""
 
     def __init__(self, windows: tuple[int | None, ...], spans: list[Span], position: Int[Tensor, "B T"]) -> None:
         self.windows, self.spans, self.position = windows, spans, position
@@ -104,7 +103,7 @@ class Documents:
         self._masks: dict[tuple[int | None, torch.device], Any] = {}
 
     def cu_seqlens(self, device: torch.device) -> Int[Tensor, "N"]:
-        """Return where each document begins among all tokens, row after row, and where the last one ends."""
+        """Return the cumulative sequence lengths: each document's start in the flattened batch, and the end."""
         if device not in self._cu_seqlens:
             length = self.position.shape[1]
             starts = [span.row * length + span.begin for span in self.spans]
@@ -115,8 +114,8 @@ class Documents:
     def mask(self, window: int | None, device: torch.device) -> Any:
         """Return flex_attention's mask of the documents under a window."""
         if (window, device) not in self._masks:
-            seen = pattern(self.position.to(device), window)
-            self._masks[window, device] = seen.mask(self.position.shape[1], 0)
+            attn_pattern = pattern(self.position.to(device), window)
+            self._masks[window, device] = attn_pattern.mask(self.position.shape[1], 0)
         return self._masks[window, device]
 
 
@@ -125,7 +124,7 @@ _HERE: ContextVar[Documents] = ContextVar("documents")
 
 @contextmanager
 def by_documents(packing: Packing, spans: list[Span], position: Int[Tensor, "B T"]) -> Iterator[None]:
-    """Let the target's attention run over documents, with their tokens' positions; transformers then makes no mask."""
+    """Restrict the target's attention to documents during a pass; transformers then makes no mask."""
     config, before = packing.config, packing.config._attn_implementation
     token = _HERE.set(Documents(packing.windows, spans, position))
     config._attn_implementation = ATTENTION
@@ -139,7 +138,7 @@ def by_documents(packing: Packing, spans: list[Span], position: Int[Tensor, "B T
 def _attend(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, _mask: Tensor | None, **kwargs: Any
 ) -> tuple[Tensor, None]:
-    """Attend within the documents, under transformers' signature."""
+    """Attend within the documents; the signature is transformers'."""
     if odd := [name for name in OTHER if kwargs.get(name) is not None]:
         raise ValueError(f"its attention has a {odd[0]}")
     documents = _HERE.get()
@@ -152,7 +151,7 @@ def _attend(
 
 
 def route(query: Tensor, value: Tensor, options: frozenset[str]) -> str:
-    """Return which of KERNELS attends; `options` are those of variable-length attention on the device."""
+    """Return the key of KERNELS to use; `options` are those of variable-length attention on the device."""
     if query.device.type != "cuda":
         return EACH
     width = query.shape[-1]
@@ -163,7 +162,7 @@ def route(query: Tensor, value: Tensor, options: frozenset[str]) -> str:
 
 @cache
 def varlen_options(device: torch.device) -> frozenset[str]:
-    """Return the arguments that torch's variable-length attention takes; none where a device has no kernel for it."""
+    """Return the options of torch's variable-length attention, empty on a device without its kernel."""
     available = device.type == "cuda" and torch.backends.cuda.is_flash_attention_available()
     if not available or torch.cuda.get_device_capability(device) < (8, 0):
         return frozenset()
@@ -175,7 +174,7 @@ def varlen_options(device: torch.device) -> frozenset[str]:
 def attend_varlen(
     query: Tensor, key: Tensor, value: Tensor, scale: float | None, window: int | None, documents: Documents
 ) -> Float[Tensor, "B T H E"]:
-    """Attend by one call for all documents, in 16 bits."""
+    """Attend by one variable-length call for all documents, in 16 bits."""
     from torch.nn.attention import varlen
 
     options: dict[str, Any] = {"scale": scale, "window_size": (-1 if window is None else window - 1, 0)}
@@ -192,7 +191,7 @@ def attend_varlen(
 def attend_flex(
     query: Tensor, key: Tensor, value: Tensor, scale: float | None, window: int | None, documents: Documents
 ) -> Float[Tensor, "B T H F"]:
-    """Attend by one call for all documents, under a mask of blocks."""
+    """Attend by one call of flex_attention for all documents, with a block mask."""
     mask, grouped = documents.mask(window, query.device), query.shape[1] != key.shape[1]
     return flex.kernel()(query, key, value, block_mask=mask, scale=scale, enable_gqa=grouped).transpose(1, 2)
 
@@ -218,7 +217,7 @@ def within(
     scale: float | None,
     window: int | None,
 ) -> Float[Tensor, "1 H N F"]:
-    """Return one document's causal attention, over the last `window` tokens if that is given."""
+    """Return one document's causal attention, over the last `window` tokens if given."""
     length = query.shape[2]
     masked = window is not None and length > window
     if query.shape[1] != key.shape[1] and not takes_groups(query, masked=masked):
@@ -230,35 +229,32 @@ def within(
     for begin in range(0, length, BLOCK):
         end, least = min(begin + BLOCK, length), max(0, begin - window + 1)
         back = torch.arange(begin, end, device=query.device)[:, None] - torch.arange(least, end, device=query.device)
-        seen = (back >= 0) & (back < window)
-        parts.append(attend(query[:, :, begin:end], key[:, :, least:end], value[:, :, least:end], attn_mask=seen))
+        attn_mask = (back >= 0) & (back < window)
+        parts.append(attend(query[:, :, begin:end], key[:, :, least:end], value[:, :, least:end], attn_mask=attn_mask))
     return torch.cat(parts, 2)
 
 
 def repeated(
     key: Float[Tensor, "B G N E"], value: Float[Tensor, "B G N F"], heads: int
 ) -> tuple[Float[Tensor, "B H N E"], Float[Tensor, "B H N F"]]:
-    """Return keys and values of every query head."""
+    """Return keys and values repeated for every query head."""
     return key.repeat_interleave(heads // key.shape[1], 1), value.repeat_interleave(heads // value.shape[1], 1)
 
 
 def takes_groups(query: Tensor, *, masked: bool) -> bool:
-    """Whether a kernel in linear memory takes groups; CUDA's only such one takes them without a mask, in 16 bits."""
+    """Whether a memory-linear kernel supports grouped queries: on CUDA only without a mask, in 16 bits."""
     return query.device.type != "cuda" or (query.dtype in HALF and not masked)
 
 
 def use_kernels(device: torch.device) -> None:
-    """Rule out cuDNN's attention, which builds a plan, for tens of milliseconds, at every new length of a text.
-
-    And make ready our own of trees.
-    """
+    """Disable cuDNN's attention, whose plans take tens of milliseconds a new length; prepare our kernel."""
     if device.type == "cuda":
         torch.backends.cuda.enable_cudnn_sdp(False)
         tree_attention.prepare(device)
 
 
 def group_attention(config: Any) -> None:
-    """Let a model whose query heads share keys and values attend in groups, if it attends by torch's own kernels."""
+    """Use `attend_in_groups` in a model with grouped queries, if its attention is torch's."""
     if config._attn_implementation == SDPA:
         from transformers.masking_utils import sdpa_mask
 
@@ -277,7 +273,7 @@ def attend_in_groups(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Attend under transformers' signature; what is not grouped or has no mask runs as transformers runs it."""
+    """Attend without repeated keys and values; without groups or a mask as transformers does."""
     plain = attention_mask is None and query.shape[2] > 1
     ungrouped = query.shape[1] == key.shape[1] or (attention_mask is not None and attention_mask.shape[1] > 1)
     if plain or ungrouped or dropout or any(kwargs.get(name) is not None for name in OTHER):

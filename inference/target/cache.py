@@ -1,14 +1,14 @@
-"""The target's key-value cache, of one sequence or of a batch: the only file that knows transformers' cache classes.
+"""The target's KV cache, of one sequence or of a batch: the only file that knows transformers' cache classes.
 
-The entries of all layers that are alike lie in one tensor over layers, sequences and positions. It is allocated once,
-as long as the requests need it, so that nothing grows or is copied while one is decoded; entries are compacted in all
-layers at once. Each sequence has a slot and fills it from position 0 on, so sequences may differ in length; each is at
-the same time a cache of its own, for its prefill.
+An entry holds the keys and values of one token. All layers of equal spec share one tensor over layers, sequences and
+entries. It is allocated once for the requests at hand, so nothing grows or is copied during decoding; entries are
+compacted in all layers at once. Each sequence has a slot and fills it from entry 0 on, so sequences may differ in
+length; a slot is also a `TargetCache`, for the prefill.
 
-A recurrent layer (a state space, a gated delta rule, a short convolution) keeps one state, which takes in all tokens of
-a pass. So the states before a pass that verifies are kept, with what goes into the mixers that advance them; where a
-part of the chain is rejected, the mixers alone run once more, over what was accepted. Of a tree each path would need
-states of its own: such targets verify chains.
+A recurrent layer (a state space, a gated delta rule, a short convolution) keeps one state, which a pass advances by all
+its tokens. So a verification pass keeps the states before it and the mixers' inputs; if a part of the chain is
+rejected, only the mixers run again, over the accepted tokens. In a tree each path would need its own states: such
+targets verify chains.
 """
 
 import itertools
@@ -30,14 +30,14 @@ from transformers.cache_utils import (
 )
 
 T = TypeVar("T")
-STRIDE = 256  # of the sizes, in positions, that passes of a few sizes have
-GRAIN = 64  # of capacities: attention over all entries can then be split into a few equal pieces
-STATE = ("conv_states", "recurrent_states", "has_previous_state")  # what a pass changes in a layer
-LEAST = 2048  # positions of a fixed storage: each time that it grows, the passes that write to it are captured again
+STRIDE = 256  # entries between the sizes that padded passes may have
+GRAIN = 64  # capacities are multiples of it, so attention can be split into equal pieces
+STATE = ("conv_states", "recurrent_states", "has_previous_state")  # the attributes of a layer that a pass changes
+LEAST = 2048  # the least capacity of a fixed storage: when it grows, graphs are captured again
 
 
-class Form(NamedTuple):
-    """The form of one layer's keys or values: which layers' entries may share a tensor."""
+class KVSpec(NamedTuple):
+    """The shape and dtype of one layer's keys or values; layers of equal spec share a tensor."""
 
     groups: int
     width: int
@@ -45,8 +45,8 @@ class Form(NamedTuple):
     device: torch.device
 
     @classmethod
-    def of(cls, states: Float[Tensor, "B G T E"]) -> "Form":
-        """Return the form of keys or values."""
+    def of(cls, states: Float[Tensor, "B G T E"]) -> "KVSpec":
+        """Return the spec of keys or values."""
         return cls(states.shape[1], states.shape[3], states.dtype, states.device)
 
     @property
@@ -55,66 +55,67 @@ class Form(NamedTuple):
         return self.groups * self.width * self.dtype.itemsize
 
 
-Layout = dict[int, tuple[Form, Form]]  # of every layer with a cache, its keys' and values', as a first pass shows them
+# The specs of each layer's keys and values, for the layers that a first pass caches.
+Layout = dict[int, tuple[KVSpec, KVSpec]]
 
 
 class BatchLayer(DynamicLayer):
-    """One layer's buffers "B G C E", for one pass over several sequences, each with its own columns to write."""
+    """One layer's buffers "B G C E" in one pass over several sequences; each writes its own entries."""
 
-    def __init__(self, keys: Tensor, values: Tensor, columns: Int[Tensor, "B N"], end: int) -> None:
+    def __init__(self, keys: Tensor, values: Tensor, write_index: Int[Tensor, "B N"], end: int) -> None:
         init: Any = super().__init__
         init()
-        self.both, self.columns, self.end = (keys, values), columns, end
+        self.both, self.write_index, self.end = (keys, values), write_index, end
         self.is_initialized = True
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
-        """Write each sequence's entries at its columns and return all entries up to the end."""
-        count = len(self.columns)
-        columns = self.columns.to(key_states.device)  # layers may lie on several
-        row = torch.arange(count, device=columns.device)[:, None]
+        """Write each sequence's new entries and return all entries up to the end."""
+        count = len(self.write_index)
+        write_index = self.write_index.to(key_states.device)  # layers may be on several devices
+        row = torch.arange(count, device=write_index.device)[:, None]
         for buffer, states in zip(self.both, (key_states, value_states), strict=True):
-            buffer[row, :, columns] = states.transpose(1, 2)
+            buffer[row, :, write_index] = states.transpose(1, 2)
         return self.both[0][:count, :, : self.end], self.both[1][:count, :, : self.end]
 
     def get_seq_length(self) -> int:
-        """Return the entries before the pass, which transformers asks for; the columns say where they really end."""
-        return self.end - self.columns.shape[1]
+        """Return a number of entries before the pass for transformers; `write_index` has each sequence's own."""
+        return self.end - self.write_index.shape[1]
 
 
 class BatchPass(NamedTuple):
-    """One pass over the first sequences of a batch: all buffers, the columns to write, and where the entries end.
+    """One pass over the first sequences of a batch: all buffers, the entries to write, and the end of attention.
 
-    It is `steady` if it is one of many of the same shapes, which a graph holds.
+    A `steady` pass is one of many of the same shapes, captured in a graph.
     """
 
     keys: list[Tensor]
     values: list[Tensor]
-    columns: Int[Tensor, "B N"]
+    write_index: Int[Tensor, "B N"]
     end: int
     steady: bool = False
 
     @property
     def hf(self) -> Cache:
-        """What transformers takes for a cache."""
+        """The cache object for transformers."""
         return Cache(
-            layers=[BatchLayer(*both, self.columns, self.end) for both in zip(self.keys, self.values, strict=True)]
+            layers=[BatchLayer(*both, self.write_index, self.end) for both in zip(self.keys, self.values, strict=True)]
         )
 
 
 def round_up_kv_length(end: int) -> int:
-    """Return the end of the entries in a pass of one of a few sizes; every pass finds room for it."""
+    """Round the number of entries up to one of a few sizes."""
     return -(-end // STRIDE) * STRIDE
 
 
 class Storage:
-    """Keys and values of all layers for `size` sequences, a tensor "L B G C E" for those of one form.
+    """Keys and values of all layers for `size` sequences, a tensor "L B G C E" for each spec.
 
     Attributes:
         layers: each layer's keys and values, views "B G C E".
-        capacity: C, the entries of a sequence. `reserve` raises it; a sequence that outgrows it doubles it.
-        fixed: whether the compiler is told that the addresses stay.
+        capacity: C, the entries of a sequence; `reserve` raises it, and a longer sequence doubles it.
+        fixed: whether compiled passes rely on the buffers' addresses.
     """
 
     def __init__(self, size: int, layout: Layout, fixed: bool = False) -> None:
@@ -124,14 +125,14 @@ class Storage:
 
     @property
     def nbytes(self) -> Counter[torch.device]:
-        """Bytes of all layers' keys and values by device, whether they are allocated yet or not."""
+        """Bytes of all layers' keys and values by device, allocated or not."""
         total = Counter[torch.device]()
-        for form in (form for pair in self.layout.values() for form in pair):
-            total[form.device] += form.nbytes * self.size * self.capacity
+        for spec in (spec for pair in self.layout.values() for spec in pair):
+            total[spec.device] += spec.nbytes * self.size * self.capacity
         return total
 
     def reserve(self, capacity: int) -> None:
-        """Have room for at least so many entries a sequence."""
+        """Allocate at least `capacity` entries a sequence."""
         capacity = max(round_up_kv_length(capacity), LEAST) if self.fixed else -(-capacity // GRAIN) * GRAIN
         if capacity > self.capacity:
             self.capacity, old = capacity, self.layers
@@ -142,43 +143,43 @@ class Storage:
                     after[:, :, : before.shape[2]] = before
 
     def fit(self, layer: int, keys: Tensor, values: Tensor, end: int) -> tuple[Tensor, Tensor]:
-        """Return a layer's buffers, of at least `end` entries a sequence, for keys and values like these."""
+        """Return a layer's buffers of at least `end` entries a sequence, for keys and values of this spec."""
         if end > self.capacity:
             self.reserve(2 * end)
         if layer not in self.layers:
-            self.layout.setdefault(layer, (Form.of(keys), Form.of(values)))
-            self._add({i: forms for i, forms in self.layout.items() if i not in self.layers})
+            self.layout.setdefault(layer, (KVSpec.of(keys), KVSpec.of(values)))
+            self._add({i: specs for i, specs in self.layout.items() if i not in self.layers})
         return self.layers[layer]
 
-    def over(self, columns: Int[Tensor, "B N"], end: int, *, steady: bool = False) -> BatchPass:
-        """Return a pass over the first sequences; entries behind the others count after `TargetCache.set_length`."""
-        # Nodes of a fixed storage's passes may be padded to twice as many, and their ends to a stride; not of graphs.
-        room = round_up_kv_length(end + columns.shape[1]) if self.fixed and not steady else end
+    def over(self, write_index: Int[Tensor, "B N"], end: int, *, steady: bool = False) -> BatchPass:
+        """Return a pass over the first sequences; `TargetCache.set_length` makes its new entries count."""
+        # A fixed storage's passes may pad nodes to twice as many and the end to a stride; steady ones do not.
+        room = round_up_kv_length(end + write_index.shape[1]) if self.fixed and not steady else end
         if room > self.capacity:
             self.reserve(2 * room)
         layers = self.layers.values()
-        return BatchPass([keys for keys, _ in layers], [values for _, values in layers], columns, end, steady)
+        return BatchPass([keys for keys, _ in layers], [values for _, values in layers], write_index, end, steady)
 
     def compact(self, slot: Int[Tensor, "B 1"], source: Int[Tensor, "B P"], goal: Int[Tensor, "B P"]) -> None:
-        """Copy each sequence's entries at `source` to `goal`, in all layers; all are read before any is written."""
+        """Copy each sequence's entries at `source` to `goal` in all layers; all reads come before the writes."""
         for block in self.blocks:
             at, begin, end = (index.to(block.device) for index in (slot, source, goal))
             block[:, at, :, end] = block[:, at, :, begin]
 
-    def move(self, source: int, slot: int, count: int) -> None:
+    def move(self, from_slot: int, slot: int, count: int) -> None:
         """Copy the first entries of a sequence to another slot."""
         for block in self.blocks:
-            block[:, slot, :, :count] = block[:, source, :, :count]
+            block[:, slot, :, :count] = block[:, from_slot, :, :count]
 
     def _add(self, layout: Layout) -> None:
         """Allocate these layers' buffers."""
-        forms = [form for pair in layout.values() for form in pair]
-        buffers: dict[Form, Iterator[Tensor]] = {}
-        for form in dict.fromkeys(forms):
-            # Zeros: what was never written is masked, but a NaN there would come through all the same.
-            shape = forms.count(form), self.size, form.groups, self.capacity, form.width
-            self.blocks.append(torch.zeros(shape, dtype=form.dtype, device=form.device))
-            buffers[form] = iter(self.blocks[-1])
+        specs = [spec for pair in layout.values() for spec in pair]
+        buffers: dict[KVSpec, Iterator[Tensor]] = {}
+        for spec in dict.fromkeys(specs):
+            # Zeros: unwritten entries are masked, but a NaN would come through a mask.
+            shape = specs.count(spec), self.size, spec.groups, self.capacity, spec.width
+            self.blocks.append(torch.zeros(shape, dtype=spec.dtype, device=spec.device))
+            buffers[spec] = iter(self.blocks[-1])
         self.layers |= {layer: (next(buffers[keys]), next(buffers[values])) for layer, (keys, values) in layout.items()}
         if self.fixed:
             for buffer in (buffer for pair in self.layers.values() for buffer in pair):
@@ -186,7 +187,7 @@ class Storage:
 
 
 class SequenceLayer(DynamicLayer):
-    """One layer of one sequence."""
+    """One layer's cache of one sequence."""
 
     def __init__(self, storage: Storage, index: int, slot: int) -> None:
         init: Any = super().__init__
@@ -211,28 +212,28 @@ class SequenceLayer(DynamicLayer):
 
 
 class TargetCache:
-    """The cache of one sequence, driven by positions."""
+    """The KV cache of one sequence."""
 
     def __init__(self, storage: Storage, slot: int = 0) -> None:
         self.storage, self.slot = storage, slot
         layers = (SequenceLayer(storage, index, slot) for index in itertools.count())
-        maker: Any = layers.__next__  # transformers calls it as it would a class
+        maker: Any = layers.__next__  # transformers calls it like a class
         self.hf: Any = Cache(layer_class_to_replicate=maker)
 
     @property
     def length(self) -> int:
-        """How many entries there are."""
+        """The number of entries."""
         return int(self.hf.get_seq_length())
 
     def snapshot(self) -> None:
-        """Prepare for a pass whose entries may be dropped again, which entries themselves need nothing for."""
+        """Prepare for a pass whose entries may be dropped; recurrent states are copied, entries need nothing."""
         return
 
     @torch.inference_mode()
     def keep(self, prefix: int, entries: list[int], layers: int | None = None) -> None:
-        """Keep the first `prefix` entries and then `entries` (counted from the prefix), closing the gaps.
+        """Compact: keep the first `prefix` entries and then `entries` (counted from the prefix).
 
-        In every layer, or in the first `layers` ones, which may hold entries that the others lack.
+        In every layer, or in the first `layers` layers, which may have more entries than the others.
         """
         if entries != list(range(len(entries))):
             for block in self.storage.blocks:
@@ -242,14 +243,14 @@ class TargetCache:
         self.set_length(prefix + len(entries), layers)
 
     def set_length(self, length: int, layers: int | None = None) -> None:
-        """Take note of how many entries there are, in every layer or in the first `layers` ones."""
+        """Set the number of entries, in every layer or in the first `layers` layers."""
         for layer in self.hf.layers[:layers]:
             assert isinstance(layer, SequenceLayer)
             layer.length = length
 
-    def over(self, columns: Int[Tensor, "B N"], end: int) -> BatchPass:
-        """Return a pass over this sequence alone; entries that it writes behind the others count after `set_length`."""
-        whole = self.storage.over(columns, end)
+    def over(self, write_index: Int[Tensor, "B N"], end: int) -> BatchPass:
+        """Return a pass over this sequence; `set_length` makes its new entries count."""
+        whole = self.storage.over(write_index, end)
         if self.storage.size == 1:
             return whole
         slot = slice(self.slot, self.slot + 1)
@@ -257,39 +258,39 @@ class TargetCache:
 
     @torch.inference_mode()
     def move(self, slot: int) -> None:
-        """Go to another slot of the batch, whose sequence has left."""
+        """Move to another slot of the batch, which is vacant."""
         self.storage.move(self.slot, slot, self.length)
         for layer in self.hf.layers:
             assert isinstance(layer, SequenceLayer)
             layer.slot = slot
         self.slot = slot
-        self.hf.layer_class_to_replicate = None  # all layers are there
+        self.hf.layer_class_to_replicate = None  # no further layers are made
 
 
 class BatchCache:
-    """Sequences side by side. The first ones are those being decoded; each is a `TargetCache` too."""
+    """The KV cache of a batch; the first slots are the sequences being decoded, each a `TargetCache` too."""
 
     def __init__(self, storage: Storage, make: Callable[[Storage, int], TargetCache]) -> None:
         self.storage, self.make = storage, make
         self.active: list[TargetCache] = []
 
-    def enter(self, slot: int | None = None) -> TargetCache:
-        """Return the empty cache of a sequence in a slot, by default in one more."""
+    def allocate(self, slot: int | None = None) -> TargetCache:
+        """Return the empty cache of a sequence in a slot, by default the next one."""
         slot = len(self.active) if slot is None else slot
         assert slot < self.storage.size
         self.active[slot : slot + 1] = [self.make(self.storage, slot)]
         return self.active[slot]
 
-    def move(self, source: int, slot: int) -> None:
-        """Move a sequence to a slot whose own has left."""
-        self.active[source].move(slot)
-        self.active[slot] = self.active[source]
+    def move(self, from_slot: int, slot: int) -> None:
+        """Move a sequence to a vacant slot."""
+        self.active[from_slot].move(slot)
+        self.active[slot] = self.active[from_slot]
 
 
 class Pool:
-    """Lends storages; fixed ones outlive their sequences: a compiled pass wants to find them where they were.
+    """A pool of storages; fixed ones are reused, since compiled passes rely on their addresses.
 
-    `make` makes the cache of one sequence on a slot of a storage.
+    `make` makes the cache of one sequence in a slot of a storage.
     """
 
     def __init__(
@@ -307,7 +308,7 @@ class Pool:
         return self._lend(size, 0, lambda storage: BatchCache(storage, self.make))
 
     def _lend(self, size: int, capacity: int, make: Callable[[Storage], T]) -> T:
-        """Return a cache on a storage; a fixed one comes back when its cache is dropped."""
+        """Return a cache on a storage; a fixed storage returns to the pool when its cache is dropped."""
         storage = self.free[size].pop() if self.free[size] else Storage(size, self.layout, fixed=self.fixed)
         storage.reserve(capacity)
         cache = make(storage)
@@ -317,7 +318,7 @@ class Pool:
 
 
 class Call(NamedTuple):
-    """What a mixer was called with."""
+    """A call of a mixer: its arguments."""
 
     mixer: nn.Module
     args: tuple[Any, ...]
@@ -334,13 +335,13 @@ class Call(NamedTuple):
 
 
 class States(Cache):
-    """What transformers takes for a cache, noting the mixers' calls while there is a dict to note them in, by layer."""
+    """The cache object for transformers; it records the mixers' calls by layer while `calls` is a dict."""
 
     calls: dict[int, Call] | None = None
 
 
 class HybridLayer(LinearAttentionAndFullAttentionLayer):
-    """A layer with a recurrent mixer and an attention side by side; `entries` are the attention's."""
+    """A layer with a recurrent mixer and an attention; `entries` is the attention's cache."""
 
     def __init__(self, entries: SequenceLayer) -> None:
         super().__init__()
@@ -368,13 +369,13 @@ class Recurrence:
                 module.register_forward_hook(self.find, with_kwargs=True)
 
     def note(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Note what a mixer is called with."""
+        """Record a mixer's arguments."""
         states, index = _states(args, kwargs), module.layer_idx
         if states is not None and states.calls is not None and index in self.mixers and self.mixers[index] is module:
             states.calls[index] = Call(module, args, kwargs)
 
     def find(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], _output: Any) -> None:
-        """Find a layer's mixer: the innermost module behind whose first call its layer has a state."""
+        """Find a layer's mixer: the innermost module after whose first call the layer has a state."""
         index, states = module.layer_idx, _states(args, kwargs)
         if index in self.mixers or states is None:
             return
@@ -384,7 +385,7 @@ class Recurrence:
 
 
 def recurrence(config: PreTrainedConfig, layers: nn.ModuleList) -> Recurrence | None:
-    """Return a target's recurrent layers; None if it has attention alone, or a cache of its own."""
+    """Return a target's recurrent layers; None if it has only attention, or its own cache."""
     try:
         kinds = DynamicCache(config=config).layers
     except (AttributeError, LookupError, ValueError):
@@ -398,7 +399,7 @@ class RecurrentCache(TargetCache):
 
     def __init__(self, storage: Storage, slot: int, config: PreTrainedConfig) -> None:
         super().__init__(storage, slot)
-        layers: list[Any] = list(DynamicCache(config=config).layers)  # transformers' own for states
+        layers: list[Any] = list(DynamicCache(config=config).layers)  # transformers' caches for states
         self.attention: list[SequenceLayer] = []
         for index, layer in enumerate(layers):
             if isinstance(layer, CacheLayerMixin):
@@ -414,18 +415,18 @@ class RecurrentCache(TargetCache):
         return {i: layer for i, layer in enumerate(self.hf.layers) if isinstance(layer, LinearAttentionCacheLayerMixin)}
 
     def set_length(self, length: int, layers: int | None = None) -> None:
-        """Take note of how many entries the attention layers have."""
+        """Set the number of entries of the attention layers."""
         for layer in self.attention:
             layer.length = length
 
     def snapshot(self) -> None:
-        """Keep the states, to which the tokens of the pass that follows can be taken back."""
+        """Copy the states, so that the next pass can be undone."""
         self.before = {i: {name: _copy(getattr(layer, name)) for name in STATE} for i, layer in self.recurrent.items()}
         self.hf.calls = {}
 
     @torch.inference_mode()
     def keep(self, prefix: int, entries: list[int], layers: int | None = None) -> None:
-        """Keep the first `prefix` entries, where the snapshot was taken, and the first ones of the pass after it."""
+        """Keep the `prefix` entries before the snapshot, and the first entries of the pass after it."""
         assert entries == list(range(len(entries)))
         total, count = self.length - prefix, len(entries)
         if count < total:
@@ -445,5 +446,5 @@ def _states(args: tuple[Any, ...], kwargs: dict[str, Any]) -> States | None:
 
 
 def _copy(state: Any) -> Any:
-    """Return a copy of a layer's states, by their numbers."""
+    """Return a copy of a layer's states."""
     return {i: value.clone() if isinstance(value, Tensor) else value for i, value in state.items()}

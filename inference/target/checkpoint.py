@@ -1,4 +1,4 @@
-"""A checkpoint's own tensors, for what transformers does not load or does not keep as it was; and its fingerprint."""
+"""A checkpoint's tensors on disk, for tensors that transformers does not load unchanged; and its fingerprint."""
 
 import logging
 from collections.abc import Collection
@@ -21,8 +21,8 @@ from heads.formats.weights import FEW, digest, shards
 log = logging.getLogger(__name__)
 
 ADAPTER = "adapter_config.json"
-MOST_OF_A_BYTE = 16  # parameters, beyond any quantisation; tied ones aside
-# What the parameters of a text tower are called in checkpoints that read images too, and by itself.
+MOST_OF_A_BYTE = 16  # parameters a byte: more than any quantisation has
+# Prefixes of a text tower's parameters in multimodal checkpoints and in text-only ones.
 RENAMED = {
     r"^language_model\.model\.": "model.",
     r"^model\.language_model\.": "model.",
@@ -31,10 +31,10 @@ RENAMED = {
 
 
 def tensor_files(checkpoint: str) -> dict[str, Path]:
-    """Return the file of each tensor of a checkpoint, a folder or Hub name, as transformers chooses among them.
+    """Return the file of each tensor of a checkpoint, a folder or Hub name, chosen as transformers does.
 
-    One whole file goes before the shards of an index, which may be of another save. An index that names the whole file
-    too adds files to it, such as an MTP module's. Pickles and variants are never read.
+    A single model.safetensors is preferred to an index's shards, which may be of another save. An index that names it
+    too adds files, such as an MTP module's. Pickles and variants are never read.
 
     Raises:
         OSError, ValueError, SafetensorError: it holds no readable model.safetensors, or its index leads out of its
@@ -45,7 +45,7 @@ def tensor_files(checkpoint: str) -> dict[str, Path]:
     whole, index = (None if path is None else Path(path) for path in paths)
     named = {} if index is None else shards(index)
     if index is None or (whole is not None and WEIGHTS not in named.values()):
-        file = whole or Path(str(cached_file(checkpoint, WEIGHTS)))  # which raises that it is missing
+        file = whole or Path(str(cached_file(checkpoint, WEIGHTS)))  # raises that it is missing
         if left := sorted(name for name in {*named.values()} if file.with_name(name).is_file()):
             _warn_of_shards(file, left[0])
         with safe_open(file, "pt") as opened:
@@ -55,9 +55,9 @@ def tensor_files(checkpoint: str) -> dict[str, Path]:
 
 
 def all_tensor_files(checkpoint: str) -> dict[str, Path]:
-    """Return the same, with the tensors in the folder's files that the index leaves out, as some do an MTP module's.
+    """Return the same, with tensors that the index leaves out, as some do an MTP module's.
 
-    The shards next to one whole file are of another save, and are not read.
+    Shards next to a single model.safetensors are of another save, and are not read.
     """
     files = tensor_files(checkpoint)
     paths = {*files.values()}
@@ -72,7 +72,7 @@ def all_tensor_files(checkpoint: str) -> dict[str, Path]:
 
 @cache
 def _warn_of_shards(file: Path, left: str) -> None:
-    """Say once that a folder holds weights of two saves."""
+    """Warn once that a folder holds weights of two saves."""
     log.warning(
         "%s: is read, as transformers does; the shards in its folder, %s and others that %s names, are of another save "
         "and are not: remove the older of the two", file, left, INDEX,
@@ -80,9 +80,9 @@ def _warn_of_shards(file: Path, left: str) -> None:
 
 
 def stored_names(model: "transformers.PreTrainedModel", files: Collection[str]) -> dict[str, str]:
-    """Return the tensor of a checkpoint's files that each parameter begins with, by the names that transformers maps.
+    """Return each parameter's first tensor in a checkpoint's files, by transformers' renaming.
 
-    Parameters that none of them begins with, because it is cut up while loading, are left out.
+    Parameters that are cut out of a tensor while loading are left out.
     """
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import (
@@ -106,7 +106,7 @@ def stored_names(model: "transformers.PreTrainedModel", files: Collection[str]) 
         for converter in converters
         for index, pattern in enumerate(converter.source_patterns)
     }
-    first: dict[str, tuple[int, str]] = {}  # by the index among the tensors that are joined, then by the expert
+    first: dict[str, tuple[int, str]] = {}  # by the index among the joined tensors, then by the expert
     for stored in set(files) - parameters.keys():
         name, pattern = rename_source_key(stored, renamings, converters, model.base_model_prefix, parameters)
         index, steps = (0, []) if pattern is None else parts[pattern]
@@ -116,7 +116,7 @@ def stored_names(model: "transformers.PreTrainedModel", files: Collection[str]) 
 
 
 def check_files(checkpoint: str, config: PreTrainedConfig) -> None:
-    """Check that a checkpoint's files may hold what its configuration claims, for which memory is taken.
+    """Check that a checkpoint's files fit its configuration, before memory is allocated.
 
     Raises:
         ValueError: they are far too small, hold whole numbers where weights are not quantised, or an adapter, which
@@ -145,11 +145,10 @@ def check_files(checkpoint: str, config: PreTrainedConfig) -> None:
 
 
 def fingerprint(model: "transformers.PreTrainedModel", checkpoint: str) -> str:
-    """Hash a few values of every parameter in bf16, so that the same weights in any float dtype agree.
+    """Hash a few values of every parameter in bf16, so that the same weights agree in any float dtype.
 
-    Weights that were quantised while loading count as they stand in the checkpoint, so that a head of the target is
-    one of its quantised form too. Where they cannot be read there, because the checkpoint itself is quantised, the hash
-    is of the other parameters, and begins with `QUANTISED`.
+    Weights that were quantised while loading are read from the checkpoint, so a head fits the target and its quantised
+    form. If the checkpoint itself is quantised, the hash is of the other parameters, and begins with `QUANTISED`.
     """
     parameters = dict(model.named_parameters())
     quantised = {name for name, parameter in parameters.items() if not _plain(parameter)}
@@ -164,7 +163,7 @@ def fingerprint(model: "transformers.PreTrainedModel", checkpoint: str) -> str:
 
 
 def fingerprint_on_disk(model: "transformers.PreTrainedModel", checkpoint: str) -> str:
-    """Return the same of a model whose weights are not loaded, from its checkpoint.
+    """Return the fingerprint of a model without loading it, from its checkpoint.
 
     Raises:
         OSError, ValueError, KeyError, SafetensorError: a parameter cannot be read there, or is quantised.
@@ -173,14 +172,14 @@ def fingerprint_on_disk(model: "transformers.PreTrainedModel", checkpoint: str) 
 
 
 def _plain(parameter: Tensor) -> bool:
-    """Say whether a parameter holds its values as they are; quantised ones are integers, or of a type of their own."""
+    """Return whether a parameter is not quantised: quantised ones are integers, or tensor subclasses."""
     return type(parameter) is nn.Parameter and parameter.is_floating_point() and parameter.element_size() > 1
 
 
 def _originals(
     model: "transformers.PreTrainedModel", checkpoint: str, names: set[str]
 ) -> dict[str, Shaped[Tensor, "N"]]:
-    """Return the first values of these parameters as the checkpoint holds them; quantised ones it must not hold."""
+    """Return the first values of these parameters in the checkpoint; refuse quantised ones."""
     if not names:
         raise ValueError(f"{checkpoint}: no parameter is quantised, so the weights that are must be buffers")
     files, few = tensor_files(checkpoint), {}

@@ -1,9 +1,9 @@
 """The target's verification passes, compiled by `torch.compile`.
 
 On a CPU two graphs serve all passes of one sequence, one for a single token and one for trees of any size, and two
-more those of a batch: the numbers of nodes, rows and sequences are symbols in them. On a GPU every launch costs, so
-each pass is a CUDA graph: of few sizes, to which nodes, rows and sequences are padded. A device step captures its
-passes itself, in shapes that stay: there only the decoder layers are compiled.
+more serve batches: the numbers of nodes, entries and sequences are symbolic. On a GPU each pass is a CUDA graph, since
+launches are expensive; nodes, entries and sequences are padded to a few sizes. A device step captures its own passes in
+static shapes: there only the decoder layers are compiled.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -19,11 +19,11 @@ from inference.target.cache import BatchPass, Pool, round_up_kv_length
 from inference.target.model import TargetModel, forwards_replaced
 
 BACKEND = "inductor"
-FORMS = 1024  # of one piece of code, one for every shape, layer and dtype; dynamo's own limit is lower
+FORMS = 1024  # graphs of one function, one for each shape, layer and dtype; dynamo's limit is lower
 
 
 def allow_forms() -> None:
-    """Let dynamo compile as many forms of one piece of code as there may be."""
+    """Raise dynamo's limit of graphs of one function."""
     limits = torch._dynamo.config
     limits.recompile_limit = max(limits.recompile_limit, FORMS)
     limits.accumulated_recompile_limit = max(limits.accumulated_recompile_limit, FORMS)
@@ -31,10 +31,10 @@ def allow_forms() -> None:
 
 @contextmanager
 def compiling(failure: str, option: str) -> Iterator[None]:
-    """Run what torch.compile may compile now.
+    """Context in which torch.compile may compile.
 
     Raises:
-        ValueError: it cannot: the `failure`, why, and the option that does without.
+        ValueError: compiling fails: the `failure`, the cause, and the option that avoids it.
     """
     try:
         yield
@@ -45,7 +45,7 @@ def compiling(failure: str, option: str) -> Iterator[None]:
 
 
 class Compiled:
-    """One target's compiled passes; if `static` padded to a few sizes, each a graph, as CUDA graphs need it."""
+    """One target's compiled passes; if `static`, padded to a few sizes, each a CUDA graph."""
 
     def __init__(self, target: TargetModel) -> None:
         target.check_masks("and without one no pass is compiled: give engine.compile=false")
@@ -60,38 +60,42 @@ class Compiled:
         self,
         token: Tensor,
         position: Tensor,
-        seen: Tensor | None,
-        rows: BatchPass,
-        column: Tensor | None,
+        attn_mask: Tensor | None,
+        batch_pass: BatchPass,
+        key_position: Tensor | None,
         layers: tuple[int, ...],
     ) -> tuple[Tensor, Tensor]:
         """Run a pass as `Target.run` does; return the outputs of the feature `layers` and the last hidden states."""
         batch, count = token.shape
-        if seen is None:
-            seen = torch.ones(batch, count, rows.end, dtype=torch.bool, device=token.device)
-        if rows.steady:
+        if attn_mask is None:
+            attn_mask = torch.ones(batch, count, batch_pass.end, dtype=torch.bool, device=token.device)
+        if batch_pass.steady:
             with self.compiling(), self.compiled_layers():
                 return self.target.forward(
-                    token, position, self.target.attention_mask(seen, position, column), rows, layers
+                    token, position, self.target.attention_mask(attn_mask, position, key_position), batch_pass, layers
                 )
         if self.static:
-            token, position, seen, rows, column = padded(token, position, seen, rows, column)
-        mask = self.target.attention_mask(seen, position, column)
+            token, position, attn_mask, batch_pass, key_position = padded(
+                token, position, attn_mask, batch_pass, key_position
+            )
+        mask = self.target.attention_mask(attn_mask, position, key_position)
         if self.static:
             torch.compiler.cudagraph_mark_step_begin()
         else:
-            for tensor in (token, position, rows.columns, *_tensors(mask)):
+            for tensor in (token, position, batch_pass.write_index, *_tensors(mask)):
                 for dim in range(tensor.dim()):
                     torch._dynamo.maybe_mark_dynamic(tensor, dim)
         with self.compiling():
-            hidden, last = self.compiled(token, position, mask, rows.keys, rows.values, rows.columns, layers)
+            hidden, last = self.compiled(
+                token, position, mask, batch_pass.keys, batch_pass.values, batch_pass.write_index, layers
+            )
         if not self.static:
             return hidden, last
-        return hidden[:batch, :count].clone(), last[:batch, :count].clone()  # the next pass writes over them
+        return hidden[:batch, :count].clone(), last[:batch, :count].clone()  # the next pass overwrites them
 
     @cached_property
     def layer_calls(self) -> list[Any]:
-        """The decoder layers' calls, each compiled by itself: what inductor makes of one serves all that are alike."""
+        """The decoder layers' forward methods, each compiled alone: equal layers share inductor's code."""
         calls = []
         for layer in self.target.decoder_layers:
             layer.compile(fullgraph=True, backend=BACKEND)
@@ -100,7 +104,7 @@ class Compiled:
 
     @contextmanager
     def compiled_layers(self) -> Iterator[None]:
-        """Let the decoder layers run compiled for a while: prompts, of any length, run as they are."""
+        """Run the decoder layers compiled for a while; prompts, of any length, run uncompiled."""
         for layer, call in zip(self.target.decoder_layers, self.layer_calls, strict=True):
             layer._compiled_call_impl = call
         try:
@@ -110,7 +114,7 @@ class Compiled:
                 layer._compiled_call_impl = None
 
     def compiling(self) -> AbstractContextManager[None]:
-        """Run what may be compiled now; see `compiling`."""
+        """See `compiling`."""
         return compiling(f"{self.target.name}: torch.compile fails on its passes", "engine.compile")
 
     def forward(
@@ -120,19 +124,18 @@ class Compiled:
         mask: Any,
         keys: list[Tensor],
         values: list[Tensor],
-        columns: Tensor,
+        write_index: Tensor,
         layers: tuple[int, ...],
     ) -> tuple[Tensor, Tensor]:
-        """Run a pass, as a function of tensors alone: what is compiled."""
+        """The compiled function: a pass as a function of tensors."""
         end = _tensors(mask)[0].shape[-1]
-        return self.target.forward(token, position, mask, BatchPass(keys, values, columns, end), layers)
+        return self.target.forward(token, position, mask, BatchPass(keys, values, write_index, end), layers)
 
 
 def compiled_forwards(layers: Iterable[nn.Module]) -> Callable[[], AbstractContextManager[None]]:
-    """Return what lets decoder layers run compiled, each by itself: for passes over many tokens, as in training.
+    """Return a context manager that runs decoder layers compiled, for passes over many tokens as in training.
 
-    Attention, which knows the documents of packed sequences, and the hooks of layers stay outside of what is compiled.
-    Layers that are alike share their graphs.
+    Attention, which knows the packed documents, and the layers' hooks stay uncompiled. Equal layers share their graphs.
     """
     allow_forms()
     forwards = {layer: torch.compile(layer.forward, backend=BACKEND) for layer in layers}
@@ -150,21 +153,29 @@ def _tensors(mask: Any) -> list[Tensor]:
 
 
 def padded(
-    token: Tensor, position: Tensor, seen: Tensor, rows: BatchPass, column: Tensor | None
+    token: Tensor, position: Tensor, attn_mask: Tensor, batch_pass: BatchPass, key_position: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, BatchPass, Tensor | None]:
-    """Return a pass with its nodes padded to a power of two, its rows to a stride, its sequences to all slots.
+    """Return a pass with its nodes padded to a power of two, its entries to a stride, its sequences to all slots.
 
-    Padding writes behind the pass's own rows, and to slots without a sequence: both are written to again before anyone
-    sees them. It sees the first row, since a row that saw nothing would be NaN.
+    Padding writes after the pass's own entries and to idle slots; both are overwritten before they are read. Padding
+    attends to the first entry, since a fully masked row would be NaN.
     """
-    batch, count, end = seen.shape
-    width, slots = 1 << (count - 1).bit_length(), len(rows.keys[0])
+    batch, count, end = attn_mask.shape
+    width, slots = 1 << (count - 1).bit_length(), len(batch_pass.keys[0])
     more, idle, reach = width - count, slots - batch, round_up_kv_length(end + width - count)
-    seen = pad(seen, (0, reach - end, 0, more, 0, idle))
-    seen[:, count:, 0] = True
-    seen[batch:, :, 0] = True
-    behind = rows.columns[:, -1:] + torch.arange(1, more + 1, device=token.device)
+    attn_mask = pad(attn_mask, (0, reach - end, 0, more, 0, idle))
+    attn_mask[:, count:, 0] = True
+    attn_mask[batch:, :, 0] = True
+    behind = batch_pass.write_index[:, -1:] + torch.arange(1, more + 1, device=token.device)
     unused = torch.arange(width, device=token.device).expand(idle, -1)
-    rows = rows._replace(columns=torch.cat([torch.cat([rows.columns, behind], 1), unused]), end=reach)
+    batch_pass = batch_pass._replace(
+        write_index=torch.cat([torch.cat([batch_pass.write_index, behind], 1), unused]), end=reach
+    )
     token, position = (pad(tensor, (0, more, 0, idle)) for tensor in (token, position))
-    return token, position, seen, rows, None if column is None else pad(column, (0, reach - end, 0, idle))
+    return (
+        token,
+        position,
+        attn_mask,
+        batch_pass,
+        None if key_position is None else pad(key_position, (0, reach - end, 0, idle)),
+    )

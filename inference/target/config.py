@@ -1,4 +1,4 @@
-"""The target's configuration, as conf/model has it; what its dtype and device mean on this machine."""
+"""The target's configuration (conf/model), and its dtype and device on this machine."""
 
 from dataclasses import dataclass, fields
 from typing import Annotated, Any
@@ -11,7 +11,7 @@ from inference.target.loading import AS_IT_IS, METHODS, note_dtype
 from inference.target.placement import AUTO, OFFLOADS, PLACEMENTS, REPLICATE, Placement
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
-# Of a target that no file of conf/model describes: one that a published head or a caller names.
+# The values of a target without a file in conf/model: one that a published head or a caller names.
 UNSAID: dict[str, Any] = {
     "name": "", "path": "", "dtype": "auto", "quantize": None, "adapter": None, "device": None,
     "placement": "replicate", "tensor_parallel": None, "devices": None, "offload": "cpu", "memory_gb": None,
@@ -21,7 +21,7 @@ UNSAID: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """The target, with the data and prompts that go with it; conf/model/tiny.yaml says what keys mean."""
+    """The target's configuration, with its default data and prompts; conf/model/tiny.yaml explains the keys."""
 
     name: str
     path: str
@@ -47,18 +47,18 @@ class ModelConfig:
 
     @property
     def where(self) -> Placement:
-        """How the target is placed."""
+        """The target's placement."""
         values = {field.name: getattr(self, field.name) for field in fields(Placement)}
         return Placement(**values | {"placement": REPLICATE if self.placement == AUTO else self.placement})
 
     @property
     def as_saved(self) -> bool:
-        """Whether its weights are the checkpoint's own, neither quantised while loading nor with an adapter."""
+        """Whether the weights are the checkpoint's: not quantised while loading, and without an adapter."""
         return self.quantize in (None, AS_IT_IS) and self.adapter in (None, AS_IT_IS)
 
 
 def model_config(**given: Any) -> ModelConfig:
-    """Return the configuration of a target with these values, else UNSAID ones; a None says nothing. Refuse others."""
+    """Return a target's configuration with these values, where None takes UNSAID's; refuse unknown keys."""
     values = {key: value for key, value in given.items() if value is not None}
     return typed(ModelConfig, UNSAID | values, "model")
 
@@ -69,10 +69,9 @@ def default_device() -> str:
 
 
 def device_named(name: str | None) -> torch.device:
-    """Return a device by its name, None being the accelerator if there is one; refuse one that torch does not see.
+    """Return a device by its name; None is the accelerator if there is one. Refuse a device that torch does not see.
 
-    A GPU has its index, as tensors there have: without one in the name the current GPU's. CUDA is not initialised for
-    it, which a process that forks others must not do.
+    A GPU gets an index, by default the current GPU's. CUDA is not initialised, so a process may still fork.
     """
     try:
         device = torch.device(name or default_device())
@@ -87,16 +86,13 @@ def device_named(name: str | None) -> torch.device:
             f"model.device is {name}, and torch sees {count} accelerators on this machine: give cpu, or null for "
             "what there is"
         )
-    if device == torch.device("cuda"):  # which has no index
+    if device == torch.device("cuda"):  # a CPU has no index
         return torch.device("cuda", torch.cuda.current_device() if torch.cuda.is_initialized() else 0)
     return device
 
 
 def use_device(name: str | None) -> torch.device:
-    """Return a device as `device_named`, and make a GPU that is named by its index the current one.
-
-    accelerate takes the current one in a single process, whichever was named.
-    """
+    """Return a device as `device_named`, and make it the current GPU: accelerate uses that in a single process."""
     device = device_named(name)
     if device.type == "cuda" and name != "cuda" and name is not None:
         torch.cuda.set_device(device)
@@ -104,9 +100,9 @@ def use_device(name: str | None) -> torch.device:
 
 
 def fast_dtype(device: torch.device) -> torch.dtype:
-    """Return bf16 where the device multiplies it natively, else fp32: without such units it is emulated, slowly.
+    """Return bf16 on devices that multiply it natively, else fp32.
 
-    A GPU that is not here, as of a plan, is taken for one that does.
+    A GPU that is not here, as in a plan, counts as native.
     """
     if device.type == "cuda" and torch.cuda.is_available():
         return torch.bfloat16 if torch.cuda.is_bf16_supported(including_emulation=False) else torch.float32
@@ -117,7 +113,7 @@ def fast_dtype(device: torch.device) -> torch.dtype:
 
 
 def dtype_named(name: str, device: torch.device, path: str, trust_remote_code: bool) -> torch.dtype:
-    """Return a dtype by its name, auto being the fast one, with a note where that is not the checkpoint's.
+    """Return a dtype by its name; "auto" is the fast one, with a note if the checkpoint's differs.
 
     Raises:
         ValueError: an unknown name; or with auto, no model loads from the path.

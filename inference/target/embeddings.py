@@ -1,4 +1,4 @@
-"""A target's embedding and lm_head: what a head needs of it besides its features."""
+"""A target's embedding and lm_head, which heads read besides its features."""
 
 from typing import Any
 
@@ -9,13 +9,13 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from heads.base import shape_of
+from heads.base import layer_dims_of
 from heads.common.target_config import logit_factor
 from heads.formats.store import TargetSpec
 
 
 class TargetEmbeddings(nn.Module):
-    """The target's embedding and lm_head, frozen; what a head needs of the target besides its features."""
+    """The target's embedding and lm_head, frozen; heads read them besides the features."""
 
     def __init__(self, model: "transformers.PreTrainedModel") -> None:
         super().__init__()
@@ -27,16 +27,16 @@ class TargetEmbeddings(nn.Module):
         self.hidden_size: int = config.hidden_size
         self.vocab_size: int = self.lm_head.weight.shape[0]
         self.num_layers: int = config.num_hidden_layers
-        self.layer = shape_of(config)
-        self._some: tuple[Tensor, nn.Linear] | None = None  # the last of `_all_rows` that were asked for
-        self._all_rows: Any = WeakTensorKeyDictionary()  # by the ids of their tokens, as long as these live
+        self.layer_dims = layer_dims_of(config)
+        self._some: tuple[Tensor, nn.Linear] | None = None  # the rows of the last `ids`
+        self._all_rows: Any = WeakTensorKeyDictionary()  # rows by the tensor of their token ids, while it lives
 
     def spec(self, name: str, fingerprint: str, adapter: str | None = None) -> TargetSpec:
-        """Return what a head must agree with to be loaded for this target."""
+        """Return the facts of this target that a head must match to be loaded."""
         return TargetSpec(name, self.vocab_size, self.hidden_size, self.num_layers, fingerprint, adapter)
 
     def check_width(self) -> None:
-        """Refuse an embedding and lm_head of another width than the layers: no head can be built on both."""
+        """Refuse an embedding and lm_head of another width than the layers: no head can read both."""
         width = self.lm_head.weight.shape[1]
         if width != self.hidden_size:
             raise ValueError(
@@ -45,9 +45,9 @@ class TargetEmbeddings(nn.Module):
             )
 
     def beyond_tables(self) -> str | None:
-        """Return what the target does to its embedding or logits beside reading its tables; None for nothing.
+        """Return what the target does besides reading its embedding and lm_head tables (scaling, soft cap), or None.
 
-        The classes say it, so that the weights need not be there.
+        The classes tell, so the weights may be on the meta device.
         """
         if type(self.embedding).forward is not nn.Embedding.forward:
             return "its embedding is scaled"
@@ -61,7 +61,7 @@ class TargetEmbeddings(nn.Module):
         return self.embedding(token)
 
     def logits(self, hidden: Float[Tensor, "*n D"], ids: Int[Tensor, "W"] | None = None) -> Float[Tensor, "*n W"]:
-        """Return the logits of final-normed hidden states in the lm_head's own dtype, of the tokens `ids` if given."""
+        """Return the logits of final-normed hidden states in the lm_head's dtype; with `ids` only these tokens'."""
         hidden = hidden.to(self.lm_head.weight.dtype)
         if ids is None:
             logits = self.lm_head(hidden)
@@ -73,12 +73,12 @@ class TargetEmbeddings(nn.Module):
         return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
 
     def _rows(self, ids: Int[Tensor, "W"]) -> nn.Linear:
-        """Return the lm_head's rows of these tokens; they stay where they are, since a head's CUDA graphs read them."""
-        # Whether they are the same is not read from a device: a buffer that is changed in place has a new version.
+        """Return the lm_head's rows of these tokens, cached at fixed addresses for CUDA graphs."""
+        # Equality is not read from the device: a buffer that is changed in place has a new version.
         version = 0 if ids.is_inference() else ids._version
         read, rows = self._all_rows.get(ids, (None, None))
         if read != version:
-            with torch.inference_mode(False):  # what is made while decoding may be needed in training
+            with torch.inference_mode(False):  # training may use these rows too
                 weight: Tensor = self.lm_head.weight
                 rows = nn.Linear(weight.shape[1], len(ids), bias=self.lm_head.bias is not None, device="meta")
                 rows.weight = nn.Parameter(weight[ids], requires_grad=False)
@@ -90,9 +90,9 @@ class TargetEmbeddings(nn.Module):
         return rows
 
     def _traced(self, hidden: Float[Tensor, "*n D"], ids: Int[Tensor, "W"]) -> Float[Tensor, "*n W"]:
-        """Return the logits of these tokens in a compiled step: by the rows that are kept, if these are theirs.
+        """Return the logits of these tokens in a compiled step, by the cached rows if they match.
 
-        If another head has asked since, the rows are copied in each step until a prompt asks for them again.
+        If another head has replaced the cached rows, each step copies its rows until the next prompt.
         """
         if self._some is not None and self._some[0] is ids:
             return self._some[1](hidden)
@@ -100,16 +100,16 @@ class TargetEmbeddings(nn.Module):
         return functional.linear(hidden, self.lm_head.weight[ids], None if bias is None else bias[ids])
 
     def kept_rows(self) -> list[Tensor]:
-        """Return the lm_head's rows that are kept, by which compiled drafts may read them."""
+        """Return the cached rows of the lm_head, which compiled drafts read."""
         return [] if self._some is None else [self._some[1].weight]
 
-    def head_weight(self) -> Float[Tensor, "V D"]:
+    def lm_head_weight(self) -> Float[Tensor, "V D"]:
         """Return the lm_head's weight."""
         return self.lm_head.weight
 
 
 def final_norm(base: nn.Module, layers: int) -> nn.Module:
-    """Return the norm behind the last of a base model's decoder layers: the last module with a vector beside them."""
+    """Return the norm after a base model's last decoder layer: the last module with a vector next to the layers."""
     for holder in base.modules():
         if any(isinstance(child, nn.ModuleList) and len(child) == layers for child in holder.children()):
             norms = [child for child in holder.children() if getattr(getattr(child, "weight", None), "ndim", 0) == 1]

@@ -1,7 +1,6 @@
-"""The target's embedding, final norm and lm_head alone, read straight from the checkpoint.
+"""A target without its decoder layers: embedding, final norm and lm_head, read from the checkpoint.
 
-All that training from stored features needs. The layers stay on disk, so the largest target's head trains on a device
-that could never hold the target.
+Training from stored features needs no more, so a head can be trained on a device that could not hold the target.
 """
 
 import logging
@@ -24,7 +23,7 @@ log = logging.getLogger(__name__)
 
 
 class EmbeddingsOnly:
-    """A target without its layers; its spec is the whole target's."""
+    """A target without its decoder layers; its spec is the whole target's."""
 
     def __init__(
         self,
@@ -39,11 +38,11 @@ class EmbeddingsOnly:
         self.norm = final_norm(model.base_model, self.config.num_hidden_layers)
         self.dtype: torch.dtype = self.embeddings.lm_head.weight.dtype
         self.spec = self.embeddings.spec(name, fingerprint_on_disk(model, name))
-        self.quantized: str | None = None  # since a quantised target is not loaded in this way
+        self.quantized: str | None = None  # a quantised target is not loaded in this way
 
     @classmethod
     def load(cls, path: str, dtype: str, device: str | None, trust_remote_code: bool) -> "EmbeddingsOnly":
-        """Load embedding, final norm and lm_head of a checkpoint; the arguments are those of `Target.load`.
+        """Load the embedding, final norm and lm_head of a checkpoint; arguments as in `Target.load`.
 
         Raises:
             ValueError: they cannot be loaded without the layers, and why.
@@ -71,7 +70,7 @@ class EmbeddingsOnly:
 def _fill(
     model: "transformers.PreTrainedModel", parts: list[nn.Module], path: str, dtype: torch.dtype, device: torch.device
 ) -> None:
-    """Give some modules of a model on the meta device their weights from the checkpoint; tied ones stay tied."""
+    """Load the weights of some modules of a model on the meta device; tied ones stay tied."""
     if any(len(list(module.buffers())) for module in parts):
         raise ValueError("they compute with more than weights")
     parameters = {id(parameter) for module in parts for parameter in module.parameters()}
@@ -90,7 +89,7 @@ def _fill(
 
 
 def load_target(model: ModelConfig, device: str, *, whole: bool) -> Target | EmbeddingsOnly:
-    """Return the target on a device; unless it is wanted `whole`, without its layers where it can be loaded so.
+    """Return the target on a device; unless `whole`, without its decoder layers if possible.
 
     Raises:
         ValueError: it cannot be loaded.

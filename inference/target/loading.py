@@ -1,8 +1,8 @@
-"""What a target is loaded with: transformers, and where the user wishes, its quantisation.
+"""Loading a target by transformers, quantised if the user asks for it.
 
-A quantised target has its linear layers in fewer bits. Embedding and lm_head stay as they are: heads read them. All
-methods here treat each row of a pass by itself, so that a token's logits do not depend on the nodes beside it, and
-verification keeps the quantised target's own distribution.
+Quantisation applies to linear layers; embedding and lm_head are not quantised, since heads read them. All methods here
+quantise each row of activations separately, so a token's logits do not depend on other nodes of the pass, and
+verification keeps the quantised target's distribution.
 """
 
 import logging
@@ -31,16 +31,16 @@ from inference.target.checkpoint import RENAMED, check_files, tensor_files
 from inference.target.placement import HERE, Placement
 
 log = logging.getLogger(__name__)
-LISTING = ("modeling_utils", "distributed.tensor_parallel")  # modules of transformers that list tensors
+LISTING = ("modeling_utils", "distributed.tensor_parallel")  # transformers' modules that log lists of tensors
 
 AS_IT_IS = "none"
-MODELOPT = "hf_quant_config.json"  # where older versions of ModelOpt describe a quantisation, and config.json does not
-SCALE = re.compile(r"\.(weight_scale\w*|scales)$")  # a tensor of a quantised linear layer, next to its weight
+MODELOPT = "hf_quant_config.json"  # older versions of ModelOpt describe a quantisation here
+SCALE = re.compile(r"\.(weight_scale\w*|scales)$")  # tensors of a quantised linear layer next to its weight
 REMEDY = "give the checkpoint that it was quantised from, or one with quant_method fp8 or compressed-tensors"
 
 
 class Method(NamedTuple):
-    """A way to quantise: the module it needs, what pip calls that, and transformers' configuration for a dtype."""
+    """A quantisation method: its library, the library's name for pip, and transformers' configuration."""
 
     module: str
     package: str
@@ -54,9 +54,9 @@ def _torchao(_dtype: torch.dtype) -> Any:
 
 
 def _llm_int8(_dtype: torch.dtype) -> Any:
-    # Above a threshold, whole columns of a pass are left in float if any row has an outlier there: with the paper's 6.0
-    # (arXiv 2208.07339) a token's logits would depend on the nodes beside it.
-    # It says so at every layer of every pass in another dtype than float16, and float32 is the gate's.
+    # With a threshold (6.0 in arXiv 2208.07339) columns with an outlier in any row stay in float, so a token's logits
+    # would depend on other nodes of the pass.
+    # It warns at every layer of every pass in another dtype than float16.
     logging.getLogger("bitsandbytes.autograd._functions").setLevel(logging.ERROR)
     return transformers.BitsAndBytesConfig(load_in_8bit=True, llm_int8_threshold=0.0)
 
@@ -74,7 +74,7 @@ METHODS = {
 
 
 def check_method(quantize: str | None) -> Method | None:
-    """Return the method of this name, None for none; refuse an unknown one, and one whose library is missing."""
+    """Return the method of this name, None for none; refuse unknown names and missing libraries."""
     if quantize is None or quantize == AS_IT_IS:
         return None
     if quantize not in METHODS:
@@ -82,7 +82,7 @@ def check_method(quantize: str | None) -> Method | None:
     method = METHODS[quantize]
     try:
         installed = find_spec(method.module) is not None
-    except ModuleNotFoundError:  # of the package that it is in
+    except ModuleNotFoundError:  # the package's name
         installed = False
     if not installed:
         raise ValueError(
@@ -92,13 +92,13 @@ def check_method(quantize: str | None) -> Method | None:
 
 
 def saved_quantization(configured: PreTrainedConfig) -> dict[str, Any] | None:
-    """Return how a checkpoint says that its weights are quantised, None where they are not."""
+    """Return a checkpoint's quantisation config, None if its weights are not quantised."""
     saved: Any = getattr(configured, "quantization_config", None)
     return saved if saved is None or isinstance(saved, dict) else dict(vars(saved))
 
 
 def check_quantized(path: str, configured: PreTrainedConfig, quantize: str | None) -> str | None:
-    """Return how a target's weights are quantised, None for not at all.
+    """Return how a target's weights are quantised, None if they are not.
 
     Raises:
         ValueError: they are quantised already and `quantize` is set, or in a way that transformers does not know: it
@@ -117,7 +117,7 @@ def check_quantized(path: str, configured: PreTrainedConfig, quantize: str | Non
 
 
 def _modelopt(path: str) -> str | None:
-    """Return the quantisation that ModelOpt's own file names, in a folder or the Hub's cache; None without one."""
+    """Return the quantisation in ModelOpt's own file, of a folder or the Hub's cache; None without one."""
     folder, _ = located(path)
     file = cached_file(folder, MODELOPT, local_files_only=True, _raise_exceptions_for_missing_entries=False)
     try:
@@ -129,11 +129,11 @@ def _modelopt(path: str) -> str | None:
 
 
 def _unknown_method(saved: dict[str, Any]) -> str | None:
-    """Return the name of a quantisation that transformers skips with a warning, None for one that it reads."""
+    """Return the name of a quantisation that transformers does not know, else None."""
     from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 
     method, algorithm = saved.get("quant_method"), saved.get("quant_algo")
-    bitsandbytes = saved.get("load_in_8bit") or saved.get("load_in_4bit")  # older ones name no method
+    bitsandbytes = saved.get("load_in_8bit") or saved.get("load_in_4bit")  # older configs name no method
     if bitsandbytes or method in [*AUTO_QUANTIZATION_CONFIG_MAPPING]:
         return None
     return f"quant_method={shown(method)}" + ("" if algorithm is None else f" quant_algo={shown(algorithm)}")
@@ -150,9 +150,9 @@ def load(
     """Load a causal LM and its tokenizer from a folder or the Hub, as `Target.load` does.
 
     Args:
-        dtype: of all that is not quantised.
-        device: where it goes; quantised weights are made there.
-        where: how it is placed; what is not whole on `device` stays where transformers puts it.
+        dtype: the dtype of weights that are not quantised.
+        device: the device of the model, where weights are quantised.
+        where: the placement; sharded or offloaded weights stay where transformers puts them.
 
     Raises:
         ValueError: it cannot be loaded, quantised or placed, and why.
@@ -162,7 +162,7 @@ def load(
     with _errors(path):
         path = dequantised(path)
         tokenizer = _tokenizer(path, trust_remote_code)
-        cached_file(path, MODELOPT, _raise_exceptions_for_missing_entries=False)  # else only the cache is asked
+        cached_file(path, MODELOPT, _raise_exceptions_for_missing_entries=False)  # else only the cache is read
     quantized = check_quantized(path, configured, quantize)
     placement.check(where, quantized, None, device)
     with _errors(path):
@@ -172,13 +172,13 @@ def load(
         placed = bool(options)
         if method is not None:
             options["quantization_config"] = method.config(dtype)
-        if trust_remote_code:  # whose configuration is not built from here
+        if trust_remote_code:  # whose configuration is not built here
             tensor_files(path)
         else:
             check_files(path, configured)
-        options |= {"trust_remote_code": trust_remote_code, "use_safetensors": True}  # a pickle can hold code
+        options |= {"trust_remote_code": trust_remote_code, "use_safetensors": True}  # pickles may run code
         if getattr(configured.get_text_config(), "attn_logit_softcapping", None) is not None:
-            options["attn_implementation"] = "eager"  # sdpa, transformers' choice before 5.24, leaves the cap out
+            options["attn_implementation"] = "eager"  # sdpa, transformers' choice before 5.24, ignores the soft cap
         if has_text_tower(read_target_values(path, trust_remote_code, cached_alone=False)):
             options |= {"config": configured, "key_mapping": RENAMED}
         with _quiet():
@@ -187,25 +187,22 @@ def load(
             )
         modules = {name for name, _ in loaded[0].named_modules()}
         left = (key for key in loaded[1]["unexpected_keys"] if SCALE.sub("", key) in modules and SCALE.search(key))
-        if scale := min(left, default=None):  # of a layer that is loaded, so its weight is read without the scale
+        if scale := min(left, default=None):  # a layer's scale that was not read
             raise ValueError(f"its weights are quantised with scales such as {scale}, which are not read: {REMEDY}")
-        if missing := sorted(loaded[1]["missing_keys"]):  # transformers makes them up at random
+        if missing := sorted(loaded[1]["missing_keys"]):  # transformers initialises them at random
             raise ValueError(f"its files hold no {missing[0]}, nor {len(missing) - 1} others; download it again")
         model: transformers.PreTrainedModel = loaded[0]
     if quantized:
         _check(model, path, quantize if method else None)
     if not placed:
-        move: Any = model.to  # transformers wraps it in a way that hides its arguments
+        move: Any = model.to  # transformers' wrapper hides its arguments
         move(device)
     return model, tokenizer
 
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Keep transformers from drawing a bar over the weights that it loads; a terminal shows those of downloads.
-
-    It lists no tensors either: those that a model leaves in its files, and norms that are not sharded.
-    """
+    """Silence transformers' progress bar of loading, and its lists of unread tensors and unsharded norms."""
     loggers = [logging.getLogger(f"transformers.{name}") for name in LISTING]
     levels, shown = [logger.level for logger in loggers], transformers.logging.is_progress_bar_enabled()
     for logger in loggers:
@@ -223,13 +220,13 @@ def _quiet() -> Iterator[None]:
 
 
 def configuration(path: str, trust_remote_code: bool) -> PreTrainedConfig:
-    """Read a model's configuration alone; refuse a path that none loads from."""
+    """Load a model's configuration; refuse a path without one."""
     with _errors(path):
         return read_target_config(path, trust_remote_code)
 
 
 def note_dtype(path: str, trust_remote_code: bool, dtype: torch.dtype) -> None:
-    """Say that a model runs in another dtype than its checkpoint's, where nobody has asked for it."""
+    """Note that a model runs in another dtype than its checkpoint's, unless the user asked for it."""
     saved = getattr(configuration(path, trust_remote_code).get_text_config(), "dtype", None)
     if saved not in (None, dtype):
         theirs, ours = (str(kind).removeprefix("torch.") for kind in (saved, dtype))
@@ -237,7 +234,7 @@ def note_dtype(path: str, trust_remote_code: bool, dtype: torch.dtype) -> None:
 
 
 def load_tokenizer(path: str, trust_remote_code: bool) -> PreTrainedTokenizerBase:
-    """Load a tokenizer alone; refuse a path that none loads from."""
+    """Load a tokenizer; refuse a path without one."""
     with _errors(path, "tokenizer"):
         return _tokenizer(path, trust_remote_code)
 
@@ -247,13 +244,13 @@ def _tokenizer(path: str, trust_remote_code: bool) -> PreTrainedTokenizerBase:
     tokenizer: PreTrainedTokenizerBase = transformers.AutoTokenizer.from_pretrained(
         folder, trust_remote_code=trust_remote_code, **given
     )
-    tokenizer("a b")  # a damaged one loads, and fails at a text
+    tokenizer("a b")  # a damaged tokenizer loads, and fails at a text
     return tokenizer
 
 
 @contextmanager
 def _errors(path: str, what: str = "causal LM with tokenizer") -> Iterator[None]:
-    """Say in one line why transformers cannot load from a path: no such model, or a library that it needs."""
+    """Turn transformers' loading errors into one line: no such model, or a missing library."""
     try:
         regular(Path(path))
         if not Path(path).is_dir() and gguf_file(path) is None:
@@ -266,7 +263,7 @@ def _errors(path: str, what: str = "causal LM with tokenizer") -> Iterator[None]
 
 
 def _check(model: "transformers.PreTrainedModel", path: str, quantize: str | None) -> None:
-    """Check that what should be quantised is, and that what a head reads is not."""
+    """Check that linear layers are quantised, and that the tables that heads read are not."""
     weight: Any = getattr(model.get_output_embeddings(), "weight", None)
     if type(weight) is not nn.Parameter or not weight.is_floating_point() or weight.element_size() == 1:
         raise ValueError(
@@ -280,7 +277,7 @@ def _check(model: "transformers.PreTrainedModel", path: str, quantize: str | Non
 
 
 def method_of(model: "transformers.PreTrainedModel") -> str | None:
-    """Return what transformers calls the quantisation that a model is loaded with; None for none."""
+    """Return transformers' name of a loaded model's quantisation; None for none."""
     quantizer: Any = getattr(model, "hf_quantizer", None)
     if quantizer is None:
         return None

@@ -1,7 +1,7 @@
-"""The frozen target, any AutoModelForCausalLM, seen as tokens -> features and logits.
+"""The forward passes of the frozen target, any AutoModelForCausalLM: tokens to features and logits.
 
-Every fact about the target's layers has its home here: which module is its decoder stack, what the feature layers are,
-how a tree mask reaches its attention. `Target` (target.py) proves these before anything relies on them.
+All facts about the target's layers are here: the module of the decoder stack, the feature layers, the format of masks.
+`Target` (target.py) checks them on the loaded model.
 """
 
 import logging
@@ -40,7 +40,7 @@ log = logging.getLogger(__name__)
 
 
 class TargetOutput(NamedTuple):
-    """One target pass: hidden states of the feature layers, the last one after the final norm, and logits if wanted."""
+    """The output of a target pass: hidden states of the feature layers, the final-normed last one, and logits."""
 
     hidden: Float[Tensor, "B T L D"]
     last_hidden: Float[Tensor, "B T D"]
@@ -48,32 +48,32 @@ class TargetOutput(NamedTuple):
 
 
 class LongropeSwitch(NamedTuple):
-    """Where longrope (arXiv 2402.13753) takes its long factors: in every pass that reaches beyond `length` tokens.
+    """The switch of longrope (arXiv 2402.13753): passes beyond `length` tokens use its long factors.
 
-    A pass therefore never crosses `length`. With `recomputed` the model's `generate` then computes the whole KV cache
-    again under the long factors; else it appends to the entries of the short ones.
+    So a pass never crosses `length`. With `recomputed` the model's `generate` recomputes the whole KV cache with the
+    long factors; else it appends to the entries of the short ones.
     """
 
     length: int
     recomputed: bool
 
     def recomputes(self, prefix: int) -> bool:
-        """Whether the pass behind so many cached rows computes them again."""
+        """Whether the pass after `prefix` entries recomputes them."""
         return self.recomputed and prefix == self.length
 
-    def room(self, prefix: int, room: int) -> int:
-        """Return how much deeper than its root a pass behind `prefix` rows may reach, of `room` that there is."""
+    def max_draft_depth(self, prefix: int, max_draft_depth: int) -> int:
+        """Return how deep a tree behind `prefix` rows may be, at most `max_draft_depth`."""
         if self.recomputes(prefix):
             return 0
-        return min(room, self.length - 1 - prefix) if prefix < self.length else room
+        return min(max_draft_depth, self.length - 1 - prefix) if prefix < self.length else max_draft_depth
 
     def shared(self, prefixes: Sequence[int]) -> bool:
-        """Whether sequences with so many cached rows may share a pass: all before the switch, or all behind it."""
+        """Whether sequences of these lengths may share a pass: all before the switch, or all after it."""
         return max(prefixes) < self.length or min(prefixes) >= self.length + self.recomputed
 
 
 def switch_of(model: "transformers.PreTrainedModel") -> LongropeSwitch | None:
-    """Return where a model's rope switches; None where it does not."""
+    """Return the switch of a model's longrope; None without one."""
     config: Any = model.config.get_text_config()
     rope = getattr(config, "rope_parameters", None) or {}
     ropes = [rope, *(value for value in rope.values() if isinstance(value, dict))]  # some have one for a kind of layer
@@ -88,9 +88,9 @@ def switch_of(model: "transformers.PreTrainedModel") -> LongropeSwitch | None:
 
 
 def fix_rope(model: nn.Module) -> None:
-    """Let dynamic NTK scaling keep its frequencies, which change beyond the context alone, where no text of ours goes.
+    """Fix the frequencies of dynamic NTK scaling, which change only beyond the context, where no sequence goes.
 
-    To find that out the host would read the positions of every pass from the device.
+    Otherwise the host would read the positions of every pass from the device.
     """
     module: Any
     for module in model.modules():
@@ -103,7 +103,7 @@ def fix_rope(model: nn.Module) -> None:
 
 @contextmanager
 def forwards_replaced(forwards: Mapping[nn.Module, Callable[..., Any]]) -> Iterator[None]:
-    """Let modules run other forward functions for a while, whether an instance has one of its own or not."""
+    """Replace modules' forward methods for a while."""
     before = {module: vars(module).get("forward") for module in forwards}
     for module, forward in forwards.items():
         vars(module)["forward"] = forward
@@ -117,10 +117,10 @@ def forwards_replaced(forwards: Mapping[nn.Module, Callable[..., Any]]) -> Itera
 
 
 class LayerOutputs:
-    """Notes what the decoder layers give, one after the other, while there is a list to note it in.
+    """Records the decoder layers' outputs in order, while there is a list to record them in.
 
-    A layer that is not wanted gives None: a long pass cannot hold the outputs of all layers. In a graph that is being
-    compiled an output that nobody reads costs nothing, and all are noted.
+    Layers that are not requested give None, since a long pass cannot hold all outputs. In a compiled graph unread
+    outputs cost nothing, and all are recorded.
     """
 
     def __init__(self, layers: Iterable[nn.Module]) -> None:
@@ -130,31 +130,31 @@ class LayerOutputs:
             layer.register_forward_hook(self.note)
 
     def note(self, _module: nn.Module, _args: Any, output: Any) -> None:
-        """Take in a layer's output."""
+        """Record a layer's output."""
         if self.outputs is not None:
             is_read = torch.compiler.is_compiling() or len(self.outputs) in self.wanted
             self.outputs.append((output[0] if isinstance(output, tuple) else output) if is_read else None)
 
 
 class TargetModel:
-    """A frozen causal LM with its tokenizer: the forward passes that everything else is made of.
+    """A frozen causal LM with its tokenizer: the forward passes.
 
     Attributes:
-        packing: how its attention runs over packed documents one by one; None where it needs a mask.
+        packing: how its attention runs over packed documents without a mask; None if it needs one.
         takes_trees: whether its attention honours a tree's or a batch's mask; else only chains are verified, one
             sequence at a time. `Target` proves it.
-        incompatibility: why not; None where it does.
-        compiled: what runs the passes that verify in its place, a `Compiled`; None: nothing.
-        compiles_drafts: whether what a head drafts for it is compiled.
-        switch: where its rope switches; None where it does not.
+        incompatibility: why it does not; None if it does.
+        compiled: the compiled verification passes; None if they are not compiled.
+        compiles_drafts: whether heads' drafting is compiled.
+        switch: the switch of its longrope; None without one.
         context: the most tokens that a sequence may have.
         eos: the tokens that end an answer.
         quantized: how its weights are quantised, None if they are not.
-        recurrence: its recurrent layers; None if it has attention alone.
-        captures: whether decoding steps are captured in CUDA graphs. The host reads in passes of targets with experts,
-            and others may copy between devices or compute as a library of quantisation does.
-        whole: whether its weights lie on one device, as they are, and no layer has experts.
-        sibling: whether heads may draft for it that were made for another checkpoint of its shape.
+        recurrence: its recurrent layers; None if it has only attention.
+        captures: whether decoding steps are captured in CUDA graphs: not with experts, several devices or a library's
+            quantised layers, where the host may read.
+        whole: whether its weights are on one device, not quantised, and without experts.
+        sibling: whether heads of another checkpoint of the same architecture and sizes may draft for it.
         idle: by drafter, batches that wait for more requests (inference/batch.py).
     """
 
@@ -181,7 +181,7 @@ class TargetModel:
         self._noted = LayerOutputs(self.decoder_layers)
         self.context: int = context_of(self.config)
         ends, size = end_tokens(model.generation_config, tokenizer), self.embeddings.vocab_size
-        self.eos = frozenset(token for token in ends if token < size)  # a configuration may name others
+        self.eos = frozenset(token for token in ends if token < size)  # a configuration may have others
         self.quantized = loading.method_of(model)
         here = all(weights.device == self.device for weights in model.parameters())
         routed = any(getattr(self.config, key, None) for key in (*EXPERTS, "ffn_config"))
@@ -202,12 +202,12 @@ class TargetModel:
         self.takes_trees = False
 
     def check_masks(self, consequence: str) -> None:
-        """Refuse what needs an attention that takes our masks where this one takes none: say what comes of it."""
+        """Refuse a target whose attention takes no mask of ours; say what follows."""
         if not self.takes_trees:
             raise ValueError(f"{self.name}: {self.incompatibility}, {consequence}")
 
     def cache(self, capacity: int = 0) -> TargetCache:
-        """Return an empty cache for one sequence of `capacity` entries; one that outgrows it moves to a larger one."""
+        """Return an empty cache for one sequence of `capacity` entries; it grows if needed."""
         return self.pool.sequence(capacity)
 
     def batch_cache(self, size: int) -> BatchCache:
@@ -218,11 +218,11 @@ class TargetModel:
     def features(self, token: Int[Tensor, "B T"], document: Int[Tensor, "B T"], layers: tuple[int, ...]) -> Features:
         """Return the features of packed sequences; documents do not see each other and each starts at position 0.
 
-        `layers` are the decoder layers whose outputs are wanted, here and in every pass below.
+        `layers` are the decoder layers to return, here and in every pass below.
 
-        Where passes take all processes, all call this as often, each for rows of its own.
+        If passes take all processes, all must call this equally often, each with its own sequences.
         """
-        spans = spans_of(document)  # read where they are given, in training on the host: a device would be waited for
+        spans = spans_of(document)  # read on the host, where training has them, without waiting for the device
         token, document = to_device(token, self.device), to_device(document, self.device)
         if self.placed.group is None:
             return self.own_features(token, document, layers, spans)
@@ -235,25 +235,25 @@ class TargetModel:
     def own_features(
         self, token: Tensor, document: Tensor, layers: tuple[int, ...], spans: list[Span] | None = None
     ) -> Features:
-        """Return the features of rows that all processes of a pass have alike, and whose documents may be known."""
+        """Return the features of packed sequences that all processes of a pass have alike."""
         position, spans = rows.positions(document), spans_of(document) if spans is None else spans
         if self.recurrence is not None:
             return self._unpacked(token, document, layers, spans)
-        # Else transformers reads the positions, to find out what is packed: a device would be waited for.
+        # Else transformers would read the positions from the device to find packed documents.
         waits = self.device.type != "cpu"
         if self.packing is not None and (waits or self.packing.needed(spans, len(token))):
             with by_documents(self.packing, spans, position):
                 out = self.run(token, position, None, None, layers)
-        else:  # a document a row has the causal pattern, which needs no mask
-            seen = None if len(spans) == len(token) else rows.visible(document)
-            out = self.run(token, position, seen, None, layers)
+        else:  # one document a sequence is causal, without a mask
+            attn_mask = None if len(spans) == len(token) else rows.visible(document)
+            out = self.run(token, position, attn_mask, None, layers)
         return Features(token, out.hidden, out.last_hidden, document)
 
     def _unpacked(self, token: Tensor, document: Tensor, layers: tuple[int, ...], spans: list[Span]) -> Features:
-        """Return the features of documents that have run in rows of their own: a recurrent state ends with its row.
+        """Return the features of documents that run unpacked, since recurrent states would cross documents.
 
-        Padding stands behind a document, where none of its tokens sees it. No pass has more tokens than the rows, or
-        than the longest document.
+        Padding is after a document, where its tokens do not see it. No pass has more tokens than the packed sequences,
+        or than the longest document.
         """
         hidden = last = None
         for group in groups_of(spans, token.numel()):
@@ -274,7 +274,7 @@ class TargetModel:
 
     @torch.inference_mode()
     def prefill(self, token: Int[Tensor, "T"], cache: TargetCache, layers: tuple[int, ...] = ()) -> TargetOutput:
-        """Append a sequence of committed tokens; logits of the last one alone (R = 1)."""
+        """Append a sequence of committed tokens; return the logits of the last one (R = 1)."""
         position = torch.arange(cache.length, cache.length + len(token), device=self.device)
         out = self.run(token[None], position[None], None, cache, layers)
         return out._replace(logits=self.embeddings.logits(out.last_hidden[:, -1:]))
@@ -283,24 +283,24 @@ class TargetModel:
     def score(
         self, drafted: DraftTree, cache: TargetCache, look_ahead: LookAhead | None = None, layers: tuple[int, ...] = ()
     ) -> TargetOutput:
-        """Score a tree in one pass: append its N nodes, then look-ahead tokens, to the cache; return all logits.
+        """Verify a tree in one pass: append its N nodes, then look-ahead tokens, to the cache; return all logits.
 
-        The caller compacts the cache to the accepted path afterwards.
+        The caller then compacts the cache to the accepted path.
         """
         prefix = cache.length
         token = drafted.token if look_ahead is None else torch.cat([drafted.token, look_ahead.token])
-        if len(token) > 1:  # a root alone is never taken back: the baseline pays for no copy
+        if len(token) > 1:  # a root is never rejected: the baseline needs no copy
             cache.snapshot()
         if len(token) == 1:
-            position, seen = torch.tensor([[prefix]], device=self.device), None
+            position, attn_mask = torch.tensor([[prefix]], device=self.device), None
         else:
-            position, seen = self._layout(drafted, prefix, look_ahead)
+            position, attn_mask = self._layout(drafted, prefix, look_ahead)
         stack = None if look_ahead is None else look_ahead.stack
         if self.compiled is None or stack is not None:
-            out = self.run(token[None], position, seen, cache, layers, stack=stack)
+            out = self.run(token[None], position, attn_mask, cache, layers, stack=stack)
         else:
-            columns = torch.arange(prefix, prefix + len(token), device=self.device)
-            out = self.run(token[None], position, seen, cache.over(columns[None], prefix + len(token)), layers)
+            write_index = torch.arange(prefix, prefix + len(token), device=self.device)
+            out = self.run(token[None], position, attn_mask, cache.over(write_index[None], prefix + len(token)), layers)
             cache.set_length(prefix + len(token))
         return out._replace(logits=self.embeddings.logits(out.last_hidden))
 
@@ -311,10 +311,10 @@ class TargetModel:
         cache: BatchCache,
         layers: tuple[int, ...] = (),
     ) -> list[TargetOutput]:
-        """Verify the tree of each active sequence in one pass; the caller compacts the caches afterwards.
+        """Verify the tree of each active sequence in one pass; the caller then compacts the caches.
 
-        A sequence's nodes and look-ahead tokens stand behind its own prefix, padded behind to the widest. Padding is
-        seen by nobody, but sees the prefix: a row that saw nothing would be NaN, and NaN comes through a mask.
+        A sequence's nodes and look-ahead tokens follow its own prefix, padded to the widest. Nothing attends to
+        padding, but padding attends to the prefix: a fully masked row would be NaN, and NaN comes through a mask.
         """
         prefixes = [sequence.length for sequence in cache.active]
         tokens = [
@@ -325,17 +325,17 @@ class TargetModel:
         width, end = max(counts), max(prefixes) + max(counts)
         token = torch.zeros(len(drafted), width, dtype=torch.long, device=self.device)
         position = torch.zeros_like(token)
-        seen = torch.zeros(len(drafted), width, end, dtype=torch.bool, device=self.device)
-        column = torch.arange(end, device=self.device).repeat(len(drafted), 1)
+        attn_mask = torch.zeros(len(drafted), width, end, dtype=torch.bool, device=self.device)
+        key_position = torch.arange(end, device=self.device).repeat(len(drafted), 1)
         for row, ((nodes, look_ahead), prefix, count) in enumerate(zip(drafted, prefixes, counts, strict=True)):
             where, visible = tree.layout(nodes, prefix, look_ahead)
             token[row, :count] = tokens[row]
             position[row, :count] = where
-            seen[row, :count, : prefix + count] = visible
-            seen[row, count:, :prefix] = True
-            column[row, prefix : prefix + count] = where
+            attn_mask[row, :count, : prefix + count] = visible
+            attn_mask[row, count:, :prefix] = True
+            key_position[row, prefix : prefix + count] = where
         written = torch.tensor(prefixes, device=self.device)[:, None] + torch.arange(width, device=self.device)
-        out = self.run(token, position, seen, cache.storage.over(written, end), layers, column)
+        out = self.run(token, position, attn_mask, cache.storage.over(written, end), layers, key_position)
         for sequence, prefix, count in zip(cache.active, prefixes, counts, strict=True):
             sequence.set_length(prefix + count)
         logits = self.embeddings.logits(out.last_hidden)
@@ -347,10 +347,10 @@ class TargetModel:
         ]
 
     def _layout(self, drafted: DraftTree, prefix: int, look_ahead: LookAhead | None) -> tuple[Tensor, Tensor | None]:
-        """Return positions and mask of a pass; no mask for a chain where the attention takes none of ours."""
-        position, seen = tree.layout(drafted, prefix, look_ahead)
+        """Return positions and mask of a pass; no mask for a chain if the attention takes none of ours."""
+        position, attn_mask = tree.layout(drafted, prefix, look_ahead)
         if self.takes_trees:
-            return position[None], seen[None]
+            return position[None], attn_mask[None]
         if look_ahead is not None or drafted.parent.tolist() != list(range(-1, len(drafted.parent) - 1)):
             raise ValueError(f"{self.name}: {self.incompatibility}; draft with tree=chain")
         return position[None], None
@@ -359,25 +359,25 @@ class TargetModel:
         self,
         token: Int[Tensor, "B T"],
         position: Int[Tensor, "B T"],
-        seen: Bool[Tensor, "B T S"] | None,
+        attn_mask: Bool[Tensor, "B T S"] | None,
         cache: TargetCache | BatchPass | None,
         layers: tuple[int, ...] = (),
-        column: Int[Tensor, "B S"] | None = None,
+        key_position: Int[Tensor, "B S"] | None = None,
         stack: Callable[..., Any] | None = None,
     ) -> TargetOutput:
         """Run the decoder stack without the lm_head.
 
         Args:
-            seen: which of the cached rows and of these, S in all, each row attends to; None for the causal pattern.
+            attn_mask: which of the S rows, cached and new, each row attends to; None for causal attention.
             cache: the rows are appended to it.
-            layers: the decoder layers whose outputs are wanted; a `stack` of its own gives none.
-            column: the positions of all S rows; None for 0, 1, 2, … of the cached ones, and then these rows'.
-            stack: what to run in place of the decoder stack.
+            layers: the decoder layers to return; a `stack` returns none.
+            key_position: the positions of all S rows; None if the cached ones have 0, 1, 2, …
+            stack: a function to run in place of the decoder stack.
         """
         layers = layers if stack is None else ()
         if self.compiled is not None and stack is None and isinstance(cache, BatchPass):
-            return TargetOutput(*self.compiled(token, position, seen, cache, column, layers), None)
-        mask = None if seen is None else self.attention_mask(seen, position, column)
+            return TargetOutput(*self.compiled(token, position, attn_mask, cache, key_position, layers), None)
+        mask = None if attn_mask is None else self.attention_mask(attn_mask, position, key_position)
         return TargetOutput(*self.forward(token, position, mask, cache, layers, stack), None)
 
     def forward(
@@ -389,7 +389,7 @@ class TargetModel:
         layers: tuple[int, ...],
         stack: Callable[..., Any] | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Run the decoder stack under a mask in transformers' form; return the outputs of `layers` and the last."""
+        """Run the decoder stack with a mask in transformers' format; return the outputs of `layers` and the last."""
         outputs: list[Any] = []
         self._noted.outputs, self._noted.wanted = outputs if layers else None, layers
         out = (stack or self.base)(
@@ -405,32 +405,33 @@ class TargetModel:
             return last.new_zeros((*last.shape[:2], 0, last.shape[2])), last
         return torch.stack([outputs[i].to(self.device) for i in layers], 2), last
 
-    def attention_mask(self, seen: Tensor, position: Tensor, column: Tensor | None) -> Any:
-        """Return transformers' form of a mask: additive and 4-d, one for each kind of layer if the kinds differ."""
+    def attention_mask(self, attn_mask: Tensor, position: Tensor, key_position: Tensor | None) -> Any:
+        """Return a mask in transformers' format: additive and 4-d, one for each kind of layer if the kinds differ."""
         window: int | None = getattr(self.config, "sliding_window", None)
         kinds = set(getattr(self.config, "layer_types", None) or ["sliding_attention" if window else "full_attention"])
         if "sliding_attention" not in kinds or window is None:
-            return self._additive(seen)
-        if column is None:
-            cached = torch.arange(seen.shape[2] - seen.shape[1], device=self.device).expand(len(position), -1)
-            column = torch.cat([cached, position], 1)
-        near = position[:, :, None] - column[:, None] < window
+            return self._additive(attn_mask)
+        if key_position is None:
+            cached = torch.arange(attn_mask.shape[2] - attn_mask.shape[1], device=self.device).expand(len(position), -1)
+            key_position = torch.cat([cached, position], 1)
+        near = position[:, :, None] - key_position[:, None] < window
         if kinds == {"sliding_attention"}:
-            return self._additive(seen & near)
-        return {"full_attention": self._additive(seen), "sliding_attention": self._additive(seen & near)}
+            return self._additive(attn_mask & near)
+        return {"full_attention": self._additive(attn_mask), "sliding_attention": self._additive(attn_mask & near)}
 
-    def _additive(self, seen: Tensor) -> Tensor:
+    def _additive(self, attn_mask: Tensor) -> Tensor:
         shut = torch.finfo(self.dtype).min
-        return torch.zeros(seen.shape, dtype=self.dtype, device=self.device).masked_fill_(~seen, shut)[:, None]
+        zeros = torch.zeros(attn_mask.shape, dtype=self.dtype, device=self.device)
+        return zeros.masked_fill_(~attn_mask, shut)[:, None]
 
 
-_said: set[tuple[str, int]] = set()  # by `note_unknown`: targets and how many tokens
+_said: set[tuple[str, int]] = set()  # targets, and how many unknown tokens were noted
 
 
 def note_unknown(tokenizer: PreTrainedTokenizerBase, vocab_size: int, name: str) -> None:
-    """Say where a tokenizer has tokens, added ones mostly, that the model has no embedding for."""
+    """Note that a tokenizer has tokens, mostly added ones, for which the model has no embedding."""
     beyond = sorted((index, token) for token, index in tokenizer.get_vocab().items() if index >= vocab_size)
-    if beyond and (name, len(beyond)) not in _said:  # a run loads its target more than once
+    if beyond and (name, len(beyond)) not in _said:  # a run may load its target more than once
         _said.add((name, len(beyond)))
         log.warning(
             "a note: %s knows %d tokens, and its tokenizer has %d more, from %r on: only a text that holds one of them "

@@ -1,4 +1,4 @@
-"""A placed target: its device, whole embeddings, fingerprint and process group."""
+"""A placed target: its device, embeddings, fingerprint and process group."""
 
 import logging
 from collections.abc import Callable, Iterator
@@ -23,25 +23,25 @@ Rows = Callable[[Tensor, Tensor, Tensor], Any]
 class Placed(NamedTuple):
     """A placed target."""
 
-    device: torch.device  # of features, embeddings and tokens; the layers may lie elsewhere
-    embeddings: TargetEmbeddings  # whole, and on that device
-    fingerprint: str  # of the weights, the same however they lie
-    group: distributed.ProcessGroup | None  # the processes of this one's tensor-parallel group; None without one
+    device: torch.device  # of features, embeddings and tokens; layers may be elsewhere
+    embeddings: TargetEmbeddings  # not sharded, on that device
+    fingerprint: str  # of the weights, the same under every placement
+    group: distributed.ProcessGroup | None  # this process's tensor-parallel group; None without one
     needs_all_ranks: bool  # whether every pass takes all processes
 
 
 def on_one_device(model: "transformers.PreTrainedModel", name: str) -> Placed:
-    """Return a model that lies whole on one device."""
+    """Return a placed model that is on one device."""
     return Placed(model.device, TargetEmbeddings(model), fingerprint(model, name), None, needs_all_ranks=False)
 
 
 def placed(
     model: "transformers.PreTrainedModel", where: Placement, path: str, device: torch.device, trust: bool
 ) -> Placed:
-    """Return a model that transformers has placed; every process calls it where passes take all of them.
+    """Return a placed model that transformers has distributed; every process calls it if passes take all of them.
 
     Raises:
-        ValueError: nothing of it was sharded where that was asked for.
+        ValueError: sharding was asked for and nothing is sharded.
     """
     if where.needs_all_ranks and where.group_size > 1 and not any(map(_is_sharded, model.parameters())):
         raise ValueError(
@@ -53,20 +53,20 @@ def placed(
     if where.placement == TENSOR_PARALLEL and where.group_size > 1:
         group = mesh(where.group_size, device)["tp"].get_group()
     if where.needs_all_ranks:
-        # The first call makes a module the root of those sharded in it; later the decoder stack is called by itself.
+        # The first call makes a module the FSDP root; later the decoder stack is called directly.
         with torch.no_grad():
             model(input_ids=torch.zeros(1, 1, dtype=torch.long, device=device), use_cache=False)
     return Placed(device, embeddings, digest_of_target, group, needs_all_ranks=where.needs_all_ranks)
 
 
 def whole(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield a module's parameters, whole: gathered from the processes, or fetched from where they are offloaded.
+    """Yield a module's full parameters, gathered from the processes or fetched from offloading.
 
-    Every process calls it for the same modules in the same order.
+    Every process must call it for the same modules in the same order.
     """
     from accelerate.utils import align_module_device
 
-    # It warns that weights sharded twice, for copies and for a group, are gathered in two steps; that is no mistake.
+    # It warns that weights of a 2-d mesh are gathered in two steps, as intended.
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     for prefix, submodule in module.named_modules():
         with align_module_device(submodule):
@@ -76,7 +76,7 @@ def whole(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _fingerprint(model: "transformers.PreTrainedModel", path: str) -> str:
-    """Return the fingerprint; from the checkpoint's files, or where their names are others, from the weights."""
+    """Return the fingerprint from the checkpoint's files, or if their names differ from the weights."""
     if getattr(model, "hf_quantizer", None) is not None:
         return fingerprint(model, path)
     try:
@@ -89,7 +89,7 @@ def _fingerprint(model: "transformers.PreTrainedModel", path: str) -> str:
 def _embeddings(
     model: "transformers.PreTrainedModel", config: Any, device: torch.device, trust: bool
 ) -> TargetEmbeddings:
-    """Return the embeddings: the model's own where they are whole and on the device, else whole copies there."""
+    """Return the model's embeddings, or full copies on the device if they are sharded or elsewhere."""
     originals = [model.get_input_embeddings(), model.get_output_embeddings()]
     if all(_is_here(module, device) for module in originals):
         return TargetEmbeddings(model)
@@ -110,7 +110,7 @@ def _embeddings(
 
 
 def _is_here(module: nn.Module, device: torch.device) -> bool:
-    """Return whether all of a module lies whole on a device."""
+    """Return whether all of a module is on a device, not sharded."""
     return all(not _is_sharded(parameter) and parameter.device == device for parameter in module.parameters())
 
 
@@ -121,12 +121,12 @@ def _is_sharded(weight: Any) -> bool:
 
 
 def by_turns(group: distributed.ProcessGroup, run: Rows, token: Tensor, document: Tensor) -> Any:
-    """Return what `run` gives for this process's packed sequences, where each run takes all processes of a group.
+    """Run this process's packed sequences through passes that take all processes of a group.
 
-    The group's processes have rows of their own, since each trains the head on its own: every process takes a turn in
-    which all of them run its rows, and keeps what came of its own. So no work is done twice, and no process holds more
-    than one turn's features beside its own. `run` takes tokens and documents "B T", and the documents on the host; B
-    and T may differ by process. However large the group, the host waits twice: for the shapes, and for the documents.
+    Each process of the group has its own sequences (data parallelism of the head). In turn, all of them run one
+    process's sequences, and that process keeps the result. So no work is done twice, and no process holds more than one
+    turn's features besides its own. `run` takes tokens and documents "B T", and the documents on the host; B and T may
+    differ by process. The host waits twice, for the shapes and for the documents, however large the group is.
     """
     mine, own_result = distributed.get_rank(group), None
     shape = to_device(torch.tensor(token.shape), token.device)
@@ -140,12 +140,12 @@ def by_turns(group: distributed.ProcessGroup, run: Rows, token: Tensor, document
         result = run(token, document, on_host[turn, :size].view(form))
         if turn == mine:
             own_result = result
-        del result  # else it would stand beside what the next turn makes
+        del result  # else it would take memory during the next turn
     return own_result
 
 
 def _gathered(group: distributed.ProcessGroup, x: Tensor) -> list[Tensor]:
-    """Return every process's tensor, all of one shape."""
+    """Return every process's tensor; all have one shape."""
     gathered = [torch.empty_like(x) for _ in range(distributed.get_world_size(group))]
     distributed.all_gather(gathered, x.contiguous(), group=group)
     return gathered

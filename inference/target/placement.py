@@ -1,15 +1,14 @@
-"""Placement of a frozen target: whole on each device, tensor-parallel, over several devices, or offloaded.
+"""Placement of a frozen target: replicated, tensor-parallel, FSDP, over several devices, or offloaded.
 
-transformers and accelerate place the weights; here stands which of their options a placement means, what cannot work,
-and who has to make a pass together.
+transformers and accelerate place the weights; this file maps a placement to their options and refuses what cannot work.
 
 - replicate: the whole target on every process's device.
-- tensor_parallel: each layer sharded among a group of processes, by transformers' own plan; groups hold the same.
-- fsdp: each layer's weights sharded among all processes and gathered for the time of its pass (torch's fully_shard).
-- device_map: whole layers on the devices of one process; several processes hold a copy each.
-- offload: layers in CPU memory or on disk, brought to the device for the time of their pass.
+- tensor_parallel: each layer sharded among a group of processes by transformers' plan; groups are replicas.
+- fsdp: each layer's weights sharded among all processes and gathered for its forward pass (torch's fully_shard).
+- device_map: whole layers on the devices of one process; each process has its own copy.
+- offload: layers in CPU memory or on disk, copied to the device for their forward pass.
 
-Under tensor_parallel and fsdp no process can make a pass alone: all make the same passes in the same order.
+Under tensor_parallel and fsdp all processes must run the same passes in the same order.
 """
 
 import os
@@ -23,24 +22,24 @@ from torch import distributed, nn
 from transformers import PreTrainedConfig
 
 REPLICATE, TENSOR_PARALLEL, FSDP, DEVICE_MAP, OFFLOAD = "replicate", "tensor_parallel", "fsdp", "device_map", "offload"
-PLACEMENTS = (REPLICATE, TENSOR_PARALLEL, FSDP, DEVICE_MAP, OFFLOAD)  # the fastest first
-AUTO = "auto"  # the first of them that fits, where a plan is made of a run; to all else REPLICATE
-TOGETHER = (TENSOR_PARALLEL, FSDP)  # those under which no process makes a pass alone
+PLACEMENTS = (REPLICATE, TENSOR_PARALLEL, FSDP, DEVICE_MAP, OFFLOAD)  # fastest first
+AUTO = "auto"  # in a planned run the first that fits, elsewhere REPLICATE
+TOGETHER = (TENSOR_PARALLEL, FSDP)  # placements under which all processes run every pass together
 OFFLOADS = ("cpu", "disk")
 GB = 10**9
 
 
 @dataclass(frozen=True)
 class Placement:
-    """Where a target lies.
+    """The placement of a target.
 
     Attributes:
         placement: one of `PLACEMENTS`.
-        tensor_parallel: processes that share one target; None for those of a node. All are a multiple of it.
-        devices: numbers of the devices under device_map, shared out among a node's processes; None for all of them.
-        offload: where offloaded layers lie: "cpu" for its memory, "disk" for the checkpoint's own files.
-        memory_gb: under device_map, of weights on each device at most, in 10^9 bytes, None for what is free; under
-            offload, of layers that stay on the device, None for none.
+        tensor_parallel: processes that share one target, a divisor of all processes; None for those of a node.
+        devices: indices of the devices under device_map, divided among a node's processes; None for all.
+        offload: the place of offloaded layers: "cpu" for host memory, "disk" for the checkpoint's files.
+        memory_gb: in 10^9 bytes; under device_map the most weights on each device, None for its free memory; under
+            offload the layers that stay on the device, None for none.
     """
 
     placement: str
@@ -51,12 +50,12 @@ class Placement:
 
     @property
     def needs_all_ranks(self) -> bool:
-        """Whether no process makes a pass of the target alone."""
+        """Whether all processes run every pass of the target together."""
         return self.placement in TOGETHER
 
     @property
     def group_size(self) -> int:
-        """How many processes share one target by tensor parallelism."""
+        """The number of processes of a tensor-parallel group."""
         return self.tensor_parallel or int(os.environ.get("LOCAL_WORLD_SIZE", str(_world())))
 
 
@@ -64,7 +63,7 @@ HERE = Placement(REPLICATE, None, None, "cpu", None)
 
 
 def check_alone(where: Placement, who: str) -> None:
-    """Refuse a placement under which all processes make every pass together, to a command where they do not."""
+    """Refuse a placement that needs all processes in every pass, for a command that runs passes in one."""
     if where.needs_all_ranks:
         raise ValueError(
             f"model.placement={where.placement} needs processes that make every pass together, which is not so in "
@@ -73,9 +72,9 @@ def check_alone(where: Placement, who: str) -> None:
 
 
 def check(where: Placement, quantized: str | None, adapter: str | None, device: torch.device) -> None:
-    """Refuse what cannot be placed, before anything is loaded on this process's device.
+    """Refuse a placement that cannot work, before anything is loaded.
 
-    `quantized` says how the weights are quantised, in the checkpoint or while loading; None if they are not.
+    `quantized` is the weights' quantisation, in the checkpoint or while loading; None if they are not.
     """
     check_weights(where, quantized, adapter)
     if where.needs_all_ranks:
@@ -92,7 +91,7 @@ def check(where: Placement, quantized: str | None, adapter: str | None, device: 
 
 
 def check_weights(where: Placement, quantized: str | None, adapter: str | None) -> None:
-    """Refuse a placement that such weights cannot have."""
+    """Refuse a placement that these weights cannot have."""
     kind = where.placement
     if kind == REPLICATE:
         return
@@ -109,7 +108,7 @@ def check_weights(where: Placement, quantized: str | None, adapter: str | None) 
 
 
 def check_offload(where: Placement, device: str) -> None:
-    """Refuse to offload what a device of this type does not hold where there is no other place."""
+    """Refuse to offload from a device type without a separate memory."""
     if where.placement == OFFLOAD and device == "cpu" and where.offload == "cpu":
         raise ValueError(
             "model.placement=offload: on a CPU the weights are in its memory anyway: give model.offload=disk"
@@ -117,7 +116,7 @@ def check_offload(where: Placement, device: str) -> None:
 
 
 def check_processes(where: Placement, world: int, group: int) -> None:
-    """Refuse to share a target within one process, or in tensor-parallel groups that do not come out even."""
+    """Refuse to shard a target within one process, or in tensor-parallel groups of unequal size."""
     kind = where.placement
     if world == 1 and where.tensor_parallel != 1:
         raise ValueError(
@@ -132,7 +131,7 @@ def check_processes(where: Placement, world: int, group: int) -> None:
 
 
 def check_shape(config: PreTrainedConfig, group: int, path: str) -> None:
-    """Refuse a tensor-parallel group of which a size of the target's attention or MLP is no multiple."""
+    """Refuse a tensor-parallel group whose size does not divide the target's heads or MLP."""
     heads = config.num_attention_heads
     sizes = {
         "attention heads": heads,
@@ -150,7 +149,7 @@ def check_shape(config: PreTrainedConfig, group: int, path: str) -> None:
 def options(
     where: Placement, config: PreTrainedConfig, device: torch.device, dtype: torch.dtype, trust: bool
 ) -> dict[str, Any]:
-    """Return what transformers' from_pretrained takes for a placement, nothing for replicate; refuse odd sizes."""
+    """Return from_pretrained's options for a placement, empty for replicate; refuse sizes that do not fit."""
     world = _world()
     if where.placement == TENSOR_PARALLEL and where.group_size > 1:
         check_shape(config.get_text_config(), where.group_size, str(config.name_or_path))
@@ -179,22 +178,22 @@ def _tensor_parallel(size: int, copies: int, device: torch.device) -> dict[str, 
         return {"distributed_config": DistributedConfig(tp_size=size)}
     if "dp_replicate_size" in DistributedConfig.__dataclass_fields__:
         return {"distributed_config": DistributedConfig(tp_size=size, dp_replicate_size=copies)}
-    # Before transformers had a size for copies, a mesh with a dimension of ours held them; it only wants the product.
+    # Older versions of transformers take replicas as a further mesh dimension.
     return {"distributed_config": DistributedConfig(tp_size=size, fsdp_size=copies), "device_mesh": mesh(size, device)}
 
 
 def mesh(size: int, device: torch.device) -> Any:
-    """Return all processes as copies x tensor-parallel groups; the processes of a group follow each other."""
+    """Return the device mesh: replicas x tensor-parallel ranks; a group's ranks are consecutive."""
     return torch.distributed.device_mesh.init_device_mesh(
         device.type, (_world() // size, size), mesh_dim_names=("copy", "tp")
     )
 
 
 def devices_of(where: Placement, device: torch.device) -> list[int]:
-    """Return the devices of this process's target: its share of the node's, its own first where it is among them.
+    """Return the devices of this process's target: its share of the node's, its own device first.
 
     Raises:
-        ValueError: there are none such, or fewer than processes.
+        ValueError: there are no such devices, or fewer than processes.
     """
     count = torch.cuda.device_count()
     numbers = list(range(count)) if where.devices is None else where.devices
@@ -213,7 +212,7 @@ def devices_of(where: Placement, device: torch.device) -> list[int]:
 def _offloaded(
     skeleton: "transformers.PreTrainedModel", where: Placement, device: str, dtype: torch.dtype
 ) -> Iterator[tuple[str, str]]:
-    """Yield each part's name and place: layers off the device but for the first ones, all else on it."""
+    """Yield each part's name and device: layers offloaded except the first ones, all else on the device."""
     count = skeleton.config.get_text_config().num_hidden_layers
     room = int((where.memory_gb or 0) * GB)
 

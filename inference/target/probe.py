@@ -1,13 +1,12 @@
-"""What a freshly loaded target must prove: its teacher, its tree and batch passes, and its cache, on a few tokens.
+"""Checks of a freshly loaded target on a few tokens: its teacher, its tree and batch passes, and its KV cache.
 
-A wrong final norm or an ignored mask costs acceptance or losslessness and raises no error by itself; so it is measured,
-behind a prompt that its windows and chunks have left behind. A window that is too long to be run here is shortened for
-the time of the check where our mask applies it; where the attention applies it itself, its masks are not trusted.
+A wrong final norm or an ignored mask costs acceptance or losslessness without an error, so it is measured, after a
+prompt that is longer than the target's windows and chunks. A window that is too long to run is shortened during the
+check if our mask applies it; if the attention applies it itself, its masks are not trusted.
 
-The hidden states behind every layer are compared, because rounding has to be told from a wrong mask. Under a right mask
-the logits of Gemma 3 270M in bf16 differ by up to 0.28 of their deviation, its hidden states by 0.04; under a wrong one
-these differ by 0.5 (docs/targets.md, "Rounding and masks"). What a tied lm_head adds to all logits alike is rounded
-with them.
+The hidden states after every layer are compared, to tell rounding from a wrong mask: with a right mask the logits of
+Gemma 3 270M in bf16 differ by up to 0.28 of their standard deviation and its hidden states by 0.04; with a wrong mask
+the hidden states differ by 0.5 (docs/targets.md, "Rounding and masks").
 """
 
 import re
@@ -20,27 +19,27 @@ from torch import Tensor
 
 from inference.target.attention import FULL, SLIDING
 from inference.target.model import TargetModel, TargetOutput
-from inference.target.stack import Entered, Parts
+from inference.target.stack import FirstLayersOutput, Parts
 from inference.verification import tree
 from inference.verification.tree import DraftTree
 
-# A prompt of four, then a root with seven children, the last of which has a child: far from its place in a sequence.
+# After a prompt of four, a root with seven children, the last of which has a child, far from its position.
 PROMPT, PARENTS, DEPTH = 4, [-1, 0, 0, 0, 0, 0, 0, 0, 7], 2
-LONGEST = 64  # tokens of the longest window that is run
-APPLIED = "sliding_window"  # the one that `Target.attention_mask` applies
+LONGEST = 64  # tokens of the longest window that is tested
+APPLIED = "sliding_window"  # the window that `attention_mask` applies
 WINDOW = re.compile(r"window|chunk|local_attention")
-# Of the deviation, compared in norm: of 128,000 logits in bf16, some are always far off.
+# Share of the standard deviation, compared in norm: some of 128,000 bf16 logits are always far off.
 TOLERANCE = 0.1
 Check = Callable[[TargetModel, Tensor, DraftTree], bool]
-# What a model raises whose modules, cache or attention are not what they seemed: each says so in its own way.
+# The errors of models whose modules, cache or attention are not as expected.
 UNFIT = (ValueError, RuntimeError, TypeError, AttributeError, IndexError, KeyError)
 
 
 @torch.no_grad()
 def check(target: TargetModel) -> bool:
-    """Return whether the target verifies trees and batches exactly; false leaves chains, one sequence at a time.
+    """Return whether the target verifies trees and batches exactly; if not, only chains, one sequence at a time.
 
-    Why not, it leaves in `target.incompatibility`.
+    The reason is left in `target.incompatibility`.
 
     Raises:
         ValueError: it does not run on a key-value cache, lm_head of the last hidden state is not the model's logits, or
@@ -87,7 +86,7 @@ def _check(target: TargetModel) -> bool:
 
 
 def _check_finite(target: TargetModel) -> None:
-    """Check that weights are numbers, where nothing is exact; some kernels take others for zeros, and some do not."""
+    """Check that the weights are finite; some kernels turn NaN into zeros."""
     for name, value in target.model.named_parameters():
         if value.is_floating_point() and not bool(torch.isfinite(value).all()):
             whose = target.name + (f" with model.adapter={target.spec.adapter}" if target.spec.adapter else "")
@@ -95,15 +94,15 @@ def _check_finite(target: TargetModel) -> None:
 
 
 def _length(target: TargetModel, sizes: Iterable[int]) -> int:
-    """Return the length of the prompt: beyond the windows that can be run, within what one pass may hold."""
+    """Return the length of the prompt: longer than the windows that can be tested, within one pass's limit."""
     room = target.context - len(PARENTS) - 1
-    if target.switch is not None:  # a session keeps its passes on one side of it
+    if target.switch is not None:  # a request keeps its passes on one side of it
         room = min(room, target.switch.length - DEPTH - 2)
     return max(1, min(PROMPT + max((size for size in sizes if size <= LONGEST), default=0), room))
 
 
 def _check_logits(target: TargetModel, prompt: Tensor) -> None:
-    """Check that the model runs on our cache, and that its logits are what the engine takes them for."""
+    """Check that the model runs on our cache, and that its logits are lm_head(last hidden state)."""
     who, some = f"{target.name} ({target.architecture})", prompt[:PROMPT]
     try:
         full = target.model(input_ids=prompt[None], use_cache=False).logits[0]
@@ -139,22 +138,23 @@ def _is_exact(check: Check, target: TargetModel, prompt: Tensor, drafted: DraftT
 
 @torch.no_grad()
 def splits(target: TargetModel, parts: Parts, layers: int) -> bool:
-    """Return whether a chain that has run through the first layers gives the full pass's last states from there on."""
+    """Return whether the first layers and then the rest give the same last states as a full pass."""
     token = torch.arange(2 * PROMPT, device=target.device) % target.embeddings.vocab_size
     prompt, chain = token[:PROMPT], tree.chain(token[PROMPT:])
     whole, split = target.cache(), target.cache()
     target.prefill(prompt, whole)
     target.prefill(prompt, split)
-    position, seen = tree.layout(chain, PROMPT)
-    hidden, _ = parts.enter(layers, chain.token, position, seen, split)
+    position, attn_mask = tree.layout(chain, PROMPT)
+    hidden, _ = parts.run_first_layers(layers, chain.token, position, attn_mask, split)
     return _close(
-        parts.score_from(Entered(layers, hidden), chain, split).last_hidden, target.score(chain, whole).last_hidden
+        parts.score_from(FirstLayersOutput(layers, hidden), chain, split).last_hidden,
+        target.score(chain, whole).last_hidden,
     )
 
 
 @torch.no_grad()
 def packs(target: TargetModel) -> bool:
-    """Return whether documents packed in a row have the last hidden states that each has by itself."""
+    """Return whether packed documents have the last hidden states of each document alone."""
     token = torch.arange(2 * PROMPT, device=target.device)[None] % target.embeddings.vocab_size
     document = (torch.arange(2 * PROMPT, device=target.device) > PROMPT).long()[None]
     alone = [
@@ -164,12 +164,12 @@ def packs(target: TargetModel) -> bool:
     try:
         packed = target.own_features(token, document, ()).last_hidden
     except UNFIT:
-        return False  # an attention that is not what it seemed says so in its own way
+        return False  # an unexpected attention may raise anything
     return _close(packed, torch.cat(alone, 1))
 
 
 def _tree_is_exact(target: TargetModel, prompt: Tensor, drafted: DraftTree) -> bool:
-    """Compare one tree pass with the plain pass of each path, and the compacted cache with a fresh prefill."""
+    """Compare a tree pass with sequential passes of its paths, and the compacted cache with a fresh prefill."""
     layers = tuple(range(len(target.decoder_layers)))
     for path in _outer_paths(drafted):
         cache = target.cache()
@@ -186,11 +186,11 @@ def _tree_is_exact(target: TargetModel, prompt: Tensor, drafted: DraftTree) -> b
 
 
 def _batch_is_exact(target: TargetModel, prompt: Tensor, drafted: DraftTree) -> bool:
-    """Compare a pass over the trees of a short and a long sequence with the plain passes of each."""
+    """Compare a batched pass over a short and a long sequence with the passes of each."""
     layers = tuple(range(len(target.decoder_layers)))
     cache, prompts = target.batch_cache(2), (prompt[:PROMPT], torch.cat([prompt[:1], prompt]))
     for sequence in prompts:
-        target.prefill(sequence, cache.enter())
+        target.prefill(sequence, cache.allocate())
     path = _outer_paths(drafted)[-1]
     for sequence, out in zip(prompts, target.score_all([(drafted, None)] * 2, cache, layers), strict=True):
         alone = target.prefill(torch.cat([sequence, drafted.token[path]]), target.cache(), layers)
@@ -200,7 +200,7 @@ def _batch_is_exact(target: TargetModel, prompt: Tensor, drafted: DraftTree) -> 
 
 
 def _same_rows(out: TargetOutput, path: list[int], alone: TargetOutput) -> bool:
-    """Compare the rows of a path with the last rows of another pass: their states behind each layer and the norm."""
+    """Compare a path's rows with the last rows of another pass: the states after each layer and the norm."""
     count = len(path)
     return _close(out.hidden[0, path], alone.hidden[0, -count:]) and _close(
         out.last_hidden[0, path], alone.last_hidden[0, -count:]
@@ -208,9 +208,9 @@ def _same_rows(out: TargetOutput, path: list[int], alone: TargetOutput) -> bool:
 
 
 def _outer_paths(drafted: DraftTree) -> list[list[int]]:
-    """Return a tree's first path and its last one, whose entries lie farthest from their positions in a sequence.
+    """Return a tree's first path and its last one, whose entries are farthest from their positions.
 
-    Of a chain it is the whole one and a part of it, behind which the rest is dropped.
+    For a chain return all of it, and a beginning of it.
     """
     paths = tree.paths(drafted)
     return [paths[0], paths[-1] if len(paths) > 1 else paths[0][:-1]]
@@ -223,7 +223,7 @@ def _close(actual: Tensor, expected: Tensor) -> bool:
 
 
 def windows(model: "transformers.PreTrainedModel", context: int) -> dict[str, int]:
-    """Return the windows and chunks that sequences of up to `context` tokens outgrow, by their configuration's keys."""
+    """Return the windows and chunks that are smaller than `context`, by their keys in the configuration."""
     values: dict[str, Any] = vars(model.config.get_text_config())
     return {
         key: value for key, value in values.items() if WINDOW.search(key) and type(value) is int and 1 < value < context

@@ -1,8 +1,8 @@
-"""The target's decoder stack in parts: its first layers alone, the rest going on from them, or all but some sub-layers.
+"""Passes through parts of the target's decoder stack: first layers, remaining layers, or all but skipped sub-layers.
 
-No modeling code is copied. The base model runs as it is, with its own masks, positions and cache; for the time of a
-pass the modules that are left out hand on what comes in, or add nothing to it. A layer whose attention is left out
-gets no rows in the cache, so the layers' lengths differ until the caller evens them out.
+No modeling code is copied. The base model runs with its own masks, positions and cache; during a pass the skipped
+modules return their input, or zeros. A layer whose attention is skipped gets no entries in the cache, so the layers'
+lengths differ until the caller evens them out.
 """
 
 from collections.abc import Callable, Iterable
@@ -18,13 +18,13 @@ from inference.target.model import TargetModel, TargetOutput, forwards_replaced
 from inference.verification import tree
 from inference.verification.tree import DraftTree
 
-Answer = Callable[[Tensor], Tensor]
+Stub = Callable[[Tensor], Tensor]
 
 
-class Entered(NamedTuple):
-    """A tree whose nodes have run through the first `layers` decoder layers.
+class FirstLayersOutput(NamedTuple):
+    """The hidden states of a tree's nodes after the first `layers` decoder layers.
 
-    The cache of those layers ends with the nodes' rows, in their order; `hidden` are the states that they left with.
+    The cache of those layers ends with the nodes' entries, in order.
     """
 
     layers: int
@@ -32,7 +32,7 @@ class Entered(NamedTuple):
 
 
 class Skips(NamedTuple):
-    """The decoder layers whose attention, and those whose MLP, is left out."""
+    """The decoder layers whose attention is skipped, and those whose MLP is."""
 
     attention: tuple[int, ...]
     mlp: tuple[int, ...]
@@ -49,22 +49,24 @@ class Parts:
         target.check_masks("so parts of it cannot draft alone")
         self.target = target
         self.layers = target.decoder_layers
-        self.forms = self._forms([*self.layers, *(child for layer in self.layers for child in layer.children())])
+        self.num_outputs = self._count_outputs(
+            [*self.layers, *(child for layer in self.layers for child in layer.children())]
+        )
 
     @torch.inference_mode()
-    def enter(
+    def run_first_layers(
         self,
         layers: int,
         token: Int[Tensor, "N"],
         position: Int[Tensor, "N"],
-        seen: Bool[Tensor, "N S"],
+        attn_mask: Bool[Tensor, "N S"],
         cache: TargetCache,
         earlier: Int[Tensor, "P"] | None = None,
     ) -> tuple[Float[Tensor, "N D"], Float[Tensor, "N V"]]:
-        """Run rows through the first `layers` layers, fewer than all, whose cache they are appended to.
+        """Run rows through the first `layers` layers and append them to these layers' cache.
 
-        `seen` says which of those layers' cached rows, and of these, each row attends to. `earlier` are the positions
-        of the cached rows; None for 0, 1, 2, …
+        `attn_mask` says which of the cached rows and of these each row attends to. `earlier` are the positions of the
+        cached rows; None for 0, 1, 2, …
 
         Returns:
             The states after these layers, and their logits through the final norm and the lm_head.
@@ -75,80 +77,82 @@ class Parts:
             left.append(hidden)
             return hidden
 
-        answers: dict[nn.Module, Answer] = dict.fromkeys(self.layers[layers:], lambda hidden: hidden)
-        with self._answering(answers | {self.layers[layers]: note}):
-            column = None if earlier is None else torch.cat([earlier, position])[None]
-            out = self.target.run(token[None], position[None], seen[None], cache, column=column)
+        stubs: dict[nn.Module, Stub] = dict.fromkeys(self.layers[layers:], lambda hidden: hidden)
+        with self._replacing(stubs | {self.layers[layers]: note}):
+            key_position = None if earlier is None else torch.cat([earlier, position])[None]
+            out = self.target.run(token[None], position[None], attn_mask[None], cache, key_position=key_position)
         return left[0][0], self.target.embeddings.logits(out.last_hidden[0])
 
     @torch.inference_mode()
     def score_from(
-        self, entered: Entered, drafted: DraftTree, cache: TargetCache, layers: tuple[int, ...] = ()
+        self, first_layers: FirstLayersOutput, drafted: DraftTree, cache: TargetCache, layers: tuple[int, ...] = ()
     ) -> TargetOutput:
-        """Verify a tree as `Target.score` does, running the remaining layers alone.
+        """Verify a tree as `Target.score` does, running only the remaining layers.
 
-        Feature layers below `entered.layers` are not run, so their outputs are not those of the full pass.
+        The outputs of feature layers below `first_layers.layers` are wrong: these layers do not run.
         """
         prefix = cache.length - len(drafted.token)
-        position, seen = tree.layout(drafted, prefix)
-        answers: dict[nn.Module, Answer] = dict.fromkeys(self.layers[: entered.layers], lambda hidden: hidden)
-        with self._answering(answers | {self.layers[0]: lambda _: entered.hidden[None]}):
-            out = self.target.run(drafted.token[None], position[None], seen[None], cache, layers)
+        position, attn_mask = tree.layout(drafted, prefix)
+        stubs: dict[nn.Module, Stub] = dict.fromkeys(self.layers[: first_layers.layers], lambda hidden: hidden)
+        with self._replacing(stubs | {self.layers[0]: lambda _: first_layers.hidden[None]}):
+            out = self.target.run(drafted.token[None], position[None], attn_mask[None], cache, layers)
         return out._replace(logits=self.target.embeddings.logits(out.last_hidden))
 
     @torch.inference_mode()
-    def skim(
+    def run_skipping(
         self,
         skipped: Skips,
         token: Int[Tensor, "N"],
         position: Int[Tensor, "N"],
-        seen: Bool[Tensor, "N S"],
+        attn_mask: Bool[Tensor, "N S"],
         cache: TargetCache,
     ) -> Float[Tensor, "N V"]:
-        """Return the logits of rows that run through all layers but without the skipped sub-layers.
+        """Return the logits of rows that run through all layers except the skipped sub-layers.
 
-        They are appended to the cache of the layers whose attention runs; the cached rows' positions are 0, 1, 2, …
+        The rows are appended to the cache of layers whose attention runs; cached positions are 0, 1, 2, …
         """
         left_out = [_sublayers(self.layers[i])[0] for i in skipped.attention]
         left_out += [_sublayers(self.layers[i])[1] for i in skipped.mlp]
-        with self._answering(dict.fromkeys(left_out, torch.zeros_like)):
-            out = self.target.run(token[None], position[None], seen[None], cache)
+        with self._replacing(dict.fromkeys(left_out, torch.zeros_like)):
+            out = self.target.run(token[None], position[None], attn_mask[None], cache)
         return self.target.embeddings.logits(out.last_hidden[0])
 
     def sizes(self) -> list[tuple[int, int]]:
-        """Return the parameters of each layer's attention and of its MLP; refuse layers without one of each."""
+        """Return the parameter counts of each layer's attention and MLP; refuse layers without one of each."""
         return [(_size(attention), _size(mlp)) for attention, mlp in map(_sublayers, self.layers)]
 
-    def _answering(self, answers: dict[nn.Module, Answer]) -> AbstractContextManager[None]:
-        """Let modules answer for themselves during a pass, from their first input, instead of running."""
-        return forwards_replaced({module: _in_form(answer, self.forms[module]) for module, answer in answers.items()})
+    def _replacing(self, stubs: dict[nn.Module, Stub]) -> AbstractContextManager[None]:
+        """Replace modules' forward methods during a pass by functions of their first input."""
+        return forwards_replaced(
+            {module: _as_outputs(stub, self.num_outputs[module]) for module, stub in stubs.items()}
+        )
 
-    def _forms(self, modules: Iterable[nn.Module]) -> dict[nn.Module, int | None]:
-        """Return what each module gives in a plain pass: None for a tensor, else the length of its tuple."""
-        forms: dict[nn.Module, int | None] = {}
+    def _count_outputs(self, modules: Iterable[nn.Module]) -> dict[nn.Module, int | None]:
+        """Return the length of each module's output tuple, None for a tensor."""
+        num_outputs: dict[nn.Module, int | None] = {}
 
         def note(module: nn.Module, _args: Any, output: Any) -> None:
-            forms[module] = len(output) if isinstance(output, tuple) else None
+            num_outputs[module] = len(output) if isinstance(output, tuple) else None
 
         with ExitStack() as hooks:
             for module in modules:
                 hooks.enter_context(module.register_forward_hook(note))
             self.target.prefill(torch.zeros(1, dtype=torch.long, device=self.target.device), self.target.cache())
-        return forms
+        return num_outputs
 
 
-def _in_form(answer: Answer, form: int | None) -> Callable[..., Any]:
-    """Return a forward method that gives the answer where the module gives its hidden states."""
+def _as_outputs(stub: Stub, num_outputs: int | None) -> Callable[..., Any]:
+    """Return a forward method that returns the stub's result where the module returns its hidden states."""
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        hidden = answer(args[0] if args else kwargs["hidden_states"])
-        return hidden if form is None else (hidden, *[None] * (form - 1))
+        hidden = stub(args[0] if args else kwargs["hidden_states"])
+        return hidden if num_outputs is None else (hidden, *[None] * (num_outputs - 1))
 
     return forward
 
 
 def _sublayers(layer: nn.Module) -> tuple[nn.Module, nn.Module]:
-    """Return a decoder layer's attention, which knows the layer's index for its cache, and its MLP."""
+    """Return a decoder layer's attention (the module with a layer index) and its MLP."""
     heavy = [child for child in layer.children() if any(p.ndim > 1 for p in child.parameters())]
     attention = [child for child in heavy if hasattr(child, "layer_idx")]
     mlp = [child for child in heavy if not hasattr(child, "layer_idx")]

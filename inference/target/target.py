@@ -1,4 +1,4 @@
-"""Load a target and prove on the loaded model what the engine relies on."""
+"""Loading of a target, with checks of everything that the engine relies on."""
 
 import logging
 from collections.abc import Callable, Iterator
@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 
 
 class Target(TargetModel):
-    """A target whose masks, cache and teacher are proven; it can be compiled, and run in parts."""
+    """A loaded target with checked masks, cache and teacher; it can be compiled, and run in parts."""
 
     def __init__(
         self,
@@ -55,11 +55,11 @@ class Target(TargetModel):
         """Load a target from a folder or the Hub.
 
         Args:
-            dtype: a name in DTYPES, or "auto" for the one that is fast on the device.
+            dtype: a key of DTYPES, or "auto" for the fast one of the device.
             device: torch device; None takes an accelerator if there is one.
-            quantize: a key of `loading.METHODS`; None or "none" for the weights as the checkpoint has them.
+            quantize: a key of `loading.METHODS`; None or "none" for the checkpoint's weights.
             adapter: folder or Hub name of a PEFT adapter to merge into the weights; None or "none" for none.
-            where: how it is placed, for a target that does not fit one device; features come on `device` all the same.
+            where: the placement of a target that does not fit one device; features are on `device` in any case.
 
         Raises:
             ValueError: the model or its tokenizer cannot be loaded, placed or verified, and why.
@@ -79,7 +79,7 @@ class Target(TargetModel):
 
     @classmethod
     def of(cls, model: ModelConfig, dtype: str | None = None, device: str | None = None) -> "Target":
-        """Load the target of a configuration as `load` does, in another dtype or on another device if one is given."""
+        """Load the target of a configuration, in another dtype or on another device if given."""
         target = cls.load(
             model.path, dtype or model.dtype, device or model.device, model.trust_remote_code, model.quantize,
             model.adapter, model.where,
@@ -89,11 +89,11 @@ class Target(TargetModel):
 
     @cached_property
     def parts(self) -> Parts:
-        """Its decoder stack in parts, for drafting with some of them."""
+        """Passes through parts of its decoder stack, for self-speculation."""
         return Parts(self)
 
     def compile(self, *, drafts_alone: bool = False) -> None:
-        """Compile what heads draft for it, and the passes that verify; those that take in prompts stay as they are.
+        """Compile heads' drafting and the verification passes; prefill stays uncompiled.
 
         Raises:
             ValueError: its attention takes no mask of ours, without which the passes have too many forms.
@@ -103,7 +103,7 @@ class Target(TargetModel):
         self.compiles_drafts = True
 
     def compiled_forwards(self) -> Callable[[], AbstractContextManager[None]]:
-        """Return what lets its layers run compiled, for passes of one shape; warn where they stay as they are."""
+        """Return a context manager that runs its layers compiled, for passes of one shape; warn if it cannot."""
         if self.whole and self.placed.group is None and self.recurrence is None:
             return compiled_forwards(self.decoder_layers)
         log.warning("%s: trainer.compile leaves its layers as they are (parts, experts or recurrent states)", self.name)
@@ -111,7 +111,7 @@ class Target(TargetModel):
 
     @contextmanager
     def uncaptured(self) -> Iterator[None]:
-        """Let the steps of batches that are made meanwhile be neither captured nor have compiled drafts."""
+        """Context in which new batches neither capture steps nor compile drafts."""
         before = self.captures, self.compiles_drafts
         self.captures = self.compiles_drafts = False
         try:

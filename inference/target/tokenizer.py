@@ -1,4 +1,4 @@
-"""A target's tokenizer: the tokens of a text, and those that end an answer."""
+"""A target's tokenizer: text to tokens, and the tokens that end an answer."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ from heads.common.errors import one_line, panicked
 
 
 def tokenize(tokenizer: PreTrainedTokenizerBase, text: str | list[str], **options: Any) -> BatchEncoding:
-    """Return what a tokenizer makes of one text or several.
+    """Tokenize one text or several.
 
     Raises:
         UnicodeEncodeError: one holds half a surrogate pair, which is no text; tokenizers call it a TypeError.
@@ -26,21 +26,21 @@ def tokenize(tokenizer: PreTrainedTokenizerBase, text: str | list[str], **option
 
 
 def text_ids(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Return the tokens of running text, with the special tokens that the tokenizer begins it with.
+    """Return the tokens of plain text, with the tokenizer's special tokens at the start.
 
-    The end token that some tokenizers (add_eos_token) append is left out: a target writes nothing after it.
+    An end token that some tokenizers append (add_eos_token) is left out: a target writes nothing after it.
 
     Raises:
         UnicodeEncodeError, ValueError: as `tokenize`.
     """
     token = list(tokenize(tokenizer, text)["input_ids"])
-    if token[:2] == [tokenizer.bos_token_id] * 2:  # the text has the token that the tokenizer adds
+    if token[:2] == [tokenizer.bos_token_id] * 2:  # the text ends with the token that the tokenizer adds
         token = token[1:]
     if token[-1:] != [tokenizer.eos_token_id]:
         return token
     without_special = list(tokenize(tokenizer, text, add_special_tokens=False)["input_ids"])
     before = token[:-1]
-    appended = before[len(before) - len(without_special) :] == without_special  # else the text itself ends with it
+    appended = before[len(before) - len(without_special) :] == without_special  # else it is the text's own
     return before if before and appended else token
 
 

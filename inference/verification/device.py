@@ -42,35 +42,39 @@ class Chosen(NamedTuple):
 
 
 def present(
-    tree: DraftTree, above: Bool[Tensor, "#B N N"], depth: Int[Tensor, "B N"], room: Int[Tensor, "B"]
+    tree: DraftTree, ancestor_mask: Bool[Tensor, "#B N N"], depth: Int[Tensor, "B N"], max_draft_depth: Int[Tensor, "B"]
 ) -> Bool[Tensor, "B N"]:
-    """Return the mask of real nodes: not padding (token -1), not below padding, not deeper than `room`."""
-    return ~(above & (tree.token < 0)[:, None]).any(-1) & (depth <= room[:, None])
+    """Return the mask of real nodes: not padding (token -1), not below padding, not deeper than `max_draft_depth`."""
+    return ~(ancestor_mask & (tree.token < 0)[:, None]).any(-1) & (depth <= max_draft_depth[:, None])
 
 
 def follow(
-    tree: DraftTree, above: Bool[Tensor, "#B N N"], present: Bool[Tensor, "B N"], best: Int[Tensor, "B N"], deepest: int
+    tree: DraftTree,
+    ancestor_mask: Bool[Tensor, "#B N N"],
+    present: Bool[Tensor, "B N"],
+    best: Int[Tensor, "B N"],
+    deepest: int,
 ) -> Accepted:
     """Follow the target's best token at each node while it was drafted; siblings are different tokens.
 
-    `above` are each node's ancestors, itself included, `present` the nodes that are drafted, `best` the target's own
-    tokens after them, and `deepest` is the depth of the deepest node.
+    `ancestor_mask` marks each node's ancestors, itself included, `present` the nodes that are drafted. `best` are the
+    target's own tokens after them, and `deepest` is the depth of the deepest node.
     """
     right = (tree.token == best.gather(1, tree.parent.clamp_min(0))) | (tree.parent < 0)
-    alive = ~(above & ~right[:, None]).any(-1) & present
-    last = torch.where(alive, above.sum(-1) - 1, -1).argmax(1)
-    return accepted(tree, above, last, best.gather(1, last[:, None])[:, 0], deepest)
+    alive = ~(ancestor_mask & ~right[:, None]).any(-1) & present
+    last = torch.where(alive, ancestor_mask.sum(-1) - 1, -1).argmax(1)
+    return accepted(tree, ancestor_mask, last, best.gather(1, last[:, None])[:, 0], deepest)
 
 
 def follow_on_host(
-    tree: DraftTree, best: Int[Tensor, "1 N"], room: Int[Tensor, "1"], deepest: int
+    tree: DraftTree, best: Int[Tensor, "1 N"], max_draft_depth: Int[Tensor, "1"], deepest: int
 ) -> tuple[Accepted, Int[Tensor, "1 P"], Int[Tensor, "1"]]:
     """Return what `follow` gives one tree, the ranks of its path's nodes, and how many nodes are drafted.
 
     For one tree on a CPU this walk in Python takes a third of the time of the sixty small operations in its place.
     """
     (tokens,), (parents,), (following,) = torch.stack([tree.token, tree.parent, best]).tolist()
-    most, depth, child = int(room), [0], dict[tuple[int, int], int]()
+    most, depth, child = int(max_draft_depth), [0], dict[tuple[int, int], int]()
     for node, (token, parent) in enumerate(zip(tokens[1:], parents[1:], strict=True), 1):
         reached = depth[parent] + 1 if token >= 0 else most + 1  # what hangs below none is none
         depth.append(reached)
@@ -92,7 +96,7 @@ def follow_on_host(
 
 def walk(
     tree: DraftTree,
-    above: Bool[Tensor, "#B N N"],
+    ancestor_mask: Bool[Tensor, "#B N N"],
     present: Bool[Tensor, "B N"],
     choose: Callable[[Int[Tensor, "B"], int], Int[Tensor, "B"]],
     deepest: int,
@@ -113,57 +117,61 @@ def walk(
         if allow_host_sync and not bool(walks.any()):
             break
         node = torch.where(walks, child.int().argmax(1), node)
-    return accepted(tree, above, node, token, deepest)
+    return accepted(tree, ancestor_mask, node, token, deepest)
 
 
 def accepted(
-    tree: DraftTree, above: Bool[Tensor, "#B N N"], last: Int[Tensor, "B"], token: Int[Tensor, "B"], deepest: int
+    tree: DraftTree,
+    ancestor_mask: Bool[Tensor, "#B N N"],
+    last: Int[Tensor, "B"],
+    token: Int[Tensor, "B"],
+    deepest: int,
 ) -> Accepted:
     """Return the paths to the last accepted nodes, and their tokens with the `token` that comes next."""
     size, last = tree.token.shape[-1], last[:, None]
-    line = above.expand(len(last), -1, -1).take_along_dim(last[..., None], 1)[:, 0]
-    node = torch.arange(size, device=line.device)
-    path = torch.where(line, node, size).sort(1).values[:, : deepest + 1]  # parents come before children
-    path, count = torch.where(path < size, path, last), line.sum(1)
+    on_path = ancestor_mask.expand(len(last), -1, -1).take_along_dim(last[..., None], 1)[:, 0]
+    node = torch.arange(size, device=on_path.device)
+    path = torch.where(on_path, node, size).sort(1).values[:, : deepest + 1]  # parents come before children
+    path, count = torch.where(path < size, path, last), on_path.sum(1)
     after = tree.token.gather(1, torch.cat([path[:, 1:], last], 1))
-    ends = torch.arange(deepest + 1, device=line.device) == count[:, None] - 1
+    ends = torch.arange(deepest + 1, device=on_path.device) == count[:, None] - 1
     return Accepted(path, count, torch.where(ends, token[:, None], after))
 
 
 @dataclass
 class AcceptDraws:
-    """Coins "B N" by number: each sequence tosses its next one where it is asked to."""
+    """Uniform numbers "B N": each sequence uses its next one where it tests a node."""
 
-    point: Float[Tensor, "B N"]
-    coins_used: Int[Tensor, "B"]
+    uniforms: Float[Tensor, "B N"]
+    used_uniforms: Int[Tensor, "B"]
 
-    def sample(self, probability: Float[Tensor, "B"], tossing: Bool[Tensor, "B"]) -> Bool[Tensor, "B"]:
-        """Return true with the given probability where it tosses, else false."""
-        point = self.point.gather(1, self.coins_used[:, None])[:, 0]
-        self.coins_used = self.coins_used + tossing
-        return tossing & (point < probability)
+    def sample(self, probability: Float[Tensor, "B"], tested: Bool[Tensor, "B"]) -> Bool[Tensor, "B"]:
+        """Return true with the given probability where a node is tested, else false."""
+        uniforms = self.uniforms.gather(1, self.used_uniforms[:, None])[:, 0]
+        self.used_uniforms = self.used_uniforms + tested
+        return tested & (uniforms < probability)
 
 
 def recursive(
-    draft: Sampled, p: Float[Tensor, "B N V"], point: Float[Tensor, "B N"], allow_host_sync: bool = False
+    draft: Sampled, p: Float[Tensor, "B N V"], uniforms: Float[Tensor, "B N"], allow_host_sync: bool = False
 ) -> Chosen:
     """Recursive rejection, as `rules.recursive`: siblings in sampled order, each against what rejections have left.
 
     Args:
         p: the target's probs after each node.
-        point: uniform numbers, as many as there are nodes.
+        uniforms: uniform numbers, as many as there are nodes.
         allow_host_sync: whether the host may read, to leave out what no sequence comes to.
     """
-    draws, rows = AcceptDraws(point, torch.zeros_like(draft.token[:, 0])), _rows(draft.parents)
-    last, target, left = torch.zeros_like(draws.coins_used), p[:, 0], draft.q[:, 0]
+    draws, rows = AcceptDraws(uniforms, torch.zeros_like(draft.token[:, 0])), _rows(draft.parents)
+    last, target, left = torch.zeros_like(draws.used_uniforms), p[:, 0], draft.q[:, 0]
     tokens, more = draft.token.clamp_min(0), _followed(draft.parents)
     for node, parent in enumerate(draft.parents[1:], 1):
         token = tokens[:, node, None]
-        tossing = (last == parent) & draft.present[:, node]
-        if allow_host_sync and not tossing.any():
+        tested = (last == parent) & draft.present[:, node]
+        if allow_host_sync and not tested.any():
             continue
-        stands = draws.sample(_ratio(target, left, token), tossing)
-        rejected, stand = (tossing & ~stands)[:, None], stands[:, None]
+        stands = draws.sample(_ratio(target, left, token), tested)
+        rejected, stand = (tested & ~stands)[:, None], stands[:, None]
         target = torch.where(stand, p[:, node], torch.where(rejected, residual(target, left), target))
         if more[node]:
             left = torch.where(rejected, without(left, token), left)
@@ -177,7 +185,7 @@ def recursive(
 class Frame:
     """A node on the path that traversal verification looks at, for B sequences; see `rules.Frame`."""
 
-    entered: Bool[Tensor, "B"]  # which sequences come to it, or would if they had not accepted a path before
+    reached: Bool[Tensor, "B"]  # which sequences come to it, or would if they had not accepted a path before
     alpha: Float[Tensor, "B"]  # probability that the path up to here is accepted, given what was rejected below it
     target: Float[Tensor, "B V"]  # what is left of p after rejections
     left: Float[Tensor, "B V"] | None  # what is left of q; of a node without children nothing
@@ -196,11 +204,11 @@ class Frame:
 
 
 def traversal(
-    draft: Sampled, p: Float[Tensor, "B N V"], point: Float[Tensor, "B N"], allow_host_sync: bool = False
+    draft: Sampled, p: Float[Tensor, "B N V"], uniforms: Float[Tensor, "B N"], allow_host_sync: bool = False
 ) -> Chosen:
     """Traversal verification, as `rules.traversal`: from the leaves up; arguments as of `recursive`."""
-    draws, rows = AcceptDraws(point, torch.zeros_like(draft.token[:, 0])), _rows(draft.parents)
-    last, probs = torch.zeros_like(draws.coins_used), p[:, 0]
+    draws, rows = AcceptDraws(uniforms, torch.zeros_like(draft.token[:, 0])), _rows(draft.parents)
+    last, probs = torch.zeros_like(draws.used_uniforms), p[:, 0]
     tokens, more = draft.token.clamp_min(0), _followed(draft.parents)
     undecided = draft.present[:, 0]
     frames: list[Frame] = []
@@ -212,17 +220,17 @@ def traversal(
             top = frames[-1]
             assert top.left is not None
             alpha = (top.alpha * _ratio(top.target, top.left, token)).clamp_max(1)
-            entered = draft.present[:, node] & top.entered & (alpha > 0)
-            frames.append(Frame(entered, alpha, p[:, node], left))
+            reached = draft.present[:, node] & top.reached & (alpha > 0)
+            frames.append(Frame(reached, alpha, p[:, node], left))
         else:
             frame = frames.pop()
-            stands = draws.sample(frame.alpha, frame.entered & undecided)
+            stands = draws.sample(frame.alpha, frame.reached & undecided)
             if not allow_host_sync or stands.any():
                 probs = torch.where(stands[:, None], frame.target, probs)
             last, undecided = last.masked_fill(stands, node), undecided & ~stands
             if not frames or (allow_host_sync and not undecided.any()):
                 break
-            rejected = frames[-1].entered & draft.present[:, node] & undecided  # what was not even entered is too
+            rejected = frames[-1].reached & draft.present[:, node] & undecided  # also where it was not reached
             if not allow_host_sync or rejected.any():
                 frames[-1].reject(token, rejected, more[node])
     return Chosen(last, probs)

@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-TINY = 1e-30  # the least exponential variate: a race divides by it
+TINY = 1e-30  # the least exponential variate: scores divide by it
 ROWS = 256  # distributions that are summed up in fp64 at a time: of 15,000 over a large vocabulary none would fit
 
 
@@ -24,7 +24,7 @@ class Rng(Protocol):
         """Sample one token from each row, independently."""
         ...
 
-    def distinct(self, probs: Float[Tensor, "N V"], count: int, depth: int = 1) -> Tensor:
+    def sample_distinct(self, probs: Float[Tensor, "N V"], count: int, depth: int = 1) -> Tensor:
         """Sample `count` tokens from each row without replacement, in order, "N count"; -1 once none is left."""
         ...
 
@@ -40,107 +40,107 @@ class Rng(Protocol):
         ...
 
 
-class Generator:
-    """A seeded torch generator on the device of the probs, and coins on the host, for many samples at one root."""
+class SeededRng:
+    """A seeded torch generator on the probs' device and one on the host, for many samples at one root."""
 
     def __init__(self, seed: int, device: torch.device) -> None:
         self.seed = seed
         self.generator = torch.Generator(device).manual_seed(seed)
-        self.coin = random.Random(seed)  # a coin on the device would make the host wait for it
+        self.accept_rng = random.Random(seed)  # on the device it would make the host wait
 
     def sample(self, probs: Float[Tensor, "N V"], depth: int = 1) -> list[int]:
         """Sample one token from each row."""
         tokens: list[int] = self.pick(probs).tolist()
         return tokens
 
-    def distinct(self, probs: Float[Tensor, "N V"], count: int, depth: int = 1) -> Tensor:
-        """Sample without replacement (exponential races, equal to Gumbel top-k; Kool et al., 2019)."""
-        return self.pick(probs)[:, None] if count == 1 else top_of_race(self.race(probs), count)
+    def sample_distinct(self, probs: Float[Tensor, "N V"], count: int, depth: int = 1) -> Tensor:
+        """Sample without replacement (probs over exponential noise, equal to Gumbel top-k; Kool et al., 2019)."""
+        return self.pick(probs)[:, None] if count == 1 else top_scored(self.exponential_scores(probs), count)
 
     def accept(self, probability: float) -> bool:
         """Return true with the given probability."""
-        return probability >= 1 or self.coin.random() < probability
+        return probability >= 1 or self.accept_rng.random() < probability
 
     def at(self, position: int, device: torch.device) -> Rng:
         """Return a generator of the position's own."""
-        return Generator(hashed(f"{self.seed} draft {position}"), device)
+        return SeededRng(hashed(f"{self.seed} draft {position}"), device)
 
     def pick(self, probs: Float[Tensor, "N V"]) -> Int[Tensor, "N"]:
         """Sample one token from each row."""
-        point = torch.rand(len(probs), dtype=torch.float64, device=probs.device, generator=self.generator)
-        return picked(probs, point)
+        uniforms = torch.rand(len(probs), dtype=torch.float64, device=probs.device, generator=self.generator)
+        return inverse_cdf(probs, uniforms)
 
-    def race(self, probs: Float[Tensor, "N V"]) -> Float[Tensor, "N V"]:
+    def exponential_scores(self, probs: Float[Tensor, "N V"]) -> Float[Tensor, "N V"]:
         """Return keys whose descending order is a sample without replacement; tokens of zero probability get zero."""
         return probs / torch.empty_like(probs).exponential_(generator=self.generator).clamp_min_(TINY)
 
 
-class Coupled:
+class CoupledRng:
     """Noise that depends on the seed, the absolute position and the token, and on nothing else (arXiv 2408.07978).
 
-    The target's token at a position is then a function of the text before it and the seed, whatever was drafted, and a
-    draft that races its own probs against the same noise meets it often. argmax(log p + Gumbel) is argmax(p / Exp).
-    Verification reads it under every rule; where the rule is not `coupled`, drafts have a `Drafting` of their own.
+    The target's token at a position is then a function of the tokens before it and the seed, whatever was drafted, and
+    a draft that adds the same noise to its own probs matches it often. argmax(log p + Gumbel) is argmax(p / Exp).
+    Verification reads it under every rule; where the rule is not `coupled`, drafts have a `DraftRng` of their own.
     """
 
-    def __init__(self, seed: int, device: torch.device, text: Sized) -> None:
-        """Take the seed, the device of the probs, and the text before a draft, the root its last token."""
-        self.seed, self.device, self.text = seed, device, text
+    def __init__(self, seed: int, device: torch.device, prefix: Sized) -> None:
+        """Take the seed, the device of the probs, and the tokens before a draft, whose last one is the root."""
+        self.seed, self.device, self.prefix = seed, device, prefix
         self.cached: dict[int, Tensor] = {}
-        self.key, self.start, self.coins_used = keyed(key_of(seed), COINS), -1, 0
+        self.key, self.start, self.used_uniforms = hash_key(seed_key(seed), ACCEPT_KEY), -1, 0
 
     def sample(self, probs: Float[Tensor, "N V"], depth: int = 1) -> list[int]:
         """Return each row's winner under the noise of the position; equal rows have equal winners."""
-        tokens: list[int] = self.race(probs, depth).argmax(-1).tolist()
+        tokens: list[int] = self.exponential_scores(probs, depth).argmax(-1).tolist()
         return tokens
 
-    def distinct(self, probs: Float[Tensor, "N V"], count: int, depth: int = 1) -> Tensor:
-        """Return the first of the race under the noise of the position, -1 once none is left."""
-        return top_of_race(self.race(probs, depth), count)
+    def sample_distinct(self, probs: Float[Tensor, "N V"], count: int, depth: int = 1) -> Tensor:
+        """Return the best tokens under the noise of the position, -1 once none is left."""
+        return top_scored(self.exponential_scores(probs, depth), count)
 
     def accept(self, probability: float) -> bool:
-        """Return true with the given probability: the coins of a root are numbered."""
-        if self.start != len(self.text):
-            self.start, self.coins_used = len(self.text), 0
-        self.coins_used += 1
-        return bool(uniform(keyed(self.key, self.start), self.coins_used - 1) < probability)
+        """Return true with the given probability: the uniform numbers of a root are counted."""
+        if self.start != len(self.prefix):
+            self.start, self.used_uniforms = len(self.prefix), 0
+        self.used_uniforms += 1
+        return bool(uniform(hash_key(self.key, self.start), self.used_uniforms - 1) < probability)
 
     def at(self, position: int, device: torch.device) -> Rng:
         """Return the same noise from a position on."""
-        return Coupled(self.seed, device, range(position))
+        return CoupledRng(self.seed, device, range(position))
 
-    def race(self, probs: Float[Tensor, "N V"], depth: int = 1) -> Float[Tensor, "N V"]:
+    def exponential_scores(self, probs: Float[Tensor, "N V"], depth: int = 1) -> Float[Tensor, "N V"]:
         """Return the probs divided by the noise of the position `depth` below the root."""
-        start = len(self.text)
+        start = len(self.prefix)
         self.cached = {position: noise for position, noise in self.cached.items() if position >= start}
         position = start + depth - 1
         if position not in self.cached:
-            where = torch.tensor([key_of(self.seed), position], device=self.device)
-            self.cached[position] = noise_at(where[:1], where[1:], probs.shape[-1])[0]
+            where = torch.tensor([seed_key(self.seed), position], device=self.device)
+            self.cached[position] = exponential_noise(where[:1], where[1:], probs.shape[-1])[0]
         return probs / self.cached[position].to(probs.dtype)
 
 
-class Drafting:
+class DraftRng:
     """The Rng of drafts that are not coupled: it depends on seed, root and the number of samples taken there before.
 
     It is independent of what verification reads and of what was drafted at other roots, so that every draft is a sample
     of its q. It has no state but that number, so `Samples` takes those of a whole batch at once.
     """
 
-    def __init__(self, seed: int, device: torch.device, text: Sized) -> None:
-        """Take the seed, the device of the probs, and the text before a draft, the root its last token."""
-        self.seed, self.device, self.text = seed, device, text
+    def __init__(self, seed: int, device: torch.device, prefix: Sized) -> None:
+        """Take the seed, the device of the probs, and the tokens before a draft, whose last one is the root."""
+        self.seed, self.device, self.prefix = seed, device, prefix
         self.start, self.root = -1, 0
         self.at_root: Samples
 
     def sample(self, probs: Float[Tensor, "N V"], depth: int = 1) -> list[int]:
         """Sample one token from each row."""
-        tokens: list[int] = self.samples().picked(probs[None])[0].tolist()
+        tokens: list[int] = self.samples().sample(probs[None])[0].tolist()
         return tokens
 
-    def distinct(self, probs: Float[Tensor, "N V"], count: int, depth: int = 1) -> Tensor:
+    def sample_distinct(self, probs: Float[Tensor, "N V"], count: int, depth: int = 1) -> Tensor:
         """Sample without replacement."""
-        return self.samples().distinct(probs[None], count)[0]
+        return self.samples().sample_distinct(probs[None], count)[0]
 
     def accept(self, probability: float) -> bool:
         """Return true with the given probability."""
@@ -148,13 +148,13 @@ class Drafting:
 
     def at(self, position: int, device: torch.device) -> Rng:
         """Return a generator of the position's own."""
-        return Generator(self.seed, device).at(position, device)
+        return SeededRng(self.seed, device).at(position, device)
 
     def samples(self) -> "Samples":
         """Return the samples of the root at hand, of which some may have been taken."""
-        if self.start != len(self.text):
-            self.start = len(self.text)
-            self.root = keyed(keyed(key_of(self.seed), DRAFTS), self.start)
+        if self.start != len(self.prefix):
+            self.start = len(self.prefix)
+            self.root = hash_key(hash_key(seed_key(self.seed), DRAFT_KEY), self.start)
             self.at_root = Samples(torch.tensor([self.root], device=self.device))
         return self.at_root
 
@@ -171,20 +171,20 @@ class Samples:
         self.taken += count
         return self.taken - count
 
-    def picked(self, probs: Float[Tensor, "B K V"]) -> Int[Tensor, "B K"]:
+    def sample(self, probs: Float[Tensor, "B K V"]) -> Int[Tensor, "B K"]:
         """Sample one token from each row."""
-        point = uniform(self.root[:, None], self._numbers(probs.shape[1]))
-        return picked(probs.flatten(0, 1), point.flatten()).unflatten(0, point.shape)
+        uniforms = uniform(self.root[:, None], self._numbers(probs.shape[1]))
+        return inverse_cdf(probs.flatten(0, 1), uniforms.flatten()).unflatten(0, uniforms.shape)
 
-    def distinct(self, probs: Float[Tensor, "B K V"], count: int) -> Int[Tensor, "B K C"]:
+    def sample_distinct(self, probs: Float[Tensor, "B K V"], count: int) -> Int[Tensor, "B K C"]:
         """Sample `count` tokens from each row without replacement, in order; -1 once none is left.
 
-        By exponential races, equal to Gumbel top-k (Kool et al., 2019).
+        By probs over exponential noise, equal to Gumbel top-k (Kool et al., 2019).
         """
         if count == 1:
-            return self.picked(probs)[..., None]
+            return self.sample(probs)[..., None]
         root, number = torch.broadcast_tensors(self.root[:, None], self._numbers(probs.shape[1]))
-        return top_of_race(probs / noise_at(root, number, probs.shape[-1]).to(probs.dtype), count)
+        return top_scored(probs / exponential_noise(root, number, probs.shape[-1]).to(probs.dtype), count)
 
     def _numbers(self, count: int) -> Int[Tensor, "K"]:
         first = self.take(count)
@@ -193,33 +193,33 @@ class Samples:
 
 BITS = 32
 MASK = (1 << BITS) - 1
-DRAFTS, COINS = MASK, MASK - 1  # the keys of other numbers than the noise of positions, which are smaller
+DRAFT_KEY, ACCEPT_KEY = MASK, MASK - 1  # the keys of other numbers than the noise of positions, which are smaller
 
 
-def key_of(seed: int) -> int:
+def seed_key(seed: int) -> int:
     """Return what counter-based numbers take for a seed: those of neighbouring seeds have nothing in common."""
     return hashed(str(seed)) & MASK
 
 
-def keyed(key: Any, counter: Any) -> Any:
+def hash_key(key: Any, counter: Any) -> Any:
     """Return a hash of a key and a counter, of 32 bits: a key again. Numbers or tensors that broadcast."""
     return _mixed(key ^ _mixed(counter))
 
 
 def uniform(key: Any, counter: Any) -> Any:
     """Return numbers between 0 and 1, exclusive, in fp64: a function of key and counter alone."""
-    bits = keyed(key, counter)
+    bits = hash_key(key, counter)
     return ((bits.double() if isinstance(bits, Tensor) else bits) + 0.5) / (MASK + 1)
 
 
-def noise_at(key: Int[Tensor, "*b"], position: Int[Tensor, "*b"], size: int) -> Float[Tensor, "*b V"]:
+def exponential_noise(key: Int[Tensor, "*b"], position: Int[Tensor, "*b"], size: int) -> Float[Tensor, "*b V"]:
     """Return exponential noise for `size` tokens at absolute positions: a function of key, position and token alone.
 
     A hash of the three takes a generator's place, so that one call serves any number of sequences and positions, on
     every kind of device alike (Salmon et al., 2011, on counter-based random numbers).
     """
     token = torch.arange(size, device=position.device)
-    return -uniform(keyed(key, position)[..., None], token).log().float()
+    return -uniform(hash_key(key, position)[..., None], token).log().float()
 
 
 def _mixed(x: Any) -> Any:
@@ -229,9 +229,9 @@ def _mixed(x: Any) -> Any:
     return x ^ (x >> 15)
 
 
-def picked(probs: Float[Tensor, "N V"], point: Float[Tensor, "N"]) -> Int[Tensor, "N"]:
-    """Return the token of each row at a point of its cumulative sum: one random number a row, where a race takes V."""
-    chunks = zip(probs.split(ROWS), point[:, None].split(ROWS), strict=True)
+def inverse_cdf(probs: Float[Tensor, "N V"], uniforms: Float[Tensor, "N"]) -> Int[Tensor, "N"]:
+    """Return the token of each row at a point of its cumulative sum: one random number a row in place of V."""
+    chunks = zip(probs.split(ROWS), uniforms[:, None].split(ROWS), strict=True)
     tokens = []
     for some, where in chunks:
         total = some.cumsum(-1, dtype=torch.float64)
@@ -244,7 +244,7 @@ def hashed(key: str) -> int:
     return int.from_bytes(hashlib.blake2b(key.encode(), digest_size=8).digest(), "little")
 
 
-def top_of_race(keys: Float[Tensor, "*n V"], count: int) -> Int[Tensor, "*n C"]:
+def top_scored(keys: Float[Tensor, "*n V"], count: int) -> Int[Tensor, "*n C"]:
     """Return the tokens of the `count` largest keys of each row in order; -1 where a key is zero."""
     best = keys.topk(min(count, keys.shape[-1]))
     return torch.where(best.values > 0, best.indices, -1)

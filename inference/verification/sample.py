@@ -76,15 +76,17 @@ def _nucleus(probs: Float[Tensor, "*n V"], top_p: float) -> Float[Tensor, "*n V"
     return nucleus / nucleus.sum(-1, keepdim=True)
 
 
-def penalize(logits: Float[Tensor, "*n V"], seen: Bool[Tensor, "*n V"], sampling: Sampling) -> Float[Tensor, "*n V"]:
-    """Return the logits with those of `seen` tokens pulled down, in fp32; fp64 stays (arXiv 1909.05858).
+def penalize(
+    logits: Float[Tensor, "*n V"], seen_tokens: Bool[Tensor, "*n V"], sampling: Sampling
+) -> Float[Tensor, "*n V"]:
+    """Return the logits with those of `seen_tokens` pulled down, in fp32; fp64 stays (arXiv 1909.05858).
 
     As in transformers a positive logit is divided by the penalty and a negative one multiplied, once however often the
     token stands in the prompt or the answer.
     """
     logits = logits if logits.dtype == torch.float64 else logits.float()
     penalty = sampling.repetition_penalty
-    return torch.where(seen, torch.where(logits < 0, logits * penalty, logits / penalty), logits)
+    return torch.where(seen_tokens, torch.where(logits < 0, logits * penalty, logits / penalty), logits)
 
 
 def residual(target: Float[Tensor, "*n V"], draft: Float[Tensor, "*n V"]) -> Float[Tensor, "*n V"]:

@@ -22,14 +22,14 @@ class DraftTree(NamedTuple):
 class LookAhead(NamedTuple):
     """Look-ahead tokens: they run in a verification pass beside the tree and are neither verified nor committed.
 
-    They see all committed positions and what `seen` says of the N tree nodes and the R look-ahead tokens; nodes never
-    see these, so the target's logits at the nodes, and with them the output, are what they would be without. `stack` is
+    They attend to all committed positions and, as `attn_mask` says, to the N tree nodes and the R look-ahead tokens.
+    Nodes never attend to them, so the target's logits at the nodes, and with them the output, stay the same. `stack` is
     called instead of the target's decoder stack; it must treat the nodes as that does, and gives no feature layers.
     """
 
     token: Int[Tensor, "R"]
     offset: Int[Tensor, "R"]  # position, counted from the root's
-    seen: Bool[Tensor, "R M"]  # M = N + R
+    attn_mask: Bool[Tensor, "R M"]  # M = N + R
     stack: Callable[..., Any] | None = None
 
 
@@ -50,12 +50,12 @@ def ancestors(tree: DraftTree) -> Bool[Tensor, "*b N N"]:
     host need not know the tree, for which it would have to wait until a device has drafted it.
     """
     size = tree.parent.shape[-1]
-    seen = torch.eye(size, dtype=torch.bool, device=tree.parent.device).expand(*tree.parent.shape, -1)
+    mask = torch.eye(size, dtype=torch.bool, device=tree.parent.device).expand(*tree.parent.shape, -1)
     up, reach = tree.parent.clamp_min(0), 1  # the root is its own parent, which adds nothing
     while reach < size:
-        seen = seen | seen.gather(-2, up[..., None].expand_as(seen))
+        mask = mask | mask.gather(-2, up[..., None].expand_as(mask))
         up, reach = up.gather(-1, up), 2 * reach
-    return seen
+    return mask
 
 
 def depth(tree: DraftTree) -> Int[Tensor, "N"]:
@@ -66,9 +66,9 @@ def depth(tree: DraftTree) -> Int[Tensor, "N"]:
 def seen_tokens(tree: DraftTree, before: Bool[Tensor, "V"]) -> Bool[Tensor, "N V"]:
     """Return for each node which tokens stand in its prefix: those `before` the tree's and those on its path."""
     node, above = ancestors(tree).nonzero(as_tuple=True)
-    seen = before.expand(len(tree.token), -1).clone()
-    seen[node, tree.token[above]] = True
-    return seen
+    result = before.expand(len(tree.token), -1).clone()
+    result[node, tree.token[above]] = True
+    return result
 
 
 def layout(
@@ -80,7 +80,7 @@ def layout(
     if look_ahead is not None:
         position = torch.cat([position, prefix + look_ahead.offset])
         unseen = on_path.new_zeros(len(on_path), len(look_ahead.token))  # nodes never see look-ahead tokens
-        on_path = torch.cat([torch.cat([on_path, unseen], 1), look_ahead.seen])
+        on_path = torch.cat([torch.cat([on_path, unseen], 1), look_ahead.attn_mask])
     return position, torch.cat([on_path.new_ones(len(on_path), prefix), on_path], 1)
 
 

@@ -103,7 +103,7 @@ def decide(
     Args:
         logits: the target's at each node, the repetition penalty applied.
         q: the probs from which each node's children were sampled; None if they were chosen in any other way.
-        rng: the randomness; a `Coupled` one for the coupled rule.
+        rng: the randomness; a `CoupledRng` one for the coupled rule.
         rule: a key of `RULES`, or auto.
 
     Raises:

@@ -9,7 +9,7 @@ import pytest
 from benchmarks import door, heads, step_equality
 from benchmarks.targets import COLUMNS, measured, table
 from heads.common.resolvers import register_resolvers
-from inference.decode import Settings
+from inference.decode import RequestParams
 from inference.verification.sample import GREEDY
 from tests import toys
 from tests.eval.stubs import generation
@@ -66,7 +66,7 @@ def test_texts_are_counted_by_where_they_part(tokens: list[int], changes: dict[s
     ours, theirs = generation([5, 6, 7], gaps=[2.0, 3.0, 1e-6]), generation(tokens)
     for name, value in changes.items():
         setattr(theirs, name, value)
-    found = step_equality.compare(toys.target(), [([1], Settings(3, GREEDY))], [ours], [theirs])
+    found = step_equality.compare(toys.target(), [([1], RequestParams(3, GREEDY))], [ours], [theirs])
     assert found.counts == {"tokens": len(tokens), kind: 1}
     assert [line.split(":")[0] for line in found.first] == [kind] * (kind != "identical")
 

@@ -7,7 +7,7 @@ import torch
 
 from data.batches import Packed, pack
 from data.features.coding import Copying
-from data.features.store import RowTensors, StoreSpec
+from data.features.store import SequenceTensors, StoreSpec
 from data.text.masks import Sample
 from tests import toys
 
@@ -19,7 +19,7 @@ def spec(**changed: Any) -> StoreSpec:
     return replace(SPEC, **changed)
 
 
-def made(rows: list[int]) -> RowTensors:
+def made(rows: list[int]) -> SequenceTensors:
     """Return tensors that follow from the rows' numbers."""
     found = []
     for row in rows:

@@ -17,7 +17,7 @@ from data.text.template import encode, render
 from heads.common.resolvers import ROOT
 from heads.eagle import Eagle
 from heads.formats.store import save_head
-from inference.drafters.plain import Plain
+from inference.drafters.plain import Baseline
 from inference.target.target import Target
 from inference.verification.sample import Sampling
 from tests import toys
@@ -172,11 +172,11 @@ def test_no_end_token_and_two_drafters_are_refused(monkeypatch: pytest.MonkeyPat
         (DRAFTERS, None, "one source drafts the answers"),
         ({"head": {}}, None, "drafter=head needs run="),
         ({"suffix": SUFFIX}, "outputs/x", "give one of the two"),
-        ({"nonesuch": {}}, None, "no source is called 'nonesuch'"),
+        ({"nonesuch": {}}, None, "no drafter is called 'nonesuch'"),
     ):
         with pytest.raises(ValueError, match=message):
             drafter_of(options, run, NO_TREE, target)
-    assert isinstance(drafter_of({"plain": {}}, None, NO_TREE, target), Plain)
+    assert isinstance(drafter_of({"plain": {}}, None, NO_TREE, target), Baseline)
 
 
 def test_what_was_written_is_trained_on_whole_and_in_place(tmp_path: Path, config: Callable[..., DataConfig]) -> None:

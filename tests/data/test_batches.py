@@ -109,22 +109,22 @@ def test_a_filler_batch_trains_nothing_and_has_real_tokens(packed: Packed) -> No
 def test_every_epoch_has_every_row_once_in_an_order_of_its_own(packed: Packed) -> None:
     size, rows_per_step = len(packed.token), 7
     batches = Batches(packed, rows_per_step, 2, 0, 0, 1)
-    stream = torch.cat([batches.rows(step) for step in range(-(-2 * size // rows_per_step))]).tolist()
+    stream = torch.cat([batches.sequences(step) for step in range(-(-2 * size // rows_per_step))]).tolist()
     first, second = stream[:size], stream[size : 2 * size]
     assert size % rows_per_step  # so a batch reaches over the epoch's end
     assert sorted(first) == sorted(second) == list(range(size))
     assert first != second
-    assert Batches(packed, size, 2, 1, 0, 1).rows(0).tolist() != second, "another seed begins as this one goes on"
+    assert Batches(packed, size, 2, 1, 0, 1).sequences(0).tolist() != second, "another seed begins as this one goes on"
 
 
 def test_a_step_depends_on_the_seed_and_its_number_alone(packed: Packed) -> None:
     walked, jumped = Batches(packed, 7, 2, 3, 0, 1), Batches(packed, 7, 2, 3, 0, 1)
     for step in range(40):
-        expected = walked.rows(step)
-    assert torch.equal(jumped.rows(39), expected)
-    assert not torch.equal(Batches(packed, 7, 2, 4, 0, 1).rows(39), expected)
+        expected = walked.sequences(step)
+    assert torch.equal(jumped.sequences(39), expected)
+    assert not torch.equal(Batches(packed, 7, 2, 4, 0, 1).sequences(39), expected)
     few = Packed(*(part[:3] for part in packed))  # fewer rows than a step repeat
-    assert sorted(Counter(Batches(few, 7, 2, 0, 0, 1).rows(0).tolist()).values()) == [2, 2, 3]
+    assert sorted(Counter(Batches(few, 7, 2, 0, 0, 1).sequences(0).tolist()).values()) == [2, 2, 3]
 
 
 def test_the_fingerprint_sees_tokens_masks_bounds_and_order() -> None:

@@ -14,8 +14,8 @@ from data.text.exact import Pretokenized, exact_tokens
 from data.text.prompts import before_answers, load_training
 from data.text.records import parse
 from inference.batch import Batch
-from inference.drafters.plain import Plain
-from inference.session import Generation, Settings
+from inference.drafters.plain import Baseline
+from inference.request import Generation, RequestParams
 from tests.data import answering, asking
 from tests.data import chat_server as serve
 from tests.data.answering import chat, settings, work
@@ -148,14 +148,14 @@ def test_a_log_of_ours_read_again_differs_in_no_token(
     decoded: list[list[int]] = []
     admit = Batch.admit
 
-    def noted(batch: Batch, number: int, prompt: list[int], asked: Settings) -> Generation:
+    def noted(batch: Batch, number: int, prompt: list[int], asked: RequestParams) -> Generation:
         generation = admit(batch, number, prompt, asked)
         decoded.append(generation.tokens)
         return generation
 
     monkeypatch.setattr(Batch, "admit", noted)
     chats = [chat(f"c{i}", f"w{i} w3", f"w{i}", "w5") for i in range(6)]
-    write_answers(work(chats, how), Engine(target, Plain(target.device), how, 3), tmp_path / "log.jsonl")
+    write_answers(work(chats, how), Engine(target, Baseline(target.device), how, 3), tmp_path / "log.jsonl")
     samples = load_samples(config(str(tmp_path / "log.jsonl")), target.tokenizer)
     trained = [
         sample.token[a:b] for sample in samples for a, b in Pretokenized(sample.token, sample.loss_mask).answers()

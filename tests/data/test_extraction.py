@@ -62,7 +62,7 @@ def test_it_estimates_extracts_and_goes_on(call: Call, tmp_path: Path, capsys: p
     store = FeatureStore(folder)
     assert store.spec.layers == (0, 1, 2)
     assert store.missing() == []
-    assert f"{store.spec.rows} rows to extract: 0.00" in said
+    assert f"{store.spec.rows} sequences to extract: 0.00" in said
     assert f"{folder}: {store.spec.shards} shards written by process 0" in said
     before = contents(folder)
     call(*words)
@@ -92,7 +92,7 @@ def test_only_the_rows_that_a_store_lacks_are_left(tmp_path: Path) -> None:
     for entry in sorted((tmp_path / "index").glob("*.json"))[3:]:
         entry.unlink()
     fewer = replace(store.spec, layers=store.spec.layers[:1])  # the store goes on with its own
-    assert extraction.rows_left(tmp_path, fewer) == (store.spec, 11 - 6)
+    assert extraction.sequences_left(tmp_path, fewer) == (store.spec, 11 - 6)
 
 
 def test_a_layer_that_the_target_has_not_is_refused(

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from data.batches import Batches, Packed
-from data.features.served import EngineFeatures, VllmServers
+from data.features.served import ServedFeatures, VllmServers
 from data.features.source import FeatureRequest, LiveFeatures
 from data.features.vllm_features import LayerIds, pieces
 from inference.target.embeddings import final_norm
@@ -59,10 +59,10 @@ def checked(packed: Packed, target: Target, found: VllmServers) -> VllmServers:
 def served(
     packed: Packed, target: Target, *running: StatesServer, of: Batches | None = None,
     layers: tuple[int, ...] = LAYERS, **changed: Any,
-) -> EngineFeatures:  # fmt: skip
+) -> ServedFeatures:  # fmt: skip
     found = checked(packed, target, servers(*running, of=layers, **changed))
     form, norm = FeatureRequest(layers, torch.float32), final_norm(target.base, 3)
-    return EngineFeatures(found, of or batches(packed), form, norm, torch.device("cpu"), 3)
+    return ServedFeatures(found, of or batches(packed), form, norm, torch.device("cpu"), 3)
 
 
 def test_served_features_are_the_live_ones_and_no_file_stays(
@@ -71,7 +71,7 @@ def test_served_features_are_the_live_ones_and_no_file_stays(
     layers = LAYERS[:1]
     source = served(packed, target, server, layers=layers)
     same(steps(source, 4), steps(LiveFeatures(target, batches(packed), layers), 4), 1e-5)
-    assert source.close() == "features: 16 rows served"
+    assert source.close() == "features: 16 sequences served"
     assert server.leftovers() == []
 
 
@@ -121,7 +121,7 @@ def test_the_next_server_is_asked_where_one_fails(
 @pytest.mark.parametrize(
     ("write", "message"),
     [
-        (changed(hidden_states=lambda x: x[:, :1]), r"row \d+ from position \d+ on: hidden states of shape"),
+        (changed(hidden_states=lambda x: x[:, :1]), r"sequence \d+ from position \d+ on: hidden states of shape"),
         (changed(hidden_states=lambda x: x[1:]), "hidden states of shape .*check features.vllm_layers"),
         (changed(hidden_states=lambda x: x.to(torch.float8_e4m3fn)), "in torch.float8_e4m3fn, not .* in 16 or 32 bits"),
         (changed(token_ids=lambda x: x + 1), "those of other tokens; start vLLM as docs"),

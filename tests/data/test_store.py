@@ -44,12 +44,12 @@ def test_rows_come_back_bit_for_bit(tmp_path: Path) -> None:
         assert found.keys() == wanted.keys()
         assert all(torch.equal(found[name], wanted[name]) for name in wanted)
     tensors = sum(part.nbytes for part in stores.made([0]).values())
-    assert tensors == stores.SPEC.row_bytes
+    assert tensors == stores.SPEC.sequence_bytes
     (tmp_path / INDEX / ".partial-000099.json").write_text("{")  # another process may rename it at any moment
     again = FeatureStore(tmp_path)
     assert (again.damaged, any(name.startswith(".") for name in again.entries)) == ({}, False)
     (tmp_path / SHARDS / "000000.safetensors").unlink()
-    with pytest.raises(DamagedError, match=r"000000\.safetensors: row 1 cannot be read"):
+    with pytest.raises(DamagedError, match=r"000000\.safetensors: sequence 1 cannot be read"):
         again.read(1)
 
 
@@ -252,8 +252,8 @@ def change(file: Path, **values: Any) -> None:
 @pytest.mark.parametrize(
     ("values", "told"),
     [
-        ({"rows": [0]}, "does not list rows"),
-        ({"bytes": "many"}, "does not list rows"),
+        ({"rows": [0]}, "does not list sequences"),
+        ({"bytes": "many"}, "does not list sequences"),
         ({"rows": [0, 11]}, "not different ones of 11"),
         ({"rows": [[], {}]}, "not different ones of 11"),
     ],
@@ -330,4 +330,4 @@ def test_sizes_are_those_of_the_tensors() -> None:
     for dtype in DTYPES:
         value, scale = encode(torch.ones(3, 64), dtype)
         held = value.numel() * value.element_size() + (0 if scale is None else scale.numel() * scale.element_size())
-        assert held == stores.spec(dtype=dtype, layers=(), length=3, width=64).row_bytes
+        assert held == stores.spec(dtype=dtype, layers=(), length=3, width=64).sequence_bytes

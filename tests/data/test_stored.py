@@ -15,7 +15,7 @@ from data.batches import Batches, Packed
 from data.features.coding import Copying, States, compute, copying, start
 from data.features.extraction import extract, spec_of
 from data.features.source import FeatureRequest, FeaturesConfig, LiveFeatures
-from data.features.store import INDEX, SHARDS, DamagedError, FeatureStore, RowTensors
+from data.features.store import INDEX, SHARDS, DamagedError, FeatureStore, SequenceTensors
 from data.features.stored import Compute, StoredFeatures
 from heads.base import Features
 from inference.target.target import Target
@@ -99,7 +99,7 @@ def test_stored_features_are_the_live_ones_up_to_rounding(
     assert not any(features.last_hidden.requires_grad for features in live)
     same(steps(source, 9), live, share)
     assert source.read == 36
-    assert "36 rows read, 0 computed" in source.close()
+    assert "36 sequences read, 0 computed" in source.close()
     one, turned = (steps(stored(store, batches(packed), layers=layers), 1)[0] for layers in (LAYERS, LAYERS[::-1]))
     assert torch.equal(turned.hidden, one.hidden.flip(2)), "layers come in the head's own order"
 
@@ -121,7 +121,7 @@ def test_a_store_knows_its_rows_by_tokens_and_documents_alone(target: Target, pa
     assert found[0] == found[3]
     assert len({*found}) == 3
     spec = spec_of(target, packed, LAYERS, config(shard_mb=3))
-    assert spec.shard_rows == 3 * 10**6 // spec.row_bytes
+    assert spec.shard_rows == 3 * 10**6 // spec.sequence_bytes
 
 
 def test_a_step_may_be_any_and_waiting_is_counted(
@@ -133,7 +133,7 @@ def test_a_step_may_be_any_and_waiting_is_counted(
         same([m.read() for m in source(step)], [m.read() for m in live(step)], 1e-5)
     read = store.read
 
-    def slow(row: int) -> RowTensors:
+    def slow(row: int) -> SequenceTensors:
         time.sleep(0.1)
         return read(row)
 
@@ -147,7 +147,7 @@ def test_a_missing_row_is_named_or_computed(tmp_path: Path, target: Target, pack
     store = extracted(tmp_path, target, packed)
     (tmp_path / INDEX / "000000.json").unlink()
     store = FeatureStore(tmp_path)
-    with pytest.raises(DamagedError, match=r"row [012] is in no shard; extract it, or give features.on_missing"):
+    with pytest.raises(DamagedError, match=r"sequence [012] is in no shard; extract it, or give features.on_missing"):
         steps(stored(store, batches(packed)), 9)
     source = stored(store, batches(packed), recomputed(target, store))
     same(steps(source, 9), steps(LiveFeatures(target, batches(packed), LAYERS), 9), 1e-5)
@@ -160,7 +160,7 @@ def test_a_damaged_row_is_named_or_computed_with_a_warning(
     store = extracted(tmp_path, target, packed)
     for name in ("000001", "000002"):
         flip(tmp_path / SHARDS / f"{name}.safetensors", 0.7)
-    with pytest.raises(DamagedError, match=r"00000[12]\.safetensors: row [3-8]"):
+    with pytest.raises(DamagedError, match=r"00000[12]\.safetensors: sequence [3-8]"):
         steps(stored(store, batches(packed)), 9)
     with caplog.at_level(logging.WARNING):
         source = stored(store, batches(packed), recomputed(target, store))

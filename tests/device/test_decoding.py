@@ -8,9 +8,9 @@ import torch
 
 from eval.measures.losslessness import Gate, gate
 from heads import HEADS
-from inference.decode import Generation, Settings, speculate
+from inference.decode import Generation, RequestParams, speculate
 from inference.drafters.head import HeadDrafter
-from inference.drafters.plain import Plain
+from inference.drafters.plain import Baseline
 from inference.protocol import Drafter
 from inference.target.target import Target
 from inference.verification.sample import GREEDY, Sampling
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.gpu
 On = Callable[[str, torch.dtype], Target]
 DTYPES = [torch.float32, torch.bfloat16]
 PROMPTS = [toys.prompt(seed) for seed in range(3)]
-SETTINGS = Settings(36, GREEDY, gaps=True)
+SETTINGS = RequestParams(36, GREEDY, gaps=True)
 
 
 def drafter(name: str, tree: str, target: Target) -> HeadDrafter:
@@ -31,7 +31,7 @@ def drafter(name: str, tree: str, target: Target) -> HeadDrafter:
 
 def judged(target: Target, source: Drafter, dtype: torch.dtype) -> tuple[Gate, list[Generation]]:
     """Decode with a source and compare with the baseline, near ties apart."""
-    plain = [speculate(target, Plain(target.device), prompt, SETTINGS) for prompt in PROMPTS]
+    plain = [speculate(target, Baseline(target.device), prompt, SETTINGS) for prompt in PROMPTS]
     made = [speculate(target, source, prompt, SETTINGS) for prompt in PROMPTS]
     return gate(plain, made, ["0", "1", "2"], dtype), made
 
@@ -67,7 +67,7 @@ def test_sources_without_a_model_write_plain_text(name: str, target_on: On) -> N
 @pytest.mark.parametrize(("head", "tree"), [("eagle3", "dynamic"), ("medusa", "static"), ("eagle", "chain")])
 def test_a_batch_is_what_each_is_alone(head: str, tree: str, sampling: Sampling, target_on: On) -> None:
     target = target_on("llama", torch.float32)
-    settings = [Settings(20 + i, sampling, seed=i) for i in range(len(PROMPTS))]
+    settings = [RequestParams(20 + i, sampling, seed=i) for i in range(len(PROMPTS))]
     alone = [
         speculate(target, drafter(head, tree, target), prompt, each)
         for prompt, each in zip(PROMPTS, settings, strict=True)

@@ -9,7 +9,7 @@ import torch
 
 from heads.modules.vocab import prune
 from inference.batch import Batch, batch_of
-from inference.decode import Settings, autoregress, speculate
+from inference.decode import RequestParams, autoregress, speculate
 from inference.drafters.head import HeadDrafter
 from inference.phase_timer import PhaseTimer
 from inference.target.target import Target
@@ -27,14 +27,14 @@ On = Callable[[str, torch.dtype], Target]
 def test_nothing_of_a_step_waits(name: str, tree: str, sampling: Sampling, target_on: On, device: torch.device) -> None:
     target = target_on("llama", torch.float32)
     head: Any = toys.head(name, target).to(device)
-    requests = [(toys.prompt(slot, 5 + slot), Settings(40, sampling)) for slot in range(2)]
+    requests = [(toys.prompt(slot, 5 + slot), RequestParams(40, sampling)) for slot in range(2)]
     batch = batch_of(target, HeadDrafter(head, toys.TREES[tree], name), 2, requests)
     step: Any = batch.device_step
     step.static, step.graphs = True, None
     for slot, request in enumerate(requests):
         batch.admit(slot, *request)
     batch.step()  # tables are made
-    kv_length = step.kv_length(max(sequence.session.cache.length for sequence in batch.running))
+    kv_length = step.kv_length(max(sequence.request.cache.length for sequence in batch.running))
     if device.type == "cuda":
         torch.cuda.set_sync_debug_mode("error")
     try:
@@ -56,7 +56,9 @@ def test_replayed_graphs_write_the_tokens_of_a_step_that_is_not_captured(
     """Sequences of different lengths come and go, and the replays wait for nothing."""
     target = target_on("llama", torch.float32)
     head: Any = toys.head(name, target).to(device)
-    requests = [(toys.prompt(seed, 5 + 9 * seed), Settings(30 + 5 * seed, sampling, seed=seed)) for seed in range(5)]
+    requests = [
+        (toys.prompt(seed, 5 + 9 * seed), RequestParams(30 + 5 * seed, sampling, seed=seed)) for seed in range(5)
+    ]
     texts = {}
     for captures in (False, True):
         batch = batch_of(target, HeadDrafter(head, toys.TREES[tree], name), 2, requests)
@@ -81,7 +83,7 @@ def test_heads_and_the_baseline_take_turns_with_the_graphs_of_their_first_reques
         head._embeddings = (target.embeddings,)
         prune(head, torch.randint(100, (toys.VOCAB,), generator=torch.Generator().manual_seed(seed)))
     sources = [HeadDrafter(head, toys.TREES["dynamic"], "hass") for head in heads]
-    prompts, settings = [toys.prompt(seed, 9) for seed in range(size)], Settings(30, GREEDY)
+    prompts, settings = [toys.prompt(seed, 9) for seed in range(size)], RequestParams(30, GREEDY)
     expected = [autoregress(target, prompt, settings).tokens for prompt in prompts]
     original = Batch.__init__
 

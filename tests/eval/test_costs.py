@@ -26,12 +26,12 @@ from eval.measures.cost_model import (
 from eval.tuning import costs as costing
 from eval.tuning.costs import PlaybackBatch, measure, planted, typical
 from eval.tuning.grid import acceptance, best_static, levelled
-from heads.base import NewRows, Nodes
+from heads.base import LevelNodes, NewRows
 from inference.batch import Batch
-from inference.decode import Settings
+from inference.decode import RequestParams
 from inference.drafters.head import HeadDrafter
 from inference.drafters.policy import TreeConfig
-from inference.session import Session, Step
+from inference.request import Request, Step
 from inference.verification import tree as trees
 from inference.verification.sample import GREEDY
 from tests import toys
@@ -172,7 +172,7 @@ def test_items_come_again_in_their_order_and_none_is_left_out() -> None:
     assert (drafted(WIDE), drafted(CHAIN)) == (WIDE.nodes, CHAIN.depth)
 
 
-SETTINGS, SHORT = Settings(30, GREEDY), Settings(12, GREEDY)
+SETTINGS, SHORT = RequestParams(30, GREEDY), RequestParams(12, GREEDY)
 MEASURED = [toys.TREES["chain"], toys.TREES["dynamic"], TreeConfig("best_first", 3, 0, 6, [], [])]
 SIZES = [0, 3, 8]
 
@@ -238,33 +238,33 @@ def test_the_played_back_text_is_what_plain_decoding_writes(monkeypatch: pytest.
             made.append((name, row))
             yield row
 
-    sessions: list[Session] = []
-    prefill = Session.prefill
+    requests: list[Request] = []
+    prefill = Request.prefill
 
-    def begun(session: Session) -> None:
-        sessions.append(session)
-        prefill(session)
+    def begun(request: Request) -> None:
+        requests.append(request)
+        prefill(request)
 
     shapes: list[torch.Size] = []
-    ranked = PlaybackBatch.ranked
+    draft_trees = PlaybackBatch.draft_trees
 
     def noted(self: PlaybackBatch, *args: Any, **named: Any) -> Any:
-        tree, above, q = ranked(self, *args, **named)
+        tree, above, q = draft_trees(self, *args, **named)
         shapes.append(tree.token.shape)
         return tree, above, q
 
     monkeypatch.setattr(costing, "decode", kept)
-    monkeypatch.setattr(PlaybackBatch, "ranked", noted)
-    monkeypatch.setattr(Session, "prefill", begun)
+    monkeypatch.setattr(PlaybackBatch, "draft_trees", noted)
+    monkeypatch.setattr(Request, "prefill", begun)
     target = toys.target()
     texts = write(target, [toys.prompt(seed) for seed in range(2)], SETTINGS)
-    del sessions[:]
+    del requests[:]
     head = HeadDrafter(toys.head("eagle", target), toys.TREES["chain"], "head")
     measure(target, head, texts, MEASURED, SIZES, 3, SETTINGS, batch)
     known = {tuple(text.token[: text.start]): text.token[text.start :] for text in texts}
-    for session in sessions:
-        prompt = session.context[: len(session.context) - len(session.generation.tokens)]
-        assert known[tuple(prompt)][: len(session.generation.tokens)] == session.generation.tokens
+    for request in requests:
+        prompt = request.context[: len(request.context) - len(request.generation.tokens)]
+        assert known[tuple(prompt)][: len(request.generation.tokens)] == request.generation.tokens
     rows = [row for name, row in made if name == "playback"]
     assert {len(row) for row in rows} == {batch}
     assert {*shapes} == {(batch, 1 + size) for size in SIZES}
@@ -298,7 +298,7 @@ def test_the_head_drafts_for_all_sequences_at_once(monkeypatch: pytest.MonkeyPat
         now[0] += 10 if new.counts is not None else 0  # a prompt has none
         return extend(self, state, new)
 
-    def expanded(self: Any, state: Any, level: Any, nodes: Nodes) -> Any:
+    def expanded(self: Any, state: Any, level: Any, nodes: LevelNodes) -> Any:
         now[0] += 1
         batches.add(len(nodes.token))
         return expand(self, state, level, nodes)
@@ -342,12 +342,12 @@ def test_a_machine_that_slows_down_for_a_while_slows_plain_decoding_and_playback
 def test_no_draft_is_left_without_a_price_however_few_the_passes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(costing, "ROUNDS", 1)
     target = toys.target()
-    texts = write(target, [toys.prompt(0)], Settings(3, GREEDY))
+    texts = write(target, [toys.prompt(0)], RequestParams(3, GREEDY))
     trees = [TreeConfig("chain", depth, 0, 0, [], []) for depth in range(1, 5)] + [
         TreeConfig("best_first", depth, 0, 4, [], []) for depth in range(1, 9)
     ]
     head = HeadDrafter(toys.head("eagle", target), trees[0], "eagle")
-    found = measure(target, head, texts, trees, (1, 4), 50, Settings(3, GREEDY))
+    found = measure(target, head, texts, trees, (1, 4), 50, RequestParams(3, GREEDY))
     assert set(found.draft) == {draft_key(tree) for tree in trees}
 
 

@@ -10,9 +10,9 @@ from data.text.prompts import Prompt
 from eval.live import extras
 from eval.measures.results import Measurement
 from eval.report.sections import compared
-from inference.decode import Generation, Settings, autoregress
+from inference.decode import Generation, RequestParams, autoregress
 from inference.drafters.head import HeadDrafter
-from inference.drafters.plain import Plain
+from inference.drafters.plain import Baseline
 from inference.drafters.policy import TreeConfig
 from inference.verification.sample import GREEDY
 from tests import toys
@@ -46,9 +46,9 @@ def drafter(tree: TreeConfig) -> Any:
 def test_the_nodes_accepted_most_often_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
     made = {name: [[run((0, 1), (0, 1, 0), (2,), (0,), ())]] for name in ("medusa", "suffix", "plain")}
     made["plain"] = [[generation(3, [(0, 0), (0, 0)])]]
-    lookup = Plain(toys.target().device)
+    lookup = Baseline(toys.target().device)
     lookup.tree = "tree-9"
-    sources = {"medusa": drafter(toys.TREES["dynamic"]), "suffix": lookup, "plain": Plain(toys.target().device)}
+    sources = {"medusa": drafter(toys.TREES["dynamic"]), "suffix": lookup, "plain": Baseline(toys.target().device)}
     found = extras.trees(made, sources)
     assert list(found) == ["medusa", "suffix"]
     for each in found.values():
@@ -89,7 +89,7 @@ PROMPT = toys.prompt(0)
 
 def answer() -> Generation:
     """Return the target's own text as three steps would have committed it."""
-    text = autoregress(toys.target(), PROMPT, Settings(9, GREEDY)).tokens
+    text = autoregress(toys.target(), PROMPT, RequestParams(9, GREEDY)).tokens
     assert toys.lively(text)
     run = generation(text, [(4, 2), (4, 0), (4, 3)])
     run.sources = ["prefill", "draft", "draft", "bonus", "bonus", "draft", "draft", "draft", "bonus"]

@@ -12,8 +12,8 @@ from eval.live import interleaved
 from eval.live.interleaved import Setup, interleave, measure, rows
 from eval.measures.losslessness import Divergence, Gate
 from eval.measures.results import Measurement
-from inference.decode import Generation, Settings, autoregress
-from inference.drafters.plain import Plain
+from inference.decode import Generation, RequestParams, autoregress
+from inference.drafters.plain import Baseline
 from inference.target.target import Target
 from inference.verification.sample import GREEDY
 from tests import toys
@@ -21,12 +21,12 @@ from tests.eval.stubs import StubTarget, generation
 
 PROMPTS = [Prompt(f"p{i}", [i], "") for i in range(4)]
 WARM = [Prompt(f"w{i}", [i], "") for i in (7, 8, 9)]
-SETTINGS = Settings(8, GREEDY, seed=3)
+SETTINGS = RequestParams(8, GREEDY, seed=3)
 GREEN = Gate(4, 4, 0, 0)
 RED = Gate(4, 3, 0, 1, Divergence("p2", 5, 1, 2, 3.5))
 
 
-class Ranked(Plain):
+class Ranked(Baseline):
     """A drafter with a rule and a tree to show."""
 
     name, rule, tree = "ranked", "point mass", "chain-2"
@@ -86,15 +86,15 @@ def test_the_warm_up_comes_first_and_does_not_count() -> None:
 def test_measure_runs_plain_decoding_each_drafter_and_hf(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[tuple[str, Any]] = []
 
-    def autoregress(target: Target, prompt: list[int], settings: Settings) -> Generation:
+    def autoregress(target: Target, prompt: list[int], settings: RequestParams) -> Generation:
         seen.append(("plain", settings))
         return generation(2)
 
-    def speculate(target: Target, drafter: Plain, prompt: list[int], settings: Settings) -> Generation:
+    def speculate(target: Target, drafter: Baseline, prompt: list[int], settings: RequestParams) -> Generation:
         seen.append((drafter.name, settings))
         return generation(3)
 
-    def hf_generate(target: Target, prompt: list[int], settings: Settings) -> Generation:
+    def hf_generate(target: Target, prompt: list[int], settings: RequestParams) -> Generation:
         seen.append(("hf", settings))
         return generation(4)
 
@@ -114,7 +114,7 @@ def test_measure_runs_plain_decoding_each_drafter_and_hf(monkeypatch: pytest.Mon
 def test_a_batch_is_warmed_up_by_full_batches_of_every_source(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[tuple[str, list[int], int]] = []
 
-    def speculate(_: Any, drafter: Plain, prompts: list[list[int]], __: Any, batch_size: int) -> list[Generation]:
+    def speculate(_: Any, drafter: Baseline, prompts: list[list[int]], __: Any, batch_size: int) -> list[Generation]:
         calls.append((drafter.name, [token for (token,) in prompts], batch_size))
         return [generation(2) for _ in prompts]
 
@@ -136,14 +136,14 @@ def test_a_batch_is_warmed_up_by_full_batches_of_every_source(monkeypatch: pytes
 
 def test_hf_generate_emits_plain_decodings_tokens() -> None:
     target, prompt = toys.target(), toys.prompt(0)
-    plain = autoregress(target, prompt, Settings(24, GREEDY))
-    run = interleaved.hf_generate(target, prompt, Settings(24, GREEDY))
+    plain = autoregress(target, prompt, RequestParams(24, GREEDY))
+    run = interleaved.hf_generate(target, prompt, RequestParams(24, GREEDY))
     assert toys.lively(run.tokens)
     assert run.tokens == plain.tokens
     assert (run.finish, run.steps) == ("length", [])
     assert run.decode_s > 0
     prompt = toys.prompt(0, target.context - 4)
-    assert len(interleaved.hf_generate(target, prompt, Settings(24, GREEDY)).tokens) == 4
+    assert len(interleaved.hf_generate(target, prompt, RequestParams(24, GREEDY)).tokens) == 4
 
 
 def test_hf_generate_runs_under_inference_mode_as_our_engine_does(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -154,7 +154,7 @@ def test_hf_generate_runs_under_inference_mode_as_our_engine_does(monkeypatch: p
         "generate",
         lambda *args, **named: under.append(torch.is_inference_mode_enabled()) or generate(*args, **named),
     )
-    interleaved.hf_generate(target, toys.prompt(0), Settings(4, GREEDY))
+    interleaved.hf_generate(target, toys.prompt(0), RequestParams(4, GREEDY))
     assert under == [True, True]
 
 
@@ -164,7 +164,7 @@ def test_hf_decoding_is_timed_without_its_prefill(monkeypatch: pytest.MonkeyPatc
         interleaved, "_timed_generate", lambda _target, _prompt, count, *_: ([7] * count, seconds[count])
     )
     target = StubTarget(eos=frozenset({1}))
-    run = interleaved.hf_generate(target, [0], Settings(9, GREEDY))
+    run = interleaved.hf_generate(target, [0], RequestParams(9, GREEDY))
     assert (run.prefill_s, run.decode_s, len(run.tokens)) == (2.0, 3.0, 9)
 
 

@@ -17,9 +17,9 @@ from eval.measures.losslessness import Divergence, Gate
 from eval.measures.results import Measurement, ResultRow
 from eval.run import evaluate
 from inference.batch import Batch, Running
-from inference.decode import Generation, Settings, speculate
+from inference.decode import Generation, RequestParams, speculate
 from inference.drafters.head import HeadDrafter
-from inference.drafters.plain import Plain
+from inference.drafters.plain import Baseline
 from inference.graphs import Graphs
 from inference.step import DeviceStep
 from inference.verification.sample import GREEDY
@@ -28,7 +28,7 @@ from tests.eval.small import small
 from tests.eval.stubs import generation
 
 GREEN, RED = Gate(2, 2, 0, 0), Gate(2, 1, 0, 1, Divergence("p1", 3, 4, 5, 2.5))
-SETTINGS = Settings(12, GREEDY, seed=3)
+SETTINGS = RequestParams(12, GREEDY, seed=3)
 
 
 class Clock:
@@ -51,11 +51,11 @@ class Paced(Batch):
     """A batch in which a prefill takes a second, a pass another, and each gives a token; an answer has three."""
 
     def __init__(self, size: int, clock: Clock) -> None:
-        self.free = [Plain(torch.device("cpu")) for _ in range(size)]
+        self.free = [Baseline(torch.device("cpu")) for _ in range(size)]
         self.slots: list[Running | None] = []
         self.clock, self.made = clock, dict[int, Generation]()
 
-    def admit(self, number: int, prompt: list[int], settings: Settings) -> Generation:
+    def admit(self, number: int, prompt: list[int], settings: RequestParams) -> Generation:
         """Begin an answer."""
         self.clock.now += 1
         self.free.pop()
@@ -68,15 +68,15 @@ class Paced(Batch):
         """Give each answer a token."""
         self.clock.now += 1
         for row in self.running:
-            made = self.made[row.number]
+            made = self.made[row.request_index]
             made.tokens.append(7)
             made.finish = "length" if len(made.tokens) == 3 else ""
 
     def release(self) -> None:
         """Let finished answers go."""
-        for row in [row for row in self.running if self.made[row.number].finish]:
+        for row in [row for row in self.running if self.made[row.request_index].finish]:
             self.slots.remove(row)
-            self.free.append(Plain(torch.device("cpu")))
+            self.free.append(Baseline(torch.device("cpu")))
 
 
 @pytest.mark.parametrize(
@@ -107,7 +107,7 @@ def test_arrivals_have_the_rate_on_average_and_stretch_with_it() -> None:
     assert fast == pytest.approx([at / 4 for at in slow])
 
 
-class Noted(Plain):
+class Noted(Baseline):
     """A drafter that says when it forgets."""
 
     forgot = 0
@@ -120,7 +120,7 @@ class Noted(Plain):
 def test_all_drafters_meet_the_same_arrivals_and_each_round_has_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     target, seen = toys.target(), list[list[float]]()
 
-    def noted(batch: Batch, prompts: list[list[int]], when: list[float], settings: Settings) -> list[Served]:
+    def noted(batch: Batch, prompts: list[list[int]], when: list[float], settings: RequestParams) -> list[Served]:
         seen.append(when)
         return serve(batch, prompts, [0.0] * len(prompts), settings)
 
@@ -176,7 +176,7 @@ def test_the_tokens_are_those_of_a_full_batch(size: int) -> None:
     drafter = HeadDrafter(toys.head("eagle", target), toys.TREES["dynamic"], "eagle")
     prompts = [Prompt(f"p{i}", toys.prompt(i, 8), "") for i in range(4)]
     rounds = measure_rate(Setup(target, {"eagle": drafter}, prompts, SETTINGS), 1, [], size, 300.0)
-    plain = speculate(target, Plain(target.device), [prompt.token for prompt in prompts], SETTINGS, batch_size=size)
+    plain = speculate(target, Baseline(target.device), [prompt.token for prompt in prompts], SETTINGS, batch_size=size)
     assert any(toys.lively(run.tokens) for run in plain)
     for name in ("plain", "eagle"):
         assert [served.generation.tokens for (served,) in rounds[name]] == [run.tokens for run in plain]
@@ -213,7 +213,7 @@ def loaded(gate: Gate, rate: float | None = 2.0, categories: dict[str, list[int]
     """Return the rows of a session under load."""
     rounds = {"plain": PLAIN, "eagle": FAST}
     session = Measurement("tiny", 0.0, 1, 0, 0, categories=categories or {}, request_rate=rate)
-    drafters = {"eagle": Plain(torch.device("cpu"))}
+    drafters = {"eagle": Baseline(torch.device("cpu"))}
     return queued_rows(
         interleaved.rows(interleaved.generations(rounds), drafters, {"eagle": gate}, session), rounds, session
     )
@@ -266,6 +266,6 @@ def test_turns_of_one_conversation_are_drawn_together() -> None:
     rounds = {"plain": PLAIN, "eagle": FAST}
     session = Measurement("tiny", 0.0, 1, 0, 0, conversations=[3, 3], request_rate=2.0)
     made = interleaved.rows(
-        interleaved.generations(rounds), {"eagle": Plain(torch.device("cpu"))}, {"eagle": GREEN}, session
+        interleaved.generations(rounds), {"eagle": Baseline(torch.device("cpu"))}, {"eagle": GREEN}, session
     )
     assert [row.speedup_ci for row in queued_rows(made, rounds, session)] == [None, None]

@@ -107,8 +107,8 @@ def test_a_result_fails_by_its_batch_size_or_its_temperature(
 
 def test_a_source_fails_by_any_temperature_and_by_the_sizes_that_are_asked_for() -> None:
     checks = FailedChecks(frozenset({"eagle x2"}), frozenset({("mlp", 1.0)}))
-    assert [checks.source("eagle", sizes) for sizes in ([1], [4, 2])] == [False, True]
-    assert checks.source("mlp", [1])
+    assert [checks.drafter("eagle", sizes) for sizes in ([1], [4, 2])] == [False, True]
+    assert checks.drafter("mlp", [1])
 
 
 def checked(runs: Path, out: Path) -> dict[str, Gate]:

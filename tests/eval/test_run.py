@@ -26,8 +26,8 @@ from heads.common.typed import typed
 from heads.formats.hub import kind_of, sibling_spec
 from heads.formats.store import TargetSpec, save_head
 from inference.api import loaded
-from inference.decode import Generation, Settings
-from inference.drafters.registry import SOURCES
+from inference.decode import Generation, RequestParams
+from inference.drafters.registry import DRAFTERS
 from inference.target.config import model_config
 from tests import toys
 from tests.eval.small import SIZE, run_main, small, words
@@ -127,7 +127,7 @@ def test_the_gate_runs_with_the_rule_and_the_rows_name_it(
     asked = []
     speculate = interleaved.speculate
 
-    def noted(*args: Any, settings: Settings) -> Generation:
+    def noted(*args: Any, settings: RequestParams) -> Generation:
         asked.append((settings.rule, settings.sampling))
         return speculate(*args, settings=settings)
 
@@ -245,7 +245,7 @@ def test_a_bad_value_is_refused_before_anything_is_loaded(values: dict[str, Any]
     [
         ({"drafter": {"plain": {}}, "workload": "/nowhere/log.jsonl"}, "/nowhere/log.jsonl"),
         ({"drafter": {"plain": {}}, "out": "/dev/null/report"}, "out=/dev/null/report: cannot be written"),
-        ({"drafter": {"oracle": {}}}, "no source is called 'oracle'"),
+        ({"drafter": {"oracle": {}}}, "no drafter is called 'oracle'"),
         ({"drafter": {"suffix": {"depht": 1}}}, "drafter.suffix.depht is not a known key"),
         ({"run": "/nowhere/run", "drafter": {"head": {}}}, "/nowhere/run: no such folder"),
         ({"drafter": {"plain": {}}, "model": {"device": "cuda:99"}}, "model.device is cuda:99, and torch sees"),
@@ -300,7 +300,7 @@ def test_the_report_goes_to_the_run_or_where_it_was_told_and_one_there_is_announ
 def test_every_source_has_its_options_and_every_option_its_source() -> None:
     files = sorted((ROOT / "conf" / "drafter").glob("*.yaml"))
     assert all(file.read_text(encoding="utf-8").startswith(f"# @package drafter.{file.stem}\n") for file in files)
-    assert {OmegaConf.load(file).get("source", file.stem) for file in files} == {"head", "plain", "hybrid", *SOURCES}
+    assert {OmegaConf.load(file).get("source", file.stem) for file in files} == {"head", "plain", "hybrid", *DRAFTERS}
 
 
 def test_the_script_runs_from_anywhere_and_fails_in_one_line(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import torch
 
 from data.text.prompts import Prompt
 from eval import gates
-from eval.gates import coupled_check, race_gap, sampled_gates
+from eval.gates import coupled_check, coupled_gap, sampled_gates
 from eval.live import interleaved
 from eval.live.interleaved import Setup
 from eval.measures import losslessness
@@ -28,20 +28,20 @@ from eval.measures.losslessness import (
     worst,
 )
 from inference import step
-from inference.decode import Generation, Settings, autoregress
+from inference.decode import Generation, RequestParams, autoregress
 from inference.drafters.head import HeadDrafter
-from inference.drafters.plain import Plain
+from inference.drafters.plain import Baseline
 from inference.drafters.prompt_lookup import PromptLookup
 from inference.protocol import Drafter
 from inference.tree_config import Schedule, Scheduled
 from inference.verification import device
-from inference.verification.rng import key_of
+from inference.verification.rng import seed_key
 from inference.verification.sample import Sampling
 from inference.verification.verify import COUPLED, Verdict, decide
 from tests import toys
 
 PROMPTS = [Prompt(f"p{i}", toys.prompt(i, 12), "") for i in range(3)]
-HOT = Settings(10, Sampling(1.0, 0, 1.0))
+HOT = RequestParams(10, Sampling(1.0, 0, 1.0))
 TV = 0.2
 
 
@@ -68,7 +68,7 @@ def test_right_rules_pass_and_the_control_is_caught() -> None:
 
 def test_a_wrong_step_fails_though_the_baseline_takes_it_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """Noise of another key, for the baseline as for all: the reference engine knows better."""
-    monkeypatch.setattr(step, "key_of", lambda seed: key_of(seed + 1))
+    monkeypatch.setattr(step, "seed_key", lambda seed: seed_key(seed + 1))
     (found,) = sampled_gates(Setup(toys.target(), heads("dynamic"), PROMPTS, HOT), TV, 1)
     assert found.coupled.failed == 3
 
@@ -86,11 +86,11 @@ def sampled_test(
     return found
 
 
-def easier_coins(coins: device.AcceptDraws, probability: torch.Tensor, tossing: torch.Tensor) -> torch.Tensor:
+def easier_coins(coins: device.AcceptDraws, probability: torch.Tensor, tested: torch.Tensor) -> torch.Tensor:
     """Toss coins that fall on the draft's side twice as often."""
-    point = coins.point.gather(1, coins.coins_used[:, None])[:, 0]
-    coins.coins_used = coins.coins_used + tossing
-    return tossing & (point * 0.5 < probability)
+    uniforms = coins.uniforms.gather(1, coins.used_uniforms[:, None])[:, 0]
+    coins.used_uniforms = coins.used_uniforms + tested
+    return tested & (uniforms * 0.5 < probability)
 
 
 @pytest.mark.parametrize("tree", ["chain", "sampled"])
@@ -103,7 +103,7 @@ def test_easier_coins_on_the_device_are_caught(tree: str, monkeypatch: pytest.Mo
 
 
 def test_numbers_that_drafts_and_coins_share_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(step, "DRAFTS", step.COINS)
+    monkeypatch.setattr(step, "DRAFT_KEY", step.ACCEPT_KEY)
     found = sampled_test("chain", 0.08, 3.0)
     assert found.caught
     assert found.p_value < found.alpha
@@ -197,7 +197,7 @@ def test_tokens_that_differ_under_coupled_noise_are_a_failure_with_their_gap() -
     assert found.counts() == {"checked": 3, "identical": 2, "near_tie": 0, "failed": 1}
     assert found.first is not None
     assert (found.first.prompt, found.first.position) == ("p0", 4)
-    assert found.first.gap == pytest.approx(race_gap(target, PROMPTS[0].token, plain[0].tokens[:4], how))
+    assert found.first.gap == pytest.approx(coupled_gap(target, PROMPTS[0].token, plain[0].tokens[:4], how))
     assert found.verdicts == ("failed", "identical", "identical")
 
 
@@ -249,7 +249,7 @@ def test_merged_verdicts_are_the_worst_of_each_prompt() -> None:
 
 def test_a_source_that_drafts_nothing_is_not_drawn() -> None:
     target = toys.target()
-    (found,) = sampled_gates(Setup(target, {"nothing": Plain(target.device)}, PROMPTS, HOT), TV, 1)
+    (found,) = sampled_gates(Setup(target, {"nothing": Baseline(target.device)}, PROMPTS, HOT), TV, 1)
     assert found.distribution is None
     assert found.passed
     assert str(found).startswith("nothing at T=1: 3 of 3 prompts equal under coupled noise; no draws: ")
@@ -270,11 +270,11 @@ def test_a_races_gap_is_in_logits_at_any_temperature(temperature: float, monkeyp
     """Noise of one value leaves the race to the law: its winner is ahead by what its logit is."""
     target, prompt = toys.target(), PROMPTS[0].token
     how = replace(HOT, rule=COUPLED, sampling=replace(HOT.sampling, temperature=temperature))
-    monkeypatch.setattr(gates.Coupled, "race", lambda _, probs, __=1: probs)
+    monkeypatch.setattr(gates.CoupledRng, "exponential_scores", lambda _, probs, __=1: probs)
     token = torch.tensor(prompt)[None]
     logits = target.embeddings.logits(target.features(token, torch.zeros_like(token), ()).last_hidden[0, -1])
     first, second = logits.topk(2).values.tolist()
-    assert race_gap(target, prompt, [], how) == pytest.approx(first - second, rel=1e-3)
+    assert coupled_gap(target, prompt, [], how) == pytest.approx(first - second, rel=1e-3)
 
 
 @pytest.mark.parametrize(
@@ -342,13 +342,13 @@ def test_the_race_has_the_winner_that_decoding_chose(monkeypatch: pytest.MonkeyP
     target, how = toys.target(), replace(HOT, rule=COUPLED)
     plain = autoregress(target, PROMPTS[0].token, how)
     gumbel_scores = []
-    race = gates.Coupled.race
+    exponential_scores = gates.CoupledRng.exponential_scores
 
     def noted(self: Any, law: torch.Tensor, depth: int = 1) -> torch.Tensor:
-        gumbel_scores.append(int(race(self, law, depth).argmax()))
-        return race(self, law, depth)
+        gumbel_scores.append(int(exponential_scores(self, law, depth).argmax()))
+        return exponential_scores(self, law, depth)
 
-    monkeypatch.setattr(gates.Coupled, "race", noted)
+    monkeypatch.setattr(gates.CoupledRng, "exponential_scores", noted)
     for place in range(len(plain.tokens)):
-        assert race_gap(target, PROMPTS[0].token, plain.tokens[:place], how) > 0
+        assert coupled_gap(target, PROMPTS[0].token, plain.tokens[:place], how) > 0
     assert gumbel_scores == plain.tokens

@@ -16,14 +16,14 @@ from eval.teacher_forced import Overlap, RankedText, expected, overlap, rank_tex
 from eval.tuning.grid import acceptance
 from heads import HEADS
 from heads.base import Features
-from inference.decode import Settings, speculate
+from inference.decode import RequestParams, speculate
 from inference.drafters.head import HeadDrafter
 from inference.drafters.policy import TreeConfig
 from inference.verification.sample import GREEDY, Sampling, distribution
 from inference.verification.tree import DraftTree, best_n
 from tests import drafting, toys
 
-SETTINGS = Settings(24, GREEDY)
+SETTINGS = RequestParams(24, GREEDY)
 DEPTH = 4
 LARGEST = [TreeConfig("dynamic", DEPTH, k, 12, [], []) for k in (2, 3)] + [
     TreeConfig("best_first", DEPTH, 0, 16, [], [])
@@ -70,7 +70,7 @@ def test_a_sampled_text_is_replayed_under_the_trees_that_it_was_sampled_with(tre
     target, sampling = toys.target(), Sampling(1.0, 0, 1.0)
     head, accepted, differ = toys.head("eagle", target), 0, False
     for seed in range(3):
-        how = Settings(24, sampling, seed=seed, rule="point_mass")
+        how = RequestParams(24, sampling, seed=seed, rule="point_mass")
         made = speculate(target, HeadDrafter(head, tree, "eagle"), toys.prompt(seed), how)
         text = of_answer(target, toys.prompt(seed), made.tokens, how)
         mine, greedy = (rank_text(target, head, text, LARGEST[1:], DEPTH, sampling=each) for each in (sampling, GREEDY))
@@ -140,7 +140,7 @@ def test_of_equal_logits_one_token_alone_has_the_first_rank() -> None:
 
 
 def test_answers_of_one_token_leave_nothing_to_replay() -> None:
-    assert write(toys.target(), [toys.prompt(0)], Settings(1, GREEDY)) == []
+    assert write(toys.target(), [toys.prompt(0)], RequestParams(1, GREEDY)) == []
 
 
 def test_of_equal_scores_the_earlier_node_is_kept_as_a_tree_is_cut() -> None:
@@ -152,7 +152,7 @@ def test_of_equal_scores_the_earlier_node_is_kept_as_a_tree_is_cut() -> None:
         assert kept == [budget >= needed for budget in (1, 2, 3)]
 
 
-HOT = Settings(40, Sampling(3.0, 0, 1.0))  # at which a random head and target agree now and then
+HOT = RequestParams(40, Sampling(3.0, 0, 1.0))  # at which a random head and target agree now and then
 PROMPTS = [toys.prompt(i, 12) for i in range(8)]
 
 
@@ -218,7 +218,7 @@ def test_what_passes_are_expected_is_the_sum_over_all_verdicts() -> None:
 def test_shares_are_of_the_laws_of_every_row_by_itself() -> None:
     target, sampling = toys.target(), Sampling(0.8, 12, 0.95)
     head = toys.head("eagle", target)
-    (text,) = write(target, [toys.prompt(3)], Settings(12, sampling, seed=5))
+    (text,) = write(target, [toys.prompt(3)], RequestParams(12, sampling, seed=5))
     found = overlap(target, head, text, sampling, 3)
     token = torch.tensor(text.token)
     features = target.features(token[None], torch.zeros_like(token)[None], head.feature_layers)

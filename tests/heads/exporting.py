@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from heads import HEADS
 from heads.base import DraftHead
-from heads.formats.published.export import Served, export
+from heads.formats.published.export import TargetFacts, export
 from inference.target.target import Target
 from tests import drafting, toys
 from tests.heads import foreign
@@ -45,9 +45,9 @@ def made(kind: str, **options: Any) -> Any:
     return head.requires_grad_(False)
 
 
-def served(**options: Any) -> Served:
+def served(**options: Any) -> TargetFacts:
     values = {"name": "me/deep", "config": SAID, "dtype": torch.float32, "draft_tokens": 3}
-    return Served(**values | options)
+    return TargetFacts(**values | options)
 
 
 def exported(head: nn.Module, form: str, folder: Path, **options: Any) -> Path:

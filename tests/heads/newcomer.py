@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from heads.base import Draft, Embeddings, Features, Level, NewRows, Nodes
+from heads.base import DepthOutput, Embeddings, Features, LevelNodes, LevelOutput, NewRows
 from heads.common.ranges import Parts
 from heads.rows import drafted_token, gather_parents, last_rows
 
@@ -44,25 +44,25 @@ class Newcomer(nn.Module):
         del depth
         return self.embeddings.logits(state)
 
-    def unroll(self, features: Features, depths: int, anchors: Int[Tensor, "B n"] | None = None) -> list[Draft]:
+    def unroll(self, features: Features, depths: int, anchors: Int[Tensor, "B n"] | None = None) -> list[DepthOutput]:
         """Draft from all rows."""
         del anchors
         state, drafts = features.last_hidden, []
         for depth in range(1, depths + 1):
             state = self.step(state, drafted_token(features.token, depth, features.path))
-            drafts.append(Draft(state))
+            drafts.append(DepthOutput(state))
         return drafts
 
-    def extend(self, state: None, new: NewRows) -> tuple[None, Level]:
+    def extend(self, state: None, new: NewRows) -> tuple[None, LevelOutput]:
         """Score depth 1 from the last row."""
         del state
         return None, self._level(last_rows(new.features.last_hidden, new.counts), last_rows(new.token, new.counts))
 
-    def expand(self, state: None, level: Level, nodes: Nodes) -> Level:
+    def expand(self, state: None, level: LevelOutput, nodes: LevelNodes) -> LevelOutput:
         """Score the next depth."""
         del state
         return self._level(gather_parents(level.hidden, nodes.parent), nodes.token)
 
-    def _level(self, before: Tensor, token: Tensor) -> Level:
+    def _level(self, before: Tensor, token: Tensor) -> LevelOutput:
         hidden = self.step(before, token)
-        return Level(self.compute_logits(hidden, 1), hidden)
+        return LevelOutput(self.compute_logits(hidden, 1), hidden)

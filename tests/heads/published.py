@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from heads import HEADS
-from heads.base import DraftHead, Level
+from heads.base import DraftHead, LevelOutput
 from heads.formats.published import load_published
 from tests import drafting, toys
 
@@ -183,7 +183,7 @@ def medusa_vllm_without_bias() -> tuple[nn.Module, Tensors, dict[str, Any]]:
         if name.endswith("bias"):
             tensor.zero_()
     tensors = {name: tensor for name, tensor in renamed(head, *VLLM).items() if not name.endswith("bias")}
-    tensors["lm_heads.0.weight"] = toys.target().embeddings.head_weight().clone()
+    tensors["lm_heads.0.weight"] = toys.target().embeddings.lm_head_weight().clone()
     return head, tensors, {"model_type": "medusa", "num_heads": 4, "original_lm_head": True}
 
 
@@ -324,7 +324,7 @@ def drafts(head: Any) -> list[Tensor]:
     drafted: DraftHead = head
     state, root = drafting.extend(drafted, None, features, torch.tensor([*token[0, 1:].tolist(), 3]))
     eye = torch.eye(2, dtype=torch.bool)
-    first: Level = drafting.expand(drafted, state, root, torch.tensor([3, 5]), torch.tensor([0, 0]), eye)
+    first: LevelOutput = drafting.expand(drafted, state, root, torch.tensor([3, 5]), torch.tensor([0, 0]), eye)
     second = drafting.expand(
         drafted, state, first, torch.tensor([7, 8]), torch.tensor([1, 0]), torch.cat([eye.flip(0), eye], 1)
     )

@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from heads.base import LayerShape
+from heads.base import LayerDims
 
 
 class TinyEnds:
@@ -16,7 +16,7 @@ class TinyEnds:
     hidden_size = 4
     vocab_size = 11
     num_layers = 9
-    layer = LayerShape(2, 1, 2, 8)
+    layer_dims = LayerDims(2, 1, 2, 8)
     config = None
 
     def embed(self, token: Int[Tensor, "*n"]) -> Float[Tensor, "*n D"]:
@@ -25,7 +25,7 @@ class TinyEnds:
     def logits(self, hidden: Float[Tensor, "*n D"], ids: Int[Tensor, "W"] | None = None) -> Float[Tensor, "*n W"]:
         return torch.zeros(*hidden.shape[:-1], 11 if ids is None else len(ids))
 
-    def head_weight(self) -> Float[Tensor, "V D"]:
+    def lm_head_weight(self) -> Float[Tensor, "V D"]:
         return torch.zeros(11, 4)
 
 

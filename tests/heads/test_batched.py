@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from heads import HEADS
-from heads.base import DraftHead, Features, Level, NewRows, Nodes
+from heads.base import DraftHead, Features, LevelNodes, LevelOutput, NewRows
 from heads.formats.store import CONFIG, load_head, save_head
 from heads.modules.kv_cache import SPARE, KVCache
 from heads.rows import next_token
-from inference.decode import Settings, autoregress, speculate
+from inference.decode import RequestParams, autoregress, speculate
 from inference.drafters.head import HeadDrafter
 from inference.verification.sample import GREEDY
 from tests import drafting, toys
@@ -48,15 +48,15 @@ def joined(parts: list[tuple[Features, torch.Tensor]]) -> tuple[Features, torch.
     return Features(*features), tokens
 
 
-def tree(head: DraftHead, state: Any, level: Level) -> torch.Tensor:
+def tree(head: DraftHead, state: Any, level: LevelOutput) -> torch.Tensor:
     """Return the logits of a tree's two levels, its second of another shape than its first."""
     count = len(level.logits)
     token = torch.tensor([[3, 5]]).expand(count, -1)
     above, eye = torch.zeros(count, 2, dtype=torch.long), torch.eye(2, dtype=torch.bool).expand(count, -1, -1)
-    first = head.expand(state, level, Nodes(token, above, eye, 1))
+    first = head.expand(state, level, LevelNodes(token, above, eye, 1))
     parent, ones = torch.tensor([[1, 0, 1]]).expand(count, -1), torch.eye(3, dtype=torch.bool).expand(count, -1, -1)
     mask = torch.cat([eye[:, parent[0]], ones], 2)
-    second = head.expand(state, first, Nodes((token[:, :1] + torch.arange(3)) % toys.VOCAB, parent, mask, 2))
+    second = head.expand(state, first, LevelNodes((token[:, :1] + torch.arange(3)) % toys.VOCAB, parent, mask, 2))
     return torch.cat([first.logits, second.logits], 1)
 
 
@@ -73,7 +73,7 @@ def test_ragged_commits_and_trees_are_those_of_each_sequence_alone(name: str) ->
         alone.append(head.extend(None, NewRows(*rows.take(length, length))))
     cache: Any = None if alone[0][0] is None else KVCache(3, alone[0][0].window, alone[0][0].length.device)
     for slot, (rows, length) in enumerate(zip(shared, prompts, strict=True)):
-        head.extend(cache and cache.alone(slot), NewRows(*rows.take(length, length)))
+        head.extend(cache and cache.for_new_sequence(slot), NewRows(*rows.take(length, length)))
     if cache is not None:
         cache.longest = max(prompts)
     chance = torch.Generator().manual_seed(1)
@@ -104,8 +104,8 @@ def test_a_moved_sequence_drafts_on(name: str) -> None:
     state, level = head.extend(None, NewRows(*rows.take(9, 9)))
     cache = KVCache(3, state.window, state.length.device)
     for slot in range(3):
-        head.extend(cache.alone(slot), NewRows(*Rows(head, slot + 5).take(20, 20)))
-    head.extend(cache.alone(2), NewRows(*Rows(head, 0).take(9, 9)))
+        head.extend(cache.for_new_sequence(slot), NewRows(*Rows(head, slot + 5).take(20, 20)))
+    head.extend(cache.for_new_sequence(2), NewRows(*Rows(head, 0).take(9, 9)))
     cache.longest = 20
     cache.move(2, 0)
     expected = tree(head, state, level)
@@ -175,7 +175,7 @@ def test_rows_out_of_sight_are_dropped_and_positions_go_on(name: str) -> None:
     for start, end in ((0, 5), (5, 6), (6, 13), (13, 14)):
         state, level = drafting.extend(made, state, part(packed, start, end), following[start:end])
         assert state.length.tolist() == [end]
-        assert state.sees(torch.tensor([[end - 1]]), torch.tensor([end - 1])).sum() == min(end, 4)
+        assert state.attn_mask(torch.tensor([[end - 1]]), torch.tensor([end - 1])).sum() == min(end, 4)
     assert level is not None
     torch.testing.assert_close(level.logits, expected.logits, rtol=1e-9, atol=1e-9)
     assert whole.length.tolist() == [14]
@@ -186,12 +186,12 @@ def test_a_text_longer_than_the_head_was_built_for_is_decoded_as_ever() -> None:
     made: Any = toys.head("eagle", target)
     assert made.config.length == 12
     prompt = toys.prompt(0, 100)
-    expected = autoregress(target, prompt, Settings(60, GREEDY)).tokens
+    expected = autoregress(target, prompt, RequestParams(60, GREEDY)).tokens
     recorder: Any = Recorder(HeadDrafter(made, toys.TREES["dynamic"], "eagle"))
-    assert speculate(target, recorder, prompt, Settings(60, GREEDY)).tokens == expected
+    assert speculate(target, recorder, prompt, RequestParams(60, GREEDY)).tokens == expected
     cache = recorder.state.state
     assert int(cache.length) > 150
-    assert cache.ring == 12 + SPARE
+    assert cache.ring_size == 12 + SPARE
     assert all(buffer.shape[2] <= 12 + 2 * SPARE for pair in cache.layers for buffer in pair)
 
 

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 from heads import HEADS
 from heads.formats.published import load_published, mimo
-from heads.formats.published.export import FORMATS, Served, export, refusals
+from heads.formats.published.export import FORMATS, TargetFacts, export, refusals
 from heads.modules.layers import LayerSpec
 from tests import toys
 from tests.heads import foreign
@@ -379,7 +379,7 @@ def test_weights_are_written_in_the_dtype_asked_for(tmp_path: Path) -> None:
 
 
 def test_a_target_that_says_little_of_itself_is_exported(tmp_path: Path) -> None:
-    export(made("eagle3", feature_layers=None), "vllm", Served("deep", {}, torch.float32, 3), tmp_path)
+    export(made("eagle3", feature_layers=None), "vllm", TargetFacts("deep", {}, torch.float32, 3), tmp_path)
     said = json.loads((tmp_path / "config.json").read_text())
     assert "max_position_embeddings" not in said
     assert said["speculators_config"]["verifier"] == {"name_or_path": "deep", "architectures": []}

@@ -10,7 +10,7 @@ from transformers import GraniteConfig, GraniteModel, LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 
 from heads import HEADS, rows
-from heads.base import DraftHead, Features, LayerShape
+from heads.base import DraftHead, Features, LayerDims
 from heads.common.rope import Rope, Rotary
 from heads.mlp import EPS, ShiftedNorm
 from heads.modules.dflash2 import Selector
@@ -169,7 +169,7 @@ def test_block_is_the_llama_layer(scaling: dict[str, Any] | None) -> None:
     torch.manual_seed(0)
     theirs = LlamaDecoderLayer(config, 0).double()
     rope = Rope(500.0, scaling)
-    ours = DecoderLayer(LayerSpec(32, LayerShape(4, 2, 8, 48), rope, config.rms_norm_eps)).double()
+    ours = DecoderLayer(LayerSpec(32, LayerDims(4, 2, 8, 48), rope, config.rms_norm_eps)).double()
     ours.load_state_dict(theirs.state_dict())
     x, position = torch.randn(2, 9, 32, dtype=torch.float64), 20 * torch.arange(9).expand(2, 9)
     seen = torch.ones(2, 9, 9, dtype=torch.bool).tril()
@@ -239,8 +239,8 @@ def test_a_selector_keeps_other_tokens_in_order_below_all_candidates() -> None:
         ("block", {"domino": 4, "selector_rank": 4}, "head.domino and head.selector_rank correct the same logits"),
         ("block", {"domino": 4, "depths": 1}, "head.domino corrects depths from the second on"),
         ("block", {"selector_rank": 4, "draft_vocab": 30}, "head.selector_rank selects among the whole vocabulary"),
-        ("block", {"conv": 6}, "head.conv is 6: give at most the slots"),
-        ("block", {"conv": 5, "from_anchor": True}, "head.conv is 5: give at most the slots"),
+        ("block", {"conv": 6}, "head.conv is 6: give at most the positions"),
+        ("block", {"conv": 5, "from_anchor": True}, "head.conv is 5: give at most the positions"),
         ("block", {"conv": 2, "conv_group": 5}, "head.conv_group is 5: give a divisor"),
         ("eagle3", {"feature_norm": True, "joint_norm": True}, "give one norm before fc"),
         ("mtp", {"raw_state": True, "feature_layers": [1]}, "head.raw_state=true reads the target's last layer alone"),

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, Gemma3TextConfig, GPT2Config, Lla
 
 from heads.common.rope import Rope, positions_of
 from heads.formats.published import FORMATS, eagle3, format_of, is_published, load_published
-from heads.formats.published.plan import Source, is_targets_embedding
+from heads.formats.published.plan import PublishedHead, is_targets_embedding
 from heads.formats.store import load_head, save_head
 from inference.target.embeddings import TargetEmbeddings
 from tests import toys
@@ -379,7 +379,7 @@ def test_layers_are_counted_as_we_do(
     states: list[int] | None, outputs: list[int] | None, layers: Any, warned: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     key = "eagle_aux_hidden_state_layer_ids"
-    source = Source(Path("head"), {key: states, "eagle_config": {key: outputs}}, {})
+    source = PublishedHead(Path("head"), {key: states, "eagle_config": {key: outputs}}, {})
     if isinstance(layers, str):
         with pytest.raises(ValueError, match=layers):
             eagle3.feature_layers(source, 3, Deep())
@@ -387,7 +387,7 @@ def test_layers_are_counted_as_we_do(
     with caplog.at_level(logging.WARNING):
         assert eagle3.feature_layers(source, 3, Deep()) == layers
     assert ("other convention" in caplog.text) == warned
-    other = Source(Path("head"), {"eagle_config": {"layer_ids": [5, 9, 60]}}, {})
+    other = PublishedHead(Path("head"), {"eagle_config": {"layer_ids": [5, 9, 60]}}, {})
     assert eagle3.feature_layers(other, 3, Deep()) == [4, 8, 59]
 
 

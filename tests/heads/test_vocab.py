@@ -11,7 +11,7 @@ from heads.modules.fusion import chosen_layers
 from heads.modules.vocab import DraftLmHead
 from inference.drafters.policy import TreeConfig, grow
 from inference.protocol import Context
-from inference.verification.rng import Generator
+from inference.verification.rng import SeededRng
 from inference.verification.sample import GREEDY
 from tests import drafting, toys
 
@@ -39,7 +39,7 @@ def test_a_pruned_lm_head_starts_as_the_targets_rows(kind: str) -> None:
 
 def test_a_low_rank_lm_head_starts_as_near_as_can_be() -> None:
     embeddings, hidden = toys.target().embeddings, torch.randn(5, 32)
-    weight = embeddings.head_weight()
+    weight = embeddings.lm_head_weight()
     full = DraftLmHead(embeddings, "own", None, rank=32)
     torch.testing.assert_close(full(hidden), embeddings.logits(hidden), rtol=1e-4, atol=1e-4)
     low = DraftLmHead(embeddings, "own", None, rank=7)
@@ -66,7 +66,7 @@ def test_what_is_not_drafted_is_never_drafted() -> None:
     logits = drafting.logits(head, level)
     assert logits.shape == (1, toys.VOCAB)
     assert logits.isfinite().sum() == 30
-    context = Context([3], GREEDY, Generator(0, torch.device("cpu")), 1)
+    context = Context([3], GREEDY, SeededRng(0, torch.device("cpu")), 1)
     [proposal] = grow(head, state, level, TreeConfig("dynamic", 1, 30, 30, [], []), [context])
     assert sorted(proposal.tree.token[1:].tolist()) == head.vocab.ids.tolist()
     assert set(logits[0].topk(30).indices.tolist()) == set(head.vocab.ids.tolist())

@@ -27,7 +27,7 @@ from inference.drafters import policy
 from inference.drafters.head import BatchedState, HeadDrafter
 from inference.drafters.policy import TreeConfig
 from inference.phase_timer import PhaseTimer
-from inference.session import Settings
+from inference.request import RequestParams
 from inference.step import DeviceStep, Slots
 from inference.target.cache import Pool
 from inference.target.target import Target
@@ -116,7 +116,7 @@ def step_of(target: Target, drafter: HeadDrafter, size: int) -> DeviceStep:
     batch.hold(PROMPT)  # the rows of a prompt are not a step's, and need not run here
     _, batch.buffers = batch.head.extend(batch.cache, NewRows(Features(token, hidden, last, token), token))
     for _ in range(size):
-        cache.enter()
+        cache.allocate()
         batch.states.append(BatchedState(batch))
     step = DeviceStep(target, cache, batch)
     step.static = True
@@ -130,8 +130,8 @@ def counted(step: DeviceStep, sampling: str) -> dict[str, int]:
     vocab = step.target.embeddings.vocab_size if how.repetition_penalty != 1 else 0
     seen = torch.empty(size, vocab, dtype=torch.bool, device=NAME)
     slots = Slots(*torch.empty(6, size, dtype=torch.long, device=NAME), seen)
-    settings = Settings(40, how, rule=rule, gaps=True)
-    step.ends, step.masks_end = torch.empty(step.target.embeddings.vocab_size, dtype=torch.bool, device=NAME), True
+    settings = RequestParams(40, how, rule=rule, gaps=True)
+    step.eos_mask, step.masks_eos = torch.empty(step.target.embeddings.vocab_size, dtype=torch.bool, device=NAME), True
     with tables_made(), torch.inference_mode():
         step.run(slots, step.kv_length(PROMPT), settings, PhaseTimer(step.target.device))
     watch, parts = Watch(), Counting(step.target.device)

@@ -7,7 +7,7 @@ import torch
 from omegaconf import OmegaConf
 from torch import Tensor
 
-from inference.decode import Generation, Settings, autoregress, speculate
+from inference.decode import Generation, RequestParams, autoregress, speculate
 from inference.drafters import registry
 from inference.protocol import Commit, Context, Drafter, DrafterState, Proposal
 from inference.target.target import Target
@@ -50,7 +50,7 @@ class Recorder(Drafter, DrafterState):
 
     def propose(self, context: Context) -> Proposal:
         before = list(context.token)
-        self.asked.append((before, context.room))
+        self.asked.append((before, context.max_draft_depth))
         self.proposed.append(self.state.propose(context))
         assert context.token == before, "a proposal must leave the engine's text alone"
         return self.proposed[-1]
@@ -58,7 +58,7 @@ class Recorder(Drafter, DrafterState):
 
 def plain(target: Target, prompt: list[int], tokens: int) -> list[int]:
     """Return the target's own greedy continuation."""
-    return autoregress(target, prompt, Settings(tokens, GREEDY)).tokens
+    return autoregress(target, prompt, RequestParams(tokens, GREEDY)).tokens
 
 
 def logits(target: Target, text: list[int]) -> Tensor:
@@ -70,7 +70,7 @@ def logits(target: Target, text: list[int]) -> Tensor:
 
 def decode(target: Target, source: Drafter, prompt: list[int], tokens: int) -> Generation:
     """Decode greedily with a source."""
-    return speculate(target, source, prompt, Settings(tokens, GREEDY))
+    return speculate(target, source, prompt, RequestParams(tokens, GREEDY))
 
 
 def accepted(made: Generation) -> list[int]:

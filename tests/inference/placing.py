@@ -11,7 +11,7 @@ import torch
 from torch import distributed
 
 from heads.base import Features
-from inference.decode import Settings, autoregress
+from inference.decode import RequestParams, autoregress
 from inference.target.placed import whole
 from inference.target.placement import Placement
 from inference.target.target import Target
@@ -31,13 +31,13 @@ def compared(ours: Target, alone: Target) -> dict[str, float | bool]:
     found, expected = ours.features(token, document, (0, 2)), alone.features(token, document, (0, 2))
     assert isinstance(found, Features)
     layer = dict(whole(ours.decoder_layers[-1]))
-    answers = [autoregress(each, toys.prompt(0), Settings(12, GREEDY)).tokens for each in (ours, alone)]
+    answers = [autoregress(each, toys.prompt(0), RequestParams(12, GREEDY)).tokens for each in (ours, alone)]
     return {
         "hidden": error(found.hidden, expected.hidden),
         "last": error(found.last_hidden, expected.last_hidden),
         "spec": ours.spec == alone.spec,
         "trees": ours.takes_trees,
-        "ends": ours.embeddings.head_weight().equal(alone.embeddings.head_weight())
+        "ends": ours.embeddings.lm_head_weight().equal(alone.embeddings.lm_head_weight())
         and ours.embeddings.embed(token).equal(alone.embeddings.embed(token)),
         "layer": all(layer[name].equal(value) for name, value in alone.decoder_layers[-1].named_parameters()),
         "answer": answers[0] == answers[1],

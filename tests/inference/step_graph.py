@@ -19,9 +19,9 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from heads.modules.vocab import prune
 from inference.batch import Batch, batch_of
-from inference.decode import Generation, Settings, reference, speculate
+from inference.decode import Generation, RequestParams, reference, speculate
 from inference.drafters.head import HeadDrafter
-from inference.drafters.plain import Plain
+from inference.drafters.plain import Baseline
 from inference.drafters.policy import TreeConfig
 from inference.graphs import Graphs
 from inference.step import DeviceStep
@@ -46,18 +46,18 @@ SAMPLINGS = {
 }
 
 
-def batch(head: str, tree: str, requests: list[tuple[list[int], Settings]]) -> Batch:
+def batch(head: str, tree: str, requests: list[tuple[list[int], RequestParams]]) -> Batch:
     """Return a static batch of three."""
     target = toys.target("llama", torch.float64)
     own: Any = None if head == "plain" else toys.head(head, target)
-    drafter = Plain(target.device) if own is None else HeadDrafter(own, TREES[tree], head)
+    drafter = Baseline(target.device) if own is None else HeadDrafter(own, TREES[tree], head)
     made = batch_of(target, drafter, 3, requests)
     assert made.device_step is not None
     made.device_step.static = True
     return made
 
 
-def decoded(of: Batch, requests: list[tuple[list[int], Settings]]) -> list[Generation]:
+def decoded(of: Batch, requests: list[tuple[list[int], RequestParams]]) -> list[Generation]:
     """Decode requests that come and go."""
     waiting, found = list(enumerate(requests)), dict[int, Generation]()
     while waiting or of.running:
@@ -105,8 +105,8 @@ class Recorded(Graphs):
         """Record a stage without a trace of its having run."""
         step, leaves = self.step, [leaf for leaf in tree_leaves(args[1:]) if isinstance(leaf, Tensor)]
         assert step.slots is not None
-        assert step.ends is not None
-        kept = [*step.slots, step.ends, *step.cache.storage.blocks, *step.drafts.tensors(), *leaves]
+        assert step.eos_mask is not None
+        kept = [*step.slots, step.eos_mask, *step.cache.storage.blocks, *step.drafts.tensors(), *leaves]
         inputs, returned = list({id(tensor): tensor for tensor in kept}.values()), list[Any]()
 
         def traced(*_: Tensor) -> list[Tensor]:
@@ -154,7 +154,7 @@ def side_by_side() -> dict[str, bool]:
         weight.data.mul_(-1)
     sources = [HeadDrafter(head, TREES["dynamic"], "head") for head in heads]
     sources.append(HeadDrafter(heads[0], TREES["chain"], "head"))
-    greedy, warm = (Settings(12, how, seed=1) for how in (GREEDY, Sampling(0.8, 0, 0.9, repetition_penalty=1.3)))
+    greedy, warm = (RequestParams(12, how, seed=1) for how in (GREEDY, Sampling(0.8, 0, 0.9, repetition_penalty=1.3)))
     kinds = [(sources[0], warm), *((source, greedy) for source in sources)]
     texts = [[(source, toys.prompt(i, 4 + 9 * i), way) for i in range(2)] for source, way in kinds]
     in_turns = [request for several in zip(*texts, strict=True) for request in several]
@@ -181,7 +181,7 @@ def by_turns() -> dict[str, bool]:
     heads: list[Any] = [toys.head("hass", target) for _ in range(2)]
     prune(heads[1], torch.randint(100, (toys.VOCAB,), generator=torch.Generator().manual_seed(9)))
     sources = [HeadDrafter(head, TREES["dynamic"], "hass") for head in heads]
-    request = toys.prompt(5, 9), Settings(16, GREEDY)
+    request = toys.prompt(5, 9), RequestParams(16, GREEDY)
     expected = [reference(target, source, *request) for source in sources]
     target.compiles_drafts = True
     batches = [batch_of(target, source, 1, [request]) for source in sources]
@@ -208,7 +208,9 @@ def main() -> None:
             continue
         head, tree, sampling, way = case.split(":")
         how, rule = SAMPLINGS[sampling]
-        requests = [(toys.prompt(i, 3 + 5 * i), Settings(9 + 4 * i, how, seed=i, rule=rule)) for i in range(REQUESTS)]
+        requests = [
+            (toys.prompt(i, 3 + 5 * i), RequestParams(9 + 4 * i, how, seed=i, rule=rule)) for i in range(REQUESTS)
+        ]
         with torch.inference_mode():
             expected = [answer.tokens for answer in decoded(batch(head, tree, requests), requests)]
             torch._dynamo.reset()

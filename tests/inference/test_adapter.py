@@ -61,7 +61,7 @@ def test_the_logits_are_pefts(base: str, carried: str) -> None:
 def test_modules_that_an_adapter_replaces_are_replaced(base: str, tmp_path: Path) -> None:
     target = Target.load(base, "float32", "cpu", adapter=adapter(base, tmp_path, modules_to_save=["lm_head"]))
     assert not [name for name, _ in target.model.named_modules() if "modules_to_save" in name]
-    assert target.embeddings.head_weight().shape == (toys.VOCAB, 32)
+    assert target.embeddings.lm_head_weight().shape == (toys.VOCAB, 32)
 
 
 def test_a_target_is_told_from_its_base_and_from_other_adapters(base: str, carried: str, tmp_path: Path) -> None:

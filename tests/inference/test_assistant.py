@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from inference.decode import Settings, autoregress, speculate
+from inference.decode import RequestParams, autoregress, speculate
 from inference.drafters.assistant import Assistant, AssistantState
 from inference.drafters.runner import DraftModelRunner
 from inference.drafters.vocabulary import SharedVocabulary
@@ -34,7 +34,7 @@ def clone(tmp_path_factory: pytest.TempPathFactory) -> str:
 @functools.cache
 def text(seed: int) -> list[int]:
     """Return the target's greedy text."""
-    return autoregress(toys.target(), toys.prompt(seed), Settings(TOKENS, GREEDY)).tokens
+    return autoregress(toys.target(), toys.prompt(seed), RequestParams(TOKENS, GREEDY)).tokens
 
 
 @pytest.mark.parametrize("tree", ["chain", "sampled"])
@@ -42,7 +42,7 @@ def test_laws_are_those_of_a_model_without_a_cache(near: str, tree: str) -> None
     sampling = Sampling(0.9, 12, 0.95, 0.0, 1.3)
     source = assistants.assistant(near, toys.target(), tree=toys.TREES[tree], dtype="float64")
     watched = Recorder(source)
-    made = speculate(toys.target(), watched, toys.prompt(0), Settings(TOKENS, sampling, seed=4))
+    made = speculate(toys.target(), watched, toys.prompt(0), RequestParams(TOKENS, sampling, seed=4))
     assert any(step.accepted < step.drafted for step in made.steps)
     for (context, _), (drafted, q, *_) in zip(watched.asked[:-1], watched.proposed[:-1], strict=True):
         assert q is not None
@@ -60,7 +60,7 @@ def test_laws_are_those_of_a_model_without_a_cache(near: str, tree: str) -> None
 @pytest.mark.parametrize(("tree", "depth", "sampling"), [("chain", 4, T1), ("sampled", 3, GREEDY), ("sampled", 3, T1)])
 def test_the_target_itself_is_always_accepted(clone: str, tree: str, depth: int, sampling: Sampling) -> None:
     source = assistants.assistant(clone, toys.target(), tree=toys.TREES[tree])
-    made = speculate(toys.target(), source, toys.prompt(0), Settings(1 + 5 * (depth + 1), sampling))
+    made = speculate(toys.target(), source, toys.prompt(0), RequestParams(1 + 5 * (depth + 1), sampling))
     assert [step.accepted for step in made.steps] == [depth] * 5
 
 
@@ -75,7 +75,7 @@ def test_only_what_is_missing_is_run(near: str, monkeypatch: pytest.MonkeyPatch)
         return prefill(self, token, cache, layers)
 
     monkeypatch.setattr(Target, "prefill", counted)
-    made = speculate(toys.target(), source, toys.prompt(1), Settings(TOKENS, GREEDY))
+    made = speculate(toys.target(), source, toys.prompt(1), RequestParams(TOKENS, GREEDY))
     # After a chain accepted whole its last token was not expanded and is read beside the bonus token.
     expected = [2 if step.accepted == step.drafted else 1 for step in made.steps[:-1]]
     assert read == [len(toys.prompt(1)) + 1, *expected]
@@ -86,7 +86,7 @@ def test_a_doubted_token_is_the_last_and_is_kept(near: str) -> None:
     level = 0.4
     source = assistants.assistant(near, toys.target(), confidence=level, tree=assistants.chain(6), dtype="float64")
     watched = Recorder(source)
-    made = speculate(toys.target(), watched, toys.prompt(0), Settings(TOKENS, T1, seed=2))
+    made = speculate(toys.target(), watched, toys.prompt(0), RequestParams(TOKENS, T1, seed=2))
     lengths = set()
     for step, (context, _), (tree, *_) in zip(made.steps, watched.asked, watched.proposed, strict=True):
         read = context + tree.token[1:].tolist()
@@ -97,7 +97,7 @@ def test_a_doubted_token_is_the_last_and_is_kept(near: str) -> None:
             assert own[-1] < level
         lengths.add(step.drafted)
     assert len(lengths) > 1
-    greedy = speculate(toys.target(), source, toys.prompt(0), Settings(TOKENS, GREEDY))
+    greedy = speculate(toys.target(), source, toys.prompt(0), RequestParams(TOKENS, GREEDY))
     assert greedy.tokens == text(0)
 
 
@@ -106,7 +106,7 @@ def test_a_chain_ends_with_the_answer(clone: str, monkeypatch: pytest.MonkeyPatc
     end = next(i for i in range(6, 20) if token.index(token[i]) == i and i % 5 not in (0, 4))
     monkeypatch.setattr(target, "eos", frozenset({token[end]}))
     source = assistants.assistant(clone, target)
-    made = speculate(target, source, toys.prompt(0), Settings(TOKENS, GREEDY))
+    made = speculate(target, source, toys.prompt(0), RequestParams(TOKENS, GREEDY))
     assert made.tokens == token[: end + 1]
     assert made.steps[-1].drafted == made.steps[-1].committed < 4
 
@@ -121,10 +121,10 @@ def test_lm_heads_padded_to_different_sizes(padded: str, tmp_path: Path) -> None
     pair = (larger, smaller) if padded == "target" else (smaller, larger)
     target = Target(pair[0].eval(), toys.tokenizer(), "padded")
     path = assistants.save(pair[1], toys.tokenizer(), tmp_path / "assistant")
-    plain = autoregress(target, toys.prompt(1), Settings(12, GREEDY)).tokens
+    plain = autoregress(target, toys.prompt(1), RequestParams(12, GREEDY)).tokens
     for tree, sampling in (("chain", GREEDY), ("sampled", GREEDY), ("sampled", T1)):
         source = assistants.assistant(path, target, tree=toys.TREES[tree])
-        made = speculate(target, source, toys.prompt(1), Settings(12, sampling, seed=1))
+        made = speculate(target, source, toys.prompt(1), RequestParams(12, sampling, seed=1))
         assert made.tokens == plain or sampling is T1
         assert sum(step.accepted for step in made.steps) > 0
 
@@ -133,7 +133,7 @@ def test_beyond_its_own_context_it_drafts_nothing(tmp_path: Path) -> None:
     model = assistants.noisy(toys.target().model, 0.0)
     model.config.max_position_embeddings = 20
     source = assistants.assistant(assistants.save(model, toys.tokenizer(), tmp_path), toys.target())
-    made = speculate(toys.target(), source, toys.prompt(0), Settings(TOKENS, GREEDY))
+    made = speculate(toys.target(), source, toys.prompt(0), RequestParams(TOKENS, GREEDY))
     assert made.tokens == text(0)
     # 8 tokens at first, four drafted and a bonus a step; then 18 leave room for two, and 21 for none.
     assert [step.drafted for step in made.steps[:5]] == [4, 4, 2, 0, 0]
@@ -165,7 +165,7 @@ def test_another_tokenizer_is_named_with_the_ways_out(tmp_path: Path) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("match", ["same", "tli"])
 def test_an_assistant_on_another_device_drafts_the_same(clone: str, match: str) -> None:
-    target, settings = Target.load(clone, "float32", "cuda"), Settings(12, GREEDY)
+    target, settings = Target.load(clone, "float32", "cuda"), RequestParams(12, GREEDY)
     drafted = []
     for device in ("cpu", "cuda"):
         source = assistants.assistant(clone, target, match=match, device=device)
@@ -217,7 +217,7 @@ def tli(path: str) -> Assistant:
 
 @pytest.mark.parametrize("sampling", [GREEDY, T1])
 def test_the_target_in_another_order_is_always_accepted(reordered_clone: str, sampling: Sampling) -> None:
-    made = speculate(toys.target(), tli(reordered_clone), toys.prompt(0), Settings(26, sampling))
+    made = speculate(toys.target(), tli(reordered_clone), toys.prompt(0), RequestParams(26, sampling))
     assert [step.accepted for step in made.steps] == [4] * 5
 
 
@@ -237,7 +237,7 @@ def test_every_draft_by_shared_tokens_is_that_of_a_model_without_a_cache(
         prompt, new = read[: len(toys.prompt(1))], read[len(toys.prompt(1)) :]
         read = [max(t, 0) for t in prompt] + [t for t in new if t >= 0]
         expected = []
-        for _ in range(min(4, context.room)):
+        for _ in range(min(4, context.max_draft_depth)):
             logits = model(input_ids=torch.tensor([read + expected]), use_cache=False).logits[0, -1]
             expected.append(int(logits.argmax()))
         assert made.tree.token.tolist() == [context.token[-1], *(SHUFFLED[t] for t in expected)]
@@ -245,7 +245,7 @@ def test_every_draft_by_shared_tokens_is_that_of_a_model_without_a_cache(
         return made
 
     monkeypatch.setattr(AssistantState, "propose", compared)
-    made = speculate(target, drafter, toys.prompt(1), Settings(TOKENS, GREEDY))
+    made = speculate(target, drafter, toys.prompt(1), RequestParams(TOKENS, GREEDY))
     assert [step.drafted for step in made.steps] == checked
     assert len({step.accepted for step in made.steps}) > 1
 

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from inference.batch import Batch, batch_of
-from inference.decode import Generation, Settings, autoregress, speculate
+from inference.decode import Generation, RequestParams, autoregress, speculate
 from inference.drafters import head as head_source
 from inference.drafters.hybrid import Hybrid
 from inference.drafters.mtp import MtpDrafter
-from inference.drafters.plain import Plain
+from inference.drafters.plain import Baseline
 from inference.limits import check_memory
 from inference.protocol import Drafter
 from inference.target.cache import GRAIN, Storage
@@ -49,7 +49,7 @@ def tli(target: Target, near: str) -> Drafter:
 
 # One of every way of drafting: chains, trees, riders, another model, a second thread, a choice of two, the target.
 SOURCES: dict[str, Callable[[Target, str], Drafter]] = {
-    "plain": lambda target, _: Plain(target.device),
+    "plain": lambda target, _: Baseline(target.device),
     "sampled": lambda target, _: toys.drafter("eagle", target, "sampled"),
     "prompt_lookup": lambda target, _: model_free.make("prompt_lookup", target),
     "suffix_cold": lambda target, _: model_free.make("suffix_cold", target),
@@ -69,10 +69,10 @@ LEARNS = ("recycling", "hybrid")  # their drafts depend on who came before
 RARELY = ("plain", "prompt_lookup", "suffix_cold", "lookahead", "recycling")  # of whose drafts few are accepted
 
 
-def requests(sampling: Sampling) -> tuple[list[list[int]], list[Settings]]:
+def requests(sampling: Sampling) -> tuple[list[list[int]], list[RequestParams]]:
     """Return prompts of several lengths, each with a length and a seed of its own."""
     prompts = [toys.prompt(seed, length) for seed, length in enumerate(LENGTHS)]
-    return prompts, [Settings(9 + 5 * (seed % 3), sampling, seed=seed) for seed in range(len(prompts))]
+    return prompts, [RequestParams(9 + 5 * (seed % 3), sampling, seed=seed) for seed in range(len(prompts))]
 
 
 @functools.cache
@@ -142,7 +142,7 @@ def test_one_pass_serves_all_that_are_there(monkeypatch: pytest.MonkeyPatch) -> 
 
     monkeypatch.setattr(Target, "run", counted)
     prompts, settings = requests(GREEDY)
-    speculate(target, Plain(target.device), prompts, settings[0], batch_size=3)
+    speculate(target, Baseline(target.device), prompts, settings[0], batch_size=3)
     assert widths == [1, 1, 1] + [3] * (settings[0].max_new_tokens - 1)
 
 
@@ -164,7 +164,7 @@ def test_what_a_clone_learns_is_its_own() -> None:
 
 def decoded(source: Drafter, seed: int) -> None:
     """Decode a prompt, and begin another so that the first is remembered."""
-    speculate(toys.target(), source, toys.prompt(seed) * 3, Settings(20, GREEDY))
+    speculate(toys.target(), source, toys.prompt(seed) * 3, RequestParams(20, GREEDY))
     source.start([1])
 
 
@@ -175,7 +175,7 @@ def memory(source: Any) -> Any:
 def test_a_target_that_takes_no_mask_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(toys.target(), "takes_trees", False)
     with pytest.raises(ValueError, match=r"takes no mask of ours.*batch_size=1"):
-        Batch(toys.target(), [Plain(torch.device("cpu"))] * 2)
+        Batch(toys.target(), [Baseline(torch.device("cpu"))] * 2)
 
 
 def test_a_storage_that_grows_holds_what_it_held() -> None:
@@ -209,7 +209,10 @@ def test_a_user_waits_for_the_prefill_too_and_pays_a_share_of_each_pass(
     for where, part, seconds in parts:
         monkeypatch.setattr(where, part, slowed(getattr(where, part), seconds))
     target = toys.target()
-    prompts, ways = requests(GREEDY)[0][:2], [Settings(9, GREEDY), Settings(9, GREEDY if name == "plain" else T1)]
+    prompts, ways = (
+        requests(GREEDY)[0][:2],
+        [RequestParams(9, GREEDY), RequestParams(9, GREEDY if name == "plain" else T1)],
+    )
     made = speculate(target, SOURCES[name](target, ""), prompts, ways, batch_size=2)
     assert all(one.latency_s > one.prefill_s > 10**6 > one.decode_s > 0 for one in made)
     passes = max(len(one.steps) for one in made) * (1000 + 10_000 * (name == "sampled"))
@@ -231,8 +234,8 @@ def buffers(batch: Batch) -> list[Tensor]:
 )
 def test_keys_and_values_are_those_of_the_lengths_asked_for(name: str, size: int) -> None:
     target = toys.target("llama")
-    drafter: Drafter = Plain(CPU) if name == "plain" else toys.drafter(name, target, "dynamic")
-    requests = [(toys.prompt(i, 3 + i % 17), Settings(4 + 2 * (i % 4), GREEDY)) for i in range(size + 3)]
+    drafter: Drafter = Baseline(CPU) if name == "plain" else toys.drafter(name, target, "dynamic")
+    requests = [(toys.prompt(i, 3 + i % 17), RequestParams(4 + 2 * (i % 4), GREEDY)) for i in range(size + 3)]
     batch = batch_of(target, drafter, size, requests)
     planned, waiting, addresses = batch.nbytes, list(enumerate(requests)), list[int]()
     assert buffers(batch) == []

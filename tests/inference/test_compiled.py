@@ -16,8 +16,8 @@ import transformers
 
 from eval.run import evaluate
 from inference import step
-from inference.decode import Generation, Settings, speculate
-from inference.drafters.plain import Plain
+from inference.decode import Generation, RequestParams, speculate
+from inference.drafters.plain import Baseline
 from inference.protocol import Drafter
 from inference.target import attention, compiled
 from inference.target.cache import BatchLayer, BatchPass, Pool
@@ -92,7 +92,7 @@ def test_layers_of_experts_run_as_they_are(caplog: pytest.LogCaptureFixture) -> 
 
 def decoded(target: Target, sources: dict[str, Drafter], sampling: Sampling) -> dict[str, list[Generation]]:
     prompts = [toys.prompt(seed, length) for seed, length in enumerate(LENGTHS)]
-    settings = [Settings(10 + 3 * seed, sampling, seed=seed) for seed in range(len(prompts))]
+    settings = [RequestParams(10 + 3 * seed, sampling, seed=seed) for seed in range(len(prompts))]
     made = {
         name: [speculate(target, each, *one) for one in zip(prompts, settings, strict=True)]
         for name, each in sources.items()
@@ -117,7 +117,7 @@ def graphs() -> int:
 def test_compiled_decoding_writes_the_same(name: str, static: bool) -> None:
     target = toys.target(name, DOUBLE)
     sources: dict[str, Drafter] = {
-        "plain": Plain(target.device),
+        "plain": Baseline(target.device),
         "eagle": toys.drafter("eagle", target, "dynamic"),
         "lookahead": model_free.make("lookahead", target),
     }
@@ -141,8 +141,8 @@ def test_padding_leaves_the_pass_as_it_is_and_sees_something() -> None:
     keys = [torch.zeros(3, 1, 512, 2)]
     rows = BatchPass(keys, keys, torch.tensor([[4, 5, 6], [7, 8, 9]]), 10)
     token, position = torch.arange(6).view(2, 3), torch.arange(6).view(2, 3) + 10
-    seen, column = torch.rand(2, 3, 10) > 0.5, torch.arange(20).view(2, 10)
-    wide = padded(token, position, seen, rows, column)
+    seen, key_position = torch.rand(2, 3, 10) > 0.5, torch.arange(20).view(2, 10)
+    wide = padded(token, position, seen, rows, key_position)
     assert [each.shape for each in wide[:3]] == [(3, 4), (3, 4), (3, 4, 256)]
     assert torch.equal(wide[0][:2, :3], token)
     assert torch.equal(wide[1][:2, :3], position)
@@ -150,11 +150,11 @@ def test_padding_leaves_the_pass_as_it_is_and_sees_something() -> None:
     assert not wide[2][:2, :3, 10:].any(), "no row of the pass sees padding"
     assert wide[2].any(-1)[:, 3].all()
     assert wide[2].any(-1)[2].all()
-    assert wide[3].columns.tolist() == [[4, 5, 6, 7], [7, 8, 9, 10], [0, 1, 2, 3]]
+    assert wide[3].write_index.tolist() == [[4, 5, 6, 7], [7, 8, 9, 10], [0, 1, 2, 3]]
     assert wide[3].end == 256
     assert wide[4] is not None
     assert wide[4].shape == (3, 256)
-    assert torch.equal(wide[4][:2, :10], column)
+    assert torch.equal(wide[4][:2, :10], key_position)
 
 
 def test_buffers_come_back_when_their_sequence_is_gone() -> None:
@@ -189,7 +189,7 @@ def test_what_cannot_be_compiled_is_said_in_one_line(monkeypatch: pytest.MonkeyP
     target = toys.target("llama", DOUBLE)
     monkeypatch.setattr(target, "compiled", Compiled(target))
     with pytest.raises(ValueError, match=r"llama: torch.compile fails on its passes .*no C\+\+ compiler.*false$"):
-        speculate(target, Plain(target.device), toys.prompt(1), Settings(4, GREEDY))
+        speculate(target, Baseline(target.device), toys.prompt(1), RequestParams(4, GREEDY))
 
 
 @pytest.mark.slow
@@ -210,7 +210,7 @@ def test_inductor_writes_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiled, "BACKEND", "inductor")
     monkeypatch.setattr(step, "compiled", as_it_is)
     target = toys.target("llama", DOUBLE)
-    sources: dict[str, Drafter] = {"plain": Plain(target.device), "eagle": toys.drafter("eagle", target, "dynamic")}
+    sources: dict[str, Drafter] = {"plain": Baseline(target.device), "eagle": toys.drafter("eagle", target, "dynamic")}
     before = decoded(target, sources, GREEDY)
     target.compile()
     after = decoded(target, sources, GREEDY)

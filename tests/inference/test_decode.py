@@ -9,13 +9,13 @@ import torch
 
 from eval.config import eval_config
 from inference.batch import Batch
-from inference.decode import Settings, autoregress, speculate
+from inference.decode import RequestParams, autoregress, speculate
 from inference.drafters.head import HeadDrafter
-from inference.drafters.plain import Plain
+from inference.drafters.plain import Baseline
 from inference.drafters.policy import TreeConfig, check_tree, expanded, most_nodes
 from inference.drafters.registry import make
 from inference.protocol import Commit, Context, Drafter, DrafterState, Proposal
-from inference.session import Session
+from inference.request import Request
 from inference.verification.sample import GREEDY, Sampling
 from inference.verification.tree import DraftTree
 from tests import toys
@@ -36,7 +36,7 @@ class Oracle(Drafter, DrafterState):
 
     def propose(self, context: Context) -> Proposal:
         made = len(context.token) - self.prompt
-        ahead = self.text[made : made + min(self.depth, context.room)]
+        ahead = self.text[made : made + min(self.depth, context.max_draft_depth)]
         token = [context.token[-1], *ahead]
         parent = list(range(-1, len(ahead)))
         if ahead:
@@ -48,19 +48,19 @@ class Oracle(Drafter, DrafterState):
 
 
 def plain(count: int = 24) -> list[int]:
-    return autoregress(toys.target(), toys.prompt(0), Settings(count, GREEDY)).tokens
+    return autoregress(toys.target(), toys.prompt(0), RequestParams(count, GREEDY)).tokens
 
 
 def test_oracle_commits_depth_plus_one_a_pass() -> None:
     text = plain()
-    made = speculate(toys.target(), Oracle(text, 3), toys.prompt(0), Settings(24, GREEDY))
+    made = speculate(toys.target(), Oracle(text, 3), toys.prompt(0), RequestParams(24, GREEDY))
     assert made.tokens == text
     assert [step.accepted for step in made.steps] == [3, 3, 3, 3, 3, 2]
     assert sum(step.committed for step in made.steps) == 23
     assert made.tau == 23 / 6
     assert made.sources[:6] == ["prefill", "draft", "draft", "draft", "bonus", "draft"]
     assert made.finish == "length"
-    assert autoregress(toys.target(), toys.prompt(0), Settings(24, GREEDY)).tau == 1.0
+    assert autoregress(toys.target(), toys.prompt(0), RequestParams(24, GREEDY)).tau == 1.0
 
 
 def test_an_end_inside_an_accepted_path_ends_it_and_steps_say_which_siblings_were_accepted(
@@ -69,8 +69,8 @@ def test_an_end_inside_an_accepted_path_ends_it_and_steps_say_which_siblings_wer
     text, target = plain(), toys.target()
     end = next(i for i in range(6, 20) if text.index(text[i]) == i and i % 4 != 0)
     monkeypatch.setattr(target, "eos", frozenset({text[end]}))
-    made = speculate(target, Oracle(text, 3, wrong_first=True), toys.prompt(0), Settings(24, GREEDY))
-    alone = autoregress(target, toys.prompt(0), Settings(24, GREEDY))
+    made = speculate(target, Oracle(text, 3, wrong_first=True), toys.prompt(0), RequestParams(24, GREEDY))
+    alone = autoregress(target, toys.prompt(0), RequestParams(24, GREEDY))
     assert made.tokens == alone.tokens == text[: end + 1]
     assert made.finish == alone.finish == "eos"
     assert sum(step.committed for step in made.steps) == end
@@ -90,7 +90,7 @@ def test_no_answer_ends_before_min_new_tokens_as_in_transformers(lacking: int, m
     made = generate(token, attention_mask=torch.ones_like(token), max_new_tokens=24, do_sample=False, **least)
     expected = made[0, len(prompt) :].tolist()
     assert (expected == text[: end + 1]) is (lacking == 0)
-    settings = Settings(24, GREEDY, min_new_tokens=end + lacking)
+    settings = RequestParams(24, GREEDY, min_new_tokens=end + lacking)
     monkeypatch.setattr(target, "eos", frozenset({text[end]}))
     assert autoregress(target, prompt, settings).tokens == expected
     assert speculate(target, Oracle(expected, 3), prompt, settings).tokens == expected
@@ -118,8 +118,8 @@ def test_committed_rows_are_those_of_one_pass_over_the_text(batch_size: int) -> 
     batch = Batch(target, sources)
     with torch.inference_mode():
         for number in range(batch_size):
-            batch.admit(number, toys.prompt(0), Settings(24, GREEDY))
-        while not batch.running[0].session.generation.finish:
+            batch.admit(number, toys.prompt(0), RequestParams(24, GREEDY))
+        while not batch.running[0].request.generation.finish:
             batch.step()
     for source in sources:
         token = torch.cat([torch.tensor(toys.prompt(0)[:1]), *(commit.token for commit in source.commits)])
@@ -133,7 +133,7 @@ def test_committed_rows_are_those_of_one_pass_over_the_text(batch_size: int) -> 
 
 def test_the_penalised_greedy_text_is_transformers() -> None:
     target, prompt = toys.target(), toys.prompt(0)
-    settings = Settings(24, Sampling(0.0, 0, 1.0, 0.0, 1.5))
+    settings = RequestParams(24, Sampling(0.0, 0, 1.0, 0.0, 1.5))
     made = autoregress(target, prompt, settings)
     generate: Any = target.model.generate
     token = torch.tensor([prompt])
@@ -150,7 +150,7 @@ def test_the_penalised_greedy_text_is_transformers() -> None:
 def test_stop_string_over_several_tokens() -> None:
     text = plain()
     stop = f"w{text[9]} w{text[10]}"
-    settings = Settings(24, GREEDY, stop=(stop,))
+    settings = RequestParams(24, GREEDY, stop=(stop,))
     made = speculate(toys.target(), Oracle(text, 4), toys.prompt(0), settings)
     assert made.finish == "stop"
     assert made.tokens == autoregress(toys.target(), toys.prompt(0), settings).tokens
@@ -160,26 +160,26 @@ def test_stop_string_over_several_tokens() -> None:
 def test_a_stop_string_whose_characters_take_several_tokens_each(monkeypatch: pytest.MonkeyPatch) -> None:
     target, stop = toys.target(), "ぁ人間終😀ぁ"
     monkeypatch.setattr(target, "tokenizer", trained("bytes"))
-    session = Session(target, Plain(target.device), [1, 2], Settings(90, GREEDY, stop=("z", stop)))
+    request = Request(target, Baseline(target.device), [1, 2], RequestParams(90, GREEDY, stop=("z", stop)))
     tokens = target.tokenizer(stop, add_special_tokens=False)["input_ids"]
     assert len(tokens) > len(stop) + 8
-    session.emit([*tokens, 3], ["bonus"] * (len(tokens) + 1), [])
-    assert session.generation.finish == "stop"
-    assert session.generation.tokens == tokens
+    request.emit([*tokens, 3], ["bonus"] * (len(tokens) + 1), [])
+    assert request.generation.finish == "stop"
+    assert request.generation.tokens == tokens
 
 
 def test_the_context_is_filled_and_not_passed() -> None:
     target = toys.target()
     prompt = toys.prompt(0, target.context - 9)
-    text = autoregress(target, prompt, Settings(100, GREEDY)).tokens
-    made = speculate(target, Oracle(text, 5), prompt, Settings(100, GREEDY))
+    text = autoregress(target, prompt, RequestParams(100, GREEDY)).tokens
+    made = speculate(target, Oracle(text, 5), prompt, RequestParams(100, GREEDY))
     assert len(prompt) + len(text) == target.context
     assert made.tokens == text
 
 
 @pytest.mark.parametrize("wrong_first", [False, True])
 def test_gaps_are_the_targets_own(wrong_first: bool) -> None:
-    settings = Settings(24, GREEDY, gaps=True)
+    settings = RequestParams(24, GREEDY, gaps=True)
     made = speculate(toys.target(), Oracle(plain(), 3, wrong_first), toys.prompt(0), settings)
     alone = autoregress(toys.target(), toys.prompt(0), settings)
     assert len(made.gaps) == len(made.tokens)
@@ -190,16 +190,16 @@ def test_gaps_are_the_targets_own(wrong_first: bool) -> None:
 def test_prompts_that_are_no_lists_of_tokens_are_named(prompts: Any) -> None:
     target = toys.target()
     with pytest.raises(ValueError, match=r"^prompts is a \w+: give a list of token ids, or a list of such lists"):
-        speculate(target, Plain(target.device), prompts, Settings(4, GREEDY))
+        speculate(target, Baseline(target.device), prompts, RequestParams(4, GREEDY))
 
 
-FOUR = Settings(4, GREEDY)
+FOUR = RequestParams(4, GREEDY)
 
 
 def refused(words: str, prompts: Any, settings: Any, drafter: Any = None, **options: Any) -> None:
     target = toys.target()
     with pytest.raises(ValueError, match=words) as error:
-        speculate(target, drafter or Plain(target.device), prompts, settings, **options)
+        speculate(target, drafter or Baseline(target.device), prompts, settings, **options)
     assert "\n" not in str(error.value)
 
 
@@ -235,7 +235,7 @@ def test_prompts_and_settings(prompts: Any, settings: Any, words: str) -> None:
 )
 def test_settings(values: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
-        Settings(**{"max_new_tokens": 4, "sampling": GREEDY, **values})
+        RequestParams(**{"max_new_tokens": 4, "sampling": GREEDY, **values})
 
 
 def test_lengths_of_an_evaluation() -> None:
@@ -254,7 +254,7 @@ def test_a_tree_that_the_context_cannot_hold_is_refused_in_a_batch_too() -> None
 @pytest.mark.parametrize("name", toys.TREES)
 def test_no_tree_is_larger_than_its_policy_says(name: str) -> None:
     target = toys.target()
-    made = speculate(target, toys.drafter("eagle", target, name), toys.prompt(0), Settings(12, GREEDY))
+    made = speculate(target, toys.drafter("eagle", target, name), toys.prompt(0), RequestParams(12, GREEDY))
     assert max(step.drafted for step in made.steps) == most_nodes(toys.TREES[name]) - 1
 
 

@@ -7,7 +7,17 @@ from torch import Tensor
 from inference.drafters.policy import TreeConfig, sampled_shape
 from inference.verification import device
 from inference.verification.device import Sampled
-from inference.verification.rng import COINS, DRAFTS, Coupled, Drafting, Samples, key_of, keyed, noise_at, uniform
+from inference.verification.rng import (
+    ACCEPT_KEY,
+    DRAFT_KEY,
+    CoupledRng,
+    DraftRng,
+    Samples,
+    exponential_noise,
+    hash_key,
+    seed_key,
+    uniform,
+)
 from inference.verification.tree import DraftTree, ancestors, keep
 from inference.verification.verify import RULES
 from tests import enumeration
@@ -51,12 +61,12 @@ def drafted(config: TreeConfig, q: Tensor, seed: int) -> Sampled:
     inner = sorted({*parents} - {-1})
     for row, node in enumerate(inner):
         below = [child for child, parent in enumerate(parents) if parent == node]
-        children = samples.distinct(q[:, [row]], len(below))[:, 0]
+        children = samples.sample_distinct(q[:, [row]], len(below))[:, 0]
         token[:, below] = torch.nn.functional.pad(children, (0, len(below) - children.shape[1]), value=-1)
     tree = DraftTree(token, torch.tensor(parents).expand_as(token))
-    above = ancestors(tree)
+    ancestor_mask = ancestors(tree)
     room = torch.randint(5, (B,), generator=torch.Generator().manual_seed(seed))
-    present = device.present(tree, above, above.sum(-1) - 1, room)
+    present = device.present(tree, ancestor_mask, ancestor_mask.sum(-1) - 1, room)
     return Sampled(parents, token, present, q[:, : len(inner)])
 
 
@@ -66,20 +76,20 @@ def reference(rule: str, draft: Sampled, p: Tensor, seed: int, b: int) -> tuple[
     q = torch.zeros(len(draft.parents), V, dtype=p.dtype)
     q[sorted({*draft.parents} - {-1})] = draft.q[b]
     tree, index = keep(whole, draft.present[b])
-    path, token = RULES[rule].walk(tree, p[b][index], q[index], Coupled(seed + b, CPU, range(START + 1)))
+    path, token = RULES[rule].walk(tree, p[b][index], q[index], CoupledRng(seed + b, CPU, range(START + 1)))
     return index[path].tolist(), token
 
 
 def on_device(rule: str, draft: Sampled, p: Tensor, seed: int, allow_host_sync: bool) -> list[tuple[list[int], int]]:
     """Return the same of all drafts."""
-    key = torch.tensor([key_of(seed + b) for b in range(B)])
-    point = uniform(keyed(keyed(key, COINS), START + 1)[:, None], torch.arange(p.shape[1]))
+    key = torch.tensor([seed_key(seed + b) for b in range(B)])
+    uniforms = uniform(hash_key(hash_key(key, ACCEPT_KEY), START + 1)[:, None], torch.arange(p.shape[1]))
     walk = RULES[rule].on_device
     assert walk is not None
-    last, left = walk(draft, p, point, allow_host_sync)
+    last, left = walk(draft, p, uniforms, allow_host_sync)
     tree = DraftTree(draft.token, torch.tensor(draft.parents).expand_as(draft.token))
     count = ancestors(tree).sum(-1).gather(1, last[:, None])[:, 0]
-    token = (left / noise_at(key, START + count, V)).argmax(-1)
+    token = (left / exponential_noise(key, START + count, V)).argmax(-1)
     deepest = int(ancestors(tree).sum(-1).max()) - 1
     path, committed, tokens = device.accepted(tree, ancestors(tree), last, token, deepest)
     assert committed.equal(count)
@@ -121,11 +131,11 @@ def test_what_is_drafted_says_nothing_of_other_drafts_coins_or_noise() -> None:
     rows: list[list[int]] = []
     for seed in range(count):
         text = list(range(7))
-        drafts, verified = Drafting(seed, CPU, text), Coupled(seed, CPU, text)
-        row = [*drafts.distinct(probs.expand(2, -1), 2)[:, 0].tolist(), *drafts.sample(probs.expand(2, -1))]
+        drafts, verified = DraftRng(seed, CPU, text), CoupledRng(seed, CPU, text)
+        row = [*drafts.sample_distinct(probs.expand(2, -1), 2)[:, 0].tolist(), *drafts.sample(probs.expand(2, -1))]
         row += [*verified.sample(probs), 2 * verified.accept(0.5) + verified.accept(0.5)]
         text.append(0)
-        rows.append([*row, int(drafts.distinct(probs, 2)[0, 0]), *drafts.sample(probs), *verified.sample(probs)])
+        rows.append([*row, int(drafts.sample_distinct(probs, 2)[0, 0]), *drafts.sample(probs), *verified.sample(probs)])
     columns = torch.tensor(rows).T
     dists = [probs[0]] * 5 + [torch.full((4,), 0.25)] + [probs[0]] * 3
     for i, one in enumerate(columns):
@@ -137,17 +147,17 @@ def test_what_is_drafted_says_nothing_of_other_drafts_coins_or_noise() -> None:
 def test_a_batch_samples_what_every_sequence_samples_alone() -> None:
     probs = torch.rand(3, 4, 50, generator=torch.Generator().manual_seed(0))
     probs[1, :, 3:] = 0
-    rngs = [Drafting(seed, CPU, range(11)) for seed in range(3)]
-    key = torch.tensor([key_of(seed) for seed in range(3)])
-    samples = Samples(keyed(keyed(key, DRAFTS), 11))
+    rngs = [DraftRng(seed, CPU, range(11)) for seed in range(3)]
+    key = torch.tensor([seed_key(seed) for seed in range(3)])
+    samples = Samples(hash_key(hash_key(key, DRAFT_KEY), 11))
     for count in (1, 6, 2):
-        found = samples.distinct(probs, count)
-        assert found.equal(torch.stack([rng.distinct(row, count) for rng, row in zip(rngs, probs, strict=True)]))
-        assert samples.picked(probs).tolist() == [rng.sample(row) for rng, row in zip(rngs, probs, strict=True)]
-    assert (samples.distinct(probs, 6)[1, :, 3:] == -1).all()
+        found = samples.sample_distinct(probs, count)
+        assert found.equal(torch.stack([rng.sample_distinct(row, count) for rng, row in zip(rngs, probs, strict=True)]))
+        assert samples.sample(probs).tolist() == [rng.sample(row) for rng, row in zip(rngs, probs, strict=True)]
+    assert (samples.sample_distinct(probs, 6)[1, :, 3:] == -1).all()
 
 
-class Strict(Coupled):
+class Strict(CoupledRng):
     """Rejects whatever is not certain, and notes what the next token is sampled from."""
 
     def accept(self, probability: float) -> bool:
@@ -183,11 +193,11 @@ def test_one_tree_is_followed_on_the_host_as_many_are_on_the_device() -> None:
         absent = torch.rand(size, generator=generator) < (0.2 if case % 3 == 0 else 0)
         tree = DraftTree(torch.tensor([token]).masked_fill(absent, -1), torch.tensor([parent]))
         tree.token[:, 0] = 1
-        above = ancestors(tree)
-        depth, room = above.sum(-1) - 1, torch.tensor([case % 5])
+        ancestor_mask = ancestors(tree)
+        depth, room = ancestor_mask.sum(-1) - 1, torch.tensor([case % 5])
         best, deepest = torch.randint(4, (1, size), generator=generator), int(depth.max())
-        present = device.present(tree, above, depth, room)
-        accepted = device.follow(tree, above, present, best, deepest)
+        present = device.present(tree, ancestor_mask, depth, room)
+        accepted = device.follow(tree, ancestor_mask, present, best, deepest)
         ranks = device.ranks(tree).gather(1, accepted.path)
         one, its_ranks, count = device.follow_on_host(tree, best, room, deepest)
         assert torch.equal(one.path, accepted.path)

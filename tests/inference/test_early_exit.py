@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from heads.common.typed import build
-from inference.decode import Settings, speculate
+from inference.decode import RequestParams, speculate
 from inference.drafters.contrib.early_exit import EarlyExit
 from inference.drafters.contrib.layer_skip import FORMAT, LayerSkip, SkipFile, save_skips
 from inference.drafters.policy import TreeConfig
@@ -17,7 +17,7 @@ from inference.protocol import Commit, Context, Drafter, Proposal
 from inference.target import probe
 from inference.target.target import Target
 from inference.verification import tree as trees
-from inference.verification.rng import Generator, Rng
+from inference.verification.rng import Rng, SeededRng
 from inference.verification.sample import GREEDY, Sampling, distribution
 from inference.verification.tree import DraftTree
 from tests import assistants, toys
@@ -40,10 +40,10 @@ def proposal(target: Target, exit_layer: int, tree: str, sampling: Sampling = GR
     prompt = toys.prompt(3, 12)
     cache = target.cache()
     target.prefill(torch.tensor(prompt[:-1]), cache)
-    context = Context(prompt, sampling, Generator(0, target.device), room, cache)
+    context = Context(prompt, sampling, SeededRng(0, target.device), room, cache)
     made = drafter(target, exit_layer, tree).propose(context)
-    assert made.entered is not None
-    found = target.parts.score_from(made.entered, made.tree, cache)
+    assert made.first_layers is not None
+    found = target.parts.score_from(made.first_layers, made.tree, cache)
     whole = target.cache()
     target.prefill(torch.tensor(prompt[:-1]), whole)
     expected = target.score(made.tree, whole)
@@ -113,7 +113,7 @@ def test_no_row_runs_through_a_layer_twice(exit_layer: int) -> None:
 
     source = drafter(target, exit_layer, "chain")
     handles = [layer.mlp.register_forward_pre_hook(count(i)) for i, layer in enumerate(target.decoder_layers)]
-    made = speculate(target, source, toys.prompt(0), Settings(TOKENS, GREEDY))
+    made = speculate(target, source, toys.prompt(0), RequestParams(TOKENS, GREEDY))
     for handle in handles:
         handle.remove()
     nodes, steps = sum(step.drafted + 1 for step in made.steps), len(made.steps)
@@ -126,7 +126,7 @@ def test_a_layer_is_restored_when_a_pass_fails() -> None:
     target = toys.target()
     nodes = DraftTree(torch.tensor([1]), torch.tensor([-1]))
     with pytest.raises((IndexError, RuntimeError, ValueError)):
-        target.parts.enter(1, nodes.token + 10_000, nodes.token, torch.ones(1, 1).bool(), target.cache())
+        target.parts.run_first_layers(1, nodes.token + 10_000, nodes.token, torch.ones(1, 1).bool(), target.cache())
     assert all("forward" not in vars(layer) for layer in target.decoder_layers)
 
 
@@ -170,8 +170,10 @@ def one_pass(target: Target, source: Drafter, depths: set[int]) -> dict[tuple[in
         out = target.prefill(torch.tensor(PROMPT[:-1]), cache)
         state.update(Commit(torch.tensor(PROMPT[1:]), out, None))
         made = state.propose(Context(PROMPT, SAMPLING, rng, HORIZON - 1, cache))
-        score, entered = target.score, made.entered
-        out = score(made.tree, cache) if entered is None else target.parts.score_from(entered, made.tree, cache)
+        score, first_layers = target.score, made.first_layers
+        out = (
+            score(made.tree, cache) if first_layers is None else target.parts.score_from(first_layers, made.tree, cache)
+        )
         assert out.logits is not None
         path, bonus = verify(made.tree, distribution(out.logits[0], SAMPLING), made.q, rng)
         cache.keep(prefix, path)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from inference.verification import rules
-from inference.verification.rng import Coupled, Rng
+from inference.verification.rng import CoupledRng, Rng
 from inference.verification.rules import Frame
 from inference.verification.sample import Sampling, distribution
 from inference.verification.tree import DraftTree, paths
@@ -192,7 +192,7 @@ def test_coupled_outputs_are_the_targets_whatever_is_drafted() -> None:
         tree = DraftTree(torch.tensor([0, tokens[0], tokens[1], tokens[2], tokens[3], tokens[2], tokens[3]]), parent)
         laws = p[[0, 1, 1, 2, 2, 2, 2]]  # a law a depth, so that the text does not depend on the path
         for seed in range(4):
-            rng = Coupled(seed, torch.device("cpu"), range(3))
+            rng = CoupledRng(seed, torch.device("cpu"), range(3))
             path, token = verify(tree, laws, None, rng, "coupled")
             text = [int(tree.token[node]) for node in path[1:]] + [token]
             assert text == [rng.sample(laws[[0, 1, 3]][[i]], i + 1)[0] for i in range(len(text))]

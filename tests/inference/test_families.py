@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import torch
 
-from inference.decode import Settings, speculate
-from inference.drafters.plain import Plain
+from inference.decode import RequestParams, speculate
+from inference.drafters.plain import Baseline
 from inference.verification.sample import GREEDY
 from inference.verification.tree import DraftTree
 from tests import families, toys
@@ -33,7 +33,7 @@ def double() -> Iterator[None]:
 
 @pytest.mark.parametrize("name", quick(SERVED))
 def test_a_family_decodes_what_transformers_generates(name: str) -> None:
-    target, settings = families.target(name), Settings(TOKENS, GREEDY)
+    target, settings = families.target(name), RequestParams(TOKENS, GREEDY)
     prompts = [toys.prompt(0, 9), toys.prompt(1, 14)]
     texts = [generated(target, prompt, TOKENS) for prompt in prompts]
     assert toys.lively(texts[0])
@@ -43,13 +43,13 @@ def test_a_family_decodes_what_transformers_generates(name: str) -> None:
     assert target.takes_trees is not families.FAMILIES[name].recurrent
     if target.takes_trees:
         assert speculate(target, Oracle(texts[0], 3), prompts[0], settings).tokens == texts[0]
-        both = speculate(target, Plain(target.device), prompts, settings, batch_size=2)
+        both = speculate(target, Baseline(target.device), prompts, settings, batch_size=2)
         assert [one.tokens for one in both] == texts
         return
     with pytest.raises(ValueError, match=rf"{name}: .*state of one path .*tree=chain"):
         speculate(target, Oracle(texts[0], 3), prompts[0], settings)
     with pytest.raises(ValueError, match=rf"{name}: .*state of one path .*batch_size=1"):
-        speculate(target, Plain(target.device), prompts, settings, batch_size=2)
+        speculate(target, Baseline(target.device), prompts, settings, batch_size=2)
 
 
 @pytest.mark.parametrize("name", quick(SERVED))

@@ -16,9 +16,9 @@ from transformers import AutoModelForImageTextToText, Gemma3TextConfig, MistralC
 from transformers.models.gemma2.modeling_gemma2 import Gemma2PreTrainedModel
 
 from heads.common.target_config import read_target_config, text_tower
-from heads.formats.published.export import Served, export
+from heads.formats.published.export import TargetFacts, export
 from heads.formats.store import QUANTISED, load_head, save_head
-from inference.decode import Settings, autoregress, speculate
+from inference.decode import RequestParams, autoregress, speculate
 from inference.target import loading
 from inference.target.checkpoint import RENAMED, check_files, stored_names, tensor_files
 from inference.target.embeddings_only import EmbeddingsOnly
@@ -51,7 +51,7 @@ def test_linear_layers_are_quantised_and_what_heads_read_is_not(plain: Target, q
     assert quantised.quantized is not None
     assert quantised.takes_trees
     assert quantised.spec == plain.spec, "a head of the target is one of its quantised form"
-    assert torch.equal(quantised.embeddings.head_weight(), plain.embeddings.head_weight())
+    assert torch.equal(quantised.embeddings.lm_head_weight(), plain.embeddings.lm_head_weight())
     assert torch.equal(quantised.embeddings.embed(token), plain.embeddings.embed(token))
     found, expected = (each.features(token, torch.zeros_like(token), ()).last_hidden for each in (quantised, plain))
     assert 1e-4 < float((found - expected).abs().mean()) < 0.5
@@ -63,10 +63,10 @@ def test_no_row_of_a_pass_decides_how_another_is_rounded() -> None:
 
 def test_speculation_equals_plain_decoding_of_the_same_weights(quantised: Target) -> None:
     drafter = toys.drafter("eagle", quantised, "dynamic")
-    expected = autoregress(quantised, toys.prompt(0), Settings(20, GREEDY)).tokens
+    expected = autoregress(quantised, toys.prompt(0), RequestParams(20, GREEDY)).tokens
     assert toys.lively(expected)
-    assert speculate(quantised, drafter, toys.prompt(0), Settings(20, GREEDY)).tokens == expected
-    made = speculate(quantised, Oracle(expected, 3), toys.prompt(0), Settings(20, GREEDY))
+    assert speculate(quantised, drafter, toys.prompt(0), RequestParams(20, GREEDY)).tokens == expected
+    made = speculate(quantised, Oracle(expected, 3), toys.prompt(0), RequestParams(20, GREEDY))
     assert made.tokens == expected
     assert made.tau == 19 / 5
 
@@ -399,13 +399,15 @@ def test_a_head_drafts_for_the_tower_and_is_exported_for_the_class_that_serves_i
         assert EmbeddingsOnly.load(str(path), "float32", "cpu", False).spec == target.spec
     whole: Any = AutoModelForImageTextToText.from_pretrained(path, dtype=torch.float32).eval()
     drafter = toys.drafter("eagle3", target, "chain" if recurrent else "dynamic")
-    prompt, settings = toys.prompt(2), Settings(40, GREEDY)
+    prompt, settings = toys.prompt(2), RequestParams(40, GREEDY)
     plain = whole.generate(torch.tensor([prompt]), max_new_tokens=40, do_sample=False)[0, len(prompt) :].tolist()
     assert len({*plain}) > 4, "the text does not vary"
     assert speculate(target, drafter, prompt, settings).tokens == plain
     save_head(tmp_path / "head", drafter.head, target.spec, {})
     load_head(tmp_path / "head", target.embeddings, target.spec)
     if not recurrent:
-        export(drafter.head, "vllm", Served("me/toy", target.config.to_dict(), torch.float32, 3), tmp_path / "vllm")
+        export(
+            drafter.head, "vllm", TargetFacts("me/toy", target.config.to_dict(), torch.float32, 3), tmp_path / "vllm"
+        )
         written = json.loads((tmp_path / "vllm" / "config.json").read_text())
         assert written["speculators_config"]["verifier"]["architectures"] == [type(whole).__name__]

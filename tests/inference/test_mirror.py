@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from heads.common.typed import build
-from inference.decode import Settings, speculate
+from inference.decode import RequestParams, speculate
 from inference.drafters.assistant import Assistant
 from inference.drafters.contrib.mirror import Mirror
 from inference.protocol import Context
@@ -34,7 +34,7 @@ def mirror(path: str, of: Target, outcomes: int, **changes: Any) -> Mirror:
 def test_preparing_changes_no_draft(near: str, rule: str) -> None:
     alone, ahead = (mirror(near, toys.target(), outcomes) for outcomes in (0, 6))
     for seed in range(2):
-        settings = Settings(TOKENS, WARM, seed=seed, rule=rule)
+        settings = RequestParams(TOKENS, WARM, seed=seed, rule=rule)
         plain, made = (speculate(toys.target(), each, toys.prompt(seed), settings) for each in (alone, ahead))
         assert made.tokens == plain.tokens
         assert [step[:3] for step in made.steps] == [step[:3] for step in plain.steps]
@@ -55,7 +55,7 @@ def test_a_twin_is_always_prepared(tmp_path: Path) -> None:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Target, "run", counted)
-        made = speculate(target, source, toys.prompt(1), Settings(32, GREEDY))
+        made = speculate(target, source, toys.prompt(1), RequestParams(32, GREEDY))
     assert [step.committed for step in made.steps[:-2]] == [assistants.CHAIN.depth + 1] * (len(made.steps) - 2)
     assert source.verified == len(made.steps) - 1
     assert source.prepared == source.verified - 1  # near the end there is no room for another draft

@@ -9,7 +9,7 @@ import torch
 from omegaconf import OmegaConf
 
 from heads.common.typed import build, typed
-from inference.decode import Settings, autoregress, speculate
+from inference.decode import RequestParams, autoregress, speculate
 from inference.drafters.contrib.early_exit import EarlyExit
 from inference.drafters.contrib.layer_skip import LayerSkip
 from inference.drafters.hybrid import Hybrid, HybridState, Record
@@ -17,7 +17,7 @@ from inference.drafters.mtp import MtpDrafter
 from inference.protocol import Commit, Context, Drafter, DrafterState, Proposal, Verified
 from inference.target.model import TargetOutput
 from inference.verification import tree as trees
-from inference.verification.rng import Generator, Rng
+from inference.verification.rng import Rng, SeededRng
 from inference.verification.sample import GREEDY, Sampling
 from inference.verification.tree import DraftTree, agreed
 from inference.verification.verify import decide
@@ -67,7 +67,7 @@ def test_every_yaml_is_a_source() -> None:
 @pytest.mark.parametrize("name", SOURCES)
 def test_nothing_lies_deeper_than_the_answer_reaches(name: str, room: int) -> None:
     drafter = source(name)
-    proposal = warm(drafter, TEXT).propose(Context(TEXT, GREEDY, Generator(0, torch.device("cpu")), room))
+    proposal = warm(drafter, TEXT).propose(Context(TEXT, GREEDY, SeededRng(0, torch.device("cpu")), room))
     tree, look_ahead = proposal.tree, proposal.look_ahead
     assert int(trees.depth(tree).max()) <= room
     assert tree.token[0] == TEXT[-1]
@@ -93,7 +93,7 @@ def test_emitted_law_is_the_targets(name: str, temperature: float) -> None:
     """One pass after a text that gives every source something to draft; its proposal is made before any draw."""
     tables, sampling = Tables(3), Sampling(temperature, 0, 1.0)
     drafter = source(name)
-    context = Context(TEXT, sampling, Generator(0, torch.device("cpu")), HORIZON - 1)
+    context = Context(TEXT, sampling, SeededRng(0, torch.device("cpu")), HORIZON - 1)
     drafted = warm(drafter, TEXT).propose(context).tree
     assert drafted.token.max() < VOCAB
 
@@ -174,7 +174,7 @@ def hybrid(head: Fixed, lookup: Fixed, expected: float = 2.0, weight: float = 0.
 
 def settle(state: HybridState, following: list[int]) -> None:
     """Propose, verify against the text that follows, and report."""
-    tree = state.propose(Context([0], GREEDY, Generator(0, CPU), 9)).tree
+    tree = state.propose(Context([0], GREEDY, SeededRng(0, CPU), 9)).tree
     path = list(range(agreed(tree, following) + 1))
     rows = TargetOutput(torch.zeros(1, len(path), 0, 1), torch.zeros(1, len(path), 1), None)
     token = torch.tensor(following[: len(path)])
@@ -184,7 +184,7 @@ def settle(state: HybridState, following: list[int]) -> None:
 @pytest.mark.parametrize(("score", "drafts"), [(2.5, "lookup"), (2.0, "head"), (0.0, "head")])
 def test_the_higher_expectation_drafts_and_an_idle_head_costs_nothing(score: float, drafts: str) -> None:
     head, lookup = Fixed([1], 0.0, "head"), Fixed([2, 3], score, "lookup")
-    tree = hybrid(head, lookup).start([0]).propose(Context([0], GREEDY, Generator(0, CPU), 9)).tree
+    tree = hybrid(head, lookup).start([0]).propose(Context([0], GREEDY, SeededRng(0, CPU), 9)).tree
     assert tree.token.tolist() == [0, *(lookup if drafts == "lookup" else head).chain]
     assert head.calls == (["start", "propose"] if drafts == "head" else ["start"])
 
@@ -243,8 +243,10 @@ def test_the_output_is_the_targets_and_both_sources_draft() -> None:
     used = set()
     for seed in range(2):
         prompt = toys.prompt(seed) * 3
-        made = speculate(target, source, prompt, Settings(40, GREEDY), lambda *_: used.add(source.state.took_lookup))
-        assert made.tokens == autoregress(target, prompt, Settings(40, GREEDY)).tokens
+        made = speculate(
+            target, source, prompt, RequestParams(40, GREEDY), lambda *_: used.add(source.state.took_lookup)
+        )
+        assert made.tokens == autoregress(target, prompt, RequestParams(40, GREEDY)).tokens
     assert used == {False, True}
 
 

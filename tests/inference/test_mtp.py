@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import DeepseekV3Config, DeepseekV3ForCausalLM, Glm4MoeConfig, Glm4MoeForCausalLM
 
 from heads.base import Features
-from inference.decode import Settings, autoregress, speculate
+from inference.decode import RequestParams, autoregress, speculate
 from inference.drafters.mtp import MtpDrafter, load_mtp
 from inference.target.target import Target
 from inference.verification.sample import GREEDY
@@ -57,7 +57,7 @@ def save(folder: Path, naming: str, sharded: bool = False) -> Path:
     if naming == "behind":  # published checkpoints repeat the shared ends
         embeddings = {
             "embed_tokens": target.embeddings.embedding.weight,
-            "shared_head.head": target.embeddings.head_weight(),
+            "shared_head.head": target.embeddings.lm_head_weight(),
         }
         extra |= {f"model.layers.3.{name}.weight": tensor.clone() for name, tensor in embeddings.items()}
     main = load_file(folder / "model.safetensors")
@@ -198,7 +198,7 @@ def test_a_layer_that_wants_more_is_refused(tmp_path: Path, name: str, said: str
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["qwen3_next", "qwen3_5"])
 def test_a_module_drafts_chains_for_a_recurrent_target(tmp_path: Path, name: str) -> None:
-    target, settings = families.target(name), Settings(TOKENS, GREEDY)
+    target, settings = families.target(name), RequestParams(TOKENS, GREEDY)
     own_module(target, tmp_path / "model.safetensors")
     source = MtpDrafter(MtpDrafter.Config(str(tmp_path), toys.TREES["dynamic"]), target, "mtp")
     assert source.tree == "chain-4"

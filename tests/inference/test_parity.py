@@ -9,13 +9,13 @@ from torch import Tensor
 
 from heads import HEADS
 from heads.base import Features
-from inference.decode import Generation, Settings, autoregress, speculate
+from inference.decode import Generation, RequestParams, autoregress, speculate
 from inference.drafters import head as drafters
 from inference.drafters.head import HeadBatch
 from inference.drafters.policy import TreeConfig, grow
 from inference.protocol import Context
 from inference.verification import tree as trees
-from inference.verification.rng import Generator
+from inference.verification.rng import SeededRng
 from inference.verification.sample import GREEDY
 from inference.verification.tree import DraftTree, LookAhead
 from tests import drafting, toys
@@ -33,14 +33,14 @@ EXACT = {"gemma2": 1e-5}  # its attention takes the softmax in fp32 whatever the
 @functools.cache
 def decode(head: str, tree: str, seed: int) -> Generation:
     target = toys.target()
-    return speculate(target, toys.drafter(head, target, tree), toys.prompt(seed), Settings(TOKENS, GREEDY))
+    return speculate(target, toys.drafter(head, target, tree), toys.prompt(seed), RequestParams(TOKENS, GREEDY))
 
 
 @functools.cache
 def text(seed: int) -> tuple[list[int], int]:
     """Return a prompt with the target's greedy continuation, and the prompt's length."""
     prompt = toys.prompt(seed)
-    return prompt + autoregress(toys.target(), prompt, Settings(TOKENS, GREEDY)).tokens, len(prompt)
+    return prompt + autoregress(toys.target(), prompt, RequestParams(TOKENS, GREEDY)).tokens, len(prompt)
 
 
 @pytest.mark.parametrize("name", toys.ARCHITECTURES)
@@ -99,7 +99,7 @@ def predicted(head: Any, tree: TreeConfig, seed: int) -> list[int]:
     while root < length + TOKENS - 1:
         rows = Features(*(part[:, :root] for part in features[:4]))
         state, level = drafting.extend(head, None, rows, torch.tensor(token[1 : root + 1]))
-        context = Context(token[: root + 1], GREEDY, Generator(0, target.device), length + TOKENS - root - 2)
+        context = Context(token[: root + 1], GREEDY, SeededRng(0, target.device), length + TOKENS - root - 2)
         drafted = grow(head, state, level, tree, [context])[0].tree
         counts.append(trees.agreed(drafted, token[root + 1 :]))
         root += counts[-1] + 1

@@ -15,7 +15,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PreTrainedConfig
 
 from eval.inputs.drafters import model_of
-from inference.decode import Settings, autoregress
+from inference.decode import RequestParams, autoregress
 from inference.target import placed as placing_of
 from inference.target import placement
 from inference.target.config import model_config
@@ -80,9 +80,9 @@ def test_a_streamed_target_is_the_target(folder: str, where: Placement) -> None:
     assert ours.hidden.equal(theirs.hidden)
     assert ours.last_hidden.equal(theirs.last_hidden)
     assert placed.spec == plain.spec
-    assert placed.embeddings.head_weight().equal(plain.embeddings.head_weight())
+    assert placed.embeddings.lm_head_weight().equal(plain.embeddings.lm_head_weight())
     assert dict(whole(placed.decoder_layers[0]))["mlp.up_proj.weight"].equal(plain.decoder_layers[0].mlp.up_proj.weight)
-    written = [autoregress(each, toys.prompt(1), Settings(12, GREEDY)).tokens for each in (placed, plain)]
+    written = [autoregress(each, toys.prompt(1), RequestParams(12, GREEDY)).tokens for each in (placed, plain)]
     assert written[0] == written[1]
     assert toys.lively(written[0])
 
@@ -108,7 +108,7 @@ def test_of_the_ends_only_what_is_cut_up_is_copied(folder: str) -> None:
         embeddings = placing_of._embeddings(model, AutoConfig.from_pretrained(folder), CPU, False)
     finally:
         distributed.destroy_process_group()
-    assert embeddings.head_weight().equal(own)
+    assert embeddings.lm_head_weight().equal(own)
     assert embeddings.embedding.weight.data_ptr() == model.get_input_embeddings().weight.data_ptr()
 
 

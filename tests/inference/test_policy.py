@@ -14,13 +14,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from heads.base import DraftVocabulary, Level, Nodes
-from inference.drafters.policy import TreeConfig, candidates, grow, ranked
+from heads.base import DraftVocabulary, LevelNodes, LevelOutput
+from inference.drafters.policy import TreeConfig, candidates, grow, grow_batch
 from inference.protocol import Context, Proposal, Roots
-from inference.session import Settings
+from inference.request import RequestParams
 from inference.step import SlotRoots, Slots
 from inference.verification import tree as trees
-from inference.verification.rng import Coupled, Drafting, key_of, noise_at
+from inference.verification.rng import CoupledRng, DraftRng, exponential_noise, seed_key
 from inference.verification.sample import Sampling
 from inference.verification.tree import DraftTree
 
@@ -71,13 +71,15 @@ class Table:
             self.rows[path] = self.sharpness * torch.randn(width, generator=self.generator, dtype=DOUBLE)
         return self.rows[path]
 
-    def level(self, paths: list[list[Path]]) -> Level:
+    def level(self, paths: list[list[Path]]) -> LevelOutput:
         index = torch.arange(len(self.known), len(self.known) + len(paths) * len(paths[0])).view(len(paths), -1, 1)
         self.known += [path for row in paths for path in row]
         self.lineages += [()] * (len(self.known) - len(self.lineages))
-        return Level(torch.stack([torch.stack([self.logits(path) for path in row]) for row in paths]), index.double())
+        return LevelOutput(
+            torch.stack([torch.stack([self.logits(path) for path in row]) for row in paths]), index.double()
+        )
 
-    def expand(self, state: Any, level: Level, nodes: Nodes) -> Level:
+    def expand(self, state: Any, level: LevelOutput, nodes: LevelNodes) -> LevelOutput:
         paths = [
             [(*self.known[int(level.hidden[b, parent, 0])], token) for token, parent in zip(*row, strict=True)]
             for b, row in enumerate(zip(nodes.token.tolist(), nodes.parent.tolist(), strict=True))
@@ -125,7 +127,7 @@ class Ranking(NamedTuple):
         scores = self.penalised(path)
         if self.coupled:
             position = torch.tensor([len(self.prompt) + len(path) - 1])
-            scores = (self.probs(path) / noise_at(torch.tensor([key_of(SEED)]), position, VOCAB)[0]).log()
+            scores = (self.probs(path) / exponential_noise(torch.tensor([seed_key(SEED)]), position, VOCAB)[0]).log()
         compared = (scores * (SHARP if self.sampling.temperature == 0 else 1.0)).log_softmax(-1).tolist()
         return sorted(((value, token) for token, value in enumerate(compared) if value > -torch.inf), reverse=True)
 
@@ -181,7 +183,7 @@ def paths(tree: DraftTree) -> list[Path]:
 
 def contexts(way: str) -> Iterator[Context]:
     for prompt, room in zip(PROMPTS, ROOMS, strict=True):
-        kind, sampling = Drafting if way == "sampled" else Coupled, SAMPLINGS[way]
+        kind, sampling = DraftRng if way == "sampled" else CoupledRng, SAMPLINGS[way]
         if way == "sampled":  # each sequence in its own way
             sampling = replace(sampling, temperature=0.3 * room)
         yield Context(prompt, sampling, kind(SEED, torch.device("cpu"), prompt), room)
@@ -208,17 +210,19 @@ def test_a_ranked_tree_is_the_oracles_alone_and_in_batches(name: str, way: str, 
     for context, ranking, root in zip(given, rankings, roots, strict=True):
         [alone] = grow(head, None, head.level([root]), config, [context])
         assert alone.q is None
-        check(alone.tree, ranking, config, context.room)
+        check(alone.tree, ranking, config, context.max_draft_depth)
     for proposal, ranking, context in zip(
         grow(head, None, head.level(roots), config, given), rankings, given, strict=True
     ):
-        check(proposal.tree, ranking, config, context.room)
+        check(proposal.tree, ranking, config, context.max_draft_depth)
     for allow_host_sync in (True, False):
         level, room = head.level(roots), torch.tensor(ROOMS)
-        tree, above, _ = ranked(head, None, level, config, on_device(given, way), room, allow_host_sync=allow_host_sync)
+        tree, above, _ = grow_batch(
+            head, None, level, config, on_device(given, way), room, allow_host_sync=allow_host_sync
+        )
         for b, (ranking, context) in enumerate(zip(rankings, given, strict=True)):
             one = DraftTree(tree.token[b], tree.parent[b])
-            check(one, ranking, config, context.room)
+            check(one, ranking, config, context.max_draft_depth)
             lineage = above.expand(len(given), -1, -1)[b].sum(-1).tolist()
             assert lineage == [len(path) for path in paths(one)]
 
@@ -226,14 +230,14 @@ def test_a_ranked_tree_is_the_oracles_alone_and_in_batches(name: str, way: str, 
 def on_device(given: list[Context], way: str) -> Roots:
     """Return the roots as the batch's step has them."""
     position = torch.tensor([len(context.token) for context in given])[:, None] + torch.arange(DEEPEST + 9)
-    noise = noise_at(torch.full(position.shape, key_of(SEED)), position, VOCAB) if way == "coupled" else None
+    noise = exponential_noise(torch.full(position.shape, seed_key(SEED)), position, VOCAB) if way == "coupled" else None
     seen = torch.zeros(len(given), VOCAB if SAMPLINGS[way].repetition_penalty != 1 else 0, dtype=torch.bool)
     for row, context in zip(seen, given, strict=True):
         if len(row):
             row[context.token] = True
     root, none = torch.tensor([context.token[-1] for context in given]), torch.zeros(len(given), dtype=torch.long)
-    slots = Slots(root, position[:, 0] - 1, torch.tensor(ROOMS), none, none + 1, none + key_of(SEED), seen)
-    return SlotRoots(slots, Settings(9, SAMPLINGS[way], rule="coupled" if way == "coupled" else "auto"), noise)
+    slots = Slots(root, position[:, 0] - 1, torch.tensor(ROOMS), none, none + 1, none + seed_key(SEED), seen)
+    return SlotRoots(slots, RequestParams(9, SAMPLINGS[way], rule="coupled" if way == "coupled" else "auto"), noise)
 
 
 @pytest.mark.parametrize("pruned", [False, True])
@@ -248,7 +252,7 @@ def test_a_sampled_tree_has_its_shape_and_the_probs_that_it_was_sampled_from(nam
     for context, proposal, single in zip(given, batch, alone, strict=True):
         assert paths(proposal.tree) == paths(single.tree)
         ranking, wanted = Ranking(head, context.token, context.sampling, False), shape(config)
-        found, depth = paths(proposal.tree), min(context.room, DEEPEST)
+        found, depth = paths(proposal.tree), min(context.max_draft_depth, DEEPEST)
         assert proposal.q is not None
         for node, path in enumerate(found):
             below = [other[-1] for other in found if other[:-1] == path and other != path]
@@ -262,7 +266,7 @@ def test_a_sampled_tree_has_its_shape_and_the_probs_that_it_was_sampled_from(nam
 
 def grown(head: Table, depth: int, nodes: int) -> list[Path]:
     config, context = TreeConfig("best_first", depth, 0, nodes, [], []), next(contexts("greedy"))
-    return paths(grow(head, None, head.level([[(1,)]]), config, [context._replace(room=9)])[0].tree)
+    return paths(grow(head, None, head.level([[(1,)]]), config, [context._replace(max_draft_depth=9)])[0].tree)
 
 
 def test_it_takes_one_call_a_level_and_only_where_a_better_node_may_be() -> None:

@@ -11,9 +11,9 @@ from transformers import AutoModelForCausalLM, GPTNeoConfig, MptConfig, PreTrain
 
 from data.answers.chats import AnswerSettings
 from data.answers.engine import Engine
-from inference.decode import Settings, speculate
+from inference.decode import RequestParams, speculate
 from inference.drafters.head import HeadDrafter
-from inference.drafters.plain import Plain
+from inference.drafters.plain import Baseline
 from inference.drafters.policy import TreeConfig, verifiable
 from inference.target import probe
 from inference.target.probe import LONGEST
@@ -95,7 +95,7 @@ def made_of(config: PreTrainedConfig, name: str) -> Target:
 def test_trees_and_batches_that_a_target_masks_by_itself_are_refused_by_name(
     said: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    target, settings = made_of(OWN_MASKS[said], "own"), Settings(TOKENS, GREEDY)
+    target, settings = made_of(OWN_MASKS[said], "own"), RequestParams(TOKENS, GREEDY)
     prompt = toys.prompt(0, 30)
     text = families.generated(target, prompt, TOKENS)
     chain = HeadDrafter(toys.head("eagle", target), toys.TREES["chain"], "eagle")
@@ -103,20 +103,20 @@ def test_trees_and_batches_that_a_target_masks_by_itself_are_refused_by_name(
     with pytest.raises(ValueError, match=rf"own: .*\({said}.*tree=chain"):
         speculate(target, Oracle(text, 3), prompt, settings)
     with pytest.raises(ValueError, match=rf"own: .*\({said}.*batch_size=1"):
-        speculate(target, Plain(target.device), [prompt, prompt[:3]], settings, batch_size=2)
+        speculate(target, Baseline(target.device), [prompt, prompt[:3]], settings, batch_size=2)
     assert verifiable(target, toys.TREES["static"]).label == "chain-4"  # as the commands that load a head do
     assert verifiable(target, TreeConfig("dynamic", 9, 2, 3, [], [])).label == "chain-3", "no deeper than the tree"
     assert re.search(rf"own: .*\({said}.* chain-4 in its place", caplog.text)
     asked = AnswerSettings(0.0, 1.0, TOKENS, True, False, 0, None, {})
     with pytest.raises(ValueError, match=rf"own: .*\({said}.*batch_size=1"):
-        Engine(target, Plain(target.device), asked, 2)
+        Engine(target, Baseline(target.device), asked, 2)
 
 
 @pytest.mark.skipif(BEFORE, reason="generate reads one token alone at the switch")
 @pytest.mark.parametrize("name", LONGROPE)
 def test_a_text_that_crosses_longropes_switch_is_transformers(name: str) -> None:
     kind, values = LONGROPE[name]
-    target, settings = made_of(getattr(transformers, kind)(**values), name), Settings(TOKENS, GREEDY)
+    target, settings = made_of(getattr(transformers, kind)(**values), name), RequestParams(TOKENS, GREEDY)
     assert target.takes_trees
     prompts = [toys.prompt(seed, length) for seed, length in enumerate((12, SWITCH, SWITCH + 1))]
     expected = [families.generated(target, prompt, TOKENS) for prompt in prompts]

@@ -8,12 +8,12 @@ from transformers.generation.candidate_generator import PromptLookupCandidateGen
 
 from inference.drafters.prompt_lookup import PromptLookup, TextIndex
 from inference.protocol import Context
-from inference.verification.rng import Generator
+from inference.verification.rng import SeededRng
 from inference.verification.sample import GREEDY
 from tests import toys
 from tests.inference.model_free import make
 
-RNG = Generator(0, torch.device("cpu"))
+RNG = SeededRng(0, torch.device("cpu"))
 
 
 def proposed(source: TextIndex, text: list[int], room: int = 99) -> list[int]:

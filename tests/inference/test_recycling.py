@@ -9,7 +9,7 @@ from inference.drafters.recycling import top_tokens
 from inference.protocol import Commit, Context, Verified
 from inference.target.model import TargetOutput
 from inference.target.target import Target
-from inference.verification.rng import Generator
+from inference.verification.rng import SeededRng
 from inference.verification.sample import GREEDY
 from inference.verification.tree import DraftTree
 from tests import toys
@@ -73,14 +73,14 @@ def test_rejected_nodes_renew_their_rows_and_the_last_of_equals_counts() -> None
     state = source.start([1])
     state.update(Commit(torch.tensor([4]), rows, Verified(tree, [0], law, None)))
     assert source.candidates == {1: [8, 9], 2: [6, 7]}
-    proposal = state.propose(Context([0, 2], GREEDY, Generator(0, torch.device("cpu")), 9))
+    proposal = state.propose(Context([0, 2], GREEDY, SeededRng(0, torch.device("cpu")), 9))
     assert proposal.tree.token.tolist() == [2, 6, 7]
 
 
 def test_what_is_unknown_is_not_drafted() -> None:
     source = make("recycling", toys.target(), candidates=2, paths=[[0], [1], [0, 0], [0, 1], [1, 0], [1, 0, 0]])
     source.candidates = {1: [2, 3], 3: [1, 1]}
-    tree = source.start([1]).propose(Context([1], GREEDY, Generator(0, torch.device("cpu")), 9)).tree
+    tree = source.start([1]).propose(Context([1], GREEDY, SeededRng(0, torch.device("cpu")), 9)).tree
     assert tree.token.tolist() == [1, 2, 3, 1, 2]
     assert tree.parent.tolist() == [-1, 0, 0, 2, 3]
 

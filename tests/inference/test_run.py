@@ -20,7 +20,7 @@ from heads.common.resolvers import register_resolvers
 from heads.common.typed import typed
 from heads.formats.store import save_head
 from inference import api
-from inference.decode import Generation, Settings, Step, autoregress
+from inference.decode import Generation, RequestParams, Step, autoregress
 from inference.protocol import Drafter
 from inference.run import STYLES, GenerateConfig, answer, chat_ids, generate, summary
 from inference.target.config import ModelConfig
@@ -137,7 +137,7 @@ def test_a_request_is_decoded_as_the_command_says() -> None:
     sampled = ["temperature=0.5", "top_k=5", "top_p=0.8", "min_p=0.1", "repetition_penalty=1.2"]
     made = config(*sampled, "rule=typical", "lossy=true", "seed=4", "min_new_tokens=3", "stop=[a]")
     sampling = Sampling(0.5, 5, 0.8, 0.1, 1.2)
-    asked = Settings(12, sampling, ("a",), 4, rule="typical", lossy=True, min_new_tokens=3)
+    asked = RequestParams(12, sampling, ("a",), 4, rule="typical", lossy=True, min_new_tokens=3)
     assert made.request() == asked
     assert made.settings(0.5, gaps=True, stop=["a"]) == replace(asked, gaps=True)
 
@@ -281,7 +281,7 @@ def paint(calls: list[tuple[list[int], list[str]]], *, terminal: bool = True) ->
         return made
 
     with patch("inference.api.speculate", speculate):
-        answer(Mock(spec=Target, tokenizer=tokenizer()), Mock(spec=Drafter), [1], Settings(7, GREEDY), console)
+        answer(Mock(spec=Target, tokenizer=tokenizer()), Mock(spec=Drafter), [1], RequestParams(7, GREEDY), console)
     return file.getvalue()
 
 

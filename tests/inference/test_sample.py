@@ -14,7 +14,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from inference.verification.rng import Coupled, Drafting, Generator, Rng
+from inference.verification.rng import CoupledRng, DraftRng, Rng, SeededRng
 from inference.verification.rules import Chosen
 from inference.verification.sample import GREEDY, Sampling, distribution, penalize
 from inference.verification.tree import DraftTree, chain
@@ -51,7 +51,7 @@ def test_equals_transformers(sampling: Sampling, size: int) -> None:
 def test_zero_is_one_hot() -> None:
     law = distribution(torch.tensor([[1.0, 3.0, 3.0, 2.0]]), GREEDY)
     assert law.tolist() == [[0.0, 1.0, 0.0, 0.0]]
-    assert Generator(0, torch.device("cpu")).sample(law) == [1]
+    assert SeededRng(0, torch.device("cpu")).sample(law) == [1]
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, Sampling(0.7, 5, 0.8, 0.1), Sampling(1.0, 0, 1.0)])
@@ -69,7 +69,7 @@ def test_a_flat_row_next_to_a_peaked_one_keeps_all_tokens_that_reach_top_p() -> 
 
 def test_draws_follow_the_law() -> None:
     law, count = torch.tensor([0.5, 0.3, 0.2, 0.0]), 20_000
-    drawn = torch.tensor(Generator(0, torch.device("cpu")).sample(law.expand(count, 4)))
+    drawn = torch.tensor(SeededRng(0, torch.device("cpu")).sample(law.expand(count, 4)))
     share = torch.bincount(drawn, minlength=4) / count
     assert share[3] == 0
     error = ((share - law).abs() / (law * (1 - law) / count).sqrt().clamp_min(1e-12))[:3]
@@ -78,7 +78,7 @@ def test_draws_follow_the_law() -> None:
 
 def test_distinct_draws_without_replacement() -> None:
     law, count = torch.tensor([0.6, 0.3, 0.1, 0.0]), 20_000
-    drawn = Generator(1, torch.device("cpu")).distinct(law.expand(count, 4), 4)
+    drawn = SeededRng(1, torch.device("cpu")).sample_distinct(law.expand(count, 4), 4)
     assert (drawn[:, 3] == -1).all()
     assert (drawn[:, :3].sort(-1).values == torch.arange(3)).all()
     second = ((drawn[:, 0] == 0) & (drawn[:, 1] == 1)).float().mean().item()
@@ -102,16 +102,21 @@ CPU = torch.device("cpu")
 PROBS = torch.full((4, 100), 0.01)
 Make = Callable[[int, int], Any]  # of a seed, and of the tokens before the draft
 KINDS: dict[str, Make] = {
-    "generator": lambda seed, _: Generator(seed, CPU),
-    "coupled": lambda seed, count: Coupled(seed, CPU, range(count)),
-    "drafting": lambda seed, count: Drafting(seed, CPU, range(count)),
+    "generator": lambda seed, _: SeededRng(seed, CPU),
+    "coupled": lambda seed, count: CoupledRng(seed, CPU, range(count)),
+    "drafting": lambda seed, count: DraftRng(seed, CPU, range(count)),
 }
 
 
 def drawn(rng: Rng) -> list[Any]:
     """Draw everything that a kind gives."""
     coins = [rng.accept(0.5) for _ in range(40)]
-    return [list(rng.sample(PROBS)), rng.distinct(PROBS, 1).tolist(), rng.distinct(PROBS, 3).tolist(), coins]
+    return [
+        list(rng.sample(PROBS)),
+        rng.sample_distinct(PROBS, 1).tolist(),
+        rng.sample_distinct(PROBS, 3).tolist(),
+        coins,
+    ]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -135,23 +140,23 @@ def test_coins_and_distinct_tokens_keep_to_their_probabilities(kind: str) -> Non
     rng = KINDS[kind](3, 5)
     assert all(rng.accept(1.0) and not rng.accept(0.0) for _ in range(50))
     probs = torch.tensor([[0.0, 0.5, 0.0, 0.5, 0.0]] * 3)
-    for tokens in rng.distinct(probs, 4).tolist():
+    for tokens in rng.sample_distinct(probs, 4).tolist():
         assert sorted(tokens[:2]) == [1, 3]
         assert tokens[2:] == [-1, -1]
-    every = KINDS[kind](3, 5).distinct(PROBS, 200).tolist()
+    every = KINDS[kind](3, 5).sample_distinct(PROBS, 200).tolist()
     assert all(sorted(tokens) == list(range(100)) for tokens in every)
 
 
 def test_coupled_noise_is_the_positions_whoever_reads_it() -> None:
-    first, second = Coupled(1, CPU, range(5)), Coupled(1, CPU, range(6))
+    first, second = CoupledRng(1, CPU, range(5)), CoupledRng(1, CPU, range(6))
     assert first.sample(PROBS, 2) == second.sample(PROBS) != first.sample(PROBS)
-    assert first.distinct(PROBS, 3, 2).equal(second.distinct(PROBS, 3))
-    assert first.distinct(PROBS, 3)[:, 0].tolist() == first.sample(PROBS)
-    assert drawn(Coupled(1, CPU, range(3)).at(6, CPU)) == drawn(Coupled(1, CPU, range(6)))
+    assert first.sample_distinct(PROBS, 3, 2).equal(second.sample_distinct(PROBS, 3))
+    assert first.sample_distinct(PROBS, 3)[:, 0].tolist() == first.sample(PROBS)
+    assert drawn(CoupledRng(1, CPU, range(3)).at(6, CPU)) == drawn(CoupledRng(1, CPU, range(6)))
     assert list(first.at(6, CPU).sample(PROBS.double())) == second.sample(PROBS)
 
 
-class Told(Coupled):
+class Told(CoupledRng):
     """Accepts everything, and notes how deep below the root the next token is sampled."""
 
     def accept(self, probability: float) -> bool:

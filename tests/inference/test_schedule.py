@@ -13,11 +13,11 @@ from heads.base import NewRows
 from heads.formats.store import save_head, save_tree
 from heads.modules.kv_cache import SPARE
 from inference.batch import batch_of
-from inference.decode import Generation, Settings, autoregress, speculate
+from inference.decode import Generation, RequestParams, autoregress, speculate
 from inference.drafters import deferred
 from inference.drafters.head import HeadDrafter, load_drafter
 from inference.protocol import Proposal
-from inference.session import Session
+from inference.request import Request
 from inference.target.target import Target
 from inference.tree_config import Schedule, Scheduled, TreeConfig, scheduled
 from inference.verification import tree as trees
@@ -38,7 +38,7 @@ def drafter(name: str, target: Target, schedule: Schedule) -> HeadDrafter:
 
 
 def decoded(
-    target: Target, source: HeadDrafter, requests: list[tuple[list[int], Settings]], size: int, static: bool
+    target: Target, source: HeadDrafter, requests: list[tuple[list[int], RequestParams]], size: int, static: bool
 ) -> tuple[list[Generation], list[Taken]]:
     """Decode requests that come and go; return with each the trees of its steps."""
     batch = batch_of(target, source, size, requests)
@@ -51,7 +51,7 @@ def decoded(
             made[number] = batch.admit(number, *request)
         tree = source.schedule.at(len(batch.running) or 1)
         for running in batch.running:
-            taken[running.number].append(tree)
+            taken[running.request_index].append(tree)
         if batch.running:
             batch.step()
             batch.release()
@@ -60,17 +60,19 @@ def decoded(
     return [made[number] for number in range(len(requests))], taken
 
 
-def reference(target: Target, source: HeadDrafter, prompt: list[int], settings: Settings, taken: Taken) -> Generation:
+def reference(
+    target: Target, source: HeadDrafter, prompt: list[int], settings: RequestParams, taken: Taken
+) -> Generation:
     """Decode a prompt alone under the trees of its steps, by a head that takes in every row at once."""
     with torch.inference_mode():
-        session = Session(target, source, prompt, settings)
-        session.prefill()
-        state: Any = session.state
+        request = Request(target, source, prompt, settings)
+        request.prefill()
+        state: Any = request.state
         for tree in taken:
-            context = session.begin()
+            context = request.begin()
             alone = Proposal(trees.root(context.token[-1], target.device))
-            session.verify(alone if tree is None else state.grow(tree, context))
-    return session.generation
+            request.verify(alone if tree is None else state.grow(tree, context))
+    return request.generation
 
 
 @pytest.mark.parametrize(
@@ -87,7 +89,9 @@ def test_drafts_after_a_pause_are_those_of_a_head_that_never_paused(case: str, s
     name, way = case.split(":")
     target, (sampling, rule) = toys.target("llama", DOUBLE), WAYS[way]
     source = drafter(name, target, SWITCHING)
-    requests = [(toys.prompt(i, 3 + 5 * i), Settings(5 + (17 * i) % 29, sampling, seed=i, rule=rule)) for i in range(8)]
+    requests = [
+        (toys.prompt(i, 3 + 5 * i), RequestParams(5 + (17 * i) % 29, sampling, seed=i, rule=rule)) for i in range(8)
+    ]
     made, taken = decoded(target, source, requests, 4, static)
     for one, request, its in zip(made, requests, taken, strict=True):
         assert facts(one) == facts(reference(target, source, *request, its))
@@ -109,7 +113,9 @@ def test_rows_that_waited_are_taken_in_as_many_as_a_ring_takes_at_once(
     monkeypatch.setattr(deferred, "BYTES", bytes_)
     target = toys.target("llama", DOUBLE)
     source, calls = drafter("eagle", target, scheduled([(1, CHAIN), (2, None)])), list[int]()
-    requests = [(toys.prompt(i, 5 + i), Settings(count, GREEDY)) for i, count in enumerate((SPARE + 20, SPARE + 40))]
+    requests = [
+        (toys.prompt(i, 5 + i), RequestParams(count, GREEDY)) for i, count in enumerate((SPARE + 20, SPARE + 40))
+    ]
     extend = type(source.head).extend
 
     def counted(self: Any, state: Any, new: NewRows) -> Any:
@@ -127,11 +133,11 @@ def test_rows_that_waited_are_taken_in_as_many_as_a_ring_takes_at_once(
 def test_a_paused_step_reads_once_and_moves_no_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
     target = toys.target("llama")
     source = drafter("eagle3", target, scheduled([(1, CHAIN), (2, None)]))
-    batch = batch_of(target, source, 2, [([0] * 9, Settings(90, GREEDY))])
+    batch = batch_of(target, source, 2, [([0] * 9, RequestParams(90, GREEDY))])
     step: Any = batch.device_step
     step.static = True
     for slot in range(2):
-        batch.admit(slot, toys.prompt(slot, 5 + slot), Settings(90, GREEDY))
+        batch.admit(slot, toys.prompt(slot, 5 + slot), RequestParams(90, GREEDY))
 
     def addresses() -> list[int]:
         kept = [step.drafts.cache.length, step.drafts.deferred.count, *step.drafts.deferred.rows]
@@ -150,7 +156,7 @@ def test_a_head_that_never_drafts_decodes_as_the_baseline_does() -> None:
     target = toys.target("llama", DOUBLE)
     source = drafter("eagle", target, scheduled([(4, None)]))
     assert (source.tree, source.schedule.lines) == ("none", [Scheduled(1, None)])
-    request = toys.prompt(1, 9), Settings(20, GREEDY)
+    request = toys.prompt(1, 9), RequestParams(20, GREEDY)
     assert facts(speculate(target, source, *request))[:1] == facts(autoregress(target, *request))[:1]
 
 

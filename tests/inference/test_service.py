@@ -11,12 +11,12 @@ import torch
 from heads.formats.store import save_head
 from inference import api
 from inference.batch import batch_of
-from inference.decode import Generation, Settings, autoregress, speculate
+from inference.decode import Generation, RequestParams, autoregress, speculate
 from inference.drafters.head import HeadDrafter
-from inference.drafters.plain import Plain
+from inference.drafters.plain import Baseline
 from inference.protocol import Drafter
+from inference.request import Request
 from inference.service import Service
-from inference.session import Session
 from inference.target.target import Target
 from inference.tree_config import TreeConfig, scheduled
 from inference.verification.sample import GREEDY, Sampling
@@ -42,7 +42,7 @@ def sources(target: Target) -> list[Drafter]:
     return [
         eagle,
         head("medusa", target, "static"),
-        Plain(target.device),
+        Baseline(target.device),
         head("eagle3 injected", target, "chain"),
         HeadDrafter(eagle.head, TREES["dynamic"], "pausing", pausing),
         model_free.make("prompt_lookup", target),
@@ -52,17 +52,17 @@ def sources(target: Target) -> list[Drafter]:
     ]
 
 
-def requests(count: int, sampling: Sampling) -> tuple[list[list[int]], list[Settings]]:
+def requests(count: int, sampling: Sampling) -> tuple[list[list[int]], list[RequestParams]]:
     prompts = [toys.prompt(seed, 1 + 3 * seed % 17) for seed in range(count)]
     return prompts, [
-        Settings(8 + 7 * (seed % 5), sampling, seed=seed, rule="coupled", stop=("w1",) if seed % 4 == 3 else ())
+        RequestParams(8 + 7 * (seed % 5), sampling, seed=seed, rule="coupled", stop=("w1",) if seed % 4 == 3 else ())
         for seed in range(count)
     ]
 
 
 def alone(target: Target, count: int, sampling: Sampling) -> list[tuple[list[int], str]]:
     prompts, settings = requests(count, sampling)
-    plain = Plain(target.device)
+    plain = Baseline(target.device)
     return [answer(speculate(target, plain, *one)) for one in zip(prompts, settings, strict=True)]
 
 
@@ -99,8 +99,8 @@ def test_swaps_between_steps_change_no_text(sampling: Sampling) -> None:
 
 def test_one_request_goes_on_and_the_next_ones_begin_with_the_new_drafter() -> None:
     target = toys.target()
-    (prompt, *_), settings = requests(1, GREEDY)[0], Settings(30, GREEDY)
-    service, drafter, calls = Service(Plain(target.device)), head("eagle", target, "dynamic"), 0
+    (prompt, *_), settings = requests(1, GREEDY)[0], RequestParams(30, GREEDY)
+    service, drafter, calls = Service(Baseline(target.device)), head("eagle", target, "dynamic"), 0
 
     def on_text(*_: Any) -> None:
         nonlocal calls
@@ -113,7 +113,7 @@ def test_one_request_goes_on_and_the_next_ones_begin_with_the_new_drafter() -> N
     assert set(drafted[:8]) == {0}
     assert min(drafted[10:-2]) > 0
     again, generation = api.generate(target, service, prompt, settings)
-    assert again == text == api.generate(target, Plain(target.device), prompt, settings)[0]
+    assert again == text == api.generate(target, Baseline(target.device), prompt, settings)[0]
     assert generation.steps[0].drafted > 0
 
 
@@ -121,12 +121,12 @@ def test_one_request_goes_on_and_the_next_ones_begin_with_the_new_drafter() -> N
 def test_a_state_that_is_made_of_the_text_drafts_as_one_that_grew_with_it(name: str) -> None:
     target = toys.target("llama", torch.float64)
     drafter = head(name, target, "chain" if name != "medusa" else "static")
-    session = Session(target, drafter, toys.prompt(0, 9), Settings(40, GREEDY))
-    session.prefill()
+    request = Request(target, drafter, toys.prompt(0, 9), RequestParams(40, GREEDY))
+    request.prefill()
     for _ in range(10):
-        session.step()
-    grown, fresh = session.state, session.state_of(drafter)
-    assert fresh.propose(session.begin()).tree.token.tolist() == grown.propose(session.begin()).tree.token.tolist()
+        request.step()
+    grown, fresh = request.state, request.state_of(drafter)
+    assert fresh.propose(request.begin()).tree.token.tolist() == grown.propose(request.begin()).tree.token.tolist()
 
 
 @pytest.mark.parametrize("name", ["eagle", "suffix"])
@@ -137,10 +137,11 @@ def test_in_a_batch_it_goes_on_for_the_texts_that_it_took_in(name: str) -> None:
     def drafter() -> Drafter:
         return head("eagle", target, "dynamic") if name == "eagle" else model_free.make("suffix", target)
 
-    service = Service(Plain(target.device))
+    service = Service(Baseline(target.device))
     batch = batch_of(target, service, 4)
     several = [
-        batch.admit(number, toys.prompt(number, 5), Settings(4 if number == 1 else 30, GREEDY)) for number in range(4)
+        batch.admit(number, toys.prompt(number, 5), RequestParams(4 if number == 1 else 30, GREEDY))
+        for number in range(4)
     ]
     for _ in range(3):
         batch.step()
@@ -150,20 +151,20 @@ def test_in_a_batch_it_goes_on_for_the_texts_that_it_took_in(name: str) -> None:
         batch.step()
     expected = []
     for number in (0, 2, 3):
-        session = Session(target, Plain(target.device), toys.prompt(number, 5), Settings(30, GREEDY))
-        session.prefill()
+        request = Request(target, Baseline(target.device), toys.prompt(number, 5), RequestParams(30, GREEDY))
+        request.prefill()
         for _ in range(3):
-            session.step()
+            request.step()
         other = drafter()
-        session.swap(other, session.state_of(other))
+        request.swap(other, request.state_of(other))
         for _ in range(8):
-            session.step()
-        expected.append([(step.drafted, step.accepted) for step in session.generation.steps])
+            request.step()
+        expected.append([(step.drafted, step.accepted) for step in request.generation.steps])
     assert [[(step.drafted, step.accepted) for step in several[number].steps] for number in (0, 2, 3)] == expected
     assert sum(accepted for steps in expected for _, accepted in steps) > (3 if name == "eagle" else 0)
 
 
-class Failing(Plain):
+class Failing(Baseline):
     """Fails on texts of so many tokens or more."""
 
     name = "failing"
@@ -172,7 +173,7 @@ class Failing(Plain):
         super().__init__(device)
         self.length, self.kind = length, kind
 
-    def start(self, prompt: list[int]) -> Plain:
+    def start(self, prompt: list[int]) -> Baseline:
         if len(prompt) >= self.length:
             raise self.kind("row 9 of 8\nand more")
         return self
@@ -193,13 +194,13 @@ def test_a_drafter_that_fails_is_refused_and_no_request_is_lost(
 
 def test_a_drafter_that_fails_in_one_of_two_batches_is_out_of_service() -> None:
     target = toys.target()
-    former, failing = Plain(target.device), Failing(target.device, 9)
+    former, failing = Baseline(target.device), Failing(target.device, 9)
     service = Service(former)
     service.swap(failing)
     service.working = failing  # in the other batch
     service.refuse(failing, ValueError("row 9 of 8"), former)
     assert (service.drafter, service.working) == (former, former)
-    service.swap(third := Plain(target.device))
+    service.swap(third := Baseline(target.device))
     service.refuse(failing, ValueError("row 9 of 8"), former)
     assert service.drafter is third
 
@@ -207,12 +208,12 @@ def test_a_drafter_that_fails_in_one_of_two_batches_is_out_of_service() -> None:
 def test_a_rule_for_some_trees_alone_is_refused_before_another_tree_comes() -> None:
     target = toys.target()
     with pytest.raises(ValueError, match="rule=block is not for every tree"):
-        speculate(target, Service(head("eagle", target, "chain")), [[1, 2]], Settings(4, GREEDY, rule="block"))
+        speculate(target, Service(head("eagle", target, "chain")), [[1, 2]], RequestParams(4, GREEDY, rule="block"))
 
 
 def test_a_tree_beyond_the_context_is_refused(caplog: pytest.LogCaptureFixture) -> None:
-    target, prompt, settings = toys.target(), toys.prompt(0, 5), Settings(9, GREEDY)
-    service, wide = Service(Plain(target.device)), TreeConfig("dynamic", 2, 13, 182, [], [])
+    target, prompt, settings = toys.target(), toys.prompt(0, 5), RequestParams(9, GREEDY)
+    service, wide = Service(Baseline(target.device)), TreeConfig("dynamic", 2, 13, 182, [], [])
     service.swap(HeadDrafter(toys.drafter("medusa", target, "static").head, wide, "wide"))
     assert speculate(target, service, prompt, settings).tokens == autoregress(target, prompt, settings).tokens
     assert "plain is put back: wide fails (wide: a tree of" in caplog.text

@@ -17,7 +17,7 @@ from eval.measures.cost_model import (
     stops_paying,
 )
 from inference.batch import Batch
-from inference.decode import Settings, speculate
+from inference.decode import RequestParams, speculate
 from inference.drafters.policy import BY_CONFIDENCE, TreeConfig
 from inference.verification.sample import GREEDY
 from tests import toys
@@ -61,15 +61,15 @@ def test_passes_are_those_of_the_engine(monkeypatch: pytest.MonkeyPatch) -> None
     target = toys.target()
     source = toys.drafter("eagle", target, "dynamic")
     prompts = [toys.prompt(seed) for seed in range(5)]
-    settings = [Settings(5 + 4 * (seed % 3), GREEDY) for seed in range(5)]
+    settings = [RequestParams(5 + 4 * (seed % 3), GREEDY) for seed in range(5)]
     alone = [speculate(target, source, prompt, each).steps for prompt, each in zip(prompts, settings, strict=True)]
     real: list[list[tuple[int, int]]] = []
     step = Batch.step
 
     def watched(batch: Batch) -> None:
-        sessions = [row.session for row in batch.running]
+        requests = [row.request for row in batch.running]
         step(batch)
-        real.append([(each.generation.steps[-1].drafted, each.generation.steps[-1].accepted) for each in sessions])
+        real.append([(each.generation.steps[-1].drafted, each.generation.steps[-1].accepted) for each in requests])
 
     monkeypatch.setattr(Batch, "step", watched)
     speculate(target, source, prompts, settings, batch_size=3)

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from inference.batch import Batch, batch_of
-from inference.decode import Generation, Settings, autoregress, reference, speculate
+from inference.decode import Generation, RequestParams, autoregress, reference, speculate
 from inference.drafters.head import HeadDrafter
-from inference.drafters.plain import Plain
+from inference.drafters.plain import Baseline
 from inference.drafters.policy import TreeConfig
 from inference.graphs import Graphs, StageCache
 from inference.phase_timer import PhaseTimer
@@ -74,7 +74,7 @@ TREES = toys.TREES | {
 
 def source(name: str, tree: str, target: Target) -> Drafter:
     if name == "plain":
-        return Plain(target.device)
+        return Baseline(target.device)
     head: Any = toys.head(name, target)
     return HeadDrafter(head, TREES[tree], name)
 
@@ -94,7 +94,10 @@ def test_alone_in_batches_and_in_static_shapes_the_reference_is_met(case: str) -
     target_eos, target.eos = target.eos, frozenset({7})
     try:
         requests = [
-            (toys.prompt(i, 3 + 7 * i), Settings(6 + 4 * i, sampling, seed=i, rule=rule, gaps=True, min_new_tokens=i))
+            (
+                toys.prompt(i, 3 + 7 * i),
+                RequestParams(6 + 4 * i, sampling, seed=i, rule=rule, gaps=True, min_new_tokens=i),
+            )
             for i in range(3)
         ]
         expected = [reference(target, drafter, *request) for request in requests]
@@ -115,7 +118,7 @@ def test_what_is_sampled_otherwise_goes_the_references_way_and_comes_back() -> N
     target = toys.target("llama", DOUBLE)
     drafter = source("eagle", "dynamic", target)
     requests = [
-        (toys.prompt(i, 4 + i), Settings(8 + 4 * i, GREEDY if i != 1 else Sampling(0.9, 0, 1.0), seed=i))
+        (toys.prompt(i, 4 + i), RequestParams(8 + 4 * i, GREEDY if i != 1 else Sampling(0.9, 0, 1.0), seed=i))
         for i in range(4)
     ]
     prompts, settings = zip(*requests, strict=True)
@@ -133,7 +136,7 @@ def test_what_is_ranked_without_noise_leaves_the_coupled_text(tree: str) -> None
     drafter = source("plain" if tree == "plain" else "eagle", tree, target)
     accepted = {"auto": 0, "coupled": 0}
     for seed in range(2):
-        request = toys.prompt(seed, 5), Settings(24, WARM, seed=seed)
+        request = toys.prompt(seed, 5), RequestParams(24, WARM, seed=seed)
         made = {rule: speculate(target, drafter, request[0], replace(request[1], rule=rule)) for rule in accepted}
         assert made["auto"].tokens == made["coupled"].tokens
         accepted = {rule: count + sum(step.accepted for step in made[rule].steps) for rule, count in accepted.items()}
@@ -162,11 +165,11 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 
 
 def full(target: Target, drafter: Drafter, size: int = 2, sampling: Sampling = GREEDY) -> Batch:
-    batch = batch_of(target, drafter, size, [([0] * 9, Settings(60, sampling))])
+    batch = batch_of(target, drafter, size, [([0] * 9, RequestParams(60, sampling))])
     assert batch.device_step is not None
     batch.device_step.static = True
     for slot in range(size):
-        batch.admit(slot, toys.prompt(slot, 5 + slot), Settings(60, sampling))
+        batch.admit(slot, toys.prompt(slot, 5 + slot), RequestParams(60, sampling))
     return batch
 
 
@@ -188,7 +191,7 @@ def test_buffers_stay_where_they_are(head: str, tree: str, monkeypatch: pytest.M
     step: Any = batch.device_step
 
     def addresses() -> list[int]:
-        kept = [*step.slots, step.ends, *batch.cache.storage.blocks, *step.drafts.tensors()]
+        kept = [*step.slots, step.eos_mask, *batch.cache.storage.blocks, *step.drafts.tensors()]
         return [tensor.data_ptr() for tensor in kept]
 
     batch.step()
@@ -200,11 +203,11 @@ def test_buffers_stay_where_they_are(head: str, tree: str, monkeypatch: pytest.M
 
 def test_a_target_that_takes_no_masks_goes_the_references_way() -> None:
     target, static = toys.target("llama", DOUBLE), []
-    request = (toys.prompt(1, 9), Settings(12, GREEDY))
+    request = (toys.prompt(1, 9), RequestParams(12, GREEDY))
     expected = reference(target, source("eagle", "chain", target), *request)
     try:
         target.takes_trees = False
-        for drafter in (Plain(target.device), source("eagle", "chain", target)):
+        for drafter in (Baseline(target.device), source("eagle", "chain", target)):
             static += in_static_shapes(target, drafter, [request])
         with pytest.raises(ValueError, match="draft with tree=chain"):
             speculate(target, source("eagle", "static", target), *request)
@@ -308,11 +311,11 @@ def test_graphs_of_a_steps_stages_serve_all_that_come_and_go(cases: list[str]) -
 
 
 def test_a_form_is_met_anew_where_its_buffers_moved() -> None:
-    forms, buffer = StageCache(), torch.zeros(3)
+    stages, buffer = StageCache(), torch.zeros(3)
     for tensor, known in ((buffer, False), (buffer, True), (torch.zeros(3), False)):
-        forms.keep([tensor])
-        assert ("form" in forms.known) == known
-        assert forms("form", lambda x: x + 1, 2) == 3
+        stages.keep([tensor])
+        assert ("key" in stages.known) == known
+        assert stages("key", lambda x: x + 1, 2) == 3
 
 
 class Uncaptured(Graphs):
@@ -349,8 +352,8 @@ def made(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Batch]]:
 def test_single_requests_share_a_batch_for_each_drafter(made: list[Batch]) -> None:
     """Its graphs would have to be captured again: in an evaluation of single prompts at each of them."""
     target = toys.target("llama", DOUBLE)
-    sources = [Plain(target.device), source("eagle", "dynamic", target)]
-    requests = [(toys.prompt(i, 3 + 8 * i), Settings(4 + 4 * i, GREEDY)) for i in (1, 0, 2)]
+    sources = [Baseline(target.device), source("eagle", "dynamic", target)]
+    requests = [(toys.prompt(i, 3 + 8 * i), RequestParams(4 + 4 * i, GREEDY)) for i in (1, 0, 2)]
     for request in requests:
         texts = [speculate(target, drafter, *request).tokens for drafter in sources]
         assert texts == [reference(target, drafter, *request).tokens for drafter in sources]
@@ -361,8 +364,8 @@ def test_single_requests_share_a_batch_for_each_drafter(made: list[Batch]) -> No
 def test_rounds_of_a_batch_share_it_while_there_is_memory(made: list[Batch], monkeypatch: pytest.MonkeyPatch) -> None:
     """Captures of every round would count in its time."""
     target = toys.target("llama", DOUBLE)
-    prompts, settings = [toys.prompt(i, 3 + i) for i in range(4)], Settings(5, GREEDY)
-    sources = [Plain(target.device), source("eagle", "dynamic", target)]
+    prompts, settings = [toys.prompt(i, 3 + i) for i in range(4)], RequestParams(5, GREEDY)
+    sources = [Baseline(target.device), source("eagle", "dynamic", target)]
     expected = [reference(target, sources[0], prompt, settings).tokens for prompt in prompts]
     for drafter in sources * 2:
         found = speculate(target, drafter, prompts, settings, batch_size=3)
@@ -388,7 +391,7 @@ def test_rounds_of_a_batch_share_it_while_there_is_memory(made: list[Batch], mon
 def test_a_batch_is_kept_for_its_graphs_alone(made: list[Batch]) -> None:
     """Those of a rollout have none, and hold a copy of the head, as those of a measurement of τ do."""
     target, head = toys.target("llama", DOUBLE), toys.head("eagle", toys.target("llama", DOUBLE))
-    speculate(target, source("eagle", "dynamic", target), toys.prompt(1), Settings(9, GREEDY, passes=True))
+    speculate(target, source("eagle", "dynamic", target), toys.prompt(1), RequestParams(9, GREEDY, passes=True))
     assert not target.idle
     config: Any = SimpleNamespace(seed=0, eval_prompts=2, eval_tokens=6)
     evaluator = AcceptanceEvaluator(target, [toys.prompt(i) for i in range(2)], config, TREES["dynamic"], "eagle")
@@ -422,7 +425,7 @@ def test_a_step_that_cannot_be_captured_runs_as_it_is(caplog: pytest.LogCaptureF
     for _ in range(4):
         batch.step()
         alike.step()
-    texts = [[sequence.session.context for sequence in one.running] for one in (batch, alike)]
+    texts = [[sequence.request.context for sequence in one.running] for one in (batch, alike)]
     assert texts[0] == texts[1]
     assert [record.getMessage() for record in caplog.records] == [
         "decoding steps are not captured in CUDA graphs: operation not permitted when stream is capturing"
@@ -491,7 +494,7 @@ def test_a_rule_decodes_what_it_is_for_and_refuses_the_rest(tree: str) -> None:
     cases = [*itertools.product((AUTO, *RULES), [Sampling(1.2, 0, 1.0)]), *itertools.product(GREEDILY, [GREEDY])]
     for rule, sampling in cases:
         requests = [
-            (toys.prompt(i, 4 + i), Settings(length, sampling, seed=i, rule=rule, lossy=is_lossy(rule)))
+            (toys.prompt(i, 4 + i), RequestParams(length, sampling, seed=i, rule=rule, lossy=is_lossy(rule)))
             for i, length in enumerate(LENGTHS)
         ]
         ways = [
@@ -508,7 +511,9 @@ def test_a_rule_decodes_what_it_is_for_and_refuses_the_rest(tree: str) -> None:
                 way(requests)
 
 
-def in_static_shapes(target: Target, drafter: Drafter, requests: list[tuple[list[int], Settings]]) -> list[Generation]:
+def in_static_shapes(
+    target: Target, drafter: Drafter, requests: list[tuple[list[int], RequestParams]]
+) -> list[Generation]:
     batch = batch_of(target, drafter, min(2, len(requests)), requests)
     if batch.device_step is not None:
         batch.device_step.static = True

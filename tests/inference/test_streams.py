@@ -13,7 +13,7 @@ from torch import Tensor
 from heads.common.target_config import cache_argument
 from heads.common.typed import build
 from heads.formats.store import read_tensors
-from inference.decode import Generation, Settings, autoregress, speculate
+from inference.decode import Generation, RequestParams, autoregress, speculate
 from inference.drafters.contrib.streams import (
     Drafted,
     Streams,
@@ -26,7 +26,7 @@ from inference.drafters.policy import TreeConfig, grow
 from inference.protocol import Commit, Context, Proposal
 from inference.target.target import Target
 from inference.verification import tree as trees
-from inference.verification.rng import Generator
+from inference.verification.rng import SeededRng
 from inference.verification.sample import GREEDY
 from inference.verification.tree import DraftTree
 from tests import toys
@@ -63,7 +63,7 @@ def source(tree: TreeConfig, dtype: torch.dtype = torch.float32) -> Any:
 def text(seed: int) -> tuple[list[int], int]:
     """Return a prompt with the target's greedy continuation, and the prompt's length."""
     prompt = toys.prompt(seed)
-    return prompt + autoregress(toys.target(dtype=DOUBLE), prompt, Settings(TOKENS, GREEDY)).tokens, len(prompt)
+    return prompt + autoregress(toys.target(dtype=DOUBLE), prompt, RequestParams(TOKENS, GREEDY)).tokens, len(prompt)
 
 
 @pytest.mark.parametrize(("name", "layers"), LAYERS)
@@ -134,7 +134,7 @@ def watched(target: Target, streams: Streams, seed: int) -> tuple[Seen, Generati
     """Return each pass's root, what it proposed, its room, and what became of it."""
     config = StreamsDrafter.Config("", toys.TREES["dynamic"])
     drafter = Recorder(StreamsDrafter(config, target, "streams", streams))
-    run = speculate(target, drafter, toys.prompt(seed), Settings(TOKENS, GREEDY))
+    run = speculate(target, drafter, toys.prompt(seed), RequestParams(TOKENS, GREEDY))
     commits = [commit for commit in drafter.commits if commit.verified is not None]
     passes = zip(drafter.asked, drafter.proposed, commits, strict=False)  # the last pass is not reported
     return [(len(text) - 1, proposal, room, commit) for (text, room), proposal, commit in passes], run
@@ -160,7 +160,7 @@ def test_the_law_in_training_is_the_law_in_decoding(name: str, layers: int | Non
             continue
         size = len(proposal.tree.token)
         for depth, node in enumerate(verified.path):
-            mine = (look_ahead.seen[:, :size] == trees.ancestors(proposal.tree)[node]).all(-1)  # they see what it sees
+            mine = (look_ahead.attn_mask[:, :size] == trees.ancestors(proposal.tree)[node]).all(-1)
             expected = laws[0, 9 + root + depth][: int(mine.sum())]
             torch.testing.assert_close(verified.look_ahead[mine], expected, rtol=near, atol=near)
             compared += int(mine.sum())
@@ -184,7 +184,7 @@ def test_every_tree_and_its_acceptance_follow_from_the_finished_text() -> None:
         while root < end - 1:
             room = end - root - 2
             drafted = Drafted(laws[root - 1][: max(room, 1)])
-            context = Context(token[: root + 1], GREEDY, Generator(0, target.device), room)
+            context = Context(token[: root + 1], GREEDY, SeededRng(0, target.device), room)
             tree = grow(drafted, None, drafted.level(1, 1), config, [context])[0].tree
             assert root not in proposed or all(a.equal(b) for a, b in zip(tree, proposed[root], strict=True))
             counts.append(trees.agreed(tree, token[root + 1 :]))
@@ -203,17 +203,17 @@ def test_nothing_lies_deeper_than_can_be_committed() -> None:
         assert proposal.look_ahead is None or int(proposal.look_ahead.offset.max()) < max(room, 1)
     assert {proposal.look_ahead is None for _, proposal, room, _ in seen if room < 2} <= {True}
     filled = toys.prompt(0, target.context - 5)
-    assert len(speculate(target, source(toys.TREES["dynamic"]), filled, Settings(TOKENS, GREEDY)).tokens) == 5
+    assert len(speculate(target, source(toys.TREES["dynamic"]), filled, RequestParams(TOKENS, GREEDY)).tokens) == 5
 
 
 def test_streams_that_no_tree_would_read_do_not_ride() -> None:
     drafter = source(TreeConfig("chain", 2, 0, 0, [], [])).start([1])
     look_ahead = drafter.look_ahead(trees.root(1, torch.device("cpu")), 9)
     assert look_ahead.offset.tolist() == [1, 2]
-    assert look_ahead.seen.tolist() == [[True, True, False], [True, True, True]]
+    assert look_ahead.attn_mask.tolist() == [[True, True, False], [True, True, True]]
     tree = DraftTree(torch.tensor([1, 2]), torch.tensor([-1, 0]))
     assert drafter.look_ahead(tree, 3).offset.tolist() == [1, 2, 2]  # (1, 2) would draft at depth 4
-    assert drafter.look_ahead(tree, 3).seen[2].tolist() == [True, True, False, False, True]
+    assert drafter.look_ahead(tree, 3).attn_mask[2].tolist() == [True, True, False, False, True]
 
 
 def test_the_gradient_reaches_the_streams_alone() -> None:

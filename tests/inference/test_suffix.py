@@ -10,12 +10,12 @@ import torch
 from inference.drafters.suffix import Suffix
 from inference.drafters.suffix_tree import Locus, Node, SuffixTree
 from inference.protocol import Context
-from inference.verification.rng import Generator
+from inference.verification.rng import SeededRng
 from inference.verification.sample import GREEDY
 from tests import toys
 from tests.inference.model_free import make
 
-RNG = Generator(0, torch.device("cpu"))
+RNG = SeededRng(0, torch.device("cpu"))
 
 
 def counts(texts: list[list[int]], depth: int) -> Counter[tuple[int, ...]]:

@@ -328,7 +328,7 @@ def test_the_ends_load_under_the_names_that_a_family_has_on_disk(tmp_path: Path,
     path = assistants.save(model, toys.tokenizer(), tmp_path / "target")
     bare = EmbeddingsOnly.load(str(path), "float32", "cpu", False)
     assert bare.spec.fingerprint == fingerprint(model, str(path)), "each parameter's first values"
-    assert torch.equal(bare.embeddings.head_weight(), model.get_output_embeddings().weight)
+    assert torch.equal(bare.embeddings.lm_head_weight(), model.get_output_embeddings().weight)
     assert torch.equal(bare.embeddings.embedding.weight, model.get_input_embeddings().weight)
 
 

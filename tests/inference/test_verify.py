@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from inference.decode import Settings, autoregress, speculate
+from inference.decode import RequestParams, autoregress, speculate
 from inference.verification import rules, verify
-from inference.verification.rng import Generator
+from inference.verification.rng import SeededRng
 from inference.verification.sample import GREEDY, Sampling
 from inference.verification.tree import DraftTree
 from inference.verification.verify import RULES, decide, fitting, is_chain
@@ -35,7 +35,7 @@ def test_a_wrong_pairing_is_refused(rule: str, tree: DraftTree, drawn: bool, nam
 )
 def test_an_unknown_or_unallowed_rule_is_named(rule: str, lossy: bool, named: str) -> None:
     with pytest.raises(ValueError, match=named):
-        Settings(4, GREEDY, rule=rule, lossy=lossy)
+        RequestParams(4, GREEDY, rule=rule, lossy=lossy)
 
 
 @pytest.mark.parametrize(
@@ -49,7 +49,7 @@ def test_an_unknown_or_unallowed_rule_is_named(rule: str, lossy: bool, named: st
     ],
 )
 def test_a_step_names_the_rule_that_was_used(kind: str, temperature: float, rule: str) -> None:
-    drafter, settings = toys.drafter("eagle", toys.target(), kind), Settings(12, Sampling(temperature, 0, 1.0))
+    drafter, settings = toys.drafter("eagle", toys.target(), kind), RequestParams(12, Sampling(temperature, 0, 1.0))
     made = speculate(toys.target(), drafter, toys.prompt(0), settings)
     assert {step.rule for step in made.steps if step.drafted} == {rule}
     assert {step.rule for step in made.steps if not step.drafted} <= {"none"}
@@ -61,17 +61,17 @@ def test_a_lossy_rule_says_so_and_leaves_the_greedy_text(rule: str, monkeypatch:
     monkeypatch.setattr(rules, "EPSILON", 0.02)
     target, prompt = toys.target(), toys.prompt(0)
     made = speculate(
-        target, toys.drafter("eagle", target, "dynamic"), prompt, Settings(16, GREEDY, rule=rule, lossy=True)
+        target, toys.drafter("eagle", target, "dynamic"), prompt, RequestParams(16, GREEDY, rule=rule, lossy=True)
     )
     assert {step.rule for step in made.steps if step.drafted} == {f"{rule} (lossy)"}
-    assert made.tokens != autoregress(target, prompt, Settings(16, GREEDY)).tokens
+    assert made.tokens != autoregress(target, prompt, RequestParams(16, GREEDY)).tokens
 
 
 def test_typical_acceptance_takes_the_entropy_in_nats() -> None:
     """By hand: seven tokens of 0.14 and one of 0.02 have 2.005 nats, so the bar is 0.040; in bits it would be 0.017."""
     law = torch.tensor([[0.14] * 7 + [0.02]] * 2)
     tree = DraftTree(torch.tensor([0, 7]), torch.tensor([-1, 0]))
-    assert decide(tree, law.log(), None, T1, Generator(0, torch.device("cpu")), "typical").path == [0]
+    assert decide(tree, law.log(), None, T1, SeededRng(0, torch.device("cpu")), "typical").path == [0]
 
 
 def test_typical_acceptance_is_medusas() -> None:
@@ -80,14 +80,14 @@ def test_typical_acceptance_is_medusas() -> None:
     tree = DraftTree(torch.tensor([0, 1]), torch.tensor([-1, 0]))
     for law, accepted in (([0.9, 0.1], 1), ([0.125] * 8, 1), ([0.95, 0.05], 0)):
         logits = torch.tensor([law, law]).log()
-        verdict = decide(tree, logits, None, T1, Generator(0, torch.device("cpu")), "typical")
+        verdict = decide(tree, logits, None, T1, SeededRng(0, torch.device("cpu")), "typical")
         assert len(verdict.path) - 1 == accepted
 
 
 def test_of_two_lenient_paths_the_longest_stands() -> None:
     tree = DraftTree(torch.tensor([0, 0, 1, 1]), torch.tensor([-1, 0, 0, 2]))
     logits = torch.tensor([[0.5, 0.5]] * 4).log()
-    verdict = decide(tree, logits, None, T1, Generator(0, torch.device("cpu")), "threshold")
+    verdict = decide(tree, logits, None, T1, SeededRng(0, torch.device("cpu")), "threshold")
     assert verdict.path == [0, 2, 3]
 
 
@@ -95,7 +95,7 @@ def test_of_two_lenient_paths_the_longest_stands() -> None:
 def test_of_lenient_paths_of_one_length_the_first_drafted_stands(rule: str) -> None:
     tree = DraftTree(torch.tensor([0, 1, 0]), torch.tensor([-1, 0, 0]))
     logits = torch.tensor([[0.5, 0.5]] * 3).log()
-    assert decide(tree, logits, None, T1, Generator(0, torch.device("cpu")), rule).path == [0, 1]
+    assert decide(tree, logits, None, T1, SeededRng(0, torch.device("cpu")), rule).path == [0, 1]
 
 
 def test_laws_are_worked_out_where_a_rule_looks(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -107,7 +107,7 @@ def test_laws_are_worked_out_where_a_rule_looks(monkeypatch: pytest.MonkeyPatch)
     logits = torch.tensor([[-50.0, 50.0, -50.0]] * 5)
     for rule in ("point_mass", "match"):
         looked.clear()
-        assert decide(tree, logits, None, T1, Generator(0, torch.device("cpu")), rule).path == [0, 1, 3]
+        assert decide(tree, logits, None, T1, SeededRng(0, torch.device("cpu")), rule).path == [0, 1, 3]
         assert looked == [0, 1, 3]
 
 

@@ -21,9 +21,9 @@ from eval.inputs.workloads import Text, write
 from eval.measures import metrics
 from heads import HEADS
 from heads.common.typed import typed
-from heads.formats.published.export import Served, export
+from heads.formats.published.export import TargetFacts, export
 from heads.formats.store import save_head
-from inference.decode import Settings, speculate
+from inference.decode import RequestParams, speculate
 from inference.drafters.head import HeadDrafter
 from inference.drafters.policy import TreeConfig
 from inference.target.target import Target
@@ -71,7 +71,7 @@ def prompts(folder: Path) -> Path:
 
 
 def answers(target: Target) -> list[Text]:
-    return write(target, [toys.prompt(i) for i in range(PROMPTS)], Settings(TOKENS, GREEDY))
+    return write(target, [toys.prompt(i) for i in range(PROMPTS)], RequestParams(TOKENS, GREEDY))
 
 
 def made(kind: str, target: Target, **options: Any) -> Any:
@@ -126,13 +126,13 @@ def published(kind: str, form: str | None, head: Any, target: Target, folder: Pa
         save_head(folder, head, target.spec, TREE)
     else:
         said = target.config.to_dict()
-        export(head, form, Served("me/target", said, torch.float32, 3), folder)
+        export(head, form, TargetFacts("me/target", said, torch.float32, 3), folder)
     tokenizer: Any = target.tokenizer
     reference = {"tokenizer_sha256": content_hash(path / "tokenizer.json"), TEMPLATE: template_sha256(tokenizer)}
     (folder / "tokenizer_reference.json").write_text(json.dumps(reference))
     made = speculate(
         target, HeadDrafter(head, typed(TreeConfig, TREE), kind), [toys.prompt(i) for i in range(PROMPTS)],
-        Settings(TOKENS, GREEDY),
+        RequestParams(TOKENS, GREEDY),
     )  # fmt: skip
     tau = metrics.acceptance(made).tau or 1.0
     row = replace(ROW, drafter=kind, tree="chain-3", workload="prompts.jsonl", tau=tau, tau_ci=(tau - 0.1, tau + 0.1))

@@ -27,7 +27,7 @@ from heads.common.resolvers import ROOT, register_resolvers
 from heads.common.typed import typed
 from heads.formats.hub import resolve_head
 from heads.formats.store import read_config, save_head
-from inference.decode import Settings, autoregress
+from inference.decode import RequestParams, autoregress
 from inference.target.target import Target
 from inference.tree_config import TreeConfig
 from inference.verification.sample import GREEDY
@@ -51,7 +51,7 @@ SMALL = [
 
 
 def answer(of: Target, prompt: list[int]) -> list[int]:
-    return list(autoregress(of, prompt, Settings(12, GREEDY)).tokens)
+    return list(autoregress(of, prompt, RequestParams(12, GREEDY)).tokens)
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ from torch import nn
 
 from heads import HEADS
 from heads.common.resolvers import ROOT
-from heads.formats.published.export import Served, export
+from heads.formats.published.export import TargetFacts, export
 from inference.target.embeddings_only import EmbeddingsOnly
 from tests.serving.engines import TARGET
 
@@ -35,6 +35,6 @@ def made(kind: str, **options: Any) -> Any:
 
 
 def exported(head: Any, form: str, folder: Path, tokens: int = 3) -> Path:
-    served = Served("tiny", target().config.to_dict(), torch.float32, tokens)
+    served = TargetFacts("tiny", target().config.to_dict(), torch.float32, tokens)
     export(head, form, served, folder)
     return folder

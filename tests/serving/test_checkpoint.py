@@ -16,7 +16,7 @@ from torch.nn import functional
 
 from heads.formats.store import save_head
 from heads.mtp import Mtp
-from inference.decode import Settings, Step, speculate
+from inference.decode import RequestParams, Step, speculate
 from inference.drafters.mtp import MtpDrafter
 from inference.protocol import Drafter
 from inference.target.target import Target
@@ -106,7 +106,7 @@ def passes(
     """Return our passes until each answer is whole, with all that they accept."""
     found = []
     for prompt, answer in zip(prompts, answers, strict=True):
-        made = speculate(target, drafter, prompt, Settings(len(answer) + depth + 1, GREEDY))
+        made = speculate(target, drafter, prompt, RequestParams(len(answer) + depth + 1, GREEDY))
         assert made.tokens[: len(answer)] == answer
         written = 1  # by the prefill
         for step in made.steps:

@@ -18,7 +18,7 @@ from gguf import GGUFReader
 
 from eval.inputs.workloads import load_workload
 from heads.formats.hub import load_found, resolve_head
-from inference.decode import Settings, speculate
+from inference.decode import RequestParams, speculate
 from inference.drafters.head import HeadDrafter
 from inference.drafters.policy import TreeConfig
 from inference.target.target import Target
@@ -130,7 +130,7 @@ def accepted_by_us(
     """Return the accepted tokens of each of our passes up to an answer's end, which llama.cpp does not count itself."""
     found = []
     for prompt, text in zip(prompts, texts, strict=True):
-        made = speculate(target, drafter, prompt, Settings(len(text) + depth + 1, GREEDY))
+        made = speculate(target, drafter, prompt, RequestParams(len(text) + depth + 1, GREEDY))
         assert made.tokens[: len(text)] == text
         written = 1
         for step in made.steps:

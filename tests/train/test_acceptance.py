@@ -12,7 +12,7 @@ from eval.measures import metrics
 from heads.base import Features
 from heads.common.resolvers import ROOT
 from heads.modules.layers import Recomputing
-from inference.decode import Settings, autoregress, speculate
+from inference.decode import RequestParams, autoregress, speculate
 from inference.drafters.head import HeadDrafter
 from inference.target.target import Target
 from inference.verification.sample import GREEDY
@@ -41,7 +41,7 @@ def test_the_estimate_is_that_of_drafting_at_every_row(name: str) -> None:
     evaluator = judging(target, run())
     hits, rows = torch.zeros(4), torch.zeros(4)
     for prompt in evaluator.prompts:
-        token = prompt + autoregress(target, prompt, Settings(14, GREEDY)).tokens
+        token = prompt + autoregress(target, prompt, RequestParams(14, GREEDY)).tokens
         every = target.features(
             torch.tensor([token]), torch.zeros(1, len(token), dtype=torch.long), made.feature_layers
         )
@@ -75,7 +75,7 @@ def test_tau_is_the_verifiers_on_prompts_that_the_seed_draws() -> None:
     evaluator = judging(target, run("trainer.seed=3"))
     found = evaluator.tau(head)
     made = [
-        speculate(target, HeadDrafter(head, run().tree, "eagle"), prompt, Settings(14, GREEDY))
+        speculate(target, HeadDrafter(head, run().tree, "eagle"), prompt, RequestParams(14, GREEDY))
         for prompt in evaluator.prompts
     ]
     assert found["tau"] == sum(len(each.tokens) - 1 for each in made) / sum(len(each.steps) for each in made)

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import LlamaConfig
 
-from heads.base import Draft, Features, HeadModule
+from heads.base import DepthOutput, Features, HeadModule
 from heads.modules.vocab import DraftLmHead, GradientSum
 from tests.train.test_objective import CONFIG
 from train.objective import LossContext, chunk_rows, chunked, labels, loss_weights, objective
@@ -138,7 +138,7 @@ def peak(rows: int, depths: int, width: int, *, whole: bool) -> int:
     head: Any = Plain(128_256, width)
     of, token, states = replace(CONFIG, depths=depths), torch.zeros(1, rows).long(), torch.zeros(1, rows, width)
     features = Features(token, states[:, :, None][:, :, :0], states, token)
-    drafts = [Draft(states.clone().requires_grad_()) for _ in range(depths)]
+    drafts = [DepthOutput(states.clone().requires_grad_()) for _ in range(depths)]
     weight = loss_weights(token, token + 1, None, of).row
     chunks = chunked(weight > 0, rows if whole else chunk_rows(head, "cuda", weight.numel()), torch.device("cpu"))
     quick = torch.autocast("cpu", torch.bfloat16)

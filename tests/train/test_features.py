@@ -104,7 +104,7 @@ def test_the_layers_are_not_loaded_and_the_head_is_kept(
     assert cost["stall_seconds"] == pytest.approx(waited)
     assert 0 <= cost["stall_seconds"] < cost["seconds"]
     rows = 3 * 128 // 32
-    assert f"features: {rows} rows read, 0 computed; waited" in capsys.readouterr().err
+    assert f"features: {rows} sequences read, 0 computed; waited" in capsys.readouterr().err
 
 
 def test_what_a_module_starts_from_does_not_follow_from_what_is_measured(
@@ -125,12 +125,12 @@ def test_a_store_that_lacks_rows_fails_at_once_or_computes(
     words = extracted(base, tmp_path / "store", "medusa", "features.dtype=fp32", "features.shard_mb=1")
     shard = tmp_path / "store" / SHARDS / "000000.safetensors"
     shard.unlink()
-    with pytest.raises(ValueError, match=r"rows are in no shard \(.*000000\.safetensors: is not there"):
+    with pytest.raises(ValueError, match=r"sequences are in no shard \(.*000000\.safetensors: is not there"):
         trained("fails", *HEADS["medusa"], *words)
     assert not (tmp_path / "fails").exists()
     with caplog.at_level(logging.WARNING):
         assert close(trained("computes", *HEADS["medusa"], *words, "features.on_missing=compute"), live("medusa"), 1e-5)
-    assert f"{shard}: is not there, though the index has it; its rows are computed" in caplog.text
+    assert f"{shard}: is not there, though the index has it; its sequences are computed" in caplog.text
 
 
 def test_a_store_of_something_else_is_refused(base: list[str], trained: Train, tmp_path: Path) -> None:
@@ -162,7 +162,7 @@ def test_the_loss_from_a_server_is_that_of_live_training_without_the_targets_lay
     monkeypatch.setattr(Target, "load", None)
     capsys.readouterr()
     assert close(trained("served", *HEADS["eagle3"], *engine(server)), expected, 1e-5)
-    assert f"features: {3 * 128 // 32} rows served; waited" in capsys.readouterr().err
+    assert f"features: {3 * 128 // 32} sequences served; waited" in capsys.readouterr().err
     assert json.loads((tmp_path / "served" / "provenance.json").read_text())["features"] == {server.url: "served"}
     assert server.leftovers() == []
 

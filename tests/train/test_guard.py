@@ -60,7 +60,7 @@ class Job:
         take = Loop.train_step
 
         def noted(loop: Loop, step: int) -> bool:
-            self.rows = loop.source.batches.rows(BAD).tolist()
+            self.rows = loop.source.batches.sequences(BAD).tolist()
             return take(loop, step)
 
         with pytest.MonkeyPatch.context() as patch:

@@ -97,7 +97,7 @@ class Both(Batches):
     """The micro-batches of two processes, one after the other."""
 
     def __call__(self, step: int) -> list[Batch]:
-        args = (self.packed, self.rows_per_step, self.micro_rows, self.seed)
+        args = (self.packed, self.sequences_per_step, self.micro_batch_size, self.seed)
         return [batch for rank in (0, 1) for batch in Batches(*args, rank, 2)(step)]
 
 
@@ -115,7 +115,7 @@ def test_its_projection_is_fitted_to_what_that_layer_reads(extra: tuple[str, ...
     assert torch.allclose(heads[1].eh_proj.weight, fitted, rtol=0, atol=1e-5)
 
     steps = start.TOKENS_PER_INPUT * fitted.shape[1] // (4 * 32)
-    row = torch.cat([Batches(packed, 4, 4, 0, 0, 1).rows(step) for step in range(steps)])
+    row = torch.cat([Batches(packed, 4, 4, 0, 0, 1).sequences(step) for step in range(steps)])
     below = target.embeddings.num_layers - 2
     inputs, wanted = [], []
     for token, document in zip(packed.token[row], packed.document[row], strict=True):
@@ -143,7 +143,7 @@ def test_eagle3_starts_as_the_last_layer_on_what_it_has_in_place_of_that_layers_
     packed = pack([Sample(str(i), toys.prompt(i, 6 + i), [1] * (6 + i)) for i in range(26)], 32)
     batches = Batches(packed, 4, 2, 0, 0, 1)
     head, fresh = started(asked, target), started(replace(asked, init=None), target)
-    row = batches.rows(0)
+    row = batches.sequences(0)
     given = target.features(packed.token[row], packed.document[row], (0, 1, 2))
     follows = packed.document[row][:, 1:] == packed.document[row][:, :-1]
 
@@ -194,7 +194,7 @@ def test_eagle_starts_as_the_last_layer_in_the_scale_of_the_final_norm() -> None
     packed = pack([Sample(str(i), toys.prompt(i, 6 + i), [1] * (6 + i)) for i in range(26)], 32)
     batches = Batches(packed, 4, 2, 0, 0, 1)
     head, fresh = started(asked, target), started(replace(asked, init=None), target)
-    row = batches.rows(0)
+    row = batches.sequences(0)
     given = target.features(packed.token[row], packed.document[row], ())
     follows = packed.document[row][:, 1:] == packed.document[row][:, :-1]
 

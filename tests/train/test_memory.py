@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from heads.base import Features, LayerShape
+from heads.base import Features, LayerDims
 from heads.modules.attention import BLOCK, Pattern
 from heads.modules.layers import Recomputing
 from tests import toys
@@ -21,7 +21,7 @@ from train.step import Flops, Loss
 
 Counter: Any = Flops  # a dispatch mode is a context of an untyped kind
 SHAPE = TargetShape(
-    LayerShape(8, 2, 16, 512), 512, 10, 128, 1000, 2 * 128 * 1000, 10_000_000, 4_000_000, True, True, None,
+    LayerDims(8, 2, 16, 512), 512, 10, 128, 1000, 2 * 128 * 1000, 10_000_000, 4_000_000, True, True, None,
 )  # fmt: skip
 COST = HeadCost(1000, 1000, 0, 200, 100, (0, 1, 2), 0, 0, 0)
 MARGIN = 1.3  # of a plan over what is measured
@@ -114,7 +114,7 @@ def test_on_a_gpu_the_attention_keeps_the_keys_of_all_steps_joined() -> None:
     """At depth d keys and values of d rows for each, where a CPU's blocks keep each row's once."""
     run, head, *_ = step_of("eagle3")
     blocks, fused = (cost_of(run, device=device) for device in ("cpu", "cuda"))
-    shape, depths = head.first.self_attn.shape, run.objective.depths
+    shape, depths = head.first.self_attn.dims, run.objective.depths
     row = 4 * 2 * (2 * 64) * shape.num_kv_heads * shape.head_dim  # bytes of keys and values of a step
     assert fused.activations - blocks.activations == depths * (depths + 1) // 2 * row
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from heads import HEADS, rows
-from heads.base import Draft, Features, NewRows
+from heads.base import DepthOutput, Features, NewRows
 from tests import toys
 from train.losses import LOSSES, ObjectiveConfig, OnPolicyConfig
 from train.objective import CPU_LOGITS, ROWS, SHARE, chunk_rows, chunked, labels, loss_weights, objective, trainable
@@ -36,7 +36,12 @@ def config(**losses: float) -> ObjectiveConfig:
 
 
 def loss_of(
-    head: Any, drafts: list[Draft], features: Features, mask: torch.Tensor, of: ObjectiveConfig, chunk: int | None = 4
+    head: Any,
+    drafts: list[DepthOutput],
+    features: Features,
+    mask: torch.Tensor,
+    of: ObjectiveConfig,
+    chunk: int | None = 4,
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Return the loss in chunks of so many teacher rows, None for all by plain autograd."""
     weight = loss_weights(features.document, mask, None, of).row
@@ -172,7 +177,7 @@ def test_the_teacher_is_the_target_itself() -> None:
     """A head that copies the target's next features has no divergence, no feature loss and full accuracy."""
     features, mask = batch()
     head: Any = toys.head("eagle", toys.target())
-    drafts = [Draft(rows.teacher(features.last_hidden, d), rows.teacher(features.last_hidden, d)) for d in (1, 2)]
+    drafts = [DepthOutput(rows.teacher(features.last_hidden, d), rows.teacher(features.last_hidden, d)) for d in (1, 2)]
     _, sums = loss_of(head, drafts, features, mask, config(smooth_l1=1.0, kl=1.0, tv=1.0, reverse_kl=1.0, jsd=1.0))
     for name in ("smooth_l1", "kl", "tv", "reverse_kl", "jsd"):
         assert sums[name].abs().max() < 1e-4

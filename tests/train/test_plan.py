@@ -386,12 +386,12 @@ def test_a_plan_says_its_data_and_that_a_step_has_no_row_for_each_process() -> N
     few, enough = (
         resolve_placement(run(*words, f"trainer.batch_tokens={rows * 64}", "data.length=64")) for rows in (2, 4)
     )
-    assert "=128 is 2 rows for 4 processes, so some have nothing to do: give 256 or more" in in_words(few)
+    assert "=128 is 2 sequences for 4 processes, so some have nothing to do: give 256 or more" in in_words(few)
     assert "trainer.batch_tokens" not in in_words(enough)
     alone = resolve_placement(run(*words[:-1], "trainer.batch_tokens=256", "data.length=64"))
     assert plan(enough).hours == pytest.approx(plan(alone).hours, rel=0.1), "by the CPU that they share"
     text = shown(plan(few))
-    for part in (few.data.path, "128 tokens in rows of 64", "without plan=true the same command runs it"):
+    for part in (few.data.path, "128 tokens in sequences of 64", "without plan=true the same command runs it"):
         assert part in text
     assert [spoken(hours) for hours in (1.0, 0.999, 1 / 30, 0.0333)] == ["1.0 h", "60 min", "2 min", "120 s"]
     assert [gib(2**27), gib(2**27 - 1)] == ["0.12 GiB", "128.0 MiB"]

@@ -22,7 +22,7 @@ def made(case: str, **trainer: Any) -> Stepper:
     objective = replace(run.objective, anchors=6, noise=0.2)
     run = replace(run, objective=objective, trainer=replace(run.trainer, **trainer))
     found = strategy_job.stepper(run, case, Accelerator(cpu=True))
-    rows = found.source.batches.rows(0)
+    rows = found.source.batches.sequences(0)
     found.source.batches.rows = lambda _: rows
     return found
 

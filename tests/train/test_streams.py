@@ -14,7 +14,7 @@ from hydra import compose, initialize_config_dir
 from data.batches import Batch, Batches, pack
 from data.text.masks import Sample
 from heads.common.resolvers import ROOT, register_resolvers
-from inference.decode import Settings, autoregress, speculate
+from inference.decode import RequestParams, autoregress, speculate
 from inference.drafters.contrib.streams import Streams, StreamsDrafter
 from inference.target.target import Target
 from inference.verification.sample import GREEDY
@@ -100,7 +100,8 @@ def test_training_raises_acceptance(tmp_path: Path) -> None:
     """On the target's own texts, which the streams learn nearly by heart."""
     target, count = toys.target(), 24
     texts = [
-        toys.prompt(seed) + autoregress(target, toys.prompt(seed), Settings(count, GREEDY)).tokens for seed in range(4)
+        toys.prompt(seed) + autoregress(target, toys.prompt(seed), RequestParams(count, GREEDY)).tokens
+        for seed in range(4)
     ]
     samples = [Sample(str(i), text, [0] * 7 + [1] * count) for i, text in enumerate(texts)]
     run = configured(
@@ -121,7 +122,7 @@ def test_training_raises_acceptance(tmp_path: Path) -> None:
     assert (before, after) > (0, 0)
     assert after > before + 0.8
     drafter = StreamsDrafter(StreamsDrafter.Config(str(tmp_path), run.tree), target, "streams")
-    made = speculate(target, drafter, prompts[0], Settings(count, GREEDY))
+    made = speculate(target, drafter, prompts[0], RequestParams(count, GREEDY))
     assert made.tokens == texts[0][7:]
     assert made.tau > 1.5
 

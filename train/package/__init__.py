@@ -16,10 +16,10 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from inference.api import GREEDY, Generation, Sampling, Service, Settings, generate, load, speculate
+    from inference.api import GREEDY, Generation, RequestParams, Sampling, Service, generate, load, speculate
 
 PACKAGES = ("heads", "inference", "data", "eval", "train", "ops")
-__all__ = ["GREEDY", "Generation", "Sampling", "Service", "Settings", "generate", "load", "speculate"]
+__all__ = ["GREEDY", "Generation", "RequestParams", "Sampling", "Service", "generate", "load", "speculate"]
 
 
 def __getattr__(name: str) -> Any:

@@ -89,7 +89,7 @@ class Plan(NamedTuple):
     device: DeviceConfig
     shape: TargetShape
     cost: HeadCost
-    rows: int  # of a micro-batch
+    micro_batch_size: int  # packed sequences of one forward pass
     memory: Memory  # of the device of the first process, which also measures and evaluates
     host: Memory | None  # of a node; None on a CPU, which is the device
 
@@ -124,7 +124,10 @@ class Plan(NamedTuple):
     @property
     def flops(self) -> tuple[int, int]:
         """The operations of the whole run, measurements left out: the target's and the head's."""
-        micro_batches, tokens = self.run.trainer.steps * self.run.rows / self.rows, self.rows * self.run.data.length
+        micro_batches, tokens = (
+            self.run.trainer.steps * self.run.sequences_per_step / self.micro_batch_size,
+            self.micro_batch_size * self.run.data.length,
+        )
         target = self.shape.flops(tokens, self.run.data.length)
         return round(micro_batches * target), round(micro_batches * self.cost.flops)
 
@@ -169,10 +172,10 @@ def plan(run: RunConfig) -> Plan:
     fast = fast_dtype(torch.device(kind))
     dtype = fast if run.model.dtype == "auto" else DTYPES[run.model.dtype]
     bf16 = run.trainer.precision == "bf16" or (run.trainer.precision == "auto" and fast == torch.bfloat16)
-    mine = -(-run.rows // launcher.world)
-    rows = min(mine, run.trainer.micro_tokens // length)
-    shape, further = target_shape(run.model), mine > rows
-    cost = head_cost(run, config.get_text_config(), rows, kind, bf16=bf16, accumulates=further)
+    mine = -(-run.sequences_per_step // launcher.world)
+    micro_batch_size = min(mine, run.trainer.micro_tokens // length)
+    shape, further = target_shape(run.model), mine > micro_batch_size
+    cost = head_cost(run, config.get_text_config(), micro_batch_size, kind, bf16=bf16, accumulates=further)
     if run.features.mode == "engine":
         LayerIds.of(run.features.vllm_layers, cost.feature_layers, shape.layers)
     # A quantised checkpoint's embeddings are not loaded without its layers, nor those that compute with buffers.
@@ -184,16 +187,16 @@ def plan(run: RunConfig) -> Plan:
     evaluated, again, host_again = dict[str, int](), 0, 0
     if run.eval.prompts:
         evaluated, again, host_again = target_state(run, shape, last, gate, device.count)
-    stages = _head_stages(run, shape, cost, rows, dtype.itemsize, 2 if bf16 else 4, on_cpu=kind == "cpu")
+    stages = _head_stages(run, shape, cost, micro_batch_size, dtype.itemsize, 2 if bf16 else 4, on_cpu=kind == "cpu")
     if layers:
-        passes = _target_stages(run, shape, cost, rows, dtype.itemsize, further=further)
+        passes = _target_stages(run, shape, cost, micro_batch_size, dtype.itemsize, further=further)
         stages |= {name: gathered + taken for name, taken in passes.items()}
     capacity = round(float(device.memory_gb or 0) * GIB)
     memory = Memory(
         round(device.context_gb * GIB), target | head_state(run, cost), stages, sum(evaluated.values()) + again,
         device.slack, capacity // launcher.local if kind == "cpu" else capacity,
     )  # fmt: skip
-    planned = Plan(run, device, shape, cost, rows, memory, None)
+    planned = Plan(run, device, shape, cost, micro_batch_size, memory, None)
     trainer, local = run.trainer, launcher.local
     held = {
         "data": ROW_BYTES * trainer.steps * trainer.batch_tokens,
@@ -280,14 +283,14 @@ def moments(cost: HeadCost, muon: bool) -> int:
 
 
 def _head_stages(
-    run: RunConfig, shape: TargetShape, cost: HeadCost, rows: int, item: int, value: int, *, on_cpu: bool
+    run: RunConfig, shape: TargetShape, cost: HeadCost, micro_batch_size: int, item: int, value: int, *, on_cpu: bool
 ) -> dict[str, int]:
     """Return the bytes that each stage of a step takes for its time, but for the target's.
 
     A value has `item` bytes in the target, `value` in the head.
     """
     copied = value if run.objective.noise > 0 or value != item else 0
-    features = rows * run.data.length * shape.width * (len(cost.feature_layers) + 1)
+    features = micro_batch_size * run.data.length * shape.width * (len(cost.feature_layers) + 1)
     stages = {"head's step": features * (item + copied) + cost.activations + cost.loss}
     if on_cpu or run.trainer.optimizer == "muon":  # else it is fused
         stages["optimiser"] = 12 * cost.largest
@@ -297,22 +300,26 @@ def _head_stages(
 
 
 def _target_stages(
-    run: RunConfig, shape: TargetShape, cost: HeadCost, rows: int, item: int, *, further: bool
+    run: RunConfig, shape: TargetShape, cost: HeadCost, micro_batch_size: int, item: int, *, further: bool
 ) -> dict[str, int]:
     """Return the bytes that each stage of the target takes for its time.
 
     Where a step has `further` micro-batches, the features of the one before are there until the target's pass has
-    ended. A tensor-parallel group runs its processes' rows in turn.
+    ended. A tensor-parallel group runs its processes' sequences in turn.
     """
     length, read, tensor_parallel = run.data.length, len(cost.feature_layers), run.model.placement == TENSOR_PARALLEL
-    tokens, group = rows * length, (run.model.tensor_parallel or run.launcher.local) if tensor_parallel else 1
+    tokens, group = (
+        micro_batch_size * length,
+        (run.model.tensor_parallel or run.launcher.local) if tensor_parallel else 1,
+    )
     stages = {}
     if run.features.runs_target:
         features = (1 + (group > 1) + further) * tokens * shape.width * (read + 1) * item
         stages["target's pass"] = shape.working(tokens, length, item, read, group) + features
     if run.trainer.eval_prompts:  # one prompt and answer is decoded, by buffers that double when they are full
         reach = length + run.trainer.eval_tokens
-        cached = 2 * reach * shape.layers * 2 * shape.layer.num_kv_heads * shape.layer.head_dim * item // group
+        dims = shape.layer_dims
+        cached = 2 * reach * shape.layers * 2 * dims.num_kv_heads * dims.head_dim * item // group
         stages["measuring τ"] = item * cost.whole + cached + shape.working(reach, reach, item, read, group)
     return stages
 
@@ -390,21 +397,21 @@ def alone_on_cpu(run: RunConfig) -> bool:
 def resolve_micro_batch(run: RunConfig) -> RunConfig:
     """Return a run with its `trainer.micro_tokens`, where they are null: the most that fit SAFE of every device.
 
-    They are a power of two of rows, of those that a process has in a step. A device that one row fills already, as a
-    final evaluation may, leaves the choice to the share of a process.
+    The micro-batch is a power of two of sequences, at most a process's share of a step. A device that one sequence
+    fills already, as a final evaluation may, leaves the choice to the share of a process.
     """
     if run.trainer.micro_tokens is not None:
         return run
 
-    def of(rows: int) -> RunConfig:
-        return replace(run, trainer=replace(run.trainer, micro_tokens=rows * run.data.length))
+    def of(micro_batch_size: int) -> RunConfig:
+        return replace(run, trainer=replace(run.trainer, micro_tokens=micro_batch_size * run.data.length))
 
     least = plan(of(1)).memory
     limit = max(least.peak, SAFE * (least.capacity or 0))
-    rows = 1 << max(0, (run.rows // run.launcher.world).bit_length() - 1)
-    while rows > 1 and plan(of(rows)).memory.peak > limit:
-        rows //= 2
-    return of(rows)
+    micro_batch_size = 1 << max(0, (run.sequences_per_step // run.launcher.world).bit_length() - 1)
+    while micro_batch_size > 1 and plan(of(micro_batch_size)).memory.peak > limit:
+        micro_batch_size //= 2
+    return of(micro_batch_size)
 
 
 def table(planned: Plan) -> Group:
@@ -419,7 +426,7 @@ def table(planned: Plan) -> Group:
     }  # fmt: skip
     for name, count in counts.items():
         totals.add_row(name, f"{count:,}")
-    totals.add_row("a step", f"{run.trainer.batch_tokens:,} tokens in rows of {run.data.length:,}")
+    totals.add_row("a step", f"{run.trainer.batch_tokens:,} tokens in sequences of {run.data.length:,}")
     for name, taken in planned.disk.items():
         totals.add_row(f"disk: {name}", gib(taken))
     totals.add_row("operations, target and head", "{:.2g} + {:.2g}".format(*planned.flops))
@@ -478,9 +485,9 @@ def in_words(run: RunConfig) -> str:
     disk = f" model.offload={run.model.offload}" if run.model.placement == OFFLOAD else ""
     last = f" eval.gate_dtype={gate}" if run.eval.prompts else ""
     idle = ""
-    if run.rows < launcher.world:
+    if (few := run.sequences_per_step) < launcher.world:
         idle = (
-            f"; a step of trainer.batch_tokens={run.trainer.batch_tokens} is {run.rows} row{'s' * (run.rows > 1)} for "
+            f"; a step of trainer.batch_tokens={run.trainer.batch_tokens} is {few} sequence{'s' * (few > 1)} for "
             f"{launcher.world} processes, so some have nothing to do: give {launcher.world * run.data.length} or more"
         )
     return (

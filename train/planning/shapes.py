@@ -21,7 +21,7 @@ from torch import nn
 from transformers import PretrainedConfig
 
 from heads import HEADS
-from heads.base import HeadModule, LayerShape, shape_of
+from heads.base import HeadModule, LayerDims, layer_dims_of
 from heads.block import Block
 from heads.common.target_config import UNFIT, experts_of, read_target_config, reason
 from heads.medusa import Medusa
@@ -53,7 +53,7 @@ SCALES = 0.06  # bytes a weight of less than 8 bits takes in the scales of its g
 class TargetShape:
     """The sizes of a target; parameters are counted in numbers, not bytes."""
 
-    layer: LayerShape  # of a decoder layer, which is also the default of a head's
+    layer_dims: LayerDims  # of a decoder layer, which is also the default of a head's
     feed: int  # inner width of the MLP that a token passes through, summed over its experts
     layers: int
     width: int  # of hidden states
@@ -61,7 +61,7 @@ class TargetShape:
     embeddings: int  # parameters of embedding and lm_head, counted once where they are tied
     inner: int  # all other parameters, those of the layers and norms
     active: int  # those of `inner` that a token passes through
-    packs: bool  # whether attention runs document by document, without a mask of a row's length squared
+    packs: bool  # whether attention runs document by document, without a mask of a sequence's length squared
     apart: bool  # whether its embedding and lm_head are weights alone, which load without the layers
     beyond: str | None  # what it does beside reading its embedding and lm_head, as `beyond_tables`
 
@@ -71,11 +71,11 @@ class TargetShape:
         return self.embeddings + self.inner
 
     def flops(self, tokens: int, length: int) -> int:
-        """Return the floating-point operations of a forward pass over rows of `length` tokens, without the lm_head.
+        """Return the operations of a forward pass over sequences of `length` tokens, without the lm_head.
 
-        Attention counts every query with every key of its row, as if that were one document: the most it can be.
+        Attention counts every query with every key of its sequence, as if that were one document: the most it can be.
         """
-        attention = 4 * tokens * length * self.layer.num_heads * self.layer.head_dim * self.layers
+        attention = 4 * tokens * length * self.layer_dims.num_heads * self.layer_dims.head_dim * self.layers
         return 2 * self.active * tokens + attention
 
     def working(self, tokens: int, length: int, item: int, features: int, group: int = 1) -> int:
@@ -86,7 +86,8 @@ class TargetShape:
         their product. Added are the kept states of the feature layers, and the mask of an attention that needs one. A
         value has `item` bytes, and a `group` of devices shares a layer's inner states.
         """
-        queries, keys = self.layer.num_heads * self.layer.head_dim, self.layer.num_kv_heads * self.layer.head_dim
+        dims = self.layer_dims
+        queries, keys = dims.num_heads * dims.head_dim, dims.num_kv_heads * dims.head_dim
         attention = 2 * self.width + (6 * queries + 3 * keys) // group
         feed = 2 * self.width + 3 * self.feed // group
         norm = self.width * (2 + 8 // item)
@@ -180,7 +181,7 @@ def _shape(model: ModelConfig) -> TargetShape:
     inner = {name: p.numel() for name, p in built.named_parameters() if id(p) not in embeddings}
     experts = sum(count for name, count in inner.items() if ".experts." in name)
     available, chosen = experts_of(text) or (1, 0)
-    layer = shape_of(text)
+    layer = layer_dims_of(text)
     expert = getattr(text, "moe_intermediate_size", None) or layer.intermediate_size
     packs = recurrence(text, torch.nn.ModuleList()) is not None or packing(built) is not None
     return TargetShape(
@@ -254,13 +255,15 @@ def head_of(run: RunConfig, config: Any) -> tuple[Any, int]:
     return _heads[key]
 
 
-def head_cost(run: RunConfig, config: Any, rows: int, device: str, *, bf16: bool, accumulates: bool) -> HeadCost:
-    """Return the cost of a micro-batch of `rows` rows on a type of device.
+def head_cost(
+    run: RunConfig, config: Any, micro_batch_size: int, device: str, *, bf16: bool, accumulates: bool
+) -> HeadCost:
+    """Return the cost of a micro-batch on a type of device.
 
     Args:
         run: the run.
         config: the target's (text) configuration.
-        rows: of `run.data.length` tokens each.
+        micro_batch_size: packed sequences of `run.data.length` tokens.
         device: cpu or cuda.
         bf16: whether products are in bf16 (autocast).
         accumulates: whether a step has further micro-batches.
@@ -269,10 +272,10 @@ def head_cost(run: RunConfig, config: Any, rows: int, device: str, *, bf16: bool
         ValueError: the head does not fit the target, or its depths the objective's.
     """
     head, whole = head_of(run, config)
-    depths, anchors, tokens = run.objective.depths, run.objective.anchors, rows * run.data.length
+    depths, anchors, tokens = run.objective.depths, run.objective.anchors, micro_batch_size * run.data.length
     if isinstance(head, HeadModule) and (head.max_depth < depths or not isinstance(head, Recurrent)):
         head.check_depths(depths)
-    drafted = tokens if anchors is None else min(tokens, rows * anchors)
+    drafted = tokens if anchors is None else min(tokens, micro_batch_size * anchors)
     batch = Batch(head, tokens, drafted, depths, device, 2 if bf16 else 4, run.trainer.recompute)
     saved, operations = _unrolled(batch, run)
     trained = [p.numel() for p in head.parameters() if p.requires_grad]
@@ -328,9 +331,9 @@ def _unrolled(batch: Batch, run: RunConfig) -> tuple[float, float]:
         saved, operations = saved + count * size, operations + (8 if batch.recompute else 6) * count * weights
         for layer in submodule.modules():
             if isinstance(layer, (Attention, TargetLayer)):
-                shape = getattr(layer, "shape", head.embeddings.layer)
-                operations += 14 * keys * count * shape.num_heads * shape.head_dim
-                saved += _copied(batch) * 2 * shape.num_kv_heads * shape.head_dim * batch.item
+                dims = getattr(layer, "dims", head.embeddings.layer_dims)
+                operations += 14 * keys * count * dims.num_heads * dims.head_dim
+                saved += _copied(batch) * 2 * dims.num_kv_heads * dims.head_dim * batch.item
     return saved, operations
 
 
@@ -385,7 +388,7 @@ def per_row(module: nn.Module, item: int, chosen: int, *, recompute: bool) -> tu
     if isinstance(module, SwiGLU) and recompute:
         return 4 * module.gate_proj.in_features, weights
     if isinstance(module, Attention):  # its output as it is and as o_proj reads it, the sums of exponentials
-        saved += item * module.o_proj.in_features + 4 * module.shape.num_heads
+        saved += item * module.o_proj.in_features + 4 * module.dims.num_heads
         saved -= 2 * item * module.q_proj.in_features if recompute else 0  # queries, keys and values share it
     norm = item if recompute and isinstance(module, Recomputing) else 4 + item
     for parameter in module.parameters(recurse=False):

@@ -28,7 +28,7 @@ from heads.common.untrusted import parse_json, parse_yaml, parsed_file
 from heads.formats import custom_generate, lora
 from heads.formats.hub import base_head, on_hub, target_path
 from heads.formats.published import gguf
-from heads.formats.published.export import Served, export, refusals
+from heads.formats.published.export import TargetFacts, export, refusals
 from heads.formats.store import CONFIG, WEIGHTS, load_head, read_config, read_tensors
 from heads.mtp import Mtp
 from inference.target.config import DTYPES
@@ -138,7 +138,7 @@ def exported(head: Path, config: PublishConfig) -> Iterator[tuple[Path, dict[str
         target = _load(path, spec.get("adapter"))
         assert_plain(target.embeddings, path)
         name = next(filter(on_hub, (spec["name"], path)), Path(path).name)
-        served = Served(name, target.config.to_dict(), DTYPES[config.dtype], config.draft_tokens)
+        served = TargetFacts(name, target.config.to_dict(), DTYPES[config.dtype], config.draft_tokens)
         trained = load_head(head, target.embeddings, target.spec)
         if config.format == GGUF:
             file = gguf_file(path) if config.gguf is None else Path(config.gguf).expanduser()

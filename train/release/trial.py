@@ -18,7 +18,7 @@ from heads.common.progress import progress
 from heads.common.typed import typed
 from heads.formats.hub import load_found, on_hub, target_path
 from heads.formats.store import read_config
-from inference.decode import Generation, Settings, speculate
+from inference.decode import Generation, RequestParams, speculate
 from inference.drafters.head import HeadDrafter
 from inference.drafters.policy import TreeConfig, check_tree
 from inference.target.config import DTYPES
@@ -33,7 +33,7 @@ class Trial:
     """The setting of a trial, and the generations with the run's own head as the reference."""
 
     def __init__(self, target: Target, prompts: list[list[int]], tree: TreeConfig, tokens: int, trained: Any) -> None:
-        self.target, self.prompts, self.tree, self.settings = target, prompts, tree, Settings(tokens, GREEDY)
+        self.target, self.prompts, self.tree, self.settings = target, prompts, tree, RequestParams(tokens, GREEDY)
         self.reference = self._decode(trained)
 
     def check(self, folder: Path, complaint: str, remedy: str = "") -> str:

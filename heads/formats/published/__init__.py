@@ -31,7 +31,7 @@ from heads.base import Embeddings
 from heads.common.errors import one_line
 from heads.formats.published import dflash, eagle, eagle3, hydra, medusa, mimo, mlp, peagle
 from heads.formats.published.files import config_of, is_published, names_of, stored_tensors, without_prefix
-from heads.formats.published.plan import Plan, Source, assemble
+from heads.formats.published.plan import PublishedHead, TensorMapping, assemble
 
 __all__ = ["FORMATS", "format_of", "is_published", "load_published"]
 
@@ -41,7 +41,7 @@ class Format(NamedTuple):
 
     head: str
     signature: tuple[str, ...]
-    read: Callable[[Source, Embeddings], Plan]
+    read: Callable[[PublishedHead, Embeddings], TensorMapping]
 
     def matches(self, names: Set[str]) -> bool:
         """Say whether tensors of these names are of this format."""
@@ -70,10 +70,10 @@ def load_published(folder: Path, embeddings: Embeddings) -> nn.Module:
             does what ours cannot: one line that names it.
     """
     format_of(folder)  # by the names alone, before tensors are read
-    return read_published(Source(folder, config_of(folder), without_prefix(stored_tensors(folder))), embeddings)
+    return read_published(PublishedHead(folder, config_of(folder), without_prefix(stored_tensors(folder))), embeddings)
 
 
-def read_published(source: Source, embeddings: Embeddings) -> nn.Module:
+def read_published(source: PublishedHead, embeddings: Embeddings) -> nn.Module:
     """Load a published head from what its files hold, with the errors of `load_published`."""
     try:
         plan = FORMATS[_matching(source.folder, source.tensors.keys())].read(source, embeddings)
@@ -90,8 +90,8 @@ def format_of(folder: Path) -> str:
 
 
 def _matching(folder: Path, names: Set[str]) -> str:
-    for name, form in FORMATS.items():
-        if form.matches(names):
+    for name, format_name in FORMATS.items():
+        if format_name.matches(names):
             return name
     some = ", ".join(sorted(names)[:3])
     raise ValueError(f"{folder}: tensors such as {some} are of no published head known here: {', '.join(FORMATS)}")

@@ -16,14 +16,14 @@ import torch
 from torch import Tensor
 
 from heads.base import Embeddings, embedding_of
-from heads.formats.published.exporting import EngineClass, Export, Foreign
+from heads.formats.published.exporting import EngineClass, Export, ExportedHead
 from heads.formats.published.plan import (
     BLOCK_OUTPUTS,
     BLOCK_STATES,
     KNOWN,
     OFFSETS,
-    Plan,
-    Source,
+    PublishedHead,
+    TensorMapping,
     as_outputs,
     check_width,
     decoder,
@@ -63,7 +63,7 @@ PARTS = {
 }
 
 
-def read(source: Source, embeddings: Embeddings) -> Plan:
+def read(source: PublishedHead, embeddings: Embeddings) -> TensorMapping:
     """Return the plan that maps the tensors."""
     options = source.config | (source.config.get("dflash_config") or {})
     check_width(source, "fc.weight", embeddings)
@@ -108,10 +108,10 @@ def read(source: Source, embeddings: Embeddings) -> Plan:
         **decoder(source, "layers.0.", embeddings, sliding=True),
     }
     unread = {OFFSETS, KNOWN, *(NAMES[name] for name in filled if name in NAMES)} & source.tensors.keys()
-    return Plan("block", config, lambda name: NAMES.get(name, name), filled, unread, ids)
+    return TensorMapping("block", config, lambda name: NAMES.get(name, name), filled, unread, ids)
 
 
-def _dflash2(source: Source, options: dict[str, Any]) -> dict[str, Any]:
+def _dflash2(source: PublishedHead, options: dict[str, Any]) -> dict[str, Any]:
     """Return the options of DFlash2."""
     rank = source.tensors.get(NAMES["selector.projection.weight"])
     base, added = (source.tensors.get(CONV.format(0, "attention", name)) for name in ("base_kernel", KERNEL))
@@ -125,7 +125,7 @@ def _dflash2(source: Source, options: dict[str, Any]) -> dict[str, Any]:
     return {"selector_rank": None if rank is None else len(rank), "selector_top_k": top_k or 1, **conv}
 
 
-def _layers(source: Source, options: dict[str, Any], embeddings: Embeddings) -> list[int] | None:
+def _layers(source: PublishedHead, options: dict[str, Any], embeddings: Embeddings) -> list[int] | None:
     """Return the layers whose outputs are read."""
     ids = options.get(BLOCK_OUTPUTS)
     if ids is None and options.get(BLOCK_STATES) is not None:
@@ -135,7 +135,7 @@ def _layers(source: Source, options: dict[str, Any], embeddings: Embeddings) -> 
     return ids
 
 
-def _mask(source: Source, options: dict[str, Any], embeddings: Embeddings) -> Tensor:
+def _mask(source: PublishedHead, options: dict[str, Any], embeddings: Embeddings) -> Tensor:
     """Return the target's embedding of the mask token."""
     token = options.get("mask_token_id")
     if not isinstance(token, int) or not 0 <= token < embeddings.vocab_size:
@@ -143,7 +143,7 @@ def _mask(source: Source, options: dict[str, Any], embeddings: Embeddings) -> Te
     return embedding_of(embeddings, torch.tensor(token)).to("cpu", source.tensors["fc.weight"].dtype)
 
 
-def _confidence(source: Source, markov: Tensor | None) -> dict[str, Tensor]:
+def _confidence(source: PublishedHead, markov: Tensor | None) -> dict[str, Tensor]:
     """Return the confidence's weights with zeros for the Markov state, where it does not read that."""
     weight = source.tensors.get(NAMES["confidence.weight"])
     if markov is None or weight is None or weight.shape[1] != len(source.tensors["fc.weight"]):
@@ -151,13 +151,13 @@ def _confidence(source: Source, markov: Tensor | None) -> dict[str, Tensor]:
     return {"confidence.weight": torch.cat([weight, weight.new_zeros(1, markov.shape[1])], 1)}
 
 
-def engines(source: Export) -> Foreign:
+def engines(source: Export) -> ExportedHead:
     """Return the head for the format's engines, or the one that is asked for; refuse options that they do not run."""
     options, markov = source.config, source.config.markov_rank
     source.refuse(qk_norm=True)
     if source.head.vocab is None:
         source.refuse(lm_head="shared")
-    elif source.form not in ("vllm", "gguf"):
+    elif source.format_name not in ("vllm", "gguf"):
         source.refuse(draft_vocab=None)
     if options.confidence and markov is None:
         raise source.refusal("confidence=true without a Markov term", "which is DSpark's; give head.markov_rank a rank")
@@ -197,13 +197,13 @@ def engines(source: Export) -> Foreign:
     tensors["fc.weight"] = source.in_order(tensors["fc.weight"], order)
     if source.head.vocab is not None:
         tensors |= {"lm_head.weight": source.read_out("lm_head"), **source.vocabulary()}
-    return Foreign(config, tensors)
+    return ExportedHead(config, tensors)
 
 
 def _check_successors(source: Export) -> None:
     """Refuse options of Domino and DFlash2 that their engines do not run."""
     options = source.config
-    if options.domino is not None and source.form != "sglang":
+    if options.domino is not None and source.format_name != "sglang":
         raise source.refusal(
             f"domino={options.domino}", "which SGLang alone runs; export it with format=sglang, or leave format out"
         )

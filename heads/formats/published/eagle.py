@@ -7,8 +7,8 @@ vLLM drops a bias of fc without a word, while SGLang makes one at random where t
 import torch
 
 from heads.base import Embeddings, embedding_of
-from heads.formats.published.exporting import EngineClass, Export, Foreign
-from heads.formats.published.plan import EMBEDDING, Plan, Source, check_width, decoder
+from heads.formats.published.exporting import EngineClass, Export, ExportedHead
+from heads.formats.published.plan import EMBEDDING, PublishedHead, TensorMapping, check_width, decoder
 
 SIGNATURE = (r"fc\.weight", r"layers\.0\.self_attn\.q_proj\.weight")  # and no hidden_norm, as the formats before it
 CLASS = EngineClass(["LlamaForCausalLMEagle", "LlamaForCausalLM"], "llama", {
@@ -17,7 +17,7 @@ CLASS = EngineClass(["LlamaForCausalLMEagle", "LlamaForCausalLM"], "llama", {
 })  # fmt: skip
 
 
-def read(source: Source, embeddings: Embeddings) -> Plan:
+def read(source: PublishedHead, embeddings: Embeddings) -> TensorMapping:
     """Return where each tensor goes: under its own name."""
     check_width(source, "fc.weight", embeddings)
     layers = source.count(r"layers\.(\d+)\.self_attn\.q_proj\.weight$")
@@ -27,21 +27,21 @@ def read(source: Source, embeddings: Embeddings) -> Plan:
         "lm_head": "own" if "lm_head.weight" in source.tensors else "shared",
         **decoder(source, "layers.0.", embeddings),
     }
-    return Plan("eagle", config, lambda name: name, {}, set(), None)
+    return TensorMapping("eagle", config, lambda name: name, {}, set(), None)
 
 
-def engines(source: Export) -> Foreign:
+def engines(source: Export) -> ExportedHead:
     """Return the head for vLLM and SGLang; refuse options that they do not run."""
     source.refuse(lm_head="shared", draft_vocab=None)
     tensors = source.tensors
     bias = tensors.get("fc.bias")
-    if source.form == "vllm" and bias is not None and bool(bias.any()):
+    if source.format_name == "vllm" and bias is not None and bool(bias.any()):
         raise source.refusal("a bias of fc, bias=true", "which vLLM drops; train with head.bias=false")
     tensors["fc.bias"] = torch.zeros_like(tensors["fc.weight"][:, 0]) if bias is None else bias
-    return Foreign(source.engine_config(CLASS, source.config.layers), tensors)
+    return ExportedHead(source.engine_config(CLASS, source.config.layers), tensors)
 
 
-def authors(source: Export) -> Foreign:
+def authors(source: Export) -> ExportedHead:
     """Return the head for the authors' code, which loads strictly and so expects the target's embedding too.
 
     Options that their code does not run are refused.
@@ -54,4 +54,4 @@ def authors(source: Export) -> Foreign:
         "bias": source.config.bias,
         **source.decoder(),
     }
-    return Foreign(config, {**source.tensors, EMBEDDING: embedding_of(source.embeddings)})
+    return ExportedHead(config, {**source.tensors, EMBEDDING: embedding_of(source.embeddings)})

@@ -15,13 +15,13 @@ import torch
 from torch import Tensor
 
 from heads.base import Embeddings
-from heads.formats.published.exporting import EngineClass, Export, Foreign
+from heads.formats.published.exporting import EngineClass, Export, ExportedHead
 from heads.formats.published.plan import (
     KNOWN,
     OFFSETS,
     STATES,
-    Plan,
-    Source,
+    PublishedHead,
+    TensorMapping,
     as_outputs,
     as_states,
     check_width,
@@ -58,7 +58,7 @@ def their_name(name: str, first: str) -> str:
     return re.sub(r"^first\.", first, name)
 
 
-def read(source: Source, embeddings: Embeddings) -> Plan:
+def read(source: PublishedHead, embeddings: Embeddings) -> TensorMapping:
     """Return the plan that maps the tensors."""
     first = next(first for first in (MIDDLE, FIRST) if f"{first}hidden_norm.weight" in source.tensors)
     nested: dict[str, Any] = source.config.get("eagle_config") or {}
@@ -104,10 +104,10 @@ def read(source: Source, embeddings: Embeddings) -> Plan:
         theirs = their_name(name, first)
         return deep.get(theirs, theirs)
 
-    return Plan("eagle3", config, rename, {}, {OFFSETS, KNOWN, *unread} & source.tensors.keys(), ids)
+    return TensorMapping("eagle3", config, rename, {}, {OFFSETS, KNOWN, *unread} & source.tensors.keys(), ids)
 
 
-def feature_layers(source: Source, joined: int, embeddings: Embeddings) -> list[int] | None:
+def feature_layers(source: PublishedHead, joined: int, embeddings: Embeddings) -> list[int] | None:
     """Return the layers whose outputs are read, of which fc joins `joined`; None for the default three.
 
     Raises:
@@ -138,7 +138,7 @@ def feature_layers(source: Source, joined: int, embeddings: Embeddings) -> list[
     return chosen
 
 
-def _feeds_normed(source: Source, normed: bool) -> bool:
+def _feeds_normed(source: PublishedHead, normed: bool) -> bool:
     """Say whether the head's normed output is fed back, as in EAGLE-3.1, whose features are `normed`.
 
     SpecForge has the same key, true by default, for the norm before the lm_head, and feeds back the state before it
@@ -157,18 +157,18 @@ def _norm_before_fc(config: dict[str, Any]) -> bool:
     return any((where or {}).get("norm_before_fc") for where in (config, config.get("eagle_config")))
 
 
-def engines(source: Export) -> Foreign:
+def engines(source: Export) -> ExportedHead:
     """Return the head for all engines at once; refuse options that they, or the one asked for, do not run."""
     options = source.config
     source.refuse(kv_injection=False, qk_norm=False)
-    if options.norm_before_residual and source.form not in NORMED_RESIDUAL:
+    if options.norm_before_residual and source.format_name not in NORMED_RESIDUAL:
         raise source.refusal(
             "norm_before_residual=true",
             "which vLLM and llama.cpp alone run; train with head.norm_before_residual=false",
         )
     outputs, order = source.outputs()
     shifted = COUNTED_BY_FIRST & set(source.served.config.get("architectures") or [])
-    if source.form == "sglang" and shifted and outputs[0] != 1:
+    if source.format_name == "sglang" and shifted and outputs[0] != 1:
         raise source.refusal(
             f"feature_layers={outputs}", f"and SGLang counts those of {min(shifted)} as we do only from layer 1 on"
         )
@@ -193,10 +193,10 @@ def engines(source: Export) -> Foreign:
         "transformer_layer_config": {"model_type": "llama", **decoder},
         "speculators_config": _proposal(source),
     }
-    return Foreign(config, _tensors(source, FIRST, order))
+    return ExportedHead(config, _tensors(source, FIRST, order))
 
 
-def authors(source: Export) -> Foreign:
+def authors(source: Export) -> ExportedHead:
     """Return the head for the authors' code, which has one layer and always reads the same three of the target.
 
     Options that their code does not run are refused.
@@ -214,7 +214,7 @@ def authors(source: Export) -> Foreign:
     if outputs != (fixed := default_layers(EAGLE3_LAYERS, source.embeddings.num_layers)):
         raise source.refusal(f"feature_layers={outputs}", f"and the authors' code reads {fixed}, whatever is said")
     config = source.engine_config(CLASS, 1) | {"bias": False, "draft_vocab_size": source.draft_vocab()}
-    return Foreign(config, _tensors(source, MIDDLE, order))
+    return ExportedHead(config, _tensors(source, MIDDLE, order))
 
 
 def _tensors(source: Export, first: str, order: list[int]) -> dict[str, Tensor]:

@@ -8,16 +8,16 @@ from torch import nn
 
 from heads import HEADS
 from heads.formats.published import dflash, eagle, eagle3, gguf, hydra, medusa, mimo, peagle
-from heads.formats.published.exporting import Export, Foreign, Served
+from heads.formats.published.exporting import Export, ExportedHead, TargetFacts
 from heads.formats.store import assert_finite, write_files
 
-__all__ = ["FORMATS", "READERS", "Served", "export", "refusals"]
+__all__ = ["FORMATS", "READERS", "TargetFacts", "export", "refusals"]
 
 log = logging.getLogger(__name__)
 
 # The writer of each kind of head by format. Four engines read the same EAGLE-3 folder; which one is asked for decides
 # over options that not all of them run.
-Writers = dict[str, Callable[[Export], Foreign]]
+Writers = dict[str, Callable[[Export], ExportedHead]]
 ENGINES: Writers = {"eagle": eagle.engines, "hass": eagle.engines, "eagle3": eagle3.engines, "block": dflash.engines,
                     "mtp": mimo.engines}  # fmt: skip
 FORMATS: dict[str, Writers] = {
@@ -34,7 +34,7 @@ FORMATS: dict[str, Writers] = {
 READERS = ("vllm", "sglang", "trtllm", "speculators")  # the formats that are named for what reads their common folder
 
 
-def export(head: nn.Module, form: str, served: Served, folder: Path) -> None:
+def export(head: nn.Module, format_name: str, served: TargetFacts, folder: Path) -> None:
     """Write a head's folder in one of FORMATS, config.json and model.safetensors, whole or not at all.
 
     The embedding and lm_head of its target must be plain tables.
@@ -44,37 +44,39 @@ def export(head: nn.Module, form: str, served: Served, folder: Path) -> None:
             a weight is not finite in the exported dtype: one line, and nothing is left behind.
         OSError: the disk is full or the folder cannot be written.
     """
-    assert_known(form)
-    name, source = _name_of(head), Export(form, head, served)
-    if name not in FORMATS[form]:
+    assert_known(format_name)
+    name, source = _name_of(head), Export(format_name, head, served)
+    if name not in FORMATS[format_name]:
         others = ", ".join(other for other, heads in FORMATS.items() if name in heads)
         if not others:
             raise ValueError(
-                f"format={form}: no engine loads a head of kind {name}; train head=eagle3, which most load, or leave "
-                "format out for our own engine"
+                f"format={format_name}: no engine loads a head of kind {name}; train head=eagle3, which most load, or "
+                "leave format out for our own engine"
             )
-        raise ValueError(f"format={form}: not one of a head of kind {name}, which can take the form of {others}")
-    foreign = FORMATS[form][name](source)
+        raise ValueError(f"format={format_name}: not one of a head of kind {name}, which can take the form of {others}")
+    foreign = FORMATS[format_name][name](source)
     length, context = getattr(source.config, "length", None), foreign.config.get("max_position_embeddings")
     if length is not None and "rope_theta" in foreign.config and (context is None or length < context):
         log.warning(
             "format=%s: the head was trained to look back %d tokens, which we keep to and engines do not: in longer "
-            "texts it may draft worse there than here", form, length,
+            "texts it may draft worse there than here", format_name, length,
         )  # fmt: skip
     tensors = {name: t.to(served.dtype) if t.is_floating_point() else t for name, t in foreign.tensors.items()}
     assert_finite(tensors, folder, f"no export in {served.dtype} holds it: give dtype=float32, or train again")
     write_files(folder, foreign.config, tensors)
 
 
-def refusals(head: nn.Module, served: Served) -> dict[str, str]:
+def refusals(head: nn.Module, served: TargetFacts) -> dict[str, str]:
     """Return why those of READERS that have a format for this kind of head do not take this one, by format."""
     reasons = {}
-    for form in READERS:
-        if (writer := FORMATS[form].get(_name_of(head))) is not None:
+    for format_name in READERS:
+        if (writer := FORMATS[format_name].get(_name_of(head))) is not None:
             try:
-                writer(Export(form, head, served))
+                writer(Export(format_name, head, served))
             except ValueError as error:
-                reasons[form] = str(error).removeprefix(f"format={form}: ").partition("; ")[0]  # without the remedy
+                reasons[format_name] = (
+                    str(error).removeprefix(f"format={format_name}: ").partition("; ")[0]
+                )  # without the remedy
     return reasons
 
 
@@ -82,7 +84,7 @@ def _name_of(head: nn.Module) -> str:
     return next(name for name, kind in HEADS.items() if type(head) is kind)
 
 
-def assert_known(form: str) -> None:
+def assert_known(format_name: str) -> None:
     """Refuse a name that is none of FORMATS."""
-    if form not in FORMATS:
-        raise ValueError(f"format is {form!r}: choose one of {', '.join(FORMATS)}, or null for headstart's own")
+    if format_name not in FORMATS:
+        raise ValueError(f"format is {format_name!r}: choose one of {', '.join(FORMATS)}, or null for headstart's own")

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from heads.base import Embeddings, layer_shape
+from heads.base import Embeddings, resolve_layer_dims
 from heads.formats.published.plan import KNOWN, OFFSETS
 
 
@@ -21,7 +21,7 @@ class EngineClass(NamedTuple):
     found: dict[str, str]  # the names by which each engine finds the class, as a regular expression
 
 
-class Served(NamedTuple):
+class TargetFacts(NamedTuple):
     """Facts of the target for an export, which the head does not hold."""
 
     name: str  # the target, its Hub id or the last part of its folder
@@ -33,9 +33,9 @@ class Served(NamedTuple):
 class Export(NamedTuple):
     """A head on its way into a format."""
 
-    form: str
+    format_name: str
     head: Any
-    served: Served
+    served: TargetFacts
 
     @property
     def config(self) -> Any:
@@ -59,7 +59,7 @@ class Export(NamedTuple):
 
     def refusal(self, what: str, why: str) -> ValueError:
         """Return the error for an option that the format cannot express."""
-        return ValueError(f"format={self.form}: the head has {what}, {why}")
+        return ValueError(f"format={self.format_name}: the head has {what}, {why}")
 
     def refuse(self, **expected: Any) -> None:
         """Refuse values of the head's configuration, if it has them, that have no other form in the format."""
@@ -74,7 +74,7 @@ class Export(NamedTuple):
         """Return one of the head's lm_heads as one matrix, that of the target's where the head has none."""
         tensors = self.tensors
         if f"{name}.weight" not in tensors:
-            weight, ids = self.embeddings.head_weight().detach(), tensors.get("vocab.ids")
+            weight, ids = self.embeddings.lm_head_weight().detach(), tensors.get("vocab.ids")
             return weight if ids is None else weight[ids.to(weight.device)]
         weight, down = tensors[f"{name}.weight"], tensors.get(f"{name}.down.weight")
         return weight if down is None else (weight.double() @ down.double()).to(weight.dtype)
@@ -125,7 +125,7 @@ class Export(NamedTuple):
     def decoder(self) -> dict[str, Any]:
         """Return the decoder layers' keys of config.json, as in a Llama's."""
         config, embeddings = self.config, self.embeddings
-        shape = layer_shape(config, embeddings)
+        shape = resolve_layer_dims(config, embeddings)
         context = self.served.config.get("max_position_embeddings")
         return {
             "hidden_size": embeddings.hidden_size,
@@ -144,7 +144,7 @@ class Export(NamedTuple):
         }
 
 
-class Foreign(NamedTuple):
+class ExportedHead(NamedTuple):
     """A head as another project lays it out: its config.json and its tensors."""
 
     config: dict[str, Any]

@@ -20,7 +20,7 @@ from heads.common.errors import one_line
 from heads.common.rope import SCALINGS, Rope
 from heads.common.untrusted import shown
 from heads.formats.published import dflash, eagle3
-from heads.formats.published.exporting import Export, Foreign
+from heads.formats.published.exporting import Export, ExportedHead
 from heads.formats.published.plan import BLOCK_OUTPUTS, KNOWN, OFFSETS, STATES, as_states
 from heads.formats.store import CONFIG, WEIGHTS
 from heads.modules.fusion import EAGLE3_LAYERS
@@ -44,7 +44,7 @@ ROTATED = {"self_attn.q_proj": "num_attention_heads", "self_attn.k_proj": "num_k
 LAYER = re.compile(r"layers\.(\d+)\.(.*)")
 
 
-def of_eagle3(source: Export) -> Foreign:
+def of_eagle3(source: Export) -> ExportedHead:
     """Return an EAGLE-3 head for llama.cpp; refuse options that it does not run."""
     source.refuse(layers=1, feature_norm=False, norm_output=False)
     _check_yarn(source)
@@ -55,7 +55,7 @@ def of_eagle3(source: Export) -> Foreign:
     return eagle3.engines(source)
 
 
-def of_block(source: Export) -> Foreign:
+def of_block(source: Export) -> ExportedHead:
     """Return a DFlash or DSpark head for llama.cpp; refuse options that it does not run, or that were not tried."""
     source.refuse(domino=None, selector_rank=None, conv=None)
     _check_yarn(source)

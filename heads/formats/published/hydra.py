@@ -12,10 +12,10 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from heads.base import Embeddings, LayerShape, embedding_of, layer_shape
+from heads.base import Embeddings, LayerDims, embedding_of, resolve_layer_dims
 from heads.common.rope import SAID, Rope, positions_of
-from heads.formats.published.exporting import Export, Foreign
-from heads.formats.published.plan import EMBEDDING, EPS, PLAIN, Plan, Source, check_width, decoder
+from heads.formats.published.exporting import Export, ExportedHead
+from heads.formats.published.plan import EMBEDDING, EPS, PLAIN, PublishedHead, TensorMapping, check_width, decoder
 
 PREFIX = "prefix_embeding_layer."
 LINEAR = re.compile(r"hydra_mlp\.(\d+)\.(\d+)\.linear\.weight")
@@ -38,7 +38,7 @@ def _block_numbers(layers: int, prefix: bool) -> list[int]:
     return list(range(1, 2 * layers, 2) if prefix else range(layers))
 
 
-def read(source: Source, embeddings: Embeddings) -> Plan:
+def read(source: PublishedHead, embeddings: Embeddings) -> TensorMapping:
     """Return the plan that maps the tensors."""
     config = source.config
     if config.get("grounded_heads") is False or source.count(r"hydra_mlp\.(\d+)\.\d+\.res_connection\.weight") == 0:
@@ -65,10 +65,10 @@ def read(source: Source, embeddings: Embeddings) -> Plan:
     }
     rename = partial(their_name, block_numbers=block_numbers, lm_head=lm_head)
     unread = set(duplicates) if tied else set()
-    return Plan("hydra", numbers | _layer(source, embeddings, prefix), rename, {}, unread, None)
+    return TensorMapping("hydra", numbers | _layer(source, embeddings, prefix), rename, {}, unread, None)
 
 
-def _layer(source: Source, embeddings: Embeddings, prefix: bool) -> dict[str, object]:
+def _layer(source: PublishedHead, embeddings: Embeddings, prefix: bool) -> dict[str, object]:
     """Return the numbers of the prefix layer: those of the target's own, where config.json is silent."""
     if prefix:
         target = embeddings.config.to_dict()
@@ -86,7 +86,7 @@ def _duplicates(heads: int, block_numbers: list[int]) -> dict[str, str]:
     return {name(i, j, k): name(i, block_numbers[1], k) for j in block_numbers[2:] for i, k in kinds}
 
 
-def authors(source: Export) -> Foreign:
+def authors(source: Export) -> ExportedHead:
     """Return the head for the authors' code; refuse options that it does not run."""
     source.refuse(draft_vocab=None)
     options, served = source.config, source.served.config
@@ -105,15 +105,15 @@ def authors(source: Export) -> Foreign:
         "torch_dtype": source.dtype,
     }
     if options.prefix:
-        values = (*layer_shape(options, source.embeddings), *Rope.of(options), options.norm_eps)
+        values = (*resolve_layer_dims(options, source.embeddings), *Rope.of(options), options.norm_eps)
         rope = positions_of(served) or PLAIN
-        target = (*source.embeddings.layer, *rope, served.get("rms_norm_eps", options.norm_eps))
-        names = (*LayerShape._fields, "rope_theta", "rope_scaling", "partial_rotary_factor", "norm_eps")
+        target = (*source.embeddings.layer_dims, *rope, served.get("rms_norm_eps", options.norm_eps))
+        names = (*LayerDims._fields, "rope_theta", "rope_scaling", "partial_rotary_factor", "norm_eps")
         for name, mine, theirs in zip(names, values, target, strict=True):
             if mine != theirs:
                 raise source.refusal(f"{name}={mine}", f"and the authors' code takes {theirs}, the target's own")
         config |= source.decoder()
-    return Foreign(config, _tensors(source))
+    return ExportedHead(config, _tensors(source))
 
 
 def _tensors(source: Export) -> dict[str, Tensor]:

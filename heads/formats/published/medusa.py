@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from heads.base import Embeddings
-from heads.formats.published.exporting import EngineClass, Export, Foreign
-from heads.formats.published.plan import Plan, Source, check_width, drafted
+from heads.formats.published.exporting import EngineClass, Export, ExportedHead
+from heads.formats.published.plan import PublishedHead, TensorMapping, check_width, drafted
 
 AUTHORS, VLLM = "{0}.{1}.linear.{2}", "blocks.{0}.layers.{1}.{2}"
 SIGNATURE = (r"0\.0\.linear\.weight|blocks\.0\.layers\.0\.weight",)
@@ -23,7 +23,7 @@ LM_HEAD = {AUTHORS: "{{0}}.{layers}.weight", VLLM: "lm_heads.{{0}}.weight"}
 BLOCK = re.compile(r"blocks\.(\d+)\.(\d+)\.linear\.(weight|bias)")
 
 
-def read(source: Source, embeddings: Embeddings) -> Plan:
+def read(source: PublishedHead, embeddings: Embeddings) -> TensorMapping:
     """Return the plan that maps the tensors; the counts come from the names, for config files are wrong about them."""
     block = AUTHORS if AUTHORS.format(0, 0, "weight") in source.tensors else VLLM
     check_width(source, block.format(0, 0, "weight"), embeddings)
@@ -54,14 +54,14 @@ def read(source: Source, embeddings: Embeddings) -> Plan:
             f"blocks.{i}.{j}.linear.bias": torch.zeros_like(source.tensor(n)[:, 0]) for (i, j), n in names.items()
         }
     unread = {"token_map"} | ({lm_head.format(0)} if original else set())
-    return Plan("medusa", config, rename, filled, unread & source.tensors.keys(), ids)
+    return TensorMapping("medusa", config, rename, filled, unread & source.tensors.keys(), ids)
 
 
 def _pattern(block: str, head: str, layer: str) -> str:
     return block.replace(".", r"\.").format(head, layer, "weight") + "$"
 
 
-def engines(source: Export) -> Foreign:
+def engines(source: Export) -> ExportedHead:
     """Return the head for vLLM; refuse options that it does not run."""
     source.refuse(draft_vocab=None)
     options, shared = source.config, source.config.lm_head == "shared"
@@ -79,7 +79,7 @@ def engines(source: Export) -> Foreign:
     return _written(source, config, VLLM, 1 if shared else options.heads)
 
 
-def authors(source: Export) -> Foreign:
+def authors(source: Export) -> ExportedHead:
     """Return the head for the authors' code; refuse options that it does not run."""
     source.refuse(draft_vocab=None)
     options, tensors = source.config, _blocks(source, AUTHORS)
@@ -104,10 +104,10 @@ def _blocks(source: Export, block: str) -> dict[str, Tensor]:
     return {block.format(*match.groups()): t for name, t in source.tensors.items() if (match := BLOCK.fullmatch(name))}
 
 
-def _written(source: Export, config: dict[str, Any], block: str, lm_heads: int) -> Foreign:
+def _written(source: Export, config: dict[str, Any], block: str, lm_heads: int) -> ExportedHead:
     """Return the head with so many lm_heads, by the names of one of the two formats."""
     lm_head = LM_HEAD[block].format(layers=source.config.layers)
-    return Foreign(
+    return ExportedHead(
         config,
         _blocks(source, block) | {lm_head.format(i): source.read_out(f"lm_heads.{i}") for i in range(lm_heads)},
     )

@@ -12,11 +12,11 @@ from typing import Any
 
 import torch
 
-from heads.base import Embeddings, layer_shape
+from heads.base import Embeddings, resolve_layer_dims
 from heads.common.rope import positions_of
 from heads.formats.mtp_layouts import COUNT, LAYOUTS, swapped
-from heads.formats.published.exporting import EngineClass, Export, Foreign
-from heads.formats.published.plan import Plan, Source, check_width, decoder
+from heads.formats.published.exporting import EngineClass, Export, ExportedHead
+from heads.formats.published.plan import PublishedHead, TensorMapping, check_width, decoder
 
 LAYER = "mtp_layers.0."
 SIGNATURE = (r"mtp_layers\.0\.input_proj\.weight",)
@@ -30,7 +30,7 @@ def their_name(name: str) -> str:
     return LAYER + (RENAMED.get(name) or name.removeprefix("block."))
 
 
-def read(source: Source, embeddings: Embeddings) -> Plan:
+def read(source: PublishedHead, embeddings: Embeddings) -> TensorMapping:
     """Return the plan that maps the tensors; refuse biases that are not zero."""
     check_width(source, f"{LAYER}input_proj.weight", embeddings)
     if source.count(r"mtp_layers\.(\d+)\.") > 1:
@@ -46,13 +46,13 @@ def read(source: Source, embeddings: Embeddings) -> Plan:
         **decoder(unbiased, LAYER, embeddings),
     }
     filled = {"eh_proj.weight": swapped(source.tensor(f"{LAYER}input_proj.weight"))}
-    return Plan("mtp", config, their_name, filled, zero | {f"{LAYER}input_proj.weight"}, None)
+    return TensorMapping("mtp", config, their_name, filled, zero | {f"{LAYER}input_proj.weight"}, None)
 
 
-def engines(source: Export) -> Foreign:
+def engines(source: Export) -> ExportedHead:
     """Return the head for vLLM and SGLang; refuse options that they do not run."""
     source.refuse(layer="llama", raw_state=False, feature_layers=None, lm_head="shared", draft_vocab=None)
-    if source.form == "sglang":
+    if source.format_name == "sglang":
         source.refuse(qk_norm=False)
     config = source.engine_config(CLASS, 1) | {COUNT: 1, "qk_norm": source.config.qk_norm}
     _check_sizes(source, config)
@@ -62,7 +62,7 @@ def engines(source: Export) -> Foreign:
     for letter in "qkv":
         name = f"model.{LAYER}self_attn.{letter}_proj"
         tensors[f"{name}.bias"] = torch.zeros_like(tensors[f"{name}.weight"][:, 0])
-    return Foreign(config, tensors)
+    return ExportedHead(config, tensors)
 
 
 def overrides(config: dict[str, Any]) -> dict[str, Any]:
@@ -78,9 +78,9 @@ def _check_sizes(source: Export, config: dict[str, Any]) -> None:
             f"{heads} heads of {head_dim}", f"and engines make them {width // heads} wide; train head=eagle3, or for "
             f"format=sglang with head.head_dim={width // heads}"
         )  # fmt: skip
-    if source.form != "vllm":
+    if source.format_name != "vllm":
         return
-    target, shape = source.served.config, layer_shape(source.config, source.embeddings)
+    target, shape = source.served.config, resolve_layer_dims(source.config, source.embeddings)
     rope = positions_of(target)
     if rope is not None and rope.share != 1:
         raise source.refusal(
@@ -88,7 +88,7 @@ def _check_sizes(source: Export, config: dict[str, Any]) -> None:
             "export it with format=sglang"
         )  # fmt: skip
     pairs: dict[str, tuple[Any, Any]] = {
-        name: (getattr(shape, name), size) for name, size in source.embeddings.layer._asdict().items()
+        name: (getattr(shape, name), size) for name, size in source.embeddings.layer_dims._asdict().items()
     }
     pairs["norm_eps"] = (config["rms_norm_eps"], target.get("rms_norm_eps", config["rms_norm_eps"]))
     pairs["positions"] = (positions_of(config), rope or positions_of(config))

@@ -8,13 +8,13 @@ import re
 import torch
 
 from heads.base import Embeddings
-from heads.formats.published.plan import Plan, Source
+from heads.formats.published.plan import PublishedHead, TensorMapping
 
 SIGNATURE = (r"emb\.0\.weight", r"proj\.0\.weight", r"head\.0\.weight")
 STEP = re.compile(r"(emb|proj|ln|head)\.(\d+)\.(weight|bias)")
 
 
-def read(source: Source, embeddings: Embeddings) -> Plan:
+def read(source: PublishedHead, embeddings: Embeddings) -> TensorMapping:
     """Return the plan that maps each tensor to its own name."""
     steps = {name: match for name in source.tensors if (match := STEP.fullmatch(name))}
     heads = 1 + max(int(match[2]) for match in steps.values())
@@ -36,9 +36,9 @@ def read(source: Source, embeddings: Embeddings) -> Plan:
         "tied": tied,
         "scale_input": bool(source.config.get("scale_input")),
     }
-    return Plan("mlp", config, lambda name: name, {}, duplicates if tied else set(), None)
+    return TensorMapping("mlp", config, lambda name: name, {}, duplicates if tied else set(), None)
 
 
-def _is_copy(source: Source, match: re.Match[str]) -> bool:
+def _is_copy(source: PublishedHead, match: re.Match[str]) -> bool:
     first = f"{match[1]}.{int(match[1] == 'proj')}.{match[3]}"
     return first in source.tensors and torch.equal(source.tensors[match[0]], source.tensors[first])

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from heads.base import Embeddings, embedding_of
 from heads.formats.published import eagle3
-from heads.formats.published.exporting import Export, Foreign
-from heads.formats.published.plan import EMBEDDING, Plan, Source
+from heads.formats.published.exporting import Export, ExportedHead
+from heads.formats.published.plan import EMBEDDING, PublishedHead, TensorMapping
 from heads.formats.store import RETIRED
 
 log = logging.getLogger(__name__)
@@ -22,7 +22,7 @@ MASK_TOKENS = ("mask_token_id", "pard_token", "ptd_token_id")  # keys of config.
 DEPTHS = 8  # tokens that speculators trains a head to draft, where the file does not say it
 
 
-def read(source: Source, embeddings: Embeddings) -> Plan:
+def read(source: PublishedHead, embeddings: Embeddings) -> TensorMapping:
     """Return the plan that maps the tensors."""
     plan = eagle3.read(source, embeddings)
     token = next((source.config[key] for key in MASK_TOKENS if source.config.get(key) is not None), None)
@@ -41,7 +41,7 @@ def read(source: Source, embeddings: Embeddings) -> Plan:
     return plan._replace(head="peagle", config=config, filled=filled, unread=plan.unread | {MASK})
 
 
-def _embedding(source: Source, embeddings: Embeddings) -> Tensor | None:
+def _embedding(source: PublishedHead, embeddings: Embeddings) -> Tensor | None:
     """Return the embedding that was trained with the head; None where it is the target's, or not in the file."""
     stored = next((tensor for name, tensor in source.tensors.items() if name.endswith(EMBEDDING)), None)
     if stored is None or stored.shape != (embeddings.vocab_size, embeddings.hidden_size):  # which is refused later
@@ -49,7 +49,7 @@ def _embedding(source: Source, embeddings: Embeddings) -> Tensor | None:
     return None if torch.equal(embedding_of(embeddings).to(stored.device, stored.dtype), stored) else stored
 
 
-def engines(source: Export) -> Foreign:
+def engines(source: Export) -> ExportedHead:
     """Return the head for vLLM and speculators."""
     config, tensors = eagle3.engines(source)
     _, order = source.outputs()
@@ -64,4 +64,4 @@ def engines(source: Export) -> Foreign:
         "speculators_model_type": "peagle",
         "speculators_config": proposal | {"algorithm": "peagle", "proposal_methods": methods},
     }
-    return Foreign(config | kind, tensors)
+    return ExportedHead(config | kind, tensors)

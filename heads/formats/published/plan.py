@@ -41,7 +41,7 @@ PLAIN, EPS = Rope(10000.0), 1e-6
 ACTIVATIONS = (None, "silu", "swish")
 
 
-class Source(NamedTuple):
+class PublishedHead(NamedTuple):
     """A published folder: its config.json, and its tensors without the prefix that all their names may have."""
 
     folder: Path
@@ -70,7 +70,7 @@ class Source(NamedTuple):
         return len({match[1] for name in self.tensors if (match := re.match(pattern, name))})
 
 
-class Plan(NamedTuple):
+class TensorMapping(NamedTuple):
     """The mapping of a published folder to a head."""
 
     head: str  # which of HEADS
@@ -81,7 +81,7 @@ class Plan(NamedTuple):
     ids: Tensor | None  # the drafted tokens in the order of the lm_head's rows, None for the whole vocabulary
 
 
-def assemble(source: Source, plan: Plan, embeddings: Embeddings) -> nn.Module:
+def assemble(source: PublishedHead, plan: TensorMapping, embeddings: Embeddings) -> nn.Module:
     """Return the head in the file's dtypes; refuse a tensor that is missing, unknown, misshapen or not finite."""
     checked = _checked_embeddings(source, embeddings, trained=plan.config.get("embedding") == "own")
     kind: Any = HEADS[plan.head]
@@ -118,7 +118,7 @@ def assemble(source: Source, plan: Plan, embeddings: Embeddings) -> nn.Module:
     return head
 
 
-def drafted(source: Source, ids: Tensor, what: str, embeddings: Embeddings) -> Tensor:
+def drafted(source: PublishedHead, ids: Tensor, what: str, embeddings: Embeddings) -> Tensor:
     """Return the drafted tokens; refuse repeated ones, and those that are not of the target's vocabulary."""
     ids = ids.long()
     if not len(ids) or len(ids.unique()) != len(ids) or int(ids.min()) < 0 or int(ids.max()) >= embeddings.vocab_size:
@@ -126,7 +126,7 @@ def drafted(source: Source, ids: Tensor, what: str, embeddings: Embeddings) -> T
     return ids
 
 
-def drafted_by_offsets(source: Source, embeddings: Embeddings) -> Tensor | None:
+def drafted_by_offsets(source: PublishedHead, embeddings: Embeddings) -> Tensor | None:
     """Return the tokens that d2t and t2d name, None without them: token i of the draft's is i + d2t[i] of the target's.
 
     Raises:
@@ -145,7 +145,7 @@ def drafted_by_offsets(source: Source, embeddings: Embeddings) -> Tensor | None:
     return ids
 
 
-def check_width(source: Source, name: str, embeddings: Embeddings) -> None:
+def check_width(source: PublishedHead, name: str, embeddings: Embeddings) -> None:
     """Refuse a head whose states, the rows of one of its tensors, are not as wide as the target's."""
     width = source.tensor(name).shape[0]
     if width != embeddings.hidden_size:
@@ -155,7 +155,7 @@ def check_width(source: Source, name: str, embeddings: Embeddings) -> None:
         )
 
 
-def decoder(source: Source, layer: str, embeddings: Embeddings, *, sliding: bool = False) -> dict[str, Any]:
+def decoder(source: PublishedHead, layer: str, embeddings: Embeddings, *, sliding: bool = False) -> dict[str, Any]:
     """Return the numbers of the decoder layers for a head's configuration, the target's where config.json is silent.
 
     `layer` is the prefix of a layer's tensors, with its point; `sliding` allows layers that all look back as far.
@@ -172,7 +172,7 @@ def decoder(source: Source, layer: str, embeddings: Embeddings, *, sliding: bool
     width = (
         len(normed)
         if normed is not None
-        else config.get("head_dim") or rows // (config.get("num_attention_heads") or embeddings.layer.num_heads)
+        else config.get("head_dim") or rows // (config.get("num_attention_heads") or embeddings.layer_dims.num_heads)
     )
     if not width or rows % width or kv_rows % width or (rows // width) % (kv_rows // width or 1):
         raise source.error(f"{layer}self_attn.q_proj.weight has {rows} rows, k_proj {kv_rows}: no heads of {width}")
@@ -196,7 +196,7 @@ def decoder(source: Source, layer: str, embeddings: Embeddings, *, sliding: bool
     }
 
 
-def _check_options(source: Source, layer: str, *, sliding: bool) -> None:
+def _check_options(source: PublishedHead, layer: str, *, sliding: bool) -> None:
     """Refuse options that the shared decoder layer lacks, a window among them unless all layers are `sliding`."""
     config = source.config
     for name in sorted(source.tensors):
@@ -219,7 +219,7 @@ def is_targets_embedding(table: Tensor, embeddings: Embeddings) -> bool:
     return all(torch.allclose(ours, theirs, rtol=2e-2, atol=2e-2 * scatter) for ours, theirs in rows)
 
 
-def _checked_embeddings(source: Source, embeddings: Embeddings, *, trained: bool) -> set[str]:
+def _checked_embeddings(source: PublishedHead, embeddings: Embeddings, *, trained: bool) -> set[str]:
     """Return which tensors are embeddings; the target's is used in place of those not `trained`, and compared."""
     names = {name for name in source.tensors if name.endswith(EMBEDDING)}
     expected = (embeddings.vocab_size, embeddings.hidden_size)

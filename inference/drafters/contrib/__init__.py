@@ -1,4 +1,4 @@
-"""Rarer draft sources, each with the modules that it alone needs.
+"""Rarer drafters, each with the modules that only it needs.
 
 mirror.py          a smaller model on another device that drafts while the target verifies
 early_exit.py      the target's first layers

@@ -11,13 +11,13 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from heads.base import Level, Nodes
+from heads.base import LevelNodes, LevelOutput
 from heads.common.ranges import Count
 from inference.drafters.policy import TreeConfig, grow
 from inference.protocol import Context, Drafter, DrafterState, Proposal
 from inference.target import probe
 from inference.target.cache import TargetCache
-from inference.target.stack import Entered, Parts
+from inference.target.stack import FirstLayersOutput, Parts
 from inference.target.target import Target
 from inference.verification import tree as trees
 from inference.verification.tree import DraftTree
@@ -56,12 +56,12 @@ class EarlyExit(Drafter, DrafterState):
     def propose(self, context: Context) -> Proposal:
         """Grow the tree, and let its leaves enter too."""
         assert context.cache is not None
-        if context.room < 1:
+        if context.max_draft_depth < 1:
             return Proposal(trees.root(context.token[-1], self.parts.target.device))
         drafting = Drafting(self.parts, self.config.exit_layer, context.cache)
         level = drafting.begin(context.token[-1])
         [proposal] = grow(drafting, None, level, self.config.tree, [context])
-        return proposal._replace(entered=drafting.finish(proposal.tree))
+        return proposal._replace(first_layers=drafting.finish(proposal.tree))
 
 
 class Drafting:
@@ -86,20 +86,20 @@ class Drafting:
         """How many rows were drafted."""
         return len(self.position) - self.prefix
 
-    def begin(self, root: int) -> Level:
+    def begin(self, root: int) -> LevelOutput:
         """Run the root."""
         token = torch.tensor([root], device=self.device)
-        seen = torch.ones(1, 1, dtype=torch.bool, device=self.device)
-        return self.run(token, [-1], token.new_tensor([self.prefix]), seen)
+        attn_mask = torch.ones(1, 1, dtype=torch.bool, device=self.device)
+        return self.run(token, [-1], token.new_tensor([self.prefix]), attn_mask)
 
-    def expand(self, state: None, level: Level, nodes: Nodes) -> Level:
+    def expand(self, state: None, level: LevelOutput, nodes: LevelNodes) -> LevelOutput:
         """Run the next tree level of one sequence; every node sees the root besides what its mask says."""
         (token,), mask = nodes.token, nodes.mask[0]
         above = [self.level[index] for index in nodes.parent[0].tolist()]
         position = torch.full_like(token, self.prefix + nodes.depth)
         return self.run(token, above, position, torch.cat([mask.new_ones(len(mask), 1), mask], 1))
 
-    def finish(self, tree: DraftTree) -> Entered:
+    def finish(self, tree: DraftTree) -> FirstLayersOutput:
         """Run the tree's nodes that were not expanded, and leave the rows of its nodes alone, in their order."""
         rows: list[int] = []
         leaves: list[int] = []
@@ -111,26 +111,27 @@ class Drafting:
             rows.append(row)
         if leaves:
             ancestors = trees.ancestors(tree)[leaves]
-            seen = ancestors.new_zeros(len(leaves), self.count + len(leaves))
+            attn_mask = ancestors.new_zeros(len(leaves), self.count + len(leaves))
             leaf, ancestor = ancestors.nonzero(as_tuple=True)
-            seen[leaf, torch.tensor(rows, device=seen.device)[ancestor]] = True  # siblings of one token share a row
+            # Siblings of one token share a row.
+            attn_mask[leaf, torch.tensor(rows, device=attn_mask.device)[ancestor]] = True
             above = [rows[parent] for parent in tree.parent[leaves].tolist()]
-            self.run(tree.token[leaves], above, self.prefix + ancestors.sum(-1) - 1, seen)
+            self.run(tree.token[leaves], above, self.prefix + ancestors.sum(-1) - 1, attn_mask)
         self.cache.keep(self.prefix, rows, self.layers)
-        return Entered(self.layers, torch.cat(self.hidden)[rows])
+        return FirstLayersOutput(self.layers, torch.cat(self.hidden)[rows])
 
     def run(
-        self, token: Int[Tensor, "N"], above: list[int], position: Int[Tensor, "N"], seen: Bool[Tensor, "N M"]
-    ) -> Level:
+        self, token: Int[Tensor, "N"], above: list[int], position: Int[Tensor, "N"], attn_mask: Bool[Tensor, "N M"]
+    ) -> LevelOutput:
         """Run rows, given the numbers of their parents' rows, and which of the M drafted rows so far each sees."""
         first = self.count
         keys = zip(above, token.tolist(), strict=True)
         self.number.update((key, first + i) for i, key in enumerate(keys))
-        committed = seen.new_ones(len(seen), self.prefix)
-        hidden, logits = self.parts.enter(
-            self.layers, token, position, torch.cat([committed, seen], 1), self.cache, self.position
+        committed = attn_mask.new_ones(len(attn_mask), self.prefix)
+        hidden, logits = self.parts.run_first_layers(
+            self.layers, token, position, torch.cat([committed, attn_mask], 1), self.cache, self.position
         )
         self.position = torch.cat([self.position, position])
         self.hidden.append(hidden)
         self.level = range(first, first + len(token))
-        return Level(logits[None], hidden[None])
+        return LevelOutput(logits[None], hidden[None])

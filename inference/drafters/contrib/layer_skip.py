@@ -94,9 +94,9 @@ def forecast(parts: Parts, skips: Skips, text: Text) -> tuple[list[bool], list[f
     device = parts.target.device
     position = torch.arange(text.prompt - 1, size - 1, device=device)
     before = torch.arange(size, device=device) < position[:, None]
-    seen = torch.cat([before, torch.eye(len(position), dtype=torch.bool, device=device)], 1)
+    attn_mask = torch.cat([before, torch.eye(len(position), dtype=torch.bool, device=device)], 1)
     token = torch.tensor(text.token, device=device)
-    probs = parts.skim(skips, token[position], position, seen, text.cache).float().softmax(-1)
+    probs = parts.run_skipping(skips, token[position], position, attn_mask, text.cache).float().softmax(-1)
     text.cache.keep(size, [])
     sure, drafted = probs.max(-1)
     return (drafted == token[position + 1]).tolist(), sure.tolist()
@@ -128,7 +128,7 @@ def play(right: list[bool], sure: list[float], depth: int, stop: float) -> tuple
 def drafting_cost(parts: Parts, skips: Skips) -> float:
     """Return a drafted token's cost in target passes: the share of the weights, lm_head included, that it reads."""
     sizes = parts.sizes()
-    lm_head = parts.target.embeddings.head_weight().numel()
+    lm_head = parts.target.embeddings.lm_head_weight().numel()
     total = lm_head + sum(attention + mlp for attention, mlp in sizes)
     saved = sum(sizes[i][0] for i in skips.attention) + sum(sizes[i][1] for i in skips.mlp)
     return (total - saved) / total
@@ -242,12 +242,12 @@ class LayerSkip(Drafter, DrafterState):
         prefix, device = cache.length, self.parts.target.device
         chain = torch.tensor(context.token[-1:], device=device)
         q: list[torch.Tensor] = []
-        while len(q) < min(self.depth, context.room):
+        while len(q) < min(self.depth, context.max_draft_depth):
             position = torch.tensor([prefix + len(q)], device=device)
-            seen = torch.ones(1, prefix + len(q) + 1, dtype=torch.bool, device=device)
-            logits = self.parts.skim(self.skips, chain[-1:], position, seen, cache)
+            attn_mask = torch.ones(1, prefix + len(q) + 1, dtype=torch.bool, device=device)
+            logits = self.parts.run_skipping(self.skips, chain[-1:], position, attn_mask, cache)
             q.append(distribution(logits, context.sampling))
-            token = context.rng.distinct(q[-1], 1, len(q))[0]
+            token = context.rng.sample_distinct(q[-1], 1, len(q))[0]
             chain = torch.cat([chain, token])
             if float(logits.float().softmax(-1)[0, token]) < self.stop:
                 break

@@ -69,7 +69,7 @@ class Mirror(Drafter):
         self.verified = self.prepared = 0
 
     def clone(self) -> "Mirror":
-        """Return a source with the same assistant and counts of its own."""
+        """Return a drafter with the same assistant and counts of its own."""
         self._finish()
         return copy.copy(self)
 
@@ -134,7 +134,7 @@ class MirrorState(DrafterState):
     def _depth(self, context: Context, committed: int) -> int:
         """Return how long the chain may be that is drafted after `committed` more tokens."""
         free = self.runner.model.context - len(self.assistant.text)
-        return min(self.config.assistant.tree.depth, context.room - committed, free - committed)
+        return min(self.config.assistant.tree.depth, context.max_draft_depth - committed, free - committed)
 
     def _chain(self, logits: Float[Tensor, "1 V"], above: int, depth: int, context: Context, outcome: Outcome) -> Chain:
         """Begin a chain after the context and an outcome; its randomness belongs to the position where it begins."""

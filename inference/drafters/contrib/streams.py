@@ -1,4 +1,4 @@
-"""Speculative streams (Bhendawade et al., arXiv 2402.11131) beside a frozen target: the module, and the draft source.
+"""Speculative streams (Bhendawade et al., arXiv 2402.11131) beside a frozen target: the module, and the drafter.
 
 Behind a node of a pass stand its streams, one position further each. Where the top `layers` decoder layers begin,
 stream j takes on the node's hidden state plus a learned embedding of j. In these layers low-rank adapters (LoRA, arXiv
@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from heads import rows
-from heads.base import Level, Nodes
+from heads.base import LevelNodes, LevelOutput
 from heads.common.files import last_good
 from heads.common.ranges import Count
 from heads.common.typed import typed
@@ -110,11 +110,11 @@ class Streams(nn.Module):
             is depth d, so its teacher is the target's distribution at row t+d. No gradient reaches the teachers.
         """
         target, streams, width = self._frozen[0], self.config.streams, token.shape[1]
-        position, seen, source, stream = beside(document, anchor, streams)
+        position, attn_mask, source, stream = beside(document, anchor, streams)
         # A stream behind the context has no teacher, and learned positions end there.
         position = position.clamp_max(target.context - 1)
         tokens = torch.cat([token, token.gather(1, source)], 1)
-        states = target.run(tokens, position, seen, None, stack=self.stack(source, stream)).last_hidden
+        states = target.run(tokens, position, attn_mask, None, stack=self.stack(source, stream)).last_hidden
         draft = target.embeddings.logits(states[:, width:]).unflatten(1, (-1, streams))
         with torch.no_grad():
             last = states[:, :width].detach()
@@ -300,23 +300,23 @@ class StreamsState(DrafterState):
         proposal = Proposal(trees.root(context.token[-1], self.device))
         if self.drafted is not None:
             proposal = grow(self.drafted, None, self.drafted.level(1, 1), self.config, [context])[0]
-        return proposal._replace(look_ahead=self.look_ahead(proposal.tree, context.room))
+        return proposal._replace(look_ahead=self.look_ahead(proposal.tree, context.max_draft_depth))
 
-    def look_ahead(self, tree: DraftTree, room: int) -> LookAhead | None:
+    def look_ahead(self, tree: DraftTree, max_draft_depth: int) -> LookAhead | None:
         """Return the streams of all nodes, but for those that would draft deeper than can be committed."""
         size = len(tree.token)
         ancestors = trees.ancestors(tree)
         node = torch.arange(size, device=tree.token.device).repeat_interleave(self.depth)
         stream = torch.arange(1, self.depth + 1, device=node.device).repeat(size)
         offset = ancestors.sum(-1)[node] - 1 + stream
-        fits = offset < room  # what a stream drafts stands one position further than the stream
+        fits = offset < max_draft_depth  # what a stream drafts stands one position further than the stream
         self.node, stream = node[fits], stream[fits]
         if not len(stream):
             return None
         among = earlier_streams(size, self.depth, node.device)[fits][:, fits]
-        seen = torch.cat([ancestors[self.node], among], 1)
+        attn_mask = torch.cat([ancestors[self.node], among], 1)
         stack = self.streams.stack(self.node[None], stream)
-        return LookAhead(tree.token[self.node], offset[fits], seen, stack)
+        return LookAhead(tree.token[self.node], offset[fits], attn_mask, stack)
 
 
 class Drafted:
@@ -328,11 +328,11 @@ class Drafted:
         self.logits = logits
         self.max_depth = len(logits)
 
-    def level(self, depth: int, nodes: int) -> Level:
+    def level(self, depth: int, nodes: int) -> LevelOutput:
         """Return the logits of the tokens at `depth`, the same under every node."""
         logits = self.logits[depth - 1].expand(1, nodes, -1)
-        return Level(logits, logits[..., :0])
+        return LevelOutput(logits, logits[..., :0])
 
-    def expand(self, state: None, level: Level, nodes: Nodes) -> Level:
+    def expand(self, state: None, level: LevelOutput, nodes: LevelNodes) -> LevelOutput:
         """Score the next depth: streams know nothing of the tokens that are drafted before."""
         return self.level(nodes.depth + 1, nodes.token.shape[1])

@@ -1,4 +1,4 @@
-"""Mask slots: a block of them behind each anchor row in training, or behind each root, and what they attend to."""
+"""Blocks of masked positions: after each anchor row in training, after each root in decoding."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -13,20 +13,20 @@ from heads.modules.kv_cache import KVCache
 from heads.modules.layers import grouped_attention
 
 
-class Slots(NamedTuple):
-    """S slots behind each of n anchors."""
+class MaskBlocks(NamedTuple):
+    """A block of S positions after each of n anchors."""
 
-    anchor: Int[Tensor, "B n"]  # the rows that they stand behind
-    position: Int[Tensor, "B n S"]  # of the slots
-    attn_pattern: Pattern  # the true rows up to the anchor, within the head's length, and slots of the same block
+    anchor: Int[Tensor, "B n"]  # the rows before the blocks
+    position: Int[Tensor, "B n S"]  # of the S positions
+    attn_pattern: Pattern  # rows up to the anchor within the head's length, and the same block
 
 
-def slots_after(
+def mask_blocks_after(
     document: Int[Tensor, "B T"], anchors: Int[Tensor, "B n"] | None, size: int, length: int | None, *, causal: bool
-) -> Slots:
-    """Return `size` slots behind each of these rows, None for every row: for the positions from the next one on.
+) -> MaskBlocks:
+    """Return a block of `size` positions after each anchor, None for every row.
 
-    A slot looks `length` rows back, None for all, and if `causal` sees no later slots.
+    A position attends to the last `length` rows, None for all; if `causal` not to later positions of its block.
     """
     position = rows.positions(document)
     every = torch.arange(position.shape[1], device=position.device).expand_as(position)
@@ -37,23 +37,23 @@ def slots_after(
     first = row - start
     if length is not None:
         first = torch.maximum(first, row + (at - start) - length + 1)
-    return Slots(anchor, at, Pattern(first.flatten(1), row.flatten(1), distinct=True, size=size, causal=causal))
+    return MaskBlocks(anchor, at, Pattern(first.flatten(1), row.flatten(1), distinct=True, size=size, causal=causal))
 
 
-def slots_after_roots(
+def mask_blocks_after_roots(
     cache: KVCache, sequences: int, size: int, *, causal: bool
 ) -> tuple[Int[Tensor, "B S"], Callable[..., Tensor]]:
-    """Return the positions of `size` slots behind each newest row of a cache, and their attention by a layer's number.
+    """Return the rotary positions of a block after each root, and the attention function of its layers.
 
-    Their keys and values are added to the cache as drafted rows. If `causal` a slot sees no later slots.
+    Keys and values of the block are written to the cache as drafted rows. `causal` as in `mask_blocks_after`.
     """
     length = cache.length[:sequences]
     position = length[:, None] + torch.arange(size, device=length.device)
     block = torch.ones(size, size, dtype=torch.bool, device=length.device)
     block = (block.tril() if causal else block).expand(sequences, -1, -1)
-    sees = torch.cat([cache.sees(position, length - 1), block], -1)[:, None]
+    attn_mask = torch.cat([cache.attn_mask(position, length - 1), block], -1)[:, None]
 
     def attend(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        return grouped_attention(query, *cache.draft(layer, key, value, 0), sees)
+        return grouped_attention(query, *cache.draft(layer, key, value, 0), attn_mask)
 
     return position, attend

@@ -16,16 +16,16 @@ from inference.target.cache import TargetCache
 from inference.target.model import TargetOutput
 from inference.target.target import Target
 from inference.verification import tree as trees
-from inference.verification.rng import Coupled, Drafting, Rng
+from inference.verification.rng import CoupledRng, DraftRng, Rng
 from inference.verification.sample import Sampling, penalize
 from inference.verification.tree import DraftTree
 from inference.verification.verify import COUPLED, check_rule, decide
 
-TREE = 64  # entries of the cache behind a text, for trees of sources that do not say how many they need
+TREE_ENTRIES = 64  # entries of the cache behind a text, for trees of drafters that do not say how many they need
 
 
 @dataclass(frozen=True)
-class Settings:
+class RequestParams:
     """The request settings of one prompt.
 
     Attributes:
@@ -82,9 +82,9 @@ class RequestConfig:
         """Return the sampling settings at a temperature."""
         return Sampling(temperature, self.top_k, self.top_p, self.min_p, self.repetition_penalty)
 
-    def settings(self, temperature: float, gaps: bool = False, stop: Sequence[str] = ()) -> Settings:
+    def settings(self, temperature: float, gaps: bool = False, stop: Sequence[str] = ()) -> RequestParams:
         """Return the request settings at a temperature."""
-        return Settings(
+        return RequestParams(
             self.max_new_tokens,
             self.sampling(temperature),
             stop=tuple(stop),
@@ -149,25 +149,30 @@ class Generation:
         return (len(self.tokens) - 1) / len(self.steps) if self.steps else 0.0
 
 
-class Session:
+class Request:
     """One sequence being decoded: `prefill`, then `draft` and `commit` around each target pass until it finishes."""
 
     def __init__(
-        self, target: Target, drafter: Drafter, prompt: list[int], settings: Settings, cache: TargetCache | None = None
+        self,
+        target: Target,
+        drafter: Drafter,
+        prompt: list[int],
+        settings: RequestParams,
+        cache: TargetCache | None = None,
     ) -> None:
         check_prompt(target, prompt)
         self.target, self.drafter, self.settings = target, drafter, settings
         self.layers = drafter.feature_layers
         self.state: DrafterState  # the drafter's for this sequence, from the prefill on
         self.limit = min(settings.max_new_tokens, target.context - len(prompt))
-        self.cache = target.cache(len(prompt) + self.limit + TREE) if cache is None else cache
+        self.cache = target.cache(len(prompt) + self.limit + TREE_ENTRIES) if cache is None else cache
         self.context = list(prompt)
-        self.rng = Coupled(settings.seed, target.device, self.context)  # of verification
+        self.rng = CoupledRng(settings.seed, target.device, self.context)  # of verification
         self.drafting: Rng = self.rng
         if settings.rule != COUPLED:
-            self.drafting = Drafting(settings.seed, target.device, self.context)
-        self._seen: Tensor | None = None
-        self._noted = 0  # tokens of the context that `_seen` holds
+            self.drafting = DraftRng(settings.seed, target.device, self.context)
+        self._seen_tokens: Tensor | None = None
+        self._noted = 0  # tokens of the context that `_seen_tokens` holds
         self.generation = Generation()
         self.draft_s = 0.0
         self.prefix = 0  # committed cache entries before the pass at hand
@@ -185,9 +190,9 @@ class Session:
         token = torch.tensor(self.context, device=self.target.device)
         out = self.target.prefill(token, self.cache, self.layers)
         root = trees.root(self.context[-1], self.target.device)
-        scores = self.processed(_logits(out), root)
-        first = decide(root, scores, None, self.settings.sampling, self.rng).token
-        self.emit([first], ["prefill"], self.gaps(scores))
+        processed_logits = self.processed(_logits(out), root)
+        first = decide(root, processed_logits, None, self.settings.sampling, self.rng).token
+        self.emit([first], ["prefill"], self.gaps(processed_logits))
         following = torch.cat([token[1:], token.new_tensor([first])])
         self.update(Commit(following, out, None), out.last_hidden[0])
         self.generation.prefill_s = self.clock() - start
@@ -208,11 +213,11 @@ class Session:
 
     def begin(self) -> Context:
         """Begin a step; return what its proposal may read."""
-        room, _ = self.left
+        max_draft_depth, _ = self.left
         self.prefix = self.cache.length
         if self.target.switch is not None:
-            room = self.target.switch.room(self.prefix, room)
-        return Context(self.context, self.settings.sampling, self.drafting, room, self.cache)
+            max_draft_depth = self.target.switch.max_draft_depth(self.prefix, max_draft_depth)
+        return Context(self.context, self.settings.sampling, self.drafting, max_draft_depth, self.cache)
 
     def draft(self) -> Proposal:
         """Let the drafter propose what the next target pass scores."""
@@ -232,10 +237,10 @@ class Session:
         begin = self.clock()
         if self.target.switch is not None and self.target.switch.recomputes(self.prefix):
             out = self.renew()
-        elif proposal.entered is None:
+        elif proposal.first_layers is None:
             out = self.target.score(proposal.tree, self.cache, proposal.look_ahead, self.layers)
         else:
-            out = self.target.parts.score_from(proposal.entered, proposal.tree, self.cache, self.layers)
+            out = self.target.parts.score_from(proposal.first_layers, proposal.tree, self.cache, self.layers)
         self.commit(proposal, out, self.clock() - begin)
 
     def renew(self) -> TargetOutput:
@@ -256,17 +261,19 @@ class Session:
         drafted = proposal.tree
         logits, look_ahead = _logits(out).tensor_split([len(drafted.token)])
         sampling, rule_name = self.settings.sampling, self.settings.rule
-        scores = self.processed(logits, drafted)
-        path, bonus, rule = decide(drafted, scores, proposal.q, sampling, self.rng, rule_name)
+        processed_logits = self.processed(logits, drafted)
+        path, bonus, rule = decide(drafted, processed_logits, proposal.q, sampling, self.rng, rule_name)
         self.cache.keep(self.prefix, path)
         index = torch.tensor(path, device=self.target.device)
         following = torch.cat([drafted.token[index[1:]], index.new_tensor([bonus])])
-        committed = self.emit(following.tolist(), ["draft"] * (len(path) - 1) + ["bonus"], self.gaps(scores[index]))
+        committed = self.emit(
+            following.tolist(), ["draft"] * (len(path) - 1) + ["bonus"], self.gaps(processed_logits[index])
+        )
         committed_at = self.clock()
         if not self.generation.finish:
             rows = TargetOutput(out.hidden[:, index], out.last_hidden[:, index], None)
-            seen = Verified(drafted, path, logits, None if proposal.look_ahead is None else look_ahead)
-            self.update(Commit(following, rows, seen), out.last_hidden[0, : len(drafted.token)])
+            verified = Verified(drafted, path, logits, None if proposal.look_ahead is None else look_ahead)
+            self.update(Commit(following, rows, verified), out.last_hidden[0, : len(drafted.token)])
         draft_s, other_s = self.draft_s + self.clock() - committed_at, committed_at - begin
         accepted = min(len(path) - 1, committed)
         # For reports: no part of the step's time.
@@ -288,9 +295,9 @@ class Session:
 
     def processed(self, logits: Tensor, drafted: DraftTree) -> Tensor:
         """Return the logits "N V" after each node as its own prefix has them: penalised, and no end before its time."""
-        seen = self.seen()
-        if seen is not None:
-            logits = penalize(logits, trees.seen_tokens(drafted, seen), self.settings.sampling)
+        seen_tokens = self.seen_tokens()
+        if seen_tokens is not None:
+            logits = penalize(logits, trees.seen_tokens(drafted, seen_tokens), self.settings.sampling)
         _, lacking = self.left
         if lacking > 0 and self.target.eos:
             logits = logits.clone()
@@ -312,16 +319,18 @@ class Session:
         count = len(self.generation.tokens)
         return self.limit - count - 1, self.settings.min_new_tokens - count
 
-    def seen(self) -> Tensor | None:
+    def seen_tokens(self) -> Tensor | None:
         """Return which tokens stand in the context, where a penalty asks for it."""
         if self.settings.sampling.repetition_penalty == 1:
             return None
-        if self._seen is None:
-            self._seen = torch.zeros(self.target.embeddings.vocab_size, dtype=torch.bool, device=self.target.device)
+        if self._seen_tokens is None:
+            self._seen_tokens = torch.zeros(
+                self.target.embeddings.vocab_size, dtype=torch.bool, device=self.target.device
+            )
         if new := self.context[self._noted :]:
-            self._seen[new] = True
+            self._seen_tokens[new] = True
             self._noted = len(self.context)
-        return self._seen
+        return self._seen_tokens
 
     def emit(self, tokens: list[int], sources: list[str], gaps: list[float]) -> int:
         """Append tokens up to the first end of the answer; return how many were taken."""
