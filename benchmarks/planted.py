@@ -180,8 +180,8 @@ BUGS = [
     ),
     Bug(
         "data/text/masks.py",
-        "end = max(i for i, on in enumerate(mask[:max_tokens]) if on) + 1",
-        "end = max(i for i, on in enumerate(mask[:max_tokens]) if on)",
+        "len(token) <= max_tokens else trained[-1] + 1",
+        "len(token) <= max_tokens else trained[-1]",
         ["tests/data/test_masks.py", "tests/data/test_masks_options.py", "tests/data/test_prompts.py"],
     ),
     Bug(

@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 
 from ops.audit import JSON, main
-from ops.audits.compare import FAILED
 from tests.eval.small import run_command
 from tests.serving.engines import TARGET
 from tests.serving.test_endpoint import server
@@ -40,7 +39,7 @@ def audit(out: Path, audited: str, baseline: str, *words: str) -> Any:
 
 
 def failed(record: Any) -> set[str]:
-    return {finding["check"] for finding in record["findings"] if finding["status"] == FAILED}
+    return {finding["check"] for finding in record["findings"] if finding["status"] == "failed"}
 
 
 @pytest.fixture(scope="module")
