@@ -180,8 +180,8 @@ BUGS = [
     ),
     Bug(
         "data/text/masks.py",
-        "else trained[-1] + 1",
-        "else trained[-1]",
+        "len(token) <= max_tokens else trained[-1] + 1",
+        "len(token) <= max_tokens else trained[-1]",
         ["tests/data/test_masks.py", "tests/data/test_masks_options.py", "tests/data/test_prompts.py"],
     ),
     Bug(

@@ -30,9 +30,9 @@ from heads.common.errors import user_errors
 from heads.common.typed import typed
 from inference.api import load
 from inference.batch import batch_of
-from inference.decode import Settings
+from inference.decode import RequestParams
 from inference.drafters.hybrid import Hybrid
-from inference.drafters.plain import Plain
+from inference.drafters.plain import Baseline
 from inference.drafters.registry import make
 from inference.protocol import Drafter
 from inference.target.target import Target
@@ -50,7 +50,7 @@ class Side:
 
     def ask(self, prompt: list[int]) -> None:
         """Begin an answer; the prefill, which both sides run alike, is not timed."""
-        self.answer, self.seconds = self.batch.admit(0, prompt, Settings(NEW_TOKENS, GREEDY)), 0.0
+        self.answer, self.seconds = self.batch.admit(0, prompt, RequestParams(NEW_TOKENS, GREEDY)), 0.0
 
     def step(self) -> None:
         """Decode one pass."""
@@ -78,7 +78,7 @@ def main(model: str, head: str = str(HERE / "head")) -> None:
     target, drafter = load(head, f"model.path={model}")
     config = typed(Hybrid.Config, OmegaConf.load(ROOT / "conf" / "drafter" / "hybrid.yaml"))
     both = Hybrid(config, drafter, make("lookup", config.lookup, target), "head and suffix")
-    sides = [Side("target alone", target, Plain(target.device)), Side("with its head", target, both)]
+    sides = [Side("target alone", target, Baseline(target.device)), Side("with its head", target, both)]
     measured: list[list[tuple[int, float]]] = [[], []]
     passes = parted = 0
 
@@ -112,11 +112,7 @@ def main(model: str, head: str = str(HERE / "head")) -> None:
         f"\n{len(questions)} questions: {speed(alone_pairs):.1f} tokens/s alone, {speed(pairs):.1f} with the head: "
         f"{speed(pairs) / speed(alone_pairs):.2f}x [{low:.2f}, {high:.2f}], "
         f"{sum(tokens for tokens, _ in pairs) / passes:.2f} tokens per pass of the target; "
-        + (
-            "no token changed"
-            if not parted
-            else f"{parted} texts differ, at near ties of bf16 (docs/evaluation.md#gates)"
-        ),
+        + (f"{parted} texts differ, at near ties (docs/evaluation.md#gates)" if parted else "no token changed"),
         soft_wrap=True,
         highlight=False,
     )

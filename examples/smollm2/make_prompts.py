@@ -20,18 +20,19 @@ if __name__ == "__main__":
 from data.text.prompts import load_prompts
 from heads.common.errors import user_errors
 from inference.api import load
-from inference.decode import Settings, speculate
+from inference.decode import RequestParams, speculate
 from inference.target.target import Target
 from inference.verification.sample import Sampling
 
 OWN, CODE, LIMIT = 620, 160, 800
 LONGEST = 90  # tokens of an own question
-MODULES = (
-    "ast bisect calendar colorsys configparser contextlib copy csv difflib dis email.utils fnmatch fractions functools "
-    "glob hashlib heapq hmac html http.cookies inspect ipaddress itertools json linecache locale mimetypes ntpath "
-    "operator posixpath pprint random re secrets shlex shutil socket ssl statistics string struct tempfile textwrap "
-    "timeit tokenize trace types urllib.parse uuid warnings zipfile"
-).split()
+MODULES = [
+    "ast", "bisect", "calendar", "colorsys", "configparser", "contextlib", "copy", "csv", "difflib", "dis",
+    "email.utils", "fnmatch", "fractions", "functools", "glob", "hashlib", "heapq", "hmac", "html", "http.cookies",
+    "inspect", "ipaddress", "itertools", "json", "linecache", "locale", "mimetypes", "ntpath", "operator", "posixpath",
+    "pprint", "random", "re", "secrets", "shlex", "shutil", "socket", "ssl", "statistics", "string", "struct",
+    "tempfile", "textwrap", "timeit", "tokenize", "trace", "types", "urllib.parse", "uuid", "warnings", "zipfile",
+]  # fmt: skip
 
 
 def own_questions(target: Target) -> list[str]:
@@ -39,7 +40,7 @@ def own_questions(target: Target) -> list[str]:
     mark = "QUESTION"
     chat = target.tokenizer.apply_chat_template([{"role": "user", "content": mark}], tokenize=False)
     start = target.tokenizer(chat[: chat.index(mark)], add_special_tokens=False).input_ids
-    settings = [Settings(LONGEST, Sampling(1.0, 0, 0.95), seed=seed) for seed in range(OWN)]
+    settings = [RequestParams(LONGEST, Sampling(1.0, 0, 0.95), seed=seed) for seed in range(OWN)]
     answers = speculate(target, load(None, target=target)[1], [start] * OWN, settings, batch_size=64)
     texts = [target.tokenizer.decode(answer.tokens[:-1]).strip() for answer in answers if answer.finish == "eos"]
     return [*{text.lower(): text for text in texts if len(text) >= 15}.values()]

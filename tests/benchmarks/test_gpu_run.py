@@ -6,15 +6,13 @@ import shutil
 import subprocess
 import sys
 import time
-import warnings
 from importlib.metadata import packages_distributions
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-from benchmarks.gpu import bench, carry, checks, results, run
+from benchmarks.gpu import carry, results, run
 from benchmarks.gpu.items import ITEMS, named
 from heads.common.resolvers import ROOT
 
@@ -111,25 +109,6 @@ def test_all_pieces_exist_and_fit_their_item() -> None:
         source = (ROOT / "benchmarks" / "gpu" / f"{module}.py").read_text()
         assert f"\ndef {function}(bench: Bench" in source, name
         assert piece.seconds <= 60 * ITEMS[item - 1].minutes, name
-
-
-@pytest.mark.parametrize("line", ["{0} {1}  [ 5%]", "[gw1] [  5%] {1} {0} "])
-def test_tests_are_counted_with_processes_and_without(line: str) -> None:
-    ends = {"a.py::one[x of y-fp32]": "PASSED", "a.py::one[x of z-fp32]": "FAILED", "a.py::two": "SKIPPED"}
-    printed = "\n".join(line.format(name, how) for name, how in ends.items())
-    assert checks.counted(f"collected 3 items\n{printed}\n= short test summary info =\nERROR a.py::three\n") == ends
-
-
-def test_the_waits_of_a_device_are_counted_by_its_warnings(monkeypatch: pytest.MonkeyPatch) -> None:
-    modes: list[str] = []
-    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
-
-    def step() -> None:
-        for text in ("called a synchronizing CUDA operation (Triggered internally)", "another") * 2:
-            warnings.warn(text, stacklevel=1)
-
-    assert bench.waits(step, torch.device("cuda")) == 2
-    assert modes == ["warn", "default"]
 
 
 # A machine without network and without the packages that the image lacks.

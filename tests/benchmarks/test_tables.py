@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import door, heads, step_equality
+from benchmarks import heads, step_equality
 from benchmarks.targets import COLUMNS, measured, table
 from heads.common.resolvers import register_resolvers
 from inference.decode import RequestParams
@@ -18,22 +18,6 @@ WORDS = (
     "mlp", "head=mlp", "trainer.steps=2", "trainer.warmup=0", "trainer.eval_tokens=4", "data.limit=8",
     "data.held_out=2", "data.length=64", "data.prompts=", "tree=chain", "tree.depth=2",
 )  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("wall", "cpu", "expected"),
-    [([1, 2, 9], [1, 1, 1], "pass"), ([4, 4, 1], [2, 3, 9], "busy"), ([4, 4, 4], [3.1, 3.1, 3.1], "FAIL")],
-)
-def test_the_median_of_a_commands_times_counts(wall: list[float], cpu: list[float], expected: str) -> None:
-    assert door.verdict(3.0, wall, cpu) == expected
-
-
-def test_a_failed_bar_exits_with_one(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(door.sys, "argv", ["door.py", "2"])
-    monkeypatch.setattr(door, "timed", lambda one: (one.bar + 1, one.bar + 1))
-    with pytest.raises(SystemExit):
-        door.main()
-    assert capsys.readouterr().out.count("| FAIL |") == len(door.DOORS)
 
 
 def test_a_heads_row_is_trained_measured_and_not_run_again(

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from omegaconf import OmegaConf
 from tokenizers import pre_tokenizers
 from transformers import PreTrainedTokenizerFast as Tokenizer
 
@@ -21,11 +20,10 @@ from data.text.cache import META, PROMPTS, SAMPLES, CachedSamples, cache_key, to
 from data.text.files import content_hash
 from data.text.masks import Sample
 from data.text.prompts import load_training
-from heads.common.resolvers import register_resolvers
 from heads.common.untrusted import parse_json
 from inference.chat_template import RenderError
 from inference.target.tokenizer import text_ids
-from tests.data.chatml import PLAIN, RECORDS, TAGGED, Tokens, load_samples
+from tests.data.chatml import PLAIN, TAGGED, Tokens, load_samples
 
 Config = Callable[..., DataConfig]
 Write = Callable[..., str]
@@ -138,17 +136,6 @@ def test_the_evaluation_prompts_are_in_the_key(write: Write, config: Config, cha
     assert len(load_training(kept, chat, 0, asked).samples) == 2
 
 
-def test_a_source_that_raises_in_the_middle_leaves_no_cache(
-    write: Write, config: Config, chat: Tokenizer, tmp_path: Path
-) -> None:
-    kept = config(write(*RECORDS, {"id": "bad", "prompt": "why"}, *RECORDS), cache=str(tmp_path / "cache"))
-    with pytest.raises(ValueError, match="sample bad: the loss mask is all zeros"):
-        load_samples(kept, chat)
-    assert [path.suffix for path in (tmp_path / "cache").iterdir()] in ([], [".lock"])
-    mended = config(write(*RECORDS), cache=kept.cache)
-    assert len(load_samples(mended, chat)) == len(RECORDS)
-
-
 def flip(path: Path) -> None:
     """Flip one bit in the middle of a file."""
     data = bytearray(path.read_bytes())
@@ -174,23 +161,6 @@ def test_a_damaged_cache_is_named_and_made_anew(
     caplog.clear()
     load_samples(cached, chat)
     assert caplog.text == ""
-
-
-@pytest.mark.parametrize(
-    ("environment", "folder"),
-    [
-        ({"HEADSTART_CACHE": "/a"}, "/a/data"),
-        ({"XDG_CACHE_HOME": "/b"}, "/b/headstart/data"),
-        ({}, "/home/me/.cache/headstart/data"),
-    ],
-)
-def test_where_the_cache_is(monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], folder: str) -> None:
-    for name in ("HEADSTART_CACHE", "XDG_CACHE_HOME"):
-        monkeypatch.delenv(name, raising=False)
-    for name, value in {"HOME": "/home/me", **environment}.items():
-        monkeypatch.setenv(name, value)
-    register_resolvers()
-    assert OmegaConf.create({"cache": "${cache_folder:data}"}).cache == folder
 
 
 def test_a_cache_that_cannot_be_written_is_one_line(

@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerFast
 
 from data.config import DataConfig
 from data.text import masks
-from data.text.masks import Turn, samples_of, skip, without
+from data.text.masks import samples_of, skip, without
 from data.text.records import Record
 from tests.data.chatml import Tokens, load_samples
 from tests.data.families import CHATS, chat_record, family_tokenizer, marked, masked
@@ -196,28 +196,6 @@ def test_reasoning_that_a_template_makes_of_content_is_masked(tagged: bool) -> N
     assert kept.token == cut.token
     assert "⟦<|channel|>analysis<|message|>Look it up.<|end|><|start|>assistant to=" in marked(kept, tokenizer)
     assert "<|channel|>analysis<|message|>Look it up.<|end|><|start|>assistant⟦ to=" in marked(cut, tokenizer)
-
-
-@pytest.mark.parametrize(
-    ("prompt", "text", "chat", "question", "start"),
-    [
-        ("S. U: why? A:", "U: why? A: so", "S. U: why?", "why?", 10),  # a shorter system prompt
-        ("S. U: why? A:", "U: why? A:U: why? A: so", "S. U: why?", "why?", 20),  # the later of two
-        ("U: why? A:", "<s>U: why? A: so", "U: why?", "why?", 13),
-        ("S. U: why? A:", "U: why? A: so", "S. U: why?", "", None),
-        ("S. U: why? A:", "U: how? A: so", "S. U: why?", "why?", None),
-    ],
-)
-def test_an_answer_starts_behind_the_longest_suffix_of_its_prompt(
-    prompt: str, text: str, chat: str, question: str, start: int | None
-) -> None:
-    assert masks._start(prompt, text, chat, question) == start
-
-
-def test_blocks_that_overlap_are_one_span() -> None:
-    turns = [Turn("abcd", [(1, 2), (3, 4)], [4]), Turn("abcdefghijk", [(0, 6), (2, 8), (4, 5), (9, 11)], [])]
-    assert masks.joined(turns) == [Turn("abcdefghijk", [(0, 8), (9, 11)], [4])]
-    assert masks.joined([Turn("b", [(0, 1)], []), *turns[:1]]) == [Turn("b", [(0, 1)], []), turns[0]]
 
 
 def test_a_tokenizer_that_begins_every_text_its_own_way_shows_edges_by_prefixes(

@@ -184,19 +184,6 @@ def test_stories_that_open_alike_give_prompts_that_differ(chat: PreTrainedTokeni
         assert OPENING // 2 < len(token) <= OPENING
 
 
-def test_plain_prompts_are_long_enough_for_contamination_even_of_bytes(
-    bare: PreTrainedTokenizerFast, write: Write, config: Config
-) -> None:
-    other = " ".join(f"{thing} number {i}" for i, thing in enumerate(THINGS)) + " lay there."
-    stories = [f"{other} {OPENED}{thing}. {other}" for thing in THINGS[:4]]
-    quoted = f"She read: {stories[0][100:]}"
-    data = config(
-        write(*({"text": story} for story in ["nothing of it", quoted, *stories])), held_out=4, contamination=13
-    )
-    counts = load_training(data, bare, 0).counts
-    assert (counts.checked, counts.unchecked, counts.contaminated) == (4, 0, 1)
-
-
 def test_a_plain_prompt_does_not_end_by_a_tokenizers_own_end_token(bare: PreTrainedTokenizerFast, write: Write) -> None:
     eos = str(bare.eos_token)
     whole = processors.TemplateProcessing(single=f"$A {eos}", special_tokens=[(eos, bare.eos_token_id)])

@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
 from data.config import DataConfig
-from data.text.parts import BadSampleError, LeftOutError, messages_of, tools_of
+from data.text.parts import BadSampleError, LeftOutError, messages_of
 from data.text.prompts import load_training
 from data.text.records import Record, parse, read
 from data.text.sources import open_source
 from data.text.template import render
-from data.text.transcripts import batches_joined, is_wanted, records_in
+from data.text.transcripts import is_wanted, records_in
 from tests.data.families import family_tokenizer, masked, trained
 
 LOGS = Path(__file__).parent / "logs"
@@ -164,12 +164,6 @@ def test_what_is_not_read_is_named(raw: dict[str, Any], message: str) -> None:
         parse(raw, 0, "f")
 
 
-def test_batches_of_one_folder_do_not_share_a_name(tmp_path: Path) -> None:
-    body = {"custom_id": "a", "body": {"messages": [QUESTION]}}
-    with pytest.raises(ValueError, match="two batches hold the custom_id a: give the files of one"):
-        list(batches_joined([body, body]))
-
-
 @pytest.mark.parametrize("answer", ['{"error": "x"}', '[1, {"a": 2}]', '{"message": {"role": "x"}}', "data: none"])
 def test_an_answer_in_json_is_a_text(answer: str) -> None:
     reply, request = {"role": "assistant", "content": answer}, {"messages": [QUESTION]}
@@ -235,13 +229,6 @@ def test_a_greeting_is_context_where_the_template_takes_it(family: str, holds: b
     (sample,) = masked(record, tokenizer)
     assert ("Good day." in str(tokenizer.decode(sample.token))) is holds
     assert "Good day." not in "".join(trained(sample, tokenizer))
-
-
-@pytest.mark.parametrize("family", ["qwen3", "llama3", "gpt_oss", "chatml"])
-def test_the_developers_message_is_written(family: str) -> None:
-    tokenizer = family_tokenizer(family, False)
-    (sample,) = masked(parse({"messages": [{**SYSTEM, "role": "developer"}, QUESTION, ANSWER]}, 0, "f"), tokenizer)
-    assert SYSTEM["content"] in str(tokenizer.decode(sample.token))
 
 
 THINKS = called("look", {"at": "a"}, "t0", content="I look.", reasoning_content="Why?")
@@ -322,21 +309,6 @@ def test_a_broken_record_is_of_no_known_shape_or_read(data: st.DataObject) -> No
         record = read(found, 0, "f")
         assert record.error is not None or all(isinstance(message["content"], str) for message in record.messages)
         assert all(message["role"] for message in record.messages)
-
-
-@pytest.mark.parametrize(
-    "tool",
-    [
-        {"type": "function", "function": LEGS},
-        {"type": "function", **LEGS},
-        {"name": "count_legs", "description": "Count legs", "input_schema": LEGS["parameters"], "cache_control": {}},
-        {"toolSpec": {"name": "count_legs", "description": "Count legs", "inputSchema": {"json": LEGS["parameters"]}}},
-        {"functionDeclarations": [LEGS]},
-    ],
-)
-def test_a_tool_in_any_form_is_openais(tool: dict[str, Any]) -> None:
-    served = {"type": "web_search"}  # which has no name
-    assert tools_of([tool, served]) == ({"type": "function", "function": LEGS}, served)
 
 
 def test_a_refusal_and_a_hidden_thought_are_told_apart_from_text() -> None:

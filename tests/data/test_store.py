@@ -306,16 +306,6 @@ def test_the_error_is_bounded(dtype: str) -> None:
     assert (found[0, 0] == 0).all()
 
 
-def test_each_token_of_each_layer_has_its_own_scale() -> None:
-    x, dtype = states(), "fp8"
-    scale = encode(x, dtype).scale
-    assert scale is not None
-    assert scale.shape == x.shape[:-1]
-    whole = decode(encode(x, dtype), torch.float32)
-    alone = decode(encode(x[3, 4], dtype), torch.float32)
-    assert torch.equal(whole[3, 4], alone)
-
-
 def test_bf16_of_bf16_is_exact() -> None:
     x = states().bfloat16()
     assert torch.equal(decode(encode(x, "bf16"), torch.bfloat16), x)
@@ -324,10 +314,3 @@ def test_bf16_of_bf16_is_exact() -> None:
     assert wanted.scale is not None
     assert found.scale.equal(wanted.scale)
     assert found.value.float().equal(wanted.value.float())
-
-
-def test_sizes_are_those_of_the_tensors() -> None:
-    for dtype in DTYPES:
-        value, scale = encode(torch.ones(3, 64), dtype)
-        held = value.numel() * value.element_size() + (0 if scale is None else scale.numel() * scale.element_size())
-        assert held == stores.spec(dtype=dtype, layers=(), length=3, width=64).sequence_bytes

@@ -17,7 +17,6 @@ from inference.drafters.policy import TreeConfig
 from inference.verification.sample import GREEDY
 from tests import toys
 from tests.eval.stubs import generation
-from tests.inference.test_run import tokenizer
 
 
 def test_training_curves_are_means_and_skip_what_a_killed_run_was_writing(tmp_path: Path) -> None:
@@ -111,15 +110,3 @@ def test_answers_say_who_wrote_each_piece() -> None:
     assert [piece["source"] for piece in pieces] == run.sources
     assert [piece["step"] for piece in pieces] == [0, 1, 1, 1, 2, 3, 3, 3, 3]
     assert "".join(piece["text"] for piece in pieces) == target.tokenizer.decode(run.tokens)
-
-
-def test_a_character_of_several_tokens_has_what_is_known_of_the_last() -> None:
-    ids = tokenizer()("a🦆").input_ids
-    run = generation(ids, [(2, 1), (2, 1)])
-    run.sources = ["prefill", "draft", "bonus", "draft", "bonus"]
-    assert extras.pieces(run, tokenizer()) == [
-        {"text": "a", "source": "prefill", "step": 0},
-        {"text": "🦆", "source": "bonus", "step": 2},
-    ]
-    cut = generation(ids[:-1], [(2, 2)])
-    assert [piece["text"] for piece in extras.pieces(cut, tokenizer())] == ["a", "\ufffd"]

@@ -14,7 +14,6 @@ from eval.measures.losslessness import Divergence, Gate
 from eval.measures.results import Measurement
 from inference.decode import Generation, RequestParams, autoregress
 from inference.drafters.plain import Baseline
-from inference.target.target import Target
 from inference.verification.sample import GREEDY
 from tests import toys
 from tests.eval.stubs import StubTarget, generation
@@ -83,34 +82,6 @@ def test_the_warm_up_comes_first_and_does_not_count() -> None:
     assert kept == list(range(3 * warmup + 1, len(calls) + 1))
 
 
-def test_measure_runs_plain_decoding_each_drafter_and_hf(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[tuple[str, Any]] = []
-
-    def autoregress(target: Target, prompt: list[int], settings: RequestParams) -> Generation:
-        seen.append(("plain", settings))
-        return generation(2)
-
-    def speculate(target: Target, drafter: Baseline, prompt: list[int], settings: RequestParams) -> Generation:
-        seen.append((drafter.name, settings))
-        return generation(3)
-
-    def hf_generate(target: Target, prompt: list[int], settings: RequestParams) -> Generation:
-        seen.append(("hf", settings))
-        return generation(4)
-
-    for stub in (autoregress, speculate, hf_generate):
-        monkeypatch.setattr(interleaved, stub.__name__, stub)
-    target, drafters = StubTarget(), {"eagle": Ranked(torch.device("cpu"))}
-    runs = measure(Setup(target, drafters, PROMPTS, SETTINGS), repeats=2, warmup=WARM[:1], hf=True)
-    assert {name: len(each[0][0].tokens) for name, each in runs.items()} == {"plain": 2, "eagle": 3, "hf": 4}
-    assert all(len(repeats) == 2 for each in runs.values() for repeats in each)
-    assert set(seen) == {("plain", SETTINGS), ("ranked", SETTINGS), ("hf", SETTINGS)}
-    assert set(measure(Setup(target, drafters, PROMPTS, SETTINGS), repeats=1, warmup=(), hf=False)) == {
-        "plain",
-        "eagle",
-    }
-
-
 def test_a_batch_is_warmed_up_by_full_batches_of_every_source(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[tuple[str, list[int], int]] = []
 
@@ -144,18 +115,6 @@ def test_hf_generate_emits_plain_decodings_tokens() -> None:
     assert run.decode_s > 0
     prompt = toys.prompt(0, target.context - 4)
     assert len(interleaved.hf_generate(target, prompt, RequestParams(24, GREEDY)).tokens) == 4
-
-
-def test_hf_generate_runs_under_inference_mode_as_our_engine_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    target, under = toys.target(), []
-    generate = target.model.generate
-    monkeypatch.setattr(
-        target.model,
-        "generate",
-        lambda *args, **named: under.append(torch.is_inference_mode_enabled()) or generate(*args, **named),
-    )
-    interleaved.hf_generate(target, toys.prompt(0), RequestParams(4, GREEDY))
-    assert under == [True, True]
 
 
 def test_hf_decoding_is_timed_without_its_prefill(monkeypatch: pytest.MonkeyPatch) -> None:

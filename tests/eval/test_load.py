@@ -260,12 +260,3 @@ def test_a_report_names_the_rates(runs: Path, tmp_path: Path) -> None:
     page = (tmp_path / "report.html").read_text(encoding="utf-8")
     assert 'id="table-load"' in page
     assert "eagle x2 at 40 req/s" in page
-
-
-def test_turns_of_one_conversation_are_drawn_together() -> None:
-    rounds = {"plain": PLAIN, "eagle": FAST}
-    session = Measurement("tiny", 0.0, 1, 0, 0, conversations=[3, 3], request_rate=2.0)
-    made = interleaved.rows(
-        interleaved.generations(rounds), {"eagle": Baseline(torch.device("cpu"))}, {"eagle": GREEN}, session
-    )
-    assert [row.speedup_ci for row in queued_rows(made, rounds, session)] == [None, None]

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from data.text.prompts import Prompt
 from eval.gates import agreement, check
-from eval.live.interleaved import Setup
 from eval.measures.losslessness import UNCHECKED, FailedChecks, Gate, gate
 from inference import step
 from inference.drafters.head import HeadDrafter
@@ -134,24 +133,6 @@ def test_the_baseline_is_one_more_engine_beside_the_reference(runs: Path, tmp_pa
     found = checked(runs, tmp_path)
     assert list(found) == ["plain", "eagle", "plain x2", "eagle x2"]
     assert all(verdict == Gate(3, 3, 0, 0) for verdict in found.values())
-
-
-def test_the_tests_of_all_temperatures_and_sources_share_one_error(
-    runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked: list[tuple[float, int]] = []
-
-    def noted(setup: Setup, _: float, tests: int, __: Any) -> list[Any]:
-        asked.append((setup.settings.sampling.temperature, tests))
-        return []
-
-    monkeypatch.setattr("eval.gates.sampled_gates", noted)
-    target = toys.target()
-    head: Any = toys.head("eagle", target)
-    drafters: Any = {kind: HeadDrafter(head, toys.TREES[kind], kind) for kind in ("chain", "dynamic")}
-    config = small(runs, tmp_path, temperature=[0.0, 0.5, 1.0, 1.5])
-    check(target, drafters, [Prompt("p", toys.prompt(0, 12), "")], config, 0.3)
-    assert asked == [(0.5, 6), (1.0, 6), (1.5, 6)]
 
 
 def test_a_wrong_step_fails_though_the_baseline_takes_it_too(

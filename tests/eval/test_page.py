@@ -14,12 +14,10 @@ import pytest
 from data.text.prompts import Prompt
 from eval.live import extras
 from eval.live.interleaved import Runs, rows
-from eval.measures.losslessness import ChiSquareTest, Divergence, Gate, SampledGate
+from eval.measures.losslessness import Divergence, Gate
 from eval.measures.results import Measurement
-from eval.report import plots
 from eval.report.breakdown import STAGES
-from eval.report.sections import NODES, sections, sentence
-from eval.report.view import results_of
+from eval.report.sections import sections
 from eval.report.write import Report
 from inference.drafters.head import HeadDrafter
 from inference.drafters.policy import TreeConfig
@@ -157,18 +155,6 @@ def test_every_renderer_has_the_same_sections_and_tables(folder: Path, read: Rea
             assert f"| {' | '.join(section.table.titles)} |" in text
 
 
-def test_the_sentence_counts_the_identical_answers() -> None:
-    content = report(temperatures=(0.0,), sizes=(1,)).as_dict()
-    assert sentence(content).endswith("; 2 of 2 answers identical.")
-    assert sentence({**content, "settings": {"gate": {name: RED.as_dict() for name in TREES}}}) == ""
-
-
-def test_names_on_the_page_are_in_words(folder: Path) -> None:
-    heads = re.findall(r"<th scope=[^>]*><button[^>]*>([^<]*)<", (folder / "report.html").read_text(encoding="utf-8"))
-    assert len(heads) > 30
-    assert [head for head in heads if "_" in head] == []
-
-
 def test_nothing_is_loaded_from_anywhere_and_names_and_answers_stay_text(read: Reader, folder: Path) -> None:
     assert read.loaded == []
     text = (folder / "report.html").read_text(encoding="utf-8")
@@ -193,32 +179,6 @@ def test_a_red_gate_greys_and_withholds(tmp_path: Path) -> None:
     assert {point["name"] for point in specs["results"]["data"]["values"]} == {EVIL}
 
 
-def test_a_law_that_was_rejected_greys_its_temperature_alone(tmp_path: Path) -> None:
-    wrong = ChiSquareTest(1000, 2, 7, 60.0, 1e-9, 0.02, 0.9, 1e-3, 0.0)
-    made = report(sizes=(1,))
-    hot = {"speedup": None, "speedup_ci": None, "speedup_hf": None, "whole_speedup": None, "whole_speedup_ci": None}
-    red = [replace(row, **hot) if (row.drafter, row.temperature) == ("eagle", 1.0) else row for row in made.rows]
-    replace(made, rows=red, sampled=[SampledGate("eagle", 1.0, GREEN, wrong, "")]).write(tmp_path)
-    read = Reader((tmp_path / "report.html").read_text(encoding="utf-8"))
-    content = json.loads((tmp_path / "report.json").read_text(encoding="utf-8"))
-    failed = {(each.row["drafter"], each.row["temperature"]) for each in results_of(content) if each.failed}
-    assert failed == {("eagle", 1.0)}
-    found = {(line["drafter"], line["T"]): line["speedup [95%]"] for line in lines(read, "results")}
-    assert found["eagle", "1"] == "withheld"
-    assert found["eagle", "0"] != "withheld"
-    text = (tmp_path / "report.html").read_text(encoding="utf-8")
-    assert "FAILED: eagle at T=1: 2 of 2 prompts equal under coupled noise; chi-square p 1e-09 of 1000 draws" in text
-
-
-def test_rows_without_a_clock_are_no_other_batch_size() -> None:
-    whole = report(sizes=(4,), temperatures=(0.0,))
-    none = {"speedup": None, "speedup_ci": None, "whole_speedup": None, "whole_speedup_ci": None}
-    along = [replace(row, tier="teacher_forced", batch_size=1, **none) for row in whole.rows[1:]]
-    content = replace(whole, rows=[*whole.rows, *along]).as_dict()
-    assert plots.speedup_by_batch(results_of(content)) is None
-    assert plots.speedup_by_batch(results_of(report(temperatures=(0.0,)).as_dict()))
-
-
 def test_a_report_of_plain_decoding_alone_has_a_page(tmp_path: Path) -> None:
     whole = report(sizes=(1,), temperatures=(0.0,))
     replace(whole, rows=whole.rows[:1], gates={}, extras={}).write(tmp_path)
@@ -235,12 +195,6 @@ def test_there_are_five_plots(read: Reader) -> None:
     assert [point["activity"] for point in times] == ["verify", "draft", "other"]
     accepted = [point["accepted"] for point in specs["depths"]["data"]["values"] if point["name"] == "eagle, T=0"]
     assert accepted == [0.8, 0.6]
-
-
-def test_the_accepted_nodes_of_a_tree_are_listed(read: Reader) -> None:
-    nodes = [line for line in lines(read, "tree") if line["drafter"] == "eagle"]
-    assert [(line["ranks from the root"], line["accepted"]) for line in nodes[:2]] == [("1", "0.800"), ("1 1", "0.600")]
-    assert 2 <= len(nodes) <= NODES
 
 
 @pytest.fixture(scope="module")
@@ -314,23 +268,3 @@ def test_text_with_a_script_in_it_is_shown_and_not_run(browser: Any, tmp_path: P
     assert said == []
     assert view.evaluate("document.images.length") == 0
     view.close()
-
-
-@pytest.mark.slow
-def test_a_tap_shows_the_tooltip_that_a_pointer_would(browser: Any, folder: Path) -> None:
-    context = browser.new_context(viewport={"width": 390, "height": 800}, has_touch=True, is_mobile=True)
-    view = context.new_page()
-    view.goto((folder / "report.html").as_uri())
-    view.wait_for_selector("body[data-drawn]")
-    figures = [each.bounding_box() for each in view.locator(".tile").first.locator(".big").all()]
-    assert len(figures) == 2
-    assert all(each["y"] + each["height"] < 800 for each in figures), "both are seen at once"
-    unfolded(view)
-    view.locator("#plot-depths .mark-symbol path").first.tap()
-    view.wait_for_selector("#vg-tooltip-element.visible")
-    assert "accepted" in view.inner_text("#vg-tooltip-element")
-    place = view.locator("#vg-tooltip-element").bounding_box()
-    assert (place["x"], place["width"]) == (0, 390)
-    view.locator("#tree h2").tap()
-    assert view.locator("#vg-tooltip-element.visible").count() == 0
-    context.close()

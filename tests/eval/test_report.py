@@ -99,16 +99,6 @@ def test_a_green_report_shows_the_numbers() -> None:
     assert report().passed
 
 
-def test_a_loss_is_marked() -> None:
-    assert "slower" not in table_line(report())
-    assert "| 0.72, slower |" in table_line(report(replace(ROW, speedup=0.72, speedup_ci=None)))
-    assert "| 0.81 [0.70, 0.92], slower |" in table_line(report(replace(ROW, speedup=0.81, speedup_ci=(0.7, 0.92))))
-
-
-def table_line(made: Report) -> str:
-    return next(line for line in markdown(made).splitlines() if line.startswith("| eagle"))
-
-
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize(("gate", "reason"), [(RED, "prompt p2, position 5: token 12"), (UNCHECKED, "no prompt was")])
 def test_a_red_gate_shows_no_speedup_and_says_why(gate: Gate, reason: str, temperature: float) -> None:
@@ -130,12 +120,6 @@ def test_a_speedup_beside_a_red_gate_cannot_be_built(kept: dict[str, object]) ->
         report(replace(SILENT, **kept), RED)
     with pytest.raises(AssertionError, match="has a speedup and failed"):
         report(replace(SILENT, lossless=UNCHECKED.counts(), **kept), RED)
-
-
-def test_sampling_is_explained_where_there_was_some() -> None:
-    assert "Exact enumeration" not in markdown(report())
-    sampled = replace(ROW, temperature=1.0, lossless=UNCHECKED.counts())
-    assert "Exact enumeration" in markdown(report(sampled))
 
 
 def test_categories_are_those_of_the_clock_where_one_ran() -> None:
@@ -203,17 +187,6 @@ def test_names_from_outside_are_no_markup_and_move_no_cursor(tmp_path: Path) -> 
     assert "](" not in markdown(made)
     assert "\n| a |" not in markdown(made)
     assert {each.name for each in tmp_path.iterdir()} == {*FILES}
-
-
-def test_a_name_from_outside_begins_no_line_of_its_own() -> None:
-    evil = "x\n# heading\n| a |"
-    plain = replace(ROW, drafter="plain", workload=evil, speedup=1.0, speedup_ci=(1.0, 1.0), tau=1.0)
-    timed = {"dtype": "bfloat16", "checked": 8, "identical": 7}
-    made = replace(report(), rows=[plain, replace(ROW, workload=evil, drafter=evil, prompts=8, agreement=timed)])
-    text = markdown(made)
-    assert "commits 2.03 tokens per pass" in text
-    assert "7 of 8 prompts identical" in text
-    assert not any(line.startswith(("# heading", "| a |")) for line in text.splitlines())
 
 
 LAW = ChiSquareTest(1000, 2, 7, 6.0, 0.5, 0.2, 0.9, 1e-3, 0.0)

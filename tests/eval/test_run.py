@@ -20,7 +20,7 @@ from eval.config import EvalConfig, eval_config
 from eval.live import interleaved
 from eval.measures.losslessness import Gate, SampledGate, verdict_of
 from eval.run import evaluate, tuned
-from eval.setup import dtype_for, folder_for, remarks_of, replacing
+from eval.setup import dtype_for, folder_for, replacing
 from heads.common.resolvers import ROOT, register_resolvers
 from heads.common.typed import typed
 from heads.formats.hub import kind_of, sibling_spec
@@ -183,14 +183,6 @@ def test_plain_decoding_alone_needs_no_head(runs: Path, tmp_path: Path) -> None:
     assert list(made.gates) == ["plain", "plain x2"]
     assert made.passed
     assert made.target["name"] == "target"
-
-
-def test_heads_of_which_some_are_tuned_are_named(runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    config, target = small(runs, tmp_path, compare=[str(runs / "medusa")]), toys.target()
-    for names, remarks in (((), 0), (("eagle",), 1), (("eagle", "medusa"), 0)):
-        monkeypatch.setattr("eval.setup.is_tuned", lambda head, names=names: head.parent.name in names)
-        assert len(remarks_of(config, target)) == remarks
-        assert remarks_of(replace(config, tree={"nodes": 5}), target) == []
 
 
 @pytest.mark.parametrize(

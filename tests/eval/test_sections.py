@@ -1,28 +1,22 @@
 """What a report says of its numbers: where drafts pay, from τ down to the speedup, plots, tables and sentences."""
 
-import io
-import re
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 import pytest
-from rich.console import Console
 
-from eval.measures.cost_model import Prediction
 from eval.measures.losslessness import Gate
 from eval.measures.metrics import SpecDecodingStats
 from eval.measures.results import Request, ResultRow
-from eval.report import plots, render, sections
+from eval.report import plots, sections
 from eval.report.breakdown import STAGES, advice, closer, sentence, speedup_breakdown, with_breakdowns
 from eval.report.render import grid
-from eval.report.sections import headlines_of, paying
+from eval.report.sections import paying
 from eval.report.view import results_of
 from eval.report.write import Report
-from eval.tune import Candidate, Measured, candidate_table
-from tests import toys
 from tests.eval.stubs import ROW, markdown
-from tests.eval.test_load import GREEN, RED, loaded
+from tests.eval.test_load import GREEN, loaded
 
 
 def row(drafter: str, load: float, speedup: float, key: str = "batch_size", **changes: Any) -> ResultRow:
@@ -83,31 +77,6 @@ def test_a_user_sees_the_tokens_after_the_first_by_the_clock() -> None:
     assert replace(request, waits={"latency_s": 4.5, "ttft_s": None}).user_speed is None
 
 
-def test_a_tile_says_that_its_ratio_is_one_of_latencies() -> None:
-    gates = {"plain": GREEN, "eagle": GREEN}
-    (slow,) = headlines_of(Report({}, {}, {}, gates, loaded(GREEN)).as_dict())
-    assert slow.over == "the baseline's mean latency over its own"
-    (closed,) = headlines_of(Report({}, {}, {}, gates, loaded(GREEN)).as_dict() | {"rows": rated(None)})
-    assert closed.over == "times the same engine without drafts"
-    (red,) = headlines_of(Report({}, {}, {}, {"plain": GREEN, "eagle": RED}, loaded(RED)).as_dict())
-    assert red.speedup == "withheld"
-
-
-def rated(rate: float | None) -> list[dict[str, Any]]:
-    """Return rows as report.json has them, at another rate."""
-    return [{**row, "request_rate": rate} for row in Report({}, {}, {}, {}, loaded(GREEN)).as_dict()["rows"]]
-
-
-def test_the_rates_at_which_drafts_pay_are_named() -> None:
-    rows = [row for rate in (None, 2.0, 4.0) for row in loaded(GREEN, rate)]
-    made = Report({}, {}, {}, {"plain": GREEN, "eagle": GREEN}, rows).as_dict()
-    (line,) = paying(results_of(made))
-    assert re.fullmatch(r"eagle: (pays|loses) at requests per second 2 \(.*\), 4 \(.*\)", line)
-    assert paying(results_of({**made, "rows": made["rows"][:4]})) == []  # a single rate
-    red = [row for rate in (2.0, 4.0) for row in loaded(RED, rate)]
-    assert paying(results_of(Report({}, {}, {}, {"plain": GREEN, "eagle": RED}, red).as_dict())) == []
-
-
 def test_there_is_no_ladder_of_latencies() -> None:
     plain, eagle = ({**vars(row)} for row in loaded(GREEN))
     assert speedup_breakdown(eagle, plain) is None
@@ -161,31 +130,6 @@ def test_a_result_is_read_as_its_row_says() -> None:
     assert [each.overall for each in found] == [True, True, False]
     assert ["slower" in each.speedup for each in found] == [False, False, True]
     assert [each.accepted for each in found[1:]] == [" ".join(["0.50"] * 8), " ".join(["0.50"] * 8) + " …"]
-
-
-def test_a_title_and_the_peak_of_all_rows_are_in_the_text() -> None:
-    assert "Peak memory: 3 MiB of" in render.markdown(content(), [])
-    target = {"name": "t", "quantized": "int8", "adapter": "a"}
-    assert render.title({"target": target, "device": {"name": "d", "dtype": "bf16"}}) == (
-        "t with adapter a on d, bf16, weights quantised (int8)"
-    )
-    assert render.title({"target": {"name": "t"}, "device": {"name": "d", "dtype": None}}) == "t on d"
-
-
-def test_a_tunings_table_is_in_percent() -> None:
-    foreseen = Prediction(2.1, 4.0, {}, 81.5, 1.5)
-    measured = Measured(2.0, 90.0, 60.0, 1.25, None, {"failed": 0})
-    one = Candidate("chain", toys.TREES["chain"], foreseen, measured)
-    failed = replace(one, measured=replace(measured, speedup=None))
-    table = candidate_table(2, [replace(one, measured=None), one, failed])
-    Console(file=io.StringIO(), width=400).print(table)
-    assert "plain 60.0 tokens/s" in str(table.title)
-    predicted = ["chain", "chain-4", "2.10", "81.5", "1.50"]
-    assert [list(line) for line in zip(*(map(str, column.cells) for column in table.columns), strict=True)] == [
-        [*predicted, "", "", "", ""],
-        [*predicted, "2.00", "90.0", "1.25", "+20.0 %"],
-        [*predicted, "2.00", "90.0", "withheld", ""],
-    ]
 
 
 def report_of(*changes: Mapping[str, Any], gate: Gate | None = None) -> dict[str, Any]:

@@ -13,8 +13,7 @@ from eval.measures.results import LIVE, TEACHER_FORCED
 from eval.report.view import flattened
 from eval.run import evaluate
 from eval.sessions import sampled_table, table, within_context
-from eval.teacher_forced import Overlap, RankedText, overlap, unrolled
-from inference.verification.sample import Sampling
+from eval.teacher_forced import Overlap, RankedText
 from tests import toys
 from tests.eval.small import small
 
@@ -141,19 +140,6 @@ def test_what_cannot_be_measured_is_said_in_one_line(
     assert not (tmp_path / "out").exists()
 
 
-def test_a_log_without_answers_is_told_before_anything_is_measured(
-    runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(*_: Any) -> None:
-        raise AssertionError("something was decoded")
-
-    monkeypatch.setattr("eval.run.check", refuse)
-    (tmp_path / "asked.jsonl").write_text('{"question": "w1 w2 w3"}\n')
-    given = {**ALL, "text": "recorded", "workload": str(tmp_path / "asked.jsonl")}
-    with pytest.raises(ValueError, match="no answer to play back"):
-        evaluate(small(runs, tmp_path / "out", **given))
-
-
 @pytest.mark.parametrize(
     ("line", "message"),
     [
@@ -198,21 +184,3 @@ def test_a_text_has_no_more_room_than_the_context() -> None:
     assert within_context(Text(long.token, 7, 64), "a", "log", target, True).start == 1
     with pytest.raises(ValueError, match="truncate=true to keep each text's end"):
         within_context(Text(long.token, 6, 64), "a", "log", target, True)
-
-
-def test_what_the_target_never_draws_was_not_accepted() -> None:
-    target, sampling = toys.target(), Sampling(1.0, 1, 1.0)  # of each law its likeliest token alone
-    head = toys.head("eagle", target)
-    parted = 0
-    for seed in range(8):
-        token = torch.tensor([toys.prompt(seed, 9)])
-        features = target.features(token, torch.zeros_like(token), head.feature_layers)
-        (draft,) = unrolled(head, features, 1)
-        best, guess = (
-            target.embeddings.logits(features.last_hidden[0, 8]).argmax(),
-            head.compute_logits(draft.state[0, 7], 1).argmax(),
-        )
-        found = overlap(target, head, Text([*token[0].tolist(), int(guess)], 8, 12), sampling, 1)
-        assert found.accept_prob.item() == float(best == guess)
-        parted += bool(best != guess)
-    assert parted, "head and target agree everywhere"

@@ -28,11 +28,10 @@ from eval.tune import (
     fastest,
     halves,
     keep,
-    merged,
     ranked,
 )
 from eval.tuning import costs, grid
-from eval.tuning.grid import OWN, Tried, proposed, sizes_for, worth_timing
+from eval.tuning.grid import OWN, Tried, proposed
 from heads.common.typed import typed
 from heads.formats.store import save_head
 from inference.decode import Generation
@@ -256,25 +255,6 @@ def test_the_choice_sees_nothing_of_the_texts_that_are_measured() -> None:
     assert halves([0]) == ([0], [0])
 
 
-def test_trees_whose_passes_alone_lose_are_not_tried_in_larger_batches() -> None:
-    chain, tree = toys.TREES["chain"], toys.TREES["static"]
-    good = Tried("chain", chain, [replayed(1, 1, 1)], [])
-    poor = Tried("chain", replace(chain, depth=2), [replayed(0, 0, 0)], [])
-    lost = Tried("static", tree, [replayed(0, 0, 0)], [])
-    known = costs_of(chain, {0: 1.0, 2: 1.5})
-    known = replace(known, draft={draft_key(one.tree): 1.0 for one in (good, poor, lost)})
-    every = [good, poor, lost]
-    assert worth_timing(every, {}) == every
-    assert worth_timing(every, {1: known}) == [
-        good,
-        lost,
-    ]  # no tree promises anything: the best one is tried all the same
-    free = replace(known, verify={0: 0.1, 2: 0.1})
-    assert worth_timing(every, {1: free}) == every
-    assert worth_timing(every, {1: free, 4: known}) == [good, lost], "the larger batch decides, however few the texts"
-    assert sizes_for([good], [0, 1, 2, 8, 16]) == [0, 1, 2, 4]
-
-
 def candidate(family: str, tree: str, predicted: float, speedup: float | None = None) -> Candidate:
     known = None if speedup is None else Measured(2.0, 1.0, 1.0, speedup, None, {"failed": 0})
     return Candidate(family, toys.TREES[tree], Prediction(1.0, 1.0, {}, 1.0, predicted), known)
@@ -312,18 +292,6 @@ def test_the_tree_that_is_predicted_best_of_all_is_decoded_with(
     found = bench.measured([[first, second, third], [other]], {1: known}, 1)
     assert asked == [first.tree, second.tree, other.tree]
     assert [one.measured is not None for one in found] == [True, True, False, True]
-
-
-def test_what_was_measured_first_stands_at_the_speed_of_what_was_measured_later() -> None:
-    """The machine runs at half its speed by then: what is not measured again costs twice what it did."""
-    chain, tree = toys.TREES["chain"], toys.TREES["static"]
-    first = replace(costs_of(chain, {0: 1.0, 4: 2.0, 8: 3.0, 16: 2.9}), settle=({0: 1.0, 1: 2.0}, {0: 3.0, 1: 4.0}))
-    first = replace(first, draft={draft_key(chain): 1.0, draft_key(tree): 3.0}, commit={1: 0.25})
-    again = Costs(1, 2.0, {0: 2.0, 4: 4.1}, ({0: 5.0}, {0: 6.0}), {draft_key(chain): 2.1}, {2: 0.75})
-    both = merged(first, again)
-    assert (both.plain, both.verify) == (2.0, pytest.approx({0: 2.0, 4: 4.1, 8: 5.9, 16: 5.9}))  # wider is not cheaper
-    assert (both.settle, both.commit) == (({0: 5.0, 1: 4.0}, {0: 6.0, 1: 8.0}), {1: 0.5, 2: 0.75})
-    assert both.draft == {draft_key(chain): 2.1, draft_key(tree): 6.0}
 
 
 @pytest.mark.parametrize(

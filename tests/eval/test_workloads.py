@@ -288,20 +288,3 @@ def test_a_bad_workload_is_one_line_and_nothing_is_written(runs: Path, mess: Pat
             evaluate(config)
         assert "\n" not in str(error.value)
     assert sorted(mess.rglob("*")) == before
-
-
-def test_a_throughput_split_of_speed_bench_is_named_as_a_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = []
-
-    def load(repository: str, config: str | None, **how: Any) -> datasets.DatasetDict:
-        asked.append((repository, config))
-        kinds = ("low_entropy", "mixed", "high_entropy")
-        records = [{**SHAPES["SPEED-Bench"], "question_id": f"d{i}", "category": kinds[i % 3]} for i in range(6)]
-        return datasets.DatasetDict(test=datasets.Dataset.from_list(records))
-
-    monkeypatch.setattr("data.text.sources.check_reachable", lambda *_: None)
-    monkeypatch.setattr(datasets, "load_dataset", load)
-    found = read_workload("nvidia/SPEED-Bench:throughput_1k", toys.target(), Selection(4, 0, False, "first", True))
-    assert asked == [("nvidia/SPEED-Bench", "throughput_1k")]
-    assert found.name == "nvidia/SPEED-Bench:throughput_1k"
-    assert found.categories() == {"low_entropy": [0, 3], "mixed": [1], "high_entropy": [2]}

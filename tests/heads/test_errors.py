@@ -1,15 +1,12 @@
 """user_errors(): one line and status 2 for users, a traceback when debugging or for a programmer's error."""
 
-import io
 import logging
 import os
 import signal
-import sys
 import time
 from collections.abc import Callable
 
 import pytest
-from huggingface_hub import constants
 from huggingface_hub.utils import are_progress_bars_disabled
 
 from data.text.filters import Counts
@@ -215,49 +212,6 @@ def test_a_long_item_and_work_of_unknown_size_get_lines(now: list[float], read: 
     now[0] += 99.0
     progress.tick()
     assert not read(), "the work is over"
-
-
-def test_the_innermost_bar_speaks(now: list[float], read: Read) -> None:
-    with progress.Bar(9, "step", 1) as outer:
-        with progress.Bar(3, "measuring"):
-            now[0] += 31.0
-            progress.tick()
-        outer.show(3, "loss 1.0")
-        now[0] += 31.0
-        progress.tick()
-    assert read() == ["measuring: 0 of 3, 0:00:31 so far", "step: 3 of 9, loss 1.0, 1.9/min, 0:03:06 left"]
-
-
-def test_a_terminal_gets_nested_bars_and_no_lines(now: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
-    screen = io.StringIO()
-    monkeypatch.setattr(progress.CONSOLE, "_force_terminal", True)
-    monkeypatch.setattr(progress.CONSOLE, "is_interactive", True)
-    monkeypatch.setattr(progress.CONSOLE, "_file", screen)
-    monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.delenv("RANK", raising=False)
-    with progress.Bar(9, "step") as outer:
-        outer.show(1, "loss 2.0")
-        with progress.Bar(3, "measuring") as inner:
-            now[0] += 60.0
-            inner.show(2)
-            progress.BARS.refresh()
-        assert progress.BARS.live.is_started, "for the outer bar"
-    shown = screen.getvalue()
-    assert "loss 2.0" in shown
-    assert "2/3" in shown
-    assert "left" not in shown
-    assert not progress.BARS.live.is_started
-
-
-@pytest.mark.parametrize("said", [True, False])
-def test_what_the_user_says_of_bars_stands(
-    said: bool, monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
-) -> None:
-    monkeypatch.setattr(constants, "HF_HUB_DISABLE_PROGRESS_BARS", said)
-    monkeypatch.setattr(sys.modules["huggingface_hub.utils.tqdm"], "HF_HUB_DISABLE_PROGRESS_BARS", said)
-    with progress.waiting("uploading"):
-        assert are_progress_bars_disabled() is said
-    assert not recwarn.list
 
 
 def test_a_wait_in_a_log_gets_a_line_now_and_then(

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 from heads import HEADS
 from heads.formats.published import load_published, mimo
-from heads.formats.published.export import FORMATS, TargetFacts, export, refusals
+from heads.formats.published.export import FORMATS, export, refusals
 from heads.modules.layers import LayerSpec
 from tests import toys
 from tests.heads import foreign
@@ -292,19 +292,6 @@ def test_an_mtp_module_has_the_targets_eps_where_vllm_takes_it(tmp_path: Path) -
     exported(made("mtp"), "sglang", tmp_path / "other", config=other)
 
 
-@pytest.mark.parametrize(
-    ("kind", "options", "form", "said"),
-    [
-        ("medusa", {}, "medusa", {"version": "1", "medusa_num_heads": 4}),
-        ("medusa", {"lm_head": "shared"}, "medusa", {"version": "2"}),
-        ("eagle3", OWN_PLACE, "eagle", {"bias": False, "tie_word_embeddings": False, "draft_vocab_size": 30}),
-    ],
-)  # fmt: skip
-def test_a_config_says(kind: str, options: dict[str, Any], form: str, said: dict[str, Any], tmp_path: Path) -> None:
-    config = json.loads((exported(made(kind, **options), form, tmp_path) / "config.json").read_text())
-    assert {key: config[key] for key in said} == said
-
-
 def test_the_readers_that_do_not_take_a_head_are_named_with_their_reason() -> None:
     reasons = refusals(made("mtp", qk_norm=True), served())
     assert reasons == {"sglang": "the head has qk_norm=true, which the format cannot say"}
@@ -350,15 +337,6 @@ def test_the_hybrid_says_what_each_engine_asks_for(tmp_path: Path) -> None:
     }  # fmt: skip
 
 
-def test_both_architectures_find_an_eagle_1_head(tmp_path: Path) -> None:
-    folder = exported(made("eagle", bias=False, layers=1), "vllm", tmp_path)
-    config = json.loads((folder / "config.json").read_text())
-    assert config["architectures"] == ["LlamaForCausalLMEagle", "LlamaForCausalLM"]
-    assert "bias" not in config
-    bias = foreign.Reading(folder, told()).tensors["fc.bias"]
-    assert torch.equal(bias, torch.zeros(32))
-
-
 def test_a_value_that_only_the_exported_dtype_cannot_hold_is_found(tmp_path: Path) -> None:
     head = made("eagle3", feature_layers=[1, 3, 4])
     head.fusion.fc.weight[0, 0] = 1e6
@@ -376,13 +354,6 @@ def test_weights_are_written_in_the_dtype_asked_for(tmp_path: Path) -> None:
         name: others.get(name, dtype) for name in tensors
     }
     assert json.loads((folder / "config.json").read_text())["torch_dtype"] == str(dtype).split(".")[1]
-
-
-def test_a_target_that_says_little_of_itself_is_exported(tmp_path: Path) -> None:
-    export(made("eagle3", feature_layers=None), "vllm", TargetFacts("deep", {}, torch.float32, 3), tmp_path)
-    said = json.loads((tmp_path / "config.json").read_text())
-    assert "max_position_embeddings" not in said
-    assert said["speculators_config"]["verifier"] == {"name_or_path": "deep", "architectures": []}
 
 
 def test_a_block_whose_slots_hold_a_token_stays_one_that_engines_serve(tmp_path: Path) -> None:

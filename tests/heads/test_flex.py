@@ -107,14 +107,6 @@ def test_the_masks_tiles_are_exact(name: str) -> None:
     assert not (some & every).any()
 
 
-def test_the_kernel_skips_tiles_that_nobody_sees() -> None:
-    """Of 32 x 32 tiles those of a row's own document and window, and of each drafted step one for each of queries."""
-    document = torch.arange(4096)[None] // 1024
-    whole, window = (pattern(rows.positions(document), length, 2).mask(4096, 2) for length in (None, 256))
-    assert (whole.kv_num_blocks.sum(), whole.full_kv_num_blocks.sum()) == (32 + 2 * 32, 4 * 28)
-    assert window.kv_num_blocks.sum() + window.full_kv_num_blocks.sum() <= 3 * 32 + 2 * 32
-
-
 def test_the_mask_is_made_without_a_read_of_the_device() -> None:
     """Tensors without values: whoever asks for one fails, as the blocks do."""
     with FakeTensorMode():
@@ -151,14 +143,6 @@ def test_one_kernel_serves_all_depths_and_documents(counter: CompileCounterWithB
     for _ in range(2):
         drafted(16, 3)
     assert counter.frame_count == 2, "one for the first depth, and one for the others"
-
-
-def test_many_heads_have_a_kernel_each(counter: CompileCounterWithBackend) -> None:
-    """Runs of a multirun share a process: beyond torch's limit it would make all scores at once."""
-    with torch._dynamo.config.patch(recompile_limit=1):
-        for width in range(16, 19):
-            drafted(width, 1)
-    assert counter.frame_count == 3
 
 
 def on(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], kib: int) -> None:
@@ -206,12 +190,6 @@ def test_wide_heads_are_left_to_the_blocks_where_the_kernels_do_not_fit(
         with FakeTensorMode():
             query = torch.empty(1, 4, 32, width, dtype=dtype, device="cuda")
         assert flex.takes(query, query) == (width <= widest)
-
-
-def test_a_layer_that_asks_the_device_is_compiled_in_one_graph(monkeypatch: pytest.MonkeyPatch) -> None:
-    on(monkeypatch, (8, 9), 99)
-    compiled = torch.compile(lambda x: x * flex.widest(0, 2), fullgraph=True, backend="eager")
-    assert compiled(torch.ones(2)).tolist() == [128, 128]
 
 
 def test_the_kernel_gives_what_torch_gives() -> None:

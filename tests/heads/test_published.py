@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from huggingface_hub import constants
-from transformers import AutoModelForCausalLM, Gemma3TextConfig, GPT2Config, LlamaConfig
+from transformers import AutoModelForCausalLM, LlamaConfig
 
 from heads.common.rope import Rope, positions_of
 from heads.formats.published import FORMATS, eagle3, format_of, is_published, load_published
@@ -36,7 +36,6 @@ from tests.heads.published import (
     hydra_plain,
     hydra_prefix,
     medusa_first,
-    medusa_second,
     mimo,
     mlp_speculator,
     mlp_tied,
@@ -196,29 +195,6 @@ def test_the_base_is_the_one_that_transformers_reads(said: dict[str, Any], rope:
         assert LlamaConfig(**copy.deepcopy(said)).rope_parameters["rope_theta"] == rope.theta
 
 
-@pytest.mark.parametrize("kind", ["full_attention", "sliding_attention"])
-def test_a_targets_positions_are_those_of_a_kind_of_layer(kind: str) -> None:
-    scaled = {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6}
-    parameters = {"full_attention": scaled, "sliding_attention": {"rope_type": "default", "rope_theta": 1e4}}
-    config = Gemma3TextConfig(num_hidden_layers=2, layer_types=list(parameters), rope_parameters=parameters).to_dict()
-    full = Rope(1e6, {"rope_type": "linear", "factor": 8.0})
-    assert positions_of(config) == full
-    assert positions_of(config | {"layer_types": [kind]}) == (full if kind == "full_attention" else Rope(1e4))
-    assert positions_of(GPT2Config().to_dict()) is None
-
-
-def test_yarn_of_modelopt_is_read(tmp_path: Path) -> None:
-    """Its length defaults to the context, as in transformers, and nothing is written into the config that is read."""
-    _, tensors, config = eagle3_authors()
-    yarn = {"type": "yarn", "factor": 32.0}
-    said = {**config, "rope_scaling": yarn, "max_position_embeddings": 64}
-    loaded: Any = load_published(publish(tmp_path, tensors, said), toys.target().embeddings)
-    read = {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 64}
-    assert (loaded.config.rope_theta, loaded.config.rope_scaling) == (10000.0, read)
-    assert positions_of(said) == Rope(10000.0, read)
-    assert yarn == {"type": "yarn", "factor": 32.0}
-
-
 LEVEL = {
     "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 4.0, "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
@@ -315,17 +291,6 @@ def test_the_prefix_layer_is_the_targets_where_its_config_is_silent(tmp_path: Pa
     assert (said.config.norm_eps, said.config.rope_theta, said.config.rope_scaling) == (1e-5, 7.0, None)
 
 
-def test_what_a_config_does_not_say_is_what_transformers_takes(tmp_path: Path) -> None:
-    _, tensors, config = eagle_authors()
-    silent = {key: value for key, value in config.items() if key not in ("rms_norm_eps", "rope_theta")}
-    loaded: Any = load_published(publish(tmp_path, tensors, silent), toys.target().embeddings)
-    llama = LlamaConfig()
-    assert (loaded.config.norm_eps, loaded.config.rope_theta) == (
-        llama.rms_norm_eps,
-        llama.rope_parameters["rope_theta"],
-    )
-
-
 def test_blocks_that_are_no_copies_stay_apart(tmp_path: Path) -> None:
     _, tensors, config = hydra_prefix()
     tensors["hydra_mlp.2.7.linear.bias"] = tensors["hydra_mlp.2.7.linear.bias"] + 1
@@ -407,14 +372,6 @@ def test_a_pickle_is_refused_and_its_conversion_is_read_in_its_dtype(tmp_path: P
         convert(folder / file, out)
     with pytest.raises(ValueError, match=r"no such file, nor a folder or repository with one of pytorch_model\.bin"):
         find_pickle(str(tmp_path))
-
-
-def test_safetensors_come_before_a_pickle(tmp_path: Path) -> None:
-    _, tensors, config = medusa_second()
-    publish(tmp_path, tensors, config, "medusa_lm_head.pt")
-    publish(tmp_path, {name: tensor + 1 for name, tensor in tensors.items()}, config)
-    loaded = load_published(tmp_path, toys.target().embeddings)
-    assert torch.equal(loaded.state_dict()["blocks.0.0.linear.bias"], tensors["0.0.linear.bias"] + 1)
 
 
 def test_shards_are_joined_by_their_index_and_lie_beside_it(tmp_path: Path) -> None:

@@ -248,19 +248,6 @@ def test_an_attention_from_the_hub_is_code(folder: Path, key: str, value: object
         read_target_config(str(folder), trust_remote_code=False)
 
 
-def test_a_library_that_panics_is_one_line(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    class PanicException(BaseException):  # as pyo3 makes them, which cannot be imported
-        pass
-
-    def panic(*_: object, **__: object) -> None:
-        raise PanicException("out of range\nin Rust")
-
-    monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", panic)
-    assert "no causal LM with tokenizer loads from there (out of range)" in refusal(folder)
-    with pytest.raises(ValueError, match="out of range"):
-        loading.load_tokenizer(str(folder), trust_remote_code=False)
-
-
 @pytest.mark.parametrize("damage", [b"", b"\x08\x00\x00", b"\xff" * 8 + b"{}"])
 def test_weights_that_are_damaged_are_one_line(folder: Path, damage: bytes) -> None:
     (folder / "model.safetensors").write_bytes(damage)

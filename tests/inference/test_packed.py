@@ -27,7 +27,6 @@ from inference.target.attention import (
     Span,
     route,
     spans_of,
-    use_kernels,
     varlen_options,
     within,
 )
@@ -83,17 +82,6 @@ def test_an_attention_that_is_not_the_usual_one_keeps_its_mask(monkeypatch: pyte
     assert probe.packs(fresh)
 
 
-def test_the_model_is_left_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails(*_: object) -> None:
-        raise RuntimeError("out of memory")
-
-    target = toys.target("llama")
-    monkeypatch.setattr(packed, "within", fails)
-    with pytest.raises(RuntimeError, match="out of memory"):
-        target.features(torch.zeros(3, 24, dtype=torch.long), DOCUMENT, ())
-    assert target.config._attn_implementation == GROUPED
-
-
 @pytest.mark.parametrize("window", [None, 5, 7, 29, 40])
 def test_a_window_goes_over_a_document_in_blocks(window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packed, "BLOCK", 8)
@@ -105,25 +93,6 @@ def test_a_window_goes_over_a_document_in_blocks(window: int | None, monkeypatch
     both = key.repeat_interleave(2, 1), value.repeat_interleave(2, 1)
     expected = scaled_dot_product_attention(query, *both, attn_mask=mask, scale=0.3)
     torch.testing.assert_close(within(query, key, value, 0.3, window), expected)
-
-
-@pytest.mark.parametrize("grouped", [False, True])
-@pytest.mark.parametrize("window", [None, 5])
-def test_groups_are_copied_where_no_kernel_takes_them(
-    window: int | None, grouped: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    calls: list[tuple[int, bool]] = []
-
-    def attend(*states: Any, enable_gqa: bool, **options: Any) -> Any:
-        calls.append((states[2].shape[1], enable_gqa))
-        return scaled_dot_product_attention(*states, enable_gqa=enable_gqa, **options)
-
-    query, key, value = (torch.randn(1, count, 30, 8, dtype=torch.float64) for count in (8, 2, 2))
-    expected = within(query, key, value, None, window)
-    monkeypatch.setattr(packed, "scaled_dot_product_attention", attend)
-    monkeypatch.setattr(packed, "takes_groups", lambda _query, **_: grouped)
-    torch.testing.assert_close(within(query, key, value, None, window), expected)
-    assert set(calls) == {(2, True) if grouped else (8, False)}
 
 
 def test_cudas_kernels_take_groups_in_16_bits_without_a_mask() -> None:
@@ -261,32 +230,6 @@ def test_a_target_has_the_features_of_the_loop(
     torch.testing.assert_close(found.last_hidden, expected.last_hidden, rtol=1e-10, atol=1e-10)
 
 
-def test_borders_and_masks_are_made_once_a_pass_and_a_window_that_sees_all_is_none(
-    on_cpu: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    target = toys.target("gemma3", torch.float64)
-    windows: list[tuple[int, int]] = []
-    borders: list[Tensor] = []
-
-    def noted(*states: Any, window_size: tuple[int, int], **options: Any) -> Tensor:
-        windows.append(window_size)
-        borders.append(states[3])
-        return varlen(*states, window_size=window_size, **options)
-
-    monkeypatch.setattr(torch_varlen, "varlen_attn", noted)
-    monkeypatch.setattr(attention, "route", lambda *_: VARLEN)
-    monkeypatch.setattr(attention, "varlen_options", lambda _: OFFERED["with groups"])
-    assert target.packing is not None
-    window = next(window for window in target.packing.windows if window)
-    for size in (window, window + 1):
-        target.features(torch.zeros(1, 4 * size, dtype=torch.long), torch.arange(4 * size)[None] // size, ())
-    layers = len(target.packing.windows)
-    assert {*windows[:layers]} == {(-1, 0)}
-    assert windows[layers:] == [(-1 if window is None else window - 1, 0) for window in target.packing.windows]
-    assert [len({*map(id, some)}) for some in (borders[:layers], borders[layers:])] == [1, 1]
-    assert borders[0].tolist() == [0, window, 2 * window, 3 * window, 4 * window]
-
-
 def test_every_query_head_attends_to_its_groups_keys_without_a_copy_of_them() -> None:
     query, key, value = random(2, 8, 3, 64), random(2, 2, 300, 64), random(2, 2, 300, 64)
     seen = torch.rand(2, 1, 3, 300) < 0.5
@@ -322,12 +265,3 @@ def test_a_target_attends_so_and_has_the_logits_of_the_model_as_it_came(
     finally:
         ours = logits(GROUPED)
     torch.testing.assert_close(ours, expected)
-
-
-@pytest.mark.parametrize(("kind", "ruled_out"), [("cuda", [False]), ("cpu", [])])
-def test_cudnns_attention_is_ruled_out(kind: str, ruled_out: list[bool], monkeypatch: pytest.MonkeyPatch) -> None:
-    """It builds a plan for tens of milliseconds at every new length, and every step has one."""
-    flags: list[bool] = []
-    monkeypatch.setattr(torch.backends.cuda, "enable_cudnn_sdp", flags.append)
-    use_kernels(torch.device(kind))
-    assert flags == ruled_out

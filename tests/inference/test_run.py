@@ -23,8 +23,6 @@ from inference import api
 from inference.decode import Generation, RequestParams, Step, autoregress
 from inference.protocol import Drafter
 from inference.run import STYLES, GenerateConfig, answer, chat_ids, generate, summary
-from inference.target.config import ModelConfig
-from inference.target.placement import HERE
 from inference.target.target import Target
 from inference.text_stream import TextStream
 from inference.verification.sample import GREEDY, Sampling
@@ -105,32 +103,6 @@ def test_the_tree_is_the_heads_own_but_for_what_is_given(target: Target, trained
     assert drafter.policy == toys.TREES["dynamic"]
     drafter = api.loaded(config(f"run={trained}", "tree=chain", "tree.depth=2"))[1]
     assert (drafter.policy.kind, drafter.policy.depth) == ("chain", 2)
-
-
-def test_the_target_is_the_heads_own_but_for_what_is_given(
-    target: Target, trained: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked: list[ModelConfig] = []
-
-    def of(cls: type[Target], model: ModelConfig) -> Target:
-        asked.append(model)
-        return target
-
-    monkeypatch.setattr(Target, "of", classmethod(of))
-    api.loaded(config(f"run={trained}"))
-    api.loaded(config(f"run={trained}", "model.path=mine", "model.dtype=float32"))
-    api.loaded(config("model=llama8b"))
-    api.loaded(config())
-    save_head(trained / "head", toys.head("eagle", target), replace(target.spec, adapter="theirs"), TREE)
-    monkeypatch.setattr(api, "load_drafter", lambda *_: None)
-    api.loaded(config(f"run={trained}"))
-    api.loaded(config(f"run={trained}", "model.adapter=mine"))
-    assert [each.adapter for each in asked] == [None] * 4 + ["theirs", "mine"]
-    del asked[4:]
-    paths = ["llama", "mine", "meta-llama/Llama-3.1-8B-Instruct", str(ROOT / "examples" / "tiny")]
-    assert [each.path for each in asked] == paths
-    assert [each.dtype for each in asked] == ["auto", "float32", "auto", "auto"]
-    assert all(each.where == HERE and not each.trust_remote_code for each in asked)
 
 
 def test_a_request_is_decoded_as_the_command_says() -> None:

@@ -84,16 +84,6 @@ def test_nodes_do_not_notice_their_streams(name: str, layers: int | None) -> Non
     assert not torch.allclose(together[4:], unadapted[4:], atol=0.1), "the adapters did nothing: nothing was tested"
 
 
-def test_rows_as_long_as_the_context_can_be_trained_on() -> None:
-    """With learned positions nothing may stand behind them; those streams have no teacher, and the others stay."""
-    target, streams = toy("gpt2", DOUBLE, 2)
-    token, anchor = torch.tensor([toys.prompt(3, target.context)]), torch.tensor([[5, target.context - 2]])
-    document = torch.zeros_like(token)
-    whole, cut = (streams(token[:, :end], document[:, :end], anchor[:, :1])[0] for end in (None, 20))
-    torch.testing.assert_close(whole, cut, rtol=1e-9, atol=1e-9)
-    assert streams(token, document, anchor)[0].isfinite().all()
-
-
 def by_hand(target: Target, streams: Streams, token: list[int]) -> Tensor:
     """Return the laws of the last token's streams, one after another, through merged weights and a plain cache."""
     first = len(target.decoder_layers) - (streams.config.layers or len(target.decoder_layers))
@@ -206,16 +196,6 @@ def test_nothing_lies_deeper_than_can_be_committed() -> None:
     assert len(speculate(target, source(toys.TREES["dynamic"]), filled, RequestParams(TOKENS, GREEDY)).tokens) == 5
 
 
-def test_streams_that_no_tree_would_read_do_not_ride() -> None:
-    drafter = source(TreeConfig("chain", 2, 0, 0, [], [])).start([1])
-    look_ahead = drafter.look_ahead(trees.root(1, torch.device("cpu")), 9)
-    assert look_ahead.offset.tolist() == [1, 2]
-    assert look_ahead.attn_mask.tolist() == [[True, True, False], [True, True, True]]
-    tree = DraftTree(torch.tensor([1, 2]), torch.tensor([-1, 0]))
-    assert drafter.look_ahead(tree, 3).offset.tolist() == [1, 2, 2]  # (1, 2) would draft at depth 4
-    assert drafter.look_ahead(tree, 3).attn_mask[2].tolist() == [True, True, False, False, True]
-
-
 def test_the_gradient_reaches_the_streams_alone() -> None:
     target = toys.target(dtype=DOUBLE)
     streams = made(target).train().requires_grad_(True)
@@ -226,13 +206,6 @@ def test_the_gradient_reaches_the_streams_alone() -> None:
     assert all(p.grad is not None and bool(p.grad.abs().sum() > 0) for p in streams.parameters())
     assert all(p.grad is None and not p.requires_grad for p in target.model.parameters())
     assert {id(p) for p in streams.parameters()}.isdisjoint(map(id, target.model.parameters()))
-
-
-def test_new_adapters_change_nothing() -> None:
-    target = toys.target(dtype=DOUBLE)
-    streams = frozen(Streams(replace(CONFIG, modules=["q_proj", "down_proj"]), target), target)
-    assert len(streams.adapters) == 4
-    assert all(bool((a.up.weight == 0).all()) for a in streams.adapters.values())
 
 
 def test_round_trip_bit_for_bit(tmp_path: Path) -> None:

@@ -36,7 +36,6 @@ from inference.target.config import DTYPES, device_named, fast_dtype, model_conf
 from inference.target.embeddings import TargetEmbeddings, final_norm
 from inference.target.embeddings_only import EmbeddingsOnly, load_target
 from inference.target.loading import load_tokenizer
-from inference.target.placement import HERE
 from inference.target.target import Target
 from inference.target.tokenizer import text_ids, tokenize
 from tests import assistants, families, toys
@@ -176,30 +175,6 @@ def test_fast_dtype_is_one_the_device_multiplies(monkeypatch: pytest.MonkeyPatch
     for able, dtype in (("amx_bf16", torch.bfloat16), ("avx512_bf16", torch.bfloat16), ("avx2", torch.float32)):
         monkeypatch.setattr(torch.cpu, "get_capabilities", lambda able=able: {able: True}, raising=False)
         assert fast_dtype(torch.device("cpu")) == dtype
-
-
-def test_a_configurations_target_is_loaded_as_it_says_but_for_what_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
-    load = Mock()
-    monkeypatch.setattr(Target, "load", load)
-    config = model_config(path="a", dtype="float16", device="cpu", sibling=True, quantize="int8", adapter="b")
-    assert Target.of(config).sibling
-    Target.of(config, "float32", "cuda:1")
-    whole = [
-        ("a", kind, place, False, "int8", "b", HERE) for kind, place in (("float16", "cpu"), ("float32", "cuda:1"))
-    ]
-    assert [call.args for call in load.call_args_list] == whole
-    given: list[dict[str, str]] = [{}, {"quantize": "none", "adapter": "none"}, {"quantize": "int8"}, {"adapter": "b"}]
-    assert [model_config(path="a", **each).as_saved for each in given] == [True, True, False, False]
-    assert model_config(path="a", placement="auto", offload="disk").where == replace(HERE, offload="disk")
-
-
-def test_what_a_target_compiles_and_captures_is_again_so_after_a_while_without() -> None:
-    target = Target(LlamaForCausalLM(LlamaConfig(**toys.SIZES)), toys.tokenizer(), "captured")
-    for kinds in ((True, False), (False, True)):
-        target.captures, target.compiles_drafts = kinds
-        with target.uncaptured():
-            assert (target.captures, target.compiles_drafts) == (False, False)
-        assert (target.captures, target.compiles_drafts) == kinds
 
 
 @pytest.fixture

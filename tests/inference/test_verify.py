@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from inference.decode import RequestParams, autoregress, speculate
-from inference.verification import rules, verify
+from inference.verification import rules
 from inference.verification.rng import SeededRng
 from inference.verification.sample import GREEDY, Sampling
 from inference.verification.tree import DraftTree
@@ -96,26 +96,6 @@ def test_of_lenient_paths_of_one_length_the_first_drafted_stands(rule: str) -> N
     tree = DraftTree(torch.tensor([0, 1, 0]), torch.tensor([-1, 0, 0]))
     logits = torch.tensor([[0.5, 0.5]] * 3).log()
     assert decide(tree, logits, None, T1, SeededRng(0, torch.device("cpu")), rule).path == [0, 1]
-
-
-def test_laws_are_worked_out_where_a_rule_looks(monkeypatch: pytest.MonkeyPatch) -> None:
-    looked: list[int] = []
-    monkeypatch.setattr(
-        verify.LazyDistributions, "__getitem__", lambda rows, node: looked.append(node) or rows.logits[node].softmax(-1)
-    )
-    tree = DraftTree(torch.tensor([0, 1, 2, 1, 0]), torch.tensor([-1, 0, 0, 1, 2]))
-    logits = torch.tensor([[-50.0, 50.0, -50.0]] * 5)
-    for rule in ("point_mass", "match"):
-        looked.clear()
-        assert decide(tree, logits, None, T1, SeededRng(0, torch.device("cpu")), rule).path == [0, 1, 3]
-        assert looked == [0, 1, 3]
-
-
-def test_rules_whose_text_is_the_targets_samples() -> None:
-    emitting = {
-        rule for rule in (*RULES, verify.GREEDY_WALK, verify.NOTHING, "unheard-of") if verify.emits_samples(rule)
-    }
-    assert emitting == {"match", "point_mass", "coupled", verify.GREEDY_WALK, verify.NOTHING}
 
 
 @pytest.mark.parametrize(("alpha", "left"), [(1.0, 1.0), (0.5, 0.0)])

@@ -347,16 +347,6 @@ def test_a_server_that_hangs_ends_with_the_minutes(
     assert statuses(record)["identity"] == "not_run"
 
 
-def test_a_budget_that_ends_in_a_check_keeps_the_checks_before(tmp_path: Path, plain: AuditServer, only: Any) -> None:
-    only("usage", "limits", "seeds")
-    with AuditServer(fault="usage") as server:
-        verdict, record = ask(tmp_path, server.url, plain.url, requests=21)
-    assert statuses(record) == {"usage": "failed", "limits": "not_run", "seeds": "not_run", "speed": "not_run"}
-    assert finding_of(record, "limits")["summary"] == "the budget of 21 requests is used up"
-    assert (verdict.status, verdict.fault, record["requests"]) == ("failed", "usage", 21)
-    assert verdict.sentence.endswith("usage failed, then the budget of 21 requests is used up")
-
-
 def deltas(events: list[Body], index: int) -> list[Body]:
     """Return the deltas of a choice of a stream."""
     return [choice["delta"] for event in events for choice in event["choices"] if choice["index"] == index]
@@ -418,22 +408,3 @@ def test_seeds_that_the_baseline_ignores_too_are_no_fault(
     monkeypatch.setattr(plain, "events", lambda path, body: events(path, {**body, "seed": None}))
     with AuditServer(fault="seed") as server:
         assert statuses(ask(tmp_path, server.url, plain.url)[1])["seeds"] in ("passed", "not_offered")
-
-
-@pytest.mark.parametrize(  # of a chat's streams, of completions' whole replies
-    ("fault", "chat", "note"),
-    [("copied_top", True, "an alternative to token"), ("cut_top", False, "alternatives where the baseline lists")],
-)
-def test_wrong_logprobs_are_named_and_reproduced(
-    fault: str, note: str, chat: bool, tmp_path: Path, server: AuditServer, plain: AuditServer, only: Any,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
-    only("logprobs")
-    clean, faulty = server.events, AuditServer(fault=fault).events
-    monkeypatch.setattr(
-        server, "events", lambda path, body: (faulty if bool(body.get("stream")) == chat else clean)(path, body)
-    )
-    finding = finding_of(ask(tmp_path, server.url, plain.url, client=client(chat))[1], "logprobs")
-    assert (finding["status"], finding["fault"], finding["summary"]) == ("failed", "logprobs", "5 of 10 replies hold")
-    assert note in finding["differences"][0]["note"]
-    assert reproduces(tmp_path, (server.url, plain.url), (plain.url, plain.url)) == [1, 0]

@@ -16,7 +16,7 @@ from ops.audits.compare import Audit, Difference, Finding, breach, diagnosed, ga
 from ops.audits.greedy import identity
 from ops.audits.output import cut, difference_record, gap_of
 from ops.audits.properties import checked, limits, logprobs_hold, schemas, stop_in, stop_strings, usage
-from ops.audits.sampling import AGAIN, OPENING, fewer, p_value, sampling
+from ops.audits.sampling import OPENING, fewer, p_value, sampling
 from ops.served import Question, Reply, Token, read_replies, read_tokens
 from tests.ops.test_audit import SMALL
 
@@ -68,20 +68,6 @@ def test_samples_of_another_distribution_and_failures_are_told_apart(
 
     finding = sampling(audit_of(answer, alpha=0.01), "sampling")
     assert (finding.status, finding.fault) == (status, fault)
-
-
-def test_the_second_round_of_samples_has_seeds_of_its_own_on_either_side() -> None:
-    seeds: list[tuple[str, int]] = []
-
-    def one(side: str, question: Question) -> Reply:
-        seeds.append((side, question.body["seed"]))
-        return Reply(text="w0 and more" if side == "audited" else f"w{len(seeds) * 5 % 8} and more")
-
-    audit = audit_of(lambda _, __: Reply(), prompts=1, alpha=0.01)
-    audit.asker.one = one
-    assert sampling(audit, "sampling").status == "failed"
-    assert len(seeds) == 2 * audit.config.samples * (1 + AGAIN)
-    assert len({seed for _, seed in seeds}) == len(seeds)
 
 
 def test_samples_of_one_distribution_pass_and_others_do_not() -> None:

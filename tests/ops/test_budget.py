@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 from hydra import compose, initialize_config_dir
-from scipy.optimize import curve_fit
 
 from data.text.sources import open_source
 from heads.common.command import quoted
@@ -55,21 +54,6 @@ def test_a_law_without_noise_is_found() -> None:
     seen = predict(list(tokens), list(power_function(tokens, 3.0, 1.8, 0.5)), [0.001] * 4, 64.0, BOUND)
     assert seen.tau == pytest.approx(3.0 - 1.8 / 8, abs=0.01)
     assert seen.low < seen.tau < seen.high < BOUND
-
-
-def test_the_interval_follows_from_the_errors_of_the_points() -> None:
-    """By derivatives in numbers; an error below the least counts as that."""
-    share, least = np.array([1, 2, 4, 8]) / 8, 0.01
-    tau, given = power_function(share, 3.0, 0.6, 0.5), [0.05, 0.05, 0.001, 0.001]
-    values, covariance = curve_fit(
-        power_function, share, tau, p0=(3.0, 0.6, 0.5), sigma=np.maximum(given, least * tau), absolute_sigma=True
-    )
-    steps = 1e-5 * np.eye(3)
-    at = np.array(4.0)
-    slopes = [(power_function(at, *(values + s)) - power_function(at, *(values - s))) / 2e-5 for s in steps]
-    half = 1.645 * np.sqrt(slopes @ covariance @ slopes)
-    seen = predict([1, 2, 4, 8], list(tau), given, 32.0, 50.0)
-    assert (seen.high - seen.tau, seen.tau - seen.low) == pytest.approx((half, half), rel=0.01)
 
 
 @pytest.mark.parametrize(

@@ -144,20 +144,6 @@ def test_requests_arrive_at_a_rate(served: Served, plain: Served, log: Path) -> 
         assert row["speedup"] > 0
 
 
-def test_each_rate_has_the_verdicts_of_its_own_texts(served: Served, plain: Served, log: Path) -> None:
-    asked: list[object] = []
-
-    def changing(body: object) -> None:
-        asked.append(body)
-        if len(asked) > 1 + 2 * PROMPTS:  # the first rate's warm-up and its repeats
-            served.words = wrong
-
-    served.before = changing
-    measured(config(served, log, baseline=plain.url, batch_size=2, request_rate=[None, 80], repeats=2))
-    failed = [row["lossless"]["failed"] for row in rows_of(log) if row["drafter"] == "endpoint"]
-    assert failed == [0, 1]
-
-
 def test_a_request_that_arrives_while_others_are_in_flight_waits(served: Served, log: Path) -> None:
     served.before = lambda _: time.sleep(0.05)
     measured(config(served, log, request_rate=1e6, repeats=1))
@@ -168,15 +154,6 @@ def test_a_request_that_arrives_while_others_are_in_flight_waits(served: Served,
         assert row["by_request"]["queue_s"][level] >= low
         assert row["by_request"]["latency_s"][level] >= low + 0.05
     assert row["tokens_per_second"] <= PROMPTS * (TOKENS - 1) / (0.05 * PROMPTS)
-
-
-def test_categories_have_rows_of_their_own(served: Served, log: Path) -> None:
-    made = measured(config(served, log))
-    found = {row.workload: row for row in made.rows}
-    assert list(found) == ["log.jsonl", "log.jsonl/a", "log.jsonl/b"]
-    for of, start in (("a", 0), ("b", 1)):
-        mine = [count for each in expected()[start::2] for count in each]
-        assert found[f"log.jsonl/{of}"].tau == pytest.approx(1 + sum(mine) / len(mine))
 
 
 def test_beside_a_baseline_there_is_a_speedup(

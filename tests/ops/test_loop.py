@@ -304,22 +304,6 @@ def test_a_head_that_is_not_better_stays_out_and_the_round_is_tried_again_with_m
     assert (state.round, state.stage, state.begin) == (2, "adapt", 0), "the reference is what it was"
 
 
-@pytest.mark.slow
-def test_a_worse_head_is_proven_to_be_worse(folder: Path) -> None:
-    def worse(words: list[str]) -> None:
-        untrained(words)
-        out = folder / "loop" / "round-1" / "adapted"
-        target = Target.of(run_config_of(folder, []).model)
-        head: Any = toys.head("medusa", target)
-        for parameter in head.parameters():
-            torch.nn.init.normal_(parameter, std=0.3)
-        shutil.rmtree(out / "head")
-        save_head(out / "head", head, target.spec, asdict(toys.TREES["chain"]))
-
-    assert go(folder, train=worse) == 1
-    assert "not better on the new traffic" in decisions(folder)[-1][1]
-
-
 def report_of(**changes: Any) -> Report:
     """Return a report of two heads on new and old requests."""
     prompts, without = changes.get("prompts", 9), changes.get("without")

@@ -22,7 +22,7 @@ from heads.common.typed import from_yaml
 from heads.formats.hub import resolve_head
 from inference.drafters.head import load_drafter
 from inference.target.config import model_config
-from ops.sequential import ALARM, EARLY, QUIET, Detector, Mean, WatcherConfig, changed_at, watched, watcher_config
+from ops.sequential import ALARM, EARLY, QUIET, Mean, WatcherConfig, changed_at, watched, watcher_config
 from ops.served import ClientConfig, Metrics, Question, Server
 from ops.watch import Log, WatchConfig, counts_in, growing, main, replayed, windows
 from tests.eval.small import run_command, small
@@ -78,13 +78,6 @@ def test_a_rise_or_a_loss_within_the_tolerance_is_no_alarm() -> None:
     assert first_alarm(iter(falls), config(tolerance=0.6)) is None
 
 
-def test_late_falls_are_seen_although_nothing_happened_for_long() -> None:
-    rng = np.random.default_rng(3)
-    alarm = first_alarm(iter([*stream(rng, 800, 0.7), *stream(rng, 150, 0.4)]), config())
-    assert alarm is not None
-    assert 800 < alarm.at < 900
-
-
 def test_a_reference_without_variation_is_no_error_and_no_evidence() -> None:
     for value in (0.0, 0.5, 1.0):
         mean = Mean(np.full(30, value), 0.0)
@@ -100,19 +93,6 @@ def test_the_capital_is_fair_at_the_reference_mean() -> None:
         mean = Mean(values[:30], 0.0)
         evidence.append([mean.update(float(value)) for value in values[30:]][-1])
     assert np.mean(evidence) <= 1.0
-
-
-def test_the_requests_that_chose_the_scale_are_not_bet_on() -> None:
-    def evidence(first: int) -> float:
-        """Return the evidence of a fall after a reference of whose first quarter most are `first`."""
-        detector = Detector(config(alarm_rate=1e-9))
-        for accepted in (*[first] * 8, 2, 2, *[1] * 30):
-            detector.update(counted([accepted] * 10, 30, 10 + 10 * accepted))
-        assert detector.mean is not None
-        assert detector.scale == 2.0
-        return [detector.mean.update(0.0) for _ in range(10)][-1]
-
-    assert evidence(0) == evidence(1) > 1
 
 
 def test_the_change_is_where_the_means_differ_most() -> None:

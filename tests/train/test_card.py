@@ -3,7 +3,6 @@
 import json
 import re
 import shlex
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +10,10 @@ import pytest
 import torch
 import yaml
 from huggingface_hub import HfApi, ModelCard
-from hydra import compose, initialize_config_dir
 
 from heads import HEADS
-from heads.common.resolvers import ROOT, register_resolvers
 from heads.formats.published.export import FORMATS, READERS, refusals
 from heads.formats.store import TargetSpec, save_head
-from tests.eval.stubs import ROW
 from tests.heads import exporting
 from tests.train.publishing import REPO, config, medusa
 from train.publish import publish
@@ -154,17 +150,6 @@ def test_names_from_outside_are_no_markup_and_no_code(run: Path) -> None:
     assert f'load("{REPO}", {json.dumps(f"model.path=path/to/{base}")}, "model.adapter=$(id) `x`")' in lines
 
 
-def test_headstarts_own_lines_say_all_that_the_repository_lacks(run: Path) -> None:
-    text = section(card_of(run), "Serve it")
-    lines = [shlex.split(line) for line in text.splitlines() if re.match(r"python \w+/run\.py ", line)]
-    register_resolvers()
-    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        measuring, writing = (compose(name, words[2:]) for name, words in zip(("eval", "generate"), lines, strict=True))
-    for said in (measuring, writing):
-        assert (said.run, said.model.path) == (REPO, "path/to/target")
-    assert (measuring.workload, writing.prompt) == ("my_log.jsonl", "...")
-
-
 EAGLE3 = {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [2, 11, 20]}}
 PEAGLE = {"speculators_config": {"proposal_methods": [{"speculative_tokens": 6}]}}
 DFLASH = {"architectures": ["DFlashDraftModel"], "block_size": 8, "dflash_config": {"sample_from_anchor": False}}
@@ -271,12 +256,6 @@ def test_an_engine_that_the_export_refuses_is_not_said_to_serve(
     assert said in text
     assert ("vllm serve" in text, "sglang.launch_server" in text) == ("vllm" in readers, "sglang" in readers)
     assert ("trtllm-serve" in text) == ("trtllm" in readers)
-
-
-def test_a_tree_is_said_not_to_be_drafted_by_vllm(run: Path) -> None:
-    assert "vLLM drafts and verifies one chain" not in card_of(run)
-    change_report(run, rows=[{**asdict(ROW), "drafter": "medusa", "tree": "dynamic-d4k3n8"}])
-    assert "vLLM drafts and verifies one chain" in section(card_of(run), "Limits")
 
 
 @pytest.mark.parametrize(

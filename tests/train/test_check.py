@@ -1,8 +1,6 @@
 """What is known before anything is loaded is said before anything is loaded, and leaves nothing behind."""
 
-import os
 import re
-import shutil
 from pathlib import Path
 
 import pytest
@@ -150,21 +148,6 @@ def test_prompts_have_the_room_that_what_reads_them_asks_for(toy: list[str]) -> 
     alone, nothing = ["eval.prompts=0"], ["eval.prompts=0", "trainer.eval_prompts=0"]
     rooms = [max_prompt_tokens(configured([*toy, *words]), config) for words in ([], alone, nothing, ["workload=tiny"])]
     assert rooms == [160 - 8, 160 - 1, None, 160 - 1]
-
-
-def test_a_pipe_in_the_runs_folder_is_not_waited_for(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "metrics.jsonl")
-    with pytest.raises(ValueError, match=r"metrics.jsonl: a pipe"):
-        check_out(tmp_path, replaces=True)
-
-
-def test_a_folder_with_its_configuration_alone_is_planned(
-    toy: list[str], tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    run = configured(toy)
-    shutil.copy(Path(run.model.path, "config.json"), tmp_path)
-    check_plan(configured([*toy, f"model.path={tmp_path}"]))
-    assert f"{tmp_path}: has no tokenizer, so that the first records are not looked at" in caplog.text
 
 
 def test_the_first_records_are_looked_at(toy: list[str], tmp_path: Path) -> None:

@@ -4,14 +4,12 @@ import copy
 import logging
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from omegaconf import OmegaConf
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, OlmoConfig, OPTConfig, OPTForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, OlmoConfig, OPTConfig, OPTForCausalLM
 
 from data.batches import Batch, Batches, pack
 from data.text.masks import Sample
@@ -24,8 +22,7 @@ from tests.inference.test_mtp import save
 from tests.train import jobs
 from train import start
 from train.config import RunConfig
-from train.run import train
-from train.start import final_gain, fit_init, init_head, resolve_init
+from train.start import fit_init, init_head, resolve_init
 
 LAYERS = "head.feature_layers=[0,1,2]"
 
@@ -165,20 +162,6 @@ def test_eagle3_starts_as_the_last_layer_on_what_it_has_in_place_of_that_layers_
     assert (fused - given.last_hidden).square().mean() < 0.2 * given.last_hidden.square().mean()
 
 
-def test_the_final_norms_gain_is_of_all_but_the_first_tokens_of_texts() -> None:
-    """Whose states may be hundreds of times as large; nor of padding."""
-    packed, gain = pack([Sample(str(i), toys.prompt(i, 8), [1] * 8) for i in range(8)], 20), torch.linspace(0.5, 2.0, 5)
-
-    def features(token: torch.Tensor, document: torch.Tensor, _: Any) -> Any:
-        raw = torch.randn(*token.shape, 5)
-        later = (document[:, 1:] == document[:, :-1]) & (document[:, 1:] >= 0)
-        last = torch.where(torch.nn.functional.pad(later, (1, 0))[..., None], gain * raw, 300 * raw.square())
-        return SimpleNamespace(hidden=raw[:, :, None], last_hidden=last)
-
-    target = SimpleNamespace(features=features, embeddings=SimpleNamespace(num_layers=2))
-    torch.testing.assert_close(final_gain(target, Batches(packed, 4, 2, 0, 0, 1)), gain.double())
-
-
 def test_eagle_starts_as_the_last_layer_in_the_scale_of_the_final_norm() -> None:
     """Its prediction comes nearer to the target's last state one position on than that of a random or half-fitted head.
 
@@ -222,19 +205,6 @@ def test_eagle_starts_as_the_last_layer_in_the_scale_of_the_final_norm() -> None
         for name in ("q_proj", "k_proj", "v_proj"):
             getattr(own.self_attn, name).weight.copy_(getattr(fresh.layers[0].self_attn, name).weight)
     assert fitted < error(head)
-
-
-def test_states_that_are_fed_back_as_they_come_are_fitted_so() -> None:
-    """Also where the heads of the attention are wider together than the model."""
-    config = LlamaConfig(**{**toys.SIZES, "head_dim": 16})
-    target = Target(AutoModelForCausalLM.from_config(config).eval(), toys.tokenizer(), name="wide")
-    asked = run("head=eagle3", LAYERS, "head.norm_output=false", "init=last_layer")
-    head = started(asked, target)
-    packed = pack([Sample(str(i), toys.prompt(i, 30), [1] * 30) for i in range(8)], 32)
-    fit_init(head, "last_layer", target, Batches(packed, 4, 2, 0, 0, 1))
-    given = target.features(packed.token, packed.document, (0, 1, 2))
-    raw = given.hidden[:, :, 2]
-    assert (head.initial_states(given) - raw).square().mean() < 0.2 * raw.square().mean()
 
 
 @pytest.mark.parametrize(
@@ -283,26 +253,6 @@ def test_a_head_that_starts_as_the_last_layer_has_that_layers_positions(caplog: 
         with caplog.at_level(logging.WARNING):
             assert resolve_init("auto", run("head=mtp").head, target)[1] is None
         assert said in caplog.text
-
-
-def test_a_run_that_began_anew_goes_on_anew(tmp_path: Path) -> None:
-    """As those did that began before heads started as the target's last layer."""
-    words = [*jobs.make(tmp_path), "head=eagle3", LAYERS, f"out={tmp_path / 'run'}"]
-    words += ["trainer.save_every=1", "trainer.eval_prompts=0", "eval.prompts=0"]
-    train(jobs.resolved([*words, "init=null", "trainer.steps=1"]))
-    train(jobs.resolved([*words, "resume=true", "trainer.steps=2"]))
-    written: Any = OmegaConf.load(tmp_path / "run" / "config.yaml")
-    assert (written.init, written.trainer.steps) == (None, 2)
-
-
-def test_other_starts_and_a_target_of_one_layer_fit_nothing() -> None:
-    batches = Batches(pack([Sample("a", toys.prompt(0, 9), [1] * 9)], 32), 1, 1, 0, 0, 1)
-    shallow = LlamaForCausalLM(LlamaConfig(**{**toys.SIZES, "num_hidden_layers": 1})).eval()
-    for target, init in ((toys.target(), None), (Target(shallow, toys.tokenizer(), name="one"), "last_layer")):
-        head = init_head(run("head=mtp").head, init, target)
-        before = head.state_dict()["eh_proj.weight"].clone()
-        fit_init(head, init, target, batches)
-        assert torch.equal(head.state_dict()["eh_proj.weight"], before)
 
 
 @pytest.mark.parametrize("name", ["qwen2", "glm4_moe", "deepseek_v3", "qwen3_next"])

@@ -105,16 +105,6 @@ def test_a_run_that_was_queued_has_no_result_yet(tmp_path: Path, monkeypatch: py
     assert asked == [(runs.__file__, ["launcher=slurm", sys.argv[2], "head=mtp"])]
 
 
-def test_the_main_process_says_first_what_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
-    waited: list[float] = []
-    monkeypatch.setattr(launch.time, "sleep", waited.append)
-    for rank in ("0", "1"):
-        monkeypatch.setenv("RANK", rank)
-        with pytest.raises(ValueError, match="here"), launch.main_first():
-            raise ValueError("here")
-    assert waited == [launch.AFTER]
-
-
 @pytest.mark.parametrize(
     ("ended", "status", "said"),
     [

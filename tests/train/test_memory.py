@@ -119,12 +119,6 @@ def test_on_a_gpu_the_attention_keeps_the_keys_of_all_steps_joined() -> None:
     assert fused.activations - blocks.activations == depths * (depths + 1) // 2 * row
 
 
-def test_memory_grows_with_the_rows_and_nothing_else() -> None:
-    run = step_of("eagle")[0]
-    one, two, four = (cost_of(run, rows).activations for rows in (2, 4, 8))
-    assert four - two == 2 * (two - one)
-
-
 def laid_out(processes: int = 1, nodes: int = 1, strategy: str = "ddp", **trainer: Any) -> RunConfig:
     """Return a run of so many processes on each of so many nodes."""
     run = run_of("eagle", "trainer.optimizer=adamw")
@@ -184,22 +178,6 @@ def test_a_placement_cuts_the_layers(placed: dict[str, Any], there: int, gathere
     assert held["target: embedding, lm_head"] == ends + (ends // part if part else 0)
 
 
-def test_a_group_shares_inner_states_and_holds_one_other_turn() -> None:
-    """A group's share of the MLP's inner states leaves the norm as the widest; each of its turns has features."""
-    wide, norm = 2 * 128 + 3 * 512, 6 * 128  # values of a token
-    assert SHAPE.working(64, 32, 2, 3) == 64 * 2 * (wide + 3 * 128)
-    assert SHAPE.working(64, 32, 2, 3, 4) == 64 * 2 * (norm + 3 * 128)
-    taken = []
-    cases = ("replicate", 1, False), ("tensor_parallel", 4, False), ("replicate", 1, True)
-    for placement, processes, further in cases:
-        run = laid_out(processes)
-        run = replace(run, model=replace(run.model, placement=placement))
-        stages = memory._target_stages(run, SHAPE, COST, 1, 2, further=further)
-        taken.append(stages["target's pass"] - SHAPE.working(64, 64, 2, 3, processes))
-    features = 64 * 2 * 128 * (3 + 1)  # of the layers that the head reads, and the last
-    assert taken == [features, 2 * features, 2 * features]
-
-
 def test_a_mask_is_counted_where_there_is_one() -> None:
     masked = replace(SHAPE, packs=False)
     assert masked.working(64, 32, 2, 0) - SHAPE.working(64, 32, 2, 0) == 64 * 32 * 5
@@ -214,10 +192,6 @@ def test_the_products_of_a_pass_are_counted() -> None:
     inner = sum(p.numel() for p in target.decoder_layers.parameters())
     shape = replace(SHAPE, active=inner, layers=0)
     assert shape.flops(128, 64) == pytest.approx(count.total, rel=0.05)
-
-
-def test_a_pass_over_a_target_counts_products_and_attention() -> None:
-    assert SHAPE.flops(64, 32) == 2 * 4_000_000 * 64 + 10 * 2 * 2 * 64 * 32 * 8 * 16
 
 
 def test_a_device_is_known_by_the_name_of_its_driver() -> None:

@@ -328,28 +328,6 @@ def test_eagle3_of_an_8b_takes_what_was_measured_on_an_h100_or_up_to_a_third_mor
     assert measured <= found.memory.peak / GIB <= 1.3 * measured
 
 
-@pytest.mark.usefixtures("offline")
-def test_stages_do_not_add_up_and_the_allocator_holds_a_share_of_the_widest() -> None:
-    memory = plan(run("model=llama8b", "head=eagle3", "device=h100", "eval.prompts=0", *SMALL)).memory
-    widest = max(memory.stages.values())
-    assert (memory.process, memory.peak) == (GIB, GIB + sum(memory.resident.values()) + round(1.15 * widest))
-    assert memory._replace(evaluation=10**12).peak == GIB + 10**12
-    assert memory.utilization == memory.peak / round(79.1 * GIB)
-
-
-def test_muons_checkpoint_lacks_a_moment_of_each_matrix() -> None:
-    """And on a CPU a process holds what the host does elsewhere: the one that is being written, with its EMA."""
-    name = "a checkpoint that is being written"
-    for words, size in ((["trainer.optimizer=adamw"], 12), (["trainer.optimizer=adamw", "trainer.ema=0.9"], 16)):
-        for device in (["device=cpu", "model.device=cpu"], ["device=h100"]):
-            found = plan(run("head=eagle", *words, *device, *SMALL))
-            held = found.memory if found.host is None else found.host
-            assert held.resident[name] == size * found.cost.trained
-            assert (found.host is None) == (device[0] == "device=cpu")
-    muon = plan(run("head=eagle", "trainer.optimizer=muon", "device=h100", *SMALL))
-    assert 8 * muon.cost.trained <= muon.state_bytes < 8.5 * muon.cost.trained
-
-
 AUTOMATIC = ("model=llama8b", "head=eagle", "device=h100", "data.length=64", "trainer.micro_tokens=null")
 
 

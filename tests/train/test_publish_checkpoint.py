@@ -126,16 +126,6 @@ def test_a_module_that_is_there_is_replaced_in_its_shards(tmp_path: Path) -> Non
     assert all(after[name] != before[name] for name in before.keys() - original.keys() - extra.keys())
 
 
-def test_a_file_of_the_target_that_is_called_as_the_module_is_stays(tmp_path: Path) -> None:
-    target = target_of(tmp_path / "target", "qwen2")
-    shard, index = (next((tmp_path / "target").glob(name)) for name in ("model-00001*", "*.index.json"))
-    taken = shard.rename(shard.with_name("model-mtp.safetensors"))
-    index.write_text(index.read_text().replace(shard.name, taken.name))
-    before = hashes(tmp_path / "target")
-    after = hashes(stitched(run_of(tmp_path / "run", target, head_of(target)), tmp_path / "out"))
-    assert {name: after[name] for name in before} == before == hashes(tmp_path / "target")
-
-
 def test_what_is_written_anew_is_never_a_link_to_the_targets(tmp_path: Path) -> None:
     target = target_of(tmp_path / "target", "qwen2")
     files = {file: file.read_bytes() for file in (tmp_path / "target").iterdir()}
@@ -237,17 +227,6 @@ def test_a_target_that_has_no_place_for_it_is_refused(tmp_path: Path, change: di
     file.write_text(json.dumps(json.loads(file.read_text()) | change))
     with mock.patch("train.release.folder._load", side_effect=AssertionError("its weights were asked for")):
         assert said in refusal(run, tmp_path / "out")
-
-
-def test_a_last_layer_of_another_type_is_refused(tmp_path: Path) -> None:
-    target_of(tmp_path / "target", "qwen2")
-    for shard in (tmp_path / "target").glob("model-*.safetensors"):
-        tensors = load_file(shard)
-        stored = {name: tensor.to(torch.float8_e4m3fn) for name, tensor in tensors.items() if "q_proj.w" in name}
-        save_file(tensors | stored, shard, {"format": "pt"})
-    target = Target.load(str(tmp_path / "target"), "float32", "cpu")
-    run = run_of(tmp_path / "run", target, head_of(target))
-    assert "its last layer is stored as F8_E4M3" in refusal(run, tmp_path / "out")
 
 
 def test_half_a_checkpoint_is_refused(tmp_path: Path) -> None:

@@ -106,18 +106,6 @@ def test_a_connection_lost_leaves_a_repository_as_it_was_and_another_call_goes_o
     assert set(repo.files) == WHOLE | {"mine.txt"}
 
 
-def test_a_connection_that_is_gone_altogether_says_what_is_known(run: Path, hub: Hub) -> None:
-    repo = standing(hub)
-
-    def cable(request: str) -> None:
-        if request.startswith("PUT"):
-            hub.faults = [Fault(".", "cut")]
-
-    hub.watch = cable
-    assert f"how the repository stands cannot be asked; before, it was {repo.head[:8]}" in refusal(run, hub)
-    assert len(repo.commits) == 1
-
-
 def test_someone_elses_commit_is_not_overwritten(run: Path, hub: Hub) -> None:
     repo = standing(hub)
 
@@ -156,17 +144,6 @@ def test_a_name_of_someone_else_is_refused(run: Path, hub: Hub) -> None:
     assert r"the Hub refused creating the repository (403)" in refusal(run, hub, repo="you/new")
     assert set(hub.repos) == {"you/taken"}
     assert (theirs.files, hub.blobs) == (START, {})
-
-
-def test_a_repository_that_another_call_made_and_filled_meanwhile_is_left(run: Path, hub: Hub) -> None:
-    def meddle(request: str) -> None:
-        if request.startswith("POST /api/repos/create") and REPO not in hub.repos:
-            hub.repos[REPO] = Repo(private=True)
-            hub.repos[REPO].commit({**START, "config.json": b"theirs"})
-
-    hub.watch, hub.faults = meddle, [Fault(BATCH, "cut")]
-    assert refusal(run, hub).endswith("as before")
-    assert hub.repos[REPO].files == {**START, "config.json": b"theirs"}
 
 
 def test_a_new_repository_that_the_hub_makes_public_is_deleted_again(run: Path, hub: Hub) -> None:

@@ -3,7 +3,6 @@
 import json
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +16,7 @@ from tests.train.jobs import resolved
 from train import trackers as tracking
 from train.planning.plan import peak_flops
 from train.run import train
-from train.step import PARTS, Stepper, seconds_of
+from train.step import PARTS, seconds_of
 from train.trackers import Tracker, numbers
 
 
@@ -211,15 +210,3 @@ def test_a_peak_is_given_or_the_devices(monkeypatch: pytest.MonkeyPatch) -> None
     for name, peak in {"NVIDIA A100-SXM4-80GB": 312e12, "NVIDIA H100 80GB HBM3": 989e12, "NVIDIA A10G": None}.items():
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda _, name=name: name)
         assert peak_flops(cuda, None) == peak
-
-
-def test_mfu_is_a_share_of_the_peaks_of_all_processes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("train.step.seconds_of", lambda *_: {"head": 4.0})
-    monkeypatch.setattr("train.step.peak_memory", lambda _: 0)
-    stepper: Any = SimpleNamespace(
-        steps=2, rows=6, stall=0.0, phase_timer=None, peak=10.0, operations=lambda first, last: 40 * (last - first),
-        accelerator=SimpleNamespace(device=None, num_processes=2),
-        source=SimpleNamespace(batches=SimpleNamespace(step_tokens=8)),
-    )  # fmt: skip
-    cost = Stepper.cost(stepper, 7)
-    assert (cost["flops_per_second"], cost["mfu"], cost["rows_per_second"]) == (20.0, 1.0, 1.5)
