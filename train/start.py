@@ -238,11 +238,12 @@ def from_target(config: HeadConfig, init: str, target: Target) -> nn.Module:
 
 
 @torch.no_grad()
-def fit_init(head: nn.Module, init: str | None, target: Any, batches: Batches) -> None:
+def fit_init(head: nn.Module, init: str | None, target: Any, batches: Batches, limit: int) -> None:
     """Fit the inputs of a head that starts as the target's last layer, by least squares.
 
     The target's layer reads the state of the layer below at the next position, which a draft cannot know. It is
-    predicted from the head's inputs, the token there and the states before, over rows of the first steps.
+    predicted from the head's inputs, the token there and the states before, over rows of the first steps, at most
+    `limit` of them.
 
     An MTP module has one projection for it. In EAGLE and EAGLE-3 the prediction is folded into queries, keys and
     values, since EAGLE's attention has no norm before it and EAGLE-3's reads two states. EAGLE feeds back final-normed
@@ -251,7 +252,7 @@ def fit_init(head: nn.Module, init: str | None, target: Any, batches: Batches) -
     """
     if init != LAST_LAYER or target.embeddings.num_layers < 2:
         return
-    solve = partial(solved, head, target, batches)
+    solve = partial(solved, head, target, batches, limit)
     if isinstance(head, Mtp):
         head.eh_proj.weight.copy_(solve(head.eh_proj, lambda states: states.below))
         return
@@ -320,6 +321,7 @@ def solved(
     head: Any,
     target: Any,
     batches: Batches,
+    limit: int,
     linear: nn.Linear,
     labels_of: Callable[[LayerStates], Float[Tensor, "n D"]],
 ) -> Float[Tensor, "D I"]:
@@ -337,7 +339,7 @@ def solved(
     sums: Any = weight.new_zeros(
         count, count + width, dtype=torch.float64
     )  # sums of inputs times inputs, and times labels
-    steps = math.ceil(TOKENS_PER_INPUT * count / (batches.sequences_per_step * batches.packed.token.shape[1]))
+    steps = min(limit, math.ceil(TOKENS_PER_INPUT * count / batches.step_tokens))
     try:
         for batch in (batch for step in progress(range(steps), "fitting the head's start") for batch in batches(step)):
             tick()

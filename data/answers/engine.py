@@ -15,6 +15,7 @@ from transformers import PreTrainedTokenizerBase
 
 from data.answers.chats import AnswerSettings, Outcome, Reply, Talk
 from data.text.exact import LoggedAnswer
+from heads.common.progress import tick
 from heads.formats.hub import resolve_head
 from inference.batch import batch_of
 from inference.drafters.head import load_drafter, saved_tree
@@ -48,6 +49,7 @@ class Engine:
         self.context = target.context
         self.sampling = Sampling(settings.temperature, 0, settings.top_p)
         self.batch = batch_of(target, drafter, batch_size)
+        self.tokens = 0  # of the answers that have ended
 
     def answer(self, talks: Iterable[Talk]) -> Iterator[Outcome]:
         """Answer all chats; the next turn of a running chat goes before a new chat."""
@@ -75,6 +77,7 @@ class Engine:
                 return
             with torch.inference_mode():
                 self.batch.step()
+            tick(f"{self.tokens + sum(len(entry.generation.tokens) for entry in answering):,} tokens")
             self._release(answering, waiting)
 
     def describe(self) -> dict[str, Any]:
@@ -92,6 +95,7 @@ class Engine:
             logged = LoggedAnswer(prompt, generation.tokens) if self.settings.save_tokens else None
             talk.take(Reply(text if finished else text.rstrip(UNFINISHED), finished, token=tuple(token), logged=logged))
             waiting.append(talk)
+            self.tokens += len(generation.tokens)
         answering[:] = [entry for entry in answering if not entry.generation.finish]
         self.batch.release()
 

@@ -36,10 +36,10 @@ def say(text: str) -> None:
         CONSOLE.print(text, highlight=False, markup=False, soft_wrap=True)
 
 
-def tick() -> None:
-    """Print the line of the innermost bar, if there is one and it is time."""
+def tick(note: str = "") -> None:
+    """Print the line of the innermost bar, if there is one and it is time, with a new note if one is given."""
     if OPEN:
-        OPEN[-1].tick()
+        OPEN[-1].show(OPEN[-1].done, note or OPEN[-1].note)
 
 
 class Bar:
@@ -104,7 +104,7 @@ def progress(work: Iterable[T], label: str, total: int | None = None) -> Iterato
     """Yield the items of a piece of work, and show how far it is; `total` is the number of items without a length."""
     with Bar(len(work) if isinstance(work, Sized) else total, label) as bar:
         for done, item in enumerate(work):
-            bar.show(done)
+            bar.show(done, bar.note)
             yield item
 
 
