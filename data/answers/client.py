@@ -252,7 +252,7 @@ def read_call(call: Any) -> dict[str, Any]:
         if not isinstance(name, str):
             raise TypeError
         function["arguments"] = arguments
-        if isinstance(arguments, str):  # empty where the function takes none
+        if isinstance(arguments, str):  # empty if the function takes none
             function["arguments"] = parse_json(arguments.encode(), NESTED) if arguments.strip() else {}
         return {"type": "function", "function": function}
     except (KeyError, TypeError, ValueError) as error:

@@ -141,7 +141,7 @@ def labelled(drafter: str, batch_size: int, request_rate: float | None = None) -
 
 @dataclass(frozen=True)
 class Divergence:
-    """The position where a run first differs from the baseline; a token is None where that side had already stopped.
+    """The position where a run first differs from the baseline; a token is None if that side had already stopped.
 
     Of texts whose tokens are not to be seen, the position is a character's, and `shown` says what stands there.
     """
@@ -217,7 +217,7 @@ class SampledGate:
     drafter: str
     temperature: float
     coupled: Gate  # prompts with the same tokens as the baseline under coupled noise, at all batch sizes
-    distribution: ChiSquareTest | None  # None where nothing could be sampled
+    distribution: ChiSquareTest | None  # None if nothing could be sampled
     why: str  # the reason for that
     batch_sizes: tuple[int, ...] = (1,)  # at which the tokens under coupled noise were compared
     failed_at: int | None = None  # the first of them at which tokens differ, where `coupled.first` was seen
@@ -286,7 +286,7 @@ def in_words(counts: Mapping[str, int] | None) -> str:
 class FailedChecks:
     """The failed losslessness checks of a report, and the one rule by which they fail a result.
 
-    A result fails with a prompt of its own that differs, with its drafter's greedy check at its batch size, and with
+    A result fails with a differing prompt, with its drafter's greedy check at its batch size, and with
     the check at its temperature. What was not checked has not failed.
     """
 

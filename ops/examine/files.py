@@ -64,7 +64,7 @@ class Examined:
         return "eagle3" if form == "peagle" else form
 
     def part(self, key: str) -> dict[str, Any]:
-        """Return a part of its config.json, empty where that is missing."""
+        """Return a part of its config.json, empty if that is missing."""
         values = self.config.get(key)
         return values if isinstance(values, dict) else {}
 
@@ -75,13 +75,13 @@ class Examined:
 
     @property
     def trained(self) -> dict[str, Any]:
-        """The head in its training's config.yaml, empty where there is none."""
+        """The head in its training's config.yaml, empty if there is none."""
         values = self.run.get("head")
         return values if isinstance(values, dict) else {}
 
     @property
     def said_target(self) -> str | None:
-        """The target that its files name, None where none does."""
+        """The target that its files name, None if none does."""
         verifier = self.part("speculators_config").get("verifier")
         names = (
             self.part("target").get("name"),
