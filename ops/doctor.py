@@ -75,7 +75,7 @@ def examine(config: DoctorConfig) -> list[Finding]:
     head = read(config.run)
     target, why = load_target(config.target, head, config.dtype, config.measure)
     try:
-        sibling = head.form == OWN and config.sibling
+        sibling = head.format_name == OWN and config.sibling
         spec = sibling_spec(head.folder, target.spec, "is examined for") if sibling else target.spec
         loaded = load_found(head.folder, target.embeddings, spec)
     except (ValueError, OSError) as error:

@@ -356,18 +356,18 @@ def near_tie(where: Divergence, drafted: Generation, epsilon: float) -> bool:
     return where.gap < epsilon and all(gap < epsilon for gap in drafted.gaps[where.position : where.position + 1])
 
 
-def gate(plain: Sequence[Generation], drafted: Sequence[Generation], ids: Sequence[str], dtype: torch.dtype) -> Gate:
+def gate(baseline: Sequence[Generation], drafted: Sequence[Generation], ids: Sequence[str], dtype: torch.dtype) -> Gate:
     """Compare runs at temperature 0 prompt by prompt; refuse a dtype whose rounding is not known.
 
     Args:
-        plain: the baseline's runs with their logit gaps, one a prompt.
+        baseline: the baseline's runs with their logit gaps, one a prompt.
         drafted: the drafter's runs of the same prompts; where they carry gaps, those must be small as well.
         ids: the prompts' names, for the message.
         dtype: the target's, which decides how small a gap rounding can flip.
     """
     if dtype not in EPSILON:
         raise ValueError(f"the losslessness gate does not know {dtype}: set gate_dtype to float32")
-    parted = [divergence(ours, theirs, prompt) for ours, theirs, prompt in zip(plain, drafted, ids, strict=True)]
+    parted = [divergence(ours, theirs, prompt) for ours, theirs, prompt in zip(baseline, drafted, ids, strict=True)]
     return gate_of(
         (where, where is not None and near_tie(where, theirs, EPSILON[dtype]))
         for where, theirs in zip(parted, drafted, strict=True)

@@ -217,8 +217,8 @@ def by_request(requests: Sequence[Request], base: Sequence[Request] | None = Non
         values[name] = [request.waits.get(name) for request in requests]
     if base is not None:
         pairs = [
-            (_known([request], "decoding"), _known([plain], "decoding"))
-            for request, plain in zip(requests, base, strict=True)
+            (_known([request], "decoding"), _known([baseline], "decoding"))
+            for request, baseline in zip(requests, base, strict=True)
         ]
         values["speedup"] = [metrics.over(fast, slow) if fast and slow else None for fast, slow in pairs]
     return {name: cut for name, numbers in values.items() if (cut := metrics.quantiles(numbers))}

@@ -56,12 +56,12 @@ class Examined:
         return without_prefix(self.stored)
 
     @cached_property
-    def form(self) -> str:
+    def format_name(self) -> str:
         """OWN or a key of FORMATS; P-EAGLE is EAGLE-3 to engines, which find it by the same class."""
         if "format" in self.config:
             return OWN
-        form = format_of(self.folder)
-        return "eagle3" if form == "peagle" else form
+        format_name = format_of(self.folder)
+        return "eagle3" if format_name == "peagle" else format_name
 
     def part(self, key: str) -> dict[str, Any]:
         """Return a part of its config.json, empty if that is missing."""

@@ -120,8 +120,8 @@ def ordinary_mask(token: int | None, vocab_size: int, tokenizer: PreTrainedToken
         return None
     word = tokenizer.decode([number])
     return (
-        f"head.mask_token={token}: masked positions hold the embedding of token {number}, {word!r}, which texts have too; "
-        "give the id of a reserved or unused token if the target has one"
+        f"head.mask_token={token}: masked positions hold the embedding of token {number}, {word!r}, which texts "
+        "have too; give the id of a reserved or unused token if the target has one"
     )
 
 
