@@ -181,8 +181,7 @@ class RecurrentHead(HeadModule, Recurrent):
     def expand(self, state: KVCache, level: LevelOutput, nodes: LevelNodes) -> LevelOutput:
         """Score the next tree level from each node's token and its parent's state."""
         if self.injected:  # the root's row is a drafted row too
-            visible = nodes.mask.new_ones(*nodes.mask.shape[:2], 1)
-            nodes = nodes._replace(mask=torch.cat([visible, nodes.mask], -1))
+            nodes = nodes._replace(mask=torch.cat([nodes.mask.new_ones(*nodes.mask.shape[:2], 1), nodes.mask], -1))
         for layer in range(len(level.root) // 2):
             state.draft(layer, level.root[2 * layer], level.root[2 * layer + 1], 0)
         return self._draft(state, nodes, rows.gather_parents(level.hidden, nodes.parent))
