@@ -1,8 +1,7 @@
 """Packing and order: whole documents into sequences, sequences into the micro-batches of a step. Pure, given a seed.
 
-The sequences of a step depend on the seed and the step number alone: not on the number of processes, nor on the steps
-    taken
-before. So a run resumes from its step number, and more processes see the same global batches.
+The sequences of a step depend only on the seed and the step number. So a run resumes from its step number, and the
+global batches are the same for any number of processes.
 """
 
 import hashlib
@@ -20,7 +19,7 @@ from data.text.cache import CachedSamples
 from data.text.masks import Sample
 from data.text.prompts import Prompt
 
-Tokens = np.ndarray[Any, Any]  # one sample's tokens or mask, (T,)
+Tokens = np.ndarray[Any, Any]  # a sample's tokens or mask, (T,)
 
 
 class Packed(NamedTuple):
@@ -35,7 +34,7 @@ class Packed(NamedTuple):
 class Batch:
     """A micro-batch; `index` is each sequence's index in `Packed`, -1 for a filler sequence, which has no mask.
 
-    One of drafts has the `path` of `Features`, and says which rows are `trained` at each depth.
+    A rollout's micro-batch has the `path` of `Features`, and the rows that are `trained` at each depth.
     """
 
     token: Int[Tensor, "B T"]
@@ -49,7 +48,7 @@ class Batch:
 def pack(samples: Sequence[Sample], length: int) -> Packed:
     """Pack documents into sequences of `length` tokens: best fit, longest first, which leaves few gaps.
 
-    No document that fits a sequence is split; of a longer one, every piece is a document of its own.
+    Documents that fit a sequence are not split; the pieces of a longer one are documents.
     """
     pieces = [
         (token[start : start + length], mask[start : start + length])
@@ -73,7 +72,7 @@ def pack(samples: Sequence[Sample], length: int) -> Packed:
 
 
 def check_known(packed: Packed, prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase, vocabulary: int) -> None:
-    """Refuse data with a token that the target does not know: a tokenizer may have some that its embedding lacks."""
+    """Refuse data with tokens outside of the target's embedding: a tokenizer may have more."""
     largest = {"the data": int(packed.token.max())}
     largest |= {f"prompt {prompt.id}, held out of the data,": max(prompt.token, default=0) for prompt in prompts}
     for where, last in largest.items():
@@ -119,9 +118,9 @@ def _best_fit(sizes: list[int], length: int) -> list[list[int]]:
 class Batches:
     """The micro-batches of one process, for any step.
 
-    Sequences come from one endless stream, a fresh permutation an epoch; step s takes the next `sequences_per_step` of
-    it. Rank r of `world` has every world-th sequence of those, from r on, in micro-batches of `micro_batch_size`. Every
-    rank has as many.
+    Sequences come from an endless stream, with a new permutation every epoch; step s takes the next
+    `sequences_per_step`. Rank r of `world` takes every world-th sequence of those, from r on, in micro-batches of
+    `micro_batch_size`. All ranks have equally many micro-batches.
     """
 
     def __init__(
@@ -153,7 +152,7 @@ class Batches:
             self._batch(mine[start : start + self.micro_batch_size])
             for start in range(0, len(mine), self.micro_batch_size)
         ]
-        # A filler trains nothing. It has a real sequence's tokens: a forward pass over padding alone may give NaN.
+        # A filler trains nothing. It has a real sequence's tokens, since a forward pass over padding may give NaN.
         first = self._batch(torch.zeros(1, dtype=torch.long))
         filler = replace(first, loss_mask=torch.zeros_like(first.loss_mask), index=torch.full_like(first.index, -1))
         return batches + [filler] * (-(-count // self.micro_batch_size) - len(batches))
@@ -179,7 +178,7 @@ def token_counts(samples: Sequence[Sample], vocab_size: int) -> Int[Tensor, "V"]
 
 
 def fingerprint(samples: Sequence[Sample]) -> str:
-    """Return the SHA-256 over the samples' lengths, tokens and masks, in their order."""
+    """Return the SHA-256 over the samples' lengths, tokens and masks, in order."""
     digest = hashlib.sha256()
     for token, mask in sample_arrays(samples):
         digest.update(np.concatenate([[len(token)], token, mask]).astype("<i4").tobytes())

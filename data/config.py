@@ -8,7 +8,7 @@ from heads.common.ranges import Count, Number, OneOf, RowLength
 
 @dataclass(frozen=True)
 class DataConfig:
-    """The documents to train on; conf/data/default.yaml says what each key means."""
+    """The training data; conf/data/default.yaml explains the keys."""
 
     path: Any
     weights: list[float] | None

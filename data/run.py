@@ -49,13 +49,13 @@ from inference.target.loading import load_tokenizer
 from inference.target.placement import check_alone
 from inference.target.target import Target
 
-PATIENCE = timedelta(days=30)  # for which a process that has answered its chats waits for the others
-JSON_LINES = (".jsonl", ".json")  # endings by which data.path reads the answers as what they are
+PATIENCE = timedelta(days=30)  # the longest wait for the other processes' answers
+JSON_LINES = (".jsonl", ".json")  # endings of files that data.path can read
 
 
 @dataclass(frozen=True)
 class JobConfig(AnswerSettings):
-    """One call; conf/data.yaml says what each key means. `head` is None where no features are extracted."""
+    """The configuration of a call; conf/data.yaml explains the keys. `head` is None without an extraction."""
 
     model: ModelConfig
     data: DataConfig
@@ -74,7 +74,7 @@ class JobConfig(AnswerSettings):
     batch_size: Count
 
     def __post_init__(self) -> None:
-        """Refuse a `by` that is neither the engine nor a URL."""
+        """Refuse a `by` that is neither "engine" nor a URL."""
         if self.by != "engine":
             check_url("by", self.by)
 
@@ -84,7 +84,7 @@ class JobConfig(AnswerSettings):
 
 
 def answer(job: JobConfig, out: Path) -> None:
-    """Write the target's answers to the training prompts and say how many there are."""
+    """Write the target's answers to the training prompts and print their number."""
     settings = job.settings()
     state = PartialState(cpu=job.model.device == "cpu", timeout=PATIENCE)
     work = Work(
@@ -114,7 +114,7 @@ def answer(job: JobConfig, out: Path) -> None:
 
 
 def check(job: JobConfig) -> None:
-    """Refuse contradictions, data, files and folders to write and drafters, before anything is loaded."""
+    """Refuse contradictory options, bad data, outputs and drafters, before anything is loaded."""
     if job.answers is None and job.inspect < 1 and job.head is None:
         raise ValueError(
             "nothing to do: give answers=FILE.jsonl, or inspect=N to see N samples with their loss masks, or "

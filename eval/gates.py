@@ -63,9 +63,9 @@ def check(
     if not drafters and sizes == [1]:
         return {}, []
     setup, ids = Setup(target, drafters, prompts, config.settings(0.0, gaps=True)), [prompt.id for prompt in prompts]
-    plain = Baseline(target.device)
+    baseline = Baseline(target.device)
     alone = [
-        reference(target, plain, prompt.token, setup.settings) for prompt in progress(prompts, "the baseline alone")
+        reference(target, baseline, prompt.token, setup.settings) for prompt in progress(prompts, "the baseline alone")
     ]
     gates = {}
     for size in sorted(sizes):
@@ -82,9 +82,9 @@ def check(
 def agreement(target: Target, runs: Runs) -> dict[str, dict[str, Any]]:
     """Return how many of each drafter's timed greedy answers equal the baseline's, in the timed dtype."""
     middle = medians({name: runs_of for name, runs_of in runs.items() if name != HF})
-    plain, dtype = middle.pop(PLAIN), str(target.dtype).removeprefix("torch.")
+    baseline, dtype = middle.pop(PLAIN), str(target.dtype).removeprefix("torch.")
     equal = {
-        name: [ours.tokens == theirs.tokens for ours, theirs in zip(plain, runs_of, strict=True)]
+        name: [ours.tokens == theirs.tokens for ours, theirs in zip(baseline, runs_of, strict=True)]
         for name, runs_of in middle.items()
     }
     return {name: {"dtype": dtype, "checked": len(same), "identical": sum(same)} for name, same in equal.items()}
@@ -127,14 +127,14 @@ def sampled_gates(setup: Setup, tv: float, tests: int, sizes: Sequence[int] = (1
     coupled = replace(settings, rule=COUPLED, lossy=False, gaps=True)
     all_sizes = tuple(sorted({1, *sizes}))
     runs = {size: decoded_once(setup._replace(settings=coupled), size) for size in all_sizes}
-    plain = [
+    baseline = [
         reference(target, Baseline(target.device), prompt.token, coupled)
         for prompt in progress(prompts, "the baseline, sampled")
     ]
     verdicts = []
-    candidates = texts(prompts, plain)
+    candidates = texts(prompts, baseline)
     for name, drafter in drafters.items():
-        equal = {size: coupled_check(target, plain, run[name], prompts, coupled) for size, run in runs.items()}
+        equal = {size: coupled_check(target, baseline, run[name], prompts, coupled) for size, run in runs.items()}
         failed_at = next((size for size, check in equal.items() if check.failed), None)
         test, why = chi_square_test(target, drafter, candidates, settings, tv, losslessness.ALPHA / tests)
         merged = worst(list(equal.values()))
@@ -144,7 +144,7 @@ def sampled_gates(setup: Setup, tv: float, tests: int, sizes: Sequence[int] = (1
 
 def coupled_check(
     target: Target,
-    plain: Sequence[Generation],
+    baseline: Sequence[Generation],
     drafted: Sequence[Generation],
     prompts: Sequence[Prompt],
     how: RequestParams,
@@ -159,7 +159,7 @@ def coupled_check(
         gap = coupled_gap(target, prompt.token, ours.tokens[: parted.position], how) if both else None
         return replace(parted, gap=gap), gap is not None and gap < EPSILON[target.dtype]
 
-    return gate_of(compared(*runs) for runs in zip(plain, drafted, prompts, strict=True))
+    return gate_of(compared(*runs) for runs in zip(baseline, drafted, prompts, strict=True))
 
 
 @torch.inference_mode()
@@ -174,10 +174,10 @@ def coupled_gap(target: Target, prompt: list[int], answer: list[int], how: Reque
     return float(how.sampling.temperature * torch.log(torch.tensor(first / second))) if second > 0 else float("inf")
 
 
-def texts(prompts: Sequence[Prompt], plain: Sequence[Generation]) -> list[tuple[list[int], list[int]]]:
+def texts(prompts: Sequence[Prompt], baseline: Sequence[Generation]) -> list[tuple[list[int], list[int]]]:
     """Return different prompts with their answers up to the smallest logit gap, the smallest gaps first."""
     prefixes: list[tuple[float, tuple[list[int], list[int]]]] = []
-    for prompt, run in zip(prompts, plain, strict=True):
+    for prompt, run in zip(prompts, baseline, strict=True):
         gaps = run.gaps[1:]  # the first draft comes after one token of the answer
         if gaps:
             at = min(range(len(gaps)), key=gaps.__getitem__) + 1

@@ -44,7 +44,7 @@ BEST, AUTO = "best", "auto"
 
 
 def best_line(cfg: DictConfig) -> str | None:
-    """Return a line that says which head `head=best` is for a composed configuration's target, None where one is named.
+    """Return a line that says which head `head=best` is for a composed configuration's target, None if one is named.
 
     Raises:
         ValueError: the target's config.json cannot be read.

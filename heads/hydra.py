@@ -129,7 +129,7 @@ class Hydra(HeadModule):
         if self.prefix is not None:
             state = KVCache(len(token), self.config.length, token.device) if state is None else state
             position = state.begin(token.shape[1], len(token))
-            summary, _ = self.prefix.commit(state, summary, new, position)
+            summary, _ = self.prefix.append_verified(state, summary, new, position)
         return state, self._level(self.joined(last_rows(summary, new.counts), last_rows(token, new.counts)), 1)
 
     def expand(self, state: KVCache | None, level: LevelOutput, nodes: LevelNodes) -> LevelOutput:

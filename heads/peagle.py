@@ -98,7 +98,7 @@ class PEagle(Eagle3):
         token = new.token
         cache = KVCache(len(token), self.config.length, token.device) if state is None else state
         committed, start = cache.begin(token.shape[1], len(token)), self.initial_states(new.features)
-        _, pre_logits = self.commit(cache, start, new, committed)
+        _, pre_logits = self.append_verified(cache, start, new, committed)
         slots, states = self.max_depth - 1, rows.last_rows(pre_logits, new.counts)
         if slots:
             position, attend = mask_blocks_after_roots(cache, len(token), slots, causal=True)

@@ -3,7 +3,7 @@
 import sys
 from pathlib import Path
 
-if __name__ == "__main__":  # as a script: the checkout's root in place of this folder, or `import heads` would fail
+if __name__ == "__main__":  # as a script: the checkout's root not this folder, or `import heads` would fail
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 import json
@@ -32,10 +32,10 @@ from ops.audits.compare import Audit, Difference, Finding, Status, breach, diagn
 from ops.audits.output import cleaned, finding_record, rendered, reproduction
 from ops.served import Server, read_questions
 
-WAVERING = 4.0  # nats: a bar for near ties that no rounding explains
-ASKED = ("url", "baseline", "client", "out", "workload", "questions")  # keys of the configuration not of checks
+WAVERING = 4.0  # nats: a bar above which rounding cannot explain a near tie
+ASKED = ("url", "baseline", "client", "out", "workload", "questions")  # keys of the configuration that are not checks'
 JSON, PAGE, REPRODUCTION = "audit.json", "audit.html", "reproduce.py"
-# In the order in which a fault that one shows makes later ones fail too.
+# Ordered so that a fault found by one check may also fail the later ones.
 CHECKS: dict[str, Callable[[Audit], Finding]] = {
     "identity": greedy.identity,
     "prefix_cache": greedy.prefix_cache,
@@ -59,7 +59,7 @@ CHECKS: dict[str, Callable[[Audit], Finding]] = {
 
 
 class Verdict(NamedTuple):
-    """An audit's outcome, in a sentence; the fault that it looks like, or none."""
+    """An audit's verdict in a sentence, and the fault it points to, if any."""
 
     status: Status
     sentence: str
@@ -142,7 +142,7 @@ def run(audit: Audit) -> list[Finding]:
 
 
 def verdict_of(findings: list[Finding], ended: str, near_tie: float) -> Verdict:
-    """Return the outcome of all findings; `near_tie` is the bar of near ties, in nats, that they were found by."""
+    """Return the verdict on all findings; `near_tie` is the bar of near ties in nats."""
     failed, undecided = ([one for one in findings if one.status == s] for s in ("failed", "undecided"))
     then = f", then {ended}" if ended else ""
     if failed:
@@ -187,7 +187,7 @@ def speed(audit: Audit, drafts: int | None) -> Finding:
 
 
 def drafts_between(before: Counters | None, after: Counters | None) -> int | None:
-    """Return how many drafts a server counted between two readings, 0 where it counts none; None if nobody knows."""
+    """Return the number of drafts that a server counted between two readings; None if unknown."""
     if before is None or after is None or restarted(before, after):
         return None
     first, last = (c.draft_tokens if c.drafts is None else c.drafts for c in (before, after))

@@ -1,8 +1,8 @@
-"""Train the head that is fastest after a budget: short trainings of candidates, then the best one for the rest.
+"""Train the fastest head within a budget: short trainings of candidates, then the best one for the rest.
 
     python ops/budget.py budget=1h log=traffic.jsonl model.path=/my/model
 
-Every training is a `train/run.py` of its own; `forecast.json` in the output folder holds the stages that are done.
+Every training is a call of `train/run.py`; `forecast.json` in the output folder has the finished stages.
 
 Successive halving (Jamieson and Talwalkar, arXiv 1502.07943): every round has the same share of the budget. A candidate
 trains at a constant rate, from which a cooldown branches off at the end of each round, so that each of its points is a
@@ -46,7 +46,7 @@ from train.distributed.launch import key_of, overrides
 from train.planning.check import check_out, clear_out
 
 UNITS = {"s": 1, "min": 60, "h": 3600, "d": 86400}  # in seconds
-OF_ALL = ("budget", "log", "resume", "overwrite", "name", "out")  # what a training has in its own way
+OF_ALL = ("budget", "log", "resume", "overwrite", "name", "out")  # overrides that each training has for itself
 DECIDED = {  # overrides that a training within a budget cannot take, with what to do instead
     "head": "a budget compares several heads: give forecast.candidates",
     "trainer.steps": "the budget decides how long is trained: leave it out",
@@ -55,13 +55,13 @@ DECIDED = {  # overrides that a training within a budget cannot take, with what 
 }
 FOLDER, STATE = "forecast", "forecast.json"  # in the run's folder: the short trainings, and the stages that are done
 PROBE = 6  # steps of the training that says what a step costs
-ROOM = 1.1  # of a budget that is advised: the next run's steps may take longer
+ROOM = 1.1  # a margin of the advised budget
 Train = Callable[[list[str]], object]  # runs a training with these overrides, to its end
 
 
 @dataclass(frozen=True)
 class Budget:
-    """What a training may cost: seconds, or floating-point operations."""
+    """A budget: seconds, or floating-point operations."""
 
     amount: float
     timed: bool
@@ -88,7 +88,7 @@ class Budget:
 
 @dataclass(frozen=True)
 class ForecastConfig:
-    """Configure the forecast of `budget`; conf/ops/budget.yaml says what each key means."""
+    """Configure the forecast of `budget`; conf/ops/budget.yaml explains the keys."""
 
     candidates: list[str]
     share: Annotated[float, Within(0, 1, above=True, below=True)]
@@ -108,7 +108,7 @@ class ForecastConfig:
 
 @dataclass(frozen=True)
 class BudgetConfig:
-    """Configure `budget`; conf/ops/budget.yaml says what each key means."""
+    """Configure `budget`; conf/ops/budget.yaml explains the keys."""
 
     budget: Budget
     log: str | None
@@ -116,7 +116,7 @@ class BudgetConfig:
 
 
 class Forecast:
-    """The trainings of a run within its budget; `state` is what `forecast.json` holds.
+    """The trainings of a run within its budget; `state` is the content of `forecast.json`.
 
     Args:
         run: the run, apart from its head.
@@ -193,7 +193,7 @@ class Forecast:
         self.state["spent"] += seconds if self.budget.timed else taken
 
     def probe(self) -> list[str]:
-        """Train every candidate for a few steps, to see what these cost; return those that the target takes."""
+        """Train every candidate for a few steps to measure their cost; return those that the target supports."""
         for words in self.config.candidates:
             if words not in self.state["cost"] and words not in self.state["left_out"]:
                 try:
@@ -254,7 +254,7 @@ class Forecast:
         return result, Predicted(*(scale * value for value in result))
 
     def finish(self, words: str) -> None:
-        """Train a candidate for the rest of the budget, and say what was forecast of it and what came out."""
+        """Train a candidate for the rest of the budget, and print forecast and result."""
         last = self.state["points"][words][-1]["steps"]
         begin, folder = self.stable(last), self.out / "checkpoints"
         if self.state["steps"] is None:

@@ -56,5 +56,5 @@ def predict(
 
 
 def with_interval(values: Predicted, unit: str = "") -> str:
-    """Return a forecast with its interval for reading."""
+    """Return a forecast with its interval as text."""
     return f"{values.tau:.2f}{unit} [{values.low:.2f}, {values.high:.2f}]"

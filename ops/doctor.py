@@ -1,4 +1,4 @@
-"""Examine a published head: does it load and draft for its target as its card says, and what does each engine read.
+"""Examine a published head: whether it loads, drafts as its card says, and how each engine reads it.
 
     python ops/doctor.py run=outputs/NAME target=/my/model
 
@@ -9,7 +9,7 @@ written. The exit status is 1 where something is wrong.
 import sys
 from pathlib import Path
 
-if __name__ == "__main__":  # the checkout's root instead of ops/, so that its files shadow no module
+if __name__ == "__main__":  # the checkout's root instead of ops/, whose files could shadow modules
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 import re
@@ -43,12 +43,12 @@ from ops.examine.finding import WRONG, Finding, meant_for, ok, unknown, written,
 from ops.examine.keys import readings, records
 
 BUNDLED, NAME = "tiny", "acceptance"
-NOTHING = 1.05  # tokens per pass; below that a head is of no use
+NOTHING = 1.05  # tokens per pass, below which a head is useless
 
 
 @dataclass(frozen=True)
 class DoctorConfig:
-    """The head (`run`), its target, and how its acceptance is measured; conf/ops/doctor.yaml explains each key."""
+    """The head (`run`), its target, and how its acceptance is measured; conf/ops/doctor.yaml explains the keys."""
 
     run: str
     target: str | None
@@ -75,7 +75,7 @@ def examine(config: DoctorConfig) -> list[Finding]:
     head = read(config.run)
     target, why = load_target(config.target, head, config.dtype, config.measure)
     try:
-        sibling = head.form == OWN and config.sibling
+        sibling = head.format_name == OWN and config.sibling
         spec = sibling_spec(head.folder, target.spec, "is examined for") if sibling else target.spec
         loaded = load_found(head.folder, target.embeddings, spec)
     except (ValueError, OSError) as error:
@@ -152,7 +152,7 @@ def _compared(
 
 
 def _row(head: Examined, kind: str, workload: str | None) -> ResultRow | None:
-    """Return the report's row on this head that can be measured again: greedy, one at a time, of a known tree.
+    """Return the report's row on this head that can be measured again: greedy, batch size 1, a known tree.
 
     One on the workload comes first.
     """

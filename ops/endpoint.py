@@ -8,7 +8,7 @@ batch size is the number of requests in flight.
 import sys
 from pathlib import Path
 
-if __name__ == "__main__":  # as a script: the checkout's root in place of this folder, or `import heads` would fail
+if __name__ == "__main__":  # as a script: the checkout's root not this folder, or `import heads` would fail
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 import platform
@@ -47,7 +47,7 @@ Servers = Mapping[str, Server]  # by drafter name, the baseline's is PLAIN
 
 @dataclass(frozen=True)
 class ServedConfig(Conditions):
-    """A served model to measure, its baseline, and the requests; conf/ops/endpoint.yaml says what keys mean."""
+    """A served model to measure, its baseline, and the requests; conf/ops/endpoint.yaml explains the keys."""
 
     url: str
     baseline: str | None

@@ -1,4 +1,4 @@
-"""Maintain a head in service by its log: watch, adapt, compare, swap; the same command resumes a killed one.
+"""Maintain a head in service by its log: watch, adapt, compare, swap; the same command resumes.
 
     python ops/loop.py log=log.jsonl serve=outputs/NAME
 
@@ -52,7 +52,7 @@ TRAFFIC, FORMER, ADAPTED, PROOF = "traffic", "former", "adapted", "proof"
 
 @dataclass(frozen=True)
 class LoopConfig:
-    """Configure the stages; conf/ops/loop.yaml says what each key means."""
+    """Configure the stages; conf/ops/loop.yaml explains the keys."""
 
     watcher: dict[str, Any]
     since: Number | None
@@ -75,13 +75,13 @@ class LoopJob:
 
 @dataclass
 class State:
-    """Where a maintenance is; written whole with each decision."""
+    """The state of a maintenance; written atomically with each decision."""
 
     serve: str  # the head in service, as it was named
     round: int = 1  # each ends with a swap, or with the decision that there is none
     stage: str = WATCH  # to run next
     begin: int = 0  # the line of the log, from 0, with which this round's watch begins
-    tried: int = 0  # lines of the log when a round swapped nothing; 0 where the last round swapped a head
+    tried: int = 0  # lines of the log when a round swapped nothing; 0 if the last round swapped a head
     decisions: list[dict[str, Any]] = field(default_factory=list)
 
     @classmethod
@@ -96,7 +96,7 @@ class State:
         return state
 
     def decide(self, out: Path, decision: str, evidence: dict[str, Any], stage: str, **changes: int) -> None:
-        """Record a decision of this stage, go on to another one, and say so."""
+        """Record this stage's decision, go to the next stage, and print it."""
         now = datetime.now(timezone.utc).isoformat(timespec="seconds")
         record = {"at": now, "round": self.round, "stage": self.stage, "decision": decision, "evidence": evidence}
         self.decisions.append(record)
@@ -137,7 +137,7 @@ def maintain(run: RunConfig, service: LoopJob, words: list[str], train: Train) -
 
 
 class Maintenance:
-    """One head's maintenance, at a stage."""
+    """The maintenance of a head."""
 
     def __init__(self, run: RunConfig, service: LoopJob, words: list[str], train: Train, state: State) -> None:
         self.run, self.words, self.train, self.state = run, words, train, state
@@ -167,7 +167,7 @@ class Maintenance:
             return sum(1 for _ in file)
 
     def go(self) -> int:
-        """Run stage after stage until a round ends, or there is nothing to do yet."""
+        """Run the stages until a round ends, or there is nothing to do yet."""
         stages = {WATCH: self.watch, ADAPT: self.adapt, PROVE: self.prove, SWAP: self.swap}
         done: int | None = None
         while done is None:
@@ -280,7 +280,7 @@ class Maintenance:
 
 
 def copy_head(head: Path, served: Path) -> None:
-    """Replace a folder that a head is served from by a copy of another one: a reader finds one of them, whole.
+    """Replace a served head's folder by a copy of another one, atomically.
 
     A link to the folder stays one.
     """

@@ -1,4 +1,4 @@
-"""The adapted head next to the head in service: one evaluation of both on the same held-out requests, and the verdict.
+"""The comparison of an adapted head with the head in service, on the same held-out requests, and the verdict.
 
 The adapted head is better if its τ on the new traffic is higher by the paired interval's lower end, it is lossless, and
 its τ on the old traffic has fallen by no more than allowed, by the lower end again. Without a comparison it is not.
@@ -21,7 +21,7 @@ PROOFS = NEW, OLD = "proof_new.jsonl", "proof_old.jsonl"
 
 
 class Verdict(NamedTuple):
-    """Whether the adapted head takes over, in a sentence, with the numbers behind it."""
+    """The verdict on the adapted head in a sentence, with its numbers."""
 
     better: bool
     sentence: str

@@ -1,4 +1,4 @@
-"""A sequential test that acceptance has fallen, with a bound on ever being wrong: pure functions of numbers.
+"""A sequential test that acceptance has fallen, with a bound on its false alarms: pure functions of numbers.
 
 A bet of a share f of the most that is safe against "the mean is m or more", for a number x in [0, 1], multiplies a
 capital by 1 + f (m - x) / (1 - m). If the mean is m or more the capital is a nonnegative supermartingale: that it ever
@@ -43,7 +43,7 @@ Array = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class WatcherConfig:
-    """When a watch raises an alarm, and how it reads a log; conf/ops/watch.yaml says what each key means."""
+    """The configuration of a watch; conf/ops/watch.yaml explains the keys."""
 
     alarm_rate: Annotated[float, Within(0, 0.5, above=True)]
     reference: Annotated[int, Within(20, 1_000_000)]
@@ -110,7 +110,7 @@ class Mean:
 
 
 class Detector:
-    """State of a watch: it takes observations in order, and says when acceptance has fallen.
+    """The detector of a watch: it takes observations in order, and raises the alarm.
 
     Accepted tokens per pass are cut to `scale` and divided by it, so that one request in many does not keep bets small.
     """

@@ -241,7 +241,7 @@ def questions_of(record: Readable, turns: str, chat: bool) -> Iterator[Question]
 class Answer(NamedTuple):
     """An answer: text, tokens as the server counts them, seconds to the last and to the first token, its passes.
 
-    `ttft_s` is None where the answer came at once, `passes` where the server does not count those of each request.
+    `ttft_s` is None if the answer came at once, `passes` where the server does not count those of each request.
     `weight` is the share of its seconds that count, below 1 where requests are concurrent. Of requests that arrive at a
     rate, `latency_s` and `ttft_s` count from the arrival: `arrived`, from the round's first one, and `queue_s` until it
     was sent.
@@ -268,7 +268,7 @@ class Answer(NamedTuple):
 
     @property
     def decode_s(self) -> float | None:
-        """Seconds from the first token to the last; None where it came at once."""
+        """Seconds from the first token to the last; None if it came at once."""
         return None if self.ttft_s is None else (self.latency_s - self.ttft_s) * self.weight
 
 
@@ -293,7 +293,7 @@ def read_answer(events: Iterable[tuple[float, Mapping[str, Any]]], model: str) -
 
 @dataclass(frozen=True)
 class ClientConfig:
-    """Configuration of the requests to a server; conf/ops/endpoint.yaml says what each key means."""
+    """Configuration of the requests to a server; conf/ops/endpoint.yaml explains the keys."""
 
     model: str | None
     chat: bool

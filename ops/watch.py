@@ -1,9 +1,9 @@
-"""python ops/watch.py log=log.jsonl run=outputs/NAME: a line when the acceptance of a head in service has fallen."""
+"""python ops/watch.py log=log.jsonl run=outputs/NAME: an alarm when a served head's acceptance has fallen."""
 
 import sys
 from pathlib import Path
 
-if __name__ == "__main__":  # as a script: the checkout's root in place of this folder, or `import heads` would fail
+if __name__ == "__main__":  # as a script: the checkout's root not this folder, or `import heads` would fail
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 import logging
@@ -218,7 +218,7 @@ class Log:
 
 
 def counts_in(raw: Mapping[str, Any]) -> SpecDecodingStats | None:
-    """Return the counts that a record has of its answer's passes, None where it has none.
+    """Return the counts that a record has of its answer's passes, None if it has none.
 
     That is `accepted`, how many tokens each pass accepted, or the counts in vLLM's and SGLang's replies.
     """

@@ -17,7 +17,8 @@ IDENTIFIERS = {
     "tally": "statistics", "heading": "metadata", "ladder": "speedup_breakdown", "rung": "stage", "rungs": "stages",
     "twin": "clone", "twins": "clones", "follower": "runner", "carried": "adapter", "lineage": "ancestors",
     "judge": "evaluator", "keeper": "writer", "remade": "recomputed", "mend": "fix", "place": "index, slot or device",
-    "places": "indices", "spread": "scatter or interval", "forget": "reset", "observe": "update",
+    "places": "indices", "spread": "scatter or interval", "forget": "reset", "observe": "update", "race": "scores",
+    "coin": "uniform number", "coins": "uniforms",
 }  # fmt: skip
 # Variables that do not say what they hold.
 MEANINGLESS = {"each", "found", "place", "told", "made", "part", "own", "known", "said", "wanted", "kept", "asked"}

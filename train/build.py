@@ -211,17 +211,8 @@ def loop_of(
 
 def batches_for(run: Any, packed: Any, accelerator: Accelerator) -> Batches:
     """Return the run's batches, the trainer's token budgets converted to sequences."""
-    sequences_per_step, micro_batch_size = (
-        tokens // run.data.length for tokens in (run.trainer.batch_tokens, run.trainer.micro_tokens)
-    )
-    return Batches(
-        packed,
-        sequences_per_step,
-        micro_batch_size,
-        run.trainer.seed,
-        accelerator.process_index,
-        accelerator.num_processes,
-    )
+    step, micro_batch = (tokens // run.data.length for tokens in (run.trainer.batch_tokens, run.trainer.micro_tokens))
+    return Batches(packed, step, micro_batch, run.trainer.seed, accelerator.process_index, accelerator.num_processes)
 
 
 def identity(

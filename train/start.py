@@ -247,7 +247,7 @@ def fit_init(head: nn.Module, init: str | None, target: Any, batches: Batches, l
 
     An MTP module has one projection for it. In EAGLE and EAGLE-3 the prediction is folded into queries, keys and
     values, since EAGLE's attention has no norm before it and EAGLE-3's reads two states. EAGLE feeds back final-normed
-    states without a norm of its own, so its layer computes in that norm's scale. EAGLE-3's fused features are fitted to
+    states without its own norm, so its layer computes in that norm's scale. EAGLE-3's fused features are fitted to
     the target's last state, like the states that it feeds back, and attention and MLP outputs make up for its residual.
     """
     if init != LAST_LAYER or target.embeddings.num_layers < 2:

@@ -1,7 +1,6 @@
-"""State of a chat that is being answered: one user turn after the other, the target's answers in between.
+"""The state of a chat that is being answered: the user's turns with the target's answers in between.
 
-Our engine and an endpoint hand their replies to the same conversation, so that both have the same text kept, refused
-and counted.
+Our engine and an endpoint use the same class, so both keep, refuse and count the same text.
 """
 
 import json
@@ -24,11 +23,11 @@ from inference.chat_template import RenderError
 from inference.text_stream import UNFINISHED
 from inference.verification.rng import hashed
 
-FIXED = ("messages", "tools", "add_generation_prompt")  # the template's values that come from the chat
+FIXED = ("messages", "tools", "add_generation_prompt")  # the template's values that are the chat's
 
 TopP = Annotated[float, Within(0, 1, above=True)]
 
-# Causes for which a chat ends before its last turn. A chat without any answer is left out.
+# The causes of an early end of a chat. A chat without any answer is left out.
 CAUSES = {
     "context": "the next prompt leaves no room for max_new_tokens in the context",
     "unfinished": "max_new_tokens cut the answer off",
@@ -42,7 +41,7 @@ CAUSES = {
 
 @dataclass(frozen=True)
 class AnswerSettings:
-    """Settings of the target's answers (top_p: Holtzman et al., 2020); conf/data.yaml says what each key means."""
+    """The settings of the target's answers (top_p: Holtzman et al., 2020); conf/data.yaml explains the keys."""
 
     temperature: Amount
     top_p: TopP
@@ -54,7 +53,7 @@ class AnswerSettings:
     template_args: dict[str, Any] | None
 
     def options(self, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
-        """Return the chat template's values besides the chat; refuse one that it does not read: it would do nothing."""
+        """Return the chat template's extra values; refuse one that it does not read."""
         thinking = {} if self.thinking is None else {"enable_thinking": self.thinking}
         options = {**thinking, **(self.template_args or {})}
         template = tokenizer.get_chat_template() if options and tokenizer.chat_template else ""
@@ -69,9 +68,9 @@ class AnswerSettings:
 
 
 class Reply(NamedTuple):
-    """The target's reply in the parts that the answerer can separate; `finished` if it has an end token.
+    """The target's reply in its parts; `finished` if it has an end token.
 
-    `logged` are all tokens of prompt and answer, end tokens too, where the settings ask for them.
+    `logged` are all tokens of prompt and answer with end tokens, if the settings ask for them.
     """
 
     text: str
@@ -83,18 +82,18 @@ class Reply(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """Outcome of a chat."""
+    """The outcome of a chat."""
 
     id: str  # the record's id
     chat: dict[str, Any] | None  # the record to train on; None if it is left out
     answers: int = 0  # number of answers in the chat
     cause: str = ""  # why the chat ends early, a key of CAUSES or an answerer's failure; empty for a complete chat
-    failed: bool = False  # whether the answerer failed: nothing is kept, and a later call answers it again
+    failed: bool = False  # whether the answerer failed: a later call answers the chat again
     detail: str = ""  # the failure's message
 
 
 class Conversation:
-    """A chat that is being answered: `ask`, `take`, and again, until `ask` returns None; then `outcome`.
+    """A chat that is being answered: `ask` and `take` in turn until `ask` returns None, then `outcome`.
 
     Recorded answers and tool results are dropped, system prompts and tool definitions stay.
     """
@@ -121,7 +120,7 @@ class Conversation:
         try:
             rendered = render(self.prompt, self.tokenizer, True, self.tools, self.options)
             rendered.encode()  # refuses lone surrogates
-        except (RenderError, UnicodeEncodeError):  # a template is a program, and may fail at a chat
+        except (RenderError, UnicodeEncodeError):  # a template is a program and may fail
             self.cause = "refused"
             return None
         self.opened = OPENED.search(rendered) is not None
@@ -137,7 +136,7 @@ class Conversation:
         if not reasoning:
             reasoning, text = split_reasoning(text, self.opened)
         if self.opened and not (reasoning or reply.finished or THOUGHT in reply.text):
-            reasoning, text = text, ""  # cut off within the block that the template opened
+            reasoning, text = text, ""  # cut off in the reasoning that the template opened
         if not reply.finished:
             self.cause = "unfinished"
             if not self.settings.keep_unfinished:
@@ -208,7 +207,7 @@ class Document:
             self.cause = "unfinished"
             if not self.settings.keep_unfinished:
                 return
-        # Decoded together: many tokenizers drop the blank before a text's first word.
+        # Decoded together: many tokenizers drop the space before a text's first word.
         text = str(self.tokenizer.decode([*self.prompt.token, *reply.token], skip_special_tokens=True))
         if not reply.text.strip():
             self.cause = self.cause or "empty"
@@ -220,7 +219,7 @@ class Document:
             self.ended = {} if reply.finished else {"finish_reason": "length"}
 
     def outcome(self) -> Outcome:
-        """Return prompt, answer and text; with a chat template only the text, lest readers take it for a chat."""
+        """Return prompt, answer and text; with a chat template only the text, since readers would see a chat."""
         if not self.answer:
             return Outcome(self.id, None, 0, self.cause)
         parts = {} if self.tokenizer.chat_template else {"prompt": self.prompt.text, "answer": self.answer}
@@ -236,34 +235,34 @@ Talk = Conversation | Document
 
 
 def talk_of(record: Record, tokenizer: PreTrainedTokenizerBase, settings: AnswerSettings, context: int) -> Talk:
-    """Return the state in which a record is answered: a document, or a conversation."""
+    """Return the state for answering a record: a document or a conversation."""
     plain = is_plain(record, tokenizer) or not tokenizer.chat_template
     return (Document if plain else Conversation)(record, tokenizer, settings, context)
 
 
 @runtime_checkable
 class Answerer(Protocol):
-    """Source of answers; chats are rendered for its tokenizer and its context, in tokens."""
+    """An answerer; chats are rendered for its tokenizer and its context (in tokens)."""
 
     tokenizer: PreTrainedTokenizerBase
     context: int
 
     def answer(self, talks: Iterable[Talk]) -> Iterator[Outcome]:
-        """Answer all records, several at a time, and yield each outcome as soon as it is there."""
+        """Answer all records, several at a time, and yield the outcomes as they finish."""
         ...
 
     def describe(self) -> dict[str, Any]:
-        """Return the settings that shape the answers, for their provenance."""
+        """Return the settings that affect the answers, for their provenance."""
         ...
 
 
 def logged(answers: list[LoggedAnswer]) -> dict[str, Any]:
-    """Return the field of a chat that holds its answers' tokens; nothing where there are none."""
+    """Return the field of a chat with its answers' tokens; empty without any."""
     return {"tokens": [answer._asdict() for answer in answers]} if answers else {}
 
 
 def turns_of(messages: list[Message]) -> list[list[Message]]:
-    """Return the messages before each answer, a user's among them; answers to them and tool results are left out."""
+    """Return the messages before each answer, without answers and tool results."""
     turns: list[list[Message]] = []
     turn: list[Message] = []
     for message in [*messages, {"role": "assistant"}]:
@@ -277,7 +276,7 @@ def turns_of(messages: list[Message]) -> list[list[Message]]:
 
 
 def round_trips(text: str, tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Whether a text survives encoding and decoding, outer blanks aside, and holds no special token."""
+    """Whether a text survives encoding and decoding, except outer blanks, and has no special token."""
     if not is_text(text, tokenizer):
         return False
     (token,) = encode([text], tokenizer)

@@ -1,7 +1,7 @@
-"""HTTP client for OpenAI-compatible endpoints such as vLLM's and SGLang's, for writing answers and for measuring.
+"""An HTTP client for OpenAI-compatible endpoints such as vLLM's and SGLang's, for answers and for measurements.
 
-Replies are untrusted: one that does not answer the request is an `EndpointError` with a cause. Temporary failures are
-retried with exponential back-off and jitter, or after the time that the server names.
+Replies are untrusted: a malformed one is an `EndpointError` with a cause. Temporary failures are retried with
+exponential back-off and jitter, or after the server's own time.
 """
 
 import json
@@ -41,7 +41,7 @@ DONE = "[DONE]"  # the last event of a complete stream
 
 @dataclass(frozen=True)
 class EndpointConfig:
-    """Configuration of the requests to an endpoint; conf/data.yaml says what each key means."""
+    """The configuration of requests to an endpoint; conf/data.yaml explains the keys."""
 
     model: str | None
     concurrency: Count
@@ -59,7 +59,7 @@ def base_url(url: str) -> str:
 
 
 def check_url(key: str, url: str) -> None:
-    """Refuse a URL that is no endpoint's, or that carries a secret; `key` is the option that held it."""
+    """Refuse a URL that is not an endpoint's, or that contains a secret; `key` is its option."""
     parts = urlsplit(url)
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise ValueError(f"{key}={url}: give a URL such as http://localhost:8000")
@@ -73,7 +73,7 @@ def check_url(key: str, url: str) -> None:
 class EndpointError(Exception):
     """A failed request: its cause in one word, the server's words, whether to retry, and after how many seconds.
 
-    The detail goes into files, so secrets are redacted and lone surrogates escaped.
+    The detail is written to files, so secrets are redacted and lone surrogates escaped.
     """
 
     def __init__(self, cause: str, detail: str, retry: bool = False, after: float | None = None) -> None:
@@ -83,10 +83,10 @@ class EndpointError(Exception):
 
 
 class Client:
-    """Client of one endpoint; its methods may be called from several threads.
+    """The client of an endpoint; its methods may be called from several threads.
 
-    Error messages name `by` and `options`, the options that hold the URL and the configuration, and say
-    `without_template`, the remedy of one who can do without a chat template.
+    Error messages name `by` and `options`, the options of the URL and the configuration, and `without_template`, the
+    remedy without a chat template.
     """
 
     def __init__(
@@ -99,10 +99,10 @@ class Client:
         self.url, self.config, self.key = url.rstrip("/"), config, key or HIDDEN
         headers = {"Authorization": f"Bearer {key}"} if key else {}
         self.http = httpx.Client(headers=headers, limits=httpx.Limits(max_connections=None))  # concurrency bounds them
-        self.stop = threading.Event()  # set, it ends the pauses before retries, and there are no further ones
+        self.stop = threading.Event()  # if set, it ends the pauses and prevents further retries
 
     def served(self) -> tuple[str, int]:
-        """Return the model's name and its context in tokens, UNKNOWN_CONTEXT where the server does not report it.
+        """Return the model's name and its context in tokens, UNKNOWN_CONTEXT if not reported.
 
         Raises:
             ValueError: the endpoint does not list its models, or not the configured one.
@@ -127,7 +127,7 @@ class Client:
         return name, context if isinstance(context, int) and context > 0 else UNKNOWN_CONTEXT
 
     def request(self, method: str, path: str, body: dict[str, Any] | None) -> dict[str, Any]:
-        """Send a request, retry it after temporary failures, and return the reply's JSON object.
+        """Send a request with retries, and return the reply's JSON object.
 
         Raises:
             EndpointError: the last attempt failed, or the server asks for a longer pause than `max_wait`.
@@ -141,7 +141,7 @@ class Client:
             return self._read_reply(response, path)
 
     def retried(self, attempt: Callable[[int], T], retries: int) -> T:
-        """Return what an attempt returns, which is given its number from 0; after temporary failures there are more."""
+        """Call `attempt` with 0, 1, … until it does not fail temporarily, and return its result."""
         for number in range(retries + 1):
             try:
                 return attempt(number)
@@ -175,7 +175,7 @@ class Client:
         raise EndpointError("unreachable", "the stream broke off before its end", True)
 
     def page(self, path: str) -> tuple[int, str]:
-        """Return the status and the text of a page, which need not be JSON; refuse what is not there in time."""
+        """Return the status and the text of a page, not necessarily JSON; refuse a late one."""
         with self._exchange("GET", path, None) as response:
             return response.status_code, response.read().decode(errors="replace")
 
@@ -199,7 +199,9 @@ class Client:
             words = "a page" if text.lstrip().startswith("<") else " ".join(text.split())[:SHOWN]
             raise ValueError(f"{self.url}{path}: {response.status_code} ({words}); {remedy}")
         if response.status_code != 200:
-            seconds = response.headers.get("Retry-After", "")  # a date, which HTTP allows too, gives our own pause
+            seconds = response.headers.get(
+                "Retry-After", ""
+            )  # for a date, which HTTP allows too, our own pause is used
             after = float(seconds) if seconds.isdigit() else None
             temporary = response.status_code in TEMPORARY or response.status_code >= 500
             if self.without_template and "chat template" in text:
@@ -243,14 +245,14 @@ def read_reply(data: Mapping[str, Any], model: str) -> Reply:
 
 
 def read_call(call: Any) -> dict[str, Any]:
-    """Convert a tool call to the form of chat templates: arguments as an object, not as JSON; refuse one without."""
+    """Convert a tool call for chat templates: arguments as an object, not as JSON; refuse one without."""
     try:
         function = dict(call["function"])
         name, arguments = function["name"], function["arguments"]
         if not isinstance(name, str):
             raise TypeError
         function["arguments"] = arguments
-        if isinstance(arguments, str):  # empty where the function takes none
+        if isinstance(arguments, str):  # empty if the function takes none
             function["arguments"] = parse_json(arguments.encode(), NESTED) if arguments.strip() else {}
         return {"type": "function", "function": function}
     except (KeyError, TypeError, ValueError) as error:

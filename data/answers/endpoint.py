@@ -1,6 +1,6 @@
-"""Answers from an OpenAI-compatible endpoint: several chats in flight, the turns of each one after another.
+"""Answers by an OpenAI-compatible endpoint, several chats at a time.
 
-A failed chat is left to a later call; after several consecutive failures the job stops and keeps all finished answers.
+A later call answers failed chats; several consecutive failures stop the job, and finished answers are kept.
 """
 
 import logging
@@ -19,13 +19,13 @@ from heads.common.progress import tick
 
 log = logging.getLogger(__name__)
 
-MOST_FAILURES = 8  # chats that fail one after another before the job stops
-SEEDS = 2**31  # of the seeds that every server takes
+MOST_FAILURES = 8  # consecutive failures that stop the job
+SEEDS = 2**31  # the largest seed that every server accepts
 TOKENS = {"return_token_ids": True, "return_prompt_token_ids": True}  # SGLang needs the second in chats
 
 
 class Endpoint:
-    """Answerer that sends chats to a served target."""
+    """An answerer that sends chats to a served target."""
 
     def __init__(self, client: Client, tokenizer: PreTrainedTokenizerBase, settings: AnswerSettings) -> None:
         if not tokenizer.chat_template:
@@ -41,8 +41,7 @@ class Endpoint:
     def answer(self, talks: Iterable[Talk]) -> Iterator[Outcome]:
         """Answer all chats, and yield their outcomes.
 
-        A job that stops, also by Ctrl-C, waits for the requests in flight, asks nothing more, and keeps the chats that
-        these complete.
+        A job that stops, also by Ctrl-C, waits for the requests in flight and keeps the chats that they complete.
 
         Raises:
             ValueError: too many consecutive chats failed, the endpoint refuses every request, or a record is no chat.
@@ -84,7 +83,7 @@ class Endpoint:
             raise stopped
 
     def describe(self) -> dict[str, Any]:
-        """Return the served model's name, the tokenizer's, and the requests' further fields."""
+        """Return the names of the served model and tokenizer, and the requests' extra fields."""
         return {
             "by": "endpoint",
             "target": {"served_as": self.model, "tokenizer": self.tokenizer.name_or_path},

@@ -1,8 +1,8 @@
-"""Answers by our engine: a continuous batch over chats, with a drafter or without.
+"""Answers by our engine: a continuous batch over chats, with or without a drafter.
 
-Verification is coupled at every temperature: a token is then a function of the text before it and the request's seed,
-whatever the drafts and the batch, and its distribution is the target's (arXiv 2408.07978). The batch still affects
-rounding: a forward pass of another shape may turn a near tie.
+The rule is `coupled` at every temperature: a token is a function of the tokens before it and the request's seed,
+independent of drafts and batch, and its distribution is the target's (arXiv 2408.07978). The batch only affects
+rounding, which may flip a near tie.
 """
 
 from collections import deque
@@ -31,7 +31,7 @@ from inference.verification.verify import COUPLED
 
 
 class Answering(NamedTuple):
-    """A chat whose answer is being decoded, the prompt's tokens, and what holds the answer."""
+    """A chat whose answer is being decoded, the prompt's tokens, and the answer's generation."""
 
     talk: Talk
     prompt: list[int]
@@ -39,7 +39,7 @@ class Answering(NamedTuple):
 
 
 class Engine:
-    """Answerer that decodes `batch_size` chats at a time with our engine."""
+    """An answerer that decodes `batch_size` chats at a time with our engine."""
 
     def __init__(self, target: Target, drafter: Drafter, settings: AnswerSettings, batch_size: int) -> None:
         if not target.eos and not settings.keep_unfinished:
@@ -52,7 +52,7 @@ class Engine:
         self.tokens = 0  # of the answers that have ended
 
     def answer(self, talks: Iterable[Talk]) -> Iterator[Outcome]:
-        """Answer all chats; the next turn of a running chat goes before a new chat."""
+        """Answer all chats; the next turn of a running chat comes before a new chat."""
         source, waiting = iter(talks), deque[Talk]()
         answering: list[Answering] = []
         while True:
@@ -87,7 +87,7 @@ class Engine:
 
     @torch.inference_mode()
     def _release(self, answering: list["Answering"], waiting: deque[Talk]) -> None:
-        """Hand finished answers to their chats, which wait for their next turn; free their slots."""
+        """Pass finished answers to their chats and free their slots."""
         for talk, prompt, generation in [entry for entry in answering if entry.generation.finish]:
             finished = generation.finish == "eos"
             token = generation.tokens[:-1] if finished else generation.tokens
@@ -104,12 +104,12 @@ def check_drafter(options: Mapping[str, Any], run: str | None, tree: Mapping[str
     """Return the configured drafter's name and options, checked without the target.
 
     Args:
-        options: the configuration's `drafter`: one source's name, and its options.
-        run: the folder or Hub id of a head, which then drafts.
-        tree: the head's tree; None in it stands for the saved value.
+        options: the configuration's `drafter`: one drafter's name, and its options.
+        run: the folder or Hub id of a head that drafts.
+        tree: the head's tree, where None takes the saved value.
 
     Raises:
-        ValueError: none or several sources, an unknown one, a run without a head, or one beside another source.
+        ValueError: none or several drafters, an unknown one, a run without a head, or a run and another drafter.
     """
     if len(options) != 1:
         raise ValueError(f"drafter={list(options)}: one source drafts the answers; name one, or plain for none")

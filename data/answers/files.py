@@ -1,4 +1,4 @@
-"""The job that lets the target answer prompts: a part for every process, at last one file in the prompts' order.
+"""The job that writes the target's answers: a part for every process, merged into one file in the prompts' order.
 
     FILE.parts/settings.json        settings that shape the answers; a later call resumes only with the same ones
     FILE.parts/R-of-W.jsonl         outcomes of chats, one per line
@@ -43,7 +43,7 @@ DAMAGED = "remove it, and name another file"
 
 
 class Entry(NamedTuple):
-    """A finished chat: its line's file and bytes, its outcome; `merged` if the file is the merged one and no part."""
+    """A finished chat: its line's file and bytes, its outcome; `merged` if the file is the merged one."""
 
     file: Path
     start: int
@@ -55,7 +55,7 @@ class Entry(NamedTuple):
 
 
 class Answers:
-    """Files of one job's answers."""
+    """The files of a job's answers."""
 
     def __init__(self, out: Path) -> None:
         self.out = out
@@ -65,7 +65,7 @@ class Answers:
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Hold the parts' lock, which the kernel frees of a dead process; refuse if another job has it, or no room."""
+        """Hold the lock of the parts; refuse if another job has it, or the disk is full."""
         with self._disk_errors(), claim(self.parts / "lock", wait=False) as free:
             if not free:
                 raise ValueError(f"{self.out}: another job is writing it; wait for it, or name another file")
@@ -76,7 +76,7 @@ class Answers:
                     shutil.rmtree(self.parts)  # the job did not begin
 
     def begin(self, settings: dict[str, Any]) -> None:
-        """Write the settings that shape the answers; refuse existing answers with others, or with none on record."""
+        """Write the settings that affect the answers; refuse existing answers with other or unknown settings."""
         earlier = self.settings if self.settings.is_file() else self.meta
         if not earlier.is_file():
             if self.out.exists():
@@ -93,7 +93,7 @@ class Answers:
         atomic_write(self.settings, json.dumps({"settings": settings}).encode())
 
     def finished(self) -> dict[str, Entry]:
-        """Return the entries of all finished chats by id, whichever processes wrote them."""
+        """Return the entries of all processes' finished chats by id."""
         meta = parsed_file(self.meta, DAMAGED) if self.meta.is_file() else {"left_out": {}, "shortened": {}}
         entries = {
             id_: Entry(self.meta, 0, 0, False, 0, cause, True) for cause, ids in meta["left_out"].items() for id_ in ids
@@ -107,13 +107,13 @@ class Answers:
             shortened = {id_: cause for cause, ids in meta["shortened"].items() for id_ in ids}
             for start, end, line in _lines(self.out):
                 count = sum(message["role"] == "assistant" for message in line.get("messages", [])) or 1
-                entry = entries.get(line["id"])  # of a merge that was killed before it wrote the causes
+                entry = entries.get(line["id"])  # a merge was killed before it wrote the causes
                 cause = shortened.get(line["id"], entry.cause if entry else "")
                 entries[line["id"]] = Entry(self.out, start, end, True, count, cause)
         return entries
 
     def failures(self) -> dict[str, str]:
-        """Return the causes of all failures since the last merge by chat id; a later call may have succeeded."""
+        """Return the causes of failures since the last merge by chat id; later calls may have succeeded."""
         return {line["id"]: line["cause"] for file in self._parts() for _, _, line in _lines(file) if line["failed"]}
 
     def _parts(self) -> list[Path]:
@@ -121,7 +121,7 @@ class Answers:
 
     @contextmanager
     def _disk_errors(self) -> Iterator[None]:
-        """Report a full disk with the file's name and how to resume."""
+        """Turn errors of a full disk into a message with the file and the remedy."""
         try:
             yield
         except OSError as error:
@@ -134,21 +134,21 @@ class Answers:
 
     @contextmanager
     def part(self, rank: int, world: int) -> Iterator[IO[bytes]]:
-        """Open this process's part behind its last complete line; refuse a full disk."""
+        """Open this process's part after its last complete line; refuse a full disk."""
         with self._disk_errors(), (self.parts / f"{rank:05d}-of-{world:05d}.jsonl").open("a+b") as file:
             file.seek(0)
             file.truncate(sum(len(line) for line in file if line.endswith(b"\n")))
             yield file
 
     def merge(self, ids: Sequence[str], settings: dict[str, Any], notes: dict[str, Any]) -> dict[str, Any]:
-        """Merge all parts into one file in the order of `ids`, other chats behind, and write and return its provenance.
+        """Merge all parts into one file in the order of `ids`, then other chats; write and return its provenance.
 
         Raises:
             ValueError: no chat has an answer.
         """
         entries = self.finished()
         failures = {id_: cause for id_, cause in self.failures().items() if id_ not in entries}
-        prompts = len({*ids, *entries, *failures})  # an earlier call may have had more
+        prompts = len({*ids, *entries, *failures})  # an earlier call may have had more prompts
         order = [id_ for id_ in ids if id_ in entries] + sorted(entries.keys() - set(ids))
         answered = [id_ for id_ in order if not entries[id_].left_out]
         causes = {
@@ -191,7 +191,7 @@ class Answers:
 
 
 def append(outcome: Outcome, file: IO[bytes]) -> None:
-    """Append an outcome to a part; it survives a crash of this process, and after an fsync a power failure."""
+    """Append an outcome to a part, unbuffered, with an fsync every few chats."""
     file.write(_encoded(outcome._asdict()))
     file.flush()
 
@@ -206,7 +206,7 @@ def _by_cause(causes: dict[str, str]) -> dict[str, list[str]]:
 
 
 def _encoded(value: dict[str, Any]) -> bytes:
-    """Encode a line of JSON, lone surrogates as their escapes."""
+    """Encode a line of JSON; lone surrogates are escaped."""
     return (json.dumps(value, ensure_ascii=False) + "\n").encode(errors=ESCAPED)
 
 
@@ -240,17 +240,17 @@ ALONE = Worker(0, 1, lambda: None)
 
 
 class Work(NamedTuple):
-    """Prompts and settings of the job."""
+    """The prompts and settings of a job."""
 
     records: Sequence[Record]  # the chats and texts, in the order of the file
     source: dict[str, Any]  # identity of the prompts, by `source_of`
     settings: AnswerSettings  # sampling and chat template
     sync_every: int  # chats between two flushes to the device
-    notes: dict[str, Any]  # further provenance; unlike the settings it may change when the job resumes
+    notes: dict[str, Any]  # further provenance, which may change on resume
 
 
 def write_answers(work: Work, answerer: Answerer, out: Path, worker: Worker = ALONE) -> dict[str, Any] | None:
-    """Write the target's answers to `out`, except for chats that it or its parts already hold.
+    """Write the target's answers to `out`, except for chats that are already there or in its parts.
 
     Returns:
         the provenance, the content of `out`.meta.json, on the main process; None on others.
@@ -305,7 +305,7 @@ def _answer(work: Work, answerer: Answerer, answers: Answers, worker: Worker, fi
 
 
 def source_of(config: DataConfig) -> dict[str, Any]:
-    """Return the identity of the prompts: their sources' names or files' hashes, mixture, split and held-out part."""
+    """Return the prompts' identity: sources' names or files' hashes, mixture, split and held-out part."""
 
     def identity(name: str) -> str:
         path = Path(name).expanduser()

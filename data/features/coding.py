@@ -24,12 +24,12 @@ class States(NamedTuple):
 
 
 class Copying(NamedTuple):
-    """Rows on their way to the host; their device may still be computing them."""
+    """Sequences being copied to the host, asynchronously."""
 
     sequences: SequenceTensors
-    finite: Bool[Tensor, ""]  # whether all their states are, on the host like them
-    copied: "torch.cuda.Event | None"  # what comes behind the last copy; None: they are there
-    name: str  # the target's
+    finite: Bool[Tensor, ""]  # whether all states are finite
+    copied: "torch.cuda.Event | None"  # an event after the last copy; None on a CPU
+    name: str  # the target's name
 
     def result(self) -> SequenceTensors:
         """Wait for the sequences; refuse a state that is not finite."""
@@ -46,23 +46,23 @@ class Copying(NamedTuple):
 def compute(
     target: Target, token: Int[Tensor, "B T"], document: Int[Tensor, "B T"], spec: StoreSpec
 ) -> SequenceTensors:
-    """Return the tensors that a store of this kind holds of packed sequences, by a forward pass of the target."""
+    """Return packed sequences' tensors for a store, by a forward pass of the target."""
     return start(target, token, document, spec).result()
 
 
 def start(target: Target, token: Int[Tensor, "B T"], document: Int[Tensor, "B T"], spec: StoreSpec) -> Copying:
-    """Start what `compute` does; the host does not wait for a GPU."""
+    """Do what `compute` does, asynchronously on a GPU."""
     features = target.features(token, document, spec.layers)
     return copying(States(features.hidden, features.last_hidden), spec)
 
 
 def copying(states: States, spec: StoreSpec) -> Copying:
-    """Encode hidden states on their device, and start the copy of what a store of this kind holds of them."""
+    """Encode hidden states on their device, and start copying them to the host."""
     bounds = [bound for x in (states.hidden, states.last_hidden) if x.numel() for bound in x.aminmax()]
     finite, on_gpu = torch.stack(bounds).isfinite().all(), states.last_hidden.device.type == "cuda"
 
     def copy(tensor: Tensor) -> Tensor:
-        return tensor.to("cpu", non_blocking=on_gpu)  # a GPU's to pinned memory
+        return tensor.to("cpu", non_blocking=on_gpu)  # from a GPU to pinned memory
 
     sequences: SequenceTensors = {}
     for name, tensor in {**({HIDDEN: states.hidden} if spec.layers else {}), LAST: states.last_hidden}.items():
@@ -76,7 +76,7 @@ def copying(states: States, spec: StoreSpec) -> Copying:
 
 
 def join(sequences: Iterable[SequenceTensors]) -> SequenceTensors:
-    """Return the tensors of several sequences as one."""
+    """Concatenate the tensors of several sequences."""
     listed = list(sequences)
     return {name: torch.cat([sequence[name] for sequence in listed]) for name in listed[0]}
 
@@ -88,7 +88,7 @@ def decode_sequences(
     request: FeatureRequest,
     spec: StoreSpec,
 ) -> Features:
-    """Decode stored sequences to features, on their device, with the layers of the request."""
+    """Decode stored sequences to features with the requested layers, on their device."""
     if request.layers:
         indices = [spec.layers.index(layer) for layer in request.layers]
         chosen = slice(None) if request.layers == spec.layers else indices

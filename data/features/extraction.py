@@ -1,9 +1,9 @@
 """Extraction of a data set's features into a store, by the target's forward passes.
 
-Shard k holds sequences k·R to (k+1)·R - 1, always computed in the same groups: shards that a killed extraction lacks
-are written by the next one, and the store has the bytes of an undisturbed one. Each process claims the shards that it
-writes, first every world-th one, then the remaining ones, so any number of them share a store, started together or not.
-A shard is hashed and written in a thread, while the next ones are computed; its claim is held until it is written.
+Shard k has sequences k·R to (k+1)·R - 1, always computed in the same groups: the next call writes the shards that a
+killed extraction lacks, with the same bytes. Each process claims the shards that it writes, first every world-th one,
+then the remaining ones, so any number of processes may share a store. A shard is hashed and written in a thread while
+the next ones are computed; its claim is held until it is written.
 """
 
 import shutil
@@ -37,18 +37,18 @@ from inference.target.placement import check_alone
 from inference.target.target import Target
 
 GB, MB = 10**9, 10**6
-WAITING = 2  # shards that wait to be written at most, so that a disk slower than the target does not fill the memory
+WAITING = 2  # the most shards that wait to be written, which bounds memory on a slow disk
 Make = Callable[[list[int]], Copying]
 
 
 class Layers(NamedTuple):
-    """The feature layers to extract: `named`, or if it is None those that the head of a configuration reads."""
+    """The feature layers to extract: `named`, or if it is None those of a head."""
 
     head: HeadConfig
     named: list[int] | None
 
     def of(self, target: Target | EmbeddingsOnly) -> tuple[int, ...]:
-        """Return the layers for a target; refuse those that it has not."""
+        """Return the layers for a target; refuse unknown ones."""
         if self.named is None:
             kind: Any = HEADS[self.head.name]
             with torch.device("meta"):
@@ -76,7 +76,7 @@ def spec_of(
 def sequences_left(folder: Path, spec: StoreSpec) -> tuple[StoreSpec, int]:
     """Return the spec of a folder's store, or this one for a new store, and how many sequences are still to extract.
 
-    A store that is there already may have more layers.
+    An existing store may have more layers.
 
     Raises:
         ValueError: the folder holds other features, or they do not fit the disk.
@@ -97,7 +97,7 @@ def sequences_left(folder: Path, spec: StoreSpec) -> tuple[StoreSpec, int]:
 
 
 def extract(store: FeatureStore, make: Make, micro: int, rank: int, world: int) -> int:
-    """Write the sequences that the store lacks, in shards, and return how many of these this process wrote.
+    """Write the sequences that the store lacks, in shards, and return the number of shards of this process.
 
     `make` computes the tensors of at most `micro` sequences in one call.
 
@@ -110,7 +110,7 @@ def extract(store: FeatureStore, make: Make, micro: int, rank: int, world: int) 
     share = -(-len(store.missing()) // world)
     with ThreadPoolExecutor(1) as thread, Bar(share, "extracting sequences") as bar:
         waiting = deque[Future[None]]()
-        writer = FeatureStore(store.folder)  # of its own, since it is used in another thread
+        writer = FeatureStore(store.folder)  # its own store object, for another thread
         for number in mine + others:
             name = f"{number:06d}"
             if all(map(store.has, spec.shard(number))):
@@ -136,7 +136,7 @@ def extract(store: FeatureStore, make: Make, micro: int, rank: int, world: int) 
 
 
 def _write(store: FeatureStore, name: str, sequences: list[int], groups: list[Copying], held: ExitStack) -> None:
-    """Write a shard, and give up the claim that is held for it."""
+    """Write a shard, and release its claim."""
     with held:
         store.write(name, sequences, *(group.result() for group in groups))
 
@@ -149,7 +149,7 @@ def extract_features(
     workload: str | None,
     say: Callable[[str], None],
 ) -> None:
-    """Extract the features of all packed sequences that the store lacks; called on every process alike.
+    """Extract the features of all packed sequences that the store lacks; every process calls it.
 
     Args:
         workload: evaluation prompts that no sample may hold, beside those of `data`; None: none.

@@ -1,9 +1,8 @@
-"""Features from vLLM servers, computed while training goes on.
+"""Features from vLLM servers, computed during training.
 
 The servers run vLLM's `extract_hidden_states` method, a request a document, and write the states to files in shared
-memory, which are removed once they are read. Documents of the micro-batches to come are asked for in their order, which
-follows from (seed, step), as many at a time as `features.endpoint.concurrency` says. Answers may arrive in any order:
-each is written to its place in its sequence.
+memory, which are removed after reading. Documents of the next micro-batches are requested in order, at most
+`features.endpoint.concurrency` at a time. Replies may arrive in any order.
 """
 
 import os
@@ -28,19 +27,19 @@ from heads.base import Embeddings, Features, to_device
 from heads.common.untrusted import inside
 
 SETUP = "start vLLM as docs/data_features.md has it"
-NEAR = 0.5  # standard deviations by which the logit of a server's own choice may be below the largest, by our lm_head
+NEAR = 0.5  # how far, in standard deviations, the logit of a server's token may be below our largest
 Result = list[Tensor]  # tokens, and their states
 
 
 class SharedFolder:
-    """Reader of the files of vLLM's ExampleHiddenStatesConnector, from this machine's name for their folder."""
+    """Reads the files of vLLM's ExampleHiddenStatesConnector, under this machine's path of their folder."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.has_read = False  # whether a file has been found where the servers write
+        self.has_read = False  # whether a file has been found there
 
     def read(self, answer: dict[str, Any], seconds: float) -> Result:
-        """Return and remove the tensors of a file, once it is written."""
+        """Wait for a file; return its tensors and remove it."""
         path = answer.get("hidden_states_path")
         if not isinstance(path, str):
             raise ValueError(f"features.vllm={self.folder}: a server's answer names no file of hidden states; {SETUP}")
@@ -68,7 +67,7 @@ def _remove(file: Path) -> None:
 
 
 class VllmServers:
-    """Servers of one target; `states` may be called from several threads."""
+    """vLLM servers of one target; `states` may be called from several threads."""
 
     def __init__(self, config: FeaturesConfig, ids: LayerIds, width: int) -> None:
         """Ask nothing yet; `check` comes first."""
@@ -78,10 +77,12 @@ class VllmServers:
         self.urls = [client.url for client in self.clients]
         self.reader = SharedFolder(Path(str(config.vllm)))
         self.models: list[str] = []  # the names by which the servers serve the target
-        self.name = f"headstart-{uuid.uuid4().hex}"  # begins the name of each request, which its result's name holds
+        self.name = (
+            f"headstart-{uuid.uuid4().hex}"  # the prefix of each request's name, which is part of its file's name
+        )
 
     def check(self, longest: Piece, norm: nn.Module, embeddings: Embeddings) -> None:
-        """Ask every server for the longest document.
+        """Check every server with the longest document.
 
         Raises:
             ValueError: a server does not answer, takes no such document, sends its states elsewhere or sends others, or
@@ -121,12 +122,12 @@ class VllmServers:
         return states
 
     def sweep(self) -> None:
-        """Remove the results that came after their requests were given up."""
+        """Remove files that arrived after their requests had failed."""
         for file in self.reader.folder.glob(f"*{self.name}*"):
             _remove(file)
 
     def _ask(self, piece: Piece, number: int, *, shows_token: bool = False) -> tuple[Float[Tensor, "T L D"], Any]:
-        """Return the states of a document, and if asked for the token that one of the servers puts behind it."""
+        """Return the states of a document, and on request the server's next token."""
         turn = number % len(self.clients)
         body = {
             "model": self.models[turn], "prompt": piece.token, "max_tokens": 1, "temperature": 0.0,
@@ -145,7 +146,7 @@ class VllmServers:
 
 
 class ArrivingSequence(NamedTuple):
-    """A packed sequence, its states on the host, the last one not yet normed, and its documents still to come."""
+    """A packed sequence: its states on the host, the last one before the final norm, and its pending documents."""
 
     sequence_index: int
     states: States
@@ -153,30 +154,30 @@ class ArrivingSequence(NamedTuple):
 
 
 class ServedFeatures(ReadAhead[list[ArrivingSequence]]):
-    """Features of the sequences of a run, from servers that have been checked."""
+    """A run's features from checked servers."""
 
     def __init__(
         self, servers: VllmServers, batches: Batches, request: FeatureRequest, norm: nn.Module, device: torch.device,
         ahead: int,
     ) -> None:  # fmt: skip
-        """Ask for nothing yet. A sequence that no server gives is an error."""
+        """Request nothing yet."""
         super().__init__(batches, request, device, ahead)
         self.servers, self.norm = servers, norm
         self.served = 0  # sequences
         self._pool = ThreadPoolExecutor(servers.endpoint.concurrency)
 
     def begin(self, batch: Batch) -> list[ArrivingSequence]:
-        """Ask for a micro-batch's documents."""
+        """Request a micro-batch's documents."""
         return [self._arriving(index) for index in batch.index.clamp_min(0).tolist()]  # or a filler's
 
     def finish(self, batch: Batch, job: list[ArrivingSequence]) -> Features:
-        """Return the features of a micro-batch, once all its states have arrived."""
+        """Wait for a micro-batch's states and return its features."""
         hidden, last = (torch.cat(parts) for parts in zip(*map(self._whole, job), strict=True))
         token, document = to_device(batch.token, self.device), to_device(batch.document, self.device)
         return Features(token, hidden, last, document)
 
     def close(self) -> str:
-        """Ask for no more, remove what still arrives, and return how many sequences came."""
+        """Stop, remove files that still arrive, and return the number of sequences."""
         self.servers.clients[0].stop.set()  # ends the pauses before retries
         self._pool.shutdown(cancel_futures=True)
         self.servers.sweep()
@@ -190,13 +191,13 @@ class ServedFeatures(ReadAhead[list[ArrivingSequence]]):
         return ArrivingSequence(index, states, documents)
 
     def _fetch(self, piece: Piece, into: States) -> None:
-        """Write the states of a document to its positions of a sequence."""
+        """Write a document's states to its positions in the sequence."""
         states = self.servers.states(piece)
         into.hidden[0, piece.span] = states[:, self.servers.ids.layers].to(into.hidden.dtype)
         into.last_hidden[0, piece.span] = states[:, self.servers.ids.last].to(into.last_hidden.dtype)
 
     def _whole(self, sequence: ArrivingSequence) -> States:
-        """Return the states of a sequence, once they have all arrived, on the device."""
+        """Wait for a sequence's states and return them on the device."""
         begin = time.perf_counter()
         try:
             for document in sequence.documents:

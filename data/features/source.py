@@ -1,4 +1,4 @@
-"""Sources of features: their configuration and protocol, and the live one, a forward pass of the target a batch."""
+"""Feature sources: their configuration and protocol, and live features by the target's forward passes."""
 
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class FeaturesConfig:
-    """Where features come from; conf/features/live.yaml says what each key means."""
+    """The configuration of the feature source; conf/features/live.yaml explains the keys."""
 
     mode: Annotated[str, OneOf(("live", "stored", "engine"))]
     path: str | None
@@ -37,7 +37,7 @@ class FeaturesConfig:
     endpoint: EndpointConfig
 
     def __post_init__(self) -> None:
-        """Check that a mode with a store names it, and one with a server the server and its folder."""
+        """Check that features=stored has a path, and features=engine a URL and a folder."""
         if self.mode == "stored" and not self.path:
             raise ValueError("features.path is missing: features=stored needs the store's folder")
         if self.mode != "engine":
@@ -51,25 +51,25 @@ class FeaturesConfig:
 
     @property
     def runs_target(self) -> bool:
-        """Whether training runs the target's forward pass as a matter of course."""
+        """Whether every training step runs the target's forward pass."""
         return self.mode == "live"
 
     @property
     def folder(self) -> Path:
-        """The store's, of a mode that has one."""
+        """The store's folder."""
         assert self.path
         return Path(self.path)
 
 
 class FeatureRequest(NamedTuple):
-    """A head's request: feature layers, and the dtype of the floats."""
+    """The requested features: feature layers and dtype."""
 
     layers: tuple[int, ...]
     dtype: torch.dtype
 
 
 class MicroBatch(NamedTuple):
-    """One micro-batch of a step; `read` gives its features, once, and after those of the micro-batches before it."""
+    """A micro-batch of a step; call `read` once, in order, for its features."""
 
     batch: Batch
     read: Callable[[], Features]
@@ -77,13 +77,13 @@ class MicroBatch(NamedTuple):
 
 @runtime_checkable
 class FeatureSource(Protocol):
-    """The micro-batches of a step with the features to train on."""
+    """A feature source: the micro-batches of a step with their features."""
 
-    batches: Batches  # which sequences a step takes
-    stall: float  # seconds that the caller has waited for features to be read
+    batches: Batches  # the micro-batches of a step
+    stall: float  # seconds that training has waited for features
 
     def __call__(self, step: int) -> list[MicroBatch]:
-        """Return the micro-batches of a step, whose features are read when they are asked for."""
+        """Return the micro-batches of a step, whose features are read lazily."""
         ...
 
     def close(self) -> str:
@@ -92,12 +92,12 @@ class FeatureSource(Protocol):
 
 
 class ReadAhead(Generic[T]):
-    """A source that reads `ahead` micro-batches ahead of training: `begin` starts one, `finish` waits for it."""
+    """A feature source that prefetches `ahead` micro-batches: `begin` starts one, `finish` waits for it."""
 
     def __init__(self, batches: Batches, request: FeatureRequest, device: torch.device, ahead: int) -> None:
         """Read nothing yet."""
         self.batches, self.request, self.device, self.ahead = batches, request, device, ahead
-        self.stall = 0.0  # seconds that the caller has waited for sequences
+        self.stall = 0.0  # seconds that training has waited
         self._jobs: deque[tuple[int, Batch, T]] = deque()
         self._coming: Iterator[tuple[int, Batch]] = iter(())
 
@@ -106,13 +106,13 @@ class ReadAhead(Generic[T]):
         raise NotImplementedError
 
     def finish(self, batch: Batch, job: T) -> Features:
-        """Return the features of a micro-batch by what `begin` has started."""
+        """Return the features of a micro-batch from the job that `begin` started."""
         raise NotImplementedError
 
     def __call__(self, step: int) -> list[MicroBatch]:
-        """Return the micro-batches of a step; they and those of the next steps are read ahead from here on.
+        """Return the micro-batches of a step, and prefetch them and those of the next steps.
 
-        `read` raises a ValueError that names the remedy where a sequence cannot be had.
+        `read` raises a ValueError with the remedy if a sequence is not available.
         """
         if not self._jobs or self._jobs[0][0] != step:
             self._coming = ((number, batch) for number in count(step) for batch in self.batches(number))
@@ -132,21 +132,23 @@ class ReadAhead(Generic[T]):
 
 
 class LiveFeatures:
-    """Features by a pass of the target, or of what computes `features` as it does, a micro-batch at a time."""
+    """Live features: a forward pass of the target for each micro-batch."""
 
     def __init__(self, target: Any, batches: Batches, layers: tuple[int, ...]) -> None:
         self.target, self.batches, self.layers, self.stall = target, batches, layers, 0.0
-        self.forwards: Callable[[], AbstractContextManager[None]] = nullcontext  # how the target's layers run
+        self.forwards: Callable[[], AbstractContextManager[None]] = (
+            nullcontext  # a context in which the target's layers run
+        )
 
     def __call__(self, step: int) -> list[MicroBatch]:
         """Return the micro-batches; each read is a forward pass of the target."""
         return [MicroBatch(batch, partial(self.features, batch)) for batch in self.batches(step)]
 
     def features(self, batch: Batch) -> Features:
-        """Return the features of a micro-batch. The loss mask stays behind in `batch`."""
+        """Return the features of a micro-batch, without its loss mask."""
         with self.forwards():
             return self.target.features(batch.token, batch.document, self.layers)
 
     def close(self) -> str:
-        """There is nothing to end."""
+        """Do nothing."""
         return ""

@@ -1,13 +1,13 @@
-"""A store of features on disk: shards of whole packed sequences, each with an index entry, under one meta file.
+"""A feature store on disk: shards of packed sequences, each with an index entry, and a meta file.
 
     FOLDER/meta.json                   the contents of the store: `StoreSpec`, with a checksum of itself
     FOLDER/shards/NAME.safetensors     the tensors of some sequences, one after another
     FOLDER/index/NAME.json             the numbers of those sequences, the digest of each, and a checksum of itself
     FOLDER/locks/NAME                  empty; held by the process that writes the shard
 
-An entry is written after its shard, and both whole or not at all, so a reader sees finished shards only, also while
-others write. Every sequence is checked whenever it is read. Digests protect against damage, not against tampering: XXH3
-of 128 bits takes as long as reading the memory.
+An entry is written after its shard, both atomically, so a reader sees only finished shards, also while others write.
+Every sequence is checked whenever it is read. Digests protect against damage, not against tampering: XXH3 of 128 bits
+takes as long as reading the memory.
 
 Hidden states have a scale for each token and layer. The error of a value x in a vector with the largest m: fp32 none,
 bf16 |x| / 2^8 at most (twice that of rounding to nearest), fp8 (e4m3) |x| / 2^4 + m / 448 / 2^10, each but for fp32's
@@ -38,9 +38,9 @@ from heads.common.untrusted import inside
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn}
 LARGEST = 448.0  # fp8's largest value, to which a vector's largest is scaled
 SCALE_BYTES = 4
-FORMAT = 2  # of a new store
+FORMAT = 2  # the version of a new store
 META, SHARDS, INDEX, LOCKS = "meta.json", "shards", "index", "locks"
-OPEN = 16  # shards kept open for reading at most
+OPEN = 16  # the most shards kept open for reading
 MUST_AGREE = {
     "target": "fingerprint of the target's weights", "quantize": "quantisation of the target", "width": "width",
     "vocab": "vocabulary", "length": "data.length", "data": "fingerprint of the packed sequences",
@@ -59,7 +59,7 @@ class StoreSpec:
     """The contents of a store."""
 
     target: str  # the target's fingerprint
-    name: str  # the target's, for people
+    name: str  # the target's name, for messages
     quantize: str | None  # how the target's weights were quantised
     layers: tuple[int, ...]  # the feature layers, as `heads.base` counts them
     width: Count  # of the target
@@ -68,11 +68,11 @@ class StoreSpec:
     rows: Number  # how many packed sequences there are
     length: Count  # tokens of a packed sequence
     dtype: Annotated[str, OneOf(tuple(DTYPES))]  # of the hidden states
-    shard_rows: Count  # of a shard at most
+    shard_rows: Count  # the most sequences of a shard
 
     @property
     def sequence_bytes(self) -> int:
-        """Bytes of a sequence on disk, apart from some hundred bytes of overhead of its shard and entry."""
+        """Bytes of a sequence on disk, without the overhead of its shard and entry."""
         return self.length * (len(self.layers) + 1) * size(self.width, self.dtype)
 
     def shard(self, number: int) -> list[int]:
@@ -86,7 +86,7 @@ class StoreSpec:
 
 
 class Entry(NamedTuple):
-    """A shard's sequences, in its order, the digest of each, and the size of its file."""
+    """A shard's index entry: its sequences in order, their digests, and the size of its file."""
 
     rows: list[int]
     digests: list[str]
@@ -102,7 +102,7 @@ def packed_fingerprint(packed: Packed) -> str:
 
 
 class FeatureStore:
-    """The store in a folder, open for reading and writing; `spec` is its contents."""
+    """A feature store in a folder, for reading and writing; `spec` describes its contents."""
 
     def __init__(self, folder: Path) -> None:
         """Open a store; refuse a folder without one, a damaged meta file, and another format."""
@@ -131,7 +131,7 @@ class FeatureStore:
 
     @classmethod
     def create(cls, folder: Path, spec: StoreSpec) -> "FeatureStore":
-        """Open the store in a folder, or create it; refuse one of other features, and a full disk."""
+        """Open or create the store in a folder; refuse one with other features, and a full disk."""
         with claim(folder / LOCKS / META, wait=True):
             if not (folder / META).exists():
                 try:
@@ -143,7 +143,7 @@ class FeatureStore:
         return store
 
     def check(self, spec: StoreSpec, keys: Iterable[str] = MUST_AGREE) -> None:
-        """Refuse a spec that differs from the store's in one of these keys, but for layers that it has beside."""
+        """Refuse a spec that differs from the store's in MUST_AGREE; the store may have more layers."""
         for key in keys:
             held, expected = getattr(self.spec, key), getattr(spec, key)
             if held != expected and not (key == "layers" and set(expected) <= set(held)):
@@ -155,7 +155,7 @@ class FeatureStore:
 
     def refresh(self) -> None:
         """Read the entries of shards that were finished since."""
-        for file in sorted((self.folder / INDEX).glob("[!.]*.json")):  # none that is being written
+        for file in sorted((self.folder / INDEX).glob("[!.]*.json")):  # without files that are being written
             if file.stem not in self.entries:
                 self.damaged.pop(file.stem, None)
                 try:

@@ -1,4 +1,4 @@
-"""Features from a store, read ahead of training in threads; sequences that it lacks are computed if configured."""
+"""Features from a store, prefetched in threads; missing sequences are computed if configured."""
 
 import logging
 import time
@@ -16,7 +16,7 @@ from data.features.store import DamagedError, FeatureStore, SequenceTensors, spl
 from heads.base import Features, to_device
 
 log = logging.getLogger(__name__)
-READERS = 4  # threads: hashing and copying of sequences hold no lock of Python's
+READERS = 4  # threads: hashing and copying release Python's lock
 Compute = Callable[[Int[Tensor, "B T"], Int[Tensor, "B T"]], SequenceTensors]
 
 
@@ -27,7 +27,7 @@ class StoredFeatures(ReadAhead[Future[list[SequenceTensors | None]]]):
         self, store: FeatureStore, batches: Batches, request: FeatureRequest, device: torch.device, ahead: int,
         compute: Compute | None,
     ) -> None:  # fmt: skip
-        """Read nothing yet. Without `compute`, a forward pass, a sequence that is missing or damaged is an error."""
+        """Read nothing yet. Without `compute` (a forward pass) a missing or damaged sequence is an error."""
         super().__init__(batches, request, device, ahead)
         self.store, self.compute = store, compute
         self.computed = self.read = 0  # numbers of sequences
@@ -35,11 +35,11 @@ class StoredFeatures(ReadAhead[Future[list[SequenceTensors | None]]]):
         self._warned: set[int] = set()
 
     def begin(self, batch: Batch) -> Future[list[SequenceTensors | None]]:
-        """Start to read a micro-batch's sequences, those that are there."""
+        """Start to read a micro-batch's sequences, as far as they are stored."""
         return self._reader.submit(self._read, batch.index)
 
     def close(self) -> str:
-        """Stop reading, and return how many sequences were read and computed."""
+        """Stop reading, and return the numbers of sequences read and computed."""
         self._reader.shutdown(cancel_futures=True)
         return f"features: {self.read} sequences read, {self.computed} computed"
 
@@ -53,7 +53,7 @@ class StoredFeatures(ReadAhead[Future[list[SequenceTensors | None]]]):
         return [sequence and {name: tensor.pin_memory() for name, tensor in sequence.items()} for sequence in sequences]
 
     def _sequence(self, sequence: int) -> SequenceTensors | None:
-        """Return a sequence's tensors, None where they are to be computed."""
+        """Return a sequence's tensors, None if they must be computed."""
         if not self.store.has(sequence):
             if self.compute is None:
                 raise DamagedError(
@@ -72,7 +72,7 @@ class StoredFeatures(ReadAhead[Future[list[SequenceTensors | None]]]):
             return None
 
     def finish(self, batch: Batch, job: Future[list[SequenceTensors | None]]) -> Features:
-        """Return the features of a micro-batch, whose missing sequences are computed."""
+        """Return the features of a micro-batch; missing sequences are computed."""
         begin = time.perf_counter()
         sequences = job.result()
         self.stall += time.perf_counter() - begin

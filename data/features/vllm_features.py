@@ -28,8 +28,8 @@ from heads.formats.published.plan import as_states
 
 TOKENS, STATES = "token_ids", "hidden_states"
 FLOATS = torch.bfloat16, torch.float16, torch.float32
-LOCK = ".lock"  # behind the name of the file that it is for
-PAUSE = 0.002  # seconds between looks at a lock
+LOCK = ".lock"  # suffix of a lock file
+PAUSE = 0.002  # seconds between checks of a lock
 
 
 class Piece(NamedTuple):
@@ -56,7 +56,7 @@ def pieces(packed: Packed, index: int) -> Iterator[Piece]:
 
 
 class LayerIds(NamedTuple):
-    """The layer ids that vLLM was started with: how many, and where the feature layers and the last state are."""
+    """The layer ids that vLLM was started with: their number, and the indices of feature layers and last state."""
 
     size: int
     layers: list[int]
@@ -85,7 +85,7 @@ class LayerIds(NamedTuple):
 
 
 def normed(last: Float[Tensor, "*n D"], norm: nn.Module) -> Float[Tensor, "*n D"]:
-    """Return last states after the final norm, on its device and in its dtype."""
+    """Return last hidden states after the final norm, on its device and in its dtype."""
     weight: Any = norm.weight
     with torch.no_grad():
         states: Tensor = norm(last.to(weight.device, weight.dtype))
@@ -93,7 +93,7 @@ def normed(last: Float[Tensor, "*n D"], norm: nn.Module) -> Float[Tensor, "*n D"
 
 
 def read_tensors(file: Path, seconds: float, *names: str) -> list[Tensor]:
-    """Return tensors of a file that vLLM may take so many seconds to finish; refuse a later one, and anything else."""
+    """Wait for a file of vLLM's at most `seconds` and return its tensors; refuse damaged files."""
     deadline = time.monotonic() + seconds
     try:
         while not _is_written(file):
@@ -108,7 +108,7 @@ def read_tensors(file: Path, seconds: float, *names: str) -> list[Tensor]:
 
 
 def _is_written(file: Path) -> bool:
-    """Whether vLLM has let go of a file's lock, or the file is there without one."""
+    """Whether vLLM has released a file's lock, or the file exists without one."""
     try:
         with lock_of(file).open() as lock:
             fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -120,5 +120,5 @@ def _is_written(file: Path) -> bool:
 
 
 def lock_of(file: Path) -> Path:
-    """Return the file that vLLM holds a lock on while it writes another."""
+    """Return the lock file that vLLM holds while it writes a file."""
     return file.with_name(file.name + LOCK)

@@ -1,7 +1,7 @@
-"""Tokenised, masked samples on disk: one process makes them, all map them, and whatever shapes them is their name.
+"""A cache of tokenised samples with loss masks: one process writes it, all map it.
 
-`FOLDER/<key>/` holds `samples.arrow`, the held-out `prompts.jsonl`, and `meta.json` with what was counted and with
-checksums. It appears whole or not at all, and is written under a lock, which the kernel frees of a process that dies.
+`FOLDER/<key>/` has `samples.arrow`, the held-out `prompts.jsonl`, and `meta.json` with counts and checksums. It is
+written atomically, under a lock.
 """
 
 import hashlib
@@ -28,14 +28,14 @@ from heads.common.resolvers import ROOT
 log = logging.getLogger(__name__)
 
 SAMPLES, PROMPTS, META = "samples.arrow", "prompts.jsonl", "meta.json"
-SHAPELESS = ("length", "cache")  # options that leave the samples as they are
-# What shapes samples beside this package: parsing, rendering, encoding.
+SHAPELESS = ("length", "cache")  # options that do not affect the samples
+# Code outside of this package that affects samples: parsing, rendering, encoding.
 CODE = ("data/config.py", "heads/common/untrusted.py", "inference/chat_template.py", "inference/target/tokenizer.py")
 BATCH = 1000  # samples in memory at once
 
 
 class CachedSamples(Sequence[Sample]):
-    """Samples of an Arrow file, mapped from disk: a list is made of the one that is asked for."""
+    """The samples of a memory-mapped Arrow file."""
 
     def __init__(self, path: Path) -> None:
         import datasets
@@ -51,12 +51,12 @@ class CachedSamples(Sequence[Sample]):
         return Sample(**self._table[index])
 
     def __iter__(self) -> Iterator[Sample]:
-        """Go through the samples, BATCH of them in memory at a time."""
+        """Iterate over the samples, with BATCH of them in memory at a time."""
         for rows in self._table.iter(batch_size=BATCH):
             yield from map(Sample, rows["id"], rows["token"], rows["loss_mask"])
 
     def arrays(self) -> Iterator[tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]]:
-        """Yield each sample's tokens and mask as arrays in the mapped file: nothing is copied."""
+        """Yield each sample's tokens and mask as views of the mapped file."""
         token, mask = (self._table.data.column(name).chunks for name in ("token", "loss_mask"))
         for tokens, masks in zip(token, mask, strict=True):
             offsets = tokens.offsets.to_numpy()
@@ -66,12 +66,12 @@ class CachedSamples(Sequence[Sample]):
 
 
 def cache_key(config: DataConfig, tokenizer: PreTrainedTokenizerBase, sources: Sequence[str]) -> str:
-    """Return a name that changes with all that shapes the samples.
+    """Return the cache key: a hash of all that affects the samples.
 
-    That is the tokenizer and its chat template, every option but SHAPELESS, `sources`, the identities of the data and
-    of the evaluation prompts, this package's code with CODE, and the libraries that tokenise.
+    That is the tokenizer and its chat template, every option except SHAPELESS, `sources`, the identities of the data
+    and of the evaluation prompts, this package's code with CODE, and the tokenising libraries.
     """
-    # A change in the code that shapes a sample is a change of the key, so nobody has to count versions.
+    # The code is part of the key, so there is no version number.
     files = (*(ROOT / name for name in CODE), *sorted(Path(__file__).parent.glob("*.py")))
     code = [content_hash(file) for file in files]
     parts = {
@@ -85,7 +85,7 @@ def cache_key(config: DataConfig, tokenizer: PreTrainedTokenizerBase, sources: S
 
 
 def tokenizer_identity(tokenizer: PreTrainedTokenizerBase) -> str:
-    """Return the SHA-256 of a tokenizer: what it makes of text, its special tokens and its chat template."""
+    """Return the SHA-256 of a tokenizer: its model, special tokens and chat template."""
     if tokenizer.is_fast:
         core = tokenizer.backend_tokenizer.to_str()
     else:
@@ -112,10 +112,9 @@ def write_samples(samples: Iterable[Sample], path: Path) -> None:
 
 
 def cached(folder: Path, fill: Callable[[Path], dict[str, Any]]) -> dict[str, Any]:
-    """Return the report of a cache folder, which one process fills first where it is missing or damaged.
+    """Return the report of a cache folder; one process fills it if it is missing or damaged.
 
-    `fill` writes SAMPLES and PROMPTS into the folder that it is given and returns the report. The folder appears when
-    it has, and not if it raises.
+    `fill` writes SAMPLES and PROMPTS into a folder and returns the report; the folder is renamed afterwards.
 
     Raises:
         ValueError: the folder cannot be written.
@@ -141,7 +140,7 @@ def cached(folder: Path, fill: Callable[[Path], dict[str, Any]]) -> dict[str, An
 
 
 def _read(folder: Path) -> dict[str, Any] | None:
-    """Return the report of a cache folder; None where there is none, or it is damaged."""
+    """Return the report of a cache folder; None if it is missing or damaged."""
     try:
         meta: dict[str, Any] = read_checked(folder / META)
         whole = all(content_hash(folder / name) == meta["files"][name] for name in (SAMPLES, PROMPTS))

@@ -1,6 +1,7 @@
 """Documents whose tokens are given: records with a loss mask, and servers' logs of a prompt's and an answer's tokens.
 
-vLLM and SGLang return them where a request has `return_token_ids`; SGLang's `/generate` calls an answer's `output_ids`.
+vLLM and SGLang return tokens for requests with `return_token_ids`; in SGLang's `/generate` an answer's are
+`output_ids`.
 """
 
 from collections.abc import Iterator, Mapping
@@ -10,18 +11,18 @@ from typing import Any, NamedTuple
 PROMPT = ("prompt_token_ids", "input_ids")  # SGLang's requests have the second
 ANSWER = ("token_ids", "response_token_ids", "output_ids")
 MASKED = ("input_ids", "loss_mask")
-CHOICES = ("choices", "outputs", "tokens")  # of a reply, of vLLM's RequestOutput, of a chat that we answered
+CHOICES = ("choices", "outputs", "tokens")  # keys of a reply, of vLLM's RequestOutput, and of our own answers
 
 
 class LoggedAnswer(NamedTuple):
-    """The tokens of a prompt and of its answer, under the keys of a log."""
+    """The keys of a prompt's and its answer's tokens in a log."""
 
     prompt_token_ids: list[int]
     token_ids: list[int]
 
 
 class Pretokenized(NamedTuple):
-    """One document: its tokens as they were, and its loss mask."""
+    """A document with given tokens and loss mask."""
 
     token: list[int]
     mask: list[int]
@@ -37,7 +38,7 @@ class Pretokenized(NamedTuple):
 
 
 def exact_tokens(raw: dict[str, Any], where: str) -> tuple[Pretokenized, ...]:
-    """Return the documents whose tokens a record gives, none where it is text; refuse what is no list of numbers."""
+    """Return the documents whose tokens a record gives, none for text; refuse anything but lists of numbers."""
     if all(raw.get(key) is not None for key in MASKED):
         token, mask = (_ids(raw, key, where) for key in MASKED)
         return (Pretokenized(token, mask),)
@@ -54,7 +55,7 @@ def exact_tokens(raw: dict[str, Any], where: str) -> tuple[Pretokenized, ...]:
 
 
 def logged_answers(raw: Mapping[str, Any], where: str) -> Iterator[LoggedAnswer]:
-    """Yield the tokens of each prompt and its answer in a log's record, or in a reply; refuse what is no numbers."""
+    """Yield the tokens of each prompt and answer in a log's record or a reply; refuse anything but numbers."""
     reply = reply_in(raw)
     choices = [choice for key in CHOICES if isinstance(reply.get(key), list) for choice in reply[key]]
     for answer in [reply, *(choice for choice in choices if isinstance(choice, dict))]:
@@ -70,7 +71,7 @@ def logged_answers(raw: Mapping[str, Any], where: str) -> Iterator[LoggedAnswer]
 
 
 def reply_in(raw: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the reply in a log's record, which may stand beside its request, as batches have it."""
+    """Return the reply in a log's record, which may be next to its request, as in batches."""
     reply: Mapping[str, Any] = raw["response"] if isinstance(raw.get("response"), dict) else raw
     return reply["body"] if isinstance(reply.get("body"), dict) else reply
 

@@ -1,6 +1,6 @@
-"""Files to raw records, one after another: JSON Lines, JSON, Parquet and text, as they are or packed.
+"""Files to raw records: JSON Lines, JSON, Parquet and text, compressed or not.
 
-Only a .json array is read as a whole; of the others a record is in memory at a time, so a reader may stop early.
+Only a .json array is read as a whole; other formats are streamed, so a reader may stop early.
 """
 
 import gzip
@@ -24,23 +24,23 @@ SEPARATOR = "<|endoftext|>"
 FORMATS = (".json", ".jsonl", ".parquet", ".txt")
 OPENERS: dict[str, Callable[..., Any]] = {".gz": gzip.open, ".xz": lzma.open}
 UNREADABLE = (OSError, EOFError, lzma.LZMAError, zlib.error, UnicodeDecodeError)
-HEAD = 1 << 24  # characters of a text in which its separator is looked for
+HEAD = 1 << 24  # characters in which a text's separator is searched
 BATCH = 100  # records of a Parquet file in memory at once
-META, PARTS, SETTINGS = ".meta.json", ".parts", "settings.json"  # what stands beside answers, and is no data
+META, PARTS, SETTINGS = ".meta.json", ".parts", "settings.json"  # files next to answers that are not data
 CHUNK = 1 << 20  # characters or bytes read at once
 
 
 def kind_of(path: Path) -> str:
-    """Return the file's format, one of FORMATS; empty where it has none of them."""
+    """Return the file's format, one of FORMATS, or empty."""
     packed = path.suffix in OPENERS
     kind = Path(path.stem).suffix if packed else path.suffix
     return "" if kind not in FORMATS or (packed and kind == ".parquet") else kind
 
 
 def read_file(path: Path) -> Iterator[Raw]:
-    """Yield the records of a file in their order.
+    """Yield the records of a file in order.
 
-    A text's documents end at `<|endoftext|>`, where its first HEAD characters hold one, else at each newline.
+    A text's documents end at `<|endoftext|>` if its first HEAD characters contain one, else at each newline.
 
     Raises:
         ValueError: the format is unknown, the file cannot be read, or a record is no JSON object or nested too deeply;
@@ -95,7 +95,7 @@ def read_table(table: Callable[[], Iterable[Raw]], name: str, remedy: str) -> It
     """Yield the records of a table of `datasets` that a call opens; refuse, by its number, what cannot be read."""
     import datasets
 
-    datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # what it logs is said by the error
+    datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # its logs repeat the error
     read = 0
     try:
         for record in table():
@@ -106,12 +106,12 @@ def read_table(table: Callable[[], Iterable[Raw]], name: str, remedy: str) -> It
 
 
 def without_nulls(record: Raw) -> Raw:
-    """Return a table's record without the nulls in its values, by which Arrow fills fields that only others have."""
+    """Return a table's record without nulls, with which Arrow fills missing fields."""
     return {key: filled(value) for key, value in record.items()}
 
 
 def filled(value: Any, given: Container[str] = ()) -> Any:
-    """Return a copy without fields that are None, at any depth, but for what the fields named in `given` hold."""
+    """Return a copy without None fields at any depth, except inside of the fields named in `given`."""
     if isinstance(value, dict):
         fields = ((key, inner) for key, inner in value.items() if inner is not None)
         return {key: inner if key in given else filled(inner, given) for key, inner in fields}
@@ -129,7 +129,7 @@ def _documents(file: TextIOBase) -> Iterator[Raw]:
 
 
 def _json(file: TextIOBase, path: Path) -> Iterator[Raw]:
-    """Read an array of records, or a record a line. Lines end at newlines only: JSON strings hold other separators."""
+    """Read an array of records, or a record a line; only newlines end lines: JSON strings may have others."""
     for number, line in enumerate(file, 1):
         if line.isspace():
             continue

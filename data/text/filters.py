@@ -1,4 +1,4 @@
-"""What is dropped before training, and how much of it: copies, text of the evaluation, samples that are too short."""
+"""Filters with counts: duplicates, contamination by evaluation text, and samples that are too short."""
 
 import hashlib
 import json
@@ -30,10 +30,10 @@ Gram = tuple[str, ...]  # words in a row
 
 @dataclass
 class Counts:
-    """What became of the records of a run; `records` and `kept` by the source's name.
+    """The counts of a run's records; `records` and `kept` by the source's name.
 
-    `checked` counts the evaluation prompts that contamination was looked for of, and `unchecked` those with too few
-    words for that; `chats` what masking dropped or cut, by cause; `shapes` the records by the shape they were read as.
+    `checked` counts the evaluation prompts checked for contamination, `unchecked` those with too few words; `chats`
+    counts dropped and cut chats by cause, `shapes` records by shape.
     """
 
     records: Counter[str] = field(default_factory=Counter)
@@ -52,7 +52,7 @@ class Counts:
 
     @classmethod
     def read(cls, values: dict[str, Any]) -> "Counts":
-        """Return the counts that `asdict` made a dict of."""
+        """Return the counts from the dict that `asdict` made."""
         counters = {name: Counter(values[name]) for name in COUNTERS}
         return cls(**{**values, **counters})
 
@@ -76,15 +76,15 @@ class Counts:
         )
 
     def report(self) -> dict[str, Any]:
-        """Return the counts as JSON has them."""
+        """Return the counts for JSON."""
         return {**asdict(self), **{name: dict(+getattr(self, name)) for name in COUNTERS}}
 
 
 class Filters:
-    """Drop records that were seen or are in the evaluation, and count them."""
+    """Drops duplicates and records of the evaluation, and counts them."""
 
     def __init__(self, config: DataConfig, held_out: Iterable[Record], evaluation: Sequence[str]) -> None:
-        """Remember the held-out records, whose copies are duplicates, and the texts of the evaluation prompts."""
+        """Take the held-out records, whose copies are duplicates, and the texts of the evaluation prompts."""
         self.counts = Counts()
         self._dedup, self._words = config.dedup, config.contamination
         self._seen = {_key(record) for record in held_out} if config.dedup else set()
@@ -96,7 +96,7 @@ class Filters:
             self.counts.checked = len(grams) - self.counts.unchecked
 
     def __call__(self, records: Iterable[Record]) -> Iterator[Record]:
-        """Yield those records that stay."""
+        """Yield the records that are kept."""
         for record in records:
             self.counts.records[record.source] += 1
             if self._dedup and record.error is None:
@@ -122,10 +122,7 @@ def _grams(text: str, count: int) -> Iterator[Gram]:
 
 
 def _key(record: Record) -> bytes:
-    """Return a hash that is equal for records that differ in case and white space alone.
-
-    Where a record gives its tokens, they count in place of its text, which is decoded for contamination's sake alone.
-    """
+    """Return a hash that ignores case and white space; of a record with given tokens the hash of these."""
     spoken = [" ".join(content_text(message).split()).casefold() for message in record.messages]
     beside = [{key: value for key, value in message.items() if key != "content"} for message in record.messages]
     text = "" if record.pretokenized else " ".join(record.text.split()).casefold()

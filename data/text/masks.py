@@ -1,8 +1,7 @@
-"""Loss masks: 1 on the tokens that the target would produce, a chat's answers and the tokens that end them.
+"""Loss masks: 1 on the tokens that the target would write, a chat's answers and their end tokens.
 
-Their one home. A plain text is all answer. In a chat, an answer starts and ends where the chat template's
-{% generation %} says, else where rendering the chat up to there ends. The tokens are those of the whole chat as the
-template renders it, never of its parts put together.
+A plain text is all answer. In a chat, an answer is the chat template's {% generation %} block, else it is found by
+rendering the chat up to its start and its end. The tokens are those of the whole rendered chat, never of its parts.
 """
 
 import dataclasses
@@ -41,27 +40,27 @@ EMPTY_REST = re.compile(rf"\s*{CLOSE}\s*")
 BLOCK = re.compile(rf"\s*{OPEN}.*?{CLOSE}\s*", re.DOTALL)
 REST = re.compile(rf".*?{CLOSE}\s*", re.DOTALL)
 ANALYSIS = re.compile(r"<\|channel\|>analysis<\|message\|>.*?<\|end\|>(?:<\|start\|>assistant)?", re.DOTALL)
-THINK, THOUGHT = "<think>", "</think>"  # the one block that servers leave in an answer
+THINK, THOUGHT = "<think>", "</think>"  # the block that servers may leave in an answer
 CUT_OFF = "with an answer that was cut off, trained without an end"
 OPENING_DROPPED = "with a turn of the assistant before the first question, which the chat template refuses"
 OPENED = re.compile(rf"{OPEN}\s*\Z")
 
 
 def reasoning_of(message: Message) -> str:
-    """Return the reasoning that comes with an answer, empty if none does."""
+    """Return an answer's reasoning, or empty."""
     field = next((str(message[name]) for name in REASONING if message.get(name)), "")
     block = BLOCK.match(message["content"]) if isinstance(message["content"], str) else None
     return field or (re.sub(rf"{OPEN}|{CLOSE}", "", block[0]) if block else "")
 
 
 def under_all_names(message: Message) -> Message:
-    """Return the message with its reasoning under each name that templates look for."""
+    """Return the message with its reasoning under every name that templates read."""
     field = next((message[name] for name in REASONING if message.get(name)), None)
     return message if field is None else {**message, "reasoning_content": field, "thinking": field}
 
 
 def without(message: Message) -> Message:
-    """Return the message without its reasoning, be it a field or the block that its content begins with."""
+    """Return the message without its reasoning, a field or a block at the start of its content."""
     answer = {key: value for key, value in message.items() if key not in REASONING}
     if message["role"] == "assistant" and isinstance(answer["content"], str) and BLOCK.match(answer["content"]):
         answer["content"] = BLOCK.sub("", answer["content"], count=1)
@@ -77,8 +76,8 @@ def is_empty(message: Message) -> bool:
 def skip(text: str, start: int, end: int, cut: bool) -> int:
     """Return where training starts in the answer text[start:end].
 
-    A block without reasoning is the template's, not the target's: servers put it into the prompt to switch thinking
-    off. With `cut`, blocks with reasoning go too: some templates write them from other fields.
+    An empty reasoning block is the template's: servers put it into the prompt to switch thinking off. With `cut`, other
+    reasoning blocks are skipped too: some templates write them from other fields.
     """
     opened = OPENED.search(text, 0, start) is not None
     patterns = [EMPTY_REST if opened else EMPTY]
@@ -88,9 +87,9 @@ def skip(text: str, start: int, end: int, cut: bool) -> int:
 
 
 def split_reasoning(text: str, opened: bool) -> tuple[str, str]:
-    """Split a text into the reasoning of a think block, which it begins with or its prompt opened, and the answer.
+    """Split a text into reasoning and answer; a think block starts the text or was opened by the prompt.
 
-    Where there is no such block, an end of one is the answer's own: it may quote it.
+    Without such a block, an end tag is part of the answer, which may quote it.
     """
     if not text.lstrip().startswith(THINK) and not (opened and THOUGHT in text):
         return "", text
@@ -100,33 +99,33 @@ def split_reasoning(text: str, opened: bool) -> tuple[str, str]:
 
 @dataclass(frozen=True)
 class Sample:
-    """One document: its tokens, and its loss mask: for each token 1 if the target would produce it, else 0."""
+    """A document: its tokens, and its loss mask: 1 for tokens that the target would write, else 0."""
 
     id: str
     token: list[int]
     loss_mask: list[int]
 
 
-BAD = (BadSampleError, RenderError, UnicodeEncodeError)  # what a record's own fault raises
+BAD = (BadSampleError, RenderError, UnicodeEncodeError)  # errors of a bad record
 
 
 class Turn(NamedTuple):
-    """A chat up to the end of one of its answers: the rendering, and the character spans that this answer trains."""
+    """A chat up to the end of an answer: the rendering, and the character spans to train."""
 
     text: str
     spans: list[Span]
-    cut: list[int]  # where answers end that were cut off: none of the template's ends behind them is trained
+    cut: list[int]  # ends of answers that were cut off, whose end tokens are not trained
 
 
 def is_plain(record: Record, tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Whether the record is read as plain text: it is no chat, or has a text too and there is no chat template."""
+    """Whether the record is plain text: not a chat, or a chat with a text and no chat template."""
     return not record.messages or bool(record.text and not tokenizer.chat_template)
 
 
 def samples_of(
     record: Record, tokenizer: PreTrainedTokenizerBase, path: str, config: DataConfig, drop_counts: Counter[str]
 ) -> list[Sample]:
-    """Return a record's samples: its tokens if it gives them, a text's pieces, or a chat, as several in some templates.
+    """Return a record's samples: its given tokens, a text's pieces, or a chat, which some templates split.
 
     Args:
         path: the record's source, for errors.
@@ -193,7 +192,7 @@ def samples_of(
 
 
 def bad_sample(error: ValueError) -> BadSampleError:
-    """Return an error of a template or of an encoding as that of a record."""
+    """Return a template's or an encoding's error as a record's error."""
     if isinstance(error, UnicodeEncodeError):
         half = ascii(error.object[error.start])
         return BadSampleError("no text", f"it holds half a surrogate pair, {half}, which is no text; fix or remove it")
@@ -204,7 +203,7 @@ def bad_sample(error: ValueError) -> BadSampleError:
 
 
 def check_vocabulary(token: list[int], tokenizer: PreTrainedTokenizerBase) -> None:
-    """Refuse tokens that the tokenizer does not know."""
+    """Refuse tokens outside of the tokenizer's vocabulary."""
     last = last_token(tokenizer)
     unknown = next((number for number in token if not 0 <= number <= last), None)
     if unknown is not None:
@@ -239,12 +238,12 @@ def _plain(
 def _samples(
     id_: str, masked: Sequence[tuple[list[int], list[int]]], max_tokens: int, drop_counts: Counter[str]
 ) -> list[Sample]:
-    """Return masked documents as samples, cut where they are too long."""
+    """Return masked documents as samples, cut at max_tokens."""
     names = [id_ if len(masked) == 1 else f"{id_}#{number}" for number in range(len(masked))]
     samples: list[Sample] = []
     for name, (token, mask) in zip(names, masked, strict=True):
         trained = [i for i, on in enumerate(mask[:max_tokens]) if on]
-        if trained:  # behind the last one within the limit the rest would cost a forward pass and train nothing
+        if trained:  # nothing after the last trained token is kept: it would not be trained
             end = len(token) if len(token) <= max_tokens else trained[-1] + 1
             samples.append(Sample(name, token[:end], mask[:end]))
     if not samples:
@@ -266,7 +265,7 @@ def turns_of(
     messages = [(without if cut else under_all_names)(message) for message in chat]
     roles = [message["role"] for message in messages]
     first = roles.index("user") if "user" in roles else -1
-    # An empty answer would train the end of a turn only.
+    # An empty answer would only train the end of a turn.
     spoken = [i for i, role in enumerate(roles) if role == "assistant" and i > first]
     answers = [i for i in spoken if messages[i].get("weight") != 0 and not is_empty(messages[i])]
     if not answers:
@@ -292,16 +291,16 @@ def turns_of(
 
 
 def _turn(record: Record, tokenizer: PreTrainedTokenizerBase, cut: bool) -> Turn:
-    """Find the answer that a chat ends with: behind the target's prompt, up to the chat's end.
+    """Find a chat's last answer: after the target's prompt, up to the chat's end.
 
-    Some templates shorten earlier messages once there is an answer (Mistral's system prompt, gpt-oss's reasoning before
-    a tool call): the answer then stands behind the prompt that the target had. A template's own blocks stand as they
-    are, but the target also writes the blanks before them, and the token that ends the turn.
+    Some templates shorten earlier messages after an answer (Mistral's system prompt, gpt-oss's reasoning before a tool
+    call): then the prompt is the one that the target had. With a template's own blocks, the target also writes the
+    blanks before them and the token that ends the turn.
     """
     tools, before = record.tools, record.messages[:-1]
     prompt = render(before, tokenizer, True, tools)
     text, blocks = render_tagged(record.messages, tokenizer, tools)
-    ends = ends_of(tokenizer)  # Phi-3 and others append the end token to any last turn that has ended
+    ends = ends_of(tokenizer)  # Phi-3 and others append the end token to any finished last turn
     if ends.text.search(text) and ends.text.search(render(before, tokenizer, False, tools)):
         text = text.removesuffix(str(tokenizer.eos_token))
     start = len(prompt) if text.startswith(prompt) else None
@@ -342,9 +341,9 @@ def _turn(record: Record, tokenizer: PreTrainedTokenizerBase, cut: bool) -> Turn
 
 
 def _start(generation_prompt: str, text: str, chat: str, question: str) -> int | None:
-    """Return the start of the answer to `question`, the end of `chat`: behind the prompt, or behind a suffix of it.
+    """Return the start of the answer to `question`, the end of `chat`: after the prompt, or a suffix of it.
 
-    The suffix is the longest that the text holds, and has all of `question` in it.
+    The suffix is the longest one in the text, and contains all of `question`.
     """
     for prompt in (generation_prompt, OPENED.sub("", generation_prompt)):  # without the reasoning block that it opens
         if text.startswith(prompt):
@@ -360,8 +359,8 @@ def _start(generation_prompt: str, text: str, chat: str, question: str) -> int |
 def joined(turns: list[Turn]) -> list[Turn]:
     """Join the answers of chats that are prefixes of each other into one text with all their spans.
 
-    Some templates render earlier turns differently (Qwen3 drops their reasoning); then each answer stands where the
-    target meets it, at the end of a text of its own.
+    Some templates render earlier turns differently (Qwen3 drops their reasoning); then each answer has its own text, as
+    the target sees it.
     """
     texts: list[Turn] = []
     for turn in reversed(turns):
@@ -373,7 +372,7 @@ def joined(turns: list[Turn]) -> list[Turn]:
             longer.cut[:0] = turn.cut
     for turn in texts:
         spans, turn.spans[:] = sorted(turn.spans), []
-        for start, end in spans:  # those of blocks around more than an answer overlap
+        for start, end in spans:  # blocks around more than an answer overlap
             if turn.spans and start < turn.spans[-1][1]:
                 turn.spans[-1] = turn.spans[-1][0], max(end, turn.spans[-1][1])
             else:
@@ -382,7 +381,7 @@ def joined(turns: list[Turn]) -> list[Turn]:
 
 
 def _masked(turn: Turn, tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:
-    """Return a text's tokens and its loss mask, which has the end of each answer that was not cut off."""
+    """Return a text's tokens and loss mask, with the end token of each answer that was not cut off."""
     text, spans, cut = turn
     token, mask = _end_turns(*_mask(text, spans, tokenizer), tokenizer)
     if not cut:
@@ -393,13 +392,15 @@ def _masked(turn: Turn, tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], 
 
 
 def _mask(text: str, spans: list[Span], tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:
-    """Return the text's tokens, and 1 for each that lies in a span with all its characters."""
+    """Return the text's tokens, and 1 for each token that is entirely in a span."""
     edges = [0, *chain.from_iterable(spans), len(text)]
-    # Pieces that join to the whole's tokens show where each starts, and cost much less to encode than prefixes do.
+    # Pieces whose tokens join to the whole's give the boundaries, much faster than encoding prefixes.
     whole, *pieces = encode([text, *(text[a:b] for a, b in pairwise(edges))], tokenizer)
     bounds = list(accumulate(len(piece) for piece in pieces))
     if whole != list(chain.from_iterable(pieces)):
-        prefixes = encode([text[:edge] for edge in edges[1:]], tokenizer)  # SentencePiece begins every text its own way
+        prefixes = encode(
+            [text[:edge] for edge in edges[1:]], tokenizer
+        )  # SentencePiece encodes a text's start differently
         bounds = [len(prefix) for prefix in prefixes]
         if any(whole[: len(prefix)] != prefix for prefix in prefixes):
             return _by_characters(text, spans, tokenizer)
@@ -410,7 +411,7 @@ def _mask(text: str, spans: list[Span], tokenizer: PreTrainedTokenizerBase) -> t
 
 
 def _by_characters(text: str, spans: list[Span], tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:
-    """Mask where tokens span an answer's edge: the target at decoding never writes such a token."""
+    """Mask by characters where tokens span an answer's edge: the target never writes such a token."""
     if not tokenizer.is_fast:
         raise BadSampleError(
             "tokens across an answer's edge",
@@ -422,9 +423,9 @@ def _by_characters(text: str, spans: list[Span], tokenizer: PreTrainedTokenizerB
 
 
 def _end_turns(token: list[int], mask: list[int], tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:
-    """Make every answer end with the token that ends the target's turn, and not after it.
+    """End every answer with the token that ends the target's turn.
 
-    Templates write a newline after it, which the target never samples, or leave it to the next turn, or out.
+    Templates add a newline after it, which the target never samples, or leave it to the next turn, or out.
     """
     special, eos = turn_end_tokens(tokenizer), tokenizer.eos_token_id
     token, mask = list(token), list(mask)

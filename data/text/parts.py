@@ -1,4 +1,4 @@
-"""Messages as SDKs, servers and agents write them, in one form: OpenAI's chat messages, whose content is text.
+"""Messages of SDKs, servers and agents, converted to OpenAI's chat messages with text content.
 
 Content parts become text, reasoning, tool calls and tool results by their type; any other type is refused by name.
 """
@@ -15,7 +15,7 @@ Message = dict[str, Any]
 
 
 def _by_name(**names: str) -> dict[str, str]:
-    """Return a table from each of the names, which blanks part, to its key."""
+    """Return a dict from each of the space-separated names to its key."""
     return {name: key for key, value in names.items() for name in value.split()}
 
 
@@ -25,7 +25,7 @@ ROLES = _by_name(
     tool="tool observation function ToolMessage FunctionMessage",
     system="system SystemMessage",
 )
-PARTS = _by_name(  # a part's type, or the key under which Bedrock and Gemini hold it, to its kind
+PARTS = _by_name(  # a part's type, or its key in Bedrock and Gemini, to its kind
     text="text input_text output_text",
     reasoning="thinking reasoning reasoningContent reasoning_text",
     call="tool_use tool-call tool_call toolUse functionCall function_call custom_tool_call",
@@ -35,11 +35,11 @@ PARTS = _by_name(  # a part's type, or the key under which Bedrock and Gemini ho
     refusal="refusal",
     nothing="cachePoint cache_point",
 )
-RESULTS = ("json", "error-json", "error-text")  # what a tool's result may be that is no text part
+RESULTS = ("json", "error-json", "error-text")  # types of a tool's result besides text parts
 REASONING = ("reasoning_content", "thinking", "reasoning")  # DeepSeek, Qwen and most servers; gpt-oss; newer servers
-GIVEN = ("arguments", "parameters")  # of a call and of a function's definition: null is a value in them
+GIVEN = ("arguments", "parameters")  # fields of calls and function definitions, where null is a value
 IDS = ("tool_call_id", "tool_use_id", "toolUseId", "toolCallId", "call_id", "id")
-# Fields of a message that a reply's bookkeeping fills, or that become others here; templates read none of them.
+# Fields of a message that templates do not read: bookkeeping of replies, and fields that are renamed here.
 BOOKKEEPING = {
     "from", "value", "parts", "type", "id", "model", "usage", "status", "stop_reason", "stop_sequence",
     "stop_details", "phase", "container", "logprobs", "refusal", "annotations", "function_call", "tool_calls",
@@ -51,12 +51,12 @@ REFUSED = {
     "content_filter", "refusal", "safety", "guardrail_intervened", "content_filtered", "prohibited_content",
     "recitation", "blocklist",
 }  # fmt: skip
-MEDIA = re.compile(r"(input_)?(image|video|audio)s?(_url)?")  # keys and types of what is no text
-HIDDEN = "hidden"  # the field of a message whose reasoning its server kept back
+MEDIA = re.compile(r"(input_)?(image|video|audio)s?(_url)?")  # keys and types of content that is not text
+HIDDEN = "hidden"  # the field of a message whose server withheld the reasoning
 
 
 class BadSampleError(ValueError):
-    """A record that cannot be used: one of no known shape, or that no exact mask exists for."""
+    """A record that cannot be used: of unknown shape, or without an exact mask."""
 
     def __init__(self, cause: str, message: str) -> None:
         super().__init__(f"{message}, or set data.on_bad=drop")
@@ -64,11 +64,11 @@ class BadSampleError(ValueError):
 
 
 class LeftOutError(BadSampleError):
-    """A record of a log that holds no answer of the model, but an error or a refusal."""
+    """A log's record with an error or a refusal in place of the model's answer."""
 
 
 def parsed(value: Any) -> Any:
-    """Return the value of a JSON string; anything else, or one nested too deeply, as it is."""
+    """Return the value of a JSON string; other values and deeply nested ones unchanged."""
     try:
         return parse_json(value) if isinstance(value, str) else value
     except ValueError:
@@ -76,12 +76,12 @@ def parsed(value: Any) -> Any:
 
 
 def content_text(message: Message) -> str:
-    """Return a message's text; of content in parts, as requests to a server have it, the text parts joined."""
+    """Return a message's text, or the joined text parts of its content."""
     return text_of(message.get("content") or "")
 
 
 def unread(name: str) -> BadSampleError:
-    """Return the error of a part, an item or a field whose type is not read."""
+    """Return the error for a part, item or field of an unsupported type."""
     if MEDIA.fullmatch(name):
         why = f"it holds more than text ({name}), and text alone is read, of vision checkpoints too; remove the record"
         return BadSampleError("more than text", why)
@@ -89,7 +89,7 @@ def unread(name: str) -> BadSampleError:
 
 
 def media_in(fields: Message) -> str:
-    """Return the name of the first field that holds what is no text; empty for none."""
+    """Return the name of the first field with content that is not text, or empty."""
     return next((key for key in fields if MEDIA.fullmatch(key) and fields[key]), "")
 
 
@@ -119,7 +119,7 @@ def _part_text(piece: dict[str, Any]) -> str:
 
 
 def messages_of(items: Any) -> list[Message]:
-    """Return a chat's messages, with OpenAI's keys and roles; items of the Responses API joined to one a turn.
+    """Return a chat's messages with OpenAI's keys and roles; items of the Responses API are joined to turns.
 
     Raises:
         BadSampleError: a part is of a type that is not read.
@@ -143,7 +143,7 @@ def messages_of(items: Any) -> list[Message]:
 
 
 def _messages(raw: Message) -> Iterator[Message]:
-    """Yield a message, the tool results in it before it: Anthropic and others hold them in a user's message."""
+    """Yield a message after the tool results in it: Anthropic and others put them into a user's message."""
     inner = raw.get("kwargs", raw.get("data"))
     if isinstance(inner, dict):  # LangChain's, serialised or as a dict
         raw = {**inner, "role": raw["id"][-1] if "lc" in raw else raw["type"]}
@@ -189,7 +189,7 @@ def _messages(raw: Message) -> Iterator[Message]:
 
 
 def _take(piece: dict[str, Any], by_kind: dict[str, list[Any]]) -> None:
-    """Add what a part holds to the lists of its kind."""
+    """Add a part's content to the lists of its kind."""
     name = piece.get("type") or next((key for key in piece if key in PARTS), next(iter(piece), "none"))
     kind, inner = PARTS.get(name, str(name)), piece.get(name)
     body = inner if isinstance(inner, dict) else piece
@@ -212,7 +212,7 @@ def _take(piece: dict[str, Any], by_kind: dict[str, list[Any]]) -> None:
 
 
 def _call(call: dict[str, Any]) -> Message:
-    """Return a call as OpenAI has it, its arguments as their value, as chat templates read them."""
+    """Return a call in OpenAI's format, but with arguments as an object, as chat templates read them."""
     call = filled(call, (*GIVEN, "input", "args"))
     function = call.get("function") or {}
     function = dict(function) if "function" in call else {"name": call.get("name", call.get("toolName"))}
@@ -226,7 +226,7 @@ def _call(call: dict[str, Any]) -> Message:
 
 
 def tools_of(value: Any) -> tuple[Message, ...]:
-    """Return the definitions of functions in OpenAI's form, which endpoints and many templates expect."""
+    """Return function definitions in OpenAI's format, which endpoints and many templates expect."""
     listed = parsed(value or [])
     if not isinstance(listed, list):
         raise TypeError("tools are no list")

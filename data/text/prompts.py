@@ -30,12 +30,12 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 WORKLOADS = {"tiny": ROOT / "examples" / "tiny" / "prompts.jsonl"}
-LOST = 1 / 5  # of all records: a run whose data loses more of them ends
-OPENING = 128  # tokens of a plain text, at most, that serve as a prompt: enough words for contamination, even of bytes
+LOST = 1 / 5  # the largest share of bad records: more of them stop a run
+OPENING = 128  # the most tokens of a plain text's prompt: enough words to check contamination, even of bytes
 
 
 class Prompt(NamedTuple):
-    """A prompt to generate from: its tokens, and the user's (and the system's) text behind them."""
+    """A prompt: its tokens, and the text of user and system."""
 
     id: str
     token: list[int]
@@ -45,7 +45,7 @@ class Prompt(NamedTuple):
 
     @classmethod
     def read(cls, raw: Raw, index: int, path: str) -> "Prompt":
-        """Return the prompt that `save_prompts` wrote as a record of a file; refuse other keys and types."""
+        """Return a prompt from a record that `save_prompts` wrote; refuse other keys and types."""
         kinds = cls.__annotations__
         if raw.keys() != kinds.keys() or not all(fits(kind, raw[key]) for key, kind in kinds.items()):
             raise ValueError(f"{path}: record {index} is no prompt as they are saved: fix or remove the record")
@@ -53,7 +53,7 @@ class Prompt(NamedTuple):
 
 
 class TrainingData(NamedTuple):
-    """The samples that a run trains on, the prompts that measure it, and the counts of the records."""
+    """A run's samples, held-out prompts, and counts of records."""
 
     samples: Sequence[Sample]
     held_out: list[Prompt]
@@ -67,7 +67,7 @@ def load_training(
     config: DataConfig, tokenizer: PreTrainedTokenizerBase, prompts: int, workload: str | None = None,
     max_prompt_tokens: int | None = None,
 ) -> TrainingData:  # fmt: skip
-    """Return the samples of `config.path` and at most `prompts` prompts that they do not hold.
+    """Return the samples of `config.path` and at most `prompts` held-out prompts.
 
     With `config.cache` one process tokenises the samples, and the others and later runs with equal data map them.
 
@@ -101,7 +101,7 @@ def load_training(
             return counts.report()
 
         counts = Counts.read(cached(folder, fill))
-        most = prompts if max_prompt_tokens is None else None  # those that are too long may be left out
+        most = prompts if max_prompt_tokens is None else None  # prompts that are too long may be left out
         held_out = load_prompts(str(folder / PROMPTS), tokenizer, most) if counts.held_out else []
         samples = CachedSamples(folder / SAMPLES)
     if config.prompts and prompts:
@@ -114,7 +114,7 @@ def load_training(
 
 
 def load_prompts(path: str, tokenizer: PreTrainedTokenizerBase, limit: int | None) -> list[Prompt]:
-    """Return the prompts of a file or Hub dataset: saved ones token for token, questions of chats, pieces of texts."""
+    """Return the prompts of a file or Hub data set: saved ones unchanged, questions of chats, pieces of texts."""
     source = open_source(path, split="")
     if set(next(iter(source))) == set(Prompt._fields):
         return [Prompt.read(record, index, path) for index, record in enumerate(islice(source, limit))]
@@ -122,7 +122,7 @@ def load_prompts(path: str, tokenizer: PreTrainedTokenizerBase, limit: int | Non
 
 
 def locate(name: str) -> str:
-    """Return the path or Hub name behind a workload's name; refuse what is neither of them nor a key of WORKLOADS."""
+    """Return the path or Hub name of a workload; refuse unknown names."""
     if name in WORKLOADS:
         return str(WORKLOADS[name])
     if Path(name).expanduser().exists() or "/" in name or has_magic(name):
@@ -134,13 +134,13 @@ def locate(name: str) -> str:
 
 
 def save_prompts(prompts: Sequence[Prompt], path: Path) -> None:
-    """Write prompts with their tokens as JSON Lines, for `load_prompts` to read with the same target."""
+    """Write prompts with their tokens as JSON Lines, for `load_prompts` with the same target."""
     lines = [json.dumps(prompt._asdict(), ensure_ascii=False) + "\n" for prompt in prompts]
     path.write_text("".join(lines), encoding="utf-8")
 
 
 def records_to_answer(config: DataConfig, limit: int | None) -> list[Record]:
-    """Return the records that are trained on, whole, for the target to answer; at most the smaller limit."""
+    """Return the training records for the target to answer, at most the smaller limit."""
     limits = [value for value in (limit, config.limit) if value is not None]
     records, counts = training_records(divide(open_sources(config), config), config), Counter[str]()
     pairs = islice(_usable(records, config, counts, _check), min(limits, default=None))
@@ -158,7 +158,7 @@ def _check(record: Record) -> None:
 def _prepare(
     config: DataConfig, tokenizer: PreTrainedTokenizerBase, sources: Sequence[Source], evaluation: Sequence[str]
 ) -> Prepared:
-    """Return the held-out prompts, the counts, which grow with the samples, and an iterator of the samples."""
+    """Return the held-out prompts, the counts (updated by the iterator), and an iterator of the samples."""
     parts = divide(sources, config)
     dropped = Counter[str]()
     pairs = list(_usable(held_out_records(parts), config, dropped, partial(_prompt, tokenizer=tokenizer)))
@@ -207,7 +207,7 @@ def _prepare(
 def _usable(
     records: Iterator[Record], config: DataConfig, drop_counts: Counter[str], use: Callable[[Record], T]
 ) -> Iterator[tuple[Record, T]]:
-    """Yield records with their uses; with data.on_bad=drop count those that have none, and go on."""
+    """Yield records with their uses; with data.on_bad=drop count and skip bad ones."""
     for record in records:
         try:
             yield record, use(record)
@@ -247,13 +247,13 @@ def _with_room(
 
 
 def first_samples(source: Source, config: DataConfig, tokenizer: PreTrainedTokenizerBase) -> list[Sample]:
-    """Return the samples of a source's first record, which refuses what training would, of all that is like it."""
+    """Return the samples of a source's first record: a check that fails as training would."""
     record = read(readable(next(iter(source)), 0, source.name), 0, source.name)
     return samples_of(record, tokenizer, source.name, config, Counter())
 
 
 def with_text(record: Record, tokenizer: PreTrainedTokenizerBase) -> Record:
-    """Return a record with the text of its tokens where it has no messages, for contamination to be seen."""
+    """Return a record of tokens with its decoded text, to check contamination."""
     if not record.pretokenized or record.messages:
         return record
     last = last_token(tokenizer)
@@ -282,7 +282,7 @@ def _refused(record: Record, error: ValueError, where: str) -> ValueError:
 
 
 def _prompt(record: Record, tokenizer: PreTrainedTokenizerBase) -> Prompt:
-    """Return the prompt of a record, as `prompt_of` does; one of BAD where there is none."""
+    """Return the prompt of a record as `prompt_of` does, or raise one of BAD."""
     text = system = ""
     if record.error is not None:
         raise record.error
@@ -313,7 +313,7 @@ def _prompt(record: Record, tokenizer: PreTrainedTokenizerBase) -> Prompt:
 
 
 def before_answers(record: Record, turns: str) -> Iterator[Prompt]:
-    """Yield what stands before the first answer of a record that gives its tokens; with turns=all, before every one."""
+    """Yield the tokens before the first answer of a record with given tokens; with turns=all before every answer."""
     prompts = [document.token[:start] for document in record.pretokenized for start, _ in document.answers()]
     prompts = (prompts or [record.pretokenized[0].token])[: None if turns == "all" else 1]
     for number, token in enumerate(prompts, 1):
@@ -321,9 +321,9 @@ def before_answers(record: Record, turns: str) -> Iterator[Prompt]:
 
 
 def split_text(text: str, tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:
-    """Split the tokens of a plain text in its middle: those that serve as a prompt, and all that follow them.
+    """Split a plain text's tokens in the middle: a prompt, and the rest.
 
-    Texts of one kind often begin alike, so a long one's first half is cut to its last words.
+    Texts of one kind often begin alike, so the prompt of a long text is only the end of its first half.
     """
     token = text_ids(text, tokenizer)
     half = max(1, len(token) // 2)

@@ -1,4 +1,4 @@
-"""Parsing of raw records, in all shapes that users and published prompt sets have, into one: a chat, or a text."""
+"""Parsing of raw records of many shapes into one type: a chat, or a plain text."""
 
 import json
 from typing import Any, NamedTuple
@@ -17,13 +17,15 @@ KNOWN = (
     '{"input_ids", "loss_mask"} or {"prompt_token_ids", "token_ids"}, and logs of requests with their replies: '
     + ", ".join(name for name, request, reply in SHAPES if request and reply)
 )
-SHOWN = 300  # characters of a record in an error
+SHOWN = 300  # the most characters of a record in an error
 SUMMARIZE = "Summarize: {}"  # Spec-Bench's prompt for CNN/DM's articles
 UNFETCHED = "FULL BENCHMARK DATA SHOULD BE FETCHED"  # SPEED-Bench's placeholder for text under others' licences
 
 
 CHOICES = tuple(f"choice_{letter}" for letter in "ABCD")
-SETS: tuple[tuple[tuple[str, ...], tuple[str, ...], str], ...] = (  # keys of a set, those of its prompt, its answer's
+SETS: tuple[
+    tuple[tuple[str, ...], tuple[str, ...], str], ...
+] = (  # keys of a set, keys of its prompt, the key of its answer
     (("problem", "solution"), ("problem",), "solution"),  # MATH-500, AIME
     (("Problem", "Solution"), ("Problem",), "Solution"),  # AIME
     (("text", "code", "test_list"), ("text",), "code"),  # MBPP
@@ -38,17 +40,17 @@ SETS: tuple[tuple[tuple[str, ...], tuple[str, ...], str], ...] = (  # keys of a 
 class Record(NamedTuple):
     """One document."""
 
-    id: str  # its own, or its index in its source
+    id: str  # its own id, or its index in the source
     category: str  # its own, or empty
     messages: list[Message]  # a chat's, with OpenAI's keys and role names; empty for a plain text
-    text: str  # a plain text's; of a chat, the same as one text where the record has it
+    text: str  # a plain text, or a chat's text if the record has it
     tools: tuple[dict[str, Any], ...] = ()  # the functions that the assistant may call, as OpenAI has them
     source: str = ""  # the name of its source
-    pretokenized: tuple[Pretokenized, ...] = ()  # its tokens, where it gives them: they then count, and not the text
+    pretokenized: tuple[Pretokenized, ...] = ()  # its given tokens, which replace the text
     shape: str = ""  # the name of the shape it was read as
     model: str = ""  # the name of the model that wrote its last answer, where it is said
-    notes: tuple[str, ...] = ()  # what is counted of it
-    ended: bool = True  # whether a plain text ends with its last token, and was not cut off
+    notes: tuple[str, ...] = ()  # its counts
+    ended: bool = True  # whether a plain text ends there, and was not cut off
     error: BadSampleError | None = None  # why it cannot be used
 
 
@@ -67,9 +69,9 @@ def parse(raw: dict[str, Any], index: int, path: str) -> Record:
 
 
 def read(raw: dict[str, Any], index: int, path: str) -> Record:
-    """Parse one raw record; where it cannot be used, with the error that says why.
+    """Parse one raw record; a record that cannot be used has an `error`.
 
-    The shape may be unknown: the record is then shown, cut to a readable length. Or it holds no text, or no answer.
+    It is of unknown shape (then it is shown, abbreviated), or has no text or no answer.
 
     Raises:
         ValueError: its tokens are no numbers.
@@ -102,12 +104,12 @@ def _unknown(raw: dict[str, Any]) -> BadSampleError:
 
 
 def label(value: Any) -> str:
-    """Return an id or a category as text that can be written: half a surrogate pair cannot."""
+    """Return an id or a category as text without lone surrogates."""
     return str(value).encode("utf-8", "replace").decode()
 
 
 def readable(raw: dict[str, Any], index: int, path: str) -> dict[str, Any]:
-    """Return a record of a published set in a shape that `parse` reads, and any other as it is.
+    """Convert a published set's record to a shape that `parse` reads; return others unchanged.
 
     CNN/DM has an article and its highlights, question sets have lists of answers, dialogues without answers have turns.
 

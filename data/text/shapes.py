@@ -1,6 +1,6 @@
-"""Shapes of records: how each is recognised, and where its request, its reply, its tools and its model's name are.
+"""Shapes of records: how each is recognised, and its paths of request, reply, tools and model.
 
-docs/data_sources.md says where each shape's schema is documented.
+docs/data_sources.md links to each shape's schema.
 """
 
 from typing import Any, NamedTuple
@@ -64,7 +64,7 @@ WHOLE = (
     "finish_reason",
     "stop_reason",
     "stop_sequence",
-)  # of a stream, the fields that come whole
+)  # fields of a stream that are not deltas
 
 
 class Chat(NamedTuple):
@@ -73,19 +73,19 @@ class Chat(NamedTuple):
     shape: str
     messages: list[Message]
     tools: tuple[Message, ...] = ()
-    model: str = ""  # which wrote the reply, as the record names it
-    notes: tuple[str, ...] = ()  # what is counted of it
+    model: str = ""  # the model that wrote the reply, by the record's name
+    notes: tuple[str, ...] = ()  # its counts
 
 
 def at(value: Any, path: str) -> Any:
-    """Return what is at a path of a record; None where nothing is."""
+    """Return the value at a path of a record, or None."""
     for name in path.split("/") if path else ():
         value = opened(value.get(name)) if isinstance(value, dict) else None
     return value
 
 
 def opened(value: Any) -> Any:
-    """Return the value of a JSON text that holds a request, a reply or messages; an answer in JSON is a text."""
+    """Return the value of a JSON text with a request, a reply or messages; an answer in JSON stays a text."""
     plain = parsed(value)
     if isinstance(plain, dict):
         holds = any(keys <= plain.keys() for keys in LOGGED)
@@ -95,7 +95,7 @@ def opened(value: Any) -> Any:
 
 
 def chat_of(raw: Raw) -> Chat | None:
-    """Return a record as a chat, by the first shape that fits; None where none does.
+    """Return a record as a chat by the first shape that fits, or None.
 
     Raises:
         BadSampleError: it fits but for one key, holds a part that is not read, or an error in place of an answer.
@@ -129,7 +129,7 @@ def chat_of(raw: Raw) -> Chat | None:
 
 
 def _chat(name: str, raw: Raw, request: Raw, items: list[Raw], reply: Any) -> Chat:
-    """Return the chat of a request's messages and a reply, None where the messages hold it."""
+    """Return the chat of a request's messages and a reply; None if the messages contain it."""
     notes = ["with lines of its client or of other branches, which are left out"] * bool(request.get("left_out"))
     if reply is None and raw.keys() & {"error", "level"} and items[-1].get("role") != "assistant":
         _check_error(raw)
@@ -139,7 +139,7 @@ def _chat(name: str, raw: Raw, request: Raw, items: list[Raw], reply: Any) -> Ch
     instruction = text_of(system.get("parts", system) if isinstance(system, dict) else system)
     if instruction and messages[0]["role"] != "system":
         messages.insert(0, {"role": "system", "content": instruction})
-    if "gen_ai.input.messages" in request and isinstance(reply, list):  # each message is a choice of its own
+    if "gen_ai.input.messages" in request and isinstance(reply, list):  # each choice is a chat
         reply = [{"message": choice} for choice in reply]
     if reply is not None:
         replied = _answered(reply, notes)
@@ -155,9 +155,9 @@ def _chat(name: str, raw: Raw, request: Raw, items: list[Raw], reply: Any) -> Ch
 
 
 def _asked(request: Any, is_record: bool) -> tuple[Raw, list[Raw]] | None:
-    """Return the dict that holds a request's messages, and these; None where there are none.
+    """Return the dict with a request's messages, and the messages; None without any.
 
-    A text is a question in a request, and in a record itself one of many things.
+    A text is a question in a request; directly in a record it may be anything.
     """
     if isinstance(request, list):
         return ({}, request) if request and isinstance(request[0], dict) else None
@@ -177,7 +177,7 @@ def _asked(request: Any, is_record: bool) -> tuple[Raw, list[Raw]] | None:
 
 
 def _check_error(holder: Raw) -> None:
-    """Leave out what holds an error in place of an answer."""
+    """Raise LeftOutError for an error in place of an answer."""
     status = [str(holder[key]).lower() for key in STATUS if holder.get(key) is not None]
     if any(holder.get(key) for key in ERRORS) or any(
         value in FAILED or (value.isdigit() and int(value) >= 400) for value in status
@@ -186,7 +186,7 @@ def _check_error(holder: Raw) -> None:
 
 
 def _answered(reply: Any, notes: list[str]) -> list[Message]:
-    """Return a reply's messages, the last one marked where it was cut off."""
+    """Return a reply's messages; the last one is marked if it was cut off."""
     reasons: list[str] = []
     while not isinstance(reply, list) or isinstance(reply[0], list) or not _is_item(reply[0]):
         if isinstance(reply, str) and reply.startswith(("data: {", "event: ")):
@@ -224,7 +224,7 @@ def _answered(reply: Any, notes: list[str]) -> list[Message]:
 
 
 def _is_item(value: Raw) -> bool:
-    """Whether this is a message, or an item of the Responses API, and not a choice or an event that holds one."""
+    """Whether this is a message or an item of the Responses API, not a choice or an event."""
     return not value.keys() & {"message", "delta", "response"} and bool(
         value.keys() & {"role", "type", "from", "kwargs"}
     )
@@ -258,7 +258,7 @@ def _joined(events: list[Raw]) -> Raw:
 
 
 def _merge(into: Raw, delta: Raw) -> None:
-    """Add a delta of a stream to what came before it: texts go on, calls are found by their index."""
+    """Add a stream's delta: texts are appended, calls are found by their index."""
     for key, value in delta.items():
         if isinstance(value, list):
             calls = into.setdefault(key, {})

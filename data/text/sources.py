@@ -1,6 +1,6 @@
 """Sources of records, by name: a file, a folder, a glob or a Hub data set.
 
-What is held out of each, their mixture, and their provenance: hashes, and who wrote the answers.
+Also their held-out records, their mixture, and their provenance.
 """
 
 import glob
@@ -42,18 +42,18 @@ from heads.common.untrusted import parsed_file, regular
 T = TypeVar("T")
 
 EVALUATION_SPLITS = ("test", "validation", "train")
-SPLIT_WORDS = {  # as `datasets` knows them
+SPLIT_WORDS = {  # `datasets`' names
     "train": ("train", "training"),
     "validation": ("validation", "valid", "dev", "val"),
     "test": ("test", "testing", "eval", "evaluation"),
 }
 HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?(:.+)?")
-SAMPLED_AT_ONCE = 1000  # numbers sampled at once, as `datasets.interleave_datasets` does
+SAMPLED_AT_ONCE = 1000  # numbers sampled at a time, like `datasets.interleave_datasets`
 
 
 @dataclass(frozen=True)
 class Files:
-    """Local files, one after another, which can be gone through more than once."""
+    """Local files, which can be iterated more than once."""
 
     name: str
     files: tuple[Path, ...]
@@ -62,21 +62,21 @@ class Files:
     left_out: Counter[str] = field(default_factory=Counter)  # of it, by cause
 
     def __iter__(self) -> Iterator[Raw]:
-        """Yield the records of all files that `where` picks; at least one."""
+        """Yield the records that `where` selects; refuse none."""
         records = chain.from_iterable(records_in(read_file(file)) for file in self.files)
         return _filled(_wanted(batches_joined(records) if len(self.files) > 1 else records, self), self.name)
 
     def identity(self) -> str:
-        """Return the files' formats and hashes; when streaming, not to read them, their names, sizes and times."""
+        """Return the files' formats and hashes; when streaming their names, sizes and times."""
         if self.streaming:
             stats = [(file, file.stat()) for file in self.files]
             return repr([(str(file.resolve()), stat.st_size, stat.st_mtime_ns) for file, stat in stats])
         return repr([(kind_of(file), content_hash(file)) for file in self.files])
 
     def provenance(self) -> dict[str, Any]:
-        """Return the number of files, their hash if they are read to their end, and the settings of answers in them.
+        """Return the number of files, their hash if they are read to the end, and the settings of their answers.
 
-        The hash of several is that of the list of theirs. The settings are those in the metadata beside a file.
+        The hash of several files is that of the list of their hashes. The settings are in the metadata next to a file.
         """
         record: dict[str, Any] = {"name": self.name, "files": len(self.files)}
         if not self.streaming:
@@ -99,7 +99,7 @@ class Hub:
     left_out: Counter[str] = field(default_factory=Counter)  # of it, by cause
 
     def __iter__(self) -> Iterator[Raw]:
-        """Yield the records that `where` picks; at least one."""
+        """Yield the records that `where` selects; refuse none."""
         return _filled(_wanted(read_table(lambda: self.table, self.name, "fetch the data set again"), self), self.name)
 
     def identity(self) -> str:
@@ -111,7 +111,7 @@ class Hub:
         return {"name": self.name, "revision": self.revision}
 
     def ends(self, count: int) -> tuple[int, list[Raw]]:
-        """Return the number of records of all the table, and the last `count` of them without a look at the others."""
+        """Return the table's number of records, and the last `count` of them, without reading the others."""
         size = len(self.table)
         return size, [without_nulls(self.table[i]) for i in range(max(0, size - count), size)]
 
@@ -120,7 +120,7 @@ Source = Files | Hub
 
 
 def last_of(source: Source, count: int) -> tuple[int, list[Raw]]:
-    """Return the number of a source's records, and the last `count` of them: a file is read to its end."""
+    """Return a source's number of records, and the last `count` of them; a file is read to its end."""
     if isinstance(source, Hub) and not source.where:
         return source.ends(count)
     last = deque(enumerate(source), maxlen=max(1, count))
@@ -128,7 +128,7 @@ def last_of(source: Source, count: int) -> tuple[int, list[Raw]]:
 
 
 def _wanted(records: Iterator[Raw], source: Source) -> Iterator[Raw]:
-    """Yield the records that `where` picks, and count the others."""
+    """Yield the records that `where` selects, and count the others."""
     count = 0
     for raw in records:
         if is_wanted(raw, source.where):
@@ -181,12 +181,14 @@ def open_source(
         return Files(name, tuple(chosen), streaming, where)
     if glob.has_magic(name):
         matches = [file for file in map(Path, glob.glob(str(path), recursive=True)) if file.is_file()]
-        unique = {file.resolve(): file for file in sorted(matches) if not _is_beside(file)}  # `**/` finds a file twice
+        unique = {
+            file.resolve(): file for file in sorted(matches) if not _is_beside(file)
+        }  # `**/` may find a file twice
         matched = tuple(sorted(unique.values()))
         if not matched:
             raise ValueError(f"{name}: no file matches; give a pattern that does")
         return Files(name, matched, streaming, where)
-    regular(path)  # a pipe is no name on the Hub
+    regular(path)  # a pipe is not a Hub name
     import datasets
 
     _check_hub_name(name)
@@ -204,7 +206,7 @@ def open_source(
 
 
 def check_sources(config: DataConfig) -> None:
-    """Refuse data or prompts that are not there, as `check_source` does."""
+    """Refuse missing data or prompts, as `check_source` does."""
     for name in config.paths:
         check_source(name, config.split)
     if config.prompts:
@@ -212,10 +214,10 @@ def check_sources(config: DataConfig) -> None:
 
 
 def check_source(name: str, split: str = "") -> None:
-    """Refuse a source of which it is known, without reading it whole, that it cannot be read.
+    """Refuse a source that cannot be read, without reading all of it.
 
-    Its files are there, can be read and are of a known format, and the first one's first line is a record. What a Hub
-    data set holds is not asked, but where the Hub cannot be reached.
+    Its files must exist, be readable and of a known format, and the first line of the first file must be a record. Of a
+    Hub data set only whether the Hub can be reached is checked.
     """
     if not is_local(name):
         _check_hub_name(name)
@@ -229,12 +231,12 @@ def check_source(name: str, split: str = "") -> None:
 
 
 def is_local(name: str) -> bool:
-    """Whether a source is a file, a folder or a glob, and no Hub data set."""
+    """Whether a source is a file, a folder or a glob, not a Hub data set."""
     return Path(name).expanduser().exists() or glob.has_magic(name)
 
 
 def check_name(name: str) -> None:
-    """Refuse a source that is neither here nor by its name a Hub data set; asks nobody."""
+    """Refuse a source that is neither local nor named like a Hub data set, offline."""
     here = Path(name).expanduser()
     matched = here.exists() or (glob.has_magic(name) and glob.glob(str(here)))
     if not matched and (kind_of(Path(name)) or not HUB_NAME.fullmatch(name)):
@@ -250,14 +252,14 @@ def _check_hub_name(name: str) -> None:
 
 
 def _is_beside(file: Path) -> bool:
-    """Whether a file is the provenance of answers, or a part of answers that are being written."""
+    """Whether a file is an answers file's provenance, or a part of it that is being written."""
     if file.name.endswith(META):
         return file.with_name(file.name.removesuffix(META)).is_file()
     return any(folder.suffix == PARTS and (folder / SETTINGS).is_file() for folder in file.parents)
 
 
 def _answer_settings(file: Path) -> dict[str, Any]:
-    """Return the settings by which a file's answers were written; empty where there are none beside it."""
+    """Return the settings of a file's answers from the metadata next to it, or empty."""
     meta = file.with_name(file.name + META)
     if not meta.is_file():
         return {}
@@ -277,7 +279,7 @@ def read_all(source: Source) -> Iterator[Record]:
 
 
 class Part(NamedTuple):
-    """A source, the range of its records that is trained on, and those that are held out, with their indices."""
+    """A source's training records (a range) and held-out records, with their indices."""
 
     source: Source
     start: int
@@ -291,15 +293,15 @@ class Part(NamedTuple):
 
 
 def open_sources(config: DataConfig) -> list[Source]:
-    """Return the sources of `data.path`, in its order; no file is read yet."""
+    """Return the sources of `data.path` in order, without reading them."""
     return [open_source(name, config.split, config.streaming, config.where or {}) for name in config.paths]
 
 
 def divide(sources: Sequence[Source], config: DataConfig) -> list[Part]:
-    """Hold `data.held_out` records of the sources back.
+    """Split `data.held_out` records off the sources.
 
-    The sources share them evenly, the first ones the remainder. They are a source's last records, but of a streamed
-    source, whose end nobody has seen, the first. `data.prompts` leaves all to training.
+    The sources share them evenly, the first ones the remainder. They are a source's last records, or the first ones of
+    a streamed source. With `data.prompts` all records are trained on.
     """
     parts = []
     for source, count in zip(sources, held_out_shares(config), strict=True):
@@ -315,13 +317,13 @@ def divide(sources: Sequence[Source], config: DataConfig) -> list[Part]:
 
 
 def held_out_shares(config: DataConfig) -> list[int]:
-    """Return how many records each source of `data.path` holds back."""
+    """Return the number of held-out records of each source of `data.path`."""
     held_out, count = 0 if config.prompts else config.held_out, len(config.paths)
     return [held_out // count + (i < held_out % count) for i in range(count)]
 
 
 def check_some_left(name: str, size: int, count: int, config: DataConfig) -> None:
-    """Refuse to hold `count` records of a source back that has no more than `size`."""
+    """Refuse to hold out all `size` records of a source."""
     if size <= count:
         raise ValueError(f"{name}: {size} records, data.held_out={config.held_out} leaves none; lower it")
 
@@ -334,7 +336,7 @@ def training_records(parts: Sequence[Part], config: DataConfig) -> Iterator[Reco
 
 
 def held_out_records(parts: Sequence[Part]) -> Iterator[Record]:
-    """Yield the records that are held out, one of each source in turn."""
+    """Yield the held-out records, one of each source in turn."""
     held_out = [[read(raw, index, p.source.name) for index, raw in p.held_out] for p in parts]
     return _unique(record for records in zip_longest(*held_out) for record in records if record is not None)
 
@@ -342,8 +344,8 @@ def held_out_records(parts: Sequence[Part]) -> Iterator[Record]:
 def interleave(sources: Sequence[Iterator[T]], weights: Sequence[float], seed: int) -> Iterator[T]:
     """Mix sources: each item comes from source i with probability weights[i] / sum(weights), sampled by the seed.
 
-    It ends with the last item of the source that runs out first, so that nothing repeats and the shares hold: the
-    order of `datasets.interleave_datasets` with these probabilities and `stopping_strategy="first_exhausted"`.
+    It ends when the first source is exhausted, so nothing repeats and the shares hold: the order of
+    `datasets.interleave_datasets` with these probabilities and `stopping_strategy="first_exhausted"`.
     """
     rng = np.random.default_rng(seed)
     shares = np.asarray(weights, dtype=np.float64) / sum(weights)
@@ -360,7 +362,7 @@ def interleave(sources: Sequence[Iterator[T]], weights: Sequence[float], seed: i
 
 
 def _unique(records: Iterator[Record]) -> Iterator[Record]:
-    """Add its index among all to an id that came before, again where that came before too."""
+    """Make a repeated id unique by appending its index."""
     seen: set[str] = set()
     for index, record in enumerate(records):
         name = record.id

@@ -183,9 +183,9 @@ def judged(
     trusted = gate.passed or (row.drafter == PLAIN and not gate.checked)  # at batch size 1 it is the gate's reference
     if not trusted or row.drafter in measurement.not_lossless or PLAIN not in requests:
         return row
-    mine, plain = subset.of(requests[row.drafter]), subset.of(requests[PLAIN])
+    mine, baseline = subset.of(requests[row.drafter]), subset.of(requests[PLAIN])
     hf = subset.of(requests[HF]) if HF in requests else None
-    return with_speedups(row, subset, mine, plain, hf)
+    return with_speedups(row, subset, mine, baseline, hf)
 
 
 def timed(run: Generation) -> Request:

@@ -34,7 +34,7 @@ SGLANG_KEYS = ("spec_verify_ct", "spec_num_correct_drafts", "spec_num_proposed_d
 
 @dataclass(frozen=True)
 class Counters:
-    """A server's counts since its start, None where it has no such counter."""
+    """A server's counts since its start, None if it has no such counter."""
 
     engine: str  # one of ENGINES
     drafts: float | None  # passes that verified a draft; SGLang's, all passes. None: no speculation, or none so far

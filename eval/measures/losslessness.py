@@ -141,7 +141,7 @@ def labelled(drafter: str, batch_size: int, request_rate: float | None = None) -
 
 @dataclass(frozen=True)
 class Divergence:
-    """The position where a run first differs from the baseline; a token is None where that side had already stopped.
+    """The position where a run first differs from the baseline; a token is None if that side had already stopped.
 
     Of texts whose tokens are not to be seen, the position is a character's, and `shown` says what stands there.
     """
@@ -217,7 +217,7 @@ class SampledGate:
     drafter: str
     temperature: float
     coupled: Gate  # prompts with the same tokens as the baseline under coupled noise, at all batch sizes
-    distribution: ChiSquareTest | None  # None where nothing could be sampled
+    distribution: ChiSquareTest | None  # None if nothing could be sampled
     why: str  # the reason for that
     batch_sizes: tuple[int, ...] = (1,)  # at which the tokens under coupled noise were compared
     failed_at: int | None = None  # the first of them at which tokens differ, where `coupled.first` was seen
@@ -286,7 +286,7 @@ def in_words(counts: Mapping[str, int] | None) -> str:
 class FailedChecks:
     """The failed losslessness checks of a report, and the one rule by which they fail a result.
 
-    A result fails with a prompt of its own that differs, with its drafter's greedy check at its batch size, and with
+    A result fails with a differing prompt, with its drafter's greedy check at its batch size, and with
     the check at its temperature. What was not checked has not failed.
     """
 
@@ -356,18 +356,18 @@ def near_tie(where: Divergence, drafted: Generation, epsilon: float) -> bool:
     return where.gap < epsilon and all(gap < epsilon for gap in drafted.gaps[where.position : where.position + 1])
 
 
-def gate(plain: Sequence[Generation], drafted: Sequence[Generation], ids: Sequence[str], dtype: torch.dtype) -> Gate:
+def gate(baseline: Sequence[Generation], drafted: Sequence[Generation], ids: Sequence[str], dtype: torch.dtype) -> Gate:
     """Compare runs at temperature 0 prompt by prompt; refuse a dtype whose rounding is not known.
 
     Args:
-        plain: the baseline's runs with their logit gaps, one a prompt.
+        baseline: the baseline's runs with their logit gaps, one a prompt.
         drafted: the drafter's runs of the same prompts; where they carry gaps, those must be small as well.
         ids: the prompts' names, for the message.
         dtype: the target's, which decides how small a gap rounding can flip.
     """
     if dtype not in EPSILON:
         raise ValueError(f"the losslessness gate does not know {dtype}: set gate_dtype to float32")
-    parted = [divergence(ours, theirs, prompt) for ours, theirs, prompt in zip(plain, drafted, ids, strict=True)]
+    parted = [divergence(ours, theirs, prompt) for ours, theirs, prompt in zip(baseline, drafted, ids, strict=True)]
     return gate_of(
         (where, where is not None and near_tie(where, theirs, EPSILON[dtype]))
         for where, theirs in zip(parted, drafted, strict=True)

@@ -81,7 +81,7 @@ def revision() -> dict[str, Any]:
 
 
 def git(*arguments: str) -> str | None:
-    """Return git's output for the checkout, None where there is no git, no checkout or no commit."""
+    """Return git's output for the checkout, None if there is no git, no checkout or no commit."""
     if not (ROOT / ".git").exists():  # an installed package must not report the repository it happens to lie in
         return None
     try:

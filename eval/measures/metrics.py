@@ -35,9 +35,9 @@ class SpecDecodingStats:
 
     tokens: Number  # committed after the first one, which is the prefill's
     steps: Number  # the passes
-    drafted: Number | None  # tokens of all drafts; None where nobody counts them
+    drafted: Number | None  # tokens of all drafts; None if nobody counts them
     accepted: Number  # of these
-    by_depth: Sequence[Number]  # passes that accepted 1, 2, … drafted tokens or more; empty where nobody counts them
+    by_depth: Sequence[Number]  # passes that accepted 1, 2, … drafted tokens or more; empty if nobody counts them
 
 
 @dataclass(frozen=True)
@@ -170,7 +170,7 @@ def tau_interval(runs: Sequence[Generation], seed: int, groups: Groups = None) -
 
 
 def pooled_interval(requests: Sequence[SpecDecodingStats], seed: int, groups: Groups = None) -> Interval | None:
-    """Return tau's confidence interval, likewise; None where the counts of the requests are not known apart."""
+    """Return tau's confidence interval, likewise; None if the counts of the requests are not known apart."""
     if not requests:
         return None
     columns = torch.tensor([[request.tokens, request.steps] for request in requests], dtype=torch.float64)
@@ -224,7 +224,7 @@ def bootstrap(
     """Return a percentile interval of a statistic of sums over clusters (cluster bootstrap; Efron, 1979).
 
     Steps of one request depend on each other, so requests are resampled and not steps; see `within` for conversations.
-    `columns` are k numbers of each of n clusters, `statistic` is of their sums, for r resamples at once. None where one
+    `columns` are k numbers of each of n clusters, `statistic` is of their sums, for r resamples at once. None if one
     cluster or less has counts, which leaves nothing to resample.
     """
     if columns.any(1).sum() < 2:

@@ -25,7 +25,7 @@ class ResultRow:
 
     `tokens` and `steps` are the decoded tokens and the target passes that committed them; `seconds` are the steps'.
     `latency_s` is the median over the requests of their latencies, each from its prefill on.
-    `request_rate` is in requests per second; None where each request came when one before it had ended. Under a rate
+    `request_rate` is in requests per second; None if each request came when one before it had ended. Under a rate
     `latency_s` counts from the arrival, `batch_size` is the most sequences in one pass, `tokens_per_second` is over the
     time from the first arrival to the last end, and `speedup` is the baseline's mean latency over the drafter's.
     """
@@ -124,7 +124,7 @@ class Request:
     `waits` are the seconds that its sender waits, by name: `latency_s` to the last token, `ttft_s` to the first one.
     """
 
-    passes: SpecDecodingStats | None  # None where a server counts all requests together
+    passes: SpecDecodingStats | None  # None if a server counts all requests together
     decoding: Pair | None = None  # the tokens after the first, and the seconds that they took
     end_to_end: Pair | None = None  # all tokens, and the seconds from the beginning of the prefill on
     prefill_s: float | None = None
@@ -217,8 +217,8 @@ def by_request(requests: Sequence[Request], base: Sequence[Request] | None = Non
         values[name] = [request.waits.get(name) for request in requests]
     if base is not None:
         pairs = [
-            (_known([request], "decoding"), _known([plain], "decoding"))
-            for request, plain in zip(requests, base, strict=True)
+            (_known([request], "decoding"), _known([baseline], "decoding"))
+            for request, baseline in zip(requests, base, strict=True)
         ]
         values["speedup"] = [metrics.over(fast, slow) if fast and slow else None for fast, slow in pairs]
     return {name: cut for name, numbers in values.items() if (cut := metrics.quantiles(numbers))}

@@ -29,11 +29,11 @@ def with_breakdowns(rows: Sequence[Record]) -> list[dict[str, Any]]:
     def session(row: Record) -> tuple[Any, ...]:
         return tuple(row.get(key) for key in SESSION)
 
-    plain = {session(row): row for row in rows if row["drafter"] == PLAIN}
-    return [{**row, "ladder": speedup_breakdown(row, plain.get(session(row)))} for row in rows]
+    baseline = {session(row): row for row in rows if row["drafter"] == PLAIN}
+    return [{**row, "ladder": speedup_breakdown(row, baseline.get(session(row)))} for row in rows]
 
 
-def speedup_breakdown(row: Record, plain: Record | None) -> dict[str, Any] | None:
+def speedup_breakdown(row: Record, baseline: Record | None) -> dict[str, Any] | None:
     """Return a row's breakdown from τ to its speedup, given the baseline's row of the same session.
 
     Returns:
@@ -46,13 +46,13 @@ def speedup_breakdown(row: Record, plain: Record | None) -> dict[str, Any] | Non
         return None
     if not row["seconds"]["verify"]:  # an endpoint does not say where a step's time goes
         return None
-    if plain is None or row["drafter"] == PLAIN or row["speedup"] is None:
+    if baseline is None or row["drafter"] == PLAIN or row["speedup"] is None:
         return None
-    if not all(record[key] for record in (row, plain) for key in ("tau", "tokens_per_second", "steps")):
+    if not all(record[key] for record in (row, baseline) for key in ("tau", "tokens_per_second", "steps")):
         return None
-    tau, base = row["tau"], 1 / plain["tokens_per_second"]
+    tau, base = row["tau"], 1 / baseline["tokens_per_second"]
     step = tau / row["tokens_per_second"]
-    beyond = {"verification": _beyond(row, plain, "verify"), "draft": _beyond(row, plain, "draft")}
+    beyond = {"verification": _beyond(row, baseline, "verify"), "draft": _beyond(row, baseline, "draft")}
     beyond["overhead"] = step - base - sum(beyond.values())
     times = accumulate((beyond[cost] for cost in COSTS), initial=base)
     less = {cost: tau * base / (step - max(beyond[cost], 0.0) * TENTH) for cost in COSTS}
@@ -65,8 +65,8 @@ def speedup_breakdown(row: Record, plain: Record | None) -> dict[str, Any] | Non
     }
 
 
-def _beyond(row: Record, plain: Record, name: str) -> float:
-    return float(row["seconds"][name] / row["steps"] - plain["seconds"][name] / plain["steps"])
+def _beyond(row: Record, baseline: Record, name: str) -> float:
+    return float(row["seconds"][name] / row["steps"] - baseline["seconds"][name] / baseline["steps"])
 
 
 def closer(conditional: Sequence[float]) -> float:

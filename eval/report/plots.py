@@ -1,6 +1,6 @@
 """The five plots of a report, as Vega-Lite specifications: plain dicts with their data inside.
 
-A plot is None where the report has no numbers for it. Results that failed a losslessness check are left out.
+A plot is None if the report has no numbers for it. Results that failed a losslessness check are left out.
 """
 
 from collections.abc import Mapping, Sequence

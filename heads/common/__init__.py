@@ -1,12 +1,12 @@
 """Utilities of every layer: typed configurations, one-line errors, redaction of secrets, parsing of untrusted files.
 
-files.py          files and folders written whole or not at all, checksums, locks
+files.py          atomic writes of files and folders, checksums, locks
 ranges.py         ranges of numbers and choices in configurations, stated beside their types
 typed.py          the one border between YAML or JSON and dataclasses
 resolvers.py      computed values in conf/, as ${root:…} and ${by_device:…}
 command.py        the entry point of every command: Hydra, without the secrets of the command line
 help.py           the help of a command and the names nearest to a misspelt one, from conf/
-target_config.py  a target's configuration, checked before transformers reads it; how long rows may be for it
+target_config.py  a target's configuration, checked before transformers reads it; its context length
 gguf.py           a target's GGUF file: configuration and tokenizer by its metadata, weights dequantised once
 connection.py     without a connection to the Hub, its cache alone
 errors.py         an error as one line for its user

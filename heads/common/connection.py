@@ -48,7 +48,7 @@ def check_connected(repo: str) -> None:
 
 
 def _unreachable() -> str | None:
-    """Return why the Hub is not asked, with the remedy; None where it answers."""
+    """Return why the Hub is not asked, with the remedy; None if it answers."""
     if constants.is_offline_mode():
         chosen = os.environ.get("HF_HUB_OFFLINE") or os.environ.get("TRANSFORMERS_OFFLINE")
         return "HF_HUB_OFFLINE is set: unset it" if chosen else f"{constants.ENDPOINT} cannot be reached: connect"

@@ -23,7 +23,7 @@ def one_line(error: BaseException) -> str:
 
 
 def panicked(error: BaseException) -> bool:
-    """Say whether an error comes from a library in Rust, such as tokenizers: a panic, or a mere Exception."""
+    """Return whether an error comes from a library in Rust, such as tokenizers: a panic, or a mere Exception."""
     return type(error) is Exception or type(error).__name__ == "PanicException"
 
 

@@ -1,4 +1,4 @@
-"""Files and folders that are written whole or not at all, with checksums, and locks on them.
+"""Files and folders that are written atomically, with checksums, and locks on them.
 
 Readers see the old file or folder until the new one is complete and on the disk.
 """
@@ -116,7 +116,7 @@ def atomic_write(path: Path, content: bytes | Iterator[bytes | memoryview]) -> N
 
 
 def write_checked(path: Path, content: dict[str, Any]) -> None:
-    """Write a JSON object with a checksum of itself, whole or not at all."""
+    """Write a JSON object with a checksum of itself, atomically."""
     atomic_write(path, (json.dumps({**content, CHECKSUM: checksum(content)}, indent=1) + "\n").encode())
 
 

@@ -73,7 +73,7 @@ def options(group: str) -> list[str]:
 
 
 def nearest(word: str, names: Iterable[str]) -> str:
-    """Return the question after the names nearest to a misspelt one, or to its end; empty where none is near."""
+    """Return the question after the names nearest to a misspelt one, or to its end; empty if none is near."""
     every = sorted(set(names))
     parent, dot, last = word.rpartition(".")
     beside = [name.removeprefix(parent + dot) for name in every if name.startswith(parent + dot)]

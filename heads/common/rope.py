@@ -73,7 +73,7 @@ class Rope(NamedTuple):
 
 
 def positions_of(config: Mapping[str, Any]) -> Rope | None:
-    """Return the positions that transformers' LlamaConfig reads from a config.json, None where it names none.
+    """Return the positions that transformers' LlamaConfig reads from a config.json, None if it names none.
 
     `rope_parameters` by kind of layer are those of the layers' one kind, of several kinds those of full attention.
 

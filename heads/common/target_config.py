@@ -181,7 +181,7 @@ def up_to_width(path: str, rank: int) -> int:
 
 
 def best_head(path: str, shape: Mapping[str, Any] | None, trust_remote_code: bool) -> tuple[str, str]:
-    """Return the head that evidence favours for a target (docs/heads.md, "Which head"), and the reason in words.
+    """Return the recommended head for a target (docs/heads.md, "Which head"), and the reason in words.
 
     For a target of few layers it is mlp, unless that trains more than a tenth of its parameters and more than mtp.
     `shape` is the target's as conf/model has it, which does without the network.
@@ -248,7 +248,7 @@ def _takes_mimo(text: Mapping[str, Any]) -> bool:
 
 
 def check_rows(length: int, context: int, name: str) -> None:
-    """Refuse rows that are longer than a target's context."""
+    """Refuse packed sequences that are longer than a target's context."""
     if length > context:
         raise ValueError(f"data.length is {length}, but {name} reads at most {context} tokens: give {context} or less")
 

@@ -130,7 +130,7 @@ def check(value: Any, within: Within | OneOf, key: str) -> None:
 
 
 def fits(hint: Any, value: Any) -> bool:
-    """Say whether a value is of a type down to its elements, without conversion."""
+    """Return whether a value is of a type down to its elements, without conversion."""
     origin, inner = get_origin(hint), get_args(hint)
     if hint is Any:
         return True

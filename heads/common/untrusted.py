@@ -123,7 +123,7 @@ def regular(path: Path) -> Path:
 
 
 def plain_name(name: object) -> bool:
-    """Say whether this is the name of a file in a folder, without a path out of it."""
+    """Return whether this is the name of a file in a folder, without a path out of it."""
     return (
         isinstance(name, str)
         and name.isprintable()

@@ -114,15 +114,15 @@ def base_head(name: str, config: HeadConfig, embeddings: Embeddings, spec: Targe
 
 
 def made_for(folder: Path) -> TargetSpec | None:
-    """Return the target that a head was made for; None of a head of another project, which does not record it."""
+    """Return the target that a head was trained for; None for another project's head, which does not record it."""
     return None if is_published(folder) else typed(TargetSpec, read_config(folder)["target"])
 
 
 def sibling_spec(folder: Path, spec: TargetSpec, use: str) -> TargetSpec:
-    """Return the target's spec with the fingerprint that the head in `folder` was made for, which may differ.
+    """Return the target's spec with the fingerprint of the head's own target, which may differ.
 
-    So a head of a model can serve, or start the training of one for, that model fine-tuned, quantised or with an
-    adapter. The shapes must agree. `use` is what becomes of it, in the warning.
+    So a head can draft for its target fine-tuned, quantised or with an adapter, or initialise a head for it. The shapes
+    must agree. `use` is the head's use, for the warning.
     """
     saved = made_for(folder)
     if saved is None or saved.fingerprint == spec.fingerprint:
@@ -137,7 +137,7 @@ def kind_of(folder: Path) -> str:
 
 
 def tree_of(folder: Path, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the tree that a head was saved with, but for what is `given`, as no None is; refuse a lack of one."""
+    """Return the tree that a head was saved with, with the `given` values that are not None; refuse none at all."""
     chosen = {key: value for key, value in given.items() if value is not None}
     if not is_published(folder):
         return {**read_config(folder)["tree"], **chosen}
@@ -155,7 +155,7 @@ def schedule_of(folder: Path, given: Mapping[str, Any]) -> Any:
 
 
 def on_hub(name: str) -> bool:
-    """Say whether a model's name is a Hub id and not a folder of some machine."""
+    """Return whether a model's name is a Hub id and not a folder of some machine."""
     return REPO.fullmatch(name) is not None and not Path(target_path(name)).exists()
 
 

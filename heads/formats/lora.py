@@ -27,9 +27,9 @@ ROUNDED = 1e-4  # of a weight's change, at most, that its factors leave out: fp3
 
 
 class Adapter(NamedTuple):
-    """An adapter: the Hub's name of the head that it adapts, and what it adds to weights "O I".
+    """A LoRA adapter: the Hub name of its head, and the factors for each weight "O I".
 
-    That is `scale` times the product of the factors "O R" and "R I", by the weights' names.
+    It adds `scale` times the product of the factors "O R" and "R I".
     """
 
     base: str

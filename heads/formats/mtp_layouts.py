@@ -1,4 +1,4 @@
-"""How a target's checkpoint holds its MTP module, and the names of its tensors both ways.
+"""The layouts of MTP modules in targets' checkpoints, and the mapping of tensor names both ways.
 
 behind  `model.layers.N.*` behind the last of N layers: DeepSeek-V3, GLM-4.5
 apart   `mtp.*`: Qwen3-Next, Qwen3.5
@@ -18,7 +18,7 @@ SHARED = ("embed_tokens.weight", "shared_head.head.weight")  # the target's own,
 
 
 class Layout(NamedTuple):
-    """The names of a module's tensors in a checkpoint, and what of it differs.
+    """The names of a module's tensors in a checkpoint, and its differences.
 
     `outer` and `inner` precede those of the module and of its decoder layer; {} stands for the target's layers.
     """
@@ -97,7 +97,7 @@ def swapped(projection: Tensor) -> Tensor:
 
 
 def layout_of(names: Iterable[str], layers: int) -> Layout | None:
-    """Return the layout of the module that a checkpoint of these tensors holds, None where it holds none."""
+    """Return the layout of the module that a checkpoint of these tensors holds, None if it holds none."""
     available = set(names)
     return next((one for one in LAYOUTS.values() if one.theirs(PROJECTION, layers) in available), None)
 

@@ -1,7 +1,6 @@
-"""A head on disk: a folder with config.json (head, target, tree, schedule) and model.safetensors (its own tensors).
+"""A head on disk: a folder with config.json (head, target, tree, schedule) and model.safetensors.
 
-Saving swaps a finished folder for the old one, so that at every moment, also after a crash or on a full disk, one
-whole head can be loaded.
+Saving replaces the old folder by a finished one, so that a complete head can be loaded at any time, also after a crash.
 """
 
 import json
@@ -28,7 +27,7 @@ log = logging.getLogger(__name__)
 FORMAT = 1
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
 INDEX = f"{WEIGHTS}.index.json"  # of a checkpoint in several files
-SCHEDULE = "schedule"  # the key of which tree is drafted by how many sequences; most heads have none
+SCHEDULE = "schedule"  # the key of the schedule, the tree by batch size; most heads have none
 # The defaults of keys for heads saved before the key existed.
 EARLIER = {
     "length": None, "lm_head": "shared", "lm_head_rank": None, "draft_vocab": None, "qk_norm": False,
@@ -112,7 +111,7 @@ def write_files(folder: Path, content: dict[str, Any], tensors: dict[str, Tensor
 
 
 def save_tree(folder: Path, tree: dict[str, Any], schedule: list[dict[str, Any]] | None = None) -> None:
-    """Write another draft tree into a head's config.json, whole or not at all; the head and its target stay.
+    """Write another draft tree into a head's config.json, atomically; the head and its target stay.
 
     With a `schedule`, lines of `inference.tree_config.Schedule`, the tree is that of one sequence, else of any number.
 

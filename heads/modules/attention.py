@@ -31,7 +31,7 @@ class Pattern:
     """The attention pattern of N queries: each attends to rows `first` to `upto` of the context, both included."""
 
     first: Int[Tensor, "B N"]
-    upto: Int[Tensor, "B N"] | None = None  # None where query n is row n and attends up to itself
+    upto: Int[Tensor, "B N"] | None = None  # None if query n is row n and attends up to itself
     distinct: bool = False  # whether `upto` increases every `size` queries
     reach: int | None = None  # without `upto`, how many rows a query looks back; None: all
     size: int = 1  # queries in a group, which share their drafted rows

@@ -106,7 +106,7 @@ class Recurrent(nn.Module):
             drafts.append(DepthOutput(scored, predicted if self.predicts else None))
         return drafts
 
-    def commit(
+    def append_verified(
         self, cache: KVCache, start: Float[Tensor, "B T D"], new: NewRows, position: Int[Tensor, "B T"]
     ) -> tuple[Tensor, Tensor]:
         """Append verified rows with the states `start` before them; return the result of `advance`."""
@@ -117,7 +117,7 @@ class Recurrent(nn.Module):
                 piece = slice(first, first + SPARE)
                 some = None if count is None else (count - first).clamp(0, SPARE)
                 rows_of_piece = new._replace(token=token[:, piece], counts=some)
-                pieces.append(self.commit(cache, start[:, piece], rows_of_piece, position[:, piece]))
+                pieces.append(self.append_verified(cache, start[:, piece], rows_of_piece, position[:, piece]))
             return torch.cat([hidden for hidden, _ in pieces], 1), torch.cat(
                 [pre_logits for _, pre_logits in pieces], 1
             )
@@ -163,7 +163,7 @@ class RecurrentHead(HeadModule, Recurrent):
         position = cache.begin(token.shape[1], len(token))
         context = self.inject(start, position, cache.longest)
         if not context:
-            hidden, pre_logits = self.commit(cache, start, new, position)
+            hidden, pre_logits = self.append_verified(cache, start, new, position)
             return cache, LevelOutput(
                 self.compute_logits(rows.last_rows(pre_logits, count), 1), rows.last_rows(hidden, count)
             )
@@ -181,8 +181,7 @@ class RecurrentHead(HeadModule, Recurrent):
     def expand(self, state: KVCache, level: LevelOutput, nodes: LevelNodes) -> LevelOutput:
         """Score the next tree level from each node's token and its parent's state."""
         if self.injected:  # the root's row is a drafted row too
-            visible = nodes.mask.new_ones(*nodes.mask.shape[:2], 1)
-            nodes = nodes._replace(mask=torch.cat([visible, nodes.mask], -1))
+            nodes = nodes._replace(mask=torch.cat([nodes.mask.new_ones(*nodes.mask.shape[:2], 1), nodes.mask], -1))
         for layer in range(len(level.root) // 2):
             state.draft(layer, level.root[2 * layer], level.root[2 * layer + 1], 0)
         return self._draft(state, nodes, rows.gather_parents(level.hidden, nodes.parent))

@@ -41,7 +41,7 @@ def fits(query: Tensor, value: Tensor, wide: int) -> bool:
 
 
 def _widest(index: int | None, item: int) -> int:
-    """Return the widest head that the kernel takes on a CUDA device in values of `item` bytes; 0 where it has none."""
+    """Return the widest head that the kernel takes on a CUDA device in values of `item` bytes; 0 if it has none."""
     properties: Any = torch.cuda.get_device_properties(index)
     if properties.major < 8:  # torch compiles nothing in bf16 there
         return 0

@@ -210,7 +210,7 @@ class DecoderLayer(nn.Module):
 def compile_layers(head: nn.Module) -> bool:
     """Compile each decoder layer of a head, and return whether it has any.
 
-    One compiled layer serves all depths. Attention differs from depth to depth and is a kernel of its own, so it stays
+    One compiled layer serves all depths. Attention differs from depth to depth and is a separate kernel, so it stays
     outside of the compiled parts.
     """
     layers = [layer for layer in head.modules() if any(isinstance(child, Attention) for child in layer.children())]

@@ -421,8 +421,7 @@ class TargetModel:
 
     def _additive(self, attn_mask: Tensor) -> Tensor:
         shut = torch.finfo(self.dtype).min
-        zeros = torch.zeros(attn_mask.shape, dtype=self.dtype, device=self.device)
-        return zeros.masked_fill_(~attn_mask, shut)[:, None]
+        return torch.zeros_like(attn_mask, dtype=self.dtype).masked_fill_(~attn_mask, shut)[:, None]
 
 
 _said: set[tuple[str, int]] = set()  # targets, and how many unknown tokens were noted

@@ -22,7 +22,7 @@ CANCEL_AFTER = 2  # events of a cancelled stream
 
 @dataclass(frozen=True)
 class AuditConfig:
-    """The servers, the requests and their budget; conf/ops/audit.yaml says what each key means."""
+    """The servers, the requests and their budget; conf/ops/audit.yaml explains the keys."""
 
     url: str
     baseline: str | None

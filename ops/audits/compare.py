@@ -34,7 +34,7 @@ class Bound(float):
 
 
 class Difference(NamedTuple):
-    """An answer of the audited server that is none of the baseline's."""
+    """An answer of the audited server that differs from all of the baseline's."""
 
     question: Question
     ours: str
@@ -42,7 +42,7 @@ class Difference(NamedTuple):
     at: int  # first differing byte of both texts
     gap: float | None  # nats by which the audited server's token is below the baseline's choice there; None: unknown
     kind: Kind
-    fault: str = ""  # a key of `faults` in words.j2, empty where it looks like none
+    fault: str = ""  # a key of `faults` in words.j2, empty if it looks like none
     before: tuple[Question, ...] = ()  # questions to ask first to see it
     in_flight: int = 1
     note: str = ""  # the breach, where it is not the text
@@ -68,7 +68,7 @@ class Finding:
 
 
 class Audit:
-    """The state that all checks share, and the judge of greedy answers by the baseline's; `near_tie` is in nats.
+    """The checks' shared state, and the comparison of greedy answers with the baseline's; `near_tie` is in nats.
 
     `tokens` and `seconds` of timed answers are by server and requests in flight.
     """
@@ -86,7 +86,7 @@ class Audit:
         self.seconds[side, in_flight] += seconds
 
     def learn(self, question: Question, reply: Reply) -> None:
-        """Take an answer of the baseline as a right one."""
+        """Add a correct answer, by the baseline."""
         if not reply.error:
             self.texts.setdefault(question.prompt, reply.text)
         self.answers[question.content].append(reply)
@@ -212,7 +212,7 @@ def first_difference(one: str, other: str) -> int:
 def gap_at(theirs: Reply, ours: str, body: Mapping[str, Any]) -> tuple[int, float | None]:
     """Return where a text leaves an answer with logprobs, and by how many nats the answer's token is likelier there.
 
-    None where the tokens are not those of the text, or end before.
+    None if the tokens are not those of the text, or end before.
     """
     text, other = theirs.text.encode(), ours.encode()
     at, offset = first_difference(theirs.text, ours), 0

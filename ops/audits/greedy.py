@@ -1,4 +1,4 @@
-"""Checks of greedy answers: alone, after other prompts, in conversations, at chunk borders, side by side.
+"""Checks of greedy answers: alone, after other prompts, in conversations, at chunk borders, concurrently.
 
 Each asks both servers the same questions in the same order and company; the baseline's answers are the control.
 """

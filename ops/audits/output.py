@@ -45,7 +45,7 @@ def difference_record(difference: Difference) -> dict[str, Any]:
 
 
 def gap_of(difference: dict[str, Any]) -> str:
-    """Return by how much the baseline prefers its own answer, as the end of a sentence; empty where it is not known."""
+    """Return by how much the baseline prefers its own answer, as the end of a sentence; empty if it is not known."""
     least = " at least" if difference["at_least"] else ""
     return "" if difference["gap"] is None else f",{least} {difference['gap']:.2f} nats less likely to the baseline"
 

@@ -42,7 +42,7 @@ def limits(audit: Audit) -> Finding:
 
     def holds(question: Question, ours: Reply, theirs: Reply) -> str | None:
         limit, count = question.body["max_tokens"], ours.completion_tokens
-        if ours.text == theirs.text:  # how it is counted is a check of its own
+        if ours.text == theirs.text:  # the count is a separate check
             if ours.finish == theirs.finish or theirs.finish not in FINISH_REASONS:
                 return None
             return f"the baseline's text of {limit} tokens, finish_reason {ours.finish} and not {theirs.finish}"
@@ -177,7 +177,7 @@ def tool_calls(audit: Audit) -> Finding:
 
 
 def parsed(text: str) -> Any:
-    """Return the value of a JSON text, None where it is none."""
+    """Return the value of a JSON text, None if it is none."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError):

@@ -35,7 +35,7 @@ SEEDS = 48
 
 
 def sampling(audit: Audit, check: str) -> Finding:
-    """Sample both servers' answers to a few prompts, each with a seed of its own, and test that they agree.
+    """Sample both servers' answers to a few prompts, each with its own seed, and test that they agree.
 
     Where they look as if they did not, AGAIN times as many are sampled, and only those decide.
     """

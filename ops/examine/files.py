@@ -56,15 +56,15 @@ class Examined:
         return without_prefix(self.stored)
 
     @cached_property
-    def form(self) -> str:
+    def format_name(self) -> str:
         """OWN or a key of FORMATS; P-EAGLE is EAGLE-3 to engines, which find it by the same class."""
         if "format" in self.config:
             return OWN
-        form = format_of(self.folder)
-        return "eagle3" if form == "peagle" else form
+        format_name = format_of(self.folder)
+        return "eagle3" if format_name == "peagle" else format_name
 
     def part(self, key: str) -> dict[str, Any]:
-        """Return a part of its config.json, empty where that is missing."""
+        """Return a part of its config.json, empty if that is missing."""
         values = self.config.get(key)
         return values if isinstance(values, dict) else {}
 
@@ -75,13 +75,13 @@ class Examined:
 
     @property
     def trained(self) -> dict[str, Any]:
-        """The head in its training's config.yaml, empty where there is none."""
+        """The head in its training's config.yaml, empty if there is none."""
         values = self.run.get("head")
         return values if isinstance(values, dict) else {}
 
     @property
     def said_target(self) -> str | None:
-        """The target that its files name, None where none does."""
+        """The target that its files name, None if none does."""
         verifier = self.part("speculators_config").get("verifier")
         names = (
             self.part("target").get("name"),

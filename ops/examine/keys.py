@@ -54,14 +54,14 @@ class Key(NamedTuple):
 
 def table(head: Examined, loaded: Any, target: Target | EmbeddingsOnly) -> Iterator[Key]:
     """Yield the keys that engines read of a head in a form of theirs."""
-    config, layer, tensors, form = head.config, head.layer, head.tensors, head.form
+    config, layer, tensors, format_name = head.config, head.layer, head.tensors, head.format_name
     has = {name: THERE if name in tensors else MISSING for name in ("fc.bias", "lm_head.weight")}
     model_type = config.get("model_type", MISSING)
     yield Key(
-        "model_type", model_type, CLASSES[form].model_type if model_type in (MISSING, None) else model_type,
+        "model_type", model_type, CLASSES[format_name].model_type if model_type in (MISSING, None) else model_type,
         {"sglang": "refuses the head"},
     )  # fmt: skip
-    if form == "medusa":
+    if format_name == "medusa":
         bias = "blocks.0.layers.0.bias" in tensors
         yield Key("medusa_fc_bias", config.get("medusa_fc_bias", False), bias, {"vllm": "drops the blocks' biases"})
         return
@@ -86,7 +86,7 @@ def table(head: Examined, loaded: Any, target: Target | EmbeddingsOnly) -> Itera
             f"set both {name} to the value that it was trained with",
         )  # fmt: skip
     prefixed = any(name.startswith("model.") for name in head.stored)
-    if form != "mimo":
+    if format_name != "mimo":
         yield Key(
             "model.*", THERE if prefixed else MISSING, MISSING,
             {"vllm": "stops at the first", "sglang": "loads none of an EAGLE-1 head, and drafts from random weights"},
@@ -100,7 +100,7 @@ def table(head: Examined, loaded: Any, target: Target | EmbeddingsOnly) -> Itera
             {"vllm": "drafts from it, and SGLang from the target's"},
             f"remove it from {WEIGHTS}: engines take the target's",
         )  # fmt: skip
-    if form == "eagle":
+    if format_name == "eagle":
         yield Key(
             "lm_head.weight", has["lm_head.weight"], MISSING,
             {"vllm": "refuses the head", "sglang": "takes the target's in its place"},
@@ -113,13 +113,13 @@ def table(head: Examined, loaded: Any, target: Target | EmbeddingsOnly) -> Itera
             "fc.bias", "zero" if zero else "not zero", "zero", {"vllm": "drops it"},
             "train with head.bias=false, or serve it in SGLang (format=sglang)",
         )  # fmt: skip
-    if form in ("eagle3", "dflash"):
+    if format_name in ("eagle3", "dflash"):
         yield Key(
             "tie_word_embeddings", config.get("tie_word_embeddings", False), False,
             {"sglang": "puts the embedding in the lm_head's place: accepts nothing, or stops at its shape"},
         )  # fmt: skip
         yield from _layers(head, loaded, target)
-    if form == "eagle3":
+    if format_name == "eagle3":
         rows = len(tensors["lm_head.weight"]) if has["lm_head.weight"] == THERE else None
         yield Key(
             "draft_vocab_size", config.get("draft_vocab_size", MISSING), rows,
@@ -147,7 +147,7 @@ def _layers(head: Examined, loaded: Any, target: Target | EmbeddingsOnly) -> Ite
     layers, count = [*loaded.feature_layers], target.spec.num_layers
     if "feature_layers" in head.trained and len(layers) > 1:
         layers = sorted(chosen_layers(head.trained["feature_layers"], len(layers), count))
-    if head.form == "eagle3":
+    if head.format_name == "eagle3":
         nested, default = head.part("eagle_config").get(STATES), default_layers(EAGLE3_LAYERS, count)
         read = dict.fromkeys(("vllm", "speculators"), OTHER_LAYERS)
         yield Key(STATES, head.config.get(STATES) or as_states(default), as_states(layers), read)
@@ -161,14 +161,16 @@ def _layers(head: Examined, loaded: Any, target: Target | EmbeddingsOnly) -> Ite
 
 def readings(head: Examined, loaded: Any, target: Target | EmbeddingsOnly) -> Findings:
     """Yield a finding for each key that engines read; none of them reads our own form."""
-    if head.form == OWN:
+    if head.format_name == OWN:
         yield ok("headstart's own form, which engines do not load: export it with format=…", "architectures")
         return
-    if head.form not in CLASSES or not (head.config.get("architectures") or head.form in ("eagle3", "dflash")):
+    if head.format_name not in CLASSES or not (
+        head.config.get("architectures") or head.format_name in ("eagle3", "dflash")
+    ):
         yield ok("the authors' own layout, for their code and headstart", "architectures")
         return
     yield _architectures(head)
-    if head.form != "medusa":
+    if head.format_name != "medusa":
         yield _positions(head, target)
     for name, actual, right, engines, remedy in table(head, loaded, target):
         value = actual if actual in (THERE, MISSING) else json.dumps(actual, default=str).strip('"')
@@ -184,7 +186,7 @@ def _architectures(head: Examined) -> Finding:
 
     An engine that does not know a draft model's name stops; a whole model's name it takes for the whole model.
     """
-    names, served = [str(name) for name in head.config.get("architectures") or []], CLASSES[head.form]
+    names, served = [str(name) for name in head.config.get("architectures") or []], CLASSES[head.format_name]
     unaware = [engine for engine, pattern in served.found.items() if not any(re.fullmatch(pattern, n) for n in names)]
     if not unaware:
         return ok(", ".join(names), "architectures")
@@ -232,7 +234,7 @@ def _shown(rope: Rope) -> str:
 
 def records(head: Examined, target: Target | EmbeddingsOnly, sibling: bool) -> Findings:
     """Compare what the training recorded of its target with the target: weights, tokenizer, chat template."""
-    path, spec = target.spec.name, head.report.get("target") if head.form != OWN else head.part("target")
+    path, spec = target.spec.name, head.report.get("target") if head.format_name != OWN else head.part("target")
     fingerprint, now = (spec if isinstance(spec, dict) else {}).get("fingerprint"), target.spec.fingerprint
     if not isinstance(fingerprint, str) or QUANTISED in fingerprint + now or (sibling and fingerprint != now):
         yield unknown(f"whether its weights are those of {path} is not recorded: τ will show", "target")

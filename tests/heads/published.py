@@ -105,7 +105,7 @@ def embedding() -> Tensor:
 
 
 def block(**options: Any) -> nn.Module:
-    """Return a block head whose mask slots hold a token's embedding."""
+    """Return a block head whose masked positions hold a token's embedding."""
     head = made("block", **{"causal": False} | options)
     head.state_dict()["mask"].copy_(embedding()[7])
     return head

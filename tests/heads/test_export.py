@@ -42,7 +42,7 @@ class Case(NamedTuple):
 
 
 def masked(head: Any) -> Any:
-    """Return a block head whose mask slots hold a token's embedding."""
+    """Return a block head whose masked positions hold a token's embedding."""
     if "mask" in head.state_dict():
         head.state_dict()["mask"].copy_(target().embeddings.embed(torch.tensor(7)))
     return head

@@ -237,7 +237,7 @@ def test_a_mask_token_that_texts_have_is_said() -> None:
     tokenizer.add_special_tokens({"additional_special_tokens": ["<|reserved|>"], "eos_token": "<|end|>"})
     reserved, end = tokenizer.convert_tokens_to_ids(["<|reserved|>", "<|end|>"])
     word = repr(tokenizer.decode([size - 1]))
-    assert f"head.mask_token=-1: mask slots hold the embedding of token {size - 1}, {word}, which texts" in str(
+    assert f"head.mask_token=-1: masked positions hold the embedding of token {size - 1}, {word}, which texts" in str(
         ordinary_mask(-1, size, tokenizer)
     )
     assert f"token {end}, '<|end|>'" in str(ordinary_mask(end, size + 2, tokenizer))

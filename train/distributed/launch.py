@@ -213,7 +213,7 @@ def command(launcher: LauncherConfig, script: str, overrides: list[str]) -> list
 
 
 def by_hand(launcher: LauncherConfig, script: str, overrides: list[str], *, on_cpu: bool) -> str | None:
-    """Return lines with what to start on each of several nodes; None where one command starts all processes."""
+    """Return lines with what to start on each of several nodes; None if one command starts all processes."""
     if launcher.num_nodes == 1 or launcher.slurm is not None or launched() or among_tasks():
         return None
     words = shlex.join(["python", script, *(word for word in overrides if word != "plan=true")])

@@ -63,7 +63,7 @@ def accelerator_for(launcher: LauncherConfig, trainer: TrainerConfig, model: Mod
 
     Raises:
         ValueError: the number of processes is not that of the launcher or too small for the strategy, or accelerate is
-            configured with a strategy of its own.
+            configured with its own strategy.
     """
     check_machine(launcher, model)
     device = use_device(model.device)

@@ -106,12 +106,12 @@ def check_plan(run: RunConfig) -> None:
 
 
 def unserved(path: str, beyond: str | None) -> str | None:
-    """Return the line that no engine serves a head of a target, by its `beyond_tables`; None where engines can."""
+    """Return the line that no engine serves a head of a target, by its `beyond_tables`; None if engines can."""
     return beyond and f"{path}: {beyond}, which engines do not know when they draft: no head of it is exported to one"
 
 
 def ordinary_mask(token: int | None, vocab_size: int, tokenizer: PreTrainedTokenizerBase) -> str | None:
-    """Return the line that `head.mask_token` is a token that texts have; None where it is reserved, unused or none."""
+    """Return the line that `head.mask_token` is a token that texts have; None if it is reserved, unused or none."""
     number = None if token is None else token % vocab_size
     if number is None or number >= len(tokenizer):
         return None
@@ -120,8 +120,8 @@ def ordinary_mask(token: int | None, vocab_size: int, tokenizer: PreTrainedToken
         return None
     word = tokenizer.decode([number])
     return (
-        f"head.mask_token={token}: mask slots hold the embedding of token {number}, {word!r}, which texts have too; "
-        "give the id of a reserved or unused token if the target has one"
+        f"head.mask_token={token}: masked positions hold the embedding of token {number}, {word!r}, which texts "
+        "have too; give the id of a reserved or unused token if the target has one"
     )
 
 

@@ -1,8 +1,8 @@
 """The memory, disk, operations and hours of a run in closed form, from configurations alone (docs/training_plan.md).
 
-A device holds a process's own, the target, the head with its optimiser, and the widest stage of a step: the target's
-forward pass, the head's step, the optimiser, a measurement of τ. Stages follow each other, so they never add up. The
-final evaluation comes when all of these are freed. Every token is counted as trained, and no row as coming twice.
+A device has the process's own memory, the target, the head with its optimiser, and the largest stage of a step: the
+target's forward pass, the head's step, the optimiser, a measurement of τ. Stages follow each other, so they do not add
+up. The final evaluation comes after all of these are freed. Every token is counted as trained, in one epoch.
 """
 
 import re
@@ -47,9 +47,9 @@ from train.planning.shapes import HeadCost, TargetShape, configuration, head_cos
 from train.start import AUTO, check_copied
 
 GIB = 2**30
-SAFE = 0.9  # of a device's memory that a run may take
-AHEAD = 2  # layers of a target that are whole on a device at once when they are gathered or streamed
-ROW_BYTES = 9  # a packed token: its number, its document, its mask
+SAFE = 0.9  # the share of a device's memory that a run may use
+AHEAD = 2  # layers of a gathered or offloaded target on a device at once
+ROW_BYTES = 9  # bytes of a packed token: its id, document and mask
 HOST_BASE = 1.5  # GiB of host memory of a process with torch's CUDA libraries
 SIDE = 1024  # of the matrices by which a CPU's operations per second are measured
 PRUNED = 32000  # EAGLE-3's draft vocabulary
@@ -68,7 +68,7 @@ class Memory(NamedTuple):
     stages: dict[str, int]
     evaluation: int  # the final one, in place of all the others but the process's
     slack: float  # of the widest stage, that the allocator holds above what is asked of it
-    capacity: int | None  # None where it is not known
+    capacity: int | None  # None if it is not known
 
     @property
     def peak(self) -> int:
@@ -78,12 +78,12 @@ class Memory(NamedTuple):
 
     @property
     def utilization(self) -> float:
-        """The share of the capacity that is used, 0 where that is not known."""
+        """The share of the capacity that is used, 0 if that is not known."""
         return self.peak / self.capacity if self.capacity else 0.0
 
 
 class Plan(NamedTuple):
-    """The plan of a run: its device with nothing left open, the shapes of target and head, and the memory they take."""
+    """The plan of a run: its resolved device, the shapes of target and head, and their memory."""
 
     run: RunConfig
     device: DeviceConfig
@@ -100,7 +100,7 @@ class Plan(NamedTuple):
 
     @property
     def fits(self) -> bool:
-        """Whether there is room for all of it."""
+        """Whether the run fits."""
         return self.utilization <= 1
 
     @property
@@ -133,7 +133,7 @@ class Plan(NamedTuple):
 
     @property
     def device_hours(self) -> tuple[float, float] | None:
-        """The hours of one device for the target's passes and for the head, None where its peak is not known."""
+        """The hours of one device for the target's passes and for the head, None if its peak is not known."""
         peak = self.device.tflops
         if peak is None and self.device.type == "cpu" and self.run.device.type is None:
             peak = cpu_tflops()
@@ -235,7 +235,7 @@ def target_state(
 ) -> tuple[dict[str, int], int, int]:
     """Return the target's bytes: on the first process's device, gathered there during a pass, on the host.
 
-    `layers` are the bytes of all layers, 0 where they are not loaded; `item` those of a value of embedding and lm_head,
+    `layers` are the bytes of all layers, 0 if they are not loaded; `item` those of a value of embedding and lm_head,
     which are whole on every trainer's device. A node has `count` devices, None for one a process.
     """
     where, launcher = run.model.where, run.launcher
@@ -285,7 +285,7 @@ def moments(cost: HeadCost, muon: bool) -> int:
 def _head_stages(
     run: RunConfig, shape: TargetShape, cost: HeadCost, micro_batch_size: int, item: int, value: int, *, on_cpu: bool
 ) -> dict[str, int]:
-    """Return the bytes that each stage of a step takes for its time, but for the target's.
+    """Return the temporary bytes of each stage of a step, without the target's.
 
     A value has `item` bytes in the target, `value` in the head.
     """
@@ -302,7 +302,7 @@ def _head_stages(
 def _target_stages(
     run: RunConfig, shape: TargetShape, cost: HeadCost, micro_batch_size: int, item: int, *, further: bool
 ) -> dict[str, int]:
-    """Return the bytes that each stage of the target takes for its time.
+    """Return the temporary bytes of each stage of the target.
 
     Where a step has `further` micro-batches, the features of the one before are there until the target's pass has
     ended. A tensor-parallel group runs its processes' sequences in turn.
@@ -478,7 +478,7 @@ def spoken(hours: float) -> str:
 
 
 def in_words(run: RunConfig) -> str:
-    """Return one line about what was chosen, as overrides."""
+    """Return the chosen values in one line, as overrides."""
     launcher, gate = run.launcher, run.eval.gate_dtype
     nodes = f"{launcher.num_nodes} x " if launcher.num_nodes > 1 else ""
     processes = "1 process" if launcher.local == 1 else f"{launcher.local} processes"
@@ -497,7 +497,7 @@ def in_words(run: RunConfig) -> str:
 
 
 def check_memory(run: RunConfig) -> None:
-    """Refuse a run of which the plan says that it does not fit, before anything is loaded, unless plan=ignore.
+    """Refuse a run that does not fit by its plan, before anything is loaded, unless plan=ignore.
 
     A process by itself on a CPU has the memory that is free.
     """

@@ -1,8 +1,7 @@
-"""`resolve`: one run from its composed configuration, with every value that was left open filled in once.
+"""`resolve`: the run of a composed configuration, with every open value filled in once.
 
-A value that is given stays. Of the placements and strategies, the fastest first, the first is taken that fits SAFE of
-every device with one row of a micro-batch, and of the host's memory where that is known; then the largest micro-batch
-that fits.
+Given values stay. Placement and strategy are the fastest that fit SAFE of every device with a micro-batch of one
+sequence, and of the host's memory if known; then the micro-batch is the largest that fits.
 """
 
 from collections.abc import Iterator
@@ -21,7 +20,7 @@ from train.distributed.launch import launched, on_node, world
 from train.planning.check import check_plan, check_settings
 from train.planning.plan import SAFE, alone_on_cpu, check_memory, plan, resolve_micro_batch, resolved
 
-GATE = "float32"  # the losslessness check's dtype where the target fits in it: coarse numbers blur the comparison
+GATE = "float32"  # the losslessness check's dtype if the target fits in it: 16-bit rounding blurs the comparison
 
 
 def resolve(cfg: DictConfig) -> RunConfig:

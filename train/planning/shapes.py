@@ -1,11 +1,11 @@
-"""What a run computes, in closed form: a target's shape from its configuration alone, a head's cost from its modules.
+"""The cost of a run in closed form: a target's shape from its configuration, a head's cost from its modules.
 
-Of each row the backward pass needs a linear layer's input and output, a gated MLP's product, a norm's input in fp32 and
-its result, and on CUDA the keys and values that attention reads, joined at every depth. The sum over a head's modules,
-each times the rows that it computes, is what the unrolled head keeps. The loss adds the gradients of all drafts and one
-chunk of logits. All rows are trained, the most that there can be.
+For each row the backward pass saves a linear layer's input and output, a gated MLP's product, a norm's input in fp32
+and its result, and on CUDA the keys and values of attention at every depth. The activations are the sum over a head's
+modules, each times its rows. The loss adds the gradients of all drafts and one chunk of logits. All rows count as
+trained.
 
-Operations are 6 per weight and row, 8 where activations are recomputed, and those of attention.
+Operations are 6 per weight and row, 8 with recomputed activations, and those of attention.
 """
 
 from collections.abc import Iterator
@@ -61,7 +61,7 @@ class TargetShape:
     embeddings: int  # parameters of embedding and lm_head, counted once where they are tied
     inner: int  # all other parameters, those of the layers and norms
     active: int  # those of `inner` that a token passes through
-    packs: bool  # whether attention runs document by document, without a mask of a sequence's length squared
+    packs: bool  # whether attention runs over documents, without a mask of quadratic size
     apart: bool  # whether its embedding and lm_head are weights alone, which load without the layers
     beyond: str | None  # what it does beside reading its embedding and lm_head, as `beyond_tables`
 
@@ -73,13 +73,13 @@ class TargetShape:
     def flops(self, tokens: int, length: int) -> int:
         """Return the operations of a forward pass over sequences of `length` tokens, without the lm_head.
 
-        Attention counts every query with every key of its sequence, as if that were one document: the most it can be.
+        Attention counts every query with every key of its sequence, an upper bound.
         """
         attention = 4 * tokens * length * self.layer_dims.num_heads * self.layer_dims.head_dim * self.layers
         return 2 * self.active * tokens + attention
 
     def working(self, tokens: int, length: int, item: int, features: int, group: int = 1) -> int:
-        """Return the bytes of a forward pass without gradient, above weights and above the features that it returns.
+        """Return the temporary bytes of a forward pass without gradient, besides the returned features.
 
         A layer frees the tensors of the one before it, so the peak of one layer counts: attention, with keys and values
         repeated for every query head and rotated ones beside the originals, or the MLP, with both its inner states and
@@ -338,7 +338,7 @@ def _unrolled(batch: Batch, run: RunConfig) -> tuple[float, float]:
 
 
 def computed(batch: Batch) -> Iterator[tuple[Any, float]]:
-    """Yield the modules of a head with the rows that they compute at all depths together, its lm_heads left out."""
+    """Yield a head's modules except lm_heads, with the rows that they compute at all depths."""
     head, tokens, drafted, depths = batch[:4]
     for name, submodule in head.named_children():
         if name in ONCE:
@@ -357,9 +357,9 @@ def computed(batch: Batch) -> Iterator[tuple[Any, float]]:
 
 
 def _copied(batch: Batch) -> int:
-    """Return the rows of keys that an attention layer copies: on CUDA joined for one kernel, else shared out to slots.
+    """Return the rows of keys that attention copies: on CUDA concatenated for one kernel, else for masked blocks.
 
-    Block by block, each slot of a row has its own copy of all slots.
+    Block by block, each position of a masked block has its own copy of the block.
     """
     head, tokens, drafted, depths = batch[:4]
     slots = head.size if isinstance(head, Block) else depths - 1 if isinstance(head, PEagle) else 0
@@ -369,7 +369,7 @@ def _copied(batch: Batch) -> int:
 
 
 def per_row(module: nn.Module, item: int, chosen: int, *, recompute: bool) -> tuple[float, float]:
-    """Return the bytes that a module keeps of a row, and the weights that the row is multiplied with.
+    """Return a module's saved bytes per row, and the weights that a row is multiplied with.
 
     Args:
         module: with all that is in it.

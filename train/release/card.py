@@ -1,4 +1,4 @@
-"""The model card of a published head: a plain dict of what the run recorded, which README.jinja words.
+"""The model card of a published head: a dict of the run's records, which README.jinja renders.
 
 Names from outside are shown as code, never as markup. The engines' command lines in README.jinja were tried with the
 versions named there; the formats themselves are in heads/formats/published/.
@@ -37,14 +37,14 @@ def view(
     config: PublishConfig, content: dict[str, Any], served: dict[str, Any], refused: dict[str, str],
     report: dict[str, Any], provenance: dict[str, Any], settings: dict[str, Any],
 ) -> dict[str, Any]:  # fmt: skip
-    """Return what the card says of a head.
+    """Return the values of a head's card.
 
     Args:
         config: What is published.
         content: The head's own config.json.
         served: The published one, another in an engine's format.
         refused: Why formats of engines do not take the exported head, by format.
-        report: The run's report.json; like the next two empty where the run has none.
+        report: The run's report.json; like the next two empty if the run has none.
         provenance: The run's provenance.json.
         settings: The run's config.yaml.
     """

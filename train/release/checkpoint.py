@@ -35,7 +35,7 @@ Shards = dict[Path, dict[str, dict[str, Any]]]  # the target's files, each with 
 
 
 def write_copy(head: Mtp, checkpoint: str, layout: Layout, out: Path) -> None:
-    """Write the copy of a checkpoint, a folder or Hub name, with this head in its layout; whole or not at all.
+    """Write the copy of a checkpoint, a folder or Hub name, with this head in its layout; atomically.
 
     Raises:
         ValueError: the head is of another kind, or the checkpoint is not whole: one line, before anything is written.

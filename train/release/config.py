@@ -15,7 +15,7 @@ TEMPLATE = "chat_template_sha256"  # in provenance.json and tokenizer_reference.
 
 @dataclass(frozen=True)
 class PublishConfig:
-    """Configure what is published, where, and how it is verified; conf/publish.yaml explains each key."""
+    """Configure what is published, where, and how it is verified; conf/publish.yaml explains the keys."""
 
     run: str
     repo: str

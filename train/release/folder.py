@@ -1,4 +1,4 @@
-"""The folder that is published: a run's head, exported if a format is given, with its card, report and plots.
+"""The published folder: a run's head, exported if a format is given, with its card, report and plots.
 
 An export takes the target's embedding and lm_head where the format copies them. The folder is replaced atomically.
 """
@@ -113,7 +113,7 @@ def portable(text: str) -> str:
 
 
 def _read(path: Path, parse: Callable[[bytes], Any]) -> dict[str, Any]:
-    """Return a file's mapping, empty where the run has none."""
+    """Return a file's mapping, empty if the run has none."""
     content = parsed_file(path, "restore it, or remove it", parse) if path.is_file() else {}
     return content if isinstance(content, dict) else {}
 

@@ -11,7 +11,7 @@ KINDS = ("medusa", "hydra", "mlp")
 
 
 def files(head: dict[str, Any]) -> dict[str, str]:
-    """Return a published folder's code by file name for the `head` of its config.json, empty where engines load it."""
+    """Return a published folder's code by file name for the `head` of its config.json, empty if engines load it."""
     if head["name"] not in KINDS or head.get("prefix"):
         return {}
     return {f"{FOLDER}/generate.py": Path(__file__).with_name("generate.py").read_text(encoding="utf-8")}

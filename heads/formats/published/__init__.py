@@ -2,8 +2,8 @@
 
 A format is recognised by the names of its tensors.
 
-A head that is loaded is one of `heads.HEADS` like any other: it can be measured, trained further and saved as our own.
-Every tensor is mapped or refused by name; counts come from names and shapes, for config files are often wrong.
+A loaded head is one of `heads.HEADS`: it can be measured, trained further and saved in our format. Every tensor is
+mapped or refused by name; counts come from names and shapes, since config files are often wrong.
 
 files.py      their files, and the tensors in them
 plan.py       assembles a head, every tensor mapped; the numbers of a decoder layer
@@ -37,14 +37,14 @@ __all__ = ["FORMATS", "format_of", "is_published", "load_published"]
 
 
 class Format(NamedTuple):
-    """Which of HEADS a format is of, the tensors that tell it from those below, as patterns, and how it is read."""
+    """A published format: its head's kind, the tensor names that identify it, and its reader."""
 
     head: str
     signature: tuple[str, ...]
     read: Callable[[PublishedHead, Embeddings], TensorMapping]
 
     def matches(self, names: Set[str]) -> bool:
-        """Say whether tensors of these names are of this format."""
+        """Return whether tensors of these names are of this format."""
         return all(any(re.fullmatch(pattern, name) for name in names) for pattern in self.signature)
 
 

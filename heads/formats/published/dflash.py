@@ -3,11 +3,11 @@
 DSpark adds `markov_head` and `confidence_head`, Domino `prefix_gru` and `embed_proj`, DFlash2 the layers'
 `attention_conv` and `mlp_conv` and a `candidate_selector`.
 
-vLLM, SGLang and their authors' code read it. Their mask slots hold the target's embedding of one token, where our head
-has a parameter, so a head goes into this format only where its own mask slot is one of the embedding's rows. A block of
-DFlash drafts from its mask slots alone; in DSpark the root token's slot drafts too. vLLM alone reads an lm_head, over
-a pruned vocabulary. Domino is SGLang's alone, which corrects all slots but the first, as we do, and drafts one token
-less than a block whose anchor drafts has slots.
+vLLM, SGLang and the authors' code read it. Their masked positions have the target's embedding of a token; our head has
+a parameter there, so a head can be exported only if that is a row of the embedding. A block of DFlash drafts from its
+masked positions; in DSpark the root token's position drafts too. Only vLLM reads an lm_head, over a pruned vocabulary.
+Only SGLang runs Domino; it corrects all positions but the first, as we do, and with an anchor that drafts it drafts one
+token less than the block has positions.
 """
 
 from typing import Any
@@ -180,7 +180,7 @@ def engines(source: Export) -> ExportedHead:
         raise source.refusal(f"a mask slot that is not the target's embedding of token {token}", why)
     config = source.engine_config(CLASS._replace(architectures=architectures), options.layers) | {
         "layer_types": ["full_attention"] * options.layers,
-        "is_causal": options.causal,  # of a slot's sight; SGLang reads it here alone
+        "is_causal": options.causal,  # the sliding window; SGLang reads it only here
         "block_size": source.head.size,
         "dflash_config": {
             "mask_token_id": token,

@@ -1,4 +1,4 @@
-"""EAGLE-3 and 3.1: the authors' `midlayer` or `layers.0`, `fc`, `norm`, a lm_head of its own, `d2t` and `t2d`.
+"""EAGLE-3 and 3.1: the authors' `midlayer` or `layers.0`, `fc`, `norm`, its own lm_head, `d2t` and `t2d`.
 
 One folder serves vLLM, SGLang, TensorRT-LLM and speculators, another the authors' own code. vLLM and speculators read
 the layers at the top level and SGLang within `eagle_config`, each counting in its own way (plan.py); files are found
@@ -139,7 +139,7 @@ def feature_layers(source: PublishedHead, joined: int, embeddings: Embeddings) -
 
 
 def _feeds_normed(source: PublishedHead, normed: bool) -> bool:
-    """Say whether the head's normed output is fed back, as in EAGLE-3.1, whose features are `normed`.
+    """Return whether the head's normed output is fed back, as in EAGLE-3.1, whose features are `normed`.
 
     SpecForge has the same key, true by default, for the norm before the lm_head, and feeds back the state before it
     (specforge/modeling/draft/llama3_eagle.py, compute_logits); it writes no speculators format.

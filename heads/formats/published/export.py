@@ -35,7 +35,7 @@ READERS = ("vllm", "sglang", "trtllm", "speculators")  # the formats that are na
 
 
 def export(head: nn.Module, format_name: str, served: TargetFacts, folder: Path) -> None:
-    """Write a head's folder in one of FORMATS, config.json and model.safetensors, whole or not at all.
+    """Write a head's folder in one of FORMATS, config.json and model.safetensors, atomically.
 
     The embedding and lm_head of its target must be plain tables.
 

@@ -1,4 +1,4 @@
-"""The head to export, and code that formats share.
+"""The export of a head, and code that formats share.
 
 Ours count the outputs of layers from 0; `outputs` gives them in increasing order, as every reader joins them.
 """
@@ -22,7 +22,7 @@ class EngineClass(NamedTuple):
 
 
 class TargetFacts(NamedTuple):
-    """Facts of the target for an export, which the head does not hold."""
+    """Facts about the target that an export needs besides the head."""
 
     name: str  # the target, its Hub id or the last part of its folder
     config: dict[str, Any]  # the target's own config.json
@@ -31,7 +31,7 @@ class TargetFacts(NamedTuple):
 
 
 class Export(NamedTuple):
-    """A head on its way into a format."""
+    """A head being exported to a format."""
 
     format_name: str
     head: Any
@@ -71,7 +71,7 @@ class Export(NamedTuple):
                 raise self.refusal(f"{key}={written(actual)}", remedy)
 
     def read_out(self, name: str) -> Tensor:
-        """Return one of the head's lm_heads as one matrix, that of the target's where the head has none."""
+        """Return one of the head's lm_heads as one matrix, or the target's."""
         tensors = self.tensors
         if f"{name}.weight" not in tensors:
             weight, ids = self.embeddings.lm_head_weight().detach(), tensors.get("vocab.ids")
@@ -80,7 +80,7 @@ class Export(NamedTuple):
         return weight if down is None else (weight.double() @ down.double()).to(weight.dtype)
 
     def vocabulary(self) -> dict[str, Tensor]:
-        """Return the pruned vocabulary as offset and mask, nothing where the head drafts all tokens."""
+        """Return the pruned vocabulary as offset and mask, nothing if the head drafts all tokens."""
         ids = self.tensors.get("vocab.ids")
         if ids is None:
             return {}
@@ -145,7 +145,7 @@ class Export(NamedTuple):
 
 
 class ExportedHead(NamedTuple):
-    """A head as another project lays it out: its config.json and its tensors."""
+    """An exported head: its config.json and its tensors."""
 
     config: dict[str, Any]
     tensors: dict[str, Tensor]

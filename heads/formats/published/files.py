@@ -17,7 +17,7 @@ PREFIX = re.compile(r"^(speculator|medusa_heads?|model)\.")  # what trainers put
 
 
 def is_published(folder: Path) -> bool:
-    """Say whether a folder holds a head of another project: weights beside a foreign config.json."""
+    """Return whether a folder holds a head of another project: weights beside a foreign config.json."""
     try:
         ours = "format" in config_of(folder)
     except ValueError:

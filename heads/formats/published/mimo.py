@@ -1,6 +1,6 @@
 """The MTP module as MiMo has it: `model.mtp_layers.0`, a Qwen2 layer behind `input_proj`, which reads the state first.
 
-vLLM (`method: mtp`) and SGLang (NEXTN) run it in a folder of its own, for any target whose model class hands out its
+vLLM (`method: mtp`) and SGLang (NEXTN) run it in a separate folder, for any target whose model class hands out its
 normed last states, a Llama or a Qwen3 among them. vLLM makes the module by the target's config.json, which
 `hf_overrides` completes (`overrides`), and not by the head's. Both engines leave out the embedding of the row at
 position 0, which costs that row alone. Their layer has biases of queries, keys and values, which are written as zeros,

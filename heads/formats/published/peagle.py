@@ -1,4 +1,4 @@
-"""P-EAGLE: EAGLE-3's tensors, `mask_hidden` for its mask slots, and an embedding where it was trained.
+"""P-EAGLE: EAGLE-3's tensors, `mask_hidden` for its masked positions, and an embedding if it was trained.
 
 vLLM and speculators read it. speculators trains the embedding too, which engines then take from the head's file.
 """
@@ -42,7 +42,7 @@ def read(source: PublishedHead, embeddings: Embeddings) -> TensorMapping:
 
 
 def _embedding(source: PublishedHead, embeddings: Embeddings) -> Tensor | None:
-    """Return the embedding that was trained with the head; None where it is the target's, or not in the file."""
+    """Return the embedding that was trained with the head; None if it is the target's, or not in the file."""
     stored = next((tensor for name, tensor in source.tensors.items() if name.endswith(EMBEDDING)), None)
     if stored is None or stored.shape != (embeddings.vocab_size, embeddings.hidden_size):  # which is refused later
         return None

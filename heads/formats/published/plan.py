@@ -1,4 +1,4 @@
-"""Assembling a head from a published folder: every tensor maps to one of the head's, and none is left over."""
+"""Assembling a head from a published folder: every tensor is mapped, and none is left over."""
 
 import logging
 import re
@@ -42,7 +42,7 @@ ACTIVATIONS = (None, "silu", "swish")
 
 
 class PublishedHead(NamedTuple):
-    """A published folder: its config.json, and its tensors without the prefix that all their names may have."""
+    """A published head: its config.json, and its tensors without a common prefix of their names."""
 
     folder: Path
     config: dict[str, Any]
@@ -211,7 +211,7 @@ def _check_options(source: PublishedHead, layer: str, *, sliding: bool) -> None:
 
 
 def is_targets_embedding(table: Tensor, embeddings: Embeddings) -> bool:
-    """Say whether a table (V, D) is the target's embedding, but for rounding and the scale that some targets apply."""
+    """Return whether a table (V, D) is the target's embedding, except for rounding and some targets' scale."""
     parts = torch.arange(len(table)).split(4096)  # the whole in fp32 may take gigabytes
     first = embedding_of(embeddings, parts[0]).float().cpu()
     scale, scatter = first.norm() / table[parts[0]].float().norm(), float(first.std())
