@@ -49,7 +49,7 @@ from tests.heads.published import eagle3_authors, publish
 from train.checkpoints import format
 
 ALL = 100_000  # inputs of `make fuzz`
-FEW = 100  # of each reader otherwise
+FEW = 50  # of each reader otherwise
 ROUND = 1_000
 LOGS = Path(__file__).parent / "data" / "logs"
 PATIENCE = 60  # seconds for one input

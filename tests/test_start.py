@@ -26,12 +26,12 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 @pytest.mark.parametrize(
     ("script", "words", "said"),
     [
-        ("train/publish.py", ["run=/missing", "repo=me/x"], "/missing"),
+        pytest.param("train/publish.py", ["run=/missing", "repo=me/x"], "/missing", marks=pytest.mark.slow),
         ("train/run.py", ["model.path=org/model"], NOWHERE),
         pytest.param("train/run.py", ["data.path=org/set"], NOWHERE, marks=pytest.mark.slow),
         ("eval/run.py", ["run=org/head"], NOWHERE),
         pytest.param("inference/run.py", ["run=org/head", "prompt=a"], NOWHERE, marks=pytest.mark.slow),
-        ("data/run.py", ["data.path=org/set", "inspect=1"], NOWHERE),
+        pytest.param("data/run.py", ["data.path=org/set", "inspect=1"], NOWHERE, marks=pytest.mark.slow),
         ("ops/doctor.py", ["run=org/head"], NOWHERE),
     ],
 )

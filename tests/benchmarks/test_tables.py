@@ -2,17 +2,12 @@
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from benchmarks import heads, step_equality
-from benchmarks.targets import COLUMNS, measured, table
+from benchmarks import heads
+from benchmarks.targets import COLUMNS, measured
 from heads.common.resolvers import register_resolvers
-from inference.decode import RequestParams
-from inference.verification.sample import GREEDY
-from tests import toys
-from tests.eval.stubs import generation
 
 WORDS = (
     "mlp", "head=mlp", "trainer.steps=2", "trainer.warmup=0", "trainer.eval_tokens=4", "data.limit=8",
@@ -36,25 +31,6 @@ def test_a_heads_row_is_trained_measured_and_not_run_again(
     assert "mlp" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    ("tokens", "changes", "kind"),
-    [
-        ([5, 6, 7], {}, "identical"),
-        ([5, 6, 8], {}, "near_tie"),
-        ([5, 7, 7], {}, "failed"),
-        ([5, 6], {}, "failed"),
-        ([5, 6, 7], {"finish": "eos"}, "failed"),
-    ],
-)
-def test_texts_are_counted_by_where_they_part(tokens: list[int], changes: dict[str, Any], kind: str) -> None:
-    ours, theirs = generation([5, 6, 7], gaps=[2.0, 3.0, 1e-6]), generation(tokens)
-    for name, value in changes.items():
-        setattr(theirs, name, value)
-    found = step_equality.compare(toys.target(), [([1], RequestParams(3, GREEDY))], [ours], [theirs])
-    assert found.counts == {"tokens": len(tokens), kind: 1}
-    assert [line.split(":")[0] for line in found.first] == [kind] * (kind != "identical")
-
-
 @pytest.mark.slow
 def test_a_target_familys_cells_are_those_of_runs() -> None:
     register_resolvers()
@@ -66,12 +42,3 @@ def test_a_target_familys_cells_are_those_of_runs() -> None:
     for refused, remedy in (("tree", "tree=chain"), ("batch", "batch_size=1"), ("compiled", "engine.compile=false")):
         assert cells[refused].startswith("refused: ")
         assert cells[refused].endswith(remedy)
-
-
-def test_a_reason_stands_once_below_the_table_of_targets() -> None:
-    lines = table(
-        [["one", "exact", "refused: why"], ["two", "refused: how", "refused: why"], ["three", "refused: all"]]
-    )
-    assert "| `one` | exact | no (1) |" in lines
-    assert "| `two` | no (2) | no (1) |" in lines
-    assert lines.endswith("1. why\n2. how\n3. all")

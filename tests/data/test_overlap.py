@@ -1,7 +1,6 @@
 """Shards are written in a thread beside the forward passes, and rows are read by several."""
 
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,6 @@ from data.features.extraction import WAITING, extract
 from data.features.store import FeatureStore
 from heads.common.files import claim
 from tests.data import stores
-from tests.data.test_store import contents, filled
 
 SPEC = stores.spec(rows=24)
 
@@ -22,11 +20,10 @@ class Disk:
     """A disk that holds a store's writes up until it is opened, or refuses them."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, refuses: str = "") -> None:
-        self.opened, self.begun, self.refuses = threading.Event(), list[str](), refuses
+        self.opened, self.refuses = threading.Event(), refuses
         self.write = FeatureStore.write
 
         def slow(store: FeatureStore, name: str, *rest: Any) -> None:
-            self.begun.append(name)
             assert self.opened.wait(10)
             if name == self.refuses:
                 raise ValueError(f"shard {name} could not be written")
@@ -38,32 +35,6 @@ class Disk:
 def is_free(store: FeatureStore, number: int) -> bool:
     with claim(store.lock(f"{number:06d}"), wait=False) as free:
         return free
-
-
-def test_the_next_shards_are_computed_while_one_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As many as may wait, and no more; each is claimed until it is written."""
-    filled(tmp_path / "whole", SPEC)
-    disk, store, computed = Disk(monkeypatch), FeatureStore.create(tmp_path / "store", SPEC), list[int]()
-
-    def made(rows: list[int]) -> Copying:
-        computed.extend(rows)
-        return stores.ready(rows)
-
-    thread = threading.Thread(target=lambda: extract(store, made, 2, 1, 2))
-    thread.start()
-    ahead = (WAITING + 1) * SPEC.shard_rows
-    while len(computed) < ahead:
-        time.sleep(0.001)
-    time.sleep(0.05)
-    assert len(computed) == ahead
-    assert len(disk.begun) == 1
-    assert not any(is_free(store, number) for number in range(1, 2 * WAITING + 2, 2))
-    assert FeatureStore(store.folder).missing() == list(range(SPEC.rows))
-    disk.opened.set()
-    thread.join(10)
-    assert store.missing() == []
-    assert all(is_free(store, number) for number in range(SPEC.shards))
-    assert contents(store.folder) == contents(tmp_path / "whole")
 
 
 @pytest.mark.parametrize("fault", ["shard 000001 could not be written", "not finite"])

@@ -2,7 +2,6 @@
 
 import itertools
 import math
-import statistics
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,7 +15,6 @@ from eval.measures.cost_model import (
 from eval.tuning import costs as costing
 from eval.tuning.costs import PlaybackBatch, measure, planted, typical
 from eval.tuning.grid import acceptance, best_static, levelled
-from heads.base import LevelNodes, NewRows
 from inference.batch import Batch
 from inference.decode import RequestParams
 from inference.drafters.head import HeadDrafter
@@ -191,47 +189,6 @@ def test_the_played_back_text_is_what_plain_decoding_writes(monkeypatch: pytest.
     assert {*shapes} == {(batch, 1 + size) for size in SIZES}
     assert max(step.accepted for row in rows for step in row) > 1
     assert {step.drafted for row in rows for step in row} >= set(SIZES)
-
-
-def test_passes_of_a_batch_are_of_all_its_sequences_and_their_seconds_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a clock that counts its readings every part costs the readings it spans, in a batch for every sequence."""
-    ticks = iter(range(10**9))
-    monkeypatch.setattr(costing.time, "perf_counter", lambda: float(next(ticks)))
-    monkeypatch.setattr(costing, "typical", statistics.median)  # where all sequences end, a step commits nothing
-    target = toys.target()
-    texts = write(target, [toys.prompt(seed) for seed in range(3)], SHORT)
-    chain = toys.TREES["chain"]
-    head = HeadDrafter(toys.head("eagle", target), chain, "head")
-    found = measure(target, head, texts, [chain], SIZES, 1, SHORT, batch=3)
-    # A proposal spans one reading, a pass over all one; a step of the baseline five, for all sequences at once.
-    assert (found.batch, found.draft[draft_key(chain)], set(found.commit.values())) == (3, 1.0, {1.0})
-    assert set(found.verify.values()) == {1.0}
-    assert found.plain == 5.0
-
-
-def test_the_head_drafts_for_all_sequences_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a clock that a level moves on by 1, and the committed rows of however many sequences by 10."""
-    target, now, batches = toys.target(), [0.0], set[int]()
-    own: Any = toys.head("eagle", target)
-    extend, expand = type(own).extend, type(own).expand
-
-    def extended(self: Any, state: Any, new: NewRows) -> Any:
-        now[0] += 10 if new.counts is not None else 0  # a prompt has none
-        return extend(self, state, new)
-
-    def expanded(self: Any, state: Any, level: Any, nodes: LevelNodes) -> Any:
-        now[0] += 1
-        batches.add(len(nodes.token))
-        return expand(self, state, level, nodes)
-
-    monkeypatch.setattr(type(own), "extend", extended)
-    monkeypatch.setattr(type(own), "expand", expanded)
-    monkeypatch.setattr(costing.time, "perf_counter", lambda: now[0])
-    texts = write(target, [toys.prompt(seed) for seed in range(3)], SHORT)
-    found = measure(target, HeadDrafter(own, MEASURED[0], "head"), texts, MEASURED[:2], SIZES, 1, SHORT, batch=3)
-    assert found.draft == {draft_key(tree): 3.0 for tree in MEASURED[:2]}
-    assert set(found.commit.values()) == {10.0}
-    assert batches == {3}
 
 
 def test_a_draft_that_costs_nothing_needs_no_head() -> None:

@@ -139,10 +139,6 @@ def test_of_equal_logits_one_token_alone_has_the_first_rank() -> None:
     assert ranks(logits, token, 1).tolist() == [0, 1, 2, -1, -1]
 
 
-def test_answers_of_one_token_leave_nothing_to_replay() -> None:
-    assert write(toys.target(), [toys.prompt(0)], RequestParams(1, GREEDY)) == []
-
-
 def test_of_equal_scores_the_earlier_node_is_kept_as_a_tree_is_cut() -> None:
     tree = DraftTree(torch.tensor([0, 5, 6, 7]), torch.tensor([-1, 0, 0, 2]))
     score = torch.tensor([0.0, -1.0, -1.0, -1.0])
@@ -255,15 +251,6 @@ SESSION = Measurement("tiny", 1.0, 1, 0, 0, conversations=[0, 1], tier=TEACHER_F
 def rows(each: list[SpecDecodingStats]) -> list[ResultRow]:
     info, texts = DrafterInfo("eagle", "token", "chain-4"), [Request(passes) for passes in each]
     return [result(info, subset, subset.of(texts)) for subset in SESSION.parts(len(texts))]
-
-
-def test_depths_that_no_pass_came_to_are_no_depths() -> None:
-    share = torch.full((3, 4), 0.5)
-    short = expected(Overlap(Text([1, 2, 3, 4, 5, 6], 2, 4), share, share), 4)  # room for two drafted tokens at most
-    assert len(short.by_depth) == 4
-    (row,) = rows([short, short])
-    assert len(row.accepted_by_depth) == len(row.conditional_by_depth) == 2
-    assert row.conditional_by_depth[0] == row.accepted_by_depth[0] == pytest.approx(short.by_depth[0] / short.steps)
 
 
 def test_answers_of_one_token_have_no_passes_and_no_tau() -> None:

@@ -203,17 +203,6 @@ def test_work_in_a_log_gets_a_line_now_and_then(now: list[float], read: Read) ->
     assert read() == ["measuring: 2 of 5, 3.0/min, 0:01:00 left", "measuring: 4 of 5, 3.0/min, 0:00:20 left"]
 
 
-def test_a_long_item_and_work_of_unknown_size_get_lines(now: list[float], read: Read) -> None:
-    for _ in progress.progress(iter("ab"), "tokenising"):
-        now[0] += 30.0
-        progress.tick()
-    assert read() == ["tokenising: 0:00:30 so far", "tokenising: 1, 1.0/min"]
-    progress.tick()
-    now[0] += 99.0
-    progress.tick()
-    assert not read(), "the work is over"
-
-
 def test_a_wait_in_a_log_gets_a_line_now_and_then(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -90,20 +90,6 @@ def test_layers_that_do_not_exist_are_refused(wanted: list[int]) -> None:
         chosen_layers(wanted, 3, 5)
 
 
-def test_gradients_of_an_lm_head_are_added_up_in_place() -> None:
-    readout = DraftLmHead(toys.target().embeddings, "own", None)
-    assert readout.weight is not None
-    states = [torch.randn(3, readout.weight.shape[1], requires_grad=True) for _ in range(3)]
-    leaves = [*states, readout.weight]
-    *wanted, whole = torch.autograd.grad(sum(readout(state).square().sum() for state in states), leaves)
-    with readout.adding() as found:
-        *gone, none = torch.autograd.grad(
-            sum(readout(state).square().sum() for state in states), leaves, allow_unused=True
-        )
-    assert none is None
-    torch.testing.assert_close([*gone, found.total], [*wanted, whole])
-
-
 def test_under_autocast_gradients_are_added_up_in_fp32() -> None:
     """On a CPU, whose products of bf16 are of bf16, these; what a device is asked for is in test_device_step.py."""
     readout = DraftLmHead(toys.target().embeddings, "own", None)

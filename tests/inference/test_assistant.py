@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from inference.decode import RequestParams, autoregress, speculate
 from inference.drafters.assistant import Assistant, AssistantState
@@ -14,7 +13,6 @@ from inference.drafters.runner import DraftModelRunner
 from inference.drafters.vocabulary import SharedVocabulary
 from inference.protocol import Context, Proposal
 from inference.target import probe
-from inference.target.model import TargetOutput
 from inference.target.target import Target
 from inference.verification import tree as trees
 from inference.verification.sample import GREEDY, Sampling, distribution, penalize
@@ -62,24 +60,6 @@ def test_the_target_itself_is_always_accepted(clone: str, tree: str, depth: int,
     source = assistants.assistant(clone, toys.target(), tree=toys.TREES[tree])
     made = speculate(toys.target(), source, toys.prompt(0), RequestParams(1 + 5 * (depth + 1), sampling))
     assert [step.accepted for step in made.steps] == [depth] * 5
-
-
-def test_only_what_is_missing_is_run(near: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    source = assistants.assistant(near, toys.target(), tree=assistants.chain(2))
-    read: list[int] = []
-    prefill = Target.prefill
-
-    def counted(self: Target, token: Tensor, cache: Any, layers: tuple[int, ...] = ()) -> TargetOutput:
-        if self is source.model:
-            read.append(len(token))
-        return prefill(self, token, cache, layers)
-
-    monkeypatch.setattr(Target, "prefill", counted)
-    made = speculate(toys.target(), source, toys.prompt(1), RequestParams(TOKENS, GREEDY))
-    # After a chain accepted whole its last token was not expanded and is read beside the bonus token.
-    expected = [2 if step.accepted == step.drafted else 1 for step in made.steps[:-1]]
-    assert read == [len(toys.prompt(1)) + 1, *expected]
-    assert {1, 2} <= set(read)
 
 
 def test_a_doubted_token_is_the_last_and_is_kept(near: str) -> None:

@@ -1,15 +1,12 @@
 """Self-speculation by early exit: the same logits as the full pass, nothing run twice, and the law kept."""
 
-from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from heads.common.typed import build
-from inference.decode import RequestParams, speculate
 from inference.drafters.contrib.early_exit import EarlyExit
 from inference.drafters.contrib.layer_skip import FORMAT, LayerSkip, SkipFile, save_skips
 from inference.drafters.policy import TreeConfig
@@ -26,7 +23,6 @@ from tests.inference.test_mirror import mirror
 
 TOKENS = 24
 NEAR = {"gemma2": 1e-5}  # its attention takes the softmax in fp32 whatever the model's dtype
-EXITS = (1, 2)
 
 
 def drafter(target: Target, exit_layer: int, tree: str) -> EarlyExit:
@@ -97,29 +93,6 @@ def test_q_is_the_law_that_was_drawn_from() -> None:
         text = toys.prompt(3, 12) + made.tree.token[path[1:-1]].tolist()
         law = distribution(exit_logits(target, 1, text), sampling)
         torch.testing.assert_close(made.q[path[-2]], law, rtol=1e-9, atol=1e-9)
-
-
-@pytest.mark.parametrize("exit_layer", EXITS)
-def test_no_row_runs_through_a_layer_twice(exit_layer: int) -> None:
-    """Count per layer how often its MLP runs and on how many rows, after the prefill."""
-    target, runs, rows = toys.target(), Counter[int](), Counter[int]()
-
-    def count(layer: int) -> Callable[..., None]:
-        def hook(_module: nn.Module, args: tuple[Tensor, ...]) -> None:
-            runs[layer] += 1
-            rows[layer] += args[0].shape[1]
-
-        return hook
-
-    source = drafter(target, exit_layer, "chain")
-    handles = [layer.mlp.register_forward_pre_hook(count(i)) for i, layer in enumerate(target.decoder_layers)]
-    made = speculate(target, source, toys.prompt(0), RequestParams(TOKENS, GREEDY))
-    for handle in handles:
-        handle.remove()
-    nodes, steps = sum(step.drafted + 1 for step in made.steps), len(made.steps)
-    assert [rows[i] - 7 for i in range(3)] == [nodes] * 3  # each node once through each layer, whoever asked for it
-    # One pass a node through the first layers, then one through the others for all nodes of the step.
-    assert [runs[i] - 1 for i in range(3)] == [nodes] * exit_layer + [steps] * (3 - exit_layer)
 
 
 def test_a_layer_is_restored_when_a_pass_fails() -> None:

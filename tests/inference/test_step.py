@@ -278,12 +278,13 @@ def test_a_read_would_be_seen(counts: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     "cases",
     [
-        ["eagle:dynamic:penalised:captured", "hass:dynamic:greedy:drafts", "side by side", "by turns"],
+        ["eagle:dynamic:penalised:captured", "hass:dynamic:greedy:drafts", "side by side"],
         pytest.param(
             [f"{head}:{way}" for head in ("eagle", "hass", "mtp", "hydra", "mlp", "block", "plain")
              for way in ("dynamic:coupled:captured", "chain:sampled:captured", "sampled:recursive:captured",
                          "dynamic:greedy:layers", "chain:sampled:drafts")]
-            + ["medusa:best_first:coupled:captured", "mtp:best_first:coupled:drafts", "plain:chain:coupled:layers"],
+            + ["medusa:best_first:coupled:captured", "mtp:best_first:coupled:drafts", "plain:chain:coupled:layers",
+               "by turns"],
             marks=pytest.mark.slow,
         ),
     ],

@@ -34,7 +34,7 @@ from tests import toys
 from tests.eval.stubs import ROW
 from train.release.config import TEMPLATE
 
-LAYERS, TOKENS, PROMPTS, DEPTHS = 8, 40, 3, 3
+LAYERS, TOKENS, PROMPTS, DEPTHS = 8, 32, 3, 3
 CONTEXT = 4096  # more than the 2048 that a silent config.json stands for
 IDS = "eagle_aux_hidden_state_layer_ids"
 FULL = {"draft_vocab": None, "lm_head": "shared"}  # a head that drafts all tokens, by the target's lm_head

@@ -19,7 +19,7 @@ from eval.report.write import Report, read_report, report_of
 from eval.run import publish
 from heads.common.typed import from_yaml
 from ops.endpoint import Runs, ServedConfig, main, measure, rows, text_gate
-from ops.served import Answer, Question, Server, busy_s, questions_of, read_answer
+from ops.served import Answer, busy_s, questions_of, read_answer
 from tests.eval.small import run_command
 from tests.ops.endpoint_server import DEPTH, MODEL, Served, key_of, passes, words
 
@@ -305,19 +305,6 @@ def test_speedups_and_their_intervals_are_the_servers_over_the_baselines() -> No
     assert (row.whole_tokens_per_second, row.whole_speedup, row.whole_speedup_ci) == (5.5, 2.5, (2.5, 2.5))
     assert row.by_request["speedup"]["p50"] == 4.0
     assert (row.tau, row.tau_ci, row.prefill_s) == (2.0, (2.0, 2.0), 4.0)
-
-
-def test_waiting_in_the_queue_is_neither_prefill_nor_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    server = object.__new__(Server)
-    server.is_baseline = True
-    monkeypatch.setattr(server, "send", lambda *_: Answer("x", 11, 1.0, 0.25, None))
-    arrived = [-9.0, -9.0, -5.0]  # long before they are sent
-    answers, _ = server.send_all([Question("", "", {})] * 3, {}, 2, arrived)
-    assert all(answer.queue_s >= 5 for answer in answers)
-    assert sum(answer.seconds for answer in answers) == pytest.approx(busy_s(answers))
-    for answer in answers:
-        assert answer.decode_s == pytest.approx(0.75 * answer.weight)
-        assert answer.seconds == pytest.approx(answer.weight)
 
 
 def test_seconds_without_requests_do_not_count() -> None:

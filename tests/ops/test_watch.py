@@ -78,12 +78,6 @@ def test_a_rise_or_a_loss_within_the_tolerance_is_no_alarm() -> None:
     assert first_alarm(iter(falls), config(tolerance=0.6)) is None
 
 
-def test_a_reference_without_variation_is_no_error_and_no_evidence() -> None:
-    for value in (0.0, 0.5, 1.0):
-        mean = Mean(np.full(30, value), 0.0)
-        assert max(mean.update(value) for _ in range(30)) <= 1.0
-
-
 def test_the_capital_is_fair_at_the_reference_mean() -> None:
     """Its average over many streams is 1 at most: a capital that is no supermartingale fails this."""
     rng = np.random.default_rng(4)

@@ -216,19 +216,6 @@ def test_a_line_for_each_engine_and_who_does_not_serve(
     assert said in text
 
 
-def test_an_eagle3_head_has_a_line_for_tensorrt_and_sglang() -> None:
-    text = section(of("eagle3", "vllm", EAGLE3, "/somewhere/mine"), "Serve it")
-    assert "vllm serve path/to/mine --speculative-config" in text
-    assert "--speculative-draft-model-path me/head --speculative-num-steps 3 --speculative-eagle-topk 1 " in text
-    assert "--speculative-num-draft-tokens 4\n" in text
-    assert "trtllm-serve path/to/mine --config draft.yaml" in text
-    drafted = yaml.safe_load(text.split("```yaml\n")[1].split("```")[0])["speculative_config"]
-    assert drafted == {
-        "decoding_type": "Eagle3", "max_draft_len": 3, "speculative_model": "me/head",
-        "eagle3_layers_to_capture": [2, 11, 20],
-    }  # fmt: skip
-
-
 PRUNED = {"markov_rank": 6, "from_anchor": True, "confidence": True, "draft_vocab": 30, "lm_head": "own"}
 
 

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from omegaconf import OmegaConf
 
 from data.features.extraction import Layers, extract_features
 from data.features.source import FeaturesConfig
@@ -20,7 +19,6 @@ from tests.data.chat_server import honest, reset
 from tests.data.states_server import StatesServer
 from tests.train import jobs
 from tests.train.jobs import configured, resolved
-from train import start
 from train.run import train
 
 Train = Callable[..., dict[int, float]]
@@ -105,18 +103,6 @@ def test_the_layers_are_not_loaded_and_the_head_is_kept(
     assert 0 <= cost["stall_seconds"] < cost["seconds"]
     rows = 3 * 128 // 32
     assert f"features: {rows} sequences read, 0 computed; waited" in capsys.readouterr().err
-
-
-def test_what_a_module_starts_from_does_not_follow_from_what_is_measured(
-    base: list[str], trained: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(start, "TOKENS_PER_INPUT", 8)
-    words = extracted(base, tmp_path / "store", "medusa", "features.dtype=fp32")
-    mtp = ["head=mtp", "head.rope_theta=500.0", "trainer.lr=0"]
-    blind = trained("blind", *mtp, *words)
-    assert close(blind, trained("measured", *mtp, *words, "trainer.eval_prompts=1"), 1e-5)
-    written: Any = OmegaConf.load(tmp_path / "blind" / "config.yaml")
-    assert (written.init, written.head.rope_theta) == ("last_layer", 10000.0)
 
 
 def test_a_store_that_lacks_rows_fails_at_once_or_computes(

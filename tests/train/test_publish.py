@@ -1,11 +1,8 @@
 """Publishing against a Hub on this machine: what arrives is what was trained, and failures are one line."""
 
 import json
-import os
 import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from unittest import mock
 
@@ -15,25 +12,23 @@ from huggingface_hub import HfApi
 from heads.common.resolvers import ROOT
 from heads.formats.hub import resolve_head
 from heads.formats.store import TargetSpec, load_head, save_head
+from tests.eval.small import run_command
 from tests.heads.stub import TinyEnds, same
 from tests.train.hub_server import TOKEN, Hub
 from tests.train.publishing import EVERYTHING, REPO, config, medusa
-from train.publish import publish
+from train.publish import main, publish
 from train.release.folder import portable
 from train.release.hub import files_of
 
 
-def test_the_command_publishes_what_downloads_bit_for_bit(run: Path, hub: Hub, spec: TargetSpec) -> None:
-    env = os.environ | {
-        "HF_ENDPOINT": hub.url, "HF_TOKEN": TOKEN, "HF_HUB_DISABLE_XET": "1", "HF_HOME": str(run.parent / "hf"),
-        "NO_PROXY": "127.0.0.1",
-    }  # fmt: skip
-    words = [sys.executable, str(ROOT / "train" / "publish.py"), f"run={run}", f"repo={REPO}"]
-    done = subprocess.run(words, cwd=run.parent, env=env, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert re.search(f"published as {REPO} at [0-9a-f]{{8}}, downloaded again and equal", done.stdout)
-    assert TOKEN not in done.stdout + done.stderr
-    assert "HTTP" not in done.stdout + done.stderr
+def test_the_command_publishes_what_downloads_bit_for_bit(
+    run: Path, hub: Hub, spec: TargetSpec, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert run_command(main, "publish", f"run={run}", f"repo={REPO}") == 0
+    printed, warned = capfd.readouterr()
+    assert re.search(f"published as {REPO} at [0-9a-f]{{8}}, downloaded again and equal", printed)
+    assert TOKEN not in printed + warned
+    assert "HTTP" not in printed + warned
     repo = hub.repos[REPO]
     assert repo.private
     assert repo.large == {"model.safetensors"}

@@ -20,7 +20,7 @@ from train import rollouts
 from train.losses import OnPolicyConfig
 from train.objective import objective
 from train.rollouts import Rollouts, rollout_rows
-from train.step import Flops, Loss, Stepper
+from train.step import Loss, Stepper
 
 TREE = TreeConfig("dynamic", 3, 2, 6, [], [])
 CONFIG = OnPolicyConfig(2, 1, 12, 0.0, "all", 0.5, None)
@@ -174,22 +174,6 @@ def test_a_drafted_row_counts_for_its_weight_in_loss_and_normaliser() -> None:
     text, drafted = n * found[0], (n + m) * found[1] - n * found[0]
     assert drafted / m != pytest.approx(text / n, rel=0.02)
     assert found[2:] == pytest.approx([(text + w * drafted) / (n + w * m) for w in (0.5, 0.25)], rel=1e-5)
-
-
-def test_a_rollouts_operations_are_those_of_the_steps_that_have_one() -> None:
-    plain, step = stepper(), stepper()
-    counter: Any = Flops
-    plain.rollouts = None
-    with counter() as count:
-        step.counted(0, halted=lambda: False)
-    plain.counted(0, halted=lambda: False)
-    whole, without = count.total, plain.operations(0, 1)
-    assert step.operations(0, 1) == whole
-    assert step.operations(1, 2) == without < whole
-    assert step.operations(0, 5) == 3 * whole + 2 * without
-    for number, operations in ((1, without), (2, whole)):
-        record = step(number, halted=lambda: False).record or {}
-        assert record["flops_per_second"] * record["step_seconds"] == pytest.approx(operations)
 
 
 def test_a_resumed_run_drafts_the_same() -> None:

@@ -111,25 +111,3 @@ def test_a_wider_target_has_a_lower_rate_and_moves_as_much_the_less(optimizer: s
         if optimizer == "muon":
             assert moved[factor]["fusion.fc.weight"] == pytest.approx(0.2 * rate, rel=0.2)
     assert all(moved[1][name] == pytest.approx(4 * moved[4][name], rel=0.02) for name in moved[1])
-
-
-def test_the_step_whose_operations_are_counted_runs_uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a compiled function runs is no operation that the counter sees."""
-    step, graphs = made("eagle3"), []
-    forward = step.strategy.forward
-
-    def backend(graph: torch.fx.GraphModule, _: list[Tensor]) -> Any:
-        graphs.append(graph)
-        return graph.forward
-
-    doubled = torch.compile(lambda x: x @ x, backend=backend, fullgraph=True)
-
-    def compiled(*inputs: Any, **named: Any) -> Any:
-        doubled(torch.ones(2, 2))
-        return forward(*inputs, **named)
-
-    monkeypatch.setattr(step.strategy, "forward", compiled)
-    step.counted(0, halted=lambda: False)
-    assert graphs == []
-    step(1, halted=lambda: False)
-    assert len(graphs) == 1, "later steps run what is compiled"

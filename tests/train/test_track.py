@@ -14,7 +14,6 @@ from inference.phase_timer import PhaseTimer
 from tests.train import jobs
 from tests.train.jobs import resolved
 from train import trackers as tracking
-from train.planning.plan import peak_flops
 from train.run import train
 from train.step import PARTS, seconds_of
 from train.trackers import Tracker, numbers
@@ -201,12 +200,3 @@ def test_the_parts_of_a_steps_time_add_up(monkeypatch: pytest.MonkeyPatch) -> No
     phase_timer.mark(None)  # what lies between is of no part
     phase_timer.mark("other")
     assert seconds_of(phase_timer, 9.0) == dict.fromkeys(PARTS, 0) | {"other": 4}
-
-
-def test_a_peak_is_given_or_the_devices(monkeypatch: pytest.MonkeyPatch) -> None:
-    cpu, cuda = torch.device("cpu"), torch.device("cuda")
-    assert peak_flops(cpu, None) is None
-    assert peak_flops(cpu, 0.5) == 5e11
-    for name, peak in {"NVIDIA A100-SXM4-80GB": 312e12, "NVIDIA H100 80GB HBM3": 989e12, "NVIDIA A10G": None}.items():
-        monkeypatch.setattr(torch.cuda, "get_device_name", lambda _, name=name: name)
-        assert peak_flops(cuda, None) == peak
