@@ -85,7 +85,7 @@ def train(run: RunConfig, target: Any, samples: Sequence[Sample], held_out: list
     prune(head, token_counts(samples, target.embeddings.vocab_size))
     accelerator = Accelerator(cpu=True)
     batches = batches_for(run, pack(samples, run.data.length), accelerator)
-    fit_init(head, init, target.target, batches)
+    fit_init(head, init, target.target, batches, run.trainer.steps)
     source = LiveFeatures(target, batches, head.feature_layers)
     loop = loop_of(run, accelerator, target.target, head, source, [], run.tree, values_of(run))
     for step in range(run.trainer.steps):  # the target's passes, which are not timed

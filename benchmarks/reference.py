@@ -109,7 +109,8 @@ class Job:
         config, init = resolve_init(run.init, run.head, target)
         head: Any = init_head(config, init, target)
         prune(head, token_counts(self.samples, target.embeddings.vocab_size))
-        fit_init(head, init, self.target, Batches(self.packed, 1, 1, run.trainer.seed, 0, 1))
+        steps = run.sequences_per_step * run.trainer.steps
+        fit_init(head, init, self.target, Batches(self.packed, 1, 1, run.trainer.seed, 0, 1), steps)
         return head, replace(run, head=head.config, init=init)
 
     def row(self, seed: int, number: int) -> Batch:

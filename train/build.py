@@ -152,7 +152,7 @@ def build(run: RunConfig, accelerator: Accelerator, lock: RunLock) -> Loop:
         prune(head, token_counts(data.samples, target.embeddings.vocab_size))
     batches = batches_for(run, packed, accelerator)
     if not goes_on:
-        fit_init(head, init, target, batches, limit=max(1, run.trainer.steps // 10))  # a tenth of the target's passes
+        fit_init(head, init, target, batches, run.trainer.steps)
     adapt(head, run.peft)
     source = source_for(run.features, target, head, batches)
     values = values_of(run) | redacted_values({"head": asdict(head.config), "init": init, "tree": asdict(tree)})

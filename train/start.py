@@ -238,12 +238,12 @@ def from_target(config: HeadConfig, init: str, target: Target) -> nn.Module:
 
 
 @torch.no_grad()
-def fit_init(head: nn.Module, init: str | None, target: Any, batches: Batches, limit: int) -> None:
+def fit_init(head: nn.Module, init: str | None, target: Any, batches: Batches, steps: int) -> None:
     """Fit the inputs of a head that starts as the target's last layer, by least squares.
 
     The target's layer reads the state of the layer below at the next position, which a draft cannot know. It is
-    predicted from the head's inputs, the token there and the states before, over rows of the first steps, at most
-    `limit` of them.
+    predicted from the head's inputs, the token there and the states before, over rows of the first tenth of the
+    training's `steps` at most.
 
     An MTP module has one projection for it. In EAGLE and EAGLE-3 the prediction is folded into queries, keys and
     values, since EAGLE's attention has no norm before it and EAGLE-3's reads two states. EAGLE feeds back final-normed
@@ -252,7 +252,7 @@ def fit_init(head: nn.Module, init: str | None, target: Any, batches: Batches, l
     """
     if init != LAST_LAYER or target.embeddings.num_layers < 2:
         return
-    solve = partial(solved, head, target, batches, limit)
+    solve = partial(solved, head, target, batches, max(1, steps // 10))
     if isinstance(head, Mtp):
         head.eh_proj.weight.copy_(solve(head.eh_proj, lambda states: states.below))
         return

@@ -99,7 +99,7 @@ class Both(Batches):
 
 
 @pytest.mark.parametrize(
-    ("extra", "limit"), [(("head.layer=target", "head.raw_state=true"), 100), (("head.feature_layers=[0,1]",), 3)]
+    ("extra", "limit"), [(("head.layer=target", "head.raw_state=true"), 1000), (("head.feature_layers=[0,1]",), 3)]
 )
 def test_its_projection_is_fitted_to_what_that_layer_reads(extra: tuple[str, ...], limit: int) -> None:
     """Over all documents' rows but their last ones, as plain least squares has it; processes add up their sums."""
@@ -108,8 +108,8 @@ def test_its_projection_is_fitted_to_what_that_layer_reads(extra: tuple[str, ...
     packed = pack([Sample(str(i), toys.prompt(i, 6 + i), [1] * (6 + i)) for i in range(26)], 32)
     heads: list[Any] = [started(asked, target) for _ in range(2)]
     before = heads[0].eh_proj.weight.clone()
-    fit_init(heads[0], "last_layer", target, Batches(packed, 4, 2, 0, 0, 1), limit)
-    fit_init(heads[1], "last_layer", target, Both(packed, 4, 2, 0, 0, 1), limit)
+    fit_init(heads[0], "last_layer", target, Batches(packed, 4, 2, 0, 0, 1), 10 * limit)
+    fit_init(heads[1], "last_layer", target, Both(packed, 4, 2, 0, 0, 1), 10 * limit)
     fitted = heads[0].eh_proj.weight
     assert torch.allclose(heads[1].eh_proj.weight, fitted, rtol=0, atol=1e-5)
 
@@ -154,7 +154,7 @@ def test_eagle3_starts_as_the_last_layer_on_what_it_has_in_place_of_that_layers_
         return float((seen[0][:, :-1] - given.hidden[:, 1:, -1])[follows].square().mean())
 
     copied = error(head)
-    fit_init(head, "last_layer", target, batches, 100)
+    fit_init(head, "last_layer", target, batches, 1000)
     assert error(head) < 0.8 * min(copied, error(fresh))
     assert torch.equal(head.first.mlp.gate_proj.weight, layer.mlp.gate_proj.weight)
     assert torch.equal(head.norm.weight, target.base.norm.weight)
@@ -188,11 +188,11 @@ def test_eagle_starts_as_the_last_layer_in_the_scale_of_the_final_norm() -> None
         (draft,) = of.unroll(given, 1)
         return float((draft.feature[:, :-1] - given.last_hidden[:, 1:])[follows].square().mean())
 
-    fit_init(head, "last_layer", target, batches, 100)
+    fit_init(head, "last_layer", target, batches, 1000)
     fitted = error(head)
     assert fitted < 0.9 * error(fresh)
     other = started(asked, target)
-    fit_init(other, "last_layer", target, Both(packed, 4, 1, 0, 0, 1), 100)
+    fit_init(other, "last_layer", target, Both(packed, 4, 1, 0, 0, 1), 1000)
     assert abs(error(other) - fitted) < 1e-4 * fitted, "other processes and micro-batches of the same steps"
     (own,) = head.layers
     assert torch.equal(own.mlp.gate_proj.weight, layer.mlp.gate_proj.weight)
