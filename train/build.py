@@ -140,7 +140,7 @@ def build(run: RunConfig, accelerator: Accelerator, lock: RunLock) -> Loop:
     target = load_target(run.model, str(accelerator.device), whole=reads_target(run))
     tree = verifiable(target, run.tree) if isinstance(target, Target) else run.tree
     config, init = resolve_init(init, run.head, target)
-    head: Any = init_head(config, init, target).to(accelerator.device)
+    head: Any = init_head(config, init, target, run.base).to(accelerator.device)
     for module in head.modules():
         if isinstance(module, Recomputing):
             module.recompute = run.trainer.recompute

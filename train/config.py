@@ -170,7 +170,8 @@ class RunConfig:
     """A training run, as conf/train.yaml composes it.
 
     `head` is the Config of the head that `head.name` chooses; it, `peft`, `objective`, `data`, `features` and `tree`
-    belong to the modules that use them. `init` is a head to start from, whose Config then replaces `head`.
+    belong to the modules that use them. `init` is a head to start from, whose Config then replaces `head`; of
+    init=checkpoint `base` is the model with the module.
     """
 
     name: str
@@ -179,6 +180,7 @@ class RunConfig:
     overwrite: bool
     plan: Any
     init: str | None
+    base: str | None
     compare: list[str]
     workload: str | None
     model: ModelConfig

@@ -179,7 +179,9 @@ def check_copied(config: HeadConfig, init: str | None, placement: str) -> None:
         )
 
 
-def init_head(config: HeadConfig, init: str | None, target: Target | EmbeddingsOnly) -> nn.Module:
+def init_head(
+    config: HeadConfig, init: str | None, target: Target | EmbeddingsOnly, base: str | None = None
+) -> nn.Module:
     """Return the head to train: a new one, or the head that `init` names with its own configuration.
 
     Raises:
@@ -190,7 +192,7 @@ def init_head(config: HeadConfig, init: str | None, target: Target | EmbeddingsO
     kind: Any = HEADS[config.name]
     if init in (LAST_LAYER, CHECKPOINT):
         assert isinstance(target, Target)
-        return from_target(config, init, target)
+        return from_target(config, init, target, base or target.name)
     if init is None:
         new: nn.Module = kind(config, target.embeddings)
         return new
@@ -206,8 +208,8 @@ def init_head(config: HeadConfig, init: str | None, target: Target | EmbeddingsO
     return head
 
 
-def from_target(config: HeadConfig, init: str, target: Target) -> nn.Module:
-    """Return a head initialised from the target's last layer, or an MTP module from the target's checkpoint.
+def from_target(config: HeadConfig, init: str, target: Target, checkpoint: str) -> nn.Module:
+    """Return a head initialised from the target's last layer, or as the MTP module that a checkpoint carries.
 
     Rotary positions and norm are the target's. Parameters with other inputs than in the target are still random, and an
     MTP projection is the identity for the state; `fit_init` fits them.
@@ -217,7 +219,7 @@ def from_target(config: HeadConfig, init: str, target: Target) -> nn.Module:
     """
     config = like_target(config, target)
     if init == CHECKPOINT:
-        loaded = load_mtp(target, target.name).state_dict()
+        loaded = load_mtp(target, checkpoint).state_dict()
         start: dict[str, Tensor] = {name.replace(BLOCK, _block(config)): value for name, value in loaded.items()}
     else:
         start = last_layer(config, target)

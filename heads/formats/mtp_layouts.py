@@ -83,6 +83,7 @@ LAYOUTS = {
 
 
 COUNT = "num_nextn_predict_layers"  # the key of config.json that counts a model's modules
+COUNTS = (COUNT, "mtp_num_hidden_layers")  # the second is Qwen3.5's
 FAMILIES = {  # where the models of an architecture have theirs
     "DeepseekV3ForCausalLM": LAYOUTS["behind"],
     "Glm4MoeForCausalLM": LAYOUTS["behind"],

@@ -14,7 +14,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from heads.common.errors import one_line
-from heads.formats.mtp_layouts import BLOCK, LAYOUTS, PROJECTION, Layout, layout_of
+from heads.formats.mtp_layouts import BLOCK, COUNTS, LAYOUTS, PROJECTION, Layout, layout_of
 from heads.mtp import TARGET, Mtp
 from inference.drafters.head import HeadDrafter
 from inference.drafters.policy import TreeConfig, verifiable
@@ -52,9 +52,14 @@ def load_mtp(target: Target, checkpoint: str) -> Mtp:
     layout = layout_of(files, layers)
     if layout is None:
         signs = ", no ".join(one.theirs(PROJECTION, layers) for one in LAYOUTS.values())
+        remedy = "choose another drafter"
+        if promise := next((key for key in COUNTS if getattr(target.config, key, None)), None):
+            remedy = (
+                f"its {promise} promises one, which transformers leaves out when it saves: take it from the model that "
+                "was fine-tuned, by drafter.mtp.checkpoint=BASE, in a training by init=checkpoint base=BASE"
+            )
         raise ValueError(
-            f"drafter.mtp: {checkpoint} carries no module for multi-token prediction (no {signs}); choose another "
-            "drafter"
+            f"drafter.mtp: {checkpoint} carries no module for multi-token prediction (no {signs}); {remedy}"
         )
     names = layout.ours(files, layers)
     try:

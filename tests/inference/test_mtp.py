@@ -256,6 +256,13 @@ def glm() -> Glm4MoeForCausalLM:
     return Glm4MoeForCausalLM(Glm4MoeConfig(**MOE, use_qk_norm=True, attention_bias=True, num_nextn_predict_layers=1))
 
 
+def test_a_module_that_a_fine_tune_lost_is_said_to_be_its_bases(tmp_path: Path) -> None:
+    glm().save_pretrained(tmp_path)
+    toys.tokenizer().save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="its num_nextn_predict_layers promises one, .* init=checkpoint base=BASE"):
+        load_mtp(Target.load(str(tmp_path), "float32", "cpu"), str(tmp_path))
+
+
 @pytest.mark.parametrize("make", [deepseek, glm])
 def test_a_mixture_of_experts_is_the_targets_own_layer(tmp_path: Path, make: object) -> None:
     assert callable(make)

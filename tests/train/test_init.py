@@ -38,7 +38,7 @@ def run(*overrides: str) -> RunConfig:
 
 
 def started(run: RunConfig, target: Target) -> Any:
-    return init_head(run.head, run.init, target)
+    return init_head(run.head, run.init, target, run.base)
 
 
 @pytest.fixture
@@ -281,10 +281,17 @@ def test_a_module_of_the_targets_kind_starts_as_its_last_layer(name: str) -> Non
     torch.testing.assert_close(draft.state, head.norm(state), rtol=1e-4, atol=1e-4)
 
 
-def test_a_module_starts_as_the_checkpoints_own(tmp_path: Path) -> None:
-    path = save(tmp_path, "behind")
-    target = Target.load(str(path), "float64", "cpu")
-    head: Any = started(run("head=mtp", "init=checkpoint", f"model.path={path}"), target)
+@pytest.mark.parametrize("fine_tuned", [False, True])
+def test_a_module_starts_as_the_checkpoints_own_or_its_bases(tmp_path: Path, fine_tuned: bool) -> None:
+    path = target_path = save(tmp_path / "base", "behind")
+    words = ["head=mtp", "init=checkpoint"]
+    if fine_tuned:  # saved by transformers, which leaves the module out
+        target_path = tmp_path / "tuned"
+        toys.target().model.save_pretrained(target_path)
+        toys.target().tokenizer.save_pretrained(target_path)
+        words.append(f"base={path}")
+    target = Target.load(str(target_path), "float64", "cpu")
+    head: Any = started(run(*words, f"model.path={target_path}"), target)
     theirs = load_mtp(target, str(path))
     features = target.features(torch.tensor([toys.prompt(1, 9)]), torch.zeros(1, 9, dtype=torch.long), ())
     for ours, own in zip(head.double().unroll(features, 3), theirs.unroll(features, 3), strict=True):
