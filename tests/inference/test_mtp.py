@@ -259,7 +259,7 @@ def glm() -> Glm4MoeForCausalLM:
 def test_a_module_that_a_fine_tune_lost_is_said_to_be_its_bases(tmp_path: Path) -> None:
     glm().save_pretrained(tmp_path)
     toys.tokenizer().save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="its num_nextn_predict_layers promises one, .* init=checkpoint base=BASE"):
+    with pytest.raises(ValueError, match=r"its num_nextn_predict_layers promises one, .* init=checkpoint base=BASE"):
         load_mtp(Target.load(str(tmp_path), "float32", "cpu"), str(tmp_path))
 
 
