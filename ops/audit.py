@@ -1,4 +1,4 @@
-"""python ops/audit.py url=URL baseline=URL: is a served model lossless, and how much faster, over HTTP only."""
+"""Audit a served model over HTTP, for losslessness and speedup: python ops/audit.py url=URL baseline=URL."""
 
 import sys
 from pathlib import Path
@@ -32,8 +32,15 @@ from ops.audits.compare import Audit, Difference, Finding, Status, breach, diagn
 from ops.audits.output import cleaned, finding_record, rendered, reproduction
 from ops.served import Server, read_questions
 
-WAVERING = 4.0  # nats: a bar above which rounding cannot explain a near tie
-ASKED = ("url", "baseline", "client", "out", "workload", "questions")  # keys of the configuration that are not checks'
+WAVERING = 4.0  # nats; rounding cannot explain a larger threshold of near ties
+ASKED = (
+    "url",
+    "baseline",
+    "client",
+    "out",
+    "workload",
+    "questions",
+)  # configuration keys that do not belong to a check
 JSON, PAGE, REPRODUCTION = "audit.json", "audit.html", "reproduce.py"
 # Ordered so that a fault found by one check may also fail the later ones.
 CHECKS: dict[str, Callable[[Audit], Finding]] = {
@@ -109,7 +116,7 @@ def audited(config: AuditConfig) -> Verdict:
     }, key)  # fmt: skip
     texts = {JSON: json.dumps(record, indent=1, allow_nan=False), PAGE: rendered("audit.html.j2", record)}
     lines = f"{rendered('audit.txt.j2', record)}audit: {out / JSON} and {out / PAGE}"
-    (out / REPRODUCTION).unlink(missing_ok=True)  # of an earlier audit
+    (out / REPRODUCTION).unlink(missing_ok=True)  # left by an earlier audit
     if (difference := clearest(findings)) is not None:
         company = cycled(questions, difference.in_flight)[1 : difference.in_flight]
         texts[REPRODUCTION] = reproduction(audit, difference, company, key)
@@ -121,7 +128,7 @@ def audited(config: AuditConfig) -> Verdict:
 
 
 def run(audit: Audit) -> list[Finding]:
-    """Run all checks and return their findings, the speed's last; `audit.asker.ended` says why it ended early."""
+    """Run all checks and return their findings, speed last; `audit.asker.ended` gives the reason of an early end."""
     findings: list[Finding] = []
     asker, server = audit.asker, audit.asker.sides[AUDITED]
     before = server.reading()
@@ -142,7 +149,7 @@ def run(audit: Audit) -> list[Finding]:
 
 
 def verdict_of(findings: list[Finding], ended: str, near_tie: float) -> Verdict:
-    """Return the verdict on all findings; `near_tie` is the bar of near ties in nats."""
+    """Return the verdict on all findings; `near_tie` is the threshold of near ties in nats."""
     failed, undecided = ([one for one in findings if one.status == s] for s in ("failed", "undecided"))
     then = f", then {ended}" if ended else ""
     if failed:

@@ -46,7 +46,7 @@ from train.distributed.launch import key_of, overrides
 from train.planning.check import check_out, clear_out
 
 UNITS = {"s": 1, "min": 60, "h": 3600, "d": 86400}  # in seconds
-OF_ALL = ("budget", "log", "resume", "overwrite", "name", "out")  # overrides that each training has for itself
+OF_ALL = ("budget", "log", "resume", "overwrite", "name", "out")  # overrides that differ between the trainings
 DECIDED = {  # overrides that a training within a budget cannot take, with what to do instead
     "head": "a budget compares several heads: give forecast.candidates",
     "trainer.steps": "the budget decides how long is trained: leave it out",
@@ -54,7 +54,7 @@ DECIDED = {  # overrides that a training within a budget cannot take, with what 
     "trainer.warmup": "a budget has one for all trainings: give forecast.warmup, in steps, in its place",
 }
 FOLDER, STATE = "forecast", "forecast.json"  # in the run's folder: the short trainings, and the stages that are done
-PROBE = 6  # steps of the training that says what a step costs
+PROBE = 6  # steps of the training that measures a step's cost
 ROOM = 1.1  # a margin of the advised budget
 Train = Callable[[list[str]], object]  # runs a training with these overrides, to its end
 
@@ -67,7 +67,7 @@ class Budget:
     timed: bool
 
     def __str__(self) -> str:
-        """Write it as it is given."""
+        """Return the budget as given."""
         if not self.timed:
             return f"{self.amount:.3g} operations"
         unit = next((name for name in ("h", "min") if self.amount >= UNITS[name]), "s")
@@ -160,19 +160,19 @@ class Forecast:
         return self.out / FOLDER / str(self.config.candidates.index(words))
 
     def overrides(self, words: str, steps: int, cooldown: float) -> list[str]:
-        """Return the overrides of a candidate's training that may be lengthened."""
+        """Return the overrides of a candidate's training that can be continued."""
         schedule = [f"trainer.cooldown={cooldown}", f"trainer.warmup={min(1.0, self.config.warmup / steps)}"]
         return [*overrides_of(words), f"trainer.steps={steps}", *schedule]
 
     def stable(self, steps: int) -> int:
-        """Return the step with which the cooldown begins, as `train.optim.cooldown_begin` does."""
+        """Return the step at which the cooldown begins, as `train.optim.cooldown_begin` does."""
         return steps - round(self.config.cooldown * steps)
 
     def measure(self, words: str, steps: int, cooldown: float, begin: int) -> None:
-        """Train a candidate to `steps` from its checkpoint at step `begin`, evaluate it, and count what that costs."""
+        """Train a candidate to `steps` from its checkpoint at step `begin`, evaluate it, and count the cost."""
         began, folder, config = time.monotonic(), self.folder(words), self.config
         for path in format.checkpoints(folder / "checkpoints"):
-            if format.step_of(path) > begin:  # of a cooldown
+            if format.step_of(path) > begin:  # the cooldown's checkpoints
                 shutil.rmtree(path)
         save = max(1, steps - round(cooldown * steps))
         self.train([
@@ -199,7 +199,7 @@ class Forecast:
                 try:
                     self.measure(words, PROBE, 0.0, 0)
                 except SystemExit as error:
-                    if error.code not in REFUSED:  # as of a signal
+                    if error.code not in REFUSED:  # such as a signal's
                         raise
                     self.state["left_out"][words] = f"its training ended with status {error.code}, see above"
                 self.save()
@@ -246,7 +246,7 @@ class Forecast:
         return running[0]
 
     def predicted(self, words: str, steps: int) -> tuple[Predicted, Predicted]:
-        """Return τ and speedup of a candidate after N steps, at the cost of a pass that was measured last."""
+        """Predict τ and speedup of a candidate after N steps, at the last measured cost of a pass."""
         points, bound = self.state["points"][words], 1.0 + self.run.tree.deepest
         tokens, tau, error = zip(*((point["steps"], point["tau"], point["error"]) for point in points), strict=True)
         result = predict(tokens, tau, error, steps, bound)
@@ -284,12 +284,12 @@ def say(line: str) -> None:
 
 
 def overrides_of(words: str) -> list[str]:
-    """Return the overrides of a candidate, a head's name with further ones behind it."""
+    """Return the overrides of a candidate, given as a head's name and further overrides."""
     return f"head={words}".split()
 
 
 def measured(folder: Path, words: str) -> dict[str, float]:
-    """Return τ, its standard error and the speedup that a finished training's report has of its head."""
+    """Return τ, its standard error and the speedup from a finished training's report."""
     row = sweep.rows_of("", words.split(maxsplit=1)[0], folder)[0]
     if row["tau"] is None or row["speedup"] is None:
         raise ValueError(f"{folder}: nothing was drafted, as every answer has one token; give other data.prompts")
@@ -298,7 +298,7 @@ def measured(folder: Path, words: str) -> dict[str, float]:
 
 
 def cost_of(folder: Path) -> dict[str, float]:
-    """Return a step's seconds, where the first may compile, and its operations, 0 if they are not counted."""
+    """Return the seconds of a step, without a compiling first step, and its operations, 0 if not counted."""
     lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
     seconds = [record["step_seconds"] for record in lines if "step_seconds" in record]
     total = json.loads((folder / "training.json").read_text())
@@ -306,7 +306,7 @@ def cost_of(folder: Path) -> dict[str, float]:
 
 
 def keep_log(log: str, split: str, out: Path) -> str:
-    """Return where the log's files are kept as they were when the forecast began; a data set's name on the Hub.
+    """Return the copy of the log's files from the forecast's begin, or the name of a data set on the Hub.
 
     All trainings read the same data, though a service may add lines meanwhile.
 
@@ -326,7 +326,7 @@ def keep_log(log: str, split: str, out: Path) -> str:
 
 
 def shared_words(words: list[str], log: str | None) -> list[str]:
-    """Return the overrides that all trainings within a budget have in common; refuse those of a single one."""
+    """Return the overrides shared by all trainings within a budget; refuse those of a single training."""
     keys = [key_of(word) for word in words]
     for word, key in zip(words, keys, strict=True):
         if key.startswith("head."):

@@ -11,7 +11,7 @@ from heads.common.command import quoted
 from heads.common.resolvers import ROOT
 from train.config import RunConfig
 
-REFUSED = (1, 2)  # exit statuses of a command that failed or was refused; others are of a signal
+REFUSED = (1, 2)  # exit statuses of failed and refused commands; others come from a signal
 
 
 def run_command(script: str, words: list[str]) -> None:
@@ -52,7 +52,7 @@ def overrides_of(values: dict[str, Any], prefix: str = "") -> list[str]:
 
 
 def _literal(value: Any) -> str:
-    """Return a value as Hydra's grammar has it."""
+    """Return a value in Hydra's override grammar."""
     if isinstance(value, list | tuple):
         return f"[{','.join(map(_literal, value))}]"
     if isinstance(value, bool) or value is None:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-LEVEL = 0.9  # of the interval of a forecast
+LEVEL = 0.9  # confidence level of a forecast's interval
 FLOOR = 0.01  # the least standard error of a measured τ, as a share of it: no curve is exactly a power function
 EXPONENTS = (0.03, 3.0)
 
@@ -35,8 +35,8 @@ def predict(
 
     Args:
         tokens: trained tokens of each point, increasing.
-        tau: measured there.
-        error: its standard errors.
+        tau: τ at each point.
+        error: Standard errors of τ.
         at: a number of tokens, not below the last point's.
         bound: the most tokens that a pass can commit.
     """

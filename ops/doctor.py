@@ -2,7 +2,7 @@
 
     python ops/doctor.py run=outputs/NAME target=/my/model
 
-The head is a folder or a repository of the Hub, in our own form or in any foreign one that is read here. Nothing is
+The head is a folder or a repository of the Hub, in our own or any supported format. Nothing is
 written. The exit status is 1 where something is wrong.
 """
 
@@ -43,7 +43,7 @@ from ops.examine.finding import WRONG, Finding, meant_for, ok, unknown, written,
 from ops.examine.keys import readings, records
 
 BUNDLED, NAME = "tiny", "acceptance"
-NOTHING = 1.05  # tokens per pass, below which a head is useless
+NOTHING = 1.05  # τ below which a head is useless
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ def examine(config: DoctorConfig) -> list[Finding]:
     findings = [ok(f"headstart loads it for {target.spec.name}", "loads"), *records(head, target, config.sibling)]
     try:
         findings += readings(head, loaded, target)
-    except (TypeError, AttributeError, KeyError, ValueError) as error:  # a value that its format does not have there
+    except (TypeError, AttributeError, KeyError, ValueError) as error:  # a value of an unexpected type
         findings.append(wrong(CONFIG, one_line(error), "engines stop at it", "export or download the head again"))
     if isinstance(target, Target) and config.measure:
         findings.append(acceptance(head, target, loaded, config))
@@ -134,7 +134,7 @@ def acceptance(head: Examined, target: Target, loaded: Any, config: DoctorConfig
 def _compared(
     here: str, bounds: tuple[float, float], workload: str, reported: ResultRow | None, sibling: bool
 ) -> Finding:
-    """Compare what was measured `here` with the card's row."""
+    """Compare the measurement `here` with the card's row."""
     if reported is None or reported.tau is None:
         return unknown(f"{here}; no report.json says what it should be", NAME)
     expected = reported.tau_ci or (reported.tau, reported.tau)

@@ -1,4 +1,4 @@
-"""python ops/endpoint.py url=URL: acceptance and speed of a served model, with baseline=URL its speedup.
+"""Measure a served model's acceptance and speed, with baseline=URL its speedup: python ops/endpoint.py url=URL.
 
 Latencies are by the client's clock, acceptance by the server's counts. With the same model served without speculation
 as the baseline, both answer the same prompts alternately, greedy texts are compared, and a speedup is reported. The
@@ -208,7 +208,7 @@ def text_gate(plain: Sequence[Sequence[str]], drafted: Sequence[Sequence[str]], 
 
 
 def _measured(repeats: Sequence[Answer]) -> Request:
-    """Return a request with the times of its median repeat, the lower one of two, and the counts of all repeats."""
+    """Return a request with the times of its median repeat (the lower of two) and the counts of all repeats."""
     run = sorted(repeats, key=lambda run: run.seconds)[(len(repeats) - 1) // 2]
     passes = [repeat.passes for repeat in repeats if repeat.passes is not None]
     return Request(
@@ -236,7 +236,7 @@ def rows(by_server: Mapping[str, Runs], gates: Mapping[str, Gate], measurement: 
 
 
 def _served(answer: Answer) -> Served:
-    """Return an answer whose request arrived at a rate as `queued_rows` reads it: its times, and as many tokens."""
+    """Convert an answer with an arrival time to the input of `queued_rows`: times and token count."""
     generation = Generation(tokens=[0] * answer.tokens, steps=[], latency_s=answer.latency_s)
     return Served(generation, answer.arrived, answer.queue_s, answer.ttft_s)
 

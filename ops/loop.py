@@ -78,15 +78,15 @@ class State:
     """The state of a maintenance; written atomically with each decision."""
 
     serve: str  # the head in service, as it was named
-    round: int = 1  # each ends with a swap, or with the decision that there is none
-    stage: str = WATCH  # to run next
+    round: int = 1  # a round ends with a swap, or the decision against it
+    stage: str = WATCH  # the next stage
     begin: int = 0  # the line of the log, from 0, with which this round's watch begins
     tried: int = 0  # lines of the log when a round swapped nothing; 0 if the last round swapped a head
     decisions: list[dict[str, Any]] = field(default_factory=list)
 
     @classmethod
     def read(cls, folder: Path, serve: str) -> "State":
-        """Return the state in a folder, a new one where there is none; refuse that of another head."""
+        """Return the state in a folder, or a new state; refuse another head's state."""
         if not (folder / STATE).is_file():
             write_checked(folder / STATE, asdict(cls(serve)))
         content = read_checked(folder / STATE)
@@ -112,7 +112,7 @@ def say(line: str) -> None:
 
 
 def maintain(run: RunConfig, service: LoopJob, words: list[str], train: Train) -> int:
-    """Run the stages from where they were stopped; return 1 where an adapted head was not better, else 0.
+    """Run the stages, continuing a stopped run; return 1 if an adapted head was not better, else 0.
 
     Args:
         run: the training that adapts the head; `out` is the maintenance's folder.
@@ -167,7 +167,7 @@ class Maintenance:
             return sum(1 for _ in file)
 
     def go(self) -> int:
-        """Run the stages until a round ends, or there is nothing to do yet."""
+        """Run the stages until a round ends, or nothing remains to do."""
         stages = {WATCH: self.watch, ADAPT: self.adapt, PROVE: self.prove, SWAP: self.swap}
         done: int | None = None
         while done is None:
@@ -175,7 +175,7 @@ class Maintenance:
         return done
 
     def watch(self) -> int | None:
-        """Watch the log from where this round began, and divide it; from its first line where it is another file."""
+        """Watch the log from this round's begin, or a new file from its first line, and split it."""
         state, lines, since = self.state, self.lines, self.loop.since
         if max(state.begin, state.tried) > lines:
             state.begin = state.tried = 0
@@ -313,7 +313,7 @@ def split(log: Path, since: int, loop: LoopConfig, folder: Path) -> dict[str, in
     lines = list(growing(log, follow=False, poll=1.0))
     counts: dict[str, int] = {}
     for trained, held_out, some in ((NEW, proof.NEW, lines[since:]), (OLD, proof.OLD, lines[:since])):
-        entries = list(dict.fromkeys(requests_of(iter(some), str(log))))  # without copies
+        entries = list(dict.fromkeys(requests_of(iter(some), str(log))))  # without duplicates
         cut = len(entries) - round(loop.held_out * len(entries))
         seen = {prompt for _, prompt in entries[:cut]}
         unseen = {prompt: line for line, prompt in reversed(entries[cut:]) if prompt not in seen}

@@ -16,7 +16,7 @@ from ops.commands import overrides_of, run_command
 from train.config import EvalSettings
 
 FAILED = 1  # exit status of an evaluation in which a head is not lossless, which its report says
-LEAST = 8  # requests of a kind: of fewer, an interval says little
+LEAST = 8  # requests of a kind; with fewer an interval is uninformative
 PROOFS = NEW, OLD = "proof_new.jsonl", "proof_old.jsonl"
 
 
@@ -32,9 +32,9 @@ def compared(
     former: Path, adapted: Path, traffic: Path, out: Path, requests: int, settings: EvalSettings,
     model: dict[str, Any], tree: dict[str, Any],
 ) -> Report:  # fmt: skip
-    """Measure both heads on that many held-out requests of each kind, and return the report in `out`.
+    """Measure both heads on a number of held-out requests of each kind, and return the report in `out`.
 
-    Both draft by `tree`, or by those that they are saved with where it is empty.
+    Both draft by `tree`; if that is empty, each by its saved tree.
     """
     workloads = [str(traffic / name) for name in PROOFS if name == NEW or (traffic / name).stat().st_size]
     values = {

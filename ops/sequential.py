@@ -32,10 +32,10 @@ from heads.common.typed import typed
 
 BETS = np.array([1.0, 0.5, 0.25, 0.125, 0.0625])  # shares of the largest safe bet
 PILOT = 4  # the first of N equal parts of the reference decides on the scale only
-LEAST = 1e-9  # of a scale
+LEAST = 1e-9  # the smallest scale
 CUT = 0.95  # quantile of the pilot's values that larger values are cut to
 MEANS, AROUND = 128, 0.15  # how many means are bet on, and how far around the reference's most of them are
-MOST = 1e150  # of a capital: the rest is given away
+MOST = 1e150  # cap of a capital; any excess is dropped
 QUIET, ALARM, EARLY = 0, 1, 3  # exit statuses
 
 Array = NDArray[np.float64]

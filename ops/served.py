@@ -41,7 +41,7 @@ class Token(NamedTuple):
 
 
 class Reply(NamedTuple):
-    """An answer; `error` is the server's, in one line, where there is none."""
+    """An answer, or the server's `error` in one line."""
 
     text: str = ""
     calls: tuple[tuple[str, str], ...] = ()  # names and arguments of tool calls, as they were sent
@@ -62,7 +62,7 @@ class Reply(NamedTuple):
 
 
 class _Choice:
-    """A choice under assembly."""
+    """A choice being assembled from events."""
 
     def __init__(self) -> None:
         self.text = ""
@@ -88,7 +88,7 @@ class _Choice:
 
 
 def _encodable(text: str) -> str:
-    """Return a text without lone surrogates, which JSON may hold and no file."""
+    """Return a text without lone surrogates, which JSON may hold but files cannot."""
     return text.encode(errors="replace").decode()
 
 
@@ -130,7 +130,7 @@ def read_replies(events: Iterable[tuple[float, Mapping[str, Any]]], model: str) 
 
 
 def read_tokens(logprobs: Any) -> list[Token]:
-    """Return the tokens in a choice's logprobs, in the form of chats or of completions; none of a malformed one."""
+    """Return the tokens in a choice's logprobs, of chats or completions; empty if malformed."""
     if not isinstance(logprobs, dict):
         return []
     try:

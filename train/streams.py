@@ -36,7 +36,7 @@ from heads.base import Features, parameter_count, to_device
 from heads.common.command import command, ending_alone
 from heads.common.errors import user_errors
 from heads.common.ranges import Count, Within
-from heads.common.target_config import check_rows, context_of
+from heads.common.target_config import check_sequence_length, context_of
 from heads.common.typed import typed
 from heads.modules.argmax import argmax
 from inference.drafters.contrib.streams import KIND, Streams, StreamsDrafter, frozen, save_streams
@@ -221,7 +221,7 @@ def job(run: StreamsRunConfig, accelerator: Accelerator, lock: RunLock) -> None:
     model = run.model
     if model.where.placement != REPLICATE:
         raise ValueError(f"model.placement={model.placement}: streams adapt the target's own layers: give replicate")
-    check_rows(run.data.length, context_of(configuration(model.path, model.trust_remote_code)), model.path)
+    check_sequence_length(run.data.length, context_of(configuration(model.path, model.trust_remote_code)), model.path)
     target = Target.of(model, device=str(accelerator.device))
     streams = Streams(run.streams, target)
     data = load_training(run.data, target.tokenizer, run.trainer.eval_prompts)

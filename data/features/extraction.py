@@ -29,7 +29,7 @@ from heads.base import HeadConfig
 from heads.common.errors import keeping
 from heads.common.files import claim
 from heads.common.progress import Bar
-from heads.common.target_config import check_rows, context_of
+from heads.common.target_config import check_sequence_length, context_of
 from inference.target.config import ModelConfig, use_device
 from inference.target.embeddings_only import EmbeddingsOnly, load_target
 from inference.target.loading import configuration
@@ -158,7 +158,7 @@ def extract_features(
     Raises:
         ValueError: it does not fit, the folder holds something else, or the disk refused.
     """
-    check_rows(data.length, context_of(configuration(model.path, model.trust_remote_code)), model.path)
+    check_sequence_length(data.length, context_of(configuration(model.path, model.trust_remote_code)), model.path)
     state = PartialState(cpu=use_device(model.device).type == "cpu")
     check_alone(model.where, "an extraction")
     target = load_target(model, str(state.device), whole=True)

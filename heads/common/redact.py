@@ -32,7 +32,7 @@ GIVEN = re.compile(rf"(?<![\w.+-])(?![\w.+-]*{PLAIN}=)(?P<name>{NAME}=){VALUE}",
 ITEM = re.compile(  # an item of a mapping in an override
     rf"""(?P<name>(?<=[{{,])\s*["']?(?!(?:[\w.+-]*[_.])?{PLAIN}["']?\s*:){NAME}["']?\s*:\s*){VALUE}""", re.IGNORECASE
 )
-SHORTEST = 8  # characters of a secret in the environment that is searched for in text
+SHORTEST = 8  # characters; shorter secrets of the environment are not searched for in text
 
 
 def redacted(text: str) -> str:

@@ -9,7 +9,7 @@ from pathlib import Path
 from omegaconf import OmegaConf
 from torch import cuda
 
-from heads.common.target_config import row_length, up_to_width
+from heads.common.target_config import sequence_length, up_to_width
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -42,14 +42,14 @@ def _created(folder: str) -> str:
 
 
 RESOLVERS: dict[str, Callable[..., object]] = {
-    "root": lambda path: str(ROOT / path),  # of the checkout, so that every command works from any directory
+    "root": lambda path: str(ROOT / path),  # a path in the checkout, so that every command works from any directory
     "stem": lambda path: os.path.basename(os.path.abspath(path)).removesuffix(".gguf"),  # names a run after its model
     # A preset's prompts belong to the preset's data, not to data of the user's own.
     "if_same": lambda a, b, value: value if a == b else "",
     "by_device": _by_device,
     "cache_folder": _cache_folder,
     "digest": _digest,  # names a run after all of its values
-    "made": _created,  # for a library that does not create its folder
-    "row_length": row_length,
+    "made": _created,  # creates a folder for a library that does not
+    "sequence_length": sequence_length,
     "up_to_width": up_to_width,
 }

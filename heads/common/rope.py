@@ -18,22 +18,22 @@ SCALINGS = {
     "yarn": ("factor", "original_max_position_embeddings"),
 }
 SAID = ("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor")  # the keys of a config.json
-LENGTHS = ("max_position_embeddings", "original_max_position_embeddings")  # which the scaling may be told by
-FULL = "full_attention"  # the kind of layer whose positions count in a model of several kinds
+LENGTHS = ("max_position_embeddings", "original_max_position_embeddings")  # the lengths that a scaling may refer to
+FULL = "full_attention"  # the kind of layer that counts in a model with several
 
-LEAST = 4096  # positions of a table; a rebuilt table changes what is compiled or captured
+LEAST = 4096  # positions of a new table; growing it invalidates compiled and captured code
 
 
 class Rope(NamedTuple):
-    """Rotary positions: the base, the scaling of its frequencies by transformers' keys, and the rotated share."""
+    """Rotary positions: base, scaling (with transformers' keys), and the share of rotated dimensions."""
 
     theta: float
-    scaling: dict[str, Any] | None = None  # None for not at all
-    share: float = 1.0  # of an attention head's width; heads here rotate all of it
+    scaling: dict[str, Any] | None = None  # None without scaling
+    share: float = 1.0  # share of an attention head's dimensions that is rotated; draft heads need 1.0
 
     @property
     def unsupported(self) -> str | None:
-        """The option by which heads here cannot run these positions, None if they can."""
+        """The option that heads here do not support, None if they support all."""
         if self.share != 1:
             return f"partial_rotary_factor={self.share:g}"
         kind = "default" if self.scaling is None else self.scaling["rope_type"]
@@ -41,7 +41,7 @@ class Rope(NamedTuple):
 
     @classmethod
     def of(cls, config: Any) -> "Rope":
-        """Return the positions in a head's configuration; refuse a scaling that is not in SCALINGS or lacks numbers."""
+        """Return the rotary positions of a head's configuration; refuse a scaling not in SCALINGS or incomplete."""
         scaling: dict[str, Any] | None = config.rope_scaling
         if scaling is not None:
             kind = scaling.get("rope_type")
@@ -57,7 +57,7 @@ class Rope(NamedTuple):
         return cls(config.rope_theta, scaling)
 
     def frequency(self, width: int) -> tuple[Float[Tensor, "e"], float]:
-        """Return the angle of each pair of dimensions a position, in radians, and the factor of cosine and sine.
+        """Return the inverse frequencies, one for each pair of dimensions, and the factor of cosine and sine.
 
         The scalings are transformers' own: linear, llama3 (arXiv 2407.21783), YaRN (arXiv 2309.00071).
         """
@@ -73,14 +73,16 @@ class Rope(NamedTuple):
 
 
 def positions_of(config: Mapping[str, Any]) -> Rope | None:
-    """Return the positions that transformers' LlamaConfig reads from a config.json, None if it names none.
+    """Return the rotary positions that transformers' LlamaConfig reads from a config.json, None without any.
 
-    `rope_parameters` by kind of layer are those of the layers' one kind, of several kinds those of full attention.
+    Where `rope_parameters` has one entry per kind of layer, the entry of the only kind counts, else full attention's.
 
     Raises:
         ValueError: transformers does not take the values; in one line.
     """
-    declared = {key: copy.deepcopy(config[key]) for key in SAID if config.get(key) is not None}  # it writes into them
+    declared = {
+        key: copy.deepcopy(config[key]) for key in SAID if config.get(key) is not None
+    }  # transformers writes into them
     if not declared:
         return None
     kinds = set(config.get("layer_types") or ())
@@ -93,10 +95,10 @@ def positions_of(config: Mapping[str, Any]) -> Rope | None:
         read: Any = transformers.LlamaConfig(
             **declared, **{key: config[key] for key in LENGTHS if config.get(key) is not None}
         )
-        read.standardize_rope_params()  # again, as models do: a length outside of them has the last word
+        read.standardize_rope_params()  # again, as models do: a length outside `rope_parameters` overrides one inside
         parameters = dict(read.rope_parameters)
         theta, share = float(parameters.pop("rope_theta")), float(parameters.pop("partial_rotary_factor", 1))
-    except Exception as error:  # whatever a library raises at values that it did not expect
+    except Exception as error:  # a library may raise anything at unexpected values
         raise ValueError(f"rotary positions that transformers does not read ({one_line(error)})") from error
     scaling = {key: value for key, value in parameters.items() if value is not None and key != "type"}
     return Rope(theta, None if scaling["rope_type"] == "default" else scaling, share)
@@ -107,7 +109,7 @@ def _positive(value: object) -> bool:
 
 
 class Rotary:
-    """The rotation in the half-split layout of Llama, from a table that grows as needed."""
+    """Rotate queries and keys in Llama's half-split layout, by a table of cosines and sines that grows as needed."""
 
     def __init__(self, width: int, rope: Rope) -> None:
         self.frequency, self.factor = rope.frequency(width)

@@ -24,10 +24,10 @@ from heads.common.ranges import LARGEST
 from heads.common.rope import positions_of
 from heads.common.untrusted import entries, parse_json, regular, shown
 
-DEEP = 20  # layers of a target, to which a layer of a head for each drafted token is cheap enough
-SHARE = 10  # of a target's parameters, a tenth is the most that head=best trains
-UNBOUNDED = 2**31  # of a target whose configuration does not say
-MOST_PARTS = 2_000  # layers and other modules that are built one by one: beyond any target that there is
+DEEP = 20  # layers of a target beside which one decoder layer for each drafted token is cheap
+SHARE = 10  # head=best trains at most one SHARE-th of the target's parameters
+UNBOUNDED = 2**31  # the context length if the configuration gives none
+MOST_PARTS = 2_000  # layers and other modules built one by one: more than any existing target has
 PARTS = re.compile(r"layers?$|blocks?$|^depths?$|_depth$|^num_labels$")
 SIZES = ("num_hidden_layers", "hidden_size", "vocab_size", "num_attention_heads", "max_position_embeddings")
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
@@ -38,7 +38,7 @@ UNFIT = (
     OSError, ValueError, LookupError, TypeError, AttributeError, ImportError, RuntimeError, ArithmeticError,
     AssertionError, MemoryError, StrictDataclassError, SafetensorError,
 )  # fmt: skip
-TOWERS = ("vision_config", "audio_config")  # beside the `text_config` of a checkpoint that reads more than text
+TOWERS = ("vision_config", "audio_config")  # keys beside `text_config` in a multimodal checkpoint
 # The models that text towers are where transformers has no causal LM of them: without images their positions are plain.
 TOWER_TYPES = {
     "qwen3_vl_text": {"model_type": "qwen3"},
@@ -48,12 +48,12 @@ ABOVE = ("architectures", "dtype", "quantization_config", "eos_token_id", "bos_t
 
 
 def read_target_config(path: str, trust_remote_code: bool, cached_alone: bool = False) -> PreTrainedConfig:
-    """Return the configuration of a folder or Hub name, of which nothing is downloaded if `cached_alone`.
+    """Return a target's configuration from a folder or Hub name; `cached_alone` downloads nothing.
 
-    Of a checkpoint that reads images too it is that of its text tower, a causal LM by itself.
+    For a multimodal checkpoint this is the text tower's configuration, a causal LM by itself.
 
     Raises:
-        ValueError: there is none, or no target can be built from it; in one line, without the path.
+        ValueError: no configuration exists, or no target can be built from it; in one line, without the path.
     """
     values = read_target_values(path, trust_remote_code, cached_alone)
     try:
@@ -77,12 +77,12 @@ def read_target_config(path: str, trust_remote_code: bool, cached_alone: bool = 
 
 
 def has_text_tower(values: dict[str, Any]) -> bool:
-    """Whether a config.json is of a checkpoint that reads images or sound beside its text."""
+    """Whether a config.json belongs to a multimodal checkpoint, with images or sound beside text."""
     return isinstance(values.get("text_config"), dict) and any(values.get(tower) for tower in TOWERS)
 
 
 def text_tower(config: PreTrainedConfig) -> PreTrainedConfig:
-    """Return the text tower's configuration, with what stands above it: the class that serves it, dtype, end tokens."""
+    """Return the text tower's configuration, with three values of the whole model: its class, dtype and end tokens."""
     text: Any = config.get_text_config()
     if text.model_type in TOWER_TYPES:
         rope = {key: value for key, value in text.rope_parameters.items() if not key.startswith("mrope")}
@@ -99,7 +99,7 @@ def text_tower(config: PreTrainedConfig) -> PreTrainedConfig:
 
 
 def read_target_values(path: str, trust_remote_code: bool, cached_alone: bool) -> dict[str, Any]:
-    """Return the values of a config.json alone: transformers takes two seconds to import what makes more of them.
+    """Return the values of a config.json as a dict, without the import of transformers, which takes two seconds.
 
     A missing or refused one is a ValueError in one line, without the path.
     """
@@ -122,40 +122,40 @@ def read_target_values(path: str, trust_remote_code: bool, cached_alone: bool) -
 
 
 def cache_argument(module: Any) -> str:
-    """Return what a model or layer of transformers calls its cache: `past_key_values` before 5.24, `cache` since."""
+    """Return the name of the KV cache's argument in transformers: `past_key_values` before 5.24, `cache` since."""
     return "cache" if "cache" in inspect.signature(module.forward).parameters else "past_key_values"
 
 
 def reason(error: BaseException) -> str:
-    """Return the first line of an error, which is enough of transformers', but for shapes, which it has logged."""
+    """Return the first line of an error by transformers, or for mismatched shapes the message that it logged."""
     if "ignore_mismatched_sizes" in str(error):
         return "its weights have other shapes than its config.json says"
     return one_line(ValueError(str(error).strip().split("\n")[0] or type(error).__name__))
 
 
 def context_of(config: Any) -> int:
-    """Return the most tokens that a sequence may have, from a model's configuration."""
+    """Return the context length, the most tokens of a sequence, from a model's configuration."""
     positions = getattr(config.get_text_config(), "max_position_embeddings", None)
     return positions if isinstance(positions, int) and positions > 0 else UNBOUNDED
 
 
 def logit_factor(config: Any) -> float:
-    """Return what a model multiplies the output of its lm_head by: Cohere's, Falcon-H1's and Granite's keys for it."""
+    """Return the factor of a model's logits, by the keys of Cohere, Falcon-H1 and Granite."""
     factors = (getattr(config, key, None) or 1.0 for key in ("logit_scale", "lm_head_multiplier"))
     return math.prod(factors) / (getattr(config, "logits_scaling", None) or 1.0)
 
 
 def experts_of(config: Any) -> tuple[int, int] | None:
-    """Return how many experts a layer has, and how many of them a token passes through; None of a dense model."""
+    """Return the number of experts of a layer and of those active for a token; None for a dense model."""
     available = next((count for key in EXPERTS if isinstance(count := getattr(config, key, None), int) and count), 0)
     chosen = getattr(config, "num_experts_per_tok", None) or getattr(config, "top_k_experts", None) or 0
     return (available, chosen) if 0 < chosen <= available else None
 
 
-def row_length(path: str, length: int) -> int:
-    """Return the length of packed sequences: `length`, or the target's context where that is known to be less.
+def sequence_length(path: str, length: int) -> int:
+    """Return the length of packed sequences: `length`, or the target's context length if that is known to be less.
 
-    A target that has still to be downloaded is not known here; `check_rows` runs once it is.
+    A target that has still to be downloaded is not known here; `check_sequence_length` runs once it is.
     """
     try:
         values = read_target_values(path, trust_remote_code=False, cached_alone=True)
@@ -168,9 +168,9 @@ def row_length(path: str, length: int) -> int:
 
 
 def up_to_width(path: str, rank: int) -> int:
-    """Return the rank of a term over the vocabulary: `rank`, or the target's hidden size where it is known to be less.
+    """Return the rank of a low-rank lm_head: `rank`, or the target's hidden size if that is known to be less.
 
-    Of a higher rank it has more parameters than the lm_head that it corrects.
+    Above that rank the correction has more parameters than the lm_head that it corrects.
     """
     try:
         return min(
@@ -183,8 +183,8 @@ def up_to_width(path: str, rank: int) -> int:
 def best_head(path: str, shape: Mapping[str, Any] | None, trust_remote_code: bool) -> tuple[str, str]:
     """Return the recommended head for a target (docs/heads.md, "Which head"), and the reason in words.
 
-    For a target of few layers it is mlp, unless that trains more than a tenth of its parameters and more than mtp.
-    `shape` is the target's as conf/model has it, which does without the network.
+    A target with few layers gets mlp, unless mlp trains more than a tenth of the target's parameters and more than mtp.
+    `shape` holds the target's dimensions as in conf/model, so that no download is needed.
     """
     try:
         if shape is not None and shape["of"] == path:
@@ -215,12 +215,12 @@ def best_head(path: str, shape: Mapping[str, Any] | None, trust_remote_code: boo
 
 
 def about_size(layers: int, width: int, vocab: int) -> int:
-    """Return about how many parameters a target without experts has."""
+    """Estimate the number of parameters of a dense target."""
     return 12 * layers * width**2 + vocab * width
 
 
 def head_sizes(width: int, vocab: int) -> dict[str, int]:
-    """Return about how many parameters the heads that head=best chooses among train, as conf/head has them.
+    """Estimate the trained parameters of each head that head=best chooses among, as configured in conf/head.
 
     An mlp has a table, an lm_head and a projection for each of four depths, an mtp a decoder layer and a projection.
     """
@@ -247,8 +247,8 @@ def _takes_mimo(text: Mapping[str, Any]) -> bool:
     return heads * head_dim == width and (rope is None or rope.share == 1)
 
 
-def check_rows(length: int, context: int, name: str) -> None:
-    """Refuse packed sequences that are longer than a target's context."""
+def check_sequence_length(length: int, context: int, name: str) -> None:
+    """Refuse packed sequences longer than the target's context length."""
     if length > context:
         raise ValueError(f"data.length is {length}, but {name} reads at most {context} tokens: give {context} or less")
 

@@ -15,7 +15,7 @@ from heads.common.resolvers import ROOT
 from heads.common.untrusted import CUT, shown
 
 T = TypeVar("T")
-UNSET = "???"  # of a value that must be given, in YAML
+UNSET = "???"  # in YAML, a value that must be given
 SCALARS: dict[type, tuple[Any, str]] = {
     int: (IntegerNode, "a whole number"),
     float: (FloatNode, "a number"),
@@ -27,7 +27,7 @@ SCALARS: dict[type, tuple[Any, str]] = {
 def typed(schema: type[T], cfg: object, prefix: str = "", ready: Mapping[str, object] = MappingProxyType({})) -> T:
     """Build the dataclass `schema` from `cfg`, whose keys are prefixed by `prefix` in errors.
 
-    `ready` has the fields that are built already, which override those of `cfg`. Interpolations of a DictConfig are
+    `ready` holds fields that are already built; they override those of `cfg`. Interpolations of a DictConfig are
     resolved against its root. Anything else, which may come from the Hub, must be a dict and have none: a resolver
     would let a foreign file read this machine's environment.
 
@@ -75,7 +75,7 @@ def build(schema: Any, values: Any, prefix: str, ready: Mapping[str, object] = M
 
 
 def convert(hint: Any, value: Any, key: str, within: Within | OneOf = MACHINE) -> Any:
-    """Return a value as one of a type, its numbers in their range, its names of their choice; refuse others by key."""
+    """Convert a value to a type; refuse numbers out of range and names outside the choices, with the key."""
     if get_origin(hint) is Annotated:
         hint, within = get_args(hint)
     origin, inner = get_origin(hint), get_args(hint)
@@ -121,7 +121,7 @@ def convert_scalar(kind: type, value: Any, key: str, within: Within | OneOf) -> 
 
 
 def check(value: Any, within: Within | OneOf, key: str) -> None:
-    """Refuse a number that is not finite or outside the range, and a name that is none of the choice."""
+    """Refuse a number that is not finite or out of range, and a name that is not among the choices."""
     if isinstance(value, float) and not math.isfinite(value):
         raise ValueError(f"{key} is {value}: give a finite number")
     ranged = isinstance(value, str if isinstance(within, OneOf) else int | float)
@@ -130,7 +130,7 @@ def check(value: Any, within: Within | OneOf, key: str) -> None:
 
 
 def fits(hint: Any, value: Any) -> bool:
-    """Return whether a value is of a type down to its elements, without conversion."""
+    """Return whether a value and all its elements have a type, without conversion."""
     origin, inner = get_origin(hint), get_args(hint)
     if hint is Any:
         return True

@@ -16,8 +16,8 @@ from huggingface_hub import constants
 yaml: Any = importlib.import_module("yaml")  # by name: PyYAML comes without types
 NAMES_CODE = ("_target_", "_partial_", "auto_map", "custom_generate", "trust_remote_code")
 LONGEST = 255  # bytes of a file's name
-MOST_YAML = 1 << 20  # bytes: its parser takes a minute for twenty times that
-DEEPEST = 100  # lists and mappings in each other
+MOST_YAML = 1 << 20  # bytes; the parser takes a minute for twenty times as many
+DEEPEST = 100  # nested lists and mappings
 CUT = 200  # characters of a value in an error
 TOO_DEEP = "nested too deeply"
 UNSHOWN = (  # control characters but newline and tab, direction overrides, line separators, surrogates
@@ -31,7 +31,7 @@ def parse_json(content: bytes | str, deepest: int = DEEPEST) -> Any:
     """Return the value of a JSON text, nested at most `deepest` levels.
 
     Raises:
-        ValueError: it is none, or nested too deeply; in one line, without the file's name.
+        ValueError: the text is not JSON, or nested too deeply; in one line, without the file's name.
     """
     try:
         return shallow(json.loads(content if isinstance(content, str) else content.decode("utf-8")), deepest)
@@ -45,7 +45,7 @@ def parse_yaml(content: bytes) -> Any:
     """Return the value of a YAML text.
 
     Raises:
-        ValueError: it is none, longer than MOST_YAML, holds more than plain values (a tag such as
+        ValueError: the text is not YAML, is longer than MOST_YAML, holds more than plain values (a tag such as
             `!!python/object`), or has an alias, by which a short text becomes a huge value; in one line, without the
             file's name.
     """
@@ -68,7 +68,7 @@ def parse_yaml(content: bytes) -> Any:
 
 
 def parsed_file(path: Path, remedy: str, parse: Callable[[bytes], Any] = parse_json) -> Any:
-    """Return the value of a file; refuse a damaged one with the remedy, and what is not `regular`."""
+    """Return the parsed content of a file; refuse a damaged file, with the remedy, and one that is not `regular`."""
     try:
         return parse(regular(path).read_bytes())
     except ValueError as error:
@@ -76,7 +76,7 @@ def parsed_file(path: Path, remedy: str, parse: Callable[[bytes], Any] = parse_j
 
 
 def shallow(value: Any, deepest: int = DEEPEST) -> Any:
-    """Return a value nested no deeper than any file of ours, so that its readers may recurse; refuse a deeper one."""
+    """Return the value; refuse one nested deeper than any file written here, so that readers may recurse."""
     level = [value]
     for _ in range(deepest):
         level = [
@@ -91,7 +91,7 @@ def shallow(value: Any, deepest: int = DEEPEST) -> Any:
 
 
 def entries(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield every value in mappings and lists within each other, with the keys above it, joined by points."""
+    """Yield every value of nested mappings and lists, with its keys joined by points."""
     yield key, value
     if isinstance(value, dict):
         for name, inner in value.items():
@@ -102,19 +102,19 @@ def entries(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def names_code(value: Any) -> str | None:
-    """Return the first key, at any depth, by which a configuration would name code to run; None without one.
+    """Return the first key, at any depth, that names code to run; None without one.
 
-    A key that is switched off, as in `trust_remote_code: false`, names none.
+    A key that is switched off, as in `trust_remote_code: false`, does not count.
     """
     keys = (key.rpartition(".")[2] for key, item in entries(value) if item)
     return next((key for key in keys if key in NAMES_CODE), None)
 
 
 def regular(path: Path) -> Path:
-    """Return the path of a file that is to be read, or of a folder with such files in it.
+    """Return the path of a regular file, or of a folder of regular files.
 
     Raises:
-        ValueError: it is a pipe, a socket or a device, links followed: opening one may wait without end.
+        ValueError: the path is (or links to) a pipe, a socket or a device, where opening may block forever.
     """
     for file in path.iterdir() if path.is_dir() else [path]:
         if file.exists() and not (file.is_file() or file.is_dir()):
@@ -123,7 +123,7 @@ def regular(path: Path) -> Path:
 
 
 def plain_name(name: object) -> bool:
-    """Return whether this is the name of a file in a folder, without a path out of it."""
+    """Return whether this is a bare file name, without a path."""
     return (
         isinstance(name, str)
         and name.isprintable()
@@ -134,7 +134,7 @@ def plain_name(name: object) -> bool:
 
 
 def inside(folder: Path, name: object) -> Path:
-    """Return the path of a file that a file in the folder names.
+    """Return the path of a file in the folder, by a name from an untrusted file.
 
     Raises:
         ValueError: the name leads out of the folder, or is a link that does, or it is not `regular`. The Hub's cache,

@@ -39,10 +39,10 @@ REPO = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 
 
 def resolve_head(run_or_repo: str) -> Path:
-    """Return the folder of a head, ready for `load_found`: a run's, a published one, or one downloaded by its Hub id.
+    """Return the folder of a head for `load_found`: a run's folder, a published one, or a download by Hub id.
 
     Raises:
-        ValueError: there is no head, or the Hub does not give it.
+        ValueError: there is no head, or the download fails.
     """
     path = Path(run_or_repo).expanduser()
     if last_good(path).is_dir():
@@ -56,7 +56,7 @@ def resolve_head(run_or_repo: str) -> Path:
 
 
 def _downloaded_head(repo: str) -> Path:
-    """Return the folder of a repository's head, or adapter of one; refuse another model before it is downloaded."""
+    """Return the folder of a downloaded head or adapter; refuse any other model before the download."""
     folder = downloaded(repo, [CONFIG, *SAFE, INDEX, *lora.FILES, "config.yaml"])
     if not (folder / lora.CONFIG).is_file() and (further := further_files(folder)):
         if (folder / INDEX).is_file():
@@ -66,7 +66,7 @@ def _downloaded_head(repo: str) -> Path:
 
 
 def downloaded(repo: str, patterns: Sequence[str]) -> Path:
-    """Return the folder of a repository's files of these patterns, else those of the cache; refuse one out of reach."""
+    """Download the repository's files that match the patterns, or take the cached ones; refuse if neither works."""
     try:
         check_reachable(repo)
     except ValueError as error:
@@ -76,9 +76,9 @@ def downloaded(repo: str, patterns: Sequence[str]) -> Path:
 
 
 def load_found(folder: Path, embeddings: Embeddings, spec: TargetSpec) -> nn.Module:
-    """Load a head of ours or another project's on the CPU, in its saved dtype: by `load_head` or `load_published`.
+    """Load a head on the CPU in its saved dtype: ours by `load_head`, another project's by `load_published`.
 
-    Of an adapter it is the head that it names, with the adapter merged, in fp32.
+    For an adapter, load its base head in fp32 and merge the adapter.
     """
     if (folder / lora.CONFIG).is_file():
         return _adapted(folder, embeddings, spec)
@@ -94,10 +94,10 @@ def _adapted(folder: Path, embeddings: Embeddings, spec: TargetSpec) -> nn.Modul
 
 
 def base_head(name: str, config: HeadConfig, embeddings: Embeddings, spec: TargetSpec) -> nn.Module:
-    """Return the head that an adapter of this configuration is for, in fp32, from the Hub and from nowhere else.
+    """Return the base head of an adapter in fp32, always from the Hub.
 
     Raises:
-        ValueError: the name is none of the Hub, or of a head of another configuration, or of an adapter.
+        ValueError: the name is not a Hub id, or belongs to a head of another configuration, or to an adapter.
     """
     if not REPO.fullmatch(name):
         raise ValueError(f"base={name[:80]}: no name of the Hub, OWNER/NAME, where the base of an adapter lies")
@@ -114,7 +114,7 @@ def base_head(name: str, config: HeadConfig, embeddings: Embeddings, spec: Targe
 
 
 def made_for(folder: Path) -> TargetSpec | None:
-    """Return the target that a head was trained for; None for another project's head, which does not record it."""
+    """Return the target that a head was trained for; None for another project's head, which records none."""
     return None if is_published(folder) else typed(TargetSpec, read_config(folder)["target"])
 
 
@@ -132,12 +132,12 @@ def sibling_spec(folder: Path, spec: TargetSpec, use: str) -> TargetSpec:
 
 
 def kind_of(folder: Path) -> str:
-    """Return the kind of a folder's head; refuse a folder without one."""
+    """Return the kind of head in a folder; refuse a folder without a head."""
     return format_of(folder) if is_published(folder) else str(read_config(folder)["head"]["name"])
 
 
 def tree_of(folder: Path, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the tree that a head was saved with, with the `given` values that are not None; refuse none at all."""
+    """Return the tree saved with a head, overridden by `given` values that are not None; refuse if both are missing."""
     chosen = {key: value for key, value in given.items() if value is not None}
     if not is_published(folder):
         return {**read_config(folder)["tree"], **chosen}
@@ -149,18 +149,18 @@ def tree_of(folder: Path, given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def schedule_of(folder: Path, given: Mapping[str, Any]) -> Any:
-    """Return the lines of the schedule that a head was saved with; None without one, or where a tree is given."""
+    """Return the lines of the schedule saved with a head; None without a schedule, or if a tree is given."""
     given_tree = any(value is not None for value in given.values())
     return None if given_tree or is_published(folder) else read_config(folder).get(SCHEDULE)
 
 
 def on_hub(name: str) -> bool:
-    """Return whether a model's name is a Hub id and not a folder of some machine."""
+    """Return whether a model's name is a Hub id rather than a local path."""
     return REPO.fullmatch(name) is not None and not Path(target_path(name)).exists()
 
 
 def target_path(name: str) -> str:
-    """Return where to load a head's target from: a published head names it relative to the checkout or the home."""
+    """Return the path or Hub id of a head's target; published paths are relative to the checkout or the home."""
     if name.startswith("~/"):
         return str(Path(name).expanduser())
     inside = ROOT / name
@@ -177,7 +177,7 @@ def hub_errors(repo: str, doing: str) -> Iterator[None]:
 
 
 def _error_of(error: Exception, repo: str, doing: str) -> ValueError:
-    """Return the error to raise; an upload wraps the Hub's answer into an error of its own."""
+    """Return the error to raise; an upload wraps the Hub's error in its own."""
     answered = error if isinstance(error, HfHubHTTPError) else error.__cause__
     if isinstance(answered, HfHubHTTPError):
         status = answered.response.status_code

@@ -1,4 +1,4 @@
-"""A head adapted by LoRA as its adapter: low-rank factors in peft's layout, and the Hub's name of the head they adapt.
+"""LoRA adapters of heads: low-rank factors in peft's layout, and the Hub id of the base head.
 
 Beside them lies the head's own config.json. Reading takes no peft: the names in the file say which weights are adapted,
 and no pattern of the adapter's configuration is matched.
@@ -19,15 +19,15 @@ from heads.formats.weights import read_weights
 
 CONFIG, WEIGHTS = FILES = ("adapter_config.json", "adapter_model.safetensors")
 PREFIX, DOWN, UP = "base_model.model.", "lora_A.weight", "lora_B.weight"
-# What else peft knows, and is not read: keys that change what the factors mean.
+# Keys of peft that change the meaning of the factors, none of which is supported.
 FURTHER = ("use_rslora", "use_dora", "fan_in_fan_out", "modules_to_save", "rank_pattern", "alpha_pattern", "lora_bias")
 REMEDY = "download it again, or publish it again"
-LARGEST = 1 << 20  # of r and lora_alpha
-ROUNDED = 1e-4  # of a weight's change, at most, that its factors leave out: fp32 rounds
+LARGEST = 1 << 20  # the largest r and lora_alpha
+ROUNDED = 1e-4  # largest relative error of the factors, for rounding in fp32
 
 
 class Adapter(NamedTuple):
-    """A LoRA adapter: the Hub name of its head, and the factors for each weight "O I".
+    """A LoRA adapter: the Hub id of its base head, and the factors for each weight "O I".
 
     It adds `scale` times the product of the factors "O R" and "R I".
     """
@@ -41,7 +41,7 @@ def read_adapter(folder: Path) -> Adapter:
     """Return the adapter in a folder.
 
     Raises:
-        ValueError: it is damaged, or more than low-rank factors.
+        ValueError: the adapter is damaged, or holds more than low-rank factors.
     """
     path = folder / CONFIG
     config = parsed_file(path, REMEDY)
@@ -68,7 +68,7 @@ def _factors(path: Path) -> Iterator[tuple[str, tuple[Tensor, Tensor]]]:
 
 
 def merge(head: nn.Module, adapter: Adapter, folder: Path) -> nn.Module:
-    """Return the head in fp32 with an adapter's products added; refuse those of weights that it lacks, or too large."""
+    """Merge an adapter into a head, in fp32; refuse factors for unknown weights, and too large ones."""
     weights = head.float().state_dict()
     for name, (up, down) in adapter.factors.items():
         if name not in weights or weights[name].shape != (len(up), down.shape[1]):
@@ -80,12 +80,12 @@ def merge(head: nn.Module, adapter: Adapter, folder: Path) -> nn.Module:
 
 
 def adapter_files(base: str, before: Mapping[str, Tensor], after: Mapping[str, Tensor], rank: int) -> dict[str, bytes]:
-    """Return an adapter's files, which make a head's weights `after` of those `before`, in fp32.
+    """Return the files of the adapter that turns the weights `before` into `after`, in fp32.
 
-    The factors are those of each change's singular value decomposition: their product is that of the trained ones.
+    The factors come from the singular value decomposition of each weight's change.
 
     Raises:
-        ValueError: the weights differ by more than matrices of this rank.
+        ValueError: a weight's change has a higher rank.
     """
     tensors: dict[str, Tensor] = {}
     for name in sorted(before.keys() | after.keys()):
@@ -97,7 +97,7 @@ def adapter_files(base: str, before: Mapping[str, Tensor], after: Mapping[str, T
         if change.ndim != 2 or not name.endswith(".weight"):
             raise ValueError(f"base={base}: {name} differs from the run's, and is no matrix that LoRA adapts")
         left, sizes, right = torch.svd_lowrank(change, min(rank, *change.shape), niter=4)
-        sizes, lacking = sizes.sqrt(), rank - len(sizes)  # of a narrower matrix: peft wants one rank of all
+        sizes, lacking = sizes.sqrt(), rank - len(sizes)  # pads a smaller matrix: peft needs one rank for all
         up, down = pad(left * sizes, (0, lacking)), pad(right * sizes, (0, lacking)).T
         if float((change - up @ down).norm()) > ROUNDED * float(change.norm()):
             raise ValueError(

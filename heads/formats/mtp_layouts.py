@@ -12,31 +12,31 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-BLOCK, PROJECTION = "block.layer.", "eh_proj.weight"  # among the tensors of heads/mtp.py
+BLOCK, PROJECTION = "block.layer.", "eh_proj.weight"  # parts of tensor names in heads/mtp.py
 EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(gate_proj|up_proj|down_proj)\.weight")
-SHARED = ("embed_tokens.weight", "shared_head.head.weight")  # the target's own, written a second time
+SHARED = ("embed_tokens.weight", "shared_head.head.weight")  # copies of the target's own tensors
 
 
 class Layout(NamedTuple):
     """The names of a module's tensors in a checkpoint, and its differences.
 
-    `outer` and `inner` precede those of the module and of its decoder layer; {} stands for the target's layers.
+    `outer` and `inner` are the prefixes of the module's and its decoder layer's names; {} is the target's layer count.
     """
 
     outer: str
     inner: str
-    renamed: dict[str, str]  # their name of each tensor beside the layer's, by ours
-    state_first: bool = False  # in the projection's input
+    renamed: dict[str, str]  # the checkpoint's names, by ours, of tensors outside the layer
+    state_first: bool = False  # the order in the projection's input
     raw_state: bool = False
 
     def theirs(self, name: str, layers: int) -> str:
-        """Return the name in a checkpoint of one of our tensors."""
+        """Return the checkpoint's name for one of our tensors."""
         if name.startswith(BLOCK):
             return self.inner.format(layers) + name.removeprefix(BLOCK)
         return self.outer.format(layers) + self.renamed[name]
 
     def ours(self, names: Iterable[str], layers: int) -> dict[str, str]:
-        """Return our name of each of the module's tensors among those of a checkpoint."""
+        """Return our names of the module's tensors, by their names in a checkpoint."""
         beside = {self.theirs(name, layers): name for name in self.renamed}
         inner, shared = self.inner.format(layers), {self.outer.format(layers) + name for name in SHARED}
         return {
@@ -46,11 +46,11 @@ class Layout(NamedTuple):
         }
 
     def read(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return a checkpoint's tensors, by our names, as our module has them."""
+        """Convert a checkpoint's tensors to our names and layout."""
         return self._turned(fused(tensors))
 
     def write(self, tensors: Mapping[str, Tensor], layers: int, *, split: bool) -> dict[str, Tensor]:
-        """Return our tensors as a checkpoint has them, its experts one by one if `split`."""
+        """Convert our tensors to a checkpoint's names and layout, with separate experts if `split`."""
         turned = self._turned(dict(tensors))
         return {self.theirs(name, layers): tensor for name, tensor in (apart(turned) if split else turned).items()}
 
@@ -82,9 +82,9 @@ LAYOUTS = {
 }  # fmt: skip
 
 
-COUNT = "num_nextn_predict_layers"  # the key of config.json that counts a model's modules
+COUNT = "num_nextn_predict_layers"  # the key of config.json with the number of MTP modules
 COUNTS = (COUNT, "mtp_num_hidden_layers")  # the second is Qwen3.5's
-FAMILIES = {  # where the models of an architecture have theirs
+FAMILIES = {  # the layout of each architecture
     "DeepseekV3ForCausalLM": LAYOUTS["behind"],
     "Glm4MoeForCausalLM": LAYOUTS["behind"],
     "MiMoForCausalLM": LAYOUTS["mimo"],
@@ -93,18 +93,18 @@ FAMILIES = {  # where the models of an architecture have theirs
 
 
 def swapped(projection: Tensor) -> Tensor:
-    """Return a projection of two states joined for the same states joined in the other order."""
+    """Return the projection's weight for its two concatenated inputs in the other order."""
     return torch.cat(projection.chunk(2, -1)[::-1], -1)
 
 
 def layout_of(names: Iterable[str], layers: int) -> Layout | None:
-    """Return the layout of the module that a checkpoint of these tensors holds, None if it holds none."""
+    """Return the layout of the MTP module in a checkpoint with these tensors, None without a module."""
     available = set(names)
     return next((one for one in LAYOUTS.values() if one.theirs(PROJECTION, layers) in available), None)
 
 
 def fused(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Stack what checkpoints hold expert by expert as transformers holds it: gate above up, and down."""
+    """Stack a checkpoint's separate experts as in transformers: gate above up, and down."""
     experts: dict[str, dict[str, dict[int, Tensor]]] = {}
     stacked = {}
     for name, tensor in tensors.items():
@@ -123,7 +123,7 @@ def fused(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def apart(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the same with experts one by one, the inverse of `fused`."""
+    """Split stacked experts, the inverse of `fused`."""
     split = {}
     for name, tensor in tensors.items():
         stem, _, matrix = name.rpartition(".")

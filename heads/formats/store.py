@@ -26,8 +26,8 @@ log = logging.getLogger(__name__)
 
 FORMAT = 1
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
-INDEX = f"{WEIGHTS}.index.json"  # of a checkpoint in several files
-SCHEDULE = "schedule"  # the key of the schedule, the tree by batch size; most heads have none
+INDEX = f"{WEIGHTS}.index.json"  # the index of a sharded checkpoint
+SCHEDULE = "schedule"  # the key of the optional schedule, the tree by batch size
 # The defaults of keys for heads saved before the key existed.
 EARLIER = {
     "length": None, "lm_head": "shared", "lm_head_rank": None, "draft_vocab": None, "qk_norm": False,
@@ -36,15 +36,15 @@ EARLIER = {
     "feature_layers": None, "layer": "llama", "raw_state": False,
 }  # fmt: skip
 
-# Keys that heads were saved with which meant nothing to them.
+# Keys in earlier saved heads that had no effect.
 RETIRED = {"peagle": ("norm_output", "kv_injection")}
 
 
 @dataclass(frozen=True)
 class TargetSpec:
-    """The target that a head belongs to. `name` is for people; the other fields must agree for a head to be loaded.
+    """The target of a head: `name` is informative, the other fields must match for a head to be loaded.
 
-    A fingerprint that begins with QUANTISED does not know the target's weights before they were quantised.
+    A fingerprint that begins with QUANTISED does not cover the weights before quantisation.
     """
 
     name: str
@@ -52,7 +52,7 @@ class TargetSpec:
     hidden_size: int
     num_layers: int
     fingerprint: str
-    adapter: str | None = None  # the PEFT adapter merged into it; heads saved earlier do not say
+    adapter: str | None = None  # the PEFT adapter merged into the target; not recorded by earlier versions
 
     def __str__(self) -> str:
         return self.name if self.adapter is None else f"{self.name} with adapter {self.adapter}"
@@ -69,7 +69,7 @@ MUST_AGREE = {
 
 
 def save_head(folder: Path, head: nn.Module, spec: TargetSpec, tree: dict[str, Any]) -> None:
-    """Write the folder of one of HEADS, with its target and its draft tree, whole, or leave the last one as it was.
+    """Write a head's folder, with its target and draft tree, atomically.
 
     Raises:
         ValueError: a weight is not finite.
@@ -82,7 +82,7 @@ def save_head(folder: Path, head: nn.Module, spec: TargetSpec, tree: dict[str, A
 
 
 def write_folder(folder: Path, content: dict[str, Any], tensors: dict[str, Tensor]) -> None:
-    """Write config.json with this content and its format, and the tensors: whole, or leave the last as they were.
+    """Write config.json with this content and its format, and the tensors, atomically.
 
     Raises:
         ValueError: a value is not finite.
@@ -93,7 +93,7 @@ def write_folder(folder: Path, content: dict[str, Any], tensors: dict[str, Tenso
 
 
 def write_files(folder: Path, content: dict[str, Any], tensors: dict[str, Tensor]) -> None:
-    """Write config.json and the tensors whole, or leave the last as they were.
+    """Write config.json and the tensors atomically.
 
     Raises:
         OSError: the disk is full or the folder cannot be written.
@@ -116,7 +116,7 @@ def save_tree(folder: Path, tree: dict[str, Any], schedule: list[dict[str, Any]]
     With a `schedule`, lines of `inference.tree_config.Schedule`, the tree is that of one sequence, else of any number.
 
     Raises:
-        ValueError: no head is there.
+        ValueError: the folder has no head.
         OSError: the file cannot be written.
     """
     content = {**read_config(folder), "tree": tree, SCHEDULE: schedule}
@@ -130,14 +130,14 @@ def save_tree(folder: Path, tree: dict[str, Any], schedule: list[dict[str, Any]]
 
 
 def load_head(folder: Path, embeddings: Embeddings, spec: TargetSpec) -> nn.Module:
-    """Load a head for its target on the CPU, in the dtype that it was saved in; refuse missing, damaged and others."""
+    """Load a head for its target, on the CPU in its saved dtype; refuse a damaged head or another target's."""
     content = read_config(folder)
     assert_same_target(folder, typed(TargetSpec, content["target"]), spec)
     return read_head(folder, content, embeddings)
 
 
 def read_head(folder: Path, content: dict[str, Any], embeddings: Embeddings) -> nn.Module:
-    """Load a head whose config.json is read already, of whatever target; refuse tensors that do not fit it."""
+    """Load a head, given its config.json, without a check of the target; refuse tensors that do not fit."""
     kind, config = _kind(folder, content), head_config(folder, content)
     check_fit(last_good(folder) / WEIGHTS, meta_state_dict(kind, config, embeddings, f"{folder}/{CONFIG}: "), CONFIG)
     head: nn.Module = kind(config, embeddings)
@@ -146,7 +146,7 @@ def read_head(folder: Path, content: dict[str, Any], embeddings: Embeddings) -> 
 
 
 def fill(module: nn.Module, folder: Path) -> None:
-    """Load a folder's tensors into a module, which takes on their dtypes; refuse damaged ones, and others than its."""
+    """Load a folder's tensors into a module, in the file's dtypes; refuse damaged, missing and unknown tensors."""
     parameters: dict[str, Tensor] = module.state_dict(keep_vars=True)
     check_fit(last_good(folder) / WEIGHTS, parameters, CONFIG)
     tensors = read_tensors(folder)
@@ -159,7 +159,7 @@ def fill(module: nn.Module, folder: Path) -> None:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """Return a head's config.json, checked as far as is possible without the target; refuse missing and other ones."""
+    """Return a head's config.json, checked as far as possible without the target; refuse a missing one."""
     content = read_folder(folder, "head", ("head", "target", "tree"), (SCHEDULE,))
     if not isinstance(content["tree"], dict):
         raise ValueError(f"{folder}/{CONFIG}: tree is {shown(content['tree'])}, expected a mapping")
@@ -168,7 +168,7 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def read_folder(folder: Path, kind: str, keys: tuple[str, ...], optional: tuple[str, ...] = ()) -> dict[str, Any]:
-    """Return a folder's config.json; refuse any but one with its format, its target and these keys beside the format.
+    """Return a folder's config.json; refuse one with another format, without a target, or with other keys than these.
 
     `kind` is also the folder's name in a run's folder; it may lack the `optional` keys.
     """
@@ -195,7 +195,7 @@ def read_folder(folder: Path, kind: str, keys: tuple[str, ...], optional: tuple[
 
 
 def read_tensors(folder: Path) -> dict[str, Tensor]:
-    """Return a folder's tensors; refuse files that are missing or damaged, and numbers that are not finite."""
+    """Return a folder's tensors; refuse missing or damaged files, and values that are not finite."""
     tensors = read_weights(last_good(folder) / WEIGHTS)
     assert_finite(tensors, folder, "train again from an earlier checkpoint")
     return tensors
@@ -223,7 +223,7 @@ def head_config(folder: Path, content: dict[str, Any]) -> Any:
 
 
 def assert_same_target(folder: Path, saved: TargetSpec, target: TargetSpec) -> None:
-    """Refuse a head of another target, naming both; warn where quantised weights leave that open."""
+    """Refuse a head of another target, naming both; warn if quantised weights cannot be compared."""
     for field, what in MUST_AGREE.items():
         theirs, ours = getattr(saved, field), getattr(target, field)
         if theirs != ours and field == "fingerprint" and QUANTISED in (theirs + ours):

@@ -17,12 +17,12 @@ from heads.base import Embeddings
 from heads.common.errors import one_line
 from heads.common.untrusted import CUT, parse_json, plain_name, regular, shown
 
-# The types of a head's tensors; of others torch cannot check that they are finite.
+# The dtypes of a head's tensors; torch cannot check other dtypes for finite values.
 DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
     "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
 }  # fmt: skip
-LARGEST, DEEPEST = 1 << 40, 8  # of a tensor: a dimension, and how many there are
+LARGEST, DEEPEST = 1 << 40, 8  # the largest dimension of a tensor, and the most dimensions
 LONGEST = 1 << 22  # bytes of a header, enough for tens of thousands of tensors
 FEW = 16  # values of each parameter that a fingerprint reads
 
@@ -42,7 +42,7 @@ def header(path: Path) -> dict[str, Entry]:
     """
     with _whole(path):
         with regular(path).open("rb") as file:
-            size = int.from_bytes(file.read(8), "little")  # of the header that follows
+            size = int.from_bytes(file.read(8), "little")  # size of the header that follows
         if size > LONGEST:
             raise ValueError(f"{path}: a header of {size} bytes, more than the tensors of any head need; save it again")
         with safe_open(path, "pt") as opened:
@@ -66,7 +66,7 @@ def read_weights(path: Path) -> dict[str, Tensor]:
 
 
 def shards(index: Path) -> dict[str, str]:
-    """Return the file of each tensor by an index, which is untrusted: its files must be in its folder."""
+    """Return the file of each tensor by an untrusted index, whose files must be in its folder."""
     try:
         files: dict[str, str] = parse_json(index.read_bytes())["weight_map"]
         odd = [file for file in files.values() if not (plain_name(file) and file.endswith(".safetensors"))]
@@ -79,7 +79,7 @@ def shards(index: Path) -> dict[str, str]:
 
 @contextmanager
 def _whole(path: Path) -> Iterator[None]:
-    """Turn the errors of a file that is not whole into one line."""
+    """Turn the errors of a truncated file into one line."""
     try:
         yield
     except (OSError, SafetensorError, RuntimeError, OverflowError) as error:
@@ -89,7 +89,7 @@ def _whole(path: Path) -> Iterator[None]:
 
 
 def digest(few: Mapping[str, Tensor], start: str = "") -> str:
-    """Hash a text, and the first values of parameters by their names: in bf16, so that all float dtypes agree."""
+    """Hash a string and the first values of named parameters, in bf16 so that all float dtypes agree."""
     sha256 = hashlib.sha256(start.encode())
     for name in sorted(few):
         sha256.update(name.encode() + few[name].to(torch.bfloat16).cpu().view(torch.int16).numpy().tobytes())
@@ -100,7 +100,7 @@ def meta_state_dict(kind: Any, config: Any, embeddings: Embeddings, where: str) 
     """Return a head's tensors on the meta device, to check a file before allocating the head.
 
     Raises:
-        ValueError: no head can be made of this configuration; the message begins with `where`.
+        ValueError: the configuration builds no head; the message begins with `where`.
     """
     try:
         with torch.device("meta"):
@@ -111,7 +111,7 @@ def meta_state_dict(kind: Any, config: Any, embeddings: Embeddings, where: str) 
 
 
 def check_fit(path: Path, expected: Mapping[str, Tensor], name_of: str) -> None:
-    """Refuse a file that does not hold exactly these tensors, in shape and kind, naming the first difference."""
+    """Refuse a file that does not hold exactly these tensors and shapes, naming the first difference."""
     entries = header(path)
     missing, unknown = sorted(expected.keys() - entries.keys()), sorted(entries.keys() - expected.keys())
     if missing or unknown:

@@ -1,4 +1,4 @@
-"""The audit of a served model: is it lossless with speculation, and how much faster, measured over HTTP only.
+"""The audit of a served model over HTTP: losslessness and speedup of its speculative decoding.
 
 ask.py         requests to both servers within a budget
 compare.py     greedy answers compared with the baseline's, near ties separated from faults

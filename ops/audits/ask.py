@@ -59,7 +59,7 @@ class EndedError(Exception):
 
 
 def ask_text(id_: str, text: str, chat: bool, *before: str, **fields: Any) -> Question:
-    """Return a question of a user's text; `before` are the earlier messages of the conversation, the user's first."""
+    """Return a question with a user's text; `before` holds the conversation's earlier messages, the user's first."""
     if not chat:
         return Question(id_, "/completions", {"prompt": "\n\n".join([*before, text]), **fields})
     roles = ("user", "assistant")
@@ -92,12 +92,12 @@ class Asker:
         return (time.monotonic() - self.begun) / 60
 
     def body(self, side: str, question: Question) -> dict[str, Any]:
-        """Return the fields of a request, without those of one server; it is streamed unless the question says no."""
+        """Return the fields of a request, without server-specific ones; streamed unless the question says otherwise."""
         streamed = STREAMED if question.body.get("stream", True) else {}
         return {"model": self.sides[side].model, **self.settings, **streamed, **question.body}
 
     def ask(self, side: str, question: Question, cancel: bool = False) -> list[Reply]:
-        """Return the choices of a reply; with `cancel` the stream is broken off."""
+        """Return the choices of a reply; with `cancel` the stream is aborted early."""
         with self.lock:
             if self.requests >= self.config.requests:
                 self._end(f"the budget of {self.config.requests} requests is used up")
@@ -123,7 +123,7 @@ class Asker:
                     self.crash = self.crash or (question, self.in_flight)
                 self._end(detail)
             return [Reply(error=visible(f"{failure.cause}: {failure.detail}"))]
-        except ValueError as refusal:  # of the key, or of a path that a server without this feature lacks
+        except ValueError as refusal:  # the server refuses the key, or lacks the path of this feature
             return [Reply(error=visible(" ".join(str(refusal).split())))]
 
     def one(self, side: str, question: Question, cancel: bool = False) -> Reply:
@@ -133,7 +133,7 @@ class Asker:
     def all(
         self, side: str, questions: Sequence[Question], in_flight: int, cancelled: Collection[int] = ()
     ) -> list[Reply]:
-        """Return a server's replies, `in_flight` at a time; streams of the `cancelled` indices are broken off."""
+        """Return a server's replies, `in_flight` at a time; streams at the `cancelled` indices are aborted early."""
         self.in_flight = min(in_flight, len(questions))
         with ThreadPoolExecutor(in_flight) as pool:
             futures = [pool.submit(self.one, side, question, i in cancelled) for i, question in enumerate(questions)]

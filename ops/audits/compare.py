@@ -21,7 +21,7 @@ VERBS: dict[Kind, str] = {
     "near_tie": "differ at a near tie",
     "unexplained": "differ, and nothing says how nearly",
 }
-ALONE = ("crash", "leak")  # faults that one difference of many tells
+ALONE = ("crash", "leak")  # faults that a single difference reveals
 EXPLAINED = 2  # answers of the baseline with logprobs for a question in doubt
 COPIED = 24  # characters that a leaked answer shares with another request's
 RESUMED = 12  # characters after which a text that lost a token goes on as before
@@ -30,7 +30,7 @@ SHOWN = 400  # characters of a note
 
 
 class Bound(float):
-    """A lower bound of a gap in nats: the token is not among those listed."""
+    """A lower bound of a gap in nats, for a token that is not among the listed ones."""
 
 
 class Difference(NamedTuple):
@@ -40,10 +40,10 @@ class Difference(NamedTuple):
     ours: str
     theirs: str
     at: int  # first differing byte of both texts
-    gap: float | None  # nats by which the audited server's token is below the baseline's choice there; None: unknown
+    gap: float | None  # nats from the baseline's choice down to the audited server's token; None: unknown
     kind: Kind
     fault: str = ""  # a key of `faults` in words.j2, empty if it looks like none
-    before: tuple[Question, ...] = ()  # questions to ask first to see it
+    before: tuple[Question, ...] = ()  # questions to ask first to reproduce it
     in_flight: int = 1
     note: str = ""  # the breach, where it is not the text
 
@@ -70,29 +70,29 @@ class Finding:
 class Audit:
     """The checks' shared state, and the comparison of greedy answers with the baseline's; `near_tie` is in nats.
 
-    `tokens` and `seconds` of timed answers are by server and requests in flight.
+    `tokens` and `seconds` of timed answers are keyed by server and requests in flight.
     """
 
     def __init__(self, asker: Asker, questions: list[Question], config: AuditConfig) -> None:
         self.asker, self.questions, self.config, self.near_tie = asker, questions, config, config.near_tie
         self.tokens, self.seconds = Counter[tuple[str, int]](), defaultdict[tuple[str, int], float](float)
-        self.answers = defaultdict[tuple[str, str], list[Reply]](list)  # of the baseline, by question
+        self.answers = defaultdict[tuple[str, str], list[Reply]](list)  # the baseline's answers, by question
         self.explained: dict[tuple[str, str], list[Reply]] = {}
         self.texts: dict[str, str] = {}  # the baseline's first answers by prompt
 
     def time(self, side: str, in_flight: int, replies: Iterable[Reply], seconds: float) -> None:
-        """Take the seconds that a server took for answers, `in_flight` at a time."""
+        """Record a server's seconds for answers with `in_flight` requests at a time."""
         self.tokens[side, in_flight] += sum(reply.completion_tokens or 0 for reply in replies)
         self.seconds[side, in_flight] += seconds
 
     def learn(self, question: Question, reply: Reply) -> None:
-        """Add a correct answer, by the baseline."""
+        """Add a reference answer by the baseline."""
         if not reply.error:
             self.texts.setdefault(question.prompt, reply.text)
         self.answers[question.content].append(reply)
 
     def calibrate(self, questions: Iterable[Question]) -> None:
-        """Raise `near_tie` to twice the largest gap across which the baseline itself left its own answers."""
+        """Raise `near_tie` to twice the largest gap between the baseline's own answers."""
         gaps = [
             gap_at(listed, reply.text, question.body)[1] or 0.0
             for question in questions
@@ -120,12 +120,12 @@ class Audit:
         at = left if gap is None else at
         kind = kind_of(gap, self.near_tie)
         if kind == "fault" and left > at:
-            kind = "unexplained"  # the baseline itself left its own answer here
+            kind = "unexplained"  # the baseline's own answers differ here
         fault = self._looks(question, ours, nearest.text, at) if kind == "fault" else ""
         return Difference(question, ours.content, nearest.content, at, gap, kind, fault)
 
     def _explained(self, question: Question) -> list[Reply]:
-        """Return answers of the baseline with logprobs; none from a server without them."""
+        """Return the baseline's answers with logprobs; empty for a server without logprobs."""
         key = question.content
         if key not in self.explained:
             listed = with_logprobs(question)
@@ -134,7 +134,7 @@ class Audit:
         return self.explained[key]
 
     def _looks(self, question: Question, ours: Reply, theirs: str, at: int) -> str:
-        """Return the fault that a difference looks like by its texts."""
+        """Return the fault that the texts of a difference suggest."""
         rest, after = (text.encode()[at:].decode(errors="replace") for text in (ours.text, theirs))
         if not rest:
             return "early_stop" if ours.finish == "stop" else "limit"
@@ -156,7 +156,8 @@ def judged(
 ) -> Finding:
     """Return the finding on the audited server's answers.
 
-    `fault` is what a failure of this check looks like; `before` are the questions asked before, by a question's id.
+    `fault` is the fault that a failure of this check suggests; `before` holds, by question id, the questions asked
+    before.
     """
     pairs = [*answers]
     errors = {question.id: [reply.error for reply in audit.answers[question.content] if reply.error]
@@ -169,7 +170,7 @@ def judged(
     for question, reply in answered:
         difference = audit.difference(question, reply)
         if difference is not None and difference.kind == "fault":
-            telling = difference.fault != "leak" or in_flight > 1  # else it may be what a cache held
+            telling = difference.fault != "leak" or in_flight > 1  # else the text may come from a cache
             look = (telling and difference.fault) or fault or difference.fault
             earlier = (before or {}).get(question.id, ())
             difference = difference._replace(fault=look, before=earlier, in_flight=in_flight)
@@ -182,12 +183,12 @@ def judged(
 
 
 def breach(question: Question, ours: str, theirs: str, fault: str, note: str) -> Difference:
-    """Return a fault that a note says, in an answer of the audited server."""
+    """Return the fault that a note states about an answer of the audited server."""
     return Difference(question, ours, theirs, first_difference(ours, theirs), None, "fault", fault, note=note[:SHOWN])
 
 
 def kind_of(gap: float | None, near_tie: float) -> Kind:
-    """Return the kind of a difference, given by how many nats the baseline's choice was likelier."""
+    """Return the kind of a difference, given the gap in nats to the baseline's choice."""
     if gap is not None and gap > near_tie:
         return "fault"
     return "unexplained" if gap is None or isinstance(gap, Bound) else "near_tie"
@@ -200,19 +201,19 @@ def with_logprobs(question: Question) -> Question:
 
 
 def unstreamed(question: Question) -> Question:
-    """Return the same question, answered as a whole."""
+    """Return the same question, without streaming."""
     return question.having("whole", stream=False)
 
 
 def first_difference(one: str, other: str) -> int:
-    """Return the first byte in which two texts differ; the length of the shorter where it begins the other."""
+    """Return the index of the first differing byte of two texts; the shorter length if it is a prefix of the other."""
     return shared_length(one.encode(), other.encode())
 
 
 def gap_at(theirs: Reply, ours: str, body: Mapping[str, Any]) -> tuple[int, float | None]:
-    """Return where a text leaves an answer with logprobs, and by how many nats the answer's token is likelier there.
+    """Return where a text departs from an answer with logprobs, and the gap there in nats.
 
-    None if the tokens are not those of the text, or end before.
+    None if the tokens do not spell the text, or end earlier.
     """
     text, other = theirs.text.encode(), ours.encode()
     at, offset = first_difference(theirs.text, ours), 0
@@ -239,7 +240,7 @@ def lead(token: Token, rest: bytes) -> float | None:
 
 
 def penalized(tokens: Sequence[Token], body: Mapping[str, Any]) -> list[Token]:
-    """Return tokens with their logprobs after presence and frequency penalties, before which some engines report."""
+    """Apply presence and frequency penalties to reported logprobs, for engines that report them before penalties."""
     presence, frequency = (body.get(f"{key}_penalty", 0.0) for key in ("presence", "frequency"))
     first = all(token.logprob >= max(token.top.values(), default=token.logprob) for token in tokens)
     if first or not (presence or frequency):
@@ -255,7 +256,7 @@ def penalized(tokens: Sequence[Token], body: Mapping[str, Any]) -> list[Token]:
 
 
 def diagnosed(findings: Sequence[Finding]) -> str:
-    """Return the fault that the failed checks together look like, a key of `faults`; empty if none failed.
+    """Return the fault that the failed checks suggest, a key of `faults`; empty if none failed.
 
     Checks come in the order in which a fault that one shows makes later ones fail too, so the first failure says it.
     But where answers alone differ and whole replies do not, the stream is at fault.

@@ -1,6 +1,6 @@
 """Checks of greedy answers: alone, after other prompts, in conversations, at chunk borders, concurrently.
 
-Each asks both servers the same questions in the same order and company; the baseline's answers are the control.
+Each asks both servers the same questions, in the same order and concurrency; the baseline's answers are the control.
 """
 
 import time
@@ -14,14 +14,14 @@ from ops.served import Question, Reply
 
 Pairs = Iterator[tuple[Question, Reply]]
 
-GROUPS = 4  # of prompts with a shared prefix, half of them in either order
-SHARED = 220  # words of that prefix
+GROUPS = 4  # groups of prompts with a shared prefix, half in either order
+SHARED = 220  # words of the shared prefix
 TAILS = ("What are the notes about?", "Write the first ten words of the notes, then the last ten.")
 FOLLOW_UPS = ("Say that again in other words.", "Give an example of it.")
 DIALOGUES = 4
 FILLER = "the river runs past old stone walls while light rain falls on quiet fields and far hills turn grey"
-AROUND = (-1, 0, 1, 3)  # tokens from a border
-MANY = 12  # prompts of the checks that need no more
+AROUND = (-1, 0, 1, 3)  # offsets in tokens from a chunk border
+MANY = 12  # prompts for most checks
 
 
 def identity(audit: Audit) -> Finding:
@@ -58,7 +58,7 @@ def prefix_cache(audit: Audit) -> Finding:
 
 
 def conversations(audit: Audit) -> Finding:
-    """Ask follow-up questions, with the baseline's answers as what was said before."""
+    """Ask follow-up questions, with the baseline's answers as the earlier messages."""
 
     def pairs() -> Pairs:
         for number, question in enumerate(audit.questions[:DIALOGUES]):
@@ -72,13 +72,13 @@ def conversations(audit: Audit) -> Finding:
 
 
 def borders(audit: Audit) -> Finding:
-    """Ask prompts whose lengths in tokens are around the borders at which engines cut prompts into chunks."""
+    """Ask prompts with token counts around engines' chunk sizes of chunked prefill."""
     pairs = (pair for border in audit.config.borders for pair in in_order(audit, around(audit, border)))
     return judged(audit, "borders", pairs, "prompt_chunk")
 
 
 def around(audit: Audit, border: int) -> list[Question]:
-    """Return prompts of about as many tokens as a border has, by the baseline's count; none where it does not count."""
+    """Return prompts of about `border` tokens by the baseline's count; empty if it does not count."""
 
     def prompt(words: int) -> Question:
         text = f"Page {audit.config.seed}-{border}: {filler(words, border)}. Continue."
@@ -101,7 +101,7 @@ def side_by_side(audit: Audit) -> Finding:
 
 
 def cancelled(audit: Audit) -> Finding:
-    """Break off every second of the requests that are in flight together; the others are compared."""
+    """Abort every second of concurrent requests; compare the others."""
     size = min(8, max(audit.config.concurrency))
     several = cycled(audit.questions, 2 * size)
     pairs = together(audit, several, size, range(1, len(several), 2))
@@ -109,7 +109,7 @@ def cancelled(audit: Audit) -> Finding:
 
 
 def streaming(audit: Audit) -> Finding:
-    """Ask without streaming: the texts are the same."""
+    """Ask without streaming: the texts must be the same."""
 
     def pairs() -> Pairs:
         for question in audit.questions[:MANY]:
@@ -122,14 +122,14 @@ def streaming(audit: Audit) -> Finding:
 
 
 def penalties(audit: Audit) -> Finding:
-    """Ask with penalties on tokens that the answer has already."""
+    """Ask with presence and frequency penalties."""
     fields = {"presence_penalty": 0.6, "frequency_penalty": 0.4}
     questions = [question.having("with penalties", **fields) for question in audit.questions[:MANY]]
     return judged(audit, "penalties", in_order(audit, questions), "penalty")
 
 
 def in_order(audit: Audit, questions: Sequence[Question]) -> Pairs:
-    """Ask both servers questions one after another; yield the audited one's answers, the baseline's are learnt."""
+    """Ask both servers one question after another; learn the baseline's answers, yield the audited server's."""
     for question in questions:
         audit.learn(question, audit.asker.one(BASELINE, question))
     for question in questions:
@@ -137,7 +137,7 @@ def in_order(audit: Audit, questions: Sequence[Question]) -> Pairs:
 
 
 def together(audit: Audit, questions: Sequence[Question], in_flight: int, cancel: Collection[int] = ()) -> Pairs:
-    """Ask both servers questions several at a time; yield the audited one's answers that were not broken off."""
+    """Ask both servers several questions at a time; yield the audited server's complete answers."""
     replies = {}
     for side in (BASELINE, AUDITED):
         begin = time.perf_counter()

@@ -45,13 +45,13 @@ def difference_record(difference: Difference) -> dict[str, Any]:
 
 
 def gap_of(difference: dict[str, Any]) -> str:
-    """Return by how much the baseline prefers its own answer, as the end of a sentence; empty if it is not known."""
+    """Return the gap to the baseline's own answer, as the end of a sentence; empty if unknown."""
     least = " at least" if difference["at_least"] else ""
     return "" if difference["gap"] is None else f",{least} {difference['gap']:.2f} nats less likely to the baseline"
 
 
 def rendered(template: str, record: dict[str, Any]) -> str:
-    """Return a template's text of an audit's record; the page loads nothing from anywhere, and escapes all texts."""
+    """Render a template with an audit's record; the page loads no resources and escapes all texts."""
     headline = ENVIRONMENT.get_template("headline.j2").render(record=record).strip()
     style = Markup(STYLE.read_text(encoding="utf-8"))
     values = {"headline": headline, "cut": cut, "gap_of": gap_of, "sides": SIDES, "style": style}
@@ -59,7 +59,7 @@ def rendered(template: str, record: dict[str, Any]) -> str:
 
 
 def cut(text: str, at: int) -> tuple[str, str, str]:
-    """Return a text before a byte, behind it, and what follows, each as long as it is read."""
+    """Return three shortened parts of a text: before a byte, from the byte on, and the rest."""
     data = text.encode()
     pieces = (data[max(0, at - LONG) : at], data[at : at + SHOWN], data[at + SHOWN : at + SHOWN + LONG])
     before, behind, rest = (piece.decode(errors="replace") for piece in pieces)
@@ -67,9 +67,9 @@ def cut(text: str, at: int) -> tuple[str, str, str]:
 
 
 def reproduction(audit: Audit, difference: Difference, company: Sequence[Question], key: str) -> str:
-    """Return a script that asks both servers what showed a difference, and no more.
+    """Return a minimal script that reproduces a difference between both servers.
 
-    `company` are questions that were in flight together with it; `key` is the secret that it must not hold.
+    `company` holds the concurrent questions; `key` is the secret that the script must not contain.
     """
 
     def literal(value: Any) -> str:

@@ -1,6 +1,6 @@
 """Checks of a reply by itself: limits, stop strings, counts, logprobs, schemas, tool calls.
 
-Both servers are asked; what the baseline does not hold either is no fault of speculation, and is said.
+Both servers are asked; a property that the baseline breaks too is noted, but is no fault of speculation.
 """
 
 import json
@@ -34,7 +34,7 @@ FUNCTION = {"name": "report_weather", "description": "Report the weather.", "par
 
 
 def limits(audit: Audit) -> Finding:
-    """Ask for a few tokens: as many come, they begin the longer answer, and end for the baseline's reason."""
+    """Ask for a few tokens: the reply must be a prefix of the longer answer, with the baseline's finish reason."""
     questions = [
         question.having(f"of {limit} tokens", max_tokens=limit)
         for question, limit in zip(audit.questions[:MANY], LIMITS * MANY, strict=False)
@@ -75,13 +75,13 @@ def stop_strings(audit: Audit) -> Finding:
 
 
 def stop_in(text: str) -> str | None:
-    """Return a word in the middle of a text that is not in it before, with the space before it."""
+    """Return a word in the middle of a text that does not occur earlier, with the space before it."""
     words = (m for m in re.finditer(r"\s\S{3,12}", text) if m.start() >= len(text) // 3)
     return next((m[0] for m in words if m[0] not in text[: m.start()]), None)
 
 
 def usage(audit: Audit) -> Finding:
-    """Compare the counts of tokens with the baseline's of the same text."""
+    """Compare the token counts with the baseline's for the same text."""
 
     def holds(_: Question, ours: Reply, theirs: Reply) -> str | None:
         if ours.prompt_tokens != theirs.prompt_tokens:
@@ -122,7 +122,7 @@ def logprobs_hold(audit: Audit) -> Finding:
 
 
 def apart(note: str, most: float, values: Sequence[tuple[int, float, float]]) -> str | None:
-    """Return a note on the worst of pairs, each with its token's index, where they differ.
+    """Return a note on the pair with the largest difference, with its token's index.
 
     They differ by more than `most` in one pair, or by more than a quarter of it in the mean.
     """
@@ -133,7 +133,7 @@ def apart(note: str, most: float, values: Sequence[tuple[int, float, float]]) ->
 
 
 def listed(one: Mapping[bytes, float], other: Mapping[bytes, float]) -> list[tuple[float, float]]:
-    """Return the logprobs of each token in two lists of the most probable; one missing in a list is below its last."""
+    """Pair the logprobs of two top lists; a token missing in one list is below that list's last."""
     if not one or not other:
         return []
     least = min(one.values()), min(other.values())
@@ -144,7 +144,7 @@ def listed(one: Mapping[bytes, float], other: Mapping[bytes, float]) -> list[tup
 
 
 def schemas(audit: Audit) -> Finding:
-    """Ask for JSON of a schema: it holds."""
+    """Ask for JSON by a schema: the reply must match the schema."""
     form = {"type": "json_schema", "json_schema": {"name": "weather", "schema": SCHEMA, "strict": True}}
     fields = {"response_format": form, "max_tokens": 4 * audit.config.max_new_tokens}
     chat = audit.config.client.chat
@@ -153,7 +153,7 @@ def schemas(audit: Audit) -> Finding:
     def holds(_: Question, ours: Reply, __: Reply) -> str | None:
         value = parsed(ours.text)
         if value is None and ours.finish == "length" and ours.text.lstrip().startswith("{"):
-            return None  # cut off by its limit, it may have held
+            return None  # cut off by the token limit
         held = isinstance(value, dict) and {key: type(one) for key, one in value.items()} == TYPES
         return None if held else f"{ours.text!r} is not of the schema"
 
@@ -161,7 +161,7 @@ def schemas(audit: Audit) -> Finding:
 
 
 def tool_calls(audit: Audit) -> Finding:
-    """Ask for a call, by the model's own choice: its arguments are JSON."""
+    """Ask a question that needs a tool call: the call's arguments must be JSON."""
     fields = {"tools": [{"type": "function", "function": FUNCTION}], "tool_choice": "auto",
               "max_tokens": 4 * audit.config.max_new_tokens}  # fmt: skip
     questions = [
@@ -177,7 +177,7 @@ def tool_calls(audit: Audit) -> Finding:
 
 
 def parsed(text: str) -> Any:
-    """Return the value of a JSON text, None if it is none."""
+    """Return the value of a JSON text, None if invalid."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError):

@@ -24,10 +24,10 @@ PROMPTS = 4
 OPENING = 8  # words of an answer whose beginnings are compared
 NGRAM = 3  # words of the longest n-grams that are counted
 IN_FLIGHT = 8
-CHUNK, EXTREMES = 2_000, 100  # permutations at a time; how many as extreme as the samples are enough of them
-SUSPECT = 0.05  # a p-value after which more is sampled
-AGAIN = 4  # times as much
-ROUNDING = 1e-9  # of a form, relative
+CHUNK, EXTREMES = 2_000, 100  # permutations at a time; the number as extreme as the samples that ends the test early
+SUSPECT = 0.05  # p-value below which more samples are taken
+AGAIN = 4  # factor of the further samples
+ROUNDING = 1e-9  # relative rounding error of the statistic
 SETTINGS = {"sampling": {"temperature": 1.0}, "sampling_top_p": {"temperature": 1.0, "top_p": 0.4}}
 LOOKS = {"sampling": "distribution", "sampling_top_p": "top_p"}
 ENOUGH = 4  # words in which two answers of one seed agree: rounding parts longer ones
@@ -37,7 +37,7 @@ SEEDS = 48
 def sampling(audit: Audit, check: str) -> Finding:
     """Sample both servers' answers to a few prompts, each with its own seed, and test that they agree.
 
-    Where they look as if they did not, AGAIN times as many are sampled, and only those decide.
+    If they seem to differ, AGAIN times as many new samples decide alone.
     """
     settings = {**SETTINGS[check], "max_tokens": audit.config.sample_tokens}
     questions = [question.having("sampled", **settings) for question in audit.questions[:PROMPTS]]
@@ -68,7 +68,7 @@ def sampling(audit: Audit, check: str) -> Finding:
 
 
 def _sampled(audit: Audit, question: Question, first: int, count: int) -> list[list[Reply]]:
-    """Return both servers' replies to a question, `count` of either; `first` is added to the seed."""
+    """Return `count` replies of each server to a question; `first` is added to the seed."""
     replies = []
     for begin, side in ((first, AUDITED), (first + count, BASELINE)):
         seeds = range(audit.config.seed + begin, audit.config.seed + begin + count)
@@ -78,12 +78,12 @@ def _sampled(audit: Audit, question: Question, first: int, count: int) -> list[l
 
 
 def words_of(text: str) -> list[str]:
-    """Return a text's words and signs, each with the space before it."""
+    """Split a text into words and punctuation, each with the space before it."""
     return re.findall(r"\s*(?:\w+|[^\w\s])", text)
 
 
 def features_of(text: str) -> list[Hashable]:
-    """Return the features by which answers are compared: beginnings, n-grams, and the numbers below the length."""
+    """Return an answer's features for the comparison: its beginnings, n-grams and length (as unary counts)."""
     words = words_of(text)
     begins = [("begins", *words[:size]) for size in range(1, OPENING + 1)]
     ngrams = [tuple(words[i : i + size]) for size in range(1, NGRAM + 1) for i in range(len(words) - size + 1)]
@@ -135,7 +135,7 @@ def _seeded(audit: Audit, **fields: Any) -> list[Question]:
 
 
 def seeds(audit: Audit) -> Finding:
-    """Ask twice with the same seed at temperature 1: the answers begin alike as often as the baseline's do."""
+    """Ask twice with the same seed at temperature 1: the answers must agree as often as the baseline's."""
     questions = _seeded(audit)
     pairs = [{side: [audit.asker.one(side, question) for _ in range(2)] for side in SIDES} for question in questions]
     ours, theirs = ([_alike(*pair[side]) for pair in pairs] for side in SIDES)
@@ -159,7 +159,7 @@ def _alike(one: Reply, other: Reply) -> bool:
 
 
 def fewer(ones: Sequence[bool], others: Sequence[bool]) -> float:
-    """Return the p-value that the first are true as often as the others, against less often."""
+    """Return the one-sided p-value that the first are true less often than the others."""
     from scipy.stats import fisher_exact  # late: half a second that a refusal would wait for
 
     table = [[sum(values), len(values) - sum(values)] for values in (ones, others)]
@@ -167,7 +167,7 @@ def fewer(ones: Sequence[bool], others: Sequence[bool]) -> float:
 
 
 def choices(audit: Audit) -> Finding:
-    """Ask for two choices with a seed at temperature 1: both come, are counted and differ.
+    """Ask for two choices with a seed at temperature 1: both must come, be counted, and differ.
 
     The second choices are those of the baseline's distribution, by the same test as samples.
     """

@@ -1,4 +1,4 @@
-"""What the doctor reads of a head and its target, and what it finds.
+"""The doctor's inputs, a head and its target, and its findings.
 
 files.py       the head's files, from disk or the Hub, and the target as far as it loads
 finding.py     the findings, for the terminal

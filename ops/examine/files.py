@@ -57,14 +57,14 @@ class Examined:
 
     @cached_property
     def format_name(self) -> str:
-        """OWN or a key of FORMATS; P-EAGLE is EAGLE-3 to engines, which find it by the same class."""
+        """OWN or a key of FORMATS; P-EAGLE counts as EAGLE-3, since engines use the same class."""
         if "format" in self.config:
             return OWN
         format_name = format_of(self.folder)
         return "eagle3" if format_name == "peagle" else format_name
 
     def part(self, key: str) -> dict[str, Any]:
-        """Return a part of its config.json, empty if that is missing."""
+        """Return a section of the head's config.json, empty if missing."""
         values = self.config.get(key)
         return values if isinstance(values, dict) else {}
 
@@ -81,7 +81,7 @@ class Examined:
 
     @property
     def said_target(self) -> str | None:
-        """The target that its files name, None if none does."""
+        """The target named in the head's files, None without one."""
         verifier = self.part("speculators_config").get("verifier")
         names = (
             self.part("target").get("name"),
@@ -108,7 +108,7 @@ def read(run_or_repo: str) -> Examined:
 
 
 def _mapping(paths: list[Path], parse: Callable[[Path], Any]) -> dict[str, Any]:
-    """Return the content of the first of these files that is there; empty, with a warning, where it is damaged."""
+    """Return the content of the first existing file; empty, with a warning, if it is damaged."""
     path = next((path for path in paths if path.is_file()), None)
     if path is None:
         return {}
@@ -121,7 +121,7 @@ def _mapping(paths: list[Path], parse: Callable[[Path], Any]) -> dict[str, Any]:
 
 
 def load_target(given: str | None, head: Examined, dtype: str, measure: bool) -> tuple[Target | EmbeddingsOnly, str]:
-    """Load the target that is given, else the one that the head's files name; return it, and why it lacks its layers.
+    """Load the given target, else the one in the head's files; return it, and the reason if its layers are missing.
 
     Raises:
         ValueError: no target is named, or not even its embedding loads.

@@ -1,4 +1,4 @@
-"""The keys and tensors of a head by which engines draft, each with what every engine that reads it does.
+"""The keys and tensors of a head that engines read, and the effect of a wrong value in each engine.
 
 The values are compared with those of the head as headstart's own reader loads it, of which every tensor is accounted
 for. The readings are those of vLLM 0.33, SGLang 0.5.23, TensorRT-LLM 1.4, llama.cpp and speculators 0.9.
@@ -33,9 +33,9 @@ from train.release.folder import tokenizer_sha256
 
 CLASSES = {"eagle3": eagle3.CLASS, "eagle": eagle.CLASS, "medusa": medusa.CLASS, "dflash": dflash.CLASS,
            "mimo": mimo.CLASS}  # fmt: skip
-DRAFT = re.compile("eagle|medusa|dflash|dspark|mtp|mimo", re.IGNORECASE)  # in the name of a draft model's class
-THERE, MISSING = "there", "missing"  # of a tensor; and of a key
-LENGTH = 2048  # positions of a Llama whose config.json does not say
+DRAFT = re.compile("eagle|medusa|dflash|dspark|mtp|mimo", re.IGNORECASE)  # parts of a draft model's class name
+THERE, MISSING = "there", "missing"  # whether a tensor or key is present
+LENGTH = 2048  # a Llama's default number of positions
 OTHER_LAYERS = "reads other layers than it was trained on: acceptance falls, often to nothing, without an error"
 UNFILLED = "makes biases that no tensor fills: they stay as memory happened to be"
 # NVIDIA modelopt 0.47 writes it when it exports a head that was trained without (eagle_export_rope_scaling).
@@ -46,9 +46,9 @@ class Key(NamedTuple):
     """A key of config.json, or a tensor, that engines read."""
 
     name: str
-    actual: Any  # its value; where it is missing, the one that the engines take, or MISSING
-    right: Any  # the value with which they draft as the head was trained
-    engines: dict[str, str]  # what each engine that reads it does with another value
+    actual: Any  # its value; if missing, the engines' default, or MISSING
+    right: Any  # the value that matches the training
+    engines: dict[str, str]  # by engine, the effect of another value
     remedy: str = ""  # empty: set it to the right value
 
 
@@ -142,7 +142,7 @@ def table(head: Examined, loaded: Any, target: Target | EmbeddingsOnly) -> Itera
 def _layers(head: Examined, loaded: Any, target: Target | EmbeddingsOnly) -> Iterator[Key]:
     """Yield the keys of the target's layers: of the outputs from 0 in some, of states in others, the embedding first.
 
-    The right ones are those of the training's config.yaml where that is there.
+    The expected layers are those of the training's config.yaml, if present.
     """
     layers, count = [*loaded.feature_layers], target.spec.num_layers
     if "feature_layers" in head.trained and len(layers) > 1:

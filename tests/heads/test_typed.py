@@ -10,7 +10,7 @@ from transformers import PreTrainedConfig
 
 from heads.common.ranges import Amount, Count
 from heads.common.resolvers import ROOT, register_resolvers
-from heads.common.target_config import UNBOUNDED, check_rows, context_of
+from heads.common.target_config import UNBOUNDED, check_sequence_length, context_of
 from heads.common.typed import typed
 from tests import toys
 
@@ -142,12 +142,12 @@ def test_rows_are_as_long_as_the_target_reads_at_most(name: str, tmp_path: Path)
     register_resolvers()
     toys.ARCHITECTURES[name].save_pretrained(tmp_path)
     for path, wanted, length in [(str(tmp_path), 512, 160), (str(tmp_path), 64, 64), ("me/not-here", 512, 512)]:
-        values = OmegaConf.create({"path": path, "length": f"${{row_length:${{path}},{wanted}}}"})
+        values = OmegaConf.create({"path": path, "length": f"${{sequence_length:${{path}},{wanted}}}"})
         assert values.length == length
     context = context_of(toys.ARCHITECTURES[name])
-    check_rows(160, context, name)
+    check_sequence_length(160, context, name)
     with pytest.raises(ValueError, match=f"data.length is 161, but {name} reads at most 160 tokens: give 160 or less"):
-        check_rows(161, context, name)
+        check_sequence_length(161, context, name)
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2"])

@@ -95,7 +95,7 @@ def commit(partial: Path, final: Path, world: int, names: list[str], content: di
 
 
 def tidy(folder: Path, keep: int, best: int) -> None:
-    """Remove all but the newest `keep` checkpoints and that of step `best`."""
+    """Remove all checkpoints but the newest `keep` and that of step `best`."""
     for old in checkpoints(folder)[:-keep]:
         if step_of(old) != best:
             shutil.rmtree(old, ignore_errors=True)
@@ -108,7 +108,7 @@ def clear(folder: Path) -> None:
 
 
 def set_aside(folder: Path, step: int) -> None:
-    """Rename the checkpoints after a step, none of which loads, so that they do not count as the newest ones."""
+    """Rename the damaged checkpoints after a step, so that they do not count as the newest."""
     for path in checkpoints(folder):
         if step_of(path) > step:
             aside = path.with_name(DAMAGED + path.name)
@@ -117,7 +117,7 @@ def set_aside(folder: Path, step: int) -> None:
 
 
 def complaint(path: Path, rank: int, world: int) -> str:
-    """Return what is wrong with a checkpoint, empty if it is good; each process checks every `world`-th shard."""
+    """Return the defect of a checkpoint, empty if intact; each process checks every `world`-th shard."""
     try:
         index = read_checked(path / INDEX)
         if index["format"] != FORMAT:

@@ -27,7 +27,7 @@ SHOWN = 60  # characters of a value in a message
 
 
 class Identity(NamedTuple):
-    """The settings that identify a run on resume: a change of `settings` is refused, one of `numerics` is reported."""
+    """The settings that identify a run: on resume a change in `settings` is refused, one in `numerics` reported."""
 
     settings: dict[str, Any]
     numerics: dict[str, Any]
@@ -36,7 +36,7 @@ class Identity(NamedTuple):
 def settings(
     trainer: TrainerConfig, head: HeadConfig, peft: AdaptConfig, target: str, batches: Batches
 ) -> dict[str, Any]:
-    """Return the settings that may not change on resume: the head's as built, `target` its target's fingerprint."""
+    """Return the settings that may not change on resume, with the head's as built and the target's fingerprint."""
     sections = {"head": asdict(head), "peft": asdict(peft)}
     nested = {f"{section}.{key}": value for section, values in sections.items() for key, value in values.items()}
     return plain({**data_settings(trainer, batches), "target's fingerprint": target, **nested})
@@ -55,7 +55,7 @@ def data_settings(trainer: TrainerConfig, batches: Batches) -> dict[str, Any]:
 
 
 def numerics(trainer: TrainerConfig, loss: dict[str, Any], strategy: str, world: int) -> dict[str, Any]:
-    """Return what affects the losses but may change on resume: schedule, the loss's own, processes, libraries."""
+    """Return settings that affect the losses but may change on resume: schedule, objective, processes, libraries."""
     steering = {f"trainer.{key}": getattr(trainer, key) for key in STEERING}
     return plain({**steering, **loss, "processes": world, "strategy": strategy, **VERSIONS})
 
@@ -80,9 +80,9 @@ def _changed(out: Path, changed: str) -> ValueError:
 
 
 def first_init(out: Path, head: str) -> str | None:
-    """Return what the head of a run began as, by its config.yaml; refuse a head of another name.
+    """Return the `init` of a run's head, from its config.yaml; refuse a head of another name.
 
-    Another head may have no such start, and would be refused for an `init` that nobody gave.
+    A head of another name may not support that `init`, and the error would name a value that nobody gave.
     """
     config = OmegaConf.load(out / "config.yaml")
     then = {"head.name": OmegaConf.select(config, "head.name", default=head)}
@@ -93,7 +93,7 @@ def first_init(out: Path, head: str) -> str | None:
 
 
 def differences(then: dict[str, Any], now: dict[str, Any]) -> str:
-    """Return the settings that differ, as text with both values, of those that the run knew and its head still has."""
+    """Return the changed settings, with both values, among those known to both the run and its head."""
     lost = {f"head.{key}" for key in RETIRED.get(str(now.get("head.name")), ())}
     keys = [key for key in then if then[key] != now.get(key) and key not in lost]
     return ", ".join(f"{key} ({short(then[key])}, now {short(now.get(key))})" for key in keys)

@@ -29,7 +29,7 @@ REPEATED = 2.0  # seconds; a launcher forwards a signal that its processes have 
 
 
 def on_main(accelerator: Accelerator, action: Callable[[], None]) -> None:
-    """Run an action on the main process alone; a user's error is a ValueError there, and the others exit."""
+    """Run an action on the main process only; a user's error is a ValueError there, and the other processes exit."""
     failed: list[Any] = [None]
     if accelerator.is_main_process:
         try:
@@ -45,7 +45,7 @@ def on_main(accelerator: Accelerator, action: Callable[[], None]) -> None:
 
 
 class ProcessControl:
-    """Control of the processes of a run: stop requests and gathered values.
+    """Control messages between a run's processes: stop requests and gathered values.
 
     `timeout` is how many seconds one process waits for another.
     """
@@ -55,14 +55,14 @@ class ProcessControl:
         self._group: Any = None
         if self.world > 1:
             self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
-        self._signalled: float | None = None  # when a signal came that stops the run
-        self.signal = "SIGTERM"  # which; another process's is taken for one
+        self._signalled: float | None = None  # time of the signal that stops the run
+        self.signal = "SIGTERM"  # its name; another process's signal counts as SIGTERM
         self._vote: tuple[torch.Tensor, Any] | None = None
 
     def halted(self) -> bool:
         """Return whether a process received a SIGTERM: a collective call with the same result on all processes.
 
-        The result is that of the call before, whose reduction ran while the accelerator worked.
+        The result is the previous call's, whose reduction ran while the accelerator worked.
         """
         if self._group is None:
             return self._signalled is not None
@@ -72,14 +72,14 @@ class ProcessControl:
         return stopping
 
     def measuring(self, *, over: bool) -> bool:
-        """On a process that measures: tell the others whether it is over; return whether to stop the measurement.
+        """On the measuring process: tell the others whether the measurement is over; return whether to stop it.
 
         A collective call: the processes that do not measure are in `wait_for_main`.
         """
         return self._exchange(over)[0]
 
     def wait_for_main(self) -> None:
-        """On the other processes: wait for the end of the main one's measurement, or for a stop request."""
+        """On the other processes: wait for the end of the main process's measurement, or for a stop request."""
         while not any(self._exchange(over=False)):
             pass
 
@@ -102,12 +102,12 @@ class ProcessControl:
             log.warning(text)
 
     def abort(self, text: str) -> None:
-        """Exit on every process with a one-line error: a ValueError on the main one, status 2 on the others."""
+        """Exit on every process with a one-line error: ValueError on the main process, status 2 on the others."""
         raise ValueError(text) if self.rank == 0 else SystemExit(2)
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """Record a SIGTERM or Ctrl-C for `halted`, and die of a second one."""
+        """Record a SIGTERM or Ctrl-C for `halted`; a second one kills the process."""
 
         def on_signal(number: int, _: object) -> None:
             if self._signalled is None:
@@ -125,7 +125,7 @@ class ProcessControl:
 
     @contextmanager
     def guarded(self) -> Iterator[None]:
-        """Turn a collective that another process left, or did not join in time, into a one-line error.
+        """Turn the failure or time-out of a collective into a one-line error.
 
         Raises:
             ValueError: on the main process.
@@ -153,7 +153,7 @@ class ProcessControl:
         return bool(votes[0] > 0)
 
     def _exchange(self, over: bool) -> tuple[bool, bool]:
-        """Return whether a process received a SIGTERM, and whether the main one's measurement is over."""
+        """Return whether any process received a SIGTERM, and whether the main process's measurement is over."""
         if self._group is None:
             return self._signalled is not None, over
         self._vote_result()

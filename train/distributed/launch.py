@@ -41,12 +41,12 @@ def is_main() -> bool:
 
 
 def world() -> int:
-    """Return how many processes were started together with this one, and itself."""
+    """Return the number of processes that were started together (the world size)."""
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def on_node() -> int:
-    """Return how many of them are on this node; all, where the launcher does not say."""
+    """Return the number of processes on this node; all of them if the launcher does not say."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", world()))
 
 
@@ -61,7 +61,7 @@ def among_tasks() -> bool:
 
 
 def take_over(launcher: Any, accelerators: int) -> None:
-    """Write who started this process into a launcher's values or into torch's variables; what is given there stays.
+    """Write the launch environment into the launcher's values or torch's variables, without overriding given values.
 
     A task of srun becomes a process, or the launcher of its node where it is alone on a node for several processes:
     without a number of them for each of the `accelerators`. Of several nodes that a user has started one by one,
@@ -79,7 +79,7 @@ def take_over(launcher: Any, accelerators: int) -> None:
 
 
 def _take_over_task(launcher: Any, accelerators: int) -> None:
-    """Set torch's variables, or in a node's launcher, and the processes that it starts, the nodes and their meeting."""
+    """Set torch's variables, or for a node's launcher the number of nodes and the rendezvous address."""
     tasks = _tasks()
     counts, number = _tasks_of_nodes(tasks), int(os.environ.get("SLURM_NODEID", "0"))
     port = int(os.environ.get("MASTER_PORT") or launcher.main_process_port or 0)
@@ -116,7 +116,7 @@ def _tasks_of_nodes(tasks: int) -> list[int]:
 
 
 def _first_node() -> str:
-    """Return the first node of a list such as "gpu[07-09,12]-ib,login", where the first task runs; refuse none."""
+    """Return the first node, where the first task runs, of a list such as "gpu[07-09,12]-ib,login"."""
     nodes = os.environ.get("SLURM_STEP_NODELIST") or os.environ.get("SLURM_JOB_NODELIST", "")
     first = re.match(r"([^\[,]*)(?:\[(\w+)[^\]]*\])?([^\[,]*)", nodes)
     address = "".join(filter(None, first.groups() if first else ())) or os.environ.get("SLURM_LAUNCH_NODE_IPADDR")
@@ -134,7 +134,7 @@ HANDLED = signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT  # by tor
 
 
 def check_mode() -> None:
-    """In a process that a launcher has started: refuse a multirun, which each would do, and end with the launcher."""
+    """In a launched process: refuse a multirun, which every process would repeat, and end with the launcher."""
     if not launched():
         return
     if HydraConfig.get().mode == RunMode.MULTIRUN:
@@ -146,7 +146,7 @@ def check_mode() -> None:
 
 
 def needs_processes(launcher: LauncherConfig) -> bool:
-    """Whether the launcher's processes are still to be started; refuse several nodes without the main one's address."""
+    """Whether the launcher's processes are still to be started; refuse several nodes without an address."""
     if launched() or (launcher.slurm is None and launcher.world == 1):
         return False
     if launcher.num_nodes > 1 and launcher.main_process_ip is None and launcher.slurm is None:
@@ -157,14 +157,14 @@ def needs_processes(launcher: LauncherConfig) -> bool:
 
 
 def is_queued(launcher: LauncherConfig) -> bool:
-    """Whether this command only queues the run, and does not wait for it."""
+    """Whether this command only queues the run, without waiting for it."""
     return not launched() and launcher.slurm is not None and launcher.slurm.cluster != "local"
 
 
 def end_with_parent() -> None:
     """Have Linux send this process a SIGTERM when its launcher dies: a killed launcher cannot forward a signal.
 
-    Does nothing in a process that no launcher started: its shell may exit before it. One whose launcher has died exits.
+    Without a launcher it does nothing, since the shell may exit first. If the launcher is dead already, exit.
     """
     if sys.platform == "linux" and ("TORCHELASTIC_RUN_ID" in os.environ or PARENT in os.environ):
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
@@ -173,7 +173,7 @@ def end_with_parent() -> None:
 
 
 def overrides() -> list[str]:
-    """Return the overrides of this run verbatim, for its processes, which resolve interpolations themselves."""
+    """Return this run's overrides verbatim: its processes resolve interpolations themselves."""
     given = OmegaConf.to_container(HydraConfig.get().overrides.task, resolve=False)
     assert isinstance(given, list)
     return [str(word) for word in given]
@@ -204,7 +204,7 @@ def command(launcher: LauncherConfig, script: str, overrides: list[str]) -> list
     if launcher.main_process_ip is not None:
         words += ["--main_process_ip", launcher.main_process_ip]
     elif port is None:
-        port = 0  # any that is free, so that two runs on one machine do not meet
+        port = 0  # any free port, so that two runs on one machine do not clash
     if port is not None:
         words += ["--main_process_port", str(port)]
     # Also on CPU: `--cpu` starts one process whatever the count, and accelerate finds gloo by itself. Strategies are
@@ -213,7 +213,7 @@ def command(launcher: LauncherConfig, script: str, overrides: list[str]) -> list
 
 
 def by_hand(launcher: LauncherConfig, script: str, overrides: list[str], *, on_cpu: bool) -> str | None:
-    """Return lines with what to start on each of several nodes; None if one command starts all processes."""
+    """Return the command to start on each of several nodes, in lines; None if one command starts all processes."""
     if launcher.num_nodes == 1 or launcher.slurm is not None or launched() or among_tasks():
         return None
     words = shlex.join(["python", script, *(word for word in overrides if word != "plan=true")])
@@ -239,7 +239,7 @@ def start(launcher: LauncherConfig, script: str, overrides: list[str]) -> int:
     os.environ[PARENT] = str(os.getpid())
     os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")  # what waits for a lost process ends, at the latest
     for module in (agent, elastic):
-        module.logger.setLevel(logging.CRITICAL)  # what it reports is printed below
+        module.logger.setLevel(logging.CRITICAL)  # its report is printed below
     before = {number: signal.getsignal(number) for number in HANDLED}
     try:
         accelerate.launch_command(accelerate.launch_command_parser().parse_args(command(launcher, script, overrides)))
@@ -290,9 +290,9 @@ def submit(launcher: LauncherConfig, slurm: SlurmConfig, script: str, overrides:
 
 
 class Task:
-    """One process of a job: runs this command again, its rank in the environment.
+    """One process of a SLURM job: runs this command again, with its rank in the environment.
 
-    `GRACE` seconds before the job's time is over SLURM signals it: a checkpoint is written, and submitit queues the job
+    `GRACE` seconds before its time limit SLURM signals the job: a checkpoint is written, and submitit queues the job
     again to resume from there.
     """
 

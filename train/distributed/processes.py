@@ -36,7 +36,7 @@ LOCK, OWNER = ".lock", ".owner.json"
 
 
 def keep_freed() -> None:
-    """Let glibc keep up to TRIMMED bytes that this process frees, and allocate all but LARGE blocks from them.
+    """Let glibc keep up to TRIMMED freed bytes, and reuse them for all but LARGE blocks.
 
     The loss frees and allocates tensors of one size over and over. By default glibc returns them to the system in
     between, and the fresh pages that follow are a twentieth of a step. Other systems' allocators keep their defaults.
@@ -47,7 +47,7 @@ def keep_freed() -> None:
 
 
 def release_freed() -> None:
-    """Return to the system what glibc holds between live blocks.
+    """Return the free memory between live blocks to the system (malloc_trim).
 
     A tensor's place is too narrow for the next one of its size, since that is aligned within a larger block, so every
     step leaves holes: without this a process takes half as much again after some fifty steps, and more later.
@@ -90,9 +90,9 @@ def accelerator_for(launcher: LauncherConfig, trainer: TrainerConfig, model: Mod
 
 
 def follow_nccl() -> None:
-    """Let gloo, if it was given no network interface, take the first of those that NCCL was given.
+    """Set gloo's network interface, unless given, to the first of NCCL's.
 
-    NCCL's names are beginnings, whole ones behind "=", and those to leave out behind "^"; gloo's are whole.
+    NCCL's names are prefixes, full names after "=", and excluded ones after "^"; gloo's are full names.
     """
     rule = os.environ.get("NCCL_SOCKET_IFNAME")
     if not rule or "GLOO_SOCKET_IFNAME" in os.environ:
@@ -107,7 +107,7 @@ def follow_nccl() -> None:
 
 
 def check_world(launcher: LauncherConfig, here: int, started: int) -> None:
-    """Refuse a process group, of `here` processes of the `started` ones, that is not the launcher's or the strategy's.
+    """Refuse a process group of `here` of the `started` processes if the launcher or strategy needs another size.
 
     A launcher of one process accepts any number that the user's own command started.
     """
@@ -166,6 +166,6 @@ class RunLock(ExitStack):
     def _owner(self) -> str:
         try:
             owner = json.loads((self.out / OWNER).read_text())
-        except (OSError, ValueError):  # it has just begun
+        except (OSError, ValueError):  # the holder has just begun
             return "started this moment"
         return f"process {owner['process']} on {owner['host']} since {owner['since']}"

@@ -26,14 +26,14 @@ from torch.nn.parallel import DistributedDataParallel
 from train.config import LauncherConfig
 
 MakeOptimizer = Callable[[nn.Module], Any]
-BUCKET = 200_000_000  # most gradients that DeepSpeed reduces at once
+BUCKET = 200_000_000  # gradients that DeepSpeed reduces at once, at most
 
 
 class Strategy:
     """A strategy's part of an optimiser step; here the whole head on every process: one process, or DDP."""
 
     module: Any  # the loss module as the strategy wraps it
-    optimizer: Any  # of whose parameter groups the learning rates are set; `TrainState` reads its state
+    optimizer: Any  # its parameter groups hold the learning rates; `TrainState` reads its state
 
     def __init__(self, accelerator: Accelerator, loss: Any, make: MakeOptimizer) -> None:
         self.module, self.optimizer = accelerator.prepare(loss), make(loss.head)
@@ -67,7 +67,7 @@ class Strategy:
 
 
 class Fsdp2(Strategy):
-    """torch's fully_shard (FSDP2), the head as one unit: its tensors are sharded by rows.
+    """FSDP2 (torch's fully_shard), with the head as one unit: tensors are sharded by rows.
 
     One unit, since heads call parts of their layers and read weights beyond them, and EAGLE-3 runs its layer once a
     depth: layers sharded one by one would be gathered that often.
@@ -160,7 +160,7 @@ class Zero(Strategy):
         return self.module(torch.zeros((), device=self.module.device, requires_grad=True), *inputs)
 
     def backward(self, loss: Tensor) -> None:
-        """Add its gradient, of which each process keeps its shard."""
+        """Add the gradient, of which each process keeps its shard."""
         self.module.backward(loss)
 
     def clip(self, norm: float) -> Tensor:
@@ -200,7 +200,7 @@ def prepare(
 
 
 def fell_back(strategy: str, actual: object) -> ValueError:
-    """Return the error for a strategy that the library replaced by something else."""
+    """Return the error for a strategy that the library silently replaced."""
     return ValueError(
         f"launcher.strategy={strategy} does not run here: {type(actual).__name__} does instead; give another strategy"
     )
@@ -212,7 +212,7 @@ def zero_stage(p: Tensor) -> int:
 
 
 def counts_on(optimizer: Any, p: Tensor) -> torch.device:
-    """Return where an optimiser of torch counts a parameter's steps: beside it if fused, else on the CPU."""
+    """Return the device of torch's step counter for a parameter: the parameter's if fused, else the CPU."""
     return p.device if optimizer.defaults.get("fused") else torch.device("cpu")
 
 
@@ -223,7 +223,7 @@ def held(p: Tensor) -> Tensor:
 
 
 def whole(p: Tensor, shard: Tensor) -> Tensor:
-    """Gather the whole of a tensor that is sharded as parameter `p` is; a collective call, as all that follow are."""
+    """Gather a tensor that is sharded like parameter `p`; a collective call, as are all below."""
     from torch.distributed.tensor import DTensor
 
     if isinstance(shard, DTensor):
@@ -239,7 +239,7 @@ def whole(p: Tensor, shard: Tensor) -> Tensor:
 
 @torch.no_grad()
 def put(p: Tensor, shard: Tensor, value: Tensor) -> None:
-    """Write this process's part of a whole `value` to a `shard` that is sharded as parameter `p` is."""
+    """Write this process's part of an unsharded `value` to a `shard`, sharded like parameter `p`."""
     from torch.distributed.tensor import DTensor, distribute_tensor
 
     value = value.to(shard.device)
@@ -250,14 +250,14 @@ def put(p: Tensor, shard: Tensor, value: Tensor) -> None:
 
 
 def local_slice(value: Tensor, shard: Tensor) -> Tensor:
-    """Return this process's slice under ZeRO-3: all of the shard's size, the last padded with zeros."""
+    """Return this process's slice under ZeRO-3; all slices have the shard's size, the last padded with zeros."""
     flat = value.flatten()
     padded = functional.pad(flat, (0, get_world_size() * shard.numel() - len(flat)))
     return padded.narrow(0, get_rank() * shard.numel(), shard.numel())
 
 
 def master_state(p: Tensor, key: str) -> Tensor:
-    """Return the whole optimiser state `key` of a parameter that ZeRO has sharded."""
+    """Return the gathered optimiser state `key` of a parameter that ZeRO has sharded."""
     from deepspeed.utils import safe_get_full_optimizer_state
 
     state: Tensor = safe_get_full_optimizer_state(p, key)

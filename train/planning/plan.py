@@ -23,7 +23,7 @@ from rich.table import Table
 from data.features.store import size
 from data.features.vllm_features import LayerIds
 from heads.common.resolvers import ROOT
-from heads.common.target_config import check_rows, context_of
+from heads.common.target_config import check_sequence_length, context_of
 from heads.common.typed import typed
 from heads.common.untrusted import visible
 from inference.target.config import DTYPES, device_named, fast_dtype
@@ -168,7 +168,7 @@ def plan(run: RunConfig) -> Plan:
     kind, length, launcher = str(device.type), run.data.length, run.launcher
     _check_placed(run, kind, launcher.local if device.count is None else device.count)
     config = configuration(run.model)
-    check_rows(length, context_of(config.get_text_config()), run.model.path)
+    check_sequence_length(length, context_of(config.get_text_config()), run.model.path)
     fast = fast_dtype(torch.device(kind))
     dtype = fast if run.model.dtype == "auto" else DTYPES[run.model.dtype]
     bf16 = run.trainer.precision == "bf16" or (run.trainer.precision == "auto" and fast == torch.bfloat16)

@@ -30,21 +30,24 @@ TASK = "text-generation"
 METRIC_NAMES = {"tau": "τ, tokens of a target pass", "speedup": "speedup over autoregressive decoding"}
 NAMES = ("drafter", "tree", "workload")  # columns of names from outside
 GATE = ("checked", "identical", "near_tie", "failed")
-GUESSES = {"eagle-": "eagle", "eagle3": "eagle3"}  # vLLM's method by a part of the lower-cased path, the first counts
+GUESSES = {
+    "eagle-": "eagle",
+    "eagle3": "eagle3",
+}  # parts of a lower-cased path by which vLLM infers the method; the first counts
 
 
 def view(
     config: PublishConfig, content: dict[str, Any], served: dict[str, Any], refused: dict[str, str],
     report: dict[str, Any], provenance: dict[str, Any], settings: dict[str, Any],
 ) -> dict[str, Any]:  # fmt: skip
-    """Return the values of a head's card.
+    """Return the values that the model card's template renders.
 
     Args:
         config: What is published.
         content: The head's own config.json.
-        served: The published one, another in an engine's format.
-        refused: Why formats of engines do not take the exported head, by format.
-        report: The run's report.json; like the next two empty if the run has none.
+        served: The published config.json, which differs in an engine's format.
+        refused: By format, the reason why it does not take the exported head.
+        report: The run's report.json; this and the next two are empty if the run has none.
         provenance: The run's provenance.json.
         settings: The run's config.yaml.
     """
@@ -90,9 +93,9 @@ def view(
 
 
 def card(shown: dict[str, Any]) -> str:
-    """Return README.md, with its YAML metadata."""
+    """Return the text of README.md, with its YAML metadata."""
     environment = Environment(trim_blocks=True, keep_trailing_newline=True, undefined=StrictUndefined)
-    quoted = partial(json.dumps, ensure_ascii=False)  # as Python and a YAML reader write a text, in one line
+    quoted = partial(json.dumps, ensure_ascii=False)  # a one-line string for Python and YAML
     to_yaml = partial(yaml.safe_dump, allow_unicode=True)
     environment.filters |= {"shell": shlex.quote, "quoted": quoted, "yaml": to_yaml, "block": fenced, "code": code}
     template = environment.from_string(Path(__file__).with_name("README.jinja").read_text(encoding="utf-8"))
@@ -100,14 +103,14 @@ def card(shown: dict[str, Any]) -> str:
 
 
 def code(value: object) -> str:
-    """Return a value as code in one line, whatever backticks it holds."""
+    """Return a value as inline code, even if it holds backticks."""
     text = " ".join(str(value).split())
     fence = "`" * (1 + max(map(len, re.findall("`+", text)), default=0))
     return f"{fence} {text} {fence}" if "`" in text else f"`{text}`"
 
 
 def fenced(text: str, language: str = "") -> str:
-    """Return lines as a block of code, whatever backticks they hold."""
+    """Return lines as a fenced code block, even if they hold backticks."""
     fence = "`" * max(3, 1 + max(map(len, re.findall("`+", text)), default=0))
     return f"{fence}{language}\n{text.strip()}\n{fence}"
 
@@ -141,7 +144,7 @@ def metadata(shown: dict[str, Any]) -> ModelCardData:
 
 
 def drawbacks(mine: list[Result]) -> list[str]:
-    """Return what the run's own report says against the head, in sentences."""
+    """Return the weaknesses of the head in the run's own report, in sentences."""
     whole = [result for result in mine if result.row.get("request_rate") is None]  # a rate's speedup is of latencies
     speedups = [result.row["speedup"] for result in whole if result.row["speedup"] is not None]
     sentences = ["It is not lossless in its own report, which therefore gives it no speedup."]
@@ -153,7 +156,7 @@ def drawbacks(mine: list[Result]) -> list[str]:
 
 
 def misleading(repo: str, kind: str) -> str | None:
-    """Return a remark where the repository's name is one that vLLM takes for another method than the head's."""
+    """Return a remark if vLLM infers another speculative method from the repository's name than the head's."""
     sign = next((sign for sign in GUESSES if sign in repo.lower()), None)
     if sign is None or GUESSES[sign] == {"hass": "eagle"}.get(kind, kind):
         return None

@@ -1,4 +1,4 @@
-"""format=checkpoint: a copy of the target's folder whose module for multi-token prediction is a trained head.
+"""format=checkpoint: a copy of the target's folder with a trained head as its multi-token-prediction (MTP) module.
 
 Every other tensor keeps its bytes. Large files that do not change are hard links where both folders are on one file
 system; small files are copies, which can be edited without changing the target's.
@@ -26,19 +26,19 @@ from heads.mtp import TARGET, Mtp
 from inference.target.checkpoint import tensor_files
 
 MODULE = "model-mtp.safetensors"
-# What a file of the target is called whose own name is that of a single file, or of the module.
+# The new name of a target's file whose own name clashes with the single-file name, or with the module's file.
 RENAMED = {WEIGHTS: "model-target.safetensors", MODULE: "model-target-mtp.safetensors"}
 AS_TRAINED = {"layer": TARGET, "feature_layers": None, "lm_head": "shared", "draft_vocab": None}
-SMALL = 1 << 26  # bytes of a file that is copied all the same
+SMALL = 1 << 26  # bytes; smaller files are copied, never linked
 
 Shards = dict[Path, dict[str, dict[str, Any]]]  # the target's files, each with its tensors by name
 
 
 def write_copy(head: Mtp, checkpoint: str, layout: Layout, out: Path) -> None:
-    """Write the copy of a checkpoint, a folder or Hub name, with this head in its layout; atomically.
+    """Write a copy of the target's checkpoint with this head as its MTP module, atomically.
 
     Raises:
-        ValueError: the head is of another kind, or the checkpoint is not whole: one line, before anything is written.
+        ValueError: the head is not of a kind that fits, or the checkpoint is incomplete; raised before any write.
         OSError: the disk refused.
     """
     try:
@@ -83,7 +83,7 @@ def write_copy(head: Mtp, checkpoint: str, layout: Layout, out: Path) -> None:
 
 
 def layout_of(config: dict[str, Any], checkpoint: str) -> Layout:
-    """Return how a target's family holds its module; refuse a family without one, and what is not written."""
+    """Return the layout of the MTP module in the target's family; refuse a family without one or not supported."""
     name = (config.get("architectures") or ["?"])[0]
     if name not in FAMILIES:
         raise ValueError(
@@ -125,7 +125,7 @@ def _write(folder: Path, shards: Shards, tensors: dict[str, Tensor], config: dic
 
 
 def _bring(source: str | Path, new: str | Path) -> None:
-    """Link a large file, and copy a small one, or one of another file system."""
+    """Hard-link a large file; copy a small one, or one on another file system."""
     path = Path(source).resolve()
     with suppress(OSError):
         if path.stat().st_size > SMALL:
@@ -135,7 +135,7 @@ def _bring(source: str | Path, new: str | Path) -> None:
 
 
 def _entries(path: Path) -> dict[str, dict[str, Any]]:
-    """Return a file's tensors, each with its type, shape and place; refuse a file that is truncated or damaged."""
+    """Return a file's tensors, each with dtype, shape and offsets; refuse a truncated or damaged file."""
     with safe_open(path, "pt") as opened, path.open("rb") as file:
         names = set(opened.keys())
         entries = parse_json(file.read(int.from_bytes(file.read(8), "little")))

@@ -1,6 +1,6 @@
 """The published folder: a run's head, exported if a format is given, with its card, report and plots.
 
-An export takes the target's embedding and lm_head where the format copies them. The folder is replaced atomically.
+Some export formats hold copies of the target's embedding and lm_head. The folder is replaced atomically.
 """
 
 import json
@@ -53,7 +53,7 @@ TOKEN = re.compile(r"\bhf_(?:(?:jwt|oauth)_[\w.-]{20,}|[A-Za-z0-9]{20,})")
 
 
 def write_folder(run: Path, out: Path, config: PublishConfig) -> dict[str, Any]:
-    """Write the folder, and return what its card says, by `card.view`.
+    """Write the folder, and return the values of its card (`card.view`).
 
     The head's files lie at its top, so that the folder, and so the repository, loads as a head.
 
@@ -64,7 +64,7 @@ def write_folder(run: Path, out: Path, config: PublishConfig) -> dict[str, Any]:
     """
     head = last_good(run / "head")
     for path in (head, head / CONFIG, head / WEIGHTS, *(run / name for name in (*COPIED, ORIGIN, METRICS))):
-        if path.is_symlink():  # by which a run from outside could publish any file of this machine
+        if path.is_symlink():  # otherwise a run from outside could publish any file of this machine
             raise ValueError(f"{path}: a link, to {path.resolve()}, which is not published; put the file itself there")
     content = read_config(head)
     read_tensors(head)
@@ -97,7 +97,7 @@ def write_folder(run: Path, out: Path, config: PublishConfig) -> dict[str, Any]:
 
 
 def tokenizer_sha256(model: str) -> str | None:
-    """Return the hash of the target's tokenizer.json where this machine has it, without asking the Hub."""
+    """Return the hash of the target's tokenizer.json if it is on this machine, without network access."""
     local = Path(target_path(model)) / "tokenizer.json"
     if not local.is_file() and on_hub(model):
         cached = try_to_load_from_cache(model, "tokenizer.json")
@@ -113,16 +113,16 @@ def portable(text: str) -> str:
 
 
 def _read(path: Path, parse: Callable[[bytes], Any]) -> dict[str, Any]:
-    """Return a file's mapping, empty if the run has none."""
+    """Return the mapping in a file of the run, empty without the file."""
     content = parsed_file(path, "restore it, or remove it", parse) if path.is_file() else {}
     return content if isinstance(content, dict) else {}
 
 
 @contextmanager
 def exported(head: Path, config: PublishConfig) -> Iterator[tuple[Path, dict[str, str]]]:
-    """Provide a head's folder in the configured format, or as the adapter of its base, within the block; else its own.
+    """Within the block, provide the folder to publish: the head exported, as an adapter, or as it is.
 
-    With it come an exported head's `refusals`. Refuse another target, and a format that cannot hold this head.
+    The second value is the exported head's `refusals`. Refuse another target, and a format that cannot hold this head.
     """
     if config.format is None and config.base is None:
         yield head, {}
@@ -153,7 +153,7 @@ def exported(head: Path, config: PublishConfig) -> Iterator[tuple[Path, dict[str
 
 
 def _write_adapter(head: Path, config: PublishConfig, folder: Path) -> None:
-    """Write a run's head as the adapter of its base on the Hub; refuse a run that adapted none by LoRA."""
+    """Write a run's head as a LoRA adapter of its base on the Hub; refuse a run without LoRA."""
     base, spec = str(config.base), read_config(head)["target"]
     peft = _read(head.parent / ORIGIN, parse_json).get("peft")
     rank = peft.get("rank") if isinstance(peft, dict) else None
@@ -169,7 +169,7 @@ def _write_adapter(head: Path, config: PublishConfig, folder: Path) -> None:
 
 
 def copy_with_head(run: Path, out: Path, config: PublishConfig) -> None:
-    """Write format=checkpoint; refuse a head or a target not of the kind."""
+    """Write format=checkpoint; refuse a head or a target that does not fit it."""
     folder = last_good(run / "head")
     content = read_config(folder)
     spec, kind = content["target"], content["head"]["name"]
@@ -185,7 +185,7 @@ def copy_with_head(run: Path, out: Path, config: PublishConfig) -> None:
         values = read_target_values(path, False, cached_alone=False)
     except ValueError as error:
         raise ValueError(f"target={path}: {error}") from error
-    layout = layout_of(values, path)  # before its weights are downloaded
+    layout = layout_of(values, path)  # refuses before the weights are downloaded
     target = _load(path, None)
     assert_plain(target.embeddings, path)
     trained, given = tokenizer_sha256(spec["name"]), tokenizer_sha256(path)
@@ -197,7 +197,7 @@ def copy_with_head(run: Path, out: Path, config: PublishConfig) -> None:
 
 
 def _load(path: str, adapter: str | None) -> Target | EmbeddingsOnly:
-    """Return the target, without its layers where it can be loaded so, on the CPU and in the dtype of its files."""
+    """Load the target on the CPU in its files' dtype, without its layers if possible."""
     if adapter is None:
         try:
             return EmbeddingsOnly.load(path, "float32", "cpu", False)

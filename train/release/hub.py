@@ -1,4 +1,4 @@
-"""Upload a folder to the Hub in one commit, download it again and compare; a failure leaves no partial repository.
+"""Upload of a folder to the Hub in one commit, and verification by download; a failure leaves no partial repository.
 
 Files that the Hub has already are not sent again, so that another call continues an interrupted one; until the commit,
 which comes last, the branch is unchanged. `HfApi.upload_folder` is not used: with hf_xet it may commit several times.
@@ -35,8 +35,8 @@ class Repository(NamedTuple):
     """A repository on the Hub before the upload."""
 
     name: str  # OWNER/NAME
-    commit: str  # the branch's last one
-    created: bool  # by this call, and nobody has committed to it
+    commit: str  # the branch's last commit
+    created: bool  # this call created it, and nobody has committed to it
 
 
 @contextmanager
@@ -92,7 +92,7 @@ def push(folder: Path, repo: Repository, ours: Sequence[str], api: HfApi) -> str
 
 @contextmanager
 def downloaded(folder: Path, repo: str, commit: str, api: HfApi) -> Iterator[Path]:
-    """Provide a commit's files within the block, once each is compared with the uploaded one; refuse a difference."""
+    """Within the block, provide a commit's downloaded files, each checked against the uploaded file."""
     with tempfile.TemporaryDirectory() as temporary:
         back, names = Path(temporary), files_of(folder)
         with waiting(f"downloading {repo} again"), hub_errors(repo, "downloading for verification"):
@@ -111,7 +111,7 @@ def set_tag(repo: str, tag: str, commit: str, api: HfApi) -> None:
 
 
 def retried(call: Callable[[], T]) -> T:
-    """Call, and retry after a while if the connection was lost or the Hub was busy."""
+    """Call the function; retry after a while if the connection is lost or the Hub is busy."""
     for wait in WAITS:
         try:
             return call()
@@ -130,7 +130,7 @@ def files_of(folder: Path) -> list[str]:
 
 
 def _undone(repo: Repository, api: HfApi) -> str:
-    """Delete the repository if this call created it and committed nothing; return a message of its state."""
+    """Delete the repository if this call created it without a commit; return a message about its state."""
     try:
         now = str(retried(lambda: api.repo_info(repo.name)).sha)
         if now == repo.commit and repo.created:

@@ -30,16 +30,16 @@ SLACK = 0.05  # relative difference of τ: a format may round a product of two o
 
 
 class Trial:
-    """The setting of a trial, and the generations with the run's own head as the reference."""
+    """A trial: prompts and decoding parameters, and the generations with the run's own head as the reference."""
 
     def __init__(self, target: Target, prompts: list[list[int]], tree: TreeConfig, tokens: int, trained: Any) -> None:
         self.target, self.prompts, self.tree, self.settings = target, prompts, tree, RequestParams(tokens, GREEDY)
         self.reference = self._decode(trained)
 
     def check(self, folder: Path, complaint: str, remedy: str = "") -> str:
-        """Decode with the head of another folder, and return a message of its τ.
+        """Decode with the head of another folder, and return a message about its τ.
 
-        Refuse other tokens or another τ in one line of complaint, difference and remedy.
+        Refuse different tokens or a different τ, in one line with difference and remedy.
         """
         generations = self._decode(load_found(folder, self.target.embeddings, self.target.spec))
         tau, before = (metrics.acceptance(results).tau or 0.0 for results in (generations, self.reference))
@@ -56,7 +56,7 @@ class Trial:
 
 
 def begin(run: Path, config: PublishConfig) -> Trial | str:
-    """Decode with the run's own head, or return why that is not possible here; refuse another target's head."""
+    """Decode with the run's own head, or return the reason why this machine cannot; refuse another target's head."""
     head, file = last_good(run / "head"), own_prompts(str(run))
     if not config.verify_prompts:
         return "verify_prompts=0"

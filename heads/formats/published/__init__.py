@@ -1,4 +1,4 @@
-"""Draft heads as other projects publish them and engines read them, one format a file, read and written by it.
+"""Draft heads in the formats of other projects and engines; one module reads and writes each format.
 
 A format is recognised by the names of its tensors.
 
@@ -44,7 +44,7 @@ class Format(NamedTuple):
     read: Callable[[PublishedHead, Embeddings], TensorMapping]
 
     def matches(self, names: Set[str]) -> bool:
-        """Return whether tensors of these names are of this format."""
+        """Return whether tensors of these names match this format."""
         return all(any(re.fullmatch(pattern, name) for name in names) for pattern in self.signature)
 
 
@@ -63,21 +63,21 @@ FORMATS = {
 def load_published(folder: Path, embeddings: Embeddings) -> nn.Module:
     """Load a published head for a target, on the CPU and in the file's dtype, ready for `save_head`.
 
-    Of the target, width and vocabulary can be checked; its weights cannot, for published heads do not name them.
+    Only the target's hidden size and vocabulary can be checked: published heads do not identify its weights.
 
     Raises:
         ValueError: the format is unknown, a file damaged, a tensor missing, unknown or of another shape, or the head
-            does what ours cannot: one line that names it.
+            has an unsupported option: one line that names it.
     """
     format_of(folder)  # by the names alone, before tensors are read
     return read_published(PublishedHead(folder, config_of(folder), without_prefix(stored_tensors(folder))), embeddings)
 
 
 def read_published(source: PublishedHead, embeddings: Embeddings) -> nn.Module:
-    """Load a published head from what its files hold, with the errors of `load_published`."""
+    """Load a published head from the content of its files, with the errors of `load_published`."""
     try:
         plan = FORMATS[_matching(source.folder, source.tensors.keys())].read(source, embeddings)
-    except (TypeError, AttributeError, KeyError, IndexError) as error:  # a value or a tensor of quite another kind
+    except (TypeError, AttributeError, KeyError, IndexError) as error:  # a value or a tensor of an unexpected type
         raise ValueError(
             f"{source.folder}: config.json or a tensor is not as its format has it ({one_line(error)})"
         ) from error
@@ -85,7 +85,7 @@ def read_published(source: PublishedHead, embeddings: Embeddings) -> nn.Module:
 
 
 def format_of(folder: Path) -> str:
-    """Return the name of a published head's format, by the names of its tensors; refuse one that is none of FORMATS."""
+    """Return the name of a published head's format, by its tensor names; refuse one that is not in FORMATS."""
     return _matching(folder, names_of(folder))
 
 

@@ -52,9 +52,9 @@ NAMES = {
 }
 SIGNATURE = (r"fc\.weight", r"hidden_norm\.weight", r"layers\.0\.self_attn\.q_proj\.weight")
 CONV, KERNEL = "layers.{}.{}_conv.{}", "kernel_projection.weight"
-ROUNDED = 2**-8  # of a value that training has rounded to bf16
-OURS = ("mask", "vocab.ids", "lm_head.weight")  # tensors that have another form there
-# Keys of config.json that say that a head has a part, and one of its tensors.
+ROUNDED = 2**-8  # relative rounding error of a value trained in bf16
+OURS = ("mask", "vocab.ids", "lm_head.weight")  # tensors with another layout in the format
+# For each optional part its key in config.json, and one of its tensors.
 PARTS = {
     "markov_rank": NAMES["before.weight"],
     "enable_confidence_head": NAMES["confidence.weight"],
@@ -126,7 +126,7 @@ def _dflash2(source: PublishedHead, options: dict[str, Any]) -> dict[str, Any]:
 
 
 def _layers(source: PublishedHead, options: dict[str, Any], embeddings: Embeddings) -> list[int] | None:
-    """Return the layers whose outputs are read."""
+    """Return the feature layers."""
     ids = options.get(BLOCK_OUTPUTS)
     if ids is None and options.get(BLOCK_STATES) is not None:
         ids = as_outputs(options[BLOCK_STATES])
@@ -144,7 +144,7 @@ def _mask(source: PublishedHead, options: dict[str, Any], embeddings: Embeddings
 
 
 def _confidence(source: PublishedHead, markov: Tensor | None) -> dict[str, Tensor]:
-    """Return the confidence's weights with zeros for the Markov state, where it does not read that."""
+    """Return the confidence head's weights, padded with zeros for the Markov state if it does not read that."""
     weight = source.tensors.get(NAMES["confidence.weight"])
     if markov is None or weight is None or weight.shape[1] != len(source.tensors["fc.weight"]):
         return {}
@@ -152,7 +152,7 @@ def _confidence(source: PublishedHead, markov: Tensor | None) -> dict[str, Tenso
 
 
 def engines(source: Export) -> ExportedHead:
-    """Return the head for the format's engines, or the one that is asked for; refuse options that they do not run."""
+    """Export the head for the format's engines, or for the requested one; refuse options that they do not support."""
     options, markov = source.config, source.config.markov_rank
     source.refuse(qk_norm=True)
     if source.head.vocab is None:
@@ -201,7 +201,7 @@ def engines(source: Export) -> ExportedHead:
 
 
 def _check_successors(source: Export) -> None:
-    """Refuse options of Domino and DFlash2 that their engines do not run."""
+    """Refuse options of Domino and DFlash2 that their engines do not support."""
     options = source.config
     if options.domino is not None and source.format_name != "sglang":
         raise source.refusal(
@@ -218,7 +218,7 @@ def _check_successors(source: Export) -> None:
 
 
 def _said(options: Any) -> dict[str, Any]:
-    """Return what `dflash_config` says of Domino or DFlash2."""
+    """Return the keys of `dflash_config` for Domino or DFlash2."""
     if options.domino is not None:
         sizes = {"gru_hidden_dim": options.domino, "emb_dim": options.domino_rank}
         return {"projector_type": "domino", "pure_draft_prefix_len": 1, "shift_label": options.from_anchor, **sizes}

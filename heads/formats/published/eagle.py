@@ -18,7 +18,7 @@ CLASS = EngineClass(["LlamaForCausalLMEagle", "LlamaForCausalLM"], "llama", {
 
 
 def read(source: PublishedHead, embeddings: Embeddings) -> TensorMapping:
-    """Return where each tensor goes: under its own name."""
+    """Return the plan that maps each tensor to its own name."""
     check_width(source, "fc.weight", embeddings)
     layers = source.count(r"layers\.(\d+)\.self_attn\.q_proj\.weight$")
     config = {
@@ -31,7 +31,7 @@ def read(source: PublishedHead, embeddings: Embeddings) -> TensorMapping:
 
 
 def engines(source: Export) -> ExportedHead:
-    """Return the head for vLLM and SGLang; refuse options that they do not run."""
+    """Export the head for vLLM and SGLang; refuse options that they do not support."""
     source.refuse(lm_head="shared", draft_vocab=None)
     tensors = source.tensors
     bias = tensors.get("fc.bias")
@@ -42,9 +42,9 @@ def engines(source: Export) -> ExportedHead:
 
 
 def authors(source: Export) -> ExportedHead:
-    """Return the head for the authors' code, which loads strictly and so expects the target's embedding too.
+    """Export the head for the authors' code, which loads strictly and so needs the target's embedding too.
 
-    Options that their code does not run are refused.
+    Options that their code does not support are refused.
     """
     source.refuse(lm_head="shared", draft_vocab=None)
     config = {

@@ -33,12 +33,12 @@ from heads.modules.fusion import EAGLE3_LAYERS, default_layers
 log = logging.getLogger(__name__)
 
 SIGNATURE = (r"(midlayer|layers\.0)\.hidden_norm\.weight",)
-JOINT = "input_norm"  # of all features, before fc
+JOINT = "input_norm"  # norm of the concatenated features, before fc
 MIDDLE, FIRST = "midlayer.", "layers.0."  # the first layer's tensors: the authors' names, and all others'
-NORMED_RESIDUAL = ("vllm", "speculators", "gguf")  # the formats of engines that know it
+NORMED_RESIDUAL = ("vllm", "speculators", "gguf")  # formats whose engines support it
 # Targets for which SGLang takes ids for outputs, as otherwise, only if the first is 1, and else for inputs.
 COUNTED_BY_FIRST = {"DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "Glm4MoeLiteForCausalLM"}
-VERSION = "0.9.0"  # of speculators, whose format this is
+VERSION = "0.9.0"  # version of the speculators format
 CLASS = EngineClass(["LlamaForCausalLMEagle3"], "llama", {
     "vllm": r"(Eagle3)?(Llama|Qwen2_5vl|Qwen3|Qwen3vl|MiniMaxM2|DeepseekV[23])ForCausalLM|LlamaForCausalLMEagle3|"
     r"PEagleDraftModel|PeagleLlamaForCausalLM",  # which prepends Eagle3 where the name has none
@@ -50,7 +50,7 @@ CLASS = EngineClass(["LlamaForCausalLMEagle3"], "llama", {
 
 
 def their_name(name: str, first: str) -> str:
-    """Return the name in the files of a tensor of ours, where the first layer's names begin with `first`."""
+    """Return the format's name of one of our tensors; `first` is the prefix of the first layer's names."""
     if deeper := re.match(r"layers\.(\d+)\.(.*)", name):
         return f"layers.{int(deeper[1]) + 1}.{deeper[2]}"
     for ours, theirs in ((r"^fusion\.norms\.", "fc_norm."), (r"^fusion\.joint_norm", JOINT), (r"^fusion\.fc\.", "fc.")):
@@ -108,10 +108,10 @@ def read(source: PublishedHead, embeddings: Embeddings) -> TensorMapping:
 
 
 def feature_layers(source: PublishedHead, joined: int, embeddings: Embeddings) -> list[int] | None:
-    """Return the layers whose outputs are read, of which fc joins `joined`; None for the default three.
+    """Return the feature layers, `joined` of which fc concatenates; None for the default three.
 
     Raises:
-        ValueError: config.json contradicts itself, or is silent where the fc does not join three.
+        ValueError: config.json contradicts itself, or names no layers although fc does not join three.
     """
     nested: dict[str, Any] = source.config.get("eagle_config") or {}
     states, outputs = source.config.get(STATES), nested.get(STATES)
@@ -139,7 +139,7 @@ def feature_layers(source: PublishedHead, joined: int, embeddings: Embeddings) -
 
 
 def _feeds_normed(source: PublishedHead, normed: bool) -> bool:
-    """Return whether the head's normed output is fed back, as in EAGLE-3.1, whose features are `normed`.
+    """Return whether the head feeds back its normed output, as in EAGLE-3.1, whose features are `normed`.
 
     SpecForge has the same key, true by default, for the norm before the lm_head, and feeds back the state before it
     (specforge/modeling/draft/llama3_eagle.py, compute_logits); it writes no speculators format.
@@ -158,7 +158,7 @@ def _norm_before_fc(config: dict[str, Any]) -> bool:
 
 
 def engines(source: Export) -> ExportedHead:
-    """Return the head for all engines at once; refuse options that they, or the one asked for, do not run."""
+    """Export the head for all engines at once; refuse options that they, or the requested one, do not support."""
     options = source.config
     source.refuse(kv_injection=False, qk_norm=False)
     if options.norm_before_residual and source.format_name not in NORMED_RESIDUAL:
@@ -197,9 +197,9 @@ def engines(source: Export) -> ExportedHead:
 
 
 def authors(source: Export) -> ExportedHead:
-    """Return the head for the authors' code, which has one layer and always reads the same three of the target.
+    """Export the head for the authors' code, which has one layer and three fixed feature layers.
 
-    Options that their code does not run are refused.
+    Options that their code does not support are refused.
     """
     source.refuse(
         layers=1,
@@ -232,7 +232,7 @@ def _tensors(source: Export, first: str, order: list[int]) -> dict[str, Tensor]:
 
 
 def _proposal(source: Export) -> dict[str, Any]:
-    """Return the keys that `vllm serve` of the repository alone reads: the target, and the number of drafted tokens."""
+    """Return the keys for `vllm serve REPOSITORY`: the target, and the number of drafted tokens."""
     way = {
         "proposal_type": "greedy",
         "speculative_tokens": source.served.draft_tokens,

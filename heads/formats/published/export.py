@@ -1,4 +1,4 @@
-"""Heads in the formats that engines and other projects read."""
+"""Export of heads to the formats of engines and other projects."""
 
 import logging
 from collections.abc import Callable
@@ -31,16 +31,21 @@ FORMATS: dict[str, Writers] = {
     "hydra": {"hydra": hydra.authors},
     "dflash": {"block": dflash.engines},
 }
-READERS = ("vllm", "sglang", "trtllm", "speculators")  # the formats that are named for what reads their common folder
+READERS = (
+    "vllm",
+    "sglang",
+    "trtllm",
+    "speculators",
+)  # the formats that are named for the readers of their common folder
 
 
 def export(head: nn.Module, format_name: str, served: TargetFacts, folder: Path) -> None:
-    """Write a head's folder in one of FORMATS, config.json and model.safetensors, atomically.
+    """Export a head to one of FORMATS: a folder of config.json and model.safetensors, written atomically.
 
     The embedding and lm_head of its target must be plain tables.
 
     Raises:
-        ValueError: the format is unknown or not one of this head, the head has an option that the format cannot say, or
+        ValueError: the format is unknown or not for this head, the head has an option that it cannot express, or
             a weight is not finite in the exported dtype: one line, and nothing is left behind.
         OSError: the disk is full or the folder cannot be written.
     """
@@ -67,7 +72,7 @@ def export(head: nn.Module, format_name: str, served: TargetFacts, folder: Path)
 
 
 def refusals(head: nn.Module, served: TargetFacts) -> dict[str, str]:
-    """Return why those of READERS that have a format for this kind of head do not take this one, by format."""
+    """Return, by format among READERS, the reason why it refuses this head; formats of other kinds are left out."""
     reasons = {}
     for format_name in READERS:
         if (writer := FORMATS[format_name].get(_name_of(head))) is not None:
@@ -85,6 +90,6 @@ def _name_of(head: nn.Module) -> str:
 
 
 def assert_known(format_name: str) -> None:
-    """Refuse a name that is none of FORMATS."""
+    """Refuse a name that is not in FORMATS."""
     if format_name not in FORMATS:
         raise ValueError(f"format is {format_name!r}: choose one of {', '.join(FORMATS)}, or null for headstart's own")

@@ -1,6 +1,6 @@
 """The export of a head, and code that formats share.
 
-Ours count the outputs of layers from 0; `outputs` gives them in increasing order, as every reader joins them.
+Feature layers are layer outputs counted from 0; every engine concatenates them in increasing order.
 """
 
 import json
@@ -16,9 +16,9 @@ from heads.formats.published.plan import KNOWN, OFFSETS
 class EngineClass(NamedTuple):
     """The class by which engines read a format."""
 
-    architectures: list[str]  # the names that config.json has
+    architectures: list[str]  # `architectures` of config.json
     model_type: str  # its `model_type`
-    found: dict[str, str]  # the names by which each engine finds the class, as a regular expression
+    found: dict[str, str]  # by engine, a regular expression of the class names that it accepts
 
 
 class TargetFacts(NamedTuple):
@@ -27,7 +27,7 @@ class TargetFacts(NamedTuple):
     name: str  # the target, its Hub id or the last part of its folder
     config: dict[str, Any]  # the target's own config.json
     dtype: torch.dtype  # of the exported tensors
-    draft_tokens: int  # how many tokens an engine drafts a pass where it takes that from the repository
+    draft_tokens: int  # drafted tokens per pass, for engines that read it from the repository
 
 
 class Export(NamedTuple):
@@ -62,7 +62,7 @@ class Export(NamedTuple):
         return ValueError(f"format={self.format_name}: the head has {what}, {why}")
 
     def refuse(self, **expected: Any) -> None:
-        """Refuse values of the head's configuration, if it has them, that have no other form in the format."""
+        """Refuse values of the head's configuration that the format cannot express."""
         for key, value in expected.items():
             if key == "draft_vocab" and self.head.vocab is None:
                 continue  # a limit beyond the target's vocabulary leaves out no token
@@ -71,7 +71,7 @@ class Export(NamedTuple):
                 raise self.refusal(f"{key}={written(actual)}", remedy)
 
     def read_out(self, name: str) -> Tensor:
-        """Return one of the head's lm_heads as one matrix, or the target's."""
+        """Return one of the head's lm_heads as a single matrix, else the target's."""
         tensors = self.tensors
         if f"{name}.weight" not in tensors:
             weight, ids = self.embeddings.lm_head_weight().detach(), tensors.get("vocab.ids")
@@ -80,7 +80,7 @@ class Export(NamedTuple):
         return weight if down is None else (weight.double() @ down.double()).to(weight.dtype)
 
     def vocabulary(self) -> dict[str, Tensor]:
-        """Return the pruned vocabulary as offset and mask, nothing if the head drafts all tokens."""
+        """Return the pruned vocabulary as offsets and mask (d2t, t2d), empty if the head drafts all tokens."""
         ids = self.tensors.get("vocab.ids")
         if ids is None:
             return {}
@@ -89,11 +89,11 @@ class Export(NamedTuple):
         return {OFFSETS: ids - torch.arange(len(ids), device=ids.device), KNOWN: mask}
 
     def draft_vocab(self) -> int:
-        """Return how many tokens the head drafts."""
+        """Return the size of the draft vocabulary."""
         return self.embeddings.vocab_size if self.head.vocab is None else len(self.head.vocab.ids)
 
     def outputs(self) -> tuple[list[int], list[int]]:
-        """Return the layers whose outputs are read, increasing, and the index of each in the head.
+        """Return the feature layers in increasing order, and the index of each in the head.
 
         Raises:
             ValueError: the target's last layer is among them.
@@ -108,11 +108,11 @@ class Export(NamedTuple):
         return [layers[i] for i in order], order
 
     def in_order(self, fc: Tensor, order: list[int]) -> Tensor:
-        """Return fc, or the norm of what it reads, with its columns for layers in another order."""
+        """Return fc, or the norm of its input, with its columns in the engines' order of layers."""
         return torch.cat([fc.chunk(len(order), -1)[i] for i in order], -1)
 
     def engine_config(self, kind: EngineClass, layers: int) -> dict[str, Any]:
-        """Return the keys of config.json by which engines make a class with these decoder layers."""
+        """Return the keys of config.json by which engines choose a model class with these decoder layers."""
         return {
             "architectures": kind.architectures,
             "model_type": kind.model_type,
@@ -123,7 +123,7 @@ class Export(NamedTuple):
         }
 
     def decoder(self) -> dict[str, Any]:
-        """Return the decoder layers' keys of config.json, as in a Llama's."""
+        """Return the decoder layers' keys of config.json, as for a Llama."""
         config, embeddings = self.config, self.embeddings
         shape = resolve_layer_dims(config, embeddings)
         context = self.served.config.get("max_position_embeddings")
@@ -152,5 +152,5 @@ class ExportedHead(NamedTuple):
 
 
 def written(value: Any) -> str:
-    """Return a value as it is written on the command line."""
+    """Format a value as on the command line."""
     return value if isinstance(value, str) else json.dumps(value)

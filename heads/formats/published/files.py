@@ -1,4 +1,4 @@
-"""The files of a published head: which they are, the names of its tensors, and the tensors themselves."""
+"""The files of a published head: their names, the tensor names in them, and the tensors."""
 
 import re
 from pathlib import Path
@@ -13,7 +13,7 @@ from heads.formats.store import CONFIG, INDEX, WEIGHTS
 
 SAFE = (WEIGHTS, "medusa_lm_head.safetensors")
 PICKLED = ("pytorch_model.bin", "medusa_lm_head.pt", "hydra_lm_head.pt")
-PREFIX = re.compile(r"^(speculator|medusa_heads?|model)\.")  # what trainers put before all of a head's names
+PREFIX = re.compile(r"^(speculator|medusa_heads?|model)\.")  # prefixes that trainers add to all tensor names
 
 
 def is_published(folder: Path) -> bool:
@@ -26,12 +26,12 @@ def is_published(folder: Path) -> bool:
 
 
 def config_of(folder: Path) -> dict[str, Any]:
-    """Return config.json, the decoder layer's numbers of the speculators format among its own.
+    """Return config.json, with the decoder layer's dimensions of the speculators format moved to the top level.
 
     Foreign files may name code for transformers to run (`auto_map`): here single keys are read, none of which does.
 
     Raises:
-        ValueError: it cannot be read, or is no JSON object.
+        ValueError: the file cannot be read, or is not a JSON object.
     """
     try:
         content = parse_json(regular(folder / CONFIG).read_bytes())
@@ -44,10 +44,10 @@ def config_of(folder: Path) -> dict[str, Any]:
 
 
 def names_of(folder: Path) -> set[str]:
-    """Return the names of the tensors, without their prefix; a pickle beside safetensors is not looked at.
+    """Return the tensor names without prefix; a pickle beside safetensors is ignored.
 
     Raises:
-        ValueError: a file is missing, truncated or damaged, or there are pickles alone.
+        ValueError: a file is missing, truncated or damaged, or there are only pickles.
     """
     return {PREFIX.sub("", name) for name in _sharded(folder) or weights.header(_weights(folder))}
 
@@ -58,19 +58,19 @@ def without_prefix(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def stored_tensors(folder: Path) -> dict[str, Tensor]:
-    """Return the tensors by their names as they stand in the files, with the errors of `names_of`."""
+    """Return the tensors by their names in the files, with the errors of `names_of`."""
     files = {inside(folder, file) for file in _sharded(folder).values()} or {_weights(folder)}
     return {name: tensor for file in sorted(files) for name, tensor in weights.read_weights(file).items()}
 
 
 def further_files(folder: Path) -> list[str]:
-    """Return which files a download of the small ones and WEIGHTS still lacks: the index's shards, else a pickle."""
+    """Return the files still to download after the small ones and WEIGHTS: the index's shards, else a pickle."""
     whole = any((folder / name).is_file() for name in SAFE)
     return [] if whole else sorted({*_sharded(folder).values()} or PICKLED)
 
 
 def _sharded(folder: Path) -> dict[str, str]:
-    """Return the file of each tensor by the index; none where a whole file goes before it, as in transformers."""
+    """Return the file of each tensor by the index; empty if a single file takes precedence, as in transformers."""
     whole = any((folder / name).is_file() for name in SAFE)
     return {} if whole or not (folder / INDEX).is_file() else weights.shards(folder / INDEX)
 

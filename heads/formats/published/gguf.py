@@ -1,4 +1,4 @@
-"""GGUF, which llama.cpp reads: EAGLE-3 and DFlash with DSpark, made of the folder that other engines read.
+"""GGUF for llama.cpp: EAGLE-3, DFlash and DSpark, converted from the folder for other engines.
 
 Names, keys and the order of rotary pairs are those of llama.cpp's own converter (conversion/llama.py and qwen.py, as
 llama-cpp-python 0.3.36 carries it), which reads that folder too. The tokenizer is the target's: its keys are
@@ -26,8 +26,8 @@ from heads.formats.store import CONFIG, WEIGHTS
 from heads.modules.fusion import EAGLE3_LAYERS
 
 FILE = "head.gguf"
-VERSION = 2  # of GGUF's quantisation formats
-TOKENIZER, MASK = "tokenizer.", "tokenizer.ggml.mask_token_id"  # how the keys begin that are copied, and the head's own
+VERSION = 2  # version of GGUF's quantisation formats
+TOKENIZER, MASK = "tokenizer.", "tokenizer.ggml.mask_token_id"  # prefix of the copied keys, and the head's own key
 LENGTH = "max_position_embeddings"
 IN_LAYER = {
     "input_layernorm": "attn_norm", "hidden_norm": "attn_norm_2", "post_attention_layernorm": "ffn_norm",
@@ -45,7 +45,7 @@ LAYER = re.compile(r"layers\.(\d+)\.(.*)")
 
 
 def of_eagle3(source: Export) -> ExportedHead:
-    """Return an EAGLE-3 head for llama.cpp; refuse options that it does not run."""
+    """Export an EAGLE-3 head for llama.cpp; refuse options that it does not support."""
     source.refuse(layers=1, feature_norm=False, norm_output=False)
     _check_yarn(source)
     if (count := len(source.head.feature_layers)) != EAGLE3_LAYERS:
@@ -56,21 +56,21 @@ def of_eagle3(source: Export) -> ExportedHead:
 
 
 def of_block(source: Export) -> ExportedHead:
-    """Return a DFlash or DSpark head for llama.cpp; refuse options that it does not run, or that were not tried."""
+    """Export a DFlash or DSpark head for llama.cpp; refuse options that it does not support, and untested ones."""
     source.refuse(domino=None, selector_rank=None, conv=None)
     _check_yarn(source)
     return dflash.engines(source)
 
 
 def _check_yarn(source: Export) -> None:
-    """Refuse YaRN with further numbers than are written: llama.cpp takes the paper's for them."""
+    """Refuse YaRN with numbers that GGUF does not hold: llama.cpp uses the paper's values."""
     scaling = source.config.rope_scaling or {}
     if scaling.get("rope_type") == "yarn" and (further := sorted(scaling.keys() - {"rope_type", *SCALINGS["yarn"]})):
         raise source.refusal(f"rope_scaling of type yarn with {further[0]}", "which is not written for llama.cpp")
 
 
 def write(folder: Path, tokenizer: dict[str, Any]) -> None:
-    """Write FILE into an exported folder, with the tokenizer's fields of the target's file, as `tokenizer_of` has them.
+    """Write FILE into an exported folder, with the tokenizer fields that `tokenizer_of` returns.
 
     Raises:
         OSError: the disk is full or the folder cannot be written.
@@ -103,7 +103,7 @@ def _library() -> Any:
 
 
 def _settings(kind: str, config: dict[str, Any], tensors: dict[str, Tensor]) -> dict[str, Any]:
-    """Return the keys of a head's architecture by their names without it."""
+    """Return the architecture's keys, without the architecture's prefix."""
     settings = {
         "block_count": config["num_hidden_layers"],
         **({"context_length": config[LENGTH]} if LENGTH in config else {}),
@@ -144,9 +144,9 @@ def tokenizer_of(target: Path, size: int, ids: Mapping[str, int]) -> dict[str, A
     """Return the tokenizer's fields of a target's GGUF file by key.
 
     Args:
-        target: the file.
-        size: of the target's vocabulary, with its padding.
-        ids: those of the tokens that the target's own tokenizer knows.
+        target: The target's GGUF file.
+        size: Vocabulary size of the target, with padding.
+        ids: Token ids of the target's tokenizer.
 
     Raises:
         ValueError: the library is not installed, or the file is no GGUF, of an architecture that llama.cpp does not
@@ -203,7 +203,7 @@ def _renamed(kind: str, config: dict[str, Any], tensors: dict[str, Tensor]) -> d
 
 
 def _add_tensor(library: Any, writer: Any, name: str, tensor: Tensor) -> None:
-    """Add a tensor, a matrix in its dtype and a vector in fp32, as llama.cpp computes with them."""
+    """Add a tensor: a matrix in its dtype, a vector in fp32, as llama.cpp needs them."""
     kinds = library.GGMLQuantizationType
     if not tensor.is_floating_point():
         writer.add_tensor(name, tensor.numpy(), raw_dtype=kinds.I64)

@@ -25,7 +25,7 @@ LM_HEAD = {True: "hydra_lm_head.{}.1.", False: "hydra_lm_head.{}."}  # with drop
 
 
 def their_name(name: str, block_numbers: list[int], lm_head: str) -> str:
-    """Return a tensor's name in the files, by the numbers of a head's blocks and the prefix of lm_heads."""
+    """Return the format's name of a tensor, by the blocks' numbers and the lm_heads' prefix."""
     if branch := BRANCH.fullmatch(name):
         return f"hydra_mlp.{branch[1]}.{block_numbers[0 if branch[2] is None else 1 + int(branch[2])]}.{branch[3]}"
     if out := re.fullmatch(r"lm_heads\.(\d+)\.(.*)", name):
@@ -69,7 +69,7 @@ def read(source: PublishedHead, embeddings: Embeddings) -> TensorMapping:
 
 
 def _layer(source: PublishedHead, embeddings: Embeddings, prefix: bool) -> dict[str, object]:
-    """Return the numbers of the prefix layer: those of the target's own, where config.json is silent."""
+    """Return the prefix layer's dimensions, the target's where config.json gives none."""
     if prefix:
         target = embeddings.config.to_dict()
         taken = ["rms_norm_eps", *(() if positions_of(source.config) else SAID)]
@@ -80,14 +80,14 @@ def _layer(source: PublishedHead, embeddings: Embeddings, prefix: bool) -> dict[
 
 
 def _duplicates(heads: int, block_numbers: list[int]) -> dict[str, str]:
-    """Return the names under which a tied block is written again, each with its first name."""
+    """Return the further names of a tied block's tensors, each with its first name."""
     kinds = [(i, kind) for i in range(heads) for kind in ("weight", "bias")]
     name = "hydra_mlp.{}.{}.linear.{}".format
     return {name(i, j, k): name(i, block_numbers[1], k) for j in block_numbers[2:] for i, k in kinds}
 
 
 def authors(source: Export) -> ExportedHead:
-    """Return the head for the authors' code; refuse options that it does not run."""
+    """Export the head for the authors' code; refuse options that it does not support."""
     source.refuse(draft_vocab=None)
     options, served = source.config, source.served.config
     if options.layers > 2 and not options.tied:

@@ -24,7 +24,7 @@ BLOCK = re.compile(r"blocks\.(\d+)\.(\d+)\.linear\.(weight|bias)")
 
 
 def read(source: PublishedHead, embeddings: Embeddings) -> TensorMapping:
-    """Return the plan that maps the tensors; the counts come from the names, for config files are wrong about them."""
+    """Return the plan that maps the tensors; counts come from their names, since config files are often wrong."""
     block = AUTHORS if AUTHORS.format(0, 0, "weight") in source.tensors else VLLM
     check_width(source, block.format(0, 0, "weight"), embeddings)
     heads = source.count(_pattern(block, r"(\d+)", r"\d+"))
@@ -62,7 +62,7 @@ def _pattern(block: str, head: str, layer: str) -> str:
 
 
 def engines(source: Export) -> ExportedHead:
-    """Return the head for vLLM; refuse options that it does not run."""
+    """Export the head for vLLM; refuse options that it does not support."""
     source.refuse(draft_vocab=None)
     options, shared = source.config, source.config.lm_head == "shared"
     config = {
@@ -80,7 +80,7 @@ def engines(source: Export) -> ExportedHead:
 
 
 def authors(source: Export) -> ExportedHead:
-    """Return the head for the authors' code; refuse options that it does not run."""
+    """Export the head for the authors' code; refuse options that it does not support."""
     source.refuse(draft_vocab=None)
     options, tensors = source.config, _blocks(source, AUTHORS)
     for name, tensor in tensors.items():
@@ -105,7 +105,7 @@ def _blocks(source: Export, block: str) -> dict[str, Tensor]:
 
 
 def _written(source: Export, config: dict[str, Any], block: str, lm_heads: int) -> ExportedHead:
-    """Return the head with so many lm_heads, by the names of one of the two formats."""
+    """Export the head with this number of lm_heads, in one of the two formats' names."""
     lm_head = LM_HEAD[block].format(layers=source.config.layers)
     return ExportedHead(
         config,

@@ -26,7 +26,7 @@ CLASS = EngineClass(["MiMoForCausalLM"], "qwen2", {"vllm": "MiMoForCausalLM", "s
 
 
 def their_name(name: str) -> str:
-    """Return the name in the file of a tensor of ours, without `model.`."""
+    """Return the format's name of one of our tensors, without `model.`."""
     return LAYER + (RENAMED.get(name) or name.removeprefix("block."))
 
 
@@ -50,7 +50,7 @@ def read(source: PublishedHead, embeddings: Embeddings) -> TensorMapping:
 
 
 def engines(source: Export) -> ExportedHead:
-    """Return the head for vLLM and SGLang; refuse options that they do not run."""
+    """Export the head for vLLM and SGLang; refuse options that they do not support."""
     source.refuse(layer="llama", raw_state=False, feature_layers=None, lm_head="shared", draft_vocab=None)
     if source.format_name == "sglang":
         source.refuse(qk_norm=False)
@@ -71,7 +71,7 @@ def overrides(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _check_sizes(source: Export, config: dict[str, Any]) -> None:
-    """Refuse sizes and positions by which no engine, or not vLLM, makes the module."""
+    """Refuse dimensions and rotary positions that no engine, or not vLLM, supports."""
     width, heads, head_dim = (config[key] for key in ("hidden_size", "num_attention_heads", "head_dim"))
     if head_dim * heads != width:
         raise source.refusal(

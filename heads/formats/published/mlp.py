@@ -18,12 +18,12 @@ def read(source: PublishedHead, embeddings: Embeddings) -> TensorMapping:
     """Return the plan that maps each tensor to its own name."""
     steps = {name: match for name in source.tensors if (match := STEP.fullmatch(name))}
     heads = 1 + max(int(match[2]) for match in steps.values())
-    # Of the projections the first two stay: the first reads the target's feature, the others a state.
+    # Two projections remain: the first reads the target's feature, the others the previous state.
     duplicates = {name for name, match in steps.items() if int(match[2]) > (match[1] == "proj")}
     tied = heads > 1 and all(_is_copy(source, steps[name]) for name in duplicates)
     recorded = source.config.get("n_predict")
     if tied and not duplicates and isinstance(recorded, int):
-        heads = max(heads, recorded)  # written once, the tensors do not say how many steps they are for
+        heads = max(heads, recorded)  # tensors written once do not tell the number of steps
     inner, width = source.tensor("proj.0.weight").shape[:2]
     if width != embeddings.hidden_size:
         raise source.error(

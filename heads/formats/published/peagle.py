@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 MASK, OWN = "mask_hidden", "embedding.weight"  # the second is our name of EMBEDDING
 SIGNATURE = (*eagle3.SIGNATURE, MASK)
 MASK_TOKENS = ("mask_token_id", "pard_token", "ptd_token_id")  # keys of config.json, in speculators and elsewhere
-DEPTHS = 8  # tokens that speculators trains a head to draft, where the file does not say it
+DEPTHS = 8  # drafted tokens in training by speculators, if the file gives no number
 
 
 def read(source: PublishedHead, embeddings: Embeddings) -> TensorMapping:
@@ -42,7 +42,7 @@ def read(source: PublishedHead, embeddings: Embeddings) -> TensorMapping:
 
 
 def _embedding(source: PublishedHead, embeddings: Embeddings) -> Tensor | None:
-    """Return the embedding that was trained with the head; None if it is the target's, or not in the file."""
+    """Return the embedding trained with the head; None if it is the target's, or not in the file."""
     stored = next((tensor for name, tensor in source.tensors.items() if name.endswith(EMBEDDING)), None)
     if stored is None or stored.shape != (embeddings.vocab_size, embeddings.hidden_size):  # which is refused later
         return None
@@ -50,7 +50,7 @@ def _embedding(source: PublishedHead, embeddings: Embeddings) -> Tensor | None:
 
 
 def engines(source: Export) -> ExportedHead:
-    """Return the head for vLLM and speculators."""
+    """Export the head for vLLM and speculators."""
     config, tensors = eagle3.engines(source)
     _, order = source.outputs()
     tensors[MASK] = source.in_order(tensors[MASK].reshape(1, 1, -1), order)

@@ -20,12 +20,12 @@ BLOCK_STATES, BLOCK_OUTPUTS = "aux_hidden_state_layer_ids", "target_layer_ids"  
 
 
 def as_states(outputs: Sequence[int]) -> list[int]:
-    """Return the hidden states, counted from the embedding, that are these layers' outputs."""
+    """Convert indices of layer outputs to indices of hidden states, where the embedding is 0."""
     return [i + 1 for i in outputs]
 
 
 def as_outputs(states: Sequence[int]) -> list[int]:
-    """Return the layers whose outputs these hidden states are; the embedding is -1."""
+    """Convert indices of hidden states to indices of layer outputs, where the embedding is -1."""
     return [i - 1 for i in states]
 
 
@@ -49,7 +49,7 @@ class PublishedHead(NamedTuple):
     tensors: dict[str, Tensor]
 
     def tensor(self, name: str, key: str | None = None) -> Tensor:
-        """Return one tensor, which `key` of config.json says that there is; refuse a folder that lacks it."""
+        """Return one tensor, whose presence `key` of config.json implies; refuse a folder without it."""
         if name not in self.tensors:
             why = f", and config.json gives {key}" if key else ""
             raise self.error(f"the tensor {name} is missing{why}; download it again")
@@ -73,11 +73,11 @@ class PublishedHead(NamedTuple):
 class TensorMapping(NamedTuple):
     """The mapping of a published folder to a head."""
 
-    head: str  # which of HEADS
-    config: dict[str, Any]  # its configuration but for the name and the size of its vocabulary
+    head: str  # a name in HEADS
+    config: dict[str, Any]  # the head's configuration without its name and vocabulary size
     rename: Callable[[str], str]  # a tensor's name in the head to its name in the file
     filled: dict[str, Tensor]  # tensors of the head that the file does not hold as they are
-    unread: set[str]  # names in the file that the head has no use for
+    unread: set[str]  # tensor names in the file that are ignored
     ids: Tensor | None  # the drafted tokens in the order of the lm_head's rows, None for the whole vocabulary
 
 
@@ -112,14 +112,14 @@ def assemble(source: PublishedHead, plan: TensorMapping, embeddings: Embeddings)
         if order is not None and name not in filled and OVER_VOCABULARY.match(name):
             tensor = tensor[order]
         loaded[name] = tensor.clone(memory_format=torch.contiguous_format)
-    head: nn.Module = kind(config, embeddings)  # memory is taken only after the file was checked
+    head: nn.Module = kind(config, embeddings)  # memory is allocated only after the checks of the file
     for name, parameter in head.state_dict(keep_vars=True).items():
         parameter.data = loaded[name]
     return head
 
 
 def drafted(source: PublishedHead, ids: Tensor, what: str, embeddings: Embeddings) -> Tensor:
-    """Return the drafted tokens; refuse repeated ones, and those that are not of the target's vocabulary."""
+    """Return the draft vocabulary; refuse repeated tokens, and tokens outside the target's vocabulary."""
     ids = ids.long()
     if not len(ids) or len(ids.unique()) != len(ids) or int(ids.min()) < 0 or int(ids.max()) >= embeddings.vocab_size:
         raise source.error(f"{what} does not name {len(ids)} different tokens of the target's {embeddings.vocab_size}")
@@ -127,10 +127,10 @@ def drafted(source: PublishedHead, ids: Tensor, what: str, embeddings: Embedding
 
 
 def drafted_by_offsets(source: PublishedHead, embeddings: Embeddings) -> Tensor | None:
-    """Return the tokens that d2t and t2d name, None without them: token i of the draft's is i + d2t[i] of the target's.
+    """Return the draft vocabulary by d2t and t2d, None without them: draft id i is target id i + d2t[i].
 
     Raises:
-        ValueError: the two disagree, d2t is no such offset, or a reduced lm_head has none.
+        ValueError: the two disagree, d2t does not hold such offsets, or a reduced lm_head has no d2t.
     """
     if OFFSETS not in source.tensors:
         lm_head = source.tensors.get("lm_head.weight")
@@ -146,7 +146,7 @@ def drafted_by_offsets(source: PublishedHead, embeddings: Embeddings) -> Tensor 
 
 
 def check_width(source: PublishedHead, name: str, embeddings: Embeddings) -> None:
-    """Refuse a head whose states, the rows of one of its tensors, are not as wide as the target's."""
+    """Refuse a head whose hidden size, by the width of one of its tensors, is not the target's."""
     width = source.tensor(name).shape[0]
     if width != embeddings.hidden_size:
         raise source.error(
@@ -156,12 +156,12 @@ def check_width(source: PublishedHead, name: str, embeddings: Embeddings) -> Non
 
 
 def decoder(source: PublishedHead, layer: str, embeddings: Embeddings, *, sliding: bool = False) -> dict[str, Any]:
-    """Return the numbers of the decoder layers for a head's configuration, the target's where config.json is silent.
+    """Return the decoder layers' dimensions for a head's configuration, the target's where config.json gives none.
 
-    `layer` is the prefix of a layer's tensors, with its point; `sliding` allows layers that all look back as far.
+    `layer` is the prefix of a layer's tensors, with its dot; `sliding` allows one sliding window for all layers.
 
     Raises:
-        ValueError: a tensor is missing, the rows are no whole heads, or the layer does what ours cannot.
+        ValueError: a tensor is missing, its rows do not divide into attention heads, or an option is not supported.
     """
     config = source.config
     alike = sliding and set(config.get("layer_types") or ()) == {"sliding_attention"}
@@ -197,7 +197,7 @@ def decoder(source: PublishedHead, layer: str, embeddings: Embeddings, *, slidin
 
 
 def _check_options(source: PublishedHead, layer: str, *, sliding: bool) -> None:
-    """Refuse options that the shared decoder layer lacks, a window among them unless all layers are `sliding`."""
+    """Refuse options that the shared decoder layer lacks, such as a sliding window unless `sliding` allows it."""
     config = source.config
     for name in sorted(source.tensors):
         if name.startswith(layer) and name.endswith("_proj.bias"):
@@ -220,7 +220,7 @@ def is_targets_embedding(table: Tensor, embeddings: Embeddings) -> bool:
 
 
 def _checked_embeddings(source: PublishedHead, embeddings: Embeddings, *, trained: bool) -> set[str]:
-    """Return which tensors are embeddings; the target's is used in place of those not `trained`, and compared."""
+    """Return the names of embeddings; those not `trained` are compared with the target's, which replaces them."""
     names = {name for name in source.tensors if name.endswith(EMBEDDING)}
     expected = (embeddings.vocab_size, embeddings.hidden_size)
     for name in names:
