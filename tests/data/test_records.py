@@ -1,5 +1,4 @@
 import json
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -94,18 +93,6 @@ def test_several_calls_at_once_and_calls_as_json() -> None:
     assert parse({"conversations": turns}, 0, "f").messages == [QUESTION, two]
     as_text = {**CALLED, "tool_calls": json.dumps(two["tool_calls"])}
     assert parse({"messages": [QUESTION, as_text]}, 0, "f").messages == [QUESTION, two]
-
-
-@pytest.mark.parametrize("form", [lambda value: value, json.dumps])
-def test_nulls_of_arguments_and_parameters_stay(form: Callable[[Any], Any]) -> None:
-    call = {"name": "weather", "arguments": {"town": "Bern", "units": {"wind": None}, "days": [{"of": None}]}}
-    parameters = {"type": "object", "properties": {"units": {"type": ["object", "null"], "default": None}}}
-    tool = {"type": "function", "function": {"name": "weather", "parameters": parameters}}
-    called = {"role": "assistant", "content": None, "tool_calls": form([{"type": "function", "function": call}])}
-    record = parse({"messages": [QUESTION, called], "tools": form([tool])}, 0, "f")
-    assert record.messages[1] == {**CALLED, "tool_calls": [{"type": "function", "function": call}]}
-    assert record.tools == (tool,)
-    assert parse({"messages": [QUESTION], "tools": form([tool["function"]])}, 0, "f").tools == (tool,)
 
 
 @pytest.mark.parametrize(

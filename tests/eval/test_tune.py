@@ -19,7 +19,6 @@ from eval.run import tuned
 from eval.tune import (
     TUNED,
     AtBatch,
-    Bench,
     Candidate,
     Measured,
     Tuning,
@@ -35,7 +34,7 @@ from eval.tuning.grid import OWN, Tried, proposed
 from heads.common.typed import typed
 from heads.formats.store import save_head
 from inference.decode import Generation
-from inference.drafters.head import HeadDrafter, saved_trees
+from inference.drafters.head import saved_trees
 from inference.drafters.policy import TreeConfig
 from inference.target.target import Target
 from inference.tree_config import scheduled
@@ -269,29 +268,6 @@ def test_the_fastest_by_measurement_is_chosen_whatever_was_predicted() -> None:
     assert fastest(slow) is None
     assert conclude(4, slow, "") == "batch size 4: no tree beats the baseline (best: chain-4 at 0.90); decode plainly"
     assert "(best: none is lossless)" in conclude(4, [candidate("chain", "chain", 1.0)], "")
-
-
-def test_the_tree_that_is_predicted_best_of_all_is_decoded_with(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The first of its family on the texts to choose from is not the best on those that are measured."""
-    chain, tree = toys.TREES["chain"], toys.TREES["static"]
-    first = Tried("chain", chain, [replayed(2, 2)], [replayed(0, 0)])
-    second = Tried("chain", replace(chain, depth=3), [replayed(1, 1)], [replayed(2, 2)])
-    third, other = replace(second, held=[replayed(1, 1)]), Tried("static", tree, [replayed(0)], [replayed(1)])
-    known = replace(costs_of(chain, {0: 1.0}), draft={draft_key(one.tree): 0.0 for one in (first, second, other)})
-    target = toys.target()
-    bench = Bench(configured(tmp_path), target, HeadDrafter(toys.head("eagle", target), chain, "head"), [], [])
-    asked: list[TreeConfig] = []
-
-    def timed(_: Bench, candidates: list[Candidate], batch: int) -> list[Candidate]:
-        asked.extend(one.tree for one in candidates)
-        return [candidate(one.family, "chain", 1.0, 1.0) for one in candidates]
-
-    monkeypatch.setattr(Bench, "timed", timed)
-    found = bench.measured([[first, second, third], [other]], {1: known}, 1)
-    assert asked == [first.tree, second.tree, other.tree]
-    assert [one.measured is not None for one in found] == [True, True, False, True]
 
 
 @pytest.mark.parametrize(

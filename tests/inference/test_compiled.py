@@ -60,7 +60,7 @@ def as_it_is(stage: Any, _: str) -> Any:
     return stage
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma2", "gemma3"])
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
 def test_features_of_compiled_layers_are_those_of_the_layers(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of packed documents and of rows that are one, whose attention differs; alike layers share their graphs."""
     target = toys.target(name, DOUBLE)

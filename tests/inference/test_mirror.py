@@ -10,9 +10,10 @@ from heads.common.typed import build
 from inference.decode import RequestParams, speculate
 from inference.drafters.assistant import Assistant
 from inference.drafters.contrib.mirror import Mirror
+from inference.protocol import Context
 from inference.target.target import Target
 from inference.verification.sample import GREEDY, Sampling
-from tests import assistants, toys
+from tests import assistants, enumeration, toys
 
 TOKENS = 24
 WARM = Sampling(0.8, 12, 0.9, 0.0, 1.3)
@@ -62,6 +63,26 @@ def test_a_twin_is_always_prepared(tmp_path: Path) -> None:
     # The prompt, the first chain but for its last token, and then only what is prepared: a chain and its outcome.
     depth = assistants.CHAIN.depth
     assert passes.count(source.assistant.model) <= depth + len(made.steps) * (depth + 1)
+
+
+def test_the_likeliest_outcomes_are_prepared(near: str) -> None:
+    source = mirror(near, toys.target(), 4)
+    source.accepted, source.tried = 9, 10
+    state = source.start(toys.prompt(0))
+    state.assistant.level = None
+    rng = enumeration.Replay([])
+    context = Context(toys.prompt(0), GREEDY, rng, 8)
+    laws = torch.full((3, toys.VOCAB), 1e-4)
+    for row, (token, share) in enumerate([(3, 0.6), (5, 0.9), (7, 0.7)]):
+        laws[row, token] = share
+    laws[0, 11], laws[2, 9] = 0.35, 0.25
+    chain = state._chain(laws[:1].log(), -1, 2, context, ())
+    chain.token, chain.answers = [3, 5], list(laws.log().split(1))
+    # All accepted: 0.81 of the guesses 7 and 9; rejected at once: 0.1 of guess 11; after one: 0.09 spread thinly.
+    assert state._outcomes(chain)[:3] == [(3, 5, 7), (3, 5, 9), (11,)]
+    for end, first in ((7, (3, 5, 9)), (5, (11,))):  # what ends the answer, at the end of an outcome or within it
+        state.assistant.eos = frozenset({end})
+        assert state._outcomes(chain)[0] == first
 
 
 @pytest.mark.parametrize(

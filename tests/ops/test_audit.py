@@ -280,17 +280,6 @@ def test_the_command_s_exit_status_is_the_verdict(tmp_path: Path, baseline: Audi
             assert run_command(main, "ops/audit", *words, f"out={tmp_path}") == status
 
 
-def test_servers_that_answer_nothing_are_undecided(
-    tmp_path: Path, baseline: AuditServer, server: AuditServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for one in (server, baseline):
-        refusing(one, monkeypatch, lambda _: True)
-    verdict, record = ask(tmp_path, server.url, baseline.url, prompts=2, borders=[])
-    assert verdict.status == "undecided"
-    assert verdict.sentence.startswith("nothing could be compared: the baseline does not answer: http_400")
-    assert set(statuses(record).values()) == {"not_offered", "not_run"}
-
-
 @pytest.mark.parametrize(
     ("check", "refuses"),
     [

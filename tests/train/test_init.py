@@ -4,6 +4,7 @@ import copy
 import logging
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,7 +23,7 @@ from tests.inference.test_mtp import save
 from tests.train import jobs
 from train import start
 from train.config import RunConfig
-from train.start import fit_init, init_head, resolve_init
+from train.start import final_gain, fit_init, init_head, resolve_init
 
 LAYERS = "head.feature_layers=[0,1,2]"
 
@@ -162,6 +163,20 @@ def test_eagle3_starts_as_the_last_layer_on_what_it_has_in_place_of_that_layers_
     # The third layer's own states are among its features, so that the last ones follow from them but for the norm.
     fused = head.initial_states(given)
     assert (fused - given.last_hidden).square().mean() < 0.2 * given.last_hidden.square().mean()
+
+
+def test_the_final_norms_gain_is_of_all_but_the_first_tokens_of_texts() -> None:
+    """Whose states may be hundreds of times as large; nor of padding."""
+    packed, gain = pack([Sample(str(i), toys.prompt(i, 8), [1] * 8) for i in range(8)], 20), torch.linspace(0.5, 2.0, 5)
+
+    def features(token: torch.Tensor, document: torch.Tensor, _: Any) -> Any:
+        raw = torch.randn(*token.shape, 5)
+        later = (document[:, 1:] == document[:, :-1]) & (document[:, 1:] >= 0)
+        last = torch.where(torch.nn.functional.pad(later, (1, 0))[..., None], gain * raw, 300 * raw.square())
+        return SimpleNamespace(hidden=raw[:, :, None], last_hidden=last)
+
+    target = SimpleNamespace(features=features, embeddings=SimpleNamespace(num_layers=2))
+    torch.testing.assert_close(final_gain(target, Batches(packed, 4, 2, 0, 0, 1)), gain.double())
 
 
 def test_eagle_starts_as_the_last_layer_in_the_scale_of_the_final_norm() -> None:
