@@ -41,6 +41,11 @@ HEADS = {
     "block": Block, "peagle": PEagle,
 }  # fmt: skip
 BEST, AUTO = "best", "auto"
+# What an engine loads of `head=best`, with the options that it asks for (heads/formats/published/ has the proof).
+ENGINES: dict[str, dict[str, Any]] = {
+    "vllm": {}, "sglang": {}, "trtllm": {}, "llamacpp": {"feature_norm": False, "norm_output": False},
+}  # fmt: skip
+SERVED = "eagle3"  # the head that all of ENGINES load
 
 
 def best_line(cfg: DictConfig) -> str | None:
@@ -52,13 +57,17 @@ def best_line(cfg: DictConfig) -> str | None:
     name = cfg.head.name
     if name != BEST:
         return None
+    if engine := cfg.get("engine"):
+        options = "".join(f" head.{key}={str(value).lower()}" for key, value in ENGINES.get(engine, {}).items())
+        return f"head=best: {SERVED}{options}, which {engine} loads"
     return "head=best: {}, {}".format(*best_head(cfg.model.path, cfg.model.shape, cfg.model.trust_remote_code))
 
 
 def with_head(cfg: DictConfig) -> DictConfig:
     """Return a composed configuration with its head named and the head's own training values filled in.
 
-    `head=best` becomes the head that suits `model`, by the target's config.json. `head.training` holds the values of
+    `head=best` becomes a head that `engine` loads, without one the head that suits `model`, by the target's
+    config.json. `head.training` holds the values of
     `objective` and `trainer` where these are `auto`, and the losses that those of `objective` are added to.
 
     Raises:
@@ -68,8 +77,10 @@ def with_head(cfg: DictConfig) -> DictConfig:
     OmegaConf.set_struct(cfg, False)
     name = cfg.head.name
     if name == BEST:
-        name, _ = best_head(cfg.model.path, cfg.model.shape, cfg.model.trust_remote_code)
-        cfg.head = OmegaConf.load(ROOT / "conf" / "head" / f"{name}.yaml")
+        name, options = SERVED, ENGINES.get(cfg.get("engine"), {})
+        if not cfg.get("engine"):
+            name, _ = best_head(cfg.model.path, cfg.model.shape, cfg.model.trust_remote_code)
+        cfg.head = OmegaConf.merge(OmegaConf.load(ROOT / "conf" / "head" / f"{name}.yaml"), options)
     training: Any = OmegaConf.to_container(cfg.head.pop("training", OmegaConf.create()), resolve=False)
     for section, values in training.items():
         for key, value in values.items() if section in cfg else ():

@@ -38,6 +38,8 @@ from heads.base import DraftHead, HeadConfig, frozen_count, parameter_count
 from heads.common.files import atomic_write
 from heads.common.redact import redacted_values, redacted_words
 from heads.common.target_config import context_of
+from heads.formats.published import export
+from heads.formats.published.export import TargetFacts
 from heads.modules.layers import Recomputing
 from heads.modules.vocab import prune
 from inference.drafters.policy import TreeConfig, verifiable
@@ -141,6 +143,8 @@ def build(run: RunConfig, accelerator: Accelerator, lock: RunLock) -> Loop:
     tree = verifiable(target, run.tree) if isinstance(target, Target) else run.tree
     config, init = resolve_init(init, run.head, target)
     head: Any = init_head(config, init, target, run.base).to(accelerator.device)
+    if run.engine is not None:
+        export.check(head, run.engine, TargetFacts(run.model.path, target.config.to_dict(), torch.bfloat16, 1))
     for module in head.modules():
         if isinstance(module, Recomputing):
             module.recompute = run.trainer.recompute

@@ -13,7 +13,7 @@ from data.config import DataConfig
 from data.features.source import FeaturesConfig
 from eval.config import EngineConfig
 from eval.measures.results import LIVE, TIERS
-from heads import head_config, with_head
+from heads import ENGINES, head_config, with_head
 from heads.base import HeadConfig
 from heads.common.ranges import MACHINE, Amount, Count, Decay, Fraction, NewTokens, Number, OneOf, Positive, Within
 from heads.common.typed import typed
@@ -181,6 +181,7 @@ class RunConfig:
     plan: Any
     init: str | None
     base: str | None
+    engine: Annotated[str, OneOf(tuple(ENGINES))] | None
     compare: list[str]
     workload: str | None
     model: ModelConfig

@@ -212,6 +212,12 @@ def test_the_best_head_is_taken_where_none_is_named(config: str, tmp_path: Path)
     told = best_line(cfg)
     assert told
     assert told.startswith("head=best: mlp, since a pass")
+    if config == "train":
+        cfg.engine = "llamacpp"
+        assert with_head(cfg).head.items() >= {"name": "eagle3", "feature_norm": False, "norm_output": False}.items()
+        assert (
+            best_line(cfg) == "head=best: eagle3 head.feature_norm=false head.norm_output=false, which llamacpp loads"
+        )
 
 
 @pytest.mark.parametrize(

@@ -11,9 +11,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from heads import HEADS
+from heads import ENGINES, HEADS
 from heads.formats.published import load_published, mimo
-from heads.formats.published.export import FORMATS, export, refusals
+from heads.formats.published.export import FORMATS, check, export, refusals
 from heads.modules.layers import LayerSpec
 from tests import toys
 from tests.heads import foreign
@@ -255,6 +255,9 @@ def test_what_a_format_cannot_say_is_refused(
         exported(made(kind, **options), form, tmp_path / "head")
     assert "\n" not in str(caught.value)
     assert list(tmp_path.iterdir()) == []
+    if form in ENGINES:  # before it is trained
+        with pytest.raises(ValueError, match=f"^engine={form}: .*{told}"):
+            check(made(kind, **options), form, served())
 
 
 @pytest.mark.parametrize(

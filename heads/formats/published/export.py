@@ -11,7 +11,7 @@ from heads.formats.published import dflash, eagle, eagle3, gguf, hydra, medusa, 
 from heads.formats.published.exporting import Export, ExportedHead, TargetFacts
 from heads.formats.store import assert_finite, write_files
 
-__all__ = ["FORMATS", "READERS", "TargetFacts", "export", "refusals"]
+__all__ = ["FORMATS", "READERS", "TargetFacts", "check", "export", "refusals"]
 
 log = logging.getLogger(__name__)
 
@@ -39,6 +39,15 @@ READERS = (
 )  # the formats that are named for the readers of their common folder
 
 
+def check(head: nn.Module, engine: str, served: TargetFacts) -> None:
+    """Refuse a head, trained or not, that one of `heads.ENGINES` cannot load."""
+    format_name = {"llamacpp": "gguf"}.get(engine, engine)
+    try:
+        _writer(head, format_name)(Export(format_name, head, served))
+    except ValueError as error:
+        raise ValueError(f"engine={engine}: {str(error).removeprefix(f'format={format_name}: ')}") from None
+
+
 def export(head: nn.Module, format_name: str, served: TargetFacts, folder: Path) -> None:
     """Export a head to one of FORMATS: a folder of config.json and model.safetensors, written atomically.
 
@@ -50,16 +59,8 @@ def export(head: nn.Module, format_name: str, served: TargetFacts, folder: Path)
         OSError: the disk is full or the folder cannot be written.
     """
     assert_known(format_name)
-    name, source = _name_of(head), Export(format_name, head, served)
-    if name not in FORMATS[format_name]:
-        others = ", ".join(other for other, heads in FORMATS.items() if name in heads)
-        if not others:
-            raise ValueError(
-                f"format={format_name}: no engine loads a head of kind {name}; train head=eagle3, which most load, or "
-                "leave format out for our own engine"
-            )
-        raise ValueError(f"format={format_name}: not one of a head of kind {name}, which can take the form of {others}")
-    foreign = FORMATS[format_name][name](source)
+    source = Export(format_name, head, served)
+    foreign = _writer(head, format_name)(source)
     length, context = getattr(source.config, "length", None), foreign.config.get("max_position_embeddings")
     if length is not None and "rope_theta" in foreign.config and (context is None or length < context):
         log.warning(
@@ -83,6 +84,19 @@ def refusals(head: nn.Module, served: TargetFacts) -> dict[str, str]:
                     str(error).removeprefix(f"format={format_name}: ").partition("; ")[0]
                 )  # without the remedy
     return reasons
+
+
+def _writer(head: nn.Module, format_name: str) -> Callable[[Export], ExportedHead]:
+    """Return the function that exports this kind of head to a format; refuse a format of other kinds."""
+    if (name := _name_of(head)) in FORMATS[format_name]:
+        return FORMATS[format_name][name]
+    others = ", ".join(other for other, heads in FORMATS.items() if name in heads)
+    if not others:
+        raise ValueError(
+            f"format={format_name}: no engine loads a head of kind {name}; train head=eagle3, which most load; our "
+            "own engine decodes with this one"
+        )
+    raise ValueError(f"format={format_name}: not one of a head of kind {name}, which can take the form of {others}")
 
 
 def _name_of(head: nn.Module) -> str:
