@@ -1,6 +1,7 @@
 """Throughput and latency in batches, measured and as the tuner predicts them, on a target of 110M random weights.
 
     python benchmarks/batches.py [--dtype float32] [--batches 1 2 4 8 16 32] [--tokens 48] [--rounds 2]
+    python benchmarks/batches.py --drafters suffix prompt_lookup    # on repetitive text, tokens a CPU second
 
 The baseline, a chain and a tree decode the same requests, some shorter than others, in turns. The tuner's prediction
 comes from its measured costs and from the steps that each request takes alone. Drafts are read from the target's own
@@ -13,9 +14,12 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[0] = str(ROOT)
+
+from omegaconf import OmegaConf
 
 from benchmarks.engine import PROMPT, TRUE, random_prompts, random_target, readers
 from data.text.prompts import Prompt
@@ -26,6 +30,7 @@ from eval.tuning import costs as costing
 from inference.decode import RequestParams, autoregress, speculate
 from inference.drafters.plain import Baseline
 from inference.drafters.policy import TreeConfig
+from inference.drafters.registry import make
 from inference.protocol import Drafter
 from inference.target.config import DTYPES
 from inference.target.target import Target
@@ -76,6 +81,32 @@ def measured(
     return found
 
 
+def on_repetitive_text(names: list[str], asked: argparse.Namespace) -> None:
+    """Print the tokens per CPU second of drafters without a head on the bundled target, whose prompts repeat a text."""
+    target = Target.load(str(ROOT / "examples" / "tiny"), asked.dtype, "cpu")
+    ids = target.tokenizer((ROOT / "examples" / "tiny" / "recipe.py").read_text(encoding="utf-8")).input_ids
+    prompts = [[*ids[7 * i : 7 * i + 40], *ids[200:260] * 3, *ids[200:205]] for i in range(max(asked.batches))]
+    settings, first = RequestParams(asked.tokens, GREEDY), RequestParams(1, GREEDY)
+    drafters: dict[str, Drafter] = {"baseline": Baseline(target.device)}
+    for name in names:
+        options: Any = OmegaConf.to_container(OmegaConf.load(ROOT / "conf" / "drafter" / f"{name}.yaml"))
+        drafters[name] = make(name, options, target)
+    for size in asked.batches:
+        some, rates = prompts[: max(size, 4)], []
+        for drafter in drafters.values():
+            best = 0.0
+            for _ in range(asked.rounds):
+                drafter.reset()
+                spent = [time.process_time()]
+                for how in (first, settings):  # the prompts alone, which are taken off
+                    made = speculate(target, drafter, some, how, batch_size=size)
+                    spent.append(time.process_time())
+                seconds = (spent[2] - spent[1]) - (spent[1] - spent[0])
+                best = max(best, sum(len(one.tokens) - 1 for one in made) / seconds)
+            rates.append(best)
+        print(f"{size:5}" + "".join(f"{name:>15} {rate:8.1f}" for name, rate in zip(drafters, rates, strict=True)))
+
+
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description="Throughput and latency in batches.")
@@ -84,7 +115,11 @@ def main() -> None:
     parser.add_argument("--batches", type=int, nargs="*", default=[1, 2, 4, 8, 16, 32])
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--samples", type=int, default=5)
+    parser.add_argument("--drafters", nargs="*", default=[])
     asked = parser.parse_args()
+    if asked.drafters:
+        on_repetitive_text(asked.drafters, asked)
+        return
     target, prompts = random_target(asked.dtype), random_prompts(len(LENGTHS))
     settings = RequestParams(asked.tokens, GREEDY)
     answers = {tuple(each.token): autoregress(target, each.token, settings).tokens for each in prompts}

@@ -37,8 +37,9 @@ from eval.measures.machine import device_facts
 from heads import HEADS
 from inference.decode import Generation, RequestParams, autoregress, speculate
 from inference.drafters.head import HeadDrafter
+from inference.drafters.host import DrafterState, HostDrafter
 from inference.drafters.policy import TreeConfig
-from inference.protocol import Context, Drafter, DrafterState, Proposal
+from inference.protocol import Context, Drafter, Proposal
 from inference.target.config import DTYPES
 from inference.target.target import Target
 from inference.verification.sample import GREEDY
@@ -58,7 +59,7 @@ TREES = {"chain": TreeConfig("chain", 4, 0, 0, [], []), "tree": TreeConfig("dyna
 TRUE = 3  # tokens of a draft that are right
 
 
-class Reader(Drafter):
+class Reader(HostDrafter):
     """Drafts what the target is known to answer: `TRUE` tokens as a chain, or beside others in a tree of `nodes`."""
 
     def __init__(self, answers: dict[tuple[int, ...], list[int]], nodes: int, name: str) -> None:

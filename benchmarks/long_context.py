@@ -27,17 +27,19 @@ from benchmarks.engine import EAGLE, SHAPE, random_target
 from eval.measures.machine import device_facts
 from eval.tuning.costs import planted
 from heads import HEADS
+from heads.base import Features, NewRows
 from heads.common.target_config import cache_argument
 from heads.modules.kv_cache import KVCache
 from inference.drafters.head import HeadDrafter
+from inference.drafters.host import DrafterState, HostDrafter
 from inference.drafters.policy import TreeConfig
-from inference.protocol import Commit, Context, Drafter, DrafterState, Proposal
+from inference.protocol import Context, Proposal, Roots
 from inference.request import Request, RequestParams
-from inference.target.cache import TargetCache
+from inference.step import DeviceStep
+from inference.target.cache import BatchCache, TargetCache
 from inference.target.model import TargetOutput
 from inference.target.target import Target
 from inference.verification import tree as trees
-from inference.verification.rng import SeededRng
 from inference.verification.sample import GREEDY
 from inference.verification.tree import DraftTree
 
@@ -46,7 +48,7 @@ DRAFTS = {"plain": 0, "chain of 4": 4, "tree of 8": 8, "tree of 32": 32}
 TREE = TreeConfig("dynamic", 4, 3, 8, [], [])
 
 
-class Planted(Drafter, DrafterState):
+class Planted(HostDrafter, DrafterState):
     """Drafts the same tree again and again, for nothing."""
 
     name, tree = "planted", "planted"
@@ -106,10 +108,12 @@ def alone(target: Target, cache: TargetCache, rows: int) -> float:
 def step(target: Target, cache: TargetCache, draft: DraftTree) -> tuple[float, float]:
     """Return the seconds of one step of the engine behind the cache, and those outside the target's pass."""
     length = cache.length
-    request = Request(target, Planted(draft), [0] * (length + 1), RequestParams(ROOM, GREEDY), cache)
-    request.state = request.drafter.start(request.context)
+    request = Request(target, [0] * (length + 1), RequestParams(ROOM, GREEDY), cache)
     request.generation.tokens.append(0)
-    request.step()
+    drafts, batch = Planted(draft).batch(1), BatchCache(cache.storage, TargetCache)
+    drafts.start_sequence(0, request.context, TargetOutput(torch.zeros(1, 1, 0, 1), torch.zeros(1, 1, 1), None))
+    batch.active = [cache]
+    DeviceStep(target, batch, drafts, "planted").step([request])
     cache.keep(length, [])
     done = request.generation.steps[-1]
     return done.verify_s + done.other_s, done.other_s
@@ -136,16 +140,17 @@ def drafting(drafter: HeadDrafter, target: Target, length: int) -> Callable[[], 
     cache = KVCache(1, None, target.device)
     position = cache.begin(length, 1)
     cache.append(0, keys, values, position)
-    commit = Commit(torch.tensor([1, 2]), TargetOutput(rows.new_zeros(1, 2, 0, width), rows, None), None)
-    context = Context([0] * (length + 2), GREEDY, SeededRng(0, target.device), ROOM)
-
-    state = drafter.start([])
+    token, drafts = torch.tensor([[1, 2]]), drafter.batch(1)
+    features = Features(token, rows.new_zeros(1, 2, 0, width), rows, torch.zeros_like(token))
+    roots, room = Roots(token[:, 1:], GREEDY), torch.tensor([ROOM])
+    drafts.cache = cache
+    _, drafts.buffers = drafter.head.extend(cache, NewRows(features, token, torch.tensor([2])))
 
     def once() -> float:
-        cache.length[:], cache.longest, state.state = length, length, cache
+        cache.length[:], cache.longest = length, length
         begin = time.perf_counter()
-        state.update(commit)
-        state.propose(context)
+        drafts.extend(features, torch.tensor([2]))
+        drafts.draft_trees(roots, room, length + 2, allow_host_sync=True)
         return time.perf_counter() - begin
 
     return once

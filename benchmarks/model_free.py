@@ -27,11 +27,11 @@ from omegaconf import OmegaConf
 
 from data.text.prompts import load_prompts
 from eval.measures.machine import device_facts
+from inference.drafters.host import HostDrafter
 from inference.drafters.registry import make
-from inference.protocol import Commit, Context, Drafter, Verified
-from inference.target.model import TargetOutput
+from inference.protocol import Commit, Context, Verified
 from inference.target.target import Target
-from inference.verification.rng import SeededRng
+from inference.verification.rng import Draws
 from inference.verification.sample import GREEDY
 from inference.verification.tree import DraftTree, children
 
@@ -77,23 +77,20 @@ def commit(tree: DraftTree, look_ahead: int, following: list[int], vocabulary: i
     law = torch.randn(len(tree.token) + look_ahead, vocabulary)
     law[path, following[: len(path)]] = 20.0
     logits, behind = law.tensor_split([len(tree.token)])
-    rows = TargetOutput(torch.zeros(1, len(path), 0, 1), torch.zeros(1, len(path), 1), None)
-    seen = Verified(tree, path, logits, behind if look_ahead else None)
-    return Commit(torch.tensor(following[: len(path)]), rows, seen)
+    return Commit(following[: len(path)], Verified(tree, path, logits, behind if look_ahead else None))
 
 
-def replay(source: Drafter, text: list[int], start: int, vocabulary: int) -> Cost:
+def replay(source: HostDrafter, text: list[int], start: int, vocabulary: int) -> Cost:
     """Take in `start` tokens, then run steps over what follows."""
     began = time.perf_counter()
     state = source.start(text[:start])
     index = time.perf_counter() - began
     every = torch.arange(vocabulary)  # one pass over all tokens, so that a source that learns from logits is warm
     known = DraftTree(every, every - 1)
-    rows = TargetOutput(torch.zeros(1, 1, 0, 1), torch.zeros(1, 1, 1), None)
-    state.update(Commit(every[:1], rows, Verified(known, [0], torch.randn(vocabulary, vocabulary), None)))
-    at, seconds, drafted, rng = start + 1, [], 0, SeededRng(0, torch.device("cpu"))
+    state.update(Commit([0], Verified(known, [0], torch.randn(vocabulary, vocabulary))))
+    at, seconds, drafted, draws = start + 1, [], 0, Draws(0, 0, coupled=False)
     for step in range(STEPS + 1):
-        context = Context(text[:at], GREEDY, rng, ROOM)
+        context = Context(text[:at], GREEDY, draws, ROOM)
         began = time.perf_counter()
         proposal = state.propose(context)
         proposed = time.perf_counter()

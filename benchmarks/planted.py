@@ -83,9 +83,9 @@ BUGS = [
         ["tests/inference/test_enumeration.py", "tests/inference/test_verify.py"],
     ),
     Bug(
-        "inference/verification/rules.py",
-        "mass / (mass + (1 - frame.alpha))",
-        "mass / (mass + (1 - frame.alpha) * mass)",
+        "inference/verification/device.py",
+        "mass / (mass + (1 - self.alpha))",
+        "mass / (mass + (1 - self.alpha) * mass)",
         ["tests/inference/test_enumeration.py", "tests/inference/test_verify.py"],
     ),
     Bug(
@@ -95,10 +95,10 @@ BUGS = [
         ["tests/inference/test_sample.py"],
     ),
     Bug(
-        "inference/verification/tree.py",
-        "tuple(parent[:node].count(parent[node]) for node in path[1:])",
-        "tuple(parent[: node + 1].count(parent[node]) for node in path[1:])",
-        ["tests/inference/test_tree.py", "tests/inference/test_decode.py", "tests/eval/test_extras.py"],
+        "inference/verification/device.py",
+        "order = [parents[:node].count(parents[node]) for node in path]",
+        "order = [parents[: node + 1].count(parents[node]) for node in path]",
+        ["tests/inference/test_device.py", "tests/inference/test_decode.py", "tests/eval/test_extras.py"],
     ),
     Bug(
         "data/batches.py",
@@ -222,13 +222,13 @@ BUGS = [
     ),
     Bug(
         "inference/step.py",
-        "(other.sampling, other.rule, other.gaps) != (one.sampling, one.rule, one.gaps)",
-        "(other.sampling, other.gaps) != (one.sampling, one.gaps)",
+        "groups[how.sampling, how.rule, how.gaps, side",
+        "groups[how.sampling, how.gaps, side",
         ["tests/train/test_identity.py"],
     ),
     Bug(
         "inference/drafters/policy.py",
-        "return (self.scores().float() * self.roots.inverse_temperature).log_softmax(-1)",
+        "return (self.scores().float() * inverse_temperature_of(self.roots.sampling)).log_softmax(-1)",
         "return self.scores().float().log_softmax(-1)",
         ["tests/inference/test_policy.py"],
     ),

@@ -27,11 +27,12 @@ from eval.measures.losslessness import gate
 from heads import HEADS, head_config
 from heads.formats.hub import load_head
 from inference.batch import batch_of
-from inference.decode import Generation, RequestParams, reference
+from inference.decode import Generation, RequestParams
 from inference.drafters.head import HeadDrafter
 from inference.drafters.policy import TreeConfig
 from inference.target.target import Target
 from inference.verification.sample import GREEDY, Sampling
+from tests.oracle import reference
 
 TINY = ROOT / "examples" / "tiny"
 TREES = [TreeConfig("chain", 4, 0, 0, [], []), TreeConfig("dynamic", 4, 4, 12, [], [])]

@@ -13,13 +13,13 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from data.text.prompts import Prompt
 from eval.config import DecodingConfig
 from eval.inputs.drafters import Drafters
-from eval.live.interleaved import HF, PLAIN, Runs, Setup, decoded_once, medians
+from eval.live.interleaved import HF, PLAIN, Runs, Setup, decoded_once, hf_generate, medians
 from eval.measures import losslessness
 from eval.measures.losslessness import (
     EPSILON,
@@ -35,19 +35,15 @@ from eval.measures.losslessness import (
     worst,
 )
 from heads.common.progress import progress, tick
-from inference.batch import Running, acquire, needed_entries, release
-from inference.decode import Generation, RequestParams, reference
-from inference.drafters.plain import Baseline
-from inference.protocol import Commit, Context, Drafter, Proposal
+from inference.batch import Batch, acquire, needed_entries, release
+from inference.decode import Generation, RequestParams, autoregress
+from inference.protocol import Drafted, Drafter
 from inference.request import Request
-from inference.step import supports
 from inference.target.cache import TargetCache
 from inference.target.target import Target
-from inference.verification import tree as trees
-from inference.verification.rng import CoupledRng, Rng, SeededRng, hashed
+from inference.verification.rng import Samples, hashed, seed_key
 from inference.verification.sample import distribution
-from inference.verification.tree import children
-from inference.verification.verify import COUPLED, decide, is_lossy
+from inference.verification.verify import COUPLED, is_lossy
 
 
 def check(
@@ -55,18 +51,14 @@ def check(
 ) -> tuple[dict[str, Gate], list[SampledGate]]:
     """Return the losslessness check of each drafter at each batch size, and at each temperature above 0.
 
-    Greedily every prompt runs once. All are compared with autoregressive decoding of each prompt alone by the reference
-    engine; so is the baseline, which the drafters' engine decodes. Above 0 a chi-square test reveals a total variation
-    of `total_variation`.
+    Greedily every prompt runs once. All are compared with what transformers' own `generate` writes; so is the baseline,
+    which the drafters' engine decodes. Above 0 a chi-square test reveals a total variation of `total_variation`.
     """
     sizes = config.batch_sizes()
     if not drafters and sizes == [1]:
         return {}, []
     setup, ids = Setup(target, drafters, prompts, config.settings(0.0, gaps=True)), [prompt.id for prompt in prompts]
-    baseline = Baseline(target.device)
-    alone = [
-        reference(target, baseline, prompt.token, setup.settings) for prompt in progress(prompts, "the baseline alone")
-    ]
+    alone = [hf_generate(target, prompt.token, setup.settings) for prompt in progress(prompts, "transformers' own")]
     gates = {}
     for size in sorted(sizes):
         for name, runs_of in decoded_once(setup, size).items():
@@ -90,47 +82,48 @@ def agreement(target: Target, runs: Runs) -> dict[str, dict[str, Any]]:
     return {name: {"dtype": dtype, "checked": len(same), "identical": sum(same)} for name, same in equal.items()}
 
 
-PREFIXES = 2  # prefixes after which tokens are sampled
-CANDIDATES = 12  # prompts considered for them
-DEPTH = 2  # the depth of drafts that the host resamples: deeper nodes cannot change the first token
-TOGETHER = 16  # sequences at a prefix in one step of the engine, if memory allows
+PREFIXES = 2  # texts after which tokens are sampled
+CANDIDATES = 12  # texts considered for them
+TOGETHER = 16  # sequences that stand at a prefix in one step of the engine, where there is memory for so many
 
 
 class Prefix(NamedTuple):
-    """A prefix to sample after: its request, a draft, the target's logits at the draft and probs at the root."""
+    """A text to sample after: a prompt and its answer so far, what is drafted there, and the target's probs."""
 
-    request: Request
-    proposal: Proposal
-    logits: Float[Tensor, "N V"]
+    prompt: list[int]
+    answer: list[int]
+    drafted: Drafted
+    draws: bool  # whether children are sampled on the host, by a model with a state of its own
     probs: Float[Tensor, "V"]
     cells: Cells
 
     def usable(self, tv: float) -> bool:
         """Whether there is a draft, and the broken rule is off by more than a total variation."""
         best = float(self.probs.max())
-        return len(self.proposal.tree.token) > 1 and self.cells.freedom > 0 and best * (1 - best) > tv
+        return len(self.children()) > 0 and self.cells.freedom > 0 and best * (1 - best) > tv
 
-    def drafted(self) -> float:
-        """Return the target's total probability of the tokens drafted at depth 1."""
-        tree = self.proposal.tree
-        return float(self.probs[tree.token[children(tree)[0]].unique()].sum())
+    def children(self) -> Int[Tensor, "K"]:
+        """Return the tokens drafted at depth 1."""
+        (token, *_), (parent, *_) = self.drafted.tree
+        return token[(parent == 0) & (token >= 0)].unique()
+
+    def mass(self) -> float:
+        """Return the target's probability of the tokens drafted at depth 1."""
+        return float(self.probs[self.children()].sum())
 
 
 def sampled_gates(setup: Setup, tv: float, tests: int, sizes: Sequence[int] = (1,)) -> list[SampledGate]:
     """Return the verdict on every drafter at the settings' temperature, which is above 0.
 
-    Coupled tokens are compared with autoregressive decoding of each prompt alone by the reference engine, at batch size
-    1 and at all `sizes`: a token's noise depends on its text and the seed, not on the rest of the batch. The chi-square
-    test must detect a total variation of `tv`; the `tests` of a report share the error probability.
+    Coupled tokens are compared with autoregressive decoding of each prompt alone, at batch size 1 and at all `sizes`:
+    a token's noise depends on its text and the seed, not on the rest of the batch. The chi-square test must detect a
+    total variation of `tv`; the `tests` of a report share the error probability.
     """
     target, drafters, prompts, settings = setup
     coupled = replace(settings, rule=COUPLED, lossy=False, gaps=True)
     all_sizes = tuple(sorted({1, *sizes}))
     runs = {size: decoded_once(setup._replace(settings=coupled), size) for size in all_sizes}
-    baseline = [
-        reference(target, Baseline(target.device), prompt.token, coupled)
-        for prompt in progress(prompts, "the baseline, sampled")
-    ]
+    baseline = [autoregress(target, prompt.token, coupled) for prompt in progress(prompts, "the baseline, sampled")]
     verdicts = []
     candidates = texts(prompts, baseline)
     for name, drafter in drafters.items():
@@ -164,13 +157,10 @@ def coupled_check(
 
 @torch.inference_mode()
 def coupled_gap(target: Target, prompt: list[int], answer: list[int], how: RequestParams) -> float:
-    """Return the gap, in logits, between the two best tokens after a text under coupled noise."""
-    request = _session(target, Baseline(target.device), prompt, answer, how)
-    out = target.prefill(torch.tensor(request.context, device=target.device), request.cache)
-    assert out.logits is not None
-    logits = request.processed(out.logits[0, -1:], trees.root(request.context[-1], target.device))
-    noise = CoupledRng(how.seed, target.device, request.context)
-    first, second = noise.exponential_scores(distribution(logits, how.sampling))[0].double().topk(2).values.tolist()
+    """Return the margin, in logits, of the winner of the coupled race after a text over the second."""
+    request = _request(target, prompt, answer, how, target.cache())
+    probs = _probs(request)
+    first, second = (probs / request.noise(probs[None])[0]).double().topk(2).values.tolist()
     return float(how.sampling.temperature * torch.log(torch.tensor(first / second))) if second > 0 else float("inf")
 
 
@@ -198,180 +188,111 @@ def chi_square_test(
 ) -> tuple[ChiSquareTest | None, str]:
     """Sample next tokens after a few prefixes and test them against the target's probs; or return why not."""
     usable = [prefix for text in candidates if (prefix := _prefix(target, drafter, *text, settings)).usable(tv)]
-    if any(prefix.proposal.q is not None for prefix in usable) and not drafter.can_redraft:
+    if any(prefix.draws for prefix in usable):
         return None, "no draws: its drafts are drawn by a model with a state of its own"
-    prefixes = sorted(usable, key=Prefix.drafted, reverse=True)[:PREFIXES]
+    prefixes = sorted(usable, key=Prefix.mass, reverse=True)[:PREFIXES]
     if not prefixes:
         return None, "no draws: at no prompt was anything drafted where the target has a choice"
     count = losslessness.samples_for([prefix.cells for prefix in prefixes], tv, alpha)
     freedom = sum(prefix.cells.freedom for prefix in prefixes)
-    rng = SeededRng(hashed(f"{settings.seed} control"), target.device)
+    samples = Samples(torch.tensor([seed_key(hashed(f"{settings.seed} control"))], device=target.device))
     total = control = 0.0
     for number, prefix in enumerate(progress(prefixes, f"sampling tokens, {drafter.name}")):
-        seeds = (
-            f"{settings.seed} distribution {number}"  # its own: common random numbers would correlate the statistics
-        )
-        total += losslessness.statistic(prefix.cells, _samples(prefix, settings, seeds, count))
-        control += losslessness.statistic(prefix.cells, resampled(prefix.probs, rng, count))
+        seeds = f"{settings.seed} distribution {number}"  # its own: of numbers in common the statistics would be alike
+        total += losslessness.statistic(prefix.cells, _samples(target, drafter, prefix, settings, seeds, count))
+        control += losslessness.statistic(prefix.cells, resampled(prefix.probs, samples, count))
     p, control_p = losslessness.p_value(total, freedom), losslessness.p_value(control, freedom)
     size, power = count * len(prefixes), losslessness.POWER
     return ChiSquareTest(size, len(prefixes), freedom, total, p, tv, power, alpha, control_p), ""
 
 
-def _session(
-    target: Target,
-    drafter: Drafter,
-    prompt: list[int],
-    answer: list[int],
-    how: RequestParams,
-    cache: TargetCache | None = None,
-) -> Request:
-    """Return a request with a prompt's tokens and its answer so far, and an empty KV cache or a given one."""
-    request = Request(target, drafter, prompt, how, cache)
+def _request(target: Target, prompt: list[int], answer: list[int], how: RequestParams, cache: TargetCache) -> Request:
+    """Return a request with the tokens of its answer so far."""
+    request = Request(target, prompt, how, cache)
     request.context.extend(answer)
     request.generation.tokens.extend(answer)
     return request
 
 
-def _enter(request: Request) -> None:
-    """Prefill a request's tokens except the last, the root of the first draft."""
-    text, drafter = request.context, request.drafter
-    request.state = drafter.start(text[:-1])
-    token = torch.tensor(text, device=request.target.device)
-    out = request.target.prefill(token[:-1], request.cache, drafter.feature_layers)
-    request.state.update(Commit(token[1:], out, None))
+def _probs(request: Request) -> Float[Tensor, "V"]:
+    """Return the target's probs after a text, whose tokens all go to the cache."""
+    out = request.target.prefill(torch.tensor(request.context, device=request.target.device), request.cache)
+    assert out.logits is not None
+    return distribution(request.processed(out.logits[0]), request.settings.sampling)[0]
+
+
+def _entered(
+    target: Target, drafter: Drafter, prompt: list[int], answer: list[int], settings: RequestParams, size: int
+) -> tuple[Batch, list[Request]]:
+    """Return a batch in which each of `size` sequences is at a text."""
+    max_draft_depth = [*prompt, *answer], replace(settings, max_new_tokens=1, min_new_tokens=0)
+    batch = acquire(target, drafter, size, [max_draft_depth])
+    batch.reserve(needed_entries(target, *max_draft_depth))
+    token, requests = torch.tensor(max_draft_depth[0], device=target.device), list[Request]()
+    for slot in range(size):
+        requests.append(_request(target, prompt, answer, settings, batch.cache.allocate(slot)))
+        out = target.prefill(token[:-1], requests[slot].cache, batch.drafts.feature_layers)
+        batch.drafts.start_sequence(slot, max_draft_depth[0], out)
+    batch.slots = [*requests]
+    return batch, requests
+
+
+def _left(batch: Batch) -> None:
+    """Give a batch back."""
+    for request in batch.running:
+        request.generation.finish = "length"
+    batch.release()
+    release(batch.target, batch.drafter, batch)
 
 
 def _prefix(target: Target, drafter: Drafter, prompt: list[int], answer: list[int], settings: RequestParams) -> Prefix:
-    """Prefill a prefix, draft after it, and score the draft by the target in one tree pass."""
-    request = _session(target, drafter, prompt, answer, settings)
-    _enter(request)
-    root = trees.root(request.context[-1], target.device)
-    expected = distribution(_scored(request, Proposal(root)), settings.sampling)[0]
-    proposal = request.draft()
-    if proposal.q is not None and drafter.can_redraft and not _batched(request):  # deep nodes only cost time
-        request.limit = min(request.limit, len(answer) + 1 + DEPTH)
-        proposal = request.draft()
-    logits = _scored(request, proposal)
-    return Prefix(request, proposal, logits, expected, losslessness.cells(expected))
+    """Draft once after a text, and return the target's probs there."""
+    batch, requests = _entered(target, drafter, prompt, answer, settings, 1)
+    _, drafted = batch.device_step.sample(requests)
+    draws = batch.drafts.sampled is not None and not batch.drafts.on_device
+    probs = _probs(_request(target, prompt, answer, settings, target.cache()))
+    _left(batch)
+    return Prefix(prompt, answer, drafted, draws, probs, losslessness.cells(probs))
 
 
-def _scored(request: Request, proposal: Proposal) -> Float[Tensor, "N V"]:
-    """Return the target's processed logits after each node, and drop the nodes' KV entries."""
-    request.cache.snapshot()
-    if proposal.first_layers is None:
-        out = request.target.score(proposal.tree, request.cache, proposal.look_ahead)
-    else:
-        out = request.target.parts.score_from(proposal.first_layers, proposal.tree, request.cache)
-    request.cache.keep(len(request.context) - 1, [])
-    assert out.logits is not None
-    return request.processed(out.logits[0, : len(proposal.tree.token)], proposal.tree)
-
-
-def _batched(request: Request) -> bool:
-    """Whether a request's drafts are verified for whole batches on the device."""
-    return supports(request.target, [request]) and request.drafter.clones(1)[1] is not None
-
-
-def _samples(prefix: Prefix, settings: RequestParams, seeds: str, count: int) -> list[int]:
-    """Return first tokens from the engine by the rule in use; `seeds` is the key of all randomness."""
-    if not _batched(prefix.request):
-        return _decided(prefix, settings, seeds, count)
-    with suppress(torch.OutOfMemoryError):  # the allocator may refuse the whole batch
-        if sampled := _stepped(prefix, settings, seeds, count, TOGETHER):
+def _samples(
+    target: Target, drafter: Drafter, prefix: Prefix, settings: RequestParams, seeds: str, count: int
+) -> list[int]:
+    """Return first tokens as the engine emits them by the rule in use; `seeds` is the key of all randomness."""
+    with suppress(torch.OutOfMemoryError, ValueError):  # the allocator, or the batch, may refuse so many
+        if target.takes_trees and (sampled := _stepped(target, drafter, prefix, settings, seeds, count, TOGETHER)):
             return sampled
-    return _stepped(prefix, settings, seeds, count, 1)
+    return _stepped(target, drafter, prefix, settings, seeds, count, 1)
 
 
-def _stepped(prefix: Prefix, settings: RequestParams, seeds: str, count: int, size: int) -> list[int]:
-    """Return first tokens from steps of a batch of `size` sequences at the prefix.
+def _stepped(
+    target: Target, drafter: Drafter, prefix: Prefix, settings: RequestParams, seeds: str, count: int, size: int
+) -> list[int]:
+    """Return first tokens as the steps of a batch emit them, of `size` sequences that are at the prefix.
 
-    Before each step they are reset to the prefix, with new seeds. Empty if memory is short for several sequences, or if
-    nothing is drafted at this size.
+    Before each step they have new seeds. Of several at once there are none if nothing is drafted, as a schedule may
+    have it.
     """
-    request = prefix.request
-    target, text, answer = request.target, request.context, request.generation.tokens
-    prompt = text[: len(text) - len(answer)]
-    room = text, replace(settings, max_new_tokens=1, min_new_tokens=0)
-    try:
-        batch = acquire(target, request.drafter, size, [room])
-    except ValueError:  # as one is refused for which memory is short; an error of a step is none of these
-        if size == 1:
-            raise
-        return []
-    batch.reserve(needed_entries(target, *room))
-    for slot in range(size):
-        one = _session(target, batch.free.pop(), prompt, answer, settings, batch.cache.allocate(slot))
-        _enter(one)
-        batch.slots.append(Running(slot, one, 0.0))
-    assert batch.drafts is not None
-    buffers = batch.drafts.tensors()
-    before = [buffer.clone() for buffer in buffers]
+    batch, requests = _entered(target, drafter, prefix.prompt, prefix.answer, settings, size)
     sampled: list[int] = []
     while len(sampled) < count:
-        for slot, one in enumerate(sequence.request for sequence in batch.running):
-            how = replace(settings, seed=hashed(f"{seeds} {len(sampled) + slot}"))
-            again = _session(target, one.drafter, prompt, answer, how, one.cache)
-            again.state = one.state
-            again.cache.set_length(len(text) - 1)
-            batch.slots[slot] = Running(slot, again, 0.0)
-        batch.step()
-        stepped = [sequence.request.generation for sequence in batch.running]
-        if size > 1 and not any(generation.steps[-1].drafted for generation in stepped):
+        tick()
+        for slot, request in enumerate(requests):
+            request.key = seed_key(hashed(f"{seeds} {len(sampled) + slot}"))
+        sampled += batch.device_step.sample(requests)[0]
+        if size > 1 and not batch.drafts.deepest:
+            sampled = []
             break
-        sampled += [generation.tokens[len(answer)] for generation in stepped]
-        for buffer, old in zip(buffers, before, strict=True):
-            buffer.copy_(old)
-    for sequence in batch.running:
-        sequence.request.generation.finish = "length"
-    batch.release()
-    release(target, request.drafter, batch)
+    _left(batch)
     return sampled[:count]
 
 
-def _decided(prefix: Prefix, settings: RequestParams, seeds: str, count: int) -> list[int]:
-    """Return first tokens decided on the host."""
-    request, sampling = prefix.request, settings.sampling
-    device, start = request.target.device, len(request.context)
-    max_draft_depth = request.limit - len(request.generation.tokens) - 1
-    cached: dict[tuple[int, ...], Tensor] = {(): prefix.logits[0]}
-    sampled: list[int] = []
-    rng: Rng = SeededRng(hashed(seeds), device)
-    proposal, logits = prefix.proposal, prefix.logits
-    for i in range(count):
-        tick()
-        if settings.rule == COUPLED:  # coupled noise depends on the seed, so every sample has its own seed
-            rng = CoupledRng(hashed(f"{seeds} {i}"), device, range(start))
-        if proposal.q is not None:
-            proposal = request.state.propose(Context(request.context, sampling, rng, max_draft_depth, request.cache))
-            logits = _looked_up(request, proposal, cached)
-        path, token, _ = decide(proposal.tree, logits, proposal.q, sampling, rng, settings.rule)
-        sampled.append(int(proposal.tree.token[path[1]]) if len(path) > 1 else token)
-    return sampled
-
-
-def _looked_up(request: Request, proposal: Proposal, cached: dict[tuple[int, ...], Tensor]) -> Float[Tensor, "N V"]:
-    """Return the logits at a draft's nodes; the target runs only if a child of the root is not cached.
-
-    Deeper nodes get the root's logits: they cannot change the first token.
-    """
-    tree = proposal.tree
-    below = [(int(token),) for token in tree.token[children(tree)[0]]]
-    if any(path not in cached for path in below):
-        scored = _scored(request, proposal)
-        cached.update(zip(below, scored[children(tree)[0]], strict=True))
-    logits = [cached[()]] * len(tree.token)
-    for node, path in zip(children(tree)[0], below, strict=True):
-        logits[node] = cached[path]
-    return torch.stack(logits)
-
-
-def resampled(probs: Float[Tensor, "V"], rng: SeededRng, count: int) -> list[int]:
-    """Return first tokens by a broken rule: after a rejection it samples from p instead of the residual.
+def resampled(probs: Float[Tensor, "V"], samples: Samples, count: int) -> list[int]:
+    """Return first tokens under a broken rule: after a rejection it samples from p instead of the residual.
 
     The draft is the target's argmax, where the broken rule is furthest from p.
     """
-    best = int(probs.argmax())
-    accepted = [rng.accept(float(probs[best])) for _ in range(count)]
-    sampled = rng.sample(probs.expand(count, -1))
-    return [best if accept else token for accept, token in zip(accepted, sampled, strict=True)]
+    best = probs.argmax()
+    first, second = samples.sample(probs.expand(1, 2 * count, -1))[0].chunk(2)
+    sampled: list[int] = torch.where(first == best, best, second).tolist()
+    return sampled

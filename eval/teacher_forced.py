@@ -17,18 +17,16 @@ from torch import Tensor
 from eval.inputs.workloads import Text
 from eval.measures.cost_model import ReplayedStep
 from eval.measures.metrics import SpecDecodingStats, counted
-from heads.base import DepthOutput, Features
+from heads.base import DepthOutput, Features, NewRows
 from heads.modules.vocab import scatter_logits
-from inference.drafters.head import HeadState
 from inference.drafters.policy import BY_CONFIDENCE, TreeConfig, candidates
-from inference.protocol import Commit, Context
-from inference.target.model import TargetOutput
+from inference.protocol import Roots
 from inference.target.target import Target
-from inference.verification.rng import TINY, SeededRng
 from inference.verification.sample import GREEDY, Sampling, distribution
 from inference.verification.tree import DraftTree
 
-FIXED = 16  # heads with at most so many depths are unrolled to all: some support nothing else
+TINY = 1e-30  # the least probability that is divided by
+FIXED = 16  # a head with no more depths than these has all of them unrolled: some support nothing else
 
 
 @dataclass(frozen=True)
@@ -78,17 +76,19 @@ def rank_text(
     )
     rank = torch.stack([ranks(guess, token[begin:], d) for d, guess in enumerate(logits, 1)], 1)
     grown: dict[str, list[Reach]] = {growth(tree): [] for tree in largest}
-    drafting = HeadState(head, largest[0]) if largest else None
-    done, root = 0, text.start
-    while drafting is not None and root < len(text.token) - 1:  # the positions before it are committed
-        output = TargetOutput(features.hidden[:, done:root], features.last_hidden[:, done:root], None)
-        drafting.update(Commit(token[done + 1 : root + 1], output, None))
+    state, done, root = None, 0, text.start
+    seen = torch.zeros(1, 1, target.embeddings.vocab_size, dtype=torch.bool, device=target.device)
+    while largest and root < len(text.token) - 1:  # the positions before it are committed
+        following = token[None, done + 1 : root + 1]
+        hidden, last = features.hidden[:, done:root], features.last_hidden[:, done:root]
+        rows = Features(following, hidden, last, torch.zeros_like(following))
+        state, level = head.extend(state, NewRows(rows, following))
+        seen[..., token[done : root + 1]] = True
+        roots = Roots(token[None, root : root + 1], sampling, None if sampling.repetition_penalty == 1 else seen)
         done = root
-        context = Context(text.token[: root + 1], sampling, SeededRng(0, target.device), depth)
         for tree in largest:
-            assert drafting.level is not None
             tokens = text.token[root + 1 : root + 1 + depth]
-            tree_and_score = candidates(head, drafting.state, drafting.level, tree, context)
+            tree_and_score = candidates(head, state, level, tree, roots, depth)
             grown[growth(tree)].append(reach(*tree_and_score, tokens, min(depth, tree.depth)))
         root += 1
         if steps_alone:

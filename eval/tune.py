@@ -184,8 +184,8 @@ def tune(config: TuneConfig, target: Target, prompts: Sequence[Prompt]) -> Tunin
     grid = config.tuner.within(target.context)
     config = replace(config, tuner=grid)
     settings, sizes, (run,) = config.settings(0.0), sorted(set(config.batch_sizes())), config.runs()
-    # Fails now, not after minutes, if the target does not support batches.
-    Batch(target, [Baseline(target.device)] * sizes[-1])
+    # Fails now, not after minutes, if the target takes no batch.
+    Batch(target, Baseline(target.device), sizes[-1])
     folder = resolve_head(run)
     if is_published(folder):
         raise ValueError(

@@ -6,12 +6,12 @@ target/           the frozen target: loading, placement, cache, forward passes, 
 verification/     trees, verification rules, sampling and random numbers: pure functions of tensors
 chat_template.py  the target's chat template, rendered under limits: it is a program from outside
 limits.py         what fits into the target's context
-request.py        one request: draft, verify, commit; the reference
+request.py        a request: its settings, text, limits, stops and result
 phase_timer.py    seconds by part, without waiting for a device
-step.py           the same for a whole batch on its device, with one read by the host
+step.py           a step of a batch: draft, verify, commit, with one read by the host
 graphs.py         how its stages run: as they are, compiled, or captured in CUDA graphs
 service.py        the drafter in service: swapped while requests run; the old one returns if it accepted more
-batch.py          sequences that enter and leave, by one or the other
+batch.py          sequences that enter and leave one by one
 decode.py         speculate() and autoregress(), one engine
 text_stream.py    tokens to text as they come
 api.py            load() and generate(), which the package headstart has

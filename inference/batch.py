@@ -1,72 +1,65 @@
 """A continuous batch: sequences that enter and leave one by one, and one target pass over all that are in it."""
 
-import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 import torch
 
 from heads.common.progress import tick
 from inference.limits import check_memory, check_size, free_memory
-from inference.protocol import DraftBatch, Drafter, Proposal, vacant
-from inference.request import TREE_ENTRIES, Generation, Request, RequestParams
+from inference.protocol import Drafter
+from inference.request import Generation, Request, RequestParams
 from inference.service import Service
-from inference.step import DeviceStep, supports
+from inference.step import DeviceStep
 from inference.target.cache import round_up_kv_length
 from inference.target.target import Target
 from inference.verification.sample import GREEDY
 from inference.verification.verify import AUTO, COUPLED, is_lossy
 
 T = TypeVar("T")
+TREE_ENTRIES = 64  # entries of the cache behind a text, for trees of sources that do not say how many they need
 MAX_IDLE_BATCHES = 8  # batches, with their graphs and caches, that wait for more requests: one for each drafter
 TRIAL = RequestParams(3, GREEDY, min_new_tokens=3)  # of a drafter that is to take another's place
-
-
-class Running(NamedTuple):
-    """A sequence in the batch: the request, its index, and when it came."""
-
-    request_index: int
-    request: Request
-    began: float
 
 
 class Batch:
     """The sequences being decoded, by their slots of the cache.
 
     Attributes:
-        drafter: the drafter whose clones `drafts` and the sequences use; a service may replace it.
-        service: the service whose drafter it uses; None for a fixed drafter.
+        drafter: the draft source that `drafts` is of, where a service may replace it.
+        service: which it follows; None: it stays.
     """
 
-    drafter: Drafter
     service: Service | None = None
 
-    def __init__(
-        self, target: Target, drafters: Sequence[Drafter], drafts: DraftBatch | None = None, capacity: int = 0
-    ) -> None:
-        if len(drafters) > 1:
+    def __init__(self, target: Target, drafter: Drafter, size: int, capacity: int = 0) -> None:
+        if size > 1:
             target.check_masks("so sequences of different lengths cannot share a pass: give batch_size=1")
-        self.target, self.free, self.drafts = target, list(drafters), drafts
-        self.drafter, self.capacity = drafters[0], 0
-        self.cache = target.batch_cache(len(drafters))
-        self.device_step = None if drafts is None else DeviceStep(target, self.cache, drafts)
-        self.slots: list[Running | None] = []
+        self.target, self.drafter, self.size, self.capacity = target, drafter, size, 0
+        self.drafts, self.cache = drafter.batch(size), target.batch_cache(size)
+        self.device_step = DeviceStep(target, self.cache, self.drafts, drafter.name)
+        self.slots: list[Request | None] = []
         self.reserve(capacity)
         if not self.cache.storage.blocks:
-            check_memory(self.nbytes, target.name, len(drafters))
+            check_memory(self.nbytes, target.name, size)
 
     @property
     def nbytes(self) -> Counter[torch.device]:
         """Bytes by device of the target's and the head's keys and values, whether they are allocated yet or not."""
         total = self.cache.storage.nbytes
-        total[self.target.device] += 0 if self.drafts is None else self.drafts.nbytes
+        total[self.target.device] += self.drafts.nbytes
         return total
 
     @property
-    def running(self) -> list[Running]:
+    def running(self) -> list[Request]:
         """The sequences being decoded, by slot."""
-        return [sequence for sequence in self.slots if sequence is not None]
+        return [request for request in self.slots if request is not None]
+
+    @property
+    def free(self) -> int:
+        """How many more there may be."""
+        return self.size - len(self.running)
 
     def admit(self, request_index: int, prompt: list[int], settings: RequestParams) -> Generation:
         """Prefill a request's prompt beside the others; return what will hold its answer."""
@@ -76,37 +69,34 @@ class Batch:
                 f"or rule={COUPLED}"
             )
         self.follow()
-        began = time.perf_counter()
         self.reserve(needed_entries(self.target, prompt, settings))
         slot = vacant(self.slots)
-        request = Request(self.target, self.free.pop(), prompt, settings, self.cache.allocate(slot))
-        request.prefill()
-        self.slots[slot : slot + 1] = [Running(request_index, request, began)]
+        request = Request(self.target, prompt, settings, self.cache.allocate(slot), request_index)
+        out = request.prefill(self.drafts.feature_layers)
+        self.drafts.start_sequence(slot, request.context, out)
+        request.generation.prefill_s = request.clock() - request.began
+        self.slots[slot : slot + 1] = [request]
         return request.generation
 
     def reserve(self, capacity: int) -> None:
         """Have room for texts of so many tokens and a tree behind each, so that nothing grows while one is decoded."""
-        tree = TREE_ENTRIES if self.drafts is None else max(TREE_ENTRIES, self.drafts.max_nodes)
         self.capacity = max(self.capacity, capacity)
-        self.cache.storage.reserve(self.capacity + tree if self.capacity else 0)
-        if self.drafts is not None:
-            self.drafts.reserve(round_up_kv_length(self.cache.storage.capacity))
+        self.cache.storage.reserve(self.capacity + max(TREE_ENTRIES, self.drafts.max_nodes) if self.capacity else 0)
+        self.drafts.reserve(round_up_kv_length(self.cache.storage.capacity))
 
     def release(self) -> None:
         """Let finished sequences go; the next ones to be admitted take their slots."""
-        for slot, sequence in enumerate(self.slots):
-            if sequence is not None and sequence.request.generation.finish:
-                sequence.request.generation.latency_s = sequence.request.clock() - sequence.began
-                self.free.append(sequence.request.drafter)
-                sequence.request.state.leave()
+        for slot, request in enumerate(self.slots):
+            if request is not None and request.generation.finish:
+                request.generation.latency_s = request.clock() - request.began
+                self.drafts.leave(slot)
                 self.slots[slot] = None
 
     def fill_vacant(self) -> None:
         """Let the last sequences take the slots that nobody was admitted to."""
         for from_slot, slot in vacancy_moves(self.slots):
             self.cache.move(from_slot, slot)
-            if self.drafts is not None:
-                self.drafts.move(from_slot, slot, self.cache.active[slot].length)
+            self.drafts.move(from_slot, slot, self.cache.active[slot].length)
         del self.cache.active[len(self.slots) :]
 
     def follow(self) -> None:
@@ -131,62 +121,31 @@ class Batch:
         """
         self.release()
         self.fill_vacant()
-        trial = batch_of(self.target, drafter.clone(), 1)
+        trial = Batch(self.target, drafter.clone(), 1)
         trial.admit(0, [0], TRIAL)
         trial.step()
-        clones, drafts = drafter.clones(self.cache.storage.size)
-        if drafts is not None:
-            check_size(self.target, drafts.max_nodes, drafter.name)
-            drafts.reserve(round_up_kv_length(self.cache.storage.capacity + drafts.max_nodes))
-        requests = [sequence.request for sequence in self.running]
-        states = [request.state_of(clone) for request, clone in zip(requests, clones, strict=False)]
-        for request, clone, state in zip(requests, clones, states, strict=False):
-            request.swap(clone, state)
-        self.drafter, self.free, self.drafts = drafter, list(clones[len(requests) :]), drafts
-        self.device_step = None if drafts is None else DeviceStep(self.target, self.cache, drafts)
+        drafts = drafter.batch(self.size)
+        check_size(self.target, drafts.max_nodes, drafter.name)
+        drafts.reserve(round_up_kv_length(self.cache.storage.capacity + drafts.max_nodes))
+        for slot, request in enumerate(self.running):
+            token = torch.tensor(request.context[:-1], device=self.target.device)
+            out = self.target.prefill(token, self.target.cache(len(token)), drafts.feature_layers)
+            drafts.start_sequence(slot, request.context, out)
+        self.drafter, self.drafts = drafter, drafts
+        self.device_step = DeviceStep(self.target, self.cache, drafts, drafter.name)
         self.reserve(self.capacity)
 
     def step(self) -> None:
-        """Let every drafter propose, run one target pass over all, and commit each."""
+        """Decode one step of all sequences."""
         tick()
         self.follow()
         self.fill_vacant()
-        requests = [sequence.request for sequence in self.running]
-        if self.device_step is not None:
-            if supports(self.target, requests):
-                self.device_step.step(requests)
-                return
-            self.device_step.current = []
-        proposals = self.propose(requests)
-        # A draft that has run through the first layers, or whose look-ahead tokens run through others, shares no pass.
-        unshared = any(
-            draft.first_layers is not None or (draft.look_ahead and draft.look_ahead.stack) for draft in proposals
-        )
-        switch = self.target.switch
-        divided = switch is not None and not switch.shared([request.prefix for request in requests])
-        if unshared or divided or len(requests) == 1:
-            for request, proposal in zip(requests, proposals, strict=True):
-                request.verify(proposal)
-            return
-        begin = requests[0].clock()
-        outs = self.target.score_all(
-            [(proposal.tree, proposal.look_ahead) for proposal in proposals], self.cache, requests[0].layers
-        )
-        seconds = (requests[0].clock() - begin) / len(requests)
-        for request, proposal, out in zip(requests, proposals, outs, strict=True):
-            request.commit(proposal, out, seconds)
+        self.device_step.step(self.running)
 
-    def propose(self, requests: list[Request]) -> list[Proposal]:
-        """Let every drafter propose, in one go where they can."""
-        if self.drafts is None:
-            return [request.draft() for request in requests]
-        begin = requests[0].clock()
-        proposals = self.drafts.propose_all([request.begin() for request in requests])
-        seconds = (requests[0].clock() - begin) / len(requests)
-        for request, proposal in zip(requests, proposals, strict=True):
-            check_size(self.target, len(proposal.tree.token), request.drafter.name)
-            request.draft_s = seconds
-        return proposals
+
+def vacant(slots: Sequence[object]) -> int:
+    """Return the slot that the next sequence takes: the first without one, else one more."""
+    return next((slot for slot, sequence in enumerate(slots) if sequence is None), len(slots))
 
 
 def vacancy_moves(slots: list[T | None]) -> Iterator[tuple[int, int]]:
@@ -201,12 +160,10 @@ def vacancy_moves(slots: list[T | None]) -> Iterator[tuple[int, int]]:
 def batch_of(
     target: Target, drafter: Drafter | Service, size: int, requests: Sequence[tuple[list[int], RequestParams]] = ()
 ) -> Batch:
-    """Return a batch of `size` slots, each with a clone of the drafter, and room for the longest of some requests."""
-    service, base = (drafter, drafter.working) if isinstance(drafter, Service) else (None, drafter)
-    batch = Batch(
-        target, *base.clones(size), max((needed_entries(target, *request) for request in requests), default=0)
-    )
-    batch.drafter, batch.service = base, service
+    """Return a batch of `size` slots with room for the longest of some requests."""
+    service, source = (drafter, drafter.working) if isinstance(drafter, Service) else (None, drafter)
+    batch = Batch(target, source, size, max((needed_entries(target, *request) for request in requests), default=0))
+    batch.service = service
     return batch
 
 
@@ -232,7 +189,7 @@ def release(target: Target, drafter: Drafter | Service, batch: Batch) -> None:
 
     Batches wait while at least as much memory is free as they take, the last ones longest.
     """
-    if batch.device_step is None or batch.device_step.graphs is None or not batch.device_step.graphs.captured:
+    if batch.device_step.graphs is None or not batch.device_step.graphs.captured:
         return
     target.idle[drafter] = batch
     while target.idle and (len(target.idle) > MAX_IDLE_BATCHES or crowded(target.idle.values())):

@@ -11,11 +11,11 @@ from inference.batch import acquire, release
 from inference.drafters.plain import Baseline
 from inference.limits import check_prompt
 from inference.protocol import Drafter
-from inference.request import Generation, Request, RequestParams, Step
+from inference.request import Generation, RequestParams, Step
 from inference.service import Service
 from inference.target.target import Target
 
-__all__ = ["Generation", "RequestParams", "Step", "autoregress", "reference", "speculate"]
+__all__ = ["Generation", "RequestParams", "Step", "autoregress", "speculate"]
 
 OnTokens = Callable[[list[int], list[str]], None]  # new tokens and their sources: "prefill", "draft", "bonus"
 OnBatchTokens = Callable[[int, list[int], list[str]], None]  # the same, with the prompt's index before them
@@ -114,11 +114,11 @@ def _several(
         else:
             batch.step()
         if on_tokens is not None:
-            for sequence in batch.running:
-                begin, generation = reported[sequence.request_index], sequence.request.generation
+            for request in batch.running:
+                begin, generation = reported[request.request_index], request.generation
                 if len(generation.tokens) > begin:  # those beside a newcomer have nothing new
-                    on_tokens(sequence.request_index, generation.tokens[begin:], generation.sources[begin:])
-                    reported[sequence.request_index] = len(generation.tokens)
+                    on_tokens(request.request_index, generation.tokens[begin:], generation.sources[begin:])
+                    reported[request.request_index] = len(generation.tokens)
         batch.release()
     release(target, drafter, batch)
     return [generations[request_index] for request_index in range(len(requests))]
@@ -129,17 +129,3 @@ def autoregress(
 ) -> Generation:
     """Decode one prompt autoregressively, in the same engine."""
     return speculate(target, Baseline(target.device), prompt, settings, on_tokens)
-
-
-@torch.inference_mode()
-def reference(target: Target, drafter: Drafter, prompt: list[int], settings: RequestParams) -> Generation:
-    """Decode one prompt with a drafter by `Request` alone: the engine whose tokens all others must give.
-
-    Raises:
-        ValueError: as `speculate`.
-    """
-    request = Request(target, drafter, prompt, settings)
-    request.prefill()
-    while not request.generation.finish:
-        request.step()
-    return request.generation

@@ -1,7 +1,7 @@
-"""The protocol of a drafter: `Drafter` is the model, `DrafterState` drafts for one sequence; and their records."""
+"""Drafters: a `Drafter` is the model, a `DraftBatch` drafts for the sequences of a batch; and what they exchange."""
 
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import NamedTuple, Protocol, Self, runtime_checkable
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -12,105 +12,11 @@ from inference.target.cache import TargetCache
 from inference.target.model import TargetOutput
 from inference.target.stack import FirstLayersOutput
 from inference.tree_config import TreeConfig
-from inference.verification.rng import Rng, Samples
+from inference.verification.rng import Draws, Samples
 from inference.verification.sample import Sampling
 from inference.verification.tree import DraftTree, LookAhead, chain
 
 GREEDY_INVERSE_TEMPERATURE = 2.0  # chosen by benchmarks/ranking.py (docs/engine.md)
-
-
-class Context(NamedTuple):
-    """What a proposal may read: the tokens so far, how the target is sampled, the randomness, and the depth left.
-
-    No node or look-ahead token may be deeper than `max_draft_depth`: there the target's context or the answer ends.
-    `cache` holds the target's entries before the last token. Only a drafter that drafts with the target itself writes
-    to
-    it: entries behind the committed ones, which it drops again, or hands on as `Proposal.first_layers`.
-    """
-
-    token: list[int]
-    sampling: Sampling
-    rng: Rng
-    max_draft_depth: int
-    cache: TargetCache | None = None
-
-
-class Proposal(NamedTuple):
-    """A tree rooted at the last token; the probs q its children were sampled from, if they were; look-ahead tokens.
-
-    Siblings are in the order in which they were sampled, without replacement. `first_layers` is given if all nodes have
-    run through the target's first layers; then there are no look-ahead tokens. `expected` is how many drafted tokens
-    the drafter expects to be accepted, 0 if it does not know (see `Drafter.expects_acceptance`).
-    """
-
-    tree: DraftTree
-    q: Float[Tensor, "N V"] | None = None
-    look_ahead: LookAhead | None = None
-    first_layers: FirstLayersOutput | None = None
-    expected: float = 0.0
-
-
-def sampled_chain(token: Int[Tensor, "N"], q: Sequence[Float[Tensor, "1 V"]]) -> Proposal:
-    """Return the proposal of a chain, the root its first token, whose others were sampled from these probs."""
-    return Proposal(chain(token), torch.cat([*q, torch.zeros_like(q[-1])]).to(token.device) if q else None)
-
-
-class Verified(NamedTuple):
-    """A verified proposal: tree, accepted path from the root on, the target's logits at nodes and look-ahead tokens."""
-
-    tree: DraftTree
-    path: list[int]
-    logits: Float[Tensor, "N V"]
-    look_ahead: Float[Tensor, "R V"] | None
-
-
-class Commit(NamedTuple):
-    """What a target pass committed.
-
-    `token` holds for each committed position the token that follows it (the last one is the next root), `features` the
-    target's outputs there, `verified` what was proposed and what became of it, None after a prefill.
-    """
-
-    token: Int[Tensor, "T"]
-    features: TargetOutput
-    verified: Verified | None
-
-
-@runtime_checkable
-class DrafterState(Protocol):
-    """The drafting of one sequence."""
-
-    def propose(self, context: Context) -> Proposal:
-        """Draft what may follow the last token."""
-        ...
-
-    def update(self, commit: Commit) -> None:
-        """Take in committed rows; by default there is nothing to learn from them."""
-        return
-
-    def leave(self) -> None:
-        """End the sequence; by default nothing is held for it."""
-        return
-
-
-@runtime_checkable
-class Roots(Protocol):
-    """The roots of B trees, and how the tokens that may follow them are ranked."""
-
-    token: Int[Tensor, "B 1"]  # the roots' tokens
-    seen_tokens: Bool[Tensor, "B 1 V"] | None  # which tokens stand in each prefix, where a penalty asks for it
-    noisy: bool  # whether tokens are ranked under coupled noise
-    sampling: Sampling | None = None  # how all sequences are sampled, if they are alike
-    samples: Samples | None = None  # what the children of a fixed shape are sampled by, where they are
-    inverse_temperature: float | Float[Tensor, "B 1 1"] = 1.0  # one for all or each sequence's
-
-    def penalized(self, logits: Float[Tensor, "B N W"], seen_tokens: Bool[Tensor, "B N W"]) -> Float[Tensor, "B N W"]:
-        """Return logits with those of seen tokens pulled down."""
-        ...
-
-    def gumbel_scores(self, logits: Float[Tensor, "B N V"], depth: int) -> Float[Tensor, "B N V"]:
-        """Return what a level's tokens are ranked by under the noise of the positions `depth` below the roots."""
-        ...
 
 
 def inverse_temperature_of(sampling: Sampling) -> float:
@@ -122,28 +28,149 @@ def inverse_temperature_of(sampling: Sampling) -> float:
     return GREEDY_INVERSE_TEMPERATURE if sampling.temperature == 0 else 1.0
 
 
+class Roots(NamedTuple):
+    """The roots of B trees, and how the tokens that may follow them are ranked or sampled.
+
+    Attributes:
+        token: the roots' tokens.
+        sampling: of the target, for all alike.
+        seen_tokens: which tokens are in each prefix, where a penalty asks for it.
+        noise: of the P positions below each root, under which tokens are ranked if they are coupled.
+        samples: what the children of a fixed shape are sampled by, where they are.
+    """
+
+    token: Int[Tensor, "B 1"]
+    sampling: Sampling
+    seen_tokens: Bool[Tensor, "B 1 V"] | None = None
+    noise: Float[Tensor, "B P V"] | None = None
+    samples: Samples | None = None
+
+
+class Drafted(NamedTuple):
+    """What was drafted for B sequences.
+
+    Attributes:
+        tree: their trees "B N".
+        ancestor_mask: what each node sees of them: its ancestors, and itself.
+        q: the probs that children were sampled from, of the M nodes with children; None where none were sampled.
+        depth: of each node; None: as many nodes as it sees above it.
+        noise: the roots' (see `Roots`).
+    """
+
+    tree: DraftTree
+    ancestor_mask: Bool[Tensor, "#B N N"]
+    q: Float[Tensor, "B M V"] | None = None
+    depth: Int[Tensor, "B N"] | None = None
+    noise: Float[Tensor, "B P V"] | None = None
+
+    def first(self, count: int) -> "Drafted":
+        """Return what was drafted for the first sequences."""
+        ancestor_mask = self.ancestor_mask if len(self.ancestor_mask) == 1 else self.ancestor_mask[:count]
+        q, depth, noise = (None if rows is None else rows[:count] for rows in self[2:])
+        return Drafted(DraftTree(*(rows[:count] for rows in self.tree)), ancestor_mask, q, depth, noise)
+
+
+class Context(NamedTuple):
+    """What the host drafts a sequence from: its tokens, how the target is sampled, the randomness, and the depth left.
+
+    No node or look-ahead token may be deeper than `max_draft_depth`: there the target's context or the answer ends.
+    `cache` holds the target's entries before the last token. Only a drafter that drafts with the target itself writes
+    to
+    it: entries behind the committed ones, which it drops again, or hands on as `Proposal.first_layers`.
+    """
+
+    token: list[int]
+    sampling: Sampling
+    draws: Draws
+    max_draft_depth: int
+    cache: TargetCache | None = None
+
+    def roots(self, like: Float[Tensor, "*n V"], deepest: int) -> Roots:
+        """Return this sequence's root for a tree of a depth, with what its tokens are ranked by, for logits `like`."""
+        token, seen_tokens = torch.tensor([self.token], device=like.device), None
+        if self.sampling.repetition_penalty != 1:
+            seen_tokens = torch.zeros(1, 1, like.shape[-1], dtype=torch.bool, device=like.device)
+            seen_tokens[..., token] = True
+        noise = samples = None
+        if self.sampling.temperature > 0 and self.draws.coupled:
+            noise = self.draws.noise(range(deepest), like)[None]
+        elif self.sampling.temperature > 0:
+            samples = self.draws.samples(like.device)
+        return Roots(token[:, -1:], self.sampling, seen_tokens, noise, samples)
+
+
+class Proposal(NamedTuple):
+    """A tree rooted at the last token; the probs q that children were sampled from, if they were; look-ahead tokens.
+
+    q has a row for each of the M nodes with children. Siblings are in the order in which they were sampled, without
+    replacement. `first_layers` says that all nodes have run through the target's first layers; then there are no
+    look-ahead tokens. `expected` is how many drafted tokens the drafter expects to be accepted, 0 if it does not know.
+    """
+
+    tree: DraftTree
+    q: Float[Tensor, "M V"] | None = None
+    look_ahead: LookAhead | None = None
+    first_layers: FirstLayersOutput | None = None
+    expected: float = 0.0
+
+
+def sampled_chain(token: list[int], q: Sequence[Float[Tensor, "1 V"]]) -> Proposal:
+    """Return the proposal of a chain, the root its first token, whose others were sampled from these probs."""
+    return Proposal(chain(torch.tensor(token)), torch.cat([*q]) if q else None)
+
+
+class Verified(NamedTuple):
+    """A verified proposal: tree, accepted path from the root on, the target's logits at nodes and look-ahead tokens.
+
+    There are logits for a drafter that reads them (`Drafter.reads_logits`).
+    """
+
+    tree: DraftTree
+    path: list[int]
+    logits: Float[Tensor, "N V"] | None = None
+    look_ahead: Float[Tensor, "R V"] | None = None
+
+
+class Commit(NamedTuple):
+    """The tokens that a target pass committed, and what became of the proposal, None after a prefill."""
+
+    token: list[int]
+    verified: Verified | None = None
+
+
 @runtime_checkable
 class DraftBatch(Protocol):
-    """Drafting for several sequences in one go, those that have started and not left, by slot.
+    """Drafting for the sequences of a batch, by slot: those that were started and have not left.
 
-    A sequence that starts takes the first vacant slot; before a draft the last ones are moved to the others.
-    By default nothing is held, and nothing is drafted.
+    Before a draft the last ones are moved to vacant slots. By default nothing is held, and nothing is drafted.
 
     Attributes:
         feature_layers: the target layers whose outputs `commit` reads.
+        on_device: whether drafts are a function of tensors, which can be captured or compiled.
+        learns: whether it takes in verified rows.
+        reads_logits: whether `learn` reads the target's logits.
+        alone: whether a sequence shares no pass with others.
         deepest: the depth of the deepest node of a tree in the step at hand; 0 where nothing is drafted.
-        max_nodes: the most nodes of a tree in any step, the root included.
+        max_nodes: the most nodes of a tree in any step, or if the host drafts in the step at hand; with the root.
         chain: whether the step's trees are chains, so that an accepted path is their beginning.
         sampled: the parents of the nodes of the shape whose children are sampled in the step where roots say so, the
             root's -1; None where all trees are filled by rank.
+        has_q: which sequences' children are, or might be, where the host has sampled for some.
+        proposal: what the host drafts for a sequence that is `alone`.
         tree_key: what tells the step's trees from those of other steps.
     """
 
     feature_layers: tuple[int, ...] = ()
+    on_device: bool = True
+    learns: bool = False
+    reads_logits: bool = False
+    alone: bool = False
     deepest: int = 0
     max_nodes: int = 1
     chain: bool = True
     sampled: tuple[int, ...] | None = None
+    has_q: Sequence[bool] | None = None
+    proposal: Proposal | None = None
     tree_key: int = 0
 
     @property
@@ -151,25 +178,39 @@ class DraftBatch(Protocol):
         """Bytes of its keys and values, on the target's device, for as many rows as are reserved."""
         return 0
 
-    def begin(self, running: int, longest: int) -> None:
-        """Choose the tree of a step of so many sequences, which `draft_trees` and what follows keep to.
+    def reserve(self, capacity: int) -> None:
+        """Take note of how many rows any sequence may have, before one starts."""
+        return
+
+    def tensors(self) -> list[Tensor]:
+        """Return the tensors other than weights that drafting reads or writes in place."""
+        return []
+
+    def start_sequence(self, slot: int, token: list[int], features: TargetOutput) -> None:
+        """Take in a prompt and the token behind it, with the target's outputs for the prompt."""
+        return
+
+    def leave(self, slot: int) -> None:
+        """Let a sequence go."""
+        return
+
+    def move(self, drafter: int, slot: int, length: int) -> None:
+        """Move the last sequence, which has so many rows, to a vacant slot."""
+        return
+
+    def begin(self, contexts: Sequence[Context | None], longest: int) -> None:
+        """Begin a step: choose its tree, or draft it where the host does, which `draft` and what follows keep to.
 
         Args:
-            running: the first sequences.
+            contexts: of each sequence; None of one that does not take part.
             longest: how many rows the longest of them has.
         """
         return
 
-    def propose_all(self, contexts: Sequence[Context]) -> list[Proposal]:
-        """Draft for all, each sampled in its own way."""
-        ...
-
     def draft_trees(
         self, roots: Roots, max_draft_depth: Int[Tensor, "B"], longest: int, *, allow_host_sync: bool
-    ) -> tuple[DraftTree, Bool[Tensor, "#B N N"], Float[Tensor, "B M V"] | None]:
-        """Return trees "B N" for sequences that are ranked alike, their ancestors, and q if children were sampled.
-
-        The M rows of q are those of the nodes with children.
+    ) -> Drafted:
+        """Return trees for sequences that are sampled alike.
 
         Args:
             max_draft_depth: below it no node is drafted if another can be.
@@ -178,24 +219,12 @@ class DraftBatch(Protocol):
         """
         ...
 
-    def move(self, from_slot: int, slot: int, length: int) -> None:
-        """Move the last sequence, which has so many rows, to a vacant slot."""
-        return
-
-    def reserve(self, capacity: int) -> None:
-        """Take note of how many rows any sequence may have, before one starts."""
-        return
-
-    def tensors(self) -> list[Tensor]:
-        """Return the tensors beside the weights that drafting reads or writes in place."""
-        return []
-
     def commit(self, features: Features, count: Int[Tensor, "B"]) -> None:
         """Take in the first `count` of T verified rows of each sequence; they are those of the verification pass."""
         return
 
-    def catch_up(self, lengths: Sequence[int]) -> None:
-        """Commit what `DrafterState.update` was given, so that the sequences have so many rows."""
+    def learn(self, slot: int, token: list[int], path: list[int], logits: Float[Tensor, "M V"] | None) -> None:
+        """Take in what the host has read: the committed tokens, the accepted nodes, and the logits of the pass."""
         return
 
 
@@ -206,38 +235,23 @@ class Drafter(Protocol):
     Attributes:
         name: what reports and errors call it.
         tree: the shape of its proposals, for reports.
-        feature_layers: the target layers whose outputs its commits must hold.
-        expects_acceptance: whether its proposals say how many tokens are expected to be accepted.
-        can_redraft: whether a state may propose again from where it stands, each time with fresh randomness.
-        head: the trained head that drafts alone, whose acceptance teacher forcing can measure.
+        head: the trained head that drafts, whose acceptance teacher forcing can measure.
         policy: by which trees grow from that head.
     """
 
     name: str
     tree: str
-    feature_layers: tuple[int, ...] = ()
-    expects_acceptance: bool = False
-    can_redraft: bool = False
     head: DraftHead | None = None
     policy: TreeConfig | None = None
-
-    def start(self, prompt: list[int]) -> DrafterState:
-        """Begin a sequence; a drafter with a memory may now remember the text of the one before."""
-        ...
 
     def reset(self) -> None:
         """Forget earlier sequences; by default nothing outlives one."""
         return
 
-    def clone(self) -> "Drafter":
-        """Return a drafter with the same weights and a memory of its own, for sequences side by side."""
+    def clone(self) -> Self:
+        """Return a drafter with the same weights and a memory of its own."""
         return self
 
-    def clones(self, size: int) -> tuple[Sequence["Drafter"], DraftBatch | None]:
-        """Return drafters for `size` sequences of a batch, and what drafts for all at once, by default nothing."""
-        return [self, *(self.clone() for _ in range(size - 1))], None
-
-
-def vacant(slots: Sequence[object]) -> int:
-    """Return the slot that the next sequence takes: the first without one, else one more."""
-    return next((slot for slot, sequence in enumerate(slots) if sequence is None), len(slots))
+    def batch(self, size: int) -> DraftBatch:
+        """Return what drafts for up to `size` sequences."""
+        ...

@@ -1,4 +1,4 @@
-"""Decoding one sequence: draft, verify, commit; its request settings and its result."""
+"""A request that is decoded: its settings, its text so far, where it ends, and its result."""
 
 import time
 from collections.abc import Sequence
@@ -9,19 +9,16 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from heads.common.progress import tick
-from inference.limits import check_prompt, check_size
-from inference.protocol import Commit, Context, Drafter, DrafterState, Proposal, Verified
+from heads.modules.argmax import argmax
+from inference.limits import check_prompt
+from inference.protocol import Context
 from inference.target.cache import TargetCache
 from inference.target.model import TargetOutput
 from inference.target.target import Target
-from inference.verification import tree as trees
-from inference.verification.rng import CoupledRng, DraftRng, Rng
-from inference.verification.sample import Sampling, penalize
+from inference.verification.rng import Draws, exponential_noise, seed_key
+from inference.verification.sample import Sampling, distribution, penalize
 from inference.verification.tree import DraftTree
-from inference.verification.verify import COUPLED, check_rule, decide
-
-TREE_ENTRIES = 64  # entries of the cache behind a text, for trees of drafters that do not say how many they need
+from inference.verification.verify import COUPLED, check_rule
 
 
 @dataclass(frozen=True)
@@ -113,7 +110,7 @@ class Step(NamedTuple):
 
 
 class Pass(NamedTuple):
-    """A target pass: its committed rows as `Commit` has them, and the last hidden state of every node that it verified.
+    """A target pass: the tokens that follow its committed rows, these rows, and the last hidden state of every node.
 
     A prefill has no tree.
     """
@@ -150,32 +147,49 @@ class Generation:
 
 
 class Request:
-    """One sequence being decoded: `prefill`, then `draft` and `commit` around each target pass until it finishes."""
+    """A request that is decoded: its text so far, its limits and stops, and its result."""
 
     def __init__(
-        self,
-        target: Target,
-        drafter: Drafter,
-        prompt: list[int],
-        settings: RequestParams,
-        cache: TargetCache | None = None,
+        self, target: Target, prompt: list[int], settings: RequestParams, cache: TargetCache, request_index: int = 0
     ) -> None:
         check_prompt(target, prompt)
-        self.target, self.drafter, self.settings = target, drafter, settings
-        self.layers = drafter.feature_layers
-        self.state: DrafterState  # the drafter's for this sequence, from the prefill on
+        self.target, self.settings, self.cache = target, settings, cache
+        self.request_index = request_index
         self.limit = min(settings.max_new_tokens, target.context - len(prompt))
-        self.cache = target.cache(len(prompt) + self.limit + TREE_ENTRIES) if cache is None else cache
         self.context = list(prompt)
-        self.rng = CoupledRng(settings.seed, target.device, self.context)  # of verification
-        self.drafting: Rng = self.rng
-        if settings.rule != COUPLED:
-            self.drafting = DraftRng(settings.seed, target.device, self.context)
-        self._seen_tokens: Tensor | None = None
-        self._noted = 0  # tokens of the context that `_seen_tokens` holds
         self.generation = Generation()
-        self.draft_s = 0.0
-        self.prefix = 0  # committed cache entries before the pass at hand
+        self.key = seed_key(settings.seed)  # of all randomness
+        self.began = time.perf_counter()
+
+    @torch.inference_mode()
+    def prefill(self, layers: tuple[int, ...]) -> TargetOutput:
+        """Run the prompt and choose the first token."""
+        token, settings = torch.tensor(self.context, device=self.target.device), self.settings
+        out = self.target.prefill(token, self.cache, layers)
+        assert out.logits is not None
+        scores = self.processed(out.logits[0])
+        greedy = settings.sampling.temperature == 0
+        first = argmax(scores if greedy else distribution(scores, settings.sampling) / self.noise(scores))
+        best_two = scores.float().topk(2).values[0].tolist() if settings.gaps else [0.0, 0.0]
+        self.emit(first.tolist(), ["prefill"], [best_two[0] - best_two[1]])
+        if settings.passes:
+            rows = out._replace(logits=None)
+            self.generation.passes.append(Pass(torch.cat([token[1:], first]), rows, None, [], out.last_hidden[0]))
+        return out
+
+    def processed(self, logits: Float[Tensor, "1 V"]) -> Float[Tensor, "1 V"]:
+        """Return the next token's logits as they are sampled: penalised, and no end before its time."""
+        seen = self.seen_tokens()
+        if seen is not None:
+            logits = penalize(logits, seen[None], self.settings.sampling)
+        if self.left[1] > 0 and self.target.eos:
+            logits = logits.index_fill(1, torch.tensor(sorted(self.target.eos), device=logits.device), float("-inf"))
+        return logits
+
+    def noise(self, logits: Float[Tensor, "1 V"]) -> Float[Tensor, "1 V"]:
+        """Return the noise of the next token's position."""
+        key, position = torch.tensor([[self.key], [len(self.context)]], device=logits.device)
+        return exponential_noise(key, position, logits.shape[-1])
 
     def clock(self) -> float:
         """Return seconds, after the device has finished what it was given."""
@@ -183,135 +197,25 @@ class Request:
             torch.cuda.synchronize(self.target.device)
         return time.perf_counter()
 
-    def prefill(self) -> None:
-        """Run the prompt and choose the first token; the drafter sees every prompt row with the token that follows."""
-        start = self.clock()
-        self.state = self.drafter.start(self.context)
-        token = torch.tensor(self.context, device=self.target.device)
-        out = self.target.prefill(token, self.cache, self.layers)
-        root = trees.root(self.context[-1], self.target.device)
-        processed_logits = self.processed(_logits(out), root)
-        first = decide(root, processed_logits, None, self.settings.sampling, self.rng).token
-        self.emit([first], ["prefill"], self.gaps(processed_logits))
-        following = torch.cat([token[1:], token.new_tensor([first])])
-        self.update(Commit(following, out, None), out.last_hidden[0])
-        self.generation.prefill_s = self.clock() - start
-
-    @torch.inference_mode()
-    def state_of(self, drafter: Drafter) -> DrafterState:
-        """Return another drafter's state for the text so far: as after a prompt, by a target pass over all of it."""
-        token = torch.tensor(self.context, device=self.target.device)
-        state = drafter.start(self.context[:-1])
-        out = self.target.prefill(token[:-1], self.target.cache(len(token)), drafter.feature_layers)
-        state.update(Commit(token[1:], out, None))
-        return state
-
-    def swap(self, drafter: Drafter, state: DrafterState) -> None:
-        """Let another drafter propose from the next step on; `state` is its `state_of` the text so far."""
-        self.state.leave()
-        self.drafter, self.state, self.layers = drafter, state, drafter.feature_layers
-
     def begin(self) -> Context:
-        """Begin a step; return what its proposal may read."""
-        max_draft_depth, _ = self.left
-        self.prefix = self.cache.length
+        """Return what a step's draft may read."""
+        max_draft_depth, prefix = self.left[0], self.cache.length
         if self.target.switch is not None:
-            max_draft_depth = self.target.switch.max_draft_depth(self.prefix, max_draft_depth)
-        return Context(self.context, self.settings.sampling, self.drafting, max_draft_depth, self.cache)
+            max_draft_depth = self.target.switch.max_draft_depth(prefix, max_draft_depth)
+        sampling, coupled = self.settings.sampling, self.settings.rule == COUPLED
+        return Context(self.context, sampling, Draws(self.key, len(self.context), coupled), max_draft_depth, self.cache)
 
-    def draft(self) -> Proposal:
-        """Let the drafter propose what the next target pass scores."""
-        begin = self.clock()
-        proposal = self.state.propose(self.begin())
-        check_size(self.target, len(proposal.tree.token), self.drafter.name)
-        self.draft_s = self.clock() - begin
-        return proposal
-
-    def step(self) -> None:
-        """Draft, verify and commit once."""
-        tick()
-        self.verify(self.draft())
-
-    def verify(self, proposal: Proposal) -> None:
-        """Run the target over the proposal, for this sequence alone, and commit."""
-        begin = self.clock()
-        if self.target.switch is not None and self.target.switch.recomputes(self.prefix):
-            out = self.renew()
-        elif proposal.first_layers is None:
-            out = self.target.score(proposal.tree, self.cache, proposal.look_ahead, self.layers)
-        else:
-            out = self.target.parts.score_from(proposal.first_layers, proposal.tree, self.cache, self.layers)
-        self.commit(proposal, out, self.clock() - begin)
-
-    def renew(self) -> TargetOutput:
-        """Recompute all cache entries under the other side of the rope's switch; return the root's output."""
+    def renew(self) -> None:
+        """Recompute all cache entries under the other side of the rope's switch, the root in their pass."""
+        prefix = self.cache.length
         self.cache.keep(0, [])
-        out = self.target.prefill(torch.tensor(self.context, device=self.target.device), self.cache, self.layers)
-        return TargetOutput(out.hidden[:, -1:], out.last_hidden[:, -1:], out.logits)
-
-    def commit(self, proposal: Proposal, out: TargetOutput, verify_s: float) -> None:
-        """Decide what is accepted, keep its cache entries and tokens, and update the drafter.
-
-        Args:
-            proposal: what was drafted.
-            out: the target's output for it, whose entries stand behind the committed ones in the cache.
-            verify_s: the seconds that the pass took, or this sequence's share of them.
-        """
-        begin = self.clock()
-        drafted = proposal.tree
-        logits, look_ahead = _logits(out).tensor_split([len(drafted.token)])
-        sampling, rule_name = self.settings.sampling, self.settings.rule
-        processed_logits = self.processed(logits, drafted)
-        path, bonus, rule = decide(drafted, processed_logits, proposal.q, sampling, self.rng, rule_name)
-        self.cache.keep(self.prefix, path)
-        index = torch.tensor(path, device=self.target.device)
-        following = torch.cat([drafted.token[index[1:]], index.new_tensor([bonus])])
-        committed = self.emit(
-            following.tolist(), ["draft"] * (len(path) - 1) + ["bonus"], self.gaps(processed_logits[index])
-        )
-        committed_at = self.clock()
-        if not self.generation.finish:
-            rows = TargetOutput(out.hidden[:, index], out.last_hidden[:, index], None)
-            verified = Verified(drafted, path, logits, None if proposal.look_ahead is None else look_ahead)
-            self.update(Commit(following, rows, verified), out.last_hidden[0, : len(drafted.token)])
-        draft_s, other_s = self.draft_s + self.clock() - committed_at, committed_at - begin
-        accepted = min(len(path) - 1, committed)
-        # For reports: no part of the step's time.
-        ranks = trees.ranks(drafted, path[: accepted + 1]) if accepted else ()
-        nodes = len(drafted.token) - 1
-        self.record_step(Step(nodes, accepted, committed, draft_s, verify_s, other_s, rule, ranks))
-
-    def update(self, commit: Commit, last: Float[Tensor, "N D"]) -> None:
-        """Update the drafter, and keep the pass if asked to."""
-        self.state.update(commit)
-        if self.settings.passes:
-            tree, path = (None, []) if commit.verified is None else commit.verified[:2]
-            self.generation.passes.append(Pass(commit.token, commit.features._replace(logits=None), tree, path, last))
+        self.target.prefill(torch.tensor(self.context, device=self.target.device), self.cache)
+        self.cache.keep(prefix, [])
 
     def record_step(self, step: Step) -> None:
         """Take note of a step and its seconds."""
         self.generation.steps.append(step)
         self.generation.decode_s += step.draft_s + step.verify_s + step.other_s
-
-    def processed(self, logits: Tensor, drafted: DraftTree) -> Tensor:
-        """Return the logits "N V" after each node as its own prefix has them: penalised, and no end before its time."""
-        seen_tokens = self.seen_tokens()
-        if seen_tokens is not None:
-            logits = penalize(logits, trees.seen_tokens(drafted, seen_tokens), self.settings.sampling)
-        _, lacking = self.left
-        if lacking > 0 and self.target.eos:
-            logits = logits.clone()
-            early = trees.depth(drafted) < lacking
-            logits[early.nonzero(), torch.tensor(sorted(self.target.eos), device=logits.device)] = float("-inf")
-        return logits
-
-    def gaps(self, logits: Float[Tensor, "N V"]) -> list[float]:
-        """Return the gap between the two largest logits of each row, if gaps are recorded."""
-        if not self.settings.gaps:
-            return []
-        top = logits.float().topk(2).values
-        gaps: list[float] = (top[:, 0] - top[:, 1]).tolist()
-        return gaps
 
     @property
     def left(self) -> tuple[int, int]:
@@ -323,14 +227,9 @@ class Request:
         """Return which tokens stand in the context, where a penalty asks for it."""
         if self.settings.sampling.repetition_penalty == 1:
             return None
-        if self._seen_tokens is None:
-            self._seen_tokens = torch.zeros(
-                self.target.embeddings.vocab_size, dtype=torch.bool, device=self.target.device
-            )
-        if new := self.context[self._noted :]:
-            self._seen_tokens[new] = True
-            self._noted = len(self.context)
-        return self._seen_tokens
+        seen = torch.zeros(self.target.embeddings.vocab_size, dtype=torch.bool, device=self.target.device)
+        seen[self.context] = True
+        return seen
 
     def emit(self, tokens: list[int], sources: list[str], gaps: list[float]) -> int:
         """Append tokens up to the first end of the answer; return how many were taken."""
@@ -359,8 +258,3 @@ class Request:
         tail = max(len(stop.encode()) for stop in self.settings.stop) + 8
         text = self.target.tokenizer.decode(self.generation.tokens[-tail:])
         return any(stop in text for stop in self.settings.stop)
-
-
-def _logits(out: TargetOutput) -> Tensor:
-    assert out.logits is not None
-    return out.logits[0]

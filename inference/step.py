@@ -1,14 +1,15 @@
-"""One decoding step of a whole batch on its device: draft, forward pass, acceptance, compaction, the head's new rows.
+"""One decoding step of a batch, whatever drafts: draft, forward pass, acceptance, compaction, what the drafts learn.
 
 What a step decides stays on the device, in buffers of all slots that are written in place, and its shapes follow from
 the tree's policy and the sizes at hand alone. The host reads one small tensor a step: how many tokens each sequence
-commits, and which. `Request` with the rules of inference/verification/rules.py is the reference that this is tested
-against, and it decodes what `supports` refuses. Both read the same counter-based random numbers.
+commits, and which. The tests compare it with a loop over one sequence (tests/oracle.py), whose randomness is the same.
 """
 
 import struct
 import time
+from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -22,16 +23,17 @@ from heads.modules.argmax import argmax
 from inference.graphs import Graphs, Stage, StageCache, compiled
 from inference.limits import check_size
 from inference.phase_timer import PhaseTimer
-from inference.protocol import DraftBatch, Roots, inverse_temperature_of
-from inference.request import Request, RequestParams, Step
+from inference.protocol import DraftBatch, Drafted, Roots
+from inference.request import Pass, Request, RequestParams, Step
 from inference.target.cache import BatchCache, round_up_kv_length
 from inference.target.model import TargetOutput
 from inference.target.target import Target
 from inference.verification import device, verify
+from inference.verification import tree as trees
 from inference.verification.device import Accepted
-from inference.verification.rng import ACCEPT_KEY, DRAFT_KEY, Samples, exponential_noise, hash_key, seed_key, uniform
+from inference.verification.rng import ACCEPT_KEY, DRAFT_KEY, Samples, exponential_noise, hash_key, uniform
 from inference.verification.sample import Sampling, distribution, penalize
-from inference.verification.tree import DraftTree
+from inference.verification.tree import LOOK_AHEAD, DraftTree
 
 
 class Slots(NamedTuple):
@@ -56,68 +58,6 @@ class Slots(NamedTuple):
     seen_tokens: Bool[Tensor, "B V"]
 
 
-class SlotRoots(Roots):
-    """The roots of sequences that are sampled alike: under the noise of the positions below them if coupled."""
-
-    sampling: Sampling
-
-    def __init__(self, slots: Slots, settings: RequestParams, noise: Float[Tensor, "B P V"] | None) -> None:
-        self.token, self.sampling, self.noise = slots.root[:, None], settings.sampling, noise
-        self.seen_tokens = slots.seen_tokens[:, None] if slots.seen_tokens.shape[1] else None
-        self.inverse_temperature = inverse_temperature_of(settings.sampling)
-        random = settings.sampling.temperature > 0
-        self.noisy = random and settings.rule == verify.COUPLED
-        if random and not self.noisy:
-            self.samples = Samples(hash_key(hash_key(slots.key, DRAFT_KEY), slots.length + 1))
-
-    def penalized(self, logits: Float[Tensor, "B N W"], seen_tokens: Bool[Tensor, "B N W"]) -> Float[Tensor, "B N W"]:
-        """Penalise all sequences' logits alike."""
-        return penalize(logits, seen_tokens, self.sampling)
-
-    def gumbel_scores(self, logits: Float[Tensor, "B N V"], depth: int) -> Float[Tensor, "B N V"]:
-        """Return the log of the probs over the noise of the positions `depth` below the roots."""
-        assert self.noise is not None
-        return (distribution(logits, self.sampling) / self.noise[:, depth - 1 : depth]).log()
-
-
-def supports(target: Target, requests: Sequence[Request]) -> bool:
-    """Return whether sequences are decoded by steps on the device: all sampled alike, by a lossless rule.
-
-    The target must take a batch's masks, its positions must mean the same at every length, and no pass is kept. What
-    does not fit decodes the same tokens by itself.
-    """
-    one, *others = [request.settings for request in requests]
-    if not target.takes_trees or target.switch is not None or any(request.settings.passes for request in requests):
-        return False
-    if any((other.sampling, other.rule, other.gaps) != (one.sampling, one.rule, one.gaps) for other in others):
-        return False
-    return not verify.is_lossy(one.rule)
-
-
-class Drafted(NamedTuple):
-    """What was drafted for B sequences.
-
-    Attributes:
-        tree: their trees "B N".
-        ancestor_mask: each node's ancestors, itself included.
-        depth: of each node.
-        noise: of the P positions below the roots, under which coupled drafts are ranked; None of others.
-        q: the probs that children were sampled from, of the M nodes that have some.
-    """
-
-    tree: DraftTree
-    ancestor_mask: Bool[Tensor, "#B N N"]
-    depth: Int[Tensor, "B N"]
-    noise: Float[Tensor, "B P V"] | None
-    q: Float[Tensor, "B M V"] | None
-
-    def first(self, count: int) -> "Drafted":
-        """Return what was drafted for the first sequences."""
-        ancestor_mask = self.ancestor_mask if len(self.ancestor_mask) == 1 else self.ancestor_mask[:count]
-        noise, q = (None if rows is None else rows[:count] for rows in (self.noise, self.q))
-        return Drafted(DraftTree(*(rows[:count] for rows in self.tree)), ancestor_mask, self.depth[:count], noise, q)
-
-
 class GraphKey(NamedTuple):
     """What tells the shapes and branches of a step's stages from those of others.
 
@@ -125,6 +65,7 @@ class GraphKey(NamedTuple):
         head_kv_length: entries of its KV cache that the head reads.
         sampling, rule, gaps: of the settings.
         masks_eos: whether an answer may not end yet.
+        masked: whether some sequences take no part.
         policy: which tree is drafted.
     """
 
@@ -133,36 +74,39 @@ class GraphKey(NamedTuple):
     rule: str
     gaps: bool
     masks_eos: bool
+    masked: bool
     policy: int
 
 
 class DeviceStep:
-    """The steps of a batch whose drafts grow on the device.
+    """The steps of a batch.
 
     Attributes:
         static: whether shapes stay the same from step to step, as graphs want it: attention reads up to a stride's end,
             all slots take part, and the host reads what was committed when everything is done. Else it reads first,
             and no more is computed than was committed.
         graphs: what captures the stages, None: they run as they are.
-        compiled_stages: what calls the compiled stages.
+        compiled_stages: of the compiled stages.
+        first: the slot of the first sequence in the pass at hand; where it is not 0, of the only one.
     """
 
-    def __init__(self, target: Target, cache: BatchCache, drafts: DraftBatch) -> None:
-        self.target, self.cache, self.drafts = target, cache, drafts
-        self.static = target.device.type == "cuda"
-        self.graphs = Graphs(target.device) if target.captures else None
+    def __init__(self, target: Target, cache: BatchCache, drafts: DraftBatch, name: str) -> None:
+        self.target, self.cache, self.drafts, self.name = target, cache, drafts, name
+        steady = drafts.on_device and target.takes_trees and target.switch is None
+        self.static = target.device.type == "cuda" and steady
+        self.graphs = Graphs(target.device) if target.captures and steady else None
         self.compiled_stages = StageCache()
         self.slots: Slots | None = None
         self.eos_mask: Tensor | None = None  # which tokens "V" end an answer
         self.masks_eos = False  # whether an answer of these may not end at once
         self.current: list[Request] = []  # whose state the slots hold
+        self.first, self.masked = 0, False  # masked: whether sequences take no part in the pass at hand
 
     def load_slots(self, requests: Sequence[Request]) -> None:
-        """Write the state of sequences to the slots: others came or left, or these were decoded in another way."""
-        check_size(self.target, self.drafts.max_nodes, requests[0].drafter.name)
+        """Write the state of sequences to the slots: others came or left."""
         seen_by_slot = [request.seen_tokens() for request in requests]
-        slots = self.buffers(0 if seen_by_slot[0] is None else len(seen_by_slot[0]))
-        values = [[s.context[-1], s.cache.length, *s.left, 1, seed_key(s.settings.seed)] for s in requests]
+        slots = self.buffers(max(0 if seen is None else len(seen) for seen in seen_by_slot))
+        values = [[one.context[-1], one.cache.length, *one.left, 1, one.key] for one in requests]
         values += [[0, 1, 0, 0, 0, 0]] * (len(slots.root) - len(values))  # idle: of no entry at all came NaN
         for buffer, column in zip(slots[:6], torch.tensor(values, device=self.target.device).T, strict=True):
             buffer.copy_(column)
@@ -170,7 +114,6 @@ class DeviceStep:
             if seen_tokens is not None:
                 slots.seen_tokens[slot] = seen_tokens
         self.masks_eos = bool(self.target.eos) and any(request.settings.min_new_tokens for request in requests)
-        self.drafts.catch_up([request.cache.length for request in requests])
         self.current = list(requests)
 
     def buffers(self, vocab: int) -> Slots:
@@ -191,16 +134,111 @@ class DeviceStep:
     @torch.inference_mode()
     def step(self, requests: Sequence[Request]) -> None:
         """Decode one step of sequences, in the order of their slots."""
+        for group in self.groups(requests):
+            self.step_of(requests, group)
+
+    def step_of(self, requests: Sequence[Request], group: list[int]) -> None:
+        """Decode one step of the sequences that share a pass."""
+        drafted, result, out, accepted, timer, graph_key = self.run(requests, group)
+        rows = result.tolist()  # the one place where the host waits for the device
+        begin, width = time.perf_counter(), accepted.path.shape[1]
+        live, steps = list[int](), dict[int, Step]()
+        for slot in group:
+            request, row = requests[slot], rows[slot - self.first]
+            steps[slot] = self.emit(request, row, width)._replace(
+                rule=self.shown(request.settings, slot - self.first, row)
+            )
+            if not request.generation.finish:
+                live.append(slot)
+        emitting = time.perf_counter() - begin
+        timer.mark(None)  # what the host did since is counted by its own clock
+        if live and not self.static:
+            most = width if self.compiles else max(row[0] for row in rows)
+            self.commit(self.active(requests), out, accepted, most, graph_key, timer)
+        for slot in live:
+            row = slot - self.first
+            token, path = rows[row][2:][: rows[row][0]], rows[row][2 + width :][: rows[row][0]]
+            self.drafts.learn(slot, token, path, None if out.logits is None else out.logits[row])
+            if requests[slot].settings.passes:
+                self.keep_pass(requests[slot], row, drafted, out, path, token)
+        timer.mark("draft")
+        seconds = timer.seconds()
+        seconds["other"] += emitting  # meanwhile a device waits
+        draft, verified, other = (seconds[name] / len(group) for name in ("draft", "verify", "other"))
+        for slot, step in steps.items():
+            requests[slot].record_step(step._replace(draft_s=draft, verify_s=verified, other_s=other))
+
+    def shown(self, settings: RequestParams, at: int, row: list[int]) -> str:
+        """Return what reports call the rule that a sequence was verified by."""
+        if not row[1]:
+            return verify.NOTHING
+        if settings.sampling.temperature == 0 and not verify.is_lossy(settings.rule):
+            return verify.GREEDY_WALK
+        return verify.label(self.rule(settings, has_q=self.drafts.has_q is None or self.drafts.has_q[at]))
+
+    @torch.inference_mode()
+    def sample(self, requests: Sequence[Request]) -> tuple[list[int], Drafted]:
+        """Return the first tokens that a step of sequences which are sampled alike would commit, and the last drafts.
+
+        Nothing is committed.
+        """
+        self.load_slots(requests)
+        tokens: list[int] = []
+        for group in self.groups(requests):
+            drafted, result, *_ = self.run(requests, group, commits=False)
+            tokens += [row[2] for row in result.tolist()[: len(group)]]
+            for slot in group:
+                requests[slot].cache.keep(len(requests[slot].context) - 1, [])
+        self.current = []
+        return tokens, drafted
+
+    def groups(self, requests: Sequence[Request]) -> list[list[int]]:
+        """Return the slots of sequences that share a pass: sampled alike, and on one side of a rope's switch."""
         if len(requests) != len(self.current) or any(a is not b for a, b in zip(requests, self.current, strict=True)):
             self.load_slots(requests)
+        switch, groups = self.target.switch, defaultdict[Any, list[int]](list)
+        for slot, request in enumerate(requests):
+            how = request.settings
+            side = switch is not None and request.cache.length >= switch.length
+            groups[how.sampling, how.rule, how.gaps, side, self.drafts.alone and slot].append(slot)
+        return list(groups.values())
+
+    def active(self, requests: Sequence[Request]) -> Slots:
+        """Return the slots of the pass at hand."""
         assert self.slots is not None
-        phase_timer, settings = PhaseTimer(self.target.device), requests[0].settings
-        greedy = settings.sampling.temperature == 0
-        phase_timer.mark(None)
-        slots = self.slots if self.static else Slots(*(buffer[: len(requests)] for buffer in self.slots))
-        longest = max(request.cache.length for request in requests)
-        self.drafts.begin(len(requests), longest)
-        rule = self.rule(settings)
+        if self.static:
+            return self.slots
+        end = self.first + 1 if self.drafts.alone else len(requests)
+        return Slots(*(buffer[self.first : end] for buffer in self.slots))
+
+    def run(
+        self, requests: Sequence[Request], group: list[int], *, commits: bool = True
+    ) -> tuple[Drafted, Int[Tensor, "B X"], TargetOutput, Accepted, PhaseTimer, GraphKey]:
+        """Run a step of some sequences; return what was drafted, what the host reads, and what is left to commit."""
+        settings, timer, switch = requests[group[0]].settings, PhaseTimer(self.target.device), self.target.switch
+        timer.mark(None)
+        for slot in group:
+            if switch is not None and switch.recomputes(requests[slot].cache.length):
+                requests[slot].renew()
+        self.first = group[0] if self.drafts.alone else 0
+        assert self.slots is not None
+        mixed = not self.drafts.alone and len(group) < len(requests)
+        contexts = [request.begin() if slot in group else None for slot, request in enumerate(requests)]
+        if mixed or self.masked:
+            self.slots.active[: len(requests)] = torch.tensor([int(one is not None) for one in contexts])
+            self.masked = mixed
+        if switch is not None:
+            self.slots.max_draft_depth[: len(requests)] = torch.tensor(
+                [0 if one is None else one.max_draft_depth for one in contexts]
+            )
+        longest = max(
+            request.cache.length for request in requests[self.first : self.first + 1 if self.drafts.alone else None]
+        )
+        self.drafts.begin(contexts, longest)
+        check_size(self.target, self.drafts.max_nodes, self.name)
+        for has_q in {True, *(self.drafts.has_q or ())}:
+            self.rule(settings, has_q=has_q)  # refuses what it does not fit
+        slots = self.active(requests)
         if self.captures:
             assert self.graphs is not None
             self.graphs.keep([*self.slots, *self.cache.storage.blocks, *self.drafts.tensors()])
@@ -208,21 +246,29 @@ class DeviceStep:
             buffers = [*self.cache.storage.blocks, *self.drafts.tensors(), *self.target.embeddings.kept_rows()]
             self.compiled_stages.keep([*self.slots, *buffers])
         kv_length = self.kv_length(longest)
-        result, out, accepted = self.run(slots, kv_length, settings, phase_timer)
-        rows = result.tolist()  # the one place where the host waits for the device
-        begin = time.perf_counter()
-        shown = verify.GREEDY_WALK if greedy else rule
-        steps = [self.emit(request, row, shown) for request, row in zip(requests, rows, strict=False)]
-        emitting = time.perf_counter() - begin
-        if not self.static and not all(request.generation.finish for request in requests):
-            phase_timer.mark(None)  # what the host did since is counted by its own clock
-            max_committed = accepted.path.shape[1] if self.compiles else max(row[0] for row in rows)
-            self.commit(slots, out, accepted, max_committed, self.graph_key(kv_length, settings), phase_timer)
-        seconds = phase_timer.seconds()
-        seconds["other"] += emitting  # meanwhile a device waits
-        for request, step in zip(requests, steps, strict=True):
-            draft, verified, other = (seconds[name] / len(requests) for name in ("draft", "verify", "other"))
-            request.record_step(step._replace(draft_s=draft, verify_s=verified, other_s=other))
+        return (
+            *self.on_device(slots, kv_length, settings, timer, commits=commits),
+            timer,
+            self.graph_key(kv_length, settings),
+        )
+
+    def on_device(
+        self, slots: Slots, kv_length: int, settings: RequestParams, phase_timer: PhaseTimer, *, commits: bool = True
+    ) -> tuple[Drafted, Int[Tensor, "B X"], TargetOutput, Accepted]:
+        """Run a step's stages."""
+        graph_key = self.graph_key(kv_length, settings)
+        drafted = self.launch(
+            graph_key, DeviceStep.draft, self.slots if self.compiles else slots, graph_key.head_kv_length, settings
+        )
+        if self.compiles:
+            drafted = drafted.first(len(slots.root))
+        phase_timer.mark("draft")
+        inner = None if self.captures else phase_timer  # no graph holds the time that passes in it
+        out, result, accepted = self.launch(graph_key, DeviceStep.evaluate, slots, drafted, kv_length, settings, inner)
+        phase_timer.mark("verify" if self.captures else "other")
+        if self.static and commits:
+            self.commit(slots, out, accepted, accepted.path.shape[1], graph_key, phase_timer)
+        return drafted, result, out, accepted
 
     def kv_length(self, longest: int) -> int:
         """Return how many entries attention reads, in static shapes; else how many there are before a tree."""
@@ -232,9 +278,14 @@ class DeviceStep:
         return end if end > capacity else min(round_up_kv_length(end), capacity)
 
     @property
+    def may_read(self) -> bool:
+        """Whether the host may look at what stages compute, to leave out the rest: a device would be waited for."""
+        return not self.static and self.target.device.type == "cpu"
+
+    @property
     def compiles(self) -> bool:
         """Whether the head's stages are compiled. Their shapes then stay the same too, and take in all slots."""
-        return self.target.compiles_drafts and self.drafts.deepest > 0
+        return self.target.compiles_drafts and self.drafts.on_device and self.drafts.deepest > 0
 
     @property
     def captures(self) -> bool:
@@ -244,12 +295,10 @@ class DeviceStep:
     def graph_key(self, kv_length: int, settings: RequestParams) -> GraphKey:
         """Return what tells the shapes and branches of a step's stages from those of others."""
         # Compiled shapes are few: the head reads all entries that a sequence may come to have.
-        head_kv_length = (
-            round_up_kv_length(self.cache.storage.capacity) if self.compiles and not self.static else kv_length
-        )
-        return GraphKey(
-            head_kv_length, settings.sampling, settings.rule, settings.gaps, self.masks_eos, self.drafts.tree_key
-        )
+        padded = self.compiles and not self.static
+        head_kv_length = round_up_kv_length(self.cache.storage.capacity) if padded else kv_length
+        sampling, rule, gaps = settings.sampling, settings.rule, settings.gaps
+        return GraphKey(head_kv_length, sampling, rule, gaps, self.masks_eos, self.masked, self.drafts.tree_key)
 
     def launch(self, graph_key: GraphKey, stage: Stage, *args: Any) -> Any:
         """Run a stage of a step under its graph key."""
@@ -261,38 +310,23 @@ class DeviceStep:
         assert self.graphs is not None
         return self.graphs((stage, *graph_key), run, self, *args)
 
-    def run(
-        self, slots: Slots, kv_length: int, settings: RequestParams, phase_timer: PhaseTimer
-    ) -> tuple[Int[Tensor, "B X"], TargetOutput, Accepted]:
-        """Run a step on the device; return what the host reads, and what is left to commit."""
-        graph_key = self.graph_key(kv_length, settings)
-        drafted = self.launch(
-            graph_key, DeviceStep.draft, self.slots if self.compiles else slots, graph_key.head_kv_length, settings
-        )
-        if self.compiles:
-            drafted = drafted.first(len(slots.root))
-        phase_timer.mark("draft")
-        inner = None if self.captures else phase_timer  # no graph holds the time that passes in it
-        out, result, accepted = self.launch(graph_key, DeviceStep.evaluate, slots, drafted, kv_length, settings, inner)
-        phase_timer.mark("verify" if self.captures else "other")
-        if self.static:
-            self.commit(slots, out, accepted, accepted.path.shape[1], graph_key, phase_timer)
-        return result, out, accepted
-
     def draft(self, slots: Slots, kv_length: int, settings: RequestParams) -> Drafted:
         """Draft a tree for each sequence."""
-        noise, allow_host_sync = self.noise(slots, settings), not (self.static or self.compiles)
-        tree, ancestor_mask, q = self.drafts.draft_trees(
-            SlotRoots(slots, settings, noise), slots.max_draft_depth, kv_length, allow_host_sync=allow_host_sync
-        )
-        return Drafted(tree, ancestor_mask, (ancestor_mask.sum(-1) - 1).expand_as(tree.token), noise, q)
+        sampling, noise, samples = settings.sampling, self.noise(slots, settings), None
+        if sampling.temperature > 0 and settings.rule != verify.COUPLED:
+            samples = Samples(hash_key(hash_key(slots.key, DRAFT_KEY), slots.length + 1))
+        seen = slots.seen_tokens[:, None] if slots.seen_tokens.shape[1] else None
+        roots, may_read = Roots(slots.root[:, None], sampling, seen, noise, samples), not (self.static or self.compiles)
+        drafted = self.drafts.draft_trees(roots, slots.max_draft_depth, kv_length, allow_host_sync=may_read)
+        depth = drafted.ancestor_mask.sum(-1) - 1 if drafted.depth is None else drafted.depth
+        return drafted._replace(depth=depth.expand_as(drafted.tree.token), noise=noise)
 
-    def rule(self, settings: RequestParams) -> str:
-        """Return the key of the rule that drafts are verified by."""
+    def rule(self, settings: RequestParams, *, has_q: bool = True) -> str:
+        """Return the key of the rule that drafts are verified by; `has_q` are those of the shape that is sampled."""
         greedy, drafts = settings.sampling.temperature == 0, self.drafts
         if not drafts.deepest:
             return "match"
-        parents = None if greedy or settings.rule == verify.COUPLED else drafts.sampled
+        parents = None if greedy or settings.rule == verify.COUPLED or not has_q else drafts.sampled
         chain = drafts.chain if parents is None else verify.is_chain(parents)
         return verify.fitting(settings.rule, chain, parents is not None, greedy)
 
@@ -306,9 +340,10 @@ class DeviceStep:
     ) -> Accepted:
         """Verify sampled drafts by the rule for them; the next token is sampled by the noise of its position."""
         on_device = verify.RULES[self.rule(settings)].on_device
-        tree = drafted.tree
+        tree, depth = drafted.tree, drafted.depth
         assert self.drafts.sampled is not None
         assert drafted.q is not None
+        assert depth is not None
         assert on_device is not None
         draft = device.Sampled(self.drafts.sampled, tree.token, present, drafted.q)
         p, accept_keys = (
@@ -316,8 +351,8 @@ class DeviceStep:
             hash_key(hash_key(slots.key, ACCEPT_KEY), slots.length + 1),
         )
         uniforms = uniform(accept_keys[:, None], torch.arange(p.shape[1], device=p.device))
-        last, probs = on_device(draft, p, uniforms, not self.static)
-        position = slots.length + 1 + drafted.depth.gather(1, last[:, None])[:, 0]
+        last, probs = on_device(draft, p, uniforms, self.may_read)
+        position = slots.length + 1 + depth.gather(1, last[:, None])[:, 0]
         token = (probs / exponential_noise(slots.key, position, p.shape[-1])).argmax(-1)
         return device.accepted(tree, drafted.ancestor_mask, last, token, self.drafts.deepest)
 
@@ -331,36 +366,51 @@ class DeviceStep:
     def evaluate(
         self, slots: Slots, drafted: Drafted, kv_length: int, settings: RequestParams, phase_timer: PhaseTimer | None
     ) -> tuple[TargetOutput, Int[Tensor, "B X"], Accepted]:
-        """Run the target over the trees and choose what is accepted: one stage, for scores are too large to keep."""
+        """Run the target over the trees and choose what is accepted: one stage, for logits are too large to keep."""
         out = self.forward(slots, drafted, kv_length)
-        logits = self.processed(slots, drafted, out, settings.sampling)
+        logits = self.target.embeddings.logits(out.last_hidden)
+        processed_logits = self.processed(slots, drafted, logits, settings.sampling)
         if phase_timer is not None:
             phase_timer.mark("verify")
-        return out, *self.accept(slots, drafted, logits, settings)
+        return out._replace(logits=logits if self.drafts.reads_logits else None), *self.accept(
+            slots, drafted, processed_logits, settings
+        )
 
     def forward(self, slots: Slots, drafted: Drafted, kv_length: int) -> TargetOutput:
         """Run the target over the trees, whose entries come behind each sequence's own."""
-        tree, ancestor_mask, depth, *_ = drafted
+        tree, ancestor_mask, depth = drafted.tree, drafted.ancestor_mask, drafted.depth
+        assert depth is not None
         count, size = tree.token.shape
-        # What lies beyond the context is run at its last position, and never accepted.
-        position = (slots.length[:, None] + depth).clamp_max(self.target.context - 1)
+        # Nodes that are too deep are run at the last position, and never accepted; idle slots at the first.
+        position = (slots.length[:, None] + torch.minimum(depth, slots.max_draft_depth[:, None])) * slots.active[
+            :, None
+        ]
         token, layers = tree.token.clamp_min(0), self.drafts.feature_layers
-        if count == 1 and not self.static and self.target.compiled is None:
+        if count == 1 and not self.static and (self.target.compiled is None or self.drafts.alone):
+            cache = self.cache.active[self.first]
+            proposal = self.drafts.proposal
+            if proposal is not None and proposal.first_layers is not None:
+                return self.target.parts.score_from(proposal.first_layers, proposal.tree, cache)
             attn_mask = None
             if size > 1:
-                attn_mask = torch.cat([ancestor_mask.new_ones(1, size, kv_length), ancestor_mask], 2)
-            return self.target.run(token, position, attn_mask, self.cache.active[0], layers)
+                cache.snapshot()  # a root is never taken back: the baseline pays for no copy
+                if self.target.takes_trees:
+                    attn_mask = torch.cat([ancestor_mask.new_ones(1, size, kv_length), ancestor_mask], 2)
+                elif not self.drafts.chain:
+                    raise ValueError(f"{self.target.name}: {self.target.incompatibility}; draft with tree=chain")
+            stack = None if proposal is None or proposal.look_ahead is None else proposal.look_ahead.stack
+            return self.target.run(token, position, attn_mask, cache, layers, stack=stack)
         end = kv_length if self.static else kv_length + size
-        write_index = slots.length[:, None] + torch.arange(size, device=token.device)
-        attn_mask, key_position = _layout(slots.length, ancestor_mask, depth, end)
-        batch_pass = self.cache.storage.over(write_index, end, steady=self.static)
+        batch_pass, attn_mask, key_position = self.cache.storage.behind(
+            slots.length, ancestor_mask, depth, end, steady=self.static
+        )
         return self.target.run(token, position, attn_mask, batch_pass, layers, key_position)
 
     def processed(
-        self, slots: Slots, drafted: Drafted, out: TargetOutput, sampling: Sampling
+        self, slots: Slots, drafted: Drafted, logits: Float[Tensor, "B N V"], sampling: Sampling
     ) -> Float[Tensor, "B N V"]:
         """Return the logits as each node's own prefix has them: penalised, and no end before its time."""
-        logits = self.target.embeddings.logits(out.last_hidden)
+        assert drafted.depth is not None
         if slots.seen_tokens.shape[1]:
             # The root is seen in any case.
             path = torch.where(drafted.ancestor_mask, drafted.tree.token[:, None], slots.root[:, None, None])
@@ -379,10 +429,13 @@ class DeviceStep:
         logits: Float[Tensor, "B N V"],
         sampling: Sampling,
         node: Int[Tensor, "B"],
-        depth: int,
+        depth: int | Int[Tensor, "B"],
     ) -> Int[Tensor, "B"]:
         """Return the target's tokens after nodes at a depth: the winners under the noise of the next positions."""
-        probs = distribution(logits[torch.arange(len(node), device=node.device), node], sampling)
+        logits = logits[torch.arange(len(node), device=node.device), node]
+        if sampling.temperature == 0:
+            return argmax(logits)
+        probs = distribution(logits, sampling)
         if drafted.noise is None:
             return (probs / exponential_noise(slots.key, slots.length + 1 + depth, probs.shape[-1])).argmax(-1)
         return (probs / drafted.noise[:, depth]).argmax(-1)
@@ -391,37 +444,60 @@ class DeviceStep:
         self, slots: Slots, drafted: Drafted, logits: Float[Tensor, "B N V"], settings: RequestParams
     ) -> tuple[Int[Tensor, "B X"], Accepted]:
         """Return what the host reads of a step, and the accepted paths."""
-        tree, ancestor_mask, depths, _, q = drafted
-        greedy = settings.sampling.temperature == 0
-
-        choose = partial(self.choose, slots, drafted, logits, settings.sampling)
-        if not self.drafts.deepest:  # nothing to accept
-            root = torch.zeros_like(tree.token)
-            token = argmax(logits) if greedy else choose(root[:, 0], 0)[:, None]
+        tree, deepest, greedy = drafted.tree, self.drafts.deepest, settings.sampling.temperature == 0
+        if not deepest:  # nothing to accept
+            root = torch.zeros_like(slots.root[:, None])
+            token = self.choose(slots, drafted, logits, settings.sampling, root[:, 0], 0)[:, None]
             accepted = Accepted(root, slots.active, token)
-            results = [slots.active[:, None], root, token, root]
+            results = [slots.active[:, None], root, token, root, root]
         else:
-            if greedy and not self.static and len(tree.token) == 1:
-                accepted, ranks, count = device.follow_on_host(
-                    tree, argmax(logits), slots.max_draft_depth, self.drafts.deepest
-                )
+            if greedy and self.may_read and len(tree.token) == 1 and not verify.is_lossy(settings.rule):
+                accepted, ranks, count = device.follow_on_host(tree, argmax(logits), slots.max_draft_depth, deepest)
             else:
-                present = device.present(tree, ancestor_mask, depths, slots.max_draft_depth)
-                if greedy:
-                    accepted = device.follow(tree, ancestor_mask, present, argmax(logits), self.drafts.deepest)
-                elif q is None or verify.RULES[self.rule(settings)].on_device is None:  # a rule that reads no q
-                    accepted = device.walk(
-                        tree, ancestor_mask, present, choose, self.drafts.deepest, allow_host_sync=not self.static
-                    )
-                else:
-                    accepted = self.verified(slots, drafted, present, logits, settings)
+                assert drafted.depth is not None
+                present = device.present(tree, drafted.ancestor_mask, drafted.depth, slots.max_draft_depth)
+                if not self.drafts.on_device:
+                    present &= tree.parent != LOOK_AHEAD
+                accepted = self.accepted(slots, drafted, present, logits, settings)
                 accepted = accepted._replace(committed=accepted.committed * slots.active)
                 ranks, count = device.ranks(tree).gather(1, accepted.path), present.sum(1) - 1
-            results = [accepted.committed[:, None], count[:, None], accepted.token, ranks]
+            results = [accepted.committed[:, None], count[:, None], accepted.token, accepted.path, ranks]
         if settings.gaps:
             best_two = logits.take_along_dim(accepted.path[..., None], 1).float().topk(2).values
             results.append((best_two[..., 0] - best_two[..., 1]).view(torch.int32).long())
         return torch.cat(results, 1), accepted
+
+    def accepted(
+        self,
+        slots: Slots,
+        drafted: Drafted,
+        present: Bool[Tensor, "B N"],
+        processed_logits: Float[Tensor, "B N V"],
+        settings: RequestParams,
+    ) -> Accepted:
+        """Verify drafts by the rule for them."""
+        tree, above, drafts, sampling = drafted.tree, drafted.ancestor_mask, self.drafts, settings.sampling
+        rule, greedy = verify.RULES[self.rule(settings)], sampling.temperature == 0
+        choose = partial(self.choose, slots, drafted, processed_logits, sampling)
+        if rule.bar is not None:  # one-hot probs leave nothing to be lenient about: they are judged at temperature 1
+            p = distribution(processed_logits, replace(sampling, temperature=1.0) if greedy else sampling)
+            last = device.lenient(tree, above, present, p, rule.bar(p))
+            depth = above.expand(len(last), -1, -1)[torch.arange(len(last), device=last.device), last].sum(-1) - 1
+            return device.accepted(tree, above, last, choose(last, depth), drafts.deepest)
+        if greedy:
+            return device.follow(tree, above, present, argmax(processed_logits), drafts.deepest)
+        reads_q = drafted.q is not None and rule.on_device is not None
+        has_q = None if drafts.has_q is None or all(drafts.has_q) else drafts.has_q
+        if reads_q and has_q is None:
+            return self.verified(slots, drafted, present, processed_logits, settings)
+        walked = device.walk(tree, above, present, choose, drafts.deepest, allow_host_sync=self.may_read)
+        if not reads_q or has_q is None:
+            return walked
+        sampled = self.verified(slots, drafted, present, processed_logits, settings)
+        which = torch.tensor(has_q, device=tree.token.device)
+        return Accepted(
+            *(torch.where(which.view(-1, *[1] * (a.ndim - 1)), a, b) for a, b in zip(sampled, walked, strict=True))
+        )
 
     def commit(
         self,
@@ -458,16 +534,18 @@ class DeviceStep:
         path, token = accepted.path[:, :max_committed], accepted.token[:, :max_committed]
         row = torch.arange(len(path), device=step.device)[:, None]
         if not self.drafts.chain:
-            first = slots.length[:, None]
-            self.cache.storage.compact(row, first + path, first + step)
+            begin = slots.length[:, None]
+            self.cache.storage.compact(row + self.first if self.first else row, begin + path, begin + step)
         last = (accepted.committed[:, None] - 1).clamp_min(0)
-        slots.root.copy_(token.gather(1, last)[:, 0])
+        root = token.gather(1, last)[:, 0]
+        slots.root.copy_(torch.where(accepted.committed > 0, root, slots.root) if self.masked else root)
         slots.length.add_(accepted.committed)
         slots.max_draft_depth.sub_(accepted.committed)
         slots.min_tokens_left.sub_(accepted.committed)
         if slots.seen_tokens.shape[1]:
-            slots.seen_tokens.scatter_(1, torch.where(step <= last, token, slots.root[:, None]), True)
-        if self.drafts.max_nodes == 1:  # of the baseline
+            taken = step < accepted.committed[:, None]
+            slots.seen_tokens.scatter_(1, torch.where(taken, token, slots.root[:, None]), True)
+        if not self.drafts.learns:
             return None
         return Features(token, out.hidden[row, path], out.last_hidden[row, path], torch.zeros_like(token))
 
@@ -481,29 +559,28 @@ class DeviceStep:
         """Hand the drafts the accepted rows."""
         self.drafts.commit(features, count)
 
-    def emit(self, request: Request, row: list[int], rule: str) -> Step:
-        """Emit what a sequence has committed by a rule; return its step, without seconds."""
+    def emit(self, request: Request, row: list[int], width: int) -> Step:
+        """Emit what a sequence has committed; return its step, without seconds.
+
+        The row holds two counts, then tokens, path and ranks of a `width` each, then gaps.
+        """
         (count, drafted), rest = row[:2], row[2:]
-        size = self.drafts.deepest + 1
-        token, ranks, bits = rest[:count], rest[size : 2 * size], rest[2 * size :][:count]
+        token, ranks, bits = rest[:count], rest[2 * width : 3 * width], rest[3 * width :][:count]
         gaps = list(struct.unpack(f"{len(bits)}f", struct.pack(f"{len(bits)}i", *bits))) if bits else []
-        request.cache.set_length(len(request.context) - 1 + count)  # of which the last one is the next root
+        request.cache.keep(len(request.context) - 1, [*range(count)])  # where they are, or will be
         committed = request.emit(token, ["draft"] * (count - 1) + ["bonus"], gaps)
         accepted = min(count - 1, committed)
-        rule = rule if drafted else verify.NOTHING
-        return Step(drafted, accepted, committed, 0.0, 0.0, 0.0, rule, tuple(ranks[1 : accepted + 1]))
+        return Step(drafted, accepted, committed, 0.0, 0.0, 0.0, "", tuple(ranks[1 : accepted + 1]))
 
-
-def _layout(
-    length: Int[Tensor, "B"], ancestor_mask: Bool[Tensor, "#B N N"], depth: Int[Tensor, "B N"], end: int
-) -> tuple[Bool[Tensor, "B N S"], Int[Tensor, "B S"]]:
-    """Return which of the first S = `end` entries each node sees, and the entries' positions.
-
-    A tree's entries stand behind the sequence's own; behind them nothing is seen.
-    """
-    size = depth.shape[1]
-    offset = torch.arange(end, device=length.device) - length[:, None]  # counted from the root's
-    node, within = offset.clamp(0, size - 1), (offset >= 0) & (offset < size)
-    on_path = ancestor_mask.expand(len(length), -1, -1).gather(2, node[:, None].expand(-1, size, -1))
-    attn_mask = (offset < 0)[:, None] | (within[:, None] & on_path)
-    return attn_mask, length[:, None] + torch.where(within, depth.gather(1, node), offset)
+    def keep_pass(
+        self, request: Request, at: int, drafted: Drafted, out: TargetOutput, path: list[int], token: list[int]
+    ) -> None:
+        """Keep what the target computed in a step, without padding."""
+        depth = drafted.depth
+        assert depth is not None
+        tree = DraftTree(drafted.tree.token[at], drafted.tree.parent[at])
+        nodes, index = trees.keep(tree, (tree.token >= 0) & (depth[at] <= request.left[0] + len(token)))
+        rows = TargetOutput(out.hidden[at : at + 1, path], out.last_hidden[at : at + 1, path], None)
+        following, old = torch.tensor(token, device=index.device), index.tolist()
+        kept_path = [old.index(node) for node in path]
+        request.generation.passes.append(Pass(following, rows, nodes, kept_path, out.last_hidden[at, index]))

@@ -1,14 +1,15 @@
 """Exact laws by enumeration: the real code is run on every outcome of its random choices.
 
-`Replay` stands in for the random generator: each choice forks, and every fork is run with its probability. Targets and
-draft heads are tables, so the law of what one drafted and verified pass emits can be compared with the target's.
+`Replay` replaces the random numbers: each choice forks, and every fork is run with its probability. Targets and draft
+heads are tables, so the law of what one drafted and verified pass emits can be compared with the target's.
 """
 
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import jaxtyping
+import pytest
 import torch
 from torch import Tensor
 from transformers import (
@@ -22,11 +23,14 @@ from transformers import (
 from heads.base import LevelNodes, LevelOutput
 from inference.drafters.policy import TreeConfig, grow
 from inference.protocol import Context, Proposal
-from inference.verification.rng import Rng
+from inference.verification import device
+from inference.verification import tree as trees
+from inference.verification.rng import Draws
 from inference.verification.sample import Sampling, distribution, penalize
-from inference.verification.tree import DraftTree, seen_tokens
-from inference.verification.verify import RULES, decide, fitting, is_chain
+from inference.verification.tree import DraftTree
+from inference.verification.verify import RULES, fitting, is_chain
 from tests.heads.stub import TinyEnds
+from tests.oracle import WALKS, Rng, by_node, seen_tokens
 
 VOCAB, HORIZON = 3, 3
 PROMPT = [2, 0]  # the last one is the root
@@ -38,12 +42,54 @@ Rule = Callable[[DraftTree, Tensor, Tensor | None, Rng], tuple[list[int], int]] 
 
 
 def verify(tree: DraftTree, p: Tensor, q: Tensor | None, rng: Rng, rule: str = "auto") -> tuple[list[int], int]:
-    """Verify a draft by the target's probs p after each node, as `decide` does by its logits."""
-    return RULES[fitting(rule, is_chain(tree.parent.tolist()), q is not None, False)].walk(tree, p, q, rng)
+    """Verify a draft by the oracle's rules, given the target's probs p after each node."""
+    return WALKS[fitting(rule, is_chain(tree.parent.tolist()), q is not None, False)](tree, p, q, rng)
 
 
-class Replay:
-    """An Rng that follows a script of choices and notes the alternatives it did not take."""
+def verify_on_device(
+    tree: DraftTree, logits: Tensor, q: Tensor | None, sampling: Sampling, rng: Rng, rule: str = "auto"
+) -> tuple[list[int], int]:
+    """Verify a draft by the engine's rules, whose q has a row for each node with children."""
+    batch = DraftTree(tree.token[None], tree.parent[None])
+    above = trees.ancestors(batch)
+    depth, greedy = above.sum(-1) - 1, sampling.temperature == 0
+    present, deepest = device.present(batch, above, depth, torch.tensor([len(tree.token)])), int(depth.max())
+    parents = tree.parent.tolist()
+    walk = RULES["match" if len(parents) == 1 else fitting(rule, is_chain(parents), q is not None, greedy)].on_device
+    p = distribution(logits, sampling)
+    if greedy:
+        found = device.follow(batch, above, present, logits.max(-1).indices[None], deepest)
+    elif walk is None:
+
+        def choose(node: Tensor, _: int) -> Tensor:
+            return torch.tensor(rng.sample(p[node]))
+
+        found = device.walk(batch, above, present, choose, deepest, allow_host_sync=True)
+    else:
+        assert q is not None
+        draft = device.Sampled(parents, batch.token, present, q[None])
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(device, "AcceptDraws", lambda *_: Coins(rng))
+            last, probs = walk(draft, p[None], torch.zeros(1, len(parents)), True)
+        found = device.accepted(batch, above, last, torch.tensor(rng.sample(probs)), deepest)
+    count = int(found.committed)
+    return found.path[0, :count].tolist(), int(found.token[0, count - 1])
+
+
+class Coins:
+    """The coins of one sequence: a toss that is made forks."""
+
+    def __init__(self, rng: Rng) -> None:
+        self.rng, self.used_uniforms = rng, torch.zeros(1, dtype=torch.long)
+
+    def sample(self, probability: Tensor, tossing: Tensor) -> Tensor:
+        return torch.tensor([bool(tossing) and self.rng.accept(float(probability))])
+
+
+class Replay(Draws):
+    """Random numbers that follow a script of choices and note the alternatives that they did not take."""
+
+    coupled = False
 
     def __init__(self, script: list[int]) -> None:
         self.script, self.taken, self.probability = script, [], 1.0
@@ -63,10 +109,10 @@ class Replay:
     def sample(self, law: Tensor, depth: int = 1) -> list[int]:
         return [self.choose(row) for row in law.tolist()]
 
-    def sample_distinct(self, law: Tensor, count: int, depth: int = 1) -> Tensor:
+    def sample_distinct(self, law: Tensor, count: int) -> Tensor:
         """Draw without replacement, one after another."""
         rows = []
-        for row in law.tolist():
+        for row in law[0].tolist():
             drawn: list[int] = []
             for _ in range(min(count, len(row))):
                 total = sum(row)
@@ -74,18 +120,24 @@ class Replay:
                 if total > 0:
                     row[drawn[-1]] = 0.0
             rows.append(drawn)
-        return torch.tensor(rows)
+        return torch.tensor([rows])
+
+    def token(self, law: Tensor, depth: int) -> int:
+        return self.sample(law)[0]
+
+    def samples(self, _: torch.device) -> "Replay":
+        return self
+
+    def at(self, _: int) -> "Replay":  # the script goes on
+        return self
 
     def accept(self, probability: float) -> bool:
         """Fork on acceptance."""
         probability = min(1.0, probability)
         return self.choose([1 - probability, probability]) == 1
 
-    def at(self, *_place: object) -> Rng:  # the script goes on
-        return self
 
-
-def outcomes(program: Callable[[Rng], Result]) -> list[tuple[Result, float]]:
+def outcomes(program: Callable[[Any], Result]) -> list[tuple[Result, float]]:
     """Return every result of a program with its probability; equal results may stand there more than once."""
     found = []
     scripts: list[list[int]] = [[]]
@@ -101,7 +153,7 @@ def outcomes(program: Callable[[Rng], Result]) -> list[tuple[Result, float]]:
     return found
 
 
-def law(program: Callable[[Rng], tuple[int, ...]]) -> Law:
+def law(program: Callable[[Any], tuple[int, ...]]) -> Law:
     """Return the probability of every result of a program."""
     found = Law()
     for result, weight in outcomes(program):
@@ -150,7 +202,7 @@ class Tables:
     """A target and a draft head that are tables: random logits for every sequence of tokens after the root."""
 
     config, vocab, embeddings = None, None, TinyEnds()
-    max_depth = 8
+    max_depth = HORIZON - 1
     feature_layers: tuple[int, ...] = ()
 
     def __init__(self, seed: int, family: str = "mild") -> None:
@@ -245,8 +297,8 @@ class Draft(NamedTuple):
 def drafts(tables: Tables, config: TreeConfig, sampling: Sampling) -> list[Draft]:
     """Return everything that `grow` may propose after the prompt."""
 
-    def program(rng: Rng) -> Proposal:
-        return grow(tables, None, tables.level([()]), config, [Context(list(PROMPT), sampling, rng, HORIZON - 1)])[0]
+    def program(draws: Any) -> Proposal:
+        return grow(tables, None, tables.level([()]), config, Context(list(PROMPT), sampling, draws, HORIZON - 1))
 
     return [Draft(made, tables.scores(made.tree, sampling), weight) for made, weight in outcomes(program)]
 
@@ -266,9 +318,11 @@ def judged(draft: Draft, sampling: Sampling, rule: str | Rule, rng: Rng) -> tupl
     """Verify one draft."""
     tree, q = draft.proposal.tree, draft.proposal.q
     if isinstance(rule, str):
-        path, token, _ = decide(tree, draft.logits, q, sampling, rng, rule)
-        return path, token
-    return rule(tree, distribution(draft.logits, sampling), q, rng)
+        return verify_on_device(tree, draft.logits, q, sampling, rng, rule)
+    kept, index = trees.keep(tree, tree.token >= 0)
+    nodes = by_node(tree, q)
+    path, token = rule(kept, distribution(draft.logits[index], sampling), None if nodes is None else nodes[index], rng)
+    return index[path].tolist(), token
 
 
 class Ragged(TreeConfig):

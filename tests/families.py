@@ -17,7 +17,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
-from inference.protocol import Context, Drafter, DrafterState, Proposal
+from inference.drafters.host import DrafterState, HostDrafter
+from inference.protocol import Context, Proposal
 from inference.target.target import Target
 from inference.verification.tree import DraftTree
 from tests import toys
@@ -128,7 +129,7 @@ def in_double() -> Iterator[None]:
         yield
 
 
-class Erring(Drafter, DrafterState):
+class Erring(HostDrafter, DrafterState):
     """Drafts chains of what the target will write, wrong from a random place on."""
 
     name, tree = "erring", "chain"

@@ -131,7 +131,8 @@ class Rollouts:
         ]
         drafter = HeadDrafter(self.decoding(weights), self.tree, "on_policy")
         together = len(prompts) if self.target.takes_trees else 1
-        answers = speculate(self.target, drafter, prompts, settings, batch_size=together)
+        with self.target.uncaptured():  # graphs of these weights would serve no other step
+            answers = speculate(self.target, drafter, prompts, settings, batch_size=together)
         sequences = [
             rollout_rows(prompt, answer.passes, self.depths, self.config.nodes)
             for prompt, answer in zip(prompts, answers, strict=True)

@@ -12,6 +12,7 @@ from heads.formats.hub import kind_of, resolve_head, target_path
 from heads.formats.published import is_published
 from heads.formats.store import read_config
 from inference.drafters.head import load_drafter, saved_tree
+from inference.drafters.host import HostDrafter
 from inference.drafters.hybrid import Hybrid
 from inference.drafters.registry import configured, make
 from inference.protocol import Drafter
@@ -121,7 +122,7 @@ def load_drafters(config: DraftersConfig, target: Target) -> Drafters:
         elif name == "hybrid":
             settings = build(Hybrid.Config, dict(options), "drafter.hybrid")
             lookup = make("hybrid.lookup", settings.lookup, target)
-            if not lookup.expects_acceptance:
+            if not isinstance(lookup, HostDrafter) or not lookup.expects_acceptance:
                 raise ValueError(
                     "drafter.hybrid.lookup.source: only a source that scores its drafts will do, such as suffix"
                 )

@@ -208,19 +208,23 @@ def hf_generate(target: Target, prompt: list[int], settings: RequestParams) -> G
     runs have no steps. They run in inference mode, like our engine, which is faster than `no_grad`.
     """
     penalty = settings.sampling.repetition_penalty
-    _, prefill_s = _timed_generate(target, prompt, 1, penalty, 0)
+    _, _, prefill_s = _timed_generate(target, prompt, 1, penalty, 0)
     most = min(settings.max_new_tokens, target.context - len(prompt))
-    tokens, total_s = _timed_generate(target, prompt, most, penalty, min(settings.min_new_tokens, most))
+    least = min(settings.min_new_tokens, most)
+    tokens, gaps, total_s = _timed_generate(target, prompt, most, penalty, least, scores=settings.gaps)
     decode_s = max(total_s - prefill_s, 0.0) if len(tokens) > 1 else 0.0
     finish = "eos" if tokens[-1] in target.eos else "length"
     sources = ["prefill"] + ["bonus"] * (len(tokens) - 1)
-    return Generation(tokens=tokens, sources=sources, prefill_s=prefill_s, decode_s=decode_s, finish=finish)
+    return Generation(tokens, sources, gaps=gaps, prefill_s=prefill_s, decode_s=decode_s, finish=finish)
 
 
 def _timed_generate(
-    target: Target, prompt: list[int], count: int, penalty: float, least: int
-) -> tuple[list[int], float]:
-    """Return the tokens that `generate` adds to the prompt, from `least` to `count`, and the seconds it took."""
+    target: Target, prompt: list[int], count: int, penalty: float, least: int, *, scores: bool = False
+) -> tuple[list[int], list[float], float]:
+    """Return the tokens that `generate` adds to the prompt, from `least` to `count`, and the seconds it took.
+
+    With `scores`, between them the gap between the two largest logits of each token.
+    """
     eos = sorted(target.eos)
     # Without sampling values the checkpoint's would be used, with a warning.
     configure: Any = GenerationConfig
@@ -235,6 +239,8 @@ def _timed_generate(
         use_cache=True,
         eos_token_id=eos or None,
         pad_token_id=eos[0] if eos else 0,
+        return_dict_in_generate=True,
+        output_scores=scores,
     )
     token = torch.tensor([prompt], device=target.device)
     synchronize(target.device)
@@ -242,7 +248,9 @@ def _timed_generate(
     generate: Any = target.model.generate  # transformers types it on a mixin that AutoModel's classes do not show
     out = generate(token, attention_mask=torch.ones_like(token), generation_config=settings)
     synchronize(target.device)
-    return out[0, len(prompt) :].tolist(), time.perf_counter() - start
+    seconds = time.perf_counter() - start
+    best_two = [row[0].float().topk(2).values.tolist() for row in out.scores or ()]
+    return out.sequences[0, len(prompt) :].tolist(), [first - second for first, second in best_two], seconds
 
 
 class Served(NamedTuple):

@@ -1,9 +1,9 @@
 """Measure the costs of a decoding step's parts on this device, inside the engine.
 
-A playback drafter proposes trees of the sizes to measure, which contain as many of a recorded text's tokens as should
-be accepted; before each it times a real proposal of the head and discards it. If steps are decoded on the device the
-head drafts for all sequences at once, as in use. So every part is timed between the others, as in decoding: a loop over
-one part would find its weights in the processor's cache and be too fast.
+A drafter plays a recorded text back to the engine: the trees that it hands over have the sizes to be measured and
+hold as many of the text's tokens as are to be accepted, and before each it times a draft that it then throws away.
+So every part is timed between the others, as in decoding: a loop over one part alone finds its weights still in the
+processor's cache, and reports less than the part costs.
 """
 
 import itertools
@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TypeVar
 
 import torch
-from jaxtyping import Bool, Int
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from eval.inputs.workloads import Text
@@ -24,10 +24,11 @@ from heads.base import DraftHead, Features
 from heads.common.progress import Bar
 from inference.batch import Batch, batch_of
 from inference.decode import RequestParams, Step
-from inference.drafters.head import BatchedState, HeadBatch, HeadDrafter, HeadState
+from inference.drafters.head import HeadBatch, HeadDrafter
 from inference.drafters.plain import Baseline
 from inference.drafters.policy import TreeConfig
-from inference.protocol import Commit, Context, Drafter, DrafterState, Proposal, Roots
+from inference.protocol import Context, DraftBatch, Drafted, Drafter, Roots
+from inference.target.model import TargetOutput
 from inference.target.target import Target
 from inference.tree_config import Schedule, Scheduled
 from inference.verification import tree as trees
@@ -62,32 +63,22 @@ class Playback(Drafter):
         shuffle = random.Random(seed)
         deepest = max((tree.deepest for tree in measured), default=max(sizes))
         self.target, self.inner, self.measured = target, head, measured
-        self.batch: PlaybackBatch | None = None  # drafts for all sequences at once, if steps run on the device
-        self.feature_layers = () if head is None else head.feature_layers
         self.texts = {tuple(text.prompt): text for text in texts}
         self.next_tree = rotation(measured, shuffle)
         self.next_size, self.next_accepted = rotation(sizes, shuffle), rotation(range(deepest + 1), shuffle)
         self.next_chain = rotation([False, True], shuffle)
-        self.size, self.largest = 0, max(sizes)  # nodes of every sequence's draft: in the current pass, and at most
-        self.draft: defaultdict[str, list[float]] = defaultdict(list)  # seconds of a proposal, by `draft_key`
-        self.commit: Samples = defaultdict(list)  # seconds of the head's pass, by the most tokens of any sequence
+        self.size, self.largest = 0, max(sizes)  # the nodes that every sequence drafts: in the current pass, at most
+        self.seconds: defaultdict[str, list[float]] = defaultdict(list)  # of a draft, by `draft_key`
+        self.commits: Samples = defaultdict(list)  # seconds of the head's pass, by the most tokens of any sequence
 
     def begin(self) -> None:
         """Choose the size of the next pass."""
         self.size = next(self.next_size)
 
-    def clones(self, size: int) -> "tuple[Sequence[Drafter], PlaybackBatch | None]":
-        """Return itself for every sequence, and the batch's drafter if steps are decoded on the device."""
-        if self.inner is not None and self.target.takes_trees and self.target.switch is None:
-            self.batch = PlaybackBatch(self, self.inner.head, size)
-        return [self] * size, self.batch
-
-    def start(self, prompt: list[int]) -> DrafterState:
-        """Begin the text with this prompt."""
-        if self.batch is not None:
-            return BatchedPlayback(self.batch, self.texts[tuple(prompt)])
-        head = None if self.inner is None else HeadState(self.inner.head, self.inner.policy)
-        return PlaybackState(self, head, self.texts[tuple(prompt)])
+    def batch(self, size: int) -> "PlaybackBatch | PlantedBatch":
+        """Return what drafts for all sequences."""
+        self.drafts = PlantedBatch(self) if self.inner is None else PlaybackBatch(self, self.inner.head, size)
+        return self.drafts
 
     def clock(self) -> float:
         """Return the clock's seconds, after the device has finished its queued work."""
@@ -95,47 +86,43 @@ class Playback(Drafter):
         return time.perf_counter()
 
 
-class PlaybackState(DrafterState):
-    """The state of one recorded text's playback."""
+class PlantedBatch(DraftBatch):
+    """Trees of given sizes, whose path is that of recorded texts: a draft that costs nothing."""
 
-    def __init__(self, playback: Playback, head: HeadState | None, text: Text) -> None:
-        self.playback, self.head, self.text = playback, head, text
+    def __init__(self, playback: Playback) -> None:
+        self.playback, self.accepted, self.max_nodes = playback, 0, 1 + playback.largest
+        self.texts: dict[int, list[int]] = {}  # by slot, what follows
 
-    def update(self, commit: Commit) -> None:
-        """Let the head append rows, timed unless they are a prompt's."""
-        if self.head is None:
-            return
-        start = self.playback.clock()
-        self.head.update(commit)
-        if commit.verified is not None:
-            self.playback.commit[len(commit.token)].append(self.playback.clock() - start)
+    def start_sequence(self, slot: int, token: list[int], features: TargetOutput) -> None:
+        """Begin a text."""
+        text = self.playback.texts[tuple(token[:-1])]
+        self.texts[slot] = text.token[text.start :]
 
-    def propose(self, context: Context) -> Proposal:
-        """Time one of the head's trees, and return a tree of the size to measure."""
-        playback, target, max_draft_depth = self.playback, self.playback.target, max(context.max_draft_depth, 0)
-        if self.head is not None:
-            policy = next(playback.next_tree)
-            start = playback.clock()
-            self.head.grow(policy, context._replace(max_draft_depth=policy.deepest))
-            playback.draft[draft_key(policy)].append(playback.clock() - start)
-        following = self.text.token[len(context.token) :][:max_draft_depth]
-        # A chain of this size may be deeper than is allowed.
-        size = playback.size if max_draft_depth and target.takes_trees else min(playback.size, max_draft_depth)
-        accepted = min(next(playback.next_accepted), size)
-        return Proposal(planted(context.token[-1], following[:accepted], size, target))
+    def move(self, playback: int, slot: int, length: int) -> None:
+        """Move a text."""
+        self.texts[slot] = self.texts[playback]
 
+    def begin(self, contexts: Sequence[Context | None], longest: int) -> None:
+        """Choose the depth of the trees."""
+        playback = self.playback
+        self.chain = next(playback.next_chain) or not playback.target.takes_trees
+        self.accepted = min(next(playback.next_accepted), playback.size)
+        self.deepest = playback.size if self.chain else min(playback.size, max(self.accepted, 1))
 
-class BatchedPlayback(BatchedState):
-    """State of one recorded text in a batch; the root is the token at `position`."""
+    def draft_trees(
+        self, roots: Roots, max_draft_depth: Int[Tensor, "B"], longest: int, *, allow_host_sync: bool
+    ) -> Drafted:
+        """Return the planted trees; an idle slot's is the first sequence's. Behind a text's end any token will do."""
+        drafts, more = [], [0] * (self.accepted + 1)
+        for slot in range(len(max_draft_depth)):
+            token = [*self.texts.get(slot, self.texts[0]), *more][: self.accepted + 1]
+            drafts.append(planted(token[0], token[1:], self.playback.size, self.playback.target, self.chain))
+        tree = DraftTree(*(torch.stack(rows) for rows in zip(*drafts, strict=True)))
+        return Drafted(tree, trees.ancestors(tree))
 
-    def __init__(self, batch: "PlaybackBatch", text: Text) -> None:
-        super().__init__(batch)
-        self.text, self.position = text, text.start
-
-    def planted(self, accepted: int, size: int, chain: bool, target: Target) -> DraftTree:
-        """Return a tree that contains the next `accepted` tokens; after the text's end any tree."""
-        tokens = [*self.text.token[self.position :], *[0] * (accepted + 1)][: accepted + 1]
-        return planted(tokens[0], tokens[1:], size, target, chain)
+    def learn(self, slot: int, token: list[int], path: list[int], logits: Float[Tensor, "M V"] | None) -> None:
+        """Move on in a text."""
+        del self.texts[slot][: len(token)]
 
 
 class PlaybackBatch(HeadBatch):
@@ -144,39 +131,45 @@ class PlaybackBatch(HeadBatch):
     def __init__(self, playback: Playback, head: DraftHead, size: int) -> None:
         # One line a tree, to allocate for the largest.
         super().__init__(head, Schedule([Scheduled(1 + i, tree) for i, tree in enumerate(playback.measured)]), size)
-        self.playback, self.accepted = playback, 0
-        self.max_nodes = max(self.max_nodes, 1 + playback.largest)
+        self.playback, self.planted = playback, PlantedBatch(playback)
+        self.max_nodes = max(self.max_nodes, self.planted.max_nodes)
 
-    def begin(self, running: int, longest: int) -> None:
+    def start_sequence(self, slot: int, token: list[int], features: TargetOutput) -> None:
+        """Begin a text."""
+        super().start_sequence(slot, token, features)
+        self.planted.start_sequence(slot, token, features)
+
+    def move(self, playback: int, slot: int, length: int) -> None:
+        """Move a text."""
+        super().move(playback, slot, length)
+        self.planted.move(playback, slot, length)
+
+    def begin(self, contexts: Sequence[Context | None], longest: int) -> None:
         """Choose the head's tree, and the depth of the planted ones."""
-        playback = self.playback
-        self.policy, self.chain = next(playback.next_tree), next(playback.next_chain)
-        self.accepted = min(next(playback.next_accepted), playback.size)
-        self.deepest = playback.size if self.chain else min(playback.size, max(self.accepted, 1))
+        self.policy = next(self.playback.next_tree)
+        self.planted.begin(contexts, longest)
+        self.chain, self.deepest = self.planted.chain, self.planted.deepest
 
     def draft_trees(
         self, roots: Roots, max_draft_depth: Int[Tensor, "B"], longest: int, *, allow_host_sync: bool
-    ) -> tuple[DraftTree, Bool[Tensor, "#B N N"], None]:
-        """Time the head's trees, and return the planted ones; an idle slot's is the first sequence's."""
+    ) -> Drafted:
+        """Time the head's trees, and return the planted ones."""
         playback = self.playback
         assert self.policy is not None
         start = playback.clock()
         super().draft_trees(roots, max_draft_depth, longest, allow_host_sync=allow_host_sync)
-        playback.draft[draft_key(self.policy)].append(playback.clock() - start)
-        states = [state for state in self.states if isinstance(state, BatchedPlayback)]
-        drafts = [state.planted(self.accepted, playback.size, self.chain, playback.target) for state in states]
-        drafts += drafts[:1] * (len(max_draft_depth) - len(drafts))
-        tree = DraftTree(*(torch.stack(rows) for rows in zip(*drafts, strict=True)))
-        return tree, trees.ancestors(tree), None
+        playback.seconds[draft_key(self.policy)].append(playback.clock() - start)
+        return self.planted.draft_trees(roots, max_draft_depth, longest, allow_host_sync=allow_host_sync)
 
     def commit(self, features: Features, count: Int[Tensor, "B"]) -> None:
-        """Append rows for all texts, timed, and advance in the texts."""
+        """Commit rows at once, timed."""
         start = self.playback.clock()
         super().extend(features, count)
-        self.playback.commit[features.token.shape[1]].append(self.playback.clock() - start)
-        for state, taken in zip(self.states, count.tolist(), strict=False):
-            assert isinstance(state, BatchedPlayback)
-            state.position += taken
+        self.playback.commits[features.token.shape[1]].append(self.playback.clock() - start)
+
+    def learn(self, slot: int, token: list[int], path: list[int], logits: Float[Tensor, "M V"] | None) -> None:
+        """Move on in a text."""
+        self.planted.learn(slot, token, path, logits)
 
 
 def planted(root: int, tokens: Sequence[int], size: int, target: Target, chain: bool = False) -> DraftTree:
@@ -220,7 +213,7 @@ def measure(
         target: the target that wrote the texts, under the same settings.
         head: the draft head as a drafter. None: a draft that costs nothing.
         texts: the texts to decode again, `batch` of them side by side in every pass.
-        measured: the trees whose proposals are timed; none without a head.
+        measured: the trees whose drafts are timed; none without a head.
         sizes: the numbers of drafted nodes whose verification is timed; 0 is an autoregressive step.
         samples: the fewest samples of each.
     """
@@ -236,20 +229,17 @@ def measure(
         for _ in sizes:  # the first passes of every size are slower
             next(baseline)
             next(played)
-        player.draft.clear()
-        player.commit.clear()
+        player.seconds.clear()
+        player.commits.clear()
         left = ROUNDS * sum(text.generated for text in texts)
         for turn in itertools.count(1):
             for steps in itertools.islice(baseline, STRETCH):
                 plain.append(sum(step.draft_s + step.verify_s + step.other_s for step in steps))
             for steps in itertools.islice(played, STRETCH):
-                size, bent = max(step.drafted for step in steps), any(step.accepted > 1 for step in steps)
-                if player.batch is not None:  # whatever depth each may have
-                    size, bent = player.size, not player.batch.chain
-                verify[size].append(sum(step.verify_s for step in steps))
-                other[bent][size].append(sum(step.other_s for step in steps))
+                verify[player.size].append(sum(step.verify_s for step in steps))
+                other[not player.drafts.chain][player.size].append(sum(step.other_s for step in steps))
                 left -= sum(step.committed for step in steps)
-            drafts = [player.draft[key] for key in keys]
+            drafts = [player.seconds[key] for key in keys]
             fewest = min(map(len, [*drafts, *(verify[size] for size in sizes)]))
             bar.show(min(fewest, samples))
             # Rare sizes may have fewer samples, but every tree's draft must be timed.
@@ -261,8 +251,8 @@ def measure(
         plain=typical(plain),
         verify=rising(averages(verify)),
         settle=(straight, gaps or straight),
-        draft=averages(player.draft),
-        commit=averages(player.commit) or {1: 0.0},
+        draft=averages(player.seconds),
+        commit=averages(player.commits) or {1: 0.0},
     )
 
 
@@ -276,10 +266,10 @@ def decode(
             number, text = next(waiting)
             batch.admit(number, text.prompt, settings)
         begin()
-        requests = [sequence.request for sequence in batch.running]
+        running = batch.running
         batch.step()
         batch.release()
-        yield [request.generation.steps[-1] for request in requests]
+        yield [request.generation.steps[-1] for request in running]
 
 
 def averages(samples: Mapping[K, Sequence[float]]) -> dict[K, float]:

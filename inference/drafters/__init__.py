@@ -7,6 +7,7 @@ vocabulary.py     between two tokenizers
 suffix_tree.py    counted suffixes of all that was written
 registry.py       all of them by name
 head.py           a trained head
+host.py           what drafts on the host, a sequence at a time, padded into a batch
 deferred.py       what it has not taken in yet while nothing is drafted
 assistant.py      a smaller model, with the same tokenizer or by the tokens both know
 prompt_lookup.py  what followed the last n-gram before

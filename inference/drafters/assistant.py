@@ -15,12 +15,13 @@ from torch import Tensor
 from heads.base import LevelNodes, LevelOutput
 from heads.common.ranges import Fraction, OneOf
 from inference.drafters import runner
+from inference.drafters.host import DrafterState, HostDrafter
 from inference.drafters.policy import TreeConfig, grow
 from inference.drafters.runner import DraftModelConfig, DraftModelRunner
 from inference.drafters.vocabulary import SameVocabulary, SharedVocabulary
-from inference.protocol import Commit, Context, Drafter, DrafterState, Proposal, sampled_chain
+from inference.protocol import Commit, Context, Proposal, sampled_chain
 from inference.target.target import Target
-from inference.verification.rng import Rng
+from inference.verification.rng import Draws
 from inference.verification.sample import distribution, penalize
 from inference.verification.tree import root
 
@@ -35,9 +36,15 @@ class Chain:
     """
 
     def __init__(
-        self, logits: Float[Tensor, "1 V"], above: int, depth: int, rng: Rng, context: Context, outcome: Outcome = ()
+        self,
+        logits: Float[Tensor, "1 V"],
+        above: int,
+        depth: int,
+        draws: Draws,
+        context: Context,
+        outcome: Outcome = (),
     ) -> None:
-        self.depth, self.rng, self.sampling = depth, rng, context.sampling
+        self.depth, self.draws, self.sampling = depth, draws, context.sampling
         self.answers = [logits]  # to the text, and to each drafted token that was run
         self.above = above
         self.token: list[int] = []
@@ -54,7 +61,7 @@ class Chain:
         if self.seen_tokens is not None:
             logits = penalize(logits, self.seen_tokens, self.sampling)
         self.q.append(distribution(logits, self.sampling))
-        self.token.append(int(self.rng.sample_distinct(self.q[-1], 1, len(self.q))))
+        self.token.append(self.draws.token(self.q[-1], len(self.q)))
         if self.seen_tokens is not None:
             self.seen_tokens[:, self.token[-1]] = True
         return len(self.token) < self.depth and self.token[-1] not in end
@@ -66,8 +73,8 @@ class Chain:
         self.answers.append(answer)
 
 
-class Assistant(Drafter):
-    """Another causal LM as a drafter."""
+class Assistant(HostDrafter):
+    """Another causal LM as a draft source."""
 
     @dataclass(frozen=True)
     class Config(DraftModelConfig):
@@ -110,7 +117,6 @@ class AssistantState(DrafterState):
     It is an `Expander`, so that every tree policy grows from it.
     """
 
-    max_depth = 1 << 20  # its context limits it, step by step
     vocab = None
 
     def __init__(self, drafter: Assistant, prompt: list[int]) -> None:
@@ -119,40 +125,39 @@ class AssistantState(DrafterState):
         self.runner = DraftModelRunner(drafter.model)
         self.text = self.vocabulary.prompt(prompt)
         self.level: LevelOutput | None = None
+        self.max_depth = 0  # of the tree at hand: how deep both contexts let it be
 
     @torch.inference_mode()
     def update(self, commit: Commit) -> None:
         """Read on: what was drafted, accepted and expanded is in the cache already."""
-        following = commit.token.tolist()
-        # A prefill's rows are the prompt's, which start() took; only the last token is new.
-        self.text += self.vocabulary.follow(following[-1:] if commit.verified is None else following)
+        self.text += self.vocabulary.follow(commit.token)
         fits = 0 < len(self.text) <= self.runner.model.context
         self.level = self.answer(self.runner.read(self.text)) if fits else None
 
     @torch.inference_mode()
     def propose(self, context: Context) -> Proposal:
         """Grow the tree; where the text is over the assistant's own context, draft nothing."""
-        max_draft_depth = min(context.max_draft_depth, self.runner.model.context - len(self.text))
-        token, tree = context.token[-1], self.config.tree
-        if self.level is None or max_draft_depth < 1:
-            return Proposal(root(token, self.device))
+        self.max_depth = min(context.max_draft_depth, self.runner.model.context - len(self.text))
+        tree = self.config.tree
+        if self.level is None or self.max_depth < 1:
+            return Proposal(root(context.token[-1], self.device))
         if tree.kind == "chain":
-            return self.chain(self.level.logits[0], context, min(max_draft_depth, tree.depth))
-        return grow(self, None, self.level, tree, [context._replace(max_draft_depth=max_draft_depth)])[0]
+            return self.chain(self.level.logits[0], context, min(self.max_depth, tree.depth))
+        return grow(self, None, self.level, tree, context)
 
     def chain(self, logits: Float[Tensor, "1 V"], context: Context, depth: int) -> Proposal:
         """Sample one token after another, up to an end of the answer or to one that the assistant doubts.
 
         The chain ends after such a token and never without it: it stays a sample of its q.
         """
-        chain = Chain(logits, runner.ROOT, depth, context.rng, context)
+        chain = Chain(logits, runner.ROOT, depth, context.draws, context)
         least = self.config.confidence
         while chain.sample(self.eos):
             if least > 0 and float(chain.answers[-1][0].softmax(-1)[chain.token[-1]]) < least:
                 break
             [(node, answer)] = self.run(chain.token[-1:], [chain.above])
             chain.reached(node, answer.to(self.device))
-        return sampled_chain(torch.tensor([context.token[-1], *chain.token], device=self.device), chain.q)
+        return sampled_chain([context.token[-1], *chain.token], chain.q)
 
     def run(self, token: list[int], above: list[int]) -> list[tuple[int, Float[Tensor, "1 V"]]]:
         """Run tokens under nodes; return their own nodes, each with the assistant's answer, on its device."""

@@ -1,15 +1,13 @@
 """A trained draft head as a drafter."""
 
-import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Int
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 
 from heads.base import DraftHead, Features, LevelOutput, NewRows
 from heads.common.typed import typed
@@ -22,111 +20,52 @@ from inference.drafters.policy import (
     TreeConfig,
     check_tree,
     expanded,
-    grow,
     grow_batch,
     most_nodes,
     sampled_shape,
     verifiable,
 )
-from inference.protocol import Commit, Context, Drafter, DrafterState, Proposal, Roots, vacant
+from inference.protocol import Context, DraftBatch, Drafted, Drafter, Roots
+from inference.target.model import TargetOutput
 from inference.target.target import Target
 from inference.tree_config import Schedule, always
-from inference.verification.tree import DraftTree, root
 
 
 class HeadDrafter(Drafter):
     """A head, and the policy by which its trees grow; with a schedule, one for each number of sequences.
 
     Attributes:
-        policy: with a schedule, that of a sequence that is decoded outside a batch.
-        batch: which drafts for its sequences; None where each is drafted for by itself.
+        policy: with a schedule, the tree that the head was saved with.
     """
 
-    can_redraft = True
     head: DraftHead
     policy: TreeConfig
-    batch: "HeadBatch | None" = None
 
     def __init__(self, head: DraftHead, policy: TreeConfig, name: str, schedule: Schedule | None = None) -> None:
         self.head, self.policy, self.name = head, policy, name
         self.schedule = always(policy) if schedule is None else schedule
         self.tree = self.schedule.label
-        self.feature_layers = head.feature_layers
 
-    def start(self, prompt: list[int]) -> "HeadState | BatchedState":
-        """Begin a sequence; its first commit brings the prompt's features."""
-        return HeadState(self.head, self.policy) if self.batch is None else BatchedState(self.batch)
-
-    def clones(self, size: int) -> tuple[Sequence[Drafter], "HeadBatch"]:
-        """Return a drafter whose sequences share one KV cache, and what drafts for all of them at once."""
-        clone = copy.copy(self)
-        clone.batch = HeadBatch(self.head, self.schedule, size)
-        return [clone] * size, clone.batch
+    def batch(self, size: int) -> "HeadBatch":
+        """Return what drafts for up to `size` sequences, whose rows share one KV cache."""
+        return HeadBatch(self.head, self.schedule, size)
 
 
-class HeadState(DrafterState):
-    """A head's KV cache for one sequence, and its scores under the next root."""
-
-    def __init__(self, head: DraftHead, policy: TreeConfig) -> None:
-        self.head, self.policy = head, policy
-        self.state: Any = None
-        self.level: LevelOutput | None = None
-
-    @torch.inference_mode()
-    def update(self, commit: Commit) -> None:
-        """Commit rows: the features are those of the verification pass, never the drafted ones."""
-        token = commit.token[None]
-        features = Features(token, commit.features.hidden, commit.features.last_hidden, torch.zeros_like(token))
-        self.state, self.level = self.head.extend(self.state, NewRows(features, token))
-
-    def propose(self, context: Context) -> Proposal:
-        """Grow the policy's tree."""
-        return self.grow(self.policy, context)
-
-    @torch.inference_mode()
-    def grow(self, policy: TreeConfig, context: Context) -> Proposal:
-        """Grow a tree of any policy; the state stays what it is."""
-        assert self.level is not None, "grow before update"
-        return grow(self.head, self.state, self.level, policy, [context])[0]
-
-
-class BatchedState(DrafterState):
-    """One sequence of a batch: what was committed since the last draft."""
-
-    def __init__(self, batch: "HeadBatch") -> None:
-        self.batch = batch
-        self.commit: Commit | None = None
-
-    def update(self, commit: Commit) -> None:
-        """Enter the batch with a prompt's rows, or keep other rows for the next draft."""
-        if commit.verified is None:
-            self.batch.start_sequence(self, commit)
-        else:
-            self.commit = commit
-
-    def leave(self) -> None:
-        """Leave the slot to another sequence."""
-        self.batch.leave(self)
-
-    def propose(self, context: Context) -> Proposal:
-        """Draft for this sequence alone, which it must be."""
-        [proposal] = self.batch.propose_all([context])
-        return proposal
-
-
-class HeadBatch:
+class HeadBatch(DraftBatch):
     """A head drafting for several sequences: the first slots of one KV cache, and the level under each one's root.
 
     Both are buffers of all slots, written in place. Where the step at hand has no `policy`, nothing is drafted, and its
     rows are deferred.
     """
 
+    learns = True
+
     def __init__(self, head: DraftHead, schedule: Schedule, size: int) -> None:
         self.head, self.schedule, self.size = head, schedule, size
         self.feature_layers = head.feature_layers
         self.max_nodes = max(map(most_nodes, schedule.trees), default=1)
         self.capacity = 0
-        self.states: list[BatchedState | None] = []  # by slot
+        self.running = 0  # sequences in the step at hand
         self.cache: KVCache | None = None
         self.buffers: LevelOutput | None = None
         self.deferred: DeferredRows | None = None
@@ -141,9 +80,10 @@ class HeadBatch:
         self.chain, self.tree_key = self.policy is None or self.policy.kind == "chain", id(self.policy)
         self.sampled = None if self.policy is None else sampled_shape(self.policy, self.head.max_depth)
 
-    def begin(self, running: int, longest: int) -> None:
+    def begin(self, contexts: Sequence[Context | None], longest: int) -> None:
         """Choose a step's tree; commit what was deferred before it is needed, or before it is too much."""
-        self.choose(running)
+        self.running = len(contexts)
+        self.choose(self.running)
         if self.deferred is not None:
             if self.policy is not None or self.deferred.waiting == self.deferred.max_rows:
                 self.commit_deferred(longest)
@@ -151,7 +91,7 @@ class HeadBatch:
 
     def commit_deferred(self, longest: int) -> None:
         """Commit the rows that were deferred, if there are any."""
-        for rows in self.deferred.take(len(self.states)) if self.deferred is not None else ():
+        for rows in self.deferred.take(self.running) if self.deferred is not None else ():
             self.hold(longest)
             self.extend(*rows)
 
@@ -161,23 +101,22 @@ class HeadBatch:
         return self.buffers.each(lambda buffer: buffer[:count])
 
     @torch.inference_mode()
-    def start_sequence(self, state: BatchedState, commit: Commit) -> None:
-        """Take a sequence into the first vacant slot."""
-        token, slot = commit.token[None], vacant(self.states)
+    def start_sequence(self, slot: int, token: list[int], features: TargetOutput) -> None:
+        """Commit a prompt's rows in a slot."""
+        following = torch.tensor([token[1:]], device=features.hidden.device)
         if self.cache is None and self.head.has_kv_cache:
-            self.cache = self.new_cache(token.device)
+            self.cache = self.new_cache(following.device)
         if self.deferred is None and self.schedule.pauses:
-            self.deferred = DeferredRows(self.size, token, commit.features, self.capacity)
-        features = Features(token, *commit.features[:2], torch.zeros_like(token))
+            self.deferred = DeferredRows(self.size, following, features, self.capacity)
+        rows = Features(following, *features[:2], torch.zeros_like(following))
         cache = None if self.cache is None else self.cache.for_new_sequence(slot)
-        _, level = self.head.extend(cache, NewRows(features, token))
+        _, level = self.head.extend(cache, NewRows(rows, following))
         if self.buffers is None:
             with torch.inference_mode(False):  # compiled stages write to no inference tensor
                 self.buffers = level.each(lambda row: row.new_zeros(self.size, *row.shape[1:]))
         self.buffers.each(lambda buffer, row: buffer[slot : slot + 1].copy_(row), level)
         if self.deferred is not None:
             self.deferred.clear(slot)
-        self.states[slot : slot + 1] = [state]
 
     def new_cache(self, device: torch.device) -> KVCache:
         """Return an empty cache with room for the texts' rows and a tree's."""
@@ -197,22 +136,10 @@ class HeadBatch:
         committed = [min(tree.deepest, self.head.max_depth) + 1 for tree in trees]
         return drafted + max([*committed, SPARE] if self.schedule.pauses else committed)
 
-    def leave(self, state: BatchedState) -> None:
-        """Let a sequence go."""
-        self.vacate(self.states.index(state))
-
-    def vacate(self, slot: int) -> None:
-        """Leave a slot without a sequence; behind the last sequence there are none."""
-        self.states[slot] = None
-        while self.states and self.states[-1] is None:
-            self.states.pop()
-
     @torch.inference_mode()
     def move(self, from_slot: int, slot: int, length: int) -> None:
         """Move the last sequence, which has so many rows, to a vacant slot."""
         assert self.buffers is not None
-        self.states[slot] = self.states[from_slot]
-        self.vacate(from_slot)
         if self.cache is not None:  # what moves are all rows that there are
             self.hold(max(self.cache.longest, length))
             self.cache.move(from_slot, slot)
@@ -220,44 +147,19 @@ class HeadBatch:
             self.deferred.move(from_slot, slot)
         self.buffers.each(lambda buffer: buffer[slot : slot + 1].copy_(buffer[from_slot : from_slot + 1]))
 
-    @torch.inference_mode()
-    def propose_all(self, contexts: Sequence[Context]) -> list[Proposal]:
-        """Commit what was accepted since the last draft, and grow a tree for each sequence."""
-        lengths = [len(context.token) - 1 for context in contexts]
-        self.choose(len(contexts))
-        self.commit_deferred(max(lengths))
-        self.catch_up(lengths)
-        if self.policy is None:
-            return [Proposal(root(context.token[-1], self.level(1).logits.device)) for context in contexts]
-        self.hold(max(lengths))
-        return grow(self.head, self.cache, self.level(len(contexts)), self.policy, contexts)
-
     def draft_trees(
         self, roots: Roots, max_draft_depth: Int[Tensor, "B"], longest: int, *, allow_host_sync: bool
-    ) -> tuple[DraftTree, Bool[Tensor, "#B N N"], Float[Tensor, "B M V"] | None]:
+    ) -> Drafted:
         """Grow a tree for each sequence by rank, or by sampling where the roots say so."""
         if self.policy is None:
-            return *root_trees(roots.token), None
+            return root_trees(roots.token)
         self.hold(longest)
-        return grow_batch(
-            self.head,
-            self.cache,
-            self.level(len(max_draft_depth)),
-            self.policy,
-            roots,
-            max_draft_depth,
-            allow_host_sync=allow_host_sync,
+        level = self.level(len(max_draft_depth))
+        return Drafted(
+            *grow_batch(
+                self.head, self.cache, level, self.policy, roots, max_draft_depth, allow_host_sync=allow_host_sync
+            )
         )
-
-    def catch_up(self, lengths: Sequence[int]) -> None:
-        """Commit each sequence's rows since the last draft in one call; one that has just entered has none."""
-        states = [state for state in self.states if state is not None]
-        counts = [0 if state.commit is None else len(state.commit.token) for state in states]
-        if any(counts):
-            self.hold(max(length - count for length, count in zip(lengths, counts, strict=True)))
-            self.extend(*_joined([state.commit for state in states], counts))
-        for state in states:
-            state.commit = None
 
     def reserve(self, capacity: int) -> None:
         """Take note of how many rows any sequence may have, before one enters."""
@@ -294,15 +196,6 @@ class HeadBatch:
 
         assert self.buffers is not None
         self.buffers.each(write, level)
-
-
-def _joined(commits: list[Commit | None], counts: list[int]) -> tuple[Features, Tensor]:
-    """Return each sequence's committed rows, padded, with how many each has."""
-    some = next(commit for commit in commits if commit is not None)
-    whole = [commit or Commit(some.token[:0], some.features, None) for commit in commits]
-    rows = [(c.token, c.features.hidden[0, : len(c.token)], c.features.last_hidden[0, : len(c.token)]) for c in whole]
-    token, hidden, last = (pad_sequence(list(tensors), batch_first=True) for tensors in zip(*rows, strict=True))
-    return Features(token, hidden, last, torch.zeros_like(token)), torch.tensor(counts, device=token.device)
 
 
 def saved_tree(folder: Path, given: Mapping[str, Any]) -> TreeConfig:

@@ -6,14 +6,21 @@ for each draft, corrected by what its drafts have turned out to be worth, and th
 its drafts lately, so that where the text decides, the head need not draft at all.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
 import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+from torch.nn.functional import pad
 
+from heads.base import Features
 from heads.common.ranges import Amount, Within
-from inference.protocol import Commit, Context, Drafter, DrafterState, Proposal
-from inference.verification.tree import agreed, root
+from inference.drafters.host import HostBatch, HostDrafter
+from inference.protocol import Context, Drafted, Drafter, Proposal, Roots
+from inference.target.model import TargetOutput
+from inference.verification.tree import DraftTree, agreed
 
 
 @dataclass
@@ -30,21 +37,16 @@ class Hybrid(Drafter):
 
     @dataclass(frozen=True)
     class Config:
-        """How both records are kept: the head's first value, and the weight of the newest draft; the lookup."""
+        """How both records are taken: the head's first value, and the weight of the newest draft; the lookup."""
 
         expected: Amount
         weight: Annotated[float, Within(0, 1, above=True)]
         lookup: dict[str, Any]
 
-    def __init__(self, config: Config, main: Drafter, lookup: Drafter, name: str) -> None:
+    def __init__(self, config: Config, main: Drafter, lookup: HostDrafter, name: str) -> None:
         self.config, self.main, self.lookup, self.name = config, main, lookup, name
         self.tree = f"{lookup.tree} or {main.tree}"
-        self.feature_layers = main.feature_layers
         self.record = Record(config.expected)
-
-    def start(self, prompt: list[int]) -> "HybridState":
-        """Begin a sequence with both drafters; what the head is worth is learned over all of them."""
-        return HybridState(self, prompt)
 
     def reset(self) -> None:
         """Forget both drafters' memories and records."""
@@ -58,36 +60,121 @@ class Hybrid(Drafter):
         other.record = replace(self.record)
         return other
 
+    def batch(self, size: int) -> "HybridBatch":
+        """Return what drafts for up to `size` sequences, each by a lookup and records of its own."""
+        return HybridBatch(self, size)
 
-class HybridState(DrafterState):
-    """One sequence: both drafters' states, the lookup's last proposal, and whether it was taken."""
 
-    def __init__(self, drafter: Hybrid, prompt: list[int]) -> None:
-        self.drafter = drafter
-        self.main, self.lookup = drafter.main.start(prompt), drafter.lookup.start(prompt)
-        self.looked_up = Proposal(root(prompt[-1] if prompt else 0, torch.device("cpu")))
-        self.took_lookup = False
+class HybridBatch(HostBatch):
+    """The lookups of a batch's sequences, and what drafts for those that take none of them."""
 
-    def update(self, commit: Commit) -> None:
+    def __init__(self, drafter: Hybrid, size: int) -> None:
+        drafters = [drafter, *(drafter.clone() for _ in range(size - 1))]
+        super().__init__([one.lookup for one in drafters])
+        self.drafters = {id(one.lookup): one for one in drafters}
+        self.weight, self.main = drafter.config.weight, drafter.main.batch(size)
+        self.feature_layers, self.learns = self.main.feature_layers, self.main.learns
+        self.reads_logits = self.main.reads_logits
+        self.looked_up: list[Proposal | None] = []
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the head's keys and values."""
+        return self.main.nbytes
+
+    def reserve(self, capacity: int) -> None:
+        """Take note of how many rows any sequence may have."""
+        self.main.reserve(capacity)
+
+    def start_sequence(self, slot: int, token: list[int], features: TargetOutput) -> None:
+        """Begin a sequence with both."""
+        super().start_sequence(slot, token, features)
+        self.main.start_sequence(slot, token, features)
+
+    def leave(self, slot: int) -> None:
+        """Let a sequence go."""
+        super().leave(slot)
+        self.main.leave(slot)
+
+    def move(self, drafter: int, slot: int, length: int) -> None:
+        """Move a sequence."""
+        super().move(drafter, slot, length)
+        self.main.move(drafter, slot, length)
+
+    def record(self, slot: int) -> Record:
+        """Return what both drafters have been worth to a sequence's slot."""
+        pair = self.slots[slot]
+        assert pair is not None
+        return self.drafters[id(pair[0])].record
+
+    def begin(self, contexts: Sequence[Context | None], longest: int) -> None:
+        """Take the lookups that promise more; the others are drafted for, unless there are none."""
+        super().begin(contexts, longest)
+        self.looked_up = self.proposals
+        taken = [one if self.promises(slot, one) else None for slot, one in enumerate(self.looked_up)]
+        rest = [None if proposal is not None else context for proposal, context in zip(taken, contexts, strict=True)]
+        self.both, main = any(context is not None for context in rest), self.main
+        main.begin(rest, longest)
+        if not self.both:
+            return
+        if all(proposal is None for proposal in taken):
+            self.proposals, self.deepest, self.chain, self.max_nodes = taken, main.deepest, main.chain, main.max_nodes
+            self.sampled, self.has_q = main.sampled, main.has_q
+            return
+        self.take(taken)
+        self.deepest, self.chain = max(self.deepest, main.deepest), self.chain and main.chain
+        self.max_nodes, self.sampled = max(self.max_nodes, main.max_nodes), main.sampled
+        has_q = [True] * len(taken) if main.has_q is None else main.has_q
+        self.has_q = [one is None and mine for one, mine in zip(taken, has_q, strict=True)]
+
+    def promises(self, slot: int, proposal: Proposal | None) -> bool:
+        """Whether a lookup promises more than the head has been giving."""
+        if proposal is None:
+            return False
+        record = self.record(slot)
+        return proposal.expected * record.lookup_accepted / record.lookup_expected > record.accepted
+
+    def draft_trees(
+        self, roots: Roots, max_draft_depth: Int[Tensor, "B"], longest: int, *, allow_host_sync: bool
+    ) -> Drafted:
+        """Return the lookups that were taken, and the others' trees, all padded to the largest."""
+        taken = [proposal is not None for proposal in self.proposals]
+        if not any(taken):
+            return self.main.draft_trees(roots, max_draft_depth, longest, allow_host_sync=allow_host_sync)
+        mine = super().draft_trees(roots, max_draft_depth, longest, allow_host_sync=allow_host_sync)
+        if not self.both:
+            return mine
+        theirs = self.main.draft_trees(roots, max_draft_depth, longest, allow_host_sync=allow_host_sync)
+        size = max(mine.tree.token.shape[1], theirs.tree.token.shape[1])
+        which = torch.tensor(taken, device=max_draft_depth.device)[:, None]
+        (token, parent, mask), others = (padded(one, size) for one in (mine, theirs))
+        tree = DraftTree(torch.where(which, token, others[0]), torch.where(which, parent, others[1]))
+        return Drafted(tree, torch.where(which[..., None], mask, others[2]), theirs.q)
+
+    def commit(self, features: Features, count: Int[Tensor, "B"]) -> None:
+        """Hand the head its rows."""
+        self.main.commit(features, count)
+
+    def learn(self, slot: int, token: list[int], path: list[int], logits: Float[Tensor, "M V"] | None) -> None:
         """Let both drafters learn, the head's record if it drafted, and the lookup's in any case.
 
         What the lookup would have had accepted shows in the text; behind a short commit it is seen in part only.
         """
-        record, weight = self.drafter.record, self.drafter.config.weight
-        if commit.verified is not None:
-            if not self.took_lookup:
-                record.accepted += weight * (len(commit.verified.path) - 1 - record.accepted)
-            if self.looked_up.expected > 0:
-                accepted = agreed(self.looked_up.tree, commit.token.tolist())
-                record.lookup_expected += weight * (self.looked_up.expected - record.lookup_expected)
-                record.lookup_accepted += weight * (accepted - record.lookup_accepted)
-        self.main.update(commit)
-        self.lookup.update(commit)
+        record, looked_up, weight = self.record(slot), self.looked_up[slot], self.weight
+        if self.proposals[slot] is None:
+            record.accepted += weight * (len(path) - 1 - record.accepted)
+        if looked_up is not None and looked_up.expected > 0:
+            accepted = agreed(looked_up.tree, token)
+            record.lookup_expected += weight * (looked_up.expected - record.lookup_expected)
+            record.lookup_accepted += weight * (accepted - record.lookup_accepted)
+        super().learn(slot, token, path, logits)
+        self.main.learn(slot, token, path, logits)
 
-    def propose(self, context: Context) -> Proposal:
-        """Take the model-free draft if it promises more."""
-        record = self.drafter.record
-        self.looked_up = self.lookup.propose(context)
-        worth = self.looked_up.expected * record.lookup_accepted / record.lookup_expected
-        self.took_lookup = worth > record.accepted
-        return self.looked_up if self.took_lookup else self.main.propose(context)
+
+def padded(drafted: Drafted, size: int) -> tuple[Int[Tensor, "B N"], Int[Tensor, "B N"], Bool[Tensor, "#B N N"]]:
+    """Return tokens, parents and what is seen of trees of a size."""
+    more = (0, size - drafted.tree.token.shape[1])
+    mask = pad(drafted.ancestor_mask, (*more, *more)) | torch.eye(
+        size, dtype=torch.bool, device=drafted.tree.token.device
+    )
+    return pad(drafted.tree.token, more, value=-1), pad(drafted.tree.parent, more), mask

@@ -9,13 +9,16 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 from heads.common.ranges import LARGEST, Count, Within
-from inference.protocol import Commit, Context, Drafter, DrafterState, Proposal
+from inference.drafters.host import DrafterState, HostDrafter
+from inference.protocol import Commit, Context, Proposal
 from inference.target.target import Target
 from inference.verification.tree import DraftTree, LookAhead
 
 
-class Lookahead(Drafter):
+class Lookahead(HostDrafter):
     """Sends a window of guesses along in every pass and drafts from the n-grams that it has turned up."""
+
+    reads_logits = True
 
     @dataclass(frozen=True)
     class Config:
@@ -28,7 +31,7 @@ class Lookahead(Drafter):
 
     def __init__(self, config: Config, target: Target, name: str) -> None:
         target.check_masks(f"which drafter={name} needs: use drafter=prompt_lookup or suffix, which draft chains")
-        self.config, self.name, self.device = config, name, target.device
+        self.config, self.name = config, name
         self.tree = f"w{config.window}n{config.ngram}g{config.guesses}"
         self.windows: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}  # by width and tree nodes
 
@@ -84,11 +87,11 @@ class Window(DrafterState):
 
     def propose(self, context: Context) -> Proposal:
         """Draft the root's n-grams as one tree, the latest first, and send the window along."""
-        root, max_draft_depth, device = context.token[-1], context.max_draft_depth, self.drafter.device
+        root, max_draft_depth = context.token[-1], context.max_draft_depth
         # Towards the end of the answer the columns that would reach beyond it fall away.
         width = max(0, min(len(self.levels[0]), max_draft_depth - self.config.ngram + 3))
         self.levels = [level[:width] for level in self.levels]
-        tree = merge(root, [rest[:max_draft_depth] for rest in reversed(self.pool.get(root, {}))], device)
+        tree = merge(root, [rest[:max_draft_depth] for rest in reversed(self.pool.get(root, {}))])
         if width == 0:
             return Proposal(tree)
         self.levels[0][0] = root
@@ -96,21 +99,21 @@ class Window(DrafterState):
         size = width, len(tree.token)
         windows = self.drafter.windows
         if size not in windows:
-            windows[size] = window(self.config.ngram - 1, *size, device)
-        return Proposal(tree, None, LookAhead(torch.tensor(token, device=device), *windows[size]))
+            windows[size] = window(self.config.ngram - 1, *size)
+        return Proposal(tree, None, LookAhead(torch.tensor(token), *windows[size]))
 
 
-def window(levels: int, width: int, nodes: int, device: torch.device) -> tuple[Int[Tensor, "R"], Bool[Tensor, "R M"]]:
+def window(levels: int, width: int, nodes: int) -> tuple[Int[Tensor, "R"], Bool[Tensor, "R M"]]:
     """Return each look-ahead token's distance from the root, level by level, and which nodes and tokens it sees."""
-    index = torch.arange(1, levels * width, device=device)
+    index = torch.arange(1, levels * width)
     level, column = index // width, index % width
     before = (level == 0) & (column <= column[:, None])
     above = (column == column[:, None]) & (level <= level[:, None])
-    root = (torch.arange(nodes, device=device) == 0).expand(len(index), -1)
+    root = (torch.arange(nodes) == 0).expand(len(index), -1)
     return level + column, torch.cat([root, before | above], 1)
 
 
-def merge(root: int, sequences: list[tuple[int, ...]], device: torch.device) -> DraftTree:
+def merge(root: int, sequences: list[tuple[int, ...]]) -> DraftTree:
     """Return the tree of all the sequences, common beginnings once."""
     token, parent = [root], [-1]
     node_of: dict[tuple[int, int], int] = {}
@@ -122,4 +125,4 @@ def merge(root: int, sequences: list[tuple[int, ...]], device: torch.device) -> 
                 token.append(drafted)
                 parent.append(node)
             node = node_of[node, drafted]
-    return DraftTree(torch.tensor(token, device=device), torch.tensor(parent, device=device))
+    return DraftTree(torch.tensor(token), torch.tensor(parent))

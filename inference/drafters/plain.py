@@ -1,16 +1,14 @@
 """No drafting: the tree is its root, and the engine decodes autoregressively."""
 
-from collections.abc import Sequence
-
 import torch
-from jaxtyping import Bool, Int
+from jaxtyping import Int
 from torch import Tensor
 
-from inference.protocol import Context, DraftBatch, Drafter, DrafterState, Proposal, Roots
-from inference.verification.tree import DraftTree, root
+from inference.protocol import DraftBatch, Drafted, Drafter, Roots
+from inference.verification.tree import DraftTree
 
 
-class Baseline(Drafter, DrafterState, DraftBatch):
+class Baseline(Drafter, DraftBatch):
     """The baseline; neither a sequence nor a batch has a state, and all of a device are equal: they share a batch."""
 
     name, tree = "plain", "root"
@@ -24,29 +22,17 @@ class Baseline(Drafter, DrafterState, DraftBatch):
     def __hash__(self) -> int:
         return hash(self.device)
 
-    def start(self, prompt: list[int]) -> "Baseline":
-        """Return the state of any sequence: none."""
+    def batch(self, size: int) -> DraftBatch:
+        """Return itself, for every batch."""
         return self
-
-    def clones(self, size: int) -> tuple[Sequence[Drafter], DraftBatch]:
-        """Return itself, for every sequence and for all."""
-        return [self] * size, self
-
-    def propose(self, context: Context) -> Proposal:
-        """Return the root only."""
-        return Proposal(root(context.token[-1], self.device))
-
-    def propose_all(self, contexts: Sequence[Context]) -> list[Proposal]:
-        """Return the roots only."""
-        return [self.propose(context) for context in contexts]
 
     def draft_trees(
         self, roots: Roots, max_draft_depth: Int[Tensor, "B"], longest: int, *, allow_host_sync: bool
-    ) -> tuple[DraftTree, Bool[Tensor, "1 1 1"], None]:
-        """Return the roots only."""
-        return *root_trees(roots.token), None
+    ) -> Drafted:
+        """Return the roots."""
+        return root_trees(roots.token)
 
 
-def root_trees(token: Int[Tensor, "B 1"]) -> tuple[DraftTree, Bool[Tensor, "1 1 1"]]:
-    """Return trees of one node, the root, and its ancestors."""
-    return DraftTree(token, torch.full_like(token, -1)), token.new_ones(1, 1, 1, dtype=torch.bool)
+def root_trees(token: Int[Tensor, "B 1"]) -> Drafted:
+    """Return the trees of roots without drafts."""
+    return Drafted(DraftTree(token, torch.full_like(token, -1)), token.new_ones(1, 1, 1, dtype=torch.bool))

@@ -6,11 +6,10 @@
     best_first  the most probable nodes of all, within a budget (OPT-Tree, arXiv 2406.17276; see `_best_first`).
     sampled  a fixed number of children a depth, sampled without replacement; their probs q go on to verification.
 
-Nodes of different parents are compared by probabilities that greedy decoding sharpens (`inverse_temperature_of`). At
-temperature 0 a sampled shape is filled by rank. Above it a chain is sampled: one sampled child with p/q verification is
-accepted more often than one greedy child. No shape depends on a sampled token: that would change q. With coupled noise
-(arXiv 2408.07978) every shape is filled by rank, of the logits with the noise of their position added. For a batch on
-its device (`grow_batch`) the same trees grow as for one sequence after another (`grow`), token for token.
+LevelNodes of different parents are compared by probabilities that greedy decoding sharpens (`inverse_temperature_of`).
+At temperature 0 a sampled shape is filled by rank. Above it a chain is sampled: one sampled child with p/q verification
+is accepted more often than one greedy child. No shape depends on a sampled token: that would change q. With coupled
+noise (arXiv 2408.07978) every shape is filled by rank, of the logits with the noise of their position added.
 """
 
 import logging
@@ -31,7 +30,6 @@ from inference.protocol import Context, Proposal, Roots, inverse_temperature_of
 from inference.target.target import Target
 from inference.tree_config import BY_CONFIDENCE, TreeConfig, expanded, most_nodes
 from inference.verification import tree as trees
-from inference.verification.rng import CoupledRng
 from inference.verification.sample import distribution, penalize
 from inference.verification.tree import DraftTree
 
@@ -70,37 +68,6 @@ class Expander(Protocol):
         ...
 
 
-class ContextRoots(Roots):
-    """The roots of sequences that may be sampled each in its own way."""
-
-    def __init__(self, contexts: Sequence[Context], vocab_size: int, device: torch.device) -> None:
-        self.contexts = contexts
-        self.token = torch.tensor([context.token[-1:] for context in contexts], device=device)
-        self.noisy = any(c.sampling.temperature > 0 and isinstance(c.rng, CoupledRng) for c in contexts)
-        scales = [inverse_temperature_of(context.sampling) for context in contexts]
-        alike = len(set(scales)) == 1
-        self.inverse_temperature = scales[0] if alike else torch.tensor(scales, device=device)[:, None, None]
-        self.seen_tokens = None
-        if any(context.sampling.repetition_penalty != 1 for context in contexts):
-            self.seen_tokens = torch.zeros(len(contexts), 1, vocab_size, dtype=torch.bool, device=device)
-            for seen_tokens, context in zip(self.seen_tokens, contexts, strict=True):
-                seen_tokens[:, context.token] = True
-
-    def penalized(self, logits: Float[Tensor, "B N W"], seen_tokens: Bool[Tensor, "B N W"]) -> Float[Tensor, "B N W"]:
-        """Penalise each sequence's logits by its own sampling."""
-        sequences = zip(logits, seen_tokens, self.contexts, strict=True)
-        return torch.stack([penalize(one, before, context.sampling) for one, before, context in sequences])
-
-    def gumbel_scores(self, logits: Float[Tensor, "B N V"], depth: int) -> Float[Tensor, "B N V"]:
-        """Rank coupled sequences by their probs over the noise; others are ranked by their logits."""
-        return torch.stack([self._gumbel_scores(*pair, depth) for pair in zip(logits, self.contexts, strict=True)])
-
-    def _gumbel_scores(self, logits: Float[Tensor, "N V"], context: Context, depth: int) -> Float[Tensor, "N V"]:
-        if context.sampling.temperature == 0 or not isinstance(context.rng, CoupledRng):
-            return logits
-        return context.rng.exponential_scores(distribution(logits, context.sampling), depth).log()
-
-
 class TreeBuilder:
     """The trees that are being grown, one a sequence: their nodes so far, and which of them the head has expanded.
 
@@ -112,11 +79,11 @@ class TreeBuilder:
     def __init__(self, head: Expander, state: Any, level: LevelOutput, roots: Roots, *, full: bool = False) -> None:
         self.head, self.state, self.level, self.roots = head, state, level, roots
         count, device = len(roots.token), roots.token.device
-        self.ids = None if head.vocab is None or full or roots.noisy else head.vocab.ids  # of what `logits` are of
+        noisy = roots.noise is not None
+        self.ids = None if head.vocab is None or full or noisy else head.vocab.ids  # of what `logits` are of
         self.token, self.seen_tokens = [roots.token], roots.seen_tokens  # the tokens before each node of the level
         self.parent = [torch.full((count, 1), -1, device=device)]
         self.nodes = torch.zeros(count, 1, dtype=torch.long, device=device)  # tree indices of the level's nodes
-        self.expanded = [self.nodes[0]]  # the same of all levels
         self.sizes, self.depth = [1], 0  # how many nodes the trees have down to each depth; the level's depth
         self.ancestors: Bool[Tensor, "B N M"] = torch.zeros(count, 1, 0, dtype=torch.bool, device=device)
 
@@ -125,15 +92,20 @@ class TreeBuilder:
         logits = self.level.logits if self.ids is not None else scatter_logits(self.head.vocab, self.level.logits)
         if self.seen_tokens is None:
             return logits
-        return self.roots.penalized(logits, self.seen_tokens if self.ids is None else self.seen_tokens[..., self.ids])
+        return penalize(
+            logits, self.seen_tokens if self.ids is None else self.seen_tokens[..., self.ids], self.roots.sampling
+        )
 
     def scores(self) -> Float[Tensor, "B N W"]:
         """Return what the level's tokens are ranked by: their logits, or the probs with their noise if coupled."""
-        return self.roots.gumbel_scores(self.logits(), self.depth + 1) if self.roots.noisy else self.logits()
+        if self.roots.noise is None:
+            return self.logits()
+        noise = self.roots.noise[:, self.depth : self.depth + 1]
+        return (distribution(self.logits(), self.roots.sampling) / noise).log()
 
     def log_probs(self) -> Float[Tensor, "B N W"]:
         """Return the log-probs by which nodes of different parents are compared."""
-        return (self.scores().float() * self.roots.inverse_temperature).log_softmax(-1)
+        return (self.scores().float() * inverse_temperature_of(self.roots.sampling)).log_softmax(-1)
 
     def tokens(self, index: Int[Tensor, "*n"]) -> Int[Tensor, "*n"]:
         """Return the tokens at indices of `logits`."""
@@ -154,7 +126,6 @@ class TreeBuilder:
         self.depth += 1
         self.level = self.head.expand(self.state, self.level, LevelNodes(token, parent, self.ancestors, self.depth))
         self.nodes = nodes
-        self.expanded.append(nodes[0])
         if self.seen_tokens is not None:
             self.seen_tokens = gather_parents(self.seen_tokens, parent).scatter(2, token[..., None], True)
 
@@ -162,21 +133,9 @@ class TreeBuilder:
         """Return the trees as grown so far, side by side "B N"."""
         return DraftTree(torch.cat(self.token, 1), torch.cat(self.parent, 1))
 
-    def trees(self, contexts: Sequence[Context]) -> list[DraftTree]:
-        """Return each sequence's tree as grown so far, without nodes deeper than its `max_draft_depth`."""
-        grown = zip(*self.whole(), contexts, strict=True)
-        return [
-            DraftTree(token[: self.size(c.max_draft_depth)], parent[: self.size(c.max_draft_depth)])
-            for token, parent, c in grown
-        ]
-
     def depths(self) -> Int[Tensor, "N"]:
         """Return the depth of every node so far."""
         return torch.cat([level.new_full(level.shape[1:], depth) for depth, level in enumerate(self.token)])
-
-    def size(self, max_draft_depth: int) -> int:
-        """Return how many nodes lie within a depth."""
-        return self.sizes[min(max(max_draft_depth, 0), self.deepest)]
 
     @property
     def deepest(self) -> int:
@@ -184,32 +143,18 @@ class TreeBuilder:
         return len(self.sizes) - 1
 
 
-def grow(
-    head: Expander, state: Any, level: LevelOutput, config: TreeConfig, contexts: Sequence[Context]
-) -> list[Proposal]:
-    """Grow a tree for each of B sequences from their roots' level.
-
-    Args:
-        head: the draft head or another expander, with its committed `state` and the roots' `level`.
-        config: the policy.
-        contexts: of each sequence the tokens so far, the root the last one; sampling, randomness, and the depth left.
-
-    Returns:
-        The trees, and q where their children were sampled.
-    """
-    depth = min(max(context.max_draft_depth for context in contexts), head.max_depth)
-    if depth < 1:
-        return [Proposal(trees.root(context.token[-1], level.logits.device)) for context in contexts]
-    if config.kind in BY_CONFIDENCE:
-        growth, scores = _by_confidence(head, state, level, config, _roots(head, level, contexts), depth)
-        if all(context.max_draft_depth >= growth.deepest for context in contexts):
-            best = trees.best_n(growth.whole(), scores, config.nodes)
-            return [Proposal(DraftTree(*tree)) for tree in zip(*best[0], strict=True)]
-        return [
-            Proposal(trees.best_n(tree, score[: len(tree.token)], config.nodes)[0])
-            for tree, score in zip(growth.trees(contexts), scores, strict=True)
-        ]
-    return _filled(head, state, level, config, contexts, depth)
+def grow(head: Expander, state: Any, level: LevelOutput, config: TreeConfig, context: Context) -> Proposal:
+    """Grow a tree for one sequence that the host drafts for, down to the head's own `max_depth`."""
+    if head.max_depth < 1:
+        return Proposal(trees.root(context.token[-1], level.logits.device))
+    full = level.logits if head.vocab is None else scatter_logits(head.vocab, level.logits)
+    roots = context.roots(full, min(head.max_depth, config.deepest))
+    max_draft_depth = torch.tensor([head.max_depth], device=full.device)
+    (token, parent), _, q = grow_batch(head, state, level, config, roots, max_draft_depth, allow_host_sync=True)
+    tree = DraftTree(token[0], parent[0])
+    if q is None:  # else the shape is fixed
+        tree, _ = trees.keep(tree, tree.token >= 0)
+    return Proposal(tree, None if q is None else q[0])
 
 
 def grow_batch(
@@ -243,7 +188,6 @@ def grow_batch(
 
     def sample(width: int) -> Int[Tensor, "B K W"]:
         assert samples is not None
-        assert roots.sampling is not None
         q.append(distribution(growth.logits(), roots.sampling))
         return _padded(samples.sample_distinct(q[-1], width), width)
 
@@ -267,25 +211,6 @@ def _parents(paths: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
     """Return the parents of a fixed shape's nodes: of the root and then of `paths`."""
     index = {path: node for node, path in enumerate(((), *paths))}
     return (-1, *(index[path[:-1]] for path in paths))
-
-
-def _roots(head: Expander, level: LevelOutput, contexts: Sequence[Context]) -> ContextRoots:
-    size = level.logits.shape[-1] if head.vocab is None else head.vocab.full_size
-    return ContextRoots(contexts, size, level.logits.device)
-
-
-def _proposal(tree: DraftTree, levels: list[tuple[Tensor, Tensor]], lacking: bool) -> Proposal:
-    """Return a fixed shape's proposal, with q from the sampled levels' nodes and probs; -1 stands for no token."""
-    q = None
-    if levels:
-        q = levels[0][1].new_zeros(len(tree.token), levels[0][1].shape[-1])
-        for nodes, probs in levels:
-            q[nodes] = probs
-    # Filtered probs or a small vocabulary may have fewer tokens than the shape has children.
-    if lacking and bool((tree.token < 0).any()):
-        tree, index = trees.keep(tree, tree.token >= 0)
-        q = None if q is None else q[index]
-    return Proposal(tree, q)
 
 
 class ShapeLevel(NamedTuple):
@@ -340,46 +265,16 @@ def _padded(tokens: Int[Tensor, "B K C"], width: int) -> Int[Tensor, "B K W"]:
     return functional.pad(tokens, (0, width - tokens.shape[-1]), value=-1)
 
 
-def _filled(
-    head: Expander, state: Any, level: LevelOutput, config: TreeConfig, contexts: Sequence[Context], depth: int
-) -> list[Proposal]:
-    """Grow a fixed shape for each sequence, with its children by rank, or sampled where its context says so."""
-    samples = [
-        config.kind != "static" and context.sampling.temperature > 0 and not isinstance(context.rng, CoupledRng)
-        for context in contexts
-    ]
-    growth = TreeBuilder(head, state, level, _roots(head, level, contexts), full=any(samples))
-    shape = _levels(_paths(config, depth), level.logits.device)
-    probs: list[list[Tensor]] = [[] for _ in samples]
-
-    def fill(width: int) -> Int[Tensor, "B K C"]:
-        nodes = growth.nodes
-        children = nodes.new_full((*nodes.shape, width), -1) if all(samples) else _ranks(growth, width)
-        for b in (b for b, sampled in enumerate(samples) if sampled and contexts[b].max_draft_depth > growth.depth):
-            probs[b].append(distribution(growth.logits()[b], contexts[b].sampling))
-            tokens = contexts[b].rng.sample_distinct(probs[b][-1], width, growth.depth + 1)
-            children[b, :, : tokens.shape[-1]] = tokens
-        return children
-
-    _fixed(growth, shape, fill)
-    lacking = any(samples) or max(one.width for one in shape) > growth.logits().shape[-1]
-    return [
-        _proposal(tree, [*zip(growth.expanded, levels, strict=False)], lacking)
-        for tree, levels in zip(growth.trees(contexts), probs, strict=True)
-    ]
-
-
 def candidates(
-    head: Expander, state: Any, level: LevelOutput, config: TreeConfig, context: Context
+    head: Expander, state: Any, level: LevelOutput, config: TreeConfig, roots: Roots, depth: int
 ) -> tuple[DraftTree, Float[Tensor, "N"]]:
-    """Return all that a dynamic or best_first tree drafts before it is cut to its budget, with the scores it is cut by.
+    """Return all that a dynamic or best_first tree of one root drafts before it is cut, and the scores it is cut by.
 
     The scores are the nodes' cumulative log-probabilities as nodes are compared (`inverse_temperature_of`), 0 at the
     root.
     """
-    depth = min(context.max_draft_depth, head.max_depth)
-    growth, scores = _by_confidence(head, state, level, config, _roots(head, level, [context]), depth)
-    return growth.trees([context])[0], scores[0]
+    growth, scores = _by_confidence(head, state, level, config, roots, min(depth, head.max_depth))
+    return DraftTree(*(row[0] for row in growth.whole())), scores[0]
 
 
 def _by_confidence(

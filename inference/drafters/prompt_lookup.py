@@ -6,12 +6,13 @@ from typing import Annotated
 import torch
 
 from heads.common.ranges import Count, OneOf
-from inference.protocol import Context, Drafter, DrafterState, Proposal
+from inference.drafters.host import DrafterState, HostDrafter
+from inference.protocol import Context, Proposal
 from inference.target.target import Target
 from inference.verification.tree import chain
 
 
-class PromptLookup(Drafter):
+class PromptLookup(HostDrafter):
     """Drafts a chain copied from an earlier occurrence of the last n tokens, the longest n that occurs."""
 
     @dataclass(frozen=True)
@@ -32,7 +33,7 @@ class PromptLookup(Drafter):
     def __init__(self, config: Config, target: Target, name: str) -> None:
         self.config, self.name = config, name
         self.tree = f"chain-{config.tokens}"
-        self.device, self.eos = target.device, target.eos
+        self.eos = target.eos
         self.sizes = range(config.ngram_max, config.ngram_min - 1, -1)
 
     def start(self, prompt: list[int]) -> "TextIndex":
@@ -57,7 +58,7 @@ class TextIndex(DrafterState):
         """Copy what followed the longest n-gram that occurred before."""
         self.extend(context.token[len(self.text) :])
         draft = self.lookup(min(self.drafter.config.tokens, context.max_draft_depth))
-        return Proposal(chain(torch.tensor([context.token[-1], *draft], device=self.drafter.device)))
+        return Proposal(chain(torch.tensor([context.token[-1], *draft])))
 
     def extend(self, tokens: list[int]) -> None:
         """Append tokens; an n-gram is indexed once a token follows it, so that the text's end never finds itself."""

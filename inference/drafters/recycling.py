@@ -8,20 +8,23 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from heads.common.ranges import Count
-from inference.protocol import Commit, Context, Drafter, DrafterState, Proposal
+from inference.drafters.host import DrafterState, HostDrafter
+from inference.protocol import Commit, Context, Proposal
 from inference.target.target import Target
 from inference.verification.tree import DraftTree
 
 FOLD = 256  # tokens in a row of the folded vocabulary
 
 
-class Recycling(Drafter):
+class Recycling(HostDrafter):
     """Fills a fixed tree, level by level, from the target's top candidates after each token.
 
     Every node of a verified tree, the rejected ones too, renews its token's row with the target's logits there; of
     equal tokens the last node counts. A token that was not met yet has no candidates. Memory: `candidates` token
     ids for each token that was met, at most the vocabulary.
     """
+
+    reads_logits = True
 
     @dataclass(frozen=True)
     class Config:
@@ -51,7 +54,7 @@ class Recycling(Drafter):
             raise ValueError(
                 f"drafter.recycling.candidates is {config.candidates}: give at most {vocabulary}, the vocabulary"
             )
-        self.config, self.name, self.device = config, name, target.device
+        self.config, self.name = config, name
         paths = sorted({tuple(path) for path in config.paths}, key=lambda path: (len(path), path))
         self.tree = f"static-{len(paths)}"
         index = {path: node for node, path in enumerate([(), *paths])}
@@ -83,7 +86,7 @@ class RecyclingState(DrafterState):
     @torch.inference_mode()
     def update(self, commit: Commit) -> None:
         """Renew the candidates of all tokens in the verified tree."""
-        if commit.verified is None:
+        if commit.verified is None or commit.verified.logits is None:
             return
         # On the host, where trees are filled: for so few numbers a tensor's operations cost more than they do.
         top = top_tokens(commit.verified.logits, self.drafter.config.candidates).tolist()
@@ -101,8 +104,7 @@ class RecyclingState(DrafterState):
                 number[node] = len(token)
                 token.append(followers[rank])
                 parent.append(number[above])
-        device = self.drafter.device
-        return Proposal(DraftTree(torch.tensor(token, device=device), torch.tensor(parent, device=device)))
+        return Proposal(DraftTree(torch.tensor(token), torch.tensor(parent)))
 
 
 def top_tokens(logits: Float[Tensor, "N V"], count: int) -> Int[Tensor, "N K"]:

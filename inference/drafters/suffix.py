@@ -7,8 +7,9 @@ from typing import Annotated, NamedTuple
 import torch
 
 from heads.common.ranges import LARGEST, Amount, Count, Fraction, Within
+from inference.drafters.host import DrafterState, HostDrafter
 from inference.drafters.suffix_tree import Locus, SuffixTree
-from inference.protocol import Context, Drafter, DrafterState, Proposal
+from inference.protocol import Context, Proposal
 from inference.target.target import Target
 from inference.verification.tree import chain
 
@@ -20,7 +21,7 @@ class Draft(NamedTuple):
     score: float
 
 
-class Suffix(Drafter):
+class Suffix(HostDrafter):
     """Drafts from two counted suffix trees: of this request, prompt and output, and of past requests' outputs.
 
     Every suffix of the text that occurs in a tree may be continued, by a budget that grows with its length; the
@@ -46,7 +47,7 @@ class Suffix(Drafter):
         memory_nodes: Count
 
     def __init__(self, config: Config, target: Target, name: str) -> None:
-        self.config, self.name, self.device = config, name, target.device
+        self.config, self.name = config, name
         self.tree = f"path-{config.tokens}"
         self.remembers = config.memory
         self.past = SuffixTree(config.depth)
@@ -105,8 +106,7 @@ class SuffixState(DrafterState):
         best = Draft([], 0.0)
         for matches in (self.suffixes.matches(), self.past_matches):
             best = self.improve(best, matches, context.max_draft_depth)
-        token = torch.tensor([context.token[-1], *best.token], device=self.drafter.device)
-        return Proposal(chain(token), expected=best.score)
+        return Proposal(chain(torch.tensor([context.token[-1], *best.token])), expected=best.score)
 
     def extend(self, tokens: list[int]) -> None:
         """Append tokens to the text, its tree, and the search in the past's tree."""

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, TypeVar
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedConfig
 from transformers.cache_utils import (
@@ -160,6 +160,28 @@ class Storage:
         layers = self.layers.values()
         return BatchPass([keys for keys, _ in layers], [values for _, values in layers], write_index, end, steady)
 
+    def behind(
+        self,
+        length: Int[Tensor, "B"],
+        ancestor_mask: Bool[Tensor, "#B N N"],
+        depth: Int[Tensor, "B N"],
+        end: int,
+        *,
+        steady: bool = False,
+    ) -> tuple[BatchPass, Bool[Tensor, "B N S"], Int[Tensor, "B S"]]:
+        """Return a pass over trees whose entries come behind each sequence's own `length` ones.
+
+        With it which of the first S = `end` entries each node sees, nothing behind its tree, and the entries'
+        positions.
+        """
+        size = depth.shape[1]
+        column = torch.arange(end, device=length.device) - length[:, None]  # counted from the root's
+        node, within = column.clamp(0, size - 1), (column >= 0) & (column < size)
+        on_path = ancestor_mask.expand(len(length), -1, -1).gather(2, node[:, None].expand(-1, size, -1))
+        seen = (column < 0)[:, None] | (within[:, None] & on_path)
+        rows = self.over(length[:, None] + torch.arange(size, device=length.device), end, steady=steady)
+        return rows, seen, length[:, None] + torch.where(within, depth.gather(1, node), column)
+
     def compact(self, slot: Int[Tensor, "B 1"], source: Int[Tensor, "B P"], goal: Int[Tensor, "B P"]) -> None:
         """Copy each sequence's entries at `source` to `goal` in all layers; all reads come before the writes."""
         for block in self.blocks:
@@ -247,14 +269,6 @@ class TargetCache:
         for layer in self.hf.layers[:layers]:
             assert isinstance(layer, SequenceLayer)
             layer.length = length
-
-    def over(self, write_index: Int[Tensor, "B N"], end: int) -> BatchPass:
-        """Return a pass over this sequence; `set_length` makes its new entries count."""
-        whole = self.storage.over(write_index, end)
-        if self.storage.size == 1:
-            return whole
-        slot = slice(self.slot, self.slot + 1)
-        return whole._replace(keys=[key[slot] for key in whole.keys], values=[value[slot] for value in whole.values])
 
     @torch.inference_mode()
     def move(self, slot: int) -> None:

@@ -5,7 +5,7 @@ All facts about the target's layers are here: the module of the decoder stack, t
 """
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
@@ -34,7 +34,7 @@ from inference.target.cache import BatchCache, BatchPass, Pool, RecurrentCache, 
 from inference.target.placed import Placed, by_turns, on_one_device
 from inference.target.tokenizer import end_tokens
 from inference.verification import tree
-from inference.verification.tree import DraftTree, LookAhead
+from inference.verification.tree import DraftTree
 
 log = logging.getLogger(__name__)
 
@@ -66,10 +66,6 @@ class LongropeSwitch(NamedTuple):
         if self.recomputes(prefix):
             return 0
         return min(max_draft_depth, self.length - 1 - prefix) if prefix < self.length else max_draft_depth
-
-    def shared(self, prefixes: Sequence[int]) -> bool:
-        """Whether sequences of these lengths may share a pass: all before the switch, or all after it."""
-        return max(prefixes) < self.length or min(prefixes) >= self.length + self.recomputed
 
 
 def switch_of(model: "transformers.PreTrainedModel") -> LongropeSwitch | None:
@@ -280,80 +276,15 @@ class TargetModel:
         return out._replace(logits=self.embeddings.logits(out.last_hidden[:, -1:]))
 
     @torch.inference_mode()
-    def score(
-        self, drafted: DraftTree, cache: TargetCache, look_ahead: LookAhead | None = None, layers: tuple[int, ...] = ()
-    ) -> TargetOutput:
-        """Verify a tree in one pass: append its N nodes, then look-ahead tokens, to the cache; return all logits.
+    def score(self, drafted: DraftTree, cache: TargetCache, layers: tuple[int, ...] = ()) -> TargetOutput:
+        """Score a tree in one pass: append its N nodes to the cache; return all logits.
 
         The caller then compacts the cache to the accepted path.
         """
-        prefix = cache.length
-        token = drafted.token if look_ahead is None else torch.cat([drafted.token, look_ahead.token])
-        if len(token) > 1:  # a root is never rejected: the baseline needs no copy
-            cache.snapshot()
-        if len(token) == 1:
-            position, attn_mask = torch.tensor([[prefix]], device=self.device), None
-        else:
-            position, attn_mask = self._layout(drafted, prefix, look_ahead)
-        stack = None if look_ahead is None else look_ahead.stack
-        if self.compiled is None or stack is not None:
-            out = self.run(token[None], position, attn_mask, cache, layers, stack=stack)
-        else:
-            write_index = torch.arange(prefix, prefix + len(token), device=self.device)
-            out = self.run(token[None], position, attn_mask, cache.over(write_index[None], prefix + len(token)), layers)
-            cache.set_length(prefix + len(token))
+        cache.snapshot()
+        position, seen = tree.layout(drafted, cache.length)
+        out = self.run(drafted.token[None], position[None], seen[None] if self.takes_trees else None, cache, layers)
         return out._replace(logits=self.embeddings.logits(out.last_hidden))
-
-    @torch.inference_mode()
-    def score_all(
-        self,
-        drafted: Sequence[tuple[DraftTree, LookAhead | None]],
-        cache: BatchCache,
-        layers: tuple[int, ...] = (),
-    ) -> list[TargetOutput]:
-        """Verify the tree of each active sequence in one pass; the caller then compacts the caches.
-
-        A sequence's nodes and look-ahead tokens follow its own prefix, padded to the widest. Nothing attends to
-        padding, but padding attends to the prefix: a fully masked row would be NaN, and NaN comes through a mask.
-        """
-        prefixes = [sequence.length for sequence in cache.active]
-        tokens = [
-            nodes.token if look_ahead is None else torch.cat([nodes.token, look_ahead.token])
-            for nodes, look_ahead in drafted
-        ]
-        counts = [len(token) for token in tokens]
-        width, end = max(counts), max(prefixes) + max(counts)
-        token = torch.zeros(len(drafted), width, dtype=torch.long, device=self.device)
-        position = torch.zeros_like(token)
-        attn_mask = torch.zeros(len(drafted), width, end, dtype=torch.bool, device=self.device)
-        key_position = torch.arange(end, device=self.device).repeat(len(drafted), 1)
-        for row, ((nodes, look_ahead), prefix, count) in enumerate(zip(drafted, prefixes, counts, strict=True)):
-            where, visible = tree.layout(nodes, prefix, look_ahead)
-            token[row, :count] = tokens[row]
-            position[row, :count] = where
-            attn_mask[row, :count, : prefix + count] = visible
-            attn_mask[row, count:, :prefix] = True
-            key_position[row, prefix : prefix + count] = where
-        written = torch.tensor(prefixes, device=self.device)[:, None] + torch.arange(width, device=self.device)
-        out = self.run(token, position, attn_mask, cache.storage.over(written, end), layers, key_position)
-        for sequence, prefix, count in zip(cache.active, prefixes, counts, strict=True):
-            sequence.set_length(prefix + count)
-        logits = self.embeddings.logits(out.last_hidden)
-        return [
-            TargetOutput(
-                out.hidden[row : row + 1, :count], out.last_hidden[row : row + 1, :count], logits[row : row + 1, :count]
-            )
-            for row, count in enumerate(counts)
-        ]
-
-    def _layout(self, drafted: DraftTree, prefix: int, look_ahead: LookAhead | None) -> tuple[Tensor, Tensor | None]:
-        """Return positions and mask of a pass; no mask for a chain if the attention takes none of ours."""
-        position, attn_mask = tree.layout(drafted, prefix, look_ahead)
-        if self.takes_trees:
-            return position[None], attn_mask[None]
-        if look_ahead is not None or drafted.parent.tolist() != list(range(-1, len(drafted.parent) - 1)):
-            raise ValueError(f"{self.name}: {self.incompatibility}; draft with tree=chain")
-        return position[None], None
 
     def run(
         self,

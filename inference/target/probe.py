@@ -35,7 +35,7 @@ Check = Callable[[TargetModel, Tensor, DraftTree], bool]
 UNFIT = (ValueError, RuntimeError, TypeError, AttributeError, IndexError, KeyError)
 
 
-@torch.no_grad()
+@torch.inference_mode()
 def check(target: TargetModel) -> bool:
     """Return whether the target verifies trees and batches exactly; if not, only chains, one sequence at a time.
 
@@ -174,7 +174,7 @@ def _tree_is_exact(target: TargetModel, prompt: Tensor, drafted: DraftTree) -> b
     for path in _outer_paths(drafted):
         cache = target.cache()
         target.prefill(prompt, cache)
-        together = target.score(drafted, cache, None, layers)
+        together = target.score(drafted, cache, layers)
         sequence = torch.cat([prompt, drafted.token[path]])
         alone = target.prefill(sequence, target.cache(), layers)
         cache.keep(len(prompt), path)
@@ -191,10 +191,17 @@ def _batch_is_exact(target: TargetModel, prompt: Tensor, drafted: DraftTree) -> 
     cache, prompts = target.batch_cache(2), (prompt[:PROMPT], torch.cat([prompt[:1], prompt]))
     for sequence in prompts:
         target.prefill(sequence, cache.allocate())
+    length = torch.tensor([len(sequence) for sequence in prompts], device=target.device)
+    ancestors, end = tree.ancestors(drafted)[None], len(prompts[1]) + len(drafted.token)
+    depth = (ancestors.sum(-1) - 1).expand(2, -1)
+    rows, seen, column = cache.storage.behind(length, ancestors, depth, end)
+    token = drafted.token.expand(2, -1)
+    out = target.run(token, length[:, None] + depth, seen, rows, layers, column)
     path = _outer_paths(drafted)[-1]
-    for sequence, out in zip(prompts, target.score_all([(drafted, None)] * 2, cache, layers), strict=True):
+    for row, sequence in enumerate(prompts):
         alone = target.prefill(torch.cat([sequence, drafted.token[path]]), target.cache(), layers)
-        if not _same_rows(out, path, alone):
+        mine = TargetOutput(out.hidden[row : row + 1], out.last_hidden[row : row + 1], None)
+        if not _same_rows(mine, path, alone):
             return False
     return True
 

@@ -87,7 +87,7 @@ class Parts:
     def score_from(
         self, first_layers: FirstLayersOutput, drafted: DraftTree, cache: TargetCache, layers: tuple[int, ...] = ()
     ) -> TargetOutput:
-        """Verify a tree as `Target.score` does, running only the remaining layers.
+        """Run a tree's nodes through the remaining layers; without the lm_head.
 
         The outputs of feature layers below `first_layers.layers` are wrong: these layers do not run.
         """
@@ -95,8 +95,7 @@ class Parts:
         position, attn_mask = tree.layout(drafted, prefix)
         stubs: dict[nn.Module, Stub] = dict.fromkeys(self.layers[: first_layers.layers], lambda hidden: hidden)
         with self._replacing(stubs | {self.layers[0]: lambda _: first_layers.hidden[None]}):
-            out = self.target.run(drafted.token[None], position[None], attn_mask[None], cache, layers)
-        return out._replace(logits=self.target.embeddings.logits(out.last_hidden))
+            return self.target.run(drafted.token.clamp_min(0)[None], position[None], attn_mask[None], cache, layers)
 
     @torch.inference_mode()
     def run_skipping(

@@ -2,8 +2,7 @@
 
 tree.py    draft trees and pure functions on them
 sample.py  logits to the probs that are sampled: repetition penalty, temperature, top-k, top-p, min-p
-rng.py     randomness: seeded, or coupled to seed and position alone
-rules.py   the acceptance rules: which path stands, which token follows
-device.py  acceptance of a whole batch on the device
-verify.py  the registry of rules, which drafts each is right for, and the verdict on a draft
+rng.py     randomness: hashes of a request's key and of counters
+device.py  the acceptance rules, for the trees of a whole batch at once
+verify.py  the registry of rules, and which drafts each is right for
 """

@@ -1,4 +1,4 @@
-"""Acceptance on the device: the walks of rules.py, for the trees of a whole batch at once.
+"""The acceptance rules, for the trees of a whole batch at once: which drafted path stands, and what the next token is.
 
 The host reads nothing here unless `allow_host_sync`. Shapes depend only on the trees' sizes. The rules of sampled
 drafts walk a fixed shape, which the host knows: it visits all nodes, and masks say which of them each sequence comes
@@ -15,6 +15,11 @@ from torch import Tensor
 
 from inference.verification.sample import residual, without
 from inference.verification.tree import DraftTree
+
+# Medusa's typical acceptance, the published epsilon and delta (arXiv 2401.10774); and a fixed bar, as engines offer it.
+EPSILON, DELTA = 0.09, 0.3
+THRESHOLD = 0.3
+LEAST = 1e-30  # replaces a probability of 0 under a logarithm
 
 
 class Accepted(NamedTuple):
@@ -44,7 +49,7 @@ class Chosen(NamedTuple):
 def present(
     tree: DraftTree, ancestor_mask: Bool[Tensor, "#B N N"], depth: Int[Tensor, "B N"], max_draft_depth: Int[Tensor, "B"]
 ) -> Bool[Tensor, "B N"]:
-    """Return the mask of real nodes: not padding (token -1), not below padding, not deeper than `max_draft_depth`."""
+    """Return the mask of drafted nodes: no padding (token -1) nor below it, and not too deep."""
     return ~(ancestor_mask & (tree.token < 0)[:, None]).any(-1) & (depth <= max_draft_depth[:, None])
 
 
@@ -71,12 +76,13 @@ def follow_on_host(
 ) -> tuple[Accepted, Int[Tensor, "1 P"], Int[Tensor, "1"]]:
     """Return what `follow` gives one tree, the ranks of its path's nodes, and how many nodes are drafted.
 
-    For one tree on a CPU this walk in Python takes a third of the time of the sixty small operations in its place.
+    For one tree this walk in Python takes a third of the time of the sixty small operations in its place.
     """
     (tokens,), (parents,), (following,) = torch.stack([tree.token, tree.parent, best]).tolist()
     most, depth, child = int(max_draft_depth), [0], dict[tuple[int, int], int]()
     for node, (token, parent) in enumerate(zip(tokens[1:], parents[1:], strict=True), 1):
-        reached = depth[parent] + 1 if token >= 0 else most + 1  # what hangs below none is none
+        # What hangs below padding is padding; look-ahead tokens hang nowhere.
+        reached = depth[parent] + 1 if token >= 0 and parent >= 0 else most + 1
         depth.append(reached)
         if reached <= most:
             child.setdefault((parent, token), node)
@@ -89,7 +95,7 @@ def follow_on_host(
     path, committed = path + [last] * behind, committed + [tokens[last]] * behind
     drafted = sum(reached <= most for reached in depth) - 1
     order = [parents[:node].count(parents[node]) for node in path]
-    rows = torch.tensor([[count, drafted, *path, *committed, *order]])
+    rows = torch.tensor([[count, drafted, *path, *committed, *order]], device=best.device)
     accepted_path, token_row, ranks_row = rows[:, 2:].chunk(3, 1)
     return Accepted(accepted_path, rows[:, 0], token_row), ranks_row, rows[:, 1]
 
@@ -138,6 +144,32 @@ def accepted(
     return Accepted(path, count, torch.where(ends, token[:, None], after))
 
 
+def typical(p: Float[Tensor, "B N V"]) -> Float[Tensor, "B N"]:
+    """LOSSY. Return Medusa's bar after each node: what the entropy of the target's distribution makes likely enough."""
+    entropy = -(p * p.clamp_min(LEAST).log()).sum(-1)
+    return (DELTA * torch.exp(-entropy)).clamp_max(EPSILON)
+
+
+def threshold(p: Float[Tensor, "B N V"]) -> Float[Tensor, "B N"]:
+    """LOSSY. Return one bar after every node."""
+    return p.new_full(p.shape[:-1], THRESHOLD)
+
+
+def lenient(
+    tree: DraftTree,
+    ancestor_mask: Bool[Tensor, "#B N N"],
+    present: Bool[Tensor, "B N"],
+    p: Float[Tensor, "B N V"],
+    bar: Float[Tensor, "B N"],
+) -> Int[Tensor, "B"]:
+    """LOSSY. Return the end of the longest path whose tokens are all above the bar of what they follow."""
+    parent, row = tree.parent.clamp_min(0), torch.arange(len(p), device=p.device)[:, None]
+    mass = p[row, parent, tree.token.clamp_min(0)]
+    high = (mass > bar.gather(1, parent)) | (tree.parent < 0)
+    alive = ~(ancestor_mask & ~high[:, None]).any(-1) & present
+    return torch.where(alive, ancestor_mask.sum(-1) - 1, -1).argmax(1)
+
+
 @dataclass
 class AcceptDraws:
     """Uniform numbers "B N": each sequence uses its next one where it tests a node."""
@@ -155,7 +187,10 @@ class AcceptDraws:
 def recursive(
     draft: Sampled, p: Float[Tensor, "B N V"], uniforms: Float[Tensor, "B N"], allow_host_sync: bool = False
 ) -> Chosen:
-    """Recursive rejection, as `rules.recursive`: siblings in sampled order, each against what rejections have left.
+    """Recursive rejection: siblings in sampled order, each against what rejections have left of the target's probs.
+
+    Siblings are sampled without replacement (Sequoia, arXiv 2402.12374); on a chain it is speculative sampling (arXiv
+    2211.17192, 2302.01318).
 
     Args:
         p: the target's probs after each node.
@@ -183,7 +218,7 @@ def recursive(
 
 @dataclass
 class Frame:
-    """A node on the path that traversal verification looks at, for B sequences; see `rules.Frame`."""
+    """A node on the path that traversal verification looks at, for B sequences."""
 
     reached: Bool[Tensor, "B"]  # which sequences come to it, or would if they had not accepted a path before
     alpha: Float[Tensor, "B"]  # probability that the path up to here is accepted, given what was rejected below it
@@ -195,7 +230,8 @@ class Frame:
         assert self.left is not None
         rest = (self.alpha[:, None] * self.target - self.left).clamp_min(0)
         mass = rest.sum(-1)
-        # As in `rules`: an alpha of 1 stays at exactly 1; where nothing is left, p stays and alpha is 1 or 0.
+        # The parentheses keep an alpha of 1 at exactly 1, on which the root relies. Where nothing is left, in exact
+        # arithmetic alpha is below 1: what is sure to be accepted rejects no child without a residual.
         alpha = torch.where(mass > 0, mass / (mass + (1 - self.alpha)), (self.alpha >= 1).to(mass.dtype))
         self.target = torch.where((rejected & (mass > 0))[:, None], rest / mass[:, None], self.target)
         self.alpha = torch.where(rejected, alpha, self.alpha)
@@ -206,7 +242,12 @@ class Frame:
 def traversal(
     draft: Sampled, p: Float[Tensor, "B N V"], uniforms: Float[Tensor, "B N"], allow_host_sync: bool = False
 ) -> Chosen:
-    """Traversal verification, as `rules.traversal`: from the leaves up; arguments as of `recursive`."""
+    """Traversal verification (arXiv 2505.12398), from the leaves up: a path stands or falls as a whole.
+
+    A rejected leaf is deleted, its parent keeps the residuals of p and q, and the next leaf is tried. On a chain it is
+    block verification (arXiv 2403.10444). The root's alpha is 1, so it is accepted at the latest. Arguments as of
+    `recursive`.
+    """
     draws, rows = AcceptDraws(uniforms, torch.zeros_like(draft.token[:, 0])), _rows(draft.parents)
     last, probs = torch.zeros_like(draws.used_uniforms), p[:, 0]
     tokens, more = draft.token.clamp_min(0), _followed(draft.parents)

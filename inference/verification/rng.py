@@ -1,162 +1,48 @@
-"""All randomness of drafting and verification, behind one protocol: the tests enumerate every outcome through it."""
+"""All randomness of drafting and verification: hashes of a request's key and of counters, equal on every device."""
 
 import hashlib
-import random
-from collections.abc import Sequence, Sized
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-TINY = 1e-30  # the least exponential variate: scores divide by it
 ROWS = 256  # distributions that are summed up in fp64 at a time: of 15,000 over a large vocabulary none would fit
 
 
-@runtime_checkable
-class Rng(Protocol):
-    """The random choices that drafting and verification make.
+class Draws:
+    """The randomness of one sequence's draft on the host: numbered samples of its root, or the noise of positions.
 
-    `depth` counts from the root to the sampled tokens, its children being at 1: noise keyed by position reads it.
+    Samples are independent of what verification reads and of what was drafted at other roots, so that every draft is a
+    sample of its q. If `coupled`, the noise is that of the target's own tokens (arXiv 2408.07978): a draft that races
+    its probs against it often meets them.
     """
 
-    def sample(self, probs: Float[Tensor, "N V"], depth: int = 1) -> Sequence[int]:
-        """Sample one token from each row, independently."""
-        ...
+    def __init__(self, key: int, position: int, coupled: bool) -> None:
+        """Take a request's key and the absolute position of the first drafted token."""
+        self.key, self.position, self.coupled = key, position, coupled
+        self.taken = 0
 
-    def sample_distinct(self, probs: Float[Tensor, "N V"], count: int, depth: int = 1) -> Tensor:
-        """Sample `count` tokens from each row without replacement, in order, "N count"; -1 once none is left."""
-        ...
+    def token(self, probs: Float[Tensor, "1 V"], depth: int) -> int:
+        """Sample the token at a depth, counted from the root's children at 1."""
+        if self.coupled:
+            return int((probs / self.noise(range(depth - 1, depth), probs)).argmax())
+        samples = self.samples(probs.device)
+        samples.taken, self.taken = self.taken, self.taken + 1
+        return int(samples.sample(probs[None]))
 
-    def accept(self, probability: float) -> bool:
-        """Return true with the given probability."""
-        ...
+    def samples(self, device: torch.device) -> "Samples":
+        """Return the samples of the root, from the first on."""
+        return Samples(torch.tensor([hash_key(hash_key(self.key, DRAFT_KEY), self.position)], device=device))
 
-    def at(self, position: int, device: torch.device) -> "Rng":
-        """Return the Rng of a draft that begins at an absolute position, for probs on a device and for any thread.
+    def noise(self, below: range, probs: Float[Tensor, "*n V"]) -> Float[Tensor, "P V"]:
+        """Return the noise of positions, counted from that of the root's children, for probs like these."""
+        position = self.position + torch.tensor(below, device=probs.device)
+        return exponential_noise(torch.full_like(position, self.key), position, probs.shape[-1])
 
-        It is independent of this one, or coupled to the positions where this one is; a second one samples the same.
-        """
-        ...
-
-
-class SeededRng:
-    """A seeded torch generator on the probs' device and one on the host, for many samples at one root."""
-
-    def __init__(self, seed: int, device: torch.device) -> None:
-        self.seed = seed
-        self.generator = torch.Generator(device).manual_seed(seed)
-        self.accept_rng = random.Random(seed)  # on the device it would make the host wait
-
-    def sample(self, probs: Float[Tensor, "N V"], depth: int = 1) -> list[int]:
-        """Sample one token from each row."""
-        tokens: list[int] = self.pick(probs).tolist()
-        return tokens
-
-    def sample_distinct(self, probs: Float[Tensor, "N V"], count: int, depth: int = 1) -> Tensor:
-        """Sample without replacement (probs over exponential noise, equal to Gumbel top-k; Kool et al., 2019)."""
-        return self.pick(probs)[:, None] if count == 1 else top_scored(self.exponential_scores(probs), count)
-
-    def accept(self, probability: float) -> bool:
-        """Return true with the given probability."""
-        return probability >= 1 or self.accept_rng.random() < probability
-
-    def at(self, position: int, device: torch.device) -> Rng:
-        """Return a generator of the position's own."""
-        return SeededRng(hashed(f"{self.seed} draft {position}"), device)
-
-    def pick(self, probs: Float[Tensor, "N V"]) -> Int[Tensor, "N"]:
-        """Sample one token from each row."""
-        uniforms = torch.rand(len(probs), dtype=torch.float64, device=probs.device, generator=self.generator)
-        return inverse_cdf(probs, uniforms)
-
-    def exponential_scores(self, probs: Float[Tensor, "N V"]) -> Float[Tensor, "N V"]:
-        """Return keys whose descending order is a sample without replacement; tokens of zero probability get zero."""
-        return probs / torch.empty_like(probs).exponential_(generator=self.generator).clamp_min_(TINY)
-
-
-class CoupledRng:
-    """Noise that depends on the seed, the absolute position and the token, and on nothing else (arXiv 2408.07978).
-
-    The target's token at a position is then a function of the tokens before it and the seed, whatever was drafted, and
-    a draft that adds the same noise to its own probs matches it often. argmax(log p + Gumbel) is argmax(p / Exp).
-    Verification reads it under every rule; where the rule is not `coupled`, drafts have a `DraftRng` of their own.
-    """
-
-    def __init__(self, seed: int, device: torch.device, prefix: Sized) -> None:
-        """Take the seed, the device of the probs, and the tokens before a draft, whose last one is the root."""
-        self.seed, self.device, self.prefix = seed, device, prefix
-        self.cached: dict[int, Tensor] = {}
-        self.key, self.start, self.used_uniforms = hash_key(seed_key(seed), ACCEPT_KEY), -1, 0
-
-    def sample(self, probs: Float[Tensor, "N V"], depth: int = 1) -> list[int]:
-        """Return each row's winner under the noise of the position; equal rows have equal winners."""
-        tokens: list[int] = self.exponential_scores(probs, depth).argmax(-1).tolist()
-        return tokens
-
-    def sample_distinct(self, probs: Float[Tensor, "N V"], count: int, depth: int = 1) -> Tensor:
-        """Return the best tokens under the noise of the position, -1 once none is left."""
-        return top_scored(self.exponential_scores(probs, depth), count)
-
-    def accept(self, probability: float) -> bool:
-        """Return true with the given probability: the uniform numbers of a root are counted."""
-        if self.start != len(self.prefix):
-            self.start, self.used_uniforms = len(self.prefix), 0
-        self.used_uniforms += 1
-        return bool(uniform(hash_key(self.key, self.start), self.used_uniforms - 1) < probability)
-
-    def at(self, position: int, device: torch.device) -> Rng:
-        """Return the same noise from a position on."""
-        return CoupledRng(self.seed, device, range(position))
-
-    def exponential_scores(self, probs: Float[Tensor, "N V"], depth: int = 1) -> Float[Tensor, "N V"]:
-        """Return the probs divided by the noise of the position `depth` below the root."""
-        start = len(self.prefix)
-        self.cached = {position: noise for position, noise in self.cached.items() if position >= start}
-        position = start + depth - 1
-        if position not in self.cached:
-            where = torch.tensor([seed_key(self.seed), position], device=self.device)
-            self.cached[position] = exponential_noise(where[:1], where[1:], probs.shape[-1])[0]
-        return probs / self.cached[position].to(probs.dtype)
-
-
-class DraftRng:
-    """The Rng of drafts that are not coupled: it depends on seed, root and the number of samples taken there before.
-
-    It is independent of what verification reads and of what was drafted at other roots, so that every draft is a sample
-    of its q. It has no state but that number, so `Samples` takes those of a whole batch at once.
-    """
-
-    def __init__(self, seed: int, device: torch.device, prefix: Sized) -> None:
-        """Take the seed, the device of the probs, and the tokens before a draft, whose last one is the root."""
-        self.seed, self.device, self.prefix = seed, device, prefix
-        self.start, self.root = -1, 0
-        self.at_root: Samples
-
-    def sample(self, probs: Float[Tensor, "N V"], depth: int = 1) -> list[int]:
-        """Sample one token from each row."""
-        tokens: list[int] = self.samples().sample(probs[None])[0].tolist()
-        return tokens
-
-    def sample_distinct(self, probs: Float[Tensor, "N V"], count: int, depth: int = 1) -> Tensor:
-        """Sample without replacement."""
-        return self.samples().sample_distinct(probs[None], count)[0]
-
-    def accept(self, probability: float) -> bool:
-        """Return true with the given probability."""
-        return bool(uniform(self.root, self.samples().take(1)) < probability)
-
-    def at(self, position: int, device: torch.device) -> Rng:
-        """Return a generator of the position's own."""
-        return SeededRng(self.seed, device).at(position, device)
-
-    def samples(self) -> "Samples":
-        """Return the samples of the root at hand, of which some may have been taken."""
-        if self.start != len(self.prefix):
-            self.start = len(self.prefix)
-            self.root = hash_key(hash_key(seed_key(self.seed), DRAFT_KEY), self.start)
-            self.at_root = Samples(torch.tensor([self.root], device=self.device))
-        return self.at_root
+    def at(self, position: int) -> "Draws":
+        """Return the randomness of a draft that begins at another position: the same, whoever asks and when."""
+        return Draws(self.key, position, self.coupled)
 
 
 class Samples:

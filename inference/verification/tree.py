@@ -11,9 +11,11 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+LOOK_AHEAD = -2  # the parent of a token that is no node and only shares the pass
+
 
 class DraftTree(NamedTuple):
-    """Tokens and parents of a draft tree; the root's parent is -1."""
+    """Tokens and parents of a draft tree; the root's parent is -1. A token of -1 is padding."""
 
     token: Int[Tensor, "N"]
     parent: Int[Tensor, "N"]
@@ -63,25 +65,10 @@ def depth(tree: DraftTree) -> Int[Tensor, "N"]:
     return ancestors(tree).sum(-1) - 1
 
 
-def seen_tokens(tree: DraftTree, before: Bool[Tensor, "V"]) -> Bool[Tensor, "N V"]:
-    """Return for each node which tokens stand in its prefix: those `before` the tree's and those on its path."""
-    node, above = ancestors(tree).nonzero(as_tuple=True)
-    result = before.expand(len(tree.token), -1).clone()
-    result[node, tree.token[above]] = True
-    return result
-
-
-def layout(
-    tree: DraftTree, prefix: int, look_ahead: LookAhead | None = None
-) -> tuple[Int[Tensor, "M"], Bool[Tensor, "M S"]]:
-    """Return positions of the M = N + R nodes and look-ahead tokens, and which of S = P + M entries each attends to."""
+def layout(tree: DraftTree, prefix: int) -> tuple[Int[Tensor, "N"], Bool[Tensor, "N S"]]:
+    """Return positions of the N nodes, and which of S = P + N entries each attends to."""
     on_path = ancestors(tree)
-    position = prefix + on_path.sum(-1) - 1
-    if look_ahead is not None:
-        position = torch.cat([position, prefix + look_ahead.offset])
-        unseen = on_path.new_zeros(len(on_path), len(look_ahead.token))  # nodes never see look-ahead tokens
-        on_path = torch.cat([torch.cat([on_path, unseen], 1), look_ahead.attn_mask])
-    return position, torch.cat([on_path.new_ones(len(on_path), prefix), on_path], 1)
+    return prefix + on_path.sum(-1) - 1, torch.cat([on_path.new_ones(len(on_path), prefix), on_path], 1)
 
 
 def children(tree: DraftTree) -> list[list[int]]:
@@ -91,12 +78,6 @@ def children(tree: DraftTree) -> list[list[int]]:
         if parent >= 0:
             result[parent].append(node)
     return result
-
-
-def ranks(tree: DraftTree, path: list[int]) -> tuple[int, ...]:
-    """Return the rank of each node of a path from the root, which has none, among its siblings as they were drafted."""
-    parent = tree.parent.tolist()
-    return tuple(parent[:node].count(parent[node]) for node in path[1:])
 
 
 def agreed(tree: DraftTree, following: list[int]) -> int:

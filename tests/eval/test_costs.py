@@ -138,9 +138,11 @@ def test_paths_that_leave_gaps_are_settled_at_a_price_of_their_own(monkeypatch: 
     target = toys.target()
     texts = write(target, [toys.prompt(0)], SETTINGS)
 
-    def decoded(*_: Any) -> Iterator[list[Step]]:
-        for accepted in itertools.cycle(range(4)):  # of a tree's path one is in place, and more leave gaps
-            yield [Step(3, accepted, 1 + accepted, 0.0, 1.0, 5.0 if accepted > 1 else 2.0)]
+    def decoded(batch: Batch, _texts: Any, _settings: Any, begin: Any) -> Iterator[list[Step]]:
+        for chain in itertools.cycle((True, False)):  # a chain's path is in place, and a tree's leaves gaps
+            begin()
+            batch.drafts.chain = chain
+            yield [Step(3, 2, 3, 0.0, 1.0, 2.0 if chain else 5.0)]
 
     monkeypatch.setattr(costing, "decode", decoded)
     assert measure(target, None, texts, [], [3], 2, SETTINGS).settle == ({3: 2.0}, {3: 5.0})
@@ -152,7 +154,7 @@ def test_the_played_back_text_is_what_plain_decoding_writes(monkeypatch: pytest.
     decode = costing.decode
 
     def kept(batch: Batch, *args: Any) -> Iterator[list[Step]]:
-        name = batch.free[0].name
+        name = batch.drafter.name
         for row in decode(batch, *args):
             made.append((name, row))
             yield row
@@ -160,17 +162,17 @@ def test_the_played_back_text_is_what_plain_decoding_writes(monkeypatch: pytest.
     requests: list[Request] = []
     prefill = Request.prefill
 
-    def begun(request: Request) -> None:
+    def begun(request: Request, *args: Any) -> Any:
         requests.append(request)
-        prefill(request)
+        return prefill(request, *args)
 
     shapes: list[torch.Size] = []
     draft_trees = PlaybackBatch.draft_trees
 
     def noted(self: PlaybackBatch, *args: Any, **named: Any) -> Any:
-        tree, above, q = draft_trees(self, *args, **named)
-        shapes.append(tree.token.shape)
-        return tree, above, q
+        drafted = draft_trees(self, *args, **named)
+        shapes.append(drafted.tree.token.shape)
+        return drafted
 
     monkeypatch.setattr(costing, "decode", kept)
     monkeypatch.setattr(PlaybackBatch, "draft_trees", noted)

@@ -120,7 +120,7 @@ def test_hf_generate_emits_plain_decodings_tokens() -> None:
 def test_hf_decoding_is_timed_without_its_prefill(monkeypatch: pytest.MonkeyPatch) -> None:
     seconds = {1: 2.0, 9: 5.0}  # a prefill of 2, and eight more tokens in 3
     monkeypatch.setattr(
-        interleaved, "_timed_generate", lambda _target, _prompt, count, *_: ([7] * count, seconds[count])
+        interleaved, "_timed_generate", lambda _target, _prompt, count, *_, **__: ([7] * count, [], seconds[count])
     )
     target = StubTarget(eos=frozenset({1}))
     run = interleaved.hf_generate(target, [0], RequestParams(9, GREEDY))

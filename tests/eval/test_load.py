@@ -4,6 +4,7 @@ import json
 import random
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from eval.measures import metrics
 from eval.measures.losslessness import Divergence, Gate
 from eval.measures.results import Measurement, ResultRow
 from eval.run import evaluate
-from inference.batch import Batch, Running
+from inference.batch import Batch
 from inference.decode import Generation, RequestParams, speculate
 from inference.drafters.head import HeadDrafter
 from inference.drafters.plain import Baseline
@@ -51,16 +52,14 @@ class Paced(Batch):
     """A batch in which a prefill takes a second, a pass another, and each gives a token; an answer has three."""
 
     def __init__(self, size: int, clock: Clock) -> None:
-        self.free = [Baseline(torch.device("cpu")) for _ in range(size)]
-        self.slots: list[Running | None] = []
+        self.size, self.slots = size, []
         self.clock, self.made = clock, dict[int, Generation]()
 
     def admit(self, number: int, prompt: list[int], settings: RequestParams) -> Generation:
         """Begin an answer."""
         self.clock.now += 1
-        self.free.pop()
-        session: Any = None
-        self.slots.append(Running(number, session, self.clock.now))
+        request: Any = SimpleNamespace(request_index=number)
+        self.slots.append(request)
         self.made[number] = Generation([7])
         return self.made[number]
 
@@ -76,7 +75,6 @@ class Paced(Batch):
         """Let finished answers go."""
         for row in [row for row in self.running if self.made[row.request_index].finish]:
             self.slots.remove(row)
-            self.free.append(Baseline(torch.device("cpu")))
 
 
 @pytest.mark.parametrize(

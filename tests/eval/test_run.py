@@ -342,7 +342,9 @@ def test_workloads_and_categories_have_rows_of_their_own(runs: Path, tmp_path: P
 def test_a_red_draw_withholds_the_speedup_of_its_temperature_alone(
     runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(gates, "resampled", lambda p, rng, count: rng.sample(p.expand(count, -1)))  # nothing broken
+    monkeypatch.setattr(
+        gates, "resampled", lambda p, coins, count: coins.sample(p.expand(1, count, -1))[0].tolist()
+    )  # nothing broken
     made = evaluate(small(runs, tmp_path, hf=False, temperature=[0, 1.0], gate_tv=0.1, seed=3))
     assert not made.passed
     assert "broken control NOT caught" in made.failures()[0]

@@ -24,7 +24,7 @@ from torch.utils.backend_registration import _setup_privateuseone_for_python_bac
 from heads.base import Features, NewRows
 from heads.modules.kv_cache import KVCache
 from inference.drafters import policy
-from inference.drafters.head import BatchedState, HeadDrafter
+from inference.drafters.head import HeadDrafter
 from inference.drafters.policy import TreeConfig
 from inference.phase_timer import PhaseTimer
 from inference.request import RequestParams
@@ -105,7 +105,7 @@ def step_of(target: Target, drafter: HeadDrafter, size: int) -> DeviceStep:
     cache = target.batch_cache(size)
     cache.storage.reserve(CAPACITY)
     cache.storage.fit(0, *[torch.empty(1, form.groups, 1, form.width, device=NAME) for form in layout[0]], end=1)
-    _, batch = drafter.clones(size)
+    batch = drafter.batch(size)
     width, layers = target.embeddings.hidden_size, len(batch.feature_layers)
     token = torch.empty(size, 1, dtype=torch.long, device=NAME)
     hidden, last = (
@@ -117,8 +117,7 @@ def step_of(target: Target, drafter: HeadDrafter, size: int) -> DeviceStep:
     _, batch.buffers = batch.head.extend(batch.cache, NewRows(Features(token, hidden, last, token), token))
     for _ in range(size):
         cache.allocate()
-        batch.states.append(BatchedState(batch))
-    step = DeviceStep(target, cache, batch)
+    step = DeviceStep(target, cache, batch, drafter.name)
     step.static = True
     return step
 
@@ -133,11 +132,11 @@ def counted(step: DeviceStep, sampling: str) -> dict[str, int]:
     settings = RequestParams(40, how, rule=rule, gaps=True)
     step.eos_mask, step.masks_eos = torch.empty(step.target.embeddings.vocab_size, dtype=torch.bool, device=NAME), True
     with tables_made(), torch.inference_mode():
-        step.run(slots, step.kv_length(PROMPT), settings, PhaseTimer(step.target.device))
+        step.on_device(slots, step.kv_length(PROMPT), settings, PhaseTimer(step.target.device))
     watch, parts = Watch(), Counting(step.target.device)
     parts.watch = watch
     with watch, torch.inference_mode():
-        told, *_ = step.run(slots, step.kv_length(PROMPT), settings, parts)
+        told = step.on_device(slots, step.kv_length(PROMPT), settings, parts)[1]
     return {"all": watch.counts.total(), "told": told.numel() // size, **parts.parts}
 
 

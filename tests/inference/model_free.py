@@ -9,7 +9,8 @@ from torch import Tensor
 
 from inference.decode import Generation, RequestParams, autoregress, speculate
 from inference.drafters import registry
-from inference.protocol import Commit, Context, Drafter, DrafterState, Proposal
+from inference.drafters.host import DrafterState, HostDrafter
+from inference.protocol import Commit, Context, Drafter, Proposal
 from inference.target.target import Target
 from inference.verification.sample import GREEDY
 
@@ -27,12 +28,12 @@ def make(name: str, target: Target, **values: Any) -> Any:
     return registry.make(name, {**config, **values}, target)
 
 
-class Recorder(Drafter, DrafterState):
+class Recorder(HostDrafter, DrafterState):
     """SpecDecodingStats everything on to a source and keeps what it was asked and what it proposed."""
 
-    def __init__(self, source: Drafter) -> None:
+    def __init__(self, source: HostDrafter) -> None:
         self.source, self.name, self.tree = source, source.name, source.tree
-        self.feature_layers = source.feature_layers
+        self.reads_logits, self.alone = source.reads_logits, source.alone
         self.asked: list[tuple[list[int], int]] = []
         self.proposed: list[Proposal] = []
         self.commits: list[Commit] = []

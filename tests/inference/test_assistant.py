@@ -18,6 +18,7 @@ from inference.verification import tree as trees
 from inference.verification.sample import GREEDY, Sampling, distribution, penalize
 from tests import assistants, families, toys
 from tests.inference.model_free import Recorder
+from tests.oracle import by_node
 
 TOKENS = 20
 T1 = Sampling(1.0, 0, 1.0)
@@ -42,9 +43,9 @@ def test_laws_are_those_of_a_model_without_a_cache(near: str, tree: str) -> None
     watched = Recorder(source)
     made = speculate(toys.target(), watched, toys.prompt(0), RequestParams(TOKENS, sampling, seed=4))
     assert any(step.accepted < step.drafted for step in made.steps)
-    for (context, _), (drafted, q, *_) in zip(watched.asked[:-1], watched.proposed[:-1], strict=True):
+    for (context, _), (drafted, rows, *_) in zip(watched.asked[:-1], watched.proposed[:-1], strict=True):
+        q = by_node(drafted, rows)
         assert q is not None
-        assert q.shape == (len(drafted.token), toys.VOCAB)
         for path in trees.paths(drafted):
             read = context + drafted.token[path[1:]].tolist()
             logits = source.model.model(input_ids=torch.tensor([read]), use_cache=False).logits[0]

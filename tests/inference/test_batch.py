@@ -162,10 +162,10 @@ def test_what_a_clone_learns_is_its_own() -> None:
     assert other.lookup is not both.lookup
 
 
-def decoded(source: Drafter, seed: int) -> None:
+def decoded(source: Any, seed: int) -> None:
     """Decode a prompt, and begin another so that the first is remembered."""
     speculate(toys.target(), source, toys.prompt(seed) * 3, RequestParams(20, GREEDY))
-    source.start([1])
+    getattr(source, "lookup", source).start([1])
 
 
 def memory(source: Any) -> Any:
@@ -175,7 +175,7 @@ def memory(source: Any) -> Any:
 def test_a_target_that_takes_no_mask_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(toys.target(), "takes_trees", False)
     with pytest.raises(ValueError, match=r"takes no mask of ours.*batch_size=1"):
-        Batch(toys.target(), [Baseline(torch.device("cpu"))] * 2)
+        Batch(toys.target(), Baseline(torch.device("cpu")), 2)
 
 
 def test_a_storage_that_grows_holds_what_it_held() -> None:
@@ -192,7 +192,7 @@ def test_a_user_waits_for_the_prefill_too_and_pays_a_share_of_each_pass(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By a clock of which a prompt takes a million, the head's drafts of a pass 10,000, a pass 1,000, a reading 1."""
-    now, parts = [0.0], ((Target, "prefill", 10**6), (head_source, "grow", 10**4), (Target, "run", 10**3))
+    now, parts = [0.0], ((Target, "prefill", 10**6), (head_source, "grow_batch", 10**4), (Target, "run", 10**3))
 
     def slowed(run: Callable[..., Any], seconds: int) -> Callable[..., Any]:
         def slow(*values: Any, **named: Any) -> Any:
@@ -215,7 +215,8 @@ def test_a_user_waits_for_the_prefill_too_and_pays_a_share_of_each_pass(
     )
     made = speculate(target, SOURCES[name](target, ""), prompts, ways, batch_size=2)
     assert all(one.latency_s > one.prefill_s > 10**6 > one.decode_s > 0 for one in made)
-    passes = max(len(one.steps) for one in made) * (1000 + 10_000 * (name == "sampled"))
+    groups = 1 if name == "plain" else 2  # those that are sampled otherwise have a pass of their own
+    passes = groups * max(len(one.steps) for one in made) * (1000 + 10_000 * (name == "sampled"))
     assert 0.8 < sum(one.decode_s for one in made) / passes < 1.3
 
 
@@ -270,3 +271,43 @@ def test_a_process_takes_what_is_planned(size: str) -> None:
     run = subprocess.run([sys.executable, BENCHMARK, "--batch", size], capture_output=True, text=True, check=True)
     planned, peak = (float(word) for word in run.stdout.split()[-2:])
     assert 0.9 < peak / planned < 1.1
+
+
+@functools.cache
+def generated(number: int, length: int, tokens: int, penalty: float) -> list[int]:
+    """Return what transformers' own `generate` writes after a prompt."""
+    target, prompt = toys.target("llama", DOUBLE), torch.tensor([toys.prompt(number, length)])
+    generate: Any = target.model.generate
+    made = generate(
+        prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=tokens, do_sample=False, eos_token_id=END,
+        pad_token_id=END, repetition_penalty=penalty,
+    )  # fmt: skip
+    return made[0, length:].tolist()
+
+
+END = 11
+
+
+@pytest.mark.parametrize("size", [1, 8])
+@pytest.mark.parametrize("name", SOURCES)
+def test_every_source_writes_what_transformers_writes(
+    near: str, name: str, size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Requests of other lengths, penalties, seeds and stops than those that they share a pass with; some end early."""
+    target = toys.target("llama", DOUBLE)
+    drafter = SOURCES[name](target, near)
+    monkeypatch.setattr(target, "eos", frozenset({END}))
+    shapes = [(i, 3 + 5 * (i % 4), 6 + 3 * (i % 5), 1.4 if i % 3 == 2 else 1.0) for i in range(10)]
+    expected, finishes, settings = list[list[int]](), list[str](), list[RequestParams]()
+    for i, (number, length, tokens, penalty) in enumerate(shapes):
+        text = generated(number, length, tokens, penalty)
+        stop = f"w{text[2]} w{text[3]}" if i % 4 == 1 and len(text) > 4 else None
+        ends = next((n for n in range(1, len(text) + 1) if stop and stop in target.tokenizer.decode(text[:n])), None)
+        finishes.append("stop" if ends else "eos" if text[-1] == END else "length")
+        expected.append(text[:ends])
+        sampling = Sampling(0.0, 0, 1.0, repetition_penalty=penalty)
+        settings.append(RequestParams(tokens, sampling, stop=(stop,) if stop else (), seed=i))
+    made = speculate(target, drafter, [toys.prompt(*one[:2]) for one in shapes], settings, batch_size=size)
+    assert [one.tokens for one in made] == expected
+    assert [one.finish for one in made] == finishes
+    assert {*finishes} == {"stop", "eos", "length"}

@@ -6,23 +6,27 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from eval.config import eval_config
+from heads.base import Features
 from inference.batch import Batch
 from inference.decode import RequestParams, autoregress, speculate
 from inference.drafters.head import HeadDrafter
+from inference.drafters.host import DrafterState, HostBatch, HostDrafter
 from inference.drafters.plain import Baseline
 from inference.drafters.policy import TreeConfig, check_tree, expanded, most_nodes
 from inference.drafters.registry import make
-from inference.protocol import Commit, Context, Drafter, DrafterState, Proposal
+from inference.protocol import Context, Proposal
 from inference.request import Request
+from inference.target.model import TargetOutput
 from inference.verification.sample import GREEDY, Sampling
 from inference.verification.tree import DraftTree
 from tests import toys
 from tests.tokenizers import trained
 
 
-class Oracle(Drafter, DrafterState):
+class Oracle(HostDrafter, DrafterState):
     """Drafts exactly what the target will write, `depth` tokens at a time, beside one wrong sibling, or behind it."""
 
     name, tree = "oracle", "oracle"
@@ -96,39 +100,43 @@ def test_no_answer_ends_before_min_new_tokens_as_in_transformers(lacking: int, m
     assert speculate(target, Oracle(expected, 3), prompt, settings).tokens == expected
 
 
-class Recorder(Oracle):
-    """Keeps what every pass has committed."""
+class Rows(HostBatch):
+    """Keeps the rows that every pass has committed, by slot."""
 
-    feature_layers = (0, 2)
+    feature_layers, learns = (0, 2), True
 
-    def start(self, prompt: list[int]) -> "Recorder":
-        super().start(prompt)
-        self.commits: list[Commit] = []
-        return self
+    def start_sequence(self, slot: int, token: list[int], features: TargetOutput) -> None:
+        super().start_sequence(slot, token, features)
+        rows = Features(torch.tensor([token[1:]]), *features[:2], torch.zeros(1, len(token) - 1, dtype=torch.long))
+        self.commits.append([rows])
 
-    def update(self, commit: Commit) -> None:
-        self.commits.append(commit)
+    def commit(self, features: Features, count: Tensor) -> None:
+        for slot, rows in enumerate(self.commits):
+            taken = slice(slot, slot + 1), slice(int(count[slot]))
+            rows.append(Features(*(part[taken] for part in features[:4])))
 
 
 @pytest.mark.parametrize("batch_size", [1, 2])
-def test_committed_rows_are_those_of_one_pass_over_the_text(batch_size: int) -> None:
+def test_committed_rows_are_those_of_one_pass_over_the_text(batch_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """What a head reads of a token, also of one whose wrong sibling was drafted before it, is what the target gives."""
     target, text = toys.target(), plain()
-    sources = [Recorder(text, 3, wrong_first=True) for _ in range(batch_size)]
-    batch = Batch(target, sources)
+    monkeypatch.setattr(Rows, "commits", [], raising=False)
+    monkeypatch.setattr(Oracle, "batch", lambda self, size: Rows([self] * size))
+    batch = Batch(target, Oracle(text, 3, wrong_first=True), batch_size)
     with torch.inference_mode():
         for number in range(batch_size):
             batch.admit(number, toys.prompt(0), RequestParams(24, GREEDY))
-        while not batch.running[0].request.generation.finish:
+        while not batch.running[0].generation.finish:
             batch.step()
-    for source in sources:
-        token = torch.cat([torch.tensor(toys.prompt(0)[:1]), *(commit.token for commit in source.commits)])
+    assert isinstance(batch.drafts, Rows)
+    for rows in batch.drafts.commits:
+        token = torch.cat([torch.tensor(toys.prompt(0)[:1]), *(some.token[0] for some in rows)])
         assert token.tolist() == (toys.prompt(0) + text)[: len(token)]
         assert len(token) > len(toys.prompt(0)) + 12
-        alone = target.features(token[None, :-1], torch.zeros_like(token)[None, :-1], Recorder.feature_layers)
+        alone = target.features(token[None, :-1], torch.zeros_like(token)[None, :-1], Rows.feature_layers)
         for part in ("hidden", "last_hidden"):
-            rows = torch.cat([getattr(commit.features, part) for commit in source.commits], 1)
-            torch.testing.assert_close(rows, getattr(alone, part), rtol=1e-4, atol=1e-4)
+            committed = torch.cat([getattr(some, part) for some in rows], 1)
+            torch.testing.assert_close(committed, getattr(alone, part), rtol=1e-4, atol=1e-4)
 
 
 def test_the_penalised_greedy_text_is_transformers() -> None:
@@ -160,7 +168,7 @@ def test_stop_string_over_several_tokens() -> None:
 def test_a_stop_string_whose_characters_take_several_tokens_each(monkeypatch: pytest.MonkeyPatch) -> None:
     target, stop = toys.target(), "ぁ人間終😀ぁ"
     monkeypatch.setattr(target, "tokenizer", trained("bytes"))
-    request = Request(target, Baseline(target.device), [1, 2], RequestParams(90, GREEDY, stop=("z", stop)))
+    request = Request(target, [1, 2], RequestParams(90, GREEDY, stop=("z", stop)), target.cache())
     tokens = target.tokenizer(stop, add_special_tokens=False)["input_ids"]
     assert len(tokens) > len(stop) + 8
     request.emit([*tokens, 3], ["bonus"] * (len(tokens) + 1), [])

@@ -10,8 +10,7 @@ from inference.verification.device import Sampled
 from inference.verification.rng import (
     ACCEPT_KEY,
     DRAFT_KEY,
-    CoupledRng,
-    DraftRng,
+    Draws,
     Samples,
     exponential_noise,
     hash_key,
@@ -21,6 +20,7 @@ from inference.verification.rng import (
 from inference.verification.tree import DraftTree, ancestors, keep
 from inference.verification.verify import RULES
 from tests import enumeration
+from tests.oracle import WALKS, Coins
 
 CPU = torch.device("cpu")
 B, V, START = 32, 6, 9
@@ -76,7 +76,7 @@ def reference(rule: str, draft: Sampled, p: Tensor, seed: int, b: int) -> tuple[
     q = torch.zeros(len(draft.parents), V, dtype=p.dtype)
     q[sorted({*draft.parents} - {-1})] = draft.q[b]
     tree, index = keep(whole, draft.present[b])
-    path, token = RULES[rule].walk(tree, p[b][index], q[index], CoupledRng(seed + b, CPU, range(START + 1)))
+    path, token = WALKS[rule](tree, p[b][index], q[index], Coins(seed + b, START + 1))
     return index[path].tolist(), token
 
 
@@ -115,7 +115,6 @@ def test_every_rule_takes_the_references_path_and_token(shape: str, rule: str, f
 
 def test_every_rule_that_reads_q_is_compared() -> None:
     reading = {name for name, rule in RULES.items() if rule.on_device is not None}
-    assert {name for name, rule in RULES.items() if rule.sampled} == reading
     assert {rule for fitting in FITTING.values() for rule in fitting} == reading
 
 
@@ -130,12 +129,14 @@ def test_what_is_drafted_says_nothing_of_other_drafts_coins_or_noise() -> None:
     probs, count = torch.tensor([[0.4, 0.3, 0.2, 0.1]]), 600
     rows: list[list[int]] = []
     for seed in range(count):
-        text = list(range(7))
-        drafts, verified = DraftRng(seed, CPU, text), CoupledRng(seed, CPU, text)
-        row = [*drafts.sample_distinct(probs.expand(2, -1), 2)[:, 0].tolist(), *drafts.sample(probs.expand(2, -1))]
-        row += [*verified.sample(probs), 2 * verified.accept(0.5) + verified.accept(0.5)]
-        text.append(0)
-        rows.append([*row, int(drafts.sample_distinct(probs, 2)[0, 0]), *drafts.sample(probs), *verified.sample(probs)])
+        row: list[int] = []
+        for start in (7, 8):
+            drafts, verified = Draws(seed_key(seed), start, coupled=False).samples(CPU), Coins(seed, start)
+            two = probs.expand(1, 2 if start == 7 else 1, -1)
+            row += [*drafts.sample_distinct(two, 2)[0, :, 0].tolist(), *drafts.sample(two)[0].tolist()]
+            row += verified.sample(probs)
+            row += [2 * verified.accept(0.5) + verified.accept(0.5)] if start == 7 else []
+        rows.append(row)
     columns = torch.tensor(rows).T
     dists = [probs[0]] * 5 + [torch.full((4,), 0.25)] + [probs[0]] * 3
     for i, one in enumerate(columns):
@@ -147,17 +148,21 @@ def test_what_is_drafted_says_nothing_of_other_drafts_coins_or_noise() -> None:
 def test_a_batch_samples_what_every_sequence_samples_alone() -> None:
     probs = torch.rand(3, 4, 50, generator=torch.Generator().manual_seed(0))
     probs[1, :, 3:] = 0
-    rngs = [DraftRng(seed, CPU, range(11)) for seed in range(3)]
+    alone = [Draws(seed_key(seed), 11, coupled=False).samples(CPU) for seed in range(3)]
     key = torch.tensor([seed_key(seed) for seed in range(3)])
     samples = Samples(hash_key(hash_key(key, DRAFT_KEY), 11))
     for count in (1, 6, 2):
         found = samples.sample_distinct(probs, count)
-        assert found.equal(torch.stack([rng.sample_distinct(row, count) for rng, row in zip(rngs, probs, strict=True)]))
-        assert samples.sample(probs).tolist() == [rng.sample(row) for rng, row in zip(rngs, probs, strict=True)]
+        assert found.equal(
+            torch.cat([one.sample_distinct(row[None], count) for one, row in zip(alone, probs, strict=True)])
+        )
+        assert samples.sample(probs).equal(
+            torch.cat([one.sample(row[None]) for one, row in zip(alone, probs, strict=True)])
+        )
     assert (samples.sample_distinct(probs, 6)[1, :, 3:] == -1).all()
 
 
-class Strict(CoupledRng):
+class Strict(Coins):
     """Rejects whatever is not certain, and notes what the next token is sampled from."""
 
     def accept(self, probability: float) -> bool:
@@ -176,8 +181,8 @@ def test_an_alpha_of_one_stays_one() -> None:
     draft = Sampled(parents, token, torch.ones_like(token, dtype=torch.bool), q)
     last, left = device.traversal(draft, p, torch.full((200, 4), 1 - 2.0**-53, dtype=torch.float64))
     for b in range(200):
-        rng = Strict(0, CPU, range(1))
-        path, _ = RULES["traversal"].walk(DraftTree(token[b], torch.tensor(parents)), p[b], q[b].expand(4, -1), rng)
+        rng = Strict(0, 1)
+        path, _ = WALKS["traversal"](DraftTree(token[b], torch.tensor(parents)), p[b], q[b].expand(4, -1), rng)
         assert path[-1] == last[b]
         torch.testing.assert_close(left[b], rng.left)
 

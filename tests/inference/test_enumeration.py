@@ -8,12 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from inference.verification import rules
-from inference.verification.rng import CoupledRng, Rng
-from inference.verification.rules import Frame
 from inference.verification.sample import Sampling, distribution
 from inference.verification.tree import DraftTree, paths
 from inference.verification.verify import RULES
+from tests import oracle
 from tests.enumeration import (
     EXACT,
     FAMILIES,
@@ -32,8 +30,12 @@ from tests.enumeration import (
     one_pass,
     texts,
     verify,
+    verify_on_device,
 )
+from tests.oracle import Frame, Rng
 
+T1 = SAMPLINGS["T1"]
+Found = tuple[list[int], int]
 ANY = ("match", "point_mass")
 FITTING = {
     "chain": (*ANY, "token", "block", "recursive", "traversal"),
@@ -79,7 +81,7 @@ def error(tree: str, rule: str, family: str, sampling: str, seed: int = 0) -> fl
 
 
 def test_every_lossless_rule_is_enumerated() -> None:
-    lossless = {name for name, rule in RULES.items() if not rule.lossy}
+    lossless = {name for name, rule in RULES.items() if rule.bar is None}
     assert {rule for _, rule in CASES} == {rule for _, rule in CORE} == lossless - {"coupled"}  # below
 
 
@@ -134,7 +136,7 @@ def test_an_alpha_of_one_stays_one() -> None:
     for _ in range(200):
         p, q = (torch.rand(2, 1, 3, generator=generator) + 1e-3).expand(2, 4, 3)
         p, q = p / p.sum(-1, keepdim=True), q / q.sum(-1, keepdim=True)
-        path, _ = verify(tree, p, q, Never(), "traversal")
+        path, _ = verify_on_device(tree, p.log(), q[:1], T1, Never(), "traversal")
         assert len(path) <= 2
 
 
@@ -146,10 +148,6 @@ class Never(Replay):
 
     def accept(self, probability: float) -> bool:
         return probability >= 1
-
-
-T1 = SAMPLINGS["T1"]
-Found = tuple[list[int], int]
 
 
 def gap(tables: Tables, tree: str, sampling: Sampling, rule: str | Rule) -> float:
@@ -192,14 +190,14 @@ def test_coupled_outputs_are_the_targets_whatever_is_drafted() -> None:
         tree = DraftTree(torch.tensor([0, tokens[0], tokens[1], tokens[2], tokens[3], tokens[2], tokens[3]]), parent)
         laws = p[[0, 1, 1, 2, 2, 2, 2]]  # a law a depth, so that the text does not depend on the path
         for seed in range(4):
-            rng = CoupledRng(seed, torch.device("cpu"), range(3))
+            rng = oracle.Coins(seed, 3)
             path, token = verify(tree, laws, None, rng, "coupled")
             text = [int(tree.token[node]) for node in path[1:]] + [token]
             assert text == [rng.sample(laws[[0, 1, 3]][[i]], i + 1)[0] for i in range(len(text))]
 
 
 def typical_acceptance(tree: DraftTree, p: Tensor, q: Tensor | None, rng: Rng) -> Found:
-    return rules.typical(tree, p, rng)
+    return oracle.typical(tree, p, q, rng)
 
 
 def one_sample_per_path(tree: DraftTree, p: Tensor, q: Tensor | None, rng: Rng) -> Found:
@@ -230,9 +228,10 @@ def pruned_by_own_value(tree: DraftTree, p: Tensor, q: Tensor | None, rng: Rng) 
 
 def wrong_replacement(tree: DraftTree, p: Tensor, q: Tensor | None, rng: Rng) -> Found:
     """Test siblings drawn without replacement as if they had been drawn with it."""
+    assert q is not None
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(rules, "without", lambda probs, _: probs)
-        return RULES["recursive"].walk(tree, p, q, rng)
+        patch.setattr(oracle, "without", lambda probs, _: probs)
+        return oracle.recursive(tree, p, q, rng)
 
 
 def stopping_block(tree: DraftTree, p: Tensor, q: Tensor | None, rng: Rng) -> Found:
@@ -250,28 +249,30 @@ def stale_residual(tree: DraftTree, p: Tensor, q: Tensor | None, rng: Rng) -> Fo
         left[x] = 0
         frame.draft = left / left.sum() if left.sum() > 0 else left
 
+    assert q is not None
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(rules, "_reject", reject)
-        return RULES["traversal"].walk(tree, p, q, rng)
+        patch.setattr(oracle, "reject", reject)
+        return oracle.traversal(tree, p, q, rng)
 
 
 def stale_alpha(tree: DraftTree, p: Tensor, q: Tensor | None, rng: Rng) -> Found:
     """Traversal that keeps a node's probability when what hangs below it was rejected."""
-    reject = rules._reject
+    reject = oracle.reject
 
     def stale(frame: Frame, x: int) -> None:
         alpha = frame.alpha
         reject(frame, x)
         frame.alpha = alpha
 
+    assert q is not None
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(rules, "_reject", stale)
-        return RULES["traversal"].walk(tree, p, q, rng)
+        patch.setattr(oracle, "reject", stale)
+        return oracle.traversal(tree, p, q, rng)
 
 
 BROKEN: dict[str, tuple[str, Rule]] = {
     "typical acceptance": ("static", typical_acceptance),
-    "fixed threshold": ("static", lambda tree, p, _, rng: rules.threshold(tree, p, rng)),
+    "fixed threshold": ("static", oracle.threshold),
     "one sample per path": ("static", one_sample_per_path),
     "sampled nodes pruned by their own value": ("chain", pruned_by_own_value),
     "residual with replacement on drafts without": ("sampled", wrong_replacement),

@@ -36,7 +36,7 @@ from inference.drafters.contrib.layer_skip import (
 from inference.protocol import Context, Proposal
 from inference.target.stack import Skips
 from inference.target.target import Target
-from inference.verification.rng import SeededRng
+from inference.verification.rng import Draws
 from inference.verification.sample import GREEDY, Sampling, distribution
 from tests import toys
 
@@ -88,7 +88,7 @@ class Naive:
 def propose(source: LayerSkip, target: Target, sampling: Sampling = GREEDY, room: int = 9) -> Proposal:
     text, cache = toys.prompt(3, 12), target.cache()
     target.prefill(torch.tensor(text[:-1]), cache)
-    made = source.propose(Context(text, sampling, SeededRng(0, target.device), room, cache))
+    made = source.propose(Context(text, sampling, Draws(0, 0, coupled=False), room, cache))
     assert {layer.get_seq_length() for layer in cache.hf.layers} == {11}, "the draft's rows are dropped"
     return made
 
@@ -211,7 +211,7 @@ def test_the_forecast_is_the_first_drafted_token_everywhere(
     for i, end in enumerate(range(text.prompt, len(text.token))):
         cache = target.cache()
         target.prefill(torch.tensor(text.token[: end - 1]), cache)
-        context = Context(text.token[:end], GREEDY, SeededRng(0, target.device), 1, cache)
+        context = Context(text.token[:end], GREEDY, Draws(0, 0, coupled=False), 1, cache)
         assert (int(source.propose(context).tree.token[1]) == text.token[end]) == right[i]
         assert 0 < sure[i] <= 1
 

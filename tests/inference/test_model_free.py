@@ -12,20 +12,21 @@ from heads.common.typed import build, typed
 from inference.decode import RequestParams, autoregress, speculate
 from inference.drafters.contrib.early_exit import EarlyExit
 from inference.drafters.contrib.layer_skip import LayerSkip
-from inference.drafters.hybrid import Hybrid, HybridState, Record
+from inference.drafters.host import DrafterState, HostDrafter
+from inference.drafters.hybrid import Hybrid, HybridBatch, Record
 from inference.drafters.mtp import MtpDrafter
-from inference.protocol import Commit, Context, Drafter, DrafterState, Proposal, Verified
+from inference.protocol import Commit, Context, Drafter, Proposal, Roots
 from inference.target.model import TargetOutput
 from inference.verification import tree as trees
-from inference.verification.rng import Rng, SeededRng
+from inference.verification.rng import Draws
 from inference.verification.sample import GREEDY, Sampling
 from inference.verification.tree import DraftTree, agreed
-from inference.verification.verify import decide
 from tests import toys
-from tests.enumeration import EXACT, HORIZON, VOCAB, Tables, distance, law
+from tests.enumeration import EXACT, HORIZON, VOCAB, Tables, distance, law, verify_on_device
 from tests.inference.model_free import CONF, NAMES, Recorder, decode, make, plain
 
 TOKENS = 36
+DRAWS = Draws(0, 0, coupled=False)
 TEXT = [0, 1, 2, 0, 1, 1, 2, 0, 1, 2, 2, 0, 0, 1, 2, 0]
 SOURCES: dict[str, dict[str, Any]] = {
     "prompt_lookup": {},
@@ -67,7 +68,7 @@ def test_every_yaml_is_a_source() -> None:
 @pytest.mark.parametrize("name", SOURCES)
 def test_nothing_lies_deeper_than_the_answer_reaches(name: str, room: int) -> None:
     drafter = source(name)
-    proposal = warm(drafter, TEXT).propose(Context(TEXT, GREEDY, SeededRng(0, torch.device("cpu")), room))
+    proposal = warm(drafter, TEXT).propose(Context(TEXT, GREEDY, DRAWS, room))
     tree, look_ahead = proposal.tree, proposal.look_ahead
     assert int(trees.depth(tree).max()) <= room
     assert tree.token[0] == TEXT[-1]
@@ -93,12 +94,12 @@ def test_emitted_law_is_the_targets(name: str, temperature: float) -> None:
     """One pass after a text that gives every source something to draft; its proposal is made before any draw."""
     tables, sampling = Tables(3), Sampling(temperature, 0, 1.0)
     drafter = source(name)
-    context = Context(TEXT, sampling, SeededRng(0, torch.device("cpu")), HORIZON - 1)
+    context = Context(TEXT, sampling, DRAWS, HORIZON - 1)
     drafted = warm(drafter, TEXT).propose(context).tree
     assert drafted.token.max() < VOCAB
 
-    def program(rng: Rng) -> tuple[int, ...]:
-        path, bonus, _ = decide(drafted, tables.scores(drafted, sampling), None, sampling, rng)
+    def program(rng: Any) -> tuple[int, ...]:
+        path, bonus = verify_on_device(drafted, tables.scores(drafted, sampling), None, sampling, rng)
         return (*drafted.token[path[1:]].tolist(), bonus)
 
     assert distance(tables.continued(law(program), sampling), tables.target_law(sampling)) < EXACT
@@ -142,10 +143,7 @@ def warm(drafter: Any, text: list[int]) -> Any:
     return state
 
 
-CPU = torch.device("cpu")
-
-
-class Fixed(Drafter, DrafterState):
+class Fixed(HostDrafter, DrafterState):
     """A source that always drafts the same chain and promises the same."""
 
     def __init__(self, chain: list[int], score: float, name: str) -> None:
@@ -172,31 +170,44 @@ def hybrid(head: Fixed, lookup: Fixed, expected: float = 2.0, weight: float = 0.
     return Hybrid(Hybrid.Config(expected, weight, {}), head, lookup, "hybrid")
 
 
-def settle(state: HybridState, following: list[int]) -> None:
-    """Propose, verify against the text that follows, and report."""
-    tree = state.propose(Context([0], GREEDY, SeededRng(0, CPU), 9)).tree
-    path = list(range(agreed(tree, following) + 1))
-    rows = TargetOutput(torch.zeros(1, len(path), 0, 1), torch.zeros(1, len(path), 1), None)
-    token = torch.tensor(following[: len(path)])
-    state.update(Commit(token, rows, Verified(tree, path, torch.zeros(len(tree.token), 9), None)))
+def begun(source: Hybrid) -> HybridBatch:
+    """Return the drafting of one sequence."""
+    batch = source.batch(1)
+    batch.start_sequence(0, [1, 0], TargetOutput(torch.zeros(1, 1, 0, 1), torch.zeros(1, 1, 1), None))
+    return batch
+
+
+def draft(batch: HybridBatch) -> DraftTree:
+    """Return what is drafted for it."""
+    batch.begin([Context([0], GREEDY, DRAWS, 9)], 0)
+    tree = batch.draft_trees(
+        Roots(torch.zeros(1, 1, dtype=torch.long), GREEDY), torch.tensor([9]), 0, allow_host_sync=True
+    ).tree
+    return DraftTree(tree.token[0], tree.parent[0])
+
+
+def settle(batch: HybridBatch, following: list[int]) -> None:
+    """Draft, verify against the text that follows, and report."""
+    path = list(range(agreed(draft(batch), following) + 1))
+    batch.learn(0, following[: len(path)], path, None)
 
 
 @pytest.mark.parametrize(("score", "drafts"), [(2.5, "lookup"), (2.0, "head"), (0.0, "head")])
 def test_the_higher_expectation_drafts_and_an_idle_head_costs_nothing(score: float, drafts: str) -> None:
     head, lookup = Fixed([1], 0.0, "head"), Fixed([2, 3], score, "lookup")
-    tree = hybrid(head, lookup).start([0]).propose(Context([0], GREEDY, SeededRng(0, CPU), 9)).tree
+    tree = draft(begun(hybrid(head, lookup)))
     assert tree.token.tolist() == [0, *(lookup if drafts == "lookup" else head).chain]
-    assert head.calls == (["start", "propose"] if drafts == "head" else ["start"])
+    assert head.calls == ["start", "update", *(["propose"] if drafts == "head" else [])]
 
 
 def test_the_heads_record_follows_what_was_accepted_of_it() -> None:
     source = hybrid(Fixed([1, 2, 3, 4], 0.0, "head"), Fixed([9], 0.5, "lookup"))
-    state = source.start([0])
-    settle(state, [1, 2, 3, 4, 5])
+    batch = begun(source)
+    settle(batch, [1, 2, 3, 4, 5])
     assert source.record.accepted == 3.0  # half of 2, half of 4
-    settle(state, [1, 7])
+    settle(batch, [1, 7])
     assert source.record.accepted == 2.0
-    settle(state, [7])
+    settle(batch, [7])
     assert source.record.accepted == 1.0
     source.reset()
     assert source.record == Record(2.0)
@@ -205,49 +216,56 @@ def test_the_heads_record_follows_what_was_accepted_of_it() -> None:
 def test_a_lookup_that_promises_too_much_is_believed_less() -> None:
     head, lookup = Fixed([5], 0.0, "head"), Fixed([5, 6, 7, 8], 4.0, "lookup")
     source = hybrid(head, lookup, expected=1.5)
-    state, chosen = source.start([0]), []
+    batch, chosen = begun(source), []
     for _ in range(6):
-        settle(state, [5, 0])  # one of the four promised comes true
-        chosen.append(state.took_lookup)
+        settle(batch, [5, 0])  # one of the four promised comes true
+        chosen.append(batch.proposals[0] is not None)
     assert chosen[0]
     assert not chosen[-1]
     # It drafts no more, but what it would have been worth goes on to count: it may win back its trust.
     for _ in range(4):
-        settle(state, [5, 6, 7, 8])
+        settle(batch, [5, 6, 7, 8])
     before = source.record.lookup_accepted / source.record.lookup_expected
-    settle(state, [0])
+    settle(batch, [0])
     assert source.record.lookup_accepted / source.record.lookup_expected < before
 
 
 def test_both_sources_see_every_commit_and_both_forget() -> None:
     head, lookup = Fixed([1], 0.0, "head"), Fixed([2], 3.0, "lookup")
     source = hybrid(head, lookup)
-    settle(source.start([0]), [2, 4])
+    settle(begun(source), [2, 4])
     source.reset()
-    assert head.calls == ["start", "update", "forget"]
-    assert lookup.calls == ["start", "propose", "update", "forget"]
+    assert head.calls == ["start", "update", "update", "forget"]
+    assert lookup.calls == ["start", "update", "propose", "update", "forget"]
 
 
-class Watched(Hybrid):
-    """Keeps the state of the sequence at hand."""
-
-    def start(self, prompt: list[int]) -> HybridState:
-        self.state = super().start(prompt)
-        return self.state
-
-
-def test_the_output_is_the_targets_and_both_sources_draft() -> None:
-    target = toys.target()
+def test_the_output_is_the_targets_and_both_sources_draft(monkeypatch: pytest.MonkeyPatch) -> None:
+    target, used = toys.target(), set()
     head, lookup = toys.drafter("eagle", target, "dynamic"), make("suffix", target)
-    source = Watched(Hybrid.Config(0.3, 0.3, {}), head, lookup, "hybrid")
-    used = set()
-    for seed in range(2):
-        prompt = toys.prompt(seed) * 3
-        made = speculate(
-            target, source, prompt, RequestParams(40, GREEDY), lambda *_: used.add(source.state.took_lookup)
-        )
-        assert made.tokens == autoregress(target, prompt, RequestParams(40, GREEDY)).tokens
-    assert used == {False, True}
+    source, learn = Hybrid(Hybrid.Config(0.3, 0.3, {}), head, lookup, "hybrid"), HybridBatch.learn
+
+    def noted(self: HybridBatch, slot: int, *values: Any) -> None:
+        used.add(self.proposals[slot] is not None)
+        learn(self, slot, *values)
+
+    monkeypatch.setattr(HybridBatch, "learn", noted)
+    for sampling in (GREEDY, Sampling(0.8, 0, 1.0)):
+        prompts = [toys.prompt(seed) * 3 for seed in range(3)]
+        settings = [RequestParams(40, sampling, seed=seed) for seed in range(3)]
+        made = speculate(target, source, prompts, settings, batch_size=2)
+        expected = [autoregress(target, *one).tokens for one in zip(prompts, settings, strict=True)]
+        assert [one.tokens for one in made] == expected
+        assert used == {False, True}
+        used.clear()
+
+
+def test_lookups_and_sampled_drafts_are_verified_in_one_pass_each_by_its_rule() -> None:
+    target = toys.target()
+    head, lookup = toys.drafter("eagle", target, "chain"), make("suffix", target)
+    source = Hybrid(Hybrid.Config(0.3, 0.3, {}), head, lookup, "hybrid")
+    prompts = [toys.prompt(seed) * 3 for seed in range(3)]
+    made = speculate(target, source, prompts, RequestParams(60, Sampling(0.8, 0, 1.0)), batch_size=3)
+    assert {step.rule for one in made for step in one.steps} >= {"block", "point_mass"}
 
 
 @pytest.mark.parametrize(

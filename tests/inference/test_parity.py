@@ -12,13 +12,13 @@ from heads.base import Features
 from inference.decode import Generation, RequestParams, autoregress, speculate
 from inference.drafters import head as drafters
 from inference.drafters.head import HeadBatch
-from inference.drafters.policy import TreeConfig, grow
-from inference.protocol import Context
+from inference.drafters.policy import TreeConfig, grow_batch
+from inference.protocol import Roots
 from inference.verification import tree as trees
-from inference.verification.rng import SeededRng
 from inference.verification.sample import GREEDY
 from inference.verification.tree import DraftTree, LookAhead
 from tests import drafting, toys
+from tests.oracle import score
 
 TOKENS = 22
 # Each head drafts in one tree, and one of them in every tree.
@@ -78,7 +78,7 @@ def test_riders_see_what_they_should_and_change_no_node(name: str) -> None:
     for cache in caches:
         target.prefill(prompt, cache)
     alone = target.score(tree, caches[0]).logits
-    together = target.score(tree, caches[1], look_ahead).logits
+    together = score(target, tree, caches[1], look_ahead).logits
     assert alone is not None
     assert together is not None
     torch.testing.assert_close(together[:, :4], alone, rtol=near, atol=near)
@@ -99,8 +99,11 @@ def predicted(head: Any, tree: TreeConfig, seed: int) -> list[int]:
     while root < length + TOKENS - 1:
         rows = Features(*(part[:, :root] for part in features[:4]))
         state, level = drafting.extend(head, None, rows, torch.tensor(token[1 : root + 1]))
-        context = Context(token[: root + 1], GREEDY, SeededRng(0, target.device), length + TOKENS - root - 2)
-        drafted = grow(head, state, level, tree, [context])[0].tree
+        max_draft_depth = torch.tensor([length + TOKENS - root - 2])
+        roots = Roots(torch.tensor([token[root : root + 1]]), GREEDY)
+        (below, parent), *_ = grow_batch(head, state, level, tree, roots, max_draft_depth, allow_host_sync=True)
+        grown = DraftTree(below[0], parent[0])
+        drafted, _ = trees.keep(grown, (below[0] >= 0) & (trees.depth(grown) <= max_draft_depth))
         counts.append(trees.agreed(drafted, token[root + 1 :]))
         root += counts[-1] + 1
     return counts

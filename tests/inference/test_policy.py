@@ -6,7 +6,6 @@ definition literally.
 
 import heapq
 import itertools
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -16,11 +15,9 @@ from torch import Tensor
 
 from heads.base import DraftVocabulary, LevelNodes, LevelOutput
 from inference.drafters.policy import TreeConfig, candidates, grow, grow_batch
-from inference.protocol import Context, Proposal, Roots
-from inference.request import RequestParams
-from inference.step import SlotRoots, Slots
+from inference.protocol import Context, Roots
 from inference.verification import tree as trees
-from inference.verification.rng import CoupledRng, DraftRng, exponential_noise, seed_key
+from inference.verification.rng import DRAFT_KEY, Draws, Samples, exponential_noise, hash_key, seed_key
 from inference.verification.sample import Sampling
 from inference.verification.tree import DraftTree
 
@@ -181,12 +178,10 @@ def paths(tree: DraftTree) -> list[Path]:
     return made
 
 
-def contexts(way: str) -> Iterator[Context]:
-    for prompt, room in zip(PROMPTS, ROOMS, strict=True):
-        kind, sampling = DraftRng if way == "sampled" else CoupledRng, SAMPLINGS[way]
-        if way == "sampled":  # each sequence in its own way
-            sampling = replace(sampling, temperature=0.3 * room)
-        yield Context(prompt, sampling, kind(SEED, torch.device("cpu"), prompt), room)
+def contexts(way: str) -> list[Context]:
+    draws = [Draws(seed_key(SEED), len(prompt), way == "coupled") for prompt in PROMPTS]
+    pairs = zip(PROMPTS, draws, ROOMS, strict=True)
+    return [Context(prompt, SAMPLINGS[way], of, max_draft_depth) for prompt, of, max_draft_depth in pairs]
 
 
 def check(tree: DraftTree, ranking: Ranking, config: TreeConfig, room: int) -> None:
@@ -204,17 +199,15 @@ def check(tree: DraftTree, ranking: Ranking, config: TreeConfig, room: int) -> N
 @pytest.mark.parametrize("name", TREES)
 def test_a_ranked_tree_is_the_oracles_alone_and_in_batches(name: str, way: str, pruned: bool) -> None:
     config, head = TREES[name], Table(pruned)
-    given = list(contexts(way))
+    given = contexts(way)
     rankings = [Ranking(head, context.token, context.sampling, way == "coupled") for context in given]
     roots: list[list[Path]] = [[(context.token[-1],)] for context in given]
     for context, ranking, root in zip(given, rankings, roots, strict=True):
-        [alone] = grow(head, None, head.level([root]), config, [context])
+        head.max_depth = min(context.max_draft_depth, DEEPEST)
+        alone = grow(head, None, head.level([root]), config, context)
         assert alone.q is None
         check(alone.tree, ranking, config, context.max_draft_depth)
-    for proposal, ranking, context in zip(
-        grow(head, None, head.level(roots), config, given), rankings, given, strict=True
-    ):
-        check(proposal.tree, ranking, config, context.max_draft_depth)
+    head.max_depth = DEEPEST
     for allow_host_sync in (True, False):
         level, room = head.level(roots), torch.tensor(ROOMS)
         tree, above, _ = grow_batch(
@@ -231,42 +224,48 @@ def on_device(given: list[Context], way: str) -> Roots:
     """Return the roots as the batch's step has them."""
     position = torch.tensor([len(context.token) for context in given])[:, None] + torch.arange(DEEPEST + 9)
     noise = exponential_noise(torch.full(position.shape, seed_key(SEED)), position, VOCAB) if way == "coupled" else None
-    seen = torch.zeros(len(given), VOCAB if SAMPLINGS[way].repetition_penalty != 1 else 0, dtype=torch.bool)
+    seen = torch.zeros(len(given), 1, VOCAB, dtype=torch.bool)
     for row, context in zip(seen, given, strict=True):
-        if len(row):
-            row[context.token] = True
-    root, none = torch.tensor([context.token[-1] for context in given]), torch.zeros(len(given), dtype=torch.long)
-    slots = Slots(root, position[:, 0] - 1, torch.tensor(ROOMS), none, none + 1, none + seed_key(SEED), seen)
-    return SlotRoots(slots, RequestParams(9, SAMPLINGS[way], rule="coupled" if way == "coupled" else "auto"), noise)
+        row[:, context.token] = True
+    samples = None
+    if way == "sampled":
+        samples = Samples(
+            torch.tensor([hash_key(hash_key(seed_key(SEED), DRAFT_KEY), len(context.token)) for context in given])
+        )
+    root = torch.tensor([context.token[-1:] for context in given])
+    return Roots(root, SAMPLINGS[way], None if SAMPLINGS[way].repetition_penalty == 1 else seen, noise, samples)
 
 
 @pytest.mark.parametrize("pruned", [False, True])
 @pytest.mark.parametrize("name", ["chain", "sampled", "wide"])
 def test_a_sampled_tree_has_its_shape_and_the_probs_that_it_was_sampled_from(name: str, pruned: bool) -> None:
-    config, head, given = TREES[name], Table(pruned), list(contexts("sampled"))
+    config, head, given = TREES[name], Table(pruned), contexts("sampled")
     roots: list[list[Path]] = [[(context.token[-1],)] for context in given]
-    batch = grow(head, None, head.level(roots), config, given)
-    alone: list[Proposal] = []
-    for context, root in zip(contexts("sampled"), roots, strict=True):
-        alone += grow(head, None, head.level([root]), config, [context])
-    for context, proposal, single in zip(given, batch, alone, strict=True):
-        assert paths(proposal.tree) == paths(single.tree)
+    tree, _, q = grow_batch(
+        head, None, head.level(roots), config, on_device(given, "sampled"), torch.tensor(ROOMS), allow_host_sync=True
+    )
+    assert q is not None
+    for b, (context, root) in enumerate(zip(given, roots, strict=True)):
+        alone = grow(head, None, head.level([root]), config, context)
+        assert alone.q is not None
+        assert torch.equal(alone.tree.token, tree.token[b])
+        torch.testing.assert_close(alone.q, q[b])
         ranking, wanted = Ranking(head, context.token, context.sampling, False), shape(config)
-        found, depth = paths(proposal.tree), min(context.max_draft_depth, DEEPEST)
-        assert proposal.q is not None
-        for node, path in enumerate(found):
-            below = [other[-1] for other in found if other[:-1] == path and other != path]
-            width = len({rank[-1] for rank in wanted if len(rank) == len(path)}) if len(path) <= depth else 0
-            law = ranking.probs(path)
-            if width:
-                torch.testing.assert_close(proposal.q[node], law)
-                assert bool((law[below] > 0).all())
+        found, inner = paths(alone.tree), sorted({*alone.tree.parent.tolist()} - {-1})
+        for row, node in enumerate(inner):
+            if -1 in found[node]:
+                continue
+            below = [other[-1] for other in found if other[:-1] == found[node] and other[-1] >= 0]
+            width = len({rank[-1] for rank in wanted if len(rank) == len(found[node])})
+            law = ranking.probs(found[node])
+            torch.testing.assert_close(alone.q[row], law)
+            assert bool((law[below] > 0).all())
             assert len(below) == min(width, int((law > 0).sum()))
 
 
 def grown(head: Table, depth: int, nodes: int) -> list[Path]:
-    config, context = TreeConfig("best_first", depth, 0, nodes, [], []), next(contexts("greedy"))
-    return paths(grow(head, None, head.level([[(1,)]]), config, [context._replace(max_draft_depth=9)])[0].tree)
+    config = TreeConfig("best_first", depth, 0, nodes, [], [])
+    return paths(grow(head, None, head.level([[(1,)]]), config, contexts("greedy")[0]).tree)
 
 
 def test_it_takes_one_call_a_level_and_only_where_a_better_node_may_be() -> None:
@@ -280,9 +279,9 @@ def test_it_takes_one_call_a_level_and_only_where_a_better_node_may_be() -> None
 
 
 def test_what_a_larger_budget_drafts_holds_every_smaller_tree() -> None:
-    head, context = Table(False), next(contexts("greedy"))
+    head, context = Table(False), contexts("greedy")[0]
     level, budget = head.level([[(1,)]]), TreeConfig("best_first", 5, 0, 40, [], [])
-    everything, score = candidates(head, None, level, budget, context)
+    everything, score = candidates(head, None, level, budget, on_device([context], "greedy"), DEEPEST)
     for nodes in (3, 8, 20):
-        [alone] = grow(head, None, level, replace(budget, nodes=nodes), [context])
+        alone = grow(head, None, level, replace(budget, nodes=nodes), context)
         assert sorted(paths(trees.best_n(everything, score, nodes)[0])) == sorted(paths(alone.tree))

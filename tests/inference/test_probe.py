@@ -123,6 +123,8 @@ def test_a_text_that_crosses_longropes_switch_is_transformers(name: str) -> None
     assert all(map(toys.lively, expected))
     source = model_free.make("lookahead", target)  # it drafts both nodes and riders
     assert [each.tokens for each in speculate(target, source, prompts, settings, batch_size=2)] == expected
+    head = toys.drafter("eagle", target, "dynamic")  # whose trees reach beyond the switch
+    assert [each.tokens for each in speculate(target, head, prompts, settings, batch_size=3)] == expected
     for prompt, text in zip(prompts, expected, strict=True):
         made = speculate(target, Oracle(text, 4), prompt, settings)
         assert made.tokens == text

@@ -7,9 +7,8 @@ import torch
 
 from inference.drafters.recycling import top_tokens
 from inference.protocol import Commit, Context, Verified
-from inference.target.model import TargetOutput
 from inference.target.target import Target
-from inference.verification.rng import SeededRng
+from inference.verification.rng import Draws
 from inference.verification.sample import GREEDY
 from inference.verification.tree import DraftTree
 from tests import toys
@@ -69,18 +68,17 @@ def test_rejected_nodes_renew_their_rows_and_the_last_of_equals_counts() -> None
     law[1, [6, 7]] = torch.tensor([2.0, 1.0])
     law[2, [8, 9]] = torch.tensor([2.0, 1.0])
     tree = DraftTree(torch.tensor([1, 2, 1]), torch.tensor([-1, 0, 1]))
-    rows = TargetOutput(torch.zeros(1, 1, 0, 4), torch.zeros(1, 1, 4), None)
     state = source.start([1])
-    state.update(Commit(torch.tensor([4]), rows, Verified(tree, [0], law, None)))
+    state.update(Commit([4], Verified(tree, [0], law)))
     assert source.candidates == {1: [8, 9], 2: [6, 7]}
-    proposal = state.propose(Context([0, 2], GREEDY, SeededRng(0, torch.device("cpu")), 9))
+    proposal = state.propose(Context([0, 2], GREEDY, Draws(0, 0, coupled=False), 9))
     assert proposal.tree.token.tolist() == [2, 6, 7]
 
 
 def test_what_is_unknown_is_not_drafted() -> None:
     source = make("recycling", toys.target(), candidates=2, paths=[[0], [1], [0, 0], [0, 1], [1, 0], [1, 0, 0]])
     source.candidates = {1: [2, 3], 3: [1, 1]}
-    tree = source.start([1]).propose(Context([1], GREEDY, SeededRng(0, torch.device("cpu")), 9)).tree
+    tree = source.start([1]).propose(Context([1], GREEDY, Draws(0, 0, coupled=False), 9)).tree
     assert tree.token.tolist() == [1, 2, 3, 1, 2]
     assert tree.parent.tolist() == [-1, 0, 0, 2, 3]
 

@@ -1,6 +1,5 @@
 """The law that is sampled, against transformers' own processors."""
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,11 +13,11 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from inference.verification.rng import CoupledRng, DraftRng, Rng, SeededRng
-from inference.verification.rules import Chosen
+from inference.verification.rng import Draws, Samples, seed_key
 from inference.verification.sample import GREEDY, Sampling, distribution, penalize
 from inference.verification.tree import DraftTree, chain
 from inference.verification.verify import RULES
+from tests import oracle
 
 
 @pytest.mark.parametrize(
@@ -51,7 +50,7 @@ def test_equals_transformers(sampling: Sampling, size: int) -> None:
 def test_zero_is_one_hot() -> None:
     law = distribution(torch.tensor([[1.0, 3.0, 3.0, 2.0]]), GREEDY)
     assert law.tolist() == [[0.0, 1.0, 0.0, 0.0]]
-    assert SeededRng(0, torch.device("cpu")).sample(law) == [1]
+    assert Samples(torch.tensor([0])).sample(law[None]).tolist() == [[1]]
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, Sampling(0.7, 5, 0.8, 0.1), Sampling(1.0, 0, 1.0)])
@@ -69,7 +68,7 @@ def test_a_flat_row_next_to_a_peaked_one_keeps_all_tokens_that_reach_top_p() -> 
 
 def test_draws_follow_the_law() -> None:
     law, count = torch.tensor([0.5, 0.3, 0.2, 0.0]), 20_000
-    drawn = torch.tensor(SeededRng(0, torch.device("cpu")).sample(law.expand(count, 4)))
+    drawn = Samples(torch.tensor([0])).sample(law.expand(1, count, 4))[0]
     share = torch.bincount(drawn, minlength=4) / count
     assert share[3] == 0
     error = ((share - law).abs() / (law * (1 - law) / count).sqrt().clamp_min(1e-12))[:3]
@@ -78,7 +77,7 @@ def test_draws_follow_the_law() -> None:
 
 def test_distinct_draws_without_replacement() -> None:
     law, count = torch.tensor([0.6, 0.3, 0.1, 0.0]), 20_000
-    drawn = SeededRng(1, torch.device("cpu")).sample_distinct(law.expand(count, 4), 4)
+    drawn = Samples(torch.tensor([1])).sample_distinct(law.expand(1, count, 4), 4)[0]
     assert (drawn[:, 3] == -1).all()
     assert (drawn[:, :3].sort(-1).values == torch.arange(3)).all()
     second = ((drawn[:, 0] == 0) & (drawn[:, 1] == 1)).float().mean().item()
@@ -100,63 +99,41 @@ def test_out_of_range_is_named(values: tuple[Any, ...], named: str) -> None:
 
 CPU = torch.device("cpu")
 PROBS = torch.full((4, 100), 0.01)
-Make = Callable[[int, int], Any]  # of a seed, and of the tokens before the draft
-KINDS: dict[str, Make] = {
-    "generator": lambda seed, _: SeededRng(seed, CPU),
-    "coupled": lambda seed, count: CoupledRng(seed, CPU, range(count)),
-    "drafting": lambda seed, count: DraftRng(seed, CPU, range(count)),
-}
 
 
-def drawn(rng: Rng) -> list[Any]:
+def drawn(draws: Draws) -> list[Any]:
     """Draw everything that a kind gives."""
-    coins = [rng.accept(0.5) for _ in range(40)]
-    return [
-        list(rng.sample(PROBS)),
-        rng.sample_distinct(PROBS, 1).tolist(),
-        rng.sample_distinct(PROBS, 3).tolist(),
-        coins,
-    ]
+    tokens = [draws.token(PROBS[:1], depth) for depth in range(1, 6)]
+    samples = draws.samples(CPU)
+    return [tokens, samples.sample_distinct(PROBS[None], 3).tolist(), draws.noise(range(2), PROBS).tolist()]
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_all_is_a_function_of_the_seed_and_of_the_position(kind: str) -> None:
-    make = KINDS[kind]
-    one = drawn(make(1, 5))
-    assert one == drawn(make(1, 5))
-    assert all(ours != theirs for ours, theirs in zip(one, drawn(make(2, 5)), strict=True))
-    if kind != "generator":
-        assert all(ours != theirs for ours, theirs in zip(one, drawn(make(1, 6)), strict=True))
-    at = make(1, 5)
-    before = drawn(at.at(7, CPU))
-    drawn(at)
-    assert before == drawn(at.at(7, CPU)) == drawn(make(1, 9).at(7, CPU))
-    for other in (make(1, 5).at(8, CPU), make(2, 5).at(7, CPU)):
-        assert all(ours != theirs for ours, theirs in zip(before, drawn(other), strict=True))
+@pytest.mark.parametrize("coupled", [False, True])
+def test_all_is_a_function_of_the_key_and_of_the_position(coupled: bool) -> None:
+    one = drawn(Draws(1, 5, coupled))
+    assert one == drawn(Draws(1, 5, coupled)) == drawn(Draws(1, 9, coupled).at(5))
+    for other in (Draws(2, 5, coupled), Draws(1, 6, coupled)):
+        assert all(ours != theirs for ours, theirs in zip(one, drawn(other), strict=True))
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_coins_and_distinct_tokens_keep_to_their_probabilities(kind: str) -> None:
-    rng = KINDS[kind](3, 5)
-    assert all(rng.accept(1.0) and not rng.accept(0.0) for _ in range(50))
-    probs = torch.tensor([[0.0, 0.5, 0.0, 0.5, 0.0]] * 3)
-    for tokens in rng.sample_distinct(probs, 4).tolist():
+def test_samples_keep_to_their_probabilities() -> None:
+    samples = Samples(torch.tensor([3]))
+    probs = torch.tensor([[[0.0, 0.5, 0.0, 0.5, 0.0]] * 3])
+    for tokens in samples.sample_distinct(probs, 4)[0].tolist():
         assert sorted(tokens[:2]) == [1, 3]
         assert tokens[2:] == [-1, -1]
-    every = KINDS[kind](3, 5).sample_distinct(PROBS, 200).tolist()
+    every = samples.sample_distinct(PROBS[None], 200)[0].tolist()
     assert all(sorted(tokens) == list(range(100)) for tokens in every)
 
 
 def test_coupled_noise_is_the_positions_whoever_reads_it() -> None:
-    first, second = CoupledRng(1, CPU, range(5)), CoupledRng(1, CPU, range(6))
-    assert first.sample(PROBS, 2) == second.sample(PROBS) != first.sample(PROBS)
-    assert first.sample_distinct(PROBS, 3, 2).equal(second.sample_distinct(PROBS, 3))
-    assert first.sample_distinct(PROBS, 3)[:, 0].tolist() == first.sample(PROBS)
-    assert drawn(CoupledRng(1, CPU, range(3)).at(6, CPU)) == drawn(CoupledRng(1, CPU, range(6)))
-    assert list(first.at(6, CPU).sample(PROBS.double())) == second.sample(PROBS)
+    first, second = Draws(1, 5, coupled=True), Draws(1, 6, coupled=True)
+    assert first.token(PROBS[:1], 2) == second.token(PROBS[:1], 1) != first.token(PROBS[:1], 1)
+    assert first.noise(range(1, 3), PROBS).equal(second.noise(range(2), PROBS))
+    assert oracle.Coins(1, 5).sample(PROBS[:1]) == [Draws(seed_key(1), 5, coupled=True).token(PROBS[:1], 1)]
 
 
-class Told(CoupledRng):
+class Told(oracle.Coins):
     """Accepts everything, and notes how deep below the root the next token is sampled."""
 
     def accept(self, probability: float) -> bool:
@@ -172,7 +149,6 @@ class Told(CoupledRng):
 def test_the_next_token_is_sampled_at_its_own_position(rule: str, tokens: list[int]) -> None:
     tree: DraftTree = chain(torch.tensor(tokens))
     p = torch.tensor([[0.9, 0.1]] * len(tokens))
-    rng = Told(1, CPU, range(4))
-    found: Chosen = RULES[rule].walk(tree, p, p, rng)
-    assert found == (list(range(len(tokens))), 0)
+    rng = Told(1, 4)
+    assert oracle.WALKS[rule](tree, p, p, rng) == (list(range(len(tokens))), 0)
     assert rng.depth == len(tokens)

@@ -16,13 +16,10 @@ from inference.batch import batch_of
 from inference.decode import Generation, RequestParams, autoregress, speculate
 from inference.drafters import deferred
 from inference.drafters.head import HeadDrafter, load_drafter
-from inference.protocol import Proposal
-from inference.request import Request
 from inference.target.target import Target
 from inference.tree_config import Schedule, Scheduled, TreeConfig, scheduled
-from inference.verification import tree as trees
 from inference.verification.sample import GREEDY
-from tests import toys
+from tests import oracle, toys
 from tests.inference.test_step import WAYS, facts, reads
 
 DOUBLE = torch.float64
@@ -42,7 +39,6 @@ def decoded(
 ) -> tuple[list[Generation], list[Taken]]:
     """Decode requests that come and go; return with each the trees of its steps."""
     batch = batch_of(target, source, size, requests)
-    assert batch.device_step is not None
     batch.device_step.static = static
     waiting, made, taken = list(enumerate(requests)), dict[int, Generation](), [Taken() for _ in requests]
     for turn in itertools.count():
@@ -64,15 +60,7 @@ def reference(
     target: Target, source: HeadDrafter, prompt: list[int], settings: RequestParams, taken: Taken
 ) -> Generation:
     """Decode a prompt alone under the trees of its steps, by a head that takes in every row at once."""
-    with torch.inference_mode():
-        request = Request(target, source, prompt, settings)
-        request.prefill()
-        state: Any = request.state
-        for tree in taken:
-            context = request.begin()
-            alone = Proposal(trees.root(context.token[-1], target.device))
-            request.verify(alone if tree is None else state.grow(tree, context))
-    return request.generation
+    return oracle.reference(target, source, prompt, settings, taken)
 
 
 @pytest.mark.parametrize(

@@ -15,8 +15,8 @@ from inference.decode import Generation, RequestParams, autoregress, speculate
 from inference.drafters.head import HeadDrafter
 from inference.drafters.plain import Baseline
 from inference.protocol import Drafter
-from inference.request import Request
 from inference.service import Service
+from inference.target.model import TargetOutput
 from inference.target.target import Target
 from inference.tree_config import TreeConfig, scheduled
 from inference.verification.sample import GREEDY, Sampling
@@ -121,12 +121,16 @@ def test_one_request_goes_on_and_the_next_ones_begin_with_the_new_drafter() -> N
 def test_a_state_that_is_made_of_the_text_drafts_as_one_that_grew_with_it(name: str) -> None:
     target = toys.target("llama", torch.float64)
     drafter = head(name, target, "chain" if name != "medusa" else "static")
-    request = Request(target, drafter, toys.prompt(0, 9), RequestParams(40, GREEDY))
-    request.prefill()
+    batch = batch_of(target, drafter, 1)
+    batch.admit(0, toys.prompt(0, 9), RequestParams(40, GREEDY))
     for _ in range(10):
-        request.step()
-    grown, fresh = request.state, request.state_of(drafter)
-    assert fresh.propose(request.begin()).tree.token.tolist() == grown.propose(request.begin()).tree.token.tolist()
+        batch.step()
+    step, (_, grown) = batch.device_step, batch.device_step.sample(batch.running)
+    step.drafts = drafter.batch(1)
+    token = torch.tensor(batch.running[0].context)
+    out = target.prefill(token[:-1], target.cache(), step.drafts.feature_layers)
+    step.drafts.start_sequence(0, token.tolist(), out)
+    assert torch.equal(step.sample(batch.running)[1].tree.token, grown.tree.token)
 
 
 @pytest.mark.parametrize("name", ["eagle", "suffix"])
@@ -151,15 +155,14 @@ def test_in_a_batch_it_goes_on_for_the_texts_that_it_took_in(name: str) -> None:
         batch.step()
     expected = []
     for number in (0, 2, 3):
-        request = Request(target, Baseline(target.device), toys.prompt(number, 5), RequestParams(30, GREEDY))
-        request.prefill()
+        one = batch_of(target, service := Service(Baseline(target.device)), 1)
+        generation = one.admit(0, toys.prompt(number, 5), RequestParams(30, GREEDY))
         for _ in range(3):
-            request.step()
-        other = drafter()
-        request.swap(other, request.state_of(other))
+            one.step()
+        service.swap(drafter())
         for _ in range(8):
-            request.step()
-        expected.append([(step.drafted, step.accepted) for step in request.generation.steps])
+            one.step()
+        expected.append([(step.drafted, step.accepted) for step in generation.steps])
     assert [[(step.drafted, step.accepted) for step in several[number].steps] for number in (0, 2, 3)] == expected
     assert sum(accepted for steps in expected for _, accepted in steps) > (3 if name == "eagle" else 0)
 
@@ -173,10 +176,9 @@ class Failing(Baseline):
         super().__init__(device)
         self.length, self.kind = length, kind
 
-    def start(self, prompt: list[int]) -> Baseline:
-        if len(prompt) >= self.length:
+    def start_sequence(self, slot: int, token: list[int], features: TargetOutput) -> None:
+        if len(token) > self.length:
             raise self.kind("row 9 of 8\nand more")
-        return self
 
 
 @pytest.mark.parametrize(("length", "kind"), [(0, IndexError), (9, OSError)])

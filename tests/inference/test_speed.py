@@ -67,7 +67,7 @@ def test_passes_are_those_of_the_engine(monkeypatch: pytest.MonkeyPatch) -> None
     step = Batch.step
 
     def watched(batch: Batch) -> None:
-        requests = [row.request for row in batch.running]
+        requests = batch.running
         step(batch)
         real.append([(each.generation.steps[-1].drafted, each.generation.steps[-1].accepted) for each in requests])
 

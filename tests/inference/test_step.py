@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from inference.batch import Batch, batch_of
-from inference.decode import Generation, RequestParams, autoregress, reference, speculate
+from inference.decode import Generation, RequestParams, autoregress, speculate
 from inference.drafters.head import HeadDrafter
 from inference.drafters.plain import Baseline
 from inference.drafters.policy import TreeConfig
@@ -29,6 +29,7 @@ from inference.verification.verify import AUTO, RULES, is_lossy
 from tests import toys
 from tests.inference import accelerator, step_graph
 from tests.inference.step_graph import decoded
+from tests.oracle import reference
 from train.acceptance import AcceptanceEvaluator
 
 DOUBLE = torch.float64
@@ -114,7 +115,7 @@ def test_alone_in_batches_and_in_static_shapes_the_reference_is_met(case: str) -
     assert any(toys.lively(found.tokens) for found in expected)
 
 
-def test_what_is_sampled_otherwise_goes_the_references_way_and_comes_back() -> None:
+def test_what_is_sampled_otherwise_shares_the_batch() -> None:
     target = toys.target("llama", DOUBLE)
     drafter = source("eagle", "dynamic", target)
     requests = [
@@ -166,7 +167,6 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 
 def full(target: Target, drafter: Drafter, size: int = 2, sampling: Sampling = GREEDY) -> Batch:
     batch = batch_of(target, drafter, size, [([0] * 9, RequestParams(60, sampling))])
-    assert batch.device_step is not None
     batch.device_step.static = True
     for slot in range(size):
         batch.admit(slot, toys.prompt(slot, 5 + slot), RequestParams(60, sampling))
@@ -201,7 +201,7 @@ def test_buffers_stay_where_they_are(head: str, tree: str, monkeypatch: pytest.M
     assert addresses() == before
 
 
-def test_a_target_that_takes_no_masks_goes_the_references_way() -> None:
+def test_a_target_that_takes_no_masks_verifies_chains() -> None:
     target, static = toys.target("llama", DOUBLE), []
     request = (toys.prompt(1, 9), RequestParams(12, GREEDY))
     expected = reference(target, source("eagle", "chain", target), *request)
@@ -392,7 +392,8 @@ def test_rounds_of_a_batch_share_it_while_there_is_memory(made: list[Batch], mon
 def test_a_batch_is_kept_for_its_graphs_alone(made: list[Batch]) -> None:
     """Those of a rollout have none, and hold a copy of the head, as those of a measurement of τ do."""
     target, head = toys.target("llama", DOUBLE), toys.head("eagle", toys.target("llama", DOUBLE))
-    speculate(target, source("eagle", "dynamic", target), toys.prompt(1), RequestParams(9, GREEDY, passes=True))
+    with target.uncaptured():
+        speculate(target, source("eagle", "dynamic", target), toys.prompt(1), RequestParams(9, GREEDY, passes=True))
     assert not target.idle
     config: Any = SimpleNamespace(seed=0, eval_prompts=2, eval_tokens=6)
     evaluator = AcceptanceEvaluator(target, [toys.prompt(i) for i in range(2)], config, TREES["dynamic"], "eagle")
@@ -421,12 +422,11 @@ def test_a_step_that_cannot_be_captured_runs_as_it_is(caplog: pytest.LogCaptureF
 
     batch = full(toys.target("llama"), source("eagle", "chain", toys.target("llama")))
     alike = full(toys.target("llama"), source("eagle", "chain", toys.target("llama")))
-    assert batch.device_step is not None
     batch.device_step.graphs = Failing(torch.device("cpu"))
     for _ in range(4):
         batch.step()
         alike.step()
-    texts = [[sequence.request.context for sequence in one.running] for one in (batch, alike)]
+    texts = [[request.context for request in one.running] for one in (batch, alike)]
     assert texts[0] == texts[1]
     assert [record.getMessage() for record in caplog.records] == [
         "decoding steps are not captured in CUDA graphs: operation not permitted when stream is capturing"
@@ -516,6 +516,5 @@ def in_static_shapes(
     target: Target, drafter: Drafter, requests: list[tuple[list[int], RequestParams]]
 ) -> list[Generation]:
     batch = batch_of(target, drafter, min(2, len(requests)), requests)
-    if batch.device_step is not None:
-        batch.device_step.static = True
+    batch.device_step.static = target.takes_trees
     return decoded(batch, requests)

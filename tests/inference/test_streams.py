@@ -26,11 +26,12 @@ from inference.drafters.policy import TreeConfig, grow
 from inference.protocol import Commit, Context, Proposal
 from inference.target.target import Target
 from inference.verification import tree as trees
-from inference.verification.rng import SeededRng
+from inference.verification.rng import Draws
 from inference.verification.sample import GREEDY
 from inference.verification.tree import DraftTree
 from tests import toys
 from tests.inference.model_free import Recorder, accepted
+from tests.oracle import score
 
 TOKENS = 36
 CONFIG = Streams.Config(streams=3, layers=2, rank=4, alpha=8, modules=None)
@@ -78,7 +79,7 @@ def test_nodes_do_not_notice_their_streams(name: str, layers: int | None) -> Non
     for ride in (None, look_ahead, look_ahead._replace(stack=None)):
         cache = target.cache()
         target.prefill(prompt, cache, layers=(0,))
-        found.append(target.score(tree, cache, ride, layers=(0,)).logits)
+        found.append(score(target, tree, cache, ride, layers=(0,)).logits)
     alone, together, unadapted = (logits[0] for logits in found if logits is not None)
     torch.testing.assert_close(together[:4], alone, rtol=near, atol=near)
     assert not torch.allclose(together[4:], unadapted[4:], atol=0.1), "the adapters did nothing: nothing was tested"
@@ -172,10 +173,11 @@ def test_every_tree_and_its_acceptance_follow_from_the_finished_text() -> None:
         proposed = {root: proposal.tree for root, proposal, _, _ in seen}
         counts, root, end = [0], length + 1, len(token)  # the first step drafts nothing
         while root < end - 1:
-            room = end - root - 2
-            drafted = Drafted(laws[root - 1][: max(room, 1)])
-            context = Context(token[: root + 1], GREEDY, SeededRng(0, target.device), room)
-            tree = grow(drafted, None, drafted.level(1, 1), config, [context])[0].tree
+            max_draft_depth = end - root - 2
+            drafted = Drafted(laws[root - 1][: max(max_draft_depth, 1)])
+            context = Context(token[: root + 1], GREEDY, Draws(0, 0, coupled=False), max_draft_depth)
+            drafted.max_depth = min(drafted.max_depth, max_draft_depth)
+            tree = grow(drafted, None, drafted.level(1, 1), config, context).tree
             assert root not in proposed or all(a.equal(b) for a, b in zip(tree, proposed[root], strict=True))
             counts.append(trees.agreed(tree, token[root + 1 :]))
             root += counts[-1] + 1

@@ -5,17 +5,16 @@ from collections import Counter
 from typing import Any
 
 import pytest
-import torch
 
 from inference.drafters.suffix import Suffix
 from inference.drafters.suffix_tree import Locus, Node, SuffixTree
 from inference.protocol import Context
-from inference.verification.rng import SeededRng
+from inference.verification.rng import Draws
 from inference.verification.sample import GREEDY
 from tests import toys
 from tests.inference.model_free import make
 
-RNG = SeededRng(0, torch.device("cpu"))
+DRAWS = Draws(0, 0, coupled=False)
 
 
 def counts(texts: list[list[int]], depth: int) -> Counter[tuple[int, ...]]:
@@ -123,9 +122,12 @@ def test_drafts_equal_the_method_read_literally(values: dict[str, Any]) -> None:
             begin = len(text)
             for _ in range(8):
                 text += chance.choices(range(4), k=chance.randint(1, 3))
-                room = chance.choice([0, 1, 99])
-                proposal = state.propose(Context(text, GREEDY, RNG, room))
-                own, other = literal(source, [text], text, room), literal(source, past, text, room)
+                max_draft_depth = chance.choice([0, 1, 99])
+                proposal = state.propose(Context(text, GREEDY, DRAWS, max_draft_depth))
+                own, other = (
+                    literal(source, [text], text, max_draft_depth),
+                    literal(source, past, text, max_draft_depth),
+                )
                 path, score = own if own[1] >= other[1] - 1e-9 else other
                 assert proposal.tree.token[1:].tolist() == path
                 assert proposal.expected == pytest.approx(score)
@@ -137,9 +139,9 @@ def test_drafts_equal_the_method_read_literally(values: dict[str, Any]) -> None:
 def test_forgetting_within_a_request_leaves_the_request_its_own_text() -> None:
     source = make("suffix", toys.target())
     state = source.start([1, 2, 3])
-    state.propose(Context([1, 2, 3, 4, 5], GREEDY, RNG, 99))
+    state.propose(Context([1, 2, 3, 4, 5], GREEDY, DRAWS, 99))
     source.reset()
-    state.propose(Context([1, 2, 3, 4, 5, 6, 7], GREEDY, RNG, 99))
+    state.propose(Context([1, 2, 3, 4, 5, 6, 7], GREEDY, DRAWS, 99))
     assert source.start([9]).suffixes.texts == [[9]]
     assert source.past.texts == [[6, 7]]
 
@@ -178,9 +180,9 @@ def test_a_copy_is_the_same_tree_and_grows_alone() -> None:
 
 def test_a_clone_drafts_as_the_original_after_a_long_run_of_one_token() -> None:
     source = make("suffix", toys.target(), depth=300)
-    source.start([0]).propose(Context([0] + [7] * 600, GREEDY, RNG, 99))
+    source.start([0]).propose(Context([0] + [7] * 600, GREEDY, DRAWS, 99))
     clone = source.clone()
-    drafts = [one.start([5, 7, 7]).propose(Context([5, 7, 7, 7], GREEDY, RNG, 99)) for one in (source, clone)]
+    drafts = [one.start([5, 7, 7]).propose(Context([5, 7, 7, 7], GREEDY, DRAWS, 99)) for one in (source, clone)]
     assert len(drafts[0].tree.token) > 1
     assert drafts[0].tree.token.tolist() == drafts[1].tree.token.tolist()
 
@@ -188,7 +190,7 @@ def test_a_clone_drafts_as_the_original_after_a_long_run_of_one_token() -> None:
 def test_the_past_is_bounded_and_forgets_the_oldest() -> None:
     source = make("suffix", toys.target(), memory_nodes=100)
     for request in range(12):
-        source.start([0]).propose(Context([0, *range(request, 3 * request + 10)], GREEDY, RNG, 99))
+        source.start([0]).propose(Context([0, *range(request, 3 * request + 10)], GREEDY, DRAWS, 99))
     source.start([0])
     assert 0 < source.past.nodes <= 100
     assert source.past.texts[-1] == list(range(11, 43))

@@ -7,9 +7,14 @@ import pytest
 import torch
 
 from heads.common.typed import typed
+from inference.drafters.host import HostBatch
 from inference.drafters.policy import TreeConfig
+from inference.protocol import Proposal, Roots
 from inference.verification import tree as trees
+from inference.verification.sample import GREEDY
 from inference.verification.tree import DraftTree
+from tests import oracle, toys
+from tests.inference.model_free import make
 
 #     0
 #    / \
@@ -29,8 +34,8 @@ def test_depth_positions_and_paths() -> None:
 
 
 def test_a_node_has_its_rank_among_its_siblings() -> None:
-    assert [trees.ranks(TREE, path) for path in trees.paths(TREE)] == [(0, 0), (1, 0), (1, 1, 0)]
-    assert trees.ranks(TREE, [0]) == ()
+    assert [oracle.ranks(TREE, path) for path in trees.paths(TREE)] == [(0, 0), (1, 0), (1, 1, 0)]
+    assert oracle.ranks(TREE, [0]) == ()
 
 
 def test_mask_is_prefix_and_lineage() -> None:
@@ -103,16 +108,27 @@ def test_a_text_agrees_with_a_path_of_the_tree(following: list[int], count: int)
 
 
 def test_a_node_has_seen_what_stands_before_the_tree_and_on_its_path() -> None:
-    seen = trees.seen_tokens(TREE, torch.arange(20) < 2)
+    seen = oracle.seen_tokens(TREE, torch.arange(20) < 2)
     lines = [[0], [0, 1], [0, 2], [0, 1, 3], [0, 2, 4], [0, 2, 5], [0, 2, 5, 6]]
     assert [row.nonzero()[:, 0].tolist() for row in seen] == [[0, 1, *(10 + node for node in line)] for line in lines]
 
 
 def test_look_ahead_tokens_see_what_they_say_and_no_node_sees_them() -> None:
-    position, seen = trees.layout(TREE, 2)
+    """In a batch: behind the widest tree, and behind the padding of the others."""
     own = torch.tensor([[1, 0, 0, 0, 0, 0, 0, 1, 0], [1, 0, 0, 0, 0, 0, 0, 1, 1]]).bool()
     ahead = trees.LookAhead(torch.tensor([6, 7]), torch.tensor([1, 5]), own)
-    whole_position, whole = trees.layout(TREE, 2, ahead)
-    assert whole_position.tolist() == [*position.tolist(), 3, 7]
-    assert whole[:7].tolist() == [[*row, False, False] for row in seen.tolist()]
-    assert whole[7:].tolist() == [[True, True, *row] for row in own.tolist()]
+    short = trees.LookAhead(torch.tensor([8]), torch.tensor([1]), torch.tensor([[True, False, True]]))
+    batch = HostBatch([make("prompt_lookup", toys.target())] * 2)
+    batch.take([Proposal(TREE, None, ahead), Proposal(trees.chain(torch.tensor([3, 4])), None, short)])
+    roots = Roots(torch.tensor([[10], [3]]), GREEDY)
+    made = batch.draft_trees(roots, torch.tensor([9, 9]), 0, allow_host_sync=True)
+    assert made.tree.token.tolist() == [[*TREE.token.tolist(), 6, 7], [3, 4, *[-1] * 5, 8, -1]]
+    assert made.tree.parent[:, 7:].tolist() == [[trees.LOOK_AHEAD] * 2] * 2
+    assert made.depth is not None
+    assert made.depth[0].tolist() == [*trees.depth(TREE).tolist(), 1, 5]
+    assert made.depth[1, [0, 1, 7]].tolist() == [0, 1, 1]
+    assert made.ancestor_mask[0, :7, :7].equal(trees.ancestors(TREE))
+    assert not made.ancestor_mask[:, :7, 7:].any()
+    assert made.ancestor_mask[0, 7:].equal(own)
+    assert made.ancestor_mask[1, 7].nonzero()[:, 0].tolist() == [0, 7]
+    assert bool(made.ancestor_mask.diagonal(dim1=1, dim2=2).all())

@@ -2,18 +2,17 @@
 
 import pytest
 import torch
+from torch import Tensor
 
 from inference.decode import RequestParams, autoregress, speculate
-from inference.verification import rules
-from inference.verification.rng import SeededRng
+from inference.verification import device, verify
 from inference.verification.sample import GREEDY, Sampling
-from inference.verification.tree import DraftTree
-from inference.verification.verify import RULES, decide, fitting, is_chain
+from inference.verification.tree import DraftTree, ancestors
+from inference.verification.verify import RULES, fitting, is_chain
 from tests import toys
 
 CHAIN = DraftTree(torch.tensor([5, 1, 2]), torch.tensor([-1, 0, 1]))
 TREE = DraftTree(torch.tensor([5, 1, 2]), torch.tensor([-1, 0, 0]))
-T1 = Sampling(1.0, 0, 1.0)
 
 
 @pytest.mark.parametrize(
@@ -55,10 +54,10 @@ def test_a_step_names_the_rule_that_was_used(kind: str, temperature: float, rule
     assert {step.rule for step in made.steps if not step.drafted} <= {"none"}
 
 
-@pytest.mark.parametrize("rule", [name for name, rule in RULES.items() if rule.lossy])
+@pytest.mark.parametrize("rule", [name for name, rule in RULES.items() if rule.bar])
 def test_a_lossy_rule_says_so_and_leaves_the_greedy_text(rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rules, "THRESHOLD", 0.02)  # the toy target is sure of itself
-    monkeypatch.setattr(rules, "EPSILON", 0.02)
+    monkeypatch.setattr(device, "THRESHOLD", 0.02)  # the toy target is sure of itself
+    monkeypatch.setattr(device, "EPSILON", 0.02)
     target, prompt = toys.target(), toys.prompt(0)
     made = speculate(
         target, toys.drafter("eagle", target, "dynamic"), prompt, RequestParams(16, GREEDY, rule=rule, lossy=True)
@@ -67,11 +66,19 @@ def test_a_lossy_rule_says_so_and_leaves_the_greedy_text(rule: str, monkeypatch:
     assert made.tokens != autoregress(target, prompt, RequestParams(16, GREEDY)).tokens
 
 
+def last(tree: DraftTree, p: Tensor, rule: str) -> int:
+    """Return the last accepted node by a lossy rule."""
+    batch, bar = DraftTree(tree.token[None], tree.parent[None]), RULES[rule].bar
+    assert bar is not None
+    present = torch.ones_like(batch.token, dtype=torch.bool)
+    return int(device.lenient(batch, ancestors(batch), present, p[None], bar(p[None])))
+
+
 def test_typical_acceptance_takes_the_entropy_in_nats() -> None:
     """By hand: seven tokens of 0.14 and one of 0.02 have 2.005 nats, so the bar is 0.040; in bits it would be 0.017."""
     law = torch.tensor([[0.14] * 7 + [0.02]] * 2)
     tree = DraftTree(torch.tensor([0, 7]), torch.tensor([-1, 0]))
-    assert decide(tree, law.log(), None, T1, SeededRng(0, torch.device("cpu")), "typical").path == [0]
+    assert last(tree, law, "typical") == 0
 
 
 def test_typical_acceptance_is_medusas() -> None:
@@ -79,28 +86,32 @@ def test_typical_acceptance_is_medusas() -> None:
     # over 8: ln 8, so the bar is 0.3 / 8 = 0.0375: all stand. A law (0.95, 0.05): 0.05 stays below 0.09.
     tree = DraftTree(torch.tensor([0, 1]), torch.tensor([-1, 0]))
     for law, accepted in (([0.9, 0.1], 1), ([0.125] * 8, 1), ([0.95, 0.05], 0)):
-        logits = torch.tensor([law, law]).log()
-        verdict = decide(tree, logits, None, T1, SeededRng(0, torch.device("cpu")), "typical")
-        assert len(verdict.path) - 1 == accepted
+        assert last(tree, torch.tensor([law, law]), "typical") == accepted
 
 
 def test_of_two_lenient_paths_the_longest_stands() -> None:
     tree = DraftTree(torch.tensor([0, 0, 1, 1]), torch.tensor([-1, 0, 0, 2]))
-    logits = torch.tensor([[0.5, 0.5]] * 4).log()
-    verdict = decide(tree, logits, None, T1, SeededRng(0, torch.device("cpu")), "threshold")
-    assert verdict.path == [0, 2, 3]
+    assert last(tree, torch.tensor([[0.5, 0.5]] * 4), "threshold") == 3
 
 
 @pytest.mark.parametrize("rule", ["threshold", "typical"])
 def test_of_lenient_paths_of_one_length_the_first_drafted_stands(rule: str) -> None:
     tree = DraftTree(torch.tensor([0, 1, 0]), torch.tensor([-1, 0, 0]))
-    logits = torch.tensor([[0.5, 0.5]] * 3).log()
-    assert decide(tree, logits, None, T1, SeededRng(0, torch.device("cpu")), rule).path == [0, 1]
+    assert last(tree, torch.tensor([[0.5, 0.5]] * 3), rule) == 1
+
+
+def test_rules_whose_text_is_the_targets_samples() -> None:
+    emitting = {
+        rule for rule in (*RULES, verify.GREEDY_WALK, verify.NOTHING, "unheard-of") if verify.emits_samples(rule)
+    }
+    assert emitting == {"match", "point_mass", "coupled", verify.GREEDY_WALK, verify.NOTHING}
 
 
 @pytest.mark.parametrize(("alpha", "left"), [(1.0, 1.0), (0.5, 0.0)])
 def test_a_path_without_a_residual_is_sure_or_lost(alpha: float, left: float) -> None:
     """Rounding alone rejects where p and q are equal; a root that is sure must stay so."""
-    frame = rules.Frame(0, alpha, [], torch.tensor([0.5, 0.5]), torch.tensor([0.5, 0.5]))
-    rules._reject(frame, torch.tensor([0]))
-    assert (frame.alpha, frame.target.tolist(), frame.draft.tolist()) == (left, [0.5, 0.5], [0.0, 1.0])
+    half, yes = torch.tensor([[0.5, 0.5]]), torch.ones(1, dtype=torch.bool)
+    frame = device.Frame(yes, torch.tensor([alpha]), half, half)
+    frame.reject(torch.tensor([[0]]), yes, distinct=True)
+    assert frame.left is not None
+    assert (frame.alpha.tolist(), frame.target.tolist(), frame.left.tolist()) == ([left], [[0.5, 0.5]], [[0.0, 1.0]])

@@ -17,7 +17,7 @@ from data.features.store import MUST_AGREE, FeatureStore, StoreSpec
 from data.text.cache import cache_key
 from heads.formats.store import TargetSpec, assert_same_target
 from inference.decode import RequestParams
-from inference.step import DeviceStep, supports
+from inference.step import DeviceStep
 from inference.tree_config import TreeConfig
 from inference.verification.sample import Sampling
 from tests import toys
@@ -119,27 +119,32 @@ def test_other_data_another_head_and_another_target_are_another_run(run: RunConf
 
 def test_what_is_not_sampled_alike_shares_no_step_and_no_graph() -> None:
     """Whichever of the two comes first; what a sequence keeps for itself shares a step."""
-    target: Any = SimpleNamespace(takes_trees=True, switch=None)
-    step: Any = SimpleNamespace(compiles=False, static=True, masks_eos=False, drafts=SimpleNamespace(tree_key=1))
+    target, cache = SimpleNamespace(switch=None), SimpleNamespace(length=9)
+    drafts = SimpleNamespace(tree_key=1, alone=False)
+    step: Any = SimpleNamespace(
+        compiles=False, static=True, masks_eos=False, masked=False, drafts=drafts, target=target
+    )
     one = RequestParams(9, Sampling(0.8, 5, 0.9, 0.1, 1.2))
 
     def alike(other: RequestParams) -> bool:
-        pairs = [[SimpleNamespace(settings=each) for each in pair] for pair in ((one, other), (other, one))]
-        first, second = (supports(target, requests) for requests in pairs)
-        assert first == second
-        return first
+        pairs: Any = [
+            [SimpleNamespace(settings=each, cache=cache) for each in pair] for pair in ((one, other), (other, one))
+        ]
+        step.current, (first, second) = pairs[0], pairs
+        groups = DeviceStep.groups(step, first)
+        step.current = second
+        assert len(groups) == len(DeviceStep.groups(step, second))
+        return len(groups) == 1
 
-    alone = {"max_new_tokens", "stop", "seed", "lossy", "min_new_tokens"}
+    alone = {"max_new_tokens", "stop", "seed", "lossy", "min_new_tokens", "passes"}
     assert without_effect(one, alike) == alone
-    assert without_effect(one, lambda other: DeviceStep.graph_key(step, 4, other)) == alone | {"passes"}
+    assert without_effect(one, lambda other: DeviceStep.graph_key(step, 4, other)) == alone
     assert without_effect(one.sampling, lambda sampling: alike(replace(one, sampling=sampling))) == set()
-    for change in ({"masks_eos": True}, {"drafts": SimpleNamespace(tree_key=2)}):
+    for change in ({"masks_eos": True}, {"masked": True}, {"drafts": SimpleNamespace(tree_key=2)}):
         assert DeviceStep.graph_key(SimpleNamespace(**vars(step) | change), 4, one) != DeviceStep.graph_key(
             step, 4, one
         )
     assert DeviceStep.graph_key(step, 5, one) != DeviceStep.graph_key(step, 4, one)
-    target.takes_trees = False
-    assert not supports(target, [SimpleNamespace(settings=one)])
 
 
 def refuses(check: Callable[[], Any]) -> bool:

@@ -13,8 +13,9 @@ from torch import Tensor
 
 from heads.base import LevelNodes, LevelOutput
 from heads.common.ranges import Count
+from inference.drafters.host import DrafterState, HostDrafter
 from inference.drafters.policy import TreeConfig, grow
-from inference.protocol import Context, Drafter, DrafterState, Proposal
+from inference.protocol import Context, Proposal
 from inference.target import probe
 from inference.target.cache import TargetCache
 from inference.target.stack import FirstLayersOutput, Parts
@@ -23,8 +24,10 @@ from inference.verification import tree as trees
 from inference.verification.tree import DraftTree
 
 
-class EarlyExit(Drafter, DrafterState):
+class EarlyExit(HostDrafter, DrafterState):
     """Drafts a chain or a tree of any policy with the target's first layers; its state is the target's cache."""
+
+    alone = True
 
     @dataclass(frozen=True)
     class Config:
@@ -58,9 +61,9 @@ class EarlyExit(Drafter, DrafterState):
         assert context.cache is not None
         if context.max_draft_depth < 1:
             return Proposal(trees.root(context.token[-1], self.parts.target.device))
-        drafting = Drafting(self.parts, self.config.exit_layer, context.cache)
+        drafting = Drafting(self.parts, self.config.exit_layer, context.cache, context.max_draft_depth)
         level = drafting.begin(context.token[-1])
-        [proposal] = grow(drafting, None, level, self.config.tree, [context])
+        proposal = grow(drafting, None, level, self.config.tree, context)
         return proposal._replace(first_layers=drafting.finish(proposal.tree))
 
 
@@ -70,10 +73,10 @@ class Drafting:
     A tree policy grows from it as from a head. `level` holds the level's row numbers, counted from the root's.
     """
 
-    max_depth, vocab = 2**31, None
+    vocab = None
 
-    def __init__(self, parts: Parts, layers: int, cache: TargetCache) -> None:
-        self.parts, self.layers, self.cache = parts, layers, cache
+    def __init__(self, parts: Parts, layers: int, cache: TargetCache, max_draft_depth: int) -> None:
+        self.parts, self.layers, self.cache, self.max_depth = parts, layers, cache, max_draft_depth
         self.prefix = cache.length
         self.device = parts.target.device
         self.number: dict[tuple[int, int], int] = {}  # of the row of (its parent's number, its token)
@@ -103,6 +106,7 @@ class Drafting:
         """Run the tree's nodes that were not expanded, and leave the rows of its nodes alone, in their order."""
         rows: list[int] = []
         leaves: list[int] = []
+        tree = tree._replace(token=tree.token.clamp_min(0))  # padding is run too
         for node, (token, parent) in enumerate(zip(tree.token.tolist(), tree.parent.tolist(), strict=True)):
             row = self.number.get((rows[parent] if parent >= 0 else -1, token))
             if row is None:

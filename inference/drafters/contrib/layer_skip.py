@@ -19,7 +19,8 @@ from heads.common.ranges import LARGEST, Count, Decay, Within
 from heads.common.typed import typed
 from heads.common.untrusted import parse_json, regular
 from heads.formats.store import TargetSpec
-from inference.protocol import Context, Drafter, DrafterState, Proposal, sampled_chain
+from inference.drafters.host import DrafterState, HostDrafter
+from inference.protocol import Context, Proposal, sampled_chain
 from inference.target.cache import TargetCache
 from inference.target.stack import Parts, Skips
 from inference.target.target import Target
@@ -208,7 +209,7 @@ def load_skips(path: Path, target: Target) -> SkipFile:
     return skip_file
 
 
-class LayerSkip(Drafter, DrafterState):
+class LayerSkip(HostDrafter, DrafterState):
     """Drafts a chain, above temperature 0 sampled from the thinned target's probs; its state is the target's cache."""
 
     @dataclass(frozen=True)
@@ -240,16 +241,17 @@ class LayerSkip(Drafter, DrafterState):
         cache = context.cache
         assert cache is not None
         prefix, device = cache.length, self.parts.target.device
-        chain = torch.tensor(context.token[-1:], device=device)
+        chain = context.token[-1:]
         q: list[torch.Tensor] = []
         while len(q) < min(self.depth, context.max_draft_depth):
             position = torch.tensor([prefix + len(q)], device=device)
             attn_mask = torch.ones(1, prefix + len(q) + 1, dtype=torch.bool, device=device)
-            logits = self.parts.run_skipping(self.skips, chain[-1:], position, attn_mask, cache)
+            logits = self.parts.run_skipping(
+                self.skips, torch.tensor(chain[-1:], device=device), position, attn_mask, cache
+            )
             q.append(distribution(logits, context.sampling))
-            token = context.rng.sample_distinct(q[-1], 1, len(q))[0]
-            chain = torch.cat([chain, token])
-            if float(logits.float().softmax(-1)[0, token]) < self.stop:
+            chain.append(context.draws.token(q[-1], len(q)))
+            if float(logits.float().softmax(-1)[0, chain[-1]]) < self.stop:
                 break
         cache.keep(prefix, [])
         return sampled_chain(chain, q)

@@ -18,14 +18,15 @@ from torch import Tensor
 from heads.common.ranges import Number
 from inference.drafters import runner
 from inference.drafters.assistant import Assistant, Chain, Outcome
-from inference.protocol import Commit, Context, Drafter, DrafterState, Proposal, sampled_chain
+from inference.drafters.host import DrafterState, HostDrafter
+from inference.protocol import Commit, Context, Proposal, sampled_chain
 from inference.target.target import Target
 from inference.verification.tree import root
 
 WORKERS = ThreadPoolExecutor(thread_name_prefix="mirror")
 
 
-class Mirror(Drafter):
+class Mirror(HostDrafter):
     """An assistant's chains, with the next one prepared during verification.
 
     It counts over all sequences how often drafts were accepted and found prepared, which changes what is prepared, and
@@ -95,7 +96,7 @@ class MirrorState(DrafterState):
     @torch.inference_mode()
     def update(self, commit: Commit) -> None:
         """Take over what was prepared for this outcome, or let the assistant read on."""
-        following, counts = tuple(commit.token.tolist()), self.drafter
+        following, counts = tuple(commit.token), self.drafter
         if commit.verified is None:
             self.assistant.update(commit)
             return
@@ -118,18 +119,18 @@ class MirrorState(DrafterState):
     @torch.inference_mode()
     def propose(self, context: Context) -> Proposal:
         """Hand out the prepared chain, or draft one; then draft on in the background."""
-        source, device = self.assistant, self.assistant.device
+        source = self.assistant
         chain, self.ready = self.ready, None
         if chain is None:
             depth = self._depth(context, 0)
             if depth < 1 or source.level is None:
-                return Proposal(root(context.token[-1], device))
+                return Proposal(root(context.token[-1], source.device))
             chain = self._chain(source.level.logits[0], runner.ROOT, depth, context, ())
             self._draft({(): chain}, lambda _: True)
         self.outcome, self.chains = None, {}
         if self.config.outcomes:
             self.work = WORKERS.submit(self._ahead, chain, context._replace(token=context.token.copy()))
-        return sampled_chain(torch.tensor([context.token[-1], *chain.token], device=device), chain.q)
+        return sampled_chain([context.token[-1], *chain.token], chain.q)
 
     def _depth(self, context: Context, committed: int) -> int:
         """Return how long the chain may be that is drafted after `committed` more tokens."""
@@ -138,8 +139,8 @@ class MirrorState(DrafterState):
 
     def _chain(self, logits: Float[Tensor, "1 V"], above: int, depth: int, context: Context, outcome: Outcome) -> Chain:
         """Begin a chain after the context and an outcome; its randomness belongs to the position where it begins."""
-        rng = context.rng.at(len(context.token) + len(outcome), logits.device)
-        return Chain(logits, above, depth, rng, context, outcome)
+        draws = context.draws.at(len(context.token) + len(outcome))
+        return Chain(logits, above, depth, draws, context, outcome)
 
     def _draft(self, chains: dict[Outcome, Chain], possible: Callable[[Outcome], bool]) -> None:
         """Draft the chains of possible outcomes to their ends, level by level."""

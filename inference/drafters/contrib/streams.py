@@ -32,8 +32,9 @@ from heads.common.ranges import Count
 from heads.common.typed import typed
 from heads.formats import store
 from heads.formats.store import TargetSpec
+from inference.drafters.host import DrafterState, HostDrafter
 from inference.drafters.policy import TreeConfig, grow
-from inference.protocol import Commit, Context, Drafter, DrafterState, Proposal
+from inference.protocol import Commit, Context, Proposal
 from inference.target.target import Target
 from inference.verification import tree as trees
 from inference.verification.tree import DraftTree, LookAhead
@@ -257,8 +258,10 @@ def _adapt(stack: nn.Module, names: list[str], config: Streams.Config) -> dict[s
     return {name: stack.get_submodule(name) for name in names}
 
 
-class StreamsDrafter(Drafter):
+class StreamsDrafter(HostDrafter):
     """Drafts from the streams of the node that was accepted last."""
+
+    reads_logits = alone = True
 
     @dataclass(frozen=True)
     class Config:
@@ -299,7 +302,8 @@ class StreamsState(DrafterState):
         """Grow the tree that the last pass has drafted, and let the streams of its nodes ride along."""
         proposal = Proposal(trees.root(context.token[-1], self.device))
         if self.drafted is not None:
-            proposal = grow(self.drafted, None, self.drafted.level(1, 1), self.config, [context])[0]
+            self.drafted.max_depth = min(self.drafted.max_depth, context.max_draft_depth)
+            proposal = grow(self.drafted, None, self.drafted.level(1, 1), self.config, context)
         return proposal._replace(look_ahead=self.look_ahead(proposal.tree, context.max_draft_depth))
 
     def look_ahead(self, tree: DraftTree, max_draft_depth: int) -> LookAhead | None:
@@ -316,7 +320,7 @@ class StreamsState(DrafterState):
         among = earlier_streams(size, self.depth, node.device)[fits][:, fits]
         attn_mask = torch.cat([ancestors[self.node], among], 1)
         stack = self.streams.stack(self.node[None], stream)
-        return LookAhead(tree.token[self.node], offset[fits], attn_mask, stack)
+        return LookAhead(tree.token[self.node].clamp_min(0), offset[fits], attn_mask, stack)
 
 
 class Drafted:
