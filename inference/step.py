@@ -206,7 +206,7 @@ class DeviceStep:
     def active(self, requests: Sequence[Request]) -> Slots:
         """Return the slots of the pass at hand."""
         assert self.slots is not None
-        if self.static:
+        if self.static or (len(requests) == len(self.slots.root) and not self.drafts.alone):
             return self.slots
         end = self.first + 1 if self.drafts.alone else len(requests)
         return Slots(*(buffer[self.first : end] for buffer in self.slots))
