@@ -88,6 +88,7 @@ class HeadBatch(DraftBatch):
             if self.policy is not None or self.deferred.waiting == self.deferred.max_rows:
                 self.commit_deferred(longest)
             self.deferred.waiting += self.policy is None
+        self.hold(longest)  # a hybrid may commit rows to a head that did not draft
 
     def commit_deferred(self, longest: int) -> None:
         """Commit the rows that were deferred, if there are any."""

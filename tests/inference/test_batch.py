@@ -13,15 +13,18 @@ import pytest
 import torch
 from torch import Tensor
 
+from heads.base import Features
 from inference.batch import Batch, batch_of
 from inference.decode import Generation, RequestParams, autoregress, speculate
 from inference.drafters import head as head_source
+from inference.drafters.head import HeadDrafter
 from inference.drafters.hybrid import Hybrid
 from inference.drafters.mtp import MtpDrafter
 from inference.drafters.plain import Baseline
 from inference.limits import check_memory
 from inference.protocol import Drafter
 from inference.target.cache import GRAIN, Storage
+from inference.target.model import TargetOutput
 from inference.target.target import Target
 from inference.verification.sample import GREEDY, Sampling
 from tests import assistants, toys
@@ -311,3 +314,22 @@ def test_every_source_writes_what_transformers_writes(
     assert [one.tokens for one in made] == expected
     assert [one.finish for one in made] == finishes
     assert {*finishes} == {"stop", "eos", "length"}
+
+
+@pytest.mark.parametrize("kind", ["eagle", "mtp"])
+def test_a_head_takes_in_rows_of_a_step_that_it_did_not_draft(kind: str) -> None:
+    """As in a hybrid, whose lookup drafts several steps in turn."""
+    target = toys.target()
+    drafter = HeadDrafter(toys.head(kind, target), toys.TREES["chain"], "head")
+    text = toys.prompt(0, 20)
+    layers = drafter.head.feature_layers
+    out = target.prefill(torch.tensor(text[:-1]), target.cache(len(text)), layers)
+    whole, stepwise = drafter.batch(1), drafter.batch(1)
+    whole.start_sequence(0, text, out)
+    stepwise.start_sequence(0, text[:10], TargetOutput(out.hidden[:, :9], out.last_hidden[:, :9], None))
+    for begin, end in ((9, 12), (12, 15), (15, 19)):
+        token = torch.tensor([text[begin + 1 : end + 1]])
+        rows = Features(token, out.hidden[:, begin:end], out.last_hidden[:, begin:end], torch.zeros_like(token))
+        stepwise.begin([None], begin)
+        stepwise.commit(rows, torch.tensor([end - begin]))
+    torch.testing.assert_close(stepwise.level(1).logits, whole.level(1).logits, rtol=1e-4, atol=1e-4)
