@@ -201,21 +201,6 @@ def test_buffers_stay_where_they_are(head: str, tree: str, monkeypatch: pytest.M
     assert addresses() == before
 
 
-def test_a_target_that_takes_no_masks_verifies_chains() -> None:
-    target, static = toys.target("llama", DOUBLE), []
-    request = (toys.prompt(1, 9), RequestParams(12, GREEDY))
-    expected = reference(target, source("eagle", "chain", target), *request)
-    try:
-        target.takes_trees = False
-        for drafter in (Baseline(target.device), source("eagle", "chain", target)):
-            static += in_static_shapes(target, drafter, [request])
-        with pytest.raises(ValueError, match="draft with tree=chain"):
-            speculate(target, source("eagle", "static", target), *request)
-    finally:
-        target.takes_trees = True
-    assert [found.tokens for found in static] == [expected.tokens] * 2
-
-
 def test_laps_on_a_device_are_read_once_it_has_passed_them(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody may ask for the time between events of CUDA before the device has passed both."""
     now, passed = itertools.count(), [False]
