@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 
-from eval.config import eval_config
 from inference.decode import RequestParams, autoregress, speculate
 from inference.drafters.head import HeadDrafter
 from inference.drafters.host import DrafterState, HostDrafter
@@ -166,11 +165,6 @@ def test_prompts_and_settings(prompts: Any, settings: Any, words: str) -> None:
 def test_settings(values: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         RequestParams(**{"max_new_tokens": 4, "sampling": GREEDY, **values})
-
-
-def test_lengths_of_an_evaluation() -> None:
-    with pytest.raises(ValueError, match="tune=true lets answers end by themselves"):
-        eval_config(run="a", tune=True, min_new_tokens=9)
 
 
 def test_a_tree_that_the_context_cannot_hold_is_refused_in_a_batch_too() -> None:

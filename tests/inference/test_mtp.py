@@ -15,7 +15,6 @@ from inference.target.target import Target
 from tests import drafting, families, toys
 from tests.families import own_module
 
-TOKENS = 24
 WIDTH, INNER, HEADS, GROUPS, HEAD = 32, 48, 4, 2, 8
 ROTARY = 1e-5  # transformers' rotary tables and norms are fp32 in every dtype
 

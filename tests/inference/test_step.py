@@ -6,7 +6,6 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -128,21 +127,6 @@ def test_what_is_sampled_otherwise_shares_the_batch() -> None:
         assert facts(found[i])[0] == reference(target, drafter, *requests[i]).tokens
     assert facts(found[1]) == facts(reference(target, drafter, *requests[1]))
     assert {step.rule for step in found[1].steps} - {"none"} == {"point_mass"}
-
-
-@pytest.mark.parametrize("tree", ["static", "dynamic", pytest.param("best_first", marks=pytest.mark.slow), "plain"])
-def test_what_is_ranked_without_noise_leaves_the_coupled_text(tree: str) -> None:
-    """Both follow the target's token under the noise of its position, and coupled drafts meet it more often."""
-    target = toys.target("llama", DOUBLE)
-    drafter = source("plain" if tree == "plain" else "eagle", tree, target)
-    accepted = {"auto": 0, "coupled": 0}
-    for seed in range(2):
-        request = toys.prompt(seed, 5), RequestParams(24, WARM, seed=seed)
-        made = {rule: speculate(target, drafter, request[0], replace(request[1], rule=rule)) for rule in accepted}
-        assert made["auto"].tokens == made["coupled"].tokens
-        accepted = {rule: count + sum(step.accepted for step in made[rule].steps) for rule, count in accepted.items()}
-    assert accepted["auto"] <= accepted["coupled"]
-    assert tree == "plain" or 0 < accepted["auto"] < accepted["coupled"]
 
 
 @contextmanager
