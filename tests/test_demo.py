@@ -19,7 +19,7 @@ def test_the_demo_compares_both_sides(
     chain = {"kind": "chain", "depth": 3, "top_k": 0, "nodes": 0, "paths": [], "widths": []}
     save_head(tmp_path, toys.head("mtp", target), target.spec, chain)
     monkeypatch.setattr(demo, "NEW_TOKENS", 8)
-    demo.main(path, str(tmp_path))
+    demo.main(path, str(tmp_path), "float32")
     *_, last = capsys.readouterr().out.strip().splitlines()
     assert last.startswith("8 questions: ")
-    assert last.endswith("no token changed")
+    assert last.endswith("8 texts are the same, 0 part at a near tie of two logits, 0 are wrong")

@@ -1,10 +1,12 @@
 """SmolLM2-135M-Instruct alone and with its draft head, side by side on held-out questions: make demo-chat.
 
-    python examples/smollm2/demo.py MODEL [HEAD]
+    python examples/smollm2/demo.py MODEL [HEAD] [DTYPE]
 
-MODEL is the GGUF, or a folder of the model. Each question is answered twice, a pass of one side at a time: the side
-that has used less time goes next, so both texts grow as fast as each decoder is, and whatever else the machine does
-slows both. Decoding is greedy: the texts must be the same, token for token.
+MODEL is the GGUF, or a folder of the model; DTYPE is that of the passes, by default the fast one of the machine. Each
+question is answered twice, a pass of one side at a time: the side that has used less time goes next, so both texts grow
+as fast as each decoder is, and whatever else the machine does slows both. Decoding is greedy: the texts are the same,
+token for token, or first differ where rounding turns a near tie of two logits, as passes of another shape do in
+bfloat16; in float32 none differs.
 """
 
 import json
@@ -24,13 +26,14 @@ from rich.live import Live
 from rich.panel import Panel
 from rich.text import Text
 
-from eval.measures.metrics import paired_interval
+from eval.measures.losslessness import gate
+from eval.measures.metrics import acceptance, paired_interval
 from heads.common.command import ROOT
 from heads.common.errors import user_errors
 from heads.common.typed import typed
 from inference.api import load
 from inference.batch import batch_of
-from inference.decode import RequestParams
+from inference.decode import Generation, RequestParams
 from inference.drafters.hybrid import Hybrid
 from inference.drafters.plain import Baseline
 from inference.drafters.registry import make
@@ -50,7 +53,7 @@ class Side:
 
     def ask(self, prompt: list[int]) -> None:
         """Begin an answer; the prefill, which both sides run alike, is not timed."""
-        self.answer, self.seconds = self.batch.admit(0, prompt, RequestParams(NEW_TOKENS, GREEDY)), 0.0
+        self.answer, self.seconds = self.batch.admit(0, prompt, RequestParams(NEW_TOKENS, GREEDY, gaps=True)), 0.0
 
     def step(self) -> None:
         """Decode one pass."""
@@ -71,16 +74,16 @@ def speed(pairs: list[tuple[int, float]]) -> float:
 
 
 @torch.inference_mode()
-def main(model: str, head: str = str(HERE / "head")) -> None:
+def main(model: str, head: str = str(HERE / "head"), dtype: str = "auto") -> None:
     """Answer all questions with both sides; print the texts, the speedup with its interval, and what differs."""
     console = Console()
     questions = [json.loads(line) for line in (HERE / "questions.jsonl").read_text(encoding="utf-8").splitlines()]
-    target, drafter = load(head, f"model.path={model}")
+    target, drafter = load(head, f"model.path={model}", f"model.dtype={dtype}")
     config = typed(Hybrid.Config, OmegaConf.load(ROOT / "conf" / "drafter" / "hybrid.yaml"))
     both = Hybrid(config, drafter, make("lookup", config.lookup, target), "head and suffix")
     sides = [Side("target alone", target, Baseline(target.device)), Side("with its head", target, both)]
     measured: list[list[tuple[int, float]]] = [[], []]
-    passes = parted = 0
+    answers: list[list[Generation]] = [[], []]
 
     def texts() -> Columns:
         panels = []
@@ -101,18 +104,18 @@ def main(model: str, head: str = str(HERE / "head")) -> None:
                 min(waiting, key=lambda side: side.seconds).step()
                 live.update(texts(), refresh=console.is_terminal)
             live.update(texts(), refresh=True)
-        alone, drafted = sides[0].answer, sides[1].answer
-        passes += len(drafted.steps)
-        parted += alone.tokens != drafted.tokens
-        for side, pairs in zip(sides, measured, strict=True):
+        for side, pairs, several in zip(sides, measured, answers, strict=True):
             pairs.append(side.decoded)
+            several.append(side.answer)
     alone_pairs, pairs = measured
+    ids = [str(question["question_id"]) for question in questions]
+    counts = gate(*answers, ids, target.dtype).counts()
     low, high = paired_interval(pairs, alone_pairs, seed=0) or (float("nan"),) * 2
     console.print(
         f"\n{len(questions)} questions: {speed(alone_pairs):.1f} tokens/s alone, {speed(pairs):.1f} with the head: "
         f"{speed(pairs) / speed(alone_pairs):.2f}x [{low:.2f}, {high:.2f}], "
-        f"{sum(tokens for tokens, _ in pairs) / passes:.2f} tokens per pass of the target; "
-        + (f"{parted} texts differ, at near ties (docs/evaluation.md#gates)" if parted else "no token changed"),
+        f"{acceptance(answers[1]).tau:.2f} tokens per pass of the target; {counts['identical']} texts are the same, "
+        f"{counts['near_tie']} part at a near tie of two logits, {counts['failed']} are wrong",
         soft_wrap=True,
         highlight=False,
     )

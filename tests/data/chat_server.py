@@ -4,58 +4,38 @@ import hashlib
 import json
 import socket
 import struct
-import threading
 from collections.abc import Callable
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from typing import Any
+
+from tests.http_server import Connection, LocalServer
 
 MODEL = "served"
 
 Send = Callable[["Handler", dict[str, Any]], None]  # answers a request, given what an honest reply would be
 
 
-class Server(ThreadingHTTPServer):
+class Server(LocalServer):
     """The server. `script` says how the next requests are answered, honestly where it has ended."""
 
-    daemon_threads = True
-
     def __init__(self) -> None:
-        super().__init__(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self.server_address[1]}/v1"
+        super().__init__(Handler)
+        self.url += "/v1"
         self.script: list[Send] = []
         self.always: Send = honest
         self.models: Any = {"data": [{"id": MODEL, "max_model_len": 96}]}
         self.bodies: list[dict[str, Any]] = []
         self.headers: list[Any] = []
-        self.lock = threading.Lock()
-        self.over = threading.Event()
 
     def reply(self, body: dict[str, Any]) -> dict[str, Any]:
         """Return an honest reply to a request."""
         return completion(body)
 
-    def __enter__(self) -> "Server":
-        threading.Thread(target=self.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
-        return self
 
-    def __exit__(self, *_: object) -> None:
-        self.over.set()
-        self.shutdown()
-        self.server_close()
-
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        """A client that went away is no news."""
-
-
-class Handler(BaseHTTPRequestHandler):
+class Handler(Connection, BaseHTTPRequestHandler):
     """One connection."""
 
     server: Server
-    protocol_version = "HTTP/1.1"
-    disable_nagle_algorithm = True
-
-    def log_message(self, *_: Any) -> None:
-        """Keep quiet."""
 
     def do_GET(self) -> None:
         """List the models."""

@@ -142,16 +142,6 @@ def test_markers_within_texts_move_no_edge(family: str, tagged: bool) -> None:
     assert "this." in shown[shown.index("⟦") : shown.index("⟧")]
 
 
-@pytest.mark.parametrize("family", [name for name, about in FAMILIES.items() if "tools" in about["chats"]])
-def test_tool_calls_are_trained_and_tool_results_are_not(family: str) -> None:
-    tokenizer = family_tokenizer(family, False)
-    samples = masked(chat_record(family, "tools"), tokenizer)
-    trained = re.findall("⟦(.*?)⟧", "".join(marked(sample, tokenizer) for sample in samples), re.DOTALL)
-    assert len(trained) == 3
-    assert ["get_weather" in text and "Paris" in text for text in trained].count(True) == 1
-    assert [text for text in trained if "18 °C" in text] == [text for text in trained if "Mild" in text]
-
-
 @pytest.mark.parametrize("spelling", ["{%-#-%}", "{%  #  %}", "{%- # %}", "{% # -%}"])
 def test_every_spelling_of_the_mark_is_seen_but_one_in_a_comment(
     spelling: str, monkeypatch: pytest.MonkeyPatch

@@ -266,17 +266,6 @@ def test_an_entry_of_something_else_is_damaged(folder: Path, values: dict[str, A
     assert not opened.has(0)
 
 
-@pytest.mark.parametrize(
-    "values",
-    [{"shard_rows": 0}, {"dtype": "x"}, {"layers": [[]]}, {"x": 1}],
-)
-def test_a_meta_file_of_something_else_is_refused(folder: Path, values: dict[str, Any]) -> None:
-    change(folder / META, **values)
-    with pytest.raises(ValueError, match=r"meta\.json: .*; put a copy in its place") as error:
-        FeatureStore(folder)
-    assert "\n" not in str(error.value)
-
-
 def states(width: int = 64) -> torch.Tensor:
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(5, 7, width, generator=generator) * torch.logspace(-4, 4, 7)[:, None]

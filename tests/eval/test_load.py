@@ -18,7 +18,7 @@ from eval.measures.losslessness import Divergence, Gate
 from eval.measures.results import Measurement, ResultRow
 from eval.run import evaluate
 from inference.batch import Batch
-from inference.decode import Generation, RequestParams, speculate
+from inference.decode import Generation, RequestParams
 from inference.drafters.head import HeadDrafter
 from inference.drafters.plain import Baseline
 from inference.graphs import Graphs
@@ -166,20 +166,6 @@ def test_graphs_are_captured_before_the_rounds(monkeypatch: pytest.MonkeyPatch) 
     rounds = [i for i, what in enumerate(where) if what == "served"]
     assert "new" in where[: rounds[2]], "the warm-up of two sources"
     assert set(where[rounds[2] :]) == {"served", "again"}
-
-
-@pytest.mark.parametrize("size", [1, 2])
-def test_the_tokens_are_those_of_a_full_batch(size: int) -> None:
-    target = toys.target()
-    drafter = HeadDrafter(toys.head("eagle", target), toys.TREES["dynamic"], "eagle")
-    prompts = [Prompt(f"p{i}", toys.prompt(i, 8), "") for i in range(4)]
-    rounds = measure_rate(Setup(target, {"eagle": drafter}, prompts, SETTINGS), 1, [], size, 300.0)
-    plain = speculate(target, Baseline(target.device), [prompt.token for prompt in prompts], SETTINGS, batch_size=size)
-    assert any(toys.lively(run.tokens) for run in plain)
-    for name in ("plain", "eagle"):
-        assert [served.generation.tokens for (served,) in rounds[name]] == [run.tokens for run in plain]
-    assert all(served.generation.steps[0].drafted for (served,) in rounds["eagle"])
-    assert all(0 <= each.queue_s < each.ttft_s <= each.generation.latency_s for (each,) in rounds["eagle"])
 
 
 def served(latency: float, arrived: float = 0.0, tokens: int = 5) -> Served:

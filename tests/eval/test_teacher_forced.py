@@ -2,14 +2,12 @@
 
 import functools
 import itertools
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
 from eval.inputs.workloads import Text, of_answer, write
-from eval.measures import metrics
 from eval.measures.metrics import SpecDecodingStats
 from eval.measures.results import TEACHER_FORCED, DrafterInfo, Measurement, Request, ResultRow, result
 from eval.teacher_forced import Overlap, RankedText, expected, overlap, rank_text, ranks, reach, replay
@@ -145,39 +143,6 @@ def test_of_equal_scores_the_earlier_node_is_kept_as_a_tree_is_cut() -> None:
     for text, needed in ((5, 1), (6, 2), (7, 3)):
         kept = [text in best_n(tree, score, budget)[0].token.tolist() for budget in (1, 2, 3)]
         assert kept == [budget >= needed for budget in (1, 2, 3)]
-
-
-HOT = RequestParams(40, Sampling(3.0, 0, 1.0))  # at which a random head and target agree now and then
-PROMPTS = [toys.prompt(i, 12) for i in range(8)]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["chain", "static", "dynamic"])
-def test_sampled_tiers_agree_along_the_same_text(kind: str) -> None:
-    target, tree = toys.target(), toys.TREES[kind]
-    head = toys.head("eagle", target)
-    how = replace(HOT, rule="token" if kind == "chain" else "auto")
-    decoded = [
-        speculate(target, HeadDrafter(head, tree, "eagle"), prompt, replace(how, seed=i))
-        for i, prompt in enumerate(PROMPTS)
-    ]
-    texts = [of_answer(target, prompt, run.tokens, HOT) for prompt, run in zip(PROMPTS, decoded, strict=True)]
-    if kind == "chain":
-        told = [expected(overlap(target, head, text, HOT.sampling, tree.depth), tree.depth) for text in texts]
-        live, other = metrics.tau_interval(decoded, 0), metrics.pooled_interval(told, 0)
-        assert live is not None
-        assert other is not None
-        assert max(live[0], other[0]) <= min(live[1], other[1])
-        assert live[1] - live[0] < 0.15, "the interval is too wide to compare"
-    else:  # what was chosen without drawing is accepted where it is the text
-        grown = [tree] if kind == "dynamic" else []
-        for text, run in zip(texts, decoded, strict=True):
-            steps = replay(rank_text(target, head, text, grown, 4), tree)
-            assert [(step.nodes, step.accepted) for step in steps] == [
-                (step.drafted, step.accepted) for step in run.steps
-            ]
-    accepted = metrics.acceptance(decoded).accepted_by_depth
-    assert accepted[0] > 0.04, "too little was accepted to compare"
 
 
 def test_what_passes_are_expected_is_the_sum_over_all_verdicts() -> None:

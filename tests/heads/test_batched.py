@@ -13,11 +13,7 @@ from heads.base import DraftHead, Features, LevelNodes, LevelOutput, NewRows
 from heads.formats.store import CONFIG, load_head, save_head
 from heads.modules.kv_cache import SPARE, KVCache
 from heads.rows import next_token
-from inference.decode import RequestParams, autoregress, speculate
-from inference.drafters.head import HeadDrafter
-from inference.verification.sample import GREEDY
 from tests import drafting, toys
-from tests.inference.model_free import Recorder
 
 DOUBLE = torch.float64
 STEPS = 20
@@ -179,20 +175,6 @@ def test_rows_out_of_sight_are_dropped_and_positions_go_on(name: str) -> None:
     assert level is not None
     torch.testing.assert_close(level.logits, expected.logits, rtol=1e-9, atol=1e-9)
     assert whole.length.tolist() == [14]
-
-
-def test_a_text_longer_than_the_head_was_built_for_is_decoded_as_ever() -> None:
-    target = toys.target()
-    made: Any = toys.head("eagle", target)
-    assert made.config.length == 12
-    prompt = toys.prompt(0, 100)
-    expected = autoregress(target, prompt, RequestParams(60, GREEDY)).tokens
-    recorder: Any = Recorder(HeadDrafter(made, toys.TREES["dynamic"], "eagle"))
-    assert speculate(target, recorder, prompt, RequestParams(60, GREEDY)).tokens == expected
-    cache = recorder.state.state
-    assert int(cache.length) > 150
-    assert cache.ring_size == 12 + SPARE
-    assert all(buffer.shape[2] <= 12 + 2 * SPARE for pair in cache.layers for buffer in pair)
 
 
 def test_a_head_that_was_saved_without_a_length_looks_at_everything(tmp_path: Path) -> None:

@@ -6,21 +6,16 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
-from eval.config import eval_config
-from heads.base import Features
-from inference.batch import Batch
 from inference.decode import RequestParams, autoregress, speculate
 from inference.drafters.head import HeadDrafter
-from inference.drafters.host import DrafterState, HostBatch, HostDrafter
+from inference.drafters.host import DrafterState, HostDrafter
 from inference.drafters.plain import Baseline
 from inference.drafters.policy import TreeConfig, check_tree, expanded, most_nodes
 from inference.drafters.registry import make
 from inference.protocol import Context, Proposal
 from inference.request import Request
-from inference.target.model import TargetOutput
-from inference.verification.sample import GREEDY, Sampling
+from inference.verification.sample import GREEDY
 from inference.verification.tree import DraftTree
 from tests import toys
 from tests.tokenizers import trained
@@ -100,71 +95,6 @@ def test_no_answer_ends_before_min_new_tokens_as_in_transformers(lacking: int, m
     assert speculate(target, Oracle(expected, 3), prompt, settings).tokens == expected
 
 
-class Rows(HostBatch):
-    """Keeps the rows that every pass has committed, by slot."""
-
-    feature_layers, learns = (0, 2), True
-
-    def start_sequence(self, slot: int, token: list[int], features: TargetOutput) -> None:
-        super().start_sequence(slot, token, features)
-        rows = Features(torch.tensor([token[1:]]), *features[:2], torch.zeros(1, len(token) - 1, dtype=torch.long))
-        self.commits.append([rows])
-
-    def commit(self, features: Features, count: Tensor) -> None:
-        for slot, rows in enumerate(self.commits):
-            taken = slice(slot, slot + 1), slice(int(count[slot]))
-            rows.append(Features(*(part[taken] for part in features[:4])))
-
-
-@pytest.mark.parametrize("batch_size", [1, 2])
-def test_committed_rows_are_those_of_one_pass_over_the_text(batch_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a head reads of a token, also of one whose wrong sibling was drafted before it, is what the target gives."""
-    target, text = toys.target(), plain()
-    monkeypatch.setattr(Rows, "commits", [], raising=False)
-    monkeypatch.setattr(Oracle, "batch", lambda self, size: Rows([self] * size))
-    batch = Batch(target, Oracle(text, 3, wrong_first=True), batch_size)
-    with torch.inference_mode():
-        for number in range(batch_size):
-            batch.admit(number, toys.prompt(0), RequestParams(24, GREEDY))
-        while not batch.running[0].generation.finish:
-            batch.step()
-    assert isinstance(batch.drafts, Rows)
-    for rows in batch.drafts.commits:
-        token = torch.cat([torch.tensor(toys.prompt(0)[:1]), *(some.token[0] for some in rows)])
-        assert token.tolist() == (toys.prompt(0) + text)[: len(token)]
-        assert len(token) > len(toys.prompt(0)) + 12
-        alone = target.features(token[None, :-1], torch.zeros_like(token)[None, :-1], Rows.feature_layers)
-        for part in ("hidden", "last_hidden"):
-            committed = torch.cat([getattr(some, part) for some in rows], 1)
-            torch.testing.assert_close(committed, getattr(alone, part), rtol=1e-4, atol=1e-4)
-
-
-def test_the_penalised_greedy_text_is_transformers() -> None:
-    target, prompt = toys.target(), toys.prompt(0)
-    settings = RequestParams(24, Sampling(0.0, 0, 1.0, 0.0, 1.5))
-    made = autoregress(target, prompt, settings)
-    generate: Any = target.model.generate
-    token = torch.tensor([prompt])
-    expected = generate(
-        token, attention_mask=torch.ones_like(token), max_new_tokens=24, do_sample=False, repetition_penalty=1.5
-    )
-    assert made.tokens == expected[0, len(prompt) :].tolist()
-    assert made.tokens != plain()
-    drafted = speculate(target, Oracle(made.tokens, 3), prompt, settings)
-    assert drafted.tokens == made.tokens
-    assert sum(step.accepted for step in drafted.steps) == 17  # the penalty of each node is that of its own prefix
-
-
-def test_stop_string_over_several_tokens() -> None:
-    text = plain()
-    stop = f"w{text[9]} w{text[10]}"
-    settings = RequestParams(24, GREEDY, stop=(stop,))
-    made = speculate(toys.target(), Oracle(text, 4), toys.prompt(0), settings)
-    assert made.finish == "stop"
-    assert made.tokens == autoregress(toys.target(), toys.prompt(0), settings).tokens
-    assert toys.target().tokenizer.decode(made.tokens).endswith(stop)
-
-
 def test_a_stop_string_whose_characters_take_several_tokens_each(monkeypatch: pytest.MonkeyPatch) -> None:
     target, stop = toys.target(), "ぁ人間終😀ぁ"
     monkeypatch.setattr(target, "tokenizer", trained("bytes"))
@@ -183,15 +113,6 @@ def test_the_context_is_filled_and_not_passed() -> None:
     made = speculate(target, Oracle(text, 5), prompt, RequestParams(100, GREEDY))
     assert len(prompt) + len(text) == target.context
     assert made.tokens == text
-
-
-@pytest.mark.parametrize("wrong_first", [False, True])
-def test_gaps_are_the_targets_own(wrong_first: bool) -> None:
-    settings = RequestParams(24, GREEDY, gaps=True)
-    made = speculate(toys.target(), Oracle(plain(), 3, wrong_first), toys.prompt(0), settings)
-    alone = autoregress(toys.target(), toys.prompt(0), settings)
-    assert len(made.gaps) == len(made.tokens)
-    assert made.gaps == pytest.approx(alone.gaps, abs=1e-3)
 
 
 @pytest.mark.parametrize("prompts", [torch.tensor([[1, 2]]), [(1, 2)], "w1 w2", ["w1"], [[1], 2], [1.5]])
@@ -244,11 +165,6 @@ def test_prompts_and_settings(prompts: Any, settings: Any, words: str) -> None:
 def test_settings(values: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         RequestParams(**{"max_new_tokens": 4, "sampling": GREEDY, **values})
-
-
-def test_lengths_of_an_evaluation() -> None:
-    with pytest.raises(ValueError, match="tune=true lets answers end by themselves"):
-        eval_config(run="a", tune=True, min_new_tokens=9)
 
 
 def test_a_tree_that_the_context_cannot_hold_is_refused_in_a_batch_too() -> None:

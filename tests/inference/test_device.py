@@ -9,7 +9,6 @@ from inference.verification import device
 from inference.verification.device import Sampled
 from inference.verification.rng import (
     ACCEPT_KEY,
-    DRAFT_KEY,
     Draws,
     Samples,
     exponential_noise,
@@ -143,23 +142,6 @@ def test_what_is_drafted_says_nothing_of_other_drafts_coins_or_noise() -> None:
         for j, other in enumerate(columns[:i]):
             found, expected = torch.bincount(4 * one + other, minlength=16), count * dists[i][:, None] * dists[j]
             assert statistic(torch.stack([found, expected.flatten()])) < 45, (i, j)
-
-
-def test_a_batch_samples_what_every_sequence_samples_alone() -> None:
-    probs = torch.rand(3, 4, 50, generator=torch.Generator().manual_seed(0))
-    probs[1, :, 3:] = 0
-    alone = [Draws(seed_key(seed), 11, coupled=False).samples(CPU) for seed in range(3)]
-    key = torch.tensor([seed_key(seed) for seed in range(3)])
-    samples = Samples(hash_key(hash_key(key, DRAFT_KEY), 11))
-    for count in (1, 6, 2):
-        found = samples.sample_distinct(probs, count)
-        assert found.equal(
-            torch.cat([one.sample_distinct(row[None], count) for one, row in zip(alone, probs, strict=True)])
-        )
-        assert samples.sample(probs).equal(
-            torch.cat([one.sample(row[None]) for one, row in zip(alone, probs, strict=True)])
-        )
-    assert (samples.sample_distinct(probs, 6)[1, :, 3:] == -1).all()
 
 
 class Strict(Coins):

@@ -26,7 +26,6 @@ from inference.drafters.contrib.layer_skip import (
     drafting_cost,
     forecast,
     hill_climb,
-    load_skips,
     play,
     rate,
     record,
@@ -272,10 +271,3 @@ def test_the_search_beats_skipping_nothing_and_repeats_itself() -> None:
     assert found.attention or found.mlp
     assert rating.speed > rate(target.parts, Skips((), ()), texts(target), SETTINGS).speed
     assert rating == rate(target.parts, found, texts(target), SETTINGS)
-
-
-def test_a_file_survives_the_round_trip(tmp_path: Path) -> None:
-    target = toys.target()
-    kept = SkipFile(FORMAT, target.spec, [0, 2], [1], 4, 0.25, {"predicted_tau": 1.5})
-    save_skips(tmp_path / "deep" / "skips.json", kept)
-    assert load_skips(tmp_path / "deep" / "skips.json", target) == kept

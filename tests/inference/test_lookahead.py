@@ -92,11 +92,3 @@ def whole(sequences: set[tuple[int, ...]]) -> set[tuple[int, ...]]:
     """Leave out what another sequence begins with."""
     longer = {other[:size] for other in sequences for size in range(len(other))}
     return sequences - longer
-
-
-def test_the_pool_keeps_the_latest_of_a_token() -> None:
-    state = make("lookahead", toys.target(), guesses=2, ngram=3).start([0])
-    for ngram in ([1, 2, 3], [1, 4, 5], [1, 2, 3], [1, 6, 7], [2, 0, 0]):
-        state.collect(ngram)
-    assert list(state.pool[1]) == [(2, 3), (6, 7)]
-    assert list(state.pool[2]) == [(0, 0)]

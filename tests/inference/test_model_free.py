@@ -9,7 +9,7 @@ import torch
 from omegaconf import OmegaConf
 
 from heads.common.typed import build, typed
-from inference.decode import RequestParams, autoregress, speculate
+from inference.decode import RequestParams, speculate
 from inference.drafters.contrib.early_exit import EarlyExit
 from inference.drafters.contrib.layer_skip import LayerSkip
 from inference.drafters.host import DrafterState, HostDrafter
@@ -237,26 +237,6 @@ def test_both_sources_see_every_commit_and_both_forget() -> None:
     source.reset()
     assert head.calls == ["start", "update", "update", "forget"]
     assert lookup.calls == ["start", "update", "propose", "update", "forget"]
-
-
-def test_the_output_is_the_targets_and_both_sources_draft(monkeypatch: pytest.MonkeyPatch) -> None:
-    target, used = toys.target(), set()
-    head, lookup = toys.drafter("eagle", target, "dynamic"), make("suffix", target)
-    source, learn = Hybrid(Hybrid.Config(0.3, 0.3, {}), head, lookup, "hybrid"), HybridBatch.learn
-
-    def noted(self: HybridBatch, slot: int, *values: Any) -> None:
-        used.add(self.proposals[slot] is not None)
-        learn(self, slot, *values)
-
-    monkeypatch.setattr(HybridBatch, "learn", noted)
-    for sampling in (GREEDY, Sampling(0.8, 0, 1.0)):
-        prompts = [toys.prompt(seed) * 3 for seed in range(3)]
-        settings = [RequestParams(40, sampling, seed=seed) for seed in range(3)]
-        made = speculate(target, source, prompts, settings, batch_size=2)
-        expected = [autoregress(target, *one).tokens for one in zip(prompts, settings, strict=True)]
-        assert [one.tokens for one in made] == expected
-        assert used == {False, True}
-        used.clear()
 
 
 def test_lookups_and_sampled_drafts_are_verified_in_one_pass_each_by_its_rule() -> None:

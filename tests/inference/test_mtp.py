@@ -10,14 +10,11 @@ from torch import Tensor
 from transformers import DeepseekV3Config, DeepseekV3ForCausalLM, Glm4MoeConfig, Glm4MoeForCausalLM
 
 from heads.base import Features
-from inference.decode import RequestParams, autoregress, speculate
 from inference.drafters.mtp import MtpDrafter, load_mtp
 from inference.target.target import Target
-from inference.verification.sample import GREEDY
 from tests import drafting, families, toys
 from tests.families import own_module
 
-TOKENS = 24
 WIDTH, INNER, HEADS, GROUPS, HEAD = 32, 48, 4, 2, 8
 ROTARY = 1e-5  # transformers' rotary tables and norms are fp32 in every dtype
 
@@ -193,17 +190,6 @@ def test_a_layer_that_wants_more_is_refused(tmp_path: Path, name: str, said: str
     target = toys.target(name) if name in toys.ARCHITECTURES else families.target(name)
     own_module(target, tmp_path / "model.safetensors")
     assert said in refused(target, tmp_path)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["qwen3_next", "qwen3_5"])
-def test_a_module_drafts_chains_for_a_recurrent_target(tmp_path: Path, name: str) -> None:
-    target, settings = families.target(name), RequestParams(TOKENS, GREEDY)
-    own_module(target, tmp_path / "model.safetensors")
-    source = MtpDrafter(MtpDrafter.Config(str(tmp_path), toys.TREES["dynamic"]), target, "mtp")
-    assert source.tree == "chain-4"
-    text = speculate(target, source, toys.prompt(0), settings).tokens
-    assert text == autoregress(target, toys.prompt(0), settings).tokens
 
 
 SINGLE = 1e-4

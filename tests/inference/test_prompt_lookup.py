@@ -84,9 +84,3 @@ def test_the_index_finds_what_a_scan_finds(least: int, most: int, match: str) ->
             assert proposed(state, text) == expected
             found += bool(expected)
     assert found > 12
-
-
-def test_a_match_of_the_whole_text_is_no_match() -> None:
-    state = make("prompt_lookup", toys.target(), ngram_max=5).start([7])
-    assert proposed(state, [7]) == []
-    assert proposed(state, [7, 7]) == [7]

@@ -75,14 +75,6 @@ def test_rejected_nodes_renew_their_rows_and_the_last_of_equals_counts() -> None
     assert proposal.tree.token.tolist() == [2, 6, 7]
 
 
-def test_what_is_unknown_is_not_drafted() -> None:
-    source = make("recycling", toys.target(), candidates=2, paths=[[0], [1], [0, 0], [0, 1], [1, 0], [1, 0, 0]])
-    source.candidates = {1: [2, 3], 3: [1, 1]}
-    tree = source.start([1]).propose(Context([1], GREEDY, Draws(0, 0, coupled=False), 9)).tree
-    assert tree.token.tolist() == [1, 2, 3, 1, 2]
-    assert tree.parent.tolist() == [-1, 0, 0, 2, 3]
-
-
 def test_memory_keeps_candidates_across_requests_and_can_be_forgotten() -> None:
     prompt = toys.prompt(0, 9)
     for memory in (True, False):

@@ -82,12 +82,6 @@ def test_the_command_on_the_embedded_target_quantised() -> None:
     assert "12 tokens in 11 target passes" in plain(shown(config(*words)))
 
 
-def test_a_prompt_with_a_head_gives_the_same_text(target: Target, trained: Path) -> None:
-    text = shown(config(f"prompt='{PROMPT}'", f"run={trained}"))
-    assert plain(text).startswith(expected(target, [1, 2, 3, 4, 5]) + "\n")
-    assert "\x1b[35m" in text
-
-
 def test_three_lines_of_python_give_the_commands_text(target: Target, trained: Path) -> None:
     model, drafter = api.load(str(trained), "tree=chain", "tree.depth=2")
     assert (model, drafter.name) == (target, "head")
@@ -96,13 +90,6 @@ def test_three_lines_of_python_give_the_commands_text(target: Target, trained: P
     assert text == expected(target, [1, 2, 3, 4, 5]) == "".join(piece for piece, _ in pieces)
     assert {source for _, source in pieces} == set(generation.sources)
     assert api.generate(*api.load(), [1, 2, 3, 4, 5], config().request())[0] == text
-
-
-def test_the_tree_is_the_heads_own_but_for_what_is_given(target: Target, trained: Path) -> None:
-    drafter: Any = api.loaded(config(f"run={trained}"))[1]
-    assert drafter.policy == toys.TREES["dynamic"]
-    drafter = api.loaded(config(f"run={trained}", "tree=chain", "tree.depth=2"))[1]
-    assert (drafter.policy.kind, drafter.policy.depth) == ("chain", 2)
 
 
 def test_a_request_is_decoded_as_the_command_says() -> None:

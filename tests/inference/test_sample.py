@@ -4,7 +4,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 from transformers import (
     MinPLogitsWarper,
     RepetitionPenaltyLogitsProcessor,
@@ -15,8 +14,6 @@ from transformers import (
 
 from inference.verification.rng import Draws, Samples, seed_key
 from inference.verification.sample import GREEDY, Sampling, distribution, penalize
-from inference.verification.tree import DraftTree, chain
-from inference.verification.verify import RULES
 from tests import oracle
 
 
@@ -116,39 +113,8 @@ def test_all_is_a_function_of_the_key_and_of_the_position(coupled: bool) -> None
         assert all(ours != theirs for ours, theirs in zip(one, drawn(other), strict=True))
 
 
-def test_samples_keep_to_their_probabilities() -> None:
-    samples = Samples(torch.tensor([3]))
-    probs = torch.tensor([[[0.0, 0.5, 0.0, 0.5, 0.0]] * 3])
-    for tokens in samples.sample_distinct(probs, 4)[0].tolist():
-        assert sorted(tokens[:2]) == [1, 3]
-        assert tokens[2:] == [-1, -1]
-    every = samples.sample_distinct(PROBS[None], 200)[0].tolist()
-    assert all(sorted(tokens) == list(range(100)) for tokens in every)
-
-
 def test_coupled_noise_is_the_positions_whoever_reads_it() -> None:
     first, second = Draws(1, 5, coupled=True), Draws(1, 6, coupled=True)
     assert first.token(PROBS[:1], 2) == second.token(PROBS[:1], 1) != first.token(PROBS[:1], 1)
     assert first.noise(range(1, 3), PROBS).equal(second.noise(range(2), PROBS))
     assert oracle.Coins(1, 5).sample(PROBS[:1]) == [Draws(seed_key(1), 5, coupled=True).token(PROBS[:1], 1)]
-
-
-class Told(oracle.Coins):
-    """Accepts everything, and notes how deep below the root the next token is sampled."""
-
-    def accept(self, probability: float) -> bool:
-        return True
-
-    def sample(self, probs: Tensor, depth: int = 1) -> list[int]:
-        self.depth = depth
-        return [0] * len(probs)
-
-
-@pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("tokens", [[5], [5, 0], [5, 0, 0]])
-def test_the_next_token_is_sampled_at_its_own_position(rule: str, tokens: list[int]) -> None:
-    tree: DraftTree = chain(torch.tensor(tokens))
-    p = torch.tensor([[0.9, 0.1]] * len(tokens))
-    rng = Told(1, 4)
-    assert oracle.WALKS[rule](tree, p, p, rng) == (list(range(len(tokens))), 0)
-    assert rng.depth == len(tokens)

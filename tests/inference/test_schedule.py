@@ -56,13 +56,6 @@ def decoded(
     return [made[number] for number in range(len(requests))], taken
 
 
-def reference(
-    target: Target, source: HeadDrafter, prompt: list[int], settings: RequestParams, taken: Taken
-) -> Generation:
-    """Decode a prompt alone under the trees of its steps, by a head that takes in every row at once."""
-    return oracle.reference(target, source, prompt, settings, taken)
-
-
 @pytest.mark.parametrize(
     ("case", "static"),
     [
@@ -82,7 +75,7 @@ def test_drafts_after_a_pause_are_those_of_a_head_that_never_paused(case: str, s
     ]
     made, taken = decoded(target, source, requests, 4, static)
     for one, request, its in zip(made, requests, taken, strict=True):
-        assert facts(one) == facts(reference(target, source, *request, its))
+        assert facts(one) == facts(oracle.reference(target, source, *request, its))
         assert len(one.steps) == len(its)
         assert all(
             (step.drafted, step.rule) == (0, "none") for step, tree in zip(one.steps, its, strict=True) if not tree
@@ -115,7 +108,7 @@ def test_rows_that_waited_are_taken_in_as_many_as_a_ring_takes_at_once(
     assert max(calls) == SPARE
     assert 10 < calls[calls.index(SPARE) + 1] < SPARE
     for one, request, its in zip(made, requests, taken, strict=True):
-        assert facts(one) == facts(reference(target, source, *request, its))
+        assert facts(one) == facts(oracle.reference(target, source, *request, its))
 
 
 def test_a_paused_step_reads_once_and_moves_no_buffer(monkeypatch: pytest.MonkeyPatch) -> None:

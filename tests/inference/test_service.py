@@ -97,26 +97,6 @@ def test_swaps_between_steps_change_no_text(sampling: Sampling) -> None:
     assert sum(accepted) > 10, "the drafts were worth nothing, so that wrong ones would not show"
 
 
-def test_one_request_goes_on_and_the_next_ones_begin_with_the_new_drafter() -> None:
-    target = toys.target()
-    (prompt, *_), settings = requests(1, GREEDY)[0], RequestParams(30, GREEDY)
-    service, drafter, calls = Service(Baseline(target.device)), head("eagle", target, "dynamic"), 0
-
-    def on_text(*_: Any) -> None:
-        nonlocal calls
-        calls += 1
-        if calls == 10:
-            service.swap(drafter)
-
-    text, generation = api.generate(target, service, prompt, settings, on_text)
-    drafted = [step.drafted for step in generation.steps]
-    assert set(drafted[:8]) == {0}
-    assert min(drafted[10:-2]) > 0
-    again, generation = api.generate(target, service, prompt, settings)
-    assert again == text == api.generate(target, Baseline(target.device), prompt, settings)[0]
-    assert generation.steps[0].drafted > 0
-
-
 @pytest.mark.parametrize("name", [*toys.HEAD_CONFIGS])
 def test_a_state_that_is_made_of_the_text_drafts_as_one_that_grew_with_it(name: str) -> None:
     target = toys.target("llama", torch.float64)

@@ -6,7 +6,6 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -130,21 +129,6 @@ def test_what_is_sampled_otherwise_shares_the_batch() -> None:
     assert {step.rule for step in found[1].steps} - {"none"} == {"point_mass"}
 
 
-@pytest.mark.parametrize("tree", ["static", "dynamic", pytest.param("best_first", marks=pytest.mark.slow), "plain"])
-def test_what_is_ranked_without_noise_leaves_the_coupled_text(tree: str) -> None:
-    """Both follow the target's token under the noise of its position, and coupled drafts meet it more often."""
-    target = toys.target("llama", DOUBLE)
-    drafter = source("plain" if tree == "plain" else "eagle", tree, target)
-    accepted = {"auto": 0, "coupled": 0}
-    for seed in range(2):
-        request = toys.prompt(seed, 5), RequestParams(24, WARM, seed=seed)
-        made = {rule: speculate(target, drafter, request[0], replace(request[1], rule=rule)) for rule in accepted}
-        assert made["auto"].tokens == made["coupled"].tokens
-        accepted = {rule: count + sum(step.accepted for step in made[rule].steps) for rule, count in accepted.items()}
-    assert accepted["auto"] <= accepted["coupled"]
-    assert tree == "plain" or 0 < accepted["auto"] < accepted["coupled"]
-
-
 @contextmanager
 def reads(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """Note every read of a tensor's values by the host."""
@@ -199,21 +183,6 @@ def test_buffers_stay_where_they_are(head: str, tree: str, monkeypatch: pytest.M
     for _ in range(5):
         batch.step()
     assert addresses() == before
-
-
-def test_a_target_that_takes_no_masks_verifies_chains() -> None:
-    target, static = toys.target("llama", DOUBLE), []
-    request = (toys.prompt(1, 9), RequestParams(12, GREEDY))
-    expected = reference(target, source("eagle", "chain", target), *request)
-    try:
-        target.takes_trees = False
-        for drafter in (Baseline(target.device), source("eagle", "chain", target)):
-            static += in_static_shapes(target, drafter, [request])
-        with pytest.raises(ValueError, match="draft with tree=chain"):
-            speculate(target, source("eagle", "static", target), *request)
-    finally:
-        target.takes_trees = True
-    assert [found.tokens for found in static] == [expected.tokens] * 2
 
 
 def test_laps_on_a_device_are_read_once_it_has_passed_them(monkeypatch: pytest.MonkeyPatch) -> None:

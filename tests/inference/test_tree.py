@@ -13,7 +13,7 @@ from inference.protocol import Proposal, Roots
 from inference.verification import tree as trees
 from inference.verification.sample import GREEDY
 from inference.verification.tree import DraftTree
-from tests import oracle, toys
+from tests import toys
 from tests.inference.model_free import make
 
 #     0
@@ -31,11 +31,6 @@ def test_depth_positions_and_paths() -> None:
     assert trees.layout(TREE, 5)[0].tolist() == [5, 6, 6, 7, 7, 7, 8]
     assert trees.paths(TREE) == [[0, 1, 3], [0, 2, 4], [0, 2, 5, 6]]
     assert trees.children(TREE) == [[1, 2], [3], [4, 5], [], [], [6], []]
-
-
-def test_a_node_has_its_rank_among_its_siblings() -> None:
-    assert [oracle.ranks(TREE, path) for path in trees.paths(TREE)] == [(0, 0), (1, 0), (1, 1, 0)]
-    assert oracle.ranks(TREE, [0]) == ()
 
 
 def test_mask_is_prefix_and_lineage() -> None:
@@ -94,23 +89,11 @@ def test_a_tree_that_nobody_can_build_is_refused(kind: str, change: dict[str, An
     assert process_time() - before < 10  # OmegaConf alone would take half a minute
 
 
-def test_a_chain_is_a_tree_of_one_path() -> None:
-    tree = trees.chain(torch.tensor([7, 8, 9]))
-    assert (tree.token.tolist(), tree.parent.tolist()) == ([7, 8, 9], [-1, 0, 1])
-    assert [field.tolist() for field in trees.root(7, torch.device("cpu"))] == [[7], [-1]]
-
-
 @pytest.mark.parametrize(
     ("following", "count"), [([], 0), ([12, 15], 2), ([12, 15, 16, 0], 3), ([11, 14], 1), ([12, 14, 16], 2), ([13], 0)]
 )
 def test_a_text_agrees_with_a_path_of_the_tree(following: list[int], count: int) -> None:
     assert trees.agreed(TREE, following) == count
-
-
-def test_a_node_has_seen_what_stands_before_the_tree_and_on_its_path() -> None:
-    seen = oracle.seen_tokens(TREE, torch.arange(20) < 2)
-    lines = [[0], [0, 1], [0, 2], [0, 1, 3], [0, 2, 4], [0, 2, 5], [0, 2, 5, 6]]
-    assert [row.nonzero()[:, 0].tolist() for row in seen] == [[0, 1, *(10 + node for node in line)] for line in lines]
 
 
 def test_look_ahead_tokens_see_what_they_say_and_no_node_sees_them() -> None:

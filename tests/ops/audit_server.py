@@ -7,7 +7,6 @@ are vLLM's; a stream has an event a pass.
 import json
 import select
 import socket
-import threading
 from collections.abc import Iterator, Mapping
 from functools import cached_property
 from http.server import BaseHTTPRequestHandler
@@ -15,9 +14,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from tests.http_server import LocalServer
 from tests.ops.audit_decoding import OFTEN, Decoded, Engine, Step
 from tests.ops.audit_model import VOCAB, Grammar, Sampling, json_program, tokenize
-from tests.ops.endpoint_server import MODEL, Http, Pages, vllm_page
+from tests.ops.endpoint_server import MODEL, Pages, vllm_page
 
 CONTEXT = 16_384  # tokens of a prompt and its answer
 UNLIMITED = 256  # tokens of an answer without max_tokens
@@ -137,15 +137,12 @@ class AuditServer:
         self.url = ""
 
     def __enter__(self) -> "AuditServer":
-        self.http: Any = Http(("127.0.0.1", 0), Handler)
-        self.http.api = self
-        self.url = f"http://127.0.0.1:{self.http.server_address[1]}"
-        threading.Thread(target=self.http.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
+        self.http: Any = LocalServer(Handler).__enter__()
+        self.http.api, self.url = self, self.http.url
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.http.shutdown()
-        self.http.server_close()
+        self.http.__exit__()
 
     def models(self) -> dict[str, Any]:
         """Return the list of models."""

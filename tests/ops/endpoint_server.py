@@ -5,9 +5,11 @@ import threading
 from collections import Counter
 from collections.abc import Iterator
 from functools import partial
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from typing import Any
 from zlib import crc32
+
+from tests.http_server import Connection, LocalServer
 
 MODEL = "served"
 DEPTH = 3  # of every draft
@@ -31,24 +33,8 @@ def passes(key: str, decoded: int) -> list[int]:
     return found
 
 
-class Http(ThreadingHTTPServer):
-    """Connections on a free port of this machine."""
-
-    daemon_threads = True
-    request_queue_size = 128
-
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        """A client that went away is no news."""
-
-
-class Pages(BaseHTTPRequestHandler):
+class Pages(Connection, BaseHTTPRequestHandler):
     """A connection that answers with whole pages."""
-
-    protocol_version = "HTTP/1.1"
-    disable_nagle_algorithm = True
-
-    def log_message(self, *_: Any) -> None:
-        """Keep quiet."""
 
     def body(self) -> dict[str, Any]:
         """Return a request's body."""
@@ -65,7 +51,7 @@ class Pages(BaseHTTPRequestHandler):
         self.wfile.write(data)
 
 
-class Served(Http):
+class Served(LocalServer):
     """The server.
 
     Attributes:
@@ -80,8 +66,7 @@ class Served(Http):
     """
 
     def __init__(self, engine: str = "vllm", drafts: bool = True, detailed: bool = False, stream: bool = True) -> None:
-        super().__init__(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self.server_address[1]}"
+        super().__init__(Handler)
         self.engine, self.drafts, self.detailed, self.stream = engine, drafts, detailed, stream
         self.words: Any = words
         self.before: Any = lambda _: None
@@ -90,18 +75,7 @@ class Served(Http):
         self.bodies: list[dict[str, Any]] = []
         self.headers: list[Any] = []
         self.counts: Counter[str] = Counter()
-        self.lock = threading.Lock()
         self.together = self.most = 0
-        self.over = threading.Event()
-
-    def __enter__(self) -> "Served":
-        threading.Thread(target=self.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.over.set()
-        self.shutdown()
-        self.server_close()
 
     def page(self) -> str:
         """Return the metrics page."""
@@ -175,7 +149,7 @@ def sglang_page(counts: Counter[str], drafts: bool) -> str:
     return "\n".join(lines) + "\n"
 
 
-class Handler(Pages):
+class Handler(Pages, BaseHTTPRequestHandler):
     """One connection."""
 
     server: Served

@@ -4,17 +4,17 @@ import base64
 import hashlib
 import json
 import re
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
 import pytest
 from huggingface_hub import constants
+
+from tests.http_server import Connection, LocalServer
 
 TOKEN = "hf_" + "a1" * 17
 READER = "hf_" + "b2" * 17  # may only read
@@ -62,14 +62,11 @@ def blob(data: bytes) -> str:
     return hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest()
 
 
-class Hub(ThreadingHTTPServer):
+class Hub(LocalServer):
     """The server and all that it keeps."""
 
-    daemon_threads = True
-
     def __init__(self) -> None:
-        super().__init__(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self.server_address[1]}"
+        super().__init__(Handler)
         self.repos: dict[str, Repo] = {}
         self.blobs: dict[str, bytes] = {}
         self.requests: list[str] = []
@@ -77,17 +74,6 @@ class Hub(ThreadingHTTPServer):
         self.faults: list[Fault] = []
         self.watch: Callable[[str], None] = lambda _: None  # is told of each request before it is answered
         self.damage: str | None = None  # a file that downloads with one byte changed
-
-    def __enter__(self) -> "Hub":
-        threading.Thread(target=self.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.shutdown()
-        self.server_close()
-
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        """A client that went away is no news."""
 
     def fault(self, request: str) -> str | int | None:
         """Return what goes wrong with a request."""
@@ -98,15 +84,11 @@ class Hub(ThreadingHTTPServer):
         return None
 
 
-class Handler(BaseHTTPRequestHandler):
+class Handler(Connection):
     """Answers by the path."""
 
-    protocol_version = "HTTP/1.1"
     server: Hub
     mute = False
-
-    def log_message(self, format: str, *args: Any) -> None:
-        """Keep the tests' output clean."""
 
     def route(self) -> None:
         """Read the body, then let the endpoint answer."""

@@ -186,14 +186,10 @@ def test_a_70b_that_does_not_fit_says_what_to_change(words: list[str], given: st
     ("words", "named"),
     [
         (["model.placement=tensor_parallel"], "shares the target among processes, and there is one"),
-        (["model.placement=fsdp"], "shares the target among processes, and there is one"),
-        (["model.placement=tensor_parallel", "model.tensor_parallel=3", "launcher=ddp"], "does not divide the 8"),
         (["model.placement=tensor_parallel", "launcher=ddp", "launcher.num_processes=16"], "the 8 key-value heads"),
         (["model.placement=device_map", "model.devices=[1,2]", "launcher=ddp"], "has 2 devices for 8 processes"),
         (["model.placement=offload", "device=cpu"], "give model.offload=disk"),
-        (["model.placement=fsdp", "model.quantize=int8", "launcher=ddp"], "cannot shard or move quantised weights"),
         (["head=mtp", "objective.depths=3", "init=checkpoint", "model.placement=offload"], "give init=last_layer"),
-        (["model.placement=offload", "model.adapter=some"], "is merged into whole weights on one device"),
     ],
 )
 def test_what_would_not_load_is_not_planned(words: list[str], named: str) -> None:

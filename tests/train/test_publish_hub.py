@@ -34,20 +34,6 @@ def standing(hub: Hub, private: bool = True) -> Repo:
     return repo
 
 
-def test_a_new_head_is_one_private_commit(run: Path, hub: Hub, capsys: pytest.CaptureFixture[str]) -> None:
-    publish(config(run, tag="v1"), HfApi())
-    repo = hub.repos[REPO]
-    assert repo.private
-    assert set(repo.files) == WHOLE
-    assert len(repo.commits) == 2, "the Hub's first, and one of ours"
-    assert repo.tags == {"v1": repo.head}
-    (commit,) = (i for i, each in enumerate(hub.requests) if re.match(COMMIT, each))
-    assert max(i for i, each in enumerate(hub.requests) if each.startswith("PUT")) < commit, "large files come first"
-    line = capsys.readouterr().out.splitlines()[-1]
-    assert line.startswith(f"published as {REPO} at {repo.head[:8]}, tag v1, downloaded again and equal in every file")
-    assert line.endswith("τ was not verified: the run holds no prompts.jsonl")
-
-
 def test_an_update_is_one_commit_and_keeps_what_is_not_ours(run: Path, hub: Hub) -> None:
     repo = standing(hub)
     repo.commit({**repo.files, "report.md": b"old", "plots/old.png": b"old", "plans/x.md": b"mine"})

@@ -6,16 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import wandb
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from inference.phase_timer import PhaseTimer
 from tests.train import jobs
 from tests.train.jobs import resolved
 from train import trackers as tracking
 from train.run import train
-from train.step import PARTS, seconds_of
+from train.step import PARTS
 from train.trackers import Tracker, numbers
 
 
@@ -188,15 +186,3 @@ def test_trackers_get_the_final_numbers_and_the_report(tmp_path: Path, monkeypat
     written = next(folder.glob("run-*.wandb")).read_bytes()
     for expected in ("eval/final_tau", "eval/final_lossless/identical", "eval/lossless", *tracking.REPORT):
         assert expected.encode() in written
-
-
-def test_the_parts_of_a_steps_time_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    times = iter([0.0, 1.0, 3.0, 6.0, 100.0, 104.0])
-    monkeypatch.setattr("time.perf_counter", lambda: next(times))
-    phase_timer = PhaseTimer(torch.device("cpu"))
-    for part in (None, "data", "target", "head"):
-        phase_timer.mark(part)
-    assert seconds_of(phase_timer, 0.5) == dict.fromkeys(PARTS, 0) | {"data": 1.5, "target": 1.5, "head": 3}
-    phase_timer.mark(None)  # what lies between is of no part
-    phase_timer.mark("other")
-    assert seconds_of(phase_timer, 9.0) == dict.fromkeys(PARTS, 0) | {"other": 4}
