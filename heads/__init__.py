@@ -41,11 +41,11 @@ HEADS = {
     "block": Block, "peagle": PEagle,
 }  # fmt: skip
 BEST, AUTO = "best", "auto"
-# What an engine loads of `head=best`, with the options that it asks for (heads/formats/published/ has the proof).
+# The engines of `engine=`, each with the options that SERVED needs to be loaded there.
 ENGINES: dict[str, dict[str, Any]] = {
     "vllm": {}, "sglang": {}, "trtllm": {}, "llamacpp": {"feature_norm": False, "norm_output": False},
 }  # fmt: skip
-SERVED = "eagle3"  # the head that all of ENGINES load
+SERVED = "eagle3"  # head=best where an engine is named: all of them load it
 
 
 def best_line(cfg: DictConfig) -> str | None:
