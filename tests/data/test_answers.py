@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from data.answers.engine import Engine, drafter_of
-from data.answers.files import Worker, write_answers
+from data.answers.files import Worker, source_of, write_answers
 from data.config import DataConfig
 from data.text.records import Record, parse
 from data.text.template import encode, render
@@ -206,6 +206,29 @@ def test_a_target_without_template_writes_plain_text(
     (sample,) = load_samples(config(str(tmp_path / "a.jsonl")), bare)
     assert all(sample.loss_mask)
     assert bare.decode(sample.token[:-1]) == line["text"]
+
+
+def test_what_shapes_the_prompts_tells_them_apart(write: Callable[..., str], config: Callable[..., DataConfig]) -> None:
+    folder = Path(write({"text": "a"}, name="a.jsonl")).parent
+    paths, told = (str(folder / "a.jsonl"), str(folder), str(folder / "*.jsonl")), list[Any]()
+    for text in ("a", "a", "b"):
+        write({"text": text}, name="a.jsonl")
+        told.append([source_of(config(path)) for path in paths])
+    assert told[0] == told[1]
+    assert all(one != other for one, other in zip(*told[1:], strict=True))
+    assert source_of(config(write({"text": "b"}, name="other"))) == source_of(config(paths[0]))
+    two = ["me/hub", "me/other"]
+    told = [
+        source_of(config(path, **changed))
+        for path, changed in (
+            (two, {}), (two[::-1], {}), ("me/hub", {}), ("me/other", {}), ("me/hub", {"split": "test"}),
+            ("me/hub", {"held_out": 2}), ("me/hub", {"held_out": 3}), ("me/hub", {"seed": 9}),
+            ("me/hub", {"streaming": True, "limit": 1}),
+            (two, {"weights": [1.0, 2.0]}), (two, {"weights": [2.0, 1.0]}),
+        )
+    ]  # fmt: skip
+    assert all(one != other for i, one in enumerate(told) for other in told[:i])
+    assert source_of(config("me/hub", held_out=2, prompts="p")) == source_of(config("me/hub", prompts="p"))
 
 
 @pytest.mark.slow
