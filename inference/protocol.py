@@ -75,8 +75,7 @@ class Context(NamedTuple):
 
     No node or look-ahead token may be deeper than `max_draft_depth`: there the target's context or the answer ends.
     `cache` holds the target's entries before the last token. Only a drafter that drafts with the target itself writes
-    to
-    it: entries behind the committed ones, which it drops again, or hands on as `Proposal.first_layers`.
+    to it: entries behind the committed ones, which it drops again, or hands on as `Proposal.first_layers`.
     """
 
     token: list[int]

@@ -24,7 +24,7 @@ from heads.common.ranges import LARGEST
 from heads.common.rope import positions_of
 from heads.common.untrusted import entries, parse_json, regular, shown
 
-DEEP = 20  # layers of a target beside which one decoder layer for each drafted token is cheap
+DEEP = 20  # layers of a target next to which one decoder layer for each drafted token is cheap
 SHARE = 10  # head=best trains at most one SHARE-th of the target's parameters
 UNBOUNDED = 2**31  # the context length if the configuration gives none
 MOST_PARTS = 2_000  # layers and other modules built one by one: more than any existing target has
@@ -38,7 +38,7 @@ UNFIT = (
     OSError, ValueError, LookupError, TypeError, AttributeError, ImportError, RuntimeError, ArithmeticError,
     AssertionError, MemoryError, StrictDataclassError, SafetensorError,
 )  # fmt: skip
-TOWERS = ("vision_config", "audio_config")  # keys beside `text_config` in a multimodal checkpoint
+TOWERS = ("vision_config", "audio_config")  # keys next to `text_config` in a multimodal checkpoint
 # The models that text towers are where transformers has no causal LM of them: without images their positions are plain.
 TOWER_TYPES = {
     "qwen3_vl_text": {"model_type": "qwen3"},
@@ -77,7 +77,7 @@ def read_target_config(path: str, trust_remote_code: bool, cached_alone: bool = 
 
 
 def has_text_tower(values: dict[str, Any]) -> bool:
-    """Whether a config.json belongs to a multimodal checkpoint, with images or sound beside text."""
+    """Whether a config.json belongs to a multimodal checkpoint, with images or sound next to text."""
     return isinstance(values.get("text_config"), dict) and any(values.get(tower) for tower in TOWERS)
 
 

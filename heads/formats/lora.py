@@ -97,8 +97,8 @@ def adapter_files(base: str, before: Mapping[str, Tensor], after: Mapping[str, T
         if change.ndim != 2 or not name.endswith(".weight"):
             raise ValueError(f"base={base}: {name} differs from the run's, and is no matrix that LoRA adapts")
         left, sizes, right = torch.svd_lowrank(change, min(rank, *change.shape), niter=4)
-        sizes, lacking = sizes.sqrt(), rank - len(sizes)  # pads a smaller matrix: peft needs one rank for all
-        up, down = pad(left * sizes, (0, lacking)), pad(right * sizes, (0, lacking)).T
+        sizes, padding = sizes.sqrt(), rank - len(sizes)  # pads a smaller matrix: peft needs one rank for all
+        up, down = pad(left * sizes, (0, padding)), pad(right * sizes, (0, padding)).T
         if float((change - up @ down).norm()) > ROUNDED * float(change.norm()):
             raise ValueError(
                 f"base={base}: {name} differs from the run's by more than rank {rank}: not what it adapted"

@@ -17,7 +17,7 @@ PREFIX = re.compile(r"^(speculator|medusa_heads?|model)\.")  # prefixes that tra
 
 
 def is_published(folder: Path) -> bool:
-    """Return whether a folder holds a head of another project: weights beside a foreign config.json."""
+    """Return whether a folder holds a head of another project: weights next to a foreign config.json."""
     try:
         ours = "format" in config_of(folder)
     except ValueError:
@@ -44,7 +44,7 @@ def config_of(folder: Path) -> dict[str, Any]:
 
 
 def names_of(folder: Path) -> set[str]:
-    """Return the tensor names without prefix; a pickle beside safetensors is ignored.
+    """Return the tensor names without prefix; a pickle next to safetensors is ignored.
 
     Raises:
         ValueError: a file is missing, truncated or damaged, or there are only pickles.

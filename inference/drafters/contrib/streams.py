@@ -1,4 +1,4 @@
-"""Speculative streams (Bhendawade et al., arXiv 2402.11131) beside a frozen target: the module, and the drafter.
+"""Speculative streams (Bhendawade et al., arXiv 2402.11131) next to a frozen target: the module, and the drafter.
 
 Behind a node of a pass stand its streams, one position further each. Where the top `layers` decoder layers begin,
 stream j takes on the node's hidden state plus a learned embedding of j. In these layers low-rank adapters (LoRA, arXiv
