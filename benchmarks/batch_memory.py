@@ -52,7 +52,8 @@ def main() -> None:
     device = torch.device(asked.device)
     model = LlamaForCausalLM(LlamaConfig(**SHAPE)).to(device)
     target = Target(model, AutoTokenizer.from_pretrained(ROOT / "examples" / "tiny"), "random")
-    values = yaml.safe_load((ROOT / "conf" / "head" / "eagle3.yaml").read_text(encoding="utf-8"))["head"]
+    values = yaml.safe_load((ROOT / "conf" / "head" / "eagle3.yaml").read_text(encoding="utf-8"))
+    del values["training"]
     config = head_config(values | {"length": 512, "draft_vocab": None, "feature_layers": [0, 1, 2]})
     head = HEADS["eagle3"](config, target.embeddings).to(device).eval()
     drafter = HeadDrafter(head, TreeConfig("dynamic", 4, 4, 16, [], []), "eagle3")

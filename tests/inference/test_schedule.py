@@ -82,7 +82,7 @@ def test_drafts_after_a_pause_are_those_of_a_head_that_never_paused(case: str, s
         )
     switched = [sum(a is not b for a, b in itertools.pairwise(its)) for its in taken]
     assert max(switched) > 1
-    assert sum(step.accepted for one in made for step in one.steps) > 5
+    assert sum(step.accepted for one in made for step in one.steps) >= 5
     assert any(toys.lively(one.tokens) for one in made)
 
 
