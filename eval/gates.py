@@ -84,7 +84,7 @@ def agreement(target: Target, runs: Runs) -> dict[str, dict[str, Any]]:
 
 PREFIXES = 2  # texts after which tokens are sampled
 CANDIDATES = 12  # texts considered for them
-TOGETHER = 16  # sequences that stand at a prefix in one step of the engine, where there is memory for so many
+TOGETHER = 16  # sequences that stand at a prefix in one step of the engine, where memory allows
 
 
 class Prefix(NamedTuple):
@@ -259,7 +259,7 @@ def _samples(
     target: Target, drafter: Drafter, prefix: Prefix, settings: RequestParams, seeds: str, count: int
 ) -> list[int]:
     """Return first tokens as the engine emits them by the rule in use; `seeds` is the key of all randomness."""
-    with suppress(torch.OutOfMemoryError, ValueError):  # the allocator, or the batch, may refuse so many
+    with suppress(torch.OutOfMemoryError, ValueError):  # the allocator, or the batch, may refuse this many
         if target.takes_trees and (sampled := _stepped(target, drafter, prefix, settings, seeds, count, TOGETHER)):
             return sampled
     return _stepped(target, drafter, prefix, settings, seeds, count, 1)

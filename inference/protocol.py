@@ -194,7 +194,7 @@ class DraftBatch(Protocol):
         return
 
     def move(self, drafter: int, slot: int, length: int) -> None:
-        """Move the last sequence, which has so many rows, to a vacant slot."""
+        """Move the last sequence, with `length` rows, to a vacant slot."""
         return
 
     def begin(self, contexts: Sequence[Context | None], longest: int) -> None:

@@ -30,7 +30,7 @@ class RequestParams:
         rule: a key of `inference.verification.verify.RULES`, or auto for the one that accepts most of each draft.
         lossy: whether the rule may change the target's distribution.
         passes: whether to keep what the target's passes computed.
-        min_new_tokens: before so many, an end of the answer has no probability.
+        min_new_tokens: tokens before which an end of the answer has no probability.
 
     Raises:
         ValueError: an unknown rule, or a lossy one that is not allowed; max_new_tokens below 1, or min_new_tokens not

@@ -27,7 +27,7 @@ from rich.panel import Panel
 from rich.text import Text
 
 from eval.measures.losslessness import gate
-from eval.measures.metrics import acceptance, paired_interval
+from eval.measures.metrics import acceptance, over, paired_interval, speed
 from heads.common.command import ROOT
 from heads.common.errors import user_errors
 from heads.common.typed import typed
@@ -68,11 +68,6 @@ class Side:
         return len(self.answer.tokens) - 1, self.seconds
 
 
-def speed(pairs: list[tuple[int, float]]) -> float:
-    """Return tokens per second over all questions."""
-    return sum(tokens for tokens, _ in pairs) / max(sum(seconds for _, seconds in pairs), 1e-9)
-
-
 @torch.inference_mode()
 def main(model: str, head: str = str(HERE / "head"), dtype: str = "auto") -> None:
     """Answer all questions with both sides; print the texts, the speedup with its interval, and what differs."""
@@ -89,7 +84,7 @@ def main(model: str, head: str = str(HERE / "head"), dtype: str = "auto") -> Non
         panels = []
         for side in sides:
             lines = target.tokenizer.decode(side.answer.tokens, skip_special_tokens=True).splitlines()[-LINES:]
-            title = f"{side.name}, {speed([side.decoded]):.0f} tokens/s"
+            title = f"{side.name}, {speed([side.decoded]) or 0:.0f} tokens/s"
             panels.append(Panel(Text("\n".join(lines)), title=title, height=LINES + 2, width=console.width // 2 - 1))
         return Columns(panels)
 
@@ -113,14 +108,18 @@ def main(model: str, head: str = str(HERE / "head"), dtype: str = "auto") -> Non
     low, high = paired_interval(pairs, alone_pairs, seed=0) or (float("nan"),) * 2
     console.print(
         f"\n{len(questions)} questions: {speed(alone_pairs):.1f} tokens/s alone, {speed(pairs):.1f} with the head: "
-        f"{speed(pairs) / speed(alone_pairs):.2f}x [{low:.2f}, {high:.2f}], "
+        f"{over(pairs, alone_pairs):.2f}x [{low:.2f}, {high:.2f}], "
         f"{acceptance(answers[1]).tau:.2f} tokens per pass of the target; {counts['identical']} texts are the same, "
         f"{counts['near_tie']} part at a near tie of two logits, {counts['failed']} are wrong",
         soft_wrap=True,
         highlight=False,
     )
+    if counts["failed"]:
+        raise SystemExit(1)
 
 
 if __name__ == "__main__":
+    if len(sys.argv) < 2:
+        raise SystemExit(__doc__)
     with user_errors():
         main(*sys.argv[1:])

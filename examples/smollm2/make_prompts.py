@@ -78,5 +78,7 @@ def main(model: str, out: str, *files: str) -> None:
 
 
 if __name__ == "__main__":
+    if len(sys.argv) < 3:
+        raise SystemExit(__doc__)
     with user_errors():
         main(*sys.argv[1:])

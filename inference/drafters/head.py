@@ -74,7 +74,7 @@ class HeadBatch(DraftBatch):
         self.choose(1)
 
     def choose(self, running: int) -> None:
-        """Choose the tree for so many sequences."""
+        """Choose the tree for a number of running sequences."""
         self.policy = self.schedule.at(running)
         self.deepest = 0 if self.policy is None else min(self.policy.deepest, self.head.max_depth)
         self.chain, self.tree_key = self.policy is None or self.policy.kind == "chain", id(self.policy)
@@ -139,7 +139,7 @@ class HeadBatch(DraftBatch):
 
     @torch.inference_mode()
     def move(self, from_slot: int, slot: int, length: int) -> None:
-        """Move the last sequence, which has so many rows, to a vacant slot."""
+        """Move the last sequence, with `length` rows, to a vacant slot."""
         assert self.buffers is not None
         if self.cache is not None:  # what moves are all rows that there are
             self.hold(max(self.cache.longest, length))

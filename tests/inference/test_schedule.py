@@ -71,7 +71,7 @@ def test_drafts_after_a_pause_are_those_of_a_head_that_never_paused(case: str, s
     target, (sampling, rule) = toys.target("llama", DOUBLE), WAYS[way]
     source = drafter(name, target, SWITCHING)
     requests = [
-        (toys.prompt(i, 3 + 5 * i), RequestParams(5 + (17 * i) % 29, sampling, seed=i, rule=rule)) for i in range(8)
+        (toys.prompt(i, 3 + 5 * i), RequestParams(5 + (17 * i) % 29, sampling, seed=i, rule=rule)) for i in range(12)
     ]
     made, taken = decoded(target, source, requests, 4, static)
     for one, request, its in zip(made, requests, taken, strict=True):
@@ -82,7 +82,7 @@ def test_drafts_after_a_pause_are_those_of_a_head_that_never_paused(case: str, s
         )
     switched = [sum(a is not b for a, b in itertools.pairwise(its)) for its in taken]
     assert max(switched) > 1
-    assert sum(step.accepted for one in made for step in one.steps) >= 5
+    assert sum(step.accepted for one in made for step in one.steps) > 5
     assert any(toys.lively(one.tokens) for one in made)
 
 

@@ -31,12 +31,7 @@ FORMATS: dict[str, Writers] = {
     "hydra": {"hydra": hydra.authors},
     "dflash": {"block": dflash.engines},
 }
-READERS = (
-    "vllm",
-    "sglang",
-    "trtllm",
-    "speculators",
-)  # the formats that are named for the readers of their common folder
+READERS = ("vllm", "sglang", "trtllm", "speculators")  # formats named for the readers of their common folder
 
 
 def check(head: nn.Module, engine: str, served: TargetFacts) -> None:
