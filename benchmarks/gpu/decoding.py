@@ -92,7 +92,7 @@ def step(bench: Bench, kind: str, size: int, context: int, way: str) -> list[Row
     first = [once(batch.step, bench.device) for _ in range(WARM)]
     count = 3 if bench.toy else MEASURED
     spent = [once(batch.step, bench.device) for _ in range(count)]
-    taken = [step for sequence in batch.running for step in sequence.request.generation.steps[-count:]]
+    taken = [step for request in batch.running for step in request.generation.steps[-count:]]
     assert len(taken) == count * shape[0], "no sequence has ended"
     mean, guess = sum(spent) / count, estimate(kind, size, context, way)
     parts = {"draft": "draft_s", "verify": "verify_s", "other": "other_s"}
