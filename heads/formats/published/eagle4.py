@@ -21,10 +21,16 @@ CLASS = EngineClass(["LlamaForCausalLMEagle4"], "llama", {})
 def read(source: PublishedHead, embeddings: Embeddings) -> TensorMapping:
     """Return the plan that maps the tensors."""
     plan = eagle3.read(source, embeddings, sliding=True)
-    said: dict[str, Any] = source.config.get("efficient_lm_head_config") or {}
-    if said.get("type", "low_rank") != "low_rank":
-        raise source.refusal(f"a candidate head of another kind (efficient_lm_head_config.type={said['type']})")
-    config = {**plan.config, "candidates": said.get("num_candidates"), "candidate_rank": source.tensor(UP).shape[1]}
+    candidate_head: dict[str, Any] = source.config.get("efficient_lm_head_config") or {}
+    if candidate_head.get("type", "low_rank") != "low_rank":
+        raise source.refusal(
+            f"a candidate head of another kind (efficient_lm_head_config.type={candidate_head['type']})"
+        )
+    config = {
+        **plan.config,
+        "candidates": candidate_head.get("num_candidates"),
+        "candidate_rank": source.tensor(UP).shape[1],
+    }
     return plan._replace(head="eagle4", config=config, rename=lambda name: OURS.get(name) or plan.rename(name))
 
 
