@@ -197,9 +197,10 @@ def engines(source: Export) -> ExportedHead:
 
 
 def authors(source: Export) -> ExportedHead:
-    """Export the head for the authors' code, which has one layer and three fixed feature layers.
+    """Export the head for the authors' code or for OpenVINO, which have one layer and the features of three.
 
-    Options that their code does not support are refused.
+    OpenVINO reads the layers from its converted file, where format=openvino writes them, and a missing d2t as memory
+    happens to be. The authors' code has fixed layers. Options that the two do not support are refused.
     """
     source.refuse(
         layers=1,
@@ -211,10 +212,20 @@ def authors(source: Export) -> ExportedHead:
         norm_output=False,
     )
     outputs, order = source.outputs()
-    if outputs != (fixed := default_layers(EAGLE3_LAYERS, source.embeddings.num_layers)):
+    fixed, size = default_layers(EAGLE3_LAYERS, source.embeddings.num_layers), source.draft_vocab()
+    config = source.engine_config(CLASS, 1) | {"bias": False, "draft_vocab_size": size}
+    tensors = _tensors(source, MIDDLE, order)
+    if source.format_name == "openvino":
+        if len(outputs) != EAGLE3_LAYERS:
+            raise source.refusal(
+                f"feature_layers={outputs}", "and OpenVINO reads three; leave head.feature_layers null"
+            )
+        config["eagle_config"] = {STATES: outputs}
+        whole = {OFFSETS: torch.zeros(size, dtype=torch.long), KNOWN: torch.ones(size, dtype=torch.bool)}
+        return ExportedHead(config, whole | tensors)
+    if outputs != fixed:
         raise source.refusal(f"feature_layers={outputs}", f"and the authors' code reads {fixed}, whatever is said")
-    config = source.engine_config(CLASS, 1) | {"bias": False, "draft_vocab_size": source.draft_vocab()}
-    return ExportedHead(config, _tensors(source, MIDDLE, order))
+    return ExportedHead(config, tensors)
 
 
 def _tensors(source: Export, first: str, order: list[int]) -> dict[str, Tensor]:
