@@ -55,7 +55,7 @@ def converted(run_with: Callable[..., Path], tmp_path_factory: pytest.TempPathFa
     root = tmp_path_factory.mktemp("openvino")
 
     def convert(words: list[str], converter: bool = False) -> Path:
-        out = root / f"{len(words)}-{words[-1]}"
+        out = root / "-".join(words).replace("=", "-")
         if not out.exists():
             said = [f"run={run_with(*words)}", "repo=me/tiny", "format=openvino", "dtype=float32", "dry_run=true"]
             path = PATH if converter else "/usr/bin:/bin"

@@ -9,20 +9,18 @@ import torch
 from gguf import GGUFWriter
 from huggingface_hub import HfApi
 from torch import nn
-from transformers import AutoModelForCausalLM
 
 from heads import HEADS
 from heads.common.resolvers import ROOT
 from heads.common.typed import typed
 from heads.formats.hub import kind_of, load_found, resolve_head
 from heads.formats.store import TargetSpec, save_head
-from inference.target.embeddings import TargetEmbeddings
 from inference.target.embeddings_only import EmbeddingsOnly
-from tests import families, toys
+from tests import toys
 from tests.train.publishing import VALUES
 from train.publish import PublishConfig, publish
 from train.release import folder
-from train.release.folder import assert_plain
+from train.release.folder import assert_served
 
 TARGET = ROOT / "examples" / "tiny"
 LAYER = {**toys.LAYER, "length": None}
@@ -126,17 +124,9 @@ def test_another_targets_gguf_is_refused_before_the_head_is_written(
         publish(config(made, "gguf", gguf=str(tmp_path / "other")), HfApi())
 
 
-@pytest.mark.parametrize(
-    ("name", "named"),
-    [("gemma4", "embedding is scaled"), ("falcon_h1", "logits have a bias, a cap or a scale")],
-)
-def test_a_target_whose_ends_are_more_than_tables_is_refused(name: str, named: str) -> None:
-    with torch.device("meta"):
-        embeddings = TargetEmbeddings(AutoModelForCausalLM.from_config(families.config(name)))
-    with pytest.raises(ValueError, match=f"target: its {named}, .*publish without format"):
-        assert_plain(embeddings, "target")
-    assert_plain(toys.target().embeddings, "target")
-    capped = TargetEmbeddings(toys.target().model)
-    capped.softcap = 5.0
-    with pytest.raises(ValueError, match="its logits have a bias, a cap or a scale"):
-        assert_plain(capped, "target")
+def test_a_head_that_engines_would_feed_otherwise_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    head = toys.head("block", toys.target())
+    assert_served(head, "target")
+    monkeypatch.setattr(head.embeddings, "beyond_tables", lambda: ["a scaled embedding"])
+    with pytest.raises(ValueError, match=r"target: the target has a scaled embedding, .*head=block; publish without"):
+        assert_served(head, "target")
