@@ -170,7 +170,7 @@ class Toy:
             levels = [drafting.extend(one, None, rows, token[1:])[1] for one in (head, again.float())]
             if torch.allclose(levels[0].logits, levels[1].logits, atol=1e-4):
                 good.append(engine)
-        return ", ".join(good) or f"{REFUSED}: {why}"
+        return "all" if len(good) == len(ENGINES) else ", ".join(good) or f"{REFUSED}: {why}"
 
 
 def job(overrides: list[str]) -> None:
