@@ -9,11 +9,10 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from heads import ENGINES, HEADS
-from heads.formats.published import load_published, mimo
-from heads.formats.published.export import FORMATS, check, export, refusals, unserved
+from heads.formats.published import load_published
+from heads.formats.published.export import FORMATS, check, export, unserved
 from heads.modules.layers import LayerSpec
 from tests import families, toys
 from tests.heads import foreign
@@ -314,14 +313,6 @@ def test_a_limit_beyond_the_vocabulary_is_none(kind: str, form: str, tmp_path: P
         assert (tmp_path / "limit" / name).read_bytes() == (tmp_path / "none" / name).read_bytes()
 
 
-def test_targets_whose_layers_sglang_counts_otherwise_are_refused(tmp_path: Path) -> None:
-    said = {**SAID, "architectures": ["DeepseekV3ForCausalLM"]}
-    head = made("eagle3", feature_layers=[2, 4, 6])
-    with pytest.raises(ValueError, match="SGLang counts those of DeepseekV3ForCausalLM as we do only from layer 1"):
-        exported(head, "sglang", tmp_path, config=said)
-    exported(made("eagle3", feature_layers=[1, 4, 6]), "sglang", tmp_path, config=said)
-
-
 def test_a_target_that_rotates_a_part_is_refused_where_its_positions_are_taken(tmp_path: Path) -> None:
     said = {**SAID, "rope_parameters": {**SAID["rope_parameters"], "partial_rotary_factor": 0.5}}
     with pytest.raises(ValueError, match=r"vLLM takes the target's partial_rotary_factor=0\.5; .*format=sglang"):
@@ -337,14 +328,6 @@ def test_an_mtp_module_has_the_targets_eps_where_vllm_takes_it(tmp_path: Path) -
     with pytest.raises(ValueError, match=r"norm_eps 1e-05, and vLLM takes the target's, 0\.001"):
         exported(made("mtp"), "vllm", tmp_path / "other", config=other)
     exported(made("mtp"), "sglang", tmp_path / "other", config=other)
-
-
-def test_the_readers_that_do_not_take_a_head_are_named_with_their_reason() -> None:
-    reasons = refusals(made("mtp", qk_norm=True), served())
-    assert reasons == {"sglang": "the head has qk_norm=true, which the format cannot say"}
-    assert refusals(made("medusa"), served()) == {}
-    assert mimo.overrides({"qk_norm": True}) == {"num_nextn_predict_layers": 1, "qk_norm": True}
-    assert mimo.overrides({}) == {"num_nextn_predict_layers": 1}
 
 
 def test_an_unknown_format_is_refused(tmp_path: Path) -> None:
@@ -390,17 +373,6 @@ def test_a_value_that_only_the_exported_dtype_cannot_hold_is_found(tmp_path: Pat
     with pytest.raises(ValueError, match=r"fc\.weight holds values that are not finite; no export in torch\.float16"):
         exported(head, "vllm", tmp_path / "head", dtype=torch.float16)
     assert list(tmp_path.iterdir()) == []
-
-
-def test_weights_are_written_in_the_dtype_asked_for(tmp_path: Path) -> None:
-    dtype = torch.bfloat16
-    folder = exported(made("eagle3", feature_layers=None), "vllm", tmp_path, dtype=dtype)
-    tensors = load_file(folder / "model.safetensors")
-    others = {"d2t": torch.int64, "t2d": torch.bool}
-    assert {name: tensor.dtype for name, tensor in tensors.items()} == {
-        name: others.get(name, dtype) for name in tensors
-    }
-    assert json.loads((folder / "config.json").read_text())["torch_dtype"] == str(dtype).split(".")[1]
 
 
 def test_a_block_whose_slots_hold_a_token_stays_one_that_engines_serve(tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 One head is converted with its target by publishing, the others by the commands that publishing says.
 """
 
-import os
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -29,12 +28,6 @@ PATH = f"{INTEL / 'bin'}:/usr/bin:/bin"
 TOKENS = 96
 WHOLE = ["eagle3", "head.feature_norm=false", "head.norm_output=false", "head.draft_vocab=null"]
 PRUNED, DFLASH = ["eagle3", *PLAIN], ["block", *SAID["dflash"]]
-
-
-def tree(depth: int, branching: int, nodes: int) -> tuple[dict[str, int], TreeConfig]:
-    """Return the options of OpenVINO's tree and our tree."""
-    said = {"num_assistant_tokens": nodes, "tree_depth": depth, "branching_factor": branching}
-    return said, TreeConfig("dynamic", depth, branching, nodes, [], [])
 
 
 @pytest.fixture(scope="module")
@@ -63,8 +56,7 @@ def converted(run_with: Callable[..., Path], tmp_path_factory: pytest.TempPathFa
             todo = [line for line in printed.splitlines() if line.startswith(("optimum-cli", "sed"))]
             assert len(todo) == (0 if converter else 3 - (words is DFLASH))
             for line in todo[1:]:
-                environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-                environment |= {"PATH": PATH, "HF_HUB_OFFLINE": "1"}
+                environment = {"HOME": str(root), "PATH": PATH, "HF_HUB_OFFLINE": "1"}
                 subprocess.run(["/bin/bash", "-c", line], check=True, capture_output=True, env=environment)
         return out
 
@@ -72,19 +64,17 @@ def converted(run_with: Callable[..., Path], tmp_path_factory: pytest.TempPathFa
 
 
 @pytest.mark.parametrize(
-    ("words", "options", "drafted"),
-    [
-        (WHOLE, {"num_assistant_tokens": 3}, chain(3)),
-        (WHOLE, *tree(3, 2, 6)),
-        (WHOLE, *tree(4, 3, 12)),
-        (PRUNED, {"num_assistant_tokens": 3}, chain(3)),
-        (DFLASH, {"num_assistant_tokens": 6}, chain(6)),  # its whole block, whose slots see each other
-    ],
-)
+    ("words", "depth", "branching", "nodes"),
+    [(WHOLE, 3, 0, 3), (WHOLE, 3, 2, 6), (WHOLE, 4, 3, 12), (PRUNED, 3, 0, 3), (DFLASH, 6, 0, 6)],
+)  # of DFlash the whole block, whose slots see each other
 def test_openvino_writes_the_same_text_in_as_many_passes(
-    words: list[str], options: dict[str, int], drafted: TreeConfig, target: Target,
+    words: list[str], depth: int, branching: int, nodes: int, target: Target,
     texts: list[tuple[list[int], list[int]]], converted: Callable[..., Path], monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
+    drafted, options = chain(depth), {"num_assistant_tokens": nodes}
+    if branching:
+        drafted = TreeConfig("dynamic", depth, branching, nodes, [], [])
+        options |= {"tree_depth": depth, "branching_factor": branching}
     models, folder = Path(f"{converted(WHOLE, True)}-openvino"), converted(words, words is WHOLE)
     job: dict[str, Any] = {"target": str(models / "target"), "prompts": [prompt for prompt, _ in texts]}
     job |= {"head": f"{folder}-openvino/head", "tokens": TOKENS, "options": options}

@@ -46,19 +46,14 @@ def resolve(cfg: DictConfig) -> RunConfig:
         run = resolve_micro_batch(resolve_placement(run))
         check_memory(run)
     if run.engine is not None and run.init in STARTS:
-        check_engine(run, run.engine)
+        target = configuration(run.model)
+        with torch.device("meta"):
+            head: Any = HEADS[run.head.name](run.head, embeddings_of(target.get_text_config(), torch.float32))
+        facts = TargetFacts(run.model.path, target.to_dict(), torch.bfloat16, 1)
+        export.check(head, run.engine, facts, target_shape(run.model).beyond)
     if best := best_line(cfg):
         say(best)
     return run
-
-
-def check_engine(run: RunConfig, engine: str) -> None:
-    """Refuse a head that an engine cannot load, by the configurations of head and target."""
-    config = configuration(run.model)
-    with torch.device("meta"):
-        head: Any = HEADS[run.head.name](run.head, embeddings_of(config.get_text_config(), torch.float32))
-    facts = TargetFacts(run.model.path, config.to_dict(), torch.bfloat16, 1)
-    export.check(head, engine, facts, target_shape(run.model).beyond)
 
 
 def with_processes(run: RunConfig) -> RunConfig:
