@@ -49,7 +49,6 @@ from tests.inference.test_decode import Oracle
 from tests.train import jobs
 from train import sweep
 from train.planning.resolve import resolve
-from train.release.folder import assert_plain
 from train.run import train
 
 MARKS = "<!-- benchmarks/targets.py -->", "<!-- end -->"
@@ -151,7 +150,6 @@ class Toy:
 
     def exports(self) -> str:
         """Write an EAGLE-3 head for each engine and read it back; return those whose logits are the same."""
-        assert_plain(self.target.embeddings, str(self.folder))  # as publishing does
         config = {"name": "eagle3", **toys.HEAD_CONFIGS["eagle3"], "length": None, "feature_layers": [0, 1]}
         torch.manual_seed(2)
         head: Any = HEADS["eagle3"](HEADS["eagle3"].Config(**config), self.target.embeddings)
@@ -172,7 +170,7 @@ class Toy:
             levels = [drafting.extend(one, None, rows, token[1:])[1] for one in (head, again.float())]
             if torch.allclose(levels[0].logits, levels[1].logits, atol=1e-4):
                 good.append(engine)
-        return ", ".join(good) or f"{REFUSED}: {why}"
+        return "all" if len(good) == len(ENGINES) else ", ".join(good) or f"{REFUSED}: {why}"
 
 
 def job(overrides: list[str]) -> None:

@@ -43,11 +43,13 @@ HEADS = {
     "block": Block, "peagle": PEagle, "eagle4": Eagle4,
 }  # fmt: skip
 BEST, AUTO = "best", "auto"
-# The engines of `engine=`, each with the options that SERVED needs to be loaded there.
-ENGINES: dict[str, dict[str, Any]] = {
-    "vllm": {}, "sglang": {}, "trtllm": {}, "llamacpp": {"feature_norm": False, "norm_output": False},
+# The engines of `engine=`, each with the head that `head=best` becomes there, and the options that it needs.
+SERVED: dict[str, Any] = {"name": "eagle3"}
+WITHOUT_NORMS = {**SERVED, "feature_norm": False, "norm_output": False}  # which are EAGLE-3.1's
+ENGINES = {
+    "vllm": SERVED, "sglang": SERVED, "trtllm": SERVED, "llamacpp": WITHOUT_NORMS, "openvino": WITHOUT_NORMS,
+    "transformers": {"name": "mlp"},
 }  # fmt: skip
-SERVED = "eagle3"  # head=best where an engine is named: all of them load it
 
 
 def best_line(cfg: DictConfig) -> str | None:
@@ -60,8 +62,9 @@ def best_line(cfg: DictConfig) -> str | None:
     if name != BEST:
         return None
     if engine := cfg.get("engine"):
-        options = "".join(f" head.{key}={str(value).lower()}" for key, value in ENGINES.get(engine, {}).items())
-        return f"head=best: {SERVED}{options}, which {engine} loads"
+        (_, kind), *options = ENGINES[engine].items()
+        said = "".join(f" head.{key}={str(value).lower()}" for key, value in options)
+        return f"head=best: {kind}{said}, which {engine} loads"
     return "head=best: {}, {}".format(*best_head(cfg.model.path, cfg.model.shape, cfg.model.trust_remote_code))
 
 
@@ -79,10 +82,11 @@ def with_head(cfg: DictConfig) -> DictConfig:
     OmegaConf.set_struct(cfg, False)
     name = cfg.head.name
     if name == BEST:
-        name, options = SERVED, ENGINES.get(cfg.get("engine"), {})
-        if not cfg.get("engine"):
-            name, _ = best_head(cfg.model.path, cfg.model.shape, cfg.model.trust_remote_code)
-        cfg.head = OmegaConf.merge(OmegaConf.load(ROOT / "conf" / "head" / f"{name}.yaml"), options)
+        if engine := cfg.get("engine"):
+            options = ENGINES.get(engine, SERVED)  # an unknown one is refused where the configuration is typed
+        else:
+            options = {"name": best_head(cfg.model.path, cfg.model.shape, cfg.model.trust_remote_code)[0]}
+        cfg.head = OmegaConf.merge(OmegaConf.load(ROOT / "conf" / "head" / f"{options['name']}.yaml"), options)
     training: Any = OmegaConf.to_container(cfg.head.pop("training", OmegaConf.create()), resolve=False)
     for section, values in training.items():
         for key, value in values.items() if section in cfg else ():

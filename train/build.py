@@ -52,7 +52,7 @@ from train.distributed import processes
 from train.distributed.control import on_main
 from train.distributed.processes import RunLock
 from train.loop import KeptHead, Loop
-from train.planning.check import check_out, clear_out, ordinary_mask, reads_target, unserved
+from train.planning.check import check_out, clear_out, ordinary_mask, reads_target
 from train.planning.plan import alone_on_cpu, in_words
 from train.rollouts import Rollouts
 from train.start import AUTO, STARTS, adapt, fit_init, init_head, resolve_init
@@ -144,7 +144,8 @@ def build(run: RunConfig, accelerator: Accelerator, lock: RunLock) -> Loop:
     config, init = resolve_init(init, run.head, target)
     head: Any = init_head(config, init, target, run.base).to(accelerator.device)
     if run.engine is not None:
-        export.check(head, run.engine, TargetFacts(run.model.path, target.config.to_dict(), torch.bfloat16, 1))
+        facts = TargetFacts(run.model.path, target.config.to_dict(), torch.bfloat16, 1)
+        export.check(head, run.engine, facts, target.embeddings.beyond_tables())
     for module in head.modules():
         if isinstance(module, Recomputing):
             module.recompute = run.trainer.recompute
@@ -180,7 +181,7 @@ def build(run: RunConfig, accelerator: Accelerator, lock: RunLock) -> Loop:
         )
         placed = None if alone_on_cpu(run) else in_words(run)
         mask = ordinary_mask(getattr(run.head, "mask_token", None), target.embeddings.vocab_size, target.tokenizer)
-        for line in filter(None, (unserved(run.model.path, target.embeddings.beyond_tables()), mask, placed)):
+        for line in filter(None, (export.unserved(head.config, target.embeddings.beyond_tables()), mask, placed)):
             Console().print(line, highlight=False, soft_wrap=True, markup=False)
 
     on_main(accelerator, begin)

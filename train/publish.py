@@ -22,9 +22,13 @@ from heads.common.errors import keeping
 from heads.common.files import last_good
 from heads.common.typed import typed
 from heads.common.untrusted import visible
-from train.release.config import CHECKPOINT, PublishConfig
-from train.release.folder import FILES, copy_with_head, write_folder
+from heads.formats.hub import resolve_head, target_path
+from heads.formats.published.files import config_of
+from heads.formats.store import read_config
+from train.release.config import CHECKPOINT, OPENVINO, PublishConfig
+from train.release.folder import FILES, copy_with_head, write_folder, write_format
 from train.release.hub import SHORT, downloaded, files_of, push, repository, set_tag
+from train.release.openvino import convert
 from train.release.trial import Trial, begin
 
 __all__ = ["PublishConfig", "publish"]
@@ -40,7 +44,7 @@ def publish(config: PublishConfig, api: HfApi, say: Callable[[str], object] = pr
     run = Path(config.run).expanduser()
     out = Path(config.out).expanduser() if config.out else run / "publish"
     if not last_good(run / "head").is_dir():
-        raise ValueError(f"run={run}: it holds no head/; give the folder of a run, trained to its first evaluation")
+        return rewritten(config, out, say)
     if not config.dry_run and not (api.token or get_token()):
         raise ValueError(f"{config.repo}: no token for the Hub; run `hf auth login`, set HF_TOKEN or dry_run=true")
     if config.format == CHECKPOINT:
@@ -50,6 +54,9 @@ def publish(config: PublishConfig, api: HfApi, say: Callable[[str], object] = pr
         say(f"vLLM: {shlex.join(['vllm', 'serve', str(out), '--speculative-config', speculative])}")
         return out
     shown = write_folder(run, out, config)
+    if config.format == OPENVINO:
+        model = read_config(last_good(run / "head"))["target"]["name"]
+        convert(out, shown["served"], config.target or target_path(model), say)
     say(f"{out}: {', '.join(files_of(out))}")
     say(f"how to serve it: {out / 'README.md'}")
     for remark in (shown["warning"], *shown["drawbacks"]):
@@ -83,6 +90,20 @@ def publish(config: PublishConfig, api: HfApi, say: Callable[[str], object] = pr
         set_tag(config.repo, config.tag, commit, api)
     tagged = f", tag {config.tag}" if config.tag else ""
     say(f"published as {config.repo} at {commit[:SHORT]}{tagged}, {checked}")
+    return out
+
+
+def rewritten(config: PublishConfig, out: Path, say: Callable[[str], object]) -> Path:
+    """Write a published head, such as another project's, in a format, without a card; refuse to upload it."""
+    if None in (config.format, config.target, config.out) or not config.dry_run:
+        raise ValueError(
+            f"run={config.run}: it holds no head/; give the folder of a run, trained to its first evaluation, or a "
+            "published head with format, target, out and dry_run=true"
+        )
+    write_format(resolve_head(config.run), config, str(config.target), None, out)
+    say(f"{out}: {', '.join(files_of(out))}")
+    if config.format == OPENVINO:
+        convert(out, config_of(out), str(config.target), say)
     return out
 
 

@@ -44,17 +44,18 @@ class TargetEmbeddings(nn.Module):
                 "and no head is built for both: draft without a head, for example with drafter=suffix"
             )
 
-    def beyond_tables(self) -> str | None:
-        """Return what the target does besides reading its embedding and lm_head tables (scaling, soft cap), or None.
+    def beyond_tables(self) -> list[str]:
+        """Return what the target does besides reading the tables of its embedding and lm_head.
 
         The classes tell, so the weights may be on the meta device.
         """
-        if type(self.embedding).forward is not nn.Embedding.forward:
-            return "its embedding is scaled"
-        plain = type(self.lm_head).forward is nn.Linear.forward and self.lm_head.bias is None
-        if plain and self.factor == 1 and self.softcap is None:
-            return None
-        return "its logits have a bias, a cap or a scale"
+        linear = type(self.lm_head).forward is nn.Linear.forward
+        done = {
+            "a scaled embedding": type(self.embedding).forward is not nn.Embedding.forward,
+            "a bias of its logits": not linear or self.lm_head.bias is not None,
+            "a scale or cap of its logits": self.factor != 1 or self.softcap is not None,
+        }
+        return [what for what, present in done.items() if present]
 
     def embed(self, token: Int[Tensor, "*n"]) -> Float[Tensor, "*n D"]:
         """Return the input embeddings."""

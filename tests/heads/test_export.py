@@ -9,13 +9,12 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from heads import ENGINES, HEADS
-from heads.formats.published import load_published, mimo
-from heads.formats.published.export import FORMATS, check, export, refusals
+from heads.formats.published import load_published
+from heads.formats.published.export import FORMATS, check, export, unserved
 from heads.modules.layers import LayerSpec
-from tests import toys
+from tests import families, toys
 from tests.heads import foreign
 from tests.heads.exporting import SAID, TOKENS, assert_same, chain, exported, made, served, target, told
 from tests.heads.stub import head as stub
@@ -80,6 +79,10 @@ CASES = {
     "EAGLE-3 authors": Case("eagle3", OWN_PLACE, "eagle", partial(foreign.eagle3, engine="authors")),
     "EAGLE-4": Case("eagle4", {**OWN_PLACE, "candidates": 9}, "eagle4", SGLANG),
     "EAGLE-4 without its candidate head": Case("eagle4", OWN_PLACE, "vllm", foreign.eagle3),
+    "EAGLE-3 OpenVINO": Case("eagle3", OWN_PLACE, "openvino", partial(foreign.eagle3, engine="authors")),
+    "EAGLE-3 OpenVINO whole": Case(
+        "eagle3", {**OWN_PLACE, "draft_vocab": None}, "openvino", partial(foreign.eagle3, engine="authors")
+    ),
     "P-EAGLE vLLM": Case("peagle", {"feature_layers": [5, 1, 3]}, "vllm", foreign.peagle),
     "P-EAGLE speculators": Case(
         "peagle", {"embedding": "own", "feature_norm": False, "joint_norm": True, "feature_layers": [5, 1, 3]},
@@ -107,6 +110,7 @@ CASES = {
         frozenset(f"lm_heads.{i}.{kind}" for i in range(4) for kind in ("weight", "bias")),
     ),
     "DFlash": Case("block", BLOCK, "dflash", foreign.dflash),
+    "DFlash OpenVINO": Case("block", BLOCK, "openvino", foreign.dflash),
     "DFlash causal": Case("block", {**BLOCK, "causal": True}, "sglang", foreign.dflash),
     "EAGLE-3 of llama.cpp": Case("eagle3", {**OWN_PLACE, "joint_norm": True}, "gguf", foreign.eagle3),
     "DSpark of llama.cpp": Case("block", DSPARK, "gguf", foreign.dflash),
@@ -210,6 +214,10 @@ def test_every_format_and_head_is_tried() -> None:
         ("eagle3", {"feature_norm": True}, "eagle", "feature_norm=true"),
         ("eagle3", {"norm_output": True}, "eagle", "norm_output=true"),
         ("eagle3", {"feature_layers": [1, 2, 4]}, "eagle", r"authors' code reads \[1, 3, 4\]"),
+        ("eagle3", {"feature_norm": True}, "openvino", "feature_norm=true, .*head.feature_norm=false"),
+        ("eagle3", {"feature_layers": [1, 2]}, "openvino", r"\[1, 2\], and OpenVINO reads three"),
+        ("block", {**BLOCK, "causal": True}, "openvino", "causal=true, .*head.causal=false"),
+        ("block", {**BLOCK, "markov_rank": 4}, "openvino", "markov_rank=4"),
         ("eagle", {}, "vllm", "bias of fc, .*head.bias=false"),
         ("eagle", {"lm_head": "own"}, "sglang", "lm_head=own, .*head.lm_head=shared"),
         ("eagle", {"draft_vocab": 30}, "vllm", "draft_vocab=30, .*head.draft_vocab=null"),
@@ -259,7 +267,42 @@ def test_what_a_format_cannot_say_is_refused(
     assert list(tmp_path.iterdir()) == []
     if form in ENGINES:  # before it is trained
         with pytest.raises(ValueError, match=f"^engine={form}: .*{told}"):
-            check(made(kind, **options), form, served())
+            check(made(kind, **options), form, served(), [])
+
+
+def test_transformers_decodes_with_heads_whose_code_is_published() -> None:
+    check(made("mlp"), "transformers", served(), ["a scaled embedding"])
+    with pytest.raises(ValueError, match=r"^engine=transformers: no code of ours decodes there with eagle3; .*mlp"):
+        check(made("eagle3"), "transformers", served(), [])
+
+
+@pytest.mark.parametrize(
+    ("family", "kind", "options", "form", "reading"),
+    [
+        ("gemma3", "eagle3", {"feature_layers": [0, 1]}, "vllm", foreign.eagle3),
+        ("granite", "eagle3", {"feature_layers": [0, 1], "lm_head": "shared"}, "vllm", foreign.eagle3),
+        ("gemma4", "peagle", {"feature_layers": [0, 1]}, "vllm", foreign.peagle),
+        ("gemma3", "mtp", {}, "sglang", foreign.mimo),
+        ("gemma2", "eagle", {"bias": False}, "sglang", partial(foreign.eagle, bias=True)),
+    ],
+)
+def test_a_scaled_embedding_and_scaled_logits_change_no_draft_of_an_engine(
+    family: str, kind: str, options: dict[str, Any], form: str, reading: Callable[..., Any], tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """They read the plain tables; without eps, which a scale changes, the logits are the same but for a cap."""
+    of = families.target(family)
+    monkeypatch.setattr("tests.heads.exporting.target", lambda: of)
+    head = made(kind, norm_eps=1e-12, **options)
+    folder = exported(head, form, tmp_path / "head", config=of.config.to_dict())
+    theirs, ours = reading(folder, told(), TOKENS[1:], 3), chain(head, 3)
+    if of.embeddings.softcap is not None:
+        theirs = [of.embeddings.softcap * torch.tanh(logits / of.embeddings.softcap) for logits in theirs]
+    assert_same(theirs, ours)
+    assert unserved(head.config, of.embeddings.beyond_tables()) is None
+    assert set(of.embeddings.beyond_tables()) - {"a bias of its logits"}
+    block = made("block", feature_layers=[0, 1], markov_rank=4).config
+    assert "with head=block" in str(unserved(block, of.embeddings.beyond_tables()))
 
 
 @pytest.mark.parametrize(
@@ -270,14 +313,6 @@ def test_a_limit_beyond_the_vocabulary_is_none(kind: str, form: str, tmp_path: P
     exported(made(kind, draft_vocab=None), form, tmp_path / "none")
     for name in ("config.json", "model.safetensors"):
         assert (tmp_path / "limit" / name).read_bytes() == (tmp_path / "none" / name).read_bytes()
-
-
-def test_targets_whose_layers_sglang_counts_otherwise_are_refused(tmp_path: Path) -> None:
-    said = {**SAID, "architectures": ["DeepseekV3ForCausalLM"]}
-    head = made("eagle3", feature_layers=[2, 4, 6])
-    with pytest.raises(ValueError, match="SGLang counts those of DeepseekV3ForCausalLM as we do only from layer 1"):
-        exported(head, "sglang", tmp_path, config=said)
-    exported(made("eagle3", feature_layers=[1, 4, 6]), "sglang", tmp_path, config=said)
 
 
 def test_a_target_that_rotates_a_part_is_refused_where_its_positions_are_taken(tmp_path: Path) -> None:
@@ -295,14 +330,6 @@ def test_an_mtp_module_has_the_targets_eps_where_vllm_takes_it(tmp_path: Path) -
     with pytest.raises(ValueError, match=r"norm_eps 1e-05, and vLLM takes the target's, 0\.001"):
         exported(made("mtp"), "vllm", tmp_path / "other", config=other)
     exported(made("mtp"), "sglang", tmp_path / "other", config=other)
-
-
-def test_the_readers_that_do_not_take_a_head_are_named_with_their_reason() -> None:
-    reasons = refusals(made("mtp", qk_norm=True), served())
-    assert reasons == {"sglang": "the head has qk_norm=true, which the format cannot say"}
-    assert refusals(made("medusa"), served()) == {}
-    assert mimo.overrides({"qk_norm": True}) == {"num_nextn_predict_layers": 1, "qk_norm": True}
-    assert mimo.overrides({}) == {"num_nextn_predict_layers": 1}
 
 
 def test_an_unknown_format_is_refused(tmp_path: Path) -> None:
@@ -348,17 +375,6 @@ def test_a_value_that_only_the_exported_dtype_cannot_hold_is_found(tmp_path: Pat
     with pytest.raises(ValueError, match=r"fc\.weight holds values that are not finite; no export in torch\.float16"):
         exported(head, "vllm", tmp_path / "head", dtype=torch.float16)
     assert list(tmp_path.iterdir()) == []
-
-
-def test_weights_are_written_in_the_dtype_asked_for(tmp_path: Path) -> None:
-    dtype = torch.bfloat16
-    folder = exported(made("eagle3", feature_layers=None), "vllm", tmp_path, dtype=dtype)
-    tensors = load_file(folder / "model.safetensors")
-    others = {"d2t": torch.int64, "t2d": torch.bool}
-    assert {name: tensor.dtype for name, tensor in tensors.items()} == {
-        name: others.get(name, dtype) for name in tensors
-    }
-    assert json.loads((folder / "config.json").read_text())["torch_dtype"] == str(dtype).split(".")[1]
 
 
 def test_a_block_whose_slots_hold_a_token_stays_one_that_engines_serve(tmp_path: Path) -> None:

@@ -450,11 +450,3 @@ def test_a_whole_model_is_no_head(tmp_path: Path) -> None:
     tensors = {f"model.layers.{i}.self_attn.q_proj.weight": torch.zeros(2, 2) for i in range(9)}
     message = refusal(publish(tmp_path, tensors, {"architectures": ["LlamaForCausalLM"]}))
     assert "of no published head known here: dflash, peagle, eagle4, eagle3, eagle, medusa, hydra, mlp" in message
-
-
-def test_what_is_not_published(tmp_path: Path) -> None:
-    assert not is_published(tmp_path)
-    (tmp_path / "config.json").write_text("{")
-    assert not is_published(tmp_path)
-    (tmp_path / "config.json").write_text("{}")
-    assert not is_published(tmp_path)  # no weights

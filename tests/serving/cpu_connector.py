@@ -29,8 +29,5 @@ class CpuHiddenStatesConnector(ExampleHiddenStatesConnector):
 
     def _submit_async_write(self, pending: Any) -> None:
         empty = torch.empty_like
-        with (
-            patch.object(torch.cuda, "Event", Done),
-            patch.object(torch, "empty_like", lambda x, **_: empty(x)),
-        ):
+        with patch.object(torch.cuda, "Event", Done), patch.object(torch, "empty_like", lambda x, **_: empty(x)):
             super()._submit_async_write(pending)

@@ -13,7 +13,10 @@ TARGET = ROOT / "examples" / "tiny"
 HERE = Path(__file__).parent
 
 
-def asked(script: str, job: dict[str, Any], newest: str | None = None, hub: dict[str, str] | None = None) -> Any:
+def asked(
+    script: str, job: dict[str, Any], newest: str | None = None, hub: dict[str, str] | None = None,
+    environment: Path = ENVIRONMENT,
+) -> Any:  # fmt: skip
     """Return a script's answer to a job.
 
     Args:
@@ -21,15 +24,16 @@ def asked(script: str, job: dict[str, Any], newest: str | None = None, hub: dict
         job: what it reads.
         newest: the engine whose newest Python files it imports; None for the installed ones.
         hub: the environment by which the Hub is found; None for no Hub.
+        environment: of the Python that runs it.
     """
-    python = ENVIRONMENT / "bin" / "python"
+    python = environment / "bin" / "python"
     assert python.exists(), "there is no environment for the engines: make test-serving makes it"
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    environment |= {"HF_HUB_OFFLINE": "1"} if hub is None else hub
+    variables = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    variables |= {"HF_HUB_OFFLINE": "1"} if hub is None else hub
     if newest is not None:
-        environment["PYTHONPATH"] = str(ENVIRONMENT / "newest" / newest)
+        variables["PYTHONPATH"] = str(ENVIRONMENT / "newest" / newest)
     done = subprocess.run(
-        [python, HERE / script], input=json.dumps(job), capture_output=True, text=True, env=environment, check=False
+        [python, HERE / script], input=json.dumps(job), capture_output=True, text=True, env=variables, check=False
     )
     assert done.returncode == 0, done.stderr[-4000:]
     return json.loads(done.stdout.splitlines()[-1])

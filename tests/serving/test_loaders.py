@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from eval.measures.serving import config_of
 from heads.formats.published import mimo
@@ -136,36 +136,9 @@ def test_speculators_fills_every_tensor(name: str, speculators: dict[str, Any], 
     assert speculators[name] == {"class": CLASSES[HEADS[name][0]], "unfilled": [], "drafted": drafted(folders[name])}
 
 
-def test_a_tensor_that_is_missing_is_seen_and_one_too_many(folders: dict[str, Path], tmp_path: Path) -> None:
-    """Both engines load such files: what these tests see, nobody would be told."""
-    tensors = load_file(folders["eagle3"] / "model.safetensors")
-    less, more = tmp_path / "less-eagle3", tmp_path / "more-eagle3"
-    lacking = {name: tensor for name, tensor in tensors.items() if "hidden_norm" not in name}
-    for folder, held in ((less, lacking), (more, {**tensors, "extra.weight": tensors["norm.weight"].clone()})):
-        folder.mkdir()
-        save_file(held, folder / "model.safetensors")
-        (folder / "config.json").write_text((folders["eagle3"] / "config.json").read_text())
-    job = [{"folder": str(folder), "method": "eagle3", "tokens": 3} for folder in (less, more)]
-    first, second = asked("load_vllm.py", {"target": str(TARGET), "heads": job}, newest="vllm")["heads"]
-    assert first["unfilled"] == [EMBEDDING, "model.layers.0.hidden_norm.weight"]
-    assert "extra" in second["refused"]
-    job = {"target": str(TARGET), "heads": [str(less)]}
-    (found,) = asked("load_sglang.py", job, newest="sglang")["heads"]
-    assert found["unfilled"] == [EMBEDDING, "model.layers.0.hidden_norm.weight"]
-
-
 def test_vllm_takes_a_schedule_as_it_was_measured(folders: dict[str, Path]) -> None:
     said = config_of([(1, 15, 3), (16, 31, 1), (32, 32, 0)])
     job = {"folder": str(folders["eagle3"]), "method": "eagle3", "tokens": said["num_speculative_tokens"]}
     job["schedule"] = said["num_speculative_tokens_per_batch_size"]
     (found,) = asked("load_vllm.py", {"target": str(TARGET), "heads": [job]}, newest="vllm")["heads"]
     assert found.get("drafted", [found])[1:] == [3] * 15 + [1] * 16 + [0] * 33
-
-
-def test_the_newest_vllm_has_no_medusa(tmp_path: Path) -> None:
-    """As the card of a Medusa head says; the last version that serves one is tried in test_served.py."""
-    folder = exported(made("medusa"), "vllm", tmp_path / "medusa")
-    job = {"target": str(TARGET), "heads": [{"folder": str(folder), "method": "medusa", "tokens": 4}]}
-    (found,) = asked("load_vllm.py", job, newest="vllm")["heads"]
-    assert "medusa" in found["refused"]
-    assert "'eagle3'" in found["refused"]

@@ -17,7 +17,6 @@ from tests.heads.stub import TinyEnds, same
 from tests.train.hub_server import TOKEN, Hub
 from tests.train.publishing import EVERYTHING, REPO, config, medusa
 from train.publish import main, publish
-from train.release.folder import portable
 from train.release.hub import files_of
 
 
@@ -119,10 +118,3 @@ def test_a_folder_with_something_of_its_own_is_not_replaced(run: Path, tmp_path:
         with pytest.raises(ValueError, match=told):
             publish(config(run, dry_run=True, out=str(folder)), HfApi(), str)
         assert mine.read_text() == "mine"
-
-
-def test_a_home_at_the_root_leaves_addresses_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Path, "home", lambda: Path("/"))
-    assert portable("https://host/x") == "https://host/x"
-    monkeypatch.setattr(Path, "home", lambda: Path("/home/me"))
-    assert portable(f"{ROOT}/conf /home/me/x") == "conf ~/x"

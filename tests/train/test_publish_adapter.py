@@ -95,14 +95,6 @@ def test_an_adapter_counts_for_alpha_over_its_rank(alpha: int, tmp_path: Path) -
     torch.testing.assert_close(merged, before + alpha / RANK * change)
 
 
-def test_a_matrix_narrower_than_the_rank_has_factors_of_that_rank() -> None:
-    before = {"confidence.weight": torch.zeros(1, 8)}
-    files = lora.adapter_files(BASE, before, {"confidence.weight": torch.ones(1, 8)}, RANK)
-    up, down = (load(files[lora.WEIGHTS])[f"{lora.PREFIX}confidence.{name}"] for name in (lora.UP, lora.DOWN))
-    assert (up.shape, down.shape) == ((1, RANK), (RANK, 8))
-    torch.testing.assert_close(up @ down, torch.ones(1, 8))
-
-
 def test_a_whole_model_for_a_base_is_refused_before_it_is_downloaded(
     run: Path, hub: Hub, target: EmbeddingsOnly
 ) -> None:

@@ -9,20 +9,18 @@ import torch
 from gguf import GGUFWriter
 from huggingface_hub import HfApi
 from torch import nn
-from transformers import AutoModelForCausalLM
 
 from heads import HEADS
 from heads.common.resolvers import ROOT
 from heads.common.typed import typed
 from heads.formats.hub import kind_of, load_found, resolve_head
 from heads.formats.store import TargetSpec, save_head
-from inference.target.embeddings import TargetEmbeddings
 from inference.target.embeddings_only import EmbeddingsOnly
-from tests import families, toys
+from tests import toys
 from tests.train.publishing import VALUES
 from train.publish import PublishConfig, publish
 from train.release import folder
-from train.release.folder import assert_plain
+from train.release.folder import assert_served
 
 TARGET = ROOT / "examples" / "tiny"
 LAYER = {**toys.LAYER, "length": None}
@@ -73,12 +71,29 @@ def test_the_published_folder_is_the_exported_one(tmp_path: Path, target: Embedd
     assert "run=me/tiny-eagle3 model.path=path/to/tiny tree=chain workload=" in (out / "README.md").read_text()
 
 
-def test_a_shared_lm_head_is_the_targets(tmp_path: Path, target: EmbeddingsOnly) -> None:
-    options = {"heads": 2, "layers": 1, "lm_head": "shared", "lm_head_rank": None, "draft_vocab": None}
-    out = publish(config(run(tmp_path, target, "medusa", options), "vllm", dtype="float32"), HfApi())
-    loaded: Any = load_found(out, target.embeddings, target.spec)
-    assert loaded.config.lm_head == "shared"
-    assert json.loads((out / "config.json").read_text())["torch_dtype"] == "float32"
+def test_openvinos_models_are_converted_or_the_commands_said(
+    tmp_path: Path, target: EmbeddingsOnly, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = run(tmp_path, target, "eagle3", EAGLE3 | {"feature_norm": False, "norm_output": False})
+    lines: list[str] = []
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    out = publish(config(made, "openvino"), HfApi(), lines.append)
+    assert [line.split()[0] for line in lines[1:4]] == ["optimum-cli", "optimum-cli", "sed"]
+    assert '|&<hidden_layers_list value="1 11 20" />|' in lines[3]
+    converter = tmp_path / "optimum-cli"
+    made_by = 'for to; do :; done; mkdir -p $to; printf "\\n\\t<rt_info>" >$to/openvino_model.xml'
+    converter.write_text(f"#!/bin/sh\n{made_by}\n")
+    converter.chmod(0o755)
+    publish(config(made, "openvino"), HfApi(), lines.append)
+    written = out.with_name("publish-openvino") / "head" / "openvino_model.xml"
+    assert written.read_text() == '\n\t<rt_info><hidden_layers_list value="1 11 20" />'
+    converter.write_text("#!/bin/sh\necho no class >&2\nexit 3\n")
+    with pytest.raises(ValueError, match=r"examples/tiny .*/target: exit status 3 \(no class\)"):
+        publish(config(made, "openvino"), HfApi())
+    again = publish(config(out, "vllm", target=str(TARGET), out=str(tmp_path / "vllm")), HfApi())
+    loaded: list[Any] = [load_found(each, target.embeddings, target.spec) for each in (out, again)]
+    assert loaded[0].config == loaded[1].config
+    assert all(torch.equal(a, b) for a, b in zip(*(each.state_dict().values() for each in loaded), strict=True))
 
 
 def test_what_cannot_be_exported_is_one_line_and_leaves_no_folder(tmp_path: Path, target: EmbeddingsOnly) -> None:
@@ -126,17 +141,9 @@ def test_another_targets_gguf_is_refused_before_the_head_is_written(
         publish(config(made, "gguf", gguf=str(tmp_path / "other")), HfApi())
 
 
-@pytest.mark.parametrize(
-    ("name", "named"),
-    [("gemma4", "embedding is scaled"), ("falcon_h1", "logits have a bias, a cap or a scale")],
-)
-def test_a_target_whose_ends_are_more_than_tables_is_refused(name: str, named: str) -> None:
-    with torch.device("meta"):
-        embeddings = TargetEmbeddings(AutoModelForCausalLM.from_config(families.config(name)))
-    with pytest.raises(ValueError, match=f"target: its {named}, .*publish without format"):
-        assert_plain(embeddings, "target")
-    assert_plain(toys.target().embeddings, "target")
-    capped = TargetEmbeddings(toys.target().model)
-    capped.softcap = 5.0
-    with pytest.raises(ValueError, match="its logits have a bias, a cap or a scale"):
-        assert_plain(capped, "target")
+def test_a_head_that_engines_would_feed_otherwise_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    head = toys.head("block", toys.target())
+    assert_served(head, "target")
+    monkeypatch.setattr(head.embeddings, "beyond_tables", lambda: ["a scaled embedding"])
+    with pytest.raises(ValueError, match=r"target: the target has a scaled embedding, .*head=block; publish without"):
+        assert_served(head, "target")

@@ -132,27 +132,11 @@ def test_a_name_of_someone_else_is_refused(run: Path, hub: Hub) -> None:
     assert (theirs.files, hub.blobs) == (START, {})
 
 
-def test_a_new_repository_that_the_hub_makes_public_is_deleted_again(run: Path, hub: Hub) -> None:
-    def expose(request: str) -> None:
-        if request == f"GET /api/models/{REPO}" and REPO in hub.repos:
-            hub.repos[REPO].private = False
-
-    hub.watch = expose
-    assert "the repository is public" in refusal(run, hub)
-    assert hub.repos == {}
-
-
 def test_a_tag_that_exists_is_refused_before_anything_is_sent(run: Path, hub: Hub) -> None:
     repo = standing(hub)
     repo.tags["v1"] = repo.head
     assert f"{REPO}: has a tag v1 already, nothing was uploaded; give another tag=…" in refusal(run, hub, tag="v1")
     assert (len(repo.commits), hub.blobs) == (1, {})
-
-
-@pytest.mark.parametrize("tag", ["", "a b"])
-def test_a_tag_that_is_no_name_is_refused(run: Path, tag: str) -> None:
-    with pytest.raises(ValueError, match=r"tag is .*: give letters, digits"):
-        config(run, tag=tag)
 
 
 def test_a_download_that_differs_says_what_to_do(run: Path, hub: Hub) -> None:

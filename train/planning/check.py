@@ -105,11 +105,6 @@ def check_plan(run: RunConfig) -> None:
             load_prompts(name, tokenizer, 1)
 
 
-def unserved(path: str, beyond: str | None) -> str | None:
-    """Return the line that no engine serves a head of a target, by its `beyond_tables`; None if engines can."""
-    return beyond and f"{path}: {beyond}, which engines do not know when they draft: no head of it is exported to one"
-
-
 def ordinary_mask(token: int | None, vocab_size: int, tokenizer: PreTrainedTokenizerBase) -> str | None:
     """Return the line that `head.mask_token` is a token that texts have; None if it is reserved, unused or none."""
     number = None if token is None else token % vocab_size

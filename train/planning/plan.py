@@ -26,6 +26,7 @@ from heads.common.resolvers import ROOT
 from heads.common.target_config import check_sequence_length, context_of
 from heads.common.typed import typed
 from heads.common.untrusted import visible
+from heads.formats.published.export import unserved
 from inference.target.config import DTYPES, device_named, fast_dtype
 from inference.target.loading import check_quantized, saved_quantization
 from inference.target.placement import (
@@ -42,7 +43,7 @@ from inference.target.placement import (
 )
 from train.config import IGNORE, DeviceConfig, RunConfig, checked
 from train.distributed.strategy import BUCKET
-from train.planning.check import reads_target, unserved
+from train.planning.check import reads_target
 from train.planning.shapes import HeadCost, TargetShape, configuration, head_cost, target_shape, weight_bytes
 from train.start import AUTO, check_copied
 
@@ -438,7 +439,7 @@ def table(planned: Plan) -> Group:
             totals.add_row("GPU hours", f"{planned.hours * run.launcher.world:,.1f}")
         if run.features.mode == "stored":
             totals.add_row("GPU hours of the extraction, elsewhere", f"{planned.device_hours[0]:,.1f}")
-    lines = [in_words(run), *filter(None, [unserved(run.model.path, shape.beyond)])]
+    lines = [in_words(run), *filter(None, [unserved(run.head, shape.beyond)])]
     memories = [_memory_table("the fullest device", planned.memory)]
     memories += [] if planned.host is None else [_memory_table("host memory of each node", planned.host)]
     if planned.fits:

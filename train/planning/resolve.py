@@ -7,18 +7,23 @@ sequence, and of the host's memory if known; then the micro-batch is the largest
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
+from typing import Any
 
 import torch
 from omegaconf import DictConfig
 
-from heads import best_line
+from heads import HEADS, best_line
 from heads.common.progress import say
+from heads.formats.published import export
+from heads.formats.published.export import TargetFacts
 from inference.target.config import DTYPES, default_device, fast_dtype
 from inference.target.placement import AUTO, DEVICE_MAP, OFFLOAD, PLACEMENTS, REPLICATE, TOGETHER
 from train.config import RunConfig, checked, run_config
 from train.distributed.launch import launched, on_node, world
 from train.planning.check import check_plan, check_settings
 from train.planning.plan import SAFE, alone_on_cpu, check_memory, plan, resolve_micro_batch, resolved
+from train.planning.shapes import configuration, embeddings_of, target_shape
+from train.start import STARTS
 
 GATE = "float32"  # the losslessness check's dtype if the target fits in it: 16-bit rounding blurs the comparison
 
@@ -40,6 +45,12 @@ def resolve(cfg: DictConfig) -> RunConfig:
         check_settings(run)
         run = resolve_micro_batch(resolve_placement(run))
         check_memory(run)
+    if run.engine is not None and run.init in STARTS:
+        target = configuration(run.model)
+        with torch.device("meta"):
+            head: Any = HEADS[run.head.name](run.head, embeddings_of(target.get_text_config(), torch.float32))
+        facts = TargetFacts(run.model.path, target.to_dict(), torch.bfloat16, 1)
+        export.check(head, run.engine, facts, target_shape(run.model).beyond)
     if best := best_line(cfg):
         say(best)
     return run

@@ -63,7 +63,7 @@ class TargetShape:
     active: int  # those of `inner` that a token passes through
     packs: bool  # whether attention runs over documents, without a mask of quadratic size
     apart: bool  # whether its embedding and lm_head are weights alone, which load without the layers
-    beyond: str | None  # what it does beside reading its embedding and lm_head, as `beyond_tables`
+    beyond: list[str]  # its `beyond_tables`
 
     @property
     def parameters(self) -> int:

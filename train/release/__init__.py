@@ -5,5 +5,6 @@ checkpoint.py  a copy of the target's checkpoint with the head as its own MTP mo
 config.py      the types of conf/publish.yaml
 folder.py      the folder that is published, its head exported if a format is given
 hub.py         upload of a folder to the Hub in one commit, and its verification
+openvino.py    the target and the exported head, converted for OpenVINO
 trial.py       comparison of what the head accepts before and after
 """

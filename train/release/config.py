@@ -10,6 +10,7 @@ from heads.formats.published.export import assert_known
 from inference.target.config import DTYPES
 
 CHECKPOINT = "checkpoint"  # the format of a whole target
+OPENVINO = "openvino"  # the format that optimum-intel converts
 TEMPLATE = "chat_template_sha256"  # in provenance.json and tokenizer_reference.json
 
 

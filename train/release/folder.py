@@ -26,13 +26,12 @@ from heads.common.resolvers import ROOT
 from heads.common.target_config import read_target_values
 from heads.common.untrusted import parse_json, parse_yaml, parsed_file
 from heads.formats import custom_generate, lora
-from heads.formats.hub import base_head, on_hub, target_path
+from heads.formats.hub import base_head, load_found, on_hub, target_path
 from heads.formats.published import gguf
-from heads.formats.published.export import TargetFacts, export, refusals
+from heads.formats.published.export import TargetFacts, export, refusals, unserved
 from heads.formats.store import CONFIG, WEIGHTS, load_head, read_config, read_tensors
 from heads.mtp import Mtp
 from inference.target.config import DTYPES
-from inference.target.embeddings import TargetEmbeddings
 from inference.target.embeddings_only import EmbeddingsOnly
 from inference.target.target import Target
 from train.release.card import card, view
@@ -133,23 +132,30 @@ def exported(head: Path, config: PublishConfig) -> Iterator[tuple[Path, dict[str
             _write_adapter(head, config, folder)
             yield folder, {}
             return
-        spec, tokenizer = read_config(head)["target"], None
-        path = config.target or target_path(spec["name"])
-        target = _load(path, spec.get("adapter"))
-        assert_plain(target.embeddings, path)
-        name = next(filter(on_hub, (spec["name"], path)), Path(path).name)
-        served = TargetFacts(name, target.config.to_dict(), DTYPES[config.dtype], config.draft_tokens)
-        trained = load_head(head, target.embeddings, target.spec)
-        if config.format == GGUF:
-            file = gguf_file(path) if config.gguf is None else Path(config.gguf).expanduser()
-            if file is None:
-                raise ValueError("format=gguf takes the tokenizer of the target's own GGUF file: give gguf=FILE")
-            vocabulary = target.embeddings.vocab_size, target.tokenizer.get_vocab()
-            tokenizer = gguf.tokenizer_of(file, *vocabulary)
-        export(trained, config.format, served, folder)
-        if tokenizer is not None:
-            gguf.write(folder, tokenizer)
-        yield folder, refusals(trained, served)
+        spec = read_config(head)["target"]
+        yield folder, write_format(head, config, spec["name"], spec.get("adapter"), folder)
+
+
+def write_format(head: Path, config: PublishConfig, model: str, adapter: str | None, folder: Path) -> dict[str, str]:
+    """Write a head, ours or another project's, in a format, and return its `refusals`.
+
+    Refuse another target, and a format that cannot hold this head.
+    """
+    path, tokenizer = config.target or target_path(model), None
+    target = _load(path, adapter)
+    name = next(filter(on_hub, (model, path)), Path(path).name)
+    served = TargetFacts(name, target.config.to_dict(), DTYPES[config.dtype], config.draft_tokens)
+    trained: Any = load_found(head, target.embeddings, target.spec)
+    assert_served(trained, path)
+    if config.format == GGUF:
+        file = gguf_file(path) if config.gguf is None else Path(config.gguf).expanduser()
+        if file is None:
+            raise ValueError("format=gguf takes the tokenizer of the target's own GGUF file: give gguf=FILE")
+        tokenizer = gguf.tokenizer_of(file, target.embeddings.vocab_size, target.tokenizer.get_vocab())
+    export(trained, str(config.format), served, folder)
+    if tokenizer is not None:
+        gguf.write(folder, tokenizer)
+    return refusals(trained, served)
 
 
 def _write_adapter(head: Path, config: PublishConfig, folder: Path) -> None:
@@ -187,12 +193,12 @@ def copy_with_head(run: Path, out: Path, config: PublishConfig) -> None:
         raise ValueError(f"target={path}: {error}") from error
     layout = layout_of(values, path)  # refuses before the weights are downloaded
     target = _load(path, None)
-    assert_plain(target.embeddings, path)
     trained, given = tokenizer_sha256(spec["name"]), tokenizer_sha256(path)
     if trained is not None and given not in (None, trained):
         raise ValueError(f"target={path}: its tokenizer.json is not that of {spec['name']}, which the head is for")
     head = load_head(folder, target.embeddings, target.spec)
     assert isinstance(head, Mtp)
+    assert_served(head, path)
     write_copy(head, path, layout, out)
 
 
@@ -206,7 +212,7 @@ def _load(path: str, adapter: str | None) -> Target | EmbeddingsOnly:
     return Target.load(path, "float32", "cpu", adapter=adapter)
 
 
-def assert_plain(embeddings: TargetEmbeddings, path: str) -> None:
-    """Refuse an embedding that is scaled and logits with a bias, a cap or a scale: engines read the plain tables."""
-    if (what := embeddings.beyond_tables()) is not None:
-        raise ValueError(f"{path}: {what}, which engines do not know when they draft; publish without format")
+def assert_served(head: Any, path: str) -> None:
+    """Refuse a head of a target that does more than engines know of it when they draft."""
+    if (why := unserved(head.config, head.embeddings.beyond_tables())) is not None:
+        raise ValueError(f"{path}: {why}; publish without format")

@@ -92,16 +92,27 @@ def read(source: PublishedHead, embeddings: Embeddings) -> TensorMapping:
     } | _dflash2(source, options)
     anchor = options.get("shift_label" if terms["domino"] else "sample_from_anchor", markov is not None)
     layers = source.count(r"layers\.(\d+)\.self_attn\.q_proj\.weight$")
-    filled = {"mask": _mask(source, options, embeddings)} | _confidence(source, markov)
+    token, feature_layers = options.get("mask_token_id"), options.get(BLOCK_OUTPUTS)
+    if not isinstance(token, int) or not 0 <= token < embeddings.vocab_size:
+        raise source.error(f"mask_token_id is {token}, not one of the target's {embeddings.vocab_size} tokens")
+    fc, confidence = source.tensors["fc.weight"], source.tensors.get(NAMES["confidence.weight"])
+    filled = {"mask": embedding_of(embeddings, torch.tensor(token)).to("cpu", fc.dtype)}
+    if markov is not None and confidence is not None and confidence.shape[1] == len(fc):
+        # It does not read the Markov state: zeros stand for that.
+        filled["confidence.weight"] = torch.cat([confidence, confidence.new_zeros(1, markov.shape[1])], 1)
+    if feature_layers is None and options.get(BLOCK_STATES) is not None:
+        feature_layers = as_outputs(options[BLOCK_STATES])
+    if feature_layers is None and fc.shape[1] != DFLASH_LAYERS * embeddings.hidden_size:
+        raise source.error(f"config.json does not say {BLOCK_OUTPUTS}, and fc.weight does not join the default five")
     config = {
         "depths": options["block_size"] - (0 if anchor else 1),
         "layers": layers,
-        "feature_layers": _layers(source, options, embeddings),
+        "feature_layers": feature_layers,
         "causal": bool(options.get("is_causal", options.get("causal_head") or options.get("causal"))),
         "from_anchor": bool(anchor),
         "markov_rank": None if markov is None else markov.shape[1],
-        "confidence": NAMES["confidence.weight"] in source.tensors,
-        "mask_token": options["mask_token_id"],
+        "confidence": confidence is not None,
+        "mask_token": token,
         "qk_norm": "layers.0.self_attn.q_norm.weight" in source.tensors,
         "lm_head": "own" if "lm_head.weight" in source.tensors else "shared",
         **terms,
@@ -125,32 +136,6 @@ def _dflash2(source: PublishedHead, options: dict[str, Any]) -> dict[str, Any]:
     return {"selector_rank": None if rank is None else len(rank), "selector_top_k": top_k or 1, **conv}
 
 
-def _layers(source: PublishedHead, options: dict[str, Any], embeddings: Embeddings) -> list[int] | None:
-    """Return the feature layers."""
-    ids = options.get(BLOCK_OUTPUTS)
-    if ids is None and options.get(BLOCK_STATES) is not None:
-        ids = as_outputs(options[BLOCK_STATES])
-    if ids is None and source.tensors["fc.weight"].shape[1] != DFLASH_LAYERS * embeddings.hidden_size:
-        raise source.error(f"config.json does not say {BLOCK_OUTPUTS}, and fc.weight does not join the default five")
-    return ids
-
-
-def _mask(source: PublishedHead, options: dict[str, Any], embeddings: Embeddings) -> Tensor:
-    """Return the target's embedding of the mask token."""
-    token = options.get("mask_token_id")
-    if not isinstance(token, int) or not 0 <= token < embeddings.vocab_size:
-        raise source.error(f"mask_token_id is {token}, not one of the target's {embeddings.vocab_size} tokens")
-    return embedding_of(embeddings, torch.tensor(token)).to("cpu", source.tensors["fc.weight"].dtype)
-
-
-def _confidence(source: PublishedHead, markov: Tensor | None) -> dict[str, Tensor]:
-    """Return the confidence head's weights, padded with zeros for the Markov state if it does not read that."""
-    weight = source.tensors.get(NAMES["confidence.weight"])
-    if markov is None or weight is None or weight.shape[1] != len(source.tensors["fc.weight"]):
-        return {}
-    return {"confidence.weight": torch.cat([weight, weight.new_zeros(1, markov.shape[1])], 1)}
-
-
 def engines(source: Export) -> ExportedHead:
     """Export the head for the format's engines, or for the requested one; refuse options that they do not support."""
     options, markov = source.config, source.config.markov_rank
@@ -163,46 +148,6 @@ def engines(source: Export) -> ExportedHead:
         raise source.refusal("confidence=true without a Markov term", "which is DSpark's; give head.markov_rank a rank")
     if markov is not None and not options.from_anchor:
         raise source.refusal("markov_rank with from_anchor=false", "and DSpark drafts from its anchor")
-    _check_successors(source)
-    if markov is None and options.domino is None and options.from_anchor:
-        raise source.refusal(
-            "from_anchor=true", "and DFlash drafts from its mask slots alone; train with head.from_anchor=false"
-        )
-    outputs, order = source.outputs()
-    architectures = [DSPARK] if markov else [DFLASH2] if options.selector_rank else CLASS.architectures
-    why = "and the format has the target's embedding of a token there"
-    if source.config.mask_token is None:
-        raise source.refusal("a mask slot that was trained", why)
-    token = int(source.config.mask_token) % source.embeddings.vocab_size
-    mask: Tensor = source.tensors["mask"]
-    row = embedding_of(source.embeddings, torch.tensor(token)).to(mask.device, torch.float32)
-    if not torch.allclose(mask.float(), row, rtol=ROUNDED, atol=1e-7):
-        raise source.refusal(f"a mask slot that is not the target's embedding of token {token}", why)
-    config = source.engine_config(CLASS._replace(architectures=architectures), options.layers) | {
-        "layer_types": ["full_attention"] * options.layers,
-        "is_causal": options.causal,  # the sliding window; SGLang reads it only here
-        "block_size": source.head.size,
-        "dflash_config": {
-            "mask_token_id": token,
-            BLOCK_OUTPUTS: outputs,
-            "causal": options.causal,
-            "sample_from_anchor": options.from_anchor,
-            **_said(options),
-        },
-        **({} if options.domino is None else {"emb_dim": options.domino_rank}),
-        **({} if markov is None else {"markov_rank": markov, "markov_head_type": "vanilla"}),
-        **({} if source.head.vocab is None else {"draft_vocab_size": source.draft_vocab()}),
-    }
-    tensors = {NAMES.get(name, name): tensor for name, tensor in source.tensors.items() if name not in OURS}
-    tensors["fc.weight"] = source.in_order(tensors["fc.weight"], order)
-    if source.head.vocab is not None:
-        tensors |= {"lm_head.weight": source.read_out("lm_head"), **source.vocabulary()}
-    return ExportedHead(config, tensors)
-
-
-def _check_successors(source: Export) -> None:
-    """Refuse options of Domino and DFlash2 that their engines do not support."""
-    options = source.config
     if options.domino is not None and source.format_name != "sglang":
         raise source.refusal(
             f"domino={options.domino}", "which SGLang alone runs; export it with format=sglang, or leave format out"
@@ -215,14 +160,50 @@ def _check_successors(source: Export) -> None:
         raise source.refusal(
             "from_anchor=true", "and DFlash2 drafts from its mask slots; train with head.from_anchor=false"
         )
-
-
-def _said(options: Any) -> dict[str, Any]:
-    """Return the keys of `dflash_config` for Domino or DFlash2."""
+    if markov is None and options.domino is None and options.from_anchor:
+        raise source.refusal(
+            "from_anchor=true", "and DFlash drafts from its mask slots alone; train with head.from_anchor=false"
+        )
+    outputs, order = source.outputs()
+    architectures = [DSPARK] if markov else [DFLASH2] if options.selector_rank else CLASS.architectures
+    why = "and the format has the target's embedding of a token there"
+    if source.config.mask_token is None:
+        raise source.refusal("a mask slot that was trained", why)
+    token = int(source.config.mask_token) % source.embeddings.vocab_size
+    mask: Tensor = source.tensors["mask"]
+    row = embedding_of(source.embeddings, torch.tensor(token)).to(mask.device, torch.float32)
+    if not mask.is_meta and not torch.allclose(mask.float(), row, rtol=ROUNDED, atol=1e-7):
+        raise source.refusal(f"a mask slot that is not the target's embedding of token {token}", why)
+    terms: dict[str, Any] = {}
     if options.domino is not None:
-        sizes = {"gru_hidden_dim": options.domino, "emb_dim": options.domino_rank}
-        return {"projector_type": "domino", "pure_draft_prefix_len": 1, "shift_label": options.from_anchor, **sizes}
-    if options.conv is None:
-        return {}
-    selector = {"selector_rank": options.selector_rank, "selector_top_k": options.selector_top_k}
-    return {"conv_kernel_size": options.conv, "conv_group_size": options.conv_group, **selector}
+        terms = {"projector_type": "domino", "pure_draft_prefix_len": 1, "shift_label": options.from_anchor}
+        terms |= {"gru_hidden_dim": options.domino, "emb_dim": options.domino_rank}
+    elif options.conv is not None:
+        terms = {"conv_kernel_size": options.conv, "conv_group_size": options.conv_group}
+        terms |= {"selector_rank": options.selector_rank, "selector_top_k": options.selector_top_k}
+    config = source.engine_config(CLASS._replace(architectures=architectures), options.layers) | {
+        "layer_types": ["full_attention"] * options.layers,
+        "is_causal": options.causal,  # the sliding window; SGLang reads it only here
+        "block_size": source.head.size,
+        "dflash_config": {
+            "mask_token_id": token,
+            BLOCK_OUTPUTS: outputs,
+            "causal": options.causal,
+            "sample_from_anchor": options.from_anchor,
+            **terms,
+        },
+        **({} if options.domino is None else {"emb_dim": options.domino_rank}),
+        **({} if markov is None else {"markov_rank": markov, "markov_head_type": "vanilla"}),
+        **({} if source.head.vocab is None else {"draft_vocab_size": source.draft_vocab()}),
+    }
+    tensors = {NAMES.get(name, name): tensor for name, tensor in source.tensors.items() if name not in OURS}
+    tensors["fc.weight"] = source.in_order(tensors["fc.weight"], order)
+    if source.head.vocab is not None:
+        tensors |= {"lm_head.weight": source.read_out("lm_head"), **source.vocabulary()}
+    return ExportedHead(config, tensors)
+
+
+def openvino(source: Export) -> ExportedHead:
+    """Export a DFlash head for OpenVINO, whose slots all see each other; refuse the terms of its successors."""
+    source.refuse(causal=False, markov_rank=None, selector_rank=None, conv=None)
+    return engines(source)

@@ -5,6 +5,7 @@ vLLM drops a bias of fc without a word, while SGLang makes one at random where t
 """
 
 import torch
+from torch import Tensor
 
 from heads.base import Embeddings, embedding_of
 from heads.formats.published.exporting import EngineClass, Export, ExportedHead
@@ -17,6 +18,13 @@ CLASS = EngineClass(["LlamaForCausalLMEagle", "LlamaForCausalLM"], "llama", {
 })  # fmt: skip
 
 
+def scaled(fc: Tensor, embeddings: Embeddings, power: int) -> Tensor:
+    """Return fc for an embedding without the target's scale (Gemma), which engines do not read; power -1: back."""
+    scale = torch.ones_like(fc[0])
+    scale[: embeddings.hidden_size] = float(getattr(getattr(embeddings, "embedding", None), "embed_scale", 1.0))
+    return fc * scale**power
+
+
 def read(source: PublishedHead, embeddings: Embeddings) -> TensorMapping:
     """Return the plan that maps each tensor to its own name."""
     check_width(source, "fc.weight", embeddings)
@@ -27,7 +35,8 @@ def read(source: PublishedHead, embeddings: Embeddings) -> TensorMapping:
         "lm_head": "own" if "lm_head.weight" in source.tensors else "shared",
         **decoder(source, "layers.0.", embeddings),
     }
-    return TensorMapping("eagle", config, lambda name: name, {}, set(), None)
+    fc = {"fc.weight": scaled(source.tensors["fc.weight"], embeddings, -1)}
+    return TensorMapping("eagle", config, lambda name: name, fc, {"fc.weight"}, None)
 
 
 def engines(source: Export) -> ExportedHead:
@@ -35,8 +44,9 @@ def engines(source: Export) -> ExportedHead:
     source.refuse(lm_head="shared", draft_vocab=None)
     tensors = source.tensors
     bias = tensors.get("fc.bias")
-    if source.format_name == "vllm" and bias is not None and bool(bias.any()):
+    if source.format_name == "vllm" and bias is not None and (bias.is_meta or bool(bias.any())):
         raise source.refusal("a bias of fc, bias=true", "which vLLM drops; train with head.bias=false")
+    tensors["fc.weight"] = scaled(tensors["fc.weight"], source.embeddings, 1)
     tensors["fc.bias"] = torch.zeros_like(tensors["fc.weight"][:, 0]) if bias is None else bias
     return ExportedHead(source.engine_config(CLASS, source.config.layers), tensors)
 

@@ -70,7 +70,7 @@ def read(source: PublishedHead, embeddings: Embeddings, *, sliding: bool = False
     joined = source.tensors["fc.weight"].shape[1] // embeddings.hidden_size
     layers = 1 + source.count(r"layers\.([1-9]\d*)\.self_attn\.q_proj\.weight$")
     normed = source.count(r"fc_norm\.(\d+)\.weight$") > 0
-    joint = f"{JOINT}.weight" in source.tensors or _norm_before_fc(source.config)
+    joint = f"{JOINT}.weight" in source.tensors or any(where.get("norm_before_fc") for where in (source.config, nested))
     ids = drafted_by_offsets(source, embeddings)
     if source.config.get("fc_norm"):
         source.tensor("fc_norm.0.weight", "fc_norm")
@@ -153,10 +153,6 @@ def _feeds_normed(source: PublishedHead, normed: bool) -> bool:
     return bool(fed or flag)
 
 
-def _norm_before_fc(config: dict[str, Any]) -> bool:
-    return any((where or {}).get("norm_before_fc") for where in (config, config.get("eagle_config")))
-
-
 def engines(source: Export) -> ExportedHead:
     """Export the head for all engines at once; refuse options that they, or the requested one, do not support."""
     options = source.config
@@ -173,6 +169,12 @@ def engines(source: Export) -> ExportedHead:
             f"feature_layers={outputs}", f"and SGLang counts those of {min(shifted)} as we do only from layer 1 on"
         )
     decoder = {"num_hidden_layers": options.layers, **source.decoder()}
+    way = {
+        "proposal_type": "greedy",
+        "speculative_tokens": source.served.draft_tokens,
+        "verifier_accept_k": 1,
+        "accept_tolerance": 0.0,
+    }
     joint = {"norm_before_fc": options.joint_norm}  # TensorRT-LLM reads it within eagle_config alone
     config = {
         "architectures": CLASS.architectures,
@@ -191,15 +193,24 @@ def engines(source: Export) -> ExportedHead:
         "speculators_model_type": "eagle3",
         "speculators_version": VERSION,
         "transformer_layer_config": {"model_type": "llama", **decoder},
-        "speculators_config": _proposal(source),
+        "speculators_config": {  # for `vllm serve REPOSITORY`: the target, and the number of drafted tokens
+            "algorithm": "eagle3",
+            "default_proposal_method": way["proposal_type"],
+            "proposal_methods": [way],
+            "verifier": {
+                "name_or_path": source.served.name,
+                "architectures": source.served.config.get("architectures") or [],
+            },
+        },
     }
     return ExportedHead(config, _tensors(source, FIRST, order))
 
 
 def authors(source: Export) -> ExportedHead:
-    """Export the head for the authors' code, which has one layer and three fixed feature layers.
+    """Export the head for the authors' code or for OpenVINO, which have one layer and the features of three.
 
-    Options that their code does not support are refused.
+    OpenVINO reads the layers from its converted file, where format=openvino writes them, and a missing d2t as memory
+    happens to be. The authors' code has fixed layers. Options that the two do not support are refused.
     """
     source.refuse(
         layers=1,
@@ -211,10 +222,20 @@ def authors(source: Export) -> ExportedHead:
         norm_output=False,
     )
     outputs, order = source.outputs()
-    if outputs != (fixed := default_layers(EAGLE3_LAYERS, source.embeddings.num_layers)):
+    fixed, size = default_layers(EAGLE3_LAYERS, source.embeddings.num_layers), source.draft_vocab()
+    config = source.engine_config(CLASS, 1) | {"bias": False, "draft_vocab_size": size}
+    tensors = _tensors(source, MIDDLE, order)
+    if source.format_name == "openvino":
+        if len(outputs) != EAGLE3_LAYERS:
+            raise source.refusal(
+                f"feature_layers={outputs}", "and OpenVINO reads three; leave head.feature_layers null"
+            )
+        config["eagle_config"] = {STATES: outputs}
+        whole = {OFFSETS: torch.zeros(size, dtype=torch.long), KNOWN: torch.ones(size, dtype=torch.bool)}
+        return ExportedHead(config, whole | tensors)
+    if outputs != fixed:
         raise source.refusal(f"feature_layers={outputs}", f"and the authors' code reads {fixed}, whatever is said")
-    config = source.engine_config(CLASS, 1) | {"bias": False, "draft_vocab_size": source.draft_vocab()}
-    return ExportedHead(config, _tensors(source, MIDDLE, order))
+    return ExportedHead(config, tensors)
 
 
 def _tensors(source: Export, first: str, order: list[int]) -> dict[str, Tensor]:
@@ -228,21 +249,4 @@ def _tensors(source: Export, first: str, order: list[int]) -> dict[str, Tensor]:
         **{f"fc_norm.{i}.weight": tensors[f"fc_norm.{at}.weight"] for i, at in normed},
         "lm_head.weight": source.read_out("lm_head"),
         **source.vocabulary(),
-    }
-
-
-def _proposal(source: Export) -> dict[str, Any]:
-    """Return the keys for `vllm serve REPOSITORY`: the target, and the number of drafted tokens."""
-    way = {
-        "proposal_type": "greedy",
-        "speculative_tokens": source.served.draft_tokens,
-        "verifier_accept_k": 1,
-        "accept_tolerance": 0.0,
-    }
-    architectures = source.served.config.get("architectures") or []
-    return {
-        "algorithm": "eagle3",
-        "default_proposal_method": way["proposal_type"],
-        "proposal_methods": [way],
-        "verifier": {"name_or_path": source.served.name, "architectures": architectures},
     }

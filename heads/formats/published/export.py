@@ -1,17 +1,19 @@
 """Export of heads to the formats of engines and other projects."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
+from typing import Any
 
 from torch import nn
 
 from heads import HEADS
+from heads.formats import custom_generate
 from heads.formats.published import dflash, eagle, eagle3, eagle4, gguf, hydra, medusa, mimo, peagle
 from heads.formats.published.exporting import Export, ExportedHead, TargetFacts
 from heads.formats.store import assert_finite, write_files
 
-__all__ = ["FORMATS", "READERS", "TargetFacts", "check", "export", "refusals"]
+__all__ = ["FORMATS", "READERS", "TargetFacts", "check", "export", "refusals", "unserved"]
 
 log = logging.getLogger(__name__)
 
@@ -31,17 +33,48 @@ FORMATS: dict[str, Writers] = {
     "hydra": {"hydra": hydra.authors},
     "dflash": {"block": dflash.engines},
     "eagle4": {"eagle4": eagle4.engines},
+    "openvino": {"eagle3": eagle3.authors, "block": dflash.openvino},
 }
 READERS = ("vllm", "sglang", "trtllm", "speculators")  # formats named for the readers of their common folder
 
 
-def check(head: nn.Module, engine: str, served: TargetFacts) -> None:
-    """Refuse a head, trained or not, that one of `heads.ENGINES` cannot load."""
+def check(head: Any, engine: str, served: TargetFacts, beyond: Collection[str]) -> None:
+    """Refuse a head, trained or not, that one of `heads.ENGINES` cannot load, for a target with this `beyond_tables`.
+
+    The head may be on the meta device.
+    """
     format_name = {"llamacpp": "gguf"}.get(engine, engine)
     try:
+        if engine == "transformers":  # which runs the target's own embedding and lm_head
+            if not custom_generate.files(vars(head.config)):
+                raise ValueError(f"no code of ours decodes there with {head.config.name}; train head=mlp")
+            return
+        if why := unserved(head.config, beyond):
+            raise ValueError(why)
         _writer(head, format_name)(Export(format_name, head, served))
     except ValueError as error:
         raise ValueError(f"engine={engine}: {str(error).removeprefix(f'format={format_name}: ')}") from None
+
+
+def unserved(config: Any, beyond: Collection[str]) -> str | None:
+    """Return why engines, which read a target's plain tables, draft otherwise than a head was trained; None if not.
+
+    EAGLE-3, P-EAGLE and MTP norm the embedding first, which takes its scale away, and EAGLE-1's fc takes it in. The
+    factor and the cap of the target's logits leave the best token the best; an lm_head of its own has learnt them.
+
+    Args:
+        config: The head's configuration.
+        beyond: The target's `beyond_tables`.
+    """
+    terms = any(getattr(config, key, None) for key in ("markov_rank", "domino", "selector_rank"))
+    for what, matters in (
+        ("a scaled embedding", config.name in ("block", "hydra")),
+        ("a bias of its logits", getattr(config, "lm_head", "shared") == "shared"),
+        ("a scale or cap of its logits", terms and config.lm_head == "shared"),
+    ):
+        if what in beyond and matters:
+            return f"the target has {what}, which engines do not know when they draft with head={config.name}"
+    return None
 
 
 def export(head: nn.Module, format_name: str, served: TargetFacts, folder: Path) -> None:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from heads.base import Embeddings, resolve_layer_dims
+from heads.common.target_config import logit_factor
 from heads.formats.published.plan import KNOWN, OFFSETS
 
 
@@ -75,7 +76,8 @@ class Export(NamedTuple):
         tensors = self.tensors
         if f"{name}.weight" not in tensors:
             weight, ids = self.embeddings.lm_head_weight().detach(), tensors.get("vocab.ids")
-            return weight if ids is None else weight[ids.to(weight.device)]
+            weight = weight if ids is None else weight[ids.to(weight.device)]
+            return weight if (factor := logit_factor(self.embeddings.config)) == 1 else weight * factor
         weight, down = tensors[f"{name}.weight"], tensors.get(f"{name}.down.weight")
         return weight if down is None else (weight.double() @ down.double()).to(weight.dtype)
 
