@@ -196,10 +196,13 @@ def _prepare(
                 "fifth; data.on_bad=fail shows the first of them, data.where picks others"
             )
         if not counts.samples:
-            raise ValueError(
-                f"{config.named}: nothing is left to train on ({counts.line(config)}); raise data.max_tokens, "
-                "lower data.min_tokens, or give other data; data.on_bad=fail shows the first that is dropped"
+            remedy = (
+                "data/run.py answers=FILE lets the target answer them"
+                if lost.keys() == {"dropped, no answer"}
+                else "raise data.max_tokens, lower data.min_tokens, or give other data; data.on_bad=fail shows the "
+                "first that is dropped"
             )
+            raise ValueError(f"{config.named}: nothing is left to train on ({counts.line(config)}); {remedy}")
 
     return held_out, counts, samples()
 

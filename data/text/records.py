@@ -88,7 +88,7 @@ def read(raw: dict[str, Any], index: int, path: str) -> Record:
     if chat is None and error is None and not (isinstance(raw.get("text"), str) or pretokenized):
         error = _unknown(raw)
     if not isinstance(text, str):
-        text, error = "", _unknown(raw)
+        text, error = "", error if chat else _unknown(raw)
     chat = chat or Chat("tokens" if pretokenized else "text", [])
     category = label(raw.get("category") or "")
     whole = chat.messages, text, chat.tools, path, pretokenized

@@ -110,7 +110,6 @@ def test_several_calls_at_once_and_calls_as_json() -> None:
         {"messages": [{**QUESTION, "tool_calls": ["weather"]}]},
         {"messages": [{**QUESTION, "tool_calls": "weather"}]},
         {"messages": [{**QUESTION, "tool_calls": [{"function": "weather"}]}]},
-        {"messages": [QUESTION], "text": ["why"]},
         {"messages": [QUESTION], "tools": DEEP},
     ],
 )

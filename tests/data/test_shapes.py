@@ -119,6 +119,19 @@ def test_a_log_is_the_chat_that_its_server_saw_and_wrote(
         assert not any(words in text for words in [*context, "README.md"])
 
 
+VARIANTS = [json.loads(line) for line in (LOGS.parent / "golden" / "shapes.jsonl").read_text("utf-8").splitlines()]
+
+
+@pytest.mark.parametrize("case", VARIANTS, ids=[case["name"] for case in VARIANTS])
+def test_a_shape_is_read_as_other_exporters_write_it(case: dict[str, Any]) -> None:
+    (record,) = [read(raw, 0, "f") for raw in records_in([case["raw"]])]
+    if case["messages"] is None:
+        assert (record.error and record.error.cause) == case["error"]
+        return
+    assert (record.error, record.messages, list(record.notes)) == (None, case["messages"], case["notes"])
+    assert not case["tools"] or record.tools[0]["function"]["name"] == "look"
+
+
 def test_what_a_log_says_in_place_of_an_answer_is_left_out_and_counted(
     chat: PreTrainedTokenizerFast, config: Callable[..., DataConfig]
 ) -> None:
@@ -134,13 +147,64 @@ def test_what_a_log_says_in_place_of_an_answer_is_left_out_and_counted(
     assert counts.shapes == {"none": 11, "request and response": 2}
 
 
-def test_a_transcript_is_its_longest_branch_with_every_result_behind_its_call() -> None:
-    (record,) = records("claude_code_branches")
+def test_a_transcript_is_every_branch_with_every_result_behind_its_call() -> None:
+    first, second = records("claude_code_branches")
     turn = called("look", {"at": "a"}, "t1", "t2", reasoning_content="Two calls.")
     turn["tool_calls"][1]["function"] = {"name": "look", "arguments": {"at": "b"}}
-    end = [{"role": "user", "content": "Really?"}, {"role": "assistant", "content": "Yes."}]
-    assert record.messages == [QUESTION, turn, returned("8", "t1"), returned("9", "t2"), ANSWER, *end]
-    assert record.notes == ("with lines of its client or of other branches, which are left out",)
+    ends = [[{"role": "user", "content": f"{asked}?"}, {"role": "assistant", "content": f"{said}."}]
+            for asked, said in (("Sure", "Quite"), ("Really", "Yes"))]  # fmt: skip
+    results = [returned("8", "t1"), returned("9", "t2")]
+    assert first.messages == [QUESTION, turn, *results, ANSWER, *ends[0]]
+    context = [{**message, "weight": 0} for message in (turn, ANSWER)]
+    assert second.messages == [QUESTION, context[0], *results, context[1], *ends[1]]
+    assert second.notes == (
+        "with lines that its client wrote, which are left out", "with turns of another branch as context"
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("backwards", [False, True])
+def test_a_transcripts_turns_are_trained_once(backwards: bool) -> None:
+    """Subagents, a summary in place of earlier turns, a turn that was asked again, and calls with results between."""
+
+    def line(uuid: str, parent: str | None, said: Any, **fields: Any) -> dict[str, Any]:
+        role = "assistant" if uuid[0] == "a" else "user"
+        message = {"role": role, "content": said} | ({"id": fields.pop("id", uuid)} if role == "assistant" else {})
+        return {"type": role, "uuid": uuid, "parentUuid": parent, "sessionId": "s", "message": message, **fields}
+
+    def call(id_: str) -> list[dict[str, Any]]:
+        return [{"type": "tool_use", "id": id_, "name": "look", "input": {}}]
+
+    def result(id_: str) -> list[dict[str, Any]]:
+        return [{"type": "tool_result", "tool_use_id": id_, "content": id_}]
+
+    lines = [
+        {"type": "summary", "summary": "Ships", "leafUuid": "a2"}, line("u0", None, "Why?"),
+        line("a0", "u0", call("t0"), id="m"), line("r0", "a0", result("t0")),
+        line("a1", "r0", call("t1"), id="m"), line("r1", "a1", result("t1")), line("a2", "r1", "So."),
+        line("u1", "r1", "Again."), line("a3", "u1", "Thus."),
+        line("u2", "a0", "Task.", isSidechain=True), line("a4", "u2", "Done.", isSidechain=True),
+        line("u3", None, "Earlier: ships.", isCompactSummary=True), line("a5", "u3", "Go on."),
+    ]  # fmt: skip
+    chats = [read(raw, 0, "f") for raw in records_in(lines[::-1] if backwards else lines)]
+    said = {tuple((m["content"], len(m.get("tool_calls", ()))) for m in chat.messages) for chat in chats}
+    start = ("Why?", 0), ("", 2), ("t0", 0), ("t1", 0)
+    assert said == {(*start, ("So.", 0)), (*start, ("Again.", 0), ("Thus.", 0)), (("Task.", 0), ("Done.", 0)),
+                    (("Earlier: ships.", 0), ("Go on.", 0))}  # fmt: skip
+    answers = [m for chat in chats for m in chat.messages if m["role"] == "assistant" and m.get("weight") != 0]
+    assert sorted(answer["content"] for answer in answers) == ["", "Done.", "Go on.", "So.", "Thus."]
+    assert sorted(note for chat in chats for note in chat.notes) == [
+        "behind a summary of earlier turns", "of a subagent", "with a summary for its client, which is left out",
+        "with turns of another branch as context",
+    ]  # fmt: skip
+
+
+def test_an_answer_whose_calls_the_template_leaves_out_does_not_end() -> None:
+    tokenizer = family_tokenizer("chatml", False)
+    for name, texts in (("anthropic_toolonly", []), ("anthropic_tools", ["I look it up."])):
+        first = records(name)[0]
+        answer = first.messages[-1]["content"]
+        (sample,) = masked(first, tokenizer)
+        assert trained(sample, tokenizer) == [*texts, f"{answer}<|im_end|>"]
 
 
 @pytest.mark.parametrize(
