@@ -64,7 +64,7 @@ class Files:
     def __iter__(self) -> Iterator[Raw]:
         """Yield the records that `where` selects; refuse none."""
         records = chain.from_iterable(records_in(read_file(file)) for file in self.files)
-        return _filled(_wanted(batches_joined(records) if len(self.files) > 1 else records, self), self.name)
+        return _wanted(batches_joined(records) if len(self.files) > 1 else records, self)
 
     def identity(self) -> str:
         """Return the files' formats and hashes; when streaming their names, sizes and times."""
@@ -100,7 +100,7 @@ class Hub:
 
     def __iter__(self) -> Iterator[Raw]:
         """Yield the records that `where` selects; refuse none."""
-        return _filled(_wanted(read_table(lambda: self.table, self.name, "fetch the data set again"), self), self.name)
+        return _wanted(read_table(lambda: self.table, self.name, "fetch the data set again"), self)
 
     def identity(self) -> str:
         """Return the name and the revision or fingerprint."""
@@ -128,21 +128,18 @@ def last_of(source: Source, count: int) -> tuple[int, list[Raw]]:
 
 
 def _wanted(records: Iterator[Raw], source: Source) -> Iterator[Raw]:
-    """Yield the records that `where` selects, and count the others."""
-    count = 0
+    """Yield the records that `where` selects, and count the others; refuse a source without any."""
+    skipped, first, is_empty = 0, Raw(), True
     for raw in records:
         if is_wanted(raw, source.where):
+            is_empty = False
             yield raw
         else:
-            count += 1
-            source.left_out["left out by data.where"] = max(count, source.left_out["left out by data.where"])
-
-
-def _filled(records: Iterator[Raw], name: str) -> Iterator[Raw]:
-    first = next(records, None)
-    if first is None:
-        raise ValueError(f"{name}: holds no records that data.where leaves; give a file or dataset with at least one")
-    return chain([first], records)
+            skipped, first = skipped + 1, first or raw
+            source.left_out["left out by data.where"] = max(skipped, source.left_out["left out by data.where"])
+    if is_empty:
+        left = f" that data.where leaves; the first has the fields {', '.join(map(str, first))}" if first else ""
+        raise ValueError(f"{source.name}: holds no records{left}; give a file or dataset with at least one")
 
 
 def open_source(
