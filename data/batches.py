@@ -15,9 +15,8 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from data.text.cache import CachedSamples
 from data.text.masks import Sample
-from data.text.prompts import Prompt
+from data.text.prompts import CachedSamples, Prompt
 
 Tokens = np.ndarray[Any, Any]  # a sample's tokens or mask, (T,)
 

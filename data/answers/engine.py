@@ -14,7 +14,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from data.answers.chats import AnswerSettings, Outcome, Reply, Talk
-from data.text.exact import LoggedAnswer
+from data.text.records import LoggedAnswer
 from heads.common.progress import tick
 from heads.formats.hub import resolve_head
 from inference.batch import batch_of

@@ -20,9 +20,8 @@ from accelerate import PartialState
 
 from data.batches import Packed, check_known, pack
 from data.config import DataConfig
-from data.features.coding import Copying, start
 from data.features.source import FeaturesConfig
-from data.features.store import META, FeatureStore, StoreSpec, packed_fingerprint
+from data.features.store import META, Copying, FeatureStore, StoreSpec, packed_fingerprint, start
 from data.text.prompts import load_training
 from heads import HEADS
 from heads.base import HeadConfig

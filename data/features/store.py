@@ -24,22 +24,25 @@ from typing import Annotated, Any, NamedTuple
 import numpy as np
 import torch
 import xxhash
-from jaxtyping import Float, Shaped
+from jaxtyping import Bool, Float, Int, Shaped
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
 from data.batches import Packed
+from heads.base import Features
 from heads.common.files import atomic_write, claim, read_checked, write_checked
 from heads.common.ranges import Count, Number, OneOf
 from heads.common.typed import fits, typed
 from heads.common.untrusted import inside
+from inference.target.target import Target
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn}
 LARGEST = 448.0  # fp8's largest value, to which a vector's largest is scaled
 SCALE_BYTES = 4
 FORMAT = 2  # the version of a new store
 META, SHARDS, INDEX, LOCKS = "meta.json", "shards", "index", "locks"
+HIDDEN, LAST, SCALE = "hidden", "last", "_scale"  # names of tensors; the last is the end of a scale's name
 OPEN = 16  # the most shards kept open for reading
 MUST_AGREE = {
     "target": "fingerprint of the target's weights", "quantize": "quantisation of the target", "width": "width",
@@ -48,6 +51,13 @@ MUST_AGREE = {
 }  # fmt: skip
 
 SequenceTensors = dict[str, Tensor]
+
+
+class FeatureRequest(NamedTuple):
+    """The requested features: feature layers and dtype."""
+
+    layers: tuple[int, ...]
+    dtype: torch.dtype
 
 
 class DamagedError(ValueError):
@@ -282,3 +292,88 @@ def decode(coded: Coded, dtype: torch.dtype) -> Float[Tensor, "*n D"]:
 def size(width: int, dtype: str) -> int:
     """Return the bytes of a vector of `width` values."""
     return width * DTYPES[dtype].itemsize + (SCALE_BYTES if dtype == "fp8" else 0)
+
+
+class States(NamedTuple):
+    """Hidden states of packed sequences: those of the feature layers, and the last one after the final norm."""
+
+    hidden: Float[Tensor, "B T L D"]
+    last_hidden: Float[Tensor, "B T D"]
+
+
+class Copying(NamedTuple):
+    """Sequences being copied to the host, asynchronously."""
+
+    sequences: SequenceTensors
+    finite: Bool[Tensor, ""]  # whether all states are finite
+    copied: "torch.cuda.Event | None"  # an event after the last copy; None on a CPU
+    name: str  # the target's name
+
+    def result(self) -> SequenceTensors:
+        """Wait for the sequences; refuse a state that is not finite."""
+        if self.copied is not None:
+            self.copied.synchronize()
+        if not self.finite:
+            raise ValueError(
+                f"{self.name}: a hidden state is not finite, so nothing is kept of it; load the target in bfloat16 or "
+                "float32 (model.dtype)"
+            )
+        return self.sequences
+
+
+def compute(
+    target: Target, token: Int[Tensor, "B T"], document: Int[Tensor, "B T"], spec: StoreSpec
+) -> SequenceTensors:
+    """Return packed sequences' tensors for a store, by a forward pass of the target."""
+    return start(target, token, document, spec).result()
+
+
+def start(target: Target, token: Int[Tensor, "B T"], document: Int[Tensor, "B T"], spec: StoreSpec) -> Copying:
+    """Do what `compute` does, asynchronously on a GPU."""
+    features = target.features(token, document, spec.layers)
+    return copying(States(features.hidden, features.last_hidden), spec)
+
+
+def copying(states: States, spec: StoreSpec) -> Copying:
+    """Encode hidden states on their device, and start copying them to the host."""
+    bounds = [bound for x in (states.hidden, states.last_hidden) if x.numel() for bound in x.aminmax()]
+    finite, on_gpu = torch.stack(bounds).isfinite().all(), states.last_hidden.device.type == "cuda"
+
+    def copy(tensor: Tensor) -> Tensor:
+        return tensor.to("cpu", non_blocking=on_gpu)  # from a GPU to pinned memory
+
+    sequences: SequenceTensors = {}
+    for name, tensor in {**({HIDDEN: states.hidden} if spec.layers else {}), LAST: states.last_hidden}.items():
+        coded = encode(tensor, spec.dtype)
+        sequences[name] = copy(coded.value)
+        if coded.scale is not None:
+            sequences[name + SCALE] = copy(coded.scale)
+    finite = copy(finite)
+    copied = torch.cuda.current_stream(states.last_hidden.device).record_event() if on_gpu else None
+    return Copying(sequences, finite, copied, spec.name)
+
+
+def join(sequences: Iterable[SequenceTensors]) -> SequenceTensors:
+    """Concatenate the tensors of several sequences."""
+    listed = list(sequences)
+    return {name: torch.cat([sequence[name] for sequence in listed]) for name in listed[0]}
+
+
+def decode_sequences(
+    sequences: SequenceTensors,
+    token: Int[Tensor, "B T"],
+    document: Int[Tensor, "B T"],
+    request: FeatureRequest,
+    spec: StoreSpec,
+) -> Features:
+    """Decode stored sequences to features with the requested layers, on their device."""
+    if request.layers:
+        indices = [spec.layers.index(layer) for layer in request.layers]
+        chosen = slice(None) if request.layers == spec.layers else indices
+        scale = sequences.get(HIDDEN + SCALE)
+        coded = Coded(sequences[HIDDEN][:, :, chosen], None if scale is None else scale[:, :, chosen])
+        hidden = decode(coded, request.dtype)
+    else:
+        hidden = torch.zeros(*token.shape, 0, spec.width, dtype=request.dtype, device=token.device)
+    last = decode(Coded(sequences[LAST], sequences.get(LAST + SCALE)), request.dtype)
+    return Features(token, hidden, last, document)

@@ -10,9 +10,8 @@ from transformers import PreTrainedTokenizerFast
 from data.answers.engine import Engine
 from data.answers.files import write_answers
 from data.config import DataConfig
-from data.text.exact import Pretokenized, exact_tokens
 from data.text.prompts import before_answers, load_training
-from data.text.records import parse
+from data.text.records import Pretokenized, exact_tokens, parse
 from inference.batch import Batch
 from inference.drafters.plain import Baseline
 from inference.request import Generation, RequestParams

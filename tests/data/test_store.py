@@ -12,9 +12,19 @@ from typing import Any
 import pytest
 import torch
 
-from data.features.coding import Copying
 from data.features.extraction import extract
-from data.features.store import DTYPES, INDEX, META, SHARDS, DamagedError, FeatureStore, StoreSpec, decode, encode
+from data.features.store import (
+    DTYPES,
+    INDEX,
+    META,
+    SHARDS,
+    Copying,
+    DamagedError,
+    FeatureStore,
+    StoreSpec,
+    decode,
+    encode,
+)
 from heads.common import files
 from heads.common.files import CHECKSUM, read_checked, write_checked
 from tests.data import stores
