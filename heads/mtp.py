@@ -22,8 +22,7 @@ from heads.base import Embeddings, Features, LayerConfig
 from heads.common.ranges import OneOf
 from heads.modules.autoregressive import RecurrentHead
 from heads.modules.fusion import Fusion, chosen_layers
-from heads.modules.layers import DecoderLayer, LayerInputs, LayerSpec, RMSNorm
-from heads.modules.own_layer import TargetLayer
+from heads.modules.layers import DecoderLayer, LayerInputs, LayerSpec, RMSNorm, TargetLayer
 from heads.modules.vocab import DraftLmHead, draft_vocabulary
 
 LLAMA, TARGET = "llama", "target"  # kinds of decoder layer

@@ -32,8 +32,8 @@ from data.text.template import template_sha256
 from eval.inputs.workloads import MIN_ANSWER_TOKENS
 from eval.measures.machine import revision
 from heads.base import DraftHead, HeadConfig, frozen_count, parameter_count
+from heads.common.errors import redacted_values, redacted_words
 from heads.common.files import atomic_write
-from heads.common.redact import redacted_values, redacted_words
 from heads.common.target_config import context_of
 from heads.formats.published import export
 from heads.formats.published.export import TargetFacts

@@ -22,9 +22,9 @@ from transformers import PreTrainedTokenizerBase
 from data.answers.chats import AnswerSettings, Conversation, Outcome, Reply, Talk
 from data.text.files import CHUNK
 from data.text.records import logged_answers
+from heads.common.errors import HIDDEN, redacted
 from heads.common.progress import tick
 from heads.common.ranges import Amount, Count, Number, Positive
-from heads.common.redact import HIDDEN, redacted
 from heads.common.untrusted import parse_json
 
 log = logging.getLogger(__name__)

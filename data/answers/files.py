@@ -30,10 +30,9 @@ from data.config import DataConfig
 from data.text.files import META, PARTS, SETTINGS, content_hash
 from data.text.records import Record
 from data.text.sources import open_source
-from heads.common.errors import keeping
+from heads.common.errors import keeping, redacted_values
 from heads.common.files import atomic_write, claim
 from heads.common.progress import progress
-from heads.common.redact import redacted_values
 from heads.common.untrusted import parsed_file
 
 SCHEMA = 1

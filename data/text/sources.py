@@ -35,8 +35,7 @@ from data.text.parts import LeftOutError
 from data.text.records import Record, read, readable
 from data.text.transcripts import batches_joined, is_wanted, records_in
 from heads.common.connection import check_reachable
-from heads.common.errors import one_line
-from heads.common.redact import redacted_values
+from heads.common.errors import one_line, redacted_values
 from heads.common.untrusted import parsed_file, regular
 
 T = TypeVar("T")

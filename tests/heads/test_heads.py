@@ -11,11 +11,10 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRot
 
 from heads import HEADS, rows
 from heads.base import DraftHead, Features, LayerDims
+from heads.block import Selector
 from heads.common.rope import Rope, Rotary
 from heads.mlp import EPS, ShiftedNorm
-from heads.modules.dflash2 import Selector
-from heads.modules.layers import DecoderLayer, LayerInputs, LayerSpec, grouped_attention
-from heads.modules.own_layer import TargetLayer
+from heads.modules.layers import DecoderLayer, LayerInputs, LayerSpec, TargetLayer, grouped_attention
 from inference.drafters.policy import Expander
 from tests import drafting, toys
 
