@@ -33,8 +33,7 @@ from data.batches import Packed
 from heads.base import Features
 from heads.common.files import atomic_write, claim, read_checked, write_checked
 from heads.common.ranges import Count, Number, OneOf
-from heads.common.typed import fits, typed
-from heads.common.untrusted import inside
+from heads.common.typed import typed
 from inference.target.target import Target
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn}
@@ -95,7 +94,8 @@ class StoreSpec:
         return -(-self.rows // self.shard_rows)
 
 
-class Entry(NamedTuple):
+@dataclass(frozen=True)
+class Entry:
     """A shard's index entry: its sequences in order, their digests, and the size of its file."""
 
     rows: list[int]
@@ -168,34 +168,18 @@ class FeatureStore:
         for file in sorted((self.folder / INDEX).glob("[!.]*.json")):  # without files that are being written
             if file.stem not in self.entries:
                 self.damaged.pop(file.stem, None)
+                shard = self._shard(file.stem)
                 try:
-                    entry = self._entry(file)
+                    entry = typed(Entry, read_checked(file), f"{file}: entry")
+                    if not shard.is_file():
+                        raise ValueError(f"{shard}: is not there, though the index has it")
+                    if (size := shard.stat().st_size) != entry.bytes:
+                        raise ValueError(f"{shard}: damaged, it has {size} bytes instead of {entry.bytes}")
                 except ValueError as error:
                     self.damaged[file.stem] = str(error)
                 else:
                     self._location.update({sequence: (file.stem, i) for i, sequence in enumerate(entry.rows)})
                     self.entries[file.stem] = entry
-
-    def _entry(self, file: Path) -> Entry:
-        inside(file.parent, file.name)
-        shard = inside(self.folder / SHARDS, self._shard(file.stem).name)
-        content: dict[str, Any] = dict.fromkeys(Entry._fields) | read_checked(file)
-        sequences, digests, size = (content[field] for field in Entry._fields)
-        if not (
-            fits(list[Any], sequences)
-            and fits(list[str], digests)
-            and fits(int, size)
-            and len(sequences) == len(digests)
-        ):
-            raise ValueError(f"{file}: damaged, it does not list sequences with their digests and its bytes")
-        valid = all(type(number) is int and 0 <= number < self.spec.rows for number in sequences)
-        if not valid or len(set(sequences)) != len(sequences):
-            raise ValueError(f"{file}: damaged, its sequences are not different ones of {self.spec.rows}")
-        if not shard.is_file():
-            raise ValueError(f"{shard}: is not there, though the index has it")
-        if shard.stat().st_size != size:
-            raise ValueError(f"{shard}: damaged, it has {shard.stat().st_size} bytes instead of {size}")
-        return Entry(sequences, digests, size)
 
     def has(self, sequence: int) -> bool:
         """Whether a sequence is in a finished shard."""
@@ -216,9 +200,10 @@ class FeatureStore:
             opened = self._opened(name)
             names: list[str] = list(opened.keys())
             tensors = {key: opened.get_slice(key)[index : index + 1] for key in names}
+            digest = self.entries[name].digests[index]
         except (OSError, SafetensorError, IndexError, TypeError, RuntimeError, OverflowError) as error:
             raise self._damage(name, sequence, f"cannot be read ({' '.join(str(error).split())})") from error
-        if self._digest(tensors) != self.entries[name].digests[index]:
+        if self._digest(tensors) != digest:
             raise self._damage(name, sequence, "is not what was written, its checksum differs")
         return tensors
 
@@ -229,7 +214,7 @@ class FeatureStore:
         entry = Entry(sequences, [self._digest(sequence) for sequence in split(tensors)], len(content))
         try:
             atomic_write(self._shard(name), content)
-            write_checked(self.folder / INDEX / f"{name}.json", entry._asdict())
+            write_checked(self.folder / INDEX / f"{name}.json", asdict(entry))
         except OSError as error:
             raise ValueError(
                 f"{self.folder}: shard {name} could not be written ({error.strerror or error}); every other shard is "

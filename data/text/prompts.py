@@ -29,7 +29,7 @@ from data.text.template import encode, last_token, render, with_opening
 from heads.common.files import claim, read_checked, replacing, write_checked
 from heads.common.progress import progress
 from heads.common.resolvers import ROOT
-from heads.common.typed import fits
+from heads.common.typed import convert
 from inference.target.tokenizer import text_ids
 
 log = logging.getLogger(__name__)
@@ -59,9 +59,14 @@ class Prompt(NamedTuple):
     def read(cls, raw: Raw, index: int, path: str) -> "Prompt":
         """Return a prompt from a record that `save_prompts` wrote; refuse other keys and types."""
         kinds = cls.__annotations__
-        if raw.keys() != kinds.keys() or not all(fits(kind, raw[key]) for key, kind in kinds.items()):
-            raise ValueError(f"{path}: record {index} is no prompt as they are saved: fix or remove the record")
-        return cls(**raw | {key: label(raw[key]) for key in ("id", "category")})
+        try:
+            if raw.keys() != kinds.keys():
+                raise ValueError
+            values = {key: convert(kind, raw[key], key) for key, kind in kinds.items()}
+        except ValueError:
+            why = "is no prompt as they are saved: fix or remove the record"
+            raise ValueError(f"{path}: record {index} {why}") from None
+        return cls(**values | {key: label(raw[key]) for key in ("id", "category")})
 
 
 class TrainingData(NamedTuple):

@@ -129,20 +129,6 @@ def check(value: Any, within: Within | OneOf, key: str) -> None:
         raise ValueError(f"{key} is {shown(value)}: {remedy}")
 
 
-def fits(hint: Any, value: Any) -> bool:
-    """Return whether a value and all its elements have a type, without conversion."""
-    origin, inner = get_origin(hint), get_args(hint)
-    if hint is Any:
-        return True
-    if origin in (Union, UnionType):
-        return any(fits(option, value) for option in inner)
-    if origin is dict:
-        return isinstance(value, dict) and all(fits(inner[0], k) and fits(inner[1], v) for k, v in value.items())
-    if origin in (list, tuple):
-        return isinstance(value, origin) and all(fits(inner[0], element) for element in value)
-    return isinstance(value, (int, float) if hint is float else hint)
-
-
 def join(prefix: str, key: Any) -> str:
     """Return the full name of a key; an untrusted one stays one line."""
     name = str(key) if str(key).isprintable() and len(str(key)) <= CUT else shown(key)
