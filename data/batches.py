@@ -45,7 +45,7 @@ class Batch:
 
 
 def pack(samples: Sequence[Sample], length: int) -> Packed:
-    """Pack documents into sequences of `length` tokens: best fit, longest first, which leaves few gaps.
+    """Pack documents into sequences of `length` tokens: best fit, longest first, which leaves little padding.
 
     Documents that fit a sequence are not split; the pieces of a longer one are documents.
     """

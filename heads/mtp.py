@@ -47,7 +47,7 @@ class Mtp(RecurrentHead):
         layers = config.feature_layers
         self.feature_layers = () if layers is None else chosen_layers(layers, len(layers), embeddings.num_layers)
         if config.raw_state and layers:
-            raise ValueError("head.raw_state=true reads the target's last layer alone: give head.feature_layers=null")
+            raise ValueError("head.raw_state=true reads only the target's last layer: give head.feature_layers=null")
         if config.raw_state:
             self.feature_layers = (embeddings.num_layers - 1,)
         self.fusion = Fusion(width, len(self.feature_layers), eps, normed=True) if layers else None

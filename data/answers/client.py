@@ -247,7 +247,7 @@ def read_reply(data: Mapping[str, Any], model: str) -> Reply:
     calls, text = message.get("tool_calls") or [], message.get("content")
     reasoning = message.get("reasoning_content") or message.get("reasoning") or ""
     if text is None and (calls or finish == "length"):
-        text = ""  # the reasoning took all the tokens, or the answer is a tool call
+        text = ""  # the reasoning has used all the tokens, or the answer is a tool call
     if not isinstance(text, str) or not isinstance(reasoning, str) or not isinstance(calls, list):
         raise EndpointError("content", json.dumps(data))
     complete = calls if finish != "length" else []  # the last call may be cut off anywhere
@@ -266,7 +266,7 @@ def read_call(call: Any) -> dict[str, Any]:
             function["arguments"] = parse_json(arguments.encode(), NESTED) if arguments.strip() else {}
         return {"type": "function", "function": function}
     except (KeyError, TypeError, ValueError) as error:
-        raise EndpointError("content", f"a tool call that is none: {call!r}") from error
+        raise EndpointError("content", f"a malformed tool call: {call!r}") from error
 
 
 class Endpoint:

@@ -64,7 +64,7 @@ class Engine:
                 if token is not None:
                     try:
                         check_prompt(self.target, token)
-                    except ValueError:  # the tokenizer may have tokens that the target's embedding lacks
+                    except ValueError:  # the tokenizer may have tokens that the target's embedding does not have
                         talk.cause, token = "refused", None
                 if token is None:
                     yield talk.outcome()

@@ -272,9 +272,9 @@ def write_answers(work: Work, answerer: Answerer, out: Path, worker: Worker = AL
     with keeping(kept), answers.locked():
         answers.begin(settings)
         worker.wait()
-        settled_before = _answer(work, answerer, answers, worker)
+        earlier = _answer(work, answerer, answers, worker)
         worker.wait()
-        notes = {**redacted_values(work.notes), "world_size": worker.world, "settled_before": settled_before}
+        notes = {**redacted_values(work.notes), "world_size": worker.world, "settled_before": earlier}
         meta = answers.merge([record.id for record in work.records], settings, notes)
     for kind in ("shortened", "left_out", "failed"):
         if meta["counts"][kind]:

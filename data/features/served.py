@@ -80,9 +80,9 @@ class LayerIds(NamedTuple):
         """Find our layers among vLLM's ids; refuse ids without one of them."""
         states = as_states(layers)
         needed = list(dict.fromkeys([*states, num_layers]))
-        if lacking := [layer_id for layer_id in needed if layer_id not in ids]:
+        if missing := [layer_id for layer_id in needed if layer_id not in ids]:
             raise ValueError(
-                f"features.vllm_layers is {ids}, without {lacking}: feature layer i is vLLM's id i + 1, and "
+                f"features.vllm_layers is {ids}, without {missing}: feature layer i is vLLM's id i + 1, and "
                 f"{num_layers} is the last state; start vLLM with eagle_aux_hidden_state_layer_ids={needed}"
             )
         return cls(len(ids), [ids.index(state) for state in states], ids.index(num_layers))

@@ -25,7 +25,6 @@ from data.features.store import (
     FeatureStore,
     SequenceTensors,
     decode_sequences,
-    join,
     split,
 )
 from heads.base import Features, to_device
@@ -191,46 +190,45 @@ class StoredFeatures(ReadAhead[Future[list[SequenceTensors | None]]]):
         numbers = index.clamp_min(0).tolist()  # a filler has the first sequence's tokens
         if self.compute is not None and not all(map(self.store.has, numbers)):
             self.store.refresh()
-        sequences = [self._sequence(sequence) for sequence in numbers]
+        sequences: list[SequenceTensors | None] = []
+        for sequence in numbers:
+            tensors = None  # it must be computed
+            try:
+                if self.store.has(sequence):
+                    tensors = self.store.read(sequence)
+                elif self.compute is None:
+                    raise DamagedError(
+                        f"{self.store.folder}: sequence {sequence} is in no shard; extract it, or give "
+                        "features.on_missing=compute"
+                    )
+            except DamagedError as error:
+                if self.compute is None:
+                    raise
+                if sequence not in self._warned:
+                    self._warned.add(sequence)
+                    log.warning("%s; it is computed", error)
+            sequences.append(tensors)
         if self.device.type != "cuda":
             return sequences
         return [sequence and {name: tensor.pin_memory() for name, tensor in sequence.items()} for sequence in sequences]
-
-    def _sequence(self, sequence: int) -> SequenceTensors | None:
-        """Return a sequence's tensors, None if they must be computed."""
-        if not self.store.has(sequence):
-            if self.compute is None:
-                raise DamagedError(
-                    f"{self.store.folder}: sequence {sequence} is in no shard; extract it, or give "
-                    "features.on_missing=compute"
-                )
-            return None
-        try:
-            return self.store.read(sequence)
-        except DamagedError as error:
-            if self.compute is None:
-                raise
-            if sequence not in self._warned:
-                self._warned.add(sequence)
-                log.warning("%s; it is computed", error)
-            return None
 
     def finish(self, batch: Batch, job: Future[list[SequenceTensors | None]]) -> Features:
         """Return the features of a micro-batch; missing sequences are computed."""
         begin = time.perf_counter()
         sequences = job.result()
         self.stall += time.perf_counter() - begin
-        lacking = [i for i, sequence in enumerate(sequences) if sequence is None]
-        if lacking:
+        missing = [i for i, sequence in enumerate(sequences) if sequence is None]
+        if missing:
             assert self.compute is not None
-            computed = split(self.compute(batch.token[lacking], batch.document[lacking]))
-            for i, sequence in zip(lacking, computed, strict=True):
+            computed = split(self.compute(batch.token[missing], batch.document[missing]))
+            for i, sequence in zip(missing, computed, strict=True):
                 sequences[i] = sequence
-        self.computed += len(lacking)
-        self.read += len(sequences) - len(lacking)
+        self.computed += len(missing)
+        self.read += len(sequences) - len(missing)
         moved = [
             {name: tensor.to(self.device, non_blocking=True) for name, tensor in (sequence or {}).items()}
             for sequence in sequences
         ]
+        joined = {name: torch.cat([sequence[name] for sequence in moved]) for name in moved[0]}
         token, document = to_device(batch.token, self.device), to_device(batch.document, self.device)
-        return decode_sequences(join(moved), token, document, self.request, self.store.spec)
+        return decode_sequences(joined, token, document, self.request, self.store.spec)

@@ -338,12 +338,6 @@ def copying(states: States, spec: StoreSpec) -> Copying:
     return Copying(sequences, finite, copied, spec.name)
 
 
-def join(sequences: Iterable[SequenceTensors]) -> SequenceTensors:
-    """Concatenate the tensors of several sequences."""
-    listed = list(sequences)
-    return {name: torch.cat([sequence[name] for sequence in listed]) for name in listed[0]}
-
-
 def decode_sequences(
     sequences: SequenceTensors,
     token: Int[Tensor, "B T"],

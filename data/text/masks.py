@@ -141,7 +141,7 @@ def samples_of(
     if not (plain or record.pretokenized or record.error) and not tokenizer.chat_template:
         raise ValueError(
             f"{path}: holds chats, but the tokenizer {tokenizer.name_or_path!r} has no chat template; "
-            'put a chat_template.jinja beside the model, or give plain text ({"text"} records or .txt)'
+            'put a chat_template.jinja next to the model, or give plain text ({"text"} records or .txt)'
         )
     try:
         if record.error is not None:
@@ -207,11 +207,11 @@ def check_vocabulary(token: list[int], tokenizer: PreTrainedTokenizerBase) -> No
     last = last_token(tokenizer)
     unknown = next((number for number in token if not 0 <= number <= last), None)
     if unknown is not None:
-        message = f"token {unknown} is none of the tokenizer's 0 to {last}; give the model.path that wrote it"
+        message = f"token {unknown} is not among the tokenizer's 0 to {last}; give the model.path that wrote it"
         raise BadSampleError("token of another vocabulary", message)
     media = media_tokens(tokenizer)
     if media and (seen := next((number for number in token if number in media), None)) is not None:
-        message = f"token {seen} ({media[seen]}) stands for more than text, which alone is read; remove the record"
+        message = f"token {seen} ({media[seen]}) is more than text, and only text is read; remove the record"
         raise BadSampleError("more than text", message)
 
 

@@ -83,7 +83,7 @@ def content_text(message: Message) -> str:
 def unread(name: str) -> BadSampleError:
     """Return the error for a part, item or field of an unsupported type."""
     if MEDIA.fullmatch(name):
-        why = f"it holds more than text ({name}), and text alone is read, of vision checkpoints too; remove the record"
+        why = f"it holds more than text ({name}), and only text is read, of vision checkpoints too; remove the record"
         return BadSampleError("more than text", why)
     return BadSampleError(f"a part of type {name}", f"it holds a part of type {name}, which is not read; remove it")
 

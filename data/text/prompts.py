@@ -210,7 +210,7 @@ def _prepare(
         if config.on_bad == "drop" and counts.samples and lost.total() > LOST * size:  # errors in a log are no loss
             raise ValueError(
                 f"{config.named}: {lost.total()} of {size} records cannot be used ({counts_line(lost)}): more than a "
-                "fifth; data.on_bad=fail shows the first of them, data.where picks others"
+                "fifth; data.on_bad=fail shows the first of them, data.where selects others"
             )
         if not counts.samples:
             remedy = (

@@ -118,14 +118,6 @@ class Hub:
 Source = Files | Hub
 
 
-def last_of(source: Source, count: int) -> tuple[int, list[Raw]]:
-    """Return a source's number of records, and the last `count` of them; a file is read to its end."""
-    if isinstance(source, Hub) and not source.where:
-        return source.ends(count)
-    last = deque(enumerate(source), maxlen=max(1, count))
-    return last[-1][0] + 1, [record for _, record in last][:count]
-
-
 def _wanted(records: Iterator[Raw], source: Source) -> Iterator[Raw]:
     """Yield the records that `where` selects, and count the others; refuse a source without any."""
     skipped, first, is_empty = 0, Raw(), True
@@ -148,8 +140,8 @@ def open_source(
 
     Args:
         name: a file in one of FORMATS, packed or not; a folder, of which the files in these formats are read in the
-            order of their names, but for what stands beside a file of answers; a glob, likewise.
-        split: the Hub data set's split, and of a folder the files whose names hold it, beside those that name none;
+            order of their names, except those next to a file of answers; a glob, likewise.
+        split: the Hub data set's split, and of a folder the files whose names hold it, and those that name none;
             empty takes the first of test, validation, train.
         streaming: read a Hub data set as it comes, without a download of the whole.
         where: which records are read, as `data.where` says.
@@ -306,7 +298,11 @@ def divide(sources: Sequence[Source], config: DataConfig) -> list[Part]:
         elif config.streaming:
             parts.append(Part(source, count, None, list(enumerate(islice(source, count)))))
         else:
-            size, last = last_of(source, count)
+            if isinstance(source, Hub) and not source.where:
+                size, last = source.ends(count)
+            else:  # a file is read to its end
+                numbered = deque(enumerate(source), maxlen=count)
+                size, last = numbered[-1][0] + 1, [record for _, record in numbered]
             check_some_left(source.name, size, count, config)
             parts.append(Part(source, 0, size - count, list(enumerate(last, size - count))))
     return parts

@@ -47,7 +47,7 @@ def records_in(lines: Iterable[Raw]) -> Iterator[Raw]:
             continue
         try:
             yield from list(reader(group))
-        except (TypeError, KeyError, AttributeError):  # it is none, or broken: its lines are of no known shape
+        except (TypeError, KeyError, AttributeError):  # another file, or a broken one: its lines are of no known shape
             yield from group
 
 

@@ -70,7 +70,7 @@ def sweeping() -> bool:
 
 @contextmanager
 def ending_alone() -> Iterator[None]:
-    """Let a run of a multirun end alone, with whatever status it has said: the others go on. A signal ends them all."""
+    """Let only this run of a multirun end, with whatever status: the others go on. A signal ends them all."""
     try:
         yield
     except SystemExit as ended:
@@ -85,7 +85,7 @@ def mistake(error: Exception, words: Sequence[str], config: str) -> str:
     if isinstance(error, OverrideParseException):
         key, sign, _ = error.override.partition("=")
         which = f"the override {key}=…" if sign else "a word without a ="
-        return f"{which} cannot be read: give KEY=VALUE; a VALUE with blanks or signs such as , = ( stands in quotes"
+        return f"{which} cannot be read: give KEY=VALUE; a VALUE with blanks or signs such as , = ( goes in quotes"
     cause = str(error.__cause__).partition("\n")[0] if isinstance(error.__cause__, OmegaConfBaseException) else ""
     message = f"{str(error).partition('Config search path:')[0].rstrip()} {cause}"
     if isinstance(error, MissingConfigException):
@@ -98,7 +98,7 @@ def mistake(error: Exception, words: Sequence[str], config: str) -> str:
             advice += f"; one's own is given by {group}.path=…"
         return f"{group}={name} is not there: {nearest(name, options(group)) or advice}"
     if unknown := re.match(r"Could not override '([\w.]+)'", message):
-        # Of a value {…} the key within it that is not known; where the first part is none, OmegaConf says that alone.
+        # The key that is not known within a value {…}; where its first part is unknown, OmegaConf names only that.
         key = max(unknown[1], str(getattr(error.__cause__, "full_key", "")), key=len)
         allowed, parent = keys(config, words), key.rpartition(".")[0]
         if parent.endswith("losses") or allowed.get(parent) == "{}":  # whose keys may have any name
@@ -155,7 +155,7 @@ def keys(config: str, words: Sequence[str] = ()) -> dict[str, str]:
 
 
 def entries(text: str, group: str = "") -> Iterator[Entry]:
-    """Yield the overrides of a YAML file; a comment stands behind its key, or on the lines above it."""
+    """Yield the overrides of a YAML file; a comment is behind its key, or on the lines above it."""
     package = re.match(r"# @package (\S+)", text)
     names = [package[1].replace("_global_", "") if package else group]
     above, depth = list[str](), 1

@@ -78,18 +78,18 @@ def redacted_values(values: Any) -> Any:
 
 def redact_logs() -> None:
     """Redact every log line of this process and make it `visible`, whoever logs it; idempotent."""
-    logging.setLogRecordFactory(_record)
 
-
-def _record(*args: Any, **named: Any) -> logging.LogRecord:
-    record = logging.LogRecord(*args, **named)
-    try:
-        message = record.getMessage()
-    except (TypeError, ValueError):  # logging itself reports arguments that do not fit the format
+    def record_of(*args: Any, **named: Any) -> logging.LogRecord:
+        record = logging.LogRecord(*args, **named)
+        try:
+            message = record.getMessage()
+        except (TypeError, ValueError):  # logging itself reports arguments that do not fit the format
+            return record
+        if (shown := visible(redacted(message))) != message:
+            record.msg, record.args = shown, ()
         return record
-    if (shown := visible(redacted(message))) != message:
-        record.msg, record.args = shown, ()
-    return record
+
+    logging.setLogRecordFactory(record_of)
 
 
 def one_line(error: BaseException) -> str:

@@ -139,8 +139,8 @@ def nearest(word: str, names: Iterable[str]) -> str:
     """Return the question after the names nearest to a misspelt one, or to its end; empty if none is near."""
     every = sorted(set(names))
     parent, dot, last = word.rpartition(".")
-    beside = [name.removeprefix(parent + dot) for name in every if name.startswith(parent + dot)]
+    siblings = [name.removeprefix(parent + dot) for name in every if name.startswith(parent + dot)]
     near = [name for name in every if name.endswith(f".{word}")]
-    near = near or [parent + dot + name for name in get_close_matches(last, beside, 2)]
-    near = near if near or beside else get_close_matches(word, every, 2, 0.8)
+    near = near or [parent + dot + name for name in get_close_matches(last, siblings, 2)]
+    near = near if near or siblings else get_close_matches(word, every, 2, 0.8)
     return f"do you mean {' or '.join(near)}?" if near else ""

@@ -22,7 +22,7 @@ from heads.common.rope import Rope, Rotary
 from heads.rows import gather_rows, scatter_rows
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
-# tree_attention.py, once a target lies on a device for which it has a kernel: heads are published without it.
+# tree_attention.py, once a target is on a device for which it has a kernel: heads are published without it.
 masked_kernel: Any = None
 ATTENTION = "headstart"  # the name of our attention function in transformers
 
