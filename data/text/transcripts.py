@@ -5,7 +5,7 @@ Also the choice of records by their fields.
 
 import operator
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -65,58 +65,54 @@ def _claude_code(lines: list[Raw]) -> Iterator[Raw]:
         content = message.get("content") or []
         parts[uuid] = [{"type": "text", "text": content}] if isinstance(content, str) else list(content)
     results = {piece["tool_use_id"]: piece for given in parts.values() for piece in given if "tool_use_id" in piece}
-    written = {uuid for uuid, message in spoken.items() if message.get("role") == "assistant"}
-    client = {uuid for uuid in written if spoken[uuid].get("model") == SYNTHETIC}
-    written -= client
+    client = {uuid for uuid, message in spoken.items() if message.get("model") == SYNTHETIC}
+    written = {uuid for uuid, message in spoken.items() if message.get("role") == "assistant"} - client
 
-    def is_aside(line: Raw) -> bool:
-        return bool(line.get("isSidechain"))
-
-    parents = {(is_aside(line), line.get("parentUuid")) for line in nodes.values()}
-    branches: list[dict[str, Raw]] = []  # each from its leaf on
-    for leaf, line in nodes.items():
-        if (is_aside(line), leaf) in parents:
-            continue
-        path, uuid = dict[str, Raw](), leaf
-        while uuid in nodes and uuid not in path and is_aside(nodes[uuid]) == is_aside(line):
+    def path_to(uuid: str, stop: Container[str] = ()) -> dict[str, Raw]:
+        """Return the lines from this one up to the first, or to one of `stop`."""
+        path, is_aside = dict[str, Raw](), bool(nodes[uuid].get("isSidechain"))
+        while uuid in nodes and uuid not in path and bool(nodes[uuid].get("isSidechain")) == is_aside:
             path[uuid] = nodes[uuid]
+            if len(path) > 1 and uuid in stop:
+                break
             uuid = path[uuid].get("parentUuid") or ""
-        branches.append(path)
+        return path
+
+    # A branch ends at a line of the assistant without another one below it.
+    ends = written - {[*path][-1] for path in (path_to(uuid, written) for uuid in written) if len(path) > 1}
+    branches = [path_to(uuid) for uuid in nodes if uuid in ends]
     trained: set[str] = set()
     for branch in sorted(branches, key=lambda path: len(path.keys() & written), reverse=True):
-        if branch.keys() & written <= trained:
-            continue
         messages: list[Raw] = []
         by_id: dict[str, Raw] = {}
         missing = dict(results)
         for uuid in [uuid for uuid in reversed(branch) if uuid in spoken and uuid not in client]:
             message = by_id.get(spoken[uuid].get("id") or "")
             if message is None:
-                message = {**spoken[uuid], "content": []}
+                message = {**spoken[uuid], "content": []} | ({"weight": 0} if uuid in trained else {})
                 messages.append(message)
                 by_id |= {message["id"]: message} if message.get("id") else {}
-                message |= {"weight": 0} if uuid in trained else {}
             message["content"] += parts[uuid]
             for piece in parts[uuid]:
                 missing.pop(piece.get("tool_use_id"), None)
+        if all(message.get("role") != "assistant" or "weight" in message for message in messages):
+            continue
         chat: list[Raw] = []
         for message in messages:
             aside = [missing[piece["id"]] for piece in message["content"] if piece.get("id") in missing]
             chat += [message, *([{"role": "user", "content": aside}] if aside else [])]
         last = next(iter(branch.values()))
         counts = {
-            "of a subagent": is_aside(last),
+            "of a subagent": last.get("isSidechain"),
             "behind a summary of earlier turns": any(line.get("isCompactSummary") for line in branch.values()),
-            "with lines that its client wrote, which are left out": bool(branch.keys() & client),
-            "with turns of another branch as context": bool(branch.keys() & trained),
-            "with a summary for its client, which is left out": not trained
-            and any(line.get("type") == "summary" for line in lines),
+            "with turns of another branch as context": branch.keys() & trained,
+            "with lines of its client, which are left out": not trained
+            and (client or any(line.get("type") == "summary" for line in lines)),
         }
         trained |= branch.keys() & written
         model = next((message["model"] for message in messages[::-1] if message.get("model")), "")
-        named = {"id": last.get("sessionId"), "model": model}
         notes = [name for name, holds in counts.items() if holds]
-        yield {**last, **named, "claude_code": {"messages": chat, "notes": notes}}
+        yield {**last, "id": last.get("sessionId"), "model": model, "claude_code": {"messages": chat, "notes": notes}}
 
 
 def _codex(lines: list[Raw]) -> Iterator[Raw]:

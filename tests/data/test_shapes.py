@@ -101,19 +101,20 @@ def test_what_a_log_says_in_place_of_an_answer_is_left_out_and_counted(
     assert counts.shapes == {"none": 11, "request and response": 2}
 
 
+CLIENT = "with lines of its client, which are left out"
+
+
 def test_a_transcript_is_every_branch_with_every_result_behind_its_call() -> None:
     first, second = records("claude_code_branches")
     turn = called("look", {"at": "a"}, "t1", "t2", reasoning_content="Two calls.")
     turn["tool_calls"][1]["function"] = {"name": "look", "arguments": {"at": "b"}}
     ends = [[{"role": "user", "content": f"{asked}?"}, {"role": "assistant", "content": f"{said}."}]
-            for asked, said in (("Sure", "Quite"), ("Really", "Yes"))]  # fmt: skip
+            for asked, said in (("Really", "Yes"), ("Sure", "Quite"))]  # fmt: skip
     results = [returned("8", "t1"), returned("9", "t2")]
     assert first.messages == [QUESTION, turn, *results, ANSWER, *ends[0]]
     context = [{**message, "weight": 0} for message in (turn, ANSWER)]
     assert second.messages == [QUESTION, context[0], *results, context[1], *ends[1]]
-    assert second.notes == (
-        "with lines that its client wrote, which are left out", "with turns of another branch as context"
-    )  # fmt: skip
+    assert (first.notes, second.notes) == ((CLIENT,), ("with turns of another branch as context",))
 
 
 @pytest.mark.parametrize("backwards", [False, True])
@@ -147,8 +148,7 @@ def test_a_transcripts_turns_are_trained_once(backwards: bool) -> None:
     answers = [m for chat in chats for m in chat.messages if m["role"] == "assistant" and m.get("weight") != 0]
     assert sorted(answer["content"] for answer in answers) == ["", "Done.", "Go on.", "So.", "Thus."]
     assert sorted(note for chat in chats for note in chat.notes) == [
-        "behind a summary of earlier turns", "of a subagent", "with a summary for its client, which is left out",
-        "with turns of another branch as context",
+        "behind a summary of earlier turns", "of a subagent", CLIENT, "with turns of another branch as context",
     ]  # fmt: skip
 
 
