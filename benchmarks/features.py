@@ -39,10 +39,18 @@ import torch
 from hydra import compose, initialize_config_dir
 
 from data.batches import Packed, pack
-from data.features.coding import Copying, decode_sequences, join, start
 from data.features.extraction import Layers, Make, extract, extract_features, spec_of
-from data.features.source import FeatureRequest
-from data.features.store import DTYPES, FeatureStore, SequenceTensors, StoreSpec
+from data.features.store import (
+    DTYPES,
+    Copying,
+    FeatureRequest,
+    FeatureStore,
+    SequenceTensors,
+    StoreSpec,
+    decode_sequences,
+    join,
+    start,
+)
 from data.text.prompts import load_training
 from eval.measures.machine import device_facts
 from heads.common.resolvers import register_resolvers

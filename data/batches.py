@@ -15,9 +15,8 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from data.text.cache import CachedSamples
 from data.text.masks import Sample
-from data.text.prompts import Prompt
+from data.text.prompts import CachedSamples, Prompt
 
 Tokens = np.ndarray[Any, Any]  # a sample's tokens or mask, (T,)
 
@@ -46,7 +45,7 @@ class Batch:
 
 
 def pack(samples: Sequence[Sample], length: int) -> Packed:
-    """Pack documents into sequences of `length` tokens: best fit, longest first, which leaves few gaps.
+    """Pack documents into sequences of `length` tokens: best fit, longest first, which leaves little padding.
 
     Documents that fit a sequence are not split; the pieces of a longer one are documents.
     """

@@ -25,8 +25,7 @@ from rich.text import Text
 from transformers import PreTrainedTokenizerBase
 
 from data.answers.chats import Answerer, AnswerSettings
-from data.answers.client import Client, EndpointConfig, check_url
-from data.answers.endpoint import Endpoint
+from data.answers.client import Client, Endpoint, EndpointConfig, check_url
 from data.answers.engine import Engine, check_drafter, drafter_of
 from data.answers.files import Work, Worker, source_of, write_answers
 from data.batches import fingerprint, pack

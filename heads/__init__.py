@@ -8,7 +8,7 @@ modules/   shared modules: attention, decoder layers, positions, the draft vocab
 base.py    the protocol of a draft head, its records, the legend of rows and depths
 rows.py    the only index arithmetic on rows and depths
 eagle.py   EAGLE-1/2: one decoder layer that extrapolates the target's features; HASS, trained on those that it drafts
-eagle3.py  EAGLE-3 and 3.1: features of several layers, tokens alone
+eagle3.py  EAGLE-3 and 3.1: features of several layers, only tokens fed back
 eagle4.py  EAGLE-4: EAGLE-3.1 with a low-rank candidate head
 medusa.py  Medusa: one residual head a depth
 hydra.py   Hydra: Medusa's heads, each reading the tokens before it

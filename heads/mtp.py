@@ -22,8 +22,7 @@ from heads.base import Embeddings, Features, LayerConfig
 from heads.common.ranges import OneOf
 from heads.modules.autoregressive import RecurrentHead
 from heads.modules.fusion import Fusion, chosen_layers
-from heads.modules.layers import DecoderLayer, LayerInputs, LayerSpec, RMSNorm
-from heads.modules.own_layer import TargetLayer
+from heads.modules.layers import DecoderLayer, LayerInputs, LayerSpec, RMSNorm, TargetLayer
 from heads.modules.vocab import DraftLmHead, draft_vocabulary
 
 LLAMA, TARGET = "llama", "target"  # kinds of decoder layer
@@ -48,7 +47,7 @@ class Mtp(RecurrentHead):
         layers = config.feature_layers
         self.feature_layers = () if layers is None else chosen_layers(layers, len(layers), embeddings.num_layers)
         if config.raw_state and layers:
-            raise ValueError("head.raw_state=true reads the target's last layer alone: give head.feature_layers=null")
+            raise ValueError("head.raw_state=true reads only the target's last layer: give head.feature_layers=null")
         if config.raw_state:
             self.feature_layers = (embeddings.num_layers - 1,)
         self.fusion = Fusion(width, len(self.feature_layers), eps, normed=True) if layers else None

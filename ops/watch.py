@@ -18,9 +18,8 @@ from typing import Any
 from omegaconf import DictConfig
 
 from data.answers.client import check_url
-from data.text.exact import reply_in
 from data.text.files import OPENERS
-from data.text.records import parse, readable
+from data.text.records import parse, readable, reply_in
 from eval.inputs.drafters import model_of
 from eval.inputs.workloads import recorded
 from eval.measures.counters import ENGINES, between, decoded_between, of_reply, restarted

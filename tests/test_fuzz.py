@@ -23,8 +23,8 @@ from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
+from data.features.served import STATES, TOKENS, LayerIds, read_tensors
 from data.features.store import FeatureStore
-from data.features.vllm_features import STATES, TOKENS, LayerIds, read_tensors
 from data.text.records import read as record
 from data.text.sources import open_source
 from eval.config import Selection

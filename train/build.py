@@ -22,21 +22,18 @@ from rich.console import Console
 from transformers import PreTrainedTokenizerBase
 
 from data.batches import Batches, check_known, fingerprint, pack, token_counts
-from data.features.coding import compute
 from data.features.extraction import spec_of
-from data.features.served import ServedFeatures, VllmServers
-from data.features.source import FeatureRequest, FeaturesConfig, FeatureSource, LiveFeatures
-from data.features.store import FeatureStore
-from data.features.stored import StoredFeatures
-from data.features.vllm_features import LayerIds, pieces
+from data.features.served import LayerIds, ServedFeatures, VllmServers, pieces
+from data.features.source import FeaturesConfig, FeatureSource, LiveFeatures, StoredFeatures
+from data.features.store import FeatureRequest, FeatureStore, compute
 from data.text.prompts import TrainingData, load_training, save_prompts
 from data.text.sources import open_sources
 from data.text.template import template_sha256
 from eval.inputs.workloads import MIN_ANSWER_TOKENS
 from eval.measures.machine import revision
 from heads.base import DraftHead, HeadConfig, frozen_count, parameter_count
+from heads.common.errors import redacted_values, redacted_words
 from heads.common.files import atomic_write
-from heads.common.redact import redacted_values, redacted_words
 from heads.common.target_config import context_of
 from heads.formats.published import export
 from heads.formats.published.export import TargetFacts

@@ -2,7 +2,6 @@
 
 chats.py     the state of a chat that is being answered
 engine.py    answers by our engine, with a drafter
-endpoint.py  answers by an endpoint
 files.py     the job: every process writes answers to its share of the prompts; resuming and merging
-client.py    HTTP client for OpenAI-compatible endpoints, whose replies are untrusted
+client.py    HTTP client for OpenAI-compatible endpoints, whose replies are untrusted, and answers by one
 """

@@ -12,11 +12,10 @@ from typing import Annotated, Any, NamedTuple, Protocol, runtime_checkable
 
 from transformers import PreTrainedTokenizerBase
 
-from data.text.exact import LoggedAnswer
 from data.text.masks import OPENED, THOUGHT, is_plain, split_reasoning
 from data.text.parts import Message
 from data.text.prompts import prompt_of
-from data.text.records import Record
+from data.text.records import LoggedAnswer, Record
 from data.text.template import encode, render, turn_end_tokens, with_opening
 from heads.common.ranges import Amount, Count, Number, Within
 from inference.chat_template import RenderError

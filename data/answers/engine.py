@@ -14,7 +14,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from data.answers.chats import AnswerSettings, Outcome, Reply, Talk
-from data.text.exact import LoggedAnswer
+from data.text.records import LoggedAnswer
 from heads.common.progress import tick
 from heads.formats.hub import resolve_head
 from inference.batch import batch_of
@@ -64,7 +64,7 @@ class Engine:
                 if token is not None:
                     try:
                         check_prompt(self.target, token)
-                    except ValueError:  # the tokenizer may have tokens that the target's embedding lacks
+                    except ValueError:  # the tokenizer may have tokens that the target's embedding does not have
                         talk.cause, token = "refused", None
                 if token is None:
                     yield talk.outcome()

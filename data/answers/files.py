@@ -19,7 +19,7 @@ import json
 import logging
 import os
 import shutil
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -30,12 +30,12 @@ from data.config import DataConfig
 from data.text.files import META, PARTS, SETTINGS, content_hash
 from data.text.records import Record
 from data.text.sources import open_source
-from heads.common.errors import keeping
+from heads.common.errors import keeping, redacted_values
 from heads.common.files import atomic_write, claim
 from heads.common.progress import progress
-from heads.common.redact import redacted_values
 from heads.common.untrusted import parsed_file
 
+log = logging.getLogger(__name__)
 SCHEMA = 1
 ESCAPED = "backslashreplace"  # of lone surrogates
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -92,15 +92,18 @@ class Answers:
                 )
         atomic_write(self.settings, json.dumps({"settings": settings}).encode())
 
-    def finished(self) -> dict[str, Entry]:
-        """Return the entries of all processes' finished chats by id."""
+    def finished(self) -> tuple[dict[str, Entry], dict[str, str]]:
+        """Return the entries of all processes' finished chats by id, and the causes of those that failed only."""
         meta = parsed_file(self.meta, DAMAGED) if self.meta.is_file() else {"left_out": {}, "shortened": {}}
         entries = {
             id_: Entry(self.meta, 0, 0, False, 0, cause, True) for cause, ids in meta["left_out"].items() for id_ in ids
         }
-        for file in self._parts():
+        failures: dict[str, str] = {}
+        for file in sorted(self.parts.glob("*-of-*.jsonl")):
             for start, end, line in _lines(file):
-                if not line["failed"]:
+                if line["failed"]:
+                    failures[line["id"]] = line["cause"]
+                else:
                     left_out = line["chat"] is None
                     entries[line["id"]] = Entry(file, start, end, False, line["answers"], line["cause"], left_out)
         if self.out.is_file():
@@ -110,14 +113,7 @@ class Answers:
                 entry = entries.get(line["id"])  # a merge was killed before it wrote the causes
                 cause = shortened.get(line["id"], entry.cause if entry else "")
                 entries[line["id"]] = Entry(self.out, start, end, True, count, cause)
-        return entries
-
-    def failures(self) -> dict[str, str]:
-        """Return the causes of failures since the last merge by chat id; later calls may have succeeded."""
-        return {line["id"]: line["cause"] for file in self._parts() for _, _, line in _lines(file) if line["failed"]}
-
-    def _parts(self) -> list[Path]:
-        return sorted(self.parts.glob("*-of-*.jsonl"))
+        return entries, {id_: cause for id_, cause in failures.items() if id_ not in entries}
 
     @contextmanager
     def _disk_errors(self) -> Iterator[None]:
@@ -146,8 +142,7 @@ class Answers:
         Raises:
             ValueError: no chat has an answer.
         """
-        entries = self.finished()
-        failures = {id_: cause for id_, cause in self.failures().items() if id_ not in entries}
+        entries, failures = self.finished()
         prompts = len({*ids, *entries, *failures})  # an earlier call may have had more prompts
         order = [id_ for id_ in ids if id_ in entries] + sorted(entries.keys() - set(ids))
         answered = [id_ for id_ in order if not entries[id_].left_out]
@@ -225,9 +220,6 @@ def _lines(path: Path) -> Iterator[tuple[int, int, dict[str, Any]]]:
             start += len(line)
 
 
-log = logging.getLogger(__name__)
-
-
 class Worker(NamedTuple):
     """A process's share of the work: its rank, the number of processes, and their barrier."""
 
@@ -269,21 +261,20 @@ def write_answers(work: Work, answerer: Answerer, out: Path, worker: Worker = AL
     settings = redacted_values({**answerer.describe(), "data": work.source, **asdict(work.settings)})
 
     def kept() -> str:
-        done = f"{len(answers.finished())} of {len(work.records)} chats"
+        done = f"{len(answers.finished()[0])} of {len(work.records)} chats"
         return f"{done} are kept in {answers.parts}; the same command goes on"
 
     if worker.rank:
         worker.wait()
-        _answer(work, answerer, answers, worker, answers.finished())
+        _answer(work, answerer, answers, worker)
         worker.wait()
         return None
     with keeping(kept), answers.locked():
         answers.begin(settings)
         worker.wait()
-        finished = answers.finished()
-        _answer(work, answerer, answers, worker, finished)
+        earlier = _answer(work, answerer, answers, worker)
         worker.wait()
-        notes = {**redacted_values(work.notes), "world_size": worker.world, "settled_before": len(finished)}
+        notes = {**redacted_values(work.notes), "world_size": worker.world, "settled_before": earlier}
         meta = answers.merge([record.id for record in work.records], settings, notes)
     for kind in ("shortened", "left_out", "failed"):
         if meta["counts"][kind]:
@@ -291,8 +282,9 @@ def write_answers(work: Work, answerer: Answerer, out: Path, worker: Worker = AL
     return meta
 
 
-def _answer(work: Work, answerer: Answerer, answers: Answers, worker: Worker, finished: Collection[str]) -> None:
-    """Answer this process's chats that are not finished yet."""
+def _answer(work: Work, answerer: Answerer, answers: Answers, worker: Worker) -> int:
+    """Answer this process's chats that are not finished yet, and return how many of all were."""
+    finished, _ = answers.finished()
     records = [record for record in work.records[worker.rank :: worker.world] if record.id not in finished]
     talks = (talk_of(record, answerer.tokenizer, work.settings, answerer.context) for record in records)
     outcomes = answerer.answer(talks) if records else iter(())
@@ -302,6 +294,7 @@ def _answer(work: Work, answerer: Answerer, answers: Answers, worker: Worker, fi
             if number % work.sync_every == 0:
                 os.fsync(file.fileno())
         os.fsync(file.fileno())
+    return len(finished)
 
 
 def source_of(config: DataConfig) -> dict[str, Any]:

@@ -1,9 +1,9 @@
 """Extraction of a data set's features into a store, by the target's forward passes.
 
 Shard k has sequences k·R to (k+1)·R - 1, always computed in the same groups: the next call writes the shards that a
-killed extraction lacks, with the same bytes. Each process claims the shards that it writes, first every world-th one,
-then the remaining ones, so any number of processes may share a store. A shard is hashed and written in a thread while
-the next ones are computed; its claim is held until it is written.
+killed extraction has not written, with the same bytes. Each process claims the shards that it writes, first every
+world-th one, then the remaining ones, so any number of processes may share a store. A shard is hashed and written in a
+thread while the next ones are computed; its claim is held until it is written.
 """
 
 import shutil
@@ -20,9 +20,8 @@ from accelerate import PartialState
 
 from data.batches import Packed, check_known, pack
 from data.config import DataConfig
-from data.features.coding import Copying, start
 from data.features.source import FeaturesConfig
-from data.features.store import META, FeatureStore, StoreSpec, packed_fingerprint
+from data.features.store import META, Copying, FeatureStore, StoreSpec, packed_fingerprint, start
 from data.text.prompts import load_training
 from heads import HEADS
 from heads.base import HeadConfig
@@ -97,7 +96,7 @@ def sequences_left(folder: Path, spec: StoreSpec) -> tuple[StoreSpec, int]:
 
 
 def extract(store: FeatureStore, make: Make, micro: int, rank: int, world: int) -> int:
-    """Write the sequences that the store lacks, in shards, and return the number of shards of this process.
+    """Write the sequences that are missing in the store, in shards, and return the number of shards of this process.
 
     `make` computes the tensors of at most `micro` sequences in one call.
 
@@ -149,10 +148,10 @@ def extract_features(
     workload: str | None,
     say: Callable[[str], None],
 ) -> None:
-    """Extract the features of all packed sequences that the store lacks; every process calls it.
+    """Extract the features of all packed sequences that are missing in the store; every process calls it.
 
     Args:
-        workload: evaluation prompts that no sample may hold, beside those of `data`; None: none.
+        workload: evaluation prompts that no sample may hold, in addition to those of `data`; None: none.
         say: prints a line.
 
     Raises:
@@ -186,5 +185,5 @@ def extract_features(
     state.wait_for_everyone()
     store.refresh()
     missing = len(store.missing())
-    beside = f"; {missing} sequences are still being written by another command" if missing else ""
-    say(f"{folder}: {written} shards written by process {state.process_index}, {store.bytes() / GB:.3f} GB{beside}")
+    unfinished = f"; {missing} sequences are still being written by another command" if missing else ""
+    say(f"{folder}: {written} shards written by process {state.process_index}, {store.bytes() / GB:.3f} GB{unfinished}")

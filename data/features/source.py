@@ -1,7 +1,10 @@
-"""Feature sources: their configuration and protocol, and live features by the target's forward passes."""
+"""Feature sources: their configuration and protocol; live features by the target's passes; a store, read ahead."""
 
+import logging
+import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -10,14 +13,27 @@ from pathlib import Path
 from typing import Annotated, Any, Generic, NamedTuple, Protocol, TypeVar, runtime_checkable
 
 import torch
+from jaxtyping import Int
+from torch import Tensor
 
 from data.answers.client import EndpointConfig, check_url
 from data.batches import Batch, Batches
-from data.features.store import DTYPES
-from heads.base import Features
+from data.features.store import (
+    DTYPES,
+    DamagedError,
+    FeatureRequest,
+    FeatureStore,
+    SequenceTensors,
+    decode_sequences,
+    split,
+)
+from heads.base import Features, to_device
 from heads.common.ranges import Count, OneOf
 
+log = logging.getLogger(__name__)
 T = TypeVar("T")
+READERS = 4  # threads: hashing and copying release Python's lock
+Compute = Callable[[Int[Tensor, "B T"], Int[Tensor, "B T"]], SequenceTensors]
 
 
 @dataclass(frozen=True)
@@ -59,13 +75,6 @@ class FeaturesConfig:
         """The store's folder."""
         assert self.path
         return Path(self.path)
-
-
-class FeatureRequest(NamedTuple):
-    """The requested features: feature layers and dtype."""
-
-    layers: tuple[int, ...]
-    dtype: torch.dtype
 
 
 class MicroBatch(NamedTuple):
@@ -152,3 +161,74 @@ class LiveFeatures:
     def close(self) -> str:
         """Do nothing."""
         return ""
+
+
+class StoredFeatures(ReadAhead[Future[list[SequenceTensors | None]]]):
+    """Features from a store; computed ones are encoded and decoded too, so that training is the same for both."""
+
+    def __init__(
+        self, store: FeatureStore, batches: Batches, request: FeatureRequest, device: torch.device, ahead: int,
+        compute: Compute | None,
+    ) -> None:  # fmt: skip
+        """Read nothing yet. Without `compute` (a forward pass) a missing or damaged sequence is an error."""
+        super().__init__(batches, request, device, ahead)
+        self.store, self.compute = store, compute
+        self.computed = self.read = 0  # numbers of sequences
+        self._reader = ThreadPoolExecutor(READERS)
+        self._warned: set[int] = set()
+
+    def begin(self, batch: Batch) -> Future[list[SequenceTensors | None]]:
+        """Start to read a micro-batch's sequences, as far as they are stored."""
+        return self._reader.submit(self._read, batch.index)
+
+    def close(self) -> str:
+        """Stop reading, and return the numbers of sequences read and computed."""
+        self._reader.shutdown(cancel_futures=True)
+        return f"features: {self.read} sequences read, {self.computed} computed"
+
+    def _read(self, index: Int[Tensor, "B"]) -> list[SequenceTensors | None]:
+        numbers = index.clamp_min(0).tolist()  # a filler has the first sequence's tokens
+        if self.compute is not None and not all(map(self.store.has, numbers)):
+            self.store.refresh()
+        sequences: list[SequenceTensors | None] = []
+        for sequence in numbers:
+            tensors = None  # it must be computed
+            try:
+                if self.store.has(sequence):
+                    tensors = self.store.read(sequence)
+                elif self.compute is None:
+                    raise DamagedError(
+                        f"{self.store.folder}: sequence {sequence} is in no shard; extract it, or give "
+                        "features.on_missing=compute"
+                    )
+            except DamagedError as error:
+                if self.compute is None:
+                    raise
+                if sequence not in self._warned:
+                    self._warned.add(sequence)
+                    log.warning("%s; it is computed", error)
+            sequences.append(tensors)
+        if self.device.type != "cuda":
+            return sequences
+        return [sequence and {name: tensor.pin_memory() for name, tensor in sequence.items()} for sequence in sequences]
+
+    def finish(self, batch: Batch, job: Future[list[SequenceTensors | None]]) -> Features:
+        """Return the features of a micro-batch; missing sequences are computed."""
+        begin = time.perf_counter()
+        sequences = job.result()
+        self.stall += time.perf_counter() - begin
+        missing = [i for i, sequence in enumerate(sequences) if sequence is None]
+        if missing:
+            assert self.compute is not None
+            computed = split(self.compute(batch.token[missing], batch.document[missing]))
+            for i, sequence in zip(missing, computed, strict=True):
+                sequences[i] = sequence
+        self.computed += len(missing)
+        self.read += len(sequences) - len(missing)
+        moved = [
+            {name: tensor.to(self.device, non_blocking=True) for name, tensor in (sequence or {}).items()}
+            for sequence in sequences
+        ]
+        joined = {name: torch.cat([sequence[name] for sequence in moved]) for name in moved[0]}
+        token, document = to_device(batch.token, self.device), to_device(batch.document, self.device)
+        return decode_sequences(joined, token, document, self.request, self.store.spec)

@@ -24,22 +24,24 @@ from typing import Annotated, Any, NamedTuple
 import numpy as np
 import torch
 import xxhash
-from jaxtyping import Float, Shaped
+from jaxtyping import Bool, Float, Int, Shaped
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
 from data.batches import Packed
+from heads.base import Features
 from heads.common.files import atomic_write, claim, read_checked, write_checked
 from heads.common.ranges import Count, Number, OneOf
-from heads.common.typed import fits, typed
-from heads.common.untrusted import inside
+from heads.common.typed import typed
+from inference.target.target import Target
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn}
 LARGEST = 448.0  # fp8's largest value, to which a vector's largest is scaled
 SCALE_BYTES = 4
 FORMAT = 2  # the version of a new store
 META, SHARDS, INDEX, LOCKS = "meta.json", "shards", "index", "locks"
+HIDDEN, LAST, SCALE = "hidden", "last", "_scale"  # names of tensors; the last is the end of a scale's name
 OPEN = 16  # the most shards kept open for reading
 MUST_AGREE = {
     "target": "fingerprint of the target's weights", "quantize": "quantisation of the target", "width": "width",
@@ -48,6 +50,13 @@ MUST_AGREE = {
 }  # fmt: skip
 
 SequenceTensors = dict[str, Tensor]
+
+
+class FeatureRequest(NamedTuple):
+    """The requested features: feature layers and dtype."""
+
+    layers: tuple[int, ...]
+    dtype: torch.dtype
 
 
 class DamagedError(ValueError):
@@ -85,7 +94,8 @@ class StoreSpec:
         return -(-self.rows // self.shard_rows)
 
 
-class Entry(NamedTuple):
+@dataclass(frozen=True)
+class Entry:
     """A shard's index entry: its sequences in order, their digests, and the size of its file."""
 
     rows: list[int]
@@ -158,34 +168,18 @@ class FeatureStore:
         for file in sorted((self.folder / INDEX).glob("[!.]*.json")):  # without files that are being written
             if file.stem not in self.entries:
                 self.damaged.pop(file.stem, None)
+                shard = self._shard(file.stem)
                 try:
-                    entry = self._entry(file)
+                    entry = typed(Entry, read_checked(file), f"{file}: entry")
+                    if not shard.is_file():
+                        raise ValueError(f"{shard}: is not there, though the index has it")
+                    if (size := shard.stat().st_size) != entry.bytes:
+                        raise ValueError(f"{shard}: damaged, it has {size} bytes instead of {entry.bytes}")
                 except ValueError as error:
                     self.damaged[file.stem] = str(error)
                 else:
                     self._location.update({sequence: (file.stem, i) for i, sequence in enumerate(entry.rows)})
                     self.entries[file.stem] = entry
-
-    def _entry(self, file: Path) -> Entry:
-        inside(file.parent, file.name)
-        shard = inside(self.folder / SHARDS, self._shard(file.stem).name)
-        content: dict[str, Any] = dict.fromkeys(Entry._fields) | read_checked(file)
-        sequences, digests, size = (content[field] for field in Entry._fields)
-        if not (
-            fits(list[Any], sequences)
-            and fits(list[str], digests)
-            and fits(int, size)
-            and len(sequences) == len(digests)
-        ):
-            raise ValueError(f"{file}: damaged, it does not list sequences with their digests and its bytes")
-        valid = all(type(number) is int and 0 <= number < self.spec.rows for number in sequences)
-        if not valid or len(set(sequences)) != len(sequences):
-            raise ValueError(f"{file}: damaged, its sequences are not different ones of {self.spec.rows}")
-        if not shard.is_file():
-            raise ValueError(f"{shard}: is not there, though the index has it")
-        if shard.stat().st_size != size:
-            raise ValueError(f"{shard}: damaged, it has {shard.stat().st_size} bytes instead of {size}")
-        return Entry(sequences, digests, size)
 
     def has(self, sequence: int) -> bool:
         """Whether a sequence is in a finished shard."""
@@ -206,9 +200,10 @@ class FeatureStore:
             opened = self._opened(name)
             names: list[str] = list(opened.keys())
             tensors = {key: opened.get_slice(key)[index : index + 1] for key in names}
+            digest = self.entries[name].digests[index]
         except (OSError, SafetensorError, IndexError, TypeError, RuntimeError, OverflowError) as error:
             raise self._damage(name, sequence, f"cannot be read ({' '.join(str(error).split())})") from error
-        if self._digest(tensors) != self.entries[name].digests[index]:
+        if self._digest(tensors) != digest:
             raise self._damage(name, sequence, "is not what was written, its checksum differs")
         return tensors
 
@@ -219,7 +214,7 @@ class FeatureStore:
         entry = Entry(sequences, [self._digest(sequence) for sequence in split(tensors)], len(content))
         try:
             atomic_write(self._shard(name), content)
-            write_checked(self.folder / INDEX / f"{name}.json", entry._asdict())
+            write_checked(self.folder / INDEX / f"{name}.json", asdict(entry))
         except OSError as error:
             raise ValueError(
                 f"{self.folder}: shard {name} could not be written ({error.strerror or error}); every other shard is "
@@ -282,3 +277,82 @@ def decode(coded: Coded, dtype: torch.dtype) -> Float[Tensor, "*n D"]:
 def size(width: int, dtype: str) -> int:
     """Return the bytes of a vector of `width` values."""
     return width * DTYPES[dtype].itemsize + (SCALE_BYTES if dtype == "fp8" else 0)
+
+
+class States(NamedTuple):
+    """Hidden states of packed sequences: those of the feature layers, and the last one after the final norm."""
+
+    hidden: Float[Tensor, "B T L D"]
+    last_hidden: Float[Tensor, "B T D"]
+
+
+class Copying(NamedTuple):
+    """Sequences being copied to the host, asynchronously."""
+
+    sequences: SequenceTensors
+    finite: Bool[Tensor, ""]  # whether all states are finite
+    copied: "torch.cuda.Event | None"  # an event after the last copy; None on a CPU
+    name: str  # the target's name
+
+    def result(self) -> SequenceTensors:
+        """Wait for the sequences; refuse a state that is not finite."""
+        if self.copied is not None:
+            self.copied.synchronize()
+        if not self.finite:
+            raise ValueError(
+                f"{self.name}: a hidden state is not finite, so nothing is kept of it; load the target in bfloat16 or "
+                "float32 (model.dtype)"
+            )
+        return self.sequences
+
+
+def compute(
+    target: Target, token: Int[Tensor, "B T"], document: Int[Tensor, "B T"], spec: StoreSpec
+) -> SequenceTensors:
+    """Return packed sequences' tensors for a store, by a forward pass of the target."""
+    return start(target, token, document, spec).result()
+
+
+def start(target: Target, token: Int[Tensor, "B T"], document: Int[Tensor, "B T"], spec: StoreSpec) -> Copying:
+    """Do what `compute` does, asynchronously on a GPU."""
+    features = target.features(token, document, spec.layers)
+    return copying(States(features.hidden, features.last_hidden), spec)
+
+
+def copying(states: States, spec: StoreSpec) -> Copying:
+    """Encode hidden states on their device, and start copying them to the host."""
+    bounds = [bound for x in (states.hidden, states.last_hidden) if x.numel() for bound in x.aminmax()]
+    finite, on_gpu = torch.stack(bounds).isfinite().all(), states.last_hidden.device.type == "cuda"
+
+    def copy(tensor: Tensor) -> Tensor:
+        return tensor.to("cpu", non_blocking=on_gpu)  # from a GPU to pinned memory
+
+    sequences: SequenceTensors = {}
+    for name, tensor in {**({HIDDEN: states.hidden} if spec.layers else {}), LAST: states.last_hidden}.items():
+        coded = encode(tensor, spec.dtype)
+        sequences[name] = copy(coded.value)
+        if coded.scale is not None:
+            sequences[name + SCALE] = copy(coded.scale)
+    finite = copy(finite)
+    copied = torch.cuda.current_stream(states.last_hidden.device).record_event() if on_gpu else None
+    return Copying(sequences, finite, copied, spec.name)
+
+
+def decode_sequences(
+    sequences: SequenceTensors,
+    token: Int[Tensor, "B T"],
+    document: Int[Tensor, "B T"],
+    request: FeatureRequest,
+    spec: StoreSpec,
+) -> Features:
+    """Decode stored sequences to features with the requested layers, on their device."""
+    if request.layers:
+        indices = [spec.layers.index(layer) for layer in request.layers]
+        chosen = slice(None) if request.layers == spec.layers else indices
+        scale = sequences.get(HIDDEN + SCALE)
+        coded = Coded(sequences[HIDDEN][:, :, chosen], None if scale is None else scale[:, :, chosen])
+        hidden = decode(coded, request.dtype)
+    else:
+        hidden = torch.zeros(*token.shape, 0, spec.width, dtype=request.dtype, device=token.device)
+    last = decode(Coded(sequences[LAST], sequences.get(LAST + SCALE)), request.dtype)
+    return Features(token, hidden, last, document)

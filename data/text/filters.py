@@ -60,11 +60,11 @@ class Counts:
         """Return one line for the terminal."""
         read = ", ".join(f"{name} {self.kept[name]:,} of {n:,} records" for name, n in self.records.items())
         words = config.contamination
-        beside = f" ({self.unchecked} of them too short to look for)" if self.unchecked else ""
+        unchecked = f" ({self.unchecked} of them too short to look for)" if self.unchecked else ""
         dropped = [f"{self.duplicates:,} duplicates"] if config.dedup else []
         if words is not None:
             prompts = self.checked + self.unchecked
-            dropped += [f"{self.contaminated:,} with {words} words of one of {prompts:,} evaluation prompts{beside}"]
+            dropped += [f"{self.contaminated:,} with {words} words of one of {prompts:,} evaluation prompts{unchecked}"]
         dropped += [f"{self.short:,} under {config.min_tokens} tokens"] if config.min_tokens > 1 else []
         chats = f"; of the chats, {counts_line(self.chats)}" if +self.chats else ""
         begin = f"{self.held_out:,} held out; of the others " if self.held_out else ""
@@ -124,7 +124,7 @@ def _grams(text: str, count: int) -> Iterator[Gram]:
 def _key(record: Record) -> bytes:
     """Return a hash that ignores case and white space; of a record with given tokens the hash of these."""
     spoken = [" ".join(content_text(message).split()).casefold() for message in record.messages]
-    beside = [{key: value for key, value in message.items() if key != "content"} for message in record.messages]
+    fields = [{key: value for key, value in message.items() if key != "content"} for message in record.messages]
     text = "" if record.pretokenized else " ".join(record.text.split()).casefold()
-    whole = [text, record.tools, spoken, beside, record.pretokenized]
+    whole = [text, record.tools, spoken, fields, record.pretokenized]
     return hashlib.blake2b(json.dumps(whole, sort_keys=True, default=str).encode(), digest_size=16).digest()

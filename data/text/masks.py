@@ -114,7 +114,7 @@ class Turn(NamedTuple):
 
     text: str
     spans: list[Span]
-    cut: list[int]  # ends of answers that were cut off, whose end tokens are not trained
+    cut: list[int]  # ends of answers of which the model wrote more or no end: their end tokens are not trained
 
 
 def is_plain(record: Record, tokenizer: PreTrainedTokenizerBase) -> bool:
@@ -141,7 +141,7 @@ def samples_of(
     if not (plain or record.pretokenized or record.error) and not tokenizer.chat_template:
         raise ValueError(
             f"{path}: holds chats, but the tokenizer {tokenizer.name_or_path!r} has no chat template; "
-            'put a chat_template.jinja beside the model, or give plain text ({"text"} records or .txt)'
+            'put a chat_template.jinja next to the model, or give plain text ({"text"} records or .txt)'
         )
     try:
         if record.error is not None:
@@ -207,11 +207,11 @@ def check_vocabulary(token: list[int], tokenizer: PreTrainedTokenizerBase) -> No
     last = last_token(tokenizer)
     unknown = next((number for number in token if not 0 <= number <= last), None)
     if unknown is not None:
-        message = f"token {unknown} is none of the tokenizer's 0 to {last}; give the model.path that wrote it"
+        message = f"token {unknown} is not among the tokenizer's 0 to {last}; give the model.path that wrote it"
         raise BadSampleError("token of another vocabulary", message)
     media = media_tokens(tokenizer)
     if media and (seen := next((number for number in token if number in media), None)) is not None:
-        message = f"token {seen} ({media[seen]}) stands for more than text, which alone is read; remove the record"
+        message = f"token {seen} ({media[seen]}) is more than text, and only text is read; remove the record"
         raise BadSampleError("more than text", message)
 
 
@@ -276,18 +276,25 @@ def turns_of(
         question = max((i for i, role in enumerate(roles[: answers[-1]]) if role == "user"), default=-1)
         answers = [i for i in answers if i > question]
     turns = [_turn(record._replace(messages=messages[: i + 1]), tokenizer, cut) for i in answers]
-    drop_counts[CUT_OFF] += any(turn.cut for turn in turns)
+    drop_counts[CUT_OFF] += any(messages[i].get("finish_reason") == "length" for i in answers)
     left_out = dict.fromkeys(("reasoning", "tool calls", "text"), False)
     for i, turn in zip(answers, turns, strict=True):
         answer = "".join(turn.text[a:b] for a, b in turn.spans)
-        calls = [call.get("function") or call for call in messages[i].get("tool_calls") or ()]
         left_out["reasoning"] |= reasoning_of(messages[i]).strip() not in turn.text
-        left_out["tool calls"] |= any(str(call.get("name")) not in answer for call in calls)
+        left_out["tool calls"] |= _has_other_calls(messages[i], answer)
         left_out["text"] |= content_text(without(messages[i])).strip() not in turn.text
-    systems = [content_text(message).strip() for message in messages if message["role"] in ("system", "developer")]
-    left_out["system prompt"] = any(s not in turns[-1].text for s in systems)
+    for before in messages[: answers[-1]]:
+        if (role := before["role"]) not in ("assistant", "tool"):
+            name = "system prompt" if role in ("system", "developer") else f"{role} message"
+            left_out[name] = left_out.get(name, False) or content_text(before).strip() not in turns[-1].text
     drop_counts.update({f"whose {name} the chat template leaves out": is_lost for name, is_lost in left_out.items()})
     return turns
+
+
+def _has_other_calls(message: Message, answer: str) -> bool:
+    """Whether a message has tool calls that a rendered answer does not contain."""
+    calls = [call.get("function") or call for call in message.get("tool_calls") or ()]
+    return any(str(call.get("name")) not in answer for call in calls)
 
 
 def _turn(record: Record, tokenizer: PreTrainedTokenizerBase, cut: bool) -> Turn:
@@ -331,7 +338,9 @@ def _turn(record: Record, tokenizer: PreTrainedTokenizerBase, cut: bool) -> Turn
         text, shift = given + text[start:], len(given) - start
         spans = [(a + shift, b + shift) for a, b in spans]
     spans = [(skip(text, a, b, cut), b) for a, b in spans]
-    if record.messages[-1].get("finish_reason") != "length" or not spans:
+    answer = "".join(text[a:b] for a, b in spans)  # its end is not trained where the model wrote more
+    is_cut = record.messages[-1].get("finish_reason") == "length" or _has_other_calls(record.messages[-1], answer)
+    if not is_cut or not spans:
         return Turn(text, spans, [])
     start, end = spans[-1]
     written = ends.rest.sub("", text[start:end])
@@ -386,7 +395,7 @@ def _masked(turn: Turn, tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], 
     token, mask = _end_turns(*_mask(text, spans, tokenizer), tokenizer)
     if not cut:
         return token, mask
-    ends = [(end, min((start for start, _ in spans if start >= end), default=len(text))) for end in cut]
+    ends = [(end, min((start for start, _ in spans if start > end), default=len(text))) for end in cut]
     _, template = _mask(text, ends, tokenizer)
     return token[: len(template)], [int(on and not off) for on, off in zip(mask, template, strict=False)]
 

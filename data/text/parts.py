@@ -83,7 +83,7 @@ def content_text(message: Message) -> str:
 def unread(name: str) -> BadSampleError:
     """Return the error for a part, item or field of an unsupported type."""
     if MEDIA.fullmatch(name):
-        why = f"it holds more than text ({name}), and text alone is read, of vision checkpoints too; remove the record"
+        why = f"it holds more than text ({name}), and only text is read, of vision checkpoints too; remove the record"
         return BadSampleError("more than text", why)
     return BadSampleError(f"a part of type {name}", f"it holds a part of type {name}, which is not read; remove it")
 
@@ -108,6 +108,8 @@ def text_of(value: Any) -> str:
 
 
 def _part_text(piece: dict[str, Any]) -> str:
+    if PARTS.get(piece.get("type") or next(iter(piece), "")) == "nothing":
+        return ""
     default = next((key for key in piece if MEDIA.fullmatch(key)), "text" if "text" in piece else "json")
     kind = piece.get("type") or default
     if PARTS.get(kind) == "text":
@@ -147,10 +149,14 @@ def _messages(raw: Message) -> Iterator[Message]:
     inner = raw.get("kwargs", raw.get("data"))
     if isinstance(inner, dict):  # LangChain's, serialised or as a dict
         raw = {**inner, "role": raw["id"][-1] if "lc" in raw else raw["type"]}
-    name = raw.get("role") or raw.get("from") or raw["type"]
-    role = ROLES.get(name, name)
-    if not isinstance(role, str):
-        raise TypeError("a role is no text")
+    if isinstance(more := raw.get("additional_kwargs"), dict):  # LangChain's own, where the message has no such field
+        raw = (
+            raw
+            | {key: more[key] for key in ("tool_calls", "function_call", *REASONING) if more.get(key)}
+            | {key: value for key, value in raw.items() if value}
+        )
+    name = raw.get("role") or raw.get("from") or raw.get("type") or ("user" if "parts" in raw else raw["type"])
+    role = ROLES.get(name) or ROLES.get(name.lower(), name)
     if name == raw.get("type") and name not in ROLES:
         raise unread(name)
     fields = filled(

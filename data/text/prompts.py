@@ -1,29 +1,35 @@
-"""Records to tokens: samples to train on, and prompts to generate from."""
+"""Records to tokens: samples to train on, and prompts to generate from; and the cache of tokenised samples."""
 
+import hashlib
 import json
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict
 from functools import partial
 from glob import has_magic
-from itertools import islice
+from itertools import islice, pairwise
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple, TypeVar
 
+import numpy as np
+import tokenizers
+import transformers
 from transformers import PreTrainedTokenizerBase
 
 from data.config import DataConfig
-from data.text.cache import PROMPTS, SAMPLES, CachedSamples, cache_key, cached, write_samples
-from data.text.files import Raw
+from data.text.files import Raw, content_hash
 from data.text.filters import Counts, Filters
 from data.text.masks import BAD, Sample, bad_sample, check_vocabulary, counts_line, is_plain, samples_of
 from data.text.parts import BadSampleError, LeftOutError, content_text
 from data.text.records import Record, label, read, readable
 from data.text.sources import Source, divide, held_out_records, open_source, open_sources, read_all, training_records
 from data.text.template import encode, last_token, render, with_opening
+from heads.common.files import claim, read_checked, replacing, write_checked
 from heads.common.progress import progress
 from heads.common.resolvers import ROOT
-from heads.common.typed import fits
+from heads.common.typed import convert
 from inference.target.tokenizer import text_ids
 
 log = logging.getLogger(__name__)
@@ -31,6 +37,12 @@ T = TypeVar("T")
 
 WORKLOADS = {"tiny": ROOT / "examples" / "tiny" / "prompts.jsonl"}
 LOST = 1 / 5  # the largest share of bad records: more of them stop a run
+# The cache: FOLDER/<key>/ with these files, written atomically under a lock; META has counts and checksums.
+SAMPLES, PROMPTS, META = "samples.arrow", "prompts.jsonl", "meta.json"
+SHAPELESS = ("length", "cache")  # options that do not affect the samples
+# Code outside of this package that affects samples: parsing, rendering, encoding.
+CODE = ("data/config.py", "heads/common/untrusted.py", "inference/chat_template.py", "inference/target/tokenizer.py")
+BATCH = 1000  # samples in memory at once
 OPENING = 128  # the most tokens of a plain text's prompt: enough words to check contamination, even of bytes
 
 
@@ -47,9 +59,14 @@ class Prompt(NamedTuple):
     def read(cls, raw: Raw, index: int, path: str) -> "Prompt":
         """Return a prompt from a record that `save_prompts` wrote; refuse other keys and types."""
         kinds = cls.__annotations__
-        if raw.keys() != kinds.keys() or not all(fits(kind, raw[key]) for key, kind in kinds.items()):
-            raise ValueError(f"{path}: record {index} is no prompt as they are saved: fix or remove the record")
-        return cls(**raw | {key: label(raw[key]) for key in ("id", "category")})
+        try:
+            if raw.keys() != kinds.keys():
+                raise ValueError
+            values = {key: convert(kind, raw[key], key) for key, kind in kinds.items()}
+        except ValueError:
+            why = "is no prompt as they are saved: fix or remove the record"
+            raise ValueError(f"{path}: record {index} {why}") from None
+        return cls(**values | {key: label(raw[key]) for key in ("id", "category")})
 
 
 class TrainingData(NamedTuple):
@@ -193,13 +210,16 @@ def _prepare(
         if config.on_bad == "drop" and counts.samples and lost.total() > LOST * size:  # errors in a log are no loss
             raise ValueError(
                 f"{config.named}: {lost.total()} of {size} records cannot be used ({counts_line(lost)}): more than a "
-                "fifth; data.on_bad=fail shows the first of them, data.where picks others"
+                "fifth; data.on_bad=fail shows the first of them, data.where selects others"
             )
         if not counts.samples:
-            raise ValueError(
-                f"{config.named}: nothing is left to train on ({counts.line(config)}); raise data.max_tokens, "
-                "lower data.min_tokens, or give other data; data.on_bad=fail shows the first that is dropped"
+            remedy = (
+                "data/run.py answers=FILE lets the target answer them"
+                if lost.keys() == {"dropped, no answer"}
+                else "raise data.max_tokens, lower data.min_tokens, or give other data; data.on_bad=fail shows the "
+                "first that is dropped"
             )
+            raise ValueError(f"{config.named}: nothing is left to train on ({counts.line(config)}); {remedy}")
 
     return held_out, counts, samples()
 
@@ -331,3 +351,118 @@ def split_text(text: str, tokenizer: PreTrainedTokenizerBase) -> tuple[list[int]
         return token[:half], token[half:]
     piece = str(tokenizer.decode(token[half - OPENING : half], skip_special_tokens=True))
     return text_ids(piece.partition(" ")[2] or piece, tokenizer), token[half:]  # from a word's start on
+
+
+class CachedSamples(Sequence[Sample]):
+    """The samples of a memory-mapped Arrow file."""
+
+    def __init__(self, path: Path) -> None:
+        import datasets
+
+        self._table: Any = datasets.Dataset.from_file(str(path))
+
+    def __len__(self) -> int:
+        return len(self._table)
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        return Sample(**self._table[index])
+
+    def __iter__(self) -> Iterator[Sample]:
+        """Iterate over the samples, with BATCH of them in memory at a time."""
+        for rows in self._table.iter(batch_size=BATCH):
+            yield from map(Sample, rows["id"], rows["token"], rows["loss_mask"])
+
+    def arrays(self) -> Iterator[tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]]:
+        """Yield each sample's tokens and mask as views of the mapped file."""
+        token, mask = (self._table.data.column(name).chunks for name in ("token", "loss_mask"))
+        for tokens, masks in zip(token, mask, strict=True):
+            offsets = tokens.offsets.to_numpy()
+            flat, on = tokens.values.to_numpy(), masks.values.to_numpy()
+            for start, end in pairwise(offsets):
+                yield flat[start:end], on[start:end]
+
+
+def cache_key(config: DataConfig, tokenizer: PreTrainedTokenizerBase, sources: Sequence[str]) -> str:
+    """Return the cache key: a hash of all that affects the samples.
+
+    That is the tokenizer and its chat template, every option except SHAPELESS, `sources`, the identities of the data
+    and of the evaluation prompts, this package's code with CODE, and the tokenising libraries.
+    """
+    # The code is part of the key, so there is no version number.
+    files = (*(ROOT / name for name in CODE), *sorted(Path(__file__).parent.glob("*.py")))
+    code = [content_hash(file) for file in files]
+    parts = {
+        "tokenizer": tokenizer_identity(tokenizer),
+        "data": {key: value for key, value in asdict(config).items() if key not in SHAPELESS},
+        "sources": list(sources),
+        "code": code,
+        "libraries": [transformers.__version__, tokenizers.__version__],
+    }
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:32]
+
+
+def tokenizer_identity(tokenizer: PreTrainedTokenizerBase) -> str:
+    """Return the SHA-256 of a tokenizer: its model, special tokens and chat template."""
+    if tokenizer.is_fast:
+        core = tokenizer.backend_tokenizer.to_str()
+    else:
+        with TemporaryDirectory() as folder:
+            tokenizer.save_pretrained(folder)
+            core = repr([(file.name, content_hash(file)) for file in sorted(Path(folder).iterdir())])
+    special = {key: str(value) for key, value in tokenizer.special_tokens_map.items()}
+    parts = [type(tokenizer).__name__, core, special, tokenizer.all_special_ids, tokenizer.chat_template]
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+
+
+def write_samples(samples: Iterable[Sample], path: Path) -> None:
+    """Write samples as an Arrow file, for `CachedSamples` to map."""
+    from datasets import Features, List, Value
+    from datasets.arrow_writer import ArrowWriter
+
+    columns = {"id": Value("string"), "token": List(Value("int32")), "loss_mask": List(Value("int8"))}
+    writer = ArrowWriter(features=Features(columns), path=str(path), writer_batch_size=BATCH)
+    try:
+        for sample in samples:
+            writer.write({"id": sample.id, "token": sample.token, "loss_mask": sample.loss_mask})
+    finally:
+        writer.finalize()
+
+
+def cached(folder: Path, fill: Callable[[Path], dict[str, Any]]) -> dict[str, Any]:
+    """Return the report of a cache folder; one process fills it if it is missing or damaged.
+
+    `fill` writes SAMPLES and PROMPTS into a folder and returns the report; the folder is renamed afterwards.
+
+    Raises:
+        ValueError: the folder cannot be written.
+    """
+    report = _read(folder)
+    if report is not None:
+        return report
+    try:
+        with claim(folder.with_suffix(".lock"), wait=True):
+            report = _read(folder)  # another process may have filled it
+            if report is None:
+                if folder.is_dir():
+                    log.warning("%s: damaged; tokenising again", folder)
+                with replacing(folder) as rough:
+                    report = fill(rough)
+                    sums = {name: content_hash(rough / name) for name in (SAMPLES, PROMPTS)}
+                    write_checked(rough / META, {"files": sums, "report": report})
+            return report
+    except OSError as error:
+        raise ValueError(
+            f"data.cache={folder.parent}: cannot be written ({error}); make room, name another folder, or null for none"
+        ) from error
+
+
+def _read(folder: Path) -> dict[str, Any] | None:
+    """Return the report of a cache folder; None if it is missing or damaged."""
+    try:
+        meta: dict[str, Any] = read_checked(folder / META)
+        whole = all(content_hash(folder / name) == meta["files"][name] for name in (SAMPLES, PROMPTS))
+        return meta["report"] if whole else None
+    except (OSError, ValueError, KeyError, TypeError):
+        return None

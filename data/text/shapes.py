@@ -42,29 +42,37 @@ SHAPES = (
     ("OpenAI Batch input", "body", ""),
     ("chat", "", ""),
 )
-CHATS = ("messages", "conversations", "contents", "gen_ai.input.messages", "input", "prompt", "turns")
-SYSTEM = ("system", "instructions", "systemInstruction", "system_instruction", "gen_ai.system_instructions")
-TOOLS = ("tools", "toolConfig/tools", "gen_ai.tool.definitions")
+CHATS = ("messages", "conversations", "contents", "gen_ai.input.messages", "input", "prompt", "turns", "body")
+SYSTEM = (
+    *("system", "instructions", "systemInstruction", "system_instruction", "gen_ai.system_instructions"),
+    *("system_prompt", "config/systemInstruction", "config/system_instruction"),
+)
+TOOLS = (
+    *("tools", "toolConfig/tools", "gen_ai.tool.definitions", "functions", "config/tools"),
+    *("model_parameters/tools", "optional_params/tools", "extra/invocation_params/tools"),
+)
 QUESTIONS = ("prompt", "question", "instruction")
 ANSWERS = ("answer", "output", "response", "completion", "chosen")
-HOLDERS = ("choices", "candidates", "generations", "output", "message", "content", "gen_ai.output.messages")
-FINISH = ("finish_reason", "finishReason", "stop_reason", "stopReason", "incomplete_details", "generation_info")
+HOLDERS = (
+    *("choices", "candidates", "generations", "output", "message", "content", "gen_ai.output.messages"),
+    "messages",
+)
+FINISH = (
+    *("finish_reason", "finishReason", "stop_reason", "stopReason", "done_reason"),
+    *("incomplete_details", "generation_info"),
+)
 ERRORS = ("error", "errorCode", "error.type")
 STATUS = ("status_code", "response_status", "status", "level", "type")
 FAILED = ("failed", "failure", "error", "cancelled")
 LOGGED = (  # the keys by which a JSON text is a request or a reply
     *({name} for name in ("messages", "contents", "choices", "candidates", "generations")),
-    *({"role", "content"}, {"model", "input"}, {"object", "output"}),
+    *({"role", "content"}, {"model", "input"}, {"object", "output"}, {"output", "stopReason"}, {"message", "done"}),
 )
 MODELS = ("model", "modelId", "modelVersion", "gen_ai.response.model", "gen_ai.request.model")
-WHOLE = (
-    "role",
-    "id",
-    "type",
-    "finish_reason",
-    "stop_reason",
-    "stop_sequence",
-)  # fields of a stream that are not deltas
+# Fields of a stream that are not deltas.
+WHOLE = ("role", "id", "type", "name", "finish_reason", "stop_reason", "stop_sequence")
+SSE = ("data:", "event:", "id:", "retry:", ":")  # starts of a server-sent event's lines
+EVENTS = {"delta", "candidates", "done"}  # the keys by which an object is a part of a stream
 
 
 class Chat(NamedTuple):
@@ -104,11 +112,13 @@ def chat_of(raw: Raw) -> Chat | None:
     nearly = ""
     for name, path, reply_path in SHAPES:
         holder, reply = _asked(at(raw, path), not path), at(raw, reply_path)
-        if holder is not None and path and reply_path:
+        if holder is not None and reply_path and (path or (reply is not None and not reply)):
             _check_error(raw)
+            _check_error(holder[0])
         if holder is None or reply is None:
             if path and reply_path and not holder is reply is None:
-                nearly = nearly or f"{name}, but has no {path if holder is None else reply_path}"
+                other = ", which the batch's other file holds" if "custom_id" in raw else ""
+                nearly = nearly or f"{name}, but has no {path if holder is None else reply_path}{other}"
             continue
         request, items = holder
         whole = ROLES.get(str(items[-1].get("role") or items[-1].get("from")).lower()) == "assistant"
@@ -130,14 +140,14 @@ def chat_of(raw: Raw) -> Chat | None:
 
 def _chat(name: str, raw: Raw, request: Raw, items: list[Raw], reply: Any) -> Chat:
     """Return the chat of a request's messages and a reply; None if the messages contain it."""
-    notes = ["with lines of its client or of other branches, which are left out"] * bool(request.get("left_out"))
+    notes = [str(note) for note in at(raw, "claude_code/notes") or ()]
     if reply is None and raw.keys() & {"error", "level"} and items[-1].get("role") != "assistant":
         _check_error(raw)
     messages = messages_of(items)
-    system = next((request[key] for key in SYSTEM if isinstance(request.get(key), str | list | dict)), "")
+    system = next((value for key in SYSTEM if isinstance(value := at(request, key), str | list | dict)), "")
     system = parsed(system) if "gen_ai.system_instructions" in request else system
     instruction = text_of(system.get("parts", system) if isinstance(system, dict) else system)
-    if instruction and messages[0]["role"] != "system":
+    if instruction and (messages[0]["role"] != "system" or request.get("instructions")):  # Responses has both
         messages.insert(0, {"role": "system", "content": instruction})
     if "gen_ai.input.messages" in request and isinstance(reply, list):  # each choice is a chat
         reply = [{"message": choice} for choice in reply]
@@ -148,9 +158,10 @@ def _chat(name: str, raw: Raw, request: Raw, items: list[Raw], reply: Any) -> Ch
     model = next((str(holder[key]) for holder in holders for key in MODELS if holder.get(key)), "")
     hidden = [message.pop(HIDDEN, False) for message in messages]
     notes += ["whose reasoning the record does not hold"] * any(hidden)
+    notes += ["whose earlier turns the record does not hold"] * any(h.get("previous_response_id") for h in holders)
     if media := media_in(request) or media_in(raw):
         raise unread(media)
-    tools = next((value for path in TOOLS if (value := at(request, path))), None)
+    tools = next((value for path in TOOLS for holder in (request, raw) if (value := at(holder, path))), None)
     return Chat(name, messages, tools_of(tools), model, tuple(notes))
 
 
@@ -171,7 +182,7 @@ def _asked(request: Any, is_record: bool) -> tuple[Raw, list[Raw]] | None:
             return request, value
         if isinstance(value, list) and value and isinstance(value[0], str) and is_record:  # turns: the first is asked
             return request, [{"role": "user", "content": value[0]}]
-        if isinstance(value, str) and value and not is_record:
+        if isinstance(value, str) and value and not is_record and key != "body":
             return request, [{"role": "user", "content": value}]
     return None
 
@@ -188,23 +199,21 @@ def _check_error(holder: Raw) -> None:
 def _answered(reply: Any, notes: list[str]) -> list[Message]:
     """Return a reply's messages; the last one is marked if it was cut off."""
     reasons: list[str] = []
-    while not isinstance(reply, list) or isinstance(reply[0], list) or not _is_item(reply[0]):
-        if isinstance(reply, str) and reply.startswith(("data: {", "event: ")):
-            lines = [line[5:].strip() for line in reply.splitlines() if line.startswith("data:")]
-            reply = [parsed(line) for line in lines if line != "[DONE]"]
-        elif isinstance(reply, str):
+    while not _are_items(reply := _joined(reply)):
+        if isinstance(reply, str):
             reply = [{"role": "assistant", "content": reply}]
         elif isinstance(reply, list):
-            if all(isinstance(event, dict) for event in reply) and any(
-                "delta" in inner for event in reply for inner in (event, *event.get("choices", ()))
-            ):
-                reply = _joined(reply)
-                continue
             notes += ["with further choices, which are left out"] * (len(reply) > 1)
-            reply = reply[0]
+            if not reply:
+                raise LeftOutError("no answer", "holds no answer")
+            first = [choice for choice in reply if isinstance(choice, list) or choice.get("index") == 0]
+            reply = (first or reply)[0]
         else:
             _check_error(reply)
             reasons += [inner for key in FINISH if reply.get(key) for inner in _reasons(reply[key])]
+            if isinstance(body := opened(reply.get("body")), dict):
+                reply = body
+                continue
             if isinstance(reply.get("content"), str | list) or reply.keys() & {"role", "parts", "kwargs"}:
                 reply = [{"role": "assistant", **reply}]
                 continue
@@ -223,29 +232,55 @@ def _answered(reply: Any, notes: list[str]) -> list[Message]:
     return messages
 
 
-def _is_item(value: Raw) -> bool:
-    """Whether this is a message or an item of the Responses API, not a choice or an event."""
-    return not value.keys() & {"message", "delta", "response"} and bool(
-        value.keys() & {"role", "type", "from", "kwargs"}
-    )
+def _are_items(reply: Any) -> bool:
+    """Whether a reply is a list of messages or of items of the Responses API, not of choices."""
+    first = reply[0] if isinstance(reply, list) and reply else None
+    if not isinstance(first, dict) or first.keys() & {"message", "delta", "response"}:
+        return False
+    return bool(first.keys() & {"role", "type", "from", "kwargs"})
+
+
+def _events(text: str) -> list[Any]:
+    """Return the objects of server-sent events; none of any other text."""
+    lines = text.splitlines()
+    data = [line[5:].strip() for line in lines if line.startswith("data:")]
+    is_stream = all(line.startswith(SSE) for line in lines if line) and any(item.startswith("{") for item in data)
+    return [parsed(item) for item in data if item != "[DONE]"] if is_stream else []
 
 
 def _reasons(value: Any) -> list[str]:
     return [str(inner).lower() for inner in (value.values() if isinstance(value, dict) else [value])]
 
 
-def _joined(events: list[Raw]) -> Raw:
-    """Return the reply of a stream that was logged as events of OpenAI, Anthropic or the Responses API."""
+def _joined(reply: Any) -> Any:
+    """Return the reply of a stream that was logged as events or their lines; anything else as it is.
+
+    The events are those of OpenAI, Anthropic, the Responses API, Gemini or Ollama, with or without their names.
+    """
+    if isinstance(reply, list) and reply and all(isinstance(line, str) for line in reply):
+        reply = "\n".join(reply) if _events("\n".join(reply)) else reply
+    events = (_events(reply) or reply) if isinstance(reply, str) else reply
+    if not isinstance(events, list) or not all(isinstance(event, dict) for event in events):
+        return reply
+    events = [parsed(event["data"]) if event.keys() <= {"event", "data", "id"} else event for event in events]
+    if not any(inner.keys() & EVENTS for event in events for inner in (event, *(event.get("choices") or ()))):
+        return reply
     message: Raw = {"role": "assistant"}
     blocks: dict[int, Raw] = {}
+    parts: list[Raw] = []  # of Gemini
     for event in events:
         response, delta = event.get("response"), event.get("delta")
         if isinstance(response, dict) and response.get("status") in ("completed", "incomplete"):
             return dict(response)
         _check_error(event)
-        for choice in event.get("choices", ()):
+        for choice in event.get("choices") or ():
             if not choice.get("index"):
                 _merge(message, {**(choice.get("delta") or {}), "finish_reason": choice.get("finish_reason")})
+        for candidate in event.get("candidates", ())[:1]:
+            parts += candidate.get("content", {}).get("parts", ())
+            _merge(message, {"finish_reason": candidate.get("finishReason")})
+        if "done" in event:
+            _merge(message, {**event.get("message", {}), "finish_reason": event.get("done_reason")})
         if "content_block" in event:
             blocks[event["index"]] = dict(event["content_block"])
         if isinstance(delta, dict):
@@ -253,17 +288,23 @@ def _joined(events: list[Raw]) -> Raw:
     for block in blocks.values():
         if "partial_json" in block:
             block["input"] = parsed(block.pop("partial_json") or "{}")
-    lists = {"content": blocks, "tool_calls": message.pop("tool_calls", {})}
-    return message | {key: [parts[i] for i in sorted(parts)] for key, parts in lists.items() if parts}
+    calls = [*message.pop("tool_calls", {}).values()]
+    content = parts or [blocks[i] for i in sorted(blocks)]
+    return message | ({"content": content} if content else {}) | ({"tool_calls": calls} if calls else {})
 
 
 def _merge(into: Raw, delta: Raw) -> None:
-    """Add a stream's delta: texts are appended, calls are found by their index."""
+    """Add a stream's delta: texts are appended; a call is found by its index, until another id or name comes."""
     for key, value in delta.items():
         if isinstance(value, list):
             calls = into.setdefault(key, {})
             for call in value:
-                _merge(calls.setdefault(call.get("index", 0), {}), call)
+                same_index = [number for number, other in calls.items() if other.get("index") == call.get("index")]
+                old, number = (calls[same_index[-1]], same_index[-1]) if same_index else ({}, len(calls))
+                named = [bool((one.get("function") or {}).get("name")) for one in (old, call)]
+                if call["id"] != old.get("id") if call.get("id") else all(named) and "index" not in call:
+                    number = len(calls)
+                _merge(calls.setdefault(number, {}), call)
         elif isinstance(value, dict):
             _merge(into.setdefault(key, {}), value)
         elif isinstance(value, str) and key not in WHOLE:

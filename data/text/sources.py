@@ -35,8 +35,7 @@ from data.text.parts import LeftOutError
 from data.text.records import Record, read, readable
 from data.text.transcripts import batches_joined, is_wanted, records_in
 from heads.common.connection import check_reachable
-from heads.common.errors import one_line
-from heads.common.redact import redacted_values
+from heads.common.errors import one_line, redacted_values
 from heads.common.untrusted import parsed_file, regular
 
 T = TypeVar("T")
@@ -64,7 +63,7 @@ class Files:
     def __iter__(self) -> Iterator[Raw]:
         """Yield the records that `where` selects; refuse none."""
         records = chain.from_iterable(records_in(read_file(file)) for file in self.files)
-        return _filled(_wanted(batches_joined(records) if len(self.files) > 1 else records, self), self.name)
+        return _wanted(batches_joined(records) if len(self.files) > 1 else records, self)
 
     def identity(self) -> str:
         """Return the files' formats and hashes; when streaming their names, sizes and times."""
@@ -100,7 +99,7 @@ class Hub:
 
     def __iter__(self) -> Iterator[Raw]:
         """Yield the records that `where` selects; refuse none."""
-        return _filled(_wanted(read_table(lambda: self.table, self.name, "fetch the data set again"), self), self.name)
+        return _wanted(read_table(lambda: self.table, self.name, "fetch the data set again"), self)
 
     def identity(self) -> str:
         """Return the name and the revision or fingerprint."""
@@ -119,30 +118,19 @@ class Hub:
 Source = Files | Hub
 
 
-def last_of(source: Source, count: int) -> tuple[int, list[Raw]]:
-    """Return a source's number of records, and the last `count` of them; a file is read to its end."""
-    if isinstance(source, Hub) and not source.where:
-        return source.ends(count)
-    last = deque(enumerate(source), maxlen=max(1, count))
-    return last[-1][0] + 1, [record for _, record in last][:count]
-
-
 def _wanted(records: Iterator[Raw], source: Source) -> Iterator[Raw]:
-    """Yield the records that `where` selects, and count the others."""
-    count = 0
+    """Yield the records that `where` selects, and count the others; refuse a source without any."""
+    skipped, first, is_empty = 0, Raw(), True
     for raw in records:
         if is_wanted(raw, source.where):
+            is_empty = False
             yield raw
         else:
-            count += 1
-            source.left_out["left out by data.where"] = max(count, source.left_out["left out by data.where"])
-
-
-def _filled(records: Iterator[Raw], name: str) -> Iterator[Raw]:
-    first = next(records, None)
-    if first is None:
-        raise ValueError(f"{name}: holds no records that data.where leaves; give a file or dataset with at least one")
-    return chain([first], records)
+            skipped, first = skipped + 1, first or raw
+            source.left_out["left out by data.where"] = max(skipped, source.left_out["left out by data.where"])
+    if is_empty:
+        left = f" that data.where leaves; the first has the fields {', '.join(map(str, first))}" if first else ""
+        raise ValueError(f"{source.name}: holds no records{left}; give a file or dataset with at least one")
 
 
 def open_source(
@@ -152,8 +140,8 @@ def open_source(
 
     Args:
         name: a file in one of FORMATS, packed or not; a folder, of which the files in these formats are read in the
-            order of their names, but for what stands beside a file of answers; a glob, likewise.
-        split: the Hub data set's split, and of a folder the files whose names hold it, beside those that name none;
+            order of their names, except those next to a file of answers; a glob, likewise.
+        split: the Hub data set's split, and of a folder the files whose names hold it, and those that name none;
             empty takes the first of test, validation, train.
         streaming: read a Hub data set as it comes, without a download of the whole.
         where: which records are read, as `data.where` says.
@@ -310,7 +298,11 @@ def divide(sources: Sequence[Source], config: DataConfig) -> list[Part]:
         elif config.streaming:
             parts.append(Part(source, count, None, list(enumerate(islice(source, count)))))
         else:
-            size, last = last_of(source, count)
+            if isinstance(source, Hub) and not source.where:
+                size, last = source.ends(count)
+            else:  # a file is read to its end
+                numbered = deque(enumerate(source), maxlen=count)
+                size, last = numbered[-1][0] + 1, [record for _, record in numbered]
             check_some_left(source.name, size, count, config)
             parts.append(Part(source, 0, size - count, list(enumerate(last, size - count))))
     return parts

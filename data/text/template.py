@@ -91,7 +91,7 @@ def _as_it_takes_them(
 ) -> T:
     """Call a template with the arguments of tool calls as objects, as its documentation asks, else as JSON text.
 
-    Some templates (DeepSeek-V3) join them to strings. Content in parts goes in as their text: a template for text alone
+    Some templates (DeepSeek-V3) join them to strings. Content in parts goes in as their text: a template for only text
     would print the list.
     """
     if any(message["role"] == "developer" for message in messages) and not _writes_developer(tokenizer):
@@ -175,7 +175,7 @@ def encode_spans(text: str, tokenizer: PreTrainedTokenizerBase) -> tuple[list[in
 
 @lru_cache(maxsize=8)
 def turn_end_tokens(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
-    """Return the special tokens, any of which may end a turn; the unknown one stands for words and is left out."""
+    """Return the special tokens, any of which may end a turn; the unknown one replaces words and is left out."""
     added = {index for index, token in tokenizer.added_tokens_decoder.items() if token.special}
     unknown = {tokenizer.unk_token_id} - {tokenizer.eos_token_id}
     return frozenset((added | set(tokenizer.all_special_ids)) - unknown)

@@ -5,7 +5,7 @@ Also the choice of records by their fields.
 
 import operator
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -15,6 +15,14 @@ CLAUDE_CODE = ("parentUuid", "leafUuid", "messageId", "sessionId")  # a line of 
 CODEX = ("session_meta", "response_item", "event_msg", "turn_context", "compacted")
 SYNTHETIC = "<synthetic>"  # the model's name in a line that Claude Code itself wrote
 SNAPSHOT = "ghost_snapshot"  # an item that Codex keeps for itself
+OTHER_NAMES = {  # of lists of which a span has each field by its number, and their names by the convention
+    "gen_ai.prompt": "gen_ai.input.messages",
+    "gen_ai.completion": "gen_ai.output.messages",
+    "llm.input_messages": "gen_ai.input.messages",
+    "llm.output_messages": "gen_ai.output.messages",
+    "llm.request.functions": "gen_ai.tool.definitions",
+}
+FLAT = re.compile(rf"({'|'.join(map(re.escape, OTHER_NAMES))})\.(?=\d+\.)")
 SIGNS = {"<=": operator.le, ">=": operator.ge, "<": operator.lt, ">": operator.gt, "!=": operator.ne}
 SIGNED = re.compile(rf"({'|'.join(SIGNS)})\s*(.*)")
 
@@ -26,8 +34,10 @@ def records_in(lines: Iterable[Raw]) -> Iterator[Raw]:
     """
     rest = iter(lines)
     for raw in rest:
-        if "resourceSpans" in raw:
+        if raw.keys() & {"resourceSpans", "resource_spans"}:
             group, reader = [raw], _spans
+        elif isinstance(raw.get("attributes"), dict):
+            group, reader = [raw], _span
         elif raw.get("type") in CODEX and "payload" in raw:
             group, reader = [raw, *rest], _codex
         elif "type" in raw and "messages" not in raw and any(key in raw for key in CLAUDE_CODE):
@@ -37,15 +47,16 @@ def records_in(lines: Iterable[Raw]) -> Iterator[Raw]:
             continue
         try:
             yield from list(reader(group))
-        except (TypeError, KeyError, AttributeError):  # it is none, or broken: its lines are of no known shape
+        except (TypeError, KeyError, AttributeError):  # another file, or a broken one: its lines are of no known shape
             yield from group
 
 
 def _claude_code(lines: list[Raw]) -> Iterator[Raw]:
-    """Yield the longest branch of a transcript, whose lines name their parents, as a chat.
+    """Yield each branch of a transcript, whose lines name their parents, as a chat; a turn is trained in one of them.
 
-    Lines with one message's id are one message. Of calls in parallel all results but the last are leaves of their own:
-    each is put behind its call.
+    The branch with the most of the assistant's lines comes first, and later ones have the turns that they share with it
+    as context. A sidechain is a subagent's chat, without the lines before it. Lines with one message's id are one
+    message. Of calls in parallel all results but the last are leaves of their own: each is put behind its call.
     """
     nodes = {line["uuid"]: line for line in lines if line.get("uuid")}
     spoken = {uuid: line["message"] for uuid, line in nodes.items() if isinstance(line.get("message"), dict)}
@@ -54,35 +65,54 @@ def _claude_code(lines: list[Raw]) -> Iterator[Raw]:
         content = message.get("content") or []
         parts[uuid] = [{"type": "text", "text": content}] if isinstance(content, str) else list(content)
     results = {piece["tool_use_id"]: piece for given in parts.values() for piece in given if "tool_use_id" in piece}
-    parents = {line.get("parentUuid") for line in nodes.values()}
-    branch: dict[str, Raw] = {}  # from its leaf on
-    for leaf in [uuid for uuid in nodes if uuid not in parents]:
-        path, uuid = dict[str, Raw](), leaf
-        while uuid in nodes and uuid not in path:
+    client = {uuid for uuid, message in spoken.items() if message.get("model") == SYNTHETIC}
+    written = {uuid for uuid, message in spoken.items() if message.get("role") == "assistant"} - client
+
+    def path_to(uuid: str, stop: Container[str] = ()) -> dict[str, Raw]:
+        """Return the lines from this one up to the first, or to one of `stop`."""
+        path, is_aside = dict[str, Raw](), bool(nodes[uuid].get("isSidechain"))
+        while uuid in nodes and uuid not in path and bool(nodes[uuid].get("isSidechain")) == is_aside:
             path[uuid] = nodes[uuid]
+            if len(path) > 1 and uuid in stop:
+                break
             uuid = path[uuid].get("parentUuid") or ""
-        branch = max(path, branch, key=len)  # of equals the later one
-    uuids = [uuid for uuid in reversed(branch) if uuid in spoken and spoken[uuid].get("model") != SYNTHETIC]
-    messages: list[Raw] = []
-    for uuid in uuids:
-        message = spoken[uuid]
-        for piece in parts[uuid]:
-            results.pop(piece.get("tool_use_id"), None)
-        if message.get("id") and messages and messages[-1].get("id") == message["id"]:
-            messages[-1]["content"] += parts[uuid]
-        else:
-            messages.append({**message, "content": parts[uuid]})
-    chat: list[Raw] = []
-    for message in messages:
-        aside = [results[piece["id"]] for piece in message["content"] if piece.get("id") in results]
-        chat += [message, *([{"role": "user", "content": aside}] if aside else [])]
-    if chat:
-        others = spoken.keys() - {*uuids}
-        left_out = any(spoken[uuid].get("role") == "assistant" for uuid in others)
-        model = next((message["model"] for message in messages[::-1] if message.get("model")), "")
+        return path
+
+    # A branch ends at a line of the assistant without another one below it.
+    ends = written - {[*path][-1] for path in (path_to(uuid, written) for uuid in written) if len(path) > 1}
+    branches = [path_to(uuid) for uuid in nodes if uuid in ends]
+    trained: set[str] = set()
+    for branch in sorted(branches, key=lambda path: len(path.keys() & written), reverse=True):
+        messages: list[Raw] = []
+        by_id: dict[str, Raw] = {}
+        missing = dict(results)
+        for uuid in [uuid for uuid in reversed(branch) if uuid in spoken and uuid not in client]:
+            message = by_id.get(spoken[uuid].get("id") or "")
+            if message is None:
+                message = {**spoken[uuid], "content": []} | ({"weight": 0} if uuid in trained else {})
+                messages.append(message)
+                by_id |= {message["id"]: message} if message.get("id") else {}
+            message["content"] += parts[uuid]
+            for piece in parts[uuid]:
+                missing.pop(piece.get("tool_use_id"), None)
+        if all(message.get("role") != "assistant" or "weight" in message for message in messages):
+            continue
+        chat: list[Raw] = []
+        for message in messages:
+            aside = [missing[piece["id"]] for piece in message["content"] if piece.get("id") in missing]
+            chat += [message, *([{"role": "user", "content": aside}] if aside else [])]
         last = next(iter(branch.values()))
-        named = {"id": last.get("sessionId"), "model": model}
-        yield {**last, **named, "claude_code": {"messages": chat, "left_out": left_out}}
+        counts = {
+            "of a subagent": last.get("isSidechain"),
+            "behind a summary of earlier turns": any(line.get("isCompactSummary") for line in branch.values()),
+            "with turns of another branch as context": branch.keys() & trained,
+            "with lines of its client, which are left out": not trained
+            and (client or any(line.get("type") == "summary" for line in lines)),
+        }
+        trained |= branch.keys() & written
+        model = next((message["model"] for message in messages[::-1] if message.get("model")), "")
+        notes = [name for name, holds in counts.items() if holds]
+        yield {**last, "id": last.get("sessionId"), "model": model, "claude_code": {"messages": chat, "notes": notes}}
 
 
 def _codex(lines: list[Raw]) -> Iterator[Raw]:
@@ -106,21 +136,53 @@ def _codex(lines: list[Raw]) -> Iterator[Raw]:
 
 def _spans(lines: list[Raw]) -> Iterator[Raw]:
     """Yield the spans of an OTLP export that hold a chat, with their attributes as a dict."""
-    scopes = [scope for line in lines for resource in line["resourceSpans"] for scope in resource["scopeSpans"]]
-    for span in [span for scope in scopes for span in scope.get("spans", ())]:
-        events = [attribute for event in span.get("events", ()) for attribute in event.get("attributes", ())]
-        attributes = {item["key"]: _value(item["value"]) for item in [*span.get("attributes", ()), *events]}
-        if attributes.keys() & {"gen_ai.input.messages", "gen_ai.output.messages"}:
-            yield {**span, "id": span.get("spanId"), "attributes": attributes}
+
+    def inner(holders: Iterable[Raw], *names: str) -> list[Raw]:
+        return [item for holder in holders for name in names for item in holder.get(name, ())]
+
+    scopes = inner(inner(lines, "resourceSpans", "resource_spans"), "scopeSpans", "scope_spans")
+    for span in inner(scopes, "spans"):
+        listed = [*span.get("attributes", ()), *inner(span.get("events", ()), "attributes")]
+        named = {"id": span.get("spanId") or span.get("span_id")}
+        attributes = {item["key"]: _value(item["value"]) for item in listed}
+        (flat,) = _span([{**span, **named, "attributes": attributes}])
+        if flat["attributes"].keys() & {"gen_ai.input.messages", "gen_ai.output.messages"}:
+            yield flat
+
+
+def _span(lines: list[Raw]) -> Iterator[Raw]:
+    """Yield a span; messages in a field each, as OpenLLMetry and OpenInference write them, become lists."""
+    (raw,) = lines
+    given: dict[str, Any] = raw["attributes"]
+    tree: Raw = {}
+    for name, value in given.items():
+        prefix, field = FLAT.match(name), tree
+        for key in [prefix[1], *name[prefix.end() :].split(".")] if prefix else ():
+            field, parent, last = field.setdefault(key, {}), field, key
+        if prefix:
+            parent[last] = value
+    lists = {OTHER_NAMES[key]: _listed(value) for key, value in tree.items()}
+    yield {**raw, "attributes": lists | given} if lists else raw
+
+
+def _listed(value: Any) -> Any:
+    """Return a value with lists in place of dicts by number, and an item's message or tool call in its place."""
+    if not isinstance(value, dict):
+        return value
+    fields = {key: _listed(inner) for key, inner in value.items()}
+    if all(key.isdigit() for key in fields):
+        items = [fields[key] for key in sorted(fields, key=int)]
+        return [next(iter(item.values())) if item.keys() & {"message", "tool_call"} else item for item in items]
+    return fields
 
 
 def _value(value: Raw) -> Any:
     """Return an attribute's value, which OTLP holds under its type."""
     inner: Any
     kind, inner = next(iter(value.items()), ("", None))
-    if kind == "arrayValue":
+    if kind in ("arrayValue", "array_value"):
         return [_value(item) for item in inner.get("values", ())]
-    if kind == "kvlistValue":
+    if kind in ("kvlistValue", "kvlist_value"):
         return {item["key"]: _value(item["value"]) for item in inner.get("values", ())}
     return inner
 

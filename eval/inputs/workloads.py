@@ -11,12 +11,11 @@ from pathlib import Path
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar, runtime_checkable
 
 from data.config import DataConfig
-from data.text.exact import Pretokenized
 from data.text.filters import WORD
 from data.text.masks import samples_of
 from data.text.parts import Message, content_text
 from data.text.prompts import WORKLOADS, Prompt, before_answers, locate, prompt_of, split_text
-from data.text.records import Record, parse, readable
+from data.text.records import Pretokenized, Record, parse, readable
 from data.text.sources import check_source, open_source
 from data.text.template import encode, render, with_opening
 from eval.config import Selection, listed

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import transformers
 
-from heads.common.redact import redacted_words
+from heads.common.errors import redacted_words
 from heads.common.resolvers import ROOT
 
 

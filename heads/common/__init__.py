@@ -1,17 +1,15 @@
 """Utilities of every layer: typed configurations, one-line errors, redaction of secrets, parsing of untrusted files.
 
 files.py          atomic writes of files and folders, checksums, locks
-ranges.py         ranges of numbers and choices in configurations, stated beside their types
+ranges.py         ranges of numbers and choices in configurations, stated with their types
 typed.py          the one border between YAML or JSON and dataclasses
 resolvers.py      computed values in conf/, as ${root:…} and ${by_device:…}
 command.py        the entry point of every command: Hydra, without the secrets of the command line
-help.py           the help of a command and the names nearest to a misspelt one, from conf/
 target_config.py  a target's configuration, checked before transformers reads it; its context length
 gguf.py           a target's GGUF file: configuration and tokenizer by its metadata, weights dequantised once
-connection.py     without a connection to the Hub, its cache alone
+connection.py     without a connection to the Hub, only its cache
 errors.py         an error as one line for its user
 progress.py       bars on a terminal, lines in a log
-redact.py         removal of secrets from written and printed text
 rope.py           rotary positions, read and scaled as transformers does
 untrusted.py      parsing untrusted files: depth limits, no code references, no path traversal
 """

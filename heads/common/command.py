@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import wraps
+from typing import NamedTuple
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
@@ -20,10 +21,15 @@ from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
 from heads.common.errors import is_reporting_rank, terminate, user_errors
-from heads.common.help import help_text, keys, nearest, options
 from heads.common.resolvers import ROOT, register_resolvers
+from heads.common.typed import nearest
 
-CONF = str(ROOT / "conf")
+CONF = ROOT / "conf"
+KEY = re.compile(r"( *)([\w.]+):(?: (.*?))?(?: ?# (.*))?$")  # a line of our YAML: indent, key, value, comment
+GROUP = re.compile(r"  - /?(\w+): (\S+|\[.*\])(?: # (.*))?$", re.MULTILINE)  # a line of `defaults`
+PROGRAM = "HEADSTART_PROGRAM"  # environment variable: how the user started the command, if not by its script
+WIDTH = 34  # of a key and its value
+FLAGS = "-m with several values runs them all; --cfg job prints the configuration; --hydra-help lists Hydra's own flags"
 STATUSES = (0, 1, 2, 3)  # that commands end with: done, failed or an alarm, a mistake, undecided
 
 
@@ -36,7 +42,7 @@ def command(config: str) -> Callable[[Callable[[DictConfig], object]], Callable[
     def decorate(task: Callable[[DictConfig], object]) -> Callable[[], None]:
         register_resolvers()
         # Errors of the task end within: Hydra would print them, overrides and all, before it lets them through.
-        composed = hydra.main(version_base="1.3", config_path=CONF, config_name=config)(user_errors()(task))
+        composed = hydra.main(version_base="1.3", config_path=str(CONF), config_name=config)(user_errors()(task))
 
         @wraps(task)
         def main() -> None:
@@ -64,7 +70,7 @@ def sweeping() -> bool:
 
 @contextmanager
 def ending_alone() -> Iterator[None]:
-    """Let a run of a multirun end alone, with whatever status it has said: the others go on. A signal ends them all."""
+    """Let only this run of a multirun end, with whatever status: the others go on. A signal ends them all."""
     try:
         yield
     except SystemExit as ended:
@@ -79,7 +85,7 @@ def mistake(error: Exception, words: Sequence[str], config: str) -> str:
     if isinstance(error, OverrideParseException):
         key, sign, _ = error.override.partition("=")
         which = f"the override {key}=…" if sign else "a word without a ="
-        return f"{which} cannot be read: give KEY=VALUE; a VALUE with blanks or signs such as , = ( stands in quotes"
+        return f"{which} cannot be read: give KEY=VALUE; a VALUE with blanks or signs such as , = ( goes in quotes"
     cause = str(error.__cause__).partition("\n")[0] if isinstance(error.__cause__, OmegaConfBaseException) else ""
     message = f"{str(error).partition('Config search path:')[0].rstrip()} {cause}"
     if isinstance(error, MissingConfigException):
@@ -92,7 +98,7 @@ def mistake(error: Exception, words: Sequence[str], config: str) -> str:
             advice += f"; one's own is given by {group}.path=…"
         return f"{group}={name} is not there: {nearest(name, options(group)) or advice}"
     if unknown := re.match(r"Could not override '([\w.]+)'", message):
-        # Of a value {…} the key within it that is not known; where the first part is none, OmegaConf says that alone.
+        # The key that is not known within a value {…}; where its first part is unknown, OmegaConf names only that.
         key = max(unknown[1], str(getattr(error.__cause__, "full_key", "")), key=len)
         allowed, parent = keys(config, words), key.rpartition(".")[0]
         if parent.endswith("losses") or allowed.get(parent) == "{}":  # whose keys may have any name
@@ -109,3 +115,76 @@ def quoted(value: object) -> str:
     """Return a value as an override's, in quotes: Hydra reads back what it is, whatever characters it has."""
     doubled = re.sub(r"(\\*)('|$)", lambda match: match[1] * 2 + (r"\'" if match[2] else ""), str(value))
     return f"'{doubled}'"
+
+
+class Entry(NamedTuple):
+    """An override: its full key, its default and its comment."""
+
+    key: str
+    value: str
+    comment: str
+
+    def line(self) -> str:
+        """Return it as a line of the help."""
+        value = "…" if "${" in self.value else self.value
+        return f"  {f'{self.key}={value}':{WIDTH}} {self.comment}".rstrip()
+
+
+def help_text(config: str, words: Sequence[str] = ()) -> str:
+    """Return the help of the command that composes conf/CONFIG.yaml, whose first comments say what no key does.
+
+    Its `words` choose the options of groups whose keys are listed, as in head=mtp.
+    """
+    above = _text(config).partition("defaults:")[0].removeprefix("# @package _global_\n")
+    comments = [line[2:] for line in above.splitlines()]
+    started, _, purpose = comments[0].partition(": ")
+    used = next(line for line in comments if line.startswith("Most used: ")).split()[2:]
+    program = os.environ.get(PROGRAM, started)
+    examples = [f"  {program} {line.strip()}" for line in comments if line.startswith("  ")]
+    grouped = list(_grouped(config, words))
+    entry = {entry.key: entry for group in grouped for entry in group}
+    lines = [purpose, "", "Most used:", *(entry[key].line() for key in used), "", "Examples:", *examples]
+    for group in grouped:
+        lines += ["", *(entry.line() for entry in group)]
+    return "\n".join([*lines, "", FLAGS])
+
+
+def keys(config: str, words: Sequence[str] = ()) -> dict[str, str]:
+    """Return the keys that a command of these words takes, its groups among them, with their defaults."""
+    return {entry.key: entry.value for group in _grouped(config, words) for entry in group}
+
+
+def entries(text: str, group: str = "") -> Iterator[Entry]:
+    """Yield the overrides of a YAML file; a comment is behind its key, or on the lines above it."""
+    package = re.match(r"# @package (\S+)", text)
+    names = [package[1].replace("_global_", "") if package else group]
+    above, depth = list[str](), 1
+    for line in re.sub(r"\A(#.*\n)+|^(defaults|hydra):.*\n( .*\n)*", "", text, flags=re.MULTILINE).splitlines():
+        if match := KEY.match(line):
+            depth = len(match[1]) // 2 + 1
+            names[depth:] = [match[2]]
+            if match[3]:
+                yield Entry(".".join(filter(None, names)), match[3], match[4] or " ".join(above))
+        above = [*above, line.strip("# ")] if line.lstrip().startswith("#") else []
+
+
+def options(group: str) -> list[str]:
+    """Return the options of a group."""
+    return sorted(file.stem for file in (CONF / group).glob("*.yaml"))
+
+
+def _text(name: str) -> str:
+    return (CONF / f"{name}.yaml").read_text(encoding="utf-8")
+
+
+def _grouped(config: str, words: Sequence[str]) -> Iterator[list[Entry]]:
+    """Yield a command's own overrides, those of each group after the group itself, and those of an included command."""
+    named = dict(word.partition("=")[::2] for word in words)
+    yield list(entries(_text(config)))
+    for name, chosen, comment in GROUP.findall(_text(config)):
+        about = "; ".join(filter(None, [comment, f"of {', '.join(options(name))}"]))
+        files = [option for option in re.findall(r"[\w.]+", named.get(name, chosen)) if option in options(name)]
+        inner = [entry for option in files for entry in entries(_text(f"{name}/{option}"), name)]
+        yield [Entry(name, chosen, about), *inner]
+    for included in re.findall(r"^  - /(\w+)$", _text(config), re.MULTILINE):
+        yield from _grouped(included, words)

@@ -1,4 +1,4 @@
-"""The connection to the Hub: without one the Hub's cache alone is asked, and what it lacks is refused at once."""
+"""The connection to the Hub: without one only the Hub's cache is asked, and what is not in it is refused at once."""
 
 import logging
 import os
@@ -21,7 +21,7 @@ PATIENCE = 2.5  # seconds that the Hub has to answer: a refusal takes five with 
 
 
 def check_reachable(repo: str, kind: str = "model") -> None:
-    """Have the libraries ask the Hub's cache alone, as with HF_HUB_OFFLINE=1, where the Hub cannot be reached.
+    """Have the libraries ask only the Hub's cache, as with HF_HUB_OFFLINE=1, where the Hub cannot be reached.
 
     Otherwise they try each file again and again, for a minute; of a path they say how the Hub's names are written.
 

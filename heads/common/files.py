@@ -22,7 +22,7 @@ CHECKSUM = "sha256"
 def last_good(folder: Path) -> Path:
     """Return the path of the last complete `folder`: the one set aside, if saving was cut off amid the swap.
 
-    Of a link it is the one beside what the link leads to.
+    For a link it is the one next to the link's target.
     """
     aside = _aside(folder.resolve() if folder.is_symlink() else folder)
     return aside if aside.is_dir() and not folder.exists() else folder
@@ -33,7 +33,7 @@ def _aside(folder: Path) -> Path:
 
 
 def _discard(aside: Path) -> None:
-    """Delete what was set aside; of a link the link alone."""
+    """Delete what was set aside; of a link only the link."""
     if aside.is_symlink():
         aside.unlink()
     shutil.rmtree(aside, ignore_errors=True)
@@ -95,7 +95,7 @@ def flush(path: Path) -> None:
 
 
 def atomic_write(path: Path, content: bytes | Iterator[bytes | memoryview]) -> None:
-    """Write a file, or its pieces in turn, under a temporary name beside it, flush it to the disk, and rename it.
+    """Write a file, or its pieces in turn, under a temporary name next to it, flush it to the disk, and rename it.
 
     Raises:
         OSError: the disk refused; an earlier file stays as it was.

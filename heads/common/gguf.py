@@ -38,7 +38,7 @@ def gguf_file(path: str) -> Path | None:
 
 
 def located(path: str) -> tuple[str, dict[str, str]]:
-    """Return a model's folder or Hub name, and what transformers' from_pretrained takes beside it for a GGUF file.
+    """Return a model's folder or Hub name, and what transformers' from_pretrained takes in addition for a GGUF file.
 
     The file that is dequantised already is an ordinary folder.
     """

@@ -87,7 +87,7 @@ class Bar:
                 say(self.line(Bar.last - self.begun))
 
     def line(self, seconds: float) -> str:
-        """Return what is done after so many seconds, the rate, and the time that is left at it."""
+        """Return what is done after `seconds`, the rate, and the time that is left at it."""
         count = self.done - self.first
         parts = [f"{self.done} of {self.total}" if self.total is not None else f"{self.done}" * bool(count), self.note]
         if count <= 0:
@@ -113,7 +113,7 @@ def waiting(label: str) -> Iterator[None]:
     """Without a terminal say every half minute that the block still runs: it shows bars of a library's own on one.
 
     A thread says so, since the block is a single call. Whoever has said by HF_HUB_DISABLE_PROGRESS_BARS whether there
-    are bars is left alone, or the library would warn.
+    are bars is not changed, or the library would warn.
     """
     if CONSOLE.is_terminal:
         yield

@@ -1,4 +1,4 @@
-"""Ranges of numbers and choices of names in configurations, stated beside their types and checked by `typed`."""
+"""Ranges of numbers and choices of names in configurations, stated with their types and checked by `typed`."""
 
 from typing import Annotated, Any, NamedTuple
 

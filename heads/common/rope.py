@@ -47,7 +47,8 @@ class Rope(NamedTuple):
             kind = scaling.get("rope_type")
             if kind not in SCALINGS:
                 raise ValueError(f"head.rope_scaling.rope_type is {kind!r}: choose one of {', '.join(SCALINGS)}")
-            missing = [name for name in SCALINGS[kind] if not _positive(scaling.get(name))]
+            numbers = {name: scaling.get(name) for name in SCALINGS[kind]}
+            missing = [name for name, value in numbers.items() if not (isinstance(value, int | float) and value > 0)]
             if missing:
                 raise ValueError(
                     f"head.rope_scaling has no number {missing[0]} above 0, which rope_type={kind} needs: give it"
@@ -102,10 +103,6 @@ def positions_of(config: Mapping[str, Any]) -> Rope | None:
         raise ValueError(f"rotary positions that transformers does not read ({one_line(error)})") from error
     scaling = {key: value for key, value in parameters.items() if value is not None and key != "type"}
     return Rope(theta, None if scaling["rope_type"] == "default" else scaling, share)
-
-
-def _positive(value: object) -> bool:
-    return isinstance(value, int | float) and value > 0
 
 
 class Rotary:

@@ -50,7 +50,7 @@ ABOVE = ("architectures", "dtype", "quantization_config", "eos_token_id", "bos_t
 def read_target_config(path: str, trust_remote_code: bool, cached_alone: bool = False) -> PreTrainedConfig:
     """Return a target's configuration from a folder or Hub name; `cached_alone` downloads nothing.
 
-    For a multimodal checkpoint this is the text tower's configuration, a causal LM by itself.
+    For a multimodal checkpoint this is the text tower's configuration, a complete causal LM.
 
     Raises:
         ValueError: no configuration exists, or no target can be built from it; in one line, without the path.
@@ -200,7 +200,9 @@ def best_head(path: str, shape: Mapping[str, Any] | None, trust_remote_code: boo
     except UNFIT as error:
         raise ValueError(f"model.path={path}: {reason(error)}") from error
     layers, width, vocab = sizes
-    target, trained = about_size(layers, width, vocab), head_sizes(width, vocab)
+    target = 12 * layers * width**2 + vocab * width  # of a dense one, about
+    # An mlp has a table, an lm_head and a projection for each of four depths, an mtp a decoder layer and a projection.
+    trained = {"mlp": 4 * (2 * vocab * width + width**2), "mtp": 14 * width**2}
     head, served = "mtp", "vLLM serves it" if fits else "no engine is known to serve it for this target"
     why = f"since it drafts best for a target of {layers} layers"
     if layers < DEEP and trained["mlp"] <= max(target // SHARE, trained["mtp"]):
@@ -212,19 +214,6 @@ def best_head(path: str, shape: Mapping[str, Any] | None, trust_remote_code: boo
     if scaled:
         return head, f"{why}; no engine serves a head of this target, which scales its embedding or logits"
     return head, f"{why}; {served}; most engines serve eagle3"
-
-
-def about_size(layers: int, width: int, vocab: int) -> int:
-    """Estimate the number of parameters of a dense target."""
-    return 12 * layers * width**2 + vocab * width
-
-
-def head_sizes(width: int, vocab: int) -> dict[str, int]:
-    """Estimate the trained parameters of each head that head=best chooses among, as configured in conf/head.
-
-    An mlp has a table, an lm_head and a projection for each of four depths, an mtp a decoder layer and a projection.
-    """
-    return {"mlp": 4 * (2 * vocab * width + width**2), "mtp": 14 * width**2}
 
 
 def _is_scaled(text: Mapping[str, Any]) -> bool:

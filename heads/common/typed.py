@@ -1,15 +1,15 @@
 """Conversion of values in YAML or JSON to dataclasses, with their types and ranges checked."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, fields, is_dataclass
+from difflib import get_close_matches
 from types import MappingProxyType, NoneType, UnionType
 from typing import Annotated, Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from omegaconf import BooleanNode, DictConfig, FloatNode, IntegerNode, OmegaConf, StringNode
 from omegaconf.errors import OmegaConfBaseException
 
-from heads.common.help import nearest
 from heads.common.ranges import MACHINE, OneOf, Within
 from heads.common.resolvers import ROOT
 from heads.common.untrusted import CUT, shown
@@ -129,21 +129,18 @@ def check(value: Any, within: Within | OneOf, key: str) -> None:
         raise ValueError(f"{key} is {shown(value)}: {remedy}")
 
 
-def fits(hint: Any, value: Any) -> bool:
-    """Return whether a value and all its elements have a type, without conversion."""
-    origin, inner = get_origin(hint), get_args(hint)
-    if hint is Any:
-        return True
-    if origin in (Union, UnionType):
-        return any(fits(option, value) for option in inner)
-    if origin is dict:
-        return isinstance(value, dict) and all(fits(inner[0], k) and fits(inner[1], v) for k, v in value.items())
-    if origin in (list, tuple):
-        return isinstance(value, origin) and all(fits(inner[0], element) for element in value)
-    return isinstance(value, (int, float) if hint is float else hint)
-
-
 def join(prefix: str, key: Any) -> str:
     """Return the full name of a key; an untrusted one stays one line."""
     name = str(key) if str(key).isprintable() and len(str(key)) <= CUT else shown(key)
     return f"{prefix}.{name}" if prefix else name
+
+
+def nearest(word: str, names: Iterable[str]) -> str:
+    """Return the question after the names nearest to a misspelt one, or to its end; empty if none is near."""
+    every = sorted(set(names))
+    parent, dot, last = word.rpartition(".")
+    siblings = [name.removeprefix(parent + dot) for name in every if name.startswith(parent + dot)]
+    near = [name for name in every if name.endswith(f".{word}")]
+    near = near or [parent + dot + name for name in get_close_matches(last, siblings, 2)]
+    near = near if near or siblings else get_close_matches(word, every, 2, 0.8)
+    return f"do you mean {' or '.join(near)}?" if near else ""

@@ -100,7 +100,7 @@ def base_head(name: str, config: HeadConfig, embeddings: Embeddings, spec: Targe
         ValueError: the name is not a Hub id, or belongs to a head of another configuration, or to an adapter.
     """
     if not REPO.fullmatch(name):
-        raise ValueError(f"base={name[:80]}: no name of the Hub, OWNER/NAME, where the base of an adapter lies")
+        raise ValueError(f"base={name[:80]}: no name of the Hub, OWNER/NAME, where the base of an adapter is")
     folder = _downloaded_head(name)
     if (folder / lora.CONFIG).is_file():
         raise ValueError(f"base={name}: an adapter itself; publish the whole head, without base")
@@ -173,21 +173,16 @@ def hub_errors(repo: str, doing: str) -> Iterator[None]:
     try:
         yield
     except (TRANSPORT, OSError, RuntimeError) as error:
-        raise _error_of(error, repo, doing) from error
-
-
-def _error_of(error: Exception, repo: str, doing: str) -> ValueError:
-    """Return the error to raise; an upload wraps the Hub's error in its own."""
-    answered = error if isinstance(error, HfHubHTTPError) else error.__cause__
-    if isinstance(answered, HfHubHTTPError):
+        answered = error if isinstance(error, HfHubHTTPError) else error.__cause__  # an upload wraps the Hub's error
+        if not isinstance(answered, HfHubHTTPError):
+            cause = error.__cause__ or error
+            why = f"{type(cause).__name__}: {one_line(cause)}"
+            raise ValueError(f"{repo}: {doing} broke off ({why}); check the connection and try again") from error
         status = answered.response.status_code
         if status in (401, 403, 404):
-            return ValueError(
+            raise ValueError(
                 f"{repo}: the Hub refused {doing} ({status}): no such repository, or the token lacks the right to it; "
                 "log in with `hf auth login` or set HF_TOKEN"
-            )
+            ) from error
         detail = one_line(ValueError(answered.server_message)) if answered.server_message else one_line(answered)
-        return ValueError(f"{repo}: the Hub answered {status} while {doing} ({detail}); try again later")
-    cause = error.__cause__ or error
-    why = f"{type(cause).__name__}: {one_line(cause)}"
-    return ValueError(f"{repo}: {doing} broke off ({why}); check the connection and try again")
+        raise ValueError(f"{repo}: the Hub answered {status} while {doing} ({detail}); try again later") from error

@@ -1,11 +1,11 @@
 """LoRA adapters of heads: low-rank factors in peft's layout, and the Hub id of the base head.
 
-Beside them lies the head's own config.json. Reading takes no peft: the names in the file say which weights are adapted,
+Next to them is the head's own config.json. Reading takes no peft: the names in the file say which weights are adapted,
 and no pattern of the adapter's configuration is matched.
 """
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -50,21 +50,19 @@ def read_adapter(folder: Path) -> Adapter:
     if config.get("peft_type") != "LORA" or not isinstance(base, str) or {type(rank), type(alpha)} != {int} or not rank:
         raise ValueError(f"{path}: not a head's adapter, which has peft_type LORA, whole r and lora_alpha, and a base")
     if odd := next((key for key in FURTHER if config.get(key)), None):
-        raise ValueError(f"{path}: {odd} is {shown(config[odd])}; of adapters, plain low-rank factors alone are read")
+        raise ValueError(f"{path}: {odd} is {shown(config[odd])}; of adapters, only plain low-rank factors are read")
     if max(abs(rank), abs(alpha)) > LARGEST:
         raise ValueError(f"{path}: r is {shown(rank)} and lora_alpha {shown(alpha)}, which no adapter has; {REMEDY}")
-    return Adapter(base, alpha / rank, dict(_factors(folder / WEIGHTS)))
-
-
-def _factors(path: Path) -> Iterator[tuple[str, tuple[Tensor, Tensor]]]:
+    path, factors = folder / WEIGHTS, dict[str, tuple[Tensor, Tensor]]()
     tensors = read_weights(path)
     for name in [name.removesuffix(DOWN) for name in tensors if name.endswith(DOWN)]:
         down, up = tensors.pop(name + DOWN).float(), tensors.pop(name + UP, torch.empty(0)).float()
         if down.ndim != 2 or up.ndim != 2 or up.shape[1] != down.shape[0]:
             raise ValueError(f"{path}: {shown(name)} has not two factors of one rank; {REMEDY}")
-        yield f"{name.removeprefix(PREFIX)}weight", (up, down)
+        factors[f"{name.removeprefix(PREFIX)}weight"] = up, down
     if tensors:
         raise ValueError(f"{path}: {shown(next(iter(tensors)))} is no factor of a weight; {REMEDY}")
+    return Adapter(base, alpha / rank, factors)
 
 
 def merge(head: nn.Module, adapter: Adapter, folder: Path) -> nn.Module:

@@ -37,12 +37,12 @@ class Layout(NamedTuple):
 
     def ours(self, names: Iterable[str], layers: int) -> dict[str, str]:
         """Return our names of the module's tensors, by their names in a checkpoint."""
-        beside = {self.theirs(name, layers): name for name in self.renamed}
+        renamed = {self.theirs(name, layers): name for name in self.renamed}
         inner, shared = self.inner.format(layers), {self.outer.format(layers) + name for name in SHARED}
         return {
-            name: beside.get(name) or BLOCK + name.removeprefix(inner)
+            name: renamed.get(name) or BLOCK + name.removeprefix(inner)
             for name in names
-            if name in beside or (name.startswith(inner) and name not in shared)
+            if name in renamed or (name.startswith(inner) and name not in shared)
         }
 
     def read(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -171,9 +171,9 @@ class RecurrentHead(HeadModule, Recurrent):
             cache.append(layer, *pair, position)
         cache.length[: len(token)] += token.shape[1] if count is None else count
         above, root = rows.last_rows(start, count), rows.last_rows(token, count)
-        alone = torch.ones(len(token), 1, 1, dtype=torch.bool, device=token.device)
+        only_root = torch.ones(len(token), 1, 1, dtype=torch.bool, device=token.device)
         # The root's row is drafted, like any other row.
-        level = self._draft(cache, LevelNodes(root, torch.zeros_like(root), alone, 0), above)
+        level = self._draft(cache, LevelNodes(root, torch.zeros_like(root), only_root, 0), above)
         return cache, level._replace(
             root=tuple(row for layer in range(len(context)) for row in cache.drafted(layer, len(token), 1))
         )

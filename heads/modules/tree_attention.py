@@ -35,8 +35,8 @@ SHARED: dict[int | None, int] = {}  # by the index of a device that is prepared,
 
 def prepare(device: torch.device) -> None:
     """Use the kernel on a CUDA device if it runs there; else warn, and use torch's attention."""
-    lacking = torch.version.hip is not None or not torch.cuda.is_available() or find_spec("triton") is None
-    if lacking or torch.cuda.get_device_capability(device) < (8, 0):
+    unsupported = torch.version.hip is not None or not torch.cuda.is_available() or find_spec("triton") is None
+    if unsupported or torch.cuda.get_device_capability(device) < (8, 0):
         return
     index = torch.empty(0, device=device).device.index
     if index in SHARED:

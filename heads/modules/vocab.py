@@ -46,7 +46,7 @@ class GradientSum:
         if self.total is None:
             self.total = d_logits.new_empty(len(d_logits), hidden.shape[1], dtype=self.dtype)
         beta = 0 if first else 1
-        if d_logits.dtype == self.dtype:  # with `out`, an overload that autocast leaves alone
+        if d_logits.dtype == self.dtype:  # with `out`, an overload that autocast does not change
             torch.addmm(self.total, d_logits, hidden, beta=beta, out=self.total)
         elif d_logits.device.type in SUMS_WIDE:
             torch.addmm(self.total, d_logits, hidden, beta=beta, out_dtype=self.dtype, out=self.total)

@@ -244,6 +244,7 @@ def _tokenizer(path: str, trust_remote_code: bool) -> PreTrainedTokenizerBase:
     tokenizer: PreTrainedTokenizerBase = transformers.AutoTokenizer.from_pretrained(
         folder, trust_remote_code=trust_remote_code, **given
     )
+    tokenizer.name_or_path = path  # not the folder that a GGUF file is dequantised to
     tokenizer("a b")  # a damaged tokenizer loads, and fails at a text
     return tokenizer
 

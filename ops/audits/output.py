@@ -8,7 +8,7 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
-from heads.common.redact import HIDDEN, SHORTEST, redacted_values
+from heads.common.errors import HIDDEN, SHORTEST, redacted_values
 from heads.common.resolvers import ROOT
 from ops.audits.ask import AUDITED, BASELINE, SIDES
 from ops.audits.compare import Audit, Bound, Difference, Finding

@@ -5,8 +5,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from data.answers.client import Client, EndpointConfig
-from data.answers.endpoint import Endpoint
+from data.answers.client import Client, Endpoint, EndpointConfig
 from data.answers.files import write_answers
 from data.text.records import Record
 from heads.common.typed import typed

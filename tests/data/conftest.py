@@ -72,5 +72,5 @@ def cached(
     write: Callable[..., str], config: Callable[..., DataConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> DataConfig:
     """Return a configuration with a cache, for more records than are written at once."""
-    monkeypatch.setattr("data.text.cache.BATCH", 25)
+    monkeypatch.setattr("data.text.prompts.BATCH", 25)
     return config(write(*RECORDS), cache=str(tmp_path / "cache"), held_out=3)

@@ -6,8 +6,7 @@ from typing import Any
 import torch
 
 from data.batches import Packed, pack
-from data.features.coding import Copying
-from data.features.store import SequenceTensors, StoreSpec
+from data.features.store import Copying, SequenceTensors, StoreSpec
 from data.text.masks import Sample
 from tests import toys
 

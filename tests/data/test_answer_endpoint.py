@@ -6,9 +6,8 @@ from typing import Any
 
 import pytest
 
-from data.answers import endpoint
-from data.answers.client import Client
-from data.answers.endpoint import Endpoint
+from data.answers import client as client_module
+from data.answers.client import Client, Endpoint
 from data.answers.files import write_answers
 from data.text.records import parse
 from tests.data import chat_server as serve
@@ -123,7 +122,7 @@ def test_a_tool_call_is_kept_as_templates_take_it_and_ends_the_chat(
 def test_failures_in_a_row_stop_the_job_and_what_was_answered_stays(
     server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(endpoint, "MOST_FAILURES", 3)
+    monkeypatch.setattr(client_module, "MOST_FAILURES", 3)
     ask(server, tmp_path / "smooth")
     bad, good = serve.status(500, "out of\nmemory"), serve.honest
     server.script = [bad, bad, *[good] * 3, bad]  # chat0, chat1; chat2 has three turns
@@ -153,12 +152,12 @@ def test_ctrl_c_asks_nothing_more_and_keeps_the_chats_that_are_finished(
         serve.honest(handler, reply)
 
     def interrupted(*running: Any, **options: Any) -> Any:
-        monkeypatch.setattr(endpoint, "wait", wait)
+        monkeypatch.setattr(client_module, "wait", wait)
         meeting.wait()
         raise KeyboardInterrupt
 
     server.script = [late, late]
-    monkeypatch.setattr(endpoint, "wait", interrupted)
+    monkeypatch.setattr(client_module, "wait", interrupted)
     with pytest.raises(KeyboardInterrupt):
         write_answers(of, Endpoint(client, words(), how), tmp_path / "a")
     assert len(server.bodies) == 2

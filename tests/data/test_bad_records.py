@@ -134,7 +134,7 @@ def test_what_is_more_than_text_is_refused_by_name(
 
 @pytest.mark.parametrize(
     "changed",
-    [{"id": 5}, {"token": "ab"}, {"token": ["a"]}, {"x": 1}],
+    [{"token": "ab"}, {"token": ["a"]}, {"x": 1}],
 )
 def test_a_saved_prompt_that_is_none_is_named(
     changed: dict[str, Any], chat: PreTrainedTokenizerFast, write: Write

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from data.batches import Batches, Packed, fingerprint, pack, token_counts
-from data.text.cache import SAMPLES, CachedSamples, write_samples
 from data.text.masks import Sample
+from data.text.prompts import SAMPLES, CachedSamples, write_samples
 
 LENGTH = 16
 
@@ -58,7 +58,7 @@ def test_rows_are_nearly_full() -> None:
 
 
 def test_cached_samples_pack_as_those_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("data.text.cache.BATCH", 7)
+    monkeypatch.setattr("data.text.prompts.BATCH", 7)
     samples = [Sample(s.id, [t % 50 for t in s.token], s.loss_mask) for s in documents(40, 3 * LENGTH)]
     write_samples(samples, tmp_path / SAMPLES)
     cached = CachedSamples(tmp_path / SAMPLES)

@@ -15,11 +15,10 @@ from tokenizers import pre_tokenizers
 from transformers import PreTrainedTokenizerFast as Tokenizer
 
 from data.config import DataConfig
-from data.text import cache, prompts
-from data.text.cache import META, PROMPTS, SAMPLES, CachedSamples, cache_key, tokenizer_identity
+from data.text import prompts
 from data.text.files import content_hash
 from data.text.masks import Sample
-from data.text.prompts import load_training
+from data.text.prompts import META, PROMPTS, SAMPLES, CachedSamples, cache_key, load_training, tokenizer_identity
 from heads.common.untrusted import parse_json
 from inference.chat_template import RenderError
 from inference.target.tokenizer import text_ids
@@ -79,12 +78,12 @@ def test_all_that_shapes_samples_is_in_the_key(
     keys += [cache_key(config("f"), chat, of) for of in (["a", "b"], ["b", "a"])]
     for library in ("transformers", "tokenizers"):
         with monkeypatch.context() as patch:
-            patch.setattr(getattr(cache, library), "__version__", "0")
+            patch.setattr(getattr(prompts, library), "__version__", "0")
             keys.append(cache_key(config("f"), chat, ["a"]))
     for code in (DataConfig, load_training, parse_json, RenderError, text_ids):
         shaping = Path(str(inspect.getsourcefile(code)))
         with monkeypatch.context() as patch:
-            patch.setattr(cache, "content_hash", lambda file, own=shaping: "" if file == own else content_hash(file))
+            patch.setattr(prompts, "content_hash", lambda file, own=shaping: "" if file == own else content_hash(file))
             keys.append(cache_key(config("f"), chat, ["a"]))
     assert len(set(keys)) == len(keys)
     assert keys[0] == cache_key(config("f", length=7, cache="c"), chat, ["a"]), "these shape no sample"

@@ -10,9 +10,8 @@ from transformers import PreTrainedTokenizerFast
 from data.answers.engine import Engine
 from data.answers.files import write_answers
 from data.config import DataConfig
-from data.text.exact import Pretokenized, exact_tokens
 from data.text.prompts import before_answers, load_training
-from data.text.records import parse
+from data.text.records import Pretokenized, exact_tokens, parse
 from inference.batch import Batch
 from inference.drafters.plain import Baseline
 from inference.request import Generation, RequestParams
@@ -72,8 +71,8 @@ def test_the_turns_of_a_trace_share_a_document_as_far_as_they_go_on_from_one_ano
 @pytest.mark.parametrize(
     ("raw", "message"),
     [
-        ({"input_ids": [1, 999], "loss_mask": [0, 1]}, "token 999 is none of the tokenizer's 0 to 258; give the model"),
-        ({"input_ids": [1, -1], "loss_mask": [0, 1]}, "token -1 is none of the tokenizer's"),
+        ({"input_ids": [1, 999], "loss_mask": [0, 1]}, "token 999 is not among the tokenizer's 0 to 258; give"),
+        ({"input_ids": [1, -1], "loss_mask": [0, 1]}, "token -1 is not among the tokenizer's"),
         ({"input_ids": [1, True], "loss_mask": [0, 1]}, "input_ids is no list of token numbers: fix or remove"),
         ({"input_ids": [1, 2], "loss_mask": [1]}, "it has 2 tokens and a loss_mask of 1; give a 0 or 1 for each"),
         ({"input_ids": [1, 2], "loss_mask": [1, 2]}, "give a 0 or 1 for each token"),

@@ -7,9 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from data.features.coding import Copying
 from data.features.extraction import WAITING, extract
-from data.features.store import FeatureStore
+from data.features.store import Copying, FeatureStore
 from heads.common.files import claim
 from tests.data import stores
 

@@ -15,10 +15,8 @@ SHAREGPT = [{"from": "system", "value": "be brief"}, {"from": "human", "value": 
 @pytest.mark.parametrize(
     ("raw", "messages", "text"),
     [
-        ({"messages": [SYSTEM, QUESTION, ANSWER]}, [SYSTEM, QUESTION, ANSWER], ""),
         ({"conversations": [QUESTION, ANSWER]}, [QUESTION, ANSWER], ""),
         ({"conversations": SHAREGPT}, [SYSTEM, QUESTION, ANSWER], ""),
-        ({"prompt": "why", "answer": "so"}, [QUESTION, ANSWER], ""),
         ({"prompt": "why", "answer": "so", "system": "be brief"}, [SYSTEM, QUESTION, ANSWER], ""),
         ({"question": "why", "answer": "so"}, [QUESTION, ANSWER], ""),
         ({"instruction": "why", "input": "", "output": "so"}, [QUESTION, ANSWER], ""),
@@ -33,11 +31,9 @@ SHAREGPT = [{"from": "system", "value": "be brief"}, {"from": "human", "value": 
         ({"messages": [{**QUESTION, "tool_calls": None}, ANSWER]}, [QUESTION, ANSWER], ""),
         ({"messages": [SYSTEM, ANSWER, QUESTION, ANSWER]}, [SYSTEM, ANSWER, QUESTION, ANSWER], ""),
         ({"messages": [NO_CALL, ANSWER]}, [NO_CALL, ANSWER], ""),
-        ({"prompt": "why", "completion": "so"}, [QUESTION, ANSWER], ""),
         ({"system": "be brief", "conversations": SHAREGPT[1:]}, [SYSTEM, QUESTION, ANSWER], ""),
         ({"system": "be long", "conversations": SHAREGPT}, [SYSTEM, QUESTION, ANSWER], ""),
         ({"method": "POST", "url": "/v1/chat", "body": {"messages": [QUESTION]}}, [QUESTION], ""),
-        ({"messages": [{"role": "user", "content": [{"type": "text", "text": "why"}]}]}, [QUESTION], ""),
     ],
 )
 def test_every_shape_is_recognised(raw: dict[str, Any], messages: list[dict[str, Any]], text: str) -> None:
@@ -110,7 +106,6 @@ def test_several_calls_at_once_and_calls_as_json() -> None:
         {"messages": [{**QUESTION, "tool_calls": ["weather"]}]},
         {"messages": [{**QUESTION, "tool_calls": "weather"}]},
         {"messages": [{**QUESTION, "tool_calls": [{"function": "weather"}]}]},
-        {"messages": [QUESTION], "text": ["why"]},
         {"messages": [QUESTION], "tools": DEEP},
     ],
 )

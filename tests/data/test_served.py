@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from data.batches import Batches, Packed
-from data.features.served import ServedFeatures, VllmServers
-from data.features.source import FeatureRequest, LiveFeatures
-from data.features.vllm_features import LayerIds, pieces
+from data.features.served import LayerIds, ServedFeatures, VllmServers, pieces
+from data.features.source import LiveFeatures
+from data.features.store import FeatureRequest
 from inference.target.embeddings import final_norm
 from inference.target.target import Target
 from tests import toys

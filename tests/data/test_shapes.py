@@ -1,7 +1,7 @@
 """Logs of proxies, tracers, batches and agents: what each becomes, and that every shape tells the same chat."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
 from data.config import DataConfig
-from data.text.parts import BadSampleError, LeftOutError, messages_of
 from data.text.prompts import load_training
 from data.text.records import Record, parse, read
 from data.text.sources import open_source
@@ -26,11 +25,6 @@ REPLY = "A lighthouse warns ships of rocks and shows them the way into harbour."
 ANSWER = {"role": "assistant", "content": REPLY}
 CHAT = [SYSTEM, QUESTION, ANSWER]
 BRIEF = {"role": "assistant", "content": "It warns ships of rocks."}
-METALS = [{"role": "user", "content": "Name two metals that rust slowly."},
-          {"role": "assistant", "content": "Copper and zinc both corrode slowly."}]  # fmt: skip
-SPIDERS = [{"role": "user", "content": "How many legs do three spiders have?"},
-           {"role": "assistant", "content": "Three spiders have twenty-four legs in total."}]  # fmt: skip
-THOUGHT = {**ANSWER, "reasoning_content": "Ships need it."}
 
 
 def called(name: str, arguments: dict[str, Any], *ids: str, **fields: Any) -> dict[str, Any]:
@@ -42,48 +36,9 @@ def returned(content: str, id_: str) -> dict[str, Any]:
     return {"role": "tool", "content": content, "tool_call_id": id_}
 
 
-def shell(number: int) -> list[dict[str, Any]]:
-    return [called("shell", {"command": ["ls"]}, f"call_{number}"), returned("README.md", f"call_{number}")]
-
-
-LEGS = {"name": "count_legs", "description": "Count legs",
-        "parameters": {"type": "object", "properties": {"animal": {"type": "string"}}}}  # fmt: skip
-LOOK = {"name": "look", "description": "Look", "parameters": {"type": "object", "properties": {}}}
-LOOKED = called("count_legs", {"animal": "spider"}, "toolu_0", content="I look it up.",
-                reasoning_content="I need the tool.")  # fmt: skip
-BAD = {"role": "assistant", "content": "Bad answer.", "weight": 0}
-# File, or folder's files; its shape; the first record's messages, tools, and the texts in it that are trained.
-FILES: list[tuple[str, str, list[dict[str, Any]], list[dict[str, Any]]]] = [
-    ("anthropic_pair", "request and response", CHAT, []),
-    ("anthropic_sysblocks", "chat", CHAT, []),
-    ("anthropic_toolonly", "chat", [{"role": "system", "content": "Be brief."}, QUESTION,
-     called("lookup", {"word": "x"}, "toolu_0"), returned("8", "toolu_0"), BRIEF], []),
-    ("anthropic_tools", "chat", [SYSTEM, QUESTION, LOOKED, returned("8", "toolu_0"), ANSWER], [LEGS]),
-    ("batch_input", "OpenAI Batch input", CHAT[:2], []),
-    ("batch_*", "OpenAI Batch", CHAT, []),
-    ("bedrock_converse", "Bedrock invocation log", CHAT, []),
-    ("bedrock_invoke", "Bedrock invocation log", CHAT, []),
-    ("claude_code", "Claude Code transcript", [QUESTION, ANSWER, *METALS, *SPIDERS], []),
-    ("codex_rollout", "Codex transcript",
-     [QUESTION, *shell(0), ANSWER, METALS[0], *shell(1), METALS[1], SPIDERS[0], *shell(2), SPIDERS[1]], []),
-    ("dpo", "chat and chosen", CHAT[1:], []),
-    ("flat_choices", "chat and choices", CHAT[1:], []),
-    ("gemini", "request and response", [SYSTEM, QUESTION, THOUGHT], [LOOK]),
-    ("helicone", "Helicone", CHAT, []),
-    ("langfuse", "chat and output", CHAT, []),
-    ("langfuse_forms", "chat and output", CHAT, []),
-    ("langsmith_openai", "LangSmith run", CHAT, []),
-    ("langsmith_langchain", "LangSmith run", CHAT, []),
-    ("litellm_spend", "LiteLLM spend log", CHAT, []),
-    ("messages_response", "chat and response", [QUESTION, BRIEF], []),
-    ("openai_pair", "request and response", CHAT, []),
-    ("openai_weight", "chat", [QUESTION, BAD, {"role": "user", "content": "Try again."}, BRIEF], []),
-    ("otel_attributes", "OpenTelemetry gen_ai span", [SYSTEM, QUESTION, THOUGHT], []),
-    ("otel_otlp", "OpenTelemetry gen_ai span", CHAT, []),
-    ("responses_pair", "request and response", CHAT, []),
-    ("streams", "request and response", CHAT, []),
-    ("trl_prompt_completion", "chat and completion", CHAT[1:], []),
-]  # fmt: skip
+# Files, or globs of files, each with its shape and the first record's messages and tools.
+GOLDEN = LOGS.parent / "golden"
+FILES = [json.loads(line) for line in (GOLDEN / "logs.jsonl").read_text("utf-8").splitlines()]
 
 
 def records(name: str) -> list[Record]:
@@ -91,14 +46,13 @@ def records(name: str) -> list[Record]:
     return [read(raw, index, "f") for index, raw in enumerate(source)]
 
 
-@pytest.mark.parametrize(("name", "shape", "messages", "tools"), FILES, ids=[name for name, *_ in FILES])
-def test_a_log_is_the_chat_that_its_server_saw_and_wrote(
-    name: str, shape: str, messages: list[dict[str, Any]], tools: list[dict[str, Any]]
-) -> None:
+@pytest.mark.parametrize("file", FILES, ids=[file["name"] for file in FILES])
+def test_a_log_is_the_chat_that_its_server_saw_and_wrote(file: dict[str, Any]) -> None:
+    name, messages = file["name"], file["messages"]
     first, *others = records(name)
-    assert (first.error, first.shape, first.messages) == (None, shape, messages)
-    assert [tool["function"] for tool in first.tools] == tools
-    answered = [message for message in messages if message["role"] == "assistant" and message is not BAD]
+    assert (first.error, first.shape, first.messages) == (None, file["shape"], messages)
+    assert [tool["function"] for tool in first.tools] == file["tools"]
+    answered = [message for message in messages if message["role"] == "assistant" and message.get("weight") != 0]
     for other in others:
         assert other.error is None
         assert [m["role"] for m in other.messages][-len(messages) :] == [m["role"] for m in messages][1:] or (
@@ -115,8 +69,21 @@ def test_a_log_is_the_chat_that_its_server_saw_and_wrote(
         for message in answered:
             calls = [call["function"]["name"] for call in message.get("tool_calls", ())]  # Llama's writes no text then
             assert all(words in text for words in calls or [message["content"]])
-        context = [m["content"] for m in messages if m["role"] in ("user", "system") or m is BAD]
+        context = [m["content"] for m in messages if m["role"] in ("user", "system") or m.get("weight") == 0]
         assert not any(words in text for words in [*context, "README.md"])
+
+
+VARIANTS = [json.loads(line) for line in (GOLDEN / "shapes.jsonl").read_text("utf-8").splitlines()]
+
+
+@pytest.mark.parametrize("case", VARIANTS, ids=[case["name"] for case in VARIANTS])
+def test_a_shape_is_read_as_other_exporters_write_it(case: dict[str, Any]) -> None:
+    (record,) = [read(raw, 0, "f") for raw in records_in([case["raw"]])]
+    if case["messages"] is None:
+        assert (record.error and record.error.cause) == case["error"]
+        return
+    assert (record.error, record.messages, list(record.notes)) == (None, case["messages"], case["notes"])
+    assert not case["tools"] or record.tools[0]["function"]["name"] == "look"
 
 
 def test_what_a_log_says_in_place_of_an_answer_is_left_out_and_counted(
@@ -134,13 +101,64 @@ def test_what_a_log_says_in_place_of_an_answer_is_left_out_and_counted(
     assert counts.shapes == {"none": 11, "request and response": 2}
 
 
-def test_a_transcript_is_its_longest_branch_with_every_result_behind_its_call() -> None:
-    (record,) = records("claude_code_branches")
+CLIENT = "with lines of its client, which are left out"
+
+
+def test_a_transcript_is_every_branch_with_every_result_behind_its_call() -> None:
+    first, second = records("claude_code_branches")
     turn = called("look", {"at": "a"}, "t1", "t2", reasoning_content="Two calls.")
     turn["tool_calls"][1]["function"] = {"name": "look", "arguments": {"at": "b"}}
-    end = [{"role": "user", "content": "Really?"}, {"role": "assistant", "content": "Yes."}]
-    assert record.messages == [QUESTION, turn, returned("8", "t1"), returned("9", "t2"), ANSWER, *end]
-    assert record.notes == ("with lines of its client or of other branches, which are left out",)
+    ends = [[{"role": "user", "content": f"{asked}?"}, {"role": "assistant", "content": f"{said}."}]
+            for asked, said in (("Really", "Yes"), ("Sure", "Quite"))]  # fmt: skip
+    results = [returned("8", "t1"), returned("9", "t2")]
+    assert first.messages == [QUESTION, turn, *results, ANSWER, *ends[0]]
+    context = [{**message, "weight": 0} for message in (turn, ANSWER)]
+    assert second.messages == [QUESTION, context[0], *results, context[1], *ends[1]]
+    assert (first.notes, second.notes) == ((CLIENT,), ("with turns of another branch as context",))
+
+
+@pytest.mark.parametrize("backwards", [False, True])
+def test_a_transcripts_turns_are_trained_once(backwards: bool) -> None:
+    """Subagents, a summary in place of earlier turns, a turn that was asked again, and calls with results between."""
+
+    def line(uuid: str, parent: str | None, said: Any, **fields: Any) -> dict[str, Any]:
+        role = "assistant" if uuid[0] == "a" else "user"
+        message = {"role": role, "content": said} | ({"id": fields.pop("id", uuid)} if role == "assistant" else {})
+        return {"type": role, "uuid": uuid, "parentUuid": parent, "sessionId": "s", "message": message, **fields}
+
+    def call(id_: str) -> list[dict[str, Any]]:
+        return [{"type": "tool_use", "id": id_, "name": "look", "input": {}}]
+
+    def result(id_: str) -> list[dict[str, Any]]:
+        return [{"type": "tool_result", "tool_use_id": id_, "content": id_}]
+
+    lines = [
+        {"type": "summary", "summary": "Ships", "leafUuid": "a2"}, line("u0", None, "Why?"),
+        line("a0", "u0", call("t0"), id="m"), line("r0", "a0", result("t0")),
+        line("a1", "r0", call("t1"), id="m"), line("r1", "a1", result("t1")), line("a2", "r1", "So."),
+        line("u1", "r1", "Again."), line("a3", "u1", "Thus."),
+        line("u2", "a0", "Task.", isSidechain=True), line("a4", "u2", "Done.", isSidechain=True),
+        line("u3", None, "Earlier: ships.", isCompactSummary=True), line("a5", "u3", "Go on."),
+    ]  # fmt: skip
+    chats = [read(raw, 0, "f") for raw in records_in(lines[::-1] if backwards else lines)]
+    said = {tuple((m["content"], len(m.get("tool_calls", ()))) for m in chat.messages) for chat in chats}
+    start = ("Why?", 0), ("", 2), ("t0", 0), ("t1", 0)
+    assert said == {(*start, ("So.", 0)), (*start, ("Again.", 0), ("Thus.", 0)), (("Task.", 0), ("Done.", 0)),
+                    (("Earlier: ships.", 0), ("Go on.", 0))}  # fmt: skip
+    answers = [m for chat in chats for m in chat.messages if m["role"] == "assistant" and m.get("weight") != 0]
+    assert sorted(answer["content"] for answer in answers) == ["", "Done.", "Go on.", "So.", "Thus."]
+    assert sorted(note for chat in chats for note in chat.notes) == [
+        "behind a summary of earlier turns", "of a subagent", CLIENT, "with turns of another branch as context",
+    ]  # fmt: skip
+
+
+def test_an_answer_whose_calls_the_template_leaves_out_does_not_end() -> None:
+    tokenizer = family_tokenizer("chatml", False)
+    for name, texts in (("anthropic_toolonly", []), ("anthropic_tools", ["I look it up."])):
+        first = records(name)[0]
+        answer = first.messages[-1]["content"]
+        (sample,) = masked(first, tokenizer)
+        assert trained(sample, tokenizer) == [*texts, f"{answer}<|im_end|>"]
 
 
 @pytest.mark.parametrize(
@@ -231,63 +249,55 @@ def test_a_greeting_is_context_where_the_template_takes_it(family: str, holds: b
     assert "Good day." not in "".join(trained(sample, tokenizer))
 
 
-THINKS = called("look", {"at": "a"}, "t0", content="I look.", reasoning_content="Why?")
+def parts_of(role: str, content: str) -> dict[str, Any]:
+    return {"role": role, "parts": [{"type": "text", "content": content}]}
 
 
-@pytest.mark.parametrize(
-    "messages",
-    [
-        [{"role": "assistant", "content": [  # Bedrock's Converse
-            {"reasoningContent": {"reasoningText": {"text": "Why?"}}}, {"text": "I look."},
-            {"toolUse": {"toolUseId": "t0", "name": "look", "input": {"at": "a"}}}]},
-         {"role": "user", "content": [{"toolResult": {"toolUseId": "t0", "content": [{"text": "8"}]}}]}],
-        [{"role": "assistant", "parts": [  # OpenTelemetry
-            {"type": "reasoning", "content": "Why?"}, {"type": "text", "content": "I look."},
-            {"type": "tool_call", "id": "t0", "name": "look", "arguments": {"at": "a"}}]},
-         {"role": "tool", "parts": [{"type": "tool_call_response", "id": "t0", "response": "8"}]}],
-        [{"role": "assistant", "content": [  # Vercel's AI SDK
-            {"type": "reasoning", "text": "Why?"}, {"type": "text", "text": "I look."},
-            {"type": "tool-call", "toolCallId": "t0", "toolName": "look", "input": {"at": "a"}}]},
-         {"role": "tool", "content": [
-             {"type": "tool-result", "toolCallId": "t0", "output": {"type": "text", "value": "8"}}]}],
-        [{"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "Why?"}]},  # Responses
-         {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "I look."}]},
-         {"type": "function_call", "id": "fc", "call_id": "t0", "name": "look", "arguments": '{"at": "a"}'},
-         {"type": "function_call_output", "call_id": "t0", "output": "8"}],
-        [{"lc": 1, "id": ["langchain", "AIMessage"], "kwargs": {  # LangChain
-            "content": "I look.", "reasoning_content": "Why?",
-            "tool_calls": [{"name": "look", "args": {"at": "a"}, "id": "t0"}]}},
-         {"lc": 1, "id": ["langchain", "ToolMessage"], "kwargs": {"content": "8", "tool_call_id": "t0"}}],
-        [{"role": "assistant", "content": "I look.", "reasoning_content": "Why?", "tool_calls": [  # OpenAI
-            {"type": "function", "id": "t0", "function": {"name": "look", "arguments": '{"at": "a"}'}}]},
-         {"role": "tool", "content": "8", "tool_call_id": "t0"}],
-    ],
-)  # fmt: skip
-def test_thoughts_calls_and_results_of_every_sdk_are_openais(messages: list[dict[str, Any]]) -> None:
-    assert messages_of(messages) == [THINKS, returned("8", "t0")]
+def gemini_of(turn: dict[str, Any]) -> dict[str, Any]:
+    return {"role": {"assistant": "model"}.get(turn["role"], "user"), "parts": [{"text": turn["content"]}]}
 
 
-def test_a_streams_thoughts_texts_and_calls_are_joined() -> None:
-    call = {"index": 0, "id": "t0", "type": "function", "function": {"name": "look", "arguments": '{"at": '}}
-    deltas: list[dict[str, Any]] = [
-        {"role": "assistant", "content": None, "reasoning_content": "Why?"}, {"content": "I "}, {"content": "look."},
-        {"tool_calls": [call]}, {"tool_calls": [{"index": 0, "function": {"arguments": '"a"}'}}]}, {},
-    ]  # fmt: skip
-    openai = [
-        {"choices": [{"index": 1, "delta": {"content": "Other."}}, {"index": 0, "delta": delta}]} for delta in deltas
-    ]
-    blocks = [
-        ({"type": "thinking", "thinking": ""}, [{"type": "thinking_delta", "thinking": "Why?"}]),
-        ({"type": "text", "text": ""}, [{"type": "text_delta", "text": text} for text in ("I ", "look.")]),
-        ({"type": "tool_use", "id": "t0", "name": "look", "input": {}},
-         [{"type": "input_json_delta", "partial_json": text} for text in ('{"at": ', '"a"}')]),
-    ]  # fmt: skip
-    anthropic: list[dict[str, Any]] = [{"type": "message_delta", "delta": {"stop_reason": "tool_use"}}]
-    for index, (block, deltas) in enumerate(blocks):
-        anthropic += [{"type": "content_block_start", "index": index, "content_block": block}]
-        anthropic += [{"type": "content_block_delta", "index": index, "delta": delta} for delta in deltas]
-    for events in (openai, anthropic):
-        assert parse({"request": {"messages": [QUESTION]}, "response": events}, 0, "f").messages == [QUESTION, THINKS]
+def written(system: str, turns: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """Yield records of a chat, in the shapes whose reply is apart from the request and in those where it is not."""
+    whole, reply = [{"role": "system", "content": system}, *turns], turns[-1]
+    blocks = [{"role": turn["role"], "content": [{"type": "text", "text": turn["content"]}]} for turn in turns]
+    converse = [{**turn, "content": [{"text": turn["content"]}]} for turn in turns]
+    request, completion = {"messages": whole[:-1]}, {"choices": [{"message": reply, "finish_reason": "stop"}]}
+    output = [{"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": reply["content"]}]}]
+    yield {"messages": whole}
+    yield {"conversations": [{"from": turn["role"], "value": turn["content"]} for turn in turns], "system": system}
+    yield {**request, **completion}
+    yield {"prompt": whole[:-1], "completion": [reply]}
+    yield {"custom_id": "a", "body": request, "response": {"status_code": 200, "body": completion}, "error": None}
+    yield {"request": {"instructions": system, "input": turns[:-1]}, "response": {"output": output}}
+    yield {"request": {"system": system, "messages": blocks[:-1]}, "response": {**blocks[-1], "stop_reason": None}}
+    yield {"input": {"inputBodyJson": {"system": [{"text": system}], "messages": converse[:-1]}},
+           "output": {"outputBodyJson": {"output": {"message": converse[-1]}, "stopReason": "end_turn"}}}  # fmt: skip
+    yield {"request": {"systemInstruction": {"parts": [{"text": system}]}, "contents": [*map(gemini_of, turns[:-1])]},
+           "response": {"candidates": [{"content": gemini_of(reply), "finishReason": "STOP"}]}}  # fmt: skip
+    for names in (("request_body", "response_body"), ("inputs", "outputs"), ("proxy_server_request", "response")):
+        yield dict(zip(names, (request, completion), strict=True))
+    yield {"input": whole[:-1], "output": reply, "type": "GENERATION"}
+    spans = {"gen_ai.input.messages": [parts_of(**turn) for turn in turns[:-1]],
+             "gen_ai.output.messages": [parts_of(**reply)],
+             "gen_ai.system_instructions": [{"type": "text", "content": system}]}  # fmt: skip
+    yield {"attributes": spans}
+    texts = {name: {"stringValue": json.dumps(value)} for name, value in spans.items()}
+    span = {"attributes": [{"key": name, "value": value} for name, value in texts.items()]}
+    yield {"resourceSpans": [{"scopeSpans": [{"spans": [span]}]}]}
+
+
+TEXTS = st.text(min_size=1).filter(lambda text: text.strip())
+
+
+@settings(max_examples=60, deadline=None)
+@given(system=TEXTS, said=st.lists(TEXTS, min_size=1, max_size=3).map(lambda texts: [*texts, *texts]))
+def test_a_chat_is_the_same_in_every_shape(system: str, said: list[str]) -> None:
+    turns = [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(said)]
+    expected = [{"role": "system", "content": system}, *turns]
+    for raw in written(system, turns):
+        (record,) = [read(found, 0, "f") for found in records_in([json.loads(json.dumps(raw))])]
+        assert (record.error, record.messages) == (None, expected), raw
 
 
 LINES = [json.loads(line) for file in sorted(LOGS.iterdir()) for line in file.read_text(encoding="utf-8").splitlines()]
@@ -309,20 +319,3 @@ def test_a_broken_record_is_of_no_known_shape_or_read(data: st.DataObject) -> No
         record = read(found, 0, "f")
         assert record.error is not None or all(isinstance(message["content"], str) for message in record.messages)
         assert all(message["role"] for message in record.messages)
-
-
-def test_a_refusal_and_a_hidden_thought_are_told_apart_from_text() -> None:
-    with pytest.raises(LeftOutError, match="a refusal"):
-        messages_of([{"role": "assistant", "content": "", "refusal": "I cannot."}])
-    choices = [{"role": "assistant", "parts": [{"type": "text", "content": text}]} for text in "ab"]
-    span = {"gen_ai.input.messages": [QUESTION], "gen_ai.output.messages": choices}
-    record = parse({"attributes": span}, 0, "f")
-    assert record.messages == [QUESTION, {"role": "assistant", "content": "a"}]
-    assert record.notes == ("with further choices, which are left out",)
-    hidden = {
-        "role": "assistant",
-        "content": [{"type": "redacted_thinking", "data": "x"}, {"type": "text", "text": "a"}],
-    }
-    assert messages_of([hidden]) == [{"role": "assistant", "content": "a", "hidden": True}]
-    with pytest.raises(BadSampleError, match="video"):
-        messages_of([{"role": "user", "content": [{"type": "video", "video": "x"}]}])

@@ -12,11 +12,21 @@ from typing import Any
 import pytest
 import torch
 
-from data.features.coding import Copying
 from data.features.extraction import extract
-from data.features.store import DTYPES, INDEX, META, SHARDS, DamagedError, FeatureStore, StoreSpec, decode, encode
+from data.features.store import (
+    DTYPES,
+    INDEX,
+    META,
+    SHARDS,
+    Copying,
+    DamagedError,
+    FeatureStore,
+    StoreSpec,
+    decode,
+    encode,
+)
 from heads.common import files
-from heads.common.files import CHECKSUM, read_checked, write_checked
+from heads.common.files import read_checked, write_checked
 from tests.data import stores
 
 
@@ -235,35 +245,6 @@ def test_writers_share_a_store_and_leave_what_one_leaves(tmp_path: Path) -> None
     children += [forked(lambda: write(tmp_path / "shared"))]  # another command, which knows nothing of the two
     assert [os.waitpid(child, 0)[1] for child in children] == [0, 0, 0]
     assert contents(tmp_path / "shared") == contents(tmp_path / "whole")
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    opened = FeatureStore.create(tmp_path / "store", stores.spec())
-    opened.write("a", [0, 1], stores.made([0, 1]))
-    return tmp_path / "store"
-
-
-def change(file: Path, **values: Any) -> None:
-    """Write other values with a checksum that is right."""
-    write_checked(file, {key: value for key, value in read_checked(file).items() if key != CHECKSUM} | values)
-
-
-@pytest.mark.parametrize(
-    ("values", "told"),
-    [
-        ({"rows": [0]}, "does not list sequences"),
-        ({"bytes": "many"}, "does not list sequences"),
-        ({"rows": [0, 11]}, "not different ones of 11"),
-        ({"rows": [[], {}]}, "not different ones of 11"),
-    ],
-)
-def test_an_entry_of_something_else_is_damaged(folder: Path, values: dict[str, Any], told: str) -> None:
-    change(folder / INDEX / "a.json", **values)
-    opened = FeatureStore(folder)
-    assert told in opened.damaged["a"]
-    assert str(folder / INDEX / "a.json") in opened.damaged["a"]
-    assert not opened.has(0)
 
 
 def states(width: int = 64) -> torch.Tensor:

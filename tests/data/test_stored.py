@@ -12,11 +12,21 @@ import pytest
 import torch
 
 from data.batches import Batches, Packed
-from data.features.coding import Copying, States, compute, copying, start
 from data.features.extraction import extract, spec_of
-from data.features.source import FeatureRequest, FeaturesConfig, LiveFeatures
-from data.features.store import INDEX, SHARDS, DamagedError, FeatureStore, SequenceTensors
-from data.features.stored import Compute, StoredFeatures
+from data.features.source import Compute, FeaturesConfig, LiveFeatures, StoredFeatures
+from data.features.store import (
+    INDEX,
+    SHARDS,
+    Copying,
+    DamagedError,
+    FeatureRequest,
+    FeatureStore,
+    SequenceTensors,
+    States,
+    compute,
+    copying,
+    start,
+)
 from heads.base import Features
 from inference.target.target import Target
 from tests import toys

@@ -19,10 +19,10 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from heads import HEADS, best_line, with_head
-from heads.common.command import mistake, quoted
-from heads.common.help import CONF, help_text, keys, nearest
+from heads.common.command import CONF, help_text, keys, mistake, quoted
 from heads.common.resolvers import register_resolvers
 from heads.common.target_config import EXPERTS, best_head, experts_of, logit_factor
+from heads.common.typed import nearest
 from train import convert
 
 SECRET = "cAnArY0123"

@@ -13,8 +13,17 @@ from data.text.filters import Counts
 from data.text.prompts import TrainingData
 from eval.measures import machine
 from heads.common import progress
-from heads.common.errors import keeping, one_line, terminate, user_errors
-from heads.common.redact import HIDDEN, redact_logs, redacted, redacted_values, redacted_words
+from heads.common.errors import (
+    HIDDEN,
+    keeping,
+    one_line,
+    redact_logs,
+    redacted,
+    redacted_values,
+    redacted_words,
+    terminate,
+    user_errors,
+)
 from tests import toys
 from train.build import provenance
 

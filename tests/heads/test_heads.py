@@ -11,11 +11,10 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRot
 
 from heads import HEADS, rows
 from heads.base import DraftHead, Features, LayerDims
+from heads.block import Selector
 from heads.common.rope import Rope, Rotary
 from heads.mlp import EPS, ShiftedNorm
-from heads.modules.dflash2 import Selector
-from heads.modules.layers import DecoderLayer, LayerInputs, LayerSpec, grouped_attention
-from heads.modules.own_layer import TargetLayer
+from heads.modules.layers import DecoderLayer, LayerInputs, LayerSpec, TargetLayer, grouped_attention
 from inference.drafters.policy import Expander
 from tests import drafting, toys
 
@@ -243,7 +242,7 @@ def test_a_selector_keeps_other_tokens_in_order_below_all_candidates() -> None:
         ("block", {"conv": 5, "from_anchor": True}, "head.conv is 5: give at most the positions"),
         ("block", {"conv": 2, "conv_group": 5}, "head.conv_group is 5: give a divisor"),
         ("eagle3", {"feature_norm": True, "joint_norm": True}, "give one norm before fc"),
-        ("mtp", {"raw_state": True, "feature_layers": [1]}, "head.raw_state=true reads the target's last layer alone"),
+        ("mtp", {"raw_state": True, "feature_layers": [1]}, "head.raw_state=true reads only the target's last layer"),
     ],
 )
 def test_options_that_exclude_each_other_are_refused(kind: str, options: dict[str, Any], named: str) -> None:

@@ -1,25 +1,30 @@
 """A target's GGUF file is a target: its configuration, tokenizer and weights, dequantised once."""
 
+import json
+import random
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from gguf import GGMLQuantizationType, GGUFWriter
-from huggingface_hub import constants
+from gguf import GGMLQuantizationType, GGUFReader, GGUFWriter
+from huggingface_hub import HfApi, constants
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from heads.common import gguf
+from heads.common.typed import typed
 from inference.target import loading
 from inference.target.embeddings_only import EmbeddingsOnly
 from inference.target.target import Target
 from tests.train import jobs
+from tests.train.publishing import VALUES
 from train.planning.plan import plan
+from train.publish import PublishConfig, publish
 
-HEADS, KV_HEADS, WORDS = 4, 2, 60
+LAYERS, HEADS, KV_HEADS, WORDS = 4, 4, 2, 60
 CONFIG = LlamaConfig(
-    vocab_size=WORDS + 4, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=HEADS,
+    vocab_size=WORDS + 4, hidden_size=64, intermediate_size=96, num_hidden_layers=LAYERS, num_attention_heads=HEADS,
     num_key_value_heads=KV_HEADS, max_position_embeddings=160, rms_norm_eps=1e-5, bos_token_id=0, eos_token_id=1,
 )  # fmt: skip
 TEMPLATE = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% endfor %}"
@@ -27,7 +32,7 @@ NAMES = {
     "model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output",
     **{
         f"model.layers.{i}.{theirs}": f"blk.{i}.{ours}"
-        for i in range(2)
+        for i in range(LAYERS)
         for theirs, ours in {
             "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm", "self_attn.q_proj": "attn_q",
             "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v", "self_attn.o_proj": "attn_output",
@@ -59,7 +64,7 @@ def write(file: Path, model: Any, architecture: str = "llama") -> Path:
     """Write a model as llama.cpp's converter does."""
     writer = GGUFWriter(file, architecture)
     writer.add_context_length(160)
-    writer.add_block_count(2)
+    writer.add_block_count(LAYERS)
     writer.add_embedding_length(64)
     writer.add_feed_forward_length(96)
     writer.add_head_count(HEADS)
@@ -139,3 +144,32 @@ def test_an_architecture_that_transformers_does_not_know_is_one_line(tmp_path: P
         Target.load(str(file), "float32", "cpu")
     assert "\n" not in str(error.value)
     assert not cache.exists()
+
+
+def test_a_head_of_a_file_is_trained_evaluated_and_published_as_gguf(
+    tmp_path: Path, model: Any, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_HOME", str(cache.parent))
+    file = write(tmp_path / "toy.gguf", model)
+    draw = random.Random(0)
+    chats = [
+        {
+            "messages": [
+                {"role": role, "content": "".join(draw.choices("CDEFGHIJKL", k=20))} for role in ("user", "assistant")
+            ]
+        }
+        for _ in range(40)
+    ]
+    (tmp_path / "log.jsonl").write_text("\n".join(map(json.dumps, chats)))
+    out = tmp_path / "outputs"
+    words = [f"model.path={file}", f"data.path={tmp_path / 'log.jsonl'}", *jobs.QUICK, "head=eagle3", "trainer.steps=8",
+             "head.draft_vocab=null", "head.feature_norm=false", "head.norm_output=false", f"out={out}"]  # fmt: skip
+    jobs.finish(jobs.start(words))
+    row = next(row for row in json.loads((out / "report.json").read_text())["rows"] if row["drafter"] != "plain")
+    assert row["lossless"]["failed"] == 0
+    values = {**VALUES, "dry_run": True, "repo": "me/toy-eagle3", "format": "gguf", "run": str(out)}
+    published = publish(typed(PublishConfig, values), HfApi())
+    head, target = GGUFReader(published / "head.gguf"), GGUFReader(file)
+    tokens = "tokenizer.ggml.tokens"
+    assert head.fields[tokens].contents() == target.fields[tokens].contents()
+    assert head.fields["general.architecture"].contents() == "eagle3"

@@ -14,7 +14,7 @@ import torch
 
 from data.batches import Batches, Packed
 from data.features.store import MUST_AGREE, FeatureStore, StoreSpec
-from data.text.cache import cache_key
+from data.text.prompts import cache_key
 from heads.formats.store import TargetSpec, assert_same_target
 from inference.decode import RequestParams
 from inference.step import DeviceStep

@@ -20,8 +20,8 @@ from rich.console import Group
 from rich.markup import escape
 from rich.table import Table
 
+from data.features.served import LayerIds
 from data.features.store import size
-from data.features.vllm_features import LayerIds
 from heads.common.resolvers import ROOT
 from heads.common.target_config import check_sequence_length, context_of
 from heads.common.typed import typed

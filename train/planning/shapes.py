@@ -22,13 +22,11 @@ from transformers import PretrainedConfig
 
 from heads import HEADS
 from heads.base import HeadModule, LayerDims, layer_dims_of
-from heads.block import Block
+from heads.block import Block, GroupedConv
 from heads.common.target_config import UNFIT, experts_of, read_target_config, reason
 from heads.medusa import Medusa
 from heads.modules.autoregressive import Recurrent
-from heads.modules.dflash2 import GroupedConv
-from heads.modules.layers import Attention, Recomputing, SwiGLU
-from heads.modules.own_layer import TargetLayer
+from heads.modules.layers import Attention, Recomputing, SwiGLU, TargetLayer
 from heads.modules.vocab import SummedGradient
 from heads.peagle import PEagle
 from inference.target.attention import packing
