@@ -1,6 +1,6 @@
 """The losslessness checks of an evaluation: greedy tokens, sampled tokens and timed tokens.
 
-Above temperature 0, under coupled noise (arXiv 2408.07978), a token depends on the text before it and the seed alone,
+Above temperature 0, under coupled noise (arXiv 2408.07978), a token depends only on the text before it and the seed,
 so every drafter must emit the tokens of autoregressive decoding, one for one: that covers the engine. A rule's uniform
 numbers and residuals are covered by sampling: many steps after fixed prefixes, in the engine that decodes the drafts.
 Their first tokens must follow the target's probs there. As many samples of a rule that is known to be broken, which
@@ -10,7 +10,7 @@ samples from p again after a rejection, must fail that test.
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Float, Int
@@ -19,7 +19,7 @@ from torch import Tensor
 from data.text.prompts import Prompt
 from eval.config import DecodingConfig
 from eval.inputs.drafters import Drafters
-from eval.live.interleaved import HF, PLAIN, Runs, Setup, decoded_once, hf_generate, medians
+from eval.live import Setup, decoded_once, hf_generate
 from eval.measures import losslessness
 from eval.measures.losslessness import (
     EPSILON,
@@ -34,6 +34,7 @@ from eval.measures.losslessness import (
     labelled,
     worst,
 )
+from eval.measures.results import BASELINE
 from heads.common.progress import progress, tick
 from inference.batch import Batch, acquire, needed_entries, release
 from inference.decode import Generation, RequestParams, autoregress
@@ -58,12 +59,12 @@ def check(
     if not drafters and sizes == [1]:
         return {}, []
     setup, ids = Setup(target, drafters, prompts, config.settings(0.0, gaps=True)), [prompt.id for prompt in prompts]
-    alone = [hf_generate(target, prompt.token, setup.settings) for prompt in progress(prompts, "transformers' own")]
+    reference = [hf_generate(target, prompt.token, setup.settings) for prompt in progress(prompts, "transformers' own")]
     gates = {}
     for size in sorted(sizes):
         for name, runs_of in decoded_once(setup, size).items():
-            verdict = gate(alone, runs_of, ids, target.dtype)
-            gates[labelled(name, size)] = replace(verdict, lossy=name != PLAIN and is_lossy(config.rule))
+            verdict = gate(reference, runs_of, ids, target.dtype)
+            gates[labelled(name, size)] = replace(verdict, lossy=name != BASELINE and is_lossy(config.rule))
     hot = [temperature for temperature in config.temperatures() if temperature > 0] if drafters else []
     tests, sampled = len(hot) * len(drafters), []
     for temperature in hot:
@@ -71,20 +72,9 @@ def check(
     return gates, sampled
 
 
-def agreement(target: Target, runs: Runs) -> dict[str, dict[str, Any]]:
-    """Return how many of each drafter's timed greedy answers equal the baseline's, in the timed dtype."""
-    middle = medians({name: runs_of for name, runs_of in runs.items() if name != HF})
-    baseline, dtype = middle.pop(PLAIN), str(target.dtype).removeprefix("torch.")
-    equal = {
-        name: [ours.tokens == theirs.tokens for ours, theirs in zip(baseline, runs_of, strict=True)]
-        for name, runs_of in middle.items()
-    }
-    return {name: {"dtype": dtype, "checked": len(same), "identical": sum(same)} for name, same in equal.items()}
-
-
 PREFIXES = 2  # texts after which tokens are sampled
 CANDIDATES = 12  # texts considered for them
-TOGETHER = 16  # sequences that stand at a prefix in one step of the engine, where memory allows
+TOGETHER = 16  # sequences at a prefix in one step of the engine, where memory allows
 
 
 class Prefix(NamedTuple):
@@ -115,7 +105,7 @@ class Prefix(NamedTuple):
 def sampled_gates(setup: Setup, tv: float, tests: int, sizes: Sequence[int] = (1,)) -> list[SampledGate]:
     """Return the verdict on every drafter at the settings' temperature, which is above 0.
 
-    Coupled tokens are compared with autoregressive decoding of each prompt alone, at batch size 1 and at all `sizes`:
+    Coupled tokens are compared with autoregressive decoding of each prompt, at batch size 1 and at all `sizes`:
     a token's noise depends on its text and the seed, not on the rest of the batch. The chi-square test must detect a
     total variation of `tv`; the `tests` of a report share the error probability.
     """
@@ -197,8 +187,8 @@ def chi_square_test(
     freedom = sum(prefix.cells.freedom for prefix in prefixes)
     samples = Samples(torch.tensor([seed_key(hashed(f"{settings.seed} control"))], device=target.device))
     total = control = 0.0
-    for number, prefix in enumerate(progress(prefixes, f"sampling tokens, {drafter.name}")):
-        seeds = f"{settings.seed} distribution {number}"  # its own: of numbers in common the statistics would be alike
+    for index, prefix in enumerate(progress(prefixes, f"sampling tokens, {drafter.name}")):
+        seeds = f"{settings.seed} distribution {index}"  # its own: of numbers in common the statistics would be alike
         total += losslessness.statistic(prefix.cells, _samples(target, drafter, prefix, settings, seeds, count))
         control += losslessness.statistic(prefix.cells, resampled(prefix.probs, samples, count))
     p, control_p = losslessness.p_value(total, freedom), losslessness.p_value(control, freedom)
@@ -258,33 +248,25 @@ def _prefix(target: Target, drafter: Drafter, prompt: list[int], answer: list[in
 def _samples(
     target: Target, drafter: Drafter, prefix: Prefix, settings: RequestParams, seeds: str, count: int
 ) -> list[int]:
-    """Return first tokens as the engine emits them by the rule in use; `seeds` is the key of all randomness."""
-    with suppress(torch.OutOfMemoryError, ValueError):  # the allocator, or the batch, may refuse this many
-        if target.takes_trees and (sampled := _stepped(target, drafter, prefix, settings, seeds, count, TOGETHER)):
-            return sampled
-    return _stepped(target, drafter, prefix, settings, seeds, count, 1)
+    """Return first tokens as the engine's steps emit them by the rule in use; `seeds` is the key of all randomness.
 
-
-def _stepped(
-    target: Target, drafter: Drafter, prefix: Prefix, settings: RequestParams, seeds: str, count: int, size: int
-) -> list[int]:
-    """Return first tokens as the steps of a batch emit them, of `size` sequences that are at the prefix.
-
-    Before each step they have new seeds. Of several at once there are none if nothing is drafted, as a schedule may
-    have it.
+    Several sequences at the prefix share a step, each with new seeds; it is one where the target takes no trees, where
+    memory refuses several, or where for several nothing is drafted, as a schedule may have it.
     """
-    batch, requests = _entered(target, drafter, prefix.prompt, prefix.answer, settings, size)
-    sampled: list[int] = []
-    while len(sampled) < count:
-        tick()
-        for slot, request in enumerate(requests):
-            request.key = seed_key(hashed(f"{seeds} {len(sampled) + slot}"))
-        sampled += batch.device_step.sample(requests)[0]
-        if size > 1 and not batch.drafts.deepest:
-            sampled = []
-            break
-    _left(batch)
-    return sampled[:count]
+    for size in (TOGETHER, 1) if target.takes_trees else (1,):
+        with suppress(*((torch.OutOfMemoryError, ValueError) if size > 1 else ())):
+            batch, requests = _entered(target, drafter, prefix.prompt, prefix.answer, settings, size)
+            sampled, drafts = list[int](), True
+            while len(sampled) < count and drafts:
+                tick()
+                for slot, request in enumerate(requests):
+                    request.key = seed_key(hashed(f"{seeds} {len(sampled) + slot}"))
+                sampled += batch.device_step.sample(requests)[0]
+                drafts = size == 1 or batch.drafts.deepest > 0
+            _left(batch)
+            if drafts:
+                return sampled[:count]
+    raise AssertionError("one sequence always samples")
 
 
 def resampled(probs: Float[Tensor, "V"], samples: Samples, count: int) -> list[int]:

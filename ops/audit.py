@@ -3,22 +3,22 @@
 import sys
 from pathlib import Path
 
-if __name__ == "__main__":  # as a script: the checkout's root not this folder, or `import heads` would fail
+if __name__ == "__main__":  # a script's own folder would hide the checkout's root
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from datetime import datetime, timezone
 from functools import partial
+from itertools import takewhile
 from typing import NamedTuple
 
 from omegaconf import DictConfig
 
 from eval.config import Selection
-from eval.inputs.workloads import workload_names
-from eval.measures.cost_model import cycled, stops_paying
+from eval.inputs.workloads import cycled, workload_names
 from eval.measures.counters import Counters, restarted
 from heads.common.command import command, ending_alone
 from heads.common.errors import user_errors
@@ -26,9 +26,22 @@ from heads.common.files import atomic_write, check_writable
 from heads.common.progress import Bar
 from heads.common.typed import typed
 from heads.common.untrusted import visible
-from ops.audits import greedy, properties, sampling
-from ops.audits.ask import AUDITED, BASELINE, SIDES, Asker, AuditConfig, EndedError, ask_text
-from ops.audits.compare import Audit, Difference, Finding, Status, breach, diagnosed
+from ops.audits import checks, sampling
+from ops.audits.compare import (
+    AUDITED,
+    BASELINE,
+    SIDES,
+    Asker,
+    Audit,
+    AuditConfig,
+    Difference,
+    EndedError,
+    Finding,
+    Status,
+    ask_text,
+    diagnosed,
+    violation,
+)
 from ops.audits.output import cleaned, finding_record, rendered, reproduction
 from ops.served import Server, read_questions
 
@@ -44,20 +57,20 @@ ASKED = (
 JSON, PAGE, REPRODUCTION = "audit.json", "audit.html", "reproduce.py"
 # Ordered so that a fault found by one check may also fail the later ones.
 CHECKS: dict[str, Callable[[Audit], Finding]] = {
-    "identity": greedy.identity,
-    "prefix_cache": greedy.prefix_cache,
-    "conversations": greedy.conversations,
-    "borders": greedy.borders,
-    "concurrency": greedy.side_by_side,
-    "cancelled": greedy.cancelled,
-    "streaming": greedy.streaming,
-    "penalties": greedy.penalties,
-    "limits": properties.limits,
-    "stop_strings": properties.stop_strings,
-    "usage": properties.usage,
-    "logprobs": properties.logprobs_hold,
-    "schemas": properties.schemas,
-    "tool_calls": properties.tool_calls,
+    "identity": checks.identity,
+    "prefix_cache": checks.prefix_cache,
+    "conversations": checks.conversations,
+    "borders": checks.chunk_borders,
+    "concurrency": checks.side_by_side,
+    "cancelled": checks.cancelled,
+    "streaming": checks.streaming,
+    "penalties": checks.penalties,
+    "limits": checks.limits,
+    "stop_strings": checks.stop_strings,
+    "usage": checks.usage,
+    "logprobs": checks.logprobs_hold,
+    "schemas": checks.schemas,
+    "tool_calls": checks.tool_calls,
     "sampling": partial(sampling.sampling, check="sampling"),
     "sampling_top_p": partial(sampling.sampling, check="sampling_top_p"),
     "seeds": sampling.seeds,
@@ -133,19 +146,19 @@ def run(audit: Audit) -> list[Finding]:
     asker, server = audit.asker, audit.asker.sides[AUDITED]
     before = server.reading()
     for check, function in CHECKS.items():
-        if asker.ended:
-            findings.append(Finding(check, "not_run", "the audit ended before"))
-            continue
+        finding = Finding("not_run", "the audit ended before")
         try:
-            findings.append(function(audit))
+            finding = finding if asker.ended else function(audit)
         except (EndedError, KeyboardInterrupt) as error:
             asker.ended = str(error) or "interrupted"
-            findings.append(Finding(check, "not_run", asker.ended))
-        if asker.crash is not None:
-            question, in_flight = asker.crash
-            crash = breach(question, "", "", "crash", f"{asker.ended}, while the baseline answers")
-            findings[-1] = Finding(check, "failed", asker.ended, [crash._replace(in_flight=in_flight)])
-    return [*findings, speed(audit, drafts_between(before, server.reading()))]
+            finding.summary = asker.ended
+            if asker.crash is not None:
+                question, in_flight = asker.crash
+                crash = violation(question, "", "", "crash", f"{asker.ended}, while the baseline answers")
+                finding = Finding("failed", asker.ended, [crash._replace(in_flight=in_flight)])
+        finding.check = check
+        findings.append(finding)
+    return [*findings, speed(audit, before, server.reading())]
 
 
 def verdict_of(findings: list[Finding], ended: str, near_tie: float) -> Verdict:
@@ -178,27 +191,28 @@ def clearest(findings: list[Finding]) -> Difference | None:
     return max(differences, key=lambda d: (d.fault == fault, d.gap or 0.0), default=None)
 
 
-def speed(audit: Audit, drafts: int | None) -> Finding:
-    """Return the speedup at each number of requests in flight."""
+def speed(audit: Audit, before: Counters | None, after: Counters | None) -> Finding:
+    """Return the speedup at each number of requests in flight, and how many drafts the server counted, if known."""
     rates = {key: tokens / audit.seconds[key] for key, tokens in audit.tokens.items() if tokens and audit.seconds[key]}
     loads = {
         size: rates[AUDITED, size] / rates[BASELINE, size]
         for side, size in sorted(rates)
         if side == AUDITED and (BASELINE, size) in rates
     }
-    losing = stops_paying(loads)
+    losing, drafts = stops_paying(loads), None
+    if before is not None and after is not None and not restarted(before, after):
+        first, last = (c.draft_tokens if c.drafts is None else c.drafts for c in (before, after))
+        drafts = round((last or 0) - (first or 0))
     texts = [f"{speedup:.2f}x with {size} in flight" for size, speedup in loads.items()]
     texts += [] if losing is None else [f"speculation loses from {losing} in flight on"]
     figures = {"speedup": loads, "loses_from": losing, "drafts": drafts}
-    return Finding("speed", "passed" if loads else "not_run", "; ".join(texts) or "nothing was timed", [], figures)
+    return Finding("passed" if loads else "not_run", "; ".join(texts) or "nothing was timed", [], figures, "speed")
 
 
-def drafts_between(before: Counters | None, after: Counters | None) -> int | None:
-    """Return the number of drafts that a server counted between two readings; None if unknown."""
-    if before is None or after is None or restarted(before, after):
-        return None
-    first, last = (c.draft_tokens if c.drafts is None else c.drafts for c in (before, after))
-    return round((last or 0) - (first or 0))
+def stops_paying(gains: Mapping[int, float]) -> int | None:
+    """Return the smallest load beyond which no speedup is above 1; None if the largest load has one."""
+    losing = takewhile(lambda size: gains[size] <= 1, sorted(gains, reverse=True))
+    return min(losing, default=None)
 
 
 @command("ops/audit")

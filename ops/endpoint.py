@@ -8,7 +8,7 @@ batch size is the number of requests in flight.
 import sys
 from pathlib import Path
 
-if __name__ == "__main__":  # as a script: the checkout's root not this folder, or `import heads` would fail
+if __name__ == "__main__":  # a script's own folder would hide the checkout's root
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 import platform
@@ -23,11 +23,21 @@ from omegaconf import DictConfig
 from data.answers.client import base_url, check_url
 from eval.config import TURNS, Conditions, Selection
 from eval.inputs.workloads import Workload, prompt_counts, workload_names
-from eval.live.interleaved import PLAIN, Served, arrivals, in_turns, judged, queued_rows
+from eval.live import arrivals, in_turns, judged, queued_rows
 from eval.measures.losslessness import Divergence, Gate, gate_of, labelled, shared_length
 from eval.measures.machine import cpu_name, provenance
 from eval.measures.metrics import SpecDecodingStats, together
-from eval.measures.results import ENDPOINT, UNTIMED, DrafterInfo, Measurement, Request, ResultRow, Subset, result
+from eval.measures.results import (
+    BASELINE,
+    ENDPOINT,
+    UNTIMED,
+    DrafterInfo,
+    MeasuredRequest,
+    Measurement,
+    ResultRow,
+    Subset,
+    result,
+)
 from eval.report.write import Report
 from eval.run import publish
 from heads.common.command import command, ending_alone
@@ -35,14 +45,13 @@ from heads.common.errors import keeping, user_errors
 from heads.common.files import check_writable
 from heads.common.ranges import Count, NewTokens, Number, OneOf
 from heads.common.typed import typed
-from inference.decode import Generation
-from ops.served import BASELINE, Answer, ClientConfig, Question, Server, read_questions
+from ops.served import BASELINE_KEY, Answer, ClientConfig, Question, Server, read_questions
 
 REPORTED = ("max_new_tokens", "seed", "repeats", "warmup", "turns")
 # Every request has all of sampling's fields, so that no server's default applies; client.extra has others.
 SAMPLING = {"top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
 SHOWN = 24  # characters of a text, from the first difference
-Servers = Mapping[str, Server]  # by drafter name, the baseline's is PLAIN
+Servers = Mapping[str, Server]  # drafter name -> server; the baseline's is BASELINE
 
 
 @dataclass(frozen=True)
@@ -102,8 +111,8 @@ def measure(config: ServedConfig) -> Report:
     jobs = [read_questions(name, selection, config.client.chat) for name in workload_names(config.workload)]
     servers = {ENDPOINT: (server := Server(config.url, config.client, "url"))}
     if config.baseline is not None:
-        servers = {PLAIN: Server(config.baseline, config.client, BASELINE), **servers}
-        servers[PLAIN].check_baseline_of(server)
+        servers = {BASELINE: Server(config.baseline, config.client, BASELINE_KEY), **servers}
+        servers[BASELINE].check_baseline_of(server)
     measured: list[Measured] = []
     checked = Counter[int]()  # greedy prompts so far, by batch size
     for job in jobs:
@@ -117,7 +126,7 @@ def measure(config: ServedConfig) -> Report:
     gates = _gates(measured) if config.baseline is not None else {}
     warnings = []
     for name, one in servers.items():
-        firsts = [answer.ttft_s for run in measured for repeats in run.runs[name].answers for answer in repeats]
+        firsts = [answer.prefill_s for run in measured for repeats in run.runs[name].answers for answer in repeats]
         if whole := firsts.count(None):
             warnings.append(
                 f"{one.url}: {whole} of {len(firsts)} answers came at once and not as they were written (it does "
@@ -133,7 +142,7 @@ def measure(config: ServedConfig) -> Report:
             "python": platform.python_version(),
         },
         settings={
-            **prompt_counts(jobs, "measured ones"),
+            **prompt_counts(jobs),
             "endpoint": config.url,
             "baseline": config.baseline,
             **{key: getattr(config, key) for key in REPORTED},
@@ -168,8 +177,8 @@ def _runs(
 
     batches = [[i] for i in range(count)] if in_flight == 1 and rate is None else [range(count)]
     answers = in_turns(list(servers), answer, batches, repeats, measurement.seed)
-    if PLAIN in servers:
-        servers[PLAIN].refuse_drafts()
+    if BASELINE in servers:
+        servers[BASELINE].refuse_drafts()
     return {name: Runs(answers[name], passes[name]) for name in servers}
 
 
@@ -183,7 +192,7 @@ def _gates(measured: Sequence[Measured]) -> dict[str, Gate]:
             name: [[answer.text for answer in repeats] for one in greedy for repeats in one.runs[name].answers]
             for name in greedy[0].runs
         }
-        plain = texts.pop(PLAIN)
+        plain = texts.pop(BASELINE)
         gates |= {labelled(name, size): text_gate(plain, drafted, ids) for name, drafted in texts.items()}
     return gates
 
@@ -207,23 +216,9 @@ def text_gate(plain: Sequence[Sequence[str]], drafted: Sequence[Sequence[str]], 
     return gate_of(compared(*texts) for texts in zip(plain, drafted, ids, strict=True))
 
 
-def _measured(repeats: Sequence[Answer]) -> Request:
-    """Return a request with the times of its median repeat (the lower of two) and the counts of all repeats."""
-    run = sorted(repeats, key=lambda run: run.seconds)[(len(repeats) - 1) // 2]
-    passes = [repeat.passes for repeat in repeats if repeat.passes is not None]
-    return Request(
-        passes=together(passes) if len(passes) == len(repeats) else None,
-        decoding=None if run.decode_s is None else (run.decoded, run.decode_s),
-        end_to_end=(run.tokens, run.seconds),
-        prefill_s=None if run.decode_s is None else run.seconds - run.decode_s,
-        seconds=UNTIMED | {"other": sum(repeat.decode_s or 0.0 for repeat in repeats)},
-        waits={"latency_s": run.latency_s, "ttft_s": run.ttft_s},
-    )
-
-
 def rows(by_server: Mapping[str, Runs], gates: Mapping[str, Gate], measurement: Measurement) -> list[ResultRow]:
     """Return the servers' rows of a measurement, given their answers by drafter name; the baseline's may be missing."""
-    requests = {name: [_measured(repeats) for repeats in runs.answers] for name, runs in by_server.items()}
+    requests = {name: [median_answer(repeats) for repeats in runs.answers] for name, runs in by_server.items()}
     timed = [
         judged(_row(name, runs, subset, subset.of(requests[name])), subset, requests, gates)
         for subset in measurement.parts(len(next(iter(requests.values()))))
@@ -231,23 +226,25 @@ def rows(by_server: Mapping[str, Runs], gates: Mapping[str, Gate], measurement: 
     ]
     if measurement.request_rate is None:
         return timed
-    rounds = {name: [[_served(run) for run in repeats] for repeats in runs.answers] for name, runs in by_server.items()}
-    return queued_rows(timed, {PLAIN: next(iter(rounds.values())), **rounds}, measurement)
+    rounds = {name: runs.answers for name, runs in by_server.items()}
+    return queued_rows(timed, {BASELINE: next(iter(rounds.values())), **rounds}, measurement)
 
 
-def _served(answer: Answer) -> Served:
-    """Convert an answer with an arrival time to the input of `queued_rows`: times and token count."""
-    generation = Generation(tokens=[0] * answer.tokens, steps=[], latency_s=answer.latency_s)
-    return Served(generation, answer.arrived, answer.queue_s, answer.ttft_s)
+def median_answer(repeats: Sequence[Answer]) -> Answer:
+    """Return a request with the times of its median repeat (the lower of two) and the counts of all repeats."""
+    run = sorted(repeats, key=lambda run: run.end_to_end[1])[(len(repeats) - 1) // 2]
+    passes = [repeat.passes for repeat in repeats if repeat.passes is not None]
+    seconds = UNTIMED | {"other": sum(repeat.seconds["other"] for repeat in repeats)}
+    return replace(run, passes=together(passes) if len(passes) == len(repeats) else None, seconds=seconds)
 
 
-def _row(name: str, runs: Runs, subset: Subset, requests: Sequence[Request]) -> ResultRow:
+def _row(name: str, runs: Runs, subset: Subset, requests: Sequence[MeasuredRequest]) -> ResultRow:
     counts = [request.passes for request in requests if request.passes is not None]
     total = together((counts if len(counts) == len(requests) else []) if subset.category else runs.passes)
-    rule = "none" if name == PLAIN else "greedy" if subset.measurement.temperature == 0 else "the server's"
+    rule = "none" if name == BASELINE else "greedy" if subset.measurement.temperature == 0 else "the server's"
     depths = f"served, depth {len(total.by_depth)}" if total.by_depth else "served"
-    row = result(DrafterInfo(name, rule, "none" if name == PLAIN else depths), subset, requests, total)
-    return replace(row, tokens=sum(run.decoded for repeats in subset.of(runs.answers) for run in repeats))
+    row = result(DrafterInfo(name, rule, "none" if name == BASELINE else depths), subset, requests, total)
+    return replace(row, tokens=sum(int(run.decoded) for repeats in subset.of(runs.answers) for run in repeats))
 
 
 @command("ops/endpoint")

@@ -17,19 +17,22 @@ from data.text.prompts import OPENING, Prompt, before_answers
 from eval.config import Selection
 from eval.inputs.workloads import Readable, Workload, gathered
 from eval.measures.counters import SGLANG, Counters, between, of_reply, read_counters, restarted, verified
-from eval.measures.metrics import SpecDecodingStats, together
+from eval.measures.metrics import Pair, SpecDecodingStats, together
+from eval.measures.results import UNTIMED, MeasuredRequest
 from heads.common.progress import tick
 from heads.common.ranges import Positive
 
-BASELINE = "baseline"  # the option of a server without a drafter
+Record = Mapping[str, Any]  # a JSON object; to be read only
+Json = dict[str, Any]
+BASELINE_KEY = "baseline"  # the option of a server without a drafter
 POLL_S, LAG_S = 0.02, 5.0  # between two readings of counters that lag behind the answers, and for how long at most
 PAGE_S = 30.0  # timeout of a server's own pages
 STREAMED = {"stream": True, "stream_options": {"include_usage": True}}
 LONGEST = 2**20  # characters of a reply
-LEAST = -9999.0  # of a logprob, as vLLM writes that of a token that cannot come
+LEAST = -9999.0  # a logprob, as vLLM writes that of a token that cannot come
 MOST = 2**31  # tokens that a server counts
-# A stream came at once if N tokens or more took less than either after the first: a gateway held it back.
-AT_ONCE, AT_ONCE_SHARE, AT_ONCE_S = 16, 0.01, 0.0005  # of the latency, and seconds a token
+# A stream came at once if N tokens or more needed less than either after the first: a gateway held it back.
+AT_ONCE, AT_ONCE_SHARE, AT_ONCE_S = 16, 0.01, 0.0005  # tokens, share of the latency, seconds a token
 
 
 class Token(NamedTuple):
@@ -48,7 +51,6 @@ class Reply(NamedTuple):
     finish: str | None = None
     prompt_tokens: int | None = None
     completion_tokens: int | None = None
-    total_tokens: int | None = None
     tokens: tuple[Token, ...] = ()  # empty without logprobs
     latency_s: float = 0.0  # from the request on, as is the next
     ttft_s: float | None = None  # None of a reply that came at once, streamed or not
@@ -61,45 +63,34 @@ class Reply(NamedTuple):
         return f"[{self.error}]" if self.error else self.text + calls
 
 
-class _Choice:
-    """A choice being assembled from events."""
-
-    def __init__(self) -> None:
-        self.text = ""
-        self.calls: dict[int, list[str]] = {}
-        self.tokens: list[Token] = []
-        self.finish: str | None = None
-        self.first: float | None = None
-
-    def add(self, seconds: float, choice: Mapping[str, Any]) -> None:
-        """Take an event's part of the choice."""
-        message = choice.get("delta") or choice.get("message") or {}
-        reasoning = message.get("reasoning_content") or message.get("reasoning")
-        self.text += _encodable("".join(filter(None, (reasoning, message.get("content"), choice.get("text")))))
-        for position, call in enumerate(message.get("tool_calls") or []):
-            index, function = call.get("index"), call.get("function") or {}
-            name_arguments = self.calls.setdefault(position if index is None else index, ["", ""])
-            for i, key in enumerate(("name", "arguments")):
-                name_arguments[i] += _encodable(function.get(key) or "")
-        if self.first is None and (self.text or self.calls):
-            self.first = seconds
-        self.tokens += read_tokens(choice.get("logprobs"))
-        self.finish = choice.get("finish_reason") or self.finish
+def joined(reply: Reply, choice: Record, seconds: float) -> Reply:
+    """Return a reply with an event's part of it, which came `seconds` after the request."""
+    message = choice.get("delta") or choice.get("message") or {}
+    reasoning = message.get("reasoning_content") or message.get("reasoning")
+    text = "".join(filter(None, (reasoning, message.get("content"), choice.get("text"))))
+    calls = dict(enumerate(reply.calls))
+    for position, call in enumerate(message.get("tool_calls") or []):
+        index, function = call.get("index"), call.get("function") or {}
+        index = position if index is None else index
+        name, arguments = calls.get(index, ("", ""))
+        calls[index] = name + (function.get("name") or ""), arguments + (function.get("arguments") or "")
+    return reply._replace(
+        text=reply.text + text.encode(errors="replace").decode(),  # without lone surrogates, which files cannot hold
+        calls=tuple(calls.values()),
+        finish=choice.get("finish_reason") or reply.finish,
+        tokens=(*reply.tokens, *read_tokens(choice.get("logprobs"))),
+        ttft_s=seconds if reply.ttft_s is None and (text or calls) else reply.ttft_s,
+    )
 
 
-def _encodable(text: str) -> str:
-    """Return a text without lone surrogates, which JSON may hold but files cannot."""
-    return text.encode(errors="replace").decode()
-
-
-def read_replies(events: Iterable[tuple[float, Mapping[str, Any]]], model: str) -> list[Reply]:
+def read_replies(events: Iterable[tuple[float, Record]], model: str) -> list[Reply]:
     """Assemble a reply's choices from its events, each with the seconds from the request to its arrival.
 
     Raises:
         EndpointError: an error, another model's reply, or no choice, or one of another shape.
     """
-    choices: dict[int, _Choice] = {}
-    usage: Mapping[str, Any] = {}
+    choices: dict[int, Reply] = {}
+    usage: Record = {}
     end, count = 0.0, 0
     for end, event in events:
         count += 1
@@ -110,22 +101,22 @@ def read_replies(events: Iterable[tuple[float, Mapping[str, Any]]], model: str) 
         usage = event.get("usage") or usage
         try:
             for position, choice in enumerate(event.get("choices") or []):
-                choices.setdefault(choice.get("index", position), _Choice()).add(end, choice)
+                index = choice.get("index", position)
+                choices[index] = joined(choices.get(index, Reply()), choice, end)
         except (AttributeError, TypeError) as error:
             raise EndpointError("choices", str(event["choices"])) from error
         if sum(len(choice.text) for choice in choices.values()) > LONGEST:  # a server that does not end its answer
             raise EndpointError("too_large", f"the reply has more than {LONGEST} characters")
     if not choices:
         raise EndpointError("choices", "the reply has no choice")
-    counts = [usage.get(f"{key}_tokens") for key in ("prompt", "completion", "total")]
-    prompt, completion, total = (n if type(n) is int and 0 <= n < MOST else None for n in counts)
-    replies = []
-    for _, choice in sorted(choices.items()):
-        first, tokens = choice.first or end, completion or 0
+    counts = (usage.get(f"{key}_tokens") for key in ("prompt", "completion"))
+    prompt, completion = (n if type(n) is int and 0 <= n < MOST else None for n in counts)
+    replies, tokens = [], completion or 0
+    for _, reply in sorted(choices.items()):
+        first = reply.ttft_s or end
         whole = count == 1 or (tokens >= AT_ONCE and end - first < min(AT_ONCE_SHARE * end, AT_ONCE_S * tokens))
-        calls = tuple((name, arguments) for name, arguments in choice.calls.values())
-        replies.append(Reply(choice.text, calls, choice.finish, prompt, completion, total, tuple(choice.tokens), end,
-                             None if whole else first))  # fmt: skip
+        ttft_s = None if whole else first
+        replies.append(reply._replace(prompt_tokens=prompt, completion_tokens=completion, latency_s=end, ttft_s=ttft_s))
     return replies
 
 
@@ -133,40 +124,36 @@ def read_tokens(logprobs: Any) -> list[Token]:
     """Return the tokens in a choice's logprobs, of chats or completions; empty if malformed."""
     if not isinstance(logprobs, dict):
         return []
+
+    def read(token: Any, value: Any) -> tuple[bytes, float]:
+        """Read a token, of which bytes are listed where it is half a character, and its logprob."""
+        if not isinstance(value, int | float) or math.isnan(value):
+            raise ValueError(f"{value!r} is no logprob")
+        text = bytes(token) if isinstance(token, list) else str(token).encode()
+        return text, float(min(max(value, LEAST), -LEAST))
+
+    def entry(one: Record) -> tuple[bytes, float]:
+        return read(one["bytes"] if isinstance(one.get("bytes"), list) else one["token"], one["logprob"])
+
     try:
         if isinstance(logprobs.get("content"), list):
-            return [
-                Token(_bytes(entry), _number(entry["logprob"]),
-                      {_bytes(top): _number(top["logprob"]) for top in entry.get("top_logprobs") or []})
-                for entry in logprobs["content"]
-            ]  # fmt: skip
-        tops = logprobs.get("top_logprobs") or [{}] * len(logprobs["tokens"])
+            return [Token(*entry(one), dict(map(entry, one.get("top_logprobs") or []))) for one in logprobs["content"]]
+        tops = logprobs.get("top_logprobs") or [None] * len(logprobs["tokens"])
         columns = zip(logprobs["tokens"], logprobs["token_logprobs"], tops, strict=True)
         return [
-            Token(text.encode(), _number(value), {key.encode(): _number(lp) for key, lp in (top or {}).items()})
+            Token(*read(text, value), dict(read(*alternative) for alternative in (top or {}).items()))
             for text, value, top in columns
         ]
     except (KeyError, TypeError, ValueError, AttributeError):
         return []
 
 
-def _bytes(entry: Mapping[str, Any]) -> bytes:
-    """Return a token's bytes, which are listed where a token is half a character."""
-    return bytes(entry["bytes"]) if isinstance(entry.get("bytes"), list) else str(entry["token"]).encode()
-
-
-def _number(value: Any) -> float:
-    if not isinstance(value, int | float) or math.isnan(value):
-        raise ValueError(f"{value!r} is no logprob")
-    return float(min(max(value, LEAST), -LEAST))
-
-
 class Question(NamedTuple):
-    """A request: its id, its path, its fields besides those that all share, and its category."""
+    """A request: its id, its path, its own fields, and its category."""
 
     id: str
     path: str
-    body: Mapping[str, Any]
+    body: Record
     category: str = ""
 
     @property
@@ -196,7 +183,7 @@ def read_questions(name: str, selection: Selection, chat: bool) -> Workload[Ques
     def read(record: Readable, turns: str) -> Iterator[Question]:
         return questions_of(record, turns, chat)
 
-    return gathered(name, selection, read, lambda question: question.content, lambda question: question)
+    return gathered(name, selection, read, lambda question: question.content)
 
 
 def questions_of(record: Readable, turns: str, chat: bool) -> Iterator[Question]:
@@ -238,41 +225,34 @@ def questions_of(record: Readable, turns: str, chat: bool) -> Iterator[Question]
             yield completion(name, "\n\n".join(map(content_text, messages if turn > 1 else messages[-1:])))
 
 
-class Answer(NamedTuple):
-    """An answer: text, tokens as the server counts them, seconds to the last and to the first token, its passes.
+@dataclass(frozen=True)
+class Answer(MeasuredRequest):
+    """A measured request with its text; tokens are as the server counts them, and seconds count from the sending."""
 
-    `ttft_s` is None if the answer came at once, `passes` where the server does not count those of each request.
-    `weight` is the share of its seconds that count, below 1 where requests are concurrent. Of requests that arrive at a
-    rate, `latency_s` and `ttft_s` count from the arrival: `arrived`, from the round's first one, and `queue_s` until it
-    was sent.
-    """
+    end_to_end: Pair = (0, 0.0)
+    text: str = ""
 
-    text: str
-    tokens: int
-    latency_s: float
-    ttft_s: float | None
-    passes: SpecDecodingStats | None
-    weight: float = 1.0
-    arrived: float = 0.0
-    queue_s: float = 0.0
-
-    @property
-    def decoded(self) -> int:
-        """Tokens after the prefill's one."""
-        return max(self.tokens - 1, 0)
-
-    @property
-    def seconds(self) -> float:
-        """Seconds from the sending to the last token."""
-        return (self.latency_s - self.queue_s) * self.weight
-
-    @property
-    def decode_s(self) -> float | None:
-        """Seconds from the first token to the last; None if it came at once."""
-        return None if self.ttft_s is None else (self.latency_s - self.ttft_s) * self.weight
+    def weighted(self, weight: float) -> "Answer":
+        """Return it with the share of its seconds that counts where requests are concurrent."""
+        decoding = None if self.decoding is None else (self.decoding[0], self.decoding[1] * weight)
+        end_to_end = self.end_to_end[0], self.end_to_end[1] * weight
+        prefill_s = None if self.prefill_s is None else self.prefill_s * weight
+        seconds = {key: spent * weight for key, spent in self.seconds.items()}
+        return replace(self, decoding=decoding, end_to_end=end_to_end, prefill_s=prefill_s, seconds=seconds)
 
 
-def read_answer(events: Iterable[tuple[float, Mapping[str, Any]]], model: str) -> Answer:
+def answer_of(
+    text: str, tokens: int, latency_s: float, ttft_s: float | None, passes: SpecDecodingStats | None
+) -> Answer:
+    """Return an answer, of seconds to its last and first token; the latter is None if it came at once."""
+    waits = {"latency_s": latency_s, "ttft_s": ttft_s}
+    decode_s = None if ttft_s is None else latency_s - ttft_s
+    decoding = None if decode_s is None else (max(tokens - 1, 0), decode_s)
+    seconds = UNTIMED | {"other": decode_s or 0.0}
+    return Answer(passes, decoding, (tokens, latency_s), ttft_s, seconds, waits, text=text)
+
+
+def read_answer(events: Iterable[tuple[float, Record]], model: str) -> Answer:
     """Assemble the answer from a reply's events, as `read_replies` does.
 
     Raises:
@@ -288,7 +268,7 @@ def read_answer(events: Iterable[tuple[float, Mapping[str, Any]]], model: str) -
         raise EndpointError("usage", "the reply does not count its tokens")
     text = reply.text + "".join(name + arguments for name, arguments in reply.calls)
     passes = [counted for _, event in arrived if (counted := of_reply(event, max(tokens - 1, 0))) is not None]
-    return Answer(text, tokens, reply.latency_s, reply.ttft_s, passes[-1] if passes else None)
+    return answer_of(text, tokens, reply.latency_s, reply.ttft_s, passes[-1] if passes else None)
 
 
 @dataclass(frozen=True)
@@ -339,7 +319,7 @@ class Server(Metrics):
 
     def __init__(self, url: str, config: ClientConfig, key: str) -> None:
         super().__init__(url, config.api_key_env, key, config.timeout)
-        self.config, self.is_baseline = config, key == BASELINE
+        self.config, self.is_baseline = config, key == BASELINE_KEY
         how = replace(self.once, model=config.model, extra=config.extra)
         advice = "client.chat=false asks a model without a chat template"
         self.client = Client(self.url + API, how, self.secret, key, "client", advice)
@@ -347,7 +327,7 @@ class Server(Metrics):
         reading = self.reading()
         self.engine = reading.engine if reading is not None else ""
 
-    def send(self, request: Question, settings: Mapping[str, Any]) -> Answer:
+    def send(self, request: Question, settings: Record) -> Answer:
         """Send a request, once, and return the answer; refuse a missing or malformed one."""
         more = {"return_meta_info": True} if self.engine == SGLANG else {}
         body = {"model": self.model, **request.body, **settings, "n": 1, **STREAMED, **more, **self.config.extra}
@@ -362,7 +342,7 @@ class Server(Metrics):
             ) from failure
 
     def send_all(
-        self, requests: Sequence[Question], settings: Mapping[str, Any], in_flight: int, when: Sequence[float] | None
+        self, requests: Sequence[Question], settings: Record, in_flight: int, when: Sequence[float] | None
     ) -> tuple[list[Answer], SpecDecodingStats]:
         """Send requests, `in_flight` at a time, with the fields that their bodies share; return answers and all passes.
 
@@ -382,9 +362,8 @@ class Server(Metrics):
             time.sleep(max(0.0, begin + arrived - time.perf_counter()))
             queue_s = time.perf_counter() - begin - arrived
             answer = self.send(request, settings)
-            first = None if answer.ttft_s is None else answer.ttft_s + queue_s
-            latency_s = answer.latency_s + queue_s
-            return answer._replace(arrived=arrived, queue_s=queue_s, ttft_s=first, latency_s=latency_s)
+            waits = {name: None if wait is None else wait + queue_s for name, wait in answer.waits.items()}
+            return replace(answer, arrived=arrived, waits={**waits, "queue_s": queue_s})
 
         with ThreadPoolExecutor(in_flight) as pool:
             arrivals = when if when is not None else [None] * len(requests)
@@ -394,12 +373,12 @@ class Server(Metrics):
                 tick()
         wall = time.perf_counter() - begin
         if in_flight > 1:
-            weight = (wall if when is None else busy_s(answers)) / sum(answer.seconds for answer in answers)
-            answers = [answer._replace(weight=weight) for answer in answers]
+            weight = wall / sum(answer.end_to_end[1] for answer in answers)
+            answers = [answer.weighted(weight) for answer in answers]
         if self.is_baseline:
             if any(answer.passes is not None for answer in answers):
                 self.refuse_drafts(drafts=True)
-            answers = [answer._replace(passes=verified(answer.decoded, 0, 0, ())) for answer in answers]
+            answers = [replace(answer, passes=verified(int(answer.decoded), 0, 0, ())) for answer in answers]
         passes = [answer.passes for answer in answers if answer.passes is not None]
         if len(passes) == len(answers):
             return answers, together(passes)
@@ -408,9 +387,32 @@ class Server(Metrics):
                 f"{self.url}/metrics has no counters of vLLM's, SGLang's or llama.cpp's: start vLLM without "
                 "--disable-log-stats, SGLang with --enable-metrics, llama.cpp with --metrics"
             )
-        decoded = sum(answer.decoded for answer in answers)
-        total = between(before, self._counters_after(before, len(answers), decoded), decoded)
-        return ([answers[0]._replace(passes=total)] if len(answers) == 1 else answers), total
+        decoded = sum(int(answer.decoded) for answer in answers)
+        deadline, count, ended, after = time.monotonic() + LAG_S, len(answers), -1, before
+        while ended < count:  # counters lag behind the answers
+            reading = self.counters()
+            if reading is None or restarted(before, reading):
+                raise ValueError(
+                    f"{self.url}/metrics: its counters began again while it was measured: the server restarted, or "
+                    "several share this URL; measure one server, again from the start"
+                )
+            after = reading
+            ended = count if after.finished is None else round(after.finished - (before.finished or 0))
+            if time.monotonic() > deadline:
+                break
+            time.sleep(POLL_S if ended < count else 0)
+        if ended != count:
+            raise ValueError(
+                f"{self.url}/metrics counted {ended} requests where {count} were sent: give a server without other "
+                "clients, and not one of several behind a URL"
+            )
+        if after.drafts is None or (after.engine == SGLANG and after.drafts == (before.drafts or 0) and decoded):
+            raise ValueError(
+                f"{self.url} does not speculate: it counts no drafts; start it with a drafter (vLLM: "
+                "--speculative-config, SGLang: --speculative-algorithm, llama.cpp: --spec-type), or give it as baseline"
+            )
+        total = between(before, after, decoded)
+        return ([replace(answers[0], passes=total)] if len(answers) == 1 else answers), total
 
     def check_baseline_of(self, server: "Server") -> None:
         """Refuse to be the baseline of a server of another model, or to speculate, unless it is the same server."""
@@ -426,42 +428,7 @@ class Server(Metrics):
         """Refuse a baseline with `drafts`, or whose counters count drafts: it speculates."""
         counters = self.reading()
         if drafts or (counters is not None and counters.drafts is not None):
-            raise ValueError(f"{self.url} speculates: {BASELINE} is for the same model served without a drafter")
-
-    def _counters_after(self, before: Counters, count: int, decoded: int) -> Counters:
-        """Wait until the counters include `count` further requests, and return them if they have no others."""
-        deadline = time.monotonic() + LAG_S
-        while True:
-            after = self.counters()
-            if after is None or restarted(before, after):
-                raise ValueError(
-                    f"{self.url}/metrics: its counters began again while it was measured: the server restarted, or "
-                    "several share this URL; measure one server, again from the start"
-                )
-            ended = count if after.finished is None else round(after.finished - (before.finished or 0))
-            if ended >= count or time.monotonic() > deadline:
-                break
-            time.sleep(POLL_S)
-        if ended != count:
-            raise ValueError(
-                f"{self.url}/metrics counted {ended} requests where {count} were sent: give a server without other "
-                "clients, and not one of several behind a URL"
-            )
-        if after.drafts is None or (after.engine == SGLANG and after.drafts == (before.drafts or 0) and decoded):
-            raise ValueError(
-                f"{self.url} does not speculate: it counts no drafts; start it with a drafter (vLLM: "
-                "--speculative-config, SGLang: --speculative-algorithm, llama.cpp: --spec-type), or give it as baseline"
-            )
-        return after
-
-
-def busy_s(answers: Iterable[Answer]) -> float:
-    """Return the seconds in which any of the requests that arrived at a rate was under way."""
-    total = until = 0.0
-    for begin, end in sorted((one.arrived + one.queue_s, one.arrived + one.latency_s) for one in answers):
-        total += max(0.0, end - max(begin, until))
-        until = max(until, end)
-    return total
+            raise ValueError(f"{self.url} speculates: {BASELINE_KEY} is for the same model served without a drafter")
 
 
 def within(client: Client, seconds: float) -> Client:

@@ -1,46 +1,181 @@
-"""python ops/watch.py log=log.jsonl run=outputs/NAME: an alarm when a served head's acceptance has fallen."""
+"""python ops/watch.py log=log.jsonl run=outputs/NAME: an alarm when a served head's acceptance has fallen.
+
+A bet of a share f of the most that is safe against "the mean is m or more", for a number x in [0, 1], multiplies a
+capital by 1 + f (m - x) / (1 - m). If the mean is m or more the capital is a nonnegative supermartingale: that it ever
+reaches 1 / rate times its start has at most the probability `rate`, whenever one looks (Ville, 1939; Waudby-Smith and
+Ramdas, "Estimating means of bounded random variables by betting", JRSS B 2024, arXiv 2010.09686). So is an average of
+such capitals over bets, and over the requests at which betting begins, as nobody knows when acceptance falls (Shin,
+Ramdas and Rinaldo, "E-detectors", arXiv 2203.03532).
+
+The mean m of the time before is not known, only a reference window of it. Bets there, by 1 + f (x / m - 1), that the
+mean is above m, whose capital goes on to the bets that it has fallen, are a supermartingale at the true m. So the least
+of this product over all m stays below 1 / rate with the same probability, the reference's uncertainty included. It
+needs no more than that requests come independently from one distribution.
+"""
 
 import sys
 from pathlib import Path
 
-if __name__ == "__main__":  # as a script: the checkout's root not this folder, or `import heads` would fail
+if __name__ == "__main__":  # a script's own folder would hide the checkout's root
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 import logging
+import math
 import os
 import time
 from codecs import BOM_UTF8
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, fields, replace
 from functools import cache
-from typing import Any
+from typing import Annotated, Any, NamedTuple
 
-from omegaconf import DictConfig
+import numpy as np
+from numpy.typing import NDArray
+from omegaconf import DictConfig, OmegaConf
 
 from data.answers.client import check_url
 from data.text.files import OPENERS
 from data.text.records import parse, readable, reply_in
-from eval.inputs.drafters import model_of
+from eval.config import TURNS
+from eval.inputs.drafters import model_of, overlay
 from eval.inputs.workloads import recorded
 from eval.measures.counters import ENGINES, between, decoded_between, of_reply, restarted
 from eval.measures.metrics import SpecDecodingStats, counted, together
-from eval.sessions import within_context
-from eval.teacher_forced import passes_along, rank_text
+from eval.teacher_forced import passes_along, rank_text, within_context
 from heads.common.command import command, ending_alone
 from heads.common.errors import user_errors
-from heads.common.ranges import Count, Positive
+from heads.common.ranges import Count, Decay, NewTokens, OneOf, Positive, Within
+from heads.common.resolvers import ROOT
 from heads.common.typed import typed
 from heads.common.untrusted import parse_json, visible
 from heads.formats.hub import resolve_head
 from inference.drafters.head import HeadDrafter, load_drafter, saved_tree
 from inference.drafters.policy import BY_CONFIDENCE
 from inference.target.target import Target
-from ops.sequential import EARLY, QUIET, WatcherConfig, watched
-from ops.served import Metrics
+from ops.served import Json, Metrics, Record
+
+BETS = np.array([1.0, 0.5, 0.25, 0.125, 0.0625])  # shares of the largest safe bet
+PILOT = 4  # the first of N equal parts of the reference decides on the scale only
+LEAST = 1e-9  # the smallest scale
+CUT = 0.95  # quantile of the pilot's values that larger values are cut to
+MEANS, AROUND = 128, 0.15  # how many means are bet on, and how far around the reference's most of them are
+MOST = 1e150  # cap of a capital; any excess is dropped
+QUIET, ALARM, EARLY = 0, 1, 3  # exit statuses
+
+Array = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class WatcherConfig:
+    """The configuration of a watch; conf/ops/watch.yaml explains the keys."""
+
+    alarm_rate: Annotated[float, Within(0, 0.5, above=True)]
+    reference: Annotated[int, Within(20, 1_000_000)]
+    tolerance: Decay
+    follow: bool
+    poll: Positive
+    turns: Annotated[str, OneOf(TURNS)]
+    max_new_tokens: NewTokens
+
+
+def watcher_config(given: Record, prefix: str = "") -> WatcherConfig:
+    """Return the values of conf/ops/watch.yaml, with those given that are not None; errors have the prefix."""
+    values: Any = OmegaConf.to_container(OmegaConf.load(ROOT / "conf" / "ops" / "watch.yaml"))
+    read = {field.name: values[field.name] for field in fields(WatcherConfig)}
+    return typed(WatcherConfig, overlay(read, given), prefix)
+
+
+class Alarm(NamedTuple):
+    """An alarm: the request at which it came, the one from which on acceptance was lower, both from 0, and why."""
+
+    at: int
+    since: int
+    before: float
+    after: float
+    evidence: float
+    rate: float
+
+    def __str__(self) -> str:
+        """Describe it in one line."""
+        return (
+            f"time to adapt, at request {self.at + 1:,}: from about request {self.since + 1:,} on the target accepts "
+            f"{self.after:.2f} tokens per pass in place of {self.before:.2f} (evidence {self.evidence:.3g}; a false "
+            f"alarm, ever: {self.rate:g} at most)"
+        )
+
+
+class Mean:
+    """Capital bet that a mean has fallen by more than a tolerance since a reference; all values are in [0, 1]."""
+
+    def __init__(self, reference: Array, tolerance: float) -> None:
+        middle = float(reference.mean())
+        near = np.clip(np.linspace(middle - AROUND, middle + AROUND, MEANS), 1e-3, 1 - 1e-3)
+        mean = np.union1d(near, np.linspace(0, 1, MEANS // 4)[1:-1])
+        # Between two of these means the capital is at least that before at the upper, times that since at the lower.
+        upper, lower = np.append(mean, 1.0), np.insert(mean, 0, 0.0)
+        with np.errstate(divide="ignore"):  # all is lost at a 0, where all was bet
+            gains = np.log(1 + BETS[:, None, None] * (reference / upper[:, None] - 1)).sum(2)
+        before = np.logaddexp.reduce([np.zeros(len(upper)), *gains]) - math.log(1 + len(BETS))
+        self.before = np.exp(np.minimum(before, math.log(MOST)))
+        self.least, self.count = lower * (1 - tolerance), 0
+        self.since = np.zeros((len(BETS), len(lower)))
+
+    def update(self, value: float) -> float:
+        """Bet on one more number, and return the evidence."""
+        begins = self._waiting()
+        self.count += 1
+        gain = (self.least - value) / (1 - self.least)
+        self.since = np.minimum((self.since + begins - self._waiting()) * (1 + BETS[:, None] * gain), MOST)
+        return float((self.before * (self.since.mean(0) + self._waiting())).min())
+
+    def _waiting(self) -> float:
+        """Return the weight of the bets that begin later, 1 at first."""
+        return 1 / math.log2(self.count + 2)
+
+
+class Outcome(NamedTuple):
+    """A watch's end: its alarm if there was one, the requests or windows that it read, and its exit status."""
+
+    alarm: Alarm | None
+    requests: int
+    status: int
+
+
+def watched(arrivals: Iterable[SpecDecodingStats], config: WatcherConfig) -> Outcome:
+    """Read observations until an alarm, their end, or an interruption.
+
+    Accepted tokens per pass are cut to a scale and divided by it, so that one request in many does not keep bets small.
+    """
+    accepted, count, rate = list[float](), config.reference, config.alarm_rate
+    scale, mean, alarm = 1.0, None, None
+    with suppress(KeyboardInterrupt):
+        for passes in arrivals:
+            accepted.append(float(passes.accepted / passes.steps))
+            if mean is not None and (evidence := mean.update(min(accepted[-1] / scale, 1.0))) >= 1 / rate:
+                since = changed_at(np.array(accepted[count:])) + count
+                before, after = (float(np.mean(values)) for values in (accepted[:since], accepted[since:]))
+                alarm = Alarm(len(accepted) - 1, since, before, after, evidence, rate)
+                break
+            if len(accepted) == count:
+                pilot, rest = accepted[: count // PILOT], np.array(accepted[count // PILOT :])
+                scale = max(float(np.quantile(pilot, CUT)), LEAST)
+                mean = Mean(np.minimum(rest / scale, 1.0), config.tolerance)
+    status = ALARM if alarm else QUIET if len(accepted) > count else EARLY
+    return Outcome(alarm, len(accepted), status)
+
+
+def changed_at(values: Array) -> int:
+    """Return the index that cuts values in two of which the second's mean is lower, by the least squares of both."""
+    before = np.arange(1, len(values))
+    sums, after = values.cumsum()[:-1], len(values) - before
+    fell = np.maximum(sums / before - (values.sum() - sums) / after, 0.0)
+    return int((before * after * fell**2).argmax()) + 1 if fell.any() else 0
+
 
 log = logging.getLogger(__name__)
 
-Replay = Callable[[dict[str, Any], int], SpecDecodingStats]  # of a record, by its number
+Replay = Callable[[Json, int], SpecDecodingStats]  # record, index -> the passes of a replay
 DEEPEST = 1000  # accepted tokens of a pass
 TRIES = 20  # records without acceptance that may come before half of all must have it
 
@@ -55,8 +190,8 @@ class WatchConfig(WatcherConfig):
     api_key_env: str
     away: Positive
     passes: Count
-    model: dict[str, Any]
-    tree: dict[str, Any]
+    model: Json
+    tree: Json
 
     def __post_init__(self) -> None:
         """Refuse a watch of nothing or of two things, and an end of what has none."""
@@ -141,7 +276,9 @@ def growing(path: Path, *, follow: bool, poll: float) -> Iterator[bytes]:
     file = path.open("rb")
     try:
         while True:
-            start, replaced = file.tell(), follow and _replaced(file.fileno(), path)
+            start, replaced = file.tell(), False
+            with suppress(FileNotFoundError):  # between two names there may be none for a while
+                replaced = follow and not os.path.samestat(os.fstat(file.fileno()), path.stat())
             line = file.readline()
             if line.endswith(b"\n") or (line and (replaced or not follow)):
                 yield line if start else line.removeprefix(BOM_UTF8)
@@ -157,15 +294,7 @@ def growing(path: Path, *, follow: bool, poll: float) -> Iterator[bytes]:
         file.close()
 
 
-def _replaced(handle: int, path: Path) -> bool:
-    """Whether another file has a path's name by now; between two names there may be none for a while."""
-    try:
-        return not os.path.samestat(os.fstat(handle), path.stat())
-    except FileNotFoundError:
-        return False
-
-
-def json_object(line: bytes) -> dict[str, Any]:
+def json_object(line: bytes) -> Json:
     """Return a line's JSON object; refuse anything else."""
     raw = parse_json(line)
     if not isinstance(raw, dict):
@@ -201,22 +330,19 @@ class Log:
                     raise ValueError("it counts no accepted tokens: give run=, whose head is then replayed along it")
                 passes = self.replay(raw, self.lines) if passes is None and self.replay else passes
             except ValueError as error:
-                self._skip(error)
+                self.skipped += 1
+                where = f"{self.path}: line {self.lines}"
+                if self.skipped > TRIES and 2 * self.skipped > self.lines - self.begin:
+                    raise ValueError(f"{where}: {error}; so do {self.skipped} of {self.lines} lines") from error
+                if self.skipped == 1:
+                    log.warning("%s is left out, as others like it will be: %s", where, visible(str(error)))
                 continue
             if passes is not None and passes.steps:
                 self.numbers.append(self.lines - 1)
                 yield passes
 
-    def _skip(self, error: ValueError) -> None:
-        self.skipped += 1
-        where = f"{self.path}: line {self.lines}"
-        if self.skipped > TRIES and 2 * self.skipped > self.lines - self.begin:
-            raise ValueError(f"{where}: {error}; so do {self.skipped} of {self.lines} lines") from error
-        if self.skipped == 1:
-            log.warning("%s is left out, as others like it will be: %s", where, visible(str(error)))
 
-
-def counts_in(raw: Mapping[str, Any]) -> SpecDecodingStats | None:
+def counts_in(raw: Record) -> SpecDecodingStats | None:
     """Return the counts that a record has of its answer's passes, None if it has none.
 
     That is `accepted`, how many tokens each pass accepted, or the counts in vLLM's and SGLang's replies.
@@ -230,7 +356,7 @@ def counts_in(raw: Mapping[str, Any]) -> SpecDecodingStats | None:
     return of_reply(reply, max(tokens - 1, 0) if type(tokens) is int else 0)
 
 
-def player(run: str, given: Mapping[str, Any], tree: Mapping[str, Any], config: WatcherConfig, name: str) -> Replay:
+def player(run: str, given: Record, tree: Record, config: WatcherConfig, name: str) -> Replay:
     """Return the replay of a run's head along the log of a name; target and head are loaded with its first record.
 
     `given` and `tree` have what the user says of the target and of the head's tree, None what is left as it is.
@@ -250,7 +376,7 @@ def player(run: str, given: Mapping[str, Any], tree: Mapping[str, Any], config: 
 
 
 def replayed(
-    target: Target, drafter: HeadDrafter, config: WatcherConfig, raw: dict[str, Any], number: int, name: str
+    target: Target, drafter: HeadDrafter, config: WatcherConfig, raw: Json, number: int, name: str
 ) -> SpecDecodingStats:
     """Return the passes that the answers of a record would have taken, under the head's tree in greedy decoding.
 

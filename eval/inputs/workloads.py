@@ -6,12 +6,12 @@ A workload is the bundled one by its name, the user's log, or a published benchm
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import islice, zip_longest
+from itertools import cycle, islice, zip_longest
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar, runtime_checkable
 
 from data.config import DataConfig
-from data.text.filters import WORD
 from data.text.masks import samples_of
 from data.text.parts import Message, content_text
 from data.text.prompts import WORKLOADS, Prompt, before_answers, locate, prompt_of, split_text
@@ -71,19 +71,19 @@ def recorded(record: Record, target: Target, turns: str, most: int) -> Iterator[
     """Yield the first or all answers of a log's record, each after all messages before it, cut to `most` tokens.
 
     Tokens that the record gives are taken as they are. Other chats have those of the whole chat as the template renders
-    it, and an answer is what training would mask as one, its end token included. Without a template the texts stand
-    one after another.
+    it, and an answer is what training would mask as one, its end token included. Without a template the texts follow
+    one another.
 
     Raises:
         ValueError: it has no answer, or none that can be distinguished from its prompt.
     """
     answers = list(_answers(record, target))
-    for number, (token, start) in enumerate(answers if turns == "all" else answers[:1], 1):
+    for turn, (token, start) in enumerate(answers if turns == "all" else answers[:1], 1):
         if len(token) == start:
             raise ValueError(f"record {record.id}: {NO_ANSWER}")
         if not start:
             raise ValueError(f"record {record.id}: its answer follows nothing: give its prompt too")
-        id_ = f"{record.id}.{number}" if turns == "all" and len(answers) > 1 else record.id
+        id_ = f"{record.id}.{turn}" if turns == "all" and len(answers) > 1 else record.id
         yield RecordedText(id_, record.category, Text(token[: start + most], start, most))
 
 
@@ -142,7 +142,6 @@ def _masking() -> DataConfig:
 # With fewer, most generations would end at the context's limit.
 MIN_ANSWER_TOKENS = 8
 SEARCHED = 10_000  # the most records among which prompts of all categories are searched
-LONG = 32  # words of a plain text whose first half is a distinctive prompt
 
 Answer = Callable[[list[int]], str]  # the target's answer to a prompt
 Readable = Record | Prompt
@@ -159,6 +158,7 @@ class Categorized(Protocol):
 
 
 P = TypeVar("P", bound=Categorized)
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -191,13 +191,18 @@ class Workload(Generic[P]):
         return Measurement(self.name, temperature, batch_size, memory_bytes, seed, **groups, **more)
 
 
-def prompt_counts(workloads: Sequence[Workload[Any]], repeated: str) -> dict[str, Any]:
-    """Return the report's counts of prompts; `repeated` names warm-up prompts that are repeated ones."""
+def prompt_counts(workloads: Sequence[Workload[Any]]) -> dict[str, Any]:
+    """Return the report's counts of prompts."""
     return {
         "prompts": sum(len(workload.prompts) for workload in workloads),
         "distinct_prompts": sum(workload.distinct for workload in workloads),
-        "warmup_prompts": "further ones" if all(workload.fresh for workload in workloads) else repeated,
+        "warmup_prompts": "further ones" if all(workload.fresh for workload in workloads) else "measured ones",
     }
+
+
+def cycled(items: Sequence[T], least: int) -> list[T]:
+    """Return the items, repeated until there are at least `least`."""
+    return list(islice(cycle(items), max(len(items), least)))
 
 
 def load_workload(name: str, target: Target, limit: int, truncate: bool = False) -> list[Prompt]:
@@ -222,7 +227,7 @@ def read_workload(name: str, target: Target, selection: Selection, answer: Answe
     def read(record: Readable, turns: str) -> Iterator[Prompt]:
         return (fit(prompt, target, selection.truncate) for prompt in _prompts(record, target, turns, answer))
 
-    return gathered(name, selection, read, lambda prompt: tuple(prompt.token), swapped)
+    return gathered(name, selection, read, lambda prompt: tuple(prompt.token))
 
 
 def read_log(name: str, target: Target, selection: Selection, most: int) -> Workload[RecordedText]:
@@ -234,7 +239,7 @@ def read_log(name: str, target: Target, selection: Selection, most: int) -> Work
         return recorded(record, target, turns, most)
 
     selection = replace(selection, warmup=0)
-    workload = gathered(name, selection, read, lambda entry: tuple(entry.text.prompt), lambda entry: entry)
+    workload = gathered(name, selection, read, lambda entry: tuple(entry.text.prompt))
     return replace(workload, fresh=False)
 
 
@@ -243,27 +248,23 @@ def gathered(
     selection: Selection,
     read: Callable[[Readable, str], Iterable[P]],
     content: Callable[[P], tuple[Any, ...]],
-    repeat: Callable[[P], P],
 ) -> Workload[P]:
     """Return a workload of the prompts that `read` makes of each record, given the turns to take.
 
-    Warm-up prompts are the next ones of the workload; if there are none, the last measured ones, changed by `repeat`.
+    Warm-up prompts are the next ones of the workload; if there are none, the last measured ones.
     Prompts of equal `content` count as one.
     """
     most = selection.prompts + selection.warmup
     records = list(_records(locate(name), SEARCHED if selection.balanced else most))
     if not records:
         raise ValueError(f"workload {name} has no prompts: give a file with one prompt a line")
-    picked = in_turn(records, most) if selection.balanced else records
-    measured, spare = (
-        sorted(picked[: selection.prompts], key=lambda record: record[0]),
-        picked[selection.prompts : most],
-    )
+    selected = in_turn(records, most) if selection.balanced else records
+    measured, spare = sorted(selected[: selection.prompts], key=itemgetter(0)), selected[selection.prompts : most]
     indexed = [(index, prompt) for index, record in measured for prompt in _named(name, record, read, selection.turns)]
     prompts = [prompt for _, prompt in indexed]
     warmup = [prompt for _, record in spare for prompt in _named(name, record, read, "first")]
     fresh = len(warmup) == selection.warmup
-    warmup += [repeat(prompts[-1 - i % len(prompts)]) for i in range(selection.warmup - len(warmup))]
+    warmup += [prompts[-1 - i % len(prompts)] for i in range(selection.warmup - len(warmup))]
     contents = [content(prompt) for prompt in prompts]
     conversations = metrics.clustered(contents, [index for index, _ in indexed])
     return Workload(short_name(name), prompts, warmup, fresh, conversations, len(set(contents)))
@@ -295,34 +296,12 @@ def check_known(tokens: Sequence[Any], where: str, target: Target) -> None:
         )
 
 
-def swapped(prompt: Prompt) -> Prompt:
-    """Return another prompt of the same length: its second half before its first."""
-    half = len(prompt.token) // 2
-    return prompt._replace(id=f"{prompt.id} swapped", token=prompt.token[half:] + prompt.token[:half])
-
-
 def in_turn(records: Sequence[Indexed], count: int) -> list[Indexed]:
     """Return records of all categories in turn: the first of each, then the second, and so on."""
     groups: dict[str, list[Indexed]] = {}
     for index, record in records:
         groups.setdefault(record.category, []).append((index, record))
-    columns = [varied(group, count) for group in groups.values()]
-    return [record for turn in zip_longest(*columns) for record in turn if record is not None][:count]
-
-
-def varied(records: list[Indexed], count: int) -> list[Indexed]:
-    """Return the records; plain texts are evenly spaced in the source, different, and long if possible.
-
-    Neighbouring texts are often alike, and half of a short text is not distinctive.
-    """
-    texts: dict[str, Indexed] = {}
-    for index, record in records:
-        if not isinstance(record, Record) or record.messages or record.pretokenized:
-            return records
-        texts.setdefault(record.text, (index, record))
-    picked = [texts[text] for text in texts if len(WORD.findall(text)) >= LONG] or list(texts.values())
-    count = min(count, len(picked))
-    return [picked[i * len(picked) // count] for i in range(count)]
+    return [record for turn in zip_longest(*groups.values()) for record in turn if record is not None][:count]
 
 
 def short_name(name: str) -> str:

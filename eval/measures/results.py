@@ -11,17 +11,18 @@ from typing import Any, NamedTuple, TypeVar
 
 from eval.measures import metrics
 from eval.measures.losslessness import UNCHECKED, Gate
-from eval.measures.metrics import PARTS, Groups, Interval, Pair, SpecDecodingStats
+from eval.measures.metrics import PARTS, Groups, Interval, Number, Pair, SpecDecodingStats
 
 T = TypeVar("T")
 LIVE, TEACHER_FORCED = TIERS = ("live", "teacher_forced")  # only the first is timed
+BASELINE = "plain"  # the name of autoregressive decoding in results
 ENDPOINT = "endpoint"  # the drafter and the type of device of a server that is measured as it is
 UNTIMED = dict.fromkeys(PARTS, 0.0)  # seconds
 
 
 @dataclass(frozen=True)
 class ResultRow:
-    """One drafter on one workload at one temperature and batch size; None stands for what was not measured.
+    """One drafter on one workload at one temperature and batch size; None: not measured.
 
     `tokens` and `steps` are the decoded tokens and the target passes that committed them; `seconds` are the steps'.
     `latency_s` is the median over the requests of their latencies, each from its prefill on.
@@ -56,11 +57,10 @@ class ResultRow:
     category: str = ""  # empty: all prompts of the workload
     prompts: int = 0
     by_request: dict[str, dict[str, float]] = field(default_factory=dict)  # quantiles over the requests
-    prefill_s: float = 0.0  # of all requests
+    prefill_s: float = 0.0  # sum over all requests
     whole_tokens_per_second: float | None = None  # end to end, with the prefill
     whole_speedup: float | None = None
     whole_speedup_ci: Interval | None = None
-    agreement: dict[str, Any] = field(default_factory=dict)  # the timed greedy tokens against the baseline's
     tier: str = LIVE
     request_rate: float | None = None
 
@@ -82,15 +82,14 @@ class Measurement:
     seed: int
     start: int = 0  # the index of its first prompt among those that the losslessness check compared
     categories: Mapping[str, Sequence[int]] = field(default_factory=dict)  # the indices of each category's prompts
-    conversations: Sequence[int] = ()  # of each prompt; intervals come from resampling these. Empty: each prompt is one
+    conversations: Sequence[int] = ()  # each prompt's; intervals resample them. Empty: each prompt is one
     coupled: Mapping[str, Gate] = field(default_factory=dict)  # above 0, each drafter's verdict under coupled noise
     not_lossless: frozenset[str] = frozenset()  # drafters that are given no speedup at this temperature
-    agreement: Mapping[str, dict[str, Any]] = field(default_factory=dict)  # of timed tokens with the baseline's
     request_rate: float | None = None
     tier: str = LIVE
 
     def parts(self, count: int) -> "Iterator[Subset]":
-        """Yield all of so many requests, then those of each category."""
+        """Yield all of N requests, then those of each category."""
         for category, indices in {"": range(count), **self.categories}.items():
             groups = [self.conversations[index] for index in indices] if self.conversations else None
             yield Subset(self, category, indices, groups)
@@ -118,18 +117,31 @@ class DrafterInfo(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Request:
-    """One measured request; None stands for what was not measured.
+class MeasuredRequest:
+    """One measured request; None: not measured.
 
     `waits` are the seconds that its sender waits, by name: `latency_s` to the last token, `ttft_s` to the first one.
     """
 
     passes: SpecDecodingStats | None  # None if a server counts all requests together
-    decoding: Pair | None = None  # the tokens after the first, and the seconds that they took
+    decoding: Pair | None = None  # the tokens after the first, and their seconds
     end_to_end: Pair | None = None  # all tokens, and the seconds from the beginning of the prefill on
     prefill_s: float | None = None
-    seconds: Mapping[str, float] = field(default_factory=lambda: UNTIMED)  # of its steps, by activity
+    seconds: Mapping[str, float] = field(default_factory=lambda: UNTIMED)  # the steps' time, by activity
     waits: Mapping[str, float | None] = field(default_factory=dict)
+    arrived: float = 0.0  # seconds from the round's first arrival, under a request rate
+
+    @property
+    def decoded(self) -> Number:
+        """Tokens after the first one."""
+        return 0 if self.end_to_end is None else max(self.end_to_end[0] - 1, 0)
+
+    @property
+    def latency_s(self) -> float:
+        """Its latency, which was measured."""
+        latency_s = self.waits["latency_s"]
+        assert latency_s is not None
+        return latency_s
 
     @property
     def user_speed(self) -> float | None:
@@ -141,7 +153,7 @@ class Request:
 
 
 def result(
-    drafter: DrafterInfo, subset: Subset, requests: Sequence[Request], whole: SpecDecodingStats | None = None
+    drafter: DrafterInfo, subset: Subset, requests: Sequence[MeasuredRequest], whole: SpecDecodingStats | None = None
 ) -> ResultRow:
     """Return a drafter's result on a subset of a measurement, without a speedup, which `with_speedups` adds.
 
@@ -173,14 +185,17 @@ def result(
         by_request=by_request(requests),
         prefill_s=sum(_known(requests, "prefill_s"), 0.0),
         whole_tokens_per_second=metrics.speed(_known(requests, "end_to_end")),
-        agreement={} if subset.category else measurement.agreement.get(drafter.drafter, {}),
         tier=measurement.tier,
         request_rate=measurement.request_rate,
     )
 
 
 def with_speedups(
-    row: ResultRow, subset: Subset, requests: Sequence[Request], base: Sequence[Request], hf: Sequence[Request] | None
+    row: ResultRow,
+    subset: Subset,
+    requests: Sequence[MeasuredRequest],
+    base: Sequence[MeasuredRequest],
+    hf: Sequence[MeasuredRequest] | None,
 ) -> ResultRow:
     """Return a result with the columns that only a lossless drafter has.
 
@@ -200,13 +215,15 @@ def with_speedups(
     )
 
 
-def _known(requests: Sequence[Request], key: str) -> list[Any]:
+def _known(requests: Sequence[MeasuredRequest], key: str) -> list[Any]:
     """Return a field of each request; none where not all are known."""
     values = [getattr(request, key) for request in requests]
     return [] if None in values else values
 
 
-def by_request(requests: Sequence[Request], base: Sequence[Request] | None = None) -> dict[str, dict[str, float]]:
+def by_request(
+    requests: Sequence[MeasuredRequest], base: Sequence[MeasuredRequest] | None = None
+) -> dict[str, dict[str, float]]:
     """Return the quantiles over the requests of τ, tokens per second, waits and, over `base`, the speedup."""
     values: dict[str, list[float | None]] = {
         "tau": [metrics.ratio(counts.tokens, counts.steps) for counts in _known(requests, "passes")],

@@ -13,8 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ops.audits.ask import AUDITED, BASELINE, SIDES
-from ops.audits.compare import Audit, Difference, Finding, breach
+from ops.audits.compare import AUDITED, BASELINE, SIDES, Audit, Difference, Finding, violation
 from ops.served import Question, Reply
 
 Array = NDArray[Any]
@@ -37,28 +36,36 @@ SEEDS = 48
 def sampling(audit: Audit, check: str) -> Finding:
     """Sample both servers' answers to a few prompts, each with its own seed, and test that they agree.
 
-    If they seem to differ, AGAIN times as many new samples decide alone.
+    If they seem to differ, AGAIN times as many new samples decide.
     """
     settings = {**SETTINGS[check], "max_tokens": audit.config.sample_tokens}
     questions = [question.having("sampled", **settings) for question in audit.questions[:PROMPTS]]
     rng, level = np.random.default_rng(audit.config.seed), audit.config.alpha / len(SETTINGS)
+    in_flight = min(IN_FLIGHT, max(audit.config.concurrency))
     ps, summaries = list[float](), list[str]()
     for first, count in ((0, audit.config.samples), (2 * audit.config.samples, AGAIN * audit.config.samples)):
-        replies = [_sampled(audit, question, first, count) for question in questions]
+        replies = []  # prompt -> server -> answers, each with a seed of its own
+        for question in questions:
+            seeded = [
+                question.having(f"sample {seed}", seed=seed)
+                for seed in range(audit.config.seed + first, audit.config.seed + first + 2 * count)
+            ]
+            pairs = zip(SIDES, (seeded[:count], seeded[count:]), strict=True)
+            replies.append([audit.asker.all(side, several, in_flight) for side, several in pairs])
         ours, theirs = ([reply.error for sides in replies for reply in sides[i] if reply.error] for i in range(2))
         if theirs:
             none = len(theirs) == count * len(replies)
             note = f"the baseline fails with these settings: {theirs[0]}"
-            return Finding(check, "not_offered" if none else "undecided", note)
+            return Finding("not_offered" if none else "undecided", note)
         if ours:
             note = f"it fails: {ours[0]}"
-            return Finding(check, "failed", note, [breach(questions[0], "", "", "error", note)])
+            return Finding("failed", note, [violation(questions[0], "", "", "error", note)])
         texts = [([one.text for one in ours], [one.text for one in theirs]) for ours, theirs in replies]
         ps.append(p_value(texts, level, rng))
         summaries.append(f"{count} answers of each server to each of {len(texts)} prompts: p = {ps[-1]:.2g}")
         if ps[-1] > SUSPECT:
             break
-    finding = Finding(check, "passed", "; ".join(summaries), [], {"p": ps})
+    finding = Finding("passed", "; ".join(summaries), [], {"p": ps})
     if len(ps) == 2 and ps[-1] <= level:
         clearest = int(np.argmax([form_of(kernel_of(*pair)) for pair in texts]))
         shown = ["\n".join(side[:5]) for side in texts[clearest]]
@@ -67,32 +74,21 @@ def sampling(audit: Audit, check: str) -> Finding:
     return finding
 
 
-def _sampled(audit: Audit, question: Question, first: int, count: int) -> list[list[Reply]]:
-    """Return `count` replies of each server to a question; `first` is added to the seed."""
-    replies = []
-    for begin, side in ((first, AUDITED), (first + count, BASELINE)):
-        seeds = range(audit.config.seed + begin, audit.config.seed + begin + count)
-        several = [question.having(f"sample {seed}", seed=seed) for seed in seeds]
-        replies.append(audit.asker.all(side, several, min(IN_FLIGHT, max(audit.config.concurrency))))
-    return replies
-
-
 def words_of(text: str) -> list[str]:
     """Split a text into words and punctuation, each with the space before it."""
     return re.findall(r"\s*(?:\w+|[^\w\s])", text)
 
 
-def features_of(text: str) -> list[Hashable]:
-    """Return an answer's features for the comparison: its beginnings, n-grams and length (as unary counts)."""
-    words = words_of(text)
-    begins = [("begins", *words[:size]) for size in range(1, OPENING + 1)]
-    ngrams = [tuple(words[i : i + size]) for size in range(1, NGRAM + 1) for i in range(len(words) - size + 1)]
-    return [*begins, *ngrams, *range(len(words))]
-
-
 def kernel_of(ours: Sequence[str], theirs: Sequence[str]) -> Array:
-    """Return the kernel of answers to one prompt, the audited server's and then as many of the baseline's."""
-    features = [features_of(text) for text in (*ours, *theirs)]
+    """Return the kernel of answers to one prompt, the audited server's and then as many of the baseline's.
+
+    Their features are beginnings, n-grams and the length (as unary counts).
+    """
+    features: list[list[Hashable]] = []
+    for words in map(words_of, (*ours, *theirs)):
+        begins = [("begins", *words[:size]) for size in range(1, OPENING + 1)]
+        ngrams = [tuple(words[i : i + size]) for size in range(1, NGRAM + 1) for i in range(len(words) - size + 1)]
+        features.append([*begins, *ngrams, *range(len(words))])
     columns = {key: i for i, key in enumerate(dict.fromkeys(key for keys in features for key in keys))}
     counts = np.zeros((len(features), len(columns)))
     for row, keys in zip(counts, features, strict=True):
@@ -138,24 +134,24 @@ def seeds(audit: Audit) -> Finding:
     """Ask twice with the same seed at temperature 1: the answers must agree as often as the baseline's."""
     questions = _seeded(audit)
     pairs = [{side: [audit.asker.one(side, question) for _ in range(2)] for side in SIDES} for question in questions]
-    ours, theirs = ([_alike(*pair[side]) for pair in pairs] for side in SIDES)
+
+    def alike(one: Reply, other: Reply) -> bool:
+        """Whether two answers begin with the same words."""
+        return not (one.error or other.error) and words_of(one.text)[:ENOUGH] == words_of(other.text)[:ENOUGH]
+
+    ours, theirs = ([alike(*pair[side]) for pair in pairs] for side in SIDES)
     if not any(theirs):
-        return Finding("seeds", "not_offered", "the baseline takes no seed")
+        return Finding("not_offered", "the baseline takes no seed")
     summary = (
         f"asked again with their seed, {sum(ours)} of {len(ours)} answers begin alike, {sum(theirs)} of the baseline's"
     )
     if fewer(ours, theirs) > audit.config.alpha / 10:
-        return Finding("seeds", "passed", summary)
-    number = ours.index(False)
-    one, other = pairs[number][AUDITED]
+        return Finding("passed", summary)
+    first = ours.index(False)
+    one, other = pairs[first][AUDITED]
     error = one.error or other.error
     look, note = ("error", f"it fails: {error}") if error else ("seed", "the same seed, asked again")
-    return Finding("seeds", "failed", summary, [breach(questions[number], other.content, one.content, look, note)])
-
-
-def _alike(one: Reply, other: Reply) -> bool:
-    """Whether two answers begin with the same ENOUGH words."""
-    return not (one.error or other.error) and words_of(one.text)[:ENOUGH] == words_of(other.text)[:ENOUGH]
+    return Finding("failed", summary, [violation(questions[first], other.content, one.content, look, note)])
 
 
 def fewer(ones: Sequence[bool], others: Sequence[bool]) -> float:
@@ -176,7 +172,7 @@ def choices(audit: Audit) -> Finding:
         for question in _seeded(audit, n=2)
     ]
     if any(len(theirs) != 2 for *_, theirs in trials):
-        return Finding("choices", "not_offered", "the baseline does not answer n=2")
+        return Finding("not_offered", "the baseline does not answer n=2")
     wrong = [(*trial, *broken) for trial in trials if (broken := wrong_choices(*trial[1:]))]
     if not wrong:
         seconds: dict[str, Sides] = {}
@@ -190,15 +186,15 @@ def choices(audit: Audit) -> Finding:
         elif p_value([*seconds.values()], level, np.random.default_rng(audit.config.seed)) <= level:
             wrong = [(*trials[0], "choices", "the second choices are not the baseline's")]
     differences = [
-        breach(question, "\n".join(r.content for r in ours), "\n".join(r.content for r in theirs), fault, note)
+        violation(question, "\n".join(r.content for r in ours), "\n".join(r.content for r in theirs), fault, note)
         for question, ours, theirs, fault, note in wrong[:3]
     ]
     summary = f"two choices to each of {len(trials)} requests: {wrong[0][-1] if wrong else 'they hold'}"
-    return Finding("choices", "failed" if wrong else "passed", summary, differences)
+    return Finding("failed" if wrong else "passed", summary, differences)
 
 
 def wrong_choices(ours: list[Reply], theirs: list[Reply]) -> tuple[str, str] | None:
-    """Return the fault of two choices by themselves and a note: an error, their number, or the count of tokens."""
+    """Return the fault of two choices and a note: an error, their number, or the count of tokens."""
     if ours[0].error:
         return "error", f"it fails: {ours[0].error}"
     if len(ours) != 2:

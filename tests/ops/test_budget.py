@@ -16,9 +16,19 @@ from heads.common.command import quoted
 from heads.common.resolvers import ROOT, register_resolvers
 from heads.common.typed import typed
 from ops import budget as command
-from ops.budget import DECIDED, PROBE, STATE, Budget, BudgetConfig, Forecast, ForecastConfig, shared_words
+from ops.budget import (
+    DECIDED,
+    PROBE,
+    STATE,
+    Budget,
+    BudgetConfig,
+    Forecast,
+    ForecastConfig,
+    power_function,
+    predict,
+    shared_words,
+)
 from ops.commands import run_command, split_config
-from ops.curve import power_function, predict
 from tests.eval.stubs import ROW
 from tests.train import jobs
 from train.checkpoints import format
@@ -265,7 +275,7 @@ def test_a_log_is_for_all_trainings_what_it_was_at_the_beginning(tmp_path: Path)
     def refuse(words: list[str]) -> None:
         raise SystemExit(2)
 
-    with pytest.raises(ValueError, match=rf"no candidate .*: its training .*; .*/forecast has a copy of log={log}$"):
+    with pytest.raises(ValueError, match=r"no candidate .*: its training ended with status 2, see above$"):
         Forecast(replace(stage.run, overwrite=True), config, [], refuse).choose()
 
 

@@ -23,9 +23,10 @@ from eval.measures import metrics
 from eval.measures.losslessness import UNCHECKED, Gate, labelled
 from eval.measures.machine import synchronize
 from eval.measures.results import (
+    BASELINE,
     DrafterInfo,
+    MeasuredRequest,
     Measurement,
-    Request,
     ResultRow,
     Subset,
     by_request,
@@ -40,10 +41,10 @@ from inference.protocol import Drafter
 from inference.target.target import Target
 
 T = TypeVar("T")
-PLAIN, HF = "plain", "hf"  # the names of the two baselines
+HF = "hf"  # transformers' own generate, by its name among the drafters
 
 Runner = Callable[[list[int]], Generation]
-Runs = dict[str, list[list[Generation]]]  # by name, by prompt, the repeats
+Runs = dict[str, list[list[Generation]]]  # name -> prompt -> repeats
 
 
 class Setup(NamedTuple):
@@ -56,7 +57,7 @@ class Setup(NamedTuple):
 
     def all_drafters(self) -> dict[str, Drafter]:
         """Return the baseline and the drafters."""
-        return {PLAIN: Baseline(self.target.device), **self.drafters}
+        return {BASELINE: Baseline(self.target.device), **self.drafters}
 
     def resets(self) -> list[Callable[[], None]]:
         """Return the functions that clear every drafter's memory."""
@@ -73,7 +74,7 @@ def measure(setup: Setup, repeats: int, warmup: Sequence[Prompt], hf: bool, batc
     sees a prompt that it has answered before.
     """
     target, drafters, prompts, settings = setup
-    assert not {PLAIN, HF} & set(drafters), "a drafter has a baseline's name"
+    assert not {BASELINE, HF} & set(drafters), "a drafter has a baseline's name"
     if batch_size > 1:
         all_drafters, tokens = setup.all_drafters(), [prompt.token for prompt in prompts]
         warm_up(setup, warmup, batch_size)
@@ -82,7 +83,7 @@ def measure(setup: Setup, repeats: int, warmup: Sequence[Prompt], hf: bool, batc
             return speculate(target, all_drafters[name], tokens, settings, batch_size=batch_size)
 
         return in_turns(list(all_drafters), answers, [range(len(prompts))], repeats, settings.seed, setup.resets())
-    runners: dict[str, Runner] = {PLAIN: partial(autoregress, target, settings=settings)}
+    runners: dict[str, Runner] = {BASELINE: partial(autoregress, target, settings=settings)}
     for name, drafter in drafters.items():
         runners[name] = partial(speculate, target, drafter, settings=settings)
     if hf:
@@ -132,12 +133,12 @@ def in_turns(
     """
     shuffle = random.Random(seed)
     runs: dict[str, list[list[T]]] = {name: [[] for batch in batches for _ in batch] for name in names}
-    work = [(number, batch) for number in range(repeats) for batch in batches]
-    for number, batch in progress(work, "measuring"):
+    work = [(turn, batch) for turn in range(repeats) for batch in batches]
+    for turn, batch in progress(work, "measuring"):
         for call in begin if batch is batches[0] else ():
             call()
         for name in shuffle.sample(list(names), len(names)):
-            for index, answered in zip(batch, answer(name, batch, number), strict=True):
+            for index, answered in zip(batch, answer(name, batch, turn), strict=True):
                 runs[name][index].append(answered)
     return runs
 
@@ -162,9 +163,9 @@ def rows(
     """
     middle = medians(runs)
     requests = {name: [timed(run) for run in runs_of] for name, runs_of in middle.items()}
-    all_drafters: dict[str, Drafter] = {PLAIN: Baseline(torch.device("cpu")), **drafters}
+    all_drafters: dict[str, Drafter] = {BASELINE: Baseline(torch.device("cpu")), **drafters}
     measured = []
-    for subset in measurement.parts(len(requests[PLAIN])):
+    for subset in measurement.parts(len(requests[BASELINE])):
         for name in (name for name in requests if name != HF):
             rule = metrics.rules_used([middle[name][index] for index in subset.indices])
             info = DrafterInfo(name, rule, all_drafters[name].tree)
@@ -173,24 +174,46 @@ def rows(
     return measured
 
 
+def paired(runs: Runs, drafters: Sequence[str], measurement: Measurement) -> list[dict[str, Any]]:
+    """Return each drafter's difference to the first in τ and in tokens per second, over the same prompts.
+
+    Each prompt's median run counts, as in the report's rows. Empty with one drafter, or one prompt.
+    """
+    middle = medians({name: runs[name] for name in drafters})
+    whole = next(measurement.parts(len(next(iter(runs.values())))))
+    decoded = {name: metrics.decoding(of_prompts) for name, of_prompts in middle.items()}
+    passes = {name: [(run.tokens, run.steps) for run in map(metrics.passes, middle[name])] for name in middle}
+    shared = {key: getattr(measurement, key) for key in ("workload", "temperature", "batch_size")}
+    records = []
+    for name in drafters[1:]:
+        both = {
+            key: metrics.difference(values[name], values[drafters[0]], measurement.seed, whole.groups)
+            for key, values in (("tau", passes), ("tokens_per_second", decoded))
+        }
+        if None not in both.values():
+            records.append({"drafter": name, "base": drafters[0], **shared, "prompts": len(whole.indices), **both})
+    return records
+
+
 def judged(
-    row: ResultRow, subset: Subset, requests: Mapping[str, Sequence[Request]], gates: Mapping[str, Gate]
+    row: ResultRow, subset: Subset, requests: Mapping[str, Sequence[MeasuredRequest]], gates: Mapping[str, Gate]
 ) -> ResultRow:
     """Return a row with its losslessness check, and with its speedups if that did not fail."""
     measurement, gate = subset.measurement, gates.get(labelled(row.drafter, row.batch_size), UNCHECKED)
     shown = gate if measurement.temperature == 0 else measurement.coupled.get(row.drafter, UNCHECKED)
     row = replace(row, lossless=shown.among([measurement.start + index for index in subset.indices]).counts())
-    trusted = gate.passed or (row.drafter == PLAIN and not gate.checked)  # at batch size 1 it is the gate's reference
-    if not trusted or row.drafter in measurement.not_lossless or PLAIN not in requests:
+    # At batch size 1 the baseline is the gate's reference.
+    trusted = gate.passed or (row.drafter == BASELINE and not gate.checked)
+    if not trusted or row.drafter in measurement.not_lossless or BASELINE not in requests:
         return row
-    mine, baseline = subset.of(requests[row.drafter]), subset.of(requests[PLAIN])
+    mine, baseline = subset.of(requests[row.drafter]), subset.of(requests[BASELINE])
     hf = subset.of(requests[HF]) if HF in requests else None
     return with_speedups(row, subset, mine, baseline, hf)
 
 
-def timed(run: Generation) -> Request:
+def timed(run: Generation) -> MeasuredRequest:
     """Return a run as a measured request."""
-    return Request(
+    return MeasuredRequest(
         passes=metrics.passes(run),
         decoding=metrics.decoding([run])[0],
         end_to_end=metrics.end_to_end([run])[0],
@@ -221,7 +244,7 @@ def hf_generate(target: Target, prompt: list[int], settings: RequestParams) -> G
 def _timed_generate(
     target: Target, prompt: list[int], count: int, penalty: float, least: int, *, scores: bool = False
 ) -> tuple[list[int], list[float], float]:
-    """Return the tokens that `generate` adds to the prompt, from `least` to `count`, and the seconds it took.
+    """Return the tokens that `generate` adds to the prompt, from `least` to `count`, and the seconds of the call.
 
     With `scores`, between them the gap between the two largest logits of each token.
     """
@@ -259,17 +282,12 @@ class Served(NamedTuple):
     generation: Generation  # its latency counts from the arrival
     arrived: float
     queue_s: float  # from the arrival to the prefill
-    ttft_s: float | None  # from the arrival to the first token; None if a server does not stream
+    ttft_s: float  # from the arrival to the first token
 
-    @property
-    def ended(self) -> float:
-        """When the answer was complete."""
-        return self.arrived + self.generation.latency_s
-
-    def request(self) -> Request:
+    def request(self) -> MeasuredRequest:
         """Return it as a measured request; waits count from its arrival."""
         waits = {"latency_s": self.generation.latency_s, "ttft_s": self.ttft_s, "queue_s": self.queue_s}
-        return replace(timed(self.generation), waits=waits)
+        return replace(timed(self.generation), waits=waits, arrived=self.arrived)
 
 
 Rounds = dict[str, list[list[Served]]]  # drafter -> prompt -> round
@@ -299,20 +317,20 @@ def serve(
     while waiting or batch.running:
         now = clock() - begin
         if waiting and batch.free and when[waiting[0]] <= now:
-            number = waiting.popleft()
-            generation = batch.admit(number, prompts[number], settings)
-            arrived = when[number]
-            served[number] = Served(generation, arrived, now - arrived, clock() - begin - arrived)
-            running.append(number)
+            index = waiting.popleft()
+            generation = batch.admit(index, prompts[index], settings)
+            arrived = when[index]
+            served[index] = Served(generation, arrived, now - arrived, clock() - begin - arrived)
+            running.append(index)
         elif batch.running:
             batch.step()
         else:
             sleep(when[waiting[0]] - now)
         batch.release()
-        for number in [number for number in running if served[number].generation.finish]:
-            running.remove(number)
-            served[number].generation.latency_s = clock() - begin - when[number]
-    return [served[number] for number in range(len(prompts))]
+        for index in [index for index in running if served[index].generation.finish]:
+            running.remove(index)
+            served[index].generation.latency_s = clock() - begin - when[index]
+    return [served[index] for index in range(len(prompts))]
 
 
 @torch.inference_mode()
@@ -336,8 +354,8 @@ def measure_rate(setup: Setup, repeats: int, warmup: Sequence[Prompt], batch_siz
         release(setup.target, all_drafters[name], batch)
         return answered
 
-    def answers(name: str, _: Sequence[int], number: int) -> list[Served]:
-        return served(name, tokens, when[number])
+    def answers(name: str, _: Sequence[int], turn: int) -> list[Served]:
+        return served(name, tokens, when[turn])
 
     for name in all_drafters if first else ():
         count = max(size, len(first))  # a full batch at least
@@ -350,43 +368,49 @@ def generations(rounds: Rounds) -> Runs:
     return {name: [[one.generation for one in repeats] for repeats in prompts] for name, prompts in rounds.items()}
 
 
-def queued_rows(rows: Sequence[ResultRow], rounds: Rounds, measurement: Measurement) -> list[ResultRow]:
-    """Return the rows of a session under load, with its requests' waiting times.
+def requests_of(rounds: Rounds) -> dict[str, list[list[MeasuredRequest]]]:
+    """Return the measured requests."""
+    return {name: [[one.request() for one in repeats] for repeats in prompts] for name, prompts in rounds.items()}
+
+
+def queued_rows(
+    rows: Sequence[ResultRow], rounds: Mapping[str, Sequence[Sequence[MeasuredRequest]]], measurement: Measurement
+) -> list[ResultRow]:
+    """Return the rows of a session under load, with its requests' waiting times, given them by drafter and prompt.
 
     Latencies are over all rounds, since each had other arrivals. A speedup is a ratio of mean latencies.
     """
-    subsets = {subset.category: subset for subset in measurement.parts(len(rounds[PLAIN]))}
-    return [_waited(row, rounds, subsets[row.category]) for row in rows]
+    subsets = {subset.category: subset for subset in measurement.parts(len(rounds[BASELINE]))}
+    queued = []
+    for row in rows:
+        subset = subsets[row.category]
+        mine, baseline = (subset.of(rounds[name]) for name in (row.drafter, BASELINE))
+        # 1 over the total latency of each prompt, so that a ratio is a speed: higher is faster.
+        fast, slow = ([(1, sum(one.latency_s for one in several)) for several in of] for of in (mine, baseline))
+        requests = [*chain.from_iterable(mine)]
+        cuts = by_request(requests)
+        cuts.pop("tokens_per_second", None)  # the arrivals bound them
+        trusted, seed = row.whole_speedup is not None, measurement.seed
+        queued.append(
+            replace(
+                row,
+                tokens_per_second=throughput(mine),
+                latency_s=statistics.median(one.latency_s for one in requests),
+                speedup=metrics.over(fast, slow) if trusted else None,
+                speedup_ci=metrics.paired_interval(fast, slow, seed, subset.groups) if trusted else None,
+                speedup_hf=None,
+                whole_tokens_per_second=None,
+                whole_speedup=None,
+                whole_speedup_ci=None,
+                by_request=cuts,
+            )
+        )
+    return queued
 
 
-def _waited(row: ResultRow, rounds: Rounds, subset: Subset) -> ResultRow:
-    mine, plain = (subset.of(rounds[name]) for name in (row.drafter, PLAIN))
-    fast, slow = latencies(mine), latencies(plain)
-    requests = [one.request() for one in chain.from_iterable(mine)]
-    cuts = by_request(requests)
-    cuts.pop("tokens_per_second", None)  # the arrivals bound them
-    trusted = row.whole_speedup is not None
-    return replace(
-        row,
-        tokens_per_second=throughput(mine),
-        latency_s=statistics.median(one.generation.latency_s for one in chain.from_iterable(mine)),
-        speedup=metrics.over(fast, slow) if trusted else None,
-        speedup_ci=metrics.paired_interval(fast, slow, subset.measurement.seed, subset.groups) if trusted else None,
-        speedup_hf=None,
-        whole_tokens_per_second=None,
-        whole_speedup=None,
-        whole_speedup_ci=None,
-        by_request=cuts,
-    )
-
-
-def throughput(rounds: Sequence[Sequence[Served]]) -> float | None:
+def throughput(rounds: Sequence[Sequence[MeasuredRequest]]) -> float | None:
     """Return the tokens after the prefill's over the seconds from each round's first arrival to its last end."""
     by_round = list(zip(*rounds, strict=True))
-    seconds = sum(max(one.ended for one in turn) - min(one.arrived for one in turn) for turn in by_round)
-    return metrics.ratio(sum(metrics.decoded(one.generation) for turn in by_round for one in turn), seconds)
-
-
-def latencies(rounds: Sequence[Sequence[Served]]) -> metrics.Pairs:
-    """Return 1 and the total latency of each request, so that their ratio is a speed: higher is faster."""
-    return [(1, sum(request.generation.latency_s for request in repeats)) for repeats in rounds]
+    ends = [max(one.arrived + one.latency_s for one in turn) for turn in by_round]
+    seconds = sum(ends) - sum(min(one.arrived for one in turn) for turn in by_round)
+    return metrics.ratio(sum(one.decoded for turn in by_round for one in turn), seconds)

@@ -1,0 +1,376 @@
+"""Checks of greedy answers, and of a reply's properties.
+
+Each asks both servers the same questions, in the same order and concurrency; the baseline's answers are the control. A
+property that the baseline violates too is noted, but is no fault of speculation.
+"""
+
+import json
+import re
+import time
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import takewhile
+from typing import Any
+
+from data.answers.client import FINISH_REASONS
+from eval.inputs.workloads import cycled
+from ops.audits.compare import (
+    AUDITED,
+    BASELINE,
+    SIDES,
+    Audit,
+    Difference,
+    Finding,
+    ask_text,
+    judged,
+    unstreamed,
+    violation,
+    with_logprobs,
+)
+from ops.served import Question, Reply
+
+Pairs = Iterator[tuple[Question, Reply]]
+
+GROUPS = 4  # groups of prompts with a shared prefix, half in either order
+SHARED = 220  # words of the shared prefix
+TAILS = ("What are the notes about?", "Write the first ten words of the notes, then the last ten.")
+FOLLOW_UPS = ("Say that again in other words.", "Give an example of it.")
+DIALOGUES = 4
+FILLER = "the river runs past old stone walls while light rain falls on quiet fields and far hills turn grey"
+AROUND = (-1, 0, 1, 3)  # offsets in tokens from a chunk border
+MANY = 12  # prompts for most checks
+
+
+def identity(audit: Audit) -> Finding:
+    """Ask one question at a time, twice: with cold and with warm caches, both servers in turn."""
+    for side in SIDES:  # a server's first request is not timed
+        audit.asker.one(side, audit.question("warm-up", "Hello", max_tokens=8))
+    replies: dict[str, list[Reply]] = {side: [] for side in SIDES}
+    for index, question in enumerate(audit.questions * 2):
+        # In either order: a server on the same machine that has just answered still takes its cores.
+        for side in SIDES if (index + (index >= len(audit.questions))) % 2 else SIDES[::-1]:
+            replies[side].append(audit.asker.one(side, question))
+        audit.add_reference(question, replies[BASELINE][-1])
+    for side, several in replies.items():
+        audit.time(side, 1, several, sum(reply.latency_s for reply in several))
+    audit.calibrate(audit.questions)
+    return judged(audit, zip(audit.questions * 2, replies[AUDITED], strict=True))
+
+
+def prefix_cache(audit: Audit) -> Finding:
+    """Ask x, y and x again behind a prefix that both share, and y, x, y behind another."""
+    before: dict[str, tuple[Question, ...]] = {}
+
+    def pairs() -> Pairs:
+        for group in range(GROUPS):
+            prefix = f"Notes, page {audit.config.seed}-{group}. {filler(SHARED, group)}\n\n"
+            x, y = (
+                audit.question(f"prefix {group}{name}", prefix + tail)
+                for name, tail in zip("xy", TAILS if group % 2 == 0 else TAILS[::-1], strict=True)
+            )
+            before[x.id], before[y.id] = (x, y), (x,)
+            yield from in_order(audit, [x, y, x])
+
+    return judged(audit, pairs(), "stale_cache", before)
+
+
+def conversations(audit: Audit) -> Finding:
+    """Ask follow-up questions, with the baseline's answers as the earlier messages."""
+
+    def pairs() -> Pairs:
+        for index, question in enumerate(audit.questions[:DIALOGUES]):
+            history = [question.prompt, audit.asker.one(BASELINE, question).text]
+            for turn, follow_up in enumerate(FOLLOW_UPS, 2):
+                turned = audit.question(f"dialogue {index}, turn {turn}", follow_up, *history)
+                yield from in_order(audit, [turned])
+                history += [follow_up, audit.texts.get(turned.prompt, "")]
+
+    return judged(audit, pairs(), "history")
+
+
+def chunk_borders(audit: Audit) -> Finding:
+    """Ask prompts with token counts around engines' chunk sizes of chunked prefill."""
+    pairs = (pair for border in audit.config.borders for pair in in_order(audit, around(audit, border)))
+    return judged(audit, pairs, "prompt_chunk")
+
+
+def around(audit: Audit, border: int) -> list[Question]:
+    """Return prompts of about `border` tokens by the baseline's count; empty if it does not count."""
+
+    def prompt(words: int) -> Question:
+        text = f"Page {audit.config.seed}-{border}: {filler(words, border)}. Continue."
+        return audit.question(f"border {border}, {words} words", text)
+
+    words = border // 2
+    for _ in range(3):
+        count = audit.asker.one(BASELINE, prompt(words).having("probe", max_tokens=1)).prompt_tokens
+        if count is None:
+            return []
+        words += round((border - count) * min(1.0, words / count))
+    return [prompt(words + more) for more in AROUND]
+
+
+def side_by_side(audit: Audit) -> Finding:
+    """Ask the questions several at a time."""
+    sizes = [size for size in audit.config.concurrency if size > 1]
+    pairs = (pair for size in sizes for pair in together(audit, cycled(audit.questions, size), size))
+    return judged(audit, pairs, "batch", in_flight=max(sizes, default=1))
+
+
+def cancelled(audit: Audit) -> Finding:
+    """Abort every second of concurrent requests; compare the others."""
+    size = min(8, max(audit.config.concurrency))
+    several = cycled(audit.questions, 2 * size)
+    pairs = together(audit, several, size, range(1, len(several), 2))
+    return judged(audit, pairs, "cancelled", in_flight=size)
+
+
+def streaming(audit: Audit) -> Finding:
+    """Ask without streaming: the texts must be the same."""
+
+    def pairs() -> Pairs:
+        for question in audit.questions[:MANY]:
+            whole = unstreamed(question)
+            audit.add_reference(question, audit.asker.one(BASELINE, whole))
+            yield question, audit.asker.one(AUDITED, whole)
+
+    finding = judged(audit, pairs(), "streaming")
+    return replace(finding, differences=[d._replace(question=unstreamed(d.question)) for d in finding.differences])
+
+
+def penalties(audit: Audit) -> Finding:
+    """Ask with presence and frequency penalties."""
+    fields = {"presence_penalty": 0.6, "frequency_penalty": 0.4}
+    questions = [question.having("with penalties", **fields) for question in audit.questions[:MANY]]
+    return judged(audit, in_order(audit, questions), "penalty")
+
+
+def in_order(audit: Audit, questions: Sequence[Question]) -> Pairs:
+    """Ask both servers one question after another; add the baseline's answers, yield the audited server's."""
+    for question in questions:
+        audit.add_reference(question, audit.asker.one(BASELINE, question))
+    for question in questions:
+        yield question, audit.asker.one(AUDITED, question)
+
+
+def together(audit: Audit, questions: Sequence[Question], in_flight: int, cancel: Collection[int] = ()) -> Pairs:
+    """Ask both servers several questions at a time; yield the audited server's complete answers."""
+    replies = {}
+    for side in (BASELINE, AUDITED):
+        begin = time.perf_counter()
+        replies[side] = audit.asker.all(side, questions, in_flight, cancel)
+        if not cancel:
+            audit.time(side, in_flight, replies[side], time.perf_counter() - begin)
+    for i, (question, theirs, ours) in enumerate(zip(questions, replies[BASELINE], replies[AUDITED], strict=True)):
+        if i not in cancel:
+            audit.add_reference(question, theirs)
+            yield question, ours
+
+
+def filler(words: int, start: int) -> str:
+    """Return a text of N words."""
+    pieces = FILLER.split()
+    return " ".join(pieces[(start + 7 * i) % len(pieces)] for i in range(words))
+
+
+Holds = Callable[[Question, Reply, Reply], str | None]  # both servers' replies -> the violation
+
+LIMITS = (1, 2, 3, 5, 8)
+# Times the tolerance of a chosen token's logprob: an alternative's rounds with two logits. SmolLM2-135M in bfloat16, in
+# passes of one token and of four: at most 0.50 nats apart (0.17 of chosen tokens), 0.06 in the mean.
+ALTERNATIVE = 2
+TYPES = {"city": str, "degrees": int}
+SCHEMA = {
+    "type": "object",
+    "properties": {"city": {"type": "string", "maxLength": 24}, "degrees": {"type": "integer"}},
+    "required": [*TYPES],
+    "additionalProperties": False,
+}
+CITIES = ("Paris", "Lima", "Oslo", "Cairo", "Delhi", "Quito")
+FUNCTION = {"name": "report_weather", "description": "Report the weather.", "parameters": SCHEMA}
+
+
+def limits(audit: Audit) -> Finding:
+    """Ask for a few tokens: the reply must be a prefix of the longer answer, with the baseline's finish reason."""
+    questions = [
+        question.having(f"of {limit} tokens", max_tokens=limit)
+        for question, limit in zip(audit.questions[:MANY], LIMITS * MANY, strict=False)
+    ]
+
+    def holds(question: Question, ours: Reply, theirs: Reply) -> str | None:
+        limit, count = question.body["max_tokens"], ours.completion_tokens
+        if ours.text == theirs.text:  # the count is a separate check
+            if ours.finish == theirs.finish or theirs.finish not in FINISH_REASONS:
+                return None
+            return f"the baseline's text of {limit} tokens, finish_reason {ours.finish} and not {theirs.finish}"
+        if count is None:
+            return None
+        if count == limit or (count < limit and ours.finish == "stop"):
+            short = theirs.text.startswith(ours.text) and ours.finish == "length"
+            return f"{limit} tokens: {ours.text!r} is cut short" if short else None
+        return f"{count} tokens where max_tokens is {limit}, finish_reason {ours.finish}"
+
+    return checked(audit, "limit", questions, holds)
+
+
+def stop_strings(audit: Audit) -> Finding:
+    """Ask to stop at a string in the middle of an answer."""
+    questions = []
+    for question in audit.questions[:MANY]:
+        if (stop := stop_in(audit.answers[question.content][0].text)) is not None:
+            questions.append(question.having("with a stop string", stop=[stop]))
+
+    def holds(question: Question, ours: Reply, theirs: Reply) -> str | None:
+        (stop,) = question.body["stop"]
+        if stop in ours.text:
+            return f"the stop string {stop!r} is in the text"
+        if theirs.finish == "stop" and ours.finish != "stop" and ours.text.startswith(theirs.text):
+            return f"finish_reason {ours.finish} where the baseline stops at {stop!r}"
+        return None
+
+    return checked(audit, "stop_string", questions, holds)
+
+
+def stop_in(text: str) -> str | None:
+    """Return a word in the middle of a text that does not occur earlier, with the space before it."""
+    words = (m for m in re.finditer(r"\s\S{3,12}", text) if m.start() >= len(text) // 3)
+    return next((m[0] for m in words if m[0] not in text[: m.start()]), None)
+
+
+def usage(audit: Audit) -> Finding:
+    """Compare the token counts with the baseline's for the same text."""
+
+    def holds(_: Question, ours: Reply, theirs: Reply) -> str | None:
+        if ours.prompt_tokens != theirs.prompt_tokens:
+            return f"{ours.prompt_tokens} tokens of the prompt, the baseline counts {theirs.prompt_tokens}"
+        if ours.content == theirs.content and ours.completion_tokens != theirs.completion_tokens:
+            return f"{ours.completion_tokens} tokens of the same text, the baseline counts {theirs.completion_tokens}"
+        return None
+
+    return checked(audit, "usage", audit.questions[:MANY], holds)
+
+
+def logprobs_hold(audit: Audit) -> Finding:
+    """Compare the logprobs with the text, and with the baseline's of the same tokens."""
+    questions = [with_logprobs(question) for question in audit.questions[:MANY]]
+    questions = [*questions, *map(unstreamed, questions)]
+    tolerance = audit.near_tie
+
+    def holds(_: Question, ours: Reply, theirs: Reply) -> str | None:
+        if not theirs.tokens:
+            return None
+        if not ours.tokens:
+            return "no logprobs"
+        same = takewhile(lambda pair: pair[0].text == pair[1].text, zip(ours.tokens, theirs.tokens, strict=False))
+        pairs = [(i, one, other) for i, (one, other) in enumerate(same)]
+        chosen = [(i, one.logprob, other.logprob) for i, one, other in pairs]
+        tops = [(i, *values) for i, one, other in pairs for values in listed(one.top, other.top)]
+        counts = [(i, min(len(one.top), len(other.top)), len(other.top)) for i, one, other in pairs]
+        alternative = "an alternative to token {} has {:.3f} where the baseline has {:.3f}"
+        return (
+            apart("token {} has {:.3f} where the baseline has {:.3f}", tolerance, chosen)
+            or apart(alternative, ALTERNATIVE * tolerance, tops)
+            or apart("token {} lists {} alternatives where the baseline lists {}", 1, counts)
+        )
+
+    if not audit.asker.one(BASELINE, questions[0]).tokens:
+        return Finding("not_offered", "the baseline gives no logprobs")
+    return checked(audit, "logprobs", questions, holds)
+
+
+def apart(note: str, most: float, values: Sequence[tuple[int, float, float]]) -> str | None:
+    """Return a note on the pair with the largest difference, with its token's index.
+
+    They differ by more than `most` in one pair, or by more than a quarter of it in the mean.
+    """
+    gaps = [abs(one - other) for _, one, other in values]
+    if not gaps or (max(gaps) <= most and sum(gaps) / len(gaps) <= most / 4):
+        return None
+    return note.format(*values[gaps.index(max(gaps))])
+
+
+def listed(one: Mapping[bytes, float], other: Mapping[bytes, float]) -> list[tuple[float, float]]:
+    """Pair the logprobs of two top lists; a token missing in one list is below that list's last."""
+    if not one or not other:
+        return []
+    least = min(one.values()), min(other.values())
+    return [
+        (one.get(token, min(least[0], value)), other.get(token, min(least[1], value)))
+        for token, value in {**one, **other}.items()
+    ]
+
+
+def schemas(audit: Audit) -> Finding:
+    """Ask for JSON by a schema: the reply must match the schema."""
+    form = {"type": "json_schema", "json_schema": {"name": "weather", "schema": SCHEMA, "strict": True}}
+    fields = {"response_format": form, "max_tokens": 4 * audit.config.max_new_tokens}
+    questions = [audit.question(f"schema {city}", f"The weather in {city} as JSON.", **fields) for city in CITIES]
+
+    def holds(_: Question, ours: Reply, __: Reply) -> str | None:
+        value = parsed(ours.text)
+        if value is None and ours.finish == "length" and ours.text.lstrip().startswith("{"):
+            return None  # cut off by the token limit
+        held = isinstance(value, dict) and {key: type(one) for key, one in value.items()} == TYPES
+        return None if held else f"{ours.text!r} is not of the schema"
+
+    return checked(audit, "schema", questions, holds)
+
+
+def tool_calls(audit: Audit) -> Finding:
+    """Ask a question that needs a tool call: the call's arguments must be JSON."""
+    fields = {"tools": [{"type": "function", "function": FUNCTION}], "tool_choice": "auto",
+              "max_tokens": 4 * audit.config.max_new_tokens}  # fmt: skip
+    questions = [
+        ask_text(f"tool {city}", f"It is {7 + 3 * index} degrees in {city}: report it.", True, **fields)
+        for index, city in enumerate(CITIES)
+    ]
+
+    def holds(_: Question, ours: Reply, __: Reply) -> str | None:
+        broken = [text for _, text in ours.calls if ours.finish != "length" and not isinstance(parsed(text), dict)]
+        return f"{broken[0]!r} is no JSON" if broken else None
+
+    return checked(audit, "tool_call", questions, holds)
+
+
+def parsed(text: str) -> Any:
+    """Return the value of a JSON text, None if invalid."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+
+
+def checked(audit: Audit, fault: str, questions: Sequence[Question], holds: Holds) -> Finding:
+    """Return the finding on a property; a violation counts where the baseline, asked twice, holds it."""
+    counts: Counter[str] = Counter()
+    differences: list[Difference] = []
+    errors: list[str] = []
+
+    def ask(question: Question) -> None:
+        theirs, ours = (audit.asker.one(side, question) for side in (BASELINE, AUDITED))
+        if theirs.error:
+            errors.append(theirs.error)
+            return
+        broken = f"it fails: {ours.error}" if ours.error else holds(question, ours, theirs)
+        if broken is None:
+            counts["held"] += 1
+            return
+        again = audit.asker.one(BASELINE, question)
+        if any(reply.error or holds(question, reply, theirs) for reply in (theirs, again)):
+            counts["shared"] += 1
+            return
+        look = "error" if ours.error else fault
+        differences.append(violation(question, ours.content, theirs.content, look, broken))
+
+    for question in questions:
+        ask(question)
+    count, shared = counts.total() + len(differences), counts["shared"]
+    if not count:
+        error = f"the baseline does not offer it: {errors[-1]}" if errors else "no such questions"
+        return Finding("not_offered", error)
+    summary = f"{counts['held']} of {count} replies hold"
+    summary += f"; {shared} violations are the baseline's too" if shared else ""
+    if shared == count:
+        return Finding("not_offered", f"the baseline does not hold it: {summary}")
+    return Finding("failed" if differences else "passed", summary, differences)
