@@ -43,7 +43,7 @@ from train.checkpoints import format
 from train.checkpoints.resume import differences, plain
 from train.config import RunConfig, run_config
 from train.distributed.launch import key_of, overrides
-from train.planning.check import check_out, clear_out
+from train.resolve import check_out, clear_out
 
 UNITS = {"s": 1, "min": 60, "h": 3600, "d": 86400}  # in seconds
 OF_ALL = ("budget", "log", "resume", "overwrite", "name", "out")  # overrides that differ between the trainings

@@ -3,9 +3,10 @@
 checkpoints/   checkpoints: their content and format, asynchronous saving, resuming
 distributed/   the processes of a run: launching, watching, sharding strategies
 package/       the package headstart: its names in Python, its command, its build
-planning/      checks and a cost estimate of a run before anything is loaded
 release/       publishing a trained head: folder, card, upload, verification
 config.py      the types of conf/train.yaml
+resolve.py     the resolved run of a composed configuration: checks, device, processes, placement; the plan as tables
+plan.py        the plan of a run in closed form: memory, disk, operations, hours
 losses.py      the losses: pure functions of the target's distribution p and the draft's q
 objective.py   the loss and its gradient, a chunk of rows at a time; row weights; anchors and feature noise
 rollouts.py    on-policy training: the head's drafts on training prompts, as micro-batches

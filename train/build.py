@@ -8,7 +8,7 @@ import logging
 import platform
 import sys
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -16,12 +16,12 @@ from typing import Any, TypeVar
 import torch
 import transformers
 from accelerate import Accelerator
-from accelerate.utils import broadcast_object_list, set_seed
+from accelerate.utils import broadcast_object_list, find_executable_batch_size, set_seed
 from omegaconf import OmegaConf
 from rich.console import Console
 from transformers import PreTrainedTokenizerBase
 
-from data.batches import Batches, check_known, fingerprint, pack, token_counts
+from data.batches import Batches, Packed, check_known, fingerprint, pack, token_counts
 from data.features.coding import compute
 from data.features.extraction import spec_of
 from data.features.served import ServedFeatures, VllmServers
@@ -34,7 +34,7 @@ from data.text.sources import open_sources
 from data.text.template import template_sha256
 from eval.inputs.workloads import MIN_ANSWER_TOKENS
 from eval.measures.machine import revision
-from heads.base import DraftHead, HeadConfig, frozen_count, parameter_count
+from heads.base import DraftHead, Features, HeadConfig, frozen_count, parameter_count, to_device
 from heads.common.files import atomic_write
 from heads.common.redact import redacted_values, redacted_words
 from heads.common.target_config import context_of
@@ -52,8 +52,8 @@ from train.distributed import processes
 from train.distributed.control import on_main
 from train.distributed.processes import RunLock
 from train.loop import KeptHead, Loop
-from train.planning.check import check_out, clear_out, ordinary_mask, reads_target, unserved
-from train.planning.plan import alone_on_cpu, in_words
+from train.plan import plan
+from train.resolve import check_out, clear_out, in_words
 from train.rollouts import Rollouts
 from train.start import AUTO, STARTS, adapt, fit_init, init_head, resolve_init
 from train.step import Loss, Stepper
@@ -129,7 +129,8 @@ def among_processes(run: T, job: Callable[[T, Accelerator, RunLock], None]) -> N
 def build(run: RunConfig, accelerator: Accelerator, lock: RunLock) -> Loop:
     """Load the target, the head and the data, create the output folder, and return the loop that trains the head.
 
-    Two decisions need the loaded target: whether it verifies trees, and the initial weights of `init=auto`.
+    Three decisions need the loaded target: whether it verifies trees, the initial weights of `init=auto`, and the
+    micro-batch that runs on this device.
 
     Raises:
         ValueError: target, head, data or an earlier run in the folder do not fit each other.
@@ -139,7 +140,7 @@ def build(run: RunConfig, accelerator: Accelerator, lock: RunLock) -> Loop:
     set_seed(run.trainer.seed)
     goes_on = run.resume and bool(format.checkpoints(Path(run.out) / "checkpoints"))
     init = resume.first_init(Path(run.out), run.head.name) if goes_on and run.init == AUTO else run.init
-    target = load_target(run.model, str(accelerator.device), whole=reads_target(run))
+    target = load_target(run.model, str(accelerator.device), whole=run.reads_target)
     tree = verifiable(target, run.tree) if isinstance(target, Target) else run.tree
     config, init = resolve_init(init, run.head, target)
     head: Any = init_head(config, init, target, run.base).to(accelerator.device)
@@ -154,6 +155,9 @@ def build(run: RunConfig, accelerator: Accelerator, lock: RunLock) -> Loop:
     check_known(packed, data.held_out, target.tokenizer, target.embeddings.vocab_size)
     if init in STARTS:  # else the pruned vocabulary is chosen already
         prune(head, token_counts(data.samples, target.embeddings.vocab_size))
+    if run.trainer.micro_tokens is None:
+        micro_tokens = run.data.length * executable_micro_batch(run, accelerator, target, head, packed)
+        run = replace(run, trainer=replace(run.trainer, micro_tokens=micro_tokens))
     batches = batches_for(run, packed, accelerator)
     if not goes_on:
         fit_init(head, init, target, batches, run.trainer.steps)
@@ -178,15 +182,78 @@ def build(run: RunConfig, accelerator: Accelerator, lock: RunLock) -> Loop:
             f"samples, {len(packed.token):,} sequences of {run.data.length} tokens ({filled:.0%} filled)",
             highlight=False,
         )
-        placed = None if alone_on_cpu(run) else in_words(run)
         mask = ordinary_mask(getattr(run.head, "mask_token", None), target.embeddings.vocab_size, target.tokenizer)
-        for line in filter(None, (unserved(run.model.path, target.embeddings.beyond_tables()), mask, placed)):
+        placed = None if run.alone_on_cpu else in_words(plan(run))
+        beyond = target.embeddings.beyond_tables()
+        unserved = beyond and f"{run.model.path}: {beyond}, which engines do not know: no head of it is exported to one"
+        for line in filter(None, (unserved, mask, placed)):
             Console().print(line, highlight=False, soft_wrap=True, markup=False)
 
     on_main(accelerator, begin)
     logging.disable(logging.NOTSET)
     held_out = [prompt.token for prompt in data.held_out]
     return loop_of(run, accelerator, target, head, source, held_out, tree, values)
+
+
+def executable_micro_batch(
+    run: RunConfig, accelerator: Accelerator, target: Target | EmbeddingsOnly, head: Any, packed: Packed
+) -> int:
+    """Return the sequences of a micro-batch: those of the plan, fewer where this device has no memory for a trial.
+
+    The trial is two micro-batches whose rows are all trained, with the optimiser's state. Where processes share the
+    passes of target or head they cannot run trials of their own, and the plan decides.
+    """
+    device, size = accelerator.device, plan(run).micro_batch_size
+
+    def trial(size: int) -> int:
+        loss = Loss(head, run.objective, compiled=False, autocast=accelerator.mixed_precision == "bf16")
+        state = [torch.empty_like(p) for p in head.parameters() if p.requires_grad for _ in range(2)]
+        (batch, *_) = Batches(packed, size, size, run.trainer.seed, 0, 1)(0)
+        batch = replace(batch, loss_mask=torch.ones_like(batch.loss_mask))
+        anchors, weight = loss.sampled(batch, batch.index)
+        shape, dtype = (*batch.token.shape, len(head.feature_layers) + 1, head.embeddings.hidden_size), target.dtype
+        for _ in range(2):
+            if isinstance(target, Target) and run.features.runs_target:
+                features = target.features(batch.token, batch.document, head.feature_layers)
+            else:
+                states = torch.zeros(shape, dtype=dtype, device=device)
+                token, document = (to_device(field, device) for field in (batch.token, batch.document))
+                features = Features(token, states[:, :, 1:], states[:, :, 0], document)
+            if accelerator.mixed_precision == "no":
+                hidden, last_hidden = (x.to(state[0].dtype) for x in (features.hidden, features.last_hidden))
+                features = features._replace(hidden=hidden, last_hidden=last_hidden)
+            rows = None if anchors is None else to_device(anchors, device)
+            loss(features, to_device(weight.row, device), rows)[0].backward()
+        head.zero_grad()
+        return size
+
+    if run.launcher.strategy == "ddp" and not run.model.where.needs_all_ranks:
+        try:
+            size = find_executable_batch_size(trial, starting_batch_size=size)()
+        except RuntimeError as error:
+            if "reached zero" not in str(error):
+                raise
+            raise ValueError(
+                f"{run.name}: one sequence of data.length={run.data.length} does not fit this device: lower it, or "
+                "give trainer.recompute=true or a smaller head"
+            ) from error
+    sizes: Any = accelerator.gather(torch.tensor([size], device=device))
+    return int(sizes.min())
+
+
+def ordinary_mask(token: int | None, vocab_size: int, tokenizer: PreTrainedTokenizerBase) -> str | None:
+    """Return the line that `head.mask_token` is a token that texts have; None if it is reserved, unused or none."""
+    number = None if token is None else token % vocab_size
+    if number is None or number >= len(tokenizer):
+        return None
+    added = tokenizer.added_tokens_decoder.get(number)
+    if added is not None and added.special and number not in (tokenizer.bos_token_id, tokenizer.eos_token_id):
+        return None
+    word = tokenizer.decode([number])
+    return (
+        f"head.mask_token={token}: masked positions hold the embedding of token {number}, {word!r}, which texts "
+        "have too; give the id of a reserved or unused token if the target has one"
+    )
 
 
 def loop_of(

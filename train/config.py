@@ -18,14 +18,16 @@ from heads.base import HeadConfig
 from heads.common.ranges import MACHINE, Amount, Count, Decay, Fraction, NewTokens, Number, OneOf, Positive, Within
 from heads.common.typed import typed
 from heads.common.untrusted import shown
+from heads.mtp import Mtp
 from inference.drafters.policy import TreeConfig
 from inference.target.config import DTYPES, ModelConfig
 from inference.target.loading import AS_IT_IS
 from inference.target.placement import AUTO, check_weights
 from train.losses import ObjectiveConfig
-from train.start import STARTS, AdaptConfig, peft_config
+from train.start import CHECKPOINT, LAST_LAYER, STARTS, AdaptConfig, peft_config
 from train.trackers import TRACKERS
 
+HERE = "here"  # the device of conf/device that is this machine's
 IGNORE = "ignore"  # value of `plan` that starts a run that does not fit
 STRATEGIES = ("ddp", "fsdp2", "zero2", "zero3")
 
@@ -34,7 +36,7 @@ STRATEGIES = ("ddp", "fsdp2", "zero2", "zero3")
 class TrainerConfig:
     """The trainer: batches in tokens, intervals in steps; `min_lr` is relative to `lr`, shares to `steps`.
 
-    Where `micro_tokens` is null, `train.planning.plan.resolve_micro_batch` fills it in.
+    Where `micro_tokens` is null, `train.build` finds it on the device.
     """
 
     steps: Count
@@ -97,7 +99,7 @@ class LauncherConfig:
     """The processes: `num_processes` on each of `num_nodes` nodes; this node is `machine_rank`.
 
     `strategy` is one of STRATEGIES, how the processes share the head. With `slurm` they run as a SLURM job.
-    `train.planning.resolve` fills in null and auto.
+    `train.resolve` fills in null and auto.
     """
 
     num_processes: Count | None
@@ -159,6 +161,7 @@ class DeviceConfig:
     type: Annotated[str, OneOf(("cuda", "cpu"))] | None
     count: Count | None
     memory_gb: Positive | None
+    host_gb: Positive | None
     tflops: Positive | None
     mfu: Annotated[float, Within(0, 1, above=True)]
     context_gb: Amount
@@ -200,6 +203,20 @@ class RunConfig:
     def sequences_per_step(self) -> int:
         """Packed sequences of a step, over all processes."""
         return self.trainer.batch_tokens // self.data.length
+
+    @property
+    def reads_target(self) -> bool:
+        """Whether it needs the target's layers: for features, decoding, initial weights, or changed weights."""
+        # By default head=mtp starts from the last layer, whatever is measured while it trains.
+        starts = self.init in (LAST_LAYER, CHECKPOINT) or (self.init == AUTO and isinstance(self.head, Mtp.Config))
+        features, decodes = self.features, self.trainer.eval_prompts or self.objective.on_policy.prompts
+        given = not features.runs_target and features.on_missing == "fail" and not decodes
+        return starts or not given or not self.model.as_saved
+
+    @property
+    def alone_on_cpu(self) -> bool:
+        """Whether it is a single process on a CPU, which leaves nothing to choose."""
+        return self.launcher.world == 1 and self.device.type == "cpu"
 
 
 def run_config(cfg: DictConfig) -> RunConfig:

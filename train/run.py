@@ -29,9 +29,8 @@ from train.checkpoints import format
 from train.config import RunConfig
 from train.distributed import launch, processes
 from train.loop import COST
-from train.planning.check import evaluation
-from train.planning.plan import plan, resolved, table
-from train.planning.resolve import accelerators, resolve
+from train.plan import plan
+from train.resolve import accelerator_count, evaluation, resolve, table
 from train.trackers import conclude
 
 BEST, DEBUG = "best", "debug"  # of conf/head/, of conf/trainer/
@@ -81,7 +80,7 @@ def evaluate_head(run: RunConfig, accelerator: Accelerator) -> None:
 def show_plan(run: RunConfig) -> None:
     """Print the plan of a resolved run, and each node's command if there are several."""
     Console().print(table(plan(run)), highlight=False)
-    on_cpu = resolved(run.device, run.model.device).type == "cpu"
+    on_cpu = run.device.type == "cpu"
     if words := launch.by_hand(run.launcher, sys.argv[0], launch.overrides(), on_cpu=on_cpu):
         Console().print(words, highlight=False, soft_wrap=True, markup=False)
 
@@ -101,7 +100,7 @@ def start_processes(run: RunConfig) -> None:
 def main(cfg: DictConfig) -> float | None:
     """Plan, launch or train; return the best τ, which a sweep may maximise."""
     with user_errors(), launch.main_first():
-        launch.take_over(cfg.launcher, accelerators(cfg.model.device))
+        launch.take_over(cfg.launcher, accelerator_count(cfg.model.device))
         launch.check_mode()
     with ending_alone(), user_errors(), launch.main_first():
         run = resolve(cfg)

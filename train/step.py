@@ -46,7 +46,7 @@ from train.objective import (
     trained_rows,
 )
 from train.optim import Ema, learning_rate, optimizer
-from train.planning.plan import peak_flops
+from train.resolve import by_driver_name
 from train.rollouts import Rollouts
 
 
@@ -199,7 +199,10 @@ class Stepper:
         self.head = head = loss.head
         self.sizes = parameter_count(head), frozen_count(head)  # counted before sharding
         self.phase_timer = PhaseTimer(accelerator.device)
-        self.peak = peak_flops(accelerator.device, trainer.peak_tflops)
+        self.peak = trainer.peak_tflops  # 10^12 operations per second of one device, if known
+        if self.peak is None and accelerator.device.type == "cuda":
+            named = by_driver_name(torch.cuda.get_device_name(accelerator.device))
+            self.peak = None if named is None else named.tflops
         self.steps, self.rows, self.stall = 0, 0, 0.0  # since the last record
         self.restore({"flops": None, "rollout_flops": 0, "rollout_tokens": 0})
         self.counter: Any = nullcontext()  # counts a rollout in the counted step
@@ -313,7 +316,7 @@ class Stepper:
             "seconds": phases,
             "stall_seconds": stall,
             **({} if rate is None else {"flops_per_second": rate}),
-            **({} if rate is None or peak is None else {"mfu": rate / (peak * self.accelerator.num_processes)}),
+            **({} if rate is None or peak is None else {"mfu": rate / (1e12 * peak * self.accelerator.num_processes)}),
             "memory_bytes": peak_memory(device),
         }
 

@@ -55,7 +55,7 @@ from train.distributed.control import on_main
 from train.distributed.processes import RunLock
 from train.loop import Loop
 from train.objective import ANCHORS, LossWeights, trainable
-from train.planning.check import check_out
+from train.resolve import check_out
 from train.step import Stepper
 
 

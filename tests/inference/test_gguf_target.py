@@ -15,7 +15,7 @@ from inference.target import loading
 from inference.target.embeddings_only import EmbeddingsOnly
 from inference.target.target import Target
 from tests.train import jobs
-from train.planning.plan import plan
+from train.plan import plan
 
 HEADS, KV_HEADS, WORDS = 4, 2, 60
 CONFIG = LlamaConfig(
