@@ -102,7 +102,7 @@ class TargetShape:
 
 
 def target_shape(model: ModelConfig) -> TargetShape:
-    """Return a target's shape, its parameters counted on the meta device; refuse one of which no model can be new_head."""
+    """Return a target's shape, its parameters counted on the meta device; refuse one of which no model can be made."""
     return _target_shape(model.path, model.trust_remote_code, json.dumps(model.shape or {}))
 
 
@@ -128,7 +128,7 @@ def _target_shape(path: str, trust_remote_code: bool, given: str) -> TargetShape
             built = transformers.AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
         built.tie_weights()
     except UNFIT as error:
-        raise ValueError(f"model.path={path}: no model can be new_head of its config.json ({reason(error)})") from error
+        raise ValueError(f"model.path={path}: no model can be made of its config.json ({reason(error)})") from error
     text: Any = config.get_text_config()
     ends = built.get_input_embeddings(), built.get_output_embeddings()
     embeddings = {id(module.weight): module.weight.numel() for module in ends}
@@ -158,9 +158,7 @@ class HeadCost(NamedTuple):
     flops: int
 
 
-_heads: dict[
-    str, tuple[Any, int]
-] = {}  # new_head heads and their parameters before adapters, by the reprs of configurations
+_heads: dict[str, tuple[Any, int]] = {}  # heads and their parameters before adapters, by their configurations
 
 
 def head_cost(run: RunConfig, target: TargetEmbeddings, micro_batch_size: int, device: str, item: int) -> HeadCost:
