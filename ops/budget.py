@@ -38,9 +38,8 @@ from heads.common.typed import typed
 from heads.common.untrusted import parse_json, shown
 from ops.commands import REFUSED, run_command, split_config
 from ops.curve import LEVEL, Predicted, predict, with_interval
-from train import sweep
-from train.checkpoints import format
-from train.checkpoints.resume import differences, plain
+from train import checkpoint, sweep
+from train.checkpoint import differences, plain
 from train.config import RunConfig, run_config
 from train.distributed.launch import key_of, overrides
 from train.resolve import check_out, clear_out
@@ -171,13 +170,13 @@ class Forecast:
     def measure(self, words: str, steps: int, cooldown: float, begin: int) -> None:
         """Train a candidate to `steps` from its checkpoint at step `begin`, evaluate it, and count the cost."""
         began, folder, config = time.monotonic(), self.folder(words), self.config
-        for path in format.checkpoints(folder / "checkpoints"):
-            if format.step_of(path) > begin:  # the cooldown's checkpoints
+        for path in checkpoint.checkpoints(folder / "checkpoints"):
+            if checkpoint.step_of(path) > begin:  # the cooldown's checkpoints
                 shutil.rmtree(path)
         save = max(1, steps - round(cooldown * steps))
         self.train([
             *self.overrides(words, steps, cooldown), f"out={quoted(folder)}", "name=pilot",
-            "resume=true" if format.checkpoints(folder / "checkpoints") else "overwrite=true",
+            "resume=true" if checkpoint.checkpoints(folder / "checkpoints") else "overwrite=true",
             "trainer.eval_prompts=0", "trainer.patience=null", "trainer.trackers=[jsonl]", "trainer.log_every=1",
             f"trainer.eval_every={steps}", f"trainer.save_every={save}", f"trainer.keep={-(-steps // save) + 1}",
             f"eval.prompts={config.prompts}", f"eval.max_new_tokens={config.tokens}", "eval.repeats=1",
@@ -261,8 +260,8 @@ class Forecast:
             clear_out(self.out)
             left = self.budget.amount - self.state["spent"] - self.state["fixed"][words]
             steps = max(last, begin + int(left / self.state["cost"][words]))
-            shutil.copytree(self.folder(words) / "checkpoints" / format.folder_of(Path(), begin).name,
-                            format.folder_of(folder, begin))  # fmt: skip
+            shutil.copytree(self.folder(words) / "checkpoints" / checkpoint.folder_of(Path(), begin).name,
+                            checkpoint.folder_of(folder, begin))  # fmt: skip
             for file in ("metrics.jsonl", "config.yaml"):  # the latter says what its head began as
                 shutil.copy(self.folder(words) / file, self.out / file)
             self.state["steps"] = steps

@@ -1,11 +1,11 @@
 """Training of draft heads.
 
-checkpoints/   checkpoints: their content and format, asynchronous saving, resuming
 distributed/   the processes of a run: launching, watching, sharding strategies
 package/       the package headstart: its names in Python, its command, its build
 release/       publishing a trained head: folder, card, upload, verification
 config.py      the types of conf/train.yaml
 resolve.py     the resolved run of a composed configuration: checks, device, processes, placement; the plan as tables
+checkpoint.py  checkpoints: their content and format, asynchronous saving, resuming
 plan.py        the plan of a run in closed form: memory, disk, operations, hours
 losses.py      the losses: pure functions of the target's distribution p and the draft's q
 objective.py   the loss and its gradient, a chunk of rows at a time; row weights; anchors and feature noise

@@ -45,12 +45,11 @@ from heads.modules.vocab import prune
 from inference.drafters.policy import TreeConfig, verifiable
 from inference.target.embeddings_only import EmbeddingsOnly, load_target, norm_of
 from inference.target.target import Target
+from train import checkpoint
 from train.acceptance import AcceptanceEvaluator
-from train.checkpoints import format, resume
 from train.config import RunConfig
 from train.distributed import processes
-from train.distributed.control import on_main
-from train.distributed.processes import RunLock
+from train.distributed.processes import RunLock, on_main
 from train.loop import KeptHead, Loop
 from train.plan import plan
 from train.resolve import check_out, clear_out, in_words
@@ -138,8 +137,8 @@ def build(run: RunConfig, accelerator: Accelerator, lock: RunLock) -> Loop:
     if not accelerator.is_main_process:
         logging.disable(logging.WARNING)  # only the first process warns
     set_seed(run.trainer.seed)
-    goes_on = run.resume and bool(format.checkpoints(Path(run.out) / "checkpoints"))
-    init = resume.first_init(Path(run.out), run.head.name) if goes_on and run.init == AUTO else run.init
+    goes_on = run.resume and bool(checkpoint.checkpoints(Path(run.out) / "checkpoints"))
+    init = checkpoint.first_init(Path(run.out), run.head.name) if goes_on and run.init == AUTO else run.init
     target = load_target(run.model, str(accelerator.device), whole=run.reads_target)
     tree = verifiable(target, run.tree) if isinstance(target, Target) else run.tree
     config, init = resolve_init(init, run.head, target)
@@ -288,12 +287,12 @@ def batches_for(run: Any, packed: Any, accelerator: Accelerator) -> Batches:
 
 def identity(
     run: RunConfig, head: HeadConfig, target: Target | EmbeddingsOnly, batches: Batches, world: int
-) -> resume.Identity:
+) -> checkpoint.Identity:
     """Return the settings that identify the run on resume; `head` is the configuration of the head as built."""
     weighed = {f"objective.{key}": value for key, value in asdict(run.objective).items()}
-    return resume.Identity(
-        resume.settings(run.trainer, head, run.peft, target.spec.fingerprint, batches),
-        resume.numerics(run.trainer, weighed, run.launcher.strategy, world),
+    return checkpoint.Identity(
+        checkpoint.settings(run.trainer, head, run.peft, target.spec.fingerprint, batches),
+        checkpoint.numerics(run.trainer, weighed, run.launcher.strategy, world),
     )
 
 
@@ -317,14 +316,14 @@ def prepare_out(
     """
     out = Path(run.out)
     if run.resume:
-        resume.check(out, settings)
-        if not format.checkpoints(out / "checkpoints"):
+        checkpoint.check(out, settings)
+        if not checkpoint.checkpoints(out / "checkpoints"):
             line = f"{out}: nothing to resume, begins at step 0"
             Console().print(line, markup=False, highlight=False, soft_wrap=True)
     out.mkdir(parents=True, exist_ok=True)
     lock.take()
     check_out(out, replaces=run.resume or run.overwrite)  # another run may have started and ended meanwhile
-    format.clear(out / "checkpoints")
+    checkpoint.clear(out / "checkpoints")
     if run.overwrite and not run.resume:
         clear_out(out, weights)
     atomic_write(out / "config.yaml", OmegaConf.to_yaml(OmegaConf.create(values)).encode())

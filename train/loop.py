@@ -15,13 +15,11 @@ from heads.formats.store import save_head
 from inference.drafters.policy import TreeConfig
 from inference.target.embeddings_only import EmbeddingsOnly
 from inference.target.target import Target
+from train import checkpoint
 from train.acceptance import AcceptanceEvaluator
-from train.checkpoints import format, resume
-from train.checkpoints.resume import Identity
-from train.checkpoints.saver import Saver
+from train.checkpoint import Identity, Saver
 from train.config import TrainerConfig
-from train.distributed.control import STOPPED, ProcessControl
-from train.distributed.processes import RELEASE_EVERY, release_freed
+from train.distributed.processes import RELEASE_EVERY, STOPPED, ProcessControl, release_freed
 from train.optim import same_rates
 from train.start import merged_copy
 from train.step import BAD, Stepper, keep_batch
@@ -87,7 +85,7 @@ class Loop:
         self.control = ProcessControl(self.accelerator, self.trainer.timeout)
         self.saver = Saver(self.out, self.control, self.trainer.keep)
         self.start, self.progress = 0, dict(BEGINNING)
-        self.conditions = {} if evaluator is None else resume.plain(evaluator.conditions)  # conditions of its τ
+        self.conditions = {} if evaluator is None else checkpoint.plain(evaluator.conditions)  # conditions of its τ
         if resumes:
             self.load()
         self.stepper.restore(self.progress)
@@ -103,9 +101,9 @@ class Loop:
         path = self.saver.newest()
         if path is None:
             return
-        state = format.state_of(path)
+        state = checkpoint.state_of(path)
         try:
-            resume.restore(self.stepper.state, path)
+            checkpoint.restore(self.stepper.state, path)
         except (KeyError, RuntimeError) as error:
             raise ValueError(
                 f"{self.out}: its checkpoints are of a head with other parts; resume=true goes on with the "
@@ -114,7 +112,7 @@ class Loop:
         self.start, self.progress = state["step"], self.progress | state.get("progress", {})
         now = self.identity.numerics
         then = with_new_schedule(state.get("arithmetic", {}), now, self.trainer, self.start)
-        if changed := resume.differences(then, now):
+        if changed := checkpoint.differences(then, now):
             self.control.warn(f"the same data in the same order, but no longer bit for bit: {changed}")
         self.compare(state.get("conditions", {}))
 
@@ -123,7 +121,7 @@ class Loop:
         over = self.exhausted() or self.progress["measured"] >= self.trainer.steps
         if self.evaluator is None or over:
             self.conditions = then
-        elif then and self.progress["best_tau"] and (changed := resume.differences(then, self.conditions)):
+        elif then and self.progress["best_tau"] and (changed := checkpoint.differences(then, self.conditions)):
             self.control.warn(
                 f"the best τ so far, {self.progress['best_tau']:.3f} at step {self.progress['best_step']}, does not "
                 f"compare with those to come: {changed}; the next measurement is the best again"

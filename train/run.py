@@ -23,9 +23,8 @@ from eval.config import eval_config
 from eval.live.interleaved import PLAIN
 from heads.common.command import command, ending_alone
 from heads.common.errors import keeping, user_errors
-from train import sweep
+from train import checkpoint, sweep
 from train.build import among_processes, build, values_of
-from train.checkpoints import format
 from train.config import RunConfig
 from train.distributed import launch, processes
 from train.loop import COST
@@ -40,7 +39,7 @@ def train(run: RunConfig) -> None:
     """Train and evaluate a resolved run, on one of its processes."""
 
     def kept() -> str:
-        saved = format.checkpoints(Path(run.out) / "checkpoints")
+        saved = checkpoint.checkpoints(Path(run.out) / "checkpoints")
         return "the checkpoints are kept, and resume=true goes on" if saved else "nothing was trained"
 
     with keeping(kept):
