@@ -229,6 +229,7 @@ def run_config(cfg: DictConfig) -> RunConfig:
 
 def checked(run: RunConfig) -> RunConfig:
     """Return a run; refuse one whose sections contradict each other."""
+    where, objective, predicts = run.model.where, run.objective, getattr(run.head, "confidence", False)
     if run.plan not in (True, False, IGNORE):
         raise ValueError(f"plan is {shown(run.plan)}: give true, false, or {IGNORE} to start a run that does not fit")
     if run.trainer.optimizer == "muon" and run.launcher.strategy.startswith("zero"):
@@ -237,18 +238,25 @@ def checked(run: RunConfig) -> RunConfig:
             "up into flat pieces: choose adamw with its rate, trainer.optimizer=adamw trainer.lr=3e-3, or "
             "launcher.strategy=fsdp2"
         )
-    _check_together(run)
+    quantize, adapter = (None if value == AS_IT_IS else value for value in (run.model.quantize, run.model.adapter))
+    check_weights(where, quantize, adapter)
+    if where.needs_all_ranks and objective.on_policy.prompts:
+        raise ValueError(
+            f"model.placement={where.placement} takes all processes for a pass, and in a rollout each decodes its own "
+            "prompts: give objective.on_policy.prompts=0, or model.placement=replicate"
+        )
+    if where.needs_all_ranks and run.features.mode == "stored" and run.features.on_missing == "compute":
+        raise ValueError(
+            f"model.placement={where.placement} takes all processes for a pass, and they need different rows of a "
+            "store: give features=live, or features.on_missing=fail with a whole store"
+        )
     if run.init in STARTS:  # else `init` names a head with its own configuration
-        predicts = getattr(run.head, "confidence", False)
-        if predicts and not run.objective.losses.get("confidence"):
+        if predicts and not objective.losses.get("confidence"):
             raise ValueError(
                 "head.confidence=true predicts each draft's acceptance, and no loss teaches it: give "
                 "+objective.losses.confidence=1.0, or head.confidence=false"
             )
-        for key, losses in (
-            ("losses", run.objective.losses),
-            ("on_policy.losses", run.objective.on_policy.losses or {}),
-        ):
+        for key, losses in (("losses", objective.losses), ("on_policy.losses", objective.on_policy.losses or {})):
             if not predicts and "confidence" in losses:
                 raise ValueError(
                     f"objective.{key}.confidence: head={run.head.name} predicts no acceptance; give head=block with "
@@ -268,23 +276,3 @@ def check_batch_and_name(name: str, trainer: TrainerConfig, length: int) -> None
         tokens = getattr(trainer, key)
         if tokens is not None and tokens < length:
             raise ValueError(f"trainer.{key} is {tokens}, less than a row of data.length={length}: raise it")
-
-
-def _check_together(run: RunConfig) -> None:
-    """Refuse settings in which only some processes would run passes that need all processes."""
-    where = run.model.where
-    kind = where.placement
-    quantize, adapter = (None if value == AS_IT_IS else value for value in (run.model.quantize, run.model.adapter))
-    check_weights(where, quantize, adapter)
-    if not where.needs_all_ranks:
-        return
-    if run.objective.on_policy.prompts:
-        raise ValueError(
-            f"model.placement={kind} takes all processes for a pass, and in a rollout each decodes its own prompts: "
-            "give objective.on_policy.prompts=0, or model.placement=replicate"
-        )
-    if run.features.mode == "stored" and run.features.on_missing == "compute":
-        raise ValueError(
-            f"model.placement={kind} takes all processes for a pass, and they lack different rows of a store: give "
-            "features=live, or features.on_missing=fail with a whole store"
-        )
