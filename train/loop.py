@@ -114,10 +114,7 @@ class Loop:
         then = with_new_schedule(state.get("arithmetic", {}), now, self.trainer, self.start)
         if changed := checkpoint.differences(then, now):
             self.control.warn(f"the same data in the same order, but no longer bit for bit: {changed}")
-        self.compare(state.get("conditions", {}))
-
-    def compare(self, then: dict[str, Any]) -> None:
-        """Drop the best τ, measured under the conditions of `then`, if this run measures under others."""
+        then = state.get("conditions", {})  # of the best τ, which is dropped if this run measures under others
         over = self.exhausted() or self.progress["measured"] >= self.trainer.steps
         if self.evaluator is None or over:
             self.conditions = then
@@ -254,7 +251,15 @@ class Loop:
         if self.evaluator is None:
             self.keep(weights)
         elif (measured := self.measure_on_main(self.evaluator.tau, weights)) is not None:
-            self.note(step, measured, weights)
+            tau = measured["tau"]
+            better = tau > self.progress["best_tau"]
+            self.progress |= {"stale": 0 if better else self.progress["stale"] + 1, "measured": step}
+            if better:
+                self.progress |= {"best_tau": tau, "best_step": step}
+                self.keep(weights)
+            self.tracker.log({"step": step, **measured, "best": better})
+            low, high = measured["tau_ci"] or (tau, tau)
+            say(f"step {step}: τ {tau:.3f} [{low:.2f}, {high:.2f}]{'  (best, kept)' if better else ''}")
         # All processes get the main process's result.
         self.progress |= self.control.broadcast({key: self.progress[key] for key in SHARED})
         return self.evaluator is None or self.progress["measured"] == step
@@ -270,18 +275,6 @@ class Loop:
         if result is not None and not self.needs_all_ranks:  # nobody waits for it any more
             self.control.measuring(over=True)
         return result
-
-    def note(self, step: int, measured: dict[str, Any], weights: dict[str, Tensor]) -> None:
-        """Record a measurement; the main process writes it."""
-        tau = measured["tau"]
-        better = tau > self.progress["best_tau"]
-        self.progress |= {"stale": 0 if better else self.progress["stale"] + 1, "measured": step}
-        if better:
-            self.progress |= {"best_tau": tau, "best_step": step}
-            self.keep(weights)
-        self.tracker.log({"step": step, **measured, "best": better})
-        low, high = measured["tau_ci"] or (tau, tau)
-        say(f"step {step}: τ {tau:.3f} [{low:.2f}, {high:.2f}]{'  (best, kept)' if better else ''}")
 
     def keep(self, weights: dict[str, Tensor]) -> None:
         """Write a head with these weights to the run's folder."""

@@ -52,6 +52,9 @@ def main(cfg: DictConfig) -> float | None:
             start_processes(run)
         else:
             train(run)
+            if launch.is_main() and HydraConfig.get().runtime.choices.get("trainer") == DEBUG:
+                line = f"trainer={DEBUG}: {run.trainer.steps} steps show that it runs; no number of them means anything"
+                Console().print(line, highlight=False, soft_wrap=True)
         return None if queued else sweep.best_tau(Path(run.out))
 
 
@@ -86,9 +89,6 @@ def train(run: RunConfig) -> None:
         Console().print(f"{run.name}: head={run.head.name} for {run.model.path}", soft_wrap=True, markup=False)
     with keeping(saved):
         among_processes(run, train_and_evaluate)
-    if launch.is_main() and HydraConfig.get().runtime.choices.get("trainer") == DEBUG:
-        line = f"trainer={DEBUG}: {run.trainer.steps} steps show that it runs; no number of them means anything"
-        Console().print(line, highlight=False, soft_wrap=True)
 
 
 def train_and_evaluate(run: RunConfig, accelerator: Accelerator, lock: processes.RunLock) -> None:

@@ -252,7 +252,13 @@ class Stepper:
             self.progress["rollout_tokens"] += numbers["rollout_tokens"]
         self.phase_timer.mark("wait")
         bad = self.guard.check(numbers["loss"], numbers["grad_norm"])
-        self.update(step, good=bad is None)
+        if bad is None:
+            for group in self.optimizer.param_groups:
+                group["lr"] = self.rate(step)
+            self.strategy.step()
+            self.average.update(self.head)
+        else:
+            self.strategy.drop()
         self.phase_timer.mark("optimiser")
         self.steps, self.rows = self.steps + 1, self.rows + numbers["rows"]
         self.stall += self.source.stall - stall
@@ -283,16 +289,6 @@ class Stepper:
         grad_norm /= self.accelerator.num_processes
         return {**first, **metrics, "grad_norm": grad_norm, "rows": int(rows)}
 
-    def update(self, step: int, *, good: bool) -> None:
-        """Update the weights, or drop the gradient of a bad step."""
-        if not good:
-            self.strategy.drop()
-            return
-        for group in self.optimizer.param_groups:
-            group["lr"] = self.rate(step)
-        self.strategy.step()
-        self.average.update(self.head)
-
     def operations(self, begin: int, end: int) -> int | None:
         """Return the operations of steps `begin` to `end` - 1 with their rollouts; None if not counted."""
         if self.progress["flops"] is None:
@@ -304,7 +300,10 @@ class Stepper:
         """Return the cost per step since the last record: rates of all processes, other numbers of this one."""
         steps, rows, stall = self.steps, self.rows, self.stall
         self.steps, self.rows, self.stall = 0, 0, 0.0
-        phases = {phase: seconds / steps for phase, seconds in seconds_of(self.phase_timer, stall).items()}
+        spent = dict.fromkeys(PARTS, 0.0) | self.phase_timer.seconds()
+        moved = min(stall, spent["target"])  # to wait for features is a part of reading the data
+        spent |= {"data": spent["data"] + moved, "target": spent["target"] - moved}
+        phases = {phase: seconds / steps for phase, seconds in spent.items()}
         seconds = max(sum(phases.values()), 1e-9)  # an accelerator may not have reached an event yet
         device, peak = self.accelerator.device, self.peak
         operations = self.operations(step + 1 - steps, step + 1)
@@ -360,13 +359,6 @@ class Stepper:
             loss, sums = self.strategy.forward(features, weight, anchors, chunks, last=last)
             self.strategy.backward(loss * self.accelerator.num_processes)
         return loss, sums
-
-
-def seconds_of(phase_timer: PhaseTimer, stall: float) -> dict[str, float]:
-    """Return the seconds of each part of a step since the last call; `stall` moves from target to data."""
-    spent = dict.fromkeys(PARTS, 0.0) | phase_timer.seconds()
-    moved = min(stall, spent["target"])
-    return spent | {"data": spent["data"] + moved, "target": spent["target"] - moved}
 
 
 def keep_batch(folder: Path, batches: Batches, step: int, why: str) -> str:
