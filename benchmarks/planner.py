@@ -125,10 +125,10 @@ def preset_row(found: Plan) -> str:
     """Return the plan as cells of a Markdown row."""
     launcher, memory, shape = found.run.launcher, found.memory, found.shape
     numbers = shape.embeddings + shape.inner, shape.active + shape.embeddings, found.cost.whole
-    if found.hours is None or found.device_hours is None or memory.capacity is None:
+    if found.hours is None or found.target_hours is None or memory.capacity is None:
         raise ValueError(f"device={found.run.device.name} has no peak or no memory")
     stored = found.run.features.mode == "stored"
-    apart = f" (+ {found.device_hours[0]:,.0f} of extraction)" if stored else ""
+    apart = f" (+ {found.target_hours:,.0f} of extraction)" if stored else ""
     cells = [
         f"{launcher.num_nodes} x {found.run.device.count or launcher.local} {found.run.device.name}",
         " / ".join(f"{number / 1e9:.2f}" for number in numbers),

@@ -11,9 +11,8 @@ losses.py      the losses: pure functions of the target's distribution p and the
 objective.py   the loss and its gradient, a chunk of rows at a time; row weights; anchors and feature noise
 rollouts.py    on-policy training: the head's drafts on training prompts, as micro-batches
 optim.py       AdamW and Muon, their schedule, the EMA of the weights
-loop.py        the training loop: steps, measurements, the best head
+loop.py        the training loop: steps, measurements of acceptance by the verifier, the best head
 step.py        one optimiser step and its operations; detection of bad steps, which are skipped and their batches saved
-acceptance.py  the head's acceptance during training: τ by the verifier, estimates between
 start.py       the initial weights of a head: random, another head's, the target's last layer; LoRA adapters
 streams.py     the command that trains speculative streams, and its loop
 publish.py     the command that publishes a trained head and verifies the download

@@ -46,11 +46,10 @@ from inference.drafters.policy import TreeConfig, verifiable
 from inference.target.embeddings_only import EmbeddingsOnly, load_target, norm_of
 from inference.target.target import Target
 from train import checkpoint
-from train.acceptance import AcceptanceEvaluator
 from train.config import RunConfig
 from train.distributed import processes
 from train.distributed.processes import RunLock, on_main
-from train.loop import KeptHead, Loop
+from train.loop import AcceptanceEvaluator, KeptHead, Loop
 from train.plan import plan
 from train.resolve import check_out, clear_out, in_words
 from train.rollouts import Rollouts

@@ -1,9 +1,8 @@
 """The plan of a run: its memory, disk, operations and hours in closed form, from configurations alone.
 
 A device holds the process's own memory, the target, the head with its optimiser, and the widest stage of a step: the
-target's forward pass, the head's step, the optimiser, a measurement of τ. The final evaluation comes after all of these
-are freed. Every token is counted as trained, in one epoch. A plan is within MARGIN of what a run takes
-(docs/training_plan.md); where it chooses the micro-batch, the device has the last word (train/build.py).
+target's forward pass or the head's step. The final evaluation comes after all of these are freed. Every token is
+counted as trained, in one epoch. A plan is within MARGIN of what a run takes (docs/training_plan.md).
 """
 
 import json
@@ -20,7 +19,7 @@ from transformers import PretrainedConfig
 
 from data.features.store import size
 from heads import HEADS
-from heads.base import HeadModule
+from heads.base import HeadModule, frozen_count, parameter_count
 from heads.block import Block
 from heads.common.target_config import UNFIT, experts_of, read_target_config, reason
 from heads.medusa import Medusa
@@ -53,8 +52,7 @@ BY_METHOD = {"fp8": 1.0, "fbgemm_fp8": 1.0, "eetq": 1.0, "mxfp4": 0.53}
 BITS = r'(?:"(?:bits|w_bit|num_bits)": |"load_in_(?=\dbit": true))(\d+)'  # of a weight, in a checkpoint's quantisation
 SCALES = 0.06  # bytes a weight of less than 8 bits takes in the scales of its group
 ONCE = ("fusion", "hidden_norm", "inject_norm", "prefix")  # modules of a head that read the target's rows, once
-# Bytes of each logit of a chunk: of the draft (as it is and in fp32, its log-probs, gradients), of each further loss,
-# of the target while its probabilities are computed, and of those.
+# Bytes of each logit of a chunk: the draft's, a further loss's, the target's while its probs are computed, and theirs.
 LOGIT, LOSS, TEACHER, PROB = 12, 12, 10, 4
 HALF_BLOCK = 64  # keys: attention works in blocks of 128 queries, half of whose pairs are masked
 
@@ -73,11 +71,7 @@ class TargetShape:
     apart: bool  # whether its embedding and lm_head are weights alone, which load without the layers
 
     def working(self, tokens: int, length: int, item: int, features: int, group: int = 1) -> int:
-        """Return the temporary bytes of a forward pass without gradient, besides the returned features.
-
-        It is the widest moment of one layer, attention, MLP or norm, with the kept states of the feature layers, and
-        the mask of an attention that needs one. A value has `item` bytes, and a `group` of devices shares a layer.
-        """
+        """Return a pass's temporary bytes, in values of `item` bytes, where a `group` of devices shares a layer."""
         dims, width = self.target.layer_dims, self.target.hidden_size
         queries, keys = dims.num_heads * dims.head_dim, dims.num_kv_heads * dims.head_dim
         attention, feed = 2 * width + (6 * queries + 3 * keys) // group, 2 * width + 3 * self.feed // group
@@ -85,10 +79,7 @@ class TargetShape:
         return tokens * item * (max(attention, feed, width * (2 + 8 // item)) + features * width) + mask
 
     def weight_bytes(self, quantize: str | None, item: float, device: str) -> float:
-        """Return the bytes that a weight of the layers takes once it is loaded, `item` where it is not quantised.
-
-        It counts in full where transformers makes whole weights: of fp8 on a CPU, of mxfp4 without the package kernels.
-        """
+        """Return the bytes of a loaded weight of the layers, `item` where transformers makes whole weights."""
         saved = saved_quantization(self.config) or {}
         method, written = saved.get("quant_method"), json.dumps(saved, default=str)
         if (method == "fp8" and device == "cpu") or (method == "mxfp4" and not find_spec("kernels")):
@@ -113,10 +104,8 @@ def _target_shape(path: str, trust_remote_code: bool, given: str) -> TargetShape
         config = read_target_config(path, trust_remote_code, cached_alone=True)
     except ValueError:
         try:
-            is_given = shape.pop("of", None) == path
-            config = (
-                transformers.AutoConfig.for_model(**shape) if is_given else read_target_config(path, trust_remote_code)
-            )
+            is_given, read = shape.pop("of", None) == path, transformers.AutoConfig.for_model
+            config = read(**shape) if is_given else read_target_config(path, trust_remote_code)
         except UNFIT as error:
             where = f"model.shape of {path}" if is_given else f"model.path={path}"
             raise ValueError(
@@ -158,21 +147,15 @@ class HeadCost(NamedTuple):
     flops: int
 
 
-_heads: dict[str, tuple[Any, int]] = {}  # heads and their parameters before adapters, by their configurations
-
-
 def head_cost(run: RunConfig, target: TargetEmbeddings, micro_batch_size: int, device: str, item: int) -> HeadCost:
     """Return the cost of a micro-batch of `micro_batch_size` sequences on a type of device.
 
     Values of products have `item` bytes. Refuse a head that does not fit the target, or the objective's depths.
     """
-    key = repr((run.head, run.peft, target.config))
-    if key not in _heads:  # a choice of placements asks many times
-        with torch.device("meta"):
-            new_head: Any = HEADS[run.head.name](run.head, target)
-            _heads[key] = new_head, sum(p.numel() for p in new_head.parameters())
-            adapt(new_head, run.peft)
-    head, whole = _heads[key]
+    with torch.device("meta"):
+        head: Any = HEADS[run.head.name](run.head, target)
+        whole = parameter_count(head)
+        adapt(head, run.peft)
     depths, anchors, tokens = run.objective.depths, run.objective.anchors, micro_batch_size * run.data.length
     if isinstance(head, HeadModule) and (head.max_depth < depths or not isinstance(head, Recurrent)):
         head.check_depths(depths)
@@ -201,9 +184,7 @@ def head_cost(run: RunConfig, target: TargetEmbeddings, micro_batch_size: int, d
     further = sum(name not in READ_P | NOT_OF_LOGITS for name in run.objective.losses)
     taught = TEACHER * target.vocab_size * (chunk if head.vocab is None else min(chunk, TEACHER_ROWS))
     loss = drafts + PROB * size * chunk + max(taught, (LOGIT + LOSS * further) * size * chunk * drafted // teachers)
-    parameters, count = (
-        sum(p.numel() for p in head.parameters() if p.requires_grad or frozen) for frozen in (True, False)
-    )
+    parameters, count = parameter_count(head) + frozen_count(head), parameter_count(head)
     lm_heads = [module.weight for module in head.modules() if isinstance(module, SummedGradient)]
     owned = sum(weight.numel() for weight in lm_heads if weight is not None and weight.requires_grad)
     saved, loss = saved + (2 * parameters if item == 2 else 0), loss + 4 * owned
@@ -220,10 +201,9 @@ def computed(head: Any, tokens: int, drafted: int, depths: int) -> list[tuple[An
     for name, module in head.named_children():
         if name in ONCE:
             modules.append((module, tokens))
-        elif isinstance(head, Recurrent):
-            modules.append((module, tokens + (depths - 1) * drafted))
-        elif isinstance(head, Block):
-            modules.append((module, drafted * head.size))
+        elif isinstance(head, Recurrent | Block):
+            rows = drafted * head.size if isinstance(head, Block) else tokens + (depths - 1) * drafted
+            modules.append((module, rows))
         elif isinstance(module, nn.ModuleList):  # one a depth, or a few that all depths share
             modules.append((module, drafted * depths / len(module)))
     layers: Any = head.layers if isinstance(head, Block) else ()  # whose keys and values are the context's too
@@ -234,8 +214,8 @@ def computed(head: Any, tokens: int, drafted: int, depths: int) -> list[tuple[An
 def per_row(module: Any, item: int, chosen: int, recompute: bool) -> tuple[float, float, float]:
     """Return what a row takes in a module: kept bytes, weights that multiply it, and the width of attention's queries.
 
-    A linear layer keeps its input and output, a norm its input in fp32 and its result, a gated MLP its product. Under
-    `recompute` gated MLPs and norms keep only their input. A row passes through `chosen` experts.
+    A linear layer keeps its input and output, a norm its input in fp32 and its result, a gated MLP its product; under
+    `recompute` gated MLPs and norms only their input. A row passes through `chosen` experts.
     """
     if isinstance(module, SummedGradient):  # an lm_head, whose rows are scored in chunks
         return 0, 0, 0
@@ -296,30 +276,20 @@ class Plan(NamedTuple):
     host: Memory | None  # of a node; None on a CPU, which is the device
     disk: dict[str, int]  # bytes of checkpoints, of the saved head, and of a feature store of all tokens
     flops: tuple[float, float]  # of the whole run, measurements left out: the target's and the head's
-    device_hours: tuple[float, float] | None  # of one device for each, None if its peak is not known
+    hours: float | None  # of the training, None if the device's peak is not known
+    target_hours: float | None  # of one device for the target's passes
 
     @property
     def utilization(self) -> float:
         """The share that is used of the device, or of the host where that is more."""
         return max(memory.utilization for memory in (self.memory, self.host) if memory is not None)
 
-    @property
-    def hours(self) -> float | None:
-        """The hours of the training; the processes of a machine share its CPU, whose rate is that of all its cores."""
-        if self.device_hours is None:
-            return None
-        target, head = self.device_hours
-        launcher = self.run.launcher
-        devices = launcher.num_nodes if self.run.device.type == "cpu" else launcher.world
-        return (head + (target if self.run.features.runs_target else 0)) / devices
-
 
 def plan(run: RunConfig) -> Plan:
     """Return the plan of a run; nothing is loaded or written.
 
     Where `trainer.micro_tokens` is null, a micro-batch is the most sequences that fit SAFE of the device, a power of
-    two. A device that one sequence fills already, as a final evaluation may, leaves the choice to the share of a
-    process. The head is the one configured, also where `init` names one of its kind.
+    two; of a device that one sequence fills already, as a final evaluation may, those of a process.
     """
     given, world = run.trainer.micro_tokens, run.launcher.world
     if given is not None:
@@ -341,19 +311,19 @@ def _plan(run: RunConfig, micro_batch_size: int) -> Plan:
     # A quantised checkpoint's embeddings are not loaded without its layers, nor those that compute with buffers.
     loaded = run.reads_target or saved_quantization(shape.config) is not None or not shape.apart
     layers = round(shape.weight_bytes(run.model.quantize, item, kind) * shape.inner) if loaded else 0
-    target, gathered, offloaded = target_state(run, shape, layers, item, device.count)
+    target, gathered, offloaded = target_state(run, shape, layers, item)
     evaluation, host_evaluation = 0, 0
     if run.eval.prompts:
         gate = item if run.eval.gate_dtype == AUTO else DTYPES[run.eval.gate_dtype].itemsize
         whole = round(shape.weight_bytes(run.model.quantize, gate, kind) * shape.inner)
-        evaluated, again, host_evaluation = target_state(run, shape, whole, gate, device.count)
+        evaluated, again, host_evaluation = target_state(run, shape, whole, gate)
         evaluation = sum(evaluated.values()) + again
     # The temporary bytes of each stage of a step. A step's first micro-batch comes before the gradient, the others keep
     # the features of the one before during the target's pass; a tensor-parallel group runs its sequences in turn.
     tokens, read = micro_batch_size * length, len(cost.feature_layers)
     row, copied = shape.target.hidden_size * (read + 1), value if run.objective.noise > 0 or value != item else 0
     state, first = head_state(launcher, trainer, cost), micro_batch_size * launcher.world >= run.sequences_per_step
-    gradient = state.get("head: gradients", 0) if first else 0
+    gradient = first * state.get("head: gradients", 0)
     stages = {"head's step": tokens * row * (item + copied) + max(0, cost.activations + cost.loss - gradient)}
     group = (run.model.tensor_parallel or launcher.local) if run.model.placement == TENSOR_PARALLEL else 1
     if layers and features.runs_target:
@@ -381,18 +351,18 @@ def _plan(run: RunConfig, micro_batch_size: int) -> Plan:
     dims = shape.target.layer_dims
     attention = 4 * length * dims.num_heads * dims.head_dim * shape.target.num_layers
     flops = data * (2.0 * shape.active + attention), data / tokens * cost.flops
-    rate = 3600e12 * (device.tflops or 0) * device.mfu
-    hours = (flops[0] / rate, flops[1] / rate) if rate else None
-    return Plan(run, shape, cost, micro_batch_size, memory, host, disk, flops, hours)
+    hours = target_hours = None
+    if device.tflops is not None:  # the processes of a machine share its CPU, whose rate is that of all its cores
+        rate, devices = 3600e12 * device.tflops * device.mfu, launcher.num_nodes if kind == "cpu" else launcher.world
+        target_hours = flops[0] / rate
+        hours = (flops[1] / rate + features.runs_target * target_hours) / devices
+    return Plan(run, shape, cost, micro_batch_size, memory, host, disk, flops, hours, target_hours)
 
 
-def target_state(
-    run: RunConfig, shape: TargetShape, layers: int, item: int, count: int | None
-) -> tuple[dict[str, int], int, int]:
+def target_state(run: RunConfig, shape: TargetShape, layers: int, item: int) -> tuple[dict[str, int], int, int]:
     """Return the target's bytes: on the first process's device, gathered there during a pass, on the host.
 
-    `layers` are the bytes of all layers, 0 if they are not loaded; `item` those of a value of embedding and lm_head,
-    which are whole on every trainer's device. A node has `count` devices, None for one a process.
+    `layers` are the bytes of all layers, 0 if they are not loaded, `item` those of a value of embedding and lm_head.
     """
     where, launcher = run.model.where, run.launcher
     ahead, gathered, host, parts, there = AHEAD * layers // shape.target.num_layers, 0, 0, 1, layers
@@ -401,7 +371,7 @@ def target_state(
     elif where.placement == FSDP:
         parts, gathered = launcher.world, ahead
     elif where.placement == DEVICE_MAP:
-        mine = (where.devices or range(count or launcher.local))[:: launcher.local]
+        mine = (where.devices or range(run.device.count or launcher.local))[:: launcher.local]
         there = layers // len(mine) if 0 in mine else 0  # the devices of a process share its layers out evenly
     elif where.placement == OFFLOAD:
         stay = min(layers, int((where.memory_gb or 0) * GB))

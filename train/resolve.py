@@ -404,14 +404,14 @@ def table(planned: Plan) -> Group:
         **{f"disk: {name}": gib(size) for name, size in planned.disk.items()},
         "operations, target and head": "{:.2g} + {:.2g}".format(*planned.flops),
     }  # fmt: skip
-    if planned.hours is None or planned.device_hours is None:
+    if planned.hours is None:
         totals["hours"] = f"not known: device={device.name} has no peak; give device.tflops"
     else:
         totals[f"time at an assumed {device.mfu:.0%} of {device.name}'s peak"] = spoken(planned.hours)
         if device.type != "cpu":
             totals["GPU hours"] = f"{planned.hours * run.launcher.world:,.1f}"
         if run.features.mode == "stored":
-            totals["GPU hours of the extraction, elsewhere"] = f"{planned.device_hours[0]:,.1f}"
+            totals["GPU hours of the extraction, elsewhere"] = f"{planned.target_hours:,.1f}"
     tables = [_table(f"plan: {run.name} -> {run.out}", totals)]
     for title, use in (("the fullest device", planned.memory), ("host memory of each node", planned.host)):
         if use is not None:

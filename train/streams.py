@@ -47,12 +47,11 @@ from inference.target.placement import REPLICATE
 from inference.target.target import Target
 from inference.verification.rng import hash_key
 from train import checkpoint
-from train.acceptance import AcceptanceEvaluator
 from train.build import among_processes, batches_for, prepare_out, provenance, values_of
 from train.config import LauncherConfig, TrainerConfig, check_batch_and_name
 from train.distributed import launch
 from train.distributed.processes import RunLock, on_main
-from train.loop import Loop
+from train.loop import AcceptanceEvaluator, Loop
 from train.objective import ANCHORS, LossWeights, trainable
 from train.resolve import check_out
 from train.step import Stepper

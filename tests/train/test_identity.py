@@ -24,8 +24,8 @@ from tests import toys
 from tests.data import stores
 from tests.train import jobs
 from train import checkpoint
-from train.acceptance import AcceptanceEvaluator
 from train.config import RunConfig
+from train.loop import AcceptanceEvaluator
 from train.start import LoraAdapterConfig
 
 # Values of fields that the turned one of their type would not be allowed in.

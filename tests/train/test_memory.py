@@ -160,7 +160,7 @@ def test_a_parameter_takes_what_its_strategy_says(
 def test_a_placement_cuts_the_layers(placed: dict[str, Any], there: int, gathered: int, host: int) -> None:
     run = laid_out(8, 2)
     run = replace(run, model=replace(run.model, **placed))
-    held, whole, offloaded = target_state(run, SHAPE, 1600, 2, None)
+    held, whole, offloaded = target_state(run, SHAPE, 1600, 2)
     assert (held["target: layers"], whole, offloaded) == (there, gathered, host)
     part = {"tensor_parallel": placed.get("tensor_parallel", 8), "fsdp": 16}.get(placed["placement"])
     ends = 2 * SHAPE.embeddings

@@ -215,7 +215,8 @@ def test_two_nodes_share_the_target_by_node() -> None:
     words = "experiment=eagle3_llama70b_2x8x80", "head=medusa", "head.lm_head=shared", "objective.depths=4"
     found = plan(automatic(*words))
     assert found.memory.resident["target: layers"] == 2 * found.shape.inner // 8
-    assert found.hours == pytest.approx(found.device_hours and sum(found.device_hours) / 16)
+    rate = 3600e12 * 989 * 0.4
+    assert found.hours == pytest.approx(sum(found.flops) / rate / 16)
     assert "the fullest device: " in shown(found)
 
 
@@ -234,8 +235,8 @@ def test_from_a_store_only_the_ends_are_loaded() -> None:
     )
     assert "features" not in served.disk
     assert (served.memory, served.hours) == (stored.memory, stored.hours)
-    assert served.device_hours is not None
-    assert served.hours == pytest.approx(served.device_hours[1])
+    assert served.run.device.tflops is not None
+    assert served.hours == pytest.approx(served.flops[1] / (3600e12 * served.run.device.tflops * served.run.device.mfu))
 
 
 def test_an_engine_started_without_the_heads_layers_is_refused_by_a_plan() -> None:
