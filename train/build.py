@@ -101,15 +101,6 @@ def source_for(
     return StoredFeatures(store, batches, form, target.device, config.prefetch, recomputed)
 
 
-def origin_of(source: FeatureSource) -> dict[str, Any]:
-    """Return the store that a run trains from and its actual contents, or the servers' names of the target."""
-    if isinstance(source, ServedFeatures):
-        return {"features": dict(zip(source.servers.urls, source.servers.models, strict=True))}
-    if not isinstance(source, StoredFeatures):
-        return {}
-    return {"features": {"path": str(source.store.folder), **asdict(source.store.spec)}}
-
-
 T = TypeVar("T", bound=Any)  # the run's configuration
 
 
@@ -169,8 +160,11 @@ def build(run: RunConfig, accelerator: Accelerator, lock: RunLock) -> Loop:
             "micro_tokens": run.trainer.micro_tokens,
             "sources": [source.provenance() for source in open_sources(run.data)],
             **({} if init is None else {"init": init, "peft": asdict(run.peft)}),
-            **origin_of(source),
         }
+        if isinstance(source, ServedFeatures):
+            origin["features"] = dict(zip(source.servers.urls, source.servers.models, strict=True))
+        elif isinstance(source, StoredFeatures):
+            origin["features"] = {"path": str(source.store.folder), **asdict(source.store.spec)}
         prepare_out(run, values, lock, identity(run, head.config, target, batches, 1).settings, data, origin)
         started = f"starts from {init}, whose numbers replace those of head={run.head.name}; " if init else ""
         frozen = f" next to {count:,} frozen ones" if (count := frozen_count(head)) else ""

@@ -352,7 +352,17 @@ class Saver:
         try:
             write_shard(partial, control.rank, control.world, tensors)
             if control.rank == 0:
-                self._await_others(partial)
+                # Fail if a note is missing after the time-out, before the others time out waiting for this process.
+                end = time.monotonic() + control.timeout / 2
+                missing = list(range(control.world))
+                while missing := [rank for rank in missing if not note_of(partial, rank).exists()]:
+                    for rank in missing:
+                        failed = note_of(partial, rank).with_suffix(FAILED)
+                        if failed.exists():
+                            raise ValueError(f"rank {rank}: {failed.read_text()}")
+                    if self._given_up.is_set() or time.monotonic() > end:
+                        raise ValueError(f"rank {', '.join(map(str, missing))} did not write its part")
+                    time.sleep(POLL)
                 if self.metrics.exists():
                     flush(self.metrics)
                 commit(partial, final, control.world, names, content)
@@ -367,19 +377,6 @@ class Saver:
                         shard.unlink()
                     atomic_write(note_of(partial, control.rank).with_suffix(FAILED), reason.encode())
             raise ValueError(f"{final}: the checkpoint could not be written ({reason})") from error
-
-    def _await_others(self, partial: Path) -> None:
-        """Wait for the notes of all processes; fail if one is missing after the time-out, or its writer failed."""
-        end = time.monotonic() + self.control.timeout / 2  # before the others time out waiting for this process
-        missing = list(range(self.control.world))
-        while missing := [rank for rank in missing if not note_of(partial, rank).exists()]:
-            for rank in missing:
-                failed = note_of(partial, rank).with_suffix(FAILED)
-                if failed.exists():
-                    raise ValueError(f"rank {rank}: {failed.read_text()}")
-            if self._given_up.is_set() or time.monotonic() > end:
-                raise ValueError(f"rank {', '.join(map(str, missing))} did not write its part")
-            time.sleep(POLL)
 
 
 def partition(state: TrainState, rank: int, world: int) -> tuple[dict[str, Tensor], list[str]]:

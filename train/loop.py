@@ -306,7 +306,7 @@ class Loop:
             say(f"step {step + 1} is skipped: {why}; {where}")
             return
         remedy = self.stepper.guard.remedy()
-        self.stepper.guard.take_back()
+        self.progress |= {key: self.progress[key] - 1 for key in ("skipped", "in_a_row")}  # saved as before the step
         self.save(step)
         self.saver.finish()
         self.control.abort(f"stopped before step {step + 1}: {why}; {where}; {remedy}")

@@ -224,7 +224,6 @@ def check_run(run: RunConfig) -> None:
     """
     model, out = run.model, Path(run.out)
     if run.eval.prompts:
-        find_heads([] if run.plan is True else run.compare)
         eval_config(**evaluation(run))
     if run.features.mode == "stored" and (run.plan is not True or run.features.folder.exists()):
         FeatureStore(run.features.folder)
@@ -233,6 +232,7 @@ def check_run(run: RunConfig) -> None:
         check_records(run)
         return
     processes.check_machine(run.launcher, model)
+    find_heads(run.compare if run.eval.prompts else [])
     check_out(out, replaces=run.resume or run.overwrite)
     check_writable(out, "out")
     check_sources(run.data)

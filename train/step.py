@@ -161,10 +161,6 @@ class Guard:
         """Whether the bad step just recorded stops the run."""
         return self.config.on_bad_step == "stop" or self.progress["in_a_row"] >= self.config.bad_steps
 
-    def take_back(self) -> None:
-        """Undo the record of the last bad step, so that a stopped run is saved as before it."""
-        self.progress |= {key: self.progress[key] - 1 for key in ("skipped", "in_a_row")}
-
     def remedy(self) -> str:
         """Return the remedy for a run that was stopped."""
         if self.config.on_bad_step == "stop":

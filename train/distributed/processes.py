@@ -165,20 +165,17 @@ class RunLock(ExitStack):
         if self.held or not self.out.is_dir():
             return
         if not self.enter_context(claim(self.out / LOCK, wait=False)):
+            try:
+                owner = json.loads((self.out / OWNER).read_text())
+                holder = f"process {owner['process']} on {owner['host']} since {owner['since']}"
+            except (OSError, ValueError):  # the holder has just begun
+                holder = "started this moment"
             raise ValueError(
-                f"{self.out}: another run writes to it, {self._owner()}; wait for its end, stop it, or give another "
-                "name=…"
+                f"{self.out}: another run writes to it, {holder}; wait for its end, stop it, or give another name=…"
             )
         self.held = True
         owner = {"host": socket.gethostname(), "process": os.getpid(), "since": time.strftime("%Y-%m-%d %H:%M:%S %z")}
         atomic_write(self.out / OWNER, (json.dumps(owner) + "\n").encode())
-
-    def _owner(self) -> str:
-        try:
-            owner = json.loads((self.out / OWNER).read_text())
-        except (OSError, ValueError):  # the holder has just begun
-            return "started this moment"
-        return f"process {owner['process']} on {owner['host']} since {owner['since']}"
 
 
 log = logging.getLogger(__name__)
