@@ -26,8 +26,8 @@ from data.text.prompts import load_training
 from heads.common.resolvers import register_resolvers
 from heads.modules.vocab import prune
 from inference.target.embeddings_only import load_target
+from train import checkpoint
 from train.build import batches_for, loop_of, source_for, values_of
-from train.checkpoints import format
 from train.config import RunConfig, run_config
 from train.distributed.processes import accelerator_for
 from train.loop import Loop
@@ -74,7 +74,7 @@ def main() -> None:
             seconds[saves].append(time.perf_counter() - begin)
         loop.saver.close()
         loop.tracker.close()
-        newest = format.checkpoints(loop.saver.folder)[-1]
+        newest = checkpoint.checkpoints(loop.saver.folder)[-1]
         size = sum(path.stat().st_size for path in newest.iterdir())
     with_save, without = (statistics.median(seconds[saves]) for saves in (True, False))
     of_step, waited = without / words.steps, loop.saver.seconds / words.blocks

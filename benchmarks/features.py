@@ -56,7 +56,7 @@ from eval.measures.machine import device_facts
 from heads.common.resolvers import register_resolvers
 from inference.target.target import Target
 from train.config import RunConfig, run_config
-from train.planning.resolve import with_processes
+from train.resolve import on_machine
 from train.run import train
 
 MICRO = 4  # rows of a pass
@@ -188,7 +188,7 @@ def reads(case: Case, store: FeatureStore) -> tuple[float, float]:
 
 def trained(overrides: list[str], folder: Path) -> None:
     """Print how much of a short training's time went into waiting for reads."""
-    train(with_processes(composed(*overrides, f"out={folder}", "trainer.eval_prompts=0", "eval.prompts=0")))
+    train(on_machine(composed(*overrides, f"out={folder}", "trainer.eval_prompts=0", "eval.prompts=0")))
     cost = json.loads((folder / "training.json").read_text())
     share = cost["stall_seconds"] / cost["seconds"]
     print(f"training waited {cost['stall_seconds']:.3f} of {cost['seconds']:.1f} s for reads: {share:.2%}")
@@ -206,7 +206,7 @@ def rate(overrides: list[str], folder: Path) -> Rate:
     """Return what a short training takes."""
     begin = time.process_time()
     words = ["trainer.eval_prompts=0", "eval.prompts=0", "trainer.log_every=1", "overwrite=true", f"out={folder}"]
-    run = with_processes(composed(*overrides, *words))
+    run = on_machine(composed(*overrides, *words))
     train(run)
     cpu = time.process_time() - begin
     steps = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
@@ -218,7 +218,7 @@ def rate(overrides: list[str], folder: Path) -> Rate:
 def kept(words: list[str], folder: Path) -> list[str]:
     """Extract a training's features, and return the overrides by which it reads them."""
     stored = ["features=stored", f"features.path={folder}/store"]
-    run = with_processes(composed(*words, *stored))
+    run = on_machine(composed(*words, *stored))
     extract_features(run.model, run.data, run.features, Layers(run.head, None), run.workload, lambda _: None)
     return stored
 

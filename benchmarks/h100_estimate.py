@@ -26,9 +26,8 @@ from benchmarks.step_counts import TREES, Launches, batch_of_size, counted, embe
 from benchmarks.training_kernels import Kernel
 from inference.drafters.head import HeadDrafter
 from inference.drafters.plain import Baseline
-from train.planning.plan import plan, preset
-from train.planning.shapes import configuration
-from train.planning.shapes import head_of as planned_head
+from train.plan import plan
+from train.resolve import preset
 
 BANDWIDTH, PRODUCTS = 2.85e12, 620e12  # bytes/s and bf16 operations/s that an H100 achieves
 LAUNCH, KERNEL, READ = 5.5e-6, 2.0e-6, 12e-6  # seconds of a launch by the host, of a small kernel, of a read
@@ -124,10 +123,10 @@ def training_table(kernels: list[Kernel], tokens: int) -> list[str]:
 def training(overrides: list[str]) -> None:
     """Count and print a training step."""
     run = composed([*SETTINGS, *overrides])
-    job = training_kernels.Job(run, configuration(run.model).get_text_config(), plan(run).micro_batch_size)
-    head, _ = planned_head(run, job.config)
+    planned = plan(run)
+    job = training_kernels.Job(run, planned.shape.config.get_text_config(), planned.micro_batch_size)
     step, update = training_kernels.head_kernels(job)
-    target = training_kernels.target_kernels(configuration(run.model), job, head.feature_layers, run.data.length)
+    target = training_kernels.target_kernels(planned.shape.config, job, planned.cost.feature_layers, run.data.length)
     print("\n".join(training_table([*update, *target, *step], job.rows * run.data.length)))
 
 

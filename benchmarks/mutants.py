@@ -38,7 +38,7 @@ GROUPS = {  # modules, and the test files that see them within seconds
         ["heads/formats/published/*.py", "heads/formats/published/plan.py"],
         [f"heads/test_{name}.py" for name in FORMATS],
     ),
-    "resume": (["train/checkpoints/*.py"], ["train/test_checkpoint.py", "train/test_identity.py"]),
+    "resume": (["train/checkpoint.py"], ["train/test_checkpoint.py", "train/test_identity.py"]),
 }
 
 

@@ -26,8 +26,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from heads.common.resolvers import register_resolvers
 from train.config import run_config
-from train.planning.plan import GIB, Plan, plan, resolve_micro_batch
-from train.planning.resolve import resolve_placement, with_processes
+from train.plan import GIB, Plan, plan
+from train.resolve import on_machine, resolve_placement
 
 TINY, MIB = ROOT / "examples" / "tiny", 2**20
 SHAPES = {
@@ -98,7 +98,7 @@ def composed(overrides: list[str]) -> Any:
     """Return a training configuration."""
     register_resolvers()
     with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        return resolve_micro_batch(resolve_placement(with_processes(run_config(compose("train", overrides)))))
+        return resolve_placement(on_machine(run_config(compose("train", overrides))))
 
 
 def measure(name: str, folder: Path) -> tuple[float, float]:
@@ -124,16 +124,16 @@ def memory(names: list[str], folder: Path) -> None:
 def preset_row(found: Plan) -> str:
     """Return the plan as cells of a Markdown row."""
     launcher, memory, shape = found.run.launcher, found.memory, found.shape
-    numbers = shape.parameters, shape.active + shape.embeddings, found.cost.whole
-    if found.hours is None or found.device_hours is None or memory.capacity is None:
-        raise ValueError(f"device={found.device.name} has no peak or no memory")
+    numbers = shape.embeddings + shape.inner, shape.active + shape.embeddings, found.cost.whole
+    if found.hours is None or found.target_hours is None or memory.capacity is None:
+        raise ValueError(f"device={found.run.device.name} has no peak or no memory")
     stored = found.run.features.mode == "stored"
-    apart = f" (+ {found.device_hours[0]:,.0f} of extraction)" if stored else ""
+    apart = f" (+ {found.target_hours:,.0f} of extraction)" if stored else ""
     cells = [
-        f"{launcher.num_nodes} x {found.device.count or launcher.local} {found.device.name}",
+        f"{launcher.num_nodes} x {found.run.device.count or launcher.local} {found.run.device.name}",
         " / ".join(f"{number / 1e9:.2f}" for number in numbers),
         f"{memory.peak / GIB:.1f} of {memory.capacity / GIB:.1f}",
-        "yes" if found.fits else "no",
+        "yes" if found.utilization <= 1 else "no",
         f"{found.hours * launcher.world:,.1f}{apart}",
         f"{found.hours:,.1f}",
     ]
@@ -146,7 +146,7 @@ def presets() -> None:
     print("| experiment | devices | target / active / head, 10^9 | fullest device, GiB | fits | GPU hours | hours |")
     print("| --- | --- | --- | ---: | --- | ---: | ---: |")
     for file in sorted((ROOT / "conf" / "experiment").glob("*.yaml")):
-        found = plan(composed([f"experiment={file.stem}"]))
+        found = plan(composed(["plan=true", f"experiment={file.stem}"]))
         print(f"| {file.stem} | {preset_row(found)} |", flush=True)
 
 

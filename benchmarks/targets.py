@@ -48,7 +48,7 @@ from tests.families import Erring, generated, in_double, own_module
 from tests.inference.test_decode import Oracle
 from tests.train import jobs
 from train import sweep
-from train.planning.resolve import resolve
+from train.resolve import resolve
 from train.run import train
 
 MARKS = "<!-- benchmarks/targets.py -->", "<!-- end -->"

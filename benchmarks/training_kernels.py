@@ -7,6 +7,7 @@ Every row is trained. Each operation is a kernel, with its operations and the by
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
@@ -23,11 +24,11 @@ from heads import HEADS
 from heads.base import Features
 from heads.common.rope import Rotary
 from inference.target.attention import ATTENTION
+from inference.target.embeddings import TargetEmbeddings
 from inference.target.model import LayerOutputs
 from train import optim
 from train.config import RunConfig
 from train.objective import Chunk, DepthRows, chunk_rows, objective
-from train.planning.shapes import embeddings_of
 
 TARGET, LOSS, PRODUCTS, ATTEND, SMALL, OPTIMISER = (
     "target's pass", "loss with teacher", "head's products", "head's attention", "head's norms, casts, sums",
@@ -162,6 +163,15 @@ def inputs_of(job: Job, head: Any) -> tuple[Features, Tensor, list[Chunk]]:
         for each in index.split(chunk_rows(head, "cuda", depths * len(index)))
     ]
     return features, torch.ones(depths, *size), chunks
+
+
+def embeddings_of(config: Any, dtype: torch.dtype) -> TargetEmbeddings:
+    """Return the embeddings of a target that is not loaded, by its (text) configuration."""
+    table = nn.Embedding(config.vocab_size, config.hidden_size)
+    lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+    parts = {"get_input_embeddings": lambda: table, "get_output_embeddings": lambda: lm_head}
+    model: Any = SimpleNamespace(config=config, **parts)
+    return TargetEmbeddings(model).to(dtype).requires_grad_(False)
 
 
 def head_kernels(job: Job) -> tuple[list[Kernel], list[Kernel]]:

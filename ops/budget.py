@@ -40,12 +40,11 @@ from heads.common.ranges import Count, NewTokens, Within
 from heads.common.typed import typed
 from heads.common.untrusted import parse_json, shown
 from ops.commands import REFUSED, run_command, say, split_config
-from train import sweep
-from train.checkpoints import format
-from train.checkpoints.resume import differences, plain
+from train import checkpoint, sweep
+from train.checkpoint import differences, plain
 from train.config import RunConfig, run_config
 from train.distributed.launch import key_of, overrides
-from train.planning.check import check_out, clear_out
+from train.resolve import check_out, clear_out
 
 # The learning curve of τ: a power function of the trained tokens through a few points, and its interval.
 
@@ -221,13 +220,13 @@ class Forecast:
     def measure(self, words: str, steps: int, cooldown: float, begin: int) -> None:
         """Train a candidate to `steps` from its checkpoint at step `begin`, evaluate it, and count the cost."""
         began, folder, config, timed = time.monotonic(), self.folder(words), self.config, self.budget.timed
-        for path in format.checkpoints(folder / "checkpoints"):
-            if format.step_of(path) > begin:  # the cooldown's checkpoints
+        for path in checkpoint.checkpoints(folder / "checkpoints"):
+            if checkpoint.step_of(path) > begin:  # the cooldown's checkpoints
                 shutil.rmtree(path)
         save = max(1, steps - round(cooldown * steps))
         self.train([
             *self.overrides(words, steps, cooldown), f"out={quoted(folder)}", "name=pilot",
-            "resume=true" if format.checkpoints(folder / "checkpoints") else "overwrite=true",
+            "resume=true" if checkpoint.checkpoints(folder / "checkpoints") else "overwrite=true",
             "trainer.eval_prompts=0", "trainer.patience=null", "trainer.trackers=[jsonl]", "trainer.log_every=1",
             f"trainer.eval_every={steps}", f"trainer.save_every={save}", f"trainer.keep={-(-steps // save) + 1}",
             f"eval.prompts={config.prompts}", f"eval.max_new_tokens={config.tokens}", "eval.repeats=1",
@@ -301,8 +300,8 @@ class Forecast:
             clear_out(self.out)
             last = points[-1]["steps"]
             begin, left = self.stable(last), self.budget.amount - state["spent"] - state["fixed"][words]
-            checkpoint = format.folder_of(Path("checkpoints"), begin)
-            shutil.copytree(self.folder(words) / checkpoint, self.out / checkpoint)
+            saved = checkpoint.folder_of(Path("checkpoints"), begin)
+            shutil.copytree(self.folder(words) / saved, self.out / saved)
             for file in ("metrics.jsonl", "config.yaml"):  # the latter says what its head began as
                 shutil.copy(self.folder(words) / file, self.out / file)
             state["steps"] = max(last, begin + int(left / state["cost"][words]))

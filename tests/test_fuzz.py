@@ -45,7 +45,7 @@ from tests.eval.test_report import full_report
 from tests.eval.test_sources import NOTHING, OWN
 from tests.fuzzing import CUTS, broken, cut, encoded
 from tests.heads.published import eagle3_authors, publish
-from train.checkpoints import format
+from train import checkpoint
 
 ALL = 100_000  # inputs of `make fuzz`
 FEW = 50  # of each reader otherwise
@@ -128,9 +128,9 @@ def store(folder: Path) -> object:
 
 
 def resumed(folder: Path) -> object:
-    if said := format.complaint(folder, 0, 1):
+    if said := checkpoint.complaint(folder, 0, 1):
         raise ValueError(said)
-    return list(format.tensors(folder))
+    return list(checkpoint.tensors(folder))
 
 
 def workload(file: Path) -> object:
@@ -211,8 +211,8 @@ def stored_of(root: Path) -> dict[str, Reader]:
     made["vllm states"] = with_header(states, partial(vllm_states, states))
     kept = root / "checkpoint" / "step-00000001"
     held = {"a": toys.head("medusa", toys.target()).state_dict()["blocks.0.0.linear.bias"]}
-    format.write_shard(kept.with_name(".partial-1"), 0, 1, held)
-    format.commit(kept.with_name(".partial-1"), kept, 1, ["a"], {"step": 1})
+    checkpoint.write_shard(kept.with_name(".partial-1"), 0, 1, held)
+    checkpoint.commit(kept.with_name(".partial-1"), kept, 1, ["a"], {"step": 1})
     index = kept / "index.json"
     made["checkpoint index"] = Reader(index, json.loads(index.read_bytes()), signed, partial(resumed, kept))
     return made

@@ -25,7 +25,7 @@ SOURCES = sorted(file for folder in FOLDERS for file in (ROOT / folder).rglob("*
 PRODUCT = [file for file in SOURCES if file.relative_to(ROOT).parts[0] in PACKAGES]
 # Whole configurations are seen where they are composed; everything else takes the part that it needs.
 WHOLE = {
-    "RunConfig": {"train/run.py", "train/build.py", "train/config.py", "train/planning", "ops/"},
+    "RunConfig": {"train/run.py", "train/build.py", "train/config.py", "train/plan.py", "train/resolve.py", "ops/"},
     "EvalConfig": {"eval/run.py", "eval/setup.py", "eval/config.py"},
 }
 YAMLS = sorted((ROOT / "conf").rglob("*.yaml"))

@@ -1,18 +1,18 @@
 """Training of draft heads.
 
-checkpoints/   checkpoints: their content and format, asynchronous saving, resuming
 distributed/   the processes of a run: launching, watching, sharding strategies
 package/       the package headstart: its names in Python, its command, its build
-planning/      checks and a cost estimate of a run before anything is loaded
 release/       publishing a trained head: folder, card, upload, verification
 config.py      the types of conf/train.yaml
+resolve.py     the resolved run of a composed configuration: checks, device, processes, placement; the plan as tables
+checkpoint.py  checkpoints: their content and format, asynchronous saving, resuming
+plan.py        the plan of a run in closed form: memory, disk, operations, hours
 losses.py      the losses: pure functions of the target's distribution p and the draft's q
 objective.py   the loss and its gradient, a chunk of rows at a time; row weights; anchors and feature noise
 rollouts.py    on-policy training: the head's drafts on training prompts, as micro-batches
 optim.py       AdamW and Muon, their schedule, the EMA of the weights
-loop.py        the training loop: steps, measurements, the best head
+loop.py        the training loop: steps, measurements of acceptance by the verifier, the best head
 step.py        one optimiser step and its operations; detection of bad steps, which are skipped and their batches saved
-acceptance.py  the head's acceptance during training: τ by the verifier, estimates between
 start.py       the initial weights of a head: random, another head's, the target's last layer; LoRA adapters
 streams.py     the command that trains speculative streams, and its loop
 publish.py     the command that publishes a trained head and verifies the download

@@ -8,7 +8,7 @@ import logging
 import platform
 import sys
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -16,12 +16,12 @@ from typing import Any, TypeVar
 import torch
 import transformers
 from accelerate import Accelerator
-from accelerate.utils import broadcast_object_list, set_seed
+from accelerate.utils import broadcast_object_list, find_executable_batch_size, set_seed
 from omegaconf import OmegaConf
 from rich.console import Console
 from transformers import PreTrainedTokenizerBase
 
-from data.batches import Batches, check_known, fingerprint, pack, token_counts
+from data.batches import Batches, Packed, check_known, fingerprint, pack, token_counts
 from data.features.extraction import spec_of
 from data.features.served import LayerIds, ServedFeatures, VllmServers, pieces
 from data.features.source import FeaturesConfig, FeatureSource, LiveFeatures, StoredFeatures
@@ -31,7 +31,7 @@ from data.text.sources import open_sources
 from data.text.template import template_sha256
 from eval.inputs.workloads import MIN_ANSWER_TOKENS
 from eval.measures.machine import revision
-from heads.base import DraftHead, HeadConfig, frozen_count, parameter_count
+from heads.base import DraftHead, Features, HeadConfig, frozen_count, parameter_count, to_device
 from heads.common.errors import redacted_values, redacted_words
 from heads.common.files import atomic_write
 from heads.common.target_config import context_of
@@ -42,15 +42,13 @@ from heads.modules.vocab import prune
 from inference.drafters.policy import TreeConfig, verifiable
 from inference.target.embeddings_only import EmbeddingsOnly, load_target, norm_of
 from inference.target.target import Target
-from train.acceptance import AcceptanceEvaluator
-from train.checkpoints import format, resume
+from train import checkpoint
 from train.config import RunConfig
 from train.distributed import processes
-from train.distributed.control import on_main
-from train.distributed.processes import RunLock
-from train.loop import KeptHead, Loop
-from train.planning.check import check_out, clear_out, ordinary_mask, reads_target
-from train.planning.plan import alone_on_cpu, in_words
+from train.distributed.processes import RunLock, on_main
+from train.loop import AcceptanceEvaluator, KeptHead, Loop
+from train.plan import plan
+from train.resolve import check_out, clear_out, in_words
 from train.rollouts import Rollouts
 from train.start import AUTO, STARTS, adapt, fit_init, init_head, resolve_init
 from train.step import Loss, Stepper
@@ -100,15 +98,6 @@ def source_for(
     return StoredFeatures(store, batches, form, target.device, config.prefetch, recomputed)
 
 
-def origin_of(source: FeatureSource) -> dict[str, Any]:
-    """Return the store that a run trains from and its actual contents, or the servers' names of the target."""
-    if isinstance(source, ServedFeatures):
-        return {"features": dict(zip(source.servers.urls, source.servers.models, strict=True))}
-    if not isinstance(source, StoredFeatures):
-        return {}
-    return {"features": {"path": str(source.store.folder), **asdict(source.store.spec)}}
-
-
 T = TypeVar("T", bound=Any)  # the run's configuration
 
 
@@ -126,7 +115,8 @@ def among_processes(run: T, job: Callable[[T, Accelerator, RunLock], None]) -> N
 def build(run: RunConfig, accelerator: Accelerator, lock: RunLock) -> Loop:
     """Load the target, the head and the data, create the output folder, and return the loop that trains the head.
 
-    Two decisions need the loaded target: whether it verifies trees, and the initial weights of `init=auto`.
+    Three decisions need the loaded target: whether it verifies trees, the initial weights of `init=auto`, and the
+    micro-batch that runs on this device.
 
     Raises:
         ValueError: target, head, data or an earlier run in the folder do not fit each other.
@@ -134,9 +124,9 @@ def build(run: RunConfig, accelerator: Accelerator, lock: RunLock) -> Loop:
     if not accelerator.is_main_process:
         logging.disable(logging.WARNING)  # only the first process warns
     set_seed(run.trainer.seed)
-    goes_on = run.resume and bool(format.checkpoints(Path(run.out) / "checkpoints"))
-    init = resume.first_init(Path(run.out), run.head.name) if goes_on and run.init == AUTO else run.init
-    target = load_target(run.model, str(accelerator.device), whole=reads_target(run))
+    goes_on = run.resume and bool(checkpoint.checkpoints(Path(run.out) / "checkpoints"))
+    init = checkpoint.first_init(Path(run.out), run.head.name) if goes_on and run.init == AUTO else run.init
+    target = load_target(run.model, str(accelerator.device), whole=run.reads_target)
     tree = verifiable(target, run.tree) if isinstance(target, Target) else run.tree
     config, init = resolve_init(init, run.head, target)
     head: Any = init_head(config, init, target, run.base).to(accelerator.device)
@@ -152,6 +142,9 @@ def build(run: RunConfig, accelerator: Accelerator, lock: RunLock) -> Loop:
     check_known(packed, data.held_out, target.tokenizer, target.embeddings.vocab_size)
     if init in STARTS:  # else the pruned vocabulary is chosen already
         prune(head, token_counts(data.samples, target.embeddings.vocab_size))
+    if run.trainer.micro_tokens is None:
+        micro_tokens = run.data.length * executable_micro_batch(run, accelerator, target, head, packed)
+        run = replace(run, trainer=replace(run.trainer, micro_tokens=micro_tokens))
     batches = batches_for(run, packed, accelerator)
     if not goes_on:
         fit_init(head, init, target, batches, run.trainer.steps)
@@ -165,8 +158,11 @@ def build(run: RunConfig, accelerator: Accelerator, lock: RunLock) -> Loop:
             "micro_tokens": run.trainer.micro_tokens,
             "sources": [source.provenance() for source in open_sources(run.data)],
             **({} if init is None else {"init": init, "peft": asdict(run.peft)}),
-            **origin_of(source),
         }
+        if isinstance(source, ServedFeatures):
+            origin["features"] = dict(zip(source.servers.urls, source.servers.models, strict=True))
+        elif isinstance(source, StoredFeatures):
+            origin["features"] = {"path": str(source.store.folder), **asdict(source.store.spec)}
         prepare_out(run, values, lock, identity(run, head.config, target, batches, 1).settings, data, origin)
         started = f"starts from {init}, whose numbers replace those of head={run.head.name}; " if init else ""
         frozen = f" next to {count:,} frozen ones" if (count := frozen_count(head)) else ""
@@ -176,15 +172,77 @@ def build(run: RunConfig, accelerator: Accelerator, lock: RunLock) -> Loop:
             f"samples, {len(packed.token):,} sequences of {run.data.length} tokens ({filled:.0%} filled)",
             highlight=False,
         )
-        placed = None if alone_on_cpu(run) else in_words(run)
         mask = ordinary_mask(getattr(run.head, "mask_token", None), target.embeddings.vocab_size, target.tokenizer)
-        for line in filter(None, (export.unserved(head.config, target.embeddings.beyond_tables()), mask, placed)):
+        placed = None if run.alone_on_cpu else in_words(plan(run))
+        unserved = export.unserved(head.config, target.embeddings.beyond_tables())
+        for line in filter(None, (unserved, mask, placed)):
             Console().print(line, highlight=False, soft_wrap=True, markup=False)
 
     on_main(accelerator, begin)
     logging.disable(logging.NOTSET)
     held_out = [prompt.token for prompt in data.held_out]
     return loop_of(run, accelerator, target, head, source, held_out, tree, values)
+
+
+def executable_micro_batch(
+    run: RunConfig, accelerator: Accelerator, target: Target | EmbeddingsOnly, head: Any, packed: Packed
+) -> int:
+    """Return the sequences of a micro-batch: those of the plan, fewer where this device has no memory for a trial.
+
+    The trial is two micro-batches whose rows are all trained, with the optimiser's state. Where processes share the
+    passes of target or head they cannot run trials of their own, and the plan decides.
+    """
+    device, size = accelerator.device, plan(run).micro_batch_size
+
+    def trial(size: int) -> int:
+        loss = Loss(head, run.objective, compiled=False, autocast=accelerator.mixed_precision == "bf16")
+        state = [torch.empty_like(p) for p in head.parameters() if p.requires_grad for _ in range(2)]
+        (batch, *_) = Batches(packed, size, size, run.trainer.seed, 0, 1)(0)
+        batch = replace(batch, loss_mask=torch.ones_like(batch.loss_mask))
+        anchors, weight = loss.sampled(batch, batch.index)
+        shape, dtype = (*batch.token.shape, len(head.feature_layers) + 1, head.embeddings.hidden_size), target.dtype
+        for _ in range(2):
+            if isinstance(target, Target) and run.features.runs_target:
+                features = target.features(batch.token, batch.document, head.feature_layers)
+            else:
+                states = torch.zeros(shape, dtype=dtype, device=device)
+                token, document = (to_device(field, device) for field in (batch.token, batch.document))
+                features = Features(token, states[:, :, 1:], states[:, :, 0], document)
+            if accelerator.mixed_precision == "no":
+                hidden, last_hidden = (x.to(state[0].dtype) for x in (features.hidden, features.last_hidden))
+                features = features._replace(hidden=hidden, last_hidden=last_hidden)
+            rows = None if anchors is None else to_device(anchors, device)
+            loss(features, to_device(weight.row, device), rows)[0].backward()
+        head.zero_grad()
+        return size
+
+    if run.launcher.strategy == "ddp" and not run.model.where.needs_all_ranks:
+        try:
+            size = find_executable_batch_size(trial, starting_batch_size=size)()
+        except RuntimeError as error:
+            if "reached zero" not in str(error):
+                raise
+            raise ValueError(
+                f"{run.name}: one sequence of data.length={run.data.length} does not fit this device: lower it, or "
+                "give trainer.recompute=true or a smaller head"
+            ) from error
+    sizes: Any = accelerator.gather(torch.tensor([size], device=device))
+    return int(sizes.min())
+
+
+def ordinary_mask(token: int | None, vocab_size: int, tokenizer: PreTrainedTokenizerBase) -> str | None:
+    """Return the line that `head.mask_token` is a token that texts have; None if it is reserved, unused or none."""
+    number = None if token is None else token % vocab_size
+    if number is None or number >= len(tokenizer):
+        return None
+    added = tokenizer.added_tokens_decoder.get(number)
+    if added is not None and added.special and number not in (tokenizer.bos_token_id, tokenizer.eos_token_id):
+        return None
+    word = tokenizer.decode([number])
+    return (
+        f"head.mask_token={token}: masked positions hold the embedding of token {number}, {word!r}, which texts "
+        "have too; give the id of a reserved or unused token if the target has one"
+    )
 
 
 def loop_of(
@@ -219,12 +277,12 @@ def batches_for(run: Any, packed: Any, accelerator: Accelerator) -> Batches:
 
 def identity(
     run: RunConfig, head: HeadConfig, target: Target | EmbeddingsOnly, batches: Batches, world: int
-) -> resume.Identity:
+) -> checkpoint.Identity:
     """Return the settings that identify the run on resume; `head` is the configuration of the head as built."""
     weighed = {f"objective.{key}": value for key, value in asdict(run.objective).items()}
-    return resume.Identity(
-        resume.settings(run.trainer, head, run.peft, target.spec.fingerprint, batches),
-        resume.numerics(run.trainer, weighed, run.launcher.strategy, world),
+    return checkpoint.Identity(
+        checkpoint.settings(run.trainer, head, run.peft, target.spec.fingerprint, batches),
+        checkpoint.numerics(run.trainer, weighed, run.launcher.strategy, world),
     )
 
 
@@ -248,14 +306,14 @@ def prepare_out(
     """
     out = Path(run.out)
     if run.resume:
-        resume.check(out, settings)
-        if not format.checkpoints(out / "checkpoints"):
+        checkpoint.check(out, settings)
+        if not checkpoint.checkpoints(out / "checkpoints"):
             line = f"{out}: nothing to resume, begins at step 0"
             Console().print(line, markup=False, highlight=False, soft_wrap=True)
     out.mkdir(parents=True, exist_ok=True)
     lock.take()
     check_out(out, replaces=run.resume or run.overwrite)  # another run may have started and ended meanwhile
-    format.clear(out / "checkpoints")
+    checkpoint.clear(out / "checkpoints")
     if run.overwrite and not run.resume:
         clear_out(out, weights)
     atomic_write(out / "config.yaml", OmegaConf.to_yaml(OmegaConf.create(values)).encode())

@@ -18,14 +18,16 @@ from heads.base import HeadConfig
 from heads.common.ranges import MACHINE, Amount, Count, Decay, Fraction, NewTokens, Number, OneOf, Positive, Within
 from heads.common.typed import typed
 from heads.common.untrusted import shown
+from heads.mtp import Mtp
 from inference.drafters.policy import TreeConfig
 from inference.target.config import DTYPES, ModelConfig
 from inference.target.loading import AS_IT_IS
 from inference.target.placement import AUTO, check_weights
 from train.losses import ObjectiveConfig
-from train.start import STARTS, AdaptConfig, peft_config
+from train.start import CHECKPOINT, LAST_LAYER, STARTS, AdaptConfig, peft_config
 from train.trackers import TRACKERS
 
+HERE = "here"  # the device of conf/device that is this machine's
 IGNORE = "ignore"  # value of `plan` that starts a run that does not fit
 STRATEGIES = ("ddp", "fsdp2", "zero2", "zero3")
 
@@ -34,7 +36,7 @@ STRATEGIES = ("ddp", "fsdp2", "zero2", "zero3")
 class TrainerConfig:
     """The trainer: batches in tokens, intervals in steps; `min_lr` is relative to `lr`, shares to `steps`.
 
-    Where `micro_tokens` is null, `train.planning.plan.resolve_micro_batch` fills it in.
+    Where `micro_tokens` is null, `train.build` finds it on the device.
     """
 
     steps: Count
@@ -97,7 +99,7 @@ class LauncherConfig:
     """The processes: `num_processes` on each of `num_nodes` nodes; this node is `machine_rank`.
 
     `strategy` is one of STRATEGIES, how the processes share the head. With `slurm` they run as a SLURM job.
-    `train.planning.resolve` fills in null and auto.
+    `train.resolve` fills in null and auto.
     """
 
     num_processes: Count | None
@@ -159,6 +161,7 @@ class DeviceConfig:
     type: Annotated[str, OneOf(("cuda", "cpu"))] | None
     count: Count | None
     memory_gb: Positive | None
+    host_gb: Positive | None
     tflops: Positive | None
     mfu: Annotated[float, Within(0, 1, above=True)]
     context_gb: Amount
@@ -201,6 +204,20 @@ class RunConfig:
         """Packed sequences of a step, over all processes."""
         return self.trainer.batch_tokens // self.data.length
 
+    @property
+    def reads_target(self) -> bool:
+        """Whether it needs the target's layers: for features, decoding, initial weights, or changed weights."""
+        # By default head=mtp starts from the last layer, whatever is measured while it trains.
+        starts = self.init in (LAST_LAYER, CHECKPOINT) or (self.init == AUTO and isinstance(self.head, Mtp.Config))
+        features, decodes = self.features, self.trainer.eval_prompts or self.objective.on_policy.prompts
+        given = not features.runs_target and features.on_missing == "fail" and not decodes
+        return starts or not given or not self.model.as_saved
+
+    @property
+    def alone_on_cpu(self) -> bool:
+        """Whether it is a single process on a CPU, which leaves nothing to choose."""
+        return self.launcher.world == 1 and self.device.type == "cpu"
+
 
 def run_config(cfg: DictConfig) -> RunConfig:
     """Return the composed configuration as typed objects; refuse unknown keys, wrong types and broken invariants."""
@@ -212,6 +229,7 @@ def run_config(cfg: DictConfig) -> RunConfig:
 
 def checked(run: RunConfig) -> RunConfig:
     """Return a run; refuse one whose sections contradict each other."""
+    where, objective, predicts = run.model.where, run.objective, getattr(run.head, "confidence", False)
     if run.plan not in (True, False, IGNORE):
         raise ValueError(f"plan is {shown(run.plan)}: give true, false, or {IGNORE} to start a run that does not fit")
     if run.trainer.optimizer == "muon" and run.launcher.strategy.startswith("zero"):
@@ -220,23 +238,30 @@ def checked(run: RunConfig) -> RunConfig:
             "up into flat pieces: choose adamw with its rate, trainer.optimizer=adamw trainer.lr=3e-3, or "
             "launcher.strategy=fsdp2"
         )
-    _check_together(run)
-    if getattr(run.head, "candidates", None) is not None and not run.objective.losses.get("candidates"):
+    quantize, adapter = (None if value == AS_IT_IS else value for value in (run.model.quantize, run.model.adapter))
+    check_weights(where, quantize, adapter)
+    if where.needs_all_ranks and objective.on_policy.prompts:
+        raise ValueError(
+            f"model.placement={where.placement} takes all processes for a pass, and in a rollout each decodes its own "
+            "prompts: give objective.on_policy.prompts=0, or model.placement=replicate"
+        )
+    if where.needs_all_ranks and run.features.mode == "stored" and run.features.on_missing == "compute":
+        raise ValueError(
+            f"model.placement={where.placement} takes all processes for a pass, and they need different rows of a "
+            "store: give features=live, or features.on_missing=fail with a whole store"
+        )
+    if getattr(run.head, "candidates", None) is not None and not objective.losses.get("candidates"):
         raise ValueError(
             "head.candidates trains a candidate head, and no loss teaches it: give experiment=eagle4_candidates, or "
             "head.candidates=null"
         )
     if run.init in STARTS:  # else `init` names a head with its own configuration
-        predicts = getattr(run.head, "confidence", False)
-        if predicts and not run.objective.losses.get("confidence"):
+        if predicts and not objective.losses.get("confidence"):
             raise ValueError(
                 "head.confidence=true predicts each draft's acceptance, and no loss teaches it: give "
                 "+objective.losses.confidence=1.0, or head.confidence=false"
             )
-        for key, losses in (
-            ("losses", run.objective.losses),
-            ("on_policy.losses", run.objective.on_policy.losses or {}),
-        ):
+        for key, losses in (("losses", objective.losses), ("on_policy.losses", objective.on_policy.losses or {})):
             if not predicts and "confidence" in losses:
                 raise ValueError(
                     f"objective.{key}.confidence: head={run.head.name} predicts no acceptance; give head=block with "
@@ -256,23 +281,3 @@ def check_batch_and_name(name: str, trainer: TrainerConfig, length: int) -> None
         tokens = getattr(trainer, key)
         if tokens is not None and tokens < length:
             raise ValueError(f"trainer.{key} is {tokens}, less than a row of data.length={length}: raise it")
-
-
-def _check_together(run: RunConfig) -> None:
-    """Refuse settings in which only some processes would run passes that need all processes."""
-    where = run.model.where
-    kind = where.placement
-    quantize, adapter = (None if value == AS_IT_IS else value for value in (run.model.quantize, run.model.adapter))
-    check_weights(where, quantize, adapter)
-    if not where.needs_all_ranks:
-        return
-    if run.objective.on_policy.prompts:
-        raise ValueError(
-            f"model.placement={kind} takes all processes for a pass, and in a rollout each decodes its own prompts: "
-            "give objective.on_policy.prompts=0, or model.placement=replicate"
-        )
-    if run.features.mode == "stored" and run.features.on_missing == "compute":
-        raise ValueError(
-            f"model.placement={kind} takes all processes for a pass, and they lack different rows of a store: give "
-            "features=live, or features.on_missing=fail with a whole store"
-        )

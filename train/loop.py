@@ -1,27 +1,37 @@
-"""The training loop: optimiser steps, measurements of acceptance length, the best head."""
+"""The training loop: optimiser steps, measurements of acceptance by the real verifier, the best head."""
 
+import hashlib
 import json
+import random
 import time
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor, nn
 
+from eval.inputs.workloads import write
+from eval.measures import metrics
+from eval.teacher_forced import ranks, unrolled
+from heads.base import Features
 from heads.common.errors import one_line
 from heads.common.files import atomic_write
-from heads.common.progress import say
+from heads.common.progress import progress, say
 from heads.formats.store import save_head
+from heads.modules.vocab import scatter_logits
+from inference.decode import RequestParams, speculate
+from inference.drafters.head import HeadDrafter
 from inference.drafters.policy import TreeConfig
+from inference.protocol import Drafter
 from inference.target.embeddings_only import EmbeddingsOnly
 from inference.target.target import Target
-from train.acceptance import AcceptanceEvaluator
-from train.checkpoints import format, resume
-from train.checkpoints.resume import Identity
-from train.checkpoints.saver import Saver
+from inference.verification.sample import GREEDY
+from train import checkpoint
+from train.checkpoint import Identity, Saver
 from train.config import TrainerConfig
-from train.distributed.control import STOPPED, ProcessControl
-from train.distributed.processes import RELEASE_EVERY, release_freed
+from train.distributed.processes import RELEASE_EVERY, STOPPED, ProcessControl, release_freed
 from train.optim import same_rates
 from train.start import merged_copy
 from train.step import BAD, Stepper, keep_batch
@@ -51,6 +61,78 @@ def with_new_schedule(then: dict[str, Any], now: dict[str, Any], trainer: Traine
         return then
     schedule = {key: then[name] for name, key in SCHEDULE.items()}
     return then | {name: now[name] for name in SCHEDULE} if same_rates(trainer, schedule, steps) else then
+
+
+class AcceptanceEvaluator:
+    """Measures heads on the same prompts: `trainer.eval_prompts` held-out ones, sampled by the seed."""
+
+    def __init__(
+        self, target: Target, prompts: list[list[int]], trainer: TrainerConfig, tree: TreeConfig, name: str,
+        drafter: Callable[[Any, TreeConfig, str], Drafter] = HeadDrafter,
+    ) -> None:  # fmt: skip
+        sampled = random.Random(trainer.seed).sample(range(len(prompts)), min(trainer.eval_prompts, len(prompts)))
+        self.target, self.prompts = target, [prompts[i] for i in sorted(sampled)]
+        self.tree, self.name, self.seed, self.drafter = tree, name, trainer.seed, drafter
+        self.groups = metrics.clustered(self.prompts)
+        self.settings = RequestParams(trainer.eval_tokens, GREEDY)
+        self.texts: list[tuple[Features, int]] | None = None
+        # The conditions of τ besides the head: values are comparable only under equal ones.
+        self.conditions = {
+            "trainer.eval_prompts": len(self.prompts), "trainer.eval_tokens": trainer.eval_tokens,
+            "prompts' fingerprint": hashlib.sha256(json.dumps(self.prompts).encode()).hexdigest()[:16],
+            **{f"tree.{key}": value for key, value in asdict(tree).items()},
+        }  # fmt: skip
+
+    def tau(self, head: Any, halted: Callable[[], bool] = lambda: False) -> dict[str, Any] | None:
+        """Return τ of greedy decoding, pooled over the prompts, its 95 % interval, and P(a >= d).
+
+        None if `halted` returned true before a prompt.
+        """
+        drafter = self.drafter(head, self.tree, self.name)
+        generations = []
+        try:
+            for prompt in progress(self.prompts, "measuring τ"):
+                if halted():
+                    return None
+                generations.append(speculate(self.target, drafter, prompt, self.settings))
+        finally:
+            self.target.idle.pop(drafter, None)  # drop its batch, which holds a copy of the head
+        acceptance = metrics.acceptance(generations)
+        return {
+            "tau": acceptance.tau or 1.0,  # answers of one token have no step
+            "tau_ci": metrics.tau_interval(generations, self.seed, self.groups),
+            "accepted_by_depth": acceptance.accepted_by_depth,
+        }
+
+    @torch.inference_mode()
+    def estimate(self, head: Any, halted: Callable[[], bool] = lambda: False) -> list[float] | None:
+        """Return P(a >= k) of a greedy chain for k = 1 … the tree's depth, over every row of the target's answers.
+
+        No verifier runs: answers and their features are computed once, and a head drafts from all rows at once. None if
+        `halted` returned true before a prompt or an answer.
+        """
+        if self.texts is None:
+            texts = []
+            for prompt in progress(self.prompts, "writing texts to estimate on"):
+                if halted():
+                    return None
+                for text in write(self.target, [prompt], self.settings):
+                    token = torch.tensor(text.token, device=self.target.device)[None]
+                    features = self.target.features(token, torch.zeros_like(token), head.feature_layers)
+                    texts.append((features, text.start))
+            self.texts = texts
+        depths = min(self.tree.deepest, head.max_depth)
+        hits, rows = torch.zeros(depths), torch.zeros(depths)
+        for features, start in self.texts:
+            if halted():
+                return None
+            token, rank = features.token[0, start - 1 :], []
+            for d, draft in enumerate(unrolled(head, features, depths), 1):
+                logits = scatter_logits(head.vocab, head.compute_logits(draft.state[0, start - 1 :], d))
+                rank.append(ranks(logits, token, d).cpu())
+            hits += (torch.stack(rank) == 0).cumprod(0).sum(1)
+            rows += (torch.stack(rank) >= 0).sum(1)
+        return (hits / rows.clamp_min(1)).tolist()
 
 
 class KeptHead:
@@ -87,7 +169,7 @@ class Loop:
         self.control = ProcessControl(self.accelerator, self.trainer.timeout)
         self.saver = Saver(self.out, self.control, self.trainer.keep)
         self.start, self.progress = 0, dict(BEGINNING)
-        self.conditions = {} if evaluator is None else resume.plain(evaluator.conditions)  # conditions of its τ
+        self.conditions = {} if evaluator is None else checkpoint.plain(evaluator.conditions)  # conditions of its τ
         if resumes:
             self.load()
         self.stepper.restore(self.progress)
@@ -103,9 +185,9 @@ class Loop:
         path = self.saver.newest()
         if path is None:
             return
-        state = format.state_of(path)
+        state = checkpoint.state_of(path)
         try:
-            resume.restore(self.stepper.state, path)
+            checkpoint.restore(self.stepper.state, path)
         except (KeyError, RuntimeError) as error:
             raise ValueError(
                 f"{self.out}: its checkpoints are of a head with other parts; resume=true goes on with the "
@@ -114,16 +196,13 @@ class Loop:
         self.start, self.progress = state["step"], self.progress | state.get("progress", {})
         now = self.identity.numerics
         then = with_new_schedule(state.get("arithmetic", {}), now, self.trainer, self.start)
-        if changed := resume.differences(then, now):
+        if changed := checkpoint.differences(then, now):
             self.control.warn(f"the same data in the same order, but no longer bit for bit: {changed}")
-        self.compare(state.get("conditions", {}))
-
-    def compare(self, then: dict[str, Any]) -> None:
-        """Drop the best τ, measured under the conditions of `then`, if this run measures under others."""
+        then = state.get("conditions", {})  # of the best τ, which is dropped if this run measures under others
         over = self.exhausted() or self.progress["measured"] >= self.trainer.steps
         if self.evaluator is None or over:
             self.conditions = then
-        elif then and self.progress["best_tau"] and (changed := resume.differences(then, self.conditions)):
+        elif then and self.progress["best_tau"] and (changed := checkpoint.differences(then, self.conditions)):
             self.control.warn(
                 f"the best τ so far, {self.progress['best_tau']:.3f} at step {self.progress['best_step']}, does not "
                 f"compare with those to come: {changed}; the next measurement is the best again"
@@ -227,7 +306,7 @@ class Loop:
             say(f"step {step + 1} is skipped: {why}; {where}")
             return
         remedy = self.stepper.guard.remedy()
-        self.stepper.guard.take_back()
+        self.progress |= {key: self.progress[key] - 1 for key in ("skipped", "in_a_row")}  # saved as before the step
         self.save(step)
         self.saver.finish()
         self.control.abort(f"stopped before step {step + 1}: {why}; {where}; {remedy}")
@@ -256,7 +335,15 @@ class Loop:
         if self.evaluator is None:
             self.keep(weights)
         elif (measured := self.measure_on_main(self.evaluator.tau, weights)) is not None:
-            self.note(step, measured, weights)
+            tau = measured["tau"]
+            better = tau > self.progress["best_tau"]
+            self.progress |= {"stale": 0 if better else self.progress["stale"] + 1, "measured": step}
+            if better:
+                self.progress |= {"best_tau": tau, "best_step": step}
+                self.keep(weights)
+            self.tracker.log({"step": step, **measured, "best": better})
+            low, high = measured["tau_ci"] or (tau, tau)
+            say(f"step {step}: τ {tau:.3f} [{low:.2f}, {high:.2f}]{'  (best, kept)' if better else ''}")
         # All processes get the main process's result.
         self.progress |= self.control.broadcast({key: self.progress[key] for key in SHARED})
         return self.evaluator is None or self.progress["measured"] == step
@@ -272,18 +359,6 @@ class Loop:
         if result is not None and not self.needs_all_ranks:  # nobody waits for it any more
             self.control.measuring(over=True)
         return result
-
-    def note(self, step: int, measured: dict[str, Any], weights: dict[str, Tensor]) -> None:
-        """Record a measurement; the main process writes it."""
-        tau = measured["tau"]
-        better = tau > self.progress["best_tau"]
-        self.progress |= {"stale": 0 if better else self.progress["stale"] + 1, "measured": step}
-        if better:
-            self.progress |= {"best_tau": tau, "best_step": step}
-            self.keep(weights)
-        self.tracker.log({"step": step, **measured, "best": better})
-        low, high = measured["tau_ci"] or (tau, tau)
-        say(f"step {step}: τ {tau:.3f} [{low:.2f}, {high:.2f}]{'  (best, kept)' if better else ''}")
 
     def keep(self, weights: dict[str, Tensor]) -> None:
         """Write a head with these weights to the run's folder."""

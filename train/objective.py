@@ -67,22 +67,18 @@ def noisy(features: Features, noise: float, keys: Int[Tensor, "B"]) -> Features:
     length, layers = features.hidden.shape[1:3]
     scale, device = noise * 512 / length, features.last_hidden.device
     position, layer = (torch.arange(size, device=device) for size in (length, 1 + layers))
-    key = hash_key(hash_key(hash_key(keys, NOISE)[:, None], position)[:, :, None], layer)
-    last, hidden = (
-        _jittered(features.last_hidden, key[:, :, 0], scale),
-        _jittered(features.hidden, key[:, :, 1:], scale),
-    )
+    key = hash_key(hash_key(hash_key(keys, NOISE)[:, None], position)[:, :, None], layer)  # of each vector
+    noised = []
+    for x, vector_keys in ((features.last_hidden, key[:, :, 0]), (features.hidden, key[:, :, 1:])):
+        noised.append(x.clone(memory_format=torch.contiguous_format))
+        unit = torch.arange(x.shape[-1], device=device)
+        size = max(1, VALUES.get(device.type, VALUES["cuda"]) // x.shape[-1])
+        for some, some_keys in zip(
+            noised[-1].flatten(0, -2).split(size), vector_keys.flatten().split(size), strict=True
+        ):
+            some.add_(hash_key(some_keys[:, None], unit).float().mul_(scale / 2**BITS).sub_(scale / 2))
+    last, hidden = noised
     return features._replace(last_hidden=last, hidden=hidden)
-
-
-def _jittered(x: Float[Tensor, "*n D"], key: Int[Tensor, "*n"], scale: float) -> Float[Tensor, "*n D"]:
-    """Return x with uniform noise from -scale / 2 to scale / 2, by a key for each vector."""
-    out: Any = x.clone(memory_format=torch.contiguous_format)
-    unit = torch.arange(x.shape[-1], device=x.device)
-    size = max(1, VALUES.get(x.device.type, VALUES["cuda"]) // x.shape[-1])
-    for some, keys in zip(out.flatten(0, -2).split(size), key.flatten().split(size), strict=True):
-        some.add_(hash_key(keys[:, None], unit).float().mul_(scale / 2**BITS).sub_(scale / 2))
-    return out
 
 
 ROWS = 2048  # the most rows of a chunk: enough to fill an accelerator's matmuls
@@ -195,31 +191,24 @@ def chunked(
     If `trained` is on the device, the host waits for it. The teacher of row t at depth d is row t + d, or
     `path[t, d - 1]`; at one depth no two rows have the same teacher.
     """
-    trained_row = [_trained_row_of(flags, depth, path) for depth, flags in enumerate(trained, 1)]
-    used = (torch.stack(trained_row) >= 0).any(0).nonzero()[:, 0].split(size)
-    chunks = [Chunk(teacher, [_depth_rows(source, teacher) for source in trained_row]) for teacher in used]
+    trained_row = []  # by depth: the trained row that each row teaches, -1 if none
+    for depth, flags in enumerate(trained, 1):
+        source = flags.flatten().nonzero()[:, 0]
+        teacher = source + depth
+        if path is not None:
+            teacher = source - source % flags.shape[1] + path[..., depth - 1].flatten()[source]
+        trained_row.append(torch.full_like(flags.flatten(), -1, dtype=torch.long).scatter(0, teacher, source))
+    chunks = []
+    for teacher in (torch.stack(trained_row) >= 0).any(0).nonzero()[:, 0].split(size):
+        sources = [row[teacher] for row in trained_row]
+        position = [(source >= 0).nonzero()[:, 0] for source in sources]
+        pairs = zip(position, sources, strict=True)
+        chunks.append(Chunk(teacher, [DepthRows(teacher[at], at, source[at]) for at, source in pairs]))
     if trained.device == device:
         return chunks
     vectors, layout = tree_flatten(chunks)
     copied: list[Chunk] = tree_unflatten(to_device(torch.cat(vectors), device).split([*map(len, vectors)]), layout)
     return copied
-
-
-def _trained_row_of(flags: Bool[Tensor, "B T"], depth: int, path: Int[Tensor, "B T d"] | None) -> Int[Tensor, "N"]:
-    """Return the trained row that each row teaches at a depth, -1 if none."""
-    source = flags.flatten().nonzero()[:, 0]
-    teacher = source + depth
-    if path is not None:
-        length = flags.shape[1]
-        teacher = source - source % length + path[..., depth - 1].flatten()[source]
-    return torch.full_like(flags.flatten(), -1, dtype=torch.long).scatter(0, teacher, source)
-
-
-def _depth_rows(trained_row: Int[Tensor, "N"], teacher: Int[Tensor, "n"]) -> DepthRows:
-    """Return the trained rows of a depth with teachers among these."""
-    source = trained_row[teacher]
-    position = (source >= 0).nonzero()[:, 0]
-    return DepthRows(teacher[position], position, source[position])
 
 
 class LossContext(NamedTuple):

@@ -126,7 +126,6 @@ PROJECTIONS = ("q_proj", "k_proj", "v_proj")
 # Parameters whose inputs differ in EAGLE-3: its projections read an embedding and the state.
 WIDER = tuple(f"block.self_attn.{name}.weight" for name in PROJECTIONS)
 REFITTED = ("block.input_layernorm.weight", *WIDER)
-Solve = Callable[..., Tensor]  # `solved`, given a head, its target and batches
 TOKENS_PER_INPUT, RIDGE = 64, 1e-2  # constants of `solved`; the ridge is relative to the inputs' mean square
 
 
@@ -253,7 +252,7 @@ def from_target(config: HeadConfig, init: str, target: Target, checkpoint: str) 
 
 
 @torch.no_grad()
-def fit_init(head: nn.Module, init: str | None, target: Any, batches: Batches, steps: int) -> None:
+def fit_init(head: Any, init: str | None, target: Any, batches: Batches, steps: int) -> None:
     """Fit the inputs of a head that starts as the target's last layer, by least squares.
 
     The target's layer reads the state of the layer below at the next position, which a draft cannot know. It is
@@ -272,36 +271,26 @@ def fit_init(head: nn.Module, init: str | None, target: Any, batches: Batches, s
         head.eh_proj.weight.copy_(solve(head.eh_proj, lambda states: states.below))
         return
     layer = last_layer(head.config, target)
-    if isinstance(head, Eagle):
-        _fit_eagle(head, layer, solve, final_gain(target, batches))
-        return
-    assert isinstance(head, Eagle3)
-    norms = head.config.norm_output  # the states that the head feeds back
-    head.fusion.fc.weight.copy_(solve(head.fusion.fc, lambda states: states.last_hidden if norms else states.raw))
-    attention = head.first.self_attn
-    _fit_projections(attention, layer, solve, head.config.norm_eps)
-    for linear in (attention.o_proj, head.first.mlp.down_proj):
-        linear.weight.add_(solve(linear, lambda states: states.above - states.state))
-
-
-def _fit_eagle(head: Any, layer: dict[str, Tensor], solve: Solve, gain: Float[Tensor, "D"]) -> None:
-    """Fit EAGLE's fc, and scale the layer to the target's final norm."""
-    gain, (block, *_) = gain.to(head.fc.weight), head.layers
-    head.fc.weight.copy_(solve(head.fc, lambda states: gain * states.below))
-    if head.fc.bias is not None:
-        head.fc.bias.zero_()
-    for linear in (block.self_attn.o_proj, block.mlp.down_proj):
-        linear.weight.mul_(gain[:, None])
-    _fit_projections(block.self_attn, layer, solve, head.config.norm_eps)
-
-
-def _fit_projections(attention: Any, layer: dict[str, Tensor], solve: Solve, eps: float) -> None:
-    """Fit queries, keys and values to those of the target's layer, on its predicted input."""
-    scale = layer["block.input_layernorm.weight"].to(attention.o_proj.weight)
-    guess = solve(attention.q_proj, lambda states: functional.rms_norm(states.below, scale.shape, scale, eps))
+    block: Any = head.layers[0] if isinstance(head, Eagle) else head.first
+    residual = block.self_attn.o_proj, block.mlp.down_proj
+    if isinstance(head, Eagle):  # fit fc, and scale the layer to the target's final norm
+        gain = final_gain(target, batches).to(head.fc.weight)
+        head.fc.weight.copy_(solve(head.fc, lambda states: gain * states.below))
+        if head.fc.bias is not None:
+            head.fc.bias.zero_()
+        for linear in residual:
+            linear.weight.mul_(gain[:, None])
+    else:
+        norms = head.config.norm_output  # the states that the head feeds back
+        head.fusion.fc.weight.copy_(solve(head.fusion.fc, lambda states: states.last_hidden if norms else states.raw))
+    # Queries, keys and values become those of the target's layer, on its predicted input.
+    scale, eps = layer["block.input_layernorm.weight"].to(block.self_attn.o_proj.weight), head.config.norm_eps
+    guess = solve(block.self_attn.q_proj, lambda states: functional.rms_norm(states.below, scale.shape, scale, eps))
     for name in PROJECTIONS:
-        projection = getattr(attention, name)
+        projection = getattr(block.self_attn, name)
         projection.weight.copy_(layer[f"block.self_attn.{name}.weight"].to(guess) @ guess)
+    for linear in residual if isinstance(head, Eagle3) else ():
+        linear.weight.add_(solve(linear, lambda states: states.above - states.state))
 
 
 def final_gain(target: Any, batches: Batches) -> Float[Tensor, "D"]:
@@ -408,20 +397,6 @@ def _block(config: Any) -> str:
     return BLOCK if isinstance(config, Mtp.Config) and config.layer == TARGET else "block."
 
 
-def _layer(config: Any, target: Target) -> dict[str, Tensor]:
-    """Return the parameters of a head's decoder layers that the target's last layer should have, on meta."""
-    outlined = meta_state_dict(HEADS[config.name], config, target.embeddings, "")
-    if isinstance(config, Mtp.Config):
-        return {name: value for name, value in outlined.items() if name.startswith("block.")}
-    if isinstance(config, Eagle.Config):
-        return {name.replace("layers.0.", "block.", 1): value for name, value in outlined.items() if "layers." in name}
-    width = target.embeddings.hidden_size  # parameters of the embedding, which the target's projections do not read
-    wide = {name.replace("first.", "block.", 1): value for name, value in outlined.items() if name.startswith("first.")}
-    del wide["block.hidden_norm.weight"]
-    further = {f"block.{name}": value for name, value in outlined.items() if name.startswith("layers.")}
-    return {name: value[:, width:] if name in WIDER else value for name, value in (wide | further).items()}
-
-
 def incompatibility(config: Any, target: Target) -> str | None:
     """Return why a head cannot start as the target's last layer, or None."""
     if target.quantized is not None:
@@ -442,7 +417,16 @@ def incompatibility(config: Any, target: Target) -> str | None:
 
 def mismatch(config: Any, start: dict[str, Tensor], target: Target) -> str | None:
     """Return how a layer's parameters differ from the head's, with the remedy for an MTP module, or None."""
-    layer = _layer(config, target)
+    # The parameters of the head's decoder layers that the target's last layer should have, on meta.
+    firsts = (("block.", Mtp.Config), ("layers.0.", Eagle.Config), ("first.", Eagle3.Config))
+    first = next(prefix for prefix, kind in firsts if isinstance(config, kind))
+    outlined = meta_state_dict(HEADS[config.name], config, target.embeddings, "")
+    layer = {name.replace(first, "block.", 1): value for name, value in outlined.items() if name.startswith(first)}
+    layer |= {f"block.{name}": x for name, x in outlined.items() if name.startswith("layers.") and first not in name}
+    if isinstance(config, Eagle3.Config):
+        del layer["block.hidden_norm.weight"]
+        width = target.embeddings.hidden_size  # parameters of the embedding, which the target's projections do not read
+        layer |= {name: layer[name][:, width:] for name in WIDER}
     odd = sorted(layer.keys() ^ {name for name in start if name.startswith("block.")})
     odd += [name for name in layer.keys() & start.keys() if start[name].shape != layer[name].shape]
     if not odd:

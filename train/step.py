@@ -28,7 +28,7 @@ from heads.base import Features, frozen_count, parameter_count, to_device
 from heads.common.files import atomic_write
 from heads.modules.layers import compile_layers
 from inference.phase_timer import PhaseTimer
-from train.checkpoints.saver import TrainState
+from train.checkpoint import TrainState
 from train.config import LauncherConfig, TrainerConfig
 from train.distributed import strategy
 from train.losses import ObjectiveConfig
@@ -46,7 +46,7 @@ from train.objective import (
     trained_rows,
 )
 from train.optim import Ema, learning_rate, optimizer
-from train.planning.plan import peak_flops
+from train.resolve import by_driver_name
 from train.rollouts import Rollouts
 
 
@@ -161,10 +161,6 @@ class Guard:
         """Whether the bad step just recorded stops the run."""
         return self.config.on_bad_step == "stop" or self.progress["in_a_row"] >= self.config.bad_steps
 
-    def take_back(self) -> None:
-        """Undo the record of the last bad step, so that a stopped run is saved as before it."""
-        self.progress |= {key: self.progress[key] - 1 for key in ("skipped", "in_a_row")}
-
     def remedy(self) -> str:
         """Return the remedy for a run that was stopped."""
         if self.config.on_bad_step == "stop":
@@ -199,7 +195,10 @@ class Stepper:
         self.head = head = loss.head
         self.sizes = parameter_count(head), frozen_count(head)  # counted before sharding
         self.phase_timer = PhaseTimer(accelerator.device)
-        self.peak = peak_flops(accelerator.device, trainer.peak_tflops)
+        self.peak = trainer.peak_tflops  # 10^12 operations per second of one device, if known
+        if self.peak is None and accelerator.device.type == "cuda":
+            named = by_driver_name(torch.cuda.get_device_name(accelerator.device))
+            self.peak = None if named is None else named.tflops
         self.steps, self.rows, self.stall = 0, 0, 0.0  # since the last record
         self.restore({"flops": None, "rollout_flops": 0, "rollout_tokens": 0})
         self.counter: Any = nullcontext()  # counts a rollout in the counted step
@@ -249,7 +248,13 @@ class Stepper:
             self.progress["rollout_tokens"] += numbers["rollout_tokens"]
         self.phase_timer.mark("wait")
         bad = self.guard.check(numbers["loss"], numbers["grad_norm"])
-        self.update(step, good=bad is None)
+        if bad is None:
+            for group in self.optimizer.param_groups:
+                group["lr"] = self.rate(step)
+            self.strategy.step()
+            self.average.update(self.head)
+        else:
+            self.strategy.drop()
         self.phase_timer.mark("optimiser")
         self.steps, self.rows = self.steps + 1, self.rows + numbers["rows"]
         self.stall += self.source.stall - stall
@@ -280,16 +285,6 @@ class Stepper:
         grad_norm /= self.accelerator.num_processes
         return {**first, **metrics, "grad_norm": grad_norm, "rows": int(rows)}
 
-    def update(self, step: int, *, good: bool) -> None:
-        """Update the weights, or drop the gradient of a bad step."""
-        if not good:
-            self.strategy.drop()
-            return
-        for group in self.optimizer.param_groups:
-            group["lr"] = self.rate(step)
-        self.strategy.step()
-        self.average.update(self.head)
-
     def operations(self, begin: int, end: int) -> int | None:
         """Return the operations of steps `begin` to `end` - 1 with their rollouts; None if not counted."""
         if self.progress["flops"] is None:
@@ -301,7 +296,10 @@ class Stepper:
         """Return the cost per step since the last record: rates of all processes, other numbers of this one."""
         steps, rows, stall = self.steps, self.rows, self.stall
         self.steps, self.rows, self.stall = 0, 0, 0.0
-        phases = {phase: seconds / steps for phase, seconds in seconds_of(self.phase_timer, stall).items()}
+        spent = dict.fromkeys(PARTS, 0.0) | self.phase_timer.seconds()
+        moved = min(stall, spent["target"])  # to wait for features is a part of reading the data
+        spent |= {"data": spent["data"] + moved, "target": spent["target"] - moved}
+        phases = {phase: seconds / steps for phase, seconds in spent.items()}
         seconds = max(sum(phases.values()), 1e-9)  # an accelerator may not have reached an event yet
         device, peak = self.accelerator.device, self.peak
         operations = self.operations(step + 1 - steps, step + 1)
@@ -313,7 +311,7 @@ class Stepper:
             "seconds": phases,
             "stall_seconds": stall,
             **({} if rate is None else {"flops_per_second": rate}),
-            **({} if rate is None or peak is None else {"mfu": rate / (peak * self.accelerator.num_processes)}),
+            **({} if rate is None or peak is None else {"mfu": rate / (1e12 * peak * self.accelerator.num_processes)}),
             "memory_bytes": peak_memory(device),
         }
 
@@ -357,13 +355,6 @@ class Stepper:
             loss, sums = self.strategy.forward(features, weight, anchors, chunks, last=last)
             self.strategy.backward(loss * self.accelerator.num_processes)
         return loss, sums
-
-
-def seconds_of(phase_timer: PhaseTimer, stall: float) -> dict[str, float]:
-    """Return the seconds of each part of a step since the last call; `stall` moves from target to data."""
-    spent = dict.fromkeys(PARTS, 0.0) | phase_timer.seconds()
-    moved = min(stall, spent["target"])
-    return spent | {"data": spent["data"] + moved, "target": spent["target"] - moved}
 
 
 def keep_batch(folder: Path, batches: Batches, step: int, why: str) -> str:

@@ -46,16 +46,14 @@ from inference.target.loading import configuration
 from inference.target.placement import REPLICATE
 from inference.target.target import Target
 from inference.verification.rng import hash_key
-from train.acceptance import AcceptanceEvaluator
+from train import checkpoint
 from train.build import among_processes, batches_for, prepare_out, provenance, values_of
-from train.checkpoints import resume
 from train.config import LauncherConfig, TrainerConfig, check_batch_and_name
 from train.distributed import launch
-from train.distributed.control import on_main
-from train.distributed.processes import RunLock
-from train.loop import Loop
+from train.distributed.processes import RunLock, on_main
+from train.loop import AcceptanceEvaluator, Loop
 from train.objective import ANCHORS, LossWeights, trainable
-from train.planning.check import check_out
+from train.resolve import check_out
 from train.step import Stepper
 
 
@@ -177,13 +175,13 @@ class KeptStreams:
         save_streams(self.folder, self.config, weights, self.target.spec)
 
 
-def identity(run: StreamsRunConfig, target: Target, batches: Batches, world: int) -> resume.Identity:
+def identity(run: StreamsRunConfig, target: Target, batches: Batches, world: int) -> checkpoint.Identity:
     """Return the settings that identify the run on resume."""
     nested = {f"streams.{key}": value for key, value in asdict(run.streams).items()}
-    settings = resume.data_settings(run.trainer, batches) | {"target's fingerprint": target.spec.fingerprint}
+    settings = checkpoint.data_settings(run.trainer, batches) | {"target's fingerprint": target.spec.fingerprint}
     loss = {"every": run.every, "decay": run.decay}
-    return resume.Identity(
-        resume.plain(settings | nested), resume.numerics(run.trainer, loss, run.launcher.strategy, world)
+    return checkpoint.Identity(
+        checkpoint.plain(settings | nested), checkpoint.numerics(run.trainer, loss, run.launcher.strategy, world)
     )
 
 

@@ -20,7 +20,7 @@ from train import objective
 from train.build import batches_for
 from train.config import RunConfig
 from train.distributed.processes import accelerator_for
-from train.planning.plan import plan
+from train.plan import plan
 from train.start import init_head, resolve_init
 from train.step import Loss, Stepper
 

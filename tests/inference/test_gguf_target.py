@@ -19,7 +19,7 @@ from inference.target.embeddings_only import EmbeddingsOnly
 from inference.target.target import Target
 from tests.train import jobs
 from tests.train.publishing import VALUES
-from train.planning.plan import plan
+from train.plan import plan
 from train.publish import PublishConfig, publish
 
 LAYERS, HEADS, KV_HEADS, WORDS = 4, 4, 2, 60

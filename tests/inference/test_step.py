@@ -29,7 +29,7 @@ from tests import toys
 from tests.inference import accelerator, step_graph
 from tests.inference.step_graph import decoded
 from tests.oracle import reference
-from train.acceptance import AcceptanceEvaluator
+from train.loop import AcceptanceEvaluator
 
 DOUBLE = torch.float64
 COPY = 2  # what a batch of one has more or less: what is broadcast from one sequence is copied or is none

@@ -31,7 +31,7 @@ from ops.budget import (
 from ops.commands import run_command, split_config
 from tests.eval.stubs import ROW
 from tests.train import jobs
-from train.checkpoints import format
+from train import checkpoint
 from train.config import run_config
 from train.optim import cooldown_begin, learning_rate, same_rates
 
@@ -148,11 +148,11 @@ class Stage:
         self.runs.append(words)
         given = dict(word.partition("=")[::2] for word in words)
         folder, steps = Path(given["out"].strip("'")), int(given["trainer.steps"])
-        begin = max(map(format.step_of, format.checkpoints(folder / "checkpoints")), default=0)
+        begin = max(map(checkpoint.step_of, checkpoint.checkpoints(folder / "checkpoints")), default=0)
         for step in range(begin + 1, steps + 1):
             if step % int(given.get("trainer.save_every", 100)) == 0 or step == steps:
-                format.folder_of(folder / "checkpoints", step).mkdir(parents=True)
-                format.tidy(folder / "checkpoints", int(given.get("trainer.keep", 2)), 0)
+                checkpoint.folder_of(folder / "checkpoints", step).mkdir(parents=True)
+                checkpoint.tidy(folder / "checkpoints", int(given.get("trainer.keep", 2)), 0)
         self.taken += steps - begin
         (folder / "metrics.jsonl").write_text("\n".join(json.dumps({"step_seconds": 0.5}) for _ in range(steps)))
         (folder / "config.yaml").write_text("init: auto\n")
@@ -229,7 +229,7 @@ def test_the_checkpoint_before_a_long_cooldown_is_there_to_go_on_from(tmp_path: 
     forecast = Stage(tmp_path, {"mlp": (2.0, 0.2, 1.2)}, "forecast.cooldown=0.6").forecast()
     forecast.finish(forecast.choose())
     begin = forecast.stable(forecast.state["points"]["mlp"][-1]["steps"])
-    assert begin in map(format.step_of, format.checkpoints(tmp_path / "forecast" / "0" / "checkpoints"))
+    assert begin in map(checkpoint.step_of, checkpoint.checkpoints(tmp_path / "forecast" / "0" / "checkpoints"))
 
 
 @pytest.mark.usefixtures("composing")

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from heads.common.errors import user_errors
 from tests.train import jobs
+from train import checkpoint
 from train import step as steps
-from train.checkpoints import format
 from train.objective import row_keys
 from train.run import train
 from train.step import Stepper
@@ -172,7 +172,7 @@ def poisoned(folder: Path, rank: int) -> None:
 
 def slow_disk(folder: Path, rank: int) -> None:
     """A checkpoint's shard is on the disk, and then for long nothing more."""
-    before = format.save_file
+    before = checkpoint.save_file
 
     def save_file(tensors: Any, path: Path) -> None:
         before(tensors, path)
@@ -180,7 +180,7 @@ def slow_disk(folder: Path, rank: int) -> None:
         if "-00000008-" in str(path):
             time.sleep(60)
 
-    format.save_file = save_file
+    checkpoint.save_file = save_file
 
 
 HOOKS = {hook.__name__: hook for hook in (slow, slow_disk, told, poisoned)}

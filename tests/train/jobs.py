@@ -17,8 +17,7 @@ from transformers import AutoModelForCausalLM
 from heads.common.resolvers import register_resolvers
 from tests import toys
 from train.config import RunConfig, run_config
-from train.planning.plan import resolve_micro_batch
-from train.planning.resolve import resolve, resolve_placement, with_processes
+from train.resolve import on_machine, resolve, resolve_placement
 
 ROOT = Path(__file__).resolve().parents[2]
 QUICK = [
@@ -74,7 +73,7 @@ def resolved(overrides: Sequence[str]) -> RunConfig:
 
 def placed(run: RunConfig) -> RunConfig:
     """Return a run with what `resolve` fills in by a plan, unchecked."""
-    return resolve_micro_batch(resolve_placement(with_processes(run)))
+    return resolve_placement(on_machine(run))
 
 
 def start(overrides: list[str]) -> subprocess.Popen[str]:

@@ -18,8 +18,8 @@ from inference.target.target import Target
 from inference.verification.sample import GREEDY
 from tests import drafting, toys
 from tests.train import jobs
-from train.acceptance import AcceptanceEvaluator
 from train.config import RunConfig
+from train.loop import AcceptanceEvaluator
 from train.objective import loss_weights
 from train.step import Loss
 

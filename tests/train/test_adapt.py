@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoConfig
 
+from benchmarks.training_kernels import embeddings_of
 from heads import HEADS
 from heads.base import Features, frozen_count, parameter_count
 from heads.common.resolvers import ROOT
@@ -26,8 +27,8 @@ from tests.train import jobs
 from train.config import RunConfig
 from train.objective import chunked, loss_weights, objective
 from train.optim import Ema, optimizer
-from train.planning.plan import plan
-from train.planning.shapes import embeddings_of
+from train.plan import plan
+from train.resolve import on_machine
 from train.run import train
 from train.start import LoraAdapterConfig, adapt, check_init, merged_copy, peft_config
 
@@ -136,7 +137,7 @@ def test_bad_values_are_one_line() -> None:
 
 
 def test_a_plan_counts_the_factors() -> None:
-    plans = (plan(run("launcher=inline", "head=eagle", f"peft={method}")) for method in ("none", "lora"))
+    plans = (plan(on_machine(run("launcher=inline", "head=eagle", f"peft={method}"))) for method in ("none", "lora"))
     whole, adapted = (found.cost for found in plans)
     embeddings = embeddings_of(AutoConfig.from_pretrained(ROOT / "examples/tiny"), torch.float32)
     head = HEADS["eagle"](run("head=eagle").head, embeddings)

@@ -12,23 +12,22 @@ from tests import toys
 from tests.train import jobs
 from tests.train.jobs import composed
 from tests.train.jobs import configured as unplaced
-from train.build import max_prompt_tokens, prepare_out, values_of
+from train import resolve as resolving
+from train.build import max_prompt_tokens, ordinary_mask, prepare_out, values_of
 from train.config import RunConfig
 from train.distributed.processes import RunLock
-from train.planning import plan
-from train.planning.check import check_out, check_plan, check_settings, ordinary_mask
-from train.planning.plan import check_memory, resolve_micro_batch
-from train.planning.resolve import resolve, resolve_placement, with_processes
+from train.plan import plan
+from train.resolve import check_fits, check_out, check_run, on_machine, resolve, resolve_placement
 
 
 def configured(overrides: list[str]) -> RunConfig:
-    return with_processes(unplaced(overrides))
+    return on_machine(unplaced(overrides))
 
 
-def check_run(run: RunConfig) -> None:
+def check(run: RunConfig) -> None:
     """Check a run as `resolve` does."""
-    check_settings(run)
-    check_memory(resolve_micro_batch(resolve_placement(run)))
+    check_run(run)
+    check_fits(resolve_placement(run))
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +39,7 @@ def toy(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 
 def test_a_run_that_can_start_is_not_refused(toy: list[str]) -> None:
-    check_run(configured(toy))
+    check(configured(toy))
 
 
 @pytest.mark.parametrize(
@@ -75,11 +74,10 @@ def test_a_mistake_is_named_before_anything_is_loaded(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("lists.jsonl").write_text("[1, 2]\n")
-    run = configured([*toy, *overrides])
     with pytest.raises(ValueError, match=re.escape(told)) as error:
-        check_run(run)
+        check(configured([*toy, *overrides]))
     assert "\n" not in str(error.value)
-    assert not Path(run.out).exists()
+    assert not Path(toy[-1].removeprefix("out=")).exists()
 
 
 @pytest.mark.parametrize(
@@ -152,10 +150,10 @@ def test_prompts_have_the_room_that_what_reads_them_asks_for(toy: list[str]) -> 
 
 
 def test_the_first_records_are_looked_at(toy: list[str], tmp_path: Path) -> None:
-    check_plan(configured(toy))
+    check_run(configured([*toy, "plan=true"]))
     (tmp_path / "chats.jsonl").write_text('{"messages": [{"role": "user", "content": "w1"}]}\n')
     with pytest.raises(ValueError, match=r"chats\.jsonl: holds chats, but the tokenizer .* has no chat template"):
-        check_plan(configured([*toy, f"data.path={tmp_path / 'chats.jsonl'}", "data.held_out=0"]))
+        check_run(configured([*toy, "plan=true", f"data.path={tmp_path / 'chats.jsonl'}", "data.held_out=0"]))
 
 
 def test_a_run_that_does_not_fit_is_refused_before_anything_is_loaded(toy: list[str]) -> None:
@@ -164,15 +162,15 @@ def test_a_run_that_does_not_fit_is_refused_before_anything_is_loaded(toy: list[
     with pytest.raises(ValueError, match=told) as error:
         resolve(composed(little))
     assert "\n" not in str(error.value)
-    check_memory(configured([*little, "plan=ignore"]))
+    resolve(composed([*little, "plan=ignore"]))
 
 
 def test_a_run_that_starts_from_a_head_is_placed_on_accelerators(toy: list[str]) -> None:
     """By the head that is configured, which is of the same kind."""
     words = [*toy, "init=/a/head", "model.device=null", "device=h100", "trainer.micro_tokens=null"]
-    placed = resolve_micro_batch(resolve_placement(configured(words)))
+    placed = resolve_placement(configured(words))
     assert placed.model.placement == "replicate"
-    assert placed.trainer.micro_tokens == placed.trainer.batch_tokens
+    assert plan(placed).micro_batch_size * placed.data.length == placed.trainer.batch_tokens
 
 
 def test_an_unknown_plan_is_refused_by_name(toy: list[str]) -> None:
@@ -187,31 +185,11 @@ def test_the_memory_of_a_machine_ends_at_that_of_a_container(
     """Of its control groups of version 2 or 1, where a group may be seen by the path that it has in the machine's."""
     (tmp_path / "memory").mkdir()
     (tmp_path / "groups").write_text("4:memory:/a/job\n0::/a/job\n")
-    monkeypatch.setattr(plan, "CGROUPS", tmp_path)
-    monkeypatch.setattr(plan, "GROUPS", tmp_path / "groups")
+    monkeypatch.setattr(resolving, "CGROUPS", tmp_path)
+    monkeypatch.setattr(resolving, "GROUPS", tmp_path / "groups")
     for text, limited in (("max\n", False), ("1000\n", True)):
         (tmp_path / file).write_text(text)
-        assert (plan.host_bytes() == 1000) == limited
-
-
-@pytest.mark.parametrize(
-    ("overrides", "told"),
-    [
-        (["data.held_out=120"], "text.txt: 120 records, data.held_out=120 leaves none; lower it"),
-        (["data.path=[*.txt]", "data.held_out=2"], "*.txt: 2 records, data.held_out=2 leaves none; lower it"),
-        (["workload=gone"], "workload gone is neither a file or folder here"),
-        (["workload=chats.jsonl"], "chats.jsonl: prompt 0: the chat has no user message; remove it"),
-        (["data.prompts=chats.jsonl"], "chats.jsonl: prompt 0: the chat has no user message; remove it"),
-    ],
-)
-def test_a_plan_refuses_what_its_training_would(
-    toy: list[str], overrides: list[str], told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    Path("two.txt").write_text("w1 w2\nw3 w4\n")
-    Path("chats.jsonl").write_text('{"messages": [{"role": "assistant", "content": "w1"}]}\n')
-    with pytest.raises(ValueError, match=re.escape(told)):
-        check_plan(configured([*toy, *overrides]))
+        assert (resolving.free_bytes() == 1000) == limited
 
 
 def test_a_mask_token_that_texts_have_is_said() -> None:

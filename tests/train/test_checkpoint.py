@@ -17,9 +17,9 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 
 from heads.common.resolvers import register_resolvers
-from train.checkpoints import format, resume
-from train.checkpoints.saver import Saver, TrainState, partition
-from train.distributed.control import ProcessControl
+from train import checkpoint
+from train.checkpoint import Saver, TrainState, partition
+from train.distributed.processes import ProcessControl
 from train.optim import Ema
 
 SHARD = "rank-00000-of-00001.safetensors"
@@ -61,7 +61,7 @@ def written(out: Path, content: dict[str, Any] | None = None) -> Path:
     here = saver(out)
     here.save(state(), 4, content or {}, best=0)
     here.finish()
-    return format.folder_of(out / "checkpoints", 4)
+    return checkpoint.folder_of(out / "checkpoints", 4)
 
 
 def names(out: Path) -> list[str]:
@@ -77,8 +77,8 @@ def test_round_trip(tmp_path: Path) -> None:
     path = here.newest()
     assert path is not None
     assert here.saved == 4
-    assert format.state_of(path) == {"step": 4, "progress": {"best_tau": 1.5}}
-    resume.restore(two, path)
+    assert checkpoint.state_of(path) == {"step": 4, "progress": {"best_tau": 1.5}}
+    checkpoint.restore(two, path)
     ours, theirs = values(two), values(one)
     assert list(ours) == list(theirs)
     assert len(theirs) == 4 + 2 * 3 + 2
@@ -90,8 +90,10 @@ def test_round_trip(tmp_path: Path) -> None:
 
 
 def test_a_step_that_is_saved_again_replaces_what_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    partials, write = [], format.write_shard
-    monkeypatch.setattr(format, "write_shard", lambda partial, *rest: (partials.append(partial), write(partial, *rest)))
+    partials, write = [], checkpoint.write_shard
+    monkeypatch.setattr(
+        checkpoint, "write_shard", lambda partial, *rest: (partials.append(partial), write(partial, *rest))
+    )
     monkeypatch.setattr("time.perf_counter", iter(range(100)).__next__)
     for content in ({}, {"progress": {"best_tau": 2}}):
         here = saver(tmp_path)
@@ -100,27 +102,27 @@ def test_a_step_that_is_saved_again_replaces_what_it_was(tmp_path: Path, monkeyp
         here.finish()
         assert here.seconds == 3  # each call waited from one reading of the clock to the next
         here.close()
-    assert format.state_of(format.folder_of(here.folder, 4)) == {"step": 4, "progress": {"best_tau": 2}}
+    assert checkpoint.state_of(checkpoint.folder_of(here.folder, 4)) == {"step": 4, "progress": {"best_tau": 2}}
     assert len(set(partials)) == 4, "a process of an earlier attempt may still write into its folder"
 
 
 def test_a_checkpoint_has_what_it_had_when_it_was_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Training goes on while the disk is slow."""
-    go, before, here, one = threading.Event(), format.save_file, saver(tmp_path), state()
+    go, before, here, one = threading.Event(), checkpoint.save_file, saver(tmp_path), state()
 
     def late(*words: Any) -> None:
         go.wait(60)
         before(*words)
 
-    monkeypatch.setattr(format, "save_file", late)
+    monkeypatch.setattr(checkpoint, "save_file", late)
     then = {name: value.clone() for name, value in values(one).items()}
     here.save(one, 4, {}, best=0)
     with torch.no_grad():
         one.head.a.weight.add_(1)
-    assert format.checkpoints(tmp_path / "checkpoints") == []
+    assert checkpoint.checkpoints(tmp_path / "checkpoints") == []
     go.set()
     here.finish()
-    found = dict(format.tensors(tmp_path / "checkpoints" / "step-00000004"))
+    found = dict(checkpoint.tensors(tmp_path / "checkpoints" / "step-00000004"))
     assert all(found[name].equal(then[name]) for name in then)
 
 
@@ -184,21 +186,21 @@ def test_none_and_none_good(tmp_path: Path) -> None:
 def test_a_full_disk_leaves_the_last_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    here, before = saver(tmp_path, keep=1), format.save_file
+    here, before = saver(tmp_path, keep=1), checkpoint.save_file
     here.save(state(), 4, {}, best=0)
 
     def full(*_: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
     here.finish()
-    monkeypatch.setattr(format, "save_file", full)
+    monkeypatch.setattr(checkpoint, "save_file", full)
     here.save(state(), 8, {}, best=0)
     with pytest.raises(ValueError, match=r"step-00000012: .*No space left.*free space and resume=true"):
         here.save(state(), 12, {}, best=0)
     assert here.saved not in range(13), "the step is still to be saved"
     assert "step-00000008" in caplog.text
     assert names(tmp_path) == ["step-00000004"]
-    monkeypatch.setattr(format, "save_file", before)
+    monkeypatch.setattr(checkpoint, "save_file", before)
     here.save(state(), 12, {}, best=0)
     here.finish()
     assert names(tmp_path) == ["step-00000012"]
@@ -216,23 +218,23 @@ def test_tensors_are_partitioned_evenly_and_each_once() -> None:
 def test_shards_of_several_processes_become_one_checkpoint(tmp_path: Path) -> None:
     one, partial, final = state(), tmp_path / ".partial-1", tmp_path / "step-00000001"
     for rank in range(3):
-        format.write_shard(partial, rank, 3, partition(one, rank, 3)[0])
-    format.commit(partial, final, 3, one.names(), {"step": 1})
+        checkpoint.write_shard(partial, rank, 3, partition(one, rank, 3)[0])
+    checkpoint.commit(partial, final, 3, one.names(), {"step": 1})
     assert not partial.exists()
     assert len(list(final.iterdir())) == 3 + 2
-    assert [format.complaint(final, rank, 2) for rank in range(2)] == ["", ""]
+    assert [checkpoint.complaint(final, rank, 2) for rank in range(2)] == ["", ""]
     (final / "rank-00001-of-00003.safetensors").write_bytes(b"x")
-    assert ["damaged" in format.complaint(final, rank, 3) for rank in range(3)] == [False, True, False]
+    assert ["damaged" in checkpoint.complaint(final, rank, 3) for rank in range(3)] == [False, True, False]
     back = state(1, steps=0)
     with pytest.raises(ValueError, match="rank-00001-of-00003"):
-        resume.restore(back, final)
+        checkpoint.restore(back, final)
 
 
 def test_another_heads_tensors_are_refused(tmp_path: Path) -> None:
     path, other = written(tmp_path), state()
     other.head.c = nn.Linear(2, 2).requires_grad_(False)
     with pytest.raises(KeyError, match=r"lacks weight/c\.bias"):
-        resume.restore(other, path)
+        checkpoint.restore(other, path)
     index = json.loads((path / "index.json").read_text())
     assert set(index["tensors"]) == set(state().names())
 
@@ -240,23 +242,23 @@ def test_another_heads_tensors_are_refused(tmp_path: Path) -> None:
 def test_a_setting_that_the_run_did_not_know_is_no_change() -> None:
     now = {"head.name": "mtp", "head.length": 512, "data.length": 512}
     then = {"head.name": "mtp", "data.length": 512}
-    assert resume.differences(then, now) == ""
-    assert resume.differences(then | {"head.length": 64}, now) == "head.length (64, now 512)"
-    assert resume.differences(now, then) == "head.length (512, now null)"
+    assert checkpoint.differences(then, now) == ""
+    assert checkpoint.differences(then | {"head.length": 64}, now) == "head.length (64, now 512)"
+    assert checkpoint.differences(now, then) == "head.length (512, now null)"
     now = {"head.name": "peagle", "head.depths": 6}
-    assert resume.differences(now | {"head.kv_injection": False, "head.norm_output": True}, now) == "", "retired"
+    assert checkpoint.differences(now | {"head.kv_injection": False, "head.norm_output": True}, now) == "", "retired"
 
 
 def test_settings_are_compared_with_the_newest_checkpoint_that_can_be_read(tmp_path: Path) -> None:
-    resume.check(tmp_path, {"trainer.seed": 1})
+    checkpoint.check(tmp_path, {"trainer.seed": 1})
     here = saver(tmp_path, keep=3)
     for step, seed in ((4, 1), (8, 2), (12, 3)):
         here.save(state(), step, {"settings": {"trainer.seed": seed}}, best=0)
     here.finish()
-    (format.folder_of(here.folder, 12) / format.STATE).write_text("{")
-    resume.check(tmp_path, {"trainer.seed": 2})
+    (checkpoint.folder_of(here.folder, 12) / checkpoint.STATE).write_text("{")
+    checkpoint.check(tmp_path, {"trainer.seed": 2})
     with pytest.raises(ValueError, match=r"here differ trainer\.seed \(2, now 1\); give the old ones"):
-        resume.check(tmp_path, {"trainer.seed": 1})
+        checkpoint.check(tmp_path, {"trainer.seed": 1})
 
 
 class Pair:
@@ -298,20 +300,20 @@ def test_two_processes_write_one_checkpoint_and_each_checks_its_part(tmp_path: P
     assert Pair().run(tmp_path, Saver.newest) == [path, path]
     checked: list[tuple[int, int]] = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(format, "complaint", lambda _, rank, world: checked.append((rank, world)) or f"by {rank}")
+        patch.setattr(checkpoint, "complaint", lambda _, rank, world: checked.append((rank, world)) or f"by {rank}")
         assert Pair().run(tmp_path, lambda here: here.complaints(path)) == [["by 0", "by 1"]] * 2
     assert sorted(checked) == [(0, 2), (1, 2)]
 
 
 def test_what_one_process_could_not_write_all_say(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write = format.save_file
+    write = checkpoint.save_file
 
     def full(tensors: dict[str, Tensor], path: Path) -> None:
         write(tensors, path)
         if "rank-00001" in path.name:
             raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(format, "save_file", full)
+    monkeypatch.setattr(checkpoint, "save_file", full)
     removed: list[Path] = []
     monkeypatch.setattr(shutil, "rmtree", lambda path, **_: removed.append(path))
     one, two = Pair().run(tmp_path, saved)
@@ -326,17 +328,19 @@ def test_what_one_process_could_not_write_all_say(tmp_path: Path, monkeypatch: p
 
 def test_another_head_is_named_and_not_a_start_that_nobody_gave(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text("init: last_layer\nhead:\n  name: mtp\n")
-    assert resume.first_init(tmp_path, "mtp") == "last_layer"
+    assert checkpoint.first_init(tmp_path, "mtp") == "last_layer"
     (tmp_path / "old").mkdir()
     (tmp_path / "old" / "config.yaml").write_text("init: random\n")
-    assert resume.first_init(tmp_path / "old", "mtp") == "random"
+    assert checkpoint.first_init(tmp_path / "old", "mtp") == "random"
     with pytest.raises(ValueError, match=r'here differ head\.name \("mtp", now "medusa"\); give the old ones'):
-        resume.first_init(tmp_path, "medusa")
+        checkpoint.first_init(tmp_path, "medusa")
 
 
 def test_other_libraries_are_a_change_that_is_said_and_a_checkpoint_that_names_none_had_the_same() -> None:
     register_resolvers()
-    config: Any = Mock(spec_set=resume.STEERING, **dict.fromkeys(resume.STEERING, 1))
-    now = resume.numerics(config, {}, "ddp", 1)
-    assert resume.differences({key: value for key, value in now.items() if key not in resume.VERSIONS}, now) == ""
-    assert resume.differences(now | {"torch": "2.11.0"}, now) == f'torch ("2.11.0", now "{torch.__version__}")'
+    config: Any = Mock(spec_set=checkpoint.STEERING, **dict.fromkeys(checkpoint.STEERING, 1))
+    now = checkpoint.numerics(config, {}, "ddp", 1)
+    assert (
+        checkpoint.differences({key: value for key, value in now.items() if key not in checkpoint.VERSIONS}, now) == ""
+    )
+    assert checkpoint.differences(now | {"torch": "2.11.0"}, now) == f'torch ("2.11.0", now "{torch.__version__}")'

@@ -12,11 +12,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import LlamaConfig
 
+from benchmarks.training_kernels import embeddings_of
 from heads.base import DepthOutput, Features, HeadModule
 from heads.modules.vocab import DraftLmHead, GradientSum
 from tests.train.test_objective import CONFIG
 from train.objective import LossContext, chunk_rows, chunked, labels, loss_weights, objective
-from train.planning.shapes import embeddings_of
 from train.step import Flops
 
 

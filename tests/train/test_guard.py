@@ -14,9 +14,8 @@ from data.features.source import FeatureSource, MicroBatch
 from heads.base import Features
 from tests.train import jobs
 from tests.train.jobs import configured, resolved
-from train import build
+from train import build, checkpoint
 from train import run as runs
-from train.checkpoints import format
 from train.loop import Loop
 from train.step import WINDOW, Guard
 
@@ -182,7 +181,7 @@ def test_a_step_without_memory_ends_the_run_in_one_line_and_it_goes_on(
             ) as caught:
                 job.train("crowded", *words)
         assert "\n" not in str(caught.value)
-        assert format.checkpoints(out / "checkpoints")[-1].name == "step-00000004"
+        assert checkpoint.checkpoints(out / "checkpoints")[-1].name == "step-00000004"
     job.train("crowded", *words, "trainer.micro_tokens=32")
     assert sorted(records(out)) == [1, 2, 3, 4, 5, 6]
 

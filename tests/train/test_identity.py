@@ -23,9 +23,9 @@ from inference.verification.sample import Sampling
 from tests import toys
 from tests.data import stores
 from tests.train import jobs
-from train.acceptance import AcceptanceEvaluator
-from train.checkpoints import resume
+from train import checkpoint
 from train.config import RunConfig
+from train.loop import AcceptanceEvaluator
 from train.start import LoraAdapterConfig
 
 # Values of fields that the turned one of their type would not be allowed in.
@@ -69,8 +69,8 @@ def batches(**changed: Any) -> Batches:
 def test_a_run_goes_on_with_the_settings_that_it_began_with(run: RunConfig) -> None:
     """Of the trainer's fields some identify a run, some are reported, some tell what the best τ was measured on."""
     prompts = [toys.prompt(seed) for seed in range(9)]
-    settled = without_effect(run.trainer, lambda trainer: resume.data_settings(trainer, batches()))
-    reported = without_effect(run.trainer, lambda trainer: resume.numerics(trainer, {}, "ddp", 1))
+    settled = without_effect(run.trainer, lambda trainer: checkpoint.data_settings(trainer, batches()))
+    reported = without_effect(run.trainer, lambda trainer: checkpoint.numerics(trainer, {}, "ddp", 1))
     measured = without_effect(
         run.trainer,
         lambda trainer: AcceptanceEvaluator(toys.target(), prompts, trainer, toys.TREES["chain"], "x").conditions,
@@ -99,20 +99,20 @@ def test_other_data_another_head_and_another_target_are_another_run(run: RunConf
     def identity(
         head: Any = run.head, peft: Any = peft, target: str = "a", of: Batches | None = None
     ) -> dict[str, Any]:
-        return resume.settings(run.trainer, head, peft, target, of or batches())
+        return checkpoint.settings(run.trainer, head, peft, target, of or batches())
 
     def numerics(loss: Any, strategy: str = "ddp", world: int = 1) -> dict[str, Any]:
-        return resume.numerics(run.trainer, loss, strategy, world)
+        return checkpoint.numerics(run.trainer, loss, strategy, world)
 
     assert without_effect(run.head, identity) == set()
     assert without_effect(peft, lambda peft: identity(peft=peft)) == set()
     token, document, mask = batches().packed
     for other in ({"token": token + 1}, {"document": document + 1}, {"loss_mask": mask * (token != 3)}):
-        assert "data's fingerprint" in resume.differences(identity(), identity(of=batches(**other)))
+        assert "data's fingerprint" in checkpoint.differences(identity(), identity(of=batches(**other)))
     shorter = {name: tensor[:, :5] for name, tensor in batches().packed._asdict().items()}
-    assert "data.length (6, now 5)" in resume.differences(identity(), identity(of=batches(**shorter)))
-    assert resume.differences(identity(), identity(target="b")) == 'target\'s fingerprint ("a", now "b")'
-    assert resume.differences(numerics({"loss": 1}), numerics({"loss": 2}, "fsdp2", 2)) == (
+    assert "data.length (6, now 5)" in checkpoint.differences(identity(), identity(of=batches(**shorter)))
+    assert checkpoint.differences(identity(), identity(target="b")) == 'target\'s fingerprint ("a", now "b")'
+    assert checkpoint.differences(numerics({"loss": 1}), numerics({"loss": 2}, "fsdp2", 2)) == (
         'loss (1, now 2), processes (1, now 2), strategy ("ddp", now "fsdp2")'
     )
 

@@ -10,7 +10,7 @@ import torch
 from tests import toys
 from tests.train import jobs
 from train import optim
-from train.checkpoints.saver import TrainState
+from train.checkpoint import TrainState
 from train.config import TrainerConfig
 from train.loop import SCHEDULE, with_new_schedule
 from train.optim import Ema, adamw, learning_rate

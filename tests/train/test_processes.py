@@ -10,9 +10,8 @@ import pytest
 import torch
 
 from tests.train import jobs
-from train.distributed import control, processes
-from train.distributed.control import ProcessControl
-from train.distributed.processes import accelerator_for
+from train.distributed import processes
+from train.distributed.processes import ProcessControl, accelerator_for
 
 
 def test_each_run_of_a_process_has_its_own_precision(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -27,7 +26,7 @@ def test_each_run_of_a_process_has_its_own_precision(monkeypatch: pytest.MonkeyP
 
 def test_messages_wait_as_long_as_the_collectives_do(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[Any] = []
-    monkeypatch.setattr(control.dist, "new_group", lambda **named: made.append(named))
+    monkeypatch.setattr(processes.dist, "new_group", lambda **named: made.append(named))
     pair: Any = SimpleNamespace(process_index=0, num_processes=2)
     ProcessControl(pair, 7)
     assert made == [{"backend": "gloo", "timeout": timedelta(seconds=7)}]
@@ -36,8 +35,8 @@ def test_messages_wait_as_long_as_the_collectives_do(monkeypatch: pytest.MonkeyP
 def test_a_signal_stops_a_run_and_only_a_later_one_kills_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """A launcher forwards the first one, which its processes have then twice."""
     now, killed, before = [100.0], list[Any](), signal.getsignal(signal.SIGINT)
-    monkeypatch.setattr(control, "time", SimpleNamespace(monotonic=lambda: now[0]))
-    monkeypatch.setattr(control.os, "kill", lambda *given: killed.append(given))
+    monkeypatch.setattr(processes, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(processes.os, "kill", lambda *given: killed.append(given))
     one: Any = SimpleNamespace(process_index=0, num_processes=1)
     stopping = ProcessControl(one, 7)
     with stopping.listening():
@@ -45,7 +44,7 @@ def test_a_signal_stops_a_run_and_only_a_later_one_kills_it(monkeypatch: pytest.
         for _ in range(2):
             signal.raise_signal(signal.SIGINT)
             assert (stopping.halted(), stopping.signal, killed) == (True, "SIGINT", [])
-            now[0] += control.REPEATED
+            now[0] += processes.REPEATED
         signal.raise_signal(signal.SIGTERM)
         assert (stopping.signal, killed) == ("SIGINT", [(os.getpid(), signal.SIGTERM)])
     assert signal.getsignal(signal.SIGINT) is before

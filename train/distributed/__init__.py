@@ -1,7 +1,6 @@
 """The processes of a run: launching, checking, watching, sharding strategies.
 
 strategy.py   strategies: DDP, FSDP2, ZeRO-2 and ZeRO-3; gathering and scattering a sharded tensor
-control.py    control messages between processes: stop requests, failures, gathered values
 launch.py     launching the processes of launcher=…, here or as a SLURM job; who started this process
-processes.py  the Accelerator, checked against the launcher's settings; a lock on the output folder: one run at a time
+processes.py  the Accelerator, a lock on the output folder, control messages: stop requests, failures, gathered values
 """

@@ -1,0 +1,501 @@
+"""Checkpoints: their content and format on disk, asynchronous saving, resuming.
+
+    checkpoints/step-N/rank-R-of-W.safetensors   the tensors that process R wrote, a subset of the run's named tensors
+    checkpoints/step-N/index.json                which shard holds which tensor, and the SHA-256 of every shard
+    checkpoints/step-N/state.json                the step, the measurements so far, the settings that identify the run
+
+The state is weights, optimiser state and EMA as named whole tensors: `weight/…`, `state/…/KEY`, `average/…`, with the
+head's own parameter names, so the number of processes and the strategy that shards the head may change on resume. It
+is copied at once, and a thread writes the copy while training continues, to a folder `.partial-…`, where each process
+writes a note once its shard is on the disk; the main process then renames the folder. The data position is the step
+number, and all other randomness is derived from seeds and step, so nothing else is needed to resume.
+
+The threads of the processes communicate only through files. Collectives belong to the main thread: called from two
+threads, they would run in a different order on every process.
+"""
+
+import contextlib
+import json
+import os
+import re
+import shutil
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import transformers
+from omegaconf import OmegaConf
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from data.batches import Batches
+from data.features.store import packed_fingerprint
+from data.text.files import content_hash
+from heads.base import HeadConfig
+from heads.common.errors import one_line
+from heads.common.files import atomic_write, flush, read_checked, write_checked
+from heads.common.untrusted import inside, shown
+from heads.formats.store import RETIRED
+from train.config import TrainerConfig
+from train.distributed.processes import ProcessControl
+from train.distributed.strategy import counts_on, held, master_state, put, put_master, whole, zero_stage
+from train.optim import Ema, trained_state
+from train.start import AdaptConfig
+
+FORMAT = 2
+NAME = re.compile(r"step-[0-9]{8,}")
+INDEX, STATE = "index.json", "state.json"
+PARTIAL, DAMAGED, FAILED = ".partial-", "damaged-", ".failed"
+
+
+def folder_of(folder: Path, step: int) -> Path:
+    """Return the folder of a step's checkpoint."""
+    return folder / f"step-{step:08d}"
+
+
+def step_of(path: Path) -> int:
+    """Return the step of a checkpoint's folder."""
+    return int(path.name.removeprefix("step-"))
+
+
+def checkpoints(folder: Path) -> list[Path]:
+    """Return the checkpoints, oldest first; folders of other names, such as a user's backup, are ignored."""
+    return sorted((path for path in folder.glob("step-*") if NAME.fullmatch(path.name)), key=step_of)
+
+
+def note_of(partial: Path, rank: int) -> Path:
+    """Return the path of the note that a process writes once its shard is on the disk."""
+    return partial / f"rank-{rank:05d}.json"
+
+
+def write_shard(partial: Path, rank: int, world: int, tensors: dict[str, Tensor]) -> None:
+    """Write a process's tensors and then its note: the shard's tensors and checksum.
+
+    Raises:
+        OSError, SafetensorError: the disk refused.
+    """
+    partial.mkdir(parents=True, exist_ok=True)
+    shard = partial / f"rank-{rank:05d}-of-{world:05d}.safetensors"
+    save_file(tensors, shard)
+    flush(shard)
+    note = {"shard": shard.name, "checksum": content_hash(shard), "tensors": list(tensors)}
+    write_checked(note_of(partial, rank), note)
+
+
+def commit(partial: Path, final: Path, world: int, names: list[str], content: dict[str, Any]) -> None:
+    """Commit the shards of all processes, whose notes exist in `partial`, as the checkpoint `final` by one rename.
+
+    It replaces an earlier one of the same step. Tensors are read back in the order of `names`; `content` is state.json.
+    """
+    notes = [read_checked(note_of(partial, rank)) for rank in range(world)]
+    tensors = {name: {"shard": note["shard"]} for note in notes for name in note["tensors"]}
+    shards = {note["shard"]: {"sha256": note["checksum"]} for note in notes}
+    index = {"format": FORMAT, "shards": shards, "tensors": {name: tensors[name] for name in names}}
+    write_checked(partial / INDEX, index)
+    write_checked(partial / STATE, content)
+    for rank in range(world):
+        note_of(partial, rank).unlink()
+    flush(partial)
+    shutil.rmtree(final, ignore_errors=True)
+    os.replace(partial, final)
+    flush(final.parent)
+
+
+def tidy(folder: Path, keep: int, best: int) -> None:
+    """Remove all checkpoints but the newest `keep` and that of step `best`."""
+    for old in checkpoints(folder)[:-keep]:
+        if step_of(old) != best:
+            shutil.rmtree(old, ignore_errors=True)
+
+
+def clear(folder: Path) -> None:
+    """Remove the unfinished checkpoints of a killed run."""
+    for partial in folder.glob(f"{PARTIAL}*"):
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def complaint(path: Path, rank: int, world: int) -> str:
+    """Return the defect of a checkpoint, empty if intact; each process checks every `world`-th shard."""
+    try:
+        index = read_checked(path / INDEX)
+        if index["format"] != FORMAT:
+            return f"{path / INDEX}: format {index['format']!r} where this version reads {FORMAT}"
+        if read_checked(path / STATE).get("step") != step_of(path):
+            raise ValueError(f"{path / STATE}: damaged, it is of another step")
+        for name, about in sorted(index["shards"].items())[rank::world]:
+            if content_hash(inside(path, name)) != about["sha256"]:
+                return f"{path / name}: damaged, its checksum is not that of its content"
+        if lost := [name for name, about in index["tensors"].items() if about["shard"] not in index["shards"]]:
+            return f"{path / INDEX}: damaged, no shard holds {shown(lost[0])}"
+    except (KeyError, TypeError, AttributeError) as error:
+        return f"{path / INDEX}: damaged ({one_line(error)})"
+    except (OSError, ValueError) as error:
+        return str(error)
+    return ""
+
+
+def state_of(path: Path) -> dict[str, Any]:
+    """Return the content of a checkpoint's state.json; refuse a damaged one."""
+    try:
+        return read_checked(path / STATE)
+    except OSError as error:
+        raise ValueError(f"{path / STATE}: cannot be read ({error})") from error
+
+
+def tensors(path: Path) -> Iterator[tuple[str, Tensor]]:
+    """Yield a checkpoint's tensors, on every process in the same order; refuse a shard that cannot be read."""
+    index = read_checked(path / INDEX)
+    shards: dict[str, Any] = {}
+    for shard in index["shards"]:
+        try:
+            shards[shard] = safe_open(inside(path, shard), framework="pt")
+        except (OSError, SafetensorError) as error:
+            raise ValueError(f"{path / shard}: cannot be read ({error})") from error
+    for name, about in index["tensors"].items():
+        yield name, shards[about["shard"]].get_tensor(name)
+
+
+class TrainState:
+    """The state of a head, its optimiser and the average of its weights, under any strategy."""
+
+    def __init__(self, head: nn.Module, optimizer: Any, average: Ema) -> None:
+        self.head, self.optimizer, self.average = head, optimizer, average
+
+    def names(self) -> list[str]:
+        """Return the names of all tensors, in the same order on every process."""
+        parameters = trained_state(self.head)
+        names = [f"weight/{name}" for name in self.head.state_dict()]
+        names += [f"state/{name}/{key}" for name, p in parameters.items() for key in sorted(self._of(p))]
+        return names + [f"average/{name}" for name in self.average.weights]
+
+    def read(self, name: str) -> Tensor:
+        """Return a copy of one tensor on the CPU; a collective call with the same name."""
+        kind, rest, key = split(name)
+        p = self.head.state_dict(keep_vars=True)[rest]
+        if kind == "weight":
+            value = whole(p, held(p))
+        elif kind == "average":
+            value = whole(p, self.average.weights[rest])
+        elif zero_stage(p) and key != "step":
+            value = master_state(p, key)
+        else:
+            value = whole(p, self._of(p)[key])
+        copy: Tensor = value.detach().to("cpu", copy=True).contiguous()
+        return copy
+
+    @torch.no_grad()
+    def write(self, name: str, value: Tensor) -> None:
+        """Load one tensor; a collective call with the same name and value.
+
+        Raises:
+            KeyError: the head or its optimiser has no such tensor.
+            RuntimeError: it has another shape.
+        """
+        kind, rest, key = split(name)
+        p = self.head.state_dict(keep_vars=True)[rest]
+        shape = vars(p).get("ds_shape", p.shape)
+        if value.ndim and value.shape != shape:
+            raise RuntimeError(f"{name} is {tuple(value.shape)}, and its parameter {tuple(shape)}")
+        if kind == "weight":
+            put(p, held(p), value)
+            if zero_stage(p) and p.requires_grad:
+                put_master(p, value)
+        elif kind == "average":
+            put(p, self.average.weights[rest], value)
+        elif not value.ndim:
+            for state in self._states(p):
+                state[key] = value.to(counts_on(self._optimizer(p), p), copy=True)
+        elif zero_stage(p):
+            put_master(p, value, key)
+        else:
+            state = self._of(p)
+            state[key] = torch.empty_like(p)
+            put(p, state[key], value)
+
+    def weights(self) -> dict[str, Tensor]:
+        """Return the whole weights to evaluate and to save, on the CPU: the average's if there is one."""
+        averaged = self.average.weights
+        kinds = {name: "average" if name in averaged else "weight" for name in self.head.state_dict()}
+        return {name: self.read(f"{kind}/{name}") for name, kind in kinds.items()}
+
+    def _of(self, parameter: Tensor) -> dict[str, Any]:
+        """Return the optimiser's state of one parameter, empty before its first step."""
+        return self._states(parameter)[0]
+
+    def _states(self, parameter: Tensor) -> list[dict[str, Any]]:
+        """Return the optimiser's state dicts that hold one parameter: under ZeRO those of all flat partitions.
+
+        They step together, so each of them has the count of steps.
+        """
+        optimizer = self._optimizer(parameter)
+        return list(optimizer.state.values()) if zero_stage(parameter) else [optimizer.state[parameter]]
+
+    def _optimizer(self, parameter: Tensor) -> Any:
+        """Return the optimiser of one parameter."""
+        plain: Any = getattr(self.optimizer, "optimizer", self.optimizer)  # DeepSpeed wraps it
+        for optimizer in getattr(plain, "optimizers", [plain]):
+            if zero_stage(parameter) or any(
+                parameter is p for group in optimizer.param_groups for p in group["params"]
+            ):
+                return optimizer
+        raise KeyError("no optimiser has this parameter")
+
+
+def split(name: str) -> tuple[str, str, str]:
+    """Parse a tensor's name into its kind, the parameter, and the key of the optimiser's state, else empty."""
+    kind, rest = name.split("/", 1)
+    parameter, _, key = rest.rpartition("/") if kind == "state" else (rest, "", "")
+    return kind, parameter, key
+
+
+POLL = 0.05  # seconds between checks for the other processes' notes
+REFUSED = OSError, SafetensorError, RuntimeError, ValueError  # by the disk
+
+
+class Saver:
+    """Write and find the checkpoints of a run; all processes make the same calls."""
+
+    def __init__(self, out: Path, control: ProcessControl, keep: int) -> None:
+        self.folder, self.metrics, self.control, self.keep = out / "checkpoints", out / "metrics.jsonl", control, keep
+        self.seconds = 0.0  # that training has waited for saves
+        self.saved = -1  # the step that was saved last, or loaded
+        self._name = control.broadcast(
+            f"{time.time_ns():x}"
+        )  # distinguishes this run's folders from an earlier attempt's
+        self._count = 0
+        self._pending: Future[None] | None = None
+        self._thread = ThreadPoolExecutor(1)
+        self._given_up = threading.Event()
+
+    def save(self, state: TrainState, step: int, content: dict[str, Any], best: int) -> None:
+        """Wait for the save before, copy the state, and start writing it; wait for this one too if that before failed.
+
+        `content` goes to state.json beside the step; the checkpoint of step `best`, with the best τ, is never deleted.
+
+        Raises:
+            ValueError: the disk has refused twice in a row; earlier checkpoints still load.
+        """
+        begin = time.perf_counter()
+        failed = self._wait()
+        tensors, names = partition(state, self.control.rank, self.control.world)
+        self._count += 1
+        partial = self.folder / f"{PARTIAL}{step:08d}-{self._name}-{self._count}"
+        self._pending = self._thread.submit(self._write, partial, tensors, names, {"step": step, **content}, best)
+        self.saved = step
+        if failed:
+            self.control.warn(f"{failed}; trying again")
+            self.finish()
+        self.seconds += time.perf_counter() - begin
+
+    def finish(self) -> None:
+        """Wait until the pending checkpoint is written; refuse to go on if it could not be."""
+        begin = time.perf_counter()
+        failed = self._wait()
+        self.seconds += time.perf_counter() - begin
+        if failed:
+            self.saved = -1
+            self.control.abort(f"{failed}; free space and resume=true")
+
+    def close(self) -> None:
+        """End the thread; a pending checkpoint is committed only if all processes have written their shards."""
+        self._given_up.set()
+        self._thread.shutdown()
+
+    def newest(self) -> Path | None:
+        """Return the newest good checkpoint, None without any; warn of newer damaged ones, and refuse if all are."""
+        control = self.control
+        paths: list[Path] = control.broadcast(checkpoints(self.folder))
+        wrong: list[str] = []
+        for path in reversed(paths):
+            complaints = self.complaints(path)
+            if not complaints:
+                if wrong:
+                    control.warn(f"{'; '.join(wrong)}; going on from {path.name}")
+                    for damaged in paths[paths.index(path) + 1 :] if control.rank == 0 else ():
+                        aside = damaged.with_name(DAMAGED + damaged.name)  # so that it does not count as the newest
+                        shutil.rmtree(aside, ignore_errors=True)
+                        os.replace(damaged, aside)
+                self.saved = step_of(path)
+                return path
+            wrong += complaints
+        if paths:
+            control.abort(f"no checkpoint loads ({wrong[0]}); start again with overwrite=true")
+        return None
+
+    def complaints(self, path: Path) -> list[str]:
+        """Return what is wrong with a checkpoint, empty if it is good; a collective call."""
+        control = self.control
+        return [text for text in control.gather(complaint(path, control.rank, control.world)) if text]
+
+    def _wait(self) -> str:
+        """Wait for the pending save of all processes; return its first error, empty if it succeeded."""
+        if self._pending is None:
+            return ""
+        pending, self._pending, failed = self._pending, None, ""
+        try:
+            pending.result()
+        except REFUSED as error:
+            failed = one_line(error)
+        return next((text for text in self.control.gather(failed) if text), "")
+
+    def _write(
+        self, partial: Path, tensors: dict[str, Tensor], names: list[str], content: dict[str, Any], best: int
+    ) -> None:
+        """Write this process's tensors; on the main process wait for the others' and commit the checkpoint of all."""
+        control, final = self.control, folder_of(self.folder, content["step"])
+        try:
+            write_shard(partial, control.rank, control.world, tensors)
+            if control.rank == 0:
+                # Fail if a note is missing after the time-out, before the others time out waiting for this process.
+                end = time.monotonic() + control.timeout / 2
+                missing = list(range(control.world))
+                while missing := [rank for rank in missing if not note_of(partial, rank).exists()]:
+                    for rank in missing:
+                        failed = note_of(partial, rank).with_suffix(FAILED)
+                        if failed.exists():
+                            raise ValueError(f"rank {rank}: {failed.read_text()}")
+                    if self._given_up.is_set() or time.monotonic() > end:
+                        raise ValueError(f"rank {', '.join(map(str, missing))} did not write its part")
+                    time.sleep(POLL)
+                if self.metrics.exists():
+                    flush(self.metrics)
+                commit(partial, final, control.world, names, content)
+                tidy(self.folder, self.keep, best)
+        except REFUSED as error:
+            reason = one_line(error)
+            if control.rank == 0:
+                shutil.rmtree(partial, ignore_errors=True)
+            else:  # tell the main process, after deleting the shard to free its space on the disk
+                with contextlib.suppress(OSError):
+                    for shard in partial.glob(f"rank-{control.rank:05d}-of-*"):
+                        shard.unlink()
+                    atomic_write(note_of(partial, control.rank).with_suffix(FAILED), reason.encode())
+            raise ValueError(f"{final}: the checkpoint could not be written ({reason})") from error
+
+
+def partition(state: TrainState, rank: int, world: int) -> tuple[dict[str, Tensor], list[str]]:
+    """Return the tensors that a process writes, copied, and the names of all.
+
+    Each tensor goes to the process with the fewest bytes so far. Every process reads every tensor, since gathering a
+    sharded one is a collective call.
+    """
+    tensors: dict[str, Tensor] = {}
+    bytes_of, names = [0] * world, state.names()
+    for name in names:
+        value = state.read(name)
+        owner = bytes_of.index(min(bytes_of))
+        bytes_of[owner] += value.nbytes
+        if owner == rank:
+            tensors[name] = value
+    return tensors, names
+
+
+STEERING = (
+    "steps", "lr", "lr_width", "min_lr", "warmup", "cooldown", "betas", "momentum", "weight_decay", "clip",
+    "precision", "micro_tokens", "spike",
+)  # fmt: skip
+VERSIONS = {"torch": torch.__version__, "transformers": transformers.__version__}
+SHOWN = 60  # characters of a value in a message
+
+
+class Identity(NamedTuple):
+    """The settings that identify a run: on resume a change in `settings` is refused, one in `numerics` reported."""
+
+    settings: dict[str, Any]
+    numerics: dict[str, Any]
+
+
+def settings(
+    trainer: TrainerConfig, head: HeadConfig, peft: AdaptConfig, target: str, batches: Batches
+) -> dict[str, Any]:
+    """Return the settings that may not change on resume, with the head's as built and the target's fingerprint."""
+    sections = {"head": asdict(head), "peft": asdict(peft)}
+    nested = {f"{section}.{key}": value for section, values in sections.items() for key, value in values.items()}
+    return plain({**data_settings(trainer, batches), "target's fingerprint": target, **nested})
+
+
+def data_settings(trainer: TrainerConfig, batches: Batches) -> dict[str, Any]:
+    """Return the settings that determine the data, its order and the optimiser's state."""
+    return {
+        "trainer.batch_tokens": trainer.batch_tokens,
+        "trainer.seed": trainer.seed,
+        "trainer.optimizer": trainer.optimizer,
+        "trainer.ema": trainer.ema,
+        "data.length": batches.packed.token.shape[1],
+        "data's fingerprint": f"{packed_fingerprint(batches.packed)[:16]}-{int(batches.packed.loss_mask.sum())}",
+    }
+
+
+def numerics(trainer: TrainerConfig, loss: dict[str, Any], strategy: str, world: int) -> dict[str, Any]:
+    """Return settings that affect the losses but may change on resume: schedule, objective, processes, libraries."""
+    steering = {f"trainer.{key}": getattr(trainer, key) for key in STEERING}
+    return plain({**steering, **loss, "processes": world, "strategy": strategy, **VERSIONS})
+
+
+def check(out: Path, now: dict[str, Any]) -> None:
+    """Refuse other settings than those of the newest readable checkpoint, listing each with both values."""
+    for path in reversed(checkpoints(out / "checkpoints")):
+        try:
+            then = state_of(path)["settings"]
+        except (ValueError, KeyError):
+            continue  # loading reports the damage
+        if changed := differences(then, now):
+            raise _changed(out, changed)
+        return
+
+
+def _changed(out: Path, changed: str) -> ValueError:
+    return ValueError(
+        f"{out}: resume=true goes on with the settings that the run began with, and here differ {changed}; "
+        "give the old ones, or name=… for a new run"
+    )
+
+
+def first_init(out: Path, head: str) -> str | None:
+    """Return the `init` of a run's head, from its config.yaml; refuse a head of another name.
+
+    A head of another name may not support that `init`, and the error would name a value that nobody gave.
+    """
+    config = OmegaConf.load(out / "config.yaml")
+    then = {"head.name": OmegaConf.select(config, "head.name", default=head)}
+    if changed := differences(then, {"head.name": head}):
+        raise _changed(out, changed)
+    init: str | None = OmegaConf.select(config, "init")
+    return init
+
+
+def differences(then: dict[str, Any], now: dict[str, Any]) -> str:
+    """Return the changed settings, with both values, among those known to both the run and its head."""
+    lost = {f"head.{key}" for key in RETIRED.get(str(now.get("head.name")), ())}
+    keys = [key for key in then if then[key] != now.get(key) and key not in lost]
+    values = {key: [json.dumps(settings.get(key)) for settings in (then, now)] for key in keys}
+    shown = {key: [text if len(text) <= SHOWN else f"{text[:SHOWN]}…" for text in both] for key, both in values.items()}
+    return ", ".join(f"{key} ({before}, now {after})" for key, (before, after) in shown.items())
+
+
+def plain(values: dict[str, Any]) -> dict[str, Any]:
+    """Return values after a round trip through JSON, so that they compare with those of a checkpoint."""
+    decoded: dict[str, Any] = json.loads(json.dumps(values))
+    return decoded
+
+
+def restore(state: TrainState, path: Path) -> None:
+    """Load a checkpoint's tensors into a run's state.
+
+    Raises:
+        KeyError: the run has other tensors.
+        RuntimeError: one has another shape.
+        ValueError: one cannot be read.
+    """
+    names = {name for name in state.names() if not name.startswith("state/")}  # none before the first step
+    for name, value in tensors(path):
+        names.discard(name)
+        state.write(name, value)
+    if names:
+        raise KeyError(f"{path} lacks {', '.join(sorted(names))}")

@@ -1,0 +1,400 @@
+"""The plan of a run: its memory, disk, operations and hours in closed form, from configurations alone.
+
+A device holds the process's own memory, the target, the head with its optimiser, and the widest stage of a step: the
+target's forward pass or the head's step. The final evaluation comes after all of these are freed. Every token is
+counted as trained, in one epoch. A plan is within MARGIN of what a run takes (docs/training_plan.md).
+"""
+
+import json
+import re
+from dataclasses import dataclass
+from functools import cache
+from importlib.util import find_spec
+from typing import Any, NamedTuple
+
+import torch
+import transformers
+from torch import nn
+from transformers import PretrainedConfig
+
+from data.features.store import size
+from heads import HEADS
+from heads.base import HeadModule, frozen_count, parameter_count
+from heads.block import Block
+from heads.common.target_config import UNFIT, experts_of, read_target_config, reason
+from heads.medusa import Medusa
+from heads.modules.autoregressive import Recurrent
+from heads.modules.layers import Attention, Recomputing, SwiGLU
+from heads.modules.vocab import SummedGradient
+from heads.peagle import PEagle
+from inference.target.attention import packing
+from inference.target.cache import recurrence
+from inference.target.config import DTYPES, ModelConfig, fast_dtype
+from inference.target.embeddings import TargetEmbeddings
+from inference.target.loading import saved_quantization
+from inference.target.placement import AUTO, DEVICE_MAP, FSDP, GB, OFFLOAD, TENSOR_PARALLEL
+from train.config import LauncherConfig, RunConfig, TrainerConfig
+from train.distributed.strategy import BUCKET
+from train.losses import NOT_OF_LOGITS, READ_P
+from train.objective import TEACHER_ROWS, chunk_rows
+from train.optim import hidden_matrices
+from train.start import adapt
+
+GIB = 2**30
+MARGIN = 0.15  # what a run may take more or less than its plan, by measurements
+SAFE = 1 - MARGIN  # the share of a device's memory that the choices of a plan use
+AHEAD = 2  # layers of a gathered or offloaded target on a device at once
+ROW_BYTES = 9  # bytes of a packed token: its id, document and mask
+HOST_BASE = 1.5  # GiB of host memory of a process with torch's CUDA libraries
+# Bytes of a weight, scales included: by `model.quantize`, and by the quant_method of a checkpoint that says no bits.
+QUANTIZED = {"int8": 1.0, "torchao_int8": 1.0, "bnb_int8": 1.0, "bnb_nf4": 0.56}
+BY_METHOD = {"fp8": 1.0, "fbgemm_fp8": 1.0, "eetq": 1.0, "mxfp4": 0.53}
+BITS = r'(?:"(?:bits|w_bit|num_bits)": |"load_in_(?=\dbit": true))(\d+)'  # of a weight, in a checkpoint's quantisation
+SCALES = 0.06  # bytes a weight of less than 8 bits takes in the scales of its group
+ONCE = ("fusion", "hidden_norm", "inject_norm", "prefix")  # modules of a head that read the target's rows, once
+# Bytes of each logit of a chunk: the draft's, a further loss's, the target's while its probs are computed, and theirs.
+LOGIT, LOSS, TEACHER, PROB = 12, 12, 10, 4
+HALF_BLOCK = 64  # keys: attention works in blocks of 128 queries, half of whose pairs are masked
+
+
+@dataclass(frozen=True)
+class TargetShape:
+    """The sizes of a target; parameters are counted in numbers, not bytes."""
+
+    config: PretrainedConfig
+    target: TargetEmbeddings  # on the meta device
+    feed: int  # inner width of the MLP that a token passes through, summed over its experts
+    embeddings: int  # parameters of embedding and lm_head, counted once where they are tied
+    inner: int  # all other parameters, those of the layers and norms
+    active: int  # those of `inner` that a token passes through
+    packs: bool  # whether attention runs over documents, without a mask of quadratic size
+    apart: bool  # whether its embedding and lm_head are weights alone, which load without the layers
+
+    def working(self, tokens: int, length: int, item: int, features: int, group: int = 1) -> int:
+        """Return a pass's temporary bytes, in values of `item` bytes, where a `group` of devices shares a layer."""
+        dims, width = self.target.layer_dims, self.target.hidden_size
+        queries, keys = dims.num_heads * dims.head_dim, dims.num_kv_heads * dims.head_dim
+        attention, feed = 2 * width + (6 * queries + 3 * keys) // group, 2 * width + 3 * self.feed // group
+        mask = 0 if self.packs else tokens * length * (3 + item)
+        return tokens * item * (max(attention, feed, width * (2 + 8 // item)) + features * width) + mask
+
+    def weight_bytes(self, quantize: str | None, item: float, device: str) -> float:
+        """Return the bytes of a loaded weight of the layers, `item` where transformers makes whole weights."""
+        saved = saved_quantization(self.config) or {}
+        method, written = saved.get("quant_method"), json.dumps(saved, default=str)
+        if (method == "fp8" and device == "cpu") or (method == "mxfp4" and not find_spec("kernels")):
+            return item
+        if isinstance(method, str) and method in BY_METHOD:
+            return BY_METHOD[method]
+        bits = max((bits for bits in map(int, re.findall(BITS, written)) if 0 < bits <= 16), default=None)
+        if bits is None:
+            return QUANTIZED.get(quantize or "", item)
+        return bits / 8 + (SCALES if bits < 8 else 0)
+
+
+def target_shape(model: ModelConfig) -> TargetShape:
+    """Return a target's shape, its parameters counted on the meta device; refuse one of which no model can be made."""
+    return _target_shape(model.path, model.trust_remote_code, json.dumps(model.shape or {}))
+
+
+@cache  # a choice of placements asks many times
+def _target_shape(path: str, trust_remote_code: bool, given: str) -> TargetShape:
+    shape = json.loads(given)
+    try:
+        config = read_target_config(path, trust_remote_code, cached_alone=True)
+    except ValueError:
+        try:
+            is_given, read = shape.pop("of", None) == path, transformers.AutoConfig.for_model
+            config = read(**shape) if is_given else read_target_config(path, trust_remote_code)
+        except UNFIT as error:
+            where = f"model.shape of {path}" if is_given else f"model.path={path}"
+            raise ValueError(
+                f"{where}: its configuration cannot be read ({reason(error)}); give a folder that holds its "
+                "config.json, or its values as model.shape, with of: the path"
+            ) from error
+    try:
+        with torch.device("meta"):
+            built = transformers.AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+        built.tie_weights()
+    except UNFIT as error:
+        raise ValueError(f"model.path={path}: no model can be made of its config.json ({reason(error)})") from error
+    text: Any = config.get_text_config()
+    ends = built.get_input_embeddings(), built.get_output_embeddings()
+    embeddings = {id(module.weight): module.weight.numel() for module in ends}
+    inner = {name: p.numel() for name, p in built.named_parameters() if id(p) not in embeddings}
+    experts = sum(count for name, count in inner.items() if ".experts." in name)
+    available, chosen = experts_of(text) or (1, 0)
+    target = TargetEmbeddings(built)
+    whole, expert = target.layer_dims.intermediate_size, getattr(text, "moe_intermediate_size", None)
+    return TargetShape(
+        config, target, chosen * (expert or whole) if experts else whole, sum(embeddings.values()),
+        sum(inner.values()), sum(inner.values()) - experts + experts * chosen // available,
+        recurrence(text, nn.ModuleList()) is not None or packing(built) is not None,
+        not any(list(module.buffers()) for module in ends),
+    )  # fmt: skip
+
+
+class HeadCost(NamedTuple):
+    """The parameters of a head, and what a micro-batch of it takes: bytes, and operations of both passes."""
+
+    whole: int  # parameters without adapters
+    trained: int
+    frozen: int
+    moments: int  # of the optimiser: Muon keeps one of matrices between hidden states, AdamW two of all
+    feature_layers: tuple[int, ...]  # of the target, that the head reads
+    activations: int  # bytes kept from the forward to the backward pass, with the weights in bf16 and the drafts
+    loss: int  # bytes of the drafts' gradients, a chunk of logits, and the gradients of lm_heads
+    flops: int
+
+
+def head_cost(run: RunConfig, target: TargetEmbeddings, micro_batch_size: int, device: str, item: int) -> HeadCost:
+    """Return the cost of a micro-batch of `micro_batch_size` sequences on a type of device.
+
+    Values of products have `item` bytes. Refuse a head that does not fit the target, or the objective's depths.
+    """
+    with torch.device("meta"):
+        head: Any = HEADS[run.head.name](run.head, target)
+        whole = parameter_count(head)
+        adapt(head, run.peft)
+    depths, anchors, tokens = run.objective.depths, run.objective.anchors, micro_batch_size * run.data.length
+    if isinstance(head, HeadModule) and (head.max_depth < depths or not isinstance(head, Recurrent)):
+        head.check_depths(depths)
+    drafted = tokens if anchors is None else min(tokens, micro_batch_size * anchors)  # rows drafted from at each depth
+    # Activations: rows times what the modules keep for a row. A query attends to half of the window's keys.
+    window = min(run.data.length, getattr(run.head, "length", None) or run.data.length)
+    keys = min(run.data.length, window - window * window / (2 * run.data.length) + HALF_BLOCK)
+    saved = flops = 0.0
+    for module, rows in computed(head, tokens, drafted, depths):
+        row_bytes, weights, queries = per_row(
+            module, item, (experts_of(target.config) or (1, 1))[1], run.trainer.recompute
+        )
+        saved += rows * row_bytes
+        flops += rows * ((8 if run.trainer.recompute else 6) * weights + 14 * keys * queries)
+    # A masked block's positions read copies of its keys and values: each its own, on CUDA one for all.
+    slots = head.size if isinstance(head, Block) else depths - 1 if isinstance(head, PEagle) else 0
+    copies = drafted * slots * (1 if device == "cuda" else slots)
+    saved += copies * sum(2 * item * m.k_proj.out_features for m in head.modules() if isinstance(m, Attention))
+    # The states of all drafts, in fp32 as norms give them; Medusa's last blocks keep them anyway.
+    size, width = target.vocab_size if head.vocab is None else len(head.vocab.ids), target.hidden_size
+    drafts = depths * tokens * width * (4 if any(hasattr(head, name) for name in ("norm", "ln")) else item)
+    saved += 0 if isinstance(head, Medusa) else drafts
+    # The logits of one chunk, of the target's and of the head's.
+    teachers = min(tokens, depths * drafted)
+    chunk = min(teachers, chunk_rows(head, device, depths * tokens))
+    further = sum(name not in READ_P | NOT_OF_LOGITS for name in run.objective.losses)
+    taught = TEACHER * target.vocab_size * (chunk if head.vocab is None else min(chunk, TEACHER_ROWS))
+    loss = drafts + PROB * size * chunk + max(taught, (LOGIT + LOSS * further) * size * chunk * drafted // teachers)
+    parameters, count = parameter_count(head) + frozen_count(head), parameter_count(head)
+    lm_heads = [module.weight for module in head.modules() if isinstance(module, SummedGradient)]
+    owned = sum(weight.numel() for weight in lm_heads if weight is not None and weight.requires_grad)
+    saved, loss = saved + (2 * parameters if item == 2 else 0), loss + 4 * owned
+    shared = 2 / 3 * width * size if any(weight is None for weight in lm_heads) else 0  # no gradient of the weight
+    per_depth = owned / (depths if len(lm_heads) == depths else 1)  # one lm_head a depth, or one for all
+    flops += 6 * drafted * depths * (per_depth + shared) + 2 * teachers * width * target.vocab_size
+    moments = 2 * count - (run.trainer.optimizer == "muon") * sum(p.numel() for p in hidden_matrices(head))
+    return HeadCost(whole, count, parameters - count, moments, head.feature_layers, round(saved), loss, round(flops))
+
+
+def computed(head: Any, tokens: int, drafted: int, depths: int) -> list[tuple[Any, float]]:
+    """Return a head's modules except lm_heads, with the rows that they compute at all depths."""
+    modules: list[tuple[Any, float]] = []
+    for name, module in head.named_children():
+        if name in ONCE:
+            modules.append((module, tokens))
+        elif isinstance(head, Recurrent | Block):
+            rows = drafted * head.size if isinstance(head, Block) else tokens + (depths - 1) * drafted
+            modules.append((module, rows))
+        elif isinstance(module, nn.ModuleList):  # one a depth, or a few that all depths share
+            modules.append((module, drafted * depths / len(module)))
+    layers: Any = head.layers if isinstance(head, Block) else ()  # whose keys and values are the context's too
+    attentions = [layer.self_attn for layer in layers]
+    return modules + [(linear, tokens) for a in attentions for linear in (a.k_proj, a.v_proj)]
+
+
+def per_row(module: Any, item: int, chosen: int, recompute: bool) -> tuple[float, float, float]:
+    """Return what a row takes in a module: kept bytes, weights that multiply it, and the width of attention's queries.
+
+    A linear layer keeps its input and output, a norm its input in fp32 and its result, a gated MLP its product; under
+    `recompute` gated MLPs and norms only their input. A row passes through `chosen` experts.
+    """
+    if isinstance(module, SummedGradient):  # an lm_head, whose rows are scored in chunks
+        return 0, 0, 0
+    if isinstance(module, nn.Linear):
+        return item * (module.in_features + module.out_features), module.weight.numel(), 0
+    inner = [per_row(child, item, chosen, recompute) for child in module.children()]
+    repeat: int = getattr(module, "repeat", 1)  # of a tied block
+    saved, weights, queries = (repeat * sum(values) for values in zip((0.0, 0.0, 0.0), *inner, strict=True))
+    norm = item if recompute and isinstance(module, Recomputing) else 4 + item
+    if isinstance(module, SwiGLU) and recompute:
+        return 4 * module.gate_proj.in_features, weights, 0
+    if isinstance(getattr(module, "down_proj", None), nn.Linear):
+        saved += item * module.down_proj.in_features
+    if isinstance(getattr(module, "q_proj", None), nn.Linear):
+        queries = module.q_proj.out_features
+        saved += item * queries  # attention's output, before it is joined
+        saved -= 2 * item * module.q_proj.in_features if recompute else 0  # queries, keys and values share it
+        normed = any(True for _ in getattr(module, "q_norm", nn.Identity()).parameters())
+        saved += (norm + item) * (queries + module.k_proj.out_features) if normed else 0
+    for parameter in module.parameters(recurse=False):
+        if parameter.ndim == 1:
+            saved += norm * parameter.numel()
+        elif parameter.ndim == 3:  # experts
+            saved, weights = saved + chosen * item * sum(parameter.shape[1:]), weights + chosen * parameter[0].numel()
+    return saved, weights, queries
+
+
+class Memory(NamedTuple):
+    """The memory of the fullest device, or of a node's host, in bytes."""
+
+    process: int  # before anything is loaded
+    resident: dict[str, int]
+    stages: dict[str, int]
+    evaluation: int  # the final one, in place of all the others but the process's
+    slack: float  # of the widest stage, that the allocator holds above what is asked of it
+    capacity: int | None  # None if it is not known
+
+    @property
+    def peak(self) -> int:
+        """The bytes at the widest moment."""
+        widest = max(self.stages.values(), default=0)
+        return self.process + max(sum(self.resident.values()) + round((1 + self.slack) * widest), self.evaluation)
+
+    @property
+    def utilization(self) -> float:
+        """The share of the capacity that is used, 0 if that is not known."""
+        return self.peak / self.capacity if self.capacity else 0.0
+
+
+class Plan(NamedTuple):
+    """The plan of a run: the shapes of target and head, and their memory."""
+
+    run: RunConfig
+    shape: TargetShape
+    cost: HeadCost
+    micro_batch_size: int  # packed sequences of one forward pass
+    memory: Memory  # of the device of the first process, which also measures and evaluates
+    host: Memory | None  # of a node; None on a CPU, which is the device
+    disk: dict[str, int]  # bytes of checkpoints, of the saved head, and of a feature store of all tokens
+    flops: tuple[float, float]  # of the whole run, measurements left out: the target's and the head's
+    hours: float | None  # of the training, None if the device's peak is not known
+    target_hours: float | None  # of one device for the target's passes
+
+    @property
+    def utilization(self) -> float:
+        """The share that is used of the device, or of the host where that is more."""
+        return max(memory.utilization for memory in (self.memory, self.host) if memory is not None)
+
+
+def plan(run: RunConfig) -> Plan:
+    """Return the plan of a run; nothing is loaded or written.
+
+    Where `trainer.micro_tokens` is null, a micro-batch is the most sequences that fit SAFE of the device, a power of
+    two; of a device that one sequence fills already, as a final evaluation may, those of a process.
+    """
+    given, world = run.trainer.micro_tokens, run.launcher.world
+    if given is not None:
+        return _plan(run, min(-(-run.sequences_per_step // world), given // run.data.length))
+    micro_batch_size, least = 1 << max(0, (run.sequences_per_step // world).bit_length() - 1), _plan(run, 1)
+    limit = max(least.memory.peak, SAFE * (least.memory.capacity or 0))
+    while (planned := _plan(run, micro_batch_size)).memory.peak > limit:
+        micro_batch_size //= 2
+    return planned
+
+
+def _plan(run: RunConfig, micro_batch_size: int) -> Plan:
+    trainer, launcher, features, length = run.trainer, run.launcher, run.features, run.data.length
+    device, shape, kind = run.device, target_shape(run.model), str(run.device.type)
+    fast = fast_dtype(torch.device(kind))
+    item = (fast if run.model.dtype == AUTO else DTYPES[run.model.dtype]).itemsize  # bytes of a value of the target
+    value = 2 if trainer.precision == "bf16" or (trainer.precision == AUTO and fast == torch.bfloat16) else 4
+    cost = head_cost(run, shape.target, micro_batch_size, kind, value)
+    # A quantised checkpoint's embeddings are not loaded without its layers, nor those that compute with buffers.
+    loaded = run.reads_target or saved_quantization(shape.config) is not None or not shape.apart
+    layers = round(shape.weight_bytes(run.model.quantize, item, kind) * shape.inner) if loaded else 0
+    target, gathered, offloaded = target_state(run, shape, layers, item)
+    evaluation, host_evaluation = 0, 0
+    if run.eval.prompts:
+        gate = item if run.eval.gate_dtype == AUTO else DTYPES[run.eval.gate_dtype].itemsize
+        whole = round(shape.weight_bytes(run.model.quantize, gate, kind) * shape.inner)
+        evaluated, again, host_evaluation = target_state(run, shape, whole, gate)
+        evaluation = sum(evaluated.values()) + again
+    # The temporary bytes of each stage of a step. A step's first micro-batch comes before the gradient, the others keep
+    # the features of the one before during the target's pass; a tensor-parallel group runs its sequences in turn.
+    tokens, read = micro_batch_size * length, len(cost.feature_layers)
+    row, copied = shape.target.hidden_size * (read + 1), value if run.objective.noise > 0 or value != item else 0
+    state, first = head_state(launcher, trainer, cost), micro_batch_size * launcher.world >= run.sequences_per_step
+    gradient = first * state.get("head: gradients", 0)
+    stages = {"head's step": tokens * row * (item + copied) + max(0, cost.activations + cost.loss - gradient)}
+    group = (run.model.tensor_parallel or launcher.local) if run.model.placement == TENSOR_PARALLEL else 1
+    if layers and features.runs_target:
+        working = shape.working(tokens, length, item, read, group)
+        stages["target's pass"] = gathered + working + (1 + (group > 1) + (not first)) * tokens * row * item
+    capacity = round(float(device.memory_gb or 0) * GIB)
+    memory = Memory(
+        round(device.context_gb * GIB), target | state, stages, evaluation, device.slack,
+        capacity // launcher.local if kind == "cpu" else capacity,
+    )  # fmt: skip
+    checkpoint = 4 * (cost.trained * (1 + (trainer.ema > 0)) + cost.frozen + cost.moments)
+    data = trainer.steps * trainer.batch_tokens
+    held = {"data": ROW_BYTES * data, "a checkpoint that is being written": checkpoint // launcher.world}
+    host = None
+    if kind == "cpu":
+        memory = memory._replace(resident=memory.resident | held)
+    else:
+        held = {name: launcher.local * size for name, size in (held | {"target: layers": offloaded}).items() if size}
+        room = None if device.host_gb is None else round(device.host_gb * GIB)
+        host = Memory(round(launcher.local * HOST_BASE * GIB), held, {}, host_evaluation, 0, room)
+    # The best checkpoint too, and one that is being written.
+    disk = {"checkpoints": (trainer.keep + (2 if trainer.eval_prompts else 1)) * checkpoint, "head": 4 * cost.whole}
+    if features.mode == "stored":
+        disk["features"] = data * (read + 1) * size(shape.target.hidden_size, features.dtype)
+    dims = shape.target.layer_dims
+    attention = 4 * length * dims.num_heads * dims.head_dim * shape.target.num_layers
+    flops = data * (2.0 * shape.active + attention), data / tokens * cost.flops
+    hours = target_hours = None
+    if device.tflops is not None:  # the processes of a machine share its CPU, whose rate is that of all its cores
+        rate, devices = 3600e12 * device.tflops * device.mfu, launcher.num_nodes if kind == "cpu" else launcher.world
+        target_hours = flops[0] / rate
+        hours = (flops[1] / rate + features.runs_target * target_hours) / devices
+    return Plan(run, shape, cost, micro_batch_size, memory, host, disk, flops, hours, target_hours)
+
+
+def target_state(run: RunConfig, shape: TargetShape, layers: int, item: int) -> tuple[dict[str, int], int, int]:
+    """Return the target's bytes: on the first process's device, gathered there during a pass, on the host.
+
+    `layers` are the bytes of all layers, 0 if they are not loaded, `item` those of a value of embedding and lm_head.
+    """
+    where, launcher = run.model.where, run.launcher
+    ahead, gathered, host, parts, there = AHEAD * layers // shape.target.num_layers, 0, 0, 1, layers
+    if where.placement == TENSOR_PARALLEL:
+        parts = run.model.tensor_parallel or launcher.local
+    elif where.placement == FSDP:
+        parts, gathered = launcher.world, ahead
+    elif where.placement == DEVICE_MAP:
+        mine = (where.devices or range(run.device.count or launcher.local))[:: launcher.local]
+        there = layers // len(mine) if 0 in mine else 0  # the devices of a process share its layers out evenly
+    elif where.placement == OFFLOAD:
+        stay = min(layers, int((where.memory_gb or 0) * GB))
+        there, host = min(layers, stay + ahead), 0 if where.offload == "disk" else layers - stay
+    ends = item * shape.embeddings
+    # transformers' own shard of them, which trainers do not read.
+    shard = ends // parts if layers and parts > 1 else 0
+    return {"target: embedding, lm_head": ends + shard, "target: layers": there // parts}, gathered, host
+
+
+def head_state(launcher: LauncherConfig, trainer: TrainerConfig, cost: HeadCost) -> dict[str, int]:
+    """Return the bytes of a process for the head and its optimiser between steps, all in fp32."""
+    strategy, world, whole = launcher.strategy, launcher.world, 4 * cost.trained
+    zero, sharded = strategy.startswith("zero"), strategy in ("zero3", "fsdp2") and world > 1
+    weights = world if sharded else 1
+    shards = 1 if strategy == "ddp" else world  # of gradients and the optimiser's state
+    buckets = 8 * min(BUCKET, cost.trained) if zero else whole if strategy == "ddp" and world > 1 else 0
+    sizes = {
+        "head: weights": 4 * cost.frozen + whole / weights + (whole / world if zero else 0),  # DeepSpeed's own copy
+        "head: gradients": whole / shards,
+        "head: buckets of gradients": buckets,
+        "head: optimiser": 4 * cost.moments / shards,
+        "head: gathered": 2 * whole * sharded,  # while it computes, and gradients before they are scattered
+        "head: EMA": whole / weights * (trainer.ema > 0),
+    }
+    return {name: round(size) for name, size in sizes.items() if size}

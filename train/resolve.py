@@ -1,0 +1,476 @@
+"""`resolve`: the run of a composed configuration, checked before anything is loaded, every open value filled in once.
+
+Given values stay. Placement and strategy are the fastest whose plan takes at most SAFE of every device, and of the
+host's memory if known. A micro-batch stays open: its size is the plan's, and the device has the last word
+(train/build.py).
+"""
+
+import logging
+import re
+import shutil
+import time
+from dataclasses import asdict, replace
+from functools import cache
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+from omegaconf import DictConfig, OmegaConf
+from rich.console import Group
+from rich.markup import escape
+from rich.table import Table
+
+from data.features.served import LayerIds
+from data.features.store import FeatureStore
+from data.text.prompts import first_samples, locate
+from data.text.sources import check_name, check_source, check_sources, is_local, open_source
+from eval.config import eval_config
+from eval.inputs.drafters import find_heads
+from eval.measures.results import LIVE
+from heads import HEADS, best_line
+from heads.common.files import check_writable
+from heads.common.progress import say
+from heads.common.resolvers import ROOT
+from heads.common.target_config import check_sequence_length, context_of
+from heads.common.typed import typed
+from heads.common.untrusted import regular, visible
+from heads.formats.hub import kind_of, resolve_head
+from heads.formats.published import export
+from heads.formats.published.export import TargetFacts
+from inference.target import adapter
+from inference.target.config import DTYPES, default_device, device_named, fast_dtype
+from inference.target.loading import AS_IT_IS, check_method, check_quantized, load_tokenizer
+from inference.target.placement import (
+    AUTO,
+    DEVICE_MAP,
+    OFFLOAD,
+    PLACEMENTS,
+    REPLICATE,
+    TENSOR_PARALLEL,
+    TOGETHER,
+    check_offload,
+    check_processes,
+    check_shape,
+    check_weights,
+)
+from train.config import HERE, IGNORE, DeviceConfig, RunConfig, checked, run_config
+from train.distributed import processes
+from train.distributed.launch import launched, on_node, world
+from train.plan import GIB, SAFE, Plan, plan, target_shape
+from train.start import STARTS, check_copied, check_init
+
+log = logging.getLogger(__name__)
+
+GATE = "float32"  # the losslessness check's dtype if the target fits in it: 16-bit rounding blurs the comparison
+PRUNED = 32000  # EAGLE-3's draft vocabulary
+SIDE = 1024  # of the matrices by which a CPU's operations per second are measured
+# The values of features=stored; where the store is does not matter to a plan.
+STORED = "features.mode=stored features.on_missing=fail features.path=store"
+TOKENIZERS = ("tokenizer*", "vocab*", "*.model", "*.tiktoken", "tekken.json", "*.gguf")  # one of which all have
+WRITTEN = (  # by a run, besides its weights
+    "checkpoints", "bad", "tensorboard", "wandb", "metrics.jsonl", "report.json", "report.md", "report.html",
+    "training.json", "prompts.jsonl", "wandb-id.txt", "config.yaml", "provenance.json",
+)  # fmt: skip
+DEVICES = ROOT / "conf" / "device"
+CGROUPS, GROUPS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
+LIMITS = ("memory.max", "memory.limit_in_bytes")  # of control groups of version 2 and 1
+
+
+def resolve(cfg: DictConfig) -> RunConfig:
+    """Return the run of a composed configuration, checked and without open values but the micro-batch.
+
+    Filled in, in this order: the head, the device, the number of processes, placement and strategy, the dtype of the
+    losslessness check. With `plan=true` nothing is written, downloaded or asked for. Any mistake is a ValueError that
+    names key, value and remedy.
+    """
+    run = on_machine(run_config(cfg))
+    check_run(run)
+    run = resolve_placement(run)
+    if run.plan is False:
+        check_fits(run)
+    if run.engine is not None and run.init in STARTS:  # else the head's own configuration is not read yet
+        shape = target_shape(run.model)
+        with torch.device("meta"):
+            head: Any = HEADS[run.head.name](run.head, shape.target)
+        facts = TargetFacts(run.model.path, shape.config.to_dict(), torch.bfloat16, 1)
+        export.check(head, run.engine, facts, shape.target.beyond_tables())
+    if best := best_line(cfg):
+        say(best)
+    return run
+
+
+def on_machine(run: RunConfig) -> RunConfig:
+    """Return a run with its device's values and its number of processes, where they are null, by this machine.
+
+    The processes are those of a launcher, or one for each accelerator.
+    """
+    device, launcher = resolve_device(run.device, run.model.device), run.launcher
+    if device.name == HERE and device.type == "cpu" and device.tflops is None and run.plan is True:
+        device = replace(device, tflops=cpu_tflops())
+    if launcher.num_processes is None:
+        accelerators = accelerator_count(run.model.device) if run.device.type != "cpu" else 1
+        launcher = replace(launcher, num_processes=run.device.count or accelerators)
+        if launched():
+            launcher = replace(launcher, num_processes=on_node(), num_nodes=world() // on_node())
+    return replace(run, device=device, launcher=launcher)
+
+
+def accelerator_count(device: str | None) -> int:
+    """Return how many processes a machine starts by itself: one for each accelerator, one on a CPU or on a `device`."""
+    return torch.cuda.device_count() if (device or default_device()) == "cuda" else 1
+
+
+def resolve_device(device: DeviceConfig, requested: str | None) -> DeviceConfig:
+    """Return a device with its type and memory filled in, where they are null by this machine's.
+
+    `requested` is the run's `model.device`, None for torch's default device; one of another type is refused.
+    """
+    kind = device_named(requested).type if device.type is None else device.type
+    if requested is not None and requested.partition(":")[0] != kind:
+        raise ValueError(f"device={device.name} is of type {kind}, and model.device={requested} is not: leave one out")
+    if kind == "cpu":
+        cpu = preset("cpu")
+        base = device if device.type is not None else replace(device, context_gb=cpu.context_gb, slack=cpu.slack)
+        return replace(base, type=kind, memory_gb=device.memory_gb or free_bytes() / GIB)
+    if device.type is None:
+        device = replace(device, type=kind, host_gb=device.host_gb or free_bytes() / GIB)
+    if device.memory_gb is None:
+        properties = torch.cuda.get_device_properties(requested or "cuda")
+        match = by_driver_name(properties.name)
+        tflops = device.tflops or (None if match is None else match.tflops)
+        device = replace(device, memory_gb=properties.total_memory / GIB, tflops=tflops, name=properties.name)
+    return device
+
+
+def preset(name: str) -> DeviceConfig:
+    """Return a device of conf/device."""
+    values: Any = OmegaConf.merge(*(OmegaConf.load(DEVICES / f"{file}.yaml") for file in (HERE, name)))
+    values.pop("defaults", None)
+    return typed(DeviceConfig, values)
+
+
+def by_driver_name(driver: str) -> DeviceConfig | None:
+    """Return the device with the longest `match`, to a word's end, in the name that a driver reports; None without."""
+    presets = map(preset, sorted(file.stem for file in DEVICES.glob("*.yaml")))
+    matching = [device for device in presets if device.match and re.search(rf"{re.escape(device.match)}(?!\w)", driver)]
+    return max(matching, key=lambda device: len(device.match or ""), default=None)
+
+
+def free_bytes() -> int:
+    """Return this machine's free memory, or the limit that a container or a cluster's job has where it is less."""
+    least = int(psutil.virtual_memory().available)
+    for line in GROUPS.read_text().splitlines() if GROUPS.is_file() else []:
+        _, kind, group = line.split(":", 2)
+        folder = CGROUPS / kind / group[1:]
+        for file in (above / name for above in (folder, *folder.parents) for name in LIMITS):
+            if file.is_file() and (limit := file.read_text().strip()).isdigit():
+                least = min(least, int(limit))
+    return least
+
+
+@cache
+def cpu_tflops() -> float:
+    """Return the 10^12 operations per second of this CPU's threads in a product of matrices, the best of some."""
+    matrix, seconds = torch.ones(SIDE, SIDE, dtype=fast_dtype(torch.device("cpu"))), []
+    for _ in range(5):
+        begin = time.perf_counter()
+        torch.mm(matrix, matrix)
+        seconds.append(time.perf_counter() - begin)
+    return 2 * SIDE**3 / min(seconds) / 1e12
+
+
+def resolve_placement(run: RunConfig) -> RunConfig:
+    """Return a run with the first of its possible placements and strategies that fits, and the dtype of its last check.
+
+    Where none fits it is the one that exceeds least. The last check is in GATE where that fits, else in the dtype that
+    is timed. Refuse a run of which no placement is possible, with the reason of the first.
+    """
+    shares, errors, several = dict[float, RunConfig](), list[ValueError](), run.launcher.world > 1
+    placements: tuple[str, ...] = (run.model.placement,)
+    strategies: tuple[str, ...] = (run.launcher.strategy,)
+    if run.model.placement == AUTO:
+        on_cpu = run.alone_on_cpu
+        possible = {
+            REPLICATE: True, **dict.fromkeys(TOGETHER, several), DEVICE_MAP: not on_cpu, OFFLOAD: not on_cpu,
+        }  # fmt: skip
+        placements = tuple(kind for kind in PLACEMENTS if possible[kind])
+    if run.launcher.strategy == AUTO:
+        strategies = ("ddp", "fsdp2") if several else ("ddp",)
+    options = [(placement, run.model.offload, strategy) for placement, strategy in product(placements, strategies)]
+    if run.model.placement == AUTO and run.device.host_gb is not None:  # which may not hold what the devices do not
+        options += [(OFFLOAD, "disk", strategy) for strategy in strategies if OFFLOAD in placements]
+    for placement, offload, strategy in options:
+        model = replace(run.model, placement=placement, offload=offload)
+        option = replace(run, model=model, launcher=replace(run.launcher, strategy=strategy))
+        try:
+            shares.setdefault(share := checked_plan(option).utilization, option)
+        except ValueError as error:
+            errors.append(error)
+            continue
+        if share <= SAFE:
+            break
+    if not shares:
+        raise errors[0]
+    run = shares[min(shares)]
+    if run.eval.gate_dtype != AUTO:
+        return run
+    exact = replace(run, eval=replace(run.eval, gate_dtype=GATE))
+    if not run.eval.prompts or run.alone_on_cpu or plan(exact).utilization <= SAFE:
+        return exact
+    fast = fast_dtype(torch.device(str(run.device.type)))
+    named = [*(name for name in (run.eval.dtype, run.model.dtype) if name != AUTO)]
+    named += [name for name, dtype in DTYPES.items() if dtype == fast]
+    return replace(run, eval=replace(run.eval, gate_dtype=named[0]))
+
+
+def check_run(run: RunConfig) -> None:
+    """Refuse a run that cannot start on this machine, naming key and remedy, before the target is looked at.
+
+    With `plan=true` the first local records are read, nothing is downloaded, and a store may not be extracted yet.
+    """
+    model, out = run.model, Path(run.out)
+    if run.eval.prompts:
+        eval_config(**evaluation(run))
+    if run.features.mode == "stored" and (run.plan is not True or run.features.folder.exists()):
+        FeatureStore(run.features.folder)
+    check_init(run.peft, run.head, run.init, model.where.placement)
+    if run.plan is True:
+        check_records(run)
+        return
+    processes.check_machine(run.launcher, model)
+    find_heads(run.compare if run.eval.prompts else [])
+    check_out(out, replaces=run.resume or run.overwrite)
+    check_writable(out, "out")
+    check_sources(run.data)
+    if run.workload:
+        check_source(locate(run.workload))
+    if run.init not in STARTS:
+        kind_of(resolve_head(str(run.init)))
+    check_method(model.quantize)
+    if model.adapter not in (None, AS_IT_IS):
+        adapter.check(model.adapter, model.quantize)
+
+
+def check_records(run: RunConfig) -> None:
+    """Refuse data that is neither here nor named like the Hub's, and first local records that cannot be trained on."""
+    named = [*run.data.paths, run.data.prompts, run.workload and locate(run.workload)]
+    for name in filter(None, named):
+        check_name(name)
+    folder = Path(run.model.path)
+    if not folder.exists():  # a plan needs no tokenizer
+        return
+    if folder.is_dir() and not any(file for pattern in TOKENIZERS for file in folder.glob(pattern)):
+        log.warning("%s: has no tokenizer, so that the first records are not looked at", folder)
+        return
+    tokenizer = load_tokenizer(run.model.path, run.model.trust_remote_code)
+    for name in filter(is_local, run.data.paths):
+        first_samples(open_source(name, run.data.split), run.data, tokenizer)
+
+
+def checked_plan(run: RunConfig) -> Plan:
+    """Return a plan; refuse what loading the target would refuse, and what its configuration rules out."""
+    planned, where, model, launcher = plan(checked(run)), run.model.where, run.model, run.launcher
+    config: Any = planned.shape.config
+    text, group = config.get_text_config(), model.tensor_parallel or launcher.local
+    check_copied(run.head, run.init, where.placement)
+    check_sequence_length(run.data.length, context_of(text), model.path)
+    if run.features.mode == "engine":
+        LayerIds.of(run.features.vllm_layers, planned.cost.feature_layers, planned.shape.target.num_layers)
+    check_weights(where, check_quantized(model.path, config, model.quantize), None)
+    check_offload(where, str(run.device.type))
+    if where.needs_all_ranks:
+        check_processes(where, launcher.world, group)
+    if where.placement == TENSOR_PARALLEL:
+        if not getattr(text, "base_model_tp_plan", None):
+            raise ValueError(f"model.placement={TENSOR_PARALLEL}: transformers has no plan to cut {model.path} up")
+        check_shape(text, group, model.path)
+    devices = len(model.devices or range(run.device.count or launcher.local))
+    if where.placement == DEVICE_MAP and run.device.type != "cpu" and devices < launcher.local:
+        raise ValueError(
+            f"model.placement=device_map has {devices} devices for {launcher.local} processes: start fewer, or give "
+            "more model.devices"
+        )
+    return planned
+
+
+def check_fits(run: RunConfig) -> None:
+    """Refuse a run that does not fit the memory of its devices or host, or the disk of its folder, by its plan."""
+    planned, where = plan(run), "this machine" if run.alone_on_cpu else "a device"
+    exceeded, parent = planned.memory, next(path for path in Path(run.out).absolute().parents if path.exists())
+    needed, free = sum(planned.disk.values()) - planned.disk.get("features", 0), shutil.disk_usage(parent).free
+    if not run.resume and needed > free:
+        raise ValueError(
+            f"{run.name}: its checkpoints and head take {gib(needed)}, and {parent} has {gib(free)} free: free space, "
+            f"give another out, or keep fewer by trainer.keep={max(1, run.trainer.keep // 2)}"
+        )
+    if planned.utilization <= 1:
+        return
+    if planned.host is not None and planned.memory.utilization <= 1:
+        where, exceeded = "a node's host", planned.host
+    raise ValueError(
+        f"{run.name} does not fit: it needs {gib(exceeded.peak)} of memory, and {where} has "
+        f"{gib(exceeded.capacity or 0)} free: give {remedy(run) or 'another head, or more or larger devices'}; "
+        f"plan=true shows where it goes, plan={IGNORE} starts all the same"
+    )
+
+
+def remedy(run: RunConfig) -> str | None:
+    """Return overrides with which a run fits: one change, or several in turn; None if none do.
+
+    The least costly changes come first, those that leave the training's result as it is before the others.
+    """
+    length, half, head = run.data.length, run.data.length // 2, asdict(run.head)
+    several, unsharded = run.launcher.world > 1, run.launcher.strategy == "ddp"
+    whole = run.model.placement == REPLICATE
+    options = {
+        "model.offload=disk": run.model.placement == OFFLOAD and run.model.offload == "cpu",
+        f"trainer.micro_tokens={length}": (run.trainer.micro_tokens or 0) >= 2 * length,
+        "launcher.strategy=fsdp2": several and unsharded,
+        **{f"model.placement={kind}": several and whole for kind in TOGETHER},
+        "trainer.recompute=true": not run.trainer.recompute,
+        "features=stored trainer.eval_prompts=0": run.features.mode == "live",
+        "eval.prompts=0": run.eval.prompts > 0,
+        "trainer.optimizer=muon": run.trainer.optimizer == "adamw" and unsharded,
+        "model.placement=offload": whole,
+        "model.quantize=int8": run.model.quantize is None,
+        f"head.draft_vocab={PRUNED}": head.get("draft_vocab", PRUNED) is None,
+        "head.lm_head=shared": head.get("lm_head") == "own",
+        f"data.length={half} trainer.micro_tokens={half}": length > 512,
+    }
+
+    def changed(run: RunConfig, words: str) -> Plan | None:
+        sections: Any = OmegaConf.from_dotlist(words.replace("features=stored", STORED).split())
+        try:
+            return checked_plan(replace(run, **{key: replace(getattr(run, key), **sections[key]) for key in sections}))
+        except ValueError:  # settings that do not go together
+            return None
+
+    possible = [words for words, is_possible in options.items() if is_possible]
+    for words in possible:
+        if (planned := changed(run, words)) is not None and planned.utilization <= 1:
+            return words
+    chosen, least = list[str](), plan(run).utilization
+    for words in possible:
+        keys = {word.partition("=")[0] for word in chosen}
+        planned = None if any(word.partition("=")[0] in keys for word in words.split()) else changed(run, words)
+        if planned is not None and planned.utilization < least:
+            run, least, chosen = planned.run, planned.utilization, [*chosen, *words.split()]
+            if least <= 1:
+                return " ".join(chosen)
+    return None
+
+
+def check_out(out: Path, *, replaces: bool) -> None:
+    """Refuse an output folder that holds a run, unless the run is resumed or overwritten.
+
+    A run that failed before its first step does not count.
+    """
+    if out.is_dir():
+        regular(out)
+    begun = any(path.exists() and path.stat().st_size for path in (out / "metrics.jsonl", out / "report.json"))
+    if (begun or (out / "head").exists() or any(out.glob("checkpoints/step-*"))) and not replaces:
+        raise ValueError(
+            f"{out} holds a run already: resume=true goes on with it, overwrite=true replaces it, name=… keeps both"
+        )
+
+
+def clear_out(out: Path, weights: str = "head") -> None:
+    """Delete what a run wrote into its output folder."""
+    for path in (out / name for name in (weights, f".{weights}.old", *WRITTEN)):
+        if path.is_dir():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)
+
+
+def evaluation(run: RunConfig) -> dict[str, Any]:
+    """Return the values of conf/eval.yaml for the final evaluation of a run: its head next to those of `compare`.
+
+    Where a pass takes all processes only the tier `live` is measured: each measures by its own clock what other trees
+    would cost.
+    """
+    model: dict[str, Any] = {"trust_remote_code": run.model.trust_remote_code}
+    settings = asdict(run.eval)
+    if run.model.where.needs_all_ranks:
+        model["placement"], settings["tier"] = run.model.placement, [LIVE]
+    if run.eval.gate_dtype == AUTO:
+        del settings["gate_dtype"]
+    return {"run": run.out, "compare": run.compare, "workload": run.workload, "model": model, **settings}
+
+
+def table(planned: Plan) -> Group:
+    """Return a plan as tables for the terminal; if it does not fit, with overrides that make it."""
+    run, cost, device, trainer = planned.run, planned.cost, planned.run.device, planned.run.trainer
+    totals: dict[str, Any] = {
+        "data": visible(run.data.named), "target parameters": planned.shape.embeddings + planned.shape.inner,
+        "active parameters": planned.shape.active + planned.shape.embeddings, "head parameters": cost.whole,
+        "trained parameters": cost.trained, "steps": trainer.steps, "tokens": trainer.steps * trainer.batch_tokens,
+        "micro tokens": planned.micro_batch_size * run.data.length,
+        "a step": f"{trainer.batch_tokens:,} tokens in sequences of {run.data.length:,}",
+        **{f"disk: {name}": gib(size) for name, size in planned.disk.items()},
+        "operations, target and head": "{:.2g} + {:.2g}".format(*planned.flops),
+    }  # fmt: skip
+    if planned.hours is None:
+        totals["hours"] = f"not known: device={device.name} has no peak; give device.tflops"
+    else:
+        totals[f"time at an assumed {device.mfu:.0%} of {device.name}'s peak"] = spoken(planned.hours)
+        if device.type != "cpu":
+            totals["GPU hours"] = f"{planned.hours * run.launcher.world:,.1f}"
+        if run.features.mode == "stored":
+            totals["GPU hours of the extraction, elsewhere"] = f"{planned.target_hours:,.1f}"
+    tables = [_table(f"plan: {run.name} -> {run.out}", totals)]
+    for title, use in (("the fullest device", planned.memory), ("host memory of each node", planned.host)):
+        if use is not None:
+            fits = "fits" if use.utilization <= 1 else "does NOT fit"
+            stages = {f"while: {stage}": (1 + use.slack) * size for stage, size in use.stages.items()}
+            last = {"final evaluation, all else freed": use.evaluation} if use.evaluation else {}
+            rows = {"process": use.process, **use.resident, **stages, **last}
+            capacity = "" if use.capacity is None else f" of {gib(use.capacity)}, {fits}"
+            tables.append(_table(f"{title}: {gib(use.peak)}{capacity}", {row: gib(size) for row, size in rows.items()}))
+    if planned.utilization <= 1:
+        verdict = "it fits; without plan=true the same command runs it"
+    elif words := remedy(run):
+        verdict = f"it does not fit; with this it does: {words}"
+    else:
+        verdict = "it does not fit with any change: take more or larger devices, or another head"
+    return Group(*tables, *(escape(visible(line)) for line in (in_words(planned), verdict)))
+
+
+def _table(title: str, rows: dict[str, Any]) -> Table:
+    shown = Table(title=title, show_header=False, min_width=60)
+    shown.add_column(overflow="fold")
+    shown.add_column(justify="right")
+    for name, value in rows.items():
+        shown.add_row(name, escape(value if isinstance(value, str) else f"{value:,}"))
+    return shown
+
+
+def gib(size: float) -> str:
+    """Format bytes in GiB or MiB."""
+    return f"{size / GIB:,.2f} GiB" if size >= 2**27 else f"{size / 2**20:,.1f} MiB"
+
+
+def spoken(hours: float) -> str:
+    """Format a time in hours, minutes or seconds."""
+    return f"{hours:,.1f} h" if hours >= 1 else f"{60 * hours:.0f} min" if hours >= 1 / 30 else f"{3600 * hours:.0f} s"
+
+
+def in_words(planned: Plan) -> str:
+    """Return the values that were chosen in one line, as overrides."""
+    run, launcher = planned.run, planned.run.launcher
+    nodes = f"{launcher.num_nodes} x " if launcher.num_nodes > 1 else ""
+    count = "1 process" if launcher.local == 1 else f"{launcher.local} processes"
+    disk = f" model.offload={run.model.offload}" if run.model.placement == OFFLOAD else ""
+    last = f" eval.gate_dtype={run.eval.gate_dtype}" if run.eval.prompts else ""
+    idle = ""
+    if (few := run.sequences_per_step) < launcher.world:
+        idle = (
+            f"; a step of trainer.batch_tokens={run.trainer.batch_tokens} is {few} sequence{'s' * (few > 1)} for "
+            f"{launcher.world} processes, so some have nothing to do: give {launcher.world * run.data.length} or more"
+        )
+    return (
+        f"{nodes}{count}, placed by the plan: model.placement={run.model.placement}{disk} launcher.strategy="
+        f"{launcher.strategy} trainer.micro_tokens={planned.micro_batch_size * run.data.length}{last}{idle}"
+    )
