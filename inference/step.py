@@ -25,6 +25,7 @@ from inference.limits import check_size
 from inference.phase_timer import PhaseTimer
 from inference.protocol import DraftBatch, Drafted, Roots
 from inference.request import Pass, Request, RequestParams, Step
+from inference.target.attention import Ragged
 from inference.target.cache import BatchCache, round_up_kv_length
 from inference.target.model import TargetOutput
 from inference.target.target import Target
@@ -368,7 +369,7 @@ class DeviceStep:
     ) -> tuple[TargetOutput, Int[Tensor, "B X"], Accepted]:
         """Run the target over the trees and choose what is accepted: one stage, for logits are too large to keep."""
         out = self.forward(slots, drafted, kv_length)
-        logits = self.target.embeddings.logits(out.last_hidden)
+        logits = self.target.embeddings.logits(out.last_hidden) if out.logits is None else out.logits
         processed_logits = self.processed(slots, drafted, logits, settings.sampling)
         if phase_timer is not None:
             phase_timer.mark("verify")
@@ -404,6 +405,12 @@ class DeviceStep:
         batch_pass, attn_mask, key_position = self.cache.storage.behind(
             slots.length, ancestor_mask, depth, end, steady=self.static
         )
+        if self.may_read and size > 1 and self.target.takes_ragged and self.target.compiled is None:
+            present = (tree.token >= 0) * slots.active[:, None]
+            sizes = (present * torch.arange(1, size + 1)).amax(1).clamp_min(1).tolist()
+            layout = Ragged.of(sizes, slots.length.tolist())
+            if layout.tails:
+                return self.target.run_ragged(layout, token, position, attn_mask, batch_pass, layers, key_position)
         return self.target.run(token, position, attn_mask, batch_pass, layers, key_position)
 
     def processed(

@@ -62,32 +62,34 @@ Layout = dict[int, tuple[KVSpec, KVSpec]]
 class BatchLayer(DynamicLayer):
     """One layer's buffers "B G C E" in one pass over several sequences; each writes its own entries."""
 
-    def __init__(self, keys: Tensor, values: Tensor, write_index: Int[Tensor, "B N"], end: int) -> None:
+    def __init__(
+        self, keys: Tensor, values: Tensor, slot: Int[Tensor, "B #N"], write_index: Int[Tensor, "B N"], end: int
+    ) -> None:
         init: Any = super().__init__
         init()
-        self.both, self.write_index, self.end = (keys, values), write_index, end
+        self.both, self.slot, self.write_index, self.end = (keys, values), slot, write_index, end
         self.is_initialized = True
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
         """Write each sequence's new entries and return all entries up to the end."""
-        count = len(self.write_index)
-        write_index = self.write_index.to(key_states.device)  # layers may be on several devices
-        row = torch.arange(count, device=write_index.device)[:, None]
+        slot, write_index = (index.to(key_states.device) for index in (self.slot, self.write_index))  # of this layer
         for buffer, states in zip(self.both, (key_states, value_states), strict=True):
-            buffer[row, :, write_index] = states.transpose(1, 2)
-        return self.both[0][:count, :, : self.end], self.both[1][:count, :, : self.end]
+            buffer[slot, :, write_index] = states.transpose(1, 2)
+        keys, values = (buffer[:, :, : self.end] for buffer in self.both)
+        return (keys, values) if slot.shape[1] > 1 else (keys[: len(slot)], values[: len(slot)])
 
     def get_seq_length(self) -> int:
         """Return a number of entries before the pass for transformers; `write_index` has each sequence's own."""
-        return self.end - self.write_index.shape[1]
+        return max(0, self.end - self.write_index.shape[1])
 
 
 class BatchPass(NamedTuple):
     """One pass over the first sequences of a batch: all buffers, the entries to write, and the end of attention.
 
-    A `steady` pass is one of many of the same shapes, captured in a graph.
+    A `steady` pass is one of many of the same shapes, captured in a graph. With `slot` its T tokens are
+    in one row, each with the slot of its sequence (`attention.Ragged`).
     """
 
     keys: list[Tensor]
@@ -95,13 +97,15 @@ class BatchPass(NamedTuple):
     write_index: Int[Tensor, "B N"]
     end: int
     steady: bool = False
+    slot: Int[Tensor, "1 T"] | None = None
 
     @property
     def hf(self) -> Cache:
         """The cache object for transformers."""
-        return Cache(
-            layers=[BatchLayer(*both, self.write_index, self.end) for both in zip(self.keys, self.values, strict=True)]
-        )
+        slot, count = self.slot, len(self.write_index)
+        slot = torch.arange(count, device=self.write_index.device)[:, None] if slot is None else slot
+        both = zip(self.keys, self.values, strict=True)
+        return Cache(layers=[BatchLayer(*pair, slot, self.write_index, self.end) for pair in both])
 
 
 def round_up_kv_length(end: int) -> int:

@@ -22,9 +22,15 @@ from heads.common.target_config import EXPERTS, cache_argument, context_of
 from inference.target import loading
 from inference.target.adapter import Adapter
 from inference.target.attention import (
+    ATTENTION,
+    DOCUMENTS,
+    LAYOUT,
+    RAGGED,
+    Documents,
     Packing,
+    Ragged,
     Span,
-    by_documents,
+    attention_as,
     group_attention,
     groups_of,
     spans_of,
@@ -139,6 +145,7 @@ class TargetModel:
         packing: how its attention runs over packed documents without a mask; None if it needs one.
         takes_trees: whether its attention honours a tree's or a batch's mask; else only chains are verified, one
             sequence at a time. `Target` proves it.
+        takes_ragged: whether a batch's pass may leave out padding (`Ragged`).
         incompatibility: why it does not; None if it does.
         compiled: the compiled verification passes; None if they are not compiled.
         compiles_drafts: whether heads' drafting is compiled.
@@ -196,6 +203,7 @@ class TargetModel:
         self.switch = switch_of(model)
         self.incompatibility = f"its attention takes no mask of ours ({self.architecture})"
         self.takes_trees = False
+        self.takes_ragged = False
 
     def check_masks(self, consequence: str) -> None:
         """Refuse a target whose attention takes no mask of ours; say what follows."""
@@ -238,7 +246,8 @@ class TargetModel:
         # Else transformers would read the positions from the device to find packed documents.
         waits = self.device.type != "cpu"
         if self.packing is not None and (waits or self.packing.needed(spans, len(token))):
-            with by_documents(self.packing, spans, position):
+            documents = Documents(self.packing.windows, spans, position)
+            with attention_as(self.packing.config, ATTENTION, DOCUMENTS, documents):
                 out = self.run(token, position, None, None, layers)
         else:  # one document a sequence is causal, without a mask
             attn_mask = None if len(spans) == len(token) else rows.visible(document)
@@ -310,6 +319,25 @@ class TargetModel:
             return TargetOutput(*self.compiled(token, position, attn_mask, cache, key_position, layers), None)
         mask = None if attn_mask is None else self.attention_mask(attn_mask, position, key_position)
         return TargetOutput(*self.forward(token, position, mask, cache, layers, stack), None)
+
+    def run_ragged(
+        self,
+        layout: Ragged,
+        token: Int[Tensor, "B N"],
+        position: Int[Tensor, "B N"],
+        attn_mask: Bool[Tensor, "B N S"],
+        cache: BatchPass,
+        layers: tuple[int, ...],
+        key_position: Int[Tensor, "B S"],
+    ) -> TargetOutput:
+        """Run the rows of a layout; return the outputs and logits of all nodes, an absent one has those of the root."""
+        nodes, row_of = (torch.tensor(index, device=self.device) for index in layout.rows(*token.shape))
+        slot = nodes[None] // token.shape[1]
+        rows = cache._replace(write_index=cache.write_index.flatten()[nodes][None], slot=slot)
+        mask = self.attention_mask(attn_mask, position, key_position)
+        with attention_as(self.config, RAGGED, LAYOUT, layout):
+            out = self.forward(token.flatten()[nodes][None], position.flatten()[nodes][None], mask, rows, layers)
+        return TargetOutput(*(states[0, row_of] for states in (*out, self.embeddings.logits(out[1]))))
 
     def forward(
         self,

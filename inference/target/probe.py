@@ -11,13 +11,14 @@ the hidden states differ by 0.5 (docs/targets.md, "Rounding and masks").
 
 import re
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import torch
 import transformers
 from torch import Tensor
 
-from inference.target.attention import FULL, SLIDING
+from inference.target.attention import FULL, GROUPED, SLIDING, Ragged
 from inference.target.model import TargetModel, TargetOutput
 from inference.target.stack import FirstLayersOutput, Parts
 from inference.verification import tree
@@ -67,6 +68,8 @@ def _check(target: TargetModel) -> bool:
     far = [f"{key}={value}" for key, value in window_sizes.items() if value > LONGEST]
     exact = (_is_exact(one, target, prompt, drafted) for one in (_tree_is_exact, _batch_is_exact))
     if target.takes_trees and not far and all(exact):
+        if target.config._attn_implementation == GROUPED and target.device.type == "cpu":
+            target.takes_ragged = _is_exact(partial(_batch_is_exact, ragged=True), target, prompt, drafted)
         return True
     target.takes_trees = False
     why = f"applies {far[0]} itself" if far else "gives a tree or a batch other logits than its sequences alone"
@@ -185,7 +188,7 @@ def _tree_is_exact(target: TargetModel, prompt: Tensor, drafted: DraftTree) -> b
     return True
 
 
-def _batch_is_exact(target: TargetModel, prompt: Tensor, drafted: DraftTree) -> bool:
+def _batch_is_exact(target: TargetModel, prompt: Tensor, drafted: DraftTree, ragged: bool = False) -> bool:
     """Compare a batched pass over a short and a long sequence with the passes of each."""
     layers = tuple(range(len(target.decoder_layers)))
     cache, prompts = target.batch_cache(2), (prompt[:PROMPT], torch.cat([prompt[:1], prompt]))
@@ -196,7 +199,13 @@ def _batch_is_exact(target: TargetModel, prompt: Tensor, drafted: DraftTree) -> 
     depth = (ancestors.sum(-1) - 1).expand(2, -1)
     rows, seen, column = cache.storage.behind(length, ancestors, depth, end)
     token = drafted.token.expand(2, -1)
-    out = target.run(token, length[:, None] + depth, seen, rows, layers, column)
+    run: Callable[..., TargetOutput] = target.run
+    if ragged:
+        size = len(drafted.token)
+        run = partial(
+            target.run_ragged, Ragged(2, [(slot, size, one + size) for slot, one in enumerate(length.tolist())])
+        )
+    out = run(token, length[:, None] + depth, seen, rows, layers, column)
     path = _outer_paths(drafted)[-1]
     for row, sequence in enumerate(prompts):
         alone = target.prefill(torch.cat([sequence, drafted.token[path]]), target.cache(), layers)

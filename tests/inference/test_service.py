@@ -97,6 +97,22 @@ def test_swaps_between_steps_change_no_text(sampling: Sampling) -> None:
     assert sum(accepted) > 10, "the drafts were worth nothing, so that wrong ones would not show"
 
 
+def test_a_thousand_swaps_change_no_text() -> None:
+    target, settings = toys.target(), RequestParams(150, GREEDY)
+    heads = cycle([head("medusa", target, "chain"), head("mlp", target, "chain")])
+    service, swaps = Service(next(heads)), 0
+    batch = batch_of(target, service, 1)
+    for seed in range(8):
+        generation = batch.admit(seed, toys.prompt(seed), settings)
+        while batch.running:
+            service.swap(next(heads))
+            batch.step()
+            swaps += service.working is service.drafter is batch.drafter
+            batch.release()
+        assert generation.tokens == autoregress(target, toys.prompt(seed), settings).tokens
+    assert swaps >= 1000
+
+
 @pytest.mark.parametrize("name", [*toys.HEAD_CONFIGS])
 def test_a_state_that_is_made_of_the_text_drafts_as_one_that_grew_with_it(name: str) -> None:
     target = toys.target("llama", torch.float64)
