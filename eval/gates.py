@@ -229,9 +229,9 @@ def _entered(
     batch = acquire(target, drafter, size, [max_draft_depth])
     batch.reserve(needed_entries(target, *max_draft_depth))
     token, requests = torch.tensor(max_draft_depth[0], device=target.device), list[Request]()
-    for slot in range(size):
+    for slot in range(batch.size):
         requests.append(_request(target, prompt, answer, settings, batch.cache.allocate(slot)))
-        out = target.prefill(token[:-1], requests[slot].cache, batch.drafts.feature_layers)
+        out = target.prefill(token[:-1], requests[slot].cache, batch.drafts.traits.feature_layers)
         batch.drafts.start_sequence(slot, max_draft_depth[0], out)
     batch.slots = [*requests]
     return batch, requests
@@ -249,7 +249,7 @@ def _prefix(target: Target, drafter: Drafter, prompt: list[int], answer: list[in
     """Draft once after a text, and return the target's probs there."""
     batch, requests = _entered(target, drafter, prompt, answer, settings, 1)
     _, drafted = batch.device_step.sample(requests)
-    draws = batch.drafts.sampled is not None and not batch.drafts.on_device
+    draws = batch.device_step.plan.sampled is not None and not batch.drafts.traits.on_device
     probs = _probs(_request(target, prompt, answer, settings, target.cache()))
     _left(batch)
     return Prefix(prompt, answer, drafted, draws, probs, losslessness.cells(probs))
@@ -280,7 +280,7 @@ def _stepped(
         for slot, request in enumerate(requests):
             request.key = seed_key(hashed(f"{seeds} {len(sampled) + slot}"))
         sampled += batch.device_step.sample(requests)[0]
-        if size > 1 and not batch.drafts.deepest:
+        if size > 1 and not batch.device_step.plan.deepest:
             sampled = []
             break
     _left(batch)

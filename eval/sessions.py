@@ -132,7 +132,7 @@ def heads_of(drafters: Mapping[str, Drafter]) -> dict[str, HeadDrafter]:
     return {
         name: HeadDrafter(drafter.head, drafter.policy, name)
         for name, drafter in drafters.items()
-        if drafter.head is not None and drafter.policy is not None
+        if isinstance(drafter, HeadDrafter)
     }
 
 

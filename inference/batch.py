@@ -36,8 +36,10 @@ class Batch:
     def __init__(self, target: Target, drafter: Drafter, size: int, capacity: int = 0) -> None:
         if size > 1:
             target.check_masks("so sequences of different lengths cannot share a pass: give batch_size=1")
+        self.drafts = drafter.batch(size)
+        size = 1 if self.drafts.traits.single else size
         self.target, self.drafter, self.size, self.capacity = target, drafter, size, 0
-        self.drafts, self.cache = drafter.batch(size), target.batch_cache(size)
+        self.cache = target.batch_cache(size)
         self.device_step = DeviceStep(target, self.cache, self.drafts, drafter.name)
         self.slots: list[Request | None] = []
         self.reserve(capacity)
@@ -48,7 +50,8 @@ class Batch:
     def nbytes(self) -> Counter[torch.device]:
         """Bytes by device of the target's and the head's keys and values, whether they are allocated yet or not."""
         total = self.cache.storage.nbytes
-        total[self.target.device] += self.drafts.nbytes
+        if (rows := self.drafts.traits.rows) is not None:
+            total[self.target.device] += rows.nbytes
         return total
 
     @property
@@ -72,7 +75,7 @@ class Batch:
         self.reserve(needed_entries(self.target, prompt, settings))
         slot = vacant(self.slots)
         request = Request(self.target, prompt, settings, self.cache.allocate(slot), request_index)
-        out = request.prefill(self.drafts.feature_layers)
+        out = request.prefill(self.drafts.traits.feature_layers)
         self.drafts.start_sequence(slot, request.context, out)
         request.generation.prefill_s = request.clock() - request.began
         self.slots[slot : slot + 1] = [request]
@@ -80,16 +83,16 @@ class Batch:
 
     def reserve(self, capacity: int) -> None:
         """Have room for texts of so many tokens and a tree behind each, so that nothing grows while one is decoded."""
-        self.capacity = max(self.capacity, capacity)
-        self.cache.storage.reserve(self.capacity + max(TREE_ENTRIES, self.drafts.max_nodes) if self.capacity else 0)
-        self.drafts.reserve(round_up_kv_length(self.cache.storage.capacity))
+        self.capacity, traits = max(self.capacity, capacity), self.drafts.traits
+        self.cache.storage.reserve(self.capacity + max(TREE_ENTRIES, traits.max_nodes) if self.capacity else 0)
+        if traits.rows is not None:
+            traits.rows.reserve(round_up_kv_length(self.cache.storage.capacity))
 
     def release(self) -> None:
         """Let finished sequences go; the next ones to be admitted take their slots."""
         for slot, request in enumerate(self.slots):
             if request is not None and request.generation.finish:
                 request.generation.latency_s = request.clock() - request.began
-                self.drafts.leave(slot)
                 self.slots[slot] = None
 
     def fill_vacant(self) -> None:
@@ -125,11 +128,14 @@ class Batch:
         trial.admit(0, [0], TRIAL)
         trial.step()
         drafts = drafter.batch(self.size)
-        check_size(self.target, drafts.max_nodes, drafter.name)
-        drafts.reserve(round_up_kv_length(self.cache.storage.capacity + drafts.max_nodes))
+        check_size(self.target, drafts.traits.max_nodes, drafter.name)
+        if drafts.traits.single and self.size > 1:
+            raise ValueError(f"{drafter.name} drafts for one sequence at a time: give batch_size=1")
+        if drafts.traits.rows is not None:
+            drafts.traits.rows.reserve(round_up_kv_length(self.cache.storage.capacity + drafts.traits.max_nodes))
         for slot, request in enumerate(self.running):
             token = torch.tensor(request.context[:-1], device=self.target.device)
-            out = self.target.prefill(token, self.target.cache(len(token)), drafts.feature_layers)
+            out = self.target.prefill(token, self.target.cache(len(token)), drafts.traits.feature_layers)
             drafts.start_sequence(slot, request.context, out)
         self.drafter, self.drafts = drafter, drafts
         self.device_step = DeviceStep(self.target, self.cache, drafts, drafter.name)

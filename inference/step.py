@@ -23,7 +23,7 @@ from heads.modules.argmax import argmax
 from inference.graphs import Graphs, Stage, StageCache, compiled
 from inference.limits import check_size
 from inference.phase_timer import PhaseTimer
-from inference.protocol import DraftBatch, Drafted, Roots
+from inference.protocol import DraftBatch, Drafted, DraftPlan, Roots
 from inference.request import Pass, Request, RequestParams, Step
 from inference.target.attention import Ragged
 from inference.target.cache import BatchCache, round_up_kv_length
@@ -88,12 +88,12 @@ class DeviceStep:
             and no more is computed than was committed.
         graphs: what captures the stages, None: they run as they are.
         compiled_stages: of the compiled stages.
-        first: the slot of the first sequence in the pass at hand; where it is not 0, of the only one.
     """
 
     def __init__(self, target: Target, cache: BatchCache, drafts: DraftBatch, name: str) -> None:
         self.target, self.cache, self.drafts, self.name = target, cache, drafts, name
-        steady = drafts.on_device and target.takes_trees and target.switch is None
+        self.plan, on_device = DraftPlan(), drafts.traits.on_device
+        steady = on_device and target.takes_trees and target.switch is None
         self.static = target.device.type == "cuda" and steady
         self.graphs = Graphs(target.device) if target.captures and steady else None
         self.compiled_stages = StageCache()
@@ -101,7 +101,7 @@ class DeviceStep:
         self.eos_mask: Tensor | None = None  # which tokens "V" end an answer
         self.masks_eos = False  # whether an answer of these may not end at once
         self.current: list[Request] = []  # whose state the slots hold
-        self.first, self.masked = 0, False  # masked: whether sequences take no part in the pass at hand
+        self.masked = False  # whether sequences take no part in the pass at hand
 
     def load_slots(self, requests: Sequence[Request]) -> None:
         """Write the state of sequences to the slots: others came or left."""
@@ -145,10 +145,8 @@ class DeviceStep:
         begin, width = time.perf_counter(), accepted.path.shape[1]
         live, steps = list[int](), dict[int, Step]()
         for slot in group:
-            request, row = requests[slot], rows[slot - self.first]
-            steps[slot] = self.emit(request, row, width)._replace(
-                rule=self.shown(request.settings, slot - self.first, row)
-            )
+            request, row = requests[slot], rows[slot]
+            steps[slot] = self.emit(request, row, width)._replace(rule=self.shown(request.settings, slot, row))
             if not request.generation.finish:
                 live.append(slot)
         emitting = time.perf_counter() - begin
@@ -157,11 +155,10 @@ class DeviceStep:
             most = width if self.compiles else max(row[0] for row in rows)
             self.commit(self.active(requests), out, accepted, most, graph_key, timer)
         for slot in live:
-            row = slot - self.first
-            token, path = rows[row][2:][: rows[row][0]], rows[row][2 + width :][: rows[row][0]]
-            self.drafts.learn(slot, token, path, None if out.logits is None else out.logits[row])
+            token, path = rows[slot][2:][: rows[slot][0]], rows[slot][2 + width :][: rows[slot][0]]
+            self.drafts.learn(slot, token, path, None if out.logits is None else out.logits[slot])
             if requests[slot].settings.passes:
-                self.keep_pass(requests[slot], row, drafted, out, path, token)
+                self.keep_pass(requests[slot], slot, drafted, out, path, token)
         timer.mark("draft")
         seconds = timer.seconds()
         seconds["other"] += emitting  # meanwhile a device waits
@@ -175,7 +172,7 @@ class DeviceStep:
             return verify.NOTHING
         if settings.sampling.temperature == 0 and not verify.is_lossy(settings.rule):
             return verify.GREEDY_WALK
-        return verify.label(self.rule(settings, has_q=self.drafts.has_q is None or self.drafts.has_q[at]))
+        return verify.label(self.rule(settings, has_q=self.plan.has_q is None or self.plan.has_q[at]))
 
     @torch.inference_mode()
     def sample(self, requests: Sequence[Request]) -> tuple[list[int], Drafted]:
@@ -201,16 +198,15 @@ class DeviceStep:
         for slot, request in enumerate(requests):
             how = request.settings
             side = switch is not None and request.cache.length >= switch.length
-            groups[how.sampling, how.rule, how.gaps, side, self.drafts.alone and slot].append(slot)
+            groups[how.sampling, how.rule, how.gaps, side].append(slot)
         return list(groups.values())
 
     def active(self, requests: Sequence[Request]) -> Slots:
         """Return the slots of the pass at hand."""
         assert self.slots is not None
-        if self.static or (len(requests) == len(self.slots.root) and not self.drafts.alone):
+        if self.static or len(requests) == len(self.slots.root):
             return self.slots
-        end = self.first + 1 if self.drafts.alone else len(requests)
-        return Slots(*(buffer[self.first : end] for buffer in self.slots))
+        return Slots(*(buffer[: len(requests)] for buffer in self.slots))
 
     def run(
         self, requests: Sequence[Request], group: list[int], *, commits: bool = True
@@ -221,9 +217,8 @@ class DeviceStep:
         for slot in group:
             if switch is not None and switch.recomputes(requests[slot].cache.length):
                 requests[slot].renew()
-        self.first = group[0] if self.drafts.alone else 0
         assert self.slots is not None
-        mixed = not self.drafts.alone and len(group) < len(requests)
+        mixed = len(group) < len(requests)
         contexts = [request.begin() if slot in group else None for slot, request in enumerate(requests)]
         if mixed or self.masked:
             self.slots.active[: len(requests)] = torch.tensor([int(one is not None) for one in contexts])
@@ -232,26 +227,29 @@ class DeviceStep:
             self.slots.max_draft_depth[: len(requests)] = torch.tensor(
                 [0 if one is None else one.max_draft_depth for one in contexts]
             )
-        longest = max(
-            request.cache.length for request in requests[self.first : self.first + 1 if self.drafts.alone else None]
-        )
-        self.drafts.begin(contexts, longest)
-        check_size(self.target, self.drafts.max_nodes, self.name)
-        for has_q in {True, *(self.drafts.has_q or ())}:
+        longest = max(request.cache.length for request in requests)
+        self.plan = self.drafts.begin(contexts, longest)
+        check_size(self.target, self.plan.max_nodes, self.name)
+        for has_q in {True, *(self.plan.has_q or ())}:
             self.rule(settings, has_q=has_q)  # refuses what it does not fit
         slots = self.active(requests)
         if self.captures:
             assert self.graphs is not None
-            self.graphs.keep([*self.slots, *self.cache.storage.blocks, *self.drafts.tensors()])
+            self.graphs.keep(self.held_tensors())
         if self.compiles:
-            buffers = [*self.cache.storage.blocks, *self.drafts.tensors(), *self.target.embeddings.kept_rows()]
-            self.compiled_stages.keep([*self.slots, *buffers])
+            self.compiled_stages.keep([*self.held_tensors(), *self.target.embeddings.kept_rows()])
         kv_length = self.kv_length(longest)
         return (
             *self.on_device(slots, kv_length, settings, timer, commits=commits),
             timer,
             self.graph_key(kv_length, settings),
         )
+
+    def held_tensors(self) -> list[Tensor]:
+        """Return the tensors that stages read and write in place."""
+        assert self.slots is not None
+        rows = self.drafts.traits.rows
+        return [*self.slots, *self.cache.storage.blocks, *([] if rows is None else rows.tensors())]
 
     def on_device(
         self, slots: Slots, kv_length: int, settings: RequestParams, phase_timer: PhaseTimer, *, commits: bool = True
@@ -275,7 +273,7 @@ class DeviceStep:
         """Return how many entries attention reads, in static shapes; else how many there are before a tree."""
         if not self.static:
             return longest
-        end, capacity = longest + self.drafts.max_nodes, self.cache.storage.capacity
+        end, capacity = longest + self.plan.max_nodes, self.cache.storage.capacity
         return end if end > capacity else min(round_up_kv_length(end), capacity)
 
     @property
@@ -286,7 +284,7 @@ class DeviceStep:
     @property
     def compiles(self) -> bool:
         """Whether the head's stages are compiled. Their shapes then stay the same too, and take in all slots."""
-        return self.target.compiles_drafts and self.drafts.on_device and self.drafts.deepest > 0
+        return self.target.compiles_drafts and self.drafts.traits.on_device and self.plan.deepest > 0
 
     @property
     def captures(self) -> bool:
@@ -299,7 +297,7 @@ class DeviceStep:
         padded = self.compiles and not self.static
         head_kv_length = round_up_kv_length(self.cache.storage.capacity) if padded else kv_length
         sampling, rule, gaps = settings.sampling, settings.rule, settings.gaps
-        return GraphKey(head_kv_length, sampling, rule, gaps, self.masks_eos, self.masked, self.drafts.tree_key)
+        return GraphKey(head_kv_length, sampling, rule, gaps, self.masks_eos, self.masked, self.plan.key)
 
     def launch(self, graph_key: GraphKey, stage: Stage, *args: Any) -> Any:
         """Run a stage of a step under its graph key."""
@@ -324,7 +322,7 @@ class DeviceStep:
 
     def rule(self, settings: RequestParams, *, has_q: bool = True) -> str:
         """Return the key of the rule that drafts are verified by; `has_q` are those of the shape that is sampled."""
-        greedy, drafts = settings.sampling.temperature == 0, self.drafts
+        greedy, drafts = settings.sampling.temperature == 0, self.plan
         if not drafts.deepest:
             return "match"
         parents = None if greedy or settings.rule == verify.COUPLED or not has_q else drafts.sampled
@@ -342,11 +340,11 @@ class DeviceStep:
         """Verify sampled drafts by the rule for them; the next token is sampled by the noise of its position."""
         on_device = verify.RULES[self.rule(settings)].on_device
         tree, depth = drafted.tree, drafted.depth
-        assert self.drafts.sampled is not None
+        assert self.plan.sampled is not None
         assert drafted.q is not None
         assert depth is not None
         assert on_device is not None
-        draft = device.Sampled(self.drafts.sampled, tree.token, present, drafted.q)
+        draft = device.Sampled(self.plan.sampled, tree.token, present, drafted.q)
         p, accept_keys = (
             distribution(logits, settings.sampling),
             hash_key(hash_key(slots.key, ACCEPT_KEY), slots.length + 1),
@@ -355,13 +353,13 @@ class DeviceStep:
         last, probs = on_device(draft, p, uniforms, self.may_read)
         position = slots.length + 1 + depth.gather(1, last[:, None])[:, 0]
         token = (probs / exponential_noise(slots.key, position, p.shape[-1])).argmax(-1)
-        return device.accepted(tree, drafted.ancestor_mask, last, token, self.drafts.deepest)
+        return device.accepted(tree, drafted.ancestor_mask, last, token, self.plan.deepest)
 
     def noise(self, slots: Slots, settings: RequestParams) -> Float[Tensor, "B P V"] | None:
         """Return the noise of the positions below the roots, if drafts are coupled."""
-        if settings.sampling.temperature == 0 or settings.rule != verify.COUPLED or not self.drafts.deepest:
+        if settings.sampling.temperature == 0 or settings.rule != verify.COUPLED or not self.plan.deepest:
             return None
-        position = slots.length[:, None] + 1 + torch.arange(self.drafts.deepest + 1, device=slots.root.device)
+        position = slots.length[:, None] + 1 + torch.arange(self.plan.deepest + 1, device=slots.root.device)
         return exponential_noise(slots.key[:, None].expand_as(position), position, self.target.embeddings.vocab_size)
 
     def evaluate(
@@ -373,7 +371,7 @@ class DeviceStep:
         processed_logits = self.processed(slots, drafted, logits, settings.sampling)
         if phase_timer is not None:
             phase_timer.mark("verify")
-        return out._replace(logits=logits if self.drafts.reads_logits else None), *self.accept(
+        return out._replace(logits=logits if self.drafts.traits.reads_logits else None), *self.accept(
             slots, drafted, processed_logits, settings
         )
 
@@ -386,10 +384,10 @@ class DeviceStep:
         position = (slots.length[:, None] + torch.minimum(depth, slots.max_draft_depth[:, None])) * slots.active[
             :, None
         ]
-        token, layers = tree.token.clamp_min(0), self.drafts.feature_layers
-        if count == 1 and not self.static and (self.target.compiled is None or self.drafts.alone):
-            cache = self.cache.active[self.first]
-            proposal = self.drafts.proposal
+        token, layers = tree.token.clamp_min(0), self.drafts.traits.feature_layers
+        proposal = self.plan.proposal
+        if count == 1 and not self.static and (self.target.compiled is None or proposal is not None):
+            cache = self.cache.active[0]
             if proposal is not None and proposal.first_layers is not None:
                 return self.target.parts.score_from(proposal.first_layers, proposal.tree, cache)
             attn_mask = None
@@ -397,7 +395,7 @@ class DeviceStep:
                 cache.snapshot()  # a root is never taken back: the baseline pays for no copy
                 if self.target.takes_trees:
                     attn_mask = torch.cat([ancestor_mask.new_ones(1, size, kv_length), ancestor_mask], 2)
-                elif not self.drafts.chain:
+                elif not self.plan.chain:
                     raise ValueError(f"{self.target.name}: {self.target.incompatibility}; draft with tree=chain")
             stack = None if proposal is None or proposal.look_ahead is None else proposal.look_ahead.stack
             return self.target.run(token, position, attn_mask, cache, layers, stack=stack)
@@ -451,7 +449,7 @@ class DeviceStep:
         self, slots: Slots, drafted: Drafted, logits: Float[Tensor, "B N V"], settings: RequestParams
     ) -> tuple[Int[Tensor, "B X"], Accepted]:
         """Return what the host reads of a step, and the accepted paths."""
-        tree, deepest, greedy = drafted.tree, self.drafts.deepest, settings.sampling.temperature == 0
+        tree, deepest, greedy = drafted.tree, self.plan.deepest, settings.sampling.temperature == 0
         if not deepest:  # nothing to accept
             root = torch.zeros_like(slots.root[:, None])
             token = self.choose(slots, drafted, logits, settings.sampling, root[:, 0], 0)[:, None]
@@ -463,7 +461,7 @@ class DeviceStep:
             else:
                 assert drafted.depth is not None
                 present = device.present(tree, drafted.ancestor_mask, drafted.depth, slots.max_draft_depth)
-                if not self.drafts.on_device:
+                if not self.drafts.traits.on_device:
                     present &= tree.parent != LOOK_AHEAD
                 accepted = self.accepted(slots, drafted, present, logits, settings)
                 accepted = accepted._replace(committed=accepted.committed * slots.active)
@@ -483,7 +481,7 @@ class DeviceStep:
         settings: RequestParams,
     ) -> Accepted:
         """Verify drafts by the rule for them."""
-        tree, above, drafts, sampling = drafted.tree, drafted.ancestor_mask, self.drafts, settings.sampling
+        tree, above, drafts, sampling = drafted.tree, drafted.ancestor_mask, self.plan, settings.sampling
         rule, greedy = verify.RULES[self.rule(settings)], sampling.temperature == 0
         choose = partial(self.choose, slots, drafted, processed_logits, sampling)
         if rule.bar is not None:  # one-hot probs leave nothing to be lenient about: they are judged at temperature 1
@@ -540,9 +538,9 @@ class DeviceStep:
         step = torch.arange(max_committed, device=accepted.path.device)
         path, token = accepted.path[:, :max_committed], accepted.token[:, :max_committed]
         row = torch.arange(len(path), device=step.device)[:, None]
-        if not self.drafts.chain:
+        if not self.plan.chain:
             begin = slots.length[:, None]
-            self.cache.storage.compact(row + self.first if self.first else row, begin + path, begin + step)
+            self.cache.storage.compact(row, begin + path, begin + step)
         last = (accepted.committed[:, None] - 1).clamp_min(0)
         root = token.gather(1, last)[:, 0]
         slots.root.copy_(torch.where(accepted.committed > 0, root, slots.root) if self.masked else root)
@@ -552,7 +550,7 @@ class DeviceStep:
         if slots.seen_tokens.shape[1]:
             taken = step < accepted.committed[:, None]
             slots.seen_tokens.scatter_(1, torch.where(taken, token, slots.root[:, None]), True)
-        if not self.drafts.learns:
+        if self.drafts.traits.rows is None:
             return None
         return Features(token, out.hidden[row, path], out.last_hidden[row, path], torch.zeros_like(token))
 
@@ -564,7 +562,8 @@ class DeviceStep:
 
     def extend(self, features: Features, count: Int[Tensor, "B"]) -> None:
         """Hand the drafts the accepted rows."""
-        self.drafts.commit(features, count)
+        assert self.drafts.traits.rows is not None
+        self.drafts.traits.rows.commit(features, count)
 
     def emit(self, request: Request, row: list[int], width: int) -> Step:
         """Emit what a sequence has committed; return its step, without seconds.

@@ -14,7 +14,7 @@ from torch import Tensor
 from heads.base import Features
 from inference.decode import Generation, RequestParams
 from inference.drafters.head import HeadBatch
-from inference.protocol import Context, DraftBatch, Drafter, Roots
+from inference.protocol import Context, DraftBatch, Drafter, DraftPlan, Roots
 from inference.request import Step
 from inference.target.cache import TargetCache
 from inference.target.model import TargetOutput
@@ -280,7 +280,7 @@ def reference(
         return len(tokens)
 
     token = torch.tensor(prompt)
-    out = target.prefill(token, cache, drafts.feature_layers)
+    out = target.prefill(token, cache, drafts.traits.feature_layers)
     assert out.logits is not None
     root = trees.root(prompt[-1], target.device)
     scores = processed(out.logits[0], root)
@@ -289,12 +289,12 @@ def reference(
     while not made.finish:
         prefix, room = len(text) - 1, limit - len(made.tokens) - 1
         tree, q = trees.root(text[-1], target.device), None
-        drafts.begin([None], prefix)
+        plan = drafts.begin([None], prefix)
         if trees_of_steps is not None:
-            grow_by(drafts, trees_of_steps[len(made.steps)])
-        if drafts.deepest:
-            tree, q = drafted(drafts, roots(text, settings, drafts.deepest, vocab), room, prefix)
-        verified = score(target, tree, cache, None, drafts.feature_layers)
+            plan = grow_by(drafts, trees_of_steps[len(made.steps)])
+        if plan.deepest:
+            tree, q = drafted(drafts, roots(text, settings, plan.deepest, vocab), room, prefix)
+        verified = score(target, tree, cache, None, drafts.traits.feature_layers)
         assert verified.logits is not None
         scores = processed(verified.logits[0], tree)
         path, bonus, rule = decide(tree, scores, q, sampling, Coins(settings.seed, len(text)), settings.rule)
@@ -313,10 +313,10 @@ def reference(
     return made
 
 
-def grow_by(drafts: Any, policy: Any) -> None:
+def grow_by(drafts: Any, policy: Any) -> DraftPlan:
     """Let a head draft by another policy."""
     drafts.policy = policy
-    drafts.deepest = 0 if policy is None else min(policy.deepest, drafts.head.max_depth)
+    return DraftPlan(0 if policy is None else min(policy.deepest, drafts.head.max_depth))
 
 
 def drafted(drafts: DraftBatch, root: Roots, room: int, prefix: int) -> tuple[DraftTree, Tensor | None]:

@@ -27,7 +27,7 @@ from inference.decode import RequestParams, Step
 from inference.drafters.head import HeadBatch, HeadDrafter
 from inference.drafters.plain import Baseline
 from inference.drafters.policy import TreeConfig
-from inference.protocol import Context, DraftBatch, Drafted, Drafter, Roots
+from inference.protocol import Context, DraftBatch, Drafted, Drafter, DraftPlan, DraftTraits, Roots
 from inference.target.model import TargetOutput
 from inference.target.target import Target
 from inference.tree_config import Schedule, Scheduled
@@ -90,7 +90,8 @@ class PlantedBatch(DraftBatch):
     """Trees of given sizes, whose path is that of recorded texts: a draft that costs nothing."""
 
     def __init__(self, playback: Playback) -> None:
-        self.playback, self.accepted, self.max_nodes = playback, 0, 1 + playback.largest
+        self.playback, self.accepted = playback, 0
+        self.traits = DraftTraits(max_nodes=1 + playback.largest)
         self.texts: dict[int, list[int]] = {}  # by slot, what follows
 
     def start_sequence(self, slot: int, token: list[int], features: TargetOutput) -> None:
@@ -98,16 +99,17 @@ class PlantedBatch(DraftBatch):
         text = self.playback.texts[tuple(token[:-1])]
         self.texts[slot] = text.token[text.start :]
 
-    def move(self, playback: int, slot: int, length: int) -> None:
+    def move(self, from_slot: int, slot: int, length: int) -> None:
         """Move a text."""
-        self.texts[slot] = self.texts[playback]
+        self.texts[slot] = self.texts[from_slot]
 
-    def begin(self, contexts: Sequence[Context | None], longest: int) -> None:
+    def begin(self, contexts: Sequence[Context | None], longest: int) -> DraftPlan:
         """Choose the depth of the trees."""
         playback = self.playback
         self.chain = next(playback.next_chain) or not playback.target.takes_trees
         self.accepted = min(next(playback.next_accepted), playback.size)
-        self.deepest = playback.size if self.chain else min(playback.size, max(self.accepted, 1))
+        deepest = playback.size if self.chain else min(playback.size, max(self.accepted, 1))
+        return DraftPlan(deepest, self.traits.max_nodes, self.chain)
 
     def draft_trees(
         self, roots: Roots, max_draft_depth: Int[Tensor, "B"], longest: int, *, allow_host_sync: bool
@@ -132,23 +134,25 @@ class PlaybackBatch(HeadBatch):
         # One line a tree, to allocate for the largest.
         super().__init__(head, Schedule([Scheduled(1 + i, tree) for i, tree in enumerate(playback.measured)]), size)
         self.playback, self.planted = playback, PlantedBatch(playback)
-        self.max_nodes = max(self.max_nodes, self.planted.max_nodes)
+        largest = max(self.traits.max_nodes, self.planted.traits.max_nodes)
+        self.traits = self.traits._replace(max_nodes=largest)
 
     def start_sequence(self, slot: int, token: list[int], features: TargetOutput) -> None:
         """Begin a text."""
         super().start_sequence(slot, token, features)
         self.planted.start_sequence(slot, token, features)
 
-    def move(self, playback: int, slot: int, length: int) -> None:
+    def move(self, from_slot: int, slot: int, length: int) -> None:
         """Move a text."""
-        super().move(playback, slot, length)
-        self.planted.move(playback, slot, length)
+        super().move(from_slot, slot, length)
+        self.planted.move(from_slot, slot, length)
 
-    def begin(self, contexts: Sequence[Context | None], longest: int) -> None:
+    def begin(self, contexts: Sequence[Context | None], longest: int) -> DraftPlan:
         """Choose the head's tree, and the depth of the planted ones."""
         self.policy = next(self.playback.next_tree)
-        self.planted.begin(contexts, longest)
-        self.chain, self.deepest = self.planted.chain, self.planted.deepest
+        plan = self.planted.begin(contexts, longest)
+        self.chain = plan.chain
+        return plan._replace(max_nodes=self.traits.max_nodes)
 
     def draft_trees(
         self, roots: Roots, max_draft_depth: Int[Tensor, "B"], longest: int, *, allow_host_sync: bool

@@ -25,7 +25,7 @@ from inference.drafters.policy import (
     sampled_shape,
     verifiable,
 )
-from inference.protocol import Context, DraftBatch, Drafted, Drafter, Roots
+from inference.protocol import Context, DraftBatch, Drafted, Drafter, DraftPlan, DraftRows, DraftTraits, Roots
 from inference.target.model import TargetOutput
 from inference.target.target import Target
 from inference.tree_config import Schedule, always
@@ -51,19 +51,17 @@ class HeadDrafter(Drafter):
         return HeadBatch(self.head, self.schedule, size)
 
 
-class HeadBatch(DraftBatch):
+class HeadBatch(DraftBatch, DraftRows):
     """A head drafting for several sequences: the first slots of one KV cache, and the level under each one's root.
 
     Both are buffers of all slots, written in place. Where the step at hand has no `policy`, nothing is drafted, and its
     rows are deferred.
     """
 
-    learns = True
-
     def __init__(self, head: DraftHead, schedule: Schedule, size: int) -> None:
         self.head, self.schedule, self.size = head, schedule, size
         self.feature_layers = head.feature_layers
-        self.max_nodes = max(map(most_nodes, schedule.trees), default=1)
+        self.traits = DraftTraits(max_nodes=max(map(most_nodes, schedule.trees), default=1), rows=self)
         self.capacity = 0
         self.running = 0  # sequences in the step at hand
         self.cache: KVCache | None = None
@@ -75,12 +73,13 @@ class HeadBatch(DraftBatch):
 
     def choose(self, running: int) -> None:
         """Choose the tree for a number of running sequences."""
-        self.policy = self.schedule.at(running)
-        self.deepest = 0 if self.policy is None else min(self.policy.deepest, self.head.max_depth)
-        self.chain, self.tree_key = self.policy is None or self.policy.kind == "chain", id(self.policy)
-        self.sampled = None if self.policy is None else sampled_shape(self.policy, self.head.max_depth)
+        self.policy = policy = self.schedule.at(running)
+        self.plan = DraftPlan(max_nodes=self.traits.max_nodes, key=id(policy))
+        if policy is not None:
+            deepest, sampled = min(policy.deepest, self.head.max_depth), sampled_shape(policy, self.head.max_depth)
+            self.plan = self.plan._replace(deepest=deepest, chain=policy.kind == "chain", sampled=sampled)
 
-    def begin(self, contexts: Sequence[Context | None], longest: int) -> None:
+    def begin(self, contexts: Sequence[Context | None], longest: int) -> DraftPlan:
         """Choose a step's tree; commit what was deferred before it is needed, or before it is too much."""
         self.running = len(contexts)
         self.choose(self.running)
@@ -89,6 +88,7 @@ class HeadBatch(DraftBatch):
                 self.commit_deferred(longest)
             self.deferred.waiting += self.policy is None
         self.hold(longest)  # a hybrid may commit rows to a head that did not draft
+        return self.plan
 
     def commit_deferred(self, longest: int) -> None:
         """Commit the rows that were deferred, if there are any."""
@@ -181,7 +181,7 @@ class HeadBatch(DraftBatch):
 
     def commit(self, features: Features, count: Int[Tensor, "B"]) -> None:
         """Take in verified rows, now or, in a step without a draft, later; `begin` has counted these."""
-        if self.deepest:
+        if self.plan.deepest:
             self.extend(features, count)
         else:
             assert self.deferred is not None

@@ -118,7 +118,7 @@ def step_of(target: Target, drafter: HeadDrafter, size: int) -> DeviceStep:
     for _ in range(size):
         cache.allocate()
     step = DeviceStep(target, cache, batch, drafter.name)
-    step.static = True
+    step.static, step.plan = True, batch.plan
     return step
 
 

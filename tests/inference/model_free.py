@@ -33,7 +33,7 @@ class Recorder(HostDrafter, DrafterState):
 
     def __init__(self, source: HostDrafter) -> None:
         self.source, self.name, self.tree = source, source.name, source.tree
-        self.reads_logits, self.alone = source.reads_logits, source.alone
+        self.reads_logits, self.single = source.reads_logits, source.single
         self.asked: list[tuple[list[int], int]] = []
         self.proposed: list[Proposal] = []
         self.commits: list[Commit] = []

@@ -124,7 +124,7 @@ def test_a_state_that_is_made_of_the_text_drafts_as_one_that_grew_with_it(name: 
     step, (_, grown) = batch.device_step, batch.device_step.sample(batch.running)
     step.drafts = drafter.batch(1)
     token = torch.tensor(batch.running[0].context)
-    out = target.prefill(token[:-1], target.cache(), step.drafts.feature_layers)
+    out = target.prefill(token[:-1], target.cache(), step.drafts.traits.feature_layers)
     step.drafts.start_sequence(0, token.tolist(), out)
     assert torch.equal(step.sample(batch.running)[1].tree.token, grown.tree.token)
 

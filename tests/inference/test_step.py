@@ -175,7 +175,7 @@ def test_buffers_stay_where_they_are(head: str, tree: str, monkeypatch: pytest.M
     step: Any = batch.device_step
 
     def addresses() -> list[int]:
-        kept = [*step.slots, step.eos_mask, *batch.cache.storage.blocks, *step.drafts.tensors()]
+        kept = [step.eos_mask, *step.held_tensors()]
         return [tensor.data_ptr() for tensor in kept]
 
     batch.step()

@@ -102,7 +102,7 @@ def test_look_ahead_tokens_see_what_they_say_and_no_node_sees_them() -> None:
     ahead = trees.LookAhead(torch.tensor([6, 7]), torch.tensor([1, 5]), own)
     short = trees.LookAhead(torch.tensor([8]), torch.tensor([1]), torch.tensor([[True, False, True]]))
     batch = HostBatch([make("prompt_lookup", toys.target())] * 2)
-    batch.take([Proposal(TREE, None, ahead), Proposal(trees.chain(torch.tensor([3, 4])), None, short)])
+    batch.planned([Proposal(TREE, None, ahead), Proposal(trees.chain(torch.tensor([3, 4])), None, short)])
     roots = Roots(torch.tensor([[10], [3]]), GREEDY)
     made = batch.draft_trees(roots, torch.tensor([9, 9]), 0, allow_host_sync=True)
     assert made.tree.token.tolist() == [[*TREE.token.tolist(), 6, 7], [3, 4, *[-1] * 5, 8, -1]]

@@ -27,7 +27,7 @@ from inference.verification.tree import DraftTree
 class EarlyExit(HostDrafter, DrafterState):
     """Drafts a chain or a tree of any policy with the target's first layers; its state is the target's cache."""
 
-    alone = True
+    single = True
 
     @dataclass(frozen=True)
     class Config:

@@ -261,7 +261,7 @@ def _adapt(stack: nn.Module, names: list[str], config: Streams.Config) -> dict[s
 class StreamsDrafter(HostDrafter):
     """Drafts from the streams of the node that was accepted last."""
 
-    reads_logits = alone = True
+    reads_logits = single = True
 
     @dataclass(frozen=True)
     class Config:
