@@ -26,8 +26,8 @@ from inference.decode import RequestParams
 from inference.drafters.head import HeadDrafter
 from inference.drafters.plain import Baseline
 from inference.drafters.policy import TreeConfig
-from inference.phase_timer import PhaseTimer
 from inference.protocol import Drafter
+from inference.request import PhaseTimer
 from inference.target.target import Target
 from inference.verification.sample import GREEDY
 

@@ -42,8 +42,8 @@ from inference.request import Request
 from inference.target.cache import TargetCache
 from inference.target.target import Target
 from inference.verification.rng import Samples, hashed, seed_key
+from inference.verification.rules import COUPLED, is_lossy
 from inference.verification.sample import distribution
-from inference.verification.verify import COUPLED, is_lossy
 
 
 def check(

@@ -29,8 +29,8 @@ from inference.drafters.head import HeadDrafter
 from inference.drafters.policy import BY_CONFIDENCE, TreeConfig
 from inference.protocol import Drafter
 from inference.target.target import Target
+from inference.verification.rules import is_lossy
 from inference.verification.sample import Sampling
-from inference.verification.verify import is_lossy
 
 RANKS = 10  # ranks of a depth's guesses that are counted separately
 SAMPLED = ("chain", "sampled")  # kinds of tree with sampled nodes above temperature 0

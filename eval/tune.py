@@ -36,10 +36,9 @@ from heads.formats.store import SCHEDULE, read_config, save_tree
 from inference.batch import Batch
 from inference.drafters.head import HeadDrafter, load_for, saved_tree
 from inference.drafters.plain import Baseline
-from inference.drafters.policy import TreeConfig
+from inference.drafters.policy import Schedule, TreeConfig, scheduled
 from inference.protocol import Drafter
 from inference.target.target import Target
-from inference.tree_config import Schedule, scheduled
 
 TUNED = "tune.json"
 

@@ -24,17 +24,16 @@ from heads.common.untrusted import visible
 from heads.formats.hub import resolve_head, target_path
 from heads.formats.published import is_published
 from heads.formats.store import read_config
+from inference.batch import Service
 from inference.decode import Generation, RequestParams, speculate
 from inference.drafters.head import load_drafter, saved_tree
 from inference.drafters.plain import Baseline
 from inference.protocol import Drafter
 from inference.request import RequestConfig
-from inference.service import Service
 from inference.target.config import ModelConfig, model_config
 from inference.target.placement import check_alone
 from inference.target.target import Target
-from inference.target.tokenizer import text_ids
-from inference.text_stream import TextStream
+from inference.target.tokenizer import TextStream, text_ids
 from inference.verification.sample import GREEDY, Sampling
 
 __all__ = ["GREEDY", "Generation", "RequestParams", "Sampling", "Service", "generate", "load", "speculate"]

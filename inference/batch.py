@@ -1,21 +1,53 @@
 """A continuous batch: sequences that enter and leave one by one, and one target pass over all that are in it."""
 
+import logging
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from threading import Lock
 from typing import TypeVar
 
 import torch
 
 from heads.common.progress import tick
-from inference.limits import check_memory, check_size, free_memory
 from inference.protocol import Drafter
 from inference.request import Generation, Request, RequestParams
-from inference.service import Service
 from inference.step import DeviceStep
 from inference.target.cache import round_up_kv_length
-from inference.target.target import Target
+from inference.target.target import Target, check_memory, check_size, free_memory
+from inference.verification.rules import AUTO, COUPLED, is_lossy
 from inference.verification.sample import GREEDY
-from inference.verification.verify import AUTO, COUPLED, is_lossy
+
+log = logging.getLogger(__name__)
+
+
+class Service:
+    """Holds the drafter in service; `speculate` and `generate` take it in a drafter's place.
+
+    `swap` may be called at any time, from `on_tokens` or from another thread too: decoding continues with the new
+    drafter at its next pass, running requests included. No text changes: the target decides every token.
+
+    Attributes:
+        drafter: the one in service, for every batch from its next step on.
+        working: the last one that a batch took.
+    """
+
+    def __init__(self, drafter: Drafter) -> None:
+        self.drafter = self.working = drafter
+        self.lock = Lock()
+
+    def swap(self, drafter: Drafter) -> None:
+        """Put another drafter for the same target into service."""
+        with self.lock:
+            self.drafter = drafter
+
+    def refuse(self, drafter: Drafter, error: Exception, former: Drafter) -> None:
+        """Put a batch's former drafter back in place of one that failed, unless a third one is in service by now."""
+        with self.lock:
+            if self.drafter is drafter:
+                self.drafter = self.working = former
+        cause = str(error).strip().split("\n")[0]
+        log.warning("%s is put back: %s fails (%s)", former.name, drafter.name, cause)
+
 
 T = TypeVar("T")
 TREE_ENTRIES = 64  # entries of the cache behind a text, for trees of sources that do not say how many they need

@@ -7,13 +7,11 @@ from typing import Any, overload
 
 import torch
 
-from inference.batch import acquire, release
+from inference.batch import Service, acquire, release
 from inference.drafters.plain import Baseline
-from inference.limits import check_prompt
 from inference.protocol import Drafter
 from inference.request import Generation, RequestParams, Step
-from inference.service import Service
-from inference.target.target import Target
+from inference.target.target import Target, check_prompt
 
 __all__ = ["Generation", "RequestParams", "Step", "autoregress", "speculate"]
 

@@ -1,6 +1,7 @@
 """A request that is decoded: its settings, its text so far, where it ends, and its result."""
 
 import time
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -10,15 +11,14 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from heads.modules.argmax import argmax
-from inference.limits import check_prompt
 from inference.protocol import Context
 from inference.target.cache import TargetCache
 from inference.target.model import TargetOutput
-from inference.target.target import Target
+from inference.target.target import Target, check_prompt
 from inference.verification.rng import Draws, exponential_noise, seed_key
+from inference.verification.rules import COUPLED, check_rule
 from inference.verification.sample import Sampling, distribution, penalize
 from inference.verification.tree import DraftTree
-from inference.verification.verify import COUPLED, check_rule
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class RequestParams:
 
     Attributes:
         gaps: whether to record the target's top-2 logit gap at every emitted token.
-        rule: a key of `inference.verification.verify.RULES`, or auto for the one that accepts most of each draft.
+        rule: a key of `inference.verification.rules.RULES`, or auto for the one that accepts most of each draft.
         lossy: whether the rule may change the target's distribution.
         passes: whether to keep what the target's passes computed.
         min_new_tokens: tokens before which an end of the answer has no probability.
@@ -258,3 +258,30 @@ class Request:
         tail = max(len(stop.encode()) for stop in self.settings.stop) + 8
         text = self.target.tokenizer.decode(self.generation.tokens[-tail:])
         return any(stop in text for stop in self.settings.stop)
+
+
+class PhaseTimer:
+    """The laps since the last `seconds`."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device, self.events = device, device.type == "cuda"
+        self.marks: list[tuple[str | None, Any]] = []
+
+    def mark(self, ended: str | None) -> None:
+        """End a lap, which was spent on what has `ended`; None: on nothing that counts."""
+        if not self.events:
+            self.marks.append((ended, time.perf_counter()))
+            return
+        event: Any = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self.device))
+        self.marks.append((ended, event))
+
+    def seconds(self) -> dict[str, float]:
+        """Return the sums of the laps that have ended, of a device those that it has passed; others come next time."""
+        sums: defaultdict[str, float] = defaultdict(float)
+        while len(self.marks) > 1 and (not self.events or self.marks[1][1].query()):
+            (_, first), (ended, last) = self.marks[:2]
+            if ended is not None:
+                sums[ended] += first.elapsed_time(last) / 1e3 if self.events else last - first
+            del self.marks[0]
+        return sums

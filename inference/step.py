@@ -21,18 +21,16 @@ from torch.nn.functional import pad
 from heads.base import Features
 from heads.modules.argmax import argmax
 from inference.graphs import Graphs, Stage, StageCache, compiled
-from inference.limits import check_size
-from inference.phase_timer import PhaseTimer
 from inference.protocol import DraftBatch, Drafted, DraftPlan, Roots
-from inference.request import Pass, Request, RequestParams, Step
+from inference.request import Pass, PhaseTimer, Request, RequestParams, Step
 from inference.target.attention import Ragged
 from inference.target.cache import BatchCache, round_up_kv_length
 from inference.target.model import TargetOutput
-from inference.target.target import Target
-from inference.verification import device, verify
+from inference.target.target import Target, check_size
+from inference.verification import rules
 from inference.verification import tree as trees
-from inference.verification.device import Accepted
 from inference.verification.rng import ACCEPT_KEY, DRAFT_KEY, Samples, exponential_noise, hash_key, uniform
+from inference.verification.rules import Accepted
 from inference.verification.sample import Sampling, distribution, penalize
 from inference.verification.tree import LOOK_AHEAD, DraftTree
 
@@ -169,10 +167,10 @@ class DeviceStep:
     def shown(self, settings: RequestParams, at: int, row: list[int]) -> str:
         """Return what reports call the rule that a sequence was verified by."""
         if not row[1]:
-            return verify.NOTHING
-        if settings.sampling.temperature == 0 and not verify.is_lossy(settings.rule):
-            return verify.GREEDY_WALK
-        return verify.label(self.rule(settings, has_q=self.plan.has_q is None or self.plan.has_q[at]))
+            return rules.NOTHING
+        if settings.sampling.temperature == 0 and not rules.is_lossy(settings.rule):
+            return rules.GREEDY_WALK
+        return rules.label(self.rule(settings, has_q=self.plan.has_q is None or self.plan.has_q[at]))
 
     @torch.inference_mode()
     def sample(self, requests: Sequence[Request]) -> tuple[list[int], Drafted]:
@@ -312,7 +310,7 @@ class DeviceStep:
     def draft(self, slots: Slots, kv_length: int, settings: RequestParams) -> Drafted:
         """Draft a tree for each sequence."""
         sampling, noise, samples = settings.sampling, self.noise(slots, settings), None
-        if sampling.temperature > 0 and settings.rule != verify.COUPLED:
+        if sampling.temperature > 0 and settings.rule != rules.COUPLED:
             samples = Samples(hash_key(hash_key(slots.key, DRAFT_KEY), slots.length + 1))
         seen = slots.seen_tokens[:, None] if slots.seen_tokens.shape[1] else None
         roots, may_read = Roots(slots.root[:, None], sampling, seen, noise, samples), not (self.static or self.compiles)
@@ -325,9 +323,9 @@ class DeviceStep:
         greedy, drafts = settings.sampling.temperature == 0, self.plan
         if not drafts.deepest:
             return "match"
-        parents = None if greedy or settings.rule == verify.COUPLED or not has_q else drafts.sampled
-        chain = drafts.chain if parents is None else verify.is_chain(parents)
-        return verify.fitting(settings.rule, chain, parents is not None, greedy)
+        parents = None if greedy or settings.rule == rules.COUPLED or not has_q else drafts.sampled
+        chain = drafts.chain if parents is None else rules.is_chain(parents)
+        return rules.fitting(settings.rule, chain, parents is not None, greedy)
 
     def verified(
         self,
@@ -338,13 +336,13 @@ class DeviceStep:
         settings: RequestParams,
     ) -> Accepted:
         """Verify sampled drafts by the rule for them; the next token is sampled by the noise of its position."""
-        on_device = verify.RULES[self.rule(settings)].on_device
+        on_device = rules.RULES[self.rule(settings)].on_device
         tree, depth = drafted.tree, drafted.depth
         assert self.plan.sampled is not None
         assert drafted.q is not None
         assert depth is not None
         assert on_device is not None
-        draft = device.Sampled(self.plan.sampled, tree.token, present, drafted.q)
+        draft = rules.Sampled(self.plan.sampled, tree.token, present, drafted.q)
         p, accept_keys = (
             distribution(logits, settings.sampling),
             hash_key(hash_key(slots.key, ACCEPT_KEY), slots.length + 1),
@@ -353,11 +351,11 @@ class DeviceStep:
         last, probs = on_device(draft, p, uniforms, self.may_read)
         position = slots.length + 1 + depth.gather(1, last[:, None])[:, 0]
         token = (probs / exponential_noise(slots.key, position, p.shape[-1])).argmax(-1)
-        return device.accepted(tree, drafted.ancestor_mask, last, token, self.plan.deepest)
+        return rules.accepted(tree, drafted.ancestor_mask, last, token, self.plan.deepest)
 
     def noise(self, slots: Slots, settings: RequestParams) -> Float[Tensor, "B P V"] | None:
         """Return the noise of the positions below the roots, if drafts are coupled."""
-        if settings.sampling.temperature == 0 or settings.rule != verify.COUPLED or not self.plan.deepest:
+        if settings.sampling.temperature == 0 or settings.rule != rules.COUPLED or not self.plan.deepest:
             return None
         position = slots.length[:, None] + 1 + torch.arange(self.plan.deepest + 1, device=slots.root.device)
         return exponential_noise(slots.key[:, None].expand_as(position), position, self.target.embeddings.vocab_size)
@@ -456,16 +454,16 @@ class DeviceStep:
             accepted = Accepted(root, slots.active, token)
             results = [slots.active[:, None], root, token, root, root]
         else:
-            if greedy and self.may_read and len(tree.token) == 1 and not verify.is_lossy(settings.rule):
-                accepted, ranks, count = device.follow_on_host(tree, argmax(logits), slots.max_draft_depth, deepest)
+            if greedy and self.may_read and len(tree.token) == 1 and not rules.is_lossy(settings.rule):
+                accepted, ranks, count = rules.follow_on_host(tree, argmax(logits), slots.max_draft_depth, deepest)
             else:
                 assert drafted.depth is not None
-                present = device.present(tree, drafted.ancestor_mask, drafted.depth, slots.max_draft_depth)
+                present = rules.present(tree, drafted.ancestor_mask, drafted.depth, slots.max_draft_depth)
                 if not self.drafts.traits.on_device:
                     present &= tree.parent != LOOK_AHEAD
                 accepted = self.accepted(slots, drafted, present, logits, settings)
                 accepted = accepted._replace(committed=accepted.committed * slots.active)
-                ranks, count = device.ranks(tree).gather(1, accepted.path), present.sum(1) - 1
+                ranks, count = rules.ranks(tree).gather(1, accepted.path), present.sum(1) - 1
             results = [accepted.committed[:, None], count[:, None], accepted.token, accepted.path, ranks]
         if settings.gaps:
             best_two = logits.take_along_dim(accepted.path[..., None], 1).float().topk(2).values
@@ -482,20 +480,20 @@ class DeviceStep:
     ) -> Accepted:
         """Verify drafts by the rule for them."""
         tree, above, drafts, sampling = drafted.tree, drafted.ancestor_mask, self.plan, settings.sampling
-        rule, greedy = verify.RULES[self.rule(settings)], sampling.temperature == 0
+        rule, greedy = rules.RULES[self.rule(settings)], sampling.temperature == 0
         choose = partial(self.choose, slots, drafted, processed_logits, sampling)
         if rule.bar is not None:  # one-hot probs leave nothing to be lenient about: they are judged at temperature 1
             p = distribution(processed_logits, replace(sampling, temperature=1.0) if greedy else sampling)
-            last = device.lenient(tree, above, present, p, rule.bar(p))
+            last = rules.lenient(tree, above, present, p, rule.bar(p))
             depth = above.expand(len(last), -1, -1)[torch.arange(len(last), device=last.device), last].sum(-1) - 1
-            return device.accepted(tree, above, last, choose(last, depth), drafts.deepest)
+            return rules.accepted(tree, above, last, choose(last, depth), drafts.deepest)
         if greedy:
-            return device.follow(tree, above, present, argmax(processed_logits), drafts.deepest)
+            return rules.follow(tree, above, present, argmax(processed_logits), drafts.deepest)
         reads_q = drafted.q is not None and rule.on_device is not None
         has_q = None if drafts.has_q is None or all(drafts.has_q) else drafts.has_q
         if reads_q and has_q is None:
             return self.verified(slots, drafted, present, processed_logits, settings)
-        walked = device.walk(tree, above, present, choose, drafts.deepest, allow_host_sync=self.may_read)
+        walked = rules.walk(tree, above, present, choose, drafts.deepest, allow_host_sync=self.may_read)
         if not reads_q or has_q is None:
             return walked
         sampled = self.verified(slots, drafted, present, processed_logits, settings)

@@ -20,11 +20,22 @@ from inference.target.cache import TargetCache
 from inference.target.model import TargetOutput
 from inference.target.target import Target
 from inference.verification import tree as trees
-from inference.verification.device import DELTA, EPSILON, LEAST, THRESHOLD
 from inference.verification.rng import ACCEPT_KEY, Draws, exponential_noise, hash_key, seed_key, uniform
+from inference.verification.rules import (
+    COUPLED,
+    DELTA,
+    EPSILON,
+    GREEDY_WALK,
+    LEAST,
+    NOTHING,
+    THRESHOLD,
+    fitting,
+    is_chain,
+    is_lossy,
+    label,
+)
 from inference.verification.sample import Sampling, distribution, penalize, residual, without
 from inference.verification.tree import DraftTree, LookAhead, children
-from inference.verification.verify import COUPLED, GREEDY_WALK, NOTHING, fitting, is_chain, is_lossy, label
 
 Found = tuple[list[int], int]  # the accepted nodes from the root on, and the next token
 

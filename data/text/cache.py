@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 SAMPLES, PROMPTS, META = "samples.arrow", "prompts.jsonl", "meta.json"
 SHAPELESS = ("length", "cache")  # options that do not affect the samples
 # Code outside of this package that affects samples: parsing, rendering, encoding.
-CODE = ("data/config.py", "heads/common/untrusted.py", "inference/chat_template.py", "inference/target/tokenizer.py")
+CODE = ("data/config.py", "heads/common/untrusted.py", "inference/target/tokenizer.py")
 BATCH = 1000  # samples in memory at once
 
 

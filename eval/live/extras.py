@@ -15,7 +15,7 @@ from eval.measures.results import Measurement
 from heads.common.untrusted import visible
 from inference.decode import Generation
 from inference.protocol import Drafter
-from inference.text_stream import TextStream
+from inference.target.tokenizer import TextStream
 
 METRICS = "metrics.jsonl"  # a file of a run's folder, by train/trackers.py
 POINTS = 200  # points of a training curve

@@ -26,11 +26,10 @@ from inference.batch import Batch, batch_of
 from inference.decode import RequestParams, Step
 from inference.drafters.head import HeadBatch, HeadDrafter
 from inference.drafters.plain import Baseline
-from inference.drafters.policy import TreeConfig
+from inference.drafters.policy import Schedule, Scheduled, TreeConfig
 from inference.protocol import Context, DraftBatch, Drafted, Drafter, DraftPlan, DraftTraits, Roots
 from inference.target.model import TargetOutput
 from inference.target.target import Target
-from inference.tree_config import Schedule, Scheduled
 from inference.verification import tree as trees
 from inference.verification.tree import DraftTree
 

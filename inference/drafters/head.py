@@ -1,6 +1,6 @@
 """A trained draft head as a drafter."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,10 +14,11 @@ from heads.common.typed import typed
 from heads.formats.hub import load_found, schedule_of, sibling_spec, tree_of
 from heads.modules.kv_cache import SPARE, KVCache
 from heads.modules.layers import Attention
-from inference.drafters.deferred import DeferredRows
 from inference.drafters.plain import root_trees
 from inference.drafters.policy import (
+    Schedule,
     TreeConfig,
+    always,
     check_tree,
     expanded,
     grow_batch,
@@ -28,7 +29,57 @@ from inference.drafters.policy import (
 from inference.protocol import Context, DraftBatch, Drafted, Drafter, DraftPlan, DraftRows, DraftTraits, Roots
 from inference.target.model import TargetOutput
 from inference.target.target import Target
-from inference.tree_config import Schedule, always
+
+BYTES = 1 << 28  # of all rows that may wait; a sequence may have `SPARE` of them in any case
+
+
+class DeferredRows:
+    """Committed rows of all slots, `max_rows` each, that a head has not taken in yet, while nothing is drafted.
+
+    Many rows in one pass cost less than a pass for each, and those of a sequence that ends before cost nothing. The
+    host reads nothing here, and no buffer moves.
+    """
+
+    def __init__(self, size: int, token: Int[Tensor, "B T"], features: TargetOutput, capacity: int) -> None:
+        like = token, features.hidden, features.last_hidden
+        row = size * sum(tensor[0, 0].nbytes for tensor in like)
+        self.max_rows = max(SPARE, min(capacity, BYTES // row))
+        self.count = torch.zeros(size, dtype=torch.long, device=token.device)
+        self.rows = tuple(tensor.new_zeros(size, self.max_rows, *tensor.shape[2:]) for tensor in like)
+        self.waiting = 0  # at least the largest count, known without asking the device; who adds rows counts it
+
+    def tensors(self) -> list[Tensor]:
+        """Return all buffers."""
+        return [self.count, *self.rows]
+
+    def add(self, features: Features, count: Int[Tensor, "B"]) -> None:
+        """Add a row of each of the first sequences that counts one, and none of one that counts 0."""
+        slot, waiting = torch.arange(len(count), device=count.device), self.count[: len(count)]
+        for buffer, new in zip(self.rows, features[:3], strict=True):
+            buffer[slot, waiting] = new[:, 0]
+        waiting += count
+
+    def take(self, sequences: int) -> Iterator[tuple[Features, Int[Tensor, "B"]]]:
+        """Yield the first sequences' rows, padded, with how many each has, as many as a KV cache's ring takes at once.
+
+        Then none waits any longer.
+        """
+        for first in range(0, self.waiting, SPARE):
+            some = slice(first, min(first + SPARE, self.waiting))
+            token, hidden, last = (buffer[:sequences, some] for buffer in self.rows)
+            count = (self.count[:sequences] - first).clamp(0, SPARE)
+            yield Features(token, hidden, last, torch.zeros_like(token)), count
+        self.count.zero_()
+        self.waiting = 0
+
+    def clear(self, slot: int) -> None:
+        """Drop a slot's rows: another sequence takes it."""
+        self.count[slot] = 0
+
+    def move(self, from_slot: int, slot: int) -> None:
+        """Move a sequence's rows into another slot."""
+        for buffer in (self.count, *self.rows):
+            buffer[slot] = buffer[from_slot]
 
 
 class HeadDrafter(Drafter):

@@ -20,7 +20,6 @@ from heads import rows
 from heads.base import Features, to_device
 from heads.common.target_config import EXPERTS, cache_argument, context_of
 from inference.target import loading
-from inference.target.adapter import Adapter
 from inference.target.attention import (
     ATTENTION,
     DOCUMENTS,
@@ -37,7 +36,8 @@ from inference.target.attention import (
     use_kernels,
 )
 from inference.target.cache import BatchCache, BatchPass, Pool, RecurrentCache, TargetCache, recurrence
-from inference.target.placed import Placed, by_turns, on_one_device
+from inference.target.loading import Adapter
+from inference.target.placement import Placed, by_turns, on_one_device
 from inference.target.tokenizer import end_tokens
 from inference.verification import tree
 from inference.verification.tree import DraftTree

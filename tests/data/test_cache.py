@@ -21,8 +21,7 @@ from data.text.files import content_hash
 from data.text.masks import Sample
 from data.text.prompts import load_training
 from heads.common.untrusted import parse_json
-from inference.chat_template import RenderError
-from inference.target.tokenizer import text_ids
+from inference.target.tokenizer import RenderError, text_ids
 from tests.data.chatml import PLAIN, TAGGED, Tokens, load_samples
 
 Config = Callable[..., DataConfig]

@@ -31,12 +31,12 @@ from inference import step
 from inference.decode import Generation, RequestParams, autoregress
 from inference.drafters.head import HeadDrafter
 from inference.drafters.plain import Baseline
+from inference.drafters.policy import Schedule, Scheduled
 from inference.drafters.prompt_lookup import PromptLookup
 from inference.protocol import Drafter
-from inference.tree_config import Schedule, Scheduled
-from inference.verification import device
+from inference.verification import rules
+from inference.verification.rules import COUPLED
 from inference.verification.sample import Sampling
-from inference.verification.verify import COUPLED
 from tests import toys
 
 PROMPTS = [Prompt(f"p{i}", toys.prompt(i, 12), "") for i in range(3)]
@@ -78,7 +78,7 @@ def sampled_test(
     return found
 
 
-def easier_coins(coins: device.AcceptDraws, probability: torch.Tensor, tested: torch.Tensor) -> torch.Tensor:
+def easier_coins(coins: rules.AcceptDraws, probability: torch.Tensor, tested: torch.Tensor) -> torch.Tensor:
     """Toss coins that fall on the draft's side twice as often."""
     uniforms = coins.uniforms.gather(1, coins.used_uniforms[:, None])[:, 0]
     coins.used_uniforms = coins.used_uniforms + tested
@@ -88,7 +88,7 @@ def easier_coins(coins: device.AcceptDraws, probability: torch.Tensor, tested: t
 @pytest.mark.parametrize("tree", ["chain", "sampled"])
 def test_easier_coins_on_the_device_are_caught(tree: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert sampled_test(tree).passed
-    monkeypatch.setattr(device.AcceptDraws, "sample", easier_coins)
+    monkeypatch.setattr(rules.AcceptDraws, "sample", easier_coins)
     found = sampled_test(tree)
     assert found.caught
     assert found.p_value < found.alpha
@@ -164,7 +164,7 @@ def test_a_rule_that_likes_its_drafts_too_much_is_caught(source: str, monkeypatc
     prompts = [prompt._replace(token=[*range(toys.VOCAB), *prompt.token]) for prompt in PROMPTS]
     setup = Setup(target, drafters, prompts, HOT)
     assert sampled_gates(setup, TV, 1)[0].passed
-    monkeypatch.setattr(device.AcceptDraws, "sample", easier_coins)
+    monkeypatch.setattr(rules.AcceptDraws, "sample", easier_coins)
     choose = step.DeviceStep.choose
 
     def lenient(self: Any, slots: Any, drafted: Any, logits: Any, sampling: Any, *others: Any) -> torch.Tensor:

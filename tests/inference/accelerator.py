@@ -26,8 +26,7 @@ from heads.modules.kv_cache import KVCache
 from inference.drafters import policy
 from inference.drafters.head import HeadDrafter
 from inference.drafters.policy import TreeConfig
-from inference.phase_timer import PhaseTimer
-from inference.request import RequestParams
+from inference.request import PhaseTimer, RequestParams
 from inference.step import DeviceStep, Slots
 from inference.target.cache import Pool
 from inference.target.target import Target

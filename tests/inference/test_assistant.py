@@ -8,9 +8,7 @@ import pytest
 import torch
 
 from inference.decode import RequestParams, autoregress, speculate
-from inference.drafters.assistant import Assistant, AssistantState
-from inference.drafters.runner import DraftModelRunner
-from inference.drafters.vocabulary import SharedVocabulary
+from inference.drafters.assistant import Assistant, AssistantState, DraftModelRunner, SharedVocabulary
 from inference.protocol import Context, Proposal
 from inference.target import probe
 from inference.target.target import Target

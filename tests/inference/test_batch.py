@@ -21,11 +21,10 @@ from inference.drafters.head import HeadDrafter
 from inference.drafters.hybrid import Hybrid
 from inference.drafters.mtp import MtpDrafter
 from inference.drafters.plain import Baseline
-from inference.limits import check_memory
 from inference.protocol import Drafter
 from inference.target.cache import GRAIN, Storage
 from inference.target.model import TargetOutput
-from inference.target.target import Target
+from inference.target.target import Target, check_memory
 from inference.verification.sample import GREEDY, Sampling
 from tests import assistants, toys
 from tests.inference import model_free, test_early_exit, test_mtp, test_streams

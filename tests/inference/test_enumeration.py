@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from inference.verification.rules import RULES
 from inference.verification.sample import Sampling, distribution
 from inference.verification.tree import DraftTree, paths
-from inference.verification.verify import RULES
 from tests import oracle
 from tests.enumeration import (
     EXACT,

@@ -24,7 +24,7 @@ from inference.decode import Generation, RequestParams, Step, autoregress
 from inference.protocol import Drafter
 from inference.run import STYLES, GenerateConfig, answer, chat_ids, generate, summary
 from inference.target.target import Target
-from inference.text_stream import TextStream
+from inference.target.tokenizer import TextStream
 from inference.verification.sample import GREEDY, Sampling
 from tests import toys
 

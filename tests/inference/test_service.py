@@ -10,15 +10,14 @@ import torch
 
 from heads.formats.store import save_head
 from inference import api
-from inference.batch import batch_of
+from inference.batch import Service, batch_of
 from inference.decode import Generation, RequestParams, autoregress, speculate
 from inference.drafters.head import HeadDrafter
 from inference.drafters.plain import Baseline
+from inference.drafters.policy import TreeConfig, scheduled
 from inference.protocol import Drafter
-from inference.service import Service
 from inference.target.model import TargetOutput
 from inference.target.target import Target
-from inference.tree_config import TreeConfig, scheduled
 from inference.verification.sample import GREEDY, Sampling
 from tests import toys
 from tests.inference import model_free

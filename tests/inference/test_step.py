@@ -19,12 +19,12 @@ from inference.drafters.head import HeadDrafter
 from inference.drafters.plain import Baseline
 from inference.drafters.policy import TreeConfig
 from inference.graphs import Graphs, StageCache
-from inference.phase_timer import PhaseTimer
 from inference.protocol import Drafter
+from inference.request import PhaseTimer
 from inference.step import DeviceStep
 from inference.target.target import Target
+from inference.verification.rules import AUTO, RULES, is_lossy
 from inference.verification.sample import GREEDY, Sampling
-from inference.verification.verify import AUTO, RULES, is_lossy
 from tests import toys
 from tests.inference import accelerator, step_graph
 from tests.inference.step_graph import decoded

@@ -28,7 +28,6 @@ from data.text.masks import Sample, samples_of
 from data.text.prompts import Prompt, prompt_of
 from data.text.records import parse
 from eval.inputs.workloads import _masking
-from inference.chat_template import RenderError
 from inference.run import chat_ids
 from inference.target import probe
 from inference.target.checkpoint import fingerprint
@@ -37,7 +36,7 @@ from inference.target.embeddings import TargetEmbeddings, final_norm
 from inference.target.embeddings_only import EmbeddingsOnly, load_target
 from inference.target.loading import load_tokenizer
 from inference.target.target import Target
-from inference.target.tokenizer import text_ids, tokenize
+from inference.target.tokenizer import RenderError, text_ids, tokenize
 from tests import assistants, families, toys
 from tests.data.families import family_tokenizer
 from tests.tokenizers import trained

@@ -17,9 +17,9 @@ from data.features.store import MUST_AGREE, FeatureStore, StoreSpec
 from data.text.cache import cache_key
 from heads.formats.store import TargetSpec, assert_same_target
 from inference.decode import RequestParams
+from inference.drafters.policy import TreeConfig
 from inference.protocol import DraftPlan
 from inference.step import DeviceStep
-from inference.tree_config import TreeConfig
 from inference.verification.sample import Sampling
 from tests import toys
 from tests.data import stores

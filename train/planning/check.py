@@ -27,8 +27,7 @@ from heads.common.files import check_writable
 from heads.common.untrusted import regular
 from heads.formats.hub import kind_of, resolve_head
 from heads.mtp import Mtp
-from inference.target import adapter
-from inference.target.loading import AS_IT_IS, check_method, load_tokenizer
+from inference.target.loading import AS_IT_IS, check_adapter, check_method, load_tokenizer
 from train.config import RunConfig
 from train.distributed import processes
 from train.start import AUTO, CHECKPOINT, LAST_LAYER, STARTS, check_init
@@ -72,7 +71,7 @@ def check_settings(run: RunConfig) -> None:
         kind_of(resolve_head(str(run.init)))
     check_method(model.quantize)
     if model.adapter not in (None, AS_IT_IS):
-        adapter.check(model.adapter, model.quantize)
+        check_adapter(model.adapter, model.quantize)
 
 
 def check_plan(run: RunConfig) -> None:

@@ -16,8 +16,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from heads.common.ranges import Number
-from inference.drafters import runner
-from inference.drafters.assistant import Assistant, Chain, Outcome
+from inference.drafters.assistant import ROOT, Assistant, Chain, Outcome
 from inference.drafters.host import DrafterState, HostDrafter
 from inference.protocol import Commit, Context, Proposal, sampled_chain
 from inference.target.target import Target
@@ -125,7 +124,7 @@ class MirrorState(DrafterState):
             depth = self._depth(context, 0)
             if depth < 1 or source.level is None:
                 return Proposal(root(context.token[-1], source.device))
-            chain = self._chain(source.level.logits[0], runner.ROOT, depth, context, ())
+            chain = self._chain(source.level.logits[0], ROOT, depth, context, ())
             self._draft({(): chain}, lambda _: True)
         self.outcome, self.chains = None, {}
         if self.config.outcomes:
@@ -162,7 +161,7 @@ class MirrorState(DrafterState):
         keys = [key for key in self._outcomes(chain) if self._possible(key) and self._depth(context, len(key)) > 0]
         if not keys:
             return
-        above = [[runner.ROOT, *chain.nodes][len(key) - 1] for key in keys]
+        above = [[ROOT, *chain.nodes][len(key) - 1] for key in keys]
         ran = dict(zip(keys, self.assistant.run([key[-1] for key in keys], above), strict=True))
         self.beneath = {key: node for key, (node, _) in ran.items()}
         self.chains = {
