@@ -10,7 +10,6 @@ from torch import Tensor
 from heads.base import DraftHead, Features
 from inference.target.cache import TargetCache
 from inference.target.model import TargetOutput
-from inference.target.stack import FirstLayersOutput
 from inference.verification.rng import Draws, Samples
 from inference.verification.sample import Sampling
 from inference.verification.tree import DraftTree, LookAhead, chain
@@ -74,7 +73,7 @@ class Context(NamedTuple):
 
     No node or look-ahead token may be deeper than `max_draft_depth`: there the target's context or the answer ends.
     `cache` holds the target's entries before the last token. Only a drafter that drafts with the target itself writes
-    to it: entries behind the committed ones, which it drops again, or hands on as `Proposal.first_layers`.
+    to it: entries behind the committed ones, which it drops again.
     """
 
     token: list[int]
@@ -101,14 +100,12 @@ class Proposal(NamedTuple):
     """A tree rooted at the last token; the probs q that children were sampled from, if they were; look-ahead tokens.
 
     q has a row for each of the M nodes with children. Siblings are in the order in which they were sampled, without
-    replacement. `first_layers` says that all nodes have run through the target's first layers; then there are no
-    look-ahead tokens. `expected` is how many drafted tokens the drafter expects to be accepted, 0 if it does not know.
+    replacement. `expected` is how many drafted tokens the drafter expects to be accepted, 0 if it does not know.
     """
 
     tree: DraftTree
     q: Float[Tensor, "M V"] | None = None
     look_ahead: LookAhead | None = None
-    first_layers: FirstLayersOutput | None = None
     expected: float = 0.0
 
 

@@ -386,8 +386,6 @@ class DeviceStep:
         proposal = self.plan.proposal
         if count == 1 and not self.static and (self.target.compiled is None or proposal is not None):
             cache = self.cache.active[0]
-            if proposal is not None and proposal.first_layers is not None:
-                return self.target.parts.score_from(proposal.first_layers, proposal.tree, cache)
             attn_mask = None
             if size > 1:
                 cache.snapshot()  # a root is never taken back: the baseline pays for no copy

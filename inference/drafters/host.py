@@ -46,7 +46,7 @@ class HostDrafter(Drafter, Protocol):
     Attributes:
         expects_acceptance: whether its proposals say how many tokens are expected to be accepted.
         reads_logits: whether its states read the target's logits.
-        single: whether it drafts for one sequence at a time: its pass runs through other layers or begins further up.
+        single: whether it drafts for one sequence at a time: its pass runs through other layers.
     """
 
     expects_acceptance: bool = False

@@ -20,7 +20,6 @@ from torch import Tensor
 
 from inference.target.attention import FULL, GROUPED, SLIDING, Ragged
 from inference.target.model import TargetModel, TargetOutput
-from inference.target.stack import FirstLayersOutput, Parts
 from inference.verification import tree
 from inference.verification.tree import DraftTree
 
@@ -137,22 +136,6 @@ def _is_exact(check: Check, target: TargetModel, prompt: Tensor, drafted: DraftT
         return check(target, prompt, drafted)
     except UNFIT:
         return False  # an attention that rejects a 4-d mask; a chain needs none
-
-
-@torch.no_grad()
-def splits(target: TargetModel, parts: Parts, layers: int) -> bool:
-    """Return whether the first layers and then the rest give the same last states as a full pass."""
-    token = torch.arange(2 * PROMPT, device=target.device) % target.embeddings.vocab_size
-    prompt, chain = token[:PROMPT], tree.chain(token[PROMPT:])
-    whole, split = target.cache(), target.cache()
-    target.prefill(prompt, whole)
-    target.prefill(prompt, split)
-    position, attn_mask = tree.layout(chain, PROMPT)
-    hidden, _ = parts.run_first_layers(layers, chain.token, position, attn_mask, split)
-    return _close(
-        parts.score_from(FirstLayersOutput(layers, hidden), chain, split).last_hidden,
-        target.score(chain, whole).last_hidden,
-    )
 
 
 @torch.no_grad()

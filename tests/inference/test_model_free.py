@@ -10,8 +10,7 @@ from omegaconf import OmegaConf
 
 from heads.common.typed import build, typed
 from inference.decode import RequestParams, speculate
-from inference.drafters.contrib.early_exit import EarlyExit
-from inference.drafters.contrib.layer_skip import LayerSkip
+from inference.drafters.contrib.layer_skip import EarlyExit, LayerSkip
 from inference.drafters.host import DrafterState, HostDrafter
 from inference.drafters.hybrid import Hybrid, HybridBatch, Record
 from inference.drafters.mtp import MtpDrafter
