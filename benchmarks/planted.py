@@ -222,8 +222,8 @@ BUGS = [
     ),
     Bug(
         "inference/step.py",
-        "groups[how.sampling, how.rule, how.gaps, side",
-        "groups[how.sampling, how.gaps, side",
+        "groups[how.sampling, how.rule, how.logit_gaps, side",
+        "groups[how.sampling, how.logit_gaps, side",
         ["tests/train/test_identity.py"],
     ),
     Bug(

@@ -57,7 +57,10 @@ def check(
     sizes = config.batch_sizes()
     if not drafters and sizes == [1]:
         return {}, []
-    setup, ids = Setup(target, drafters, prompts, config.settings(0.0, gaps=True)), [prompt.id for prompt in prompts]
+    setup, ids = (
+        Setup(target, drafters, prompts, config.settings(0.0, logit_gaps=True)),
+        [prompt.id for prompt in prompts],
+    )
     alone = [hf_generate(target, prompt.token, setup.settings) for prompt in progress(prompts, "transformers' own")]
     gates = {}
     for size in sorted(sizes):
@@ -120,7 +123,7 @@ def sampled_gates(setup: Setup, tv: float, tests: int, sizes: Sequence[int] = (1
     total variation of `tv`; the `tests` of a report share the error probability.
     """
     target, drafters, prompts, settings = setup
-    coupled = replace(settings, rule=COUPLED, lossy=False, gaps=True)
+    coupled = replace(settings, rule=COUPLED, lossy=False, logit_gaps=True)
     all_sizes = tuple(sorted({1, *sizes}))
     runs = {size: decoded_once(setup._replace(settings=coupled), size) for size in all_sizes}
     baseline = [autoregress(target, prompt.token, coupled) for prompt in progress(prompts, "the baseline, sampled")]
@@ -168,12 +171,12 @@ def texts(prompts: Sequence[Prompt], baseline: Sequence[Generation]) -> list[tup
     """Return different prompts with their answers up to the smallest logit gap, the smallest gaps first."""
     prefixes: list[tuple[float, tuple[list[int], list[int]]]] = []
     for prompt, run in zip(prompts, baseline, strict=True):
-        gaps = run.gaps[1:]  # the first draft comes after one token of the answer
+        gaps = run.logit_gaps[1:]  # the first draft comes after one token of the answer
         if gaps:
             at = min(range(len(gaps)), key=gaps.__getitem__) + 1
             prefix = prompt.token, run.tokens[:at]
             if prefix not in (other for _, other in prefixes):  # a log may repeat a question
-                prefixes.append((run.gaps[at], prefix))
+                prefixes.append((run.logit_gaps[at], prefix))
     return [prefix for _, prefix in sorted(prefixes, key=lambda prefix: prefix[0])[:CANDIDATES]]
 
 

@@ -20,7 +20,7 @@ from eval.measures.metrics import SpecDecodingStats, counted
 from heads.base import DepthOutput, Features, NewRows
 from heads.modules.vocab import scatter_logits
 from inference.drafters.policy import BY_CONFIDENCE, TreeConfig, candidates
-from inference.protocol import Roots
+from inference.protocol import DraftInputs
 from inference.target.target import Target
 from inference.verification.sample import GREEDY, Sampling, distribution
 from inference.verification.tree import DraftTree
@@ -84,7 +84,7 @@ def rank_text(
         rows = Features(following, hidden, last, torch.zeros_like(following))
         state, level = head.extend(state, NewRows(rows, following))
         seen[..., token[done : root + 1]] = True
-        roots = Roots(token[None, root : root + 1], sampling, None if sampling.repetition_penalty == 1 else seen)
+        roots = DraftInputs(token[None, root : root + 1], sampling, None if sampling.repetition_penalty == 1 else seen)
         done = root
         for tree in largest:
             tokens = text.token[root + 1 : root + 1 + depth]

@@ -260,7 +260,7 @@ class Bench:
         }
         settings = self.config.settings(0.0)
         setup = Setup(self.target, drafters, cycled(self.held, batch), settings)
-        once = decoded_once(setup._replace(settings=replace(settings, gaps=True)), batch)
+        once = decoded_once(setup._replace(settings=replace(settings, logit_gaps=True)), batch)
         ids, dtype = [prompt.id for prompt in setup.prompts], self.target.dtype
         gates = {labelled(name, batch): gate(once[PLAIN], once[name], ids, dtype) for name in drafters}
         # All have run once already: no warm-up.

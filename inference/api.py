@@ -38,7 +38,7 @@ from inference.verification.sample import GREEDY, Sampling
 
 __all__ = ["GREEDY", "Generation", "RequestParams", "Sampling", "Service", "generate", "load", "speculate"]
 
-OnText = Callable[[str, str], object]  # a piece of text and its source: "prefill", "draft", "bonus"
+OnText = Callable[[str, str], object]  # a piece of text and its origin: "prefill", "draft", "bonus"
 
 
 @dataclass(frozen=True)
@@ -125,7 +125,7 @@ def generate(
 ) -> tuple[str, Generation]:  # fmt: skip
     """Decode one prompt, text or tokens; return its text and its tokens with their numbers.
 
-    `on_text` gets every piece as it comes, whole characters with the source of the last token. Without settings those
+    `on_text` gets every piece as it comes, whole characters with the origin of the last token. Without settings those
     of conf/generate.yaml hold. `inference.decode.speculate` decodes batches.
 
     Raises:
@@ -134,14 +134,14 @@ def generate(
     ids = text_ids(prompt, target.tokenizer) if isinstance(prompt, str) else prompt
     stream, pieces = TextStream(target.tokenizer), list[str]()
 
-    def show(piece: str, source: str) -> None:
+    def show(piece: str, origin: str) -> None:
         pieces.append(piece)
         if piece and on_text is not None:
-            on_text(piece, source)
+            on_text(piece, origin)
 
-    def receive(tokens: list[int], sources: list[str]) -> None:
-        for token, source in zip(tokens, sources, strict=True):
-            show(stream.push(token), source)
+    def receive(tokens: list[int], origins: list[str]) -> None:
+        for token, origin in zip(tokens, origins, strict=True):
+            show(stream.push(token), origin)
 
     generation = speculate(target, drafter, ids, settings or configured().request(), receive)
     show(stream.rest(), "bonus")

@@ -26,7 +26,7 @@ def inverse_temperature_of(sampling: Sampling) -> float:
     return GREEDY_INVERSE_TEMPERATURE if sampling.temperature == 0 else 1.0
 
 
-class Roots(NamedTuple):
+class DraftInputs(NamedTuple):
     """The roots of B trees, and how the tokens that may follow them are ranked or sampled.
 
     Attributes:
@@ -52,7 +52,7 @@ class Drafted(NamedTuple):
         ancestor_mask: what each node sees of them: its ancestors, and itself.
         q: the probs that children were sampled from, of the M nodes with children; None where none were sampled.
         depth: of each node; None: as many nodes as it sees above it.
-        noise: the roots' (see `Roots`).
+        noise: the roots' (see `DraftInputs`).
     """
 
     tree: DraftTree
@@ -82,7 +82,7 @@ class Context(NamedTuple):
     max_draft_depth: int
     cache: TargetCache | None = None
 
-    def roots(self, like: Float[Tensor, "*n V"], deepest: int) -> Roots:
+    def roots(self, like: Float[Tensor, "*n V"], deepest: int) -> DraftInputs:
         """Return this sequence's root for a tree of a depth, with what its tokens are ranked by, for logits `like`."""
         token, seen_tokens = torch.tensor([self.token], device=like.device), None
         if self.sampling.repetition_penalty != 1:
@@ -93,7 +93,7 @@ class Context(NamedTuple):
             noise = self.draws.noise(range(deepest), like)[None]
         elif self.sampling.temperature > 0:
             samples = self.draws.samples(like.device)
-        return Roots(token[:, -1:], self.sampling, seen_tokens, noise, samples)
+        return DraftInputs(token[:, -1:], self.sampling, seen_tokens, noise, samples)
 
 
 class Proposal(NamedTuple):
@@ -126,7 +126,7 @@ class Verified(NamedTuple):
     look_ahead: Float[Tensor, "R V"] | None = None
 
 
-class Commit(NamedTuple):
+class CommittedTokens(NamedTuple):
     """The tokens that a target pass committed, and what became of the proposal, None after a prefill."""
 
     token: list[int]
@@ -235,7 +235,7 @@ class DraftBatch(Protocol):
         return DraftPlan()
 
     def draft_trees(
-        self, roots: Roots, max_draft_depth: Int[Tensor, "B"], longest: int, *, allow_host_sync: bool
+        self, roots: DraftInputs, max_draft_depth: Int[Tensor, "B"], longest: int, *, allow_host_sync: bool
     ) -> Drafted:
         """Return the planned trees for sequences that are sampled alike.
 

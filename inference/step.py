@@ -21,7 +21,7 @@ from torch.nn.functional import pad
 from heads.base import Features
 from heads.modules.argmax import argmax
 from inference.graphs import Graphs, Stage, StageCache, compiled
-from inference.protocol import DraftBatch, Drafted, DraftPlan, Roots
+from inference.protocol import DraftBatch, Drafted, DraftInputs, DraftPlan
 from inference.request import Pass, PhaseTimer, Request, RequestParams, Step
 from inference.target.attention import Ragged
 from inference.target.cache import BatchCache, round_up_kv_length
@@ -62,7 +62,7 @@ class GraphKey(NamedTuple):
 
     Attributes:
         head_kv_length: entries of its KV cache that the head reads.
-        sampling, rule, gaps: of the settings.
+        sampling, rule, logit_gaps: of the settings.
         masks_eos: whether an answer may not end yet.
         masked: whether some sequences take no part.
         policy: which tree is drafted.
@@ -71,7 +71,7 @@ class GraphKey(NamedTuple):
     head_kv_length: int
     sampling: Sampling
     rule: str
-    gaps: bool
+    logit_gaps: bool
     masks_eos: bool
     masked: bool
     policy: int
@@ -155,7 +155,7 @@ class DeviceStep:
         for slot in live:
             token, path = rows[slot][2:][: rows[slot][0]], rows[slot][2 + width :][: rows[slot][0]]
             self.drafts.learn(slot, token, path, None if out.logits is None else out.logits[slot])
-            if requests[slot].settings.passes:
+            if requests[slot].settings.keep_passes:
                 self.keep_pass(requests[slot], slot, drafted, out, path, token)
         timer.mark("draft")
         seconds = timer.seconds()
@@ -196,7 +196,7 @@ class DeviceStep:
         for slot, request in enumerate(requests):
             how = request.settings
             side = switch is not None and request.cache.length >= switch.length
-            groups[how.sampling, how.rule, how.gaps, side].append(slot)
+            groups[how.sampling, how.rule, how.logit_gaps, side].append(slot)
         return list(groups.values())
 
     def active(self, requests: Sequence[Request]) -> Slots:
@@ -294,7 +294,7 @@ class DeviceStep:
         # Compiled shapes are few: the head reads all entries that a sequence may come to have.
         padded = self.compiles and not self.static
         head_kv_length = round_up_kv_length(self.cache.storage.capacity) if padded else kv_length
-        sampling, rule, gaps = settings.sampling, settings.rule, settings.gaps
+        sampling, rule, gaps = settings.sampling, settings.rule, settings.logit_gaps
         return GraphKey(head_kv_length, sampling, rule, gaps, self.masks_eos, self.masked, self.plan.key)
 
     def launch(self, graph_key: GraphKey, stage: Stage, *args: Any) -> Any:
@@ -313,7 +313,10 @@ class DeviceStep:
         if sampling.temperature > 0 and settings.rule != rules.COUPLED:
             samples = Samples(hash_key(hash_key(slots.key, DRAFT_KEY), slots.length + 1))
         seen = slots.seen_tokens[:, None] if slots.seen_tokens.shape[1] else None
-        roots, may_read = Roots(slots.root[:, None], sampling, seen, noise, samples), not (self.static or self.compiles)
+        roots, may_read = (
+            DraftInputs(slots.root[:, None], sampling, seen, noise, samples),
+            not (self.static or self.compiles),
+        )
         drafted = self.drafts.draft_trees(roots, slots.max_draft_depth, kv_length, allow_host_sync=may_read)
         depth = drafted.ancestor_mask.sum(-1) - 1 if drafted.depth is None else drafted.depth
         return drafted._replace(depth=depth.expand_as(drafted.tree.token), noise=noise)
@@ -463,7 +466,7 @@ class DeviceStep:
                 accepted = accepted._replace(committed=accepted.committed * slots.active)
                 ranks, count = rules.ranks(tree).gather(1, accepted.path), present.sum(1) - 1
             results = [accepted.committed[:, None], count[:, None], accepted.token, accepted.path, ranks]
-        if settings.gaps:
+        if settings.logit_gaps:
             best_two = logits.take_along_dim(accepted.path[..., None], 1).float().topk(2).values
             results.append((best_two[..., 0] - best_two[..., 1]).view(torch.int32).long())
         return torch.cat(results, 1), accepted
@@ -585,4 +588,4 @@ class DeviceStep:
         rows = TargetOutput(out.hidden[at : at + 1, path], out.last_hidden[at : at + 1, path], None)
         following, old = torch.tensor(token, device=index.device), index.tolist()
         kept_path = [old.index(node) for node in path]
-        request.generation.passes.append(Pass(following, rows, nodes, kept_path, out.last_hidden[at, index]))
+        request.generation.target_passes.append(Pass(following, rows, nodes, kept_path, out.last_hidden[at, index]))

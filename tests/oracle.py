@@ -14,7 +14,7 @@ from torch import Tensor
 from heads.base import Features
 from inference.decode import Generation, RequestParams
 from inference.drafters.head import HeadBatch
-from inference.protocol import Context, DraftBatch, Drafter, DraftPlan, Roots
+from inference.protocol import Context, DraftBatch, Drafter, DraftInputs, DraftPlan
 from inference.request import Step
 from inference.target.cache import TargetCache
 from inference.target.model import TargetOutput
@@ -98,7 +98,7 @@ def recursive(tree: DraftTree, p: Tensor, q: Tensor, rng: Rng) -> Found:
 
 
 @dataclass
-class Frame:
+class PathNode:
     """A node on the path that traversal verification looks at: the children it has not rejected, and what is left."""
 
     node: int
@@ -111,7 +111,7 @@ class Frame:
 def traversal(tree: DraftTree, p: Tensor, q: Tensor, rng: Rng) -> Found:
     """From the leaves up: a path is accepted or rejected as a whole."""
     below, token = children(tree), tree.token.tolist()
-    frames = [Frame(0, 1.0, below[0])]
+    frames = [PathNode(0, 1.0, below[0])]
     while True:
         top = frames[-1]
         if not top.waiting and rng.accept(top.alpha):
@@ -127,12 +127,12 @@ def traversal(tree: DraftTree, p: Tensor, q: Tensor, rng: Rng) -> Found:
         x = token[child]
         alpha = min(1.0, top.alpha * float(top.target[x] / top.draft[x]))
         if alpha > 0:
-            frames.append(Frame(child, alpha, below[child]))
+            frames.append(PathNode(child, alpha, below[child]))
         else:  # nothing below it can be accepted either
             reject(top, tree.token[child, None])
 
 
-def reject(frame: Frame, token: Tensor) -> None:
+def reject(frame: PathNode, token: Tensor) -> None:
     """Take into account that the child with a token, and all below it, was rejected."""
     assert frame.target is not None
     assert frame.draft is not None
@@ -244,7 +244,7 @@ def by_node(tree: DraftTree, q: Tensor | None) -> Tensor | None:
     return rows
 
 
-def roots(text: list[int], settings: RequestParams, deepest: int, vocab: int) -> Roots:
+def roots(text: list[int], settings: RequestParams, deepest: int, vocab: int) -> DraftInputs:
     """Return the root of a text, as the engine hands it to what drafts."""
     sampling, draws = settings.sampling, Draws(seed_key(settings.seed), len(text), settings.rule == COUPLED)
     like = torch.zeros(vocab)
@@ -278,11 +278,11 @@ def reference(
     def emit(tokens: list[int], sources: list[str], scores: Tensor) -> int:
         for count, (token, source, row) in enumerate(zip(tokens, sources, scores, strict=True), 1):
             made.tokens.append(token)
-            made.sources.append(source)
+            made.origins.append(source)
             text.append(token)
-            if settings.gaps:
+            if settings.logit_gaps:
                 best = row.float().topk(2).values
-                made.gaps.append(float(best[0] - best[1]))
+                made.logit_gaps.append(float(best[0] - best[1]))
             stopped = any(stop in target.tokenizer.decode(made.tokens) for stop in settings.stop)
             ends = {"eos": token in target.eos, "stop": stopped, "length": len(made.tokens) >= limit}
             made.finish = next((name for name, there in ends.items() if there), "")
@@ -330,7 +330,7 @@ def grow_by(drafts: Any, policy: Any) -> DraftPlan:
     return DraftPlan(0 if policy is None else min(policy.deepest, drafts.head.max_depth))
 
 
-def drafted(drafts: DraftBatch, root: Roots, room: int, prefix: int) -> tuple[DraftTree, Tensor | None]:
+def drafted(drafts: DraftBatch, root: DraftInputs, room: int, prefix: int) -> tuple[DraftTree, Tensor | None]:
     """Return the draft of one sequence without padding and what is deeper than its room, its q by nodes."""
     made = drafts.draft_trees(root, torch.tensor([room]), prefix, allow_host_sync=True)
     tree = DraftTree(made.tree.token[0], made.tree.parent[0])

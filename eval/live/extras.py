@@ -129,7 +129,7 @@ def pieces(run: Generation, tokenizer: Any) -> Records:
     passes = [0] + [number for number, step in enumerate(run.steps, 1) for _ in range(step.committed)]
     stream, records = TextStream(tokenizer), []
     piece: dict[str, Any] = {}
-    for token, source, number in zip(run.tokens, run.sources, passes, strict=True):
+    for token, source, number in zip(run.tokens, run.origins, passes, strict=True):
         piece = {"source": source, "step": number}
         if text := stream.push(token):
             records.append({"text": visible(text), **piece})

@@ -27,7 +27,7 @@ from inference.decode import RequestParams, Step
 from inference.drafters.head import HeadBatch, HeadDrafter
 from inference.drafters.plain import Baseline
 from inference.drafters.policy import Schedule, Scheduled, TreeConfig
-from inference.protocol import Context, DraftBatch, Drafted, Drafter, DraftPlan, DraftTraits, Roots
+from inference.protocol import Context, DraftBatch, Drafted, Drafter, DraftInputs, DraftPlan, DraftTraits
 from inference.target.model import TargetOutput
 from inference.target.target import Target
 from inference.verification import tree as trees
@@ -111,7 +111,7 @@ class PlantedBatch(DraftBatch):
         return DraftPlan(deepest, self.traits.max_nodes, self.chain)
 
     def draft_trees(
-        self, roots: Roots, max_draft_depth: Int[Tensor, "B"], longest: int, *, allow_host_sync: bool
+        self, roots: DraftInputs, max_draft_depth: Int[Tensor, "B"], longest: int, *, allow_host_sync: bool
     ) -> Drafted:
         """Return the planted trees; an idle slot's is the first sequence's. Behind a text's end any token will do."""
         drafts, more = [], [0] * (self.accepted + 1)
@@ -154,7 +154,7 @@ class PlaybackBatch(HeadBatch):
         return plan._replace(max_nodes=self.traits.max_nodes)
 
     def draft_trees(
-        self, roots: Roots, max_draft_depth: Int[Tensor, "B"], longest: int, *, allow_host_sync: bool
+        self, roots: DraftInputs, max_draft_depth: Int[Tensor, "B"], longest: int, *, allow_host_sync: bool
     ) -> Drafted:
         """Time the head's trees, and return the planted ones."""
         playback = self.playback

@@ -20,7 +20,7 @@ from heads.base import LevelNodes, LevelOutput
 from heads.common.ranges import Fraction, OneOf
 from inference.drafters.host import DrafterState, HostDrafter
 from inference.drafters.policy import TreeConfig, grow
-from inference.protocol import Commit, Context, Proposal, sampled_chain
+from inference.protocol import CommittedTokens, Context, Proposal, sampled_chain
 from inference.target.config import DTYPES
 from inference.target.target import Target
 from inference.target.tokenizer import decode
@@ -423,7 +423,7 @@ class AssistantState(DrafterState):
         self.max_depth = 0  # of the tree at hand: how deep both contexts let it be
 
     @torch.inference_mode()
-    def update(self, commit: Commit) -> None:
+    def update(self, commit: CommittedTokens) -> None:
         """Read on: what was drafted, accepted and expanded is in the cache already."""
         self.text += self.vocabulary.follow(commit.token)
         fits = 0 < len(self.text) <= self.runner.model.context

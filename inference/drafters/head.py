@@ -26,7 +26,7 @@ from inference.drafters.policy import (
     sampled_shape,
     verifiable,
 )
-from inference.protocol import Context, DraftBatch, Drafted, Drafter, DraftPlan, DraftRows, DraftTraits, Roots
+from inference.protocol import Context, DraftBatch, Drafted, Drafter, DraftInputs, DraftPlan, DraftRows, DraftTraits
 from inference.target.model import TargetOutput
 from inference.target.target import Target
 
@@ -200,7 +200,7 @@ class HeadBatch(DraftBatch, DraftRows):
         self.buffers.each(lambda buffer: buffer[slot : slot + 1].copy_(buffer[from_slot : from_slot + 1]))
 
     def draft_trees(
-        self, roots: Roots, max_draft_depth: Int[Tensor, "B"], longest: int, *, allow_host_sync: bool
+        self, roots: DraftInputs, max_draft_depth: Int[Tensor, "B"], longest: int, *, allow_host_sync: bool
     ) -> Drafted:
         """Grow a tree for each sequence by rank, or by sampling where the roots say so."""
         if self.policy is None:

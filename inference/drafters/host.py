@@ -10,15 +10,15 @@ from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
 
 from inference.protocol import (
-    Commit,
+    CommittedTokens,
     Context,
     DraftBatch,
     Drafted,
     Drafter,
+    DraftInputs,
     DraftPlan,
     DraftTraits,
     Proposal,
-    Roots,
     Verified,
 )
 from inference.target.model import TargetOutput
@@ -34,7 +34,7 @@ class DrafterState(Protocol):
         """Draft what may follow the last token."""
         ...
 
-    def update(self, commit: Commit) -> None:
+    def update(self, commit: CommittedTokens) -> None:
         """Take in what was committed; by default there is nothing to learn from it."""
         return
 
@@ -76,7 +76,7 @@ class HostBatch(DraftBatch):
         pair = self.slots[slot]
         source = self.free.pop() if pair is None else pair[0]
         state = source.start(token[:-1])
-        state.update(Commit(token[-1:]))
+        state.update(CommittedTokens(token[-1:]))
         self.slots[slot] = source, state
 
     def move(self, from_slot: int, slot: int, length: int) -> None:
@@ -114,7 +114,7 @@ class HostBatch(DraftBatch):
         return self.plan
 
     def draft_trees(
-        self, roots: Roots, max_draft_depth: Int[Tensor, "B"], longest: int, *, allow_host_sync: bool
+        self, roots: DraftInputs, max_draft_depth: Int[Tensor, "B"], longest: int, *, allow_host_sync: bool
     ) -> Drafted:
         """Return the proposals, padded to the largest, with look-ahead tokens behind the nodes."""
         device, shown = roots.token.device, [proposal and proposal.tree for proposal in self.proposals]
@@ -164,7 +164,7 @@ class HostBatch(DraftBatch):
         if proposal is not None and verified is not None and logits is not None:
             ahead = None if proposal.look_ahead is None else logits[self.size :][: len(proposal.look_ahead.token)]
             verified = verified._replace(logits=logits[: len(proposal.tree.token)], look_ahead=ahead)
-        pair[1].update(Commit(token, verified))
+        pair[1].update(CommittedTokens(token, verified))
 
 
 def _deepest(parents: list[int]) -> int:

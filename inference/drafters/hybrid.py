@@ -17,7 +17,7 @@ from torch.nn.functional import pad
 
 from heads.common.ranges import Amount, Within
 from inference.drafters.host import HostBatch, HostDrafter
-from inference.protocol import Context, Drafted, Drafter, DraftPlan, Proposal, Roots
+from inference.protocol import Context, Drafted, Drafter, DraftInputs, DraftPlan, Proposal
 from inference.target.model import TargetOutput
 from inference.verification.tree import DraftTree, agreed
 
@@ -118,7 +118,7 @@ class HybridBatch(HostBatch):
         return proposal.expected * record.lookup_accepted / record.lookup_expected > record.accepted
 
     def draft_trees(
-        self, roots: Roots, max_draft_depth: Int[Tensor, "B"], longest: int, *, allow_host_sync: bool
+        self, roots: DraftInputs, max_draft_depth: Int[Tensor, "B"], longest: int, *, allow_host_sync: bool
     ) -> Drafted:
         """Return the lookups that were taken, and the others' trees, all padded to the largest."""
         taken = [proposal is not None for proposal in self.proposals]

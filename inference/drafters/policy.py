@@ -29,7 +29,7 @@ from heads.common.ranges import Count
 from heads.common.untrusted import shown
 from heads.modules.vocab import scatter_logits
 from heads.rows import gather_parents
-from inference.protocol import Context, Proposal, Roots, inverse_temperature_of
+from inference.protocol import Context, DraftInputs, Proposal, inverse_temperature_of
 from inference.target.target import Target, check_size
 from inference.verification import tree as trees
 from inference.verification.sample import distribution, penalize
@@ -227,7 +227,9 @@ class TreeBuilder:
     under noise, is of the whole vocabulary (`full`), since probs and noise are.
     """
 
-    def __init__(self, head: Expander, state: Any, level: LevelOutput, roots: Roots, *, full: bool = False) -> None:
+    def __init__(
+        self, head: Expander, state: Any, level: LevelOutput, roots: DraftInputs, *, full: bool = False
+    ) -> None:
         self.head, self.state, self.level, self.roots = head, state, level, roots
         count, device = len(roots.token), roots.token.device
         noisy = roots.noise is not None
@@ -313,7 +315,7 @@ def grow_batch(
     state: Any,
     level: LevelOutput,
     config: TreeConfig,
-    roots: Roots,
+    roots: DraftInputs,
     max_draft_depth: Int[Tensor, "B"],
     *,
     allow_host_sync: bool,
@@ -417,7 +419,7 @@ def _padded(tokens: Int[Tensor, "B K C"], width: int) -> Int[Tensor, "B K W"]:
 
 
 def candidates(
-    head: Expander, state: Any, level: LevelOutput, config: TreeConfig, roots: Roots, depth: int
+    head: Expander, state: Any, level: LevelOutput, config: TreeConfig, roots: DraftInputs, depth: int
 ) -> tuple[DraftTree, Float[Tensor, "N"]]:
     """Return all that a dynamic or best_first tree of one root drafts before it is cut, and the scores it is cut by.
 
@@ -433,7 +435,7 @@ def _by_confidence(
     state: Any,
     level: LevelOutput,
     config: TreeConfig,
-    roots: Roots,
+    roots: DraftInputs,
     depth: int,
     *,
     allow_host_sync: bool = True,
@@ -459,8 +461,8 @@ def _dynamic(growth: TreeBuilder, config: TreeConfig, depth: int) -> list[Float[
         nodes = growth.add(token, parent)
         scores.append(reached)
         if step + 1 < depth:
-            score, pick = reached.topk(min(config.top_k, reached.shape[1]))
-            growth.descend(token.gather(1, pick), parent.gather(1, pick), nodes.gather(1, pick))
+            score, best_index = reached.topk(min(config.top_k, reached.shape[1]))
+            growth.descend(*(each.gather(1, best_index) for each in (token, parent, nodes)))
     return scores
 
 
@@ -482,8 +484,8 @@ def _best_first(
         log_probs = growth.log_probs()
         width = min(config.nodes, log_probs.shape[-1])
         top = log_probs.topk(width)
-        reached, pick = (score[..., None] + top.values).flatten(1).topk(min(config.nodes, score.shape[1] * width))
-        token, parent = growth.tokens(top.indices).flatten(1).gather(1, pick), pick // width
+        reached, index = (score[..., None] + top.values).flatten(1).topk(min(config.nodes, score.shape[1] * width))
+        token, parent = growth.tokens(top.indices).flatten(1).gather(1, index), index // width
         nodes = growth.add(token, parent)
         scores.append(reached)
         so_far = torch.cat([best, reached], 1)

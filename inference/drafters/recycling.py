@@ -9,7 +9,7 @@ from torch import Tensor
 
 from heads.common.ranges import Count
 from inference.drafters.host import DrafterState, HostDrafter
-from inference.protocol import Commit, Context, Proposal
+from inference.protocol import CommittedTokens, Context, Proposal
 from inference.target.target import Target
 from inference.verification.tree import DraftTree
 
@@ -84,7 +84,7 @@ class RecyclingState(DrafterState):
         self.drafter, self.candidates = drafter, candidates
 
     @torch.inference_mode()
-    def update(self, commit: Commit) -> None:
+    def update(self, commit: CommittedTokens) -> None:
         """Renew the candidates of all tokens in the verified tree."""
         if commit.verified is None or commit.verified.logits is None:
             return

@@ -40,7 +40,7 @@ class Sampled(NamedTuple):
     q: Float[Tensor, "B M V"]  # the probs that the children of the M nodes with children were sampled from, in order
 
 
-class Chosen(NamedTuple):
+class LastAccepted(NamedTuple):
     """Of each sequence the last accepted node, and the probs that the next token is sampled from."""
 
     last: Int[Tensor, "B"]
@@ -187,7 +187,7 @@ class AcceptDraws:
 
 def recursive(
     draft: Sampled, p: Float[Tensor, "B N V"], uniforms: Float[Tensor, "B N"], allow_host_sync: bool = False
-) -> Chosen:
+) -> LastAccepted:
     """Recursive rejection: siblings in sampled order, each against what rejections have left of the target's probs.
 
     Siblings are sampled without replacement (Sequoia, arXiv 2402.12374); on a chain it is speculative sampling (arXiv
@@ -214,11 +214,11 @@ def recursive(
         if node in rows:
             left = torch.where(stand, draft.q[:, rows[node]], left)
         last = last.masked_fill(stands, node)
-    return Chosen(last, target)
+    return LastAccepted(last, target)
 
 
 @dataclass
-class Frame:
+class PathNode:
     """A node on the path that traversal verification looks at, for B sequences."""
 
     reached: Bool[Tensor, "B"]  # which sequences come to it, or would if they had not accepted a path before
@@ -242,7 +242,7 @@ class Frame:
 
 def traversal(
     draft: Sampled, p: Float[Tensor, "B N V"], uniforms: Float[Tensor, "B N"], allow_host_sync: bool = False
-) -> Chosen:
+) -> LastAccepted:
     """Traversal verification (arXiv 2505.12398), from the leaves up: a path stands or falls as a whole.
 
     A rejected leaf is deleted, its parent keeps the residuals of p and q, and the next leaf is tried. On a chain it is
@@ -253,17 +253,17 @@ def traversal(
     last, probs = torch.zeros_like(draws.used_uniforms), p[:, 0]
     tokens, more = draft.token.clamp_min(0), _followed(draft.parents)
     undecided = draft.present[:, 0]
-    frames: list[Frame] = []
+    frames: list[PathNode] = []
     for node, entering in _walk(draft.parents):
         token, left = tokens[:, node, None], draft.q[:, rows[node]] if node in rows else None
         if entering and not frames:
-            frames.append(Frame(undecided, torch.ones_like(p[:, 0, 0]), p[:, 0], left))
+            frames.append(PathNode(undecided, torch.ones_like(p[:, 0, 0]), p[:, 0], left))
         elif entering:
             top = frames[-1]
             assert top.left is not None
             alpha = (top.alpha * _ratio(top.target, top.left, token)).clamp_max(1)
             reached = draft.present[:, node] & top.reached & (alpha > 0)
-            frames.append(Frame(reached, alpha, p[:, node], left))
+            frames.append(PathNode(reached, alpha, p[:, node], left))
         else:
             frame = frames.pop()
             stands = draws.sample(frame.alpha, frame.reached & undecided)
@@ -275,7 +275,7 @@ def traversal(
             rejected = frames[-1].reached & draft.present[:, node] & undecided  # also where it was not reached
             if not allow_host_sync or rejected.any():
                 frames[-1].reject(token, rejected, more[node])
-    return Chosen(last, probs)
+    return LastAccepted(last, probs)
 
 
 def _followed(parents: Sequence[int]) -> list[bool]:
@@ -326,7 +326,7 @@ class Rule:
 
     chain: bool = False  # whether it takes at most one child a node
     # Of a rule that needs drafts sampled from known probs q; without, any choice will do.
-    on_device: Callable[[Sampled, Tensor, Tensor, bool], Chosen] | None = None
+    on_device: Callable[[Sampled, Tensor, Tensor, bool], LastAccepted] | None = None
     bar: Callable[[Tensor], Tensor] | None = None  # of a rule that changes the target's distribution
 
 

@@ -50,7 +50,7 @@ def generation(
     part = seconds / max(len(steps), 1)
     return Generation(
         tokens=made,
-        sources=["prefill"] + ["bonus"] * (len(made) - 1),
+        origins=["prefill"] + ["bonus"] * (len(made) - 1),
         steps=[
             Step(
                 drafted=drafted,
@@ -64,7 +64,7 @@ def generation(
             )
             for drafted, accepted in steps
         ],
-        gaps=list(gaps),
+        logit_gaps=list(gaps),
         prefill_s=0.1,
         decode_s=seconds,
         finish="length",

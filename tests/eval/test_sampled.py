@@ -69,11 +69,11 @@ def sampled_test(
     tree: str, tv: float = 0.1, temperature: float = 2.0, schedule: Schedule | None = None
 ) -> ChiSquareTest:
     """Return the test of the toy MTP head's draws; about half of them are accepted."""
-    target, how = toys.target(), replace(HOT, sampling=Sampling(temperature, 0, 1.0), gaps=True)
+    target, how = toys.target(), replace(HOT, sampling=Sampling(temperature, 0, 1.0), logit_gaps=True)
     head: Any = toys.head("mtp", target)
     candidates = gates.texts(PROMPTS, [autoregress(target, prompt.token, how) for prompt in PROMPTS])
     drafter = HeadDrafter(head, toys.TREES[tree], tree, schedule)
-    found, why = gates.chi_square_test(target, drafter, candidates, replace(how, gaps=False), tv, 1e-3)
+    found, why = gates.chi_square_test(target, drafter, candidates, replace(how, logit_gaps=False), tv, 1e-3)
     assert found is not None, why
     return found
 
@@ -148,7 +148,7 @@ def test_prefixes_share_no_random_numbers(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_a_question_that_was_asked_twice_is_one_prefix() -> None:
-    plain = [autoregress(toys.target(), prompt.token, replace(HOT, gaps=True)) for prompt in PROMPTS]
+    plain = [autoregress(toys.target(), prompt.token, replace(HOT, logit_gaps=True)) for prompt in PROMPTS]
     once = gates.texts(PROMPTS, plain)
     assert len(once) == 3
     assert gates.texts([*PROMPTS, *PROMPTS], [*plain, *plain]) == once
@@ -183,7 +183,7 @@ def test_a_rule_that_likes_its_drafts_too_much_is_caught(source: str, monkeypatc
 
 
 def test_tokens_that_differ_under_coupled_noise_are_a_failure_with_their_gap() -> None:
-    target, how = toys.target(), replace(HOT, rule=COUPLED, gaps=True)
+    target, how = toys.target(), replace(HOT, rule=COUPLED, logit_gaps=True)
     plain = [autoregress(target, prompt.token, how) for prompt in PROMPTS]
     other = Generation(tokens=[*plain[0].tokens[:4], (plain[0].tokens[4] + 1) % toys.VOCAB, *plain[0].tokens[5:]])
     found = coupled_check(target, plain, [other, *plain[1:]], PROMPTS, how)

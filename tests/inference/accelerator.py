@@ -128,7 +128,7 @@ def counted(step: DeviceStep, sampling: str) -> dict[str, int]:
     vocab = step.target.embeddings.vocab_size if how.repetition_penalty != 1 else 0
     seen = torch.empty(size, vocab, dtype=torch.bool, device=NAME)
     slots = Slots(*torch.empty(6, size, dtype=torch.long, device=NAME), seen)
-    settings = RequestParams(40, how, rule=rule, gaps=True)
+    settings = RequestParams(40, how, rule=rule, logit_gaps=True)
     step.eos_mask, step.masks_eos = torch.empty(step.target.embeddings.vocab_size, dtype=torch.bool, device=NAME), True
     with tables_made(), torch.inference_mode():
         step.on_device(slots, step.kv_length(PROMPT), settings, PhaseTimer(step.target.device))

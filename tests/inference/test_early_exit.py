@@ -11,7 +11,7 @@ from heads.common.typed import build
 from inference.drafters.contrib.layer_skip import FORMAT, EarlyExit, LayerSkip, SkipFile, save_skips
 from inference.drafters.host import HostDrafter
 from inference.drafters.policy import TreeConfig
-from inference.protocol import Commit, Context, Proposal
+from inference.protocol import CommittedTokens, Context, Proposal
 from inference.target.stack import Skips
 from inference.target.target import Target
 from inference.verification import tree as trees
@@ -117,7 +117,7 @@ def one_pass(target: Target, source: HostDrafter, depths: set[int]) -> dict[tupl
     def program(rng: Any) -> tuple[int, ...]:
         cache, state = target.cache(), source.start(PROMPT[:-1])
         target.prefill(torch.tensor(PROMPT[:-1]), cache)
-        state.update(Commit(PROMPT[-1:]))
+        state.update(CommittedTokens(PROMPT[-1:]))
         made = state.propose(Context(PROMPT, SAMPLING, rng, HORIZON - 1, cache))
         logits = target.embeddings.logits(target.score(made.tree, cache).last_hidden[0])
         path, bonus = verify_on_device(made.tree, logits, made.q, SAMPLING, rng)

@@ -13,7 +13,7 @@ from inference.decode import Generation, RequestParams, autoregress, speculate
 from inference.drafters import head as drafters
 from inference.drafters.head import HeadBatch
 from inference.drafters.policy import TreeConfig, grow_batch
-from inference.protocol import Roots
+from inference.protocol import DraftInputs
 from inference.target.attention import Ragged
 from inference.verification import tree as trees
 from inference.verification.sample import GREEDY
@@ -132,7 +132,7 @@ def predicted(head: Any, tree: TreeConfig, seed: int) -> list[int]:
         rows = Features(*(part[:, :root] for part in features[:4]))
         state, level = drafting.extend(head, None, rows, torch.tensor(token[1 : root + 1]))
         max_draft_depth = torch.tensor([length + TOKENS - root - 2])
-        roots = Roots(torch.tensor([token[root : root + 1]]), GREEDY)
+        roots = DraftInputs(torch.tensor([token[root : root + 1]]), GREEDY)
         (below, parent), *_ = grow_batch(head, state, level, tree, roots, max_draft_depth, allow_host_sync=True)
         grown = DraftTree(below[0], parent[0])
         drafted, _ = trees.keep(grown, (below[0] >= 0) & (trees.depth(grown) <= max_draft_depth))

@@ -109,7 +109,7 @@ def test_rules_whose_text_is_the_targets_samples() -> None:
 def test_a_path_without_a_residual_is_sure_or_lost(alpha: float, left: float) -> None:
     """Rounding alone rejects where p and q are equal; a root that is sure must stay so."""
     half, yes = torch.tensor([[0.5, 0.5]]), torch.ones(1, dtype=torch.bool)
-    frame = rules.Frame(yes, torch.tensor([alpha]), half, half)
+    frame = rules.PathNode(yes, torch.tensor([alpha]), half, half)
     frame.reject(torch.tensor([[0]]), yes, distinct=True)
     assert frame.left is not None
     assert (frame.alpha.tolist(), frame.target.tolist(), frame.left.tolist()) == ([left], [[0.5, 0.5]], [[0.0, 1.0]])

@@ -136,7 +136,7 @@ def test_what_is_not_sampled_alike_shares_no_step_and_no_graph() -> None:
         assert len(groups) == len(DeviceStep.groups(step, second))
         return len(groups) == 1
 
-    alone = {"max_new_tokens", "stop", "seed", "lossy", "min_new_tokens", "passes"}
+    alone = {"max_new_tokens", "stop", "seed", "lossy", "min_new_tokens", "keep_passes"}
     assert without_effect(one, alike) == alone
     assert without_effect(one, lambda other: DeviceStep.graph_key(step, 4, other)) == alone
     assert without_effect(one.sampling, lambda sampling: alike(replace(one, sampling=sampling))) == set()

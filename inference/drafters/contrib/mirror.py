@@ -18,7 +18,7 @@ from torch import Tensor
 from heads.common.ranges import Number
 from inference.drafters.assistant import ROOT, Assistant, Chain, Outcome
 from inference.drafters.host import DrafterState, HostDrafter
-from inference.protocol import Commit, Context, Proposal, sampled_chain
+from inference.protocol import CommittedTokens, Context, Proposal, sampled_chain
 from inference.target.target import Target
 from inference.verification.tree import root
 
@@ -93,7 +93,7 @@ class MirrorState(DrafterState):
         self.beneath: dict[Outcome, int] = {}  # the node that ends each outcome
 
     @torch.inference_mode()
-    def update(self, commit: Commit) -> None:
+    def update(self, commit: CommittedTokens) -> None:
         """Take over what was prepared for this outcome, or let the assistant read on."""
         following, counts = tuple(commit.token), self.drafter
         if commit.verified is None:

@@ -34,7 +34,7 @@ from heads.formats import store
 from heads.formats.store import TargetSpec
 from inference.drafters.host import DrafterState, HostDrafter
 from inference.drafters.policy import TreeConfig, grow
-from inference.protocol import Commit, Context, Proposal
+from inference.protocol import CommittedTokens, Context, Proposal
 from inference.target.target import Target
 from inference.verification import tree as trees
 from inference.verification.tree import DraftTree, LookAhead
@@ -290,7 +290,7 @@ class StreamsState(DrafterState):
         self.drafted: Drafted | None = None
         self.node: Tensor | None = None  # which node each look-ahead token belongs to
 
-    def update(self, commit: Commit) -> None:
+    def update(self, commit: CommittedTokens) -> None:
         """Keep the streams of the node that was accepted last."""
         self.drafted = None
         if commit.verified is not None and commit.verified.look_ahead is not None and self.node is not None:
