@@ -97,7 +97,7 @@ class Batch:
         return self.size - len(self.running)
 
     def admit(self, request_index: int, prompt: list[int], settings: RequestParams) -> Generation:
-        """Prefill a request's prompt beside the others; return what will hold its answer."""
+        """Prefill a request's prompt; return what will hold its answer."""
         if self.service is not None and settings.rule not in (AUTO, COUPLED) and not is_lossy(settings.rule):
             raise ValueError(
                 f"rule={settings.rule} is not for every tree, and a Service may change the drafter: choose rule={AUTO} "
@@ -114,7 +114,7 @@ class Batch:
         return request.generation
 
     def reserve(self, capacity: int) -> None:
-        """Have room for texts of so many tokens and a tree behind each, so that nothing grows while one is decoded."""
+        """Have room for texts of `capacity` tokens and a tree behind each, so that decoding grows nothing."""
         self.capacity, traits = max(self.capacity, capacity), self.drafts.traits
         self.cache.storage.reserve(self.capacity + max(TREE_ENTRIES, traits.max_nodes) if self.capacity else 0)
         if traits.rows is not None:
@@ -149,7 +149,7 @@ class Batch:
     def swap(self, drafter: Drafter) -> None:
         """Let another drafter propose from the next step on: it takes in every running text as it would a prompt.
 
-        It decodes a few tokens by itself first. Where it fails, then or on a text, nothing has changed.
+        It first decodes a few tokens in a batch of its own. Where it fails, then or on a text, nothing has changed.
 
         Raises:
             ValueError: its tree is larger than the target's context; or whatever error is its own.
@@ -218,7 +218,7 @@ def acquire(
     except ValueError:
         if not target.idle:
             raise
-        target.idle.clear()  # beside which it may have found no memory
+        target.idle.clear()  # they may have left no memory
         return batch_of(target, drafter, size, requests)
 
 

@@ -114,7 +114,7 @@ def _several(
         if on_tokens is not None:
             for request in batch.running:
                 begin, generation = reported[request.request_index], request.generation
-                if len(generation.tokens) > begin:  # those beside a newcomer have nothing new
+                if len(generation.tokens) > begin:  # while another is admitted, the others have nothing new
                     on_tokens(request.request_index, generation.tokens[begin:], generation.origins[begin:])
                     reported[request.request_index] = len(generation.tokens)
         batch.release()

@@ -1,7 +1,7 @@
 """One decoding step of a batch, whatever drafts: draft, forward pass, acceptance, compaction, what the drafts learn.
 
 What a step decides stays on the device, in buffers of all slots that are written in place, and its shapes follow from
-the tree's policy and the sizes at hand alone. The host reads one small tensor a step: how many tokens each sequence
+only the tree's policy and the sizes at hand. The host reads one small tensor a step: how many tokens each sequence
 commits, and which. The tests compare it with a loop over one sequence (tests/oracle.py), whose randomness is the same.
 """
 

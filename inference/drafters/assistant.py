@@ -48,7 +48,7 @@ class DraftModelRunner:
     """A model with the tokens it has read, and behind them in its cache the drafted nodes of one tree.
 
     Nodes are numbered in order of expansion. Reading on keeps what still stands of both, so that a pass runs over
-    what is missing alone: after a verification the tokens that no expanded node holds, the next root among them.
+    only what is missing: after a verification the tokens that no expanded node holds, the next root among them.
     """
 
     def __init__(self, model: Target) -> None:
@@ -113,7 +113,7 @@ class DraftModelRunner:
         return model.embeddings.logits(last)[0]
 
     def adopt(self, token: list[int], nodes: list[int], live: list[int]) -> None:
-        """Read on by expanded nodes alone: `nodes` become text, now `token`, and the chain `live` stays drafted.
+        """Read on by expanded nodes: `nodes` become text, now `token`, and the chain `live` stays drafted.
 
         A chain begins under the last of the nodes; the other drafts are dropped.
         """

@@ -1,8 +1,8 @@
 """The multi-token-prediction module of the target's own checkpoint, which transformers leaves out, as a drafter.
 
-heads/formats/mtp_layouts.py names the layouts that are read; recurrent targets verify chains alone. The module's
+heads/formats/mtp_layouts.py names the layouts that are read; recurrent targets verify only chains. The module's
 decoder layer is of the target's own kind: one with rotary attention, over all that comes before, and no recurrent
-state. What it is made of else does not matter. Of several modules the first one alone is used, for every depth.
+state. What it is made of else does not matter. Of several modules only the first is used, for every depth.
 """
 
 from dataclasses import dataclass

@@ -162,7 +162,7 @@ class Schedule:
         return ", ".join(names)
 
     def at(self, running: int) -> TreeConfig | None:
-        """Return the tree for so many sequences, None where nothing is drafted."""
+        """Return the tree for a number of sequences, None where nothing is drafted."""
         return next(line.tree for line in reversed(self.lines) if line.batch_size <= running)
 
 
@@ -474,7 +474,7 @@ def _best_first(
     Best-first search expands the most probable node not yet expanded until the budget is spent, which yields the
     `nodes` most probable nodes of the whole tree. No child is more probable than its parent, so a node's children
     can be among them only if fewer than `nodes` - 1 of the nodes known so far are better than it. To expand exactly
-    those of each level finds the same tree in one call a level, and ends by itself where no node is left to expand.
+    those of each level finds the same tree in one call a level, and ends where no node is left to expand.
     Of several sequences each expands as many as the one with the most: the others' are never among their best.
     """
     score = torch.zeros(growth.nodes.shape, device=growth.nodes.device)
@@ -506,7 +506,7 @@ def check_tree(target: Target, tree: TreeConfig, name: str) -> None:
 
 
 def verifiable(target: Target, tree: TreeConfig) -> TreeConfig:
-    """Return a policy's tree, or with a warning a chain as deep in its place where the target verifies chains alone."""
+    """Return a policy's tree, or with a warning a chain as deep in its place where the target verifies only chains."""
     if tree.kind == "chain" or target.takes_trees:
         return tree
     chain = TreeConfig("chain", tree.deepest, 0, 0, [], [])

@@ -72,7 +72,7 @@ class SuffixTree:
         self.root = Node([], 0, 0, 0)
         self.texts: list[list[int]] = []
         # The nodes at which the repeated suffixes of the newest text end, shortest first. A suffix that occurs once is
-        # a leaf, which grows with its text by itself.
+        # a leaf, which grows with its text.
         self.active: list[Node] = []
 
     def copy(self) -> "SuffixTree":

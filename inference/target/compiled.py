@@ -78,7 +78,7 @@ class Compiled:
 
     @cached_property
     def layer_calls(self) -> list[Any]:
-        """The decoder layers' forward methods, each compiled alone: equal layers share inductor's code."""
+        """The decoder layers' forward methods, each compiled separately: equal layers share inductor's code."""
         calls = []
         for layer in self.target.decoder_layers:
             layer.compile(fullgraph=True, backend=BACKEND)

@@ -263,11 +263,11 @@ class TargetModel:
         hidden = last = None
         for group in groups_of(spans, token.numel()):
             longest = group[0].end - group[0].begin
-            alone = token.new_zeros(len(group), longest)
-            for row, span in zip(alone, group, strict=True):
+            padded = token.new_zeros(len(group), longest)
+            for row, span in zip(padded, group, strict=True):
                 row[: span.end - span.begin] = token[span.row, span.begin : span.end]
-            position = torch.arange(longest, device=self.device).expand_as(alone)
-            out = self.run(alone, position, None, None, layers)
+            position = torch.arange(longest, device=self.device).expand_as(padded)
+            out = self.run(padded, position, None, None, layers)
             if hidden is None or last is None:
                 hidden, last = (states.new_zeros(*token.shape, *states.shape[2:]) for states in out[:2])
             for row, span in enumerate(group):

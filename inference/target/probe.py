@@ -140,10 +140,10 @@ def _is_exact(check: Check, target: TargetModel, prompt: Tensor, drafted: DraftT
 
 @torch.no_grad()
 def packs(target: TargetModel) -> bool:
-    """Return whether packed documents have the last hidden states of each document alone."""
+    """Return whether packed documents have the last hidden states of each document in a pass of its own."""
     token = torch.arange(2 * PROMPT, device=target.device)[None] % target.embeddings.vocab_size
     document = (torch.arange(2 * PROMPT, device=target.device) > PROMPT).long()[None]
-    alone = [
+    single = [
         target.run(one, torch.arange(one.shape[1], device=target.device)[None], None, None).last_hidden
         for one in (token[:, : PROMPT + 1], token[:, PROMPT + 1 :])
     ]
@@ -151,7 +151,7 @@ def packs(target: TargetModel) -> bool:
         packed = target.own_features(token, document, ()).last_hidden
     except UNFIT:
         return False  # an unexpected attention may raise anything
-    return _close(packed, torch.cat(alone, 1))
+    return _close(packed, torch.cat(single, 1))
 
 
 def _tree_is_exact(target: TargetModel, prompt: Tensor, drafted: DraftTree) -> bool:
@@ -162,11 +162,11 @@ def _tree_is_exact(target: TargetModel, prompt: Tensor, drafted: DraftTree) -> b
         target.prefill(prompt, cache)
         together = target.score(drafted, cache, layers)
         sequence = torch.cat([prompt, drafted.token[path]])
-        alone = target.prefill(sequence, target.cache(), layers)
+        single = target.prefill(sequence, target.cache(), layers)
         cache.keep(len(prompt), path)
         following = target.prefill(drafted.token[:1], cache, layers)
         fresh = target.prefill(torch.cat([sequence, drafted.token[:1]]), target.cache(), layers)
-        if not (_same_rows(together, path, alone) and _same_rows(following, [0], fresh)):
+        if not (_same_rows(together, path, single) and _same_rows(following, [0], fresh)):
             return False
     return True
 
@@ -191,18 +191,18 @@ def _batch_is_exact(target: TargetModel, prompt: Tensor, drafted: DraftTree, rag
     out = run(token, length[:, None] + depth, seen, rows, layers, column)
     path = _outer_paths(drafted)[-1]
     for row, sequence in enumerate(prompts):
-        alone = target.prefill(torch.cat([sequence, drafted.token[path]]), target.cache(), layers)
+        single = target.prefill(torch.cat([sequence, drafted.token[path]]), target.cache(), layers)
         mine = TargetOutput(out.hidden[row : row + 1], out.last_hidden[row : row + 1], None)
-        if not _same_rows(mine, path, alone):
+        if not _same_rows(mine, path, single):
             return False
     return True
 
 
-def _same_rows(out: TargetOutput, path: list[int], alone: TargetOutput) -> bool:
+def _same_rows(out: TargetOutput, path: list[int], single: TargetOutput) -> bool:
     """Compare a path's rows with the last rows of another pass: the states after each layer and the norm."""
     count = len(path)
-    return _close(out.hidden[0, path], alone.hidden[0, -count:]) and _close(
-        out.last_hidden[0, path], alone.last_hidden[0, -count:]
+    return _close(out.hidden[0, path], single.hidden[0, -count:]) and _close(
+        out.last_hidden[0, path], single.last_hidden[0, -count:]
     )
 
 

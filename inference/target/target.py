@@ -142,7 +142,7 @@ def check_prompt(target: Target, prompt: list[int]) -> None:
 
 
 def check_size(target: Target, nodes: int, name: str) -> None:
-    """Check that a tree of so many nodes, the root included, fits into the context, which a cache must be able to hold.
+    """Check that a tree of `nodes` nodes, the root included, fits into the context, which a cache must be able to hold.
 
     Raises:
         ValueError: naming what drafts it.

@@ -112,7 +112,7 @@ def walk(
 ) -> Accepted:
     """Walk down each tree while the token that `choose` names after a node was drafted there, the first of equal ones.
 
-    So a distribution is made of the nodes on the accepted paths alone, of which there is one a depth. `allow_host_sync`
+    So a distribution is made only of the nodes on the accepted paths, one a depth. `allow_host_sync`
     says that the host may read, to end where all paths have; the other arguments are as of `follow`.
     """
     node = torch.zeros_like(tree.token[:, 0])

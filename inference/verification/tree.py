@@ -22,7 +22,7 @@ class DraftTree(NamedTuple):
 
 
 class LookAhead(NamedTuple):
-    """Look-ahead tokens: they run in a verification pass beside the tree and are neither verified nor committed.
+    """Look-ahead tokens: they run in a verification pass with the tree and are neither verified nor committed.
 
     They attend to all committed positions and, as `attn_mask` says, to the N tree nodes and the R look-ahead tokens.
     Nodes never attend to them, so the target's logits at the nodes, and with them the output, stay the same. `stack` is

@@ -2,7 +2,7 @@
 
 The most probable outcomes of the verification are drafted on from, all of them level by level in one pass of the
 assistant; when the target's answer is among them, the next draft is there at once. The assistant may live on another
-accelerator, or on the CPU beside one. Drafts depend on the text and the seed alone, so what was prepared is what would
+accelerator, or on the CPU. Drafts depend only on the text and the seed, so what was prepared is what would
 have been drafted: preparing changes the time a step takes and nothing else.
 """
 
@@ -29,7 +29,7 @@ class Mirror(HostDrafter):
     """An assistant's chains, with the next one prepared during verification.
 
     It counts over all sequences how often drafts were accepted and found prepared, which changes what is prepared, and
-    with it the time of a step alone.
+    with it only the time of a step.
     """
 
     @dataclass(frozen=True)

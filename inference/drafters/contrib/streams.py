@@ -2,7 +2,7 @@
 
 Behind a node of a pass stand its streams, one position further each. Where the top `layers` decoder layers begin,
 stream j takes on the node's hidden state plus a learned embedding of j. In these layers low-rank adapters (LoRA, arXiv
-2106.09685) act on the streams' rows alone, and the target's final norm and lm_head give stream j's probs of the token
+2106.09685) act only on the streams' rows, and the target's final norm and lm_head give stream j's probs of the token
 j + 1 positions after the node's. The paper tunes the target with its streams; here no row of the target's own changes.
 
 Every node of a tree is verified with its streams behind it as look-ahead tokens, so the pass that accepts a node has
@@ -111,7 +111,7 @@ class Streams(nn.Module):
             is depth d, so its teacher is the target's distribution at row t+d. No gradient reaches the teachers.
         """
         target, streams, width = self._frozen[0], self.config.streams, token.shape[1]
-        position, attn_mask, source, stream = beside(document, anchor, streams)
+        position, attn_mask, source, stream = layout_of(document, anchor, streams)
         # A stream behind the context has no teacher, and learned positions end there.
         position = position.clamp_max(target.context - 1)
         tokens = torch.cat([token, token.gather(1, source)], 1)
@@ -140,7 +140,7 @@ class Streams(nn.Module):
         return (torch.cat([hidden[:, : self._first], begun], 1), *args[1:])
 
     def _adapted(self, layer: Any, x: Tensor) -> Tensor:
-        """Return what peft's LoRA layer makes of the rows "B T D", its adapter acting on the streams' alone.
+        """Return what peft's LoRA layer makes of the rows "B T D", its adapter acting only on the streams'.
 
         peft's own way to adapt a sequence's last tokens (activated LoRA) builds and gathers a mask in every layer,
         which costs a small target several times its own pass.
@@ -154,7 +154,7 @@ class Streams(nn.Module):
         return result
 
 
-def beside(
+def layout_of(
     document: Int[Tensor, "B T"], anchor: Int[Tensor, "B A"], streams: int
 ) -> tuple[Int[Tensor, "B M"], Bool[Tensor, "B M M"], Int[Tensor, "B R"], Int[Tensor, "R"]]:
     """Lay out the streams of the rows `anchor` behind packed rows.
