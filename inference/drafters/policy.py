@@ -13,9 +13,9 @@ noise (arXiv 2408.07978) every shape is filled by rank, of the logits with the n
 """
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
@@ -335,19 +335,23 @@ def grow_batch(
             scores = scores.masked_fill(growth.depths() > max_draft_depth[:, None], float("-inf"))
         tree = trees.best_n(growth.whole(), scores, config.nodes)[0]
         return tree, trees.ancestors(tree), None
-    samples = None if config.kind == "static" else roots.samples
-    q: list[Tensor] = []
+    samples, q = None if config.kind == "static" else roots.samples, list[Tensor]()
     growth = TreeBuilder(head, state, level, roots, full=samples is not None)
-
-    def sample(width: int) -> Int[Tensor, "B K W"]:
-        assert samples is not None
-        q.append(distribution(growth.logits(), roots.sampling))
-        return _padded(samples.sample_distinct(q[-1], width), width)
-
-    fill = partial(_ranks, growth) if samples is None else sample
-    paths = _paths(config, head.max_depth)
-    _fixed(growth, _levels(paths, level.logits.device), fill)
-    return growth.whole(), _ancestors(paths, level.logits.device), torch.cat(q, 1) if q else None
+    levels, ancestors = _shape(_paths(config, head.max_depth), level.logits.device)
+    for shape in levels:
+        if samples is None:
+            scores = growth.scores()
+            children = growth.tokens(scores.topk(min(shape.width, scores.shape[-1])).indices)
+        else:
+            q.append(distribution(growth.logits(), roots.sampling))
+            children = samples.sample_distinct(q[-1], shape.width)
+        padded = functional.pad(children, (0, shape.width - children.shape[-1]), value=-1)
+        token = padded[:, shape.parent, shape.rank]
+        parent = shape.parent.expand_as(token)
+        nodes = growth.add(token, parent)
+        if len(shape.inner):
+            growth.descend(token[:, shape.inner].clamp_min(0), parent[:, shape.inner], nodes[:, shape.inner])
+    return growth.whole(), ancestors, torch.cat(q, 1) if q else None
 
 
 def sampled_shape(config: TreeConfig, max_depth: int) -> tuple[int, ...] | None:
@@ -376,46 +380,19 @@ class ShapeLevel(NamedTuple):
 
 
 @cache
-def _levels(paths: tuple[tuple[int, ...], ...], device: torch.device) -> list[ShapeLevel]:
-    """Return the levels of a fixed shape, whose index tensors are made once."""
+def _shape(paths: tuple[tuple[int, ...], ...], device: torch.device) -> tuple[list[ShapeLevel], Bool[Tensor, "1 N N"]]:
+    """Return the levels of a fixed shape, and its nodes' ancestors, the root's first: tensors that are made once."""
     levels: list[ShapeLevel] = []
     above: dict[tuple[int, ...], int] = {(): 0}
     parents = {path[:-1] for path in paths}
     for depth in range(1, max(map(len, paths)) + 1):
         new = [path for path in paths if len(path) == depth]
         inner = [i for i, path in enumerate(new) if path in parents]
-        numbers = [above[path[:-1]] for path in new], [path[-1] for path in new], inner
-        levels.append(ShapeLevel(1 + max(numbers[1]), *(torch.tensor(indices, device=device) for indices in numbers)))
+        indices = [above[path[:-1]] for path in new], [path[-1] for path in new], inner
+        levels.append(ShapeLevel(1 + max(indices[1]), *(torch.tensor(each, device=device) for each in indices)))
         above = {new[index]: i for i, index in enumerate(inner)}
-    return levels
-
-
-@cache
-def _ancestors(paths: tuple[tuple[int, ...], ...], device: torch.device) -> Bool[Tensor, "1 N N"]:
-    """Return the ancestors of a fixed shape's nodes, the root and then those of `paths`, which are made once."""
     parent = torch.tensor(_parents(paths), device=device)
-    return trees.ancestors(DraftTree(torch.zeros_like(parent), parent))[None]
-
-
-def _fixed(growth: TreeBuilder, shape: list[ShapeLevel], fill: Callable[[int], Int[Tensor, "B K C"]]) -> None:
-    """Fill a fixed shape level by level: `fill` returns the children of the level's nodes, -1 where there is none."""
-    for level in shape:
-        token = fill(level.width)[:, level.parent, level.rank]
-        parent = level.parent.expand_as(token)
-        nodes = growth.add(token, parent)
-        if len(level.inner):
-            growth.descend(token[:, level.inner].clamp_min(0), parent[:, level.inner], nodes[:, level.inner])
-
-
-def _ranks(growth: TreeBuilder, width: int) -> Int[Tensor, "B K C"]:
-    """Return the children of the level's nodes by rank."""
-    scores = growth.scores()
-    return _padded(growth.tokens(scores.topk(min(width, scores.shape[-1])).indices), width)
-
-
-def _padded(tokens: Int[Tensor, "B K C"], width: int) -> Int[Tensor, "B K W"]:
-    """Return children with -1 up to a width, for those that there are not."""
-    return functional.pad(tokens, (0, width - tokens.shape[-1]), value=-1)
+    return levels, trees.ancestors(DraftTree(torch.zeros_like(parent), parent))[None]
 
 
 def candidates(

@@ -141,49 +141,42 @@ def drafting_cost(parts: Parts, skips: Skips) -> float:
 
 
 def search(parts: Parts, texts: list[Text], settings: SearchSettings) -> tuple[Skips, Rating]:
-    """Return the best set of skips found, and its rating.
-
-    A local search over one bit a sub-layer: from a start, flip bits in random order, keep what rates better, until a
-    whole round changes nothing; then start again at random. The first start skips nothing.
-    """
+    """Return the best set of skips found, and its rating; a bit of `hill_climb` is a sub-layer."""
     layers = len(parts.layers)
 
     def skips(bits: frozenset[int]) -> Skips:
-        return Skips(
-            tuple(i for i in range(layers) if i in bits), tuple(i for i in range(layers) if i + layers in bits)
-        )
+        attention, mlp = (tuple(i for i in range(layers) if i + first in bits) for first in (0, layers))
+        return Skips(attention, mlp)
 
-    best = hill_climb(lambda bits: rate(parts, skips(bits), texts, settings), 2 * layers, settings)
-    return skips(best[0]), best[1]
+    bits, rating = hill_climb(lambda bits: rate(parts, skips(bits), texts, settings), 2 * layers, settings)
+    return skips(bits), rating
 
 
 def hill_climb(
     score: Callable[[frozenset[int]], Rating], size: int, settings: SearchSettings
 ) -> tuple[frozenset[int], Rating]:
-    """Search sets of numbers below `size` for the best score; every set is scored once, `evaluations` sets at most."""
-    order = random.Random(settings.seed)
+    """Search sets of numbers below `size` for the best score; every set is scored once, `evaluations` sets at most.
+
+    A local search: from a start, the empty set at first, flip bits in random order and keep what rates better, until a
+    whole round changes nothing; then start again at random.
+    """
+    order, start = random.Random(settings.seed), frozenset[int]()
     ratings: dict[frozenset[int], Rating] = {}
 
-    def better(bits: frozenset[int], than: frozenset[int]) -> bool:
+    def rated(bits: frozenset[int]) -> Rating:
         if bits not in ratings and len(ratings) < settings.evaluations:
             ratings[bits] = score(bits)
-        return bits in ratings and ratings[bits] > ratings[than]
+        return ratings.get(bits, Rating(0.0, 0, 0.0, 0.0))
 
-    start: frozenset[int] = frozenset()
-    ratings[start] = score(start)
     while len(ratings) < min(settings.evaluations, 2**size):
         improved = True
         while improved:
             improved = False
             for bit in order.sample(range(size), size):
-                if better(start ^ {bit}, start):
+                if rated(start) < rated(start ^ {bit}):
                     start, improved = start ^ {bit}, True
-        rate = order.random()
-        start = frozenset(bit for bit in range(size) if order.random() < rate)
-        if start not in ratings and len(ratings) < settings.evaluations:
-            ratings[start] = score(start)
-        elif start not in ratings:
-            break
+        share = order.random()
+        start = frozenset(bit for bit in range(size) if order.random() < share)
     return max(ratings.items(), key=lambda item: item[1])
 
 
