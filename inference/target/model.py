@@ -4,7 +4,6 @@ All facts about the target's layers are here: the module of the decoder stack, t
 `Target` (target.py) checks them on the loaded model.
 """
 
-import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -41,8 +40,6 @@ from inference.target.placement import Placed, by_turns, on_one_device
 from inference.target.tokenizer import end_tokens
 from inference.verification import tree
 from inference.verification.tree import DraftTree
-
-log = logging.getLogger(__name__)
 
 
 class TargetOutput(NamedTuple):
@@ -194,7 +191,6 @@ class TargetModel:
         self.captures = self.device.type == "cuda" and self.whole
         digest, attached = (self.placed.fingerprint, None) if adapter is None else (adapter.fingerprint, adapter.name)
         self.spec = self.embeddings.spec(name, digest, attached)
-        note_unknown(tokenizer, self.embeddings.vocab_size, name)
         self.compiled: Callable[..., tuple[Tensor, Tensor]] | None = None
         self.compiles_drafts = False
         self.recurrence = recurrence(self.config, self.decoder_layers)
@@ -381,21 +377,6 @@ class TargetModel:
     def _additive(self, attn_mask: Tensor) -> Tensor:
         shut = torch.finfo(self.dtype).min
         return torch.zeros_like(attn_mask, dtype=self.dtype).masked_fill_(~attn_mask, shut)[:, None]
-
-
-_said: set[tuple[str, int]] = set()  # targets, and how many unknown tokens were noted
-
-
-def note_unknown(tokenizer: PreTrainedTokenizerBase, vocab_size: int, name: str) -> None:
-    """Note that a tokenizer has tokens, mostly added ones, for which the model has no embedding."""
-    beyond = sorted((index, token) for token, index in tokenizer.get_vocab().items() if index >= vocab_size)
-    if beyond and (name, len(beyond)) not in _said:  # a run may load its target more than once
-        _said.add((name, len(beyond)))
-        log.warning(
-            "a note: %s knows %d tokens, and its tokenizer has %d more, from %r on: only a text that holds one of them "
-            "is refused",
-            name, vocab_size, len(beyond), beyond[0][1],
-        )  # fmt: skip
 
 
 def _decoder_layers(base: nn.Module, count: int) -> nn.ModuleList:
