@@ -56,7 +56,9 @@ class Parts:
         The rows are appended to the cache of layers whose attention runs. `attn_mask` says which of the cached rows and
         of these each row attends to. `key_position` are the positions of all these; None for 0, 1, 2, …
         """
-        stubs: dict[nn.Module, Stub] = {self.layers[i]: _unchanged for i in {*skipped.attention} & {*skipped.mlp}}
+        stubs: dict[nn.Module, Stub] = {
+            self.layers[i]: (lambda hidden: hidden) for i in {*skipped.attention} & {*skipped.mlp}
+        }
         for which, layers in enumerate(skipped):
             stubs |= {
                 _sublayers(self.layers[i])[which]: torch.zeros_like for i in layers if self.layers[i] not in stubs
@@ -68,7 +70,8 @@ class Parts:
 
     def sizes(self) -> list[tuple[int, int]]:
         """Return the parameter counts of each layer's attention and MLP; refuse layers without one of each."""
-        return [(_size(attention), _size(mlp)) for attention, mlp in map(_sublayers, self.layers)]
+        parts = [[sum(p.numel() for p in part.parameters()) for part in _sublayers(layer)] for layer in self.layers]
+        return [(attention, mlp) for attention, mlp in parts]
 
     def _count_outputs(self, modules: Iterable[nn.Module]) -> dict[nn.Module, int | None]:
         """Return the length of each module's output tuple, None for a tensor."""
@@ -94,10 +97,6 @@ def _as_outputs(stub: Stub, num_outputs: int | None) -> Callable[..., Any]:
     return forward
 
 
-def _unchanged(hidden: Tensor) -> Tensor:
-    return hidden
-
-
 def _sublayers(layer: nn.Module) -> tuple[nn.Module, nn.Module]:
     """Return a decoder layer's attention (the module with a layer index) and its MLP."""
     heavy = [child for child in layer.children() if any(p.ndim > 1 for p in child.parameters())]
@@ -108,7 +107,3 @@ def _sublayers(layer: nn.Module) -> tuple[nn.Module, nn.Module]:
             f"{type(layer).__name__} is not made of one attention and one MLP: its sub-layers cannot be skipped"
         )
     return attention[0], mlp[0]
-
-
-def _size(module: nn.Module) -> int:
-    return sum(parameter.numel() for parameter in module.parameters())

@@ -73,9 +73,15 @@ class Streams(nn.Module):
         self.embedding = nn.Parameter(
             0.02 * torch.randn(config.streams, target.embeddings.hidden_size, device=target.device)
         )
-        stack = _sharing(target.base)
+        from peft import LoraConfig, inject_adapter_in_model
+
+        shared: dict[int, Any] = {id(tensor): tensor for tensor in (*target.base.parameters(), *target.base.buffers())}
+        stack: nn.Module = copy.deepcopy(target.base, shared)  # whose parameters and buffers are the very same tensors
         names = _linears(target, first, config.modules)
-        adapted = _adapt(stack, names, config)
+        transposed = isinstance(stack.get_submodule(names[0]), Conv1D)
+        lora = LoraConfig(r=config.rank, lora_alpha=config.alpha, target_modules=names, fan_in_fan_out=transposed)
+        inject_adapter_in_model(lora, stack, ADAPTER)  # adapters start as no change
+        adapted: dict[str, Any] = {name: stack.get_submodule(name) for name in names}
         for adapter in adapted.values():
             vars(adapter)["forward"] = partial(self._adapted, adapter)
         for layer in range(first):
@@ -222,12 +228,6 @@ def _cut(value: Any, base: int, look_ahead: int) -> Any:
     return value[:, :base] if value.shape[1] == base + look_ahead else value
 
 
-def _sharing(base: nn.Module) -> nn.Module:
-    """Return a copy of a module whose parameters and buffers are the very same tensors."""
-    shared: dict[int, Any] = {id(tensor): tensor for tensor in (*base.parameters(), *base.buffers())}
-    return copy.deepcopy(base, shared)
-
-
 def _name_of(target: Target, layer: int) -> str:
     return next(name for name, module in target.base.named_modules() if module is target.decoder_layers[layer])
 
@@ -246,16 +246,6 @@ def _linears(target: Target, first: int, kinds: list[str] | None) -> list[str]:
             f"streams.modules is {kinds}: {target.name} has no {missing}; choose from {', '.join(by_kind)}"
         )
     return [name for kind, names in by_kind.items() if kinds is None or kind in kinds for name in names]
-
-
-def _adapt(stack: nn.Module, names: list[str], config: Streams.Config) -> dict[str, Any]:
-    """Give the named linear layers adapters, which start as no change; return the layers that peft made of them."""
-    from peft import LoraConfig, inject_adapter_in_model
-
-    transposed = isinstance(stack.get_submodule(names[0]), Conv1D)
-    lora = LoraConfig(r=config.rank, lora_alpha=config.alpha, target_modules=names, fan_in_fan_out=transposed)
-    inject_adapter_in_model(lora, stack, ADAPTER)
-    return {name: stack.get_submodule(name) for name in names}
 
 
 class StreamsDrafter(HostDrafter):
