@@ -120,8 +120,8 @@ class DraftModelRunner:
         size = len(self.token)
         assert token[:size] == self.token
         assert len(token) == size + len(nodes)
-        number = {node: new for new, node in enumerate(live)} | {nodes[-1]: ROOT}
-        below = {(number[a], t): number[n] for (a, t), n in self.below.items() if n in live}
+        index = {node: new for new, node in enumerate(live)} | {nodes[-1]: ROOT}
+        below = {(index[a], t): index[n] for (a, t), n in self.below.items() if n in live}
         self.cache.keep(size, [*nodes, *live])
         self.token = list(token)
         self._drop_drafts()
@@ -201,14 +201,14 @@ class SharedVocabulary:
     def __init__(self, target: Target, assistant: Target) -> None:
         self.source, self.destination = target.tokenizer, assistant.tokenizer
         self.bytes = token_bytes(target)
-        self.numbers = _numbers(token_bytes(assistant))
-        self.one = _shared(target, assistant, self.bytes, self.numbers)
+        self.ids = _ids_of(token_bytes(assistant))
+        self.one = _shared(target, assistant, self.bytes, self.ids)
         if not self.one:
             raise ValueError(f"{assistant.name} shares no token with {target.name}: choose another one")
         self.size = target.embeddings.vocab_size
         self.ours, self.theirs = torch.tensor([*self.one.items()], device=assistant.device).T
-        self.number = torch.zeros(self.size, dtype=torch.long, device=assistant.device)
-        self.number[self.ours] = self.theirs
+        self.counterpart = torch.zeros(self.size, dtype=torch.long, device=assistant.device)
+        self.counterpart[self.ours] = self.theirs
 
     def prompt(self, token: list[int]) -> list[int]:
         """Encode the prompt's text, as the assistant was trained to read it: behind its first token, if it has one."""
@@ -218,11 +218,11 @@ class SharedVocabulary:
 
     def follow(self, token: list[int]) -> list[int]:
         """Return for each token its one counterpart, or its bytes spelled longest token first."""
-        return [number for t in token for number in ([self.one[t]] if t in self.one else self._spell(t))]
+        return [token_id for t in token for token_id in ([self.one[t]] if t in self.one else self._spell(t))]
 
     def to_assistant(self, token: Int[Tensor, "N"]) -> Int[Tensor, "N"]:
         """Return the counterparts; a token without one has no probability, and its node's answer no use."""
-        return self.number[token.to(self.number.device)]
+        return self.counterpart[token.to(self.counterpart.device)]
 
     def to_target(self, logits: Float[Tensor, "N A"]) -> Float[Tensor, "N V"]:
         """Put the shared columns where the target has them."""
@@ -233,10 +233,10 @@ class SharedVocabulary:
     def _spell(self, token: int) -> list[int]:
         rest, spelled = self.bytes.get(token, b""), []
         while rest:
-            length = next((n for n in range(len(rest), 0, -1) if rest[:n] in self.numbers), None)
+            length = next((n for n in range(len(rest), 0, -1) if rest[:n] in self.ids), None)
             if length is None:
                 return []  # the assistant cannot read it and goes on without
-            spelled.append(self.numbers[rest[:length]])
+            spelled.append(self.ids[rest[:length]])
             rest = rest[length:]
         return spelled
 
@@ -246,8 +246,8 @@ def _difference(ours: dict[str, int], theirs: dict[str, int]) -> str:
     if ours == theirs:
         return ""
     token = min((t for t in {**ours, **theirs} if ours.get(t) != theirs.get(t)), key=lambda t: ours.get(t, 1 << 60))
-    number, other = ours.get(token, "missing"), theirs.get(token, "missing")
-    return f"token {token!r} is {number} in the target's vocabulary of {len(ours)} and {other} in its {len(theirs)}"
+    token_id, other = ours.get(token, "missing"), theirs.get(token, "missing")
+    return f"token {token!r} is {token_id} in the target's vocabulary of {len(ours)} and {other} in its {len(theirs)}"
 
 
 def token_bytes(model: Target) -> dict[int, bytes]:
@@ -258,14 +258,14 @@ def token_bytes(model: Target) -> dict[int, bytes]:
     steps = _decoder_steps(model)
     added, special = model.tokenizer.added_tokens_decoder, set(_special(model.tokenizer).values())
     return {
-        number: piece.encode() if number in added else _piece_bytes(piece, steps)
-        for piece, number in model.tokenizer.get_vocab().items()
-        if number < model.embeddings.vocab_size and number not in special
+        token_id: piece.encode() if token_id in added else _piece_bytes(piece, steps)
+        for piece, token_id in model.tokenizer.get_vocab().items()
+        if token_id < model.embeddings.vocab_size and token_id not in special
     }
 
 
 def _special(tokenizer: PreTrainedTokenizerBase) -> dict[str, int]:
-    added = {str(t): number for number, t in tokenizer.added_tokens_decoder.items() if t.special}
+    added = {str(t): token_id for token_id, t in tokenizer.added_tokens_decoder.items() if t.special}
     return added | dict(zip(tokenizer.all_special_tokens, tokenizer.all_special_ids, strict=True))
 
 
@@ -304,16 +304,16 @@ def _piece_bytes(piece: str, steps: list[dict[str, Any]]) -> bytes:
     return piece.encode()
 
 
-def _numbers(pieces: dict[int, bytes]) -> dict[bytes, int]:
+def _ids_of(pieces: dict[int, bytes]) -> dict[bytes, int]:
     """Return which token stands for which bytes; of several, the last one, because byte tokens come first."""
-    return {piece: number for number, piece in sorted(pieces.items()) if piece}
+    return {piece: token_id for token_id, piece in sorted(pieces.items()) if piece}
 
 
 def _shared(target: Target, assistant: Target, ours: dict[int, bytes], theirs: dict[bytes, int]) -> dict[int, int]:
     """Return the pairs of tokens that are the same in both vocabularies, each token in one pair at most."""
-    pairs = {number: theirs[piece] for piece, number in _numbers(ours).items() if piece in theirs}
+    pairs = {token_id: theirs[piece] for piece, token_id in _ids_of(ours).items() if piece in theirs}
     other = _special(assistant.tokenizer)
-    pairs |= {number: other[name] for name, number in _special(target.tokenizer).items() if name in other}
+    pairs |= {token_id: other[name] for name, token_id in _special(target.tokenizer).items() if name in other}
     embeddings = target.tokenizer.eos_token_id, assistant.tokenizer.eos_token_id
     if None not in embeddings and embeddings[0] not in pairs and embeddings[1] not in pairs.values():
         pairs[embeddings[0]] = embeddings[1]
@@ -456,8 +456,8 @@ class AssistantState(DrafterState):
 
     def run(self, token: list[int], above: list[int]) -> list[tuple[int, Float[Tensor, "1 V"]]]:
         """Run tokens under nodes; return their own nodes, each with the assistant's answer, on its device."""
-        number = self.vocabulary.to_assistant(torch.tensor(token, device=self.runner.model.device))
-        answers = self.vocabulary.to_target(self.runner.branch(number, above)).split(1)
+        own_token = self.vocabulary.to_assistant(torch.tensor(token, device=self.runner.model.device))
+        answers = self.vocabulary.to_target(self.runner.branch(own_token, above)).split(1)
         return list(zip(self.runner.level, answers, strict=True))
 
     def expand(self, state: Any, level: LevelOutput, nodes: LevelNodes) -> LevelOutput:

@@ -170,8 +170,8 @@ def options(
     if where.placement == DEVICE_MAP:
         if device.type == "cpu":
             return {"device_map": {"": "cpu"}}
-        numbers, free = devices_of(where, device), torch.cuda.mem_get_info
-        cap = {n: int(free(n)[0] * 0.9) if where.memory_gb is None else int(where.memory_gb * GB) for n in numbers}
+        indices, free = devices_of(where, device), torch.cuda.mem_get_info
+        cap = {n: int(free(n)[0] * 0.9) if where.memory_gb is None else int(where.memory_gb * GB) for n in indices}
         return {"device_map": "auto", "max_memory": cap}
     if where.placement == OFFLOAD:
         with torch.device("meta"):
@@ -205,16 +205,16 @@ def devices_of(where: Placement, device: torch.device) -> list[int]:
         ValueError: there are no such devices, or fewer than processes.
     """
     count = torch.cuda.device_count()
-    numbers = list(range(count)) if where.devices is None else where.devices
-    if odd := [n for n in numbers if not 0 <= n < count]:
+    indices = list(range(count)) if where.devices is None else where.devices
+    if odd := [n for n in indices if not 0 <= n < count]:
         raise ValueError(f"model.devices names {odd[0]}, and there are {count} devices: count from 0")
     processes, mine = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), int(os.environ.get("LOCAL_RANK", "0"))
-    if len(numbers) < processes:
+    if len(indices) < processes:
         raise ValueError(
-            f"model.placement=device_map has {len(numbers)} devices for {processes} processes: start fewer, or give "
+            f"model.placement=device_map has {len(indices)} devices for {processes} processes: start fewer, or give "
             "more model.devices"
         )
-    devices = numbers[mine::processes]
+    devices = indices[mine::processes]
     return sorted(devices, key=lambda n: n != device.index)
 
 
