@@ -335,7 +335,8 @@ def grow_batch(
             scores = scores.masked_fill(growth.depths() > max_draft_depth[:, None], float("-inf"))
         tree = trees.best_n(growth.whole(), scores, config.nodes)[0]
         return tree, trees.ancestors(tree), None
-    samples, q = None if config.kind == "static" else roots.samples, list[Tensor]()
+    samples = None if config.kind == "static" else roots.samples
+    q: list[Tensor] = []  # not list[Tensor](), which dynamo does not trace
     growth = TreeBuilder(head, state, level, roots, full=samples is not None)
     levels, ancestors = _shape(_paths(config, head.max_depth), level.logits.device)
     for shape in levels:
