@@ -58,23 +58,30 @@ def measured(
 
 
 def on_repetitive_text(names: list[str], asked: argparse.Namespace) -> None:
-    """Print the tokens per CPU second of drafters without a head on the bundled target, whose prompts repeat a text."""
+    """Print the tokens per CPU second of drafters without a head on the bundled target, whose prompts repeat a text.
+
+    Each prompt repeats another text, and there are twice as many requests as slots, so that drafts differ in length.
+    """
     target = Target.load(str(ROOT / "examples" / "tiny"), asked.dtype, "cpu")
     ids = target.tokenizer((ROOT / "examples" / "tiny" / "recipe.py").read_text(encoding="utf-8")).input_ids
-    prompts = [[*ids[7 * i : 7 * i + 40], *ids[200:260] * 3, *ids[200:205]] for i in range(max(asked.batches))]
-    settings, first = RequestParams(asked.tokens, GREEDY), RequestParams(1, GREEDY)
+    prompts = list[list[int]]()
+    for i in range(2 * max(asked.batches)):
+        begin, end = 61 * i + 37, 61 * i + 67 + 7 * (i % 9)
+        prompts.append([*ids[11 * i : 11 * i + 25], *ids[begin:end] * 3, *ids[begin : begin + 5 + i % 4]])
     drafters: dict[str, Drafter] = {"baseline": Baseline(target.device)}
     for name in names:
         options: Any = OmegaConf.to_container(OmegaConf.load(ROOT / "conf" / "drafter" / f"{name}.yaml"))
         drafters[name] = make(name, options, target)
     for size in asked.batches:
-        some, rates = prompts[: max(size, 4)], []
+        some, rates = prompts[: max(2 * size, 4)], []
+        first = [RequestParams(1, GREEDY)] * len(some)
+        settings = [RequestParams(round(LENGTHS[i % 4] * asked.tokens), GREEDY) for i in range(len(some))]
         for drafter in drafters.values():
             best = 0.0
             for _ in range(asked.rounds):
-                drafter.reset()
                 spent = [time.process_time()]
                 for how in (first, settings):  # the prompts alone, which are taken off
+                    drafter.reset()
                     made = speculate(target, drafter, some, how, batch_size=size)
                     spent.append(time.process_time())
                 seconds = (spent[2] - spent[1]) - (spent[1] - spent[0])

@@ -84,7 +84,7 @@ def written(target: Target, prompt: list[int]) -> Generation:
     options = {"do_sample": False, "return_dict_in_generate": True, "output_logits": True}
     out = generate(token, attention_mask=torch.ones_like(token), max_new_tokens=TOKENS, **options)
     best = torch.stack(out.logits)[:, 0].float().topk(2).values
-    return Generation(out.sequences[0, len(prompt) :].tolist(), gaps=(best[:, 0] - best[:, 1]).tolist())
+    return Generation(out.sequences[0, len(prompt) :].tolist(), logit_gaps=(best[:, 0] - best[:, 1]).tolist())
 
 
 def checked(target: Target, drafted: list[Generation], texts: list[Generation]) -> Checked:
@@ -98,7 +98,7 @@ def checked(target: Target, drafted: list[Generation], texts: list[Generation]) 
 
 def measured(name: str, count: int, folder: str) -> dict[str, Checked | str]:
     """Return each source's comparison on a family, or the reason why it is refused."""
-    target, settings = families.target(name), RequestParams(TOKENS, GREEDY, gaps=True)
+    target, settings = families.target(name), RequestParams(TOKENS, GREEDY, logit_gaps=True)
     prompts = [toys.prompt(seed, 5 + seed % 20) for seed in range(count)]
     texts = [written(target, prompt) for prompt in prompts]
 

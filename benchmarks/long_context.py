@@ -32,7 +32,7 @@ from heads.modules.kv_cache import KVCache
 from inference.drafters.head import HeadDrafter
 from inference.drafters.host import DrafterState, HostDrafter
 from inference.drafters.policy import TreeConfig
-from inference.protocol import Context, Proposal, Roots
+from inference.protocol import Context, DraftInputs, Proposal
 from inference.request import Request, RequestParams
 from inference.step import DeviceStep
 from inference.target.cache import BatchCache, TargetCache
@@ -141,7 +141,7 @@ def drafting(drafter: HeadDrafter, target: Target, length: int) -> Callable[[], 
     cache.append(0, keys, values, position)
     token, drafts = torch.tensor([[1, 2]]), drafter.batch(1)
     features = Features(token, rows.new_zeros(1, 2, 0, width), rows, torch.zeros_like(token))
-    roots, room = Roots(token[:, 1:], GREEDY), torch.tensor([ROOM])
+    roots, room = DraftInputs(token[:, 1:], GREEDY), torch.tensor([ROOM])
     drafts.cache = cache
     _, drafts.buffers = drafter.head.extend(cache, NewRows(features, token, torch.tensor([2])))
 

@@ -33,8 +33,8 @@ from inference.drafters.plain import Baseline
 from inference.protocol import Drafter
 from inference.target.config import model_config
 from inference.target.target import Target
+from inference.verification.rules import COUPLED
 from inference.verification.sample import Sampling
-from inference.verification.verify import COUPLED
 from ops.watch import replayed, watcher_config
 
 TINY = ROOT / "examples" / "tiny"

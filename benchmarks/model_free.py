@@ -29,7 +29,7 @@ from data.text.prompts import load_prompts
 from eval.measures.machine import device_facts
 from inference.drafters.host import HostDrafter
 from inference.drafters.registry import make
-from inference.protocol import Commit, Context, Verified
+from inference.protocol import CommittedTokens, Context, Verified
 from inference.target.target import Target
 from inference.verification.rng import Draws
 from inference.verification.sample import GREEDY
@@ -71,13 +71,13 @@ def accepted(tree: DraftTree, following: list[int]) -> list[int]:
     return path
 
 
-def commit(tree: DraftTree, look_ahead: int, following: list[int], vocabulary: int) -> Commit:
+def commit(tree: DraftTree, look_ahead: int, following: list[int], vocabulary: int) -> CommittedTokens:
     """Return what the engine would report if the target wrote `following`."""
     path = accepted(tree, following)
     law = torch.randn(len(tree.token) + look_ahead, vocabulary)
     law[path, following[: len(path)]] = 20.0
     logits, behind = law.tensor_split([len(tree.token)])
-    return Commit(following[: len(path)], Verified(tree, path, logits, behind if look_ahead else None))
+    return CommittedTokens(following[: len(path)], Verified(tree, path, logits, behind if look_ahead else None))
 
 
 def replay(source: HostDrafter, text: list[int], start: int, vocabulary: int) -> Cost:
@@ -87,7 +87,7 @@ def replay(source: HostDrafter, text: list[int], start: int, vocabulary: int) ->
     index = time.perf_counter() - began
     every = torch.arange(vocabulary)  # one pass over all tokens, so that a source that learns from logits is warm
     known = DraftTree(every, every - 1)
-    state.update(Commit([0], Verified(known, [0], torch.randn(vocabulary, vocabulary))))
+    state.update(CommittedTokens([0], Verified(known, [0], torch.randn(vocabulary, vocabulary))))
     at, seconds, drafted, draws = start + 1, [], 0, Draws(0, 0, coupled=False)
     for step in range(STEPS + 1):
         context = Context(text[:at], GREEDY, draws, ROOM)

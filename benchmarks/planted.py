@@ -83,7 +83,7 @@ BUGS = [
         ["tests/inference/test_enumeration.py", "tests/inference/test_verify.py"],
     ),
     Bug(
-        "inference/verification/device.py",
+        "inference/verification/rules.py",
         "mass / (mass + (1 - self.alpha))",
         "mass / (mass + (1 - self.alpha) * mass)",
         ["tests/inference/test_enumeration.py", "tests/inference/test_verify.py"],
@@ -95,7 +95,7 @@ BUGS = [
         ["tests/inference/test_sample.py"],
     ),
     Bug(
-        "inference/verification/device.py",
+        "inference/verification/rules.py",
         "order = [parents[:node].count(parents[node]) for node in path]",
         "order = [parents[: node + 1].count(parents[node]) for node in path]",
         ["tests/inference/test_device.py", "tests/inference/test_decode.py", "tests/eval/test_extras.py"],
@@ -222,8 +222,8 @@ BUGS = [
     ),
     Bug(
         "inference/step.py",
-        "groups[how.sampling, how.rule, how.gaps, side",
-        "groups[how.sampling, how.gaps, side",
+        "groups[how.sampling, how.rule, how.logit_gaps, side",
+        "groups[how.sampling, how.logit_gaps, side",
         ["tests/train/test_identity.py"],
     ),
     Bug(

@@ -21,8 +21,8 @@ from heads.common.resolvers import register_resolvers
 from heads.formats.store import load_head
 from inference.decode import RequestParams, speculate
 from inference.drafters.head import HeadDrafter
+from inference.drafters.policy import TreeConfig
 from inference.target.target import Target
-from inference.tree_config import TreeConfig
 from inference.verification.sample import GREEDY
 from train.config import run_config
 

@@ -57,8 +57,8 @@ from heads.formats.store import load_head
 from heads.modules.vocab import prune
 from inference.decode import RequestParams, speculate
 from inference.drafters.head import HeadDrafter
+from inference.drafters.policy import TreeConfig
 from inference.target.target import Target
-from inference.tree_config import TreeConfig
 from inference.verification.sample import GREEDY
 from train.build import batches_for, loop_of, values_of
 from train.config import RunConfig, run_config

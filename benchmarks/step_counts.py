@@ -27,8 +27,8 @@ from inference.decode import RequestParams
 from inference.drafters.head import HeadDrafter
 from inference.drafters.plain import Baseline
 from inference.drafters.policy import TreeConfig
-from inference.phase_timer import PhaseTimer
 from inference.protocol import Drafter
+from inference.request import PhaseTimer
 from inference.target.target import Target
 from inference.verification.sample import GREEDY
 
@@ -91,8 +91,8 @@ def embedded() -> Target:
 
 def head_of(kind: str, target: Target) -> Any:
     """Return a head of random weights, as its YAML configures it."""
-    values = yaml.safe_load((ROOT / "conf" / "head" / f"{kind}.yaml").read_text(encoding="utf-8"))["head"]
-    values = {name: 512 if name == "length" else value for name, value in values.items()}
+    values = yaml.safe_load((ROOT / "conf" / "head" / f"{kind}.yaml").read_text(encoding="utf-8"))
+    values = {name: 512 if name == "length" else value for name, value in values.items() if name != "training"}
     return HEADS[kind](head_config(values), target.embeddings).eval()
 
 

@@ -69,7 +69,9 @@ def requests_of(prompts: list[list[int]], sampling: Sampling, rule: str, count: 
 
     def settings(i: int) -> RequestParams:
         stop, least = STOPS[i % len(STOPS)], 4 * (i % 3)
-        return RequestParams(16 + 16 * (i % 9), sampling, stop, seed=i, gaps=True, rule=rule, min_new_tokens=least)
+        return RequestParams(
+            16 + 16 * (i % 9), sampling, stop, seed=i, logit_gaps=True, rule=rule, min_new_tokens=least
+        )
 
     return [(prompts[i % len(prompts)][: 8 + 17 * (i % 11)], settings(i)) for i in range(count)]
 
@@ -98,7 +100,7 @@ def compare(target: Target, requests: list[Request], expected: list[Generation],
         else:
             verdict = coupled_check(target, [ours], [theirs], [Prompt(name, prompt, "")], how)
         [kind], [where] = verdict.verdicts, [*verdict.ties, verdict.first][:1]
-        if where is None and (ours.finish, ours.sources) != (theirs.finish, theirs.sources):
+        if where is None and (ours.finish, ours.origins) != (theirs.finish, theirs.origins):
             kind = "failed"
         compared.counts[kind] += 1
         if kind != "identical":

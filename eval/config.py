@@ -11,7 +11,7 @@ from heads.common.ranges import Count, NewTokens, Number, OneOf, Within
 from heads.common.typed import from_yaml
 from inference.request import RequestConfig
 from inference.target.config import DTYPES
-from inference.verification.verify import is_lossy
+from inference.verification.rules import is_lossy
 
 OWN, RECORDED = TEXTS = ("own", "recorded")
 TURNS = ("first", "all")

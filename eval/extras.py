@@ -13,7 +13,7 @@ from eval.measures.metrics import median_run
 from heads.common.untrusted import visible
 from inference.decode import Generation
 from inference.protocol import Drafter
-from inference.text_stream import TextStream
+from inference.target.tokenizer import TextStream
 
 METRICS = "metrics.jsonl"  # a file of a run's folder, by train/trackers.py
 POINTS = 200  # points of a training curve
@@ -106,7 +106,7 @@ def pieces(run: Generation, tokenizer: Any) -> Records:
     passes = [0] + [index for index, step in enumerate(run.steps, 1) for _ in range(step.committed)]
     stream, records = TextStream(tokenizer), []
     piece: dict[str, Any] = {}
-    for token, source, index in zip(run.tokens, run.sources, passes, strict=True):
+    for token, source, index in zip(run.tokens, run.origins, passes, strict=True):
         piece = {"source": source, "step": index}
         if text := stream.push(token):
             records.append({"text": visible(text), **piece})

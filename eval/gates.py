@@ -43,8 +43,8 @@ from inference.request import Request
 from inference.target.cache import TargetCache
 from inference.target.target import Target
 from inference.verification.rng import Samples, hashed, seed_key
+from inference.verification.rules import COUPLED, is_lossy
 from inference.verification.sample import distribution
-from inference.verification.verify import COUPLED, is_lossy
 
 
 def check(
@@ -58,7 +58,8 @@ def check(
     sizes = config.batch_sizes()
     if not drafters and sizes == [1]:
         return {}, []
-    setup, ids = Setup(target, drafters, prompts, config.settings(0.0, gaps=True)), [prompt.id for prompt in prompts]
+    setup = Setup(target, drafters, prompts, config.settings(0.0, logit_gaps=True))
+    ids = [prompt.id for prompt in prompts]
     reference = [hf_generate(target, prompt.token, setup.settings) for prompt in progress(prompts, "transformers' own")]
     gates = {}
     for size in sorted(sizes):
@@ -110,7 +111,7 @@ def sampled_gates(setup: Setup, tv: float, tests: int, sizes: Sequence[int] = (1
     total variation of `tv`; the `tests` of a report share the error probability.
     """
     target, drafters, prompts, settings = setup
-    coupled = replace(settings, rule=COUPLED, lossy=False, gaps=True)
+    coupled = replace(settings, rule=COUPLED, lossy=False, logit_gaps=True)
     all_sizes = tuple(sorted({1, *sizes}))
     runs = {size: decoded_once(setup._replace(settings=coupled), size) for size in all_sizes}
     baseline = [autoregress(target, prompt.token, coupled) for prompt in progress(prompts, "the baseline, sampled")]
@@ -158,12 +159,12 @@ def texts(prompts: Sequence[Prompt], baseline: Sequence[Generation]) -> list[tup
     """Return different prompts with their answers up to the smallest logit gap, the smallest gaps first."""
     prefixes: list[tuple[float, tuple[list[int], list[int]]]] = []
     for prompt, run in zip(prompts, baseline, strict=True):
-        gaps = run.gaps[1:]  # the first draft comes after one token of the answer
+        gaps = run.logit_gaps[1:]  # the first draft comes after one token of the answer
         if gaps:
             at = min(range(len(gaps)), key=gaps.__getitem__) + 1
             prefix = prompt.token, run.tokens[:at]
             if prefix not in (other for _, other in prefixes):  # a log may repeat a question
-                prefixes.append((run.gaps[at], prefix))
+                prefixes.append((run.logit_gaps[at], prefix))
     return [prefix for _, prefix in sorted(prefixes, key=lambda prefix: prefix[0])[:CANDIDATES]]
 
 
@@ -219,9 +220,9 @@ def _entered(
     batch = acquire(target, drafter, size, [max_draft_depth])
     batch.reserve(needed_entries(target, *max_draft_depth))
     token, requests = torch.tensor(max_draft_depth[0], device=target.device), list[Request]()
-    for slot in range(size):
+    for slot in range(batch.size):
         requests.append(_request(target, prompt, answer, settings, batch.cache.allocate(slot)))
-        out = target.prefill(token[:-1], requests[slot].cache, batch.drafts.feature_layers)
+        out = target.prefill(token[:-1], requests[slot].cache, batch.drafts.traits.feature_layers)
         batch.drafts.start_sequence(slot, max_draft_depth[0], out)
     batch.slots = [*requests]
     return batch, requests
@@ -239,7 +240,7 @@ def _prefix(target: Target, drafter: Drafter, prompt: list[int], answer: list[in
     """Draft once after a text, and return the target's probs there."""
     batch, requests = _entered(target, drafter, prompt, answer, settings, 1)
     _, drafted = batch.device_step.sample(requests)
-    draws = batch.drafts.sampled is not None and not batch.drafts.on_device
+    draws = batch.device_step.plan.sampled is not None and not batch.drafts.traits.on_device
     probs = _probs(_request(target, prompt, answer, settings, target.cache()))
     _left(batch)
     return Prefix(prompt, answer, drafted, draws, probs, losslessness.cells(probs))
@@ -262,7 +263,7 @@ def _samples(
                 for slot, request in enumerate(requests):
                     request.key = seed_key(hashed(f"{seeds} {len(sampled) + slot}"))
                 sampled += batch.device_step.sample(requests)[0]
-                drafts = size == 1 or batch.drafts.deepest > 0
+                drafts = size == 1 or batch.device_step.plan.deepest > 0
             _left(batch)
             if drafts:
                 return sampled[:count]

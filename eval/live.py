@@ -234,11 +234,11 @@ def hf_generate(target: Target, prompt: list[int], settings: RequestParams) -> G
     _, _, prefill_s = _timed_generate(target, prompt, 1, penalty, 0)
     most = min(settings.max_new_tokens, target.context - len(prompt))
     least = min(settings.min_new_tokens, most)
-    tokens, gaps, total_s = _timed_generate(target, prompt, most, penalty, least, scores=settings.gaps)
+    tokens, gaps, total_s = _timed_generate(target, prompt, most, penalty, least, scores=settings.logit_gaps)
     decode_s = max(total_s - prefill_s, 0.0) if len(tokens) > 1 else 0.0
     finish = "eos" if tokens[-1] in target.eos else "length"
     sources = ["prefill"] + ["bonus"] * (len(tokens) - 1)
-    return Generation(tokens, sources, gaps=gaps, prefill_s=prefill_s, decode_s=decode_s, finish=finish)
+    return Generation(tokens, sources, logit_gaps=gaps, prefill_s=prefill_s, decode_s=decode_s, finish=finish)
 
 
 def _timed_generate(

@@ -43,7 +43,7 @@ from heads.common.typed import typed
 from heads.common.untrusted import visible
 from inference.target.config import ModelConfig
 from inference.target.target import Target
-from inference.verification.verify import is_lossy
+from inference.verification.rules import is_lossy
 
 PIPE_WIDTH = 140
 

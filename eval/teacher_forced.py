@@ -24,8 +24,9 @@ from heads.base import DepthOutput, Features, NewRows
 from heads.common.progress import progress
 from heads.modules.vocab import scatter_logits
 from inference.decode import Generation, RequestParams, autoregress
+from inference.drafters.head import HeadDrafter
 from inference.drafters.policy import BY_CONFIDENCE, TreeConfig, candidates
-from inference.protocol import Drafter, Roots
+from inference.protocol import Drafter, DraftInputs
 from inference.target.target import Target
 from inference.verification.sample import GREEDY, Sampling, distribution
 from inference.verification.tree import DraftTree
@@ -92,7 +93,7 @@ def rank_text(
         rows = Features(following, hidden, last, torch.zeros_like(following))
         state, level = head.extend(state, NewRows(rows, following))
         seen[..., token[done : root + 1]] = True
-        roots = Roots(token[None, root : root + 1], sampling, None if sampling.repetition_penalty == 1 else seen)
+        roots = DraftInputs(token[None, root : root + 1], sampling, None if sampling.repetition_penalty == 1 else seen)
         done = root
         for tree in largest:
             tokens = text.token[root + 1 : root + 1 + depth]
@@ -337,9 +338,9 @@ def teacher_forced_rows(
     rows: list[ResultRow] = []
     by_head: Statistics = {}
     for name, drafter in drafters.items():
-        head, tree = drafter.head, drafter.policy
-        if head is None or tree is None:
+        if not isinstance(drafter, HeadDrafter):
             continue
+        head, tree = drafter.head, drafter.policy
         for workload, temperature, texts in texts_of:
             is_sampled = temperature > 0 and tree.kind in SAMPLED
             if is_sampled and tree.kind != "chain":

@@ -40,10 +40,9 @@ from inference.batch import Batch, batch_of
 from inference.decode import RequestParams
 from inference.drafters.head import HeadBatch, HeadDrafter, load_for, saved_tree
 from inference.drafters.plain import Baseline
-from inference.drafters.policy import TreeConfig
+from inference.drafters.policy import Schedule, Scheduled, TreeConfig, scheduled
 from inference.protocol import Drafter
 from inference.target.target import Target
-from inference.tree_config import Schedule, Scheduled, scheduled
 
 TUNED = "tune.json"
 FINALISTS = 3  # trees of each family whose steps are timed again
@@ -343,7 +342,7 @@ def timed(
         str(i): HeadDrafter(head, members[0].tree, str(i)) for i, members in enumerate(groups)
     }
     setup = Setup(target, drafters, cycled(prompts, batch), config.settings(0.0))
-    once = decoded_once(setup._replace(settings=replace(setup.settings, gaps=True)), batch)
+    once = decoded_once(setup._replace(settings=replace(setup.settings, logit_gaps=True)), batch)
     ids = [prompt.id for prompt in setup.prompts]
     gates = {labelled(name, batch): gate(once[BASELINE], once[name], ids, target.dtype) for name in drafters}
     # All have run once already: no warm-up.

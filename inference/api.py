@@ -24,22 +24,21 @@ from heads.common.untrusted import visible
 from heads.formats.hub import resolve_head, target_path
 from heads.formats.published import is_published
 from heads.formats.store import read_config
+from inference.batch import Service
 from inference.decode import Generation, RequestParams, speculate
 from inference.drafters.head import load_drafter, saved_tree
 from inference.drafters.plain import Baseline
 from inference.protocol import Drafter
 from inference.request import RequestConfig
-from inference.service import Service
 from inference.target.config import ModelConfig, model_config
 from inference.target.placement import check_alone
 from inference.target.target import Target
-from inference.target.tokenizer import text_ids
-from inference.text_stream import TextStream
+from inference.target.tokenizer import TextStream, text_ids
 from inference.verification.sample import GREEDY, Sampling
 
 __all__ = ["GREEDY", "Generation", "RequestParams", "Sampling", "Service", "generate", "load", "speculate"]
 
-OnText = Callable[[str, str], object]  # a piece of text and its source: "prefill", "draft", "bonus"
+OnText = Callable[[str, str], object]  # a piece of text and its origin: "prefill", "draft", "bonus"
 
 
 @dataclass(frozen=True)
@@ -126,7 +125,7 @@ def generate(
 ) -> tuple[str, Generation]:  # fmt: skip
     """Decode one prompt, text or tokens; return its text and its tokens with their numbers.
 
-    `on_text` gets every piece as it comes, whole characters with the source of the last token. Without settings those
+    `on_text` gets every piece as it comes, whole characters with the origin of the last token. Without settings those
     of conf/generate.yaml hold. `inference.decode.speculate` decodes batches.
 
     Raises:
@@ -135,14 +134,14 @@ def generate(
     ids = text_ids(prompt, target.tokenizer) if isinstance(prompt, str) else prompt
     stream, pieces = TextStream(target.tokenizer), list[str]()
 
-    def show(piece: str, source: str) -> None:
+    def show(piece: str, origin: str) -> None:
         pieces.append(piece)
         if piece and on_text is not None:
-            on_text(piece, source)
+            on_text(piece, origin)
 
-    def receive(tokens: list[int], sources: list[str]) -> None:
-        for token, source in zip(tokens, sources, strict=True):
-            show(stream.push(token), source)
+    def receive(tokens: list[int], origins: list[str]) -> None:
+        for token, origin in zip(tokens, origins, strict=True):
+            show(stream.push(token), origin)
 
     generation = speculate(target, drafter, ids, settings or configured().request(), receive)
     show(stream.rest(), "bonus")

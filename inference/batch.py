@@ -1,21 +1,53 @@
 """A continuous batch: sequences that enter and leave one by one, and one target pass over all that are in it."""
 
+import logging
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from threading import Lock
 from typing import TypeVar
 
 import torch
 
 from heads.common.progress import tick
-from inference.limits import check_memory, check_size, free_memory
 from inference.protocol import Drafter
 from inference.request import Generation, Request, RequestParams
-from inference.service import Service
 from inference.step import DeviceStep
 from inference.target.cache import round_up_kv_length
-from inference.target.target import Target
+from inference.target.target import Target, check_memory, check_size, free_memory
+from inference.verification.rules import AUTO, COUPLED, is_lossy
 from inference.verification.sample import GREEDY
-from inference.verification.verify import AUTO, COUPLED, is_lossy
+
+log = logging.getLogger(__name__)
+
+
+class Service:
+    """Holds the drafter in service; `speculate` and `generate` take it in a drafter's place.
+
+    `swap` may be called at any time, from `on_tokens` or from another thread too: decoding continues with the new
+    drafter at its next pass, running requests included. No text changes: the target decides every token.
+
+    Attributes:
+        drafter: the one in service, for every batch from its next step on.
+        working: the last one that a batch took.
+    """
+
+    def __init__(self, drafter: Drafter) -> None:
+        self.drafter = self.working = drafter
+        self.lock = Lock()
+
+    def swap(self, drafter: Drafter) -> None:
+        """Put another drafter for the same target into service."""
+        with self.lock:
+            self.drafter = drafter
+
+    def refuse(self, drafter: Drafter, error: Exception, former: Drafter) -> None:
+        """Put a batch's former drafter back in place of one that failed, unless a third one is in service by now."""
+        with self.lock:
+            if self.drafter is drafter:
+                self.drafter = self.working = former
+        cause = str(error).strip().split("\n")[0]
+        log.warning("%s is put back: %s fails (%s)", former.name, drafter.name, cause)
+
 
 T = TypeVar("T")
 TREE_ENTRIES = 64  # entries of the cache behind a text, for trees of sources that do not say how many they need
@@ -36,8 +68,10 @@ class Batch:
     def __init__(self, target: Target, drafter: Drafter, size: int, capacity: int = 0) -> None:
         if size > 1:
             target.check_masks("so sequences of different lengths cannot share a pass: give batch_size=1")
+        self.drafts = drafter.batch(size)
+        size = 1 if self.drafts.traits.single else size
         self.target, self.drafter, self.size, self.capacity = target, drafter, size, 0
-        self.drafts, self.cache = drafter.batch(size), target.batch_cache(size)
+        self.cache = target.batch_cache(size)
         self.device_step = DeviceStep(target, self.cache, self.drafts, drafter.name)
         self.slots: list[Request | None] = []
         self.reserve(capacity)
@@ -48,7 +82,8 @@ class Batch:
     def nbytes(self) -> Counter[torch.device]:
         """Bytes by device of the target's and the head's keys and values, whether they are allocated yet or not."""
         total = self.cache.storage.nbytes
-        total[self.target.device] += self.drafts.nbytes
+        if (rows := self.drafts.traits.rows) is not None:
+            total[self.target.device] += rows.nbytes
         return total
 
     @property
@@ -62,7 +97,7 @@ class Batch:
         return self.size - len(self.running)
 
     def admit(self, request_index: int, prompt: list[int], settings: RequestParams) -> Generation:
-        """Prefill a request's prompt beside the others; return what will hold its answer."""
+        """Prefill a request's prompt; return what will hold its answer."""
         if self.service is not None and settings.rule not in (AUTO, COUPLED) and not is_lossy(settings.rule):
             raise ValueError(
                 f"rule={settings.rule} is not for every tree, and a Service may change the drafter: choose rule={AUTO} "
@@ -72,24 +107,24 @@ class Batch:
         self.reserve(needed_entries(self.target, prompt, settings))
         slot = vacant(self.slots)
         request = Request(self.target, prompt, settings, self.cache.allocate(slot), request_index)
-        out = request.prefill(self.drafts.feature_layers)
+        out = request.prefill(self.drafts.traits.feature_layers)
         self.drafts.start_sequence(slot, request.context, out)
         request.generation.prefill_s = request.clock() - request.began
         self.slots[slot : slot + 1] = [request]
         return request.generation
 
     def reserve(self, capacity: int) -> None:
-        """Have room for texts of so many tokens and a tree behind each, so that nothing grows while one is decoded."""
-        self.capacity = max(self.capacity, capacity)
-        self.cache.storage.reserve(self.capacity + max(TREE_ENTRIES, self.drafts.max_nodes) if self.capacity else 0)
-        self.drafts.reserve(round_up_kv_length(self.cache.storage.capacity))
+        """Have room for texts of `capacity` tokens and a tree behind each, so that decoding grows nothing."""
+        self.capacity, traits = max(self.capacity, capacity), self.drafts.traits
+        self.cache.storage.reserve(self.capacity + max(TREE_ENTRIES, traits.max_nodes) if self.capacity else 0)
+        if traits.rows is not None:
+            traits.rows.reserve(round_up_kv_length(self.cache.storage.capacity))
 
     def release(self) -> None:
         """Let finished sequences go; the next ones to be admitted take their slots."""
         for slot, request in enumerate(self.slots):
             if request is not None and request.generation.finish:
                 request.generation.latency_s = request.clock() - request.began
-                self.drafts.leave(slot)
                 self.slots[slot] = None
 
     def fill_vacant(self) -> None:
@@ -114,7 +149,7 @@ class Batch:
     def swap(self, drafter: Drafter) -> None:
         """Let another drafter propose from the next step on: it takes in every running text as it would a prompt.
 
-        It decodes a few tokens by itself first. Where it fails, then or on a text, nothing has changed.
+        It first decodes a few tokens in a batch of its own. Where it fails, then or on a text, nothing has changed.
 
         Raises:
             ValueError: its tree is larger than the target's context; or whatever error is its own.
@@ -125,11 +160,14 @@ class Batch:
         trial.admit(0, [0], TRIAL)
         trial.step()
         drafts = drafter.batch(self.size)
-        check_size(self.target, drafts.max_nodes, drafter.name)
-        drafts.reserve(round_up_kv_length(self.cache.storage.capacity + drafts.max_nodes))
+        check_size(self.target, drafts.traits.max_nodes, drafter.name)
+        if drafts.traits.single and self.size > 1:
+            raise ValueError(f"{drafter.name} drafts for one sequence at a time: give batch_size=1")
+        if drafts.traits.rows is not None:
+            drafts.traits.rows.reserve(round_up_kv_length(self.cache.storage.capacity + drafts.traits.max_nodes))
         for slot, request in enumerate(self.running):
             token = torch.tensor(request.context[:-1], device=self.target.device)
-            out = self.target.prefill(token, self.target.cache(len(token)), drafts.feature_layers)
+            out = self.target.prefill(token, self.target.cache(len(token)), drafts.traits.feature_layers)
             drafts.start_sequence(slot, request.context, out)
         self.drafter, self.drafts = drafter, drafts
         self.device_step = DeviceStep(self.target, self.cache, drafts, drafter.name)
@@ -180,7 +218,7 @@ def acquire(
     except ValueError:
         if not target.idle:
             raise
-        target.idle.clear()  # beside which it may have found no memory
+        target.idle.clear()  # they may have left no memory
         return batch_of(target, drafter, size, requests)
 
 

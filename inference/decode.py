@@ -7,17 +7,15 @@ from typing import Any, overload
 
 import torch
 
-from inference.batch import acquire, release
+from inference.batch import Service, acquire, release
 from inference.drafters.plain import Baseline
-from inference.limits import check_prompt
 from inference.protocol import Drafter
 from inference.request import Generation, RequestParams, Step
-from inference.service import Service
-from inference.target.target import Target
+from inference.target.target import Target, check_prompt
 
 __all__ = ["Generation", "RequestParams", "Step", "autoregress", "speculate"]
 
-OnTokens = Callable[[list[int], list[str]], None]  # new tokens and their sources: "prefill", "draft", "bonus"
+OnTokens = Callable[[list[int], list[str]], None]  # new tokens and their origins: "prefill", "draft", "bonus"
 OnBatchTokens = Callable[[int, list[int], list[str]], None]  # the same, with the prompt's index before them
 
 
@@ -56,7 +54,7 @@ def speculate(
         drafter: the drafter, or the service that holds it; its feature layers are read from every pass.
         prompts: token ids of one prompt, or of several.
         settings: length, sampling, stops, seed, rule; for several prompts also one for each.
-        on_tokens: called after every pass with the new tokens and their sources ("prefill", "draft", "bonus"); for
+        on_tokens: called after every pass with the new tokens and their origins ("prefill", "draft", "bonus"); for
             several prompts the prompt's index comes first.
         batch_size: sequences in one target pass.
 
@@ -89,7 +87,7 @@ def speculate(
         return _several(target, drafter, list(zip(prompts, several, strict=True)), on_tokens, batch_size)
     if not shared:
         raise ValueError("settings is a list, but the prompt is one: give its settings, or a list of prompts")
-    report = on_tokens and (lambda _, tokens, sources: on_tokens(tokens, sources))
+    report = on_tokens and (lambda _, tokens, origins: on_tokens(tokens, origins))
     return _several(target, drafter, [(prompts, settings)], report, batch_size)[0]
 
 
@@ -116,8 +114,8 @@ def _several(
         if on_tokens is not None:
             for request in batch.running:
                 begin, generation = reported[request.request_index], request.generation
-                if len(generation.tokens) > begin:  # those beside a newcomer have nothing new
-                    on_tokens(request.request_index, generation.tokens[begin:], generation.sources[begin:])
+                if len(generation.tokens) > begin:  # while another is admitted, the others have nothing new
+                    on_tokens(request.request_index, generation.tokens[begin:], generation.origins[begin:])
                     reported[request.request_index] = len(generation.tokens)
         batch.release()
     release(target, drafter, batch)

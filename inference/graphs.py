@@ -1,4 +1,4 @@
-"""How the stages of a device step run: each by itself, compiled by torch.compile, or captured in CUDA graphs.
+"""How the stages of a device step run: eagerly, compiled by torch.compile, or captured in CUDA graphs.
 
 A stage is a method of the step whose tensors are buffers that stay, or what the stage before it gave, and whose shapes
 follow from the step's key. So it can be compiled once, and a graph of it that is captured once serves all later steps.

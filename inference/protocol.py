@@ -10,8 +10,6 @@ from torch import Tensor
 from heads.base import DraftHead, Features
 from inference.target.cache import TargetCache
 from inference.target.model import TargetOutput
-from inference.target.stack import FirstLayersOutput
-from inference.tree_config import TreeConfig
 from inference.verification.rng import Draws, Samples
 from inference.verification.sample import Sampling
 from inference.verification.tree import DraftTree, LookAhead, chain
@@ -28,7 +26,7 @@ def inverse_temperature_of(sampling: Sampling) -> float:
     return GREEDY_INVERSE_TEMPERATURE if sampling.temperature == 0 else 1.0
 
 
-class Roots(NamedTuple):
+class DraftInputs(NamedTuple):
     """The roots of B trees, and how the tokens that may follow them are ranked or sampled.
 
     Attributes:
@@ -54,7 +52,7 @@ class Drafted(NamedTuple):
         ancestor_mask: what each node sees of them: its ancestors, and itself.
         q: the probs that children were sampled from, of the M nodes with children; None where none were sampled.
         depth: of each node; None: as many nodes as it sees above it.
-        noise: the roots' (see `Roots`).
+        noise: the roots' (see `DraftInputs`).
     """
 
     tree: DraftTree
@@ -75,7 +73,7 @@ class Context(NamedTuple):
 
     No node or look-ahead token may be deeper than `max_draft_depth`: there the target's context or the answer ends.
     `cache` holds the target's entries before the last token. Only a drafter that drafts with the target itself writes
-    to it: entries behind the committed ones, which it drops again, or hands on as `Proposal.first_layers`.
+    to it: entries behind the committed ones, which it drops again.
     """
 
     token: list[int]
@@ -84,7 +82,7 @@ class Context(NamedTuple):
     max_draft_depth: int
     cache: TargetCache | None = None
 
-    def roots(self, like: Float[Tensor, "*n V"], deepest: int) -> Roots:
+    def roots(self, like: Float[Tensor, "*n V"], deepest: int) -> DraftInputs:
         """Return this sequence's root for a tree of a depth, with what its tokens are ranked by, for logits `like`."""
         token, seen_tokens = torch.tensor([self.token], device=like.device), None
         if self.sampling.repetition_penalty != 1:
@@ -95,21 +93,19 @@ class Context(NamedTuple):
             noise = self.draws.noise(range(deepest), like)[None]
         elif self.sampling.temperature > 0:
             samples = self.draws.samples(like.device)
-        return Roots(token[:, -1:], self.sampling, seen_tokens, noise, samples)
+        return DraftInputs(token[:, -1:], self.sampling, seen_tokens, noise, samples)
 
 
 class Proposal(NamedTuple):
     """A tree rooted at the last token; the probs q that children were sampled from, if they were; look-ahead tokens.
 
     q has a row for each of the M nodes with children. Siblings are in the order in which they were sampled, without
-    replacement. `first_layers` says that all nodes have run through the target's first layers; then there are no
-    look-ahead tokens. `expected` is how many drafted tokens the drafter expects to be accepted, 0 if it does not know.
+    replacement. `expected` is how many drafted tokens the drafter expects to be accepted, 0 if it does not know.
     """
 
     tree: DraftTree
     q: Float[Tensor, "M V"] | None = None
     look_ahead: LookAhead | None = None
-    first_layers: FirstLayersOutput | None = None
     expected: float = 0.0
 
 
@@ -121,7 +117,7 @@ def sampled_chain(token: list[int], q: Sequence[Float[Tensor, "1 V"]]) -> Propos
 class Verified(NamedTuple):
     """A verified proposal: tree, accepted path from the root on, the target's logits at nodes and look-ahead tokens.
 
-    There are logits for a drafter that reads them (`Drafter.reads_logits`).
+    There are logits for a drafter that reads them (`HostDrafter.reads_logits`).
     """
 
     tree: DraftTree
@@ -130,7 +126,7 @@ class Verified(NamedTuple):
     look_ahead: Float[Tensor, "R V"] | None = None
 
 
-class Commit(NamedTuple):
+class CommittedTokens(NamedTuple):
     """The tokens that a target pass committed, and what became of the proposal, None after a prefill."""
 
     token: list[int]
@@ -138,78 +134,110 @@ class Commit(NamedTuple):
 
 
 @runtime_checkable
-class DraftBatch(Protocol):
-    """Drafting for the sequences of a batch, by slot: those that were started and have not left.
-
-    Before a draft the last ones are moved to vacant slots. By default nothing is held, and nothing is drafted.
+class DraftRows(Protocol):
+    """The verified rows that a batch's drafter learns from, by slot.
 
     Attributes:
-        feature_layers: the target layers whose outputs `commit` reads.
-        on_device: whether drafts are a function of tensors, which can be captured or compiled.
-        learns: whether it takes in verified rows.
-        reads_logits: whether `learn` reads the target's logits.
-        alone: whether a sequence shares no pass with others.
-        deepest: the depth of the deepest node of a tree in the step at hand; 0 where nothing is drafted.
-        max_nodes: the most nodes of a tree in any step, or if the host drafts in the step at hand; with the root.
-        chain: whether the step's trees are chains, so that an accepted path is their beginning.
-        sampled: the parents of the nodes of the shape whose children are sampled in the step where roots say so, the
-            root's -1; None where all trees are filled by rank.
-        has_q: which sequences' children are, or might be, where the host has sampled for some.
-        proposal: what the host drafts for a sequence that is `alone`.
-        tree_key: what tells the step's trees from those of other steps.
+        feature_layers: the target layers whose outputs are rows.
     """
 
-    feature_layers: tuple[int, ...] = ()
+    feature_layers: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of their keys and values, on the target's device, for as many rows as are reserved."""
+        ...
+
+    def reserve(self, capacity: int) -> None:
+        """Take note of how many rows any sequence may have, before one starts."""
+        ...
+
+    def tensors(self) -> list[Tensor]:
+        """Return the tensors other than weights that drafting reads or writes in place."""
+        ...
+
+    def commit(self, features: Features, count: Int[Tensor, "B"]) -> None:
+        """Take in the first `count` of T verified rows of each sequence; they are those of the verification pass."""
+        ...
+
+
+class DraftTraits(NamedTuple):
+    """What holds for all steps of a batch.
+
+    Attributes:
+        on_device: whether drafts are a function of tensors, which can be captured or compiled.
+        reads_logits: whether `learn` reads the target's logits.
+        single: whether it drafts for one sequence at a time: a batch then has one slot.
+        max_nodes: the most nodes of a tree, the root included; of a drafter on the host each step says it.
+        rows: the rows that it learns from; None: it learns nothing from features.
+    """
+
     on_device: bool = True
-    learns: bool = False
     reads_logits: bool = False
-    alone: bool = False
+    single: bool = False
+    max_nodes: int = 1
+    rows: DraftRows | None = None
+
+    @property
+    def feature_layers(self) -> tuple[int, ...]:
+        """The target layers whose outputs are read."""
+        return () if self.rows is None else self.rows.feature_layers
+
+
+class DraftPlan(NamedTuple):
+    """What is drafted in one step.
+
+    Attributes:
+        deepest: the depth of the deepest node of a tree; 0: nothing is drafted.
+        max_nodes: the most nodes of a tree, the root included.
+        chain: whether the trees are chains, so that an accepted path is their beginning.
+        sampled: the parents of the nodes of the shape whose children are sampled where roots say so, the root's -1;
+            None: all trees are filled by rank.
+        has_q: which sequences' children are, or might be, if the host has sampled for some.
+        proposal: the draft of a `single` drafter.
+        key: tells the trees from those of other steps.
+    """
+
     deepest: int = 0
     max_nodes: int = 1
     chain: bool = True
     sampled: tuple[int, ...] | None = None
     has_q: Sequence[bool] | None = None
     proposal: Proposal | None = None
-    tree_key: int = 0
+    key: int = 0
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of its keys and values, on the target's device, for as many rows as are reserved."""
-        return 0
 
-    def reserve(self, capacity: int) -> None:
-        """Take note of how many rows any sequence may have, before one starts."""
-        return
+@runtime_checkable
+class DraftBatch(Protocol):
+    """Drafting for the sequences of a batch, by slot. By default no sequence has a state, and nothing is drafted.
 
-    def tensors(self) -> list[Tensor]:
-        """Return the tensors other than weights that drafting reads or writes in place."""
-        return []
+    Attributes:
+        traits: what holds for all steps.
+    """
+
+    traits: DraftTraits = DraftTraits()
 
     def start_sequence(self, slot: int, token: list[int], features: TargetOutput) -> None:
         """Take in a prompt and the token behind it, with the target's outputs for the prompt."""
         return
 
-    def leave(self, slot: int) -> None:
-        """Let a sequence go."""
+    def move(self, from_slot: int, slot: int, length: int) -> None:
+        """Move the last sequence, with `length` rows, to a slot whose own has left."""
         return
 
-    def move(self, drafter: int, slot: int, length: int) -> None:
-        """Move the last sequence, with `length` rows, to a vacant slot."""
-        return
-
-    def begin(self, contexts: Sequence[Context | None], longest: int) -> None:
-        """Begin a step: choose its tree, or draft it where the host does, which `draft` and what follows keep to.
+    def begin(self, contexts: Sequence[Context | None], longest: int) -> DraftPlan:
+        """Begin a step: choose its trees, or draft them if the host does.
 
         Args:
             contexts: of each sequence; None of one that does not take part.
             longest: how many rows the longest of them has.
         """
-        return
+        return DraftPlan()
 
     def draft_trees(
-        self, roots: Roots, max_draft_depth: Int[Tensor, "B"], longest: int, *, allow_host_sync: bool
+        self, roots: DraftInputs, max_draft_depth: Int[Tensor, "B"], longest: int, *, allow_host_sync: bool
     ) -> Drafted:
-        """Return trees for sequences that are sampled alike.
+        """Return the planned trees for sequences that are sampled alike.
 
         Args:
             max_draft_depth: below it no node is drafted if another can be.
@@ -217,10 +245,6 @@ class DraftBatch(Protocol):
             allow_host_sync: whether the host may read from the device meanwhile.
         """
         ...
-
-    def commit(self, features: Features, count: Int[Tensor, "B"]) -> None:
-        """Take in the first `count` of T verified rows of each sequence; they are those of the verification pass."""
-        return
 
     def learn(self, slot: int, token: list[int], path: list[int], logits: Float[Tensor, "M V"] | None) -> None:
         """Take in what the host has read: the committed tokens, the accepted nodes, and the logits of the pass."""
@@ -235,13 +259,11 @@ class Drafter(Protocol):
         name: what reports and errors call it.
         tree: the shape of its proposals, for reports.
         head: the trained head that drafts, whose acceptance teacher forcing can measure.
-        policy: by which trees grow from that head.
     """
 
     name: str
     tree: str
     head: DraftHead | None = None
-    policy: TreeConfig | None = None
 
     def reset(self) -> None:
         """Forget earlier sequences; by default nothing outlives one."""

@@ -1,6 +1,7 @@
 """A request that is decoded: its settings, its text so far, where it ends, and its result."""
 
 import time
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -10,15 +11,14 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from heads.modules.argmax import argmax
-from inference.limits import check_prompt
 from inference.protocol import Context
 from inference.target.cache import TargetCache
 from inference.target.model import TargetOutput
-from inference.target.target import Target
+from inference.target.target import Target, check_prompt
 from inference.verification.rng import Draws, exponential_noise, seed_key
+from inference.verification.rules import COUPLED, check_rule
 from inference.verification.sample import Sampling, distribution, penalize
 from inference.verification.tree import DraftTree
-from inference.verification.verify import COUPLED, check_rule
 
 
 @dataclass(frozen=True)
@@ -26,10 +26,10 @@ class RequestParams:
     """The request settings of one prompt.
 
     Attributes:
-        gaps: whether to record the target's top-2 logit gap at every emitted token.
-        rule: a key of `inference.verification.verify.RULES`, or auto for the one that accepts most of each draft.
+        logit_gaps: whether to record the target's top-2 logit gap at every emitted token.
+        rule: a key of `inference.verification.rules.RULES`, or auto for the one that accepts most of each draft.
         lossy: whether the rule may change the target's distribution.
-        passes: whether to keep what the target's passes computed.
+        keep_passes: whether to keep what the target's passes computed.
         min_new_tokens: tokens before which an end of the answer has no probability.
 
     Raises:
@@ -41,8 +41,8 @@ class RequestParams:
     sampling: Sampling
     stop: tuple[str, ...] = ()
     seed: int = 0
-    gaps: bool = False
-    passes: bool = False
+    logit_gaps: bool = False
+    keep_passes: bool = False
     rule: str = "auto"
     lossy: bool = False
     min_new_tokens: int = 0
@@ -79,14 +79,14 @@ class RequestConfig:
         """Return the sampling settings at a temperature."""
         return Sampling(temperature, self.top_k, self.top_p, self.min_p, self.repetition_penalty)
 
-    def settings(self, temperature: float, gaps: bool = False, stop: Sequence[str] = ()) -> RequestParams:
+    def settings(self, temperature: float, logit_gaps: bool = False, stop: Sequence[str] = ()) -> RequestParams:
         """Return the request settings at a temperature."""
         return RequestParams(
             self.max_new_tokens,
             self.sampling(temperature),
             stop=tuple(stop),
             seed=self.seed,
-            gaps=gaps,
+            logit_gaps=logit_gaps,
             rule=self.rule,
             lossy=self.lossy,
             min_new_tokens=self.min_new_tokens,
@@ -131,14 +131,14 @@ class Generation:
     """
 
     tokens: list[int] = field(default_factory=list)
-    sources: list[str] = field(default_factory=list)
+    origins: list[str] = field(default_factory=list)
     steps: list[Step] = field(default_factory=list)
-    gaps: list[float] = field(default_factory=list)
+    logit_gaps: list[float] = field(default_factory=list)
     prefill_s: float = 0.0
     decode_s: float = 0.0
     finish: str = ""
     latency_s: float = 0.0
-    passes: list[Pass] = field(default_factory=list)
+    target_passes: list[Pass] = field(default_factory=list)
 
     @property
     def tau(self) -> float:
@@ -170,11 +170,13 @@ class Request:
         scores = self.processed(out.logits[0])
         greedy = settings.sampling.temperature == 0
         first = argmax(scores if greedy else distribution(scores, settings.sampling) / self.noise(scores))
-        best_two = scores.float().topk(2).values[0].tolist() if settings.gaps else [0.0, 0.0]
+        best_two = scores.float().topk(2).values[0].tolist() if settings.logit_gaps else [0.0, 0.0]
         self.emit(first.tolist(), ["prefill"], [best_two[0] - best_two[1]])
-        if settings.passes:
+        if settings.keep_passes:
             rows = out._replace(logits=None)
-            self.generation.passes.append(Pass(torch.cat([token[1:], first]), rows, None, [], out.last_hidden[0]))
+            self.generation.target_passes.append(
+                Pass(torch.cat([token[1:], first]), rows, None, [], out.last_hidden[0])
+            )
         return out
 
     def processed(self, logits: Float[Tensor, "1 V"]) -> Float[Tensor, "1 V"]:
@@ -231,14 +233,14 @@ class Request:
         seen[self.context] = True
         return seen
 
-    def emit(self, tokens: list[int], sources: list[str], gaps: list[float]) -> int:
+    def emit(self, tokens: list[int], origins: list[str], gaps: list[float]) -> int:
         """Append tokens up to the first end of the answer; return how many were taken."""
         generation, before = self.generation, len(self.generation.tokens)
         for i, token in enumerate(tokens):
             generation.tokens.append(token)
-            generation.sources.append(sources[i])
-            if self.settings.gaps:
-                generation.gaps.append(gaps[i])
+            generation.origins.append(origins[i])
+            if self.settings.logit_gaps:
+                generation.logit_gaps.append(gaps[i])
             if token in self.target.eos:
                 generation.finish = "eos"
             elif self.stopped():
@@ -258,3 +260,30 @@ class Request:
         tail = max(len(stop.encode()) for stop in self.settings.stop) + 8
         text = self.target.tokenizer.decode(self.generation.tokens[-tail:])
         return any(stop in text for stop in self.settings.stop)
+
+
+class PhaseTimer:
+    """The laps since the last `seconds`."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device, self.events = device, device.type == "cuda"
+        self.marks: list[tuple[str | None, Any]] = []
+
+    def mark(self, ended: str | None) -> None:
+        """End a lap, which was spent on what has `ended`; None: on nothing that counts."""
+        if not self.events:
+            self.marks.append((ended, time.perf_counter()))
+            return
+        event: Any = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self.device))
+        self.marks.append((ended, event))
+
+    def seconds(self) -> dict[str, float]:
+        """Return the sums of the laps that have ended, of a device those that it has passed; others come next time."""
+        sums: defaultdict[str, float] = defaultdict(float)
+        while len(self.marks) > 1 and (not self.events or self.marks[1][1].query()):
+            (_, first), (ended, last) = self.marks[:2]
+            if ended is not None:
+                sums[ended] += first.elapsed_time(last) / 1e3 if self.events else last - first
+            del self.marks[0]
+        return sums

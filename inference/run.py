@@ -24,11 +24,10 @@ from heads.common.typed import typed
 from heads.common.untrusted import visible
 from inference import api
 from inference.api import GenerateConfig
-from inference.chat_template import rendering
 from inference.decode import Generation, RequestParams
 from inference.protocol import Drafter
 from inference.target.target import Target
-from inference.target.tokenizer import text_ids, tokenize
+from inference.target.tokenizer import rendering, text_ids, tokenize
 
 STYLES = {"draft": "green", "bonus": "magenta", "prefill": "magenta"}
 

@@ -1,7 +1,7 @@
 """One decoding step of a batch, whatever drafts: draft, forward pass, acceptance, compaction, what the drafts learn.
 
 What a step decides stays on the device, in buffers of all slots that are written in place, and its shapes follow from
-the tree's policy and the sizes at hand alone. The host reads one small tensor a step: how many tokens each sequence
+only the tree's policy and the sizes at hand. The host reads one small tensor a step: how many tokens each sequence
 commits, and which. The tests compare it with a loop over one sequence (tests/oracle.py), whose randomness is the same.
 """
 
@@ -21,17 +21,16 @@ from torch.nn.functional import pad
 from heads.base import Features
 from heads.modules.argmax import argmax
 from inference.graphs import Graphs, Stage, StageCache, compiled
-from inference.limits import check_size
-from inference.phase_timer import PhaseTimer
-from inference.protocol import DraftBatch, Drafted, Roots
-from inference.request import Pass, Request, RequestParams, Step
+from inference.protocol import DraftBatch, Drafted, DraftInputs, DraftPlan
+from inference.request import Pass, PhaseTimer, Request, RequestParams, Step
+from inference.target.attention import Ragged
 from inference.target.cache import BatchCache, round_up_kv_length
 from inference.target.model import TargetOutput
-from inference.target.target import Target
-from inference.verification import device, verify
+from inference.target.target import Target, check_size
+from inference.verification import rules
 from inference.verification import tree as trees
-from inference.verification.device import Accepted
 from inference.verification.rng import ACCEPT_KEY, DRAFT_KEY, Samples, exponential_noise, hash_key, uniform
+from inference.verification.rules import Accepted
 from inference.verification.sample import Sampling, distribution, penalize
 from inference.verification.tree import LOOK_AHEAD, DraftTree
 
@@ -63,7 +62,7 @@ class GraphKey(NamedTuple):
 
     Attributes:
         head_kv_length: entries of its KV cache that the head reads.
-        sampling, rule, gaps: of the settings.
+        sampling, rule, logit_gaps: of the settings.
         masks_eos: whether an answer may not end yet.
         masked: whether some sequences take no part.
         policy: which tree is drafted.
@@ -72,7 +71,7 @@ class GraphKey(NamedTuple):
     head_kv_length: int
     sampling: Sampling
     rule: str
-    gaps: bool
+    logit_gaps: bool
     masks_eos: bool
     masked: bool
     policy: int
@@ -87,12 +86,12 @@ class DeviceStep:
             and no more is computed than was committed.
         graphs: what captures the stages, None: they run as they are.
         compiled_stages: of the compiled stages.
-        first: the slot of the first sequence in the pass at hand; where it is not 0, of the only one.
     """
 
     def __init__(self, target: Target, cache: BatchCache, drafts: DraftBatch, name: str) -> None:
         self.target, self.cache, self.drafts, self.name = target, cache, drafts, name
-        steady = drafts.on_device and target.takes_trees and target.switch is None
+        self.plan, on_device = DraftPlan(), drafts.traits.on_device
+        steady = on_device and target.takes_trees and target.switch is None
         self.static = target.device.type == "cuda" and steady
         self.graphs = Graphs(target.device) if target.captures and steady else None
         self.compiled_stages = StageCache()
@@ -100,7 +99,7 @@ class DeviceStep:
         self.eos_mask: Tensor | None = None  # which tokens "V" end an answer
         self.masks_eos = False  # whether an answer of these may not end at once
         self.current: list[Request] = []  # whose state the slots hold
-        self.first, self.masked = 0, False  # masked: whether sequences take no part in the pass at hand
+        self.masked = False  # whether sequences take no part in the pass at hand
 
     def load_slots(self, requests: Sequence[Request]) -> None:
         """Write the state of sequences to the slots: others came or left."""
@@ -144,10 +143,8 @@ class DeviceStep:
         begin, width = time.perf_counter(), accepted.path.shape[1]
         live, steps = list[int](), dict[int, Step]()
         for slot in group:
-            request, row = requests[slot], rows[slot - self.first]
-            steps[slot] = self.emit(request, row, width)._replace(
-                rule=self.shown(request.settings, slot - self.first, row)
-            )
+            request, row = requests[slot], rows[slot]
+            steps[slot] = self.emit(request, row, width)._replace(rule=self.shown(request.settings, slot, row))
             if not request.generation.finish:
                 live.append(slot)
         emitting = time.perf_counter() - begin
@@ -156,11 +153,10 @@ class DeviceStep:
             most = width if self.compiles else max(row[0] for row in rows)
             self.commit(self.active(requests), out, accepted, most, graph_key, timer)
         for slot in live:
-            row = slot - self.first
-            token, path = rows[row][2:][: rows[row][0]], rows[row][2 + width :][: rows[row][0]]
-            self.drafts.learn(slot, token, path, None if out.logits is None else out.logits[row])
-            if requests[slot].settings.passes:
-                self.keep_pass(requests[slot], row, drafted, out, path, token)
+            token, path = rows[slot][2:][: rows[slot][0]], rows[slot][2 + width :][: rows[slot][0]]
+            self.drafts.learn(slot, token, path, None if out.logits is None else out.logits[slot])
+            if requests[slot].settings.keep_passes:
+                self.keep_pass(requests[slot], slot, drafted, out, path, token)
         timer.mark("draft")
         seconds = timer.seconds()
         seconds["other"] += emitting  # meanwhile a device waits
@@ -171,10 +167,10 @@ class DeviceStep:
     def shown(self, settings: RequestParams, at: int, row: list[int]) -> str:
         """Return what reports call the rule that a sequence was verified by."""
         if not row[1]:
-            return verify.NOTHING
-        if settings.sampling.temperature == 0 and not verify.is_lossy(settings.rule):
-            return verify.GREEDY_WALK
-        return verify.label(self.rule(settings, has_q=self.drafts.has_q is None or self.drafts.has_q[at]))
+            return rules.NOTHING
+        if settings.sampling.temperature == 0 and not rules.is_lossy(settings.rule):
+            return rules.GREEDY_WALK
+        return rules.label(self.rule(settings, has_q=self.plan.has_q is None or self.plan.has_q[at]))
 
     @torch.inference_mode()
     def sample(self, requests: Sequence[Request]) -> tuple[list[int], Drafted]:
@@ -200,16 +196,15 @@ class DeviceStep:
         for slot, request in enumerate(requests):
             how = request.settings
             side = switch is not None and request.cache.length >= switch.length
-            groups[how.sampling, how.rule, how.gaps, side, self.drafts.alone and slot].append(slot)
+            groups[how.sampling, how.rule, how.logit_gaps, side].append(slot)
         return list(groups.values())
 
     def active(self, requests: Sequence[Request]) -> Slots:
         """Return the slots of the pass at hand."""
         assert self.slots is not None
-        if self.static or (len(requests) == len(self.slots.root) and not self.drafts.alone):
+        if self.static or len(requests) == len(self.slots.root):
             return self.slots
-        end = self.first + 1 if self.drafts.alone else len(requests)
-        return Slots(*(buffer[self.first : end] for buffer in self.slots))
+        return Slots(*(buffer[: len(requests)] for buffer in self.slots))
 
     def run(
         self, requests: Sequence[Request], group: list[int], *, commits: bool = True
@@ -220,9 +215,8 @@ class DeviceStep:
         for slot in group:
             if switch is not None and switch.recomputes(requests[slot].cache.length):
                 requests[slot].renew()
-        self.first = group[0] if self.drafts.alone else 0
         assert self.slots is not None
-        mixed = not self.drafts.alone and len(group) < len(requests)
+        mixed = len(group) < len(requests)
         contexts = [request.begin() if slot in group else None for slot, request in enumerate(requests)]
         if mixed or self.masked:
             self.slots.active[: len(requests)] = torch.tensor([int(one is not None) for one in contexts])
@@ -231,26 +225,29 @@ class DeviceStep:
             self.slots.max_draft_depth[: len(requests)] = torch.tensor(
                 [0 if one is None else one.max_draft_depth for one in contexts]
             )
-        longest = max(
-            request.cache.length for request in requests[self.first : self.first + 1 if self.drafts.alone else None]
-        )
-        self.drafts.begin(contexts, longest)
-        check_size(self.target, self.drafts.max_nodes, self.name)
-        for has_q in {True, *(self.drafts.has_q or ())}:
+        longest = max(request.cache.length for request in requests)
+        self.plan = self.drafts.begin(contexts, longest)
+        check_size(self.target, self.plan.max_nodes, self.name)
+        for has_q in {True, *(self.plan.has_q or ())}:
             self.rule(settings, has_q=has_q)  # refuses what it does not fit
         slots = self.active(requests)
         if self.captures:
             assert self.graphs is not None
-            self.graphs.keep([*self.slots, *self.cache.storage.blocks, *self.drafts.tensors()])
+            self.graphs.keep(self.held_tensors())
         if self.compiles:
-            buffers = [*self.cache.storage.blocks, *self.drafts.tensors(), *self.target.embeddings.kept_rows()]
-            self.compiled_stages.keep([*self.slots, *buffers])
+            self.compiled_stages.keep([*self.held_tensors(), *self.target.embeddings.kept_rows()])
         kv_length = self.kv_length(longest)
         return (
             *self.on_device(slots, kv_length, settings, timer, commits=commits),
             timer,
             self.graph_key(kv_length, settings),
         )
+
+    def held_tensors(self) -> list[Tensor]:
+        """Return the tensors that stages read and write in place."""
+        assert self.slots is not None
+        rows = self.drafts.traits.rows
+        return [*self.slots, *self.cache.storage.blocks, *([] if rows is None else rows.tensors())]
 
     def on_device(
         self, slots: Slots, kv_length: int, settings: RequestParams, phase_timer: PhaseTimer, *, commits: bool = True
@@ -274,7 +271,7 @@ class DeviceStep:
         """Return how many entries attention reads, in static shapes; else how many there are before a tree."""
         if not self.static:
             return longest
-        end, capacity = longest + self.drafts.max_nodes, self.cache.storage.capacity
+        end, capacity = longest + self.plan.max_nodes, self.cache.storage.capacity
         return end if end > capacity else min(round_up_kv_length(end), capacity)
 
     @property
@@ -285,7 +282,7 @@ class DeviceStep:
     @property
     def compiles(self) -> bool:
         """Whether the head's stages are compiled. Their shapes then stay the same too, and take in all slots."""
-        return self.target.compiles_drafts and self.drafts.on_device and self.drafts.deepest > 0
+        return self.target.compiles_drafts and self.drafts.traits.on_device and self.plan.deepest > 0
 
     @property
     def captures(self) -> bool:
@@ -297,8 +294,8 @@ class DeviceStep:
         # Compiled shapes are few: the head reads all entries that a sequence may come to have.
         padded = self.compiles and not self.static
         head_kv_length = round_up_kv_length(self.cache.storage.capacity) if padded else kv_length
-        sampling, rule, gaps = settings.sampling, settings.rule, settings.gaps
-        return GraphKey(head_kv_length, sampling, rule, gaps, self.masks_eos, self.masked, self.drafts.tree_key)
+        sampling, rule, gaps = settings.sampling, settings.rule, settings.logit_gaps
+        return GraphKey(head_kv_length, sampling, rule, gaps, self.masks_eos, self.masked, self.plan.key)
 
     def launch(self, graph_key: GraphKey, stage: Stage, *args: Any) -> Any:
         """Run a stage of a step under its graph key."""
@@ -313,22 +310,25 @@ class DeviceStep:
     def draft(self, slots: Slots, kv_length: int, settings: RequestParams) -> Drafted:
         """Draft a tree for each sequence."""
         sampling, noise, samples = settings.sampling, self.noise(slots, settings), None
-        if sampling.temperature > 0 and settings.rule != verify.COUPLED:
+        if sampling.temperature > 0 and settings.rule != rules.COUPLED:
             samples = Samples(hash_key(hash_key(slots.key, DRAFT_KEY), slots.length + 1))
         seen = slots.seen_tokens[:, None] if slots.seen_tokens.shape[1] else None
-        roots, may_read = Roots(slots.root[:, None], sampling, seen, noise, samples), not (self.static or self.compiles)
+        roots, may_read = (
+            DraftInputs(slots.root[:, None], sampling, seen, noise, samples),
+            not (self.static or self.compiles),
+        )
         drafted = self.drafts.draft_trees(roots, slots.max_draft_depth, kv_length, allow_host_sync=may_read)
         depth = drafted.ancestor_mask.sum(-1) - 1 if drafted.depth is None else drafted.depth
         return drafted._replace(depth=depth.expand_as(drafted.tree.token), noise=noise)
 
     def rule(self, settings: RequestParams, *, has_q: bool = True) -> str:
         """Return the key of the rule that drafts are verified by; `has_q` are those of the shape that is sampled."""
-        greedy, drafts = settings.sampling.temperature == 0, self.drafts
+        greedy, drafts = settings.sampling.temperature == 0, self.plan
         if not drafts.deepest:
             return "match"
-        parents = None if greedy or settings.rule == verify.COUPLED or not has_q else drafts.sampled
-        chain = drafts.chain if parents is None else verify.is_chain(parents)
-        return verify.fitting(settings.rule, chain, parents is not None, greedy)
+        parents = None if greedy or settings.rule == rules.COUPLED or not has_q else drafts.sampled
+        chain = drafts.chain if parents is None else rules.is_chain(parents)
+        return rules.fitting(settings.rule, chain, parents is not None, greedy)
 
     def verified(
         self,
@@ -339,13 +339,13 @@ class DeviceStep:
         settings: RequestParams,
     ) -> Accepted:
         """Verify sampled drafts by the rule for them; the next token is sampled by the noise of its position."""
-        on_device = verify.RULES[self.rule(settings)].on_device
+        on_device = rules.RULES[self.rule(settings)].on_device
         tree, depth = drafted.tree, drafted.depth
-        assert self.drafts.sampled is not None
+        assert self.plan.sampled is not None
         assert drafted.q is not None
         assert depth is not None
         assert on_device is not None
-        draft = device.Sampled(self.drafts.sampled, tree.token, present, drafted.q)
+        draft = rules.Sampled(self.plan.sampled, tree.token, present, drafted.q)
         p, accept_keys = (
             distribution(logits, settings.sampling),
             hash_key(hash_key(slots.key, ACCEPT_KEY), slots.length + 1),
@@ -354,13 +354,13 @@ class DeviceStep:
         last, probs = on_device(draft, p, uniforms, self.may_read)
         position = slots.length + 1 + depth.gather(1, last[:, None])[:, 0]
         token = (probs / exponential_noise(slots.key, position, p.shape[-1])).argmax(-1)
-        return device.accepted(tree, drafted.ancestor_mask, last, token, self.drafts.deepest)
+        return rules.accepted(tree, drafted.ancestor_mask, last, token, self.plan.deepest)
 
     def noise(self, slots: Slots, settings: RequestParams) -> Float[Tensor, "B P V"] | None:
         """Return the noise of the positions below the roots, if drafts are coupled."""
-        if settings.sampling.temperature == 0 or settings.rule != verify.COUPLED or not self.drafts.deepest:
+        if settings.sampling.temperature == 0 or settings.rule != rules.COUPLED or not self.plan.deepest:
             return None
-        position = slots.length[:, None] + 1 + torch.arange(self.drafts.deepest + 1, device=slots.root.device)
+        position = slots.length[:, None] + 1 + torch.arange(self.plan.deepest + 1, device=slots.root.device)
         return exponential_noise(slots.key[:, None].expand_as(position), position, self.target.embeddings.vocab_size)
 
     def evaluate(
@@ -368,11 +368,11 @@ class DeviceStep:
     ) -> tuple[TargetOutput, Int[Tensor, "B X"], Accepted]:
         """Run the target over the trees and choose what is accepted: one stage, for logits are too large to keep."""
         out = self.forward(slots, drafted, kv_length)
-        logits = self.target.embeddings.logits(out.last_hidden)
+        logits = self.target.embeddings.logits(out.last_hidden) if out.logits is None else out.logits
         processed_logits = self.processed(slots, drafted, logits, settings.sampling)
         if phase_timer is not None:
             phase_timer.mark("verify")
-        return out._replace(logits=logits if self.drafts.reads_logits else None), *self.accept(
+        return out._replace(logits=logits if self.drafts.traits.reads_logits else None), *self.accept(
             slots, drafted, processed_logits, settings
         )
 
@@ -385,18 +385,16 @@ class DeviceStep:
         position = (slots.length[:, None] + torch.minimum(depth, slots.max_draft_depth[:, None])) * slots.active[
             :, None
         ]
-        token, layers = tree.token.clamp_min(0), self.drafts.feature_layers
-        if count == 1 and not self.static and (self.target.compiled is None or self.drafts.alone):
-            cache = self.cache.active[self.first]
-            proposal = self.drafts.proposal
-            if proposal is not None and proposal.first_layers is not None:
-                return self.target.parts.score_from(proposal.first_layers, proposal.tree, cache)
+        token, layers = tree.token.clamp_min(0), self.drafts.traits.feature_layers
+        proposal = self.plan.proposal
+        if count == 1 and not self.static and (self.target.compiled is None or proposal is not None):
+            cache = self.cache.active[0]
             attn_mask = None
             if size > 1:
                 cache.snapshot()  # a root is never taken back: the baseline pays for no copy
                 if self.target.takes_trees:
                     attn_mask = torch.cat([ancestor_mask.new_ones(1, size, kv_length), ancestor_mask], 2)
-                elif not self.drafts.chain:
+                elif not self.plan.chain:
                     raise ValueError(f"{self.target.name}: {self.target.incompatibility}; draft with tree=chain")
             stack = None if proposal is None or proposal.look_ahead is None else proposal.look_ahead.stack
             return self.target.run(token, position, attn_mask, cache, layers, stack=stack)
@@ -404,6 +402,12 @@ class DeviceStep:
         batch_pass, attn_mask, key_position = self.cache.storage.behind(
             slots.length, ancestor_mask, depth, end, steady=self.static
         )
+        if self.may_read and size > 1 and self.target.takes_ragged and self.target.compiled is None:
+            present = (tree.token >= 0) * slots.active[:, None]
+            sizes = (present * torch.arange(1, size + 1)).amax(1).clamp_min(1).tolist()
+            layout = Ragged.of(sizes, slots.length.tolist())
+            if layout.tails:
+                return self.target.run_ragged(layout, token, position, attn_mask, batch_pass, layers, key_position)
         return self.target.run(token, position, attn_mask, batch_pass, layers, key_position)
 
     def processed(
@@ -444,25 +448,25 @@ class DeviceStep:
         self, slots: Slots, drafted: Drafted, logits: Float[Tensor, "B N V"], settings: RequestParams
     ) -> tuple[Int[Tensor, "B X"], Accepted]:
         """Return what the host reads of a step, and the accepted paths."""
-        tree, deepest, greedy = drafted.tree, self.drafts.deepest, settings.sampling.temperature == 0
+        tree, deepest, greedy = drafted.tree, self.plan.deepest, settings.sampling.temperature == 0
         if not deepest:  # nothing to accept
             root = torch.zeros_like(slots.root[:, None])
             token = self.choose(slots, drafted, logits, settings.sampling, root[:, 0], 0)[:, None]
             accepted = Accepted(root, slots.active, token)
             results = [slots.active[:, None], root, token, root, root]
         else:
-            if greedy and self.may_read and len(tree.token) == 1 and not verify.is_lossy(settings.rule):
-                accepted, ranks, count = device.follow_on_host(tree, argmax(logits), slots.max_draft_depth, deepest)
+            if greedy and self.may_read and len(tree.token) == 1 and not rules.is_lossy(settings.rule):
+                accepted, ranks, count = rules.follow_on_host(tree, argmax(logits), slots.max_draft_depth, deepest)
             else:
                 assert drafted.depth is not None
-                present = device.present(tree, drafted.ancestor_mask, drafted.depth, slots.max_draft_depth)
-                if not self.drafts.on_device:
+                present = rules.present(tree, drafted.ancestor_mask, drafted.depth, slots.max_draft_depth)
+                if not self.drafts.traits.on_device:
                     present &= tree.parent != LOOK_AHEAD
                 accepted = self.accepted(slots, drafted, present, logits, settings)
                 accepted = accepted._replace(committed=accepted.committed * slots.active)
-                ranks, count = device.ranks(tree).gather(1, accepted.path), present.sum(1) - 1
+                ranks, count = rules.ranks(tree).gather(1, accepted.path), present.sum(1) - 1
             results = [accepted.committed[:, None], count[:, None], accepted.token, accepted.path, ranks]
-        if settings.gaps:
+        if settings.logit_gaps:
             best_two = logits.take_along_dim(accepted.path[..., None], 1).float().topk(2).values
             results.append((best_two[..., 0] - best_two[..., 1]).view(torch.int32).long())
         return torch.cat(results, 1), accepted
@@ -476,21 +480,21 @@ class DeviceStep:
         settings: RequestParams,
     ) -> Accepted:
         """Verify drafts by the rule for them."""
-        tree, above, drafts, sampling = drafted.tree, drafted.ancestor_mask, self.drafts, settings.sampling
-        rule, greedy = verify.RULES[self.rule(settings)], sampling.temperature == 0
+        tree, above, drafts, sampling = drafted.tree, drafted.ancestor_mask, self.plan, settings.sampling
+        rule, greedy = rules.RULES[self.rule(settings)], sampling.temperature == 0
         choose = partial(self.choose, slots, drafted, processed_logits, sampling)
         if rule.bar is not None:  # one-hot probs leave nothing to be lenient about: they are judged at temperature 1
             p = distribution(processed_logits, replace(sampling, temperature=1.0) if greedy else sampling)
-            last = device.lenient(tree, above, present, p, rule.bar(p))
+            last = rules.lenient(tree, above, present, p, rule.bar(p))
             depth = above.expand(len(last), -1, -1)[torch.arange(len(last), device=last.device), last].sum(-1) - 1
-            return device.accepted(tree, above, last, choose(last, depth), drafts.deepest)
+            return rules.accepted(tree, above, last, choose(last, depth), drafts.deepest)
         if greedy:
-            return device.follow(tree, above, present, argmax(processed_logits), drafts.deepest)
+            return rules.follow(tree, above, present, argmax(processed_logits), drafts.deepest)
         reads_q = drafted.q is not None and rule.on_device is not None
         has_q = None if drafts.has_q is None or all(drafts.has_q) else drafts.has_q
         if reads_q and has_q is None:
             return self.verified(slots, drafted, present, processed_logits, settings)
-        walked = device.walk(tree, above, present, choose, drafts.deepest, allow_host_sync=self.may_read)
+        walked = rules.walk(tree, above, present, choose, drafts.deepest, allow_host_sync=self.may_read)
         if not reads_q or has_q is None:
             return walked
         sampled = self.verified(slots, drafted, present, processed_logits, settings)
@@ -533,9 +537,9 @@ class DeviceStep:
         step = torch.arange(max_committed, device=accepted.path.device)
         path, token = accepted.path[:, :max_committed], accepted.token[:, :max_committed]
         row = torch.arange(len(path), device=step.device)[:, None]
-        if not self.drafts.chain:
+        if not self.plan.chain:
             begin = slots.length[:, None]
-            self.cache.storage.compact(row + self.first if self.first else row, begin + path, begin + step)
+            self.cache.storage.compact(row, begin + path, begin + step)
         last = (accepted.committed[:, None] - 1).clamp_min(0)
         root = token.gather(1, last)[:, 0]
         slots.root.copy_(torch.where(accepted.committed > 0, root, slots.root) if self.masked else root)
@@ -545,7 +549,7 @@ class DeviceStep:
         if slots.seen_tokens.shape[1]:
             taken = step < accepted.committed[:, None]
             slots.seen_tokens.scatter_(1, torch.where(taken, token, slots.root[:, None]), True)
-        if not self.drafts.learns:
+        if self.drafts.traits.rows is None:
             return None
         return Features(token, out.hidden[row, path], out.last_hidden[row, path], torch.zeros_like(token))
 
@@ -557,7 +561,8 @@ class DeviceStep:
 
     def extend(self, features: Features, count: Int[Tensor, "B"]) -> None:
         """Hand the drafts the accepted rows."""
-        self.drafts.commit(features, count)
+        assert self.drafts.traits.rows is not None
+        self.drafts.traits.rows.commit(features, count)
 
     def emit(self, request: Request, row: list[int], width: int) -> Step:
         """Emit what a sequence has committed; return its step, without seconds.
@@ -583,4 +588,4 @@ class DeviceStep:
         rows = TargetOutput(out.hidden[at : at + 1, path], out.last_hidden[at : at + 1, path], None)
         following, old = torch.tensor(token, device=index.device), index.tolist()
         kept_path = [old.index(node) for node in path]
-        request.generation.passes.append(Pass(following, rows, nodes, kept_path, out.last_hidden[at, index]))
+        request.generation.target_passes.append(Pass(following, rows, nodes, kept_path, out.last_hidden[at, index]))

@@ -23,12 +23,12 @@ from transformers import (
 from heads.base import LevelNodes, LevelOutput
 from inference.drafters.policy import TreeConfig, grow
 from inference.protocol import Context, Proposal
-from inference.verification import device
+from inference.verification import rules
 from inference.verification import tree as trees
 from inference.verification.rng import Draws
+from inference.verification.rules import RULES, fitting, is_chain
 from inference.verification.sample import Sampling, distribution, penalize
 from inference.verification.tree import DraftTree
-from inference.verification.verify import RULES, fitting, is_chain
 from tests.heads.stub import TinyEnds
 from tests.oracle import WALKS, Rng, by_node, seen_tokens
 
@@ -53,25 +53,25 @@ def verify_on_device(
     batch = DraftTree(tree.token[None], tree.parent[None])
     above = trees.ancestors(batch)
     depth, greedy = above.sum(-1) - 1, sampling.temperature == 0
-    present, deepest = device.present(batch, above, depth, torch.tensor([len(tree.token)])), int(depth.max())
+    present, deepest = rules.present(batch, above, depth, torch.tensor([len(tree.token)])), int(depth.max())
     parents = tree.parent.tolist()
     walk = RULES["match" if len(parents) == 1 else fitting(rule, is_chain(parents), q is not None, greedy)].on_device
     p = distribution(logits, sampling)
     if greedy:
-        found = device.follow(batch, above, present, logits.max(-1).indices[None], deepest)
+        found = rules.follow(batch, above, present, logits.max(-1).indices[None], deepest)
     elif walk is None:
 
         def choose(node: Tensor, _: int) -> Tensor:
             return torch.tensor(rng.sample(p[node]))
 
-        found = device.walk(batch, above, present, choose, deepest, allow_host_sync=True)
+        found = rules.walk(batch, above, present, choose, deepest, allow_host_sync=True)
     else:
         assert q is not None
-        draft = device.Sampled(parents, batch.token, present, q[None])
+        draft = rules.Sampled(parents, batch.token, present, q[None])
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(device, "AcceptDraws", lambda *_: Coins(rng))
+            patch.setattr(rules, "AcceptDraws", lambda *_: Coins(rng))
             last, probs = walk(draft, p[None], torch.zeros(1, len(parents)), True)
-        found = device.accepted(batch, above, last, torch.tensor(rng.sample(probs)), deepest)
+        found = rules.accepted(batch, above, last, torch.tensor(rng.sample(probs)), deepest)
     count = int(found.committed)
     return found.path[0, :count].tolist(), int(found.token[0, count - 1])
 

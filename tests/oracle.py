@@ -14,17 +14,28 @@ from torch import Tensor
 from heads.base import Features
 from inference.decode import Generation, RequestParams
 from inference.drafters.head import HeadBatch
-from inference.protocol import Context, DraftBatch, Drafter, Roots
+from inference.protocol import Context, DraftBatch, Drafter, DraftInputs, DraftPlan
 from inference.request import Step
 from inference.target.cache import TargetCache
 from inference.target.model import TargetOutput
 from inference.target.target import Target
 from inference.verification import tree as trees
-from inference.verification.device import DELTA, EPSILON, LEAST, THRESHOLD
 from inference.verification.rng import ACCEPT_KEY, Draws, exponential_noise, hash_key, seed_key, uniform
+from inference.verification.rules import (
+    COUPLED,
+    DELTA,
+    EPSILON,
+    GREEDY_WALK,
+    LEAST,
+    NOTHING,
+    THRESHOLD,
+    fitting,
+    is_chain,
+    is_lossy,
+    label,
+)
 from inference.verification.sample import Sampling, distribution, penalize, residual, without
 from inference.verification.tree import DraftTree, LookAhead, children
-from inference.verification.verify import COUPLED, GREEDY_WALK, NOTHING, fitting, is_chain, is_lossy, label
 
 Found = tuple[list[int], int]  # the accepted nodes from the root on, and the next token
 
@@ -87,7 +98,7 @@ def recursive(tree: DraftTree, p: Tensor, q: Tensor, rng: Rng) -> Found:
 
 
 @dataclass
-class Frame:
+class PathNode:
     """A node on the path that traversal verification looks at: the children it has not rejected, and what is left."""
 
     node: int
@@ -100,7 +111,7 @@ class Frame:
 def traversal(tree: DraftTree, p: Tensor, q: Tensor, rng: Rng) -> Found:
     """From the leaves up: a path is accepted or rejected as a whole."""
     below, token = children(tree), tree.token.tolist()
-    frames = [Frame(0, 1.0, below[0])]
+    frames = [PathNode(0, 1.0, below[0])]
     while True:
         top = frames[-1]
         if not top.waiting and rng.accept(top.alpha):
@@ -116,12 +127,12 @@ def traversal(tree: DraftTree, p: Tensor, q: Tensor, rng: Rng) -> Found:
         x = token[child]
         alpha = min(1.0, top.alpha * float(top.target[x] / top.draft[x]))
         if alpha > 0:
-            frames.append(Frame(child, alpha, below[child]))
+            frames.append(PathNode(child, alpha, below[child]))
         else:  # nothing below it can be accepted either
             reject(top, tree.token[child, None])
 
 
-def reject(frame: Frame, token: Tensor) -> None:
+def reject(frame: PathNode, token: Tensor) -> None:
     """Take into account that the child with a token, and all below it, was rejected."""
     assert frame.target is not None
     assert frame.draft is not None
@@ -233,7 +244,7 @@ def by_node(tree: DraftTree, q: Tensor | None) -> Tensor | None:
     return rows
 
 
-def roots(text: list[int], settings: RequestParams, deepest: int, vocab: int) -> Roots:
+def roots(text: list[int], settings: RequestParams, deepest: int, vocab: int) -> DraftInputs:
     """Return the root of a text, as the engine hands it to what drafts."""
     sampling, draws = settings.sampling, Draws(seed_key(settings.seed), len(text), settings.rule == COUPLED)
     like = torch.zeros(vocab)
@@ -267,11 +278,11 @@ def reference(
     def emit(tokens: list[int], sources: list[str], scores: Tensor) -> int:
         for count, (token, source, row) in enumerate(zip(tokens, sources, scores, strict=True), 1):
             made.tokens.append(token)
-            made.sources.append(source)
+            made.origins.append(source)
             text.append(token)
-            if settings.gaps:
+            if settings.logit_gaps:
                 best = row.float().topk(2).values
-                made.gaps.append(float(best[0] - best[1]))
+                made.logit_gaps.append(float(best[0] - best[1]))
             stopped = any(stop in target.tokenizer.decode(made.tokens) for stop in settings.stop)
             ends = {"eos": token in target.eos, "stop": stopped, "length": len(made.tokens) >= limit}
             made.finish = next((name for name, there in ends.items() if there), "")
@@ -280,7 +291,7 @@ def reference(
         return len(tokens)
 
     token = torch.tensor(prompt)
-    out = target.prefill(token, cache, drafts.feature_layers)
+    out = target.prefill(token, cache, drafts.traits.feature_layers)
     assert out.logits is not None
     root = trees.root(prompt[-1], target.device)
     scores = processed(out.logits[0], root)
@@ -289,12 +300,12 @@ def reference(
     while not made.finish:
         prefix, room = len(text) - 1, limit - len(made.tokens) - 1
         tree, q = trees.root(text[-1], target.device), None
-        drafts.begin([None], prefix)
+        plan = drafts.begin([None], prefix)
         if trees_of_steps is not None:
-            grow_by(drafts, trees_of_steps[len(made.steps)])
-        if drafts.deepest:
-            tree, q = drafted(drafts, roots(text, settings, drafts.deepest, vocab), room, prefix)
-        verified = score(target, tree, cache, None, drafts.feature_layers)
+            plan = grow_by(drafts, trees_of_steps[len(made.steps)])
+        if plan.deepest:
+            tree, q = drafted(drafts, roots(text, settings, plan.deepest, vocab), room, prefix)
+        verified = score(target, tree, cache, None, drafts.traits.feature_layers)
         assert verified.logits is not None
         scores = processed(verified.logits[0], tree)
         path, bonus, rule = decide(tree, scores, q, sampling, Coins(settings.seed, len(text)), settings.rule)
@@ -313,13 +324,13 @@ def reference(
     return made
 
 
-def grow_by(drafts: Any, policy: Any) -> None:
+def grow_by(drafts: Any, policy: Any) -> DraftPlan:
     """Let a head draft by another policy."""
     drafts.policy = policy
-    drafts.deepest = 0 if policy is None else min(policy.deepest, drafts.head.max_depth)
+    return DraftPlan(0 if policy is None else min(policy.deepest, drafts.head.max_depth))
 
 
-def drafted(drafts: DraftBatch, root: Roots, room: int, prefix: int) -> tuple[DraftTree, Tensor | None]:
+def drafted(drafts: DraftBatch, root: DraftInputs, room: int, prefix: int) -> tuple[DraftTree, Tensor | None]:
     """Return the draft of one sequence without padding and what is deeper than its room, its q by nodes."""
     made = drafts.draft_trees(root, torch.tensor([room]), prefix, allow_host_sync=True)
     tree = DraftTree(made.tree.token[0], made.tree.parent[0])

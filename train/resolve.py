@@ -39,9 +39,8 @@ from heads.common.untrusted import regular, visible
 from heads.formats.hub import kind_of, resolve_head
 from heads.formats.published import export
 from heads.formats.published.export import TargetFacts
-from inference.target import adapter
 from inference.target.config import DTYPES, default_device, device_named, fast_dtype
-from inference.target.loading import AS_IT_IS, check_method, check_quantized, load_tokenizer
+from inference.target.loading import AS_IT_IS, check_adapter, check_method, check_quantized, load_tokenizer
 from inference.target.placement import (
     AUTO,
     DEVICE_MAP,
@@ -250,7 +249,7 @@ def check_run(run: RunConfig) -> None:
         kind_of(resolve_head(str(run.init)))
     check_method(model.quantize)
     if model.adapter not in (None, AS_IT_IS):
-        adapter.check(model.adapter, model.quantize)
+        check_adapter(model.adapter, model.quantize)
 
 
 def check_records(run: RunConfig) -> None:

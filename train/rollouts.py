@@ -127,14 +127,14 @@ class Rollouts:
         prompts = self.prompts(batches, draw)
         sampling = Sampling(self.config.temperature, 0, 1.0)
         settings = [
-            RequestParams(self.config.tokens, sampling, seed=draw.getrandbits(31), passes=True) for _ in prompts
+            RequestParams(self.config.tokens, sampling, seed=draw.getrandbits(31), keep_passes=True) for _ in prompts
         ]
         drafter = HeadDrafter(self.decoding(weights), self.tree, "on_policy")
         together = len(prompts) if self.target.takes_trees else 1
         with self.target.uncaptured():  # graphs of these weights would serve no other step
             answers = speculate(self.target, drafter, prompts, settings, batch_size=together)
         sequences = [
-            rollout_rows(prompt, answer.passes, self.depths, self.config.nodes)
+            rollout_rows(prompt, answer.target_passes, self.depths, self.config.nodes)
             for prompt, answer in zip(prompts, answers, strict=True)
         ]
         size, width = self.batches.micro_batch_size, self.batches.packed.token.shape[1]

@@ -35,8 +35,7 @@ from heads.mtp import TARGET, Mtp
 from heads.rows import positions
 from inference.drafters.mtp import load_mtp
 from inference.target.embeddings_only import EmbeddingsOnly
-from inference.target.placed import whole
-from inference.target.placement import REPLICATE
+from inference.target.placement import REPLICATE, whole
 from inference.target.target import Target
 
 

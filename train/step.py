@@ -27,7 +27,7 @@ from eval.measures.machine import peak_memory
 from heads.base import Features, frozen_count, parameter_count, to_device
 from heads.common.files import atomic_write
 from heads.modules.layers import compile_layers
-from inference.phase_timer import PhaseTimer
+from inference.request import PhaseTimer
 from train.checkpoint import TrainState
 from train.config import LauncherConfig, TrainerConfig
 from train.distributed import strategy

@@ -60,7 +60,7 @@ def lossless(bench: Bench, dtype: str) -> list[Row]:
     tokens, answer, mean = (TOY_TOKENS, TOY_ANSWER, TOY_MEAN) if bench.toy else (TOKENS, ANSWER, MEAN)
     target = Target.load(str(TINY), dtype, str(bench.device))
     prompts = [each.token for each in load_workload(str(TINY / "chats.jsonl.xz"), target, -(-tokens // mean))]
-    settings = RequestParams(answer, GREEDY, gaps=True)
+    settings = RequestParams(answer, GREEDY, logit_gaps=True)
     source: Any = load_drafter(folder(bench, "eagle", 300, large=False) / "head", {}, target, "head")
     plain = speculate(target, Baseline(target.device), prompts, settings, batch_size=SEVERAL)
     drafted = speculate(target, source, prompts, settings, batch_size=SEVERAL)

@@ -18,8 +18,7 @@ from data.text.prompts import prompt_of
 from data.text.records import LoggedAnswer, Record
 from data.text.template import encode, render, turn_end_tokens, with_opening
 from heads.common.ranges import Amount, Count, Number, Within
-from inference.chat_template import RenderError
-from inference.text_stream import UNFINISHED
+from inference.target.tokenizer import UNFINISHED, RenderError
 from inference.verification.rng import hashed
 
 FIXED = ("messages", "tools", "add_generation_prompt")  # the template's values that are the chat's

@@ -21,13 +21,12 @@ from inference.batch import batch_of
 from inference.drafters.head import load_drafter, saved_tree
 from inference.drafters.plain import Baseline
 from inference.drafters.registry import configured, make
-from inference.limits import check_prompt
 from inference.protocol import Drafter
 from inference.request import Generation, RequestParams
-from inference.target.target import Target
-from inference.text_stream import UNFINISHED
+from inference.target.target import Target, check_prompt
+from inference.target.tokenizer import UNFINISHED
+from inference.verification.rules import COUPLED
 from inference.verification.sample import Sampling
-from inference.verification.verify import COUPLED
 
 
 class Answering(NamedTuple):

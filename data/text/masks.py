@@ -30,8 +30,7 @@ from data.text.template import (
     turn_end_tokens,
     with_opening,
 )
-from inference.chat_template import RenderError
-from inference.target.tokenizer import text_ids
+from inference.target.tokenizer import RenderError, text_ids
 
 OPEN = r"(?:<think>|\[THINK\]|<\|START_THINKING\|>|<seed:think>)"
 CLOSE = r"(?:</think>|\[/THINK\]|<\|END_THINKING\|>|</seed:think>)"

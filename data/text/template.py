@@ -13,8 +13,7 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from data.text.parts import Message, content_text, parsed
-from inference.chat_template import RenderError, rendering
-from inference.target.tokenizer import tokenize
+from inference.target.tokenizer import RenderError, rendering, tokenize
 
 T = TypeVar("T")
 Span = tuple[int, int]

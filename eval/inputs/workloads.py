@@ -21,10 +21,9 @@ from data.text.template import encode, render, with_opening
 from eval.config import Selection, listed
 from eval.measures import metrics
 from eval.measures.results import Measurement
-from inference.chat_template import RenderError
 from inference.decode import RequestParams, autoregress
 from inference.target.target import Target
-from inference.target.tokenizer import text_ids, tokenize
+from inference.target.tokenizer import RenderError, text_ids, tokenize
 
 NO_ANSWER = "it has no answer to play back: give a log with answers, or text=own, for which the target writes them"
 

@@ -334,7 +334,7 @@ def divergence(plain: Generation, drafted: Generation, prompt: str) -> Divergenc
         position=position,
         plain=ours[position] if position < len(ours) else None,
         drafted=theirs[position] if position < len(theirs) else None,
-        gap=plain.gaps[position] if position < len(plain.gaps) else None,
+        gap=plain.logit_gaps[position] if position < len(plain.logit_gaps) else None,
     )
 
 
@@ -345,7 +345,7 @@ def near_tie(where: Divergence, drafted: Generation, epsilon: float) -> bool:
     """
     if where.plain is None or where.drafted is None or where.gap is None:
         return False
-    return where.gap < epsilon and all(gap < epsilon for gap in drafted.gaps[where.position : where.position + 1])
+    return where.gap < epsilon and all(gap < epsilon for gap in drafted.logit_gaps[where.position : where.position + 1])
 
 
 def gate(baseline: Sequence[Generation], drafted: Sequence[Generation], ids: Sequence[str], dtype: torch.dtype) -> Gate:

@@ -23,7 +23,7 @@ from eval.report.view import (
     without_ending,
     words,
 )  # fmt: skip
-from inference.verification.verify import emits_samples
+from inference.verification.rules import emits_samples
 
 TIES = 5  # near ties shown of each drafter
 NODES = 16  # shown of each drafter's tree

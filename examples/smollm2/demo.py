@@ -53,7 +53,7 @@ class Side:
 
     def ask(self, prompt: list[int]) -> None:
         """Begin an answer; the prefill, which both sides run alike, is not timed."""
-        self.answer, self.seconds = self.batch.admit(0, prompt, RequestParams(NEW_TOKENS, GREEDY, gaps=True)), 0.0
+        self.answer, self.seconds = self.batch.admit(0, prompt, RequestParams(NEW_TOKENS, GREEDY, logit_gaps=True)), 0.0
 
     def step(self) -> None:
         """Decode one pass."""

@@ -113,7 +113,7 @@ def write_files(folder: Path, content: dict[str, Any], tensors: dict[str, Tensor
 def save_tree(folder: Path, tree: dict[str, Any], schedule: list[dict[str, Any]] | None = None) -> None:
     """Write another draft tree into a head's config.json, atomically; the head and its target stay.
 
-    With a `schedule`, lines of `inference.tree_config.Schedule`, the tree is that of one sequence, else of any number.
+    With a `schedule`, lines of `policy.Schedule`, the tree is that of one sequence, else of any number.
 
     Raises:
         ValueError: the folder has no head.

@@ -5,25 +5,320 @@ with another. It reads and drafts level by level as heads do, so that every tree
 stop early.
 """
 
+import json
+import re
 from dataclasses import dataclass
 from typing import Annotated, Any
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from heads.base import LevelNodes, LevelOutput
 from heads.common.ranges import Fraction, OneOf
-from inference.drafters import runner
 from inference.drafters.host import DrafterState, HostDrafter
 from inference.drafters.policy import TreeConfig, grow
-from inference.drafters.runner import DraftModelConfig, DraftModelRunner
-from inference.drafters.vocabulary import SameVocabulary, SharedVocabulary
-from inference.protocol import Commit, Context, Proposal, sampled_chain
+from inference.protocol import CommittedTokens, Context, Proposal, sampled_chain
+from inference.target.config import DTYPES
 from inference.target.target import Target
+from inference.target.tokenizer import decode
 from inference.verification.rng import Draws
 from inference.verification.sample import distribution, penalize
 from inference.verification.tree import root
+
+ROOT = -1  # the number of the last token read, above the drafted nodes
+
+
+@dataclass(frozen=True)
+class DraftModelConfig:
+    """A draft model; a null takes the target's.
+
+    On another device than the target's, tokens go there and logits come back at every pass.
+    """
+
+    model: str
+    dtype: str | None
+    device: str | None
+    trust_remote_code: bool
+
+
+class DraftModelRunner:
+    """A model with the tokens it has read, and behind them in its cache the drafted nodes of one tree.
+
+    Nodes are numbered in order of expansion. Reading on keeps what still stands of both, so that a pass runs over
+    only what is missing: after a verification the tokens that no expanded node holds, the next root among them.
+    """
+
+    def __init__(self, model: Target) -> None:
+        self.model = model
+        self.clear()
+
+    def clear(self) -> None:
+        """Begin with no text."""
+        self.cache = self.model.cache()
+        self.token: list[int] = []
+        self._drop_drafts()
+
+    def _drop_drafts(self) -> None:
+        self.below: dict[tuple[int, int], int] = {}  # (node above, token) -> node
+        self.path: list[list[int]] = []  # each node's nodes from the top down, its own the last
+        self.level = [ROOT]
+
+    def read(self, token: list[int]) -> Float[Tensor, "1 V"]:
+        """Take `token`, one or more, as the whole text from now on; return the logits of what follows."""
+        common = len(self.token)
+        if token[:common] != self.token:
+            common = next(i for i in range(common) if self.token[i : i + 1] != token[i : i + 1])
+        common = min(common, len(token) - 1)  # the last one is run for its logits in any case
+        nodes: list[int] = []  # the expanded ones that hold what comes next, from the root down
+        for t in token[common:-1] if common == len(self.token) else ():
+            node = self.below.get((nodes[-1] if nodes else ROOT, t))
+            if node is None:
+                break
+            nodes.append(node)
+        self.cache.keep(common, nodes)
+        missing = torch.tensor(token[common + len(nodes) :], device=self.model.device)
+        logits = self.model.prefill(missing, self.cache).logits
+        assert logits is not None
+        self.token = list(token)
+        self._drop_drafts()
+        return logits[0]
+
+    def expand(self, token: Int[Tensor, "N"], parent: Int[Tensor, "N"]) -> Float[Tensor, "N V"]:
+        """Run one more tree level, the parents as indices into the last one, and return its logits."""
+        return self.branch(token, [self.level[above] for above in parent.tolist()])
+
+    @torch.inference_mode()
+    def branch(self, token: Int[Tensor, "N"], above: list[int]) -> Float[Tensor, "N V"]:
+        """Run a new node under each of the nodes `above`, ROOT the last token read, and return their logits."""
+        model, device = self.model, self.model.device
+        first, text = len(self.path), len(self.token)
+        self.level = list(range(first, first + len(above)))
+        for node, parent, t in zip(self.level, above, token.tolist(), strict=True):
+            self.below[parent, t] = node
+            self.path.append([*(self.path[parent] if parent != ROOT else []), node])
+        depth = torch.tensor([len(path) for path in self.path], device=device)
+        key_position = torch.cat([torch.arange(text, device=device), text - 1 + depth])[None]
+        position = key_position[:, self.cache.length :]
+        attn_mask = None
+        # A chain sees all that is before it, which needs no attention that takes a mask.
+        if any(len(self.path[node]) < len(self.path) for node in self.level):
+            attn_mask = torch.zeros(1, len(above), text + len(self.path), dtype=torch.bool, device=device)
+            attn_mask[..., :text] = True
+            for row, node in enumerate(self.level):
+                attn_mask[0, row, [text + ancestor for ancestor in self.path[node]]] = True
+        last = model.run(token[None].to(device), position, attn_mask, self.cache, key_position=key_position).last_hidden
+        return model.embeddings.logits(last)[0]
+
+    def adopt(self, token: list[int], nodes: list[int], live: list[int]) -> None:
+        """Read on by expanded nodes: `nodes` become text, now `token`, and the chain `live` stays drafted.
+
+        A chain begins under the last of the nodes; the other drafts are dropped.
+        """
+        size = len(self.token)
+        assert token[:size] == self.token
+        assert len(token) == size + len(nodes)
+        index = {node: new for new, node in enumerate(live)} | {nodes[-1]: ROOT}
+        below = {(index[a], t): index[n] for (a, t), n in self.below.items() if n in live}
+        self.cache.keep(size, [*nodes, *live])
+        self.token = list(token)
+        self._drop_drafts()
+        self.below = below
+        self.path = [list(range(node + 1)) for node in range(len(live))]
+        self.level = [len(live) - 1]  # ROOT if there is none
+
+
+def load_draft_model(config: DraftModelConfig, target: Target, key: str) -> Target:
+    """Load a draft model for a target from a folder or the Hub, under the configuration's name for errors.
+
+    Raises:
+        ValueError: no such model, dtype or device.
+    """
+    same = next(name for name, kind in DTYPES.items() if kind == target.dtype)
+    where = config.device or str(target.device)
+    try:
+        torch.empty(0, device=where)
+    except (RuntimeError, AssertionError) as error:
+        raise ValueError(
+            f"{key}.device is {where!r}, which is not to be had here: give cpu, cuda:N or null for the target's"
+        ) from error
+    try:
+        model = Target.load(config.model, config.dtype or same, where, config.trust_remote_code)
+        if model.recurrence is not None:
+            raise ValueError(
+                f"{model.incompatibility}, and a text that is revised needs those of others: choose another one"
+            )
+        return model
+    except ValueError as error:
+        raise ValueError(f"{key}.model={config.model} cannot be used: {error}") from error
+
+
+BYTE_OF = {character: byte for byte, character in bytes_to_unicode().items()}  # of GPT-2's alphabet of bytes
+
+
+class SameVocabulary:
+    """How an assistant with the target's tokenizer reads and writes; `SharedVocabulary` is for one with another.
+
+    The models' lm_heads may be padded to different sizes, A of the assistant's and V of the target's. Tokenizers that
+    differ are refused, with where.
+    """
+
+    def __init__(self, target: Target, assistant: Target) -> None:
+        if difference := _difference(target.tokenizer.get_vocab(), assistant.tokenizer.get_vocab()):
+            raise ValueError(f"{assistant.name} has another tokenizer than {target.name}: {difference}; use match=tli")
+        self.ours, self.theirs = target.embeddings.vocab_size, assistant.embeddings.vocab_size
+
+    def prompt(self, token: list[int]) -> list[int]:
+        """Return a prompt in the assistant's tokens: without those that only the target's padding numbers."""
+        return self.follow(token)
+
+    def follow(self, token: list[int]) -> list[int]:
+        """Return the same of tokens that come after the prompt, each by itself."""
+        return [t for t in token if t < self.theirs]
+
+    def to_assistant(self, token: Int[Tensor, "N"]) -> Int[Tensor, "N"]:
+        """Return drafted tokens; -inf keeps those that only the padding numbers out of every q, rank does not."""
+        return token.clamp_max(self.theirs - 1)
+
+    def to_target(self, logits: Float[Tensor, "N A"]) -> Float[Tensor, "N V"]:
+        """Cut or pad the logits to the target's vocabulary."""
+        logits = logits[:, : self.ours]
+        return torch.nn.functional.pad(logits, (0, self.ours - logits.shape[1]), value=float("-inf"))
+
+
+class SharedVocabulary:
+    """Token-level intersection (TLI; Timor et al., arXiv 2502.05202): the assistant drafts tokens that both know.
+
+    Its q is renormalised over them, and so is a distribution of the target's tokens: p/q verification stays exact. What
+    the target writes outside is spelled with the assistant's tokens.
+
+    Raises:
+        ValueError: no token is shared, or a tokenizer is of a kind whose tokens cannot be read as bytes.
+    """
+
+    def __init__(self, target: Target, assistant: Target) -> None:
+        self.source, self.destination = target.tokenizer, assistant.tokenizer
+        self.bytes = token_bytes(target)
+        self.ids = _ids_of(token_bytes(assistant))
+        self.one = _shared(target, assistant, self.bytes, self.ids)
+        if not self.one:
+            raise ValueError(f"{assistant.name} shares no token with {target.name}: choose another one")
+        self.size = target.embeddings.vocab_size
+        self.ours, self.theirs = torch.tensor([*self.one.items()], device=assistant.device).T
+        self.counterpart = torch.zeros(self.size, dtype=torch.long, device=assistant.device)
+        self.counterpart[self.ours] = self.theirs
+
+    def prompt(self, token: list[int]) -> list[int]:
+        """Encode the prompt's text, as the assistant was trained to read it: behind its first token, if it has one."""
+        first = self.destination("a")["input_ids"][:1]
+        text = self.destination(decode(self.source, token), add_special_tokens=False)
+        return (first if first == [self.destination.bos_token_id] else []) + text["input_ids"]
+
+    def follow(self, token: list[int]) -> list[int]:
+        """Return for each token its one counterpart, or its bytes spelled longest token first."""
+        return [token_id for t in token for token_id in ([self.one[t]] if t in self.one else self._spell(t))]
+
+    def to_assistant(self, token: Int[Tensor, "N"]) -> Int[Tensor, "N"]:
+        """Return the counterparts; a token without one has no probability, and its node's answer no use."""
+        return self.counterpart[token.to(self.counterpart.device)]
+
+    def to_target(self, logits: Float[Tensor, "N A"]) -> Float[Tensor, "N V"]:
+        """Put the shared columns where the target has them."""
+        scattered = logits.new_full((len(logits), self.size), float("-inf"))
+        scattered[:, self.ours] = logits[:, self.theirs]
+        return scattered
+
+    def _spell(self, token: int) -> list[int]:
+        rest, spelled = self.bytes.get(token, b""), []
+        while rest:
+            length = next((n for n in range(len(rest), 0, -1) if rest[:n] in self.ids), None)
+            if length is None:
+                return []  # the assistant cannot read it and goes on without
+            spelled.append(self.ids[rest[:length]])
+            rest = rest[length:]
+        return spelled
+
+
+def _difference(ours: dict[str, int], theirs: dict[str, int]) -> str:
+    """Return the first difference of two vocabularies in words, empty if there is none."""
+    if ours == theirs:
+        return ""
+    token = min((t for t in {**ours, **theirs} if ours.get(t) != theirs.get(t)), key=lambda t: ours.get(t, 1 << 60))
+    token_id, other = ours.get(token, "missing"), theirs.get(token, "missing")
+    return f"token {token!r} is {token_id} in the target's vocabulary of {len(ours)} and {other} in its {len(theirs)}"
+
+
+def token_bytes(model: Target) -> dict[int, bytes]:
+    """Return the bytes that tokens but special ones add in the middle of a text; refuse those without such.
+
+    "Ġthe" of a byte-level BPE, "▁the" of a sentencepiece model and the word "the" of a word-level one are all b" the".
+    """
+    steps = _decoder_steps(model)
+    added, special = model.tokenizer.added_tokens_decoder, set(_special(model.tokenizer).values())
+    return {
+        token_id: piece.encode() if token_id in added else _piece_bytes(piece, steps)
+        for piece, token_id in model.tokenizer.get_vocab().items()
+        if token_id < model.embeddings.vocab_size and token_id not in special
+    }
+
+
+def _special(tokenizer: PreTrainedTokenizerBase) -> dict[str, int]:
+    added = {str(t): token_id for token_id, t in tokenizer.added_tokens_decoder.items() if t.special}
+    return added | dict(zip(tokenizer.all_special_tokens, tokenizer.all_special_ids, strict=True))
+
+
+def _decoder_steps(model: Target) -> list[dict[str, Any]]:
+    """Return the steps of the tokenizer's decoder; none for a word-level one, whose words are joined by spaces."""
+    backend = getattr(model.tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        raise ValueError(f"{model.name}: its tokenizer shows no table of tokens to compare: choose another one")
+    if backend.decoder is None:
+        return []
+    state = json.loads(backend.decoder.__getstate__())
+    steps: list[dict[str, Any]] = state["decoders"] if state["type"] == "Sequence" else [state]
+    for step in steps:
+        byte_wise = step["type"] in ("ByteLevel", "Metaspace", "ByteFallback", "Fuse", "Strip")
+        if not (byte_wise or (step["type"] == "Replace" and "String" in step["pattern"])):
+            raise ValueError(
+                f"{model.name}: tokens of a tokenizer with a {step['type']} decoder cannot be compared one by one: "
+                "choose another one"
+            )
+    return steps
+
+
+def _piece_bytes(piece: str, steps: list[dict[str, Any]]) -> bytes:
+    """Decode one token as its tokenizer would in the middle of a text, to bytes."""
+    if not steps:
+        return b" " + piece.encode()
+    for step in steps:
+        if step["type"] == "ByteLevel" and all(c in BYTE_OF for c in piece):
+            return bytes(BYTE_OF[c] for c in piece)
+        if step["type"] == "ByteFallback" and (byte := re.fullmatch("<0x([0-9A-Fa-f]{2})>", piece)):
+            return bytes([int(byte[1], 16)])
+        if step["type"] == "Metaspace":
+            piece = piece.replace(step["replacement"], " ")
+        if step["type"] == "Replace":
+            piece = piece.replace(step["pattern"]["String"], step["content"])
+    return piece.encode()
+
+
+def _ids_of(pieces: dict[int, bytes]) -> dict[bytes, int]:
+    """Return which token stands for which bytes; of several, the last one, because byte tokens come first."""
+    return {piece: token_id for token_id, piece in sorted(pieces.items()) if piece}
+
+
+def _shared(target: Target, assistant: Target, ours: dict[int, bytes], theirs: dict[bytes, int]) -> dict[int, int]:
+    """Return the pairs of tokens that are the same in both vocabularies, each token in one pair at most."""
+    pairs = {token_id: theirs[piece] for piece, token_id in _ids_of(ours).items() if piece in theirs}
+    other = _special(assistant.tokenizer)
+    pairs |= {token_id: other[name] for name, token_id in _special(target.tokenizer).items() if name in other}
+    embeddings = target.tokenizer.eos_token_id, assistant.tokenizer.eos_token_id
+    if None not in embeddings and embeddings[0] not in pairs and embeddings[1] not in pairs.values():
+        pairs[embeddings[0]] = embeddings[1]
+    return {a: b for a, b in pairs.items() if a < target.embeddings.vocab_size and b < assistant.embeddings.vocab_size}
+
 
 MATCHES: dict[str, type[SameVocabulary] | type[SharedVocabulary]] = {"same": SameVocabulary, "tli": SharedVocabulary}
 Outcome = tuple[int, ...]  # what a verification commits: the accepted tokens, then the target's own
@@ -97,7 +392,7 @@ class Assistant(HostDrafter):
     def __init__(self, config: Config, target: Target, name: str) -> None:
         self.config, self.name = config, name
         self.tree = config.tree.label
-        self.model = runner.load(config, target, "drafter.assistant")
+        self.model = load_draft_model(config, target, "drafter.assistant")
         if config.tree.kind != "chain" and not self.model.takes_trees:
             raise ValueError(
                 f"drafter.assistant.tree.kind is {config.tree.kind!r}, but the attention of {config.model} does not "
@@ -128,7 +423,7 @@ class AssistantState(DrafterState):
         self.max_depth = 0  # of the tree at hand: how deep both contexts let it be
 
     @torch.inference_mode()
-    def update(self, commit: Commit) -> None:
+    def update(self, commit: CommittedTokens) -> None:
         """Read on: what was drafted, accepted and expanded is in the cache already."""
         self.text += self.vocabulary.follow(commit.token)
         fits = 0 < len(self.text) <= self.runner.model.context
@@ -150,7 +445,7 @@ class AssistantState(DrafterState):
 
         The chain ends after such a token and never without it: it stays a sample of its q.
         """
-        chain = Chain(logits, runner.ROOT, depth, context.draws, context)
+        chain = Chain(logits, ROOT, depth, context.draws, context)
         least = self.config.confidence
         while chain.sample(self.eos):
             if least > 0 and float(chain.answers[-1][0].softmax(-1)[chain.token[-1]]) < least:
@@ -161,8 +456,8 @@ class AssistantState(DrafterState):
 
     def run(self, token: list[int], above: list[int]) -> list[tuple[int, Float[Tensor, "1 V"]]]:
         """Run tokens under nodes; return their own nodes, each with the assistant's answer, on its device."""
-        number = self.vocabulary.to_assistant(torch.tensor(token, device=self.runner.model.device))
-        answers = self.vocabulary.to_target(self.runner.branch(number, above)).split(1)
+        own_token = self.vocabulary.to_assistant(torch.tensor(token, device=self.runner.model.device))
+        answers = self.vocabulary.to_target(self.runner.branch(own_token, above)).split(1)
         return list(zip(self.runner.level, answers, strict=True))
 
     def expand(self, state: Any, level: LevelOutput, nodes: LevelNodes) -> LevelOutput:

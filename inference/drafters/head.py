@@ -1,6 +1,6 @@
 """A trained draft head as a drafter."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,10 +14,11 @@ from heads.common.typed import typed
 from heads.formats.hub import load_found, schedule_of, sibling_spec, tree_of
 from heads.modules.kv_cache import SPARE, KVCache
 from heads.modules.layers import Attention
-from inference.drafters.deferred import DeferredRows
 from inference.drafters.plain import root_trees
 from inference.drafters.policy import (
+    Schedule,
     TreeConfig,
+    always,
     check_tree,
     expanded,
     grow_batch,
@@ -25,10 +26,60 @@ from inference.drafters.policy import (
     sampled_shape,
     verifiable,
 )
-from inference.protocol import Context, DraftBatch, Drafted, Drafter, Roots
+from inference.protocol import Context, DraftBatch, Drafted, Drafter, DraftInputs, DraftPlan, DraftRows, DraftTraits
 from inference.target.model import TargetOutput
 from inference.target.target import Target
-from inference.tree_config import Schedule, always
+
+BYTES = 1 << 28  # of all rows that may wait; a sequence may have `SPARE` of them in any case
+
+
+class DeferredRows:
+    """Committed rows of all slots, `max_rows` each, that a head has not taken in yet, while nothing is drafted.
+
+    Many rows in one pass cost less than a pass for each, and those of a sequence that ends before cost nothing. The
+    host reads nothing here, and no buffer moves.
+    """
+
+    def __init__(self, size: int, token: Int[Tensor, "B T"], features: TargetOutput, capacity: int) -> None:
+        like = token, features.hidden, features.last_hidden
+        row = size * sum(tensor[0, 0].nbytes for tensor in like)
+        self.max_rows = max(SPARE, min(capacity, BYTES // row))
+        self.count = torch.zeros(size, dtype=torch.long, device=token.device)
+        self.rows = tuple(tensor.new_zeros(size, self.max_rows, *tensor.shape[2:]) for tensor in like)
+        self.waiting = 0  # at least the largest count, known without asking the device; who adds rows counts it
+
+    def tensors(self) -> list[Tensor]:
+        """Return all buffers."""
+        return [self.count, *self.rows]
+
+    def add(self, features: Features, count: Int[Tensor, "B"]) -> None:
+        """Add a row of each of the first sequences that counts one, and none of one that counts 0."""
+        slot, waiting = torch.arange(len(count), device=count.device), self.count[: len(count)]
+        for buffer, new in zip(self.rows, features[:3], strict=True):
+            buffer[slot, waiting] = new[:, 0]
+        waiting += count
+
+    def take(self, sequences: int) -> Iterator[tuple[Features, Int[Tensor, "B"]]]:
+        """Yield the first sequences' rows, padded, with how many each has, as many as a KV cache's ring takes at once.
+
+        Then none waits any longer.
+        """
+        for first in range(0, self.waiting, SPARE):
+            some = slice(first, min(first + SPARE, self.waiting))
+            token, hidden, last = (buffer[:sequences, some] for buffer in self.rows)
+            count = (self.count[:sequences] - first).clamp(0, SPARE)
+            yield Features(token, hidden, last, torch.zeros_like(token)), count
+        self.count.zero_()
+        self.waiting = 0
+
+    def clear(self, slot: int) -> None:
+        """Drop a slot's rows: another sequence takes it."""
+        self.count[slot] = 0
+
+    def move(self, from_slot: int, slot: int) -> None:
+        """Move a sequence's rows into another slot."""
+        for buffer in (self.count, *self.rows):
+            buffer[slot] = buffer[from_slot]
 
 
 class HeadDrafter(Drafter):
@@ -51,19 +102,17 @@ class HeadDrafter(Drafter):
         return HeadBatch(self.head, self.schedule, size)
 
 
-class HeadBatch(DraftBatch):
+class HeadBatch(DraftBatch, DraftRows):
     """A head drafting for several sequences: the first slots of one KV cache, and the level under each one's root.
 
     Both are buffers of all slots, written in place. Where the step at hand has no `policy`, nothing is drafted, and its
     rows are deferred.
     """
 
-    learns = True
-
     def __init__(self, head: DraftHead, schedule: Schedule, size: int) -> None:
         self.head, self.schedule, self.size = head, schedule, size
         self.feature_layers = head.feature_layers
-        self.max_nodes = max(map(most_nodes, schedule.trees), default=1)
+        self.traits = DraftTraits(max_nodes=max(map(most_nodes, schedule.trees), default=1), rows=self)
         self.capacity = 0
         self.running = 0  # sequences in the step at hand
         self.cache: KVCache | None = None
@@ -75,12 +124,13 @@ class HeadBatch(DraftBatch):
 
     def choose(self, running: int) -> None:
         """Choose the tree for a number of running sequences."""
-        self.policy = self.schedule.at(running)
-        self.deepest = 0 if self.policy is None else min(self.policy.deepest, self.head.max_depth)
-        self.chain, self.tree_key = self.policy is None or self.policy.kind == "chain", id(self.policy)
-        self.sampled = None if self.policy is None else sampled_shape(self.policy, self.head.max_depth)
+        self.policy = policy = self.schedule.at(running)
+        self.plan = DraftPlan(max_nodes=self.traits.max_nodes, key=id(policy))
+        if policy is not None:
+            deepest, sampled = min(policy.deepest, self.head.max_depth), sampled_shape(policy, self.head.max_depth)
+            self.plan = self.plan._replace(deepest=deepest, chain=policy.kind == "chain", sampled=sampled)
 
-    def begin(self, contexts: Sequence[Context | None], longest: int) -> None:
+    def begin(self, contexts: Sequence[Context | None], longest: int) -> DraftPlan:
         """Choose a step's tree; commit what was deferred before it is needed, or before it is too much."""
         self.running = len(contexts)
         self.choose(self.running)
@@ -89,6 +139,7 @@ class HeadBatch(DraftBatch):
                 self.commit_deferred(longest)
             self.deferred.waiting += self.policy is None
         self.hold(longest)  # a hybrid may commit rows to a head that did not draft
+        return self.plan
 
     def commit_deferred(self, longest: int) -> None:
         """Commit the rows that were deferred, if there are any."""
@@ -149,7 +200,7 @@ class HeadBatch(DraftBatch):
         self.buffers.each(lambda buffer: buffer[slot : slot + 1].copy_(buffer[from_slot : from_slot + 1]))
 
     def draft_trees(
-        self, roots: Roots, max_draft_depth: Int[Tensor, "B"], longest: int, *, allow_host_sync: bool
+        self, roots: DraftInputs, max_draft_depth: Int[Tensor, "B"], longest: int, *, allow_host_sync: bool
     ) -> Drafted:
         """Grow a tree for each sequence by rank, or by sampling where the roots say so."""
         if self.policy is None:
@@ -181,7 +232,7 @@ class HeadBatch(DraftBatch):
 
     def commit(self, features: Features, count: Int[Tensor, "B"]) -> None:
         """Take in verified rows, now or, in a step without a draft, later; `begin` has counted these."""
-        if self.deepest:
+        if self.plan.deepest:
             self.extend(features, count)
         else:
             assert self.deferred is not None

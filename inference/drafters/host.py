@@ -9,7 +9,18 @@ from torch import Tensor
 from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
 
-from inference.protocol import Commit, Context, DraftBatch, Drafted, Drafter, Proposal, Roots, Verified
+from inference.protocol import (
+    CommittedTokens,
+    Context,
+    DraftBatch,
+    Drafted,
+    Drafter,
+    DraftInputs,
+    DraftPlan,
+    DraftTraits,
+    Proposal,
+    Verified,
+)
 from inference.target.model import TargetOutput
 from inference.verification import tree as trees
 from inference.verification.tree import LOOK_AHEAD, DraftTree
@@ -23,7 +34,7 @@ class DrafterState(Protocol):
         """Draft what may follow the last token."""
         ...
 
-    def update(self, commit: Commit) -> None:
+    def update(self, commit: CommittedTokens) -> None:
         """Take in what was committed; by default there is nothing to learn from it."""
         return
 
@@ -35,12 +46,12 @@ class HostDrafter(Drafter, Protocol):
     Attributes:
         expects_acceptance: whether its proposals say how many tokens are expected to be accepted.
         reads_logits: whether its states read the target's logits.
-        alone: whether its sequences share no pass, which runs through other layers or begins further up.
+        single: whether it drafts for one sequence at a time: its pass runs through other layers.
     """
 
     expects_acceptance: bool = False
     reads_logits: bool = False
-    alone: bool = False
+    single: bool = False
 
     def start(self, prompt: list[int]) -> DrafterState:
         """Begin a sequence; a source with a memory may now remember the text of the one before."""
@@ -54,91 +65,90 @@ class HostDrafter(Drafter, Protocol):
 class HostBatch(DraftBatch):
     """The states of a batch's sequences, and what they propose in the step at hand."""
 
-    on_device = False
-
     def __init__(self, sources: Sequence[HostDrafter]) -> None:
         self.free = list(sources)
-        self.reads_logits, self.alone = sources[0].reads_logits, sources[0].alone
+        self.traits = DraftTraits(False, sources[0].reads_logits, sources[0].single)
         self.slots: list[tuple[HostDrafter, DrafterState] | None] = [None] * len(sources)
         self.proposals: list[Proposal | None] = []  # by slot
-        self.rows: list[Proposal | None] = []  # of the pass
 
     def start_sequence(self, slot: int, token: list[int], features: TargetOutput) -> None:
-        """Begin a sequence."""
-        source = self.free.pop()
+        """Begin a sequence, by the source of the one that has left its slot if there was one."""
+        pair = self.slots[slot]
+        source = self.free.pop() if pair is None else pair[0]
         state = source.start(token[:-1])
-        state.update(Commit(token[-1:]))
+        state.update(CommittedTokens(token[-1:]))
         self.slots[slot] = source, state
 
-    def leave(self, slot: int) -> None:
-        """Let a sequence's source serve another one."""
-        taken, self.slots[slot] = self.slots[slot], None
-        assert taken is not None
-        self.free.append(taken[0])
-
-    def move(self, source: int, slot: int, length: int) -> None:
+    def move(self, from_slot: int, slot: int, length: int) -> None:
         """Move a sequence's state."""
-        self.slots[slot], self.slots[source] = self.slots[source], None
+        left, self.slots[slot], self.slots[from_slot] = self.slots[slot], self.slots[from_slot], None
+        if left is not None:
+            self.free.append(left[0])
 
-    def begin(self, contexts: Sequence[Context | None], longest: int) -> None:
+    def begin(self, contexts: Sequence[Context | None], longest: int) -> DraftPlan:
         """Let the sequences propose."""
         pairs = zip(self.slots, contexts, strict=False)
-        self.take([None if context is None or pair is None else pair[1].propose(context) for pair, context in pairs])
+        return self.planned(
+            [None if context is None or pair is None else pair[1].propose(context) for pair, context in pairs]
+        )
 
-    def take(self, proposals: list[Proposal | None]) -> None:
-        """Take note of a step's proposals; where there is none, the root is verified."""
-        self.proposals = self.rows = proposals
+    def planned(self, proposals: list[Proposal | None]) -> DraftPlan:
+        """Return the plan of a step's proposals; where there is none, the root is verified."""
+        self.proposals = proposals
         proposed = [proposal for proposal in proposals if proposal is not None]
-        if self.alone:
-            self.rows, self.proposal = [*proposed], proposed[0]
         parents = [[-1], *(proposal.tree.parent.tolist() for proposal in proposed)]
         self.size = max(map(len, parents))
         self.look_ahead_size = max(
             (len(one.look_ahead.token) for one in proposed if one.look_ahead is not None), default=0
         )
-        self.max_nodes = self.size + self.look_ahead_size
-        self.chain = all(one == [*range(-1, len(one) - 1)] for one in parents)
-        self.deepest = self.size - 1 if self.chain else max(map(_deepest, parents))
+        chain = all(one == [*range(-1, len(one) - 1)] for one in parents)
         shapes = [tuple(one) for one, proposal in zip(parents[1:], proposed, strict=True) if proposal.q is not None]
-        self.sampled = max(shapes, key=len, default=None)  # the others are its beginnings
-        self.has_q = [one is None or one.q is not None or len(one.tree.token) == 1 for one in self.rows]
+        self.plan = DraftPlan(
+            self.size - 1 if chain else max(map(_deepest, parents)),
+            self.size + self.look_ahead_size,
+            chain,
+            max(shapes, key=len, default=None),  # the others are its beginnings
+            [one is None or one.q is not None or len(one.tree.token) == 1 for one in proposals],
+            proposals[0] if self.traits.single else None,
+        )
+        return self.plan
 
     def draft_trees(
-        self, roots: Roots, max_draft_depth: Int[Tensor, "B"], longest: int, *, allow_host_sync: bool
+        self, roots: DraftInputs, max_draft_depth: Int[Tensor, "B"], longest: int, *, allow_host_sync: bool
     ) -> Drafted:
         """Return the proposals, padded to the largest, with look-ahead tokens behind the nodes."""
-        device, shown = roots.token.device, [proposal and proposal.tree for proposal in self.rows]
+        device, shown = roots.token.device, [proposal and proposal.tree for proposal in self.proposals]
         root = DraftTree(torch.zeros(1, dtype=torch.long), torch.full((1,), -1))
         token = pad_sequence([(tree or root).token.cpu() for tree in shown], batch_first=True, padding_value=-1).to(
             device
         )
         token = torch.cat([roots.token, token[:, 1:]], 1)
-        if self.chain:
+        if self.plan.chain:
             tree = DraftTree(token, torch.arange(-1, self.size - 1, device=device).expand_as(token))
             mask = token.new_ones(1, self.size, self.size, dtype=torch.bool).tril()
         else:
             parent = pad_sequence([(tree or root).parent.cpu() for tree in shown], batch_first=True).to(device)
             tree = DraftTree(token, parent)
             mask = trees.ancestors(tree)
-        q = self.probs(device) if any(one is not None and one.q is not None for one in self.rows) else None
+        q = self.probs(device) if any(one is not None and one.q is not None for one in self.proposals) else None
         return self.with_look_ahead(tree, mask, q) if self.look_ahead_size else Drafted(tree, mask, q)
 
     def probs(self, device: torch.device) -> Float[Tensor, "B M V"]:
         """Return the probs that children were sampled from, those of absent nodes 1."""
-        assert self.sampled is not None
-        given = [None if proposal is None else proposal.q for proposal in self.rows]
+        assert self.plan.sampled is not None
+        given = [None if proposal is None else proposal.q for proposal in self.proposals]
         none = next(q for q in given if q is not None)[:0]
-        size, rows = len({*self.sampled} - {-1}), [none if q is None else q for q in given]
+        size, rows = len({*self.plan.sampled} - {-1}), [none if q is None else q for q in given]
         return torch.stack([pad(q, (0, 0, 0, size - len(q)), value=1.0) for q in rows]).to(device)
 
     def with_look_ahead(self, tree: DraftTree, mask: Tensor, q: Float[Tensor, "B M V"] | None) -> Drafted:
         """Return trees with the look-ahead tokens of each behind its nodes."""
-        count, more = len(self.rows), (0, self.look_ahead_size)
+        count, more = len(self.proposals), (0, self.look_ahead_size)
         tree = DraftTree(pad(tree.token, more, value=-1), pad(tree.parent, more, value=LOOK_AHEAD))
         mask = pad(mask, (*more, *more)).repeat(count // len(mask), 1, 1)
-        mask |= torch.eye(self.max_nodes, dtype=torch.bool, device=mask.device)  # what sees nothing would be NaN
+        mask |= torch.eye(self.plan.max_nodes, dtype=torch.bool, device=mask.device)  # what sees nothing would be NaN
         depth = mask.sum(-1) - 1
-        for b, proposal in enumerate(self.rows):
+        for b, proposal in enumerate(self.proposals):
             if proposal is not None and proposal.look_ahead is not None:
                 ahead, size = proposal.look_ahead, len(proposal.tree.token)
                 rows = slice(self.size, self.size + len(ahead.token))
@@ -154,7 +164,7 @@ class HostBatch(DraftBatch):
         if proposal is not None and verified is not None and logits is not None:
             ahead = None if proposal.look_ahead is None else logits[self.size :][: len(proposal.look_ahead.token)]
             verified = verified._replace(logits=logits[: len(proposal.tree.token)], look_ahead=ahead)
-        pair[1].update(Commit(token, verified))
+        pair[1].update(CommittedTokens(token, verified))
 
 
 def _deepest(parents: list[int]) -> int:

@@ -15,10 +15,9 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.nn.functional import pad
 
-from heads.base import Features
 from heads.common.ranges import Amount, Within
 from inference.drafters.host import HostBatch, HostDrafter
-from inference.protocol import Context, Drafted, Drafter, Proposal, Roots
+from inference.protocol import Context, Drafted, Drafter, DraftInputs, DraftPlan, Proposal
 from inference.target.model import TargetOutput
 from inference.verification.tree import DraftTree, agreed
 
@@ -73,33 +72,18 @@ class HybridBatch(HostBatch):
         super().__init__([one.lookup for one in drafters])
         self.drafters = {id(one.lookup): one for one in drafters}
         self.weight, self.main = drafter.config.weight, drafter.main.batch(size)
-        self.feature_layers, self.learns = self.main.feature_layers, self.main.learns
-        self.reads_logits = self.main.reads_logits
+        self.traits = self.main.traits._replace(on_device=False)
         self.looked_up: list[Proposal | None] = []
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the head's keys and values."""
-        return self.main.nbytes
-
-    def reserve(self, capacity: int) -> None:
-        """Take note of how many rows any sequence may have."""
-        self.main.reserve(capacity)
 
     def start_sequence(self, slot: int, token: list[int], features: TargetOutput) -> None:
         """Begin a sequence with both."""
         super().start_sequence(slot, token, features)
         self.main.start_sequence(slot, token, features)
 
-    def leave(self, slot: int) -> None:
-        """Let a sequence go."""
-        super().leave(slot)
-        self.main.leave(slot)
-
-    def move(self, drafter: int, slot: int, length: int) -> None:
+    def move(self, from_slot: int, slot: int, length: int) -> None:
         """Move a sequence."""
-        super().move(drafter, slot, length)
-        self.main.move(drafter, slot, length)
+        super().move(from_slot, slot, length)
+        self.main.move(from_slot, slot, length)
 
     def record(self, slot: int) -> Record:
         """Return what both drafters have been worth to a sequence's slot."""
@@ -107,25 +91,24 @@ class HybridBatch(HostBatch):
         assert pair is not None
         return self.drafters[id(pair[0])].record
 
-    def begin(self, contexts: Sequence[Context | None], longest: int) -> None:
+    def begin(self, contexts: Sequence[Context | None], longest: int) -> DraftPlan:
         """Take the lookups that promise more; the others are drafted for, unless there are none."""
-        super().begin(contexts, longest)
+        plan = super().begin(contexts, longest)
         self.looked_up = self.proposals
         taken = [one if self.promises(slot, one) else None for slot, one in enumerate(self.looked_up)]
         rest = [None if proposal is not None else context for proposal, context in zip(taken, contexts, strict=True)]
-        self.both, main = any(context is not None for context in rest), self.main
-        main.begin(rest, longest)
+        self.both, main = any(context is not None for context in rest), self.main.begin(rest, longest)
         if not self.both:
-            return
+            return plan
+        mine, has_q = self.planned(taken), [True] * len(taken) if main.has_q is None else main.has_q
         if all(proposal is None for proposal in taken):
-            self.proposals, self.deepest, self.chain, self.max_nodes = taken, main.deepest, main.chain, main.max_nodes
-            self.sampled, self.has_q = main.sampled, main.has_q
-            return
-        self.take(taken)
-        self.deepest, self.chain = max(self.deepest, main.deepest), self.chain and main.chain
-        self.max_nodes, self.sampled = max(self.max_nodes, main.max_nodes), main.sampled
-        has_q = [True] * len(taken) if main.has_q is None else main.has_q
-        self.has_q = [one is None and mine for one, mine in zip(taken, has_q, strict=True)]
+            return main
+        return main._replace(
+            deepest=max(mine.deepest, main.deepest),
+            max_nodes=max(mine.max_nodes, main.max_nodes),
+            chain=mine.chain and main.chain,
+            has_q=[one is None and sampled for one, sampled in zip(taken, has_q, strict=True)],
+        )
 
     def promises(self, slot: int, proposal: Proposal | None) -> bool:
         """Whether a lookup promises more than the head has been giving."""
@@ -135,7 +118,7 @@ class HybridBatch(HostBatch):
         return proposal.expected * record.lookup_accepted / record.lookup_expected > record.accepted
 
     def draft_trees(
-        self, roots: Roots, max_draft_depth: Int[Tensor, "B"], longest: int, *, allow_host_sync: bool
+        self, roots: DraftInputs, max_draft_depth: Int[Tensor, "B"], longest: int, *, allow_host_sync: bool
     ) -> Drafted:
         """Return the lookups that were taken, and the others' trees, all padded to the largest."""
         taken = [proposal is not None for proposal in self.proposals]
@@ -150,10 +133,6 @@ class HybridBatch(HostBatch):
         (token, parent, mask), others = (padded(one, size) for one in (mine, theirs))
         tree = DraftTree(torch.where(which, token, others[0]), torch.where(which, parent, others[1]))
         return Drafted(tree, torch.where(which[..., None], mask, others[2]), theirs.q)
-
-    def commit(self, features: Features, count: Int[Tensor, "B"]) -> None:
-        """Hand the head its rows."""
-        self.main.commit(features, count)
 
     def learn(self, slot: int, token: list[int], path: list[int], logits: Float[Tensor, "M V"] | None) -> None:
         """Let both drafters learn, the head's record if it drafted, and the lookup's in any case.

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from heads.common.ranges import LARGEST, Count, Within
 from inference.drafters.host import DrafterState, HostDrafter
-from inference.protocol import Commit, Context, Proposal
+from inference.protocol import CommittedTokens, Context, Proposal
 from inference.target.target import Target
 from inference.verification.tree import DraftTree, LookAhead
 
@@ -73,7 +73,7 @@ class Window(DrafterState):
             del ngrams[next(iter(ngrams))]
 
     @torch.inference_mode()
-    def update(self, commit: Commit) -> None:
+    def update(self, commit: CommittedTokens) -> None:
         """Take the n-grams that the pass completed, and move the window on by one level."""
         if commit.verified is None or commit.verified.look_ahead is None:
             return

@@ -1,8 +1,8 @@
 """The multi-token-prediction module of the target's own checkpoint, which transformers leaves out, as a drafter.
 
-heads/formats/mtp_layouts.py names the layouts that are read; recurrent targets verify chains alone. The module's
+heads/formats/mtp_layouts.py names the layouts that are read; recurrent targets verify only chains. The module's
 decoder layer is of the target's own kind: one with rotary attention, over all that comes before, and no recurrent
-state. What it is made of else does not matter. Of several modules the first one alone is used, for every depth.
+state. What it is made of else does not matter. Of several modules only the first is used, for every depth.
 """
 
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from heads.common.errors import one_line
-from heads.formats.mtp_layouts import BLOCK, COUNTS, LAYOUTS, PROJECTION, Layout, layout_of
+from heads.formats.mtp_layouts import BLOCK, COUNTS, LAYOUTS, PROJECTION, layout_of
 from heads.mtp import TARGET, Mtp
 from inference.drafters.head import HeadDrafter
 from inference.drafters.policy import TreeConfig, verifiable
@@ -70,23 +70,18 @@ def load_mtp(target: Target, checkpoint: str) -> Mtp:
             f"drafter.mtp: the module in {checkpoint} is damaged ({one_line(error)}); download it again"
         ) from error
     try:
-        head = _outlined(target, layout)
+        if target.recurrence is not None and layers - 1 in target.recurrence.mixers:
+            raise ValueError("the target's last layer cannot run by itself (it keeps a recurrent state)")
+        # The layer's numbers are the target's.
+        sizes = None, None, None, None, None, 10000.0, None, 0.0
+        config = Mtp.Config("mtp", *sizes, "shared", None, TARGET, layout.raw_state, False, None)
+        with torch.device("meta"):
+            head = Mtp(config, target.embeddings)
         _fill(head, tensors, target, checkpoint)
         head.check()
     except ValueError as error:
         raise ValueError(f"drafter.mtp: {error}; choose another drafter") from error
     return head.eval().requires_grad_(False)
-
-
-def _outlined(target: Target, layout: Layout) -> Mtp:
-    """Return a module of the target's own kind, without values."""
-    if target.recurrence is not None and len(target.decoder_layers) - 1 in target.recurrence.mixers:
-        raise ValueError("the target's last layer cannot run by itself (it keeps a recurrent state)")
-    config = Mtp.Config(
-        "mtp", None, None, None, None, None, 10000.0, None, 0.0, "shared", None, TARGET, layout.raw_state, False, None
-    )  # the layer's numbers are the target's
-    with torch.device("meta"):
-        return Mtp(config, target.embeddings)
 
 
 def _fill(head: Mtp, tensors: dict[str, Tensor], target: Target, checkpoint: str) -> None:

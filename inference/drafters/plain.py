@@ -4,7 +4,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from inference.protocol import DraftBatch, Drafted, Drafter, Roots
+from inference.protocol import DraftBatch, Drafted, Drafter, DraftInputs
 from inference.verification.tree import DraftTree
 
 
@@ -27,7 +27,7 @@ class Baseline(Drafter, DraftBatch):
         return self
 
     def draft_trees(
-        self, roots: Roots, max_draft_depth: Int[Tensor, "B"], longest: int, *, allow_host_sync: bool
+        self, roots: DraftInputs, max_draft_depth: Int[Tensor, "B"], longest: int, *, allow_host_sync: bool
     ) -> Drafted:
         """Return the roots."""
         return root_trees(roots.token)

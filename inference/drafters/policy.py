@@ -13,8 +13,10 @@ noise (arXiv 2408.07978) every shape is filled by rank, of the logits with the n
 """
 
 import logging
-from collections.abc import Callable, Sequence
-from functools import cache, partial
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
@@ -23,15 +25,164 @@ from torch import Tensor
 from torch.nn import functional
 
 from heads.base import DraftVocabulary, LevelNodes, LevelOutput
+from heads.common.ranges import Count
+from heads.common.untrusted import shown
 from heads.modules.vocab import scatter_logits
 from heads.rows import gather_parents
-from inference.limits import check_size
-from inference.protocol import Context, Proposal, Roots, inverse_temperature_of
-from inference.target.target import Target
-from inference.tree_config import BY_CONFIDENCE, TreeConfig, expanded, most_nodes
+from inference.protocol import Context, DraftInputs, Proposal, inverse_temperature_of
+from inference.target.target import Target, check_size
 from inference.verification import tree as trees
 from inference.verification.sample import distribution, penalize
 from inference.verification.tree import DraftTree
+
+# The kinds, and what each reads.
+KINDS = {
+    "chain": ("depth",),
+    "static": ("paths",),
+    "dynamic": ("depth", "top_k", "nodes"),
+    "best_first": ("depth", "nodes"),
+    "sampled": ("widths",),
+}
+LARGEST = 1 << 14  # nodes of a tree, or the children of a node: far more than a target pass is worth
+DEEPEST = 1 << 10  # of its nodes
+BY_CONFIDENCE = ("dynamic", "best_first")  # the kinds whose shape follows the head's confidence
+
+
+@dataclass(frozen=True)
+class TreeConfig:
+    """A tree policy; of the other fields it reads those that `KINDS` names."""
+
+    kind: str
+    depth: int
+    top_k: int
+    nodes: int
+    paths: list[list[int]]
+    widths: list[int]
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise ValueError(f"tree.kind is {self.kind!r}: choose one of {', '.join(KINDS)}")
+        for name in KINDS[self.kind]:
+            value = getattr(self, name)
+            if not value or (isinstance(value, int) and value < 1):
+                raise ValueError(f"tree.{name} is {value}: a {self.kind} tree needs it, at least 1")
+        # Whose file it may be: a number beyond any use would take the memory.
+        if (deepest := max(map(len, (self.widths, *self.paths)))) > DEEPEST:
+            name = "widths" if deepest == len(self.widths) else "paths"
+            raise ValueError(f"tree.{name} is {deepest} deep: at most {DEEPEST}")
+        ranks = [rank for path in self.paths for rank in path or [-1]]
+        numbers = {"depth": [self.depth], "top_k": [self.top_k], "nodes": [self.nodes], "paths": ranks}
+        for name, given in {**numbers, "widths": self.widths}.items():
+            least, most = int(name == "widths"), DEEPEST if name == "depth" else LARGEST
+            if any(not least <= number <= most for number in given):
+                raise ValueError(f"tree.{name} is {shown(given)}: give numbers from {least} to {most}")
+        if max(len(self.paths), sum(accumulate(self.widths, lambda a, b: min(a * b, LARGEST + 1)))) > LARGEST:
+            raise ValueError(f"tree.{'widths' if self.widths else 'paths'} makes more than {LARGEST} nodes: give fewer")
+        paths = {tuple(path) for path in self.paths}
+        for path in paths:
+            if path[:-1] and path[:-1] not in paths:
+                held, parent = shown(list(path)), shown(list(path[:-1]))
+                raise ValueError(f"tree.paths holds {held} without its parent {parent}: add it")
+
+    @property
+    def label(self) -> str:
+        """A short name for tables."""
+        sizes = {
+            "chain": f"{self.depth}",
+            "static": f"{len(self.paths)}",
+            "dynamic": f"d{self.depth}k{self.top_k}n{self.nodes}",
+            "best_first": f"d{self.depth}n{self.nodes}",
+        }
+        return f"{self.kind}-{sizes.get(self.kind, 'x'.join(map(str, self.widths)))}"
+
+    @property
+    def deepest(self) -> int:
+        """The greatest depth of a node."""
+        return min(self.depth, self.nodes) if self.kind in BY_CONFIDENCE else max(map(len, self.shape()))
+
+    def shape(self) -> list[tuple[int, ...]]:
+        """Return the rank paths of a fixed shape, by depth and then in order."""
+        if self.kind == "static":
+            return sorted({tuple(path) for path in self.paths}, key=lambda path: (len(path), path))
+        layers: list[list[tuple[int, ...]]] = [[()]]
+        for width in [1] * self.depth if self.kind == "chain" else self.widths:
+            layers.append([(*path, rank) for path in layers[-1] for rank in range(width)])
+        return [path for layer in layers[1:] for path in layer]
+
+
+def most_nodes(tree: TreeConfig) -> int:
+    """Return the most nodes of a policy's tree, the root included."""
+    return 1 + (tree.nodes if tree.kind in BY_CONFIDENCE else len(tree.shape()))
+
+
+def expanded(tree: TreeConfig) -> int:
+    """Return the most nodes that a head expands for a policy's tree; of a confident one more than the tree has."""
+    if tree.kind in BY_CONFIDENCE:
+        return tree.depth * (tree.top_k if tree.kind == "dynamic" else tree.nodes)
+    return most_nodes(tree)
+
+
+@dataclass(frozen=True)
+class Scheduled:
+    """A line of a schedule: from `batch_size` running sequences on, `tree` is drafted; None: nothing is."""
+
+    batch_size: Count
+    tree: TreeConfig | None
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Which tree is drafted by how many sequences share a pass: the line of the largest size that is reached holds."""
+
+    lines: list[Scheduled]
+
+    def __post_init__(self) -> None:
+        sizes = [line.batch_size for line in self.lines]
+        if sizes[:1] != [1] or sizes != sorted({*sizes}):
+            raise ValueError(f"schedule has the batch sizes {shown(sizes)}: give them in ascending order, from 1 on")
+
+    @property
+    def trees(self) -> list[TreeConfig]:
+        """Its trees, without the lines that have none."""
+        return [line.tree for line in self.lines if line.tree is not None]
+
+    @property
+    def pauses(self) -> bool:
+        """Whether nothing is drafted at some size."""
+        return any(line.tree is None for line in self.lines)
+
+    @property
+    def label(self) -> str:
+        """A short name for tables: the tree of one sequence, then the others, each with its size."""
+        names = [
+            ("none" if line.tree is None else line.tree.label)
+            + (f" from {line.batch_size}" if line.batch_size > 1 else "")
+            for line in self.lines
+        ]
+        return ", ".join(names)
+
+    def at(self, running: int) -> TreeConfig | None:
+        """Return the tree for a number of sequences, None where nothing is drafted."""
+        return next(line.tree for line in reversed(self.lines) if line.batch_size <= running)
+
+
+def always(tree: TreeConfig) -> Schedule:
+    """Return the schedule of one tree, whatever the number of sequences."""
+    return Schedule([Scheduled(1, tree)])
+
+
+def scheduled(best: Sequence[tuple[int, TreeConfig | None]]) -> Schedule:
+    """Return the schedule of the best trees at some batch sizes: a size's tree holds up to the next, the first's below.
+
+    Args:
+        best: size and tree, by size; None where no tree pays.
+    """
+    lines: list[Scheduled] = []
+    for size, tree in best:
+        if not lines or lines[-1].tree != tree:
+            lines.append(Scheduled(size if lines else 1, tree))
+    return Schedule(lines)
+
 
 __all__ = [
     "BY_CONFIDENCE",
@@ -76,7 +227,9 @@ class TreeBuilder:
     under noise, is of the whole vocabulary (`full`), since probs and noise are.
     """
 
-    def __init__(self, head: Expander, state: Any, level: LevelOutput, roots: Roots, *, full: bool = False) -> None:
+    def __init__(
+        self, head: Expander, state: Any, level: LevelOutput, roots: DraftInputs, *, full: bool = False
+    ) -> None:
         self.head, self.state, self.level, self.roots = head, state, level, roots
         count, device = len(roots.token), roots.token.device
         noisy = roots.noise is not None
@@ -162,7 +315,7 @@ def grow_batch(
     state: Any,
     level: LevelOutput,
     config: TreeConfig,
-    roots: Roots,
+    roots: DraftInputs,
     max_draft_depth: Int[Tensor, "B"],
     *,
     allow_host_sync: bool,
@@ -183,18 +336,23 @@ def grow_batch(
         tree = trees.best_n(growth.whole(), scores, config.nodes)[0]
         return tree, trees.ancestors(tree), None
     samples = None if config.kind == "static" else roots.samples
-    q: list[Tensor] = []
+    q: list[Tensor] = []  # not list[Tensor](), which dynamo does not trace
     growth = TreeBuilder(head, state, level, roots, full=samples is not None)
-
-    def sample(width: int) -> Int[Tensor, "B K W"]:
-        assert samples is not None
-        q.append(distribution(growth.logits(), roots.sampling))
-        return _padded(samples.sample_distinct(q[-1], width), width)
-
-    fill = partial(_ranks, growth) if samples is None else sample
-    paths = _paths(config, head.max_depth)
-    _fixed(growth, _levels(paths, level.logits.device), fill)
-    return growth.whole(), _ancestors(paths, level.logits.device), torch.cat(q, 1) if q else None
+    levels, ancestors = _shape(_paths(config, head.max_depth), level.logits.device)
+    for shape in levels:
+        if samples is None:
+            scores = growth.scores()
+            children = growth.tokens(scores.topk(min(shape.width, scores.shape[-1])).indices)
+        else:
+            q.append(distribution(growth.logits(), roots.sampling))
+            children = samples.sample_distinct(q[-1], shape.width)
+        padded = functional.pad(children, (0, shape.width - children.shape[-1]), value=-1)
+        token = padded[:, shape.parent, shape.rank]
+        parent = shape.parent.expand_as(token)
+        nodes = growth.add(token, parent)
+        if len(shape.inner):
+            growth.descend(token[:, shape.inner].clamp_min(0), parent[:, shape.inner], nodes[:, shape.inner])
+    return growth.whole(), ancestors, torch.cat(q, 1) if q else None
 
 
 def sampled_shape(config: TreeConfig, max_depth: int) -> tuple[int, ...] | None:
@@ -223,50 +381,23 @@ class ShapeLevel(NamedTuple):
 
 
 @cache
-def _levels(paths: tuple[tuple[int, ...], ...], device: torch.device) -> list[ShapeLevel]:
-    """Return the levels of a fixed shape, whose index tensors are made once."""
+def _shape(paths: tuple[tuple[int, ...], ...], device: torch.device) -> tuple[list[ShapeLevel], Bool[Tensor, "1 N N"]]:
+    """Return the levels of a fixed shape, and its nodes' ancestors, the root's first: tensors that are made once."""
     levels: list[ShapeLevel] = []
     above: dict[tuple[int, ...], int] = {(): 0}
     parents = {path[:-1] for path in paths}
     for depth in range(1, max(map(len, paths)) + 1):
         new = [path for path in paths if len(path) == depth]
         inner = [i for i, path in enumerate(new) if path in parents]
-        numbers = [above[path[:-1]] for path in new], [path[-1] for path in new], inner
-        levels.append(ShapeLevel(1 + max(numbers[1]), *(torch.tensor(indices, device=device) for indices in numbers)))
+        indices = [above[path[:-1]] for path in new], [path[-1] for path in new], inner
+        levels.append(ShapeLevel(1 + max(indices[1]), *(torch.tensor(each, device=device) for each in indices)))
         above = {new[index]: i for i, index in enumerate(inner)}
-    return levels
-
-
-@cache
-def _ancestors(paths: tuple[tuple[int, ...], ...], device: torch.device) -> Bool[Tensor, "1 N N"]:
-    """Return the ancestors of a fixed shape's nodes, the root and then those of `paths`, which are made once."""
     parent = torch.tensor(_parents(paths), device=device)
-    return trees.ancestors(DraftTree(torch.zeros_like(parent), parent))[None]
-
-
-def _fixed(growth: TreeBuilder, shape: list[ShapeLevel], fill: Callable[[int], Int[Tensor, "B K C"]]) -> None:
-    """Fill a fixed shape level by level: `fill` returns the children of the level's nodes, -1 where there is none."""
-    for level in shape:
-        token = fill(level.width)[:, level.parent, level.rank]
-        parent = level.parent.expand_as(token)
-        nodes = growth.add(token, parent)
-        if len(level.inner):
-            growth.descend(token[:, level.inner].clamp_min(0), parent[:, level.inner], nodes[:, level.inner])
-
-
-def _ranks(growth: TreeBuilder, width: int) -> Int[Tensor, "B K C"]:
-    """Return the children of the level's nodes by rank."""
-    scores = growth.scores()
-    return _padded(growth.tokens(scores.topk(min(width, scores.shape[-1])).indices), width)
-
-
-def _padded(tokens: Int[Tensor, "B K C"], width: int) -> Int[Tensor, "B K W"]:
-    """Return children with -1 up to a width, for those that there are not."""
-    return functional.pad(tokens, (0, width - tokens.shape[-1]), value=-1)
+    return levels, trees.ancestors(DraftTree(torch.zeros_like(parent), parent))[None]
 
 
 def candidates(
-    head: Expander, state: Any, level: LevelOutput, config: TreeConfig, roots: Roots, depth: int
+    head: Expander, state: Any, level: LevelOutput, config: TreeConfig, roots: DraftInputs, depth: int
 ) -> tuple[DraftTree, Float[Tensor, "N"]]:
     """Return all that a dynamic or best_first tree of one root drafts before it is cut, and the scores it is cut by.
 
@@ -282,7 +413,7 @@ def _by_confidence(
     state: Any,
     level: LevelOutput,
     config: TreeConfig,
-    roots: Roots,
+    roots: DraftInputs,
     depth: int,
     *,
     allow_host_sync: bool = True,
@@ -308,8 +439,8 @@ def _dynamic(growth: TreeBuilder, config: TreeConfig, depth: int) -> list[Float[
         nodes = growth.add(token, parent)
         scores.append(reached)
         if step + 1 < depth:
-            score, pick = reached.topk(min(config.top_k, reached.shape[1]))
-            growth.descend(token.gather(1, pick), parent.gather(1, pick), nodes.gather(1, pick))
+            score, best_index = reached.topk(min(config.top_k, reached.shape[1]))
+            growth.descend(*(each.gather(1, best_index) for each in (token, parent, nodes)))
     return scores
 
 
@@ -321,7 +452,7 @@ def _best_first(
     Best-first search expands the most probable node not yet expanded until the budget is spent, which yields the
     `nodes` most probable nodes of the whole tree. No child is more probable than its parent, so a node's children
     can be among them only if fewer than `nodes` - 1 of the nodes known so far are better than it. To expand exactly
-    those of each level finds the same tree in one call a level, and ends by itself where no node is left to expand.
+    those of each level finds the same tree in one call a level, and ends where no node is left to expand.
     Of several sequences each expands as many as the one with the most: the others' are never among their best.
     """
     score = torch.zeros(growth.nodes.shape, device=growth.nodes.device)
@@ -331,8 +462,8 @@ def _best_first(
         log_probs = growth.log_probs()
         width = min(config.nodes, log_probs.shape[-1])
         top = log_probs.topk(width)
-        reached, pick = (score[..., None] + top.values).flatten(1).topk(min(config.nodes, score.shape[1] * width))
-        token, parent = growth.tokens(top.indices).flatten(1).gather(1, pick), pick // width
+        reached, index = (score[..., None] + top.values).flatten(1).topk(min(config.nodes, score.shape[1] * width))
+        token, parent = growth.tokens(top.indices).flatten(1).gather(1, index), index // width
         nodes = growth.add(token, parent)
         scores.append(reached)
         so_far = torch.cat([best, reached], 1)
@@ -353,7 +484,7 @@ def check_tree(target: Target, tree: TreeConfig, name: str) -> None:
 
 
 def verifiable(target: Target, tree: TreeConfig) -> TreeConfig:
-    """Return a policy's tree, or with a warning a chain as deep in its place where the target verifies chains alone."""
+    """Return a policy's tree, or with a warning a chain as deep in its place where the target verifies only chains."""
     if tree.kind == "chain" or target.takes_trees:
         return tree
     chain = TreeConfig("chain", tree.deepest, 0, 0, [], [])

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from heads.common.ranges import Count
 from inference.drafters.host import DrafterState, HostDrafter
-from inference.protocol import Commit, Context, Proposal
+from inference.protocol import CommittedTokens, Context, Proposal
 from inference.target.target import Target
 from inference.verification.tree import DraftTree
 
@@ -84,7 +84,7 @@ class RecyclingState(DrafterState):
         self.drafter, self.candidates = drafter, candidates
 
     @torch.inference_mode()
-    def update(self, commit: Commit) -> None:
+    def update(self, commit: CommittedTokens) -> None:
         """Renew the candidates of all tokens in the verified tree."""
         if commit.verified is None or commit.verified.logits is None:
             return
@@ -95,15 +95,15 @@ class RecyclingState(DrafterState):
     def propose(self, context: Context) -> Proposal:
         """Fill the tree from its root on."""
         token, parent = [context.token[-1]], [-1]
-        number: dict[int, int] = {0: 0}  # of the shape's nodes in the tree
+        index: dict[int, int] = {0: 0}  # of the shape's nodes in the tree
         for node, (depth, above, rank) in enumerate(self.drafter.nodes, 1):
             if depth > context.max_draft_depth:
                 break
-            followers = self.candidates.get(token[number[above]]) if above in number else None
+            followers = self.candidates.get(token[index[above]]) if above in index else None
             if followers is not None:
-                number[node] = len(token)
+                index[node] = len(token)
                 token.append(followers[rank])
-                parent.append(number[above])
+                parent.append(index[above])
         return Proposal(DraftTree(torch.tensor(token), torch.tensor(parent)))
 
 

@@ -5,8 +5,7 @@ from typing import Any
 
 from heads.common.typed import build
 from inference.drafters.assistant import Assistant
-from inference.drafters.contrib.early_exit import EarlyExit
-from inference.drafters.contrib.layer_skip import LayerSkip
+from inference.drafters.contrib.layer_skip import EarlyExit, LayerSkip
 from inference.drafters.contrib.mirror import Mirror
 from inference.drafters.contrib.streams import StreamsDrafter
 from inference.drafters.lookahead import Lookahead

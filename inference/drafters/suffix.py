@@ -1,17 +1,210 @@
 """SuffixDecoding (Oliaro et al., arXiv 2411.04975): what most often followed the longest known suffixes of the text."""
 
 import copy
+import sys
+from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Annotated, NamedTuple
 
 import torch
 
 from heads.common.ranges import LARGEST, Amount, Count, Fraction, Within
 from inference.drafters.host import DrafterState, HostDrafter
-from inference.drafters.suffix_tree import Locus, SuffixTree
 from inference.protocol import Context, Proposal
 from inference.target.target import Target
 from inference.verification.tree import chain
+
+OPEN = sys.maxsize  # the end of an edge that goes on to its text's end, however far that grows
+
+
+class Node:
+    """An edge and the node at its end: `text[start:end]`, which continues the substrings above it `count` times.
+
+    `best` is the child that occurs most often, of equals the one that occurred last; the root has no use for it.
+    """
+
+    __slots__ = ("best", "children", "count", "end", "start", "text")
+
+    def __init__(self, text: list[int], start: int, end: int, count: int) -> None:
+        self.text, self.start, self.end, self.count = text, start, end, count
+        self.children: dict[int, Node] = {}
+        self.best: Node | None = None
+
+    @property
+    def length(self) -> int:
+        """How many tokens the edge holds now."""
+        return min(self.end, len(self.text)) - self.start
+
+    def promote(self, child: "Node") -> None:
+        """Let a child whose count has just risen lead if none is more frequent."""
+        if self.best is None or child.count >= self.best.count:
+            self.best = child
+
+
+class Locus(NamedTuple):
+    """Where a substring ends in the tree: after `used` tokens of a node's edge."""
+
+    node: Node
+    used: int
+
+    def follow(self, token: int) -> "Locus | None":
+        """Return the locus one token further, None where that never occurred."""
+        node, used = self
+        if used < node.length:
+            return Locus(node, used + 1) if node.text[node.start + used] == token else None
+        child = node.children.get(token)
+        return None if child is None else Locus(child, 1)
+
+
+class SuffixTree:
+    """Counts every substring of at most `depth` tokens: how often it occurs in the texts, overlaps included.
+
+    Edges carry stretches of text (path compression), and a text's copy shares the edges of the original.
+
+    Appending a token costs one step for each repeated suffix of the text, at most `depth`. Nodes: at most two for each
+    token and repeated suffix, and about two a token altogether.
+    """
+
+    def __init__(self, depth: int) -> None:
+        self.depth = depth
+        self.nodes = 0
+        self.root = Node([], 0, 0, 0)
+        self.texts: list[list[int]] = []
+        # The nodes at which the repeated suffixes of the newest text end, shortest first. A suffix that occurs once is
+        # a leaf, which grows with its text.
+        self.active: list[Node] = []
+
+    def copy(self) -> "SuffixTree":
+        """Return the same tree on its own, node by node: built again from its texts it could order equals otherwise."""
+        other = SuffixTree(self.depth)
+        texts = {id(text): [*text] for text in self.texts}  # which edges share; those of forgotten texts never change
+        copies, pending = dict[Node, Node](), [self.root]
+        while pending:  # without recursion: a run of one token makes a path as long as the depth
+            node = pending.pop()
+            copies[node] = Node(texts.get(id(node.text), node.text), node.start, node.end, node.count)
+            pending += node.children.values()
+        for node, clone in copies.items():
+            clone.children = {token: copies[child] for token, child in node.children.items()}
+            clone.best = None if node.best is None else copies.get(node.best)  # the root's may be gone
+        other.root, other.nodes, other.texts = copies[self.root], self.nodes, [*texts.values()]
+        other.active = [copies[node] for node in self.active]
+        return other
+
+    def start(self) -> None:
+        """Begin another text; substrings do not cross texts."""
+        self.texts.append([])
+        self.active = []
+
+    def extend(self, tokens: Iterable[int]) -> None:
+        """Append tokens to the newest text."""
+        for token in tokens:
+            self.append(token)
+
+    def append(self, token: int) -> None:
+        """Append one token: every suffix becomes one longer and is counted."""
+        text = self.texts[-1]
+        text.append(token)
+        reached = []
+        for node in (self.root, *self.active):
+            child = node.children.get(token)
+            if child is None:
+                child = node.children[token] = Node(text, len(text) - 1, OPEN, 1)
+                self.nodes += 1
+                node.promote(child)
+            else:
+                reached.append(self._descend(node, child, token))
+        self.active = reached[: self.depth - 1]
+        if len(reached) == self.depth:  # below the depth nothing is counted, and nothing would be taken back
+            deepest = reached[-1]
+            self.nodes -= _size(deepest) - 1
+            deepest.children, deepest.best = {}, None
+
+    def _descend(self, node: Node, child: Node, token: int) -> Node:
+        """Count one more occurrence of the child's first token after `node`, and return the node that ends there."""
+        if child.length == 1:
+            child.count += 1
+            node.promote(child)
+            return child
+        if node is not self.root and node.count == child.count + 1:
+            # All that reached this node went on with the token, so the boundary moves down the edge: no new node.
+            if node.end < len(node.text) and node.text[node.end] == token:
+                node.end += 1
+            else:  # the edge of a text that was forgotten
+                node.text, node.start, node.end = [*node.text[node.start : node.end], token], 0, node.length + 1
+            del node.children[token]
+        else:
+            upper = Node(child.text, child.start, child.start + 1, child.count + 1)
+            upper.best = child
+            node.children[token] = upper
+            if node.best is child:
+                node.best = upper
+            node.promote(upper)
+            self.nodes += 1
+            node = upper
+        child.start += 1
+        node.children[child.text[child.start]] = child
+        return node
+
+    def drop_oldest(self) -> None:
+        """Take back all that the oldest text added."""
+        text = self.texts.pop(0)
+        if not self.texts:
+            self.active = []
+        for start in range(len(text)):
+            self._uncount(text, start)
+
+    def _uncount(self, text: list[int], at: int) -> None:
+        """Take back one suffix: lower the counts along its path, cut what nobody else reaches, join what now can be."""
+        path, stop = [self.root], min(len(text), at + self.depth)
+        while at < stop:
+            parent = path[-1]
+            node = parent.children[text[at]]
+            node.count -= 1
+            if node.count == 0:
+                del parent.children[text[at]]
+                self.nodes -= _size(node)
+                break
+            if node.text is text:  # keep the edge, not the whole text
+                node.text, node.start, node.end = text[node.start : node.end], 0, node.length
+            at += node.length
+            path.append(node)
+        for parent, node in reversed(list(pairwise(path))):
+            node.best = max(node.children.values(), key=lambda child: child.count, default=None)
+            if node.best is not None and node.best.count == node.count:
+                self._join(parent, node, node.best)
+
+    def _join(self, parent: Node, node: Node, child: Node) -> None:
+        """Let a node's only child take its place, with both edges as one."""
+        label = node.text[node.start : node.end]
+        begin = child.start - len(label)
+        if begin >= 0 and child.text[begin : child.start] == label:
+            child.start = begin
+        else:  # the edge of a text that was forgotten
+            label += child.text[child.start : child.end][: self.depth]
+            child.text, child.start, child.end = label, 0, len(label)
+        parent.children[label[0]] = child
+        self.nodes -= 1
+
+    def matches(self) -> list[Locus]:
+        """Return where the suffixes of the newest text end that occur elsewhere too, shortest first."""
+        return [Locus(node, node.length) for node in self.active]
+
+    def advance(self, loci: list[Locus], token: int) -> list[Locus]:
+        """Return where the suffixes of some other text end, shortest first, once `token` has followed it.
+
+        `loci` are the same before the token, [] for an empty text.
+        """
+        followed = (locus.follow(token) for locus in [Locus(self.root, 0), *loci])
+        return [locus for locus in followed if locus is not None][: self.depth - 1]
+
+
+def _size(node: Node) -> int:
+    nodes, pending = 0, [node]
+    while pending:
+        nodes += 1
+        pending += pending.pop().children.values()
+    return nodes
 
 
 class Draft(NamedTuple):

@@ -4,12 +4,10 @@ config.py           configuration, dtypes and devices
 target.py           `Target`: a loaded target with checked masks and cache
 embeddings.py       embedding and lm_head, which heads read
 embeddings_only.py  a target without its decoder layers
-loading.py          loading by transformers, and quantisation
-tokenizer.py        the tokenizer, and the tokens that end an answer
+loading.py          loading by transformers, quantisation, and PEFT adapters
+tokenizer.py        text to tokens and back, chat templates, and the tokens that end an answer
 placement.py        placement: replicated, tensor-parallel, over several devices, offloaded
-placed.py           a placed target: device, embeddings, fingerprint and process group
 attention.py        attention: grouped-query without repeated keys and values, and over packed documents
-adapter.py          a PEFT adapter, merged into the target
 checkpoint.py       tensors on disk, and the fingerprint
 cache.py            the KV cache, compacted after acceptance, and recurrent states, which are replayed
 compiled.py         compiled verification passes

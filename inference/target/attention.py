@@ -11,11 +11,11 @@ serves all documents: in 16 bits torch's variable-length flash attention (`atten
 """
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cache, partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import transformers
@@ -28,7 +28,9 @@ from heads.modules import flex, tree_attention
 from heads.modules.attention import pattern
 from heads.modules.layers import grouped_attention
 
-SDPA, GROUPED = "sdpa", "headstart_grouped"
+T = TypeVar("T")
+SDPA, GROUPED, RAGGED = "sdpa", "headstart_grouped", "headstart_ragged"
+SPLIT, TAIL = 8, 4  # the cost of a ragged pass, and of each attention call in it, in rows (benchmarks/batches.py)
 OTHER = ("position_bias", "softcap", "s_aux")  # options of an attention that are not supported here
 ATTENTION = "headstart_documents"
 BLOCK = 1024  # queries at a time, with a window
@@ -119,20 +121,7 @@ class Documents:
         return self._masks[window, device]
 
 
-_HERE: ContextVar[Documents] = ContextVar("documents")
-
-
-@contextmanager
-def by_documents(packing: Packing, spans: list[Span], position: Int[Tensor, "B T"]) -> Iterator[None]:
-    """Restrict the target's attention to documents during a pass; transformers then makes no mask."""
-    config, before = packing.config, packing.config._attn_implementation
-    token = _HERE.set(Documents(packing.windows, spans, position))
-    config._attn_implementation = ATTENTION
-    try:
-        yield
-    finally:
-        config._attn_implementation = before
-        _HERE.reset(token)
+DOCUMENTS: ContextVar[Documents] = ContextVar("documents")
 
 
 def _attend(
@@ -141,7 +130,7 @@ def _attend(
     """Attend within the documents; the signature is transformers'."""
     if odd := [name for name in OTHER if kwargs.get(name) is not None]:
         raise ValueError(f"its attention has a {odd[0]}")
-    documents = _HERE.get()
+    documents = DOCUMENTS.get()
     layer: Any = module.layer_idx
     window = documents.windows[layer]
     if window is not None and window >= documents.longest:
@@ -253,13 +242,77 @@ def use_kernels(device: torch.device) -> None:
         tree_attention.prepare(device)
 
 
+class Ragged(NamedTuple):
+    """The rows of a pass over sequences with drafts of different lengths, without most of the padding.
+
+    The rows are the first `width` of each sequence, then for each of `tails` the rows of its slot from `width` on, to
+    the row `size`; its keys end at `end`.
+    """
+
+    width: int
+    tails: list[tuple[int, int, int]]  # slot, size, end
+
+    @classmethod
+    def of(cls, sizes: Sequence[int], lengths: Sequence[int]) -> "Ragged":
+        """Return the fastest layout for trees of these sizes behind these cached lengths."""
+
+        def cost(width: int) -> int:
+            behind = [size - width + TAIL for size in sizes if size > width]
+            return len(sizes) * width + sum(behind) + SPLIT * bool(behind)
+
+        width, slots = min({*sizes}, key=cost), enumerate(zip(sizes, lengths, strict=True))
+        return cls(width, [(slot, size, length + size) for slot, (size, length) in slots if size > width])
+
+    def rows(self, sequences: int, size: int) -> tuple[list[int], list[list[int]]]:
+        """Return for each row its index among "B N" nodes, and for each node its row; an absent node has the root's."""
+        nodes = [b * size + n for b in range(sequences) for n in range(self.width)]
+        row_of = [[b * self.width + n * (n < self.width) for n in range(size)] for b in range(sequences)]
+        for slot, end, _ in self.tails:
+            row_of[slot][self.width : end] = range(len(nodes), len(nodes) + end - self.width)
+            nodes += range(slot * size + self.width, slot * size + end)
+        return nodes, row_of
+
+
+LAYOUT: ContextVar[Ragged] = ContextVar("layout")
+
+
+@contextmanager
+def attention_as(config: Any, name: str, variable: ContextVar[T], value: T) -> Iterator[None]:
+    """Use a registered attention during a pass, with its input in a context variable."""
+    token, before = variable.set(value), config._attn_implementation
+    config._attn_implementation = name
+    try:
+        yield
+    finally:
+        config._attn_implementation = before
+        variable.reset(token)
+
+
+def attend_ragged(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor, **kwargs: Any
+) -> tuple[Tensor, None]:
+    """Attend from rows laid out by `Ragged`, with the keys of all slots and the mask "B 1 N S" of the padded pass."""
+    (width, tails), count = LAYOUT.get(), len(attention_mask)
+    begin = count * width
+    first = query[0, :, :begin].unflatten(1, (count, width)).transpose(0, 1)
+    shown = attention_mask[:, :, :width]
+    parts = [attend_in_groups(module, first, key[:count], value[:count], shown, **kwargs)[0].flatten(0, 1)]
+    for slot, size, end in tails:
+        rows, at = query[:, :, begin : begin + size - width], slice(slot, slot + 1)
+        shown = attention_mask[at, :, width:size, :end]
+        parts.append(attend_in_groups(module, rows, key[at, :, :end], value[at, :, :end], shown, **kwargs)[0][0])
+        begin += size - width
+    return torch.cat(parts)[None], None
+
+
 def group_attention(config: Any) -> None:
     """Use `attend_in_groups` in a model with grouped queries, if its attention is torch's."""
     if config._attn_implementation == SDPA:
         from transformers.masking_utils import sdpa_mask
 
-        transformers.AttentionInterface.register(GROUPED, attend_in_groups)
-        transformers.AttentionMaskInterface.register(GROUPED, sdpa_mask)
+        for name, attend in ((GROUPED, attend_in_groups), (RAGGED, attend_ragged)):
+            transformers.AttentionInterface.register(name, attend)
+            transformers.AttentionMaskInterface.register(name, sdpa_mask)
         config._attn_implementation = GROUPED
 
 

@@ -12,8 +12,7 @@ targets verify chains.
 """
 
 import itertools
-import weakref
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, TypeVar
 
@@ -33,7 +32,7 @@ T = TypeVar("T")
 STRIDE = 256  # entries between the sizes that padded passes may have
 GRAIN = 64  # capacities are multiples of it, so attention can be split into equal pieces
 STATE = ("conv_states", "recurrent_states", "has_previous_state")  # the attributes of a layer that a pass changes
-LEAST = 2048  # the least capacity of a fixed storage: when it grows, graphs are captured again
+LEAST = 2048  # the least of few capacities: when a storage grows, graphs are captured again
 
 
 class KVSpec(NamedTuple):
@@ -62,32 +61,34 @@ Layout = dict[int, tuple[KVSpec, KVSpec]]
 class BatchLayer(DynamicLayer):
     """One layer's buffers "B G C E" in one pass over several sequences; each writes its own entries."""
 
-    def __init__(self, keys: Tensor, values: Tensor, write_index: Int[Tensor, "B N"], end: int) -> None:
+    def __init__(
+        self, keys: Tensor, values: Tensor, slot: Int[Tensor, "B #N"], write_index: Int[Tensor, "B N"], end: int
+    ) -> None:
         init: Any = super().__init__
         init()
-        self.both, self.write_index, self.end = (keys, values), write_index, end
+        self.both, self.slot, self.write_index, self.end = (keys, values), slot, write_index, end
         self.is_initialized = True
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
         """Write each sequence's new entries and return all entries up to the end."""
-        count = len(self.write_index)
-        write_index = self.write_index.to(key_states.device)  # layers may be on several devices
-        row = torch.arange(count, device=write_index.device)[:, None]
+        slot, write_index = (index.to(key_states.device) for index in (self.slot, self.write_index))  # of this layer
         for buffer, states in zip(self.both, (key_states, value_states), strict=True):
-            buffer[row, :, write_index] = states.transpose(1, 2)
-        return self.both[0][:count, :, : self.end], self.both[1][:count, :, : self.end]
+            buffer[slot, :, write_index] = states.transpose(1, 2)
+        keys, values = (buffer[:, :, : self.end] for buffer in self.both)
+        return (keys, values) if slot.shape[1] > 1 else (keys[: len(slot)], values[: len(slot)])
 
     def get_seq_length(self) -> int:
         """Return a number of entries before the pass for transformers; `write_index` has each sequence's own."""
-        return self.end - self.write_index.shape[1]
+        return max(0, self.end - self.write_index.shape[1])
 
 
 class BatchPass(NamedTuple):
     """One pass over the first sequences of a batch: all buffers, the entries to write, and the end of attention.
 
-    A `steady` pass is one of many of the same shapes, captured in a graph.
+    A `steady` pass is one of many of the same shapes, captured in a graph. With `slot` its T tokens are
+    in one row, each with the slot of its sequence (`attention.Ragged`).
     """
 
     keys: list[Tensor]
@@ -95,13 +96,15 @@ class BatchPass(NamedTuple):
     write_index: Int[Tensor, "B N"]
     end: int
     steady: bool = False
+    slot: Int[Tensor, "1 T"] | None = None
 
     @property
     def hf(self) -> Cache:
         """The cache object for transformers."""
-        return Cache(
-            layers=[BatchLayer(*both, self.write_index, self.end) for both in zip(self.keys, self.values, strict=True)]
-        )
+        slot, count = self.slot, len(self.write_index)
+        slot = torch.arange(count, device=self.write_index.device)[:, None] if slot is None else slot
+        both = zip(self.keys, self.values, strict=True)
+        return Cache(layers=[BatchLayer(*pair, slot, self.write_index, self.end) for pair in both])
 
 
 def round_up_kv_length(end: int) -> int:
@@ -115,11 +118,11 @@ class Storage:
     Attributes:
         layers: each layer's keys and values, views "B G C E".
         capacity: C, the entries of a sequence; `reserve` raises it, and a longer sequence doubles it.
-        fixed: whether compiled passes rely on the buffers' addresses.
+        few_sizes: whether capacities are few, as compiled passes want them.
     """
 
-    def __init__(self, size: int, layout: Layout, fixed: bool = False) -> None:
-        self.size, self.layout, self.capacity, self.fixed = size, layout, 0, fixed
+    def __init__(self, size: int, layout: Layout, few_sizes: bool = False) -> None:
+        self.size, self.layout, self.capacity, self.few_sizes = size, layout, 0, few_sizes
         self.blocks: list[Tensor] = []
         self.layers: dict[int, tuple[Tensor, Tensor]] = {}
 
@@ -133,7 +136,7 @@ class Storage:
 
     def reserve(self, capacity: int) -> None:
         """Allocate at least `capacity` entries a sequence."""
-        capacity = max(round_up_kv_length(capacity), LEAST) if self.fixed else -(-capacity // GRAIN) * GRAIN
+        capacity = max(round_up_kv_length(capacity), LEAST) if self.few_sizes else -(-capacity // GRAIN) * GRAIN
         if capacity > self.capacity:
             self.capacity, old = capacity, self.layers
             self.blocks, self.layers = [], {}
@@ -153,10 +156,8 @@ class Storage:
 
     def over(self, write_index: Int[Tensor, "B N"], end: int, *, steady: bool = False) -> BatchPass:
         """Return a pass over the first sequences; `TargetCache.set_length` makes its new entries count."""
-        # A fixed storage's passes may pad nodes to twice as many and the end to a stride; steady ones do not.
-        room = round_up_kv_length(end + write_index.shape[1]) if self.fixed and not steady else end
-        if room > self.capacity:
-            self.reserve(2 * room)
+        if end > self.capacity:
+            self.reserve(2 * end)
         layers = self.layers.values()
         return BatchPass([keys for keys, _ in layers], [values for _, values in layers], write_index, end, steady)
 
@@ -203,9 +204,6 @@ class Storage:
             self.blocks.append(torch.zeros(shape, dtype=spec.dtype, device=spec.device))
             buffers[spec] = iter(self.blocks[-1])
         self.layers |= {layer: (next(buffers[keys]), next(buffers[values])) for layer, (keys, values) in layout.items()}
-        if self.fixed:
-            for buffer in (buffer for pair in self.layers.values() for buffer in pair):
-                torch._dynamo.mark_static_address(buffer)
 
 
 class SequenceLayer(DynamicLayer):
@@ -252,21 +250,18 @@ class TargetCache:
         return
 
     @torch.inference_mode()
-    def keep(self, prefix: int, entries: list[int], layers: int | None = None) -> None:
-        """Compact: keep the first `prefix` entries and then `entries` (counted from the prefix).
-
-        In every layer, or in the first `layers` layers, which may have more entries than the others.
-        """
+    def keep(self, prefix: int, entries: list[int]) -> None:
+        """Compact: keep the first `prefix` entries and then `entries` (counted from the prefix)."""
         if entries != list(range(len(entries))):
             for block in self.storage.blocks:
                 index = torch.tensor(entries, device=block.device) + prefix
                 mine = block[:, self.slot]
                 mine.narrow(2, prefix, len(entries)).copy_(mine.index_select(2, index))
-        self.set_length(prefix + len(entries), layers)
+        self.set_length(prefix + len(entries))
 
-    def set_length(self, length: int, layers: int | None = None) -> None:
-        """Set the number of entries, in every layer or in the first `layers` layers."""
-        for layer in self.hf.layers[:layers]:
+    def set_length(self, length: int) -> None:
+        """Set the number of entries."""
+        for layer in self.hf.layers:
             assert isinstance(layer, SequenceLayer)
             layer.length = length
 
@@ -302,33 +297,22 @@ class BatchCache:
 
 
 class Pool:
-    """A pool of storages; fixed ones are reused, since compiled passes rely on their addresses.
-
-    `make` makes the cache of one sequence in a slot of a storage.
-    """
+    """Makes caches of one layout; `make` makes the cache of one sequence in a slot of a storage."""
 
     def __init__(
-        self, layout: Layout, fixed: bool = False, make: Callable[[Storage, int], TargetCache] = TargetCache
+        self, layout: Layout, few_sizes: bool = False, make: Callable[[Storage, int], TargetCache] = TargetCache
     ) -> None:
-        self.layout, self.fixed, self.make = layout, fixed, make
-        self.free: defaultdict[int, list[Storage]] = defaultdict(list)
+        self.layout, self.few_sizes, self.make = layout, few_sizes, make
 
     def sequence(self, capacity: int = 0) -> TargetCache:
         """Return an empty cache for one sequence of `capacity` entries."""
-        return self._lend(1, capacity, lambda storage: self.make(storage, 0))
+        storage = Storage(1, self.layout, self.few_sizes)
+        storage.reserve(capacity)
+        return self.make(storage, 0)
 
     def batch(self, size: int) -> BatchCache:
         """Return an empty cache for up to `size` sequences."""
-        return self._lend(size, 0, lambda storage: BatchCache(storage, self.make))
-
-    def _lend(self, size: int, capacity: int, make: Callable[[Storage], T]) -> T:
-        """Return a cache on a storage; a fixed storage returns to the pool when its cache is dropped."""
-        storage = self.free[size].pop() if self.free[size] else Storage(size, self.layout, fixed=self.fixed)
-        storage.reserve(capacity)
-        cache = make(storage)
-        if self.fixed:
-            weakref.finalize(cache, self.free[size].append, storage)
-        return cache
+        return BatchCache(Storage(size, self.layout, self.few_sizes), self.make)
 
 
 class Call(NamedTuple):
@@ -428,7 +412,7 @@ class RecurrentCache(TargetCache):
         """The layers with states."""
         return {i: layer for i, layer in enumerate(self.hf.layers) if isinstance(layer, LinearAttentionCacheLayerMixin)}
 
-    def set_length(self, length: int, layers: int | None = None) -> None:
+    def set_length(self, length: int) -> None:
         """Set the number of entries of the attention layers."""
         for layer in self.attention:
             layer.length = length
@@ -439,7 +423,7 @@ class RecurrentCache(TargetCache):
         self.hf.calls = {}
 
     @torch.inference_mode()
-    def keep(self, prefix: int, entries: list[int], layers: int | None = None) -> None:
+    def keep(self, prefix: int, entries: list[int]) -> None:
         """Keep the `prefix` entries before the snapshot, and the first entries of the pass after it."""
         assert entries == list(range(len(entries)))
         total, count = self.length - prefix, len(entries)

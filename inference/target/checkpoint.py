@@ -119,29 +119,17 @@ def check_files(checkpoint: str, config: PreTrainedConfig) -> None:
     """Check that a checkpoint's files fit its configuration, before memory is allocated.
 
     Raises:
-        ValueError: they are far too small, hold whole numbers where weights are not quantised, or an adapter, which
-            transformers would load unasked.
+        ValueError: they are far too small, or hold an adapter, which transformers would load unasked.
         OSError, ValueError, KeyError, SafetensorError: as `tensor_files`.
     """
     if cached_file(checkpoint, ADAPTER, _raise_exceptions_for_missing_entries=False) is not None:
         raise ValueError(f"it holds an {ADAPTER} too: move the adapter out, and give it as model.adapter")
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(config)
-    files = tensor_files(checkpoint)
-    paths = {*files.values()}
+    paths = {*tensor_files(checkpoint).values()}
     count, size = sum(weight.numel() for weight in model.parameters()), sum(file.stat().st_size for file in paths)
     if count > MOST_OF_A_BYTE * size:
         raise ValueError(f"its config.json makes a model of {count} parameters, and its files have {size} bytes")
-    if getattr(config, "quantization_config", None) is not None:
-        return
-    parameters = model.named_parameters()
-    stored = stored_names(model, files)
-    floating = {stored[name] for name, parameter in parameters if name in stored and parameter.is_floating_point()}
-    for file in paths:
-        with safe_open(file, "pt") as opened:
-            kinds = {name: str(opened.get_slice(name).get_dtype()) for name in floating.intersection(opened.keys())}
-        if odd := [name for name, kind in kinds.items() if not kind.startswith(("F", "BF"))]:
-            raise ValueError(f"{min(odd)} is of type {kinds[min(odd)]} in its files, which holds no weights")
 
 
 def fingerprint(model: "transformers.PreTrainedModel", checkpoint: str) -> str:

@@ -60,32 +60,25 @@ class EmbeddingsOnly:
             model.tie_weights()
             count = model.config.get_text_config().num_hidden_layers
             parts = [model.get_input_embeddings(), model.get_output_embeddings(), final_norm(model.base_model, count)]
-            _fill(model, parts, path, kind, chosen_device)
+            if any(len(list(module.buffers())) for module in parts):
+                raise ValueError("they compute with more than weights")
+            parameters = {id(parameter) for module in parts for parameter in module.parameters()}
+            files, loaded = tensor_files(path), dict[int, nn.Parameter]()
+            stored = stored_names(model, files)
+            for name, parameter in model.named_parameters():
+                if id(parameter) in parameters:
+                    if name not in stored:
+                        raise ValueError(f"its files hold no {name} that can be read by itself")
+                    with safe_open(files[stored[name]], "pt") as opened:
+                        tensor = opened.get_tensor(stored[name]).to(chosen_device, kind)
+                    loaded[id(parameter)] = nn.Parameter(tensor, requires_grad=False)
+            for module in parts:  # tied weights stay tied
+                for name, parameter in list(module.named_parameters(recurse=False)):
+                    setattr(module, name, loaded[id(parameter)])
             return cls(model.eval().requires_grad_(False), tokenizer, path, chosen_device)
         except UNFIT as error:
             problem = f"its embeddings cannot be loaded without its layers ({reason(error)})"
             raise ValueError(f"model.path={path}: {problem}") from error
-
-
-def _fill(
-    model: "transformers.PreTrainedModel", parts: list[nn.Module], path: str, dtype: torch.dtype, device: torch.device
-) -> None:
-    """Load the weights of some modules of a model on the meta device; tied ones stay tied."""
-    if any(len(list(module.buffers())) for module in parts):
-        raise ValueError("they compute with more than weights")
-    parameters = {id(parameter) for module in parts for parameter in module.parameters()}
-    files, loaded = tensor_files(path), {}
-    stored = stored_names(model, files)
-    for name, parameter in model.named_parameters():
-        if id(parameter) in parameters:
-            if name not in stored:
-                raise ValueError(f"its files hold no {name} that can be read by itself")
-            with safe_open(files[stored[name]], "pt") as opened:
-                tensor = opened.get_tensor(stored[name]).to(device, dtype)
-            loaded[id(parameter)] = nn.Parameter(tensor, requires_grad=False)
-    for module in parts:
-        for name, parameter in list(module.named_parameters(recurse=False)):
-            setattr(module, name, loaded[id(parameter)])
 
 
 def load_target(model: ModelConfig, device: str, *, whole: bool) -> Target | EmbeddingsOnly:

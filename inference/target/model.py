@@ -4,7 +4,6 @@ All facts about the target's layers are here: the module of the decoder stack, t
 `Target` (target.py) checks them on the loaded model.
 """
 
-import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -20,23 +19,27 @@ from heads import rows
 from heads.base import Features, to_device
 from heads.common.target_config import EXPERTS, cache_argument, context_of
 from inference.target import loading
-from inference.target.adapter import Adapter
 from inference.target.attention import (
+    ATTENTION,
+    DOCUMENTS,
+    LAYOUT,
+    RAGGED,
+    Documents,
     Packing,
+    Ragged,
     Span,
-    by_documents,
+    attention_as,
     group_attention,
     groups_of,
     spans_of,
     use_kernels,
 )
 from inference.target.cache import BatchCache, BatchPass, Pool, RecurrentCache, TargetCache, recurrence
-from inference.target.placed import Placed, by_turns, on_one_device
+from inference.target.loading import Adapter
+from inference.target.placement import Placed, by_turns, on_one_device
 from inference.target.tokenizer import end_tokens
 from inference.verification import tree
 from inference.verification.tree import DraftTree
-
-log = logging.getLogger(__name__)
 
 
 class TargetOutput(NamedTuple):
@@ -139,6 +142,7 @@ class TargetModel:
         packing: how its attention runs over packed documents without a mask; None if it needs one.
         takes_trees: whether its attention honours a tree's or a batch's mask; else only chains are verified, one
             sequence at a time. `Target` proves it.
+        takes_ragged: whether a batch's pass may leave out padding (`Ragged`).
         incompatibility: why it does not; None if it does.
         compiled: the compiled verification passes; None if they are not compiled.
         compiles_drafts: whether heads' drafting is compiled.
@@ -187,7 +191,6 @@ class TargetModel:
         self.captures = self.device.type == "cuda" and self.whole
         digest, attached = (self.placed.fingerprint, None) if adapter is None else (adapter.fingerprint, adapter.name)
         self.spec = self.embeddings.spec(name, digest, attached)
-        note_unknown(tokenizer, self.embeddings.vocab_size, name)
         self.compiled: Callable[..., tuple[Tensor, Tensor]] | None = None
         self.compiles_drafts = False
         self.recurrence = recurrence(self.config, self.decoder_layers)
@@ -196,6 +199,7 @@ class TargetModel:
         self.switch = switch_of(model)
         self.incompatibility = f"its attention takes no mask of ours ({self.architecture})"
         self.takes_trees = False
+        self.takes_ragged = False
 
     def check_masks(self, consequence: str) -> None:
         """Refuse a target whose attention takes no mask of ours; say what follows."""
@@ -238,7 +242,8 @@ class TargetModel:
         # Else transformers would read the positions from the device to find packed documents.
         waits = self.device.type != "cpu"
         if self.packing is not None and (waits or self.packing.needed(spans, len(token))):
-            with by_documents(self.packing, spans, position):
+            documents = Documents(self.packing.windows, spans, position)
+            with attention_as(self.packing.config, ATTENTION, DOCUMENTS, documents):
                 out = self.run(token, position, None, None, layers)
         else:  # one document a sequence is causal, without a mask
             attn_mask = None if len(spans) == len(token) else rows.visible(document)
@@ -254,11 +259,11 @@ class TargetModel:
         hidden = last = None
         for group in groups_of(spans, token.numel()):
             longest = group[0].end - group[0].begin
-            alone = token.new_zeros(len(group), longest)
-            for row, span in zip(alone, group, strict=True):
+            padded = token.new_zeros(len(group), longest)
+            for row, span in zip(padded, group, strict=True):
                 row[: span.end - span.begin] = token[span.row, span.begin : span.end]
-            position = torch.arange(longest, device=self.device).expand_as(alone)
-            out = self.run(alone, position, None, None, layers)
+            position = torch.arange(longest, device=self.device).expand_as(padded)
+            out = self.run(padded, position, None, None, layers)
             if hidden is None or last is None:
                 hidden, last = (states.new_zeros(*token.shape, *states.shape[2:]) for states in out[:2])
             for row, span in enumerate(group):
@@ -311,6 +316,25 @@ class TargetModel:
         mask = None if attn_mask is None else self.attention_mask(attn_mask, position, key_position)
         return TargetOutput(*self.forward(token, position, mask, cache, layers, stack), None)
 
+    def run_ragged(
+        self,
+        layout: Ragged,
+        token: Int[Tensor, "B N"],
+        position: Int[Tensor, "B N"],
+        attn_mask: Bool[Tensor, "B N S"],
+        cache: BatchPass,
+        layers: tuple[int, ...],
+        key_position: Int[Tensor, "B S"],
+    ) -> TargetOutput:
+        """Run the rows of a layout; return the outputs and logits of all nodes, an absent one has those of the root."""
+        nodes, row_of = (torch.tensor(index, device=self.device) for index in layout.rows(*token.shape))
+        slot = nodes[None] // token.shape[1]
+        rows = cache._replace(write_index=cache.write_index.flatten()[nodes][None], slot=slot)
+        mask = self.attention_mask(attn_mask, position, key_position)
+        with attention_as(self.config, RAGGED, LAYOUT, layout):
+            out = self.forward(token.flatten()[nodes][None], position.flatten()[nodes][None], mask, rows, layers)
+        return TargetOutput(*(states[0, row_of] for states in (*out, self.embeddings.logits(out[1]))))
+
     def forward(
         self,
         token: Tensor,
@@ -353,21 +377,6 @@ class TargetModel:
     def _additive(self, attn_mask: Tensor) -> Tensor:
         shut = torch.finfo(self.dtype).min
         return torch.zeros_like(attn_mask, dtype=self.dtype).masked_fill_(~attn_mask, shut)[:, None]
-
-
-_said: set[tuple[str, int]] = set()  # targets, and how many unknown tokens were noted
-
-
-def note_unknown(tokenizer: PreTrainedTokenizerBase, vocab_size: int, name: str) -> None:
-    """Note that a tokenizer has tokens, mostly added ones, for which the model has no embedding."""
-    beyond = sorted((index, token) for token, index in tokenizer.get_vocab().items() if index >= vocab_size)
-    if beyond and (name, len(beyond)) not in _said:  # a run may load its target more than once
-        _said.add((name, len(beyond)))
-        log.warning(
-            "a note: %s knows %d tokens, and its tokenizer has %d more, from %r on: only a text that holds one of them "
-            "is refused",
-            name, vocab_size, len(beyond), beyond[0][1],
-        )  # fmt: skip
 
 
 def _decoder_layers(base: nn.Module, count: int) -> nn.ModuleList:

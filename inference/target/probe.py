@@ -11,15 +11,15 @@ the hidden states differ by 0.5 (docs/targets.md, "Rounding and masks").
 
 import re
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import torch
 import transformers
 from torch import Tensor
 
-from inference.target.attention import FULL, SLIDING
+from inference.target.attention import FULL, GROUPED, SLIDING, Ragged
 from inference.target.model import TargetModel, TargetOutput
-from inference.target.stack import FirstLayersOutput, Parts
 from inference.verification import tree
 from inference.verification.tree import DraftTree
 
@@ -67,6 +67,8 @@ def _check(target: TargetModel) -> bool:
     far = [f"{key}={value}" for key, value in window_sizes.items() if value > LONGEST]
     exact = (_is_exact(one, target, prompt, drafted) for one in (_tree_is_exact, _batch_is_exact))
     if target.takes_trees and not far and all(exact):
+        if target.config._attn_implementation == GROUPED and target.device.type == "cpu":
+            target.takes_ragged = _is_exact(partial(_batch_is_exact, ragged=True), target, prompt, drafted)
         return True
     target.takes_trees = False
     why = f"applies {far[0]} itself" if far else "gives a tree or a batch other logits than its sequences alone"
@@ -137,27 +139,11 @@ def _is_exact(check: Check, target: TargetModel, prompt: Tensor, drafted: DraftT
 
 
 @torch.no_grad()
-def splits(target: TargetModel, parts: Parts, layers: int) -> bool:
-    """Return whether the first layers and then the rest give the same last states as a full pass."""
-    token = torch.arange(2 * PROMPT, device=target.device) % target.embeddings.vocab_size
-    prompt, chain = token[:PROMPT], tree.chain(token[PROMPT:])
-    whole, split = target.cache(), target.cache()
-    target.prefill(prompt, whole)
-    target.prefill(prompt, split)
-    position, attn_mask = tree.layout(chain, PROMPT)
-    hidden, _ = parts.run_first_layers(layers, chain.token, position, attn_mask, split)
-    return _close(
-        parts.score_from(FirstLayersOutput(layers, hidden), chain, split).last_hidden,
-        target.score(chain, whole).last_hidden,
-    )
-
-
-@torch.no_grad()
 def packs(target: TargetModel) -> bool:
-    """Return whether packed documents have the last hidden states of each document alone."""
+    """Return whether packed documents have the last hidden states of each document in a pass of its own."""
     token = torch.arange(2 * PROMPT, device=target.device)[None] % target.embeddings.vocab_size
     document = (torch.arange(2 * PROMPT, device=target.device) > PROMPT).long()[None]
-    alone = [
+    single = [
         target.run(one, torch.arange(one.shape[1], device=target.device)[None], None, None).last_hidden
         for one in (token[:, : PROMPT + 1], token[:, PROMPT + 1 :])
     ]
@@ -165,7 +151,7 @@ def packs(target: TargetModel) -> bool:
         packed = target.own_features(token, document, ()).last_hidden
     except UNFIT:
         return False  # an unexpected attention may raise anything
-    return _close(packed, torch.cat(alone, 1))
+    return _close(packed, torch.cat(single, 1))
 
 
 def _tree_is_exact(target: TargetModel, prompt: Tensor, drafted: DraftTree) -> bool:
@@ -176,16 +162,16 @@ def _tree_is_exact(target: TargetModel, prompt: Tensor, drafted: DraftTree) -> b
         target.prefill(prompt, cache)
         together = target.score(drafted, cache, layers)
         sequence = torch.cat([prompt, drafted.token[path]])
-        alone = target.prefill(sequence, target.cache(), layers)
+        single = target.prefill(sequence, target.cache(), layers)
         cache.keep(len(prompt), path)
         following = target.prefill(drafted.token[:1], cache, layers)
         fresh = target.prefill(torch.cat([sequence, drafted.token[:1]]), target.cache(), layers)
-        if not (_same_rows(together, path, alone) and _same_rows(following, [0], fresh)):
+        if not (_same_rows(together, path, single) and _same_rows(following, [0], fresh)):
             return False
     return True
 
 
-def _batch_is_exact(target: TargetModel, prompt: Tensor, drafted: DraftTree) -> bool:
+def _batch_is_exact(target: TargetModel, prompt: Tensor, drafted: DraftTree, ragged: bool = False) -> bool:
     """Compare a batched pass over a short and a long sequence with the passes of each."""
     layers = tuple(range(len(target.decoder_layers)))
     cache, prompts = target.batch_cache(2), (prompt[:PROMPT], torch.cat([prompt[:1], prompt]))
@@ -196,21 +182,27 @@ def _batch_is_exact(target: TargetModel, prompt: Tensor, drafted: DraftTree) -> 
     depth = (ancestors.sum(-1) - 1).expand(2, -1)
     rows, seen, column = cache.storage.behind(length, ancestors, depth, end)
     token = drafted.token.expand(2, -1)
-    out = target.run(token, length[:, None] + depth, seen, rows, layers, column)
+    run: Callable[..., TargetOutput] = target.run
+    if ragged:
+        size = len(drafted.token)
+        run = partial(
+            target.run_ragged, Ragged(2, [(slot, size, one + size) for slot, one in enumerate(length.tolist())])
+        )
+    out = run(token, length[:, None] + depth, seen, rows, layers, column)
     path = _outer_paths(drafted)[-1]
     for row, sequence in enumerate(prompts):
-        alone = target.prefill(torch.cat([sequence, drafted.token[path]]), target.cache(), layers)
+        single = target.prefill(torch.cat([sequence, drafted.token[path]]), target.cache(), layers)
         mine = TargetOutput(out.hidden[row : row + 1], out.last_hidden[row : row + 1], None)
-        if not _same_rows(mine, path, alone):
+        if not _same_rows(mine, path, single):
             return False
     return True
 
 
-def _same_rows(out: TargetOutput, path: list[int], alone: TargetOutput) -> bool:
+def _same_rows(out: TargetOutput, path: list[int], single: TargetOutput) -> bool:
     """Compare a path's rows with the last rows of another pass: the states after each layer and the norm."""
     count = len(path)
-    return _close(out.hidden[0, path], alone.hidden[0, -count:]) and _close(
-        out.last_hidden[0, path], alone.last_hidden[0, -count:]
+    return _close(out.hidden[0, path], single.hidden[0, -count:]) and _close(
+        out.last_hidden[0, path], single.last_hidden[0, -count:]
     )
 
 

@@ -1,4 +1,4 @@
-"""Passes through parts of the target's decoder stack: first layers, remaining layers, or all but skipped sub-layers.
+"""Passes through a part of the target's decoder stack: all but skipped layers or sub-layers.
 
 No modeling code is copied. The base model runs with its own masks, positions and cache; during a pass the skipped
 modules return their input, or zeros. A layer whose attention is skipped gets no entries in the cache, so the layers'
@@ -6,7 +6,7 @@ lengths differ until the caller evens them out.
 """
 
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import ExitStack
 from typing import Any, NamedTuple
 
 import torch
@@ -14,21 +14,9 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from inference.target.cache import TargetCache
-from inference.target.model import TargetModel, TargetOutput, forwards_replaced
-from inference.verification import tree
-from inference.verification.tree import DraftTree
+from inference.target.model import TargetModel, forwards_replaced
 
 Stub = Callable[[Tensor], Tensor]
-
-
-class FirstLayersOutput(NamedTuple):
-    """The hidden states of a tree's nodes after the first `layers` decoder layers.
-
-    The cache of those layers ends with the nodes' entries, in order.
-    """
-
-    layers: int
-    hidden: Float[Tensor, "N D"]
 
 
 class Skips(NamedTuple):
@@ -54,50 +42,6 @@ class Parts:
         )
 
     @torch.inference_mode()
-    def run_first_layers(
-        self,
-        layers: int,
-        token: Int[Tensor, "N"],
-        position: Int[Tensor, "N"],
-        attn_mask: Bool[Tensor, "N S"],
-        cache: TargetCache,
-        earlier: Int[Tensor, "P"] | None = None,
-    ) -> tuple[Float[Tensor, "N D"], Float[Tensor, "N V"]]:
-        """Run rows through the first `layers` layers and append them to these layers' cache.
-
-        `attn_mask` says which of the cached rows and of these each row attends to. `earlier` are the positions of the
-        cached rows; None for 0, 1, 2, …
-
-        Returns:
-            The states after these layers, and their logits through the final norm and the lm_head.
-        """
-        left: list[Tensor] = []
-
-        def note(hidden: Tensor) -> Tensor:
-            left.append(hidden)
-            return hidden
-
-        stubs: dict[nn.Module, Stub] = dict.fromkeys(self.layers[layers:], lambda hidden: hidden)
-        with self._replacing(stubs | {self.layers[layers]: note}):
-            key_position = None if earlier is None else torch.cat([earlier, position])[None]
-            out = self.target.run(token[None], position[None], attn_mask[None], cache, key_position=key_position)
-        return left[0][0], self.target.embeddings.logits(out.last_hidden[0])
-
-    @torch.inference_mode()
-    def score_from(
-        self, first_layers: FirstLayersOutput, drafted: DraftTree, cache: TargetCache, layers: tuple[int, ...] = ()
-    ) -> TargetOutput:
-        """Run a tree's nodes through the remaining layers; without the lm_head.
-
-        The outputs of feature layers below `first_layers.layers` are wrong: these layers do not run.
-        """
-        prefix = cache.length - len(drafted.token)
-        position, attn_mask = tree.layout(drafted, prefix)
-        stubs: dict[nn.Module, Stub] = dict.fromkeys(self.layers[: first_layers.layers], lambda hidden: hidden)
-        with self._replacing(stubs | {self.layers[0]: lambda _: first_layers.hidden[None]}):
-            return self.target.run(drafted.token.clamp_min(0)[None], position[None], attn_mask[None], cache, layers)
-
-    @torch.inference_mode()
     def run_skipping(
         self,
         skipped: Skips,
@@ -105,26 +49,29 @@ class Parts:
         position: Int[Tensor, "N"],
         attn_mask: Bool[Tensor, "N S"],
         cache: TargetCache,
+        key_position: Int[Tensor, "S"] | None = None,
     ) -> Float[Tensor, "N V"]:
-        """Return the logits of rows that run through all layers except the skipped sub-layers.
+        """Return the logits of rows that run through all layers except the skipped ones.
 
-        The rows are appended to the cache of layers whose attention runs; cached positions are 0, 1, 2, …
+        The rows are appended to the cache of layers whose attention runs. `attn_mask` says which of the cached rows and
+        of these each row attends to. `key_position` are the positions of all these; None for 0, 1, 2, …
         """
-        left_out = [_sublayers(self.layers[i])[0] for i in skipped.attention]
-        left_out += [_sublayers(self.layers[i])[1] for i in skipped.mlp]
-        with self._replacing(dict.fromkeys(left_out, torch.zeros_like)):
-            out = self.target.run(token[None], position[None], attn_mask[None], cache)
+        stubs: dict[nn.Module, Stub] = {
+            self.layers[i]: (lambda hidden: hidden) for i in {*skipped.attention} & {*skipped.mlp}
+        }
+        for which, layers in enumerate(skipped):
+            stubs |= {
+                _sublayers(self.layers[i])[which]: torch.zeros_like for i in layers if self.layers[i] not in stubs
+            }
+        with forwards_replaced({module: _as_outputs(stub, self.num_outputs[module]) for module, stub in stubs.items()}):
+            positions = None if key_position is None else key_position[None]
+            out = self.target.run(token[None], position[None], attn_mask[None], cache, key_position=positions)
         return self.target.embeddings.logits(out.last_hidden[0])
 
     def sizes(self) -> list[tuple[int, int]]:
         """Return the parameter counts of each layer's attention and MLP; refuse layers without one of each."""
-        return [(_size(attention), _size(mlp)) for attention, mlp in map(_sublayers, self.layers)]
-
-    def _replacing(self, stubs: dict[nn.Module, Stub]) -> AbstractContextManager[None]:
-        """Replace modules' forward methods during a pass by functions of their first input."""
-        return forwards_replaced(
-            {module: _as_outputs(stub, self.num_outputs[module]) for module, stub in stubs.items()}
-        )
+        parts = [[sum(p.numel() for p in part.parameters()) for part in _sublayers(layer)] for layer in self.layers]
+        return [(attention, mlp) for attention, mlp in parts]
 
     def _count_outputs(self, modules: Iterable[nn.Module]) -> dict[nn.Module, int | None]:
         """Return the length of each module's output tuple, None for a tensor."""
@@ -160,7 +107,3 @@ def _sublayers(layer: nn.Module) -> tuple[nn.Module, nn.Module]:
             f"{type(layer).__name__} is not made of one attention and one MLP: its sub-layers cannot be skipped"
         )
     return attention[0], mlp[0]
-
-
-def _size(module: nn.Module) -> int:
-    return sum(parameter.numel() for parameter in module.parameters())

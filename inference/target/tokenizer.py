@@ -1,10 +1,14 @@
 """A target's tokenizer: text to tokens, and the tokens that end an answer."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
+from jinja2 import TemplateError, TemplateSyntaxError
 from transformers import BatchEncoding, GenerationConfig, PreTrainedTokenizerBase
 
 from heads.common.errors import one_line, panicked
+from heads.common.untrusted import CUT
 
 
 def tokenize(tokenizer: PreTrainedTokenizerBase, text: str | list[str], **options: Any) -> BatchEncoding:
@@ -49,3 +53,72 @@ def end_tokens(configured: GenerationConfig | None, tokenizer: PreTrainedTokeniz
     eos = configured.eos_token_id if configured else None
     tokens = eos if isinstance(eos, list) else [eos]
     return frozenset(token for token in [*tokens, tokenizer.eos_token_id] if isinstance(token, int))
+
+
+BROKEN = (TemplateSyntaxError, SyntaxError)  # the latter from Python, whose own limits nested blocks meet
+RAISED = (
+    TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RuntimeError, MemoryError,
+    AssertionError, NameError,
+)  # fmt: skip
+
+
+class RenderError(ValueError):
+    """A chat that its template does not render: it refuses it, or fails at it. The message is one line."""
+
+
+@contextmanager
+def rendering(tokenizer: PreTrainedTokenizerBase) -> Iterator[None]:
+    """Turn the error of a chat template in the block into one line.
+
+    Raises:
+        RenderError: the template does not render this chat.
+        ValueError: the template renders no chat, because its syntax is wrong.
+    """
+    name = f"the chat template of {tokenizer.name_or_path or 'the tokenizer'}"
+    try:
+        yield
+    except BROKEN as error:
+        raise ValueError(f"{name} is broken: {_why(error)}; correct it") from error
+    except RAISED as error:
+        raise RenderError(f"{name} refuses it: {_why(error)}") from error
+
+
+def _why(error: Exception) -> str:
+    kind = "" if type(error) is TemplateError else f"{type(error).__name__}: "  # what raise_exception raises
+    return kind + one_line(error)[:CUT] if str(error) else type(error).__name__
+
+
+UNFINISHED = "\ufffd"
+
+
+def decode(tokenizer: PreTrainedTokenizerBase, token: list[int], special: bool = False) -> str:
+    """Return the text of tokens as it is, that of special tokens only if wanted."""
+    return str(tokenizer.decode(token, skip_special_tokens=not special, clean_up_tokenization_spaces=False))
+
+
+class TextStream:
+    """Decodes one token at a time and never shows part of a character.
+
+    A token is decoded together with those before it, because what it reads depends on them; only the tokens since the
+    last but one piece of text are decoded again.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, special: bool = False) -> None:
+        self.tokenizer, self.special = tokenizer, special
+        self.tokens: list[int] = []
+        self.begin = self.shown = 0  # tokens[begin:shown] is the last piece shown, the context of the next
+
+    def push(self, token: int) -> str:
+        """Return the text that the token completes, empty while a character lacks bytes."""
+        self.tokens.append(token)
+        piece = self.rest()
+        if not piece or piece.endswith(UNFINISHED):
+            return ""
+        self.begin, self.shown = self.shown, len(self.tokens)
+        return piece
+
+    def rest(self) -> str:
+        """Return the text that is held back."""
+        shown, tokens = self.tokens[self.begin : self.shown], self.tokens[self.begin :]
+        before, whole = (decode(self.tokenizer, some, self.special) for some in (shown, tokens))
+        return whole[len(before) :]

@@ -3,6 +3,5 @@
 tree.py    draft trees and pure functions on them
 sample.py  logits to the probs that are sampled: repetition penalty, temperature, top-k, top-p, min-p
 rng.py     randomness: hashes of a request's key and of counters
-device.py  the acceptance rules, for the trees of a whole batch at once
-verify.py  the registry of rules, and which drafts each is right for
+rules.py   the verification rules, for the trees of a batch at once
 """

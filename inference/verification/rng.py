@@ -46,7 +46,7 @@ class Draws:
 
 
 class Samples:
-    """Samples at the roots of B sequences, by number: the same ones of each sequence, whoever is beside it."""
+    """Samples at the roots of B sequences, by number: those of a sequence do not depend on its batch."""
 
     def __init__(self, root: Int[Tensor, "B"]) -> None:
         """Take the roots' keys."""
@@ -93,13 +93,13 @@ def hash_key(key: Any, counter: Any) -> Any:
 
 
 def uniform(key: Any, counter: Any) -> Any:
-    """Return numbers between 0 and 1, exclusive, in fp64: a function of key and counter alone."""
+    """Return numbers between 0 and 1, exclusive, in fp64: a function of only key and counter."""
     bits = hash_key(key, counter)
     return ((bits.double() if isinstance(bits, Tensor) else bits) + 0.5) / (MASK + 1)
 
 
 def exponential_noise(key: Int[Tensor, "*b"], position: Int[Tensor, "*b"], size: int) -> Float[Tensor, "*b V"]:
-    """Return exponential noise for `size` tokens at absolute positions: a function of key, position and token alone.
+    """Return exponential noise for `size` tokens at absolute positions: a function of only key, position and token.
 
     A hash of the three takes a generator's place, so that one call serves any number of sequences and positions, on
     every kind of device alike (Salmon et al., 2011, on counter-based random numbers).

@@ -22,7 +22,7 @@ class DraftTree(NamedTuple):
 
 
 class LookAhead(NamedTuple):
-    """Look-ahead tokens: they run in a verification pass beside the tree and are neither verified nor committed.
+    """Look-ahead tokens: they run in a verification pass with the tree and are neither verified nor committed.
 
     They attend to all committed positions and, as `attn_mask` says, to the N tree nodes and the R look-ahead tokens.
     Nodes never attend to them, so the target's logits at the nodes, and with them the output, stay the same. `stack` is
@@ -123,8 +123,8 @@ def best_n(tree: DraftTree, score: Float[Tensor, "*b N"], count: int) -> tuple[D
     rank = score.clone()
     rank[..., 0] = float("inf")
     index = rank.sort(descending=True, stable=True).indices[..., : count + 1].sort().values
-    number = torch.full_like(tree.parent, -1)
-    number.scatter_(-1, index, torch.arange(index.shape[-1], device=index.device).expand_as(index))
+    new_index = torch.full_like(tree.parent, -1)
+    new_index.scatter_(-1, index, torch.arange(index.shape[-1], device=index.device).expand_as(index))
     parent = tree.parent.gather(-1, index)
-    above = torch.where(parent < 0, parent, number.gather(-1, parent.clamp_min(0)))
+    above = torch.where(parent < 0, parent, new_index.gather(-1, parent.clamp_min(0)))
     return DraftTree(tree.token.gather(-1, index), above), index

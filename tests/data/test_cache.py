@@ -20,7 +20,6 @@ from data.text.files import content_hash
 from data.text.masks import Sample
 from data.text.prompts import META, PROMPTS, SAMPLES, CachedSamples, cache_key, load_training, tokenizer_identity
 from heads.common.untrusted import parse_json
-from inference.chat_template import RenderError
 from inference.target.tokenizer import text_ids
 from tests.data.chatml import PLAIN, TAGGED, Tokens, load_samples
 
@@ -80,7 +79,7 @@ def test_all_that_shapes_samples_is_in_the_key(
         with monkeypatch.context() as patch:
             patch.setattr(getattr(prompts, library), "__version__", "0")
             keys.append(cache_key(config("f"), chat, ["a"]))
-    for code in (DataConfig, load_training, parse_json, RenderError, text_ids):
+    for code in (DataConfig, load_training, parse_json, text_ids):
         shaping = Path(str(inspect.getsourcefile(code)))
         with monkeypatch.context() as patch:
             patch.setattr(prompts, "content_hash", lambda file, own=shaping: "" if file == own else content_hash(file))

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.gpu
 On = Callable[[str, torch.dtype], Target]
 DTYPES = [torch.float32, torch.bfloat16]
 PROMPTS = [toys.prompt(seed) for seed in range(3)]
-SETTINGS = RequestParams(36, GREEDY, gaps=True)
+SETTINGS = RequestParams(36, GREEDY, logit_gaps=True)
 
 
 def drafter(name: str, tree: str, target: Target) -> HeadDrafter:

@@ -11,7 +11,7 @@ from heads.modules.vocab import prune
 from inference.batch import Batch, batch_of
 from inference.decode import RequestParams, autoregress, speculate
 from inference.drafters.head import HeadDrafter
-from inference.phase_timer import PhaseTimer
+from inference.request import PhaseTimer
 from inference.target.target import Target
 from inference.verification.sample import GREEDY, Sampling
 from tests import toys

@@ -43,14 +43,17 @@ def markdown(report: Report) -> str:
 
 
 def generation(
-    tokens: int | Sequence[int], steps: Sequence[tuple[int, int]] = (), seconds: float = 1.0, gaps: Sequence[float] = ()
+    tokens: int | Sequence[int],
+    steps: Sequence[tuple[int, int]] = (),
+    seconds: float = 1.0,
+    logit_gaps: Sequence[float] = (),
 ) -> Generation:
     """Return a run: its tokens or their number, (drafted, accepted) of each step, and the seconds of all decoding."""
     made = list(range(tokens)) if isinstance(tokens, int) else list(tokens)
     part = seconds / max(len(steps), 1)
     return Generation(
         tokens=made,
-        sources=["prefill"] + ["bonus"] * (len(made) - 1),
+        origins=["prefill"] + ["bonus"] * (len(made) - 1),
         steps=[
             Step(
                 drafted=drafted,
@@ -64,7 +67,7 @@ def generation(
             )
             for drafted, accepted in steps
         ],
-        gaps=list(gaps),
+        logit_gaps=list(logit_gaps),
         prefill_s=0.1,
         decode_s=seconds,
         finish="length",

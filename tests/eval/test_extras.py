@@ -91,7 +91,7 @@ def answer() -> Generation:
     text = autoregress(toys.target(), PROMPT, RequestParams(9, GREEDY)).tokens
     assert toys.lively(text)
     run = generation(text, [(4, 2), (4, 0), (4, 3)])
-    run.sources = ["prefill", "draft", "draft", "bonus", "bonus", "draft", "draft", "draft", "bonus"]
+    run.origins = ["prefill", "draft", "draft", "bonus", "bonus", "draft", "draft", "draft", "bonus"]
     return run
 
 
@@ -107,6 +107,6 @@ def test_answers_say_who_wrote_each_piece() -> None:
     ]
     assert len(found) == 2 * extras.ANSWERS
     pieces = found[0]["pieces"]
-    assert [piece["source"] for piece in pieces] == run.sources
+    assert [piece["source"] for piece in pieces] == run.origins
     assert [piece["step"] for piece in pieces] == [0, 1, 1, 1, 2, 3, 3, 3, 3]
     assert "".join(piece["text"] for piece in pieces) == target.tokenizer.decode(run.tokens)

@@ -17,11 +17,11 @@ from tests import toys
 from tests.eval.small import small
 from tests.eval.stubs import generation
 
-PLAIN = generation([5, 6, 7, 8], gaps=[2.0, 3.0, 1e-6, 4.0])
+PLAIN = generation([5, 6, 7, 8], logit_gaps=[2.0, 3.0, 1e-6, 4.0])
 
 
 def verdict(tokens: list[int], gaps: tuple[float, ...] = (), dtype: torch.dtype = torch.float32) -> Gate:
-    return gate([PLAIN], [generation(tokens, gaps=gaps)], ["p"], dtype)
+    return gate([PLAIN], [generation(tokens, logit_gaps=gaps)], ["p"], dtype)
 
 
 @pytest.mark.parametrize("gaps", [(), (2.0, 3.0, 1e-6, 9.0)])
@@ -49,8 +49,8 @@ def test_a_tie_must_be_one_in_both_runs_and_the_first_divergence() -> None:
 
 @pytest.mark.parametrize("tokens", [[5, 6], [5, 6, 7, 8, 9], []])
 def test_another_length_is_never_a_tie(tokens: list[int]) -> None:
-    ties = generation([5, 6, 7, 8], gaps=[0.0] * 4)
-    found = gate([ties], [generation(tokens, gaps=[0.0] * len(tokens))], ["p"], torch.bfloat16)
+    ties = generation([5, 6, 7, 8], logit_gaps=[0.0] * 4)
+    found = gate([ties], [generation(tokens, logit_gaps=[0.0] * len(tokens))], ["p"], torch.bfloat16)
     assert found.failed == 1
     assert "the end" in str(found.first)
 
@@ -60,12 +60,12 @@ def test_a_gap_that_was_not_recorded_excuses_nothing() -> None:
     found = gate([plain], [generation([5, 7])], ["p"], torch.bfloat16)
     assert found.failed == 1
     assert "unknown" in str(found.first)
-    odd = generation([5, 6], gaps=[1.0, float("nan")])
+    odd = generation([5, 6], logit_gaps=[1.0, float("nan")])
     assert gate([odd], [generation([5, 7])], ["p"], torch.bfloat16).failed == 1
 
 
 def test_coarse_numbers_are_given_more_room() -> None:
-    plain, drafted = generation([5], gaps=[0.1]), generation([6], gaps=[0.1])
+    plain, drafted = generation([5], logit_gaps=[0.1]), generation([6], logit_gaps=[0.1])
     counts = {dtype: gate([plain], [drafted], ["p"], dtype).failed for dtype in (torch.bfloat16, torch.float16)}
     assert counts == {torch.bfloat16: 0, torch.float16: 1}
     with pytest.raises(ValueError, match="gate_dtype"):

@@ -64,7 +64,7 @@ def beside() -> dict[str, Any]:
     measured = [{"step": 4, "tau": 1.5, "tau_ci": [1.2, 1.9]}, {"step": 8, "tau": 2.0, "tau_ci": None}]
     prompts = [Prompt("p0", toys.prompt(0, 5), ""), Prompt(EVIL, toys.prompt(1, 5), "")]
     run = generation(toys.prompt(2, 6), [(4, 2), (4, 1)])
-    run.sources[1:3] = ["draft", "draft"]
+    run.origins[1:3] = ["draft", "draft"]
     shown = extras.answers({name: [[run], [run]] for name in TREES}, list(drafters()), prompts, toys.tokenizer())
     evil = {"text": EVIL, "source": "draft", "step": 2}
     shown[0]["pieces"].append(evil)

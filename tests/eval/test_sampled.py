@@ -30,12 +30,12 @@ from inference import step
 from inference.decode import Generation, RequestParams, autoregress
 from inference.drafters.head import HeadDrafter
 from inference.drafters.plain import Baseline
+from inference.drafters.policy import Schedule, Scheduled
 from inference.drafters.prompt_lookup import PromptLookup
 from inference.protocol import Drafter
-from inference.tree_config import Schedule, Scheduled
-from inference.verification import device
+from inference.verification import rules
+from inference.verification.rules import COUPLED
 from inference.verification.sample import Sampling
-from inference.verification.verify import COUPLED
 from tests import toys
 
 PROMPTS = [Prompt(f"p{i}", toys.prompt(i, 12), "") for i in range(3)]
@@ -68,16 +68,16 @@ def sampled_test(
     tree: str, tv: float = 0.1, temperature: float = 2.0, schedule: Schedule | None = None
 ) -> ChiSquareTest:
     """Return the test of the toy MTP head's draws; about half of them are accepted."""
-    target, how = toys.target(), replace(HOT, sampling=Sampling(temperature, 0, 1.0), gaps=True)
+    target, how = toys.target(), replace(HOT, sampling=Sampling(temperature, 0, 1.0), logit_gaps=True)
     head: Any = toys.head("mtp", target)
     candidates = gates.texts(PROMPTS, [autoregress(target, prompt.token, how) for prompt in PROMPTS])
     drafter = HeadDrafter(head, toys.TREES[tree], tree, schedule)
-    found, why = gates.chi_square_test(target, drafter, candidates, replace(how, gaps=False), tv, 1e-3)
+    found, why = gates.chi_square_test(target, drafter, candidates, replace(how, logit_gaps=False), tv, 1e-3)
     assert found is not None, why
     return found
 
 
-def easier_coins(coins: device.AcceptDraws, probability: torch.Tensor, tested: torch.Tensor) -> torch.Tensor:
+def easier_coins(coins: rules.AcceptDraws, probability: torch.Tensor, tested: torch.Tensor) -> torch.Tensor:
     """Toss coins that fall on the draft's side twice as often."""
     uniforms = coins.uniforms.gather(1, coins.used_uniforms[:, None])[:, 0]
     coins.used_uniforms = coins.used_uniforms + tested
@@ -87,7 +87,7 @@ def easier_coins(coins: device.AcceptDraws, probability: torch.Tensor, tested: t
 @pytest.mark.parametrize("tree", ["chain", "sampled"])
 def test_easier_coins_on_the_device_are_caught(tree: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert sampled_test(tree).passed
-    monkeypatch.setattr(device.AcceptDraws, "sample", easier_coins)
+    monkeypatch.setattr(rules.AcceptDraws, "sample", easier_coins)
     found = sampled_test(tree)
     assert found.caught
     assert found.p_value < found.alpha
@@ -147,7 +147,7 @@ def test_prefixes_share_no_random_numbers(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_a_question_that_was_asked_twice_is_one_prefix() -> None:
-    plain = [autoregress(toys.target(), prompt.token, replace(HOT, gaps=True)) for prompt in PROMPTS]
+    plain = [autoregress(toys.target(), prompt.token, replace(HOT, logit_gaps=True)) for prompt in PROMPTS]
     once = gates.texts(PROMPTS, plain)
     assert len(once) == 3
     assert gates.texts([*PROMPTS, *PROMPTS], [*plain, *plain]) == once
@@ -163,7 +163,7 @@ def test_a_rule_that_likes_its_drafts_too_much_is_caught(source: str, monkeypatc
     prompts = [prompt._replace(token=[*range(toys.VOCAB), *prompt.token]) for prompt in PROMPTS]
     setup = Setup(target, drafters, prompts, HOT)
     assert sampled_gates(setup, TV, 1)[0].passed
-    monkeypatch.setattr(device.AcceptDraws, "sample", easier_coins)
+    monkeypatch.setattr(rules.AcceptDraws, "sample", easier_coins)
     choose = step.DeviceStep.choose
 
     def lenient(self: Any, slots: Any, drafted: Any, logits: Any, sampling: Any, *others: Any) -> torch.Tensor:
@@ -182,7 +182,7 @@ def test_a_rule_that_likes_its_drafts_too_much_is_caught(source: str, monkeypatc
 
 
 def test_tokens_that_differ_under_coupled_noise_are_a_failure_with_their_gap() -> None:
-    target, how = toys.target(), replace(HOT, rule=COUPLED, gaps=True)
+    target, how = toys.target(), replace(HOT, rule=COUPLED, logit_gaps=True)
     plain = [autoregress(target, prompt.token, how) for prompt in PROMPTS]
     other = Generation(tokens=[*plain[0].tokens[:4], (plain[0].tokens[4] + 1) % toys.VOCAB, *plain[0].tokens[5:]])
     found = coupled_check(target, plain, [other, *plain[1:]], PROMPTS, how)

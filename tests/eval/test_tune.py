@@ -20,9 +20,8 @@ from heads.common.typed import typed
 from heads.formats.store import save_head
 from inference.decode import Generation
 from inference.drafters.head import saved_trees
-from inference.drafters.policy import TreeConfig
+from inference.drafters.policy import TreeConfig, scheduled
 from inference.target.target import Target
-from inference.tree_config import scheduled
 from tests import toys
 from tests.eval.small import run_main, words
 from tests.eval.stubs import ROW

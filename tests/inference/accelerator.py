@@ -26,8 +26,7 @@ from heads.modules.kv_cache import KVCache
 from inference.drafters import policy
 from inference.drafters.head import HeadDrafter
 from inference.drafters.policy import TreeConfig
-from inference.phase_timer import PhaseTimer
-from inference.request import RequestParams
+from inference.request import PhaseTimer, RequestParams
 from inference.step import DeviceStep, Slots
 from inference.target.cache import Pool
 from inference.target.target import Target
@@ -118,7 +117,7 @@ def step_of(target: Target, drafter: HeadDrafter, size: int) -> DeviceStep:
     for _ in range(size):
         cache.allocate()
     step = DeviceStep(target, cache, batch, drafter.name)
-    step.static = True
+    step.static, step.plan = True, batch.plan
     return step
 
 
@@ -129,7 +128,7 @@ def counted(step: DeviceStep, sampling: str) -> dict[str, int]:
     vocab = step.target.embeddings.vocab_size if how.repetition_penalty != 1 else 0
     seen = torch.empty(size, vocab, dtype=torch.bool, device=NAME)
     slots = Slots(*torch.empty(6, size, dtype=torch.long, device=NAME), seen)
-    settings = RequestParams(40, how, rule=rule, gaps=True)
+    settings = RequestParams(40, how, rule=rule, logit_gaps=True)
     step.eos_mask, step.masks_eos = torch.empty(step.target.embeddings.vocab_size, dtype=torch.bool, device=NAME), True
     with tables_made(), torch.inference_mode():
         step.on_device(slots, step.kv_length(PROMPT), settings, PhaseTimer(step.target.device))
@@ -144,8 +143,7 @@ def counted(step: DeviceStep, sampling: str) -> dict[str, int]:
 def tables_made() -> Iterator[None]:
     """Let tables be made of numbers that the host knows, as they are in a first step."""
     made = torch.tensor
-    policy._levels.cache_clear()
-    policy._ancestors.cache_clear()
+    policy._shape.cache_clear()
     torch.tensor = lambda data, device=None: torch.empty(made(data).shape, dtype=made(data).dtype, device=device)
     try:
         yield

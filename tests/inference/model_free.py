@@ -10,7 +10,7 @@ from torch import Tensor
 from inference.decode import Generation, RequestParams, autoregress, speculate
 from inference.drafters import registry
 from inference.drafters.host import DrafterState, HostDrafter
-from inference.protocol import Commit, Context, Drafter, Proposal
+from inference.protocol import CommittedTokens, Context, Drafter, Proposal
 from inference.target.target import Target
 from inference.verification.sample import GREEDY
 
@@ -33,10 +33,10 @@ class Recorder(HostDrafter, DrafterState):
 
     def __init__(self, source: HostDrafter) -> None:
         self.source, self.name, self.tree = source, source.name, source.tree
-        self.reads_logits, self.alone = source.reads_logits, source.alone
+        self.reads_logits, self.single = source.reads_logits, source.single
         self.asked: list[tuple[list[int], int]] = []
         self.proposed: list[Proposal] = []
-        self.commits: list[Commit] = []
+        self.commits: list[CommittedTokens] = []
 
     def start(self, prompt: list[int]) -> "Recorder":
         self.state = self.source.start(prompt)
@@ -45,7 +45,7 @@ class Recorder(HostDrafter, DrafterState):
     def reset(self) -> None:
         self.source.reset()
 
-    def update(self, commit: Commit) -> None:
+    def update(self, commit: CommittedTokens) -> None:
         self.commits.append(commit)
         self.state.update(commit)
 

@@ -12,8 +12,7 @@ from torch import distributed
 
 from heads.base import Features
 from inference.decode import RequestParams, autoregress
-from inference.target.placed import whole
-from inference.target.placement import Placement
+from inference.target.placement import Placement, whole
 from inference.target.target import Target
 from inference.verification.sample import GREEDY
 from tests import toys

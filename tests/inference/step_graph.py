@@ -106,7 +106,7 @@ class Recorded(Graphs):
         step, leaves = self.step, [leaf for leaf in tree_leaves(args[1:]) if isinstance(leaf, Tensor)]
         assert step.slots is not None
         assert step.eos_mask is not None
-        kept = [*step.slots, step.eos_mask, *step.cache.storage.blocks, *step.drafts.tensors(), *leaves]
+        kept = [step.eos_mask, *step.held_tensors(), *leaves]
         inputs, returned = list({id(tensor): tensor for tensor in kept}.values()), list[Any]()
 
         def traced(*_: Tensor) -> list[Tensor]:

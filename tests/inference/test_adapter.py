@@ -16,8 +16,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from eval.inputs.drafters import model_of
 from heads.common.resolvers import ROOT
 from heads.formats.store import load_head, read_config, save_head
-from inference.target import adapter as adapters
 from inference.target import loading
+from inference.target import loading as adapters
 from inference.target.target import Target
 from tests import assistants, toys
 from tests.train import jobs
@@ -78,7 +78,7 @@ def test_a_target_is_told_from_its_base_and_from_other_adapters(base: str, carri
     found = set()
     for key in ("r", "alpha", "lora_alpha", "use_rslora", "use_dora", "rank_pattern", "alpha_pattern", "lora_dropout"):
         (stronger / "adapter_config.json").write_text(json.dumps(config | {key: 99}))
-        found.add(adapters.fingerprint("base", stronger))
+        found.add(adapters.adapter_fingerprint("base", stronger))
     assert len(found) == 8, "what scales it and, of the last one, what does not"
 
 
@@ -181,4 +181,4 @@ def test_an_adapters_weights_are_finite_numbers(carried: str, tmp_path: Path, va
     name = min(weights)
     save_file(weights | {name: torch.full(weights[name].shape, value)}, file)  # an integer makes a tensor of integers
     with pytest.raises(ValueError, match="holds what is no finite number of a weight"):
-        adapters.fingerprint("base", file.parent)
+        adapters.adapter_fingerprint("base", file.parent)

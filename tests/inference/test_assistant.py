@@ -8,9 +8,7 @@ import pytest
 import torch
 
 from inference.decode import RequestParams, autoregress, speculate
-from inference.drafters.assistant import Assistant, AssistantState
-from inference.drafters.runner import DraftModelRunner
-from inference.drafters.vocabulary import SharedVocabulary
+from inference.drafters.assistant import Assistant, AssistantState, DraftModelRunner, SharedVocabulary
 from inference.protocol import Context, Proposal
 from inference.target import probe
 from inference.target.target import Target
@@ -221,7 +219,7 @@ def test_every_draft_by_shared_tokens_is_that_of_a_model_without_a_cache(
 def test_what_the_assistant_lacks_is_spelled_with_its_longest_tokens() -> None:
     shared = SharedVocabulary.__new__(SharedVocabulary)
     shared.one, shared.bytes = {7: 9}, {5: b"abc", 6: b"abd"}
-    shared.numbers = {b"a": 1, b"ab": 2, b"c": 3, b"b": 4, b"bc": 8}
+    shared.ids = {b"a": 1, b"ab": 2, b"c": 3, b"b": 4, b"bc": 8}
     assert shared.follow([5, 7, 5]) == [2, 3, 9, 2, 3]
     assert shared.follow([6, 7, 8]) == [9], "what it cannot read it goes on without"
 

@@ -21,11 +21,10 @@ from inference.drafters.head import HeadDrafter
 from inference.drafters.hybrid import Hybrid
 from inference.drafters.mtp import MtpDrafter
 from inference.drafters.plain import Baseline
-from inference.limits import check_memory
 from inference.protocol import Drafter
 from inference.target.cache import GRAIN, Storage
 from inference.target.model import TargetOutput
-from inference.target.target import Target
+from inference.target.target import Target, check_memory
 from inference.verification.sample import GREEDY, Sampling
 from tests import assistants, toys
 from tests.inference import model_free, test_early_exit, test_mtp, test_streams
@@ -51,7 +50,7 @@ def tli(target: Target, near: str) -> Drafter:
 
 
 # One of every way of drafting: chains, trees, riders, another model, a second thread, a choice of two, the target.
-SOURCES: dict[str, Callable[[Target, str], Drafter]] = {
+DRAFTERS: dict[str, Callable[[Target, str], Drafter]] = {
     "plain": lambda target, _: Baseline(target.device),
     "sampled": lambda target, _: toys.drafter("eagle", target, "sampled"),
     "prompt_lookup": lambda target, _: model_free.make("prompt_lookup", target),
@@ -77,14 +76,14 @@ def requests(sampling: Sampling) -> tuple[list[list[int]], list[RequestParams]]:
     return prompts, [RequestParams(9 + 5 * (seed % 3), sampling, seed=seed) for seed in range(len(prompts))]
 
 
-@pytest.mark.parametrize("name", SOURCES)
+@pytest.mark.parametrize("name", DRAFTERS)
 def test_each_request_is_decoded_as_if_alone(near: str, name: str) -> None:
     """Sampled; the greedy text of every source is transformers', below."""
     target = toys.target("llama", DOUBLE)
     prompts, settings = requests(T1)
-    source = SOURCES[name](target, near)
+    source = DRAFTERS[name](target, near)
     alone = [speculate(target, source, prompt, each) for prompt, each in zip(prompts, settings, strict=True)]
-    made = speculate(target, SOURCES[name](target, near), prompts, settings, batch_size=2)
+    made = speculate(target, DRAFTERS[name](target, near), prompts, settings, batch_size=2)
     assert [one.finish for one in made] == ["length"] * len(prompts)
     assert all(one.latency_s >= one.prefill_s > 0 for one in made)
     assert [one.tokens for one in made] == [one.tokens for one in alone]
@@ -173,7 +172,7 @@ def test_a_user_waits_for_the_prefill_too_and_pays_a_share_of_each_pass(
         requests(GREEDY)[0][:2],
         [RequestParams(9, GREEDY), RequestParams(9, GREEDY if name == "plain" else T1)],
     )
-    made = speculate(target, SOURCES[name](target, ""), prompts, ways, batch_size=2)
+    made = speculate(target, DRAFTERS[name](target, ""), prompts, ways, batch_size=2)
     assert all(one.latency_s > one.prefill_s > 10**6 > one.decode_s > 0 for one in made)
     groups = 1 if name == "plain" else 2  # those that are sampled otherwise have a pass of their own
     passes = groups * max(len(one.steps) for one in made) * (1000 + 10_000 * (name == "sampled"))
@@ -249,13 +248,13 @@ END = 11
 
 
 @pytest.mark.parametrize("size", [1, 8])
-@pytest.mark.parametrize("name", SOURCES)
+@pytest.mark.parametrize("name", DRAFTERS)
 def test_every_source_writes_what_transformers_writes(
     near: str, name: str, size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Requests of other lengths, penalties, seeds and stops than those that they share a pass with; some end early."""
     target = toys.target("llama", DOUBLE)
-    drafter = SOURCES[name](target, near)
+    drafter = DRAFTERS[name](target, near)
     monkeypatch.setattr(target, "eos", frozenset({END}))
     shapes = [(i, 3 + 5 * (i % 4), 6 + 3 * (i % 5), 1.4 if i % 3 == 2 else 1.0) for i in range(10)]
     expected, finishes, settings = list[list[int]](), list[str](), list[RequestParams]()

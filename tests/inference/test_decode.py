@@ -57,7 +57,7 @@ def test_oracle_commits_depth_plus_one_a_pass() -> None:
     assert [step.accepted for step in made.steps] == [3, 3, 3, 3, 3, 2]
     assert sum(step.committed for step in made.steps) == 23
     assert made.tau == 23 / 6
-    assert made.sources[:6] == ["prefill", "draft", "draft", "draft", "bonus", "draft"]
+    assert made.origins[:6] == ["prefill", "draft", "draft", "draft", "bonus", "draft"]
     assert made.finish == "length"
     assert autoregress(toys.target(), toys.prompt(0), RequestParams(24, GREEDY)).tau == 1.0
 

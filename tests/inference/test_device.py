@@ -5,8 +5,7 @@ import torch
 from torch import Tensor
 
 from inference.drafters.policy import TreeConfig, sampled_shape
-from inference.verification import device
-from inference.verification.device import Sampled
+from inference.verification import rules
 from inference.verification.rng import (
     ACCEPT_KEY,
     Draws,
@@ -16,8 +15,8 @@ from inference.verification.rng import (
     seed_key,
     uniform,
 )
+from inference.verification.rules import RULES, Sampled
 from inference.verification.tree import DraftTree, ancestors, keep
-from inference.verification.verify import RULES
 from tests import enumeration
 from tests.oracle import WALKS, Coins
 
@@ -65,7 +64,7 @@ def drafted(config: TreeConfig, q: Tensor, seed: int) -> Sampled:
     tree = DraftTree(token, torch.tensor(parents).expand_as(token))
     ancestor_mask = ancestors(tree)
     room = torch.randint(5, (B,), generator=torch.Generator().manual_seed(seed))
-    present = device.present(tree, ancestor_mask, ancestor_mask.sum(-1) - 1, room)
+    present = rules.present(tree, ancestor_mask, ancestor_mask.sum(-1) - 1, room)
     return Sampled(parents, token, present, q[:, : len(inner)])
 
 
@@ -90,7 +89,7 @@ def on_device(rule: str, draft: Sampled, p: Tensor, seed: int, allow_host_sync: 
     count = ancestors(tree).sum(-1).gather(1, last[:, None])[:, 0]
     token = (left / exponential_noise(key, START + count, V)).argmax(-1)
     deepest = int(ancestors(tree).sum(-1).max()) - 1
-    path, committed, tokens = device.accepted(tree, ancestors(tree), last, token, deepest)
+    path, committed, tokens = rules.accepted(tree, ancestors(tree), last, token, deepest)
     assert committed.equal(count)
     assert tokens.gather(1, count[:, None] - 1)[:, 0].equal(token)
     assert all(draft.token[b, path[b, 1:n]].equal(tokens[b, : n - 1]) for b, n in enumerate(count.tolist()))
@@ -161,7 +160,7 @@ def test_an_alpha_of_one_stays_one() -> None:
     p, q = p / p.sum(-1, keepdim=True), (q / q.sum(-1, keepdim=True))[:, :1]
     token, parents = torch.tensor([0, 0, 1, 2]).expand(200, -1), (-1, 0, 0, 0)
     draft = Sampled(parents, token, torch.ones_like(token, dtype=torch.bool), q)
-    last, left = device.traversal(draft, p, torch.full((200, 4), 1 - 2.0**-53, dtype=torch.float64))
+    last, left = rules.traversal(draft, p, torch.full((200, 4), 1 - 2.0**-53, dtype=torch.float64))
     for b in range(200):
         rng = Strict(0, 1)
         path, _ = WALKS["traversal"](DraftTree(token[b], torch.tensor(parents)), p[b], q[b].expand(4, -1), rng)
@@ -183,10 +182,10 @@ def test_one_tree_is_followed_on_the_host_as_many_are_on_the_device() -> None:
         ancestor_mask = ancestors(tree)
         depth, room = ancestor_mask.sum(-1) - 1, torch.tensor([case % 5])
         best, deepest = torch.randint(4, (1, size), generator=generator), int(depth.max())
-        present = device.present(tree, ancestor_mask, depth, room)
-        accepted = device.follow(tree, ancestor_mask, present, best, deepest)
-        ranks = device.ranks(tree).gather(1, accepted.path)
-        one, its_ranks, count = device.follow_on_host(tree, best, room, deepest)
+        present = rules.present(tree, ancestor_mask, depth, room)
+        accepted = rules.follow(tree, ancestor_mask, present, best, deepest)
+        ranks = rules.ranks(tree).gather(1, accepted.path)
+        one, its_ranks, count = rules.follow_on_host(tree, best, room, deepest)
         assert torch.equal(one.path, accepted.path)
         assert torch.equal(its_ranks, ranks)
         assert torch.equal(one.committed, accepted.committed)
@@ -201,6 +200,6 @@ def test_what_pads_a_path_is_a_token() -> None:
     """The head reads it, though nothing counts it: a node's number may be beyond a small vocabulary."""
     parent = torch.tensor([[-1] + [0] * 12 + [1]])
     tree = DraftTree(torch.tensor([[0, *(node % V for node in range(12)), 3]]), parent)
-    found = device.accepted(tree, ancestors(tree), torch.tensor([12]), torch.tensor([5]), 2)
+    found = rules.accepted(tree, ancestors(tree), torch.tensor([12]), torch.tensor([5]), 2)
     assert found.committed.tolist() == [2]
     assert found.token.tolist() == [[11 % V, 5, 11 % V]]

@@ -1,4 +1,4 @@
-"""Self-speculation by early exit: the same logits as the full pass, nothing run twice, and the law kept."""
+"""Self-speculation by early exit: the naive draft at every node, and the law kept."""
 
 from pathlib import Path
 from typing import Any
@@ -8,17 +8,15 @@ import torch
 from torch import Tensor
 
 from heads.common.typed import build
-from inference.drafters.contrib.early_exit import EarlyExit
-from inference.drafters.contrib.layer_skip import FORMAT, LayerSkip, SkipFile, save_skips
+from inference.drafters.contrib.layer_skip import FORMAT, EarlyExit, LayerSkip, SkipFile, save_skips
 from inference.drafters.host import HostDrafter
 from inference.drafters.policy import TreeConfig
-from inference.protocol import Commit, Context, Proposal
-from inference.target import probe
+from inference.protocol import CommittedTokens, Context, Proposal
+from inference.target.stack import Skips
 from inference.target.target import Target
 from inference.verification import tree as trees
 from inference.verification.rng import Draws
 from inference.verification.sample import GREEDY, Sampling, distribution
-from inference.verification.tree import DraftTree
 from tests import assistants, toys
 from tests.enumeration import EXACT, distance, law, verify_on_device
 from tests.inference.test_mirror import mirror
@@ -35,37 +33,14 @@ def drafter(target: Target, exit_layer: int, tree: str) -> EarlyExit:
 
 
 def proposal(target: Target, exit_layer: int, tree: str, sampling: Sampling = GREEDY, room: int = 9) -> Proposal:
-    """Draft after a prompt, and compare what verification makes of it with the full pass, there and after rollback."""
+    """Draft after a prompt, which leaves the cache as it was."""
     prompt = toys.prompt(3, 12)
     cache = target.cache()
     target.prefill(torch.tensor(prompt[:-1]), cache)
-    context = Context(prompt, sampling, Draws(0, 0, coupled=False), room, cache)
-    made = drafter(target, exit_layer, tree).propose(context)
-    assert made.first_layers is not None
-    found = target.parts.score_from(made.first_layers, made.tree, cache)
-    whole = target.cache()
-    target.prefill(torch.tensor(prompt[:-1]), whole)
-    expected = target.score(made.tree._replace(token=made.tree.token.clamp_min(0)), whole)
-    near = NEAR.get(target.name, 1e-9)
-    torch.testing.assert_close(found.last_hidden, expected.last_hidden, rtol=near, atol=near)
-    path = max(trees.paths(made.tree), key=len)
-    for each in (cache, whole):
-        each.keep(11, path)
-    following = [target.prefill(made.tree.token[:2], each).logits for each in (cache, whole)]
-    torch.testing.assert_close(*following, rtol=near, atol=near)
-    return made
-
-
-@pytest.mark.parametrize(
-    ("name", "tree", "exit_layer"),
-    [(name, [*toys.TREES][i % 5], 1 + i % 2) for i, name in enumerate(toys.ARCHITECTURES)]
-    + [("llama", tree, 2 - i % 2) for i, tree in enumerate(toys.TREES)],
-)
-def test_going_on_from_the_exit_is_the_full_pass(name: str, tree: str, exit_layer: int) -> None:
-    made = proposal(toys.target(name, torch.float64), exit_layer, tree)
+    made = drafter(target, exit_layer, tree).propose(Context(prompt, sampling, Draws(0, 0, coupled=False), room, cache))
+    assert {layer.get_seq_length() for layer in cache.hf.layers} == {11}
     assert len(made.tree.token) > 4
-    if tree == "sampled":
-        proposal(toys.target(name, torch.float64), exit_layer, tree, Sampling(1.0, 0, 1.0))
+    return made
 
 
 def exit_logits(target: Target, exit_layer: int, path: list[int]) -> Tensor:
@@ -75,7 +50,7 @@ def exit_logits(target: Target, exit_layer: int, path: list[int]) -> Tensor:
     return target.embeddings.logits(norm(states[0, -1]))
 
 
-@pytest.mark.parametrize("name", ["gemma2", "gemma3", "gpt2"])  # sliding windows see tree rows by position
+@pytest.mark.parametrize("name", ["llama", "gemma2", "gemma3", "gpt2"])  # sliding windows see tree rows by position
 def test_a_tree_is_the_naive_early_exit_draft_at_every_node(name: str) -> None:
     target = toys.target(name, torch.float64)
     made = proposal(target, 2, "static")
@@ -101,20 +76,16 @@ def test_q_is_the_law_that_was_drawn_from() -> None:
 
 
 def test_a_layer_is_restored_when_a_pass_fails() -> None:
-    target = toys.target()
-    nodes = DraftTree(torch.tensor([1]), torch.tensor([-1]))
+    target, one = toys.target(), torch.tensor([1])
     with pytest.raises((IndexError, RuntimeError, ValueError)):
-        target.parts.run_first_layers(1, nodes.token + 10_000, nodes.token, torch.ones(1, 1).bool(), target.cache())
-    assert all("forward" not in vars(layer) for layer in target.decoder_layers)
+        target.parts.run_skipping(Skips((1, 2), (2,)), one + 10_000, one, torch.ones(1, 1).bool(), target.cache())
+    assert all("forward" not in vars(module) for module in target.base.modules())
 
 
-def test_an_exit_out_of_range_and_a_target_that_cannot_be_split_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_exit_out_of_range_is_refused() -> None:
     for exit_layer, said in ((0, "give 1 or more"), (3, "give 1 to 2")):
         with pytest.raises(ValueError, match=rf"drafter\.early_exit\.exit_layer is {exit_layer}.*{said}"):
             drafter(toys.target(), exit_layer, "chain")
-    monkeypatch.setattr(probe, "splits", lambda *_: False)
-    with pytest.raises(ValueError, match="cannot be run in two parts"):
-        drafter(toys.target(), 1, "chain")
 
 
 HORIZON = 3
@@ -146,13 +117,9 @@ def one_pass(target: Target, source: HostDrafter, depths: set[int]) -> dict[tupl
     def program(rng: Any) -> tuple[int, ...]:
         cache, state = target.cache(), source.start(PROMPT[:-1])
         target.prefill(torch.tensor(PROMPT[:-1]), cache)
-        state.update(Commit(PROMPT[-1:]))
+        state.update(CommittedTokens(PROMPT[-1:]))
         made = state.propose(Context(PROMPT, SAMPLING, rng, HORIZON - 1, cache))
-        score, first_layers = target.score, made.first_layers
-        out = (
-            score(made.tree, cache) if first_layers is None else target.parts.score_from(first_layers, made.tree, cache)
-        )
-        logits = target.embeddings.logits(out.last_hidden[0])
+        logits = target.embeddings.logits(target.score(made.tree, cache).last_hidden[0])
         path, bonus = verify_on_device(made.tree, logits, made.q, SAMPLING, rng)
         cache.keep(prefix, path)
         depths.add(len(path) - 1)

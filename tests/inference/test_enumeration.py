@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from inference.verification.rules import RULES
 from inference.verification.sample import Sampling, distribution
 from inference.verification.tree import DraftTree, paths
-from inference.verification.verify import RULES
 from tests import oracle
 from tests.enumeration import (
     EXACT,
@@ -32,7 +32,7 @@ from tests.enumeration import (
     verify,
     verify_on_device,
 )
-from tests.oracle import Frame, Rng
+from tests.oracle import PathNode, Rng
 
 T1 = SAMPLINGS["T1"]
 Found = tuple[list[int], int]
@@ -243,7 +243,7 @@ def stopping_block(tree: DraftTree, p: Tensor, q: Tensor | None, rng: Rng) -> Fo
 def stale_residual(tree: DraftTree, p: Tensor, q: Tensor | None, rng: Rng) -> Found:
     """Traversal that tries the next sibling against the law from before the rejection."""
 
-    def reject(frame: Frame, x: int) -> None:
+    def reject(frame: PathNode, x: int) -> None:
         assert frame.draft is not None
         left = frame.draft.clone()
         left[x] = 0
@@ -259,7 +259,7 @@ def stale_alpha(tree: DraftTree, p: Tensor, q: Tensor | None, rng: Rng) -> Found
     """Traversal that keeps a node's probability when what hangs below it was rejected."""
     reject = oracle.reject
 
-    def stale(frame: Frame, x: int) -> None:
+    def stale(frame: PathNode, x: int) -> None:
         alpha = frame.alpha
         reject(frame, x)
         frame.alpha = alpha

@@ -10,12 +10,11 @@ from omegaconf import OmegaConf
 
 from heads.common.typed import build, typed
 from inference.decode import RequestParams, speculate
-from inference.drafters.contrib.early_exit import EarlyExit
-from inference.drafters.contrib.layer_skip import LayerSkip
+from inference.drafters.contrib.layer_skip import EarlyExit, LayerSkip
 from inference.drafters.host import DrafterState, HostDrafter
 from inference.drafters.hybrid import Hybrid, HybridBatch, Record
 from inference.drafters.mtp import MtpDrafter
-from inference.protocol import Commit, Context, Drafter, Proposal, Roots
+from inference.protocol import CommittedTokens, Context, Drafter, DraftInputs, Proposal
 from inference.target.model import TargetOutput
 from inference.verification import tree as trees
 from inference.verification.rng import Draws
@@ -28,7 +27,7 @@ from tests.inference.model_free import CONF, NAMES, Recorder, decode, make, plai
 TOKENS = 36
 DRAWS = Draws(0, 0, coupled=False)
 TEXT = [0, 1, 2, 0, 1, 1, 2, 0, 1, 2, 2, 0, 0, 1, 2, 0]
-SOURCES: dict[str, dict[str, Any]] = {
+DRAFTERS: dict[str, dict[str, Any]] = {
     "prompt_lookup": {},
     "prompt_lookup_hf": {},
     "suffix": {"depth": 12},
@@ -39,7 +38,7 @@ SOURCES: dict[str, dict[str, Any]] = {
 
 
 def source(name: str) -> Any:
-    return make(name.split(" ", maxsplit=1)[0], toys.target(), **SOURCES[name])
+    return make(name.split(" ", maxsplit=1)[0], toys.target(), **DRAFTERS[name])
 
 
 @functools.cache
@@ -65,7 +64,7 @@ def test_every_yaml_is_a_source() -> None:
 
 
 @pytest.mark.parametrize("room", [0, 1, 2, 5])
-@pytest.mark.parametrize("name", SOURCES)
+@pytest.mark.parametrize("name", DRAFTERS)
 def test_nothing_lies_deeper_than_the_answer_reaches(name: str, room: int) -> None:
     drafter = source(name)
     proposal = warm(drafter, TEXT).propose(Context(TEXT, GREEDY, DRAWS, room))
@@ -76,7 +75,7 @@ def test_nothing_lies_deeper_than_the_answer_reaches(name: str, room: int) -> No
     assert look_ahead is None or 0 < int(look_ahead.offset.max()) <= room
 
 
-@pytest.mark.parametrize("name", SOURCES)
+@pytest.mark.parametrize("name", DRAFTERS)
 def test_a_new_request_owes_nothing_to_the_last_one(name: str) -> None:
     used = source(name)
     decode(toys.target(), used, text(0)[0], TOKENS)
@@ -89,7 +88,7 @@ def test_a_new_request_owes_nothing_to_the_last_one(name: str) -> None:
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
-@pytest.mark.parametrize("name", SOURCES)
+@pytest.mark.parametrize("name", DRAFTERS)
 def test_emitted_law_is_the_targets(name: str, temperature: float) -> None:
     """One pass after a text that gives every source something to draft; its proposal is made before any draw."""
     tables, sampling = Tables(3), Sampling(temperature, 0, 1.0)
@@ -157,7 +156,7 @@ class Fixed(HostDrafter, DrafterState):
     def reset(self) -> None:
         self.calls.append("forget")
 
-    def update(self, commit: Commit) -> None:
+    def update(self, commit: CommittedTokens) -> None:
         self.calls.append("update")
 
     def propose(self, context: Context) -> Proposal:
@@ -181,7 +180,7 @@ def draft(batch: HybridBatch) -> DraftTree:
     """Return what is drafted for it."""
     batch.begin([Context([0], GREEDY, DRAWS, 9)], 0)
     tree = batch.draft_trees(
-        Roots(torch.zeros(1, 1, dtype=torch.long), GREEDY), torch.tensor([9]), 0, allow_host_sync=True
+        DraftInputs(torch.zeros(1, 1, dtype=torch.long), GREEDY), torch.tensor([9]), 0, allow_host_sync=True
     ).tree
     return DraftTree(tree.token[0], tree.parent[0])
 

@@ -13,7 +13,8 @@ from inference.decode import Generation, RequestParams, autoregress, speculate
 from inference.drafters import head as drafters
 from inference.drafters.head import HeadBatch
 from inference.drafters.policy import TreeConfig, grow_batch
-from inference.protocol import Roots
+from inference.protocol import DraftInputs
+from inference.target.attention import Ragged
 from inference.verification import tree as trees
 from inference.verification.sample import GREEDY
 from inference.verification.tree import DraftTree, LookAhead
@@ -66,6 +67,37 @@ def test_tree_pass_equals_sequential_passes(name: str) -> None:
         torch.testing.assert_close(following.last_hidden, fresh.last_hidden[:, -3:], rtol=near, atol=near)
 
 
+@pytest.mark.parametrize("name", [*toys.ARCHITECTURES, *toys.EXPERTS])
+@torch.inference_mode()
+def test_a_pass_without_padding_equals_the_padded_one(name: str) -> None:
+    target, sizes = toys.target(name, torch.float64), [5, 1, 9, 2]
+    assert target.takes_ragged == (name != "gemma2")
+    if not target.takes_ragged:
+        return
+    parent, size = torch.tensor([-1, 0, 0, 1, 1, 2, 3, 5, 6]).expand(4, -1), max(sizes)
+    tree = DraftTree(torch.stack([torch.tensor(toys.prompt(b, size)) for b in range(4)]), parent)
+    cache, lengths = target.batch_cache(5), [12, 3, 8, 15]
+    for b, length in enumerate(lengths):
+        target.prefill(torch.tensor(toys.prompt(b, length)), cache.allocate())
+    start, mask = torch.tensor(lengths), trees.ancestors(tree)
+    depth = mask.sum(-1) - 1
+    rows, seen, key_position = cache.storage.behind(start, mask, depth, max(lengths) + size)
+    inputs = tree.token, start[:, None] + depth, seen, rows, (0, 2), key_position
+    padded = target.run(*inputs)
+    ends = [*enumerate(zip(sizes, (n + length for n, length in zip(sizes, lengths, strict=True)), strict=True))]
+    assert Ragged.of([33, 1, 1, 2], lengths) == Ragged(2, [(0, 33, 45)])
+    for width in (1, 2, 5):
+        layout = Ragged(width, [(b, n, end) for b, (n, end) in ends if n > width])
+        for b, length in enumerate(lengths):
+            for buffer in rows.keys:
+                buffer[b, :, length:] = 0  # the pass writes them
+        out = target.run_ragged(layout, *inputs)
+        assert out.logits is not None
+        for b, n in enumerate(sizes):
+            for mine, theirs in zip(out, (*padded[:2], target.embeddings.logits(padded.last_hidden)), strict=True):
+                torch.testing.assert_close(mine[b, :n], theirs[b, :n], rtol=1e-9, atol=1e-9)
+
+
 @pytest.mark.parametrize("name", toys.ARCHITECTURES)
 def test_riders_see_what_they_should_and_change_no_node(name: str) -> None:
     target, near = toys.target(name, torch.float64), EXACT.get(name, 1e-9)
@@ -100,7 +132,7 @@ def predicted(head: Any, tree: TreeConfig, seed: int) -> list[int]:
         rows = Features(*(part[:, :root] for part in features[:4]))
         state, level = drafting.extend(head, None, rows, torch.tensor(token[1 : root + 1]))
         max_draft_depth = torch.tensor([length + TOKENS - root - 2])
-        roots = Roots(torch.tensor([token[root : root + 1]]), GREEDY)
+        roots = DraftInputs(torch.tensor([token[root : root + 1]]), GREEDY)
         (below, parent), *_ = grow_batch(head, state, level, tree, roots, max_draft_depth, allow_host_sync=True)
         grown = DraftTree(below[0], parent[0])
         drafted, _ = trees.keep(grown, (below[0] >= 0) & (trees.depth(grown) <= max_draft_depth))

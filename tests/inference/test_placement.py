@@ -16,11 +16,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PreTrain
 
 from eval.inputs.drafters import model_of
 from inference.decode import RequestParams, autoregress
-from inference.target import placed as placing_of
 from inference.target import placement
 from inference.target.config import model_config
-from inference.target.placed import whole
-from inference.target.placement import HERE, Placement, check, check_alone, check_shape, options
+from inference.target.placement import HERE, Placement, check, check_alone, check_shape, options, whole
 from inference.target.target import Target
 from inference.verification.sample import GREEDY
 from tests import assistants, toys
@@ -105,7 +103,7 @@ def test_of_the_ends_only_what_is_cut_up_is_copied(folder: str) -> None:
         model = AutoModelForCausalLM.from_pretrained(folder)
         own = model.lm_head.weight.detach().clone()
         model.lm_head.weight = torch.nn.Parameter(distribute_tensor(own, init_device_mesh("cpu", (1,)), [Shard(0)]))
-        embeddings = placing_of._embeddings(model, AutoConfig.from_pretrained(folder), CPU, False)
+        embeddings = placement._embeddings(model, AutoConfig.from_pretrained(folder), CPU, False)
     finally:
         distributed.destroy_process_group()
     assert embeddings.lm_head_weight().equal(own)

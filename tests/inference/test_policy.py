@@ -15,7 +15,7 @@ from torch import Tensor
 
 from heads.base import DraftVocabulary, LevelNodes, LevelOutput
 from inference.drafters.policy import TreeConfig, candidates, grow, grow_batch
-from inference.protocol import Context, Roots
+from inference.protocol import Context, DraftInputs
 from inference.verification import tree as trees
 from inference.verification.rng import DRAFT_KEY, Draws, Samples, exponential_noise, hash_key, seed_key
 from inference.verification.sample import Sampling
@@ -220,7 +220,7 @@ def test_a_ranked_tree_is_the_oracles_alone_and_in_batches(name: str, way: str, 
             assert lineage == [len(path) for path in paths(one)]
 
 
-def on_device(given: list[Context], way: str) -> Roots:
+def on_device(given: list[Context], way: str) -> DraftInputs:
     """Return the roots as the batch's step has them."""
     position = torch.tensor([len(context.token) for context in given])[:, None] + torch.arange(DEEPEST + 9)
     noise = exponential_noise(torch.full(position.shape, seed_key(SEED)), position, VOCAB) if way == "coupled" else None
@@ -233,7 +233,7 @@ def on_device(given: list[Context], way: str) -> Roots:
             torch.tensor([hash_key(hash_key(seed_key(SEED), DRAFT_KEY), len(context.token)) for context in given])
         )
     root = torch.tensor([context.token[-1:] for context in given])
-    return Roots(root, SAMPLINGS[way], None if SAMPLINGS[way].repetition_penalty == 1 else seen, noise, samples)
+    return DraftInputs(root, SAMPLINGS[way], None if SAMPLINGS[way].repetition_penalty == 1 else seen, noise, samples)
 
 
 @pytest.mark.parametrize("pruned", [False, True])

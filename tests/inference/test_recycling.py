@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from inference.drafters.recycling import top_tokens
-from inference.protocol import Commit, Context, Verified
+from inference.protocol import CommittedTokens, Context, Verified
 from inference.target.target import Target
 from inference.verification.rng import Draws
 from inference.verification.sample import GREEDY
@@ -69,7 +69,7 @@ def test_rejected_nodes_renew_their_rows_and_the_last_of_equals_counts() -> None
     law[2, [8, 9]] = torch.tensor([2.0, 1.0])
     tree = DraftTree(torch.tensor([1, 2, 1]), torch.tensor([-1, 0, 1]))
     state = source.start([1])
-    state.update(Commit([4], Verified(tree, [0], law)))
+    state.update(CommittedTokens([4], Verified(tree, [0], law)))
     assert source.candidates == {1: [8, 9], 2: [6, 7]}
     proposal = state.propose(Context([0, 2], GREEDY, Draws(0, 0, coupled=False), 9))
     assert proposal.tree.token.tolist() == [2, 6, 7]

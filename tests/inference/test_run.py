@@ -24,7 +24,7 @@ from inference.decode import Generation, RequestParams, Step, autoregress
 from inference.protocol import Drafter
 from inference.run import STYLES, GenerateConfig, answer, chat_ids, generate, summary
 from inference.target.target import Target
-from inference.text_stream import TextStream
+from inference.target.tokenizer import TextStream
 from inference.verification.sample import GREEDY, Sampling
 from tests import toys
 
@@ -88,7 +88,7 @@ def test_three_lines_of_python_give_the_commands_text(target: Target, trained: P
     pieces: list[tuple[str, str]] = []
     text, generation = api.generate(model, drafter, PROMPT, config().request(), lambda *piece: pieces.append(piece))
     assert text == expected(target, [1, 2, 3, 4, 5]) == "".join(piece for piece, _ in pieces)
-    assert {source for _, source in pieces} == set(generation.sources)
+    assert {source for _, source in pieces} == set(generation.origins)
     assert api.generate(*api.load(), [1, 2, 3, 4, 5], config().request())[0] == text
 
 
@@ -98,7 +98,7 @@ def test_a_request_is_decoded_as_the_command_says() -> None:
     sampling = Sampling(0.5, 5, 0.8, 0.1, 1.2)
     asked = RequestParams(12, sampling, ("a",), 4, rule="typical", lossy=True, min_new_tokens=3)
     assert made.request() == asked
-    assert made.settings(0.5, gaps=True, stop=["a"]) == replace(asked, gaps=True)
+    assert made.settings(0.5, logit_gaps=True, stop=["a"]) == replace(asked, logit_gaps=True)
 
 
 def test_a_chat_reads_lines_and_remembers(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:

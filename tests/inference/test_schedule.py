@@ -14,10 +14,10 @@ from heads.formats.store import save_head, save_tree
 from heads.modules.kv_cache import SPARE
 from inference.batch import batch_of
 from inference.decode import Generation, RequestParams, autoregress, speculate
-from inference.drafters import deferred
+from inference.drafters import head as heads_drafter
 from inference.drafters.head import HeadDrafter, load_drafter
+from inference.drafters.policy import Schedule, Scheduled, TreeConfig, scheduled
 from inference.target.target import Target
-from inference.tree_config import Schedule, Scheduled, TreeConfig, scheduled
 from inference.verification.sample import GREEDY
 from tests import oracle, toys
 from tests.inference.test_step import WAYS, facts, reads
@@ -91,7 +91,7 @@ def test_rows_that_waited_are_taken_in_as_many_as_a_ring_takes_at_once(
     static: bool, bytes_: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With the fewest bytes they do not all wait until a sequence is alone again."""
-    monkeypatch.setattr(deferred, "BYTES", bytes_)
+    monkeypatch.setattr(heads_drafter, "BYTES", bytes_)
     target = toys.target("llama", DOUBLE)
     source, calls = drafter("eagle", target, scheduled([(1, CHAIN), (2, None)])), list[int]()
     requests = [

@@ -10,15 +10,14 @@ import torch
 
 from heads.formats.store import save_head
 from inference import api
-from inference.batch import batch_of
+from inference.batch import Service, batch_of
 from inference.decode import Generation, RequestParams, autoregress, speculate
 from inference.drafters.head import HeadDrafter
 from inference.drafters.plain import Baseline
+from inference.drafters.policy import TreeConfig, scheduled
 from inference.protocol import Drafter
-from inference.service import Service
 from inference.target.model import TargetOutput
 from inference.target.target import Target
-from inference.tree_config import TreeConfig, scheduled
 from inference.verification.sample import GREEDY, Sampling
 from tests import toys
 from tests.inference import model_free
@@ -97,6 +96,22 @@ def test_swaps_between_steps_change_no_text(sampling: Sampling) -> None:
     assert sum(accepted) > 10, "the drafts were worth nothing, so that wrong ones would not show"
 
 
+def test_a_thousand_swaps_change_no_text() -> None:
+    target, settings = toys.target(), RequestParams(150, GREEDY)
+    heads = cycle([head("medusa", target, "chain"), head("mlp", target, "chain")])
+    service, swaps = Service(next(heads)), 0
+    batch = batch_of(target, service, 1)
+    for seed in range(8):
+        generation = batch.admit(seed, toys.prompt(seed), settings)
+        while batch.running:
+            service.swap(next(heads))
+            batch.step()
+            swaps += service.working is service.drafter is batch.drafter
+            batch.release()
+        assert generation.tokens == autoregress(target, toys.prompt(seed), settings).tokens
+    assert swaps >= 1000
+
+
 @pytest.mark.parametrize("name", [*toys.HEAD_CONFIGS])
 def test_a_state_that_is_made_of_the_text_drafts_as_one_that_grew_with_it(name: str) -> None:
     target = toys.target("llama", torch.float64)
@@ -108,7 +123,7 @@ def test_a_state_that_is_made_of_the_text_drafts_as_one_that_grew_with_it(name: 
     step, (_, grown) = batch.device_step, batch.device_step.sample(batch.running)
     step.drafts = drafter.batch(1)
     token = torch.tensor(batch.running[0].context)
-    out = target.prefill(token[:-1], target.cache(), step.drafts.feature_layers)
+    out = target.prefill(token[:-1], target.cache(), step.drafts.traits.feature_layers)
     step.drafts.start_sequence(0, token.tolist(), out)
     assert torch.equal(step.sample(batch.running)[1].tree.token, grown.tree.token)
 

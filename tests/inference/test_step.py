@@ -19,12 +19,12 @@ from inference.drafters.head import HeadDrafter
 from inference.drafters.plain import Baseline
 from inference.drafters.policy import TreeConfig
 from inference.graphs import Graphs, StageCache
-from inference.phase_timer import PhaseTimer
 from inference.protocol import Drafter
+from inference.request import PhaseTimer
 from inference.step import DeviceStep
 from inference.target.target import Target
+from inference.verification.rules import AUTO, RULES, is_lossy
 from inference.verification.sample import GREEDY, Sampling
-from inference.verification.verify import AUTO, RULES, is_lossy
 from tests import toys
 from tests.inference import accelerator, step_graph
 from tests.inference.step_graph import decoded
@@ -81,7 +81,7 @@ def source(name: str, tree: str, target: Target) -> Drafter:
 
 def facts(generation: Generation) -> list[Any]:
     steps = [(s.drafted, s.accepted, s.committed, s.rule, s.ranks) for s in generation.steps]
-    return [generation.tokens, generation.sources, generation.finish, steps]
+    return [generation.tokens, generation.origins, generation.finish, steps]
 
 
 @pytest.mark.parametrize(
@@ -96,7 +96,7 @@ def test_alone_in_batches_and_in_static_shapes_the_reference_is_met(case: str) -
         requests = [
             (
                 toys.prompt(i, 3 + 7 * i),
-                RequestParams(6 + 4 * i, sampling, seed=i, rule=rule, gaps=True, min_new_tokens=i),
+                RequestParams(6 + 4 * i, sampling, seed=i, rule=rule, logit_gaps=True, min_new_tokens=i),
             )
             for i in range(3)
         ]
@@ -110,7 +110,9 @@ def test_alone_in_batches_and_in_static_shapes_the_reference_is_met(case: str) -
     for other in (alone, ragged, static):
         assert [facts(found) for found in other] == [facts(found) for found in expected]
         for found, wanted in zip(other, expected, strict=True):
-            torch.testing.assert_close(torch.tensor(found.gaps), torch.tensor(wanted.gaps), rtol=1e-4, atol=1e-5)
+            torch.testing.assert_close(
+                torch.tensor(found.logit_gaps), torch.tensor(wanted.logit_gaps), rtol=1e-4, atol=1e-5
+            )
     assert any(toys.lively(found.tokens) for found in expected)
 
 
@@ -175,7 +177,7 @@ def test_buffers_stay_where_they_are(head: str, tree: str, monkeypatch: pytest.M
     step: Any = batch.device_step
 
     def addresses() -> list[int]:
-        kept = [*step.slots, step.eos_mask, *batch.cache.storage.blocks, *step.drafts.tensors()]
+        kept = [step.eos_mask, *step.held_tensors()]
         return [tensor.data_ptr() for tensor in kept]
 
     batch.step()
@@ -362,7 +364,9 @@ def test_a_batch_is_kept_for_its_graphs_alone(made: list[Batch]) -> None:
     """Those of a rollout have none, and hold a copy of the head, as those of a measurement of τ do."""
     target, head = toys.target("llama", DOUBLE), toys.head("eagle", toys.target("llama", DOUBLE))
     with target.uncaptured():
-        speculate(target, source("eagle", "dynamic", target), toys.prompt(1), RequestParams(9, GREEDY, passes=True))
+        speculate(
+            target, source("eagle", "dynamic", target), toys.prompt(1), RequestParams(9, GREEDY, keep_passes=True)
+        )
     assert not target.idle
     config: Any = SimpleNamespace(seed=0, eval_prompts=2, eval_tokens=6)
     evaluator = AcceptanceEvaluator(target, [toys.prompt(i) for i in range(2)], config, TREES["dynamic"], "eagle")

@@ -23,7 +23,7 @@ from inference.drafters.contrib.streams import (
     save_streams,
 )
 from inference.drafters.policy import TreeConfig, grow
-from inference.protocol import Commit, Context, Proposal
+from inference.protocol import CommittedTokens, Context, Proposal
 from inference.target.target import Target
 from inference.verification import tree as trees
 from inference.verification.rng import Draws
@@ -118,7 +118,7 @@ def test_the_law_of_a_stream_is_the_one_computed_by_hand(name: str, layers: int 
         torch.testing.assert_close(found[0, i], by_hand(target, streams, token[: row + 1]), rtol=1e-6, atol=1e-6)
 
 
-Seen = list[tuple[int, Proposal, int, Commit]]
+Seen = list[tuple[int, Proposal, int, CommittedTokens]]
 
 
 def watched(target: Target, streams: Streams, seed: int) -> tuple[Seen, Generation]:

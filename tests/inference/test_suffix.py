@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 
-from inference.drafters.suffix import Suffix
-from inference.drafters.suffix_tree import Locus, Node, SuffixTree
+from inference.drafters.suffix import Locus, Node, Suffix, SuffixTree
 from inference.protocol import Context
 from inference.verification.rng import Draws
 from inference.verification.sample import GREEDY

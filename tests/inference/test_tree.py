@@ -9,7 +9,7 @@ import torch
 from heads.common.typed import typed
 from inference.drafters.host import HostBatch
 from inference.drafters.policy import TreeConfig
-from inference.protocol import Proposal, Roots
+from inference.protocol import DraftInputs, Proposal
 from inference.verification import tree as trees
 from inference.verification.sample import GREEDY
 from inference.verification.tree import DraftTree
@@ -102,8 +102,8 @@ def test_look_ahead_tokens_see_what_they_say_and_no_node_sees_them() -> None:
     ahead = trees.LookAhead(torch.tensor([6, 7]), torch.tensor([1, 5]), own)
     short = trees.LookAhead(torch.tensor([8]), torch.tensor([1]), torch.tensor([[True, False, True]]))
     batch = HostBatch([make("prompt_lookup", toys.target())] * 2)
-    batch.take([Proposal(TREE, None, ahead), Proposal(trees.chain(torch.tensor([3, 4])), None, short)])
-    roots = Roots(torch.tensor([[10], [3]]), GREEDY)
+    batch.planned([Proposal(TREE, None, ahead), Proposal(trees.chain(torch.tensor([3, 4])), None, short)])
+    roots = DraftInputs(torch.tensor([[10], [3]]), GREEDY)
     made = batch.draft_trees(roots, torch.tensor([9, 9]), 0, allow_host_sync=True)
     assert made.tree.token.tolist() == [[*TREE.token.tolist(), 6, 7], [3, 4, *[-1] * 5, 8, -1]]
     assert made.tree.parent[:, 7:].tolist() == [[trees.LOOK_AHEAD] * 2] * 2

@@ -5,10 +5,10 @@ import torch
 from torch import Tensor
 
 from inference.decode import RequestParams, autoregress, speculate
-from inference.verification import device, verify
+from inference.verification import rules
+from inference.verification.rules import RULES, fitting, is_chain
 from inference.verification.sample import GREEDY, Sampling
 from inference.verification.tree import DraftTree, ancestors
-from inference.verification.verify import RULES, fitting, is_chain
 from tests import toys
 
 CHAIN = DraftTree(torch.tensor([5, 1, 2]), torch.tensor([-1, 0, 1]))
@@ -56,8 +56,8 @@ def test_a_step_names_the_rule_that_was_used(kind: str, temperature: float, rule
 
 @pytest.mark.parametrize("rule", [name for name, rule in RULES.items() if rule.bar])
 def test_a_lossy_rule_says_so_and_leaves_the_greedy_text(rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device, "THRESHOLD", 0.02)  # the toy target is sure of itself
-    monkeypatch.setattr(device, "EPSILON", 0.02)
+    monkeypatch.setattr(rules, "THRESHOLD", 0.02)  # the toy target is sure of itself
+    monkeypatch.setattr(rules, "EPSILON", 0.02)
     target, prompt = toys.target(), toys.prompt(0)
     made = speculate(
         target, toys.drafter("eagle", target, "dynamic"), prompt, RequestParams(16, GREEDY, rule=rule, lossy=True)
@@ -71,7 +71,7 @@ def last(tree: DraftTree, p: Tensor, rule: str) -> int:
     batch, bar = DraftTree(tree.token[None], tree.parent[None]), RULES[rule].bar
     assert bar is not None
     present = torch.ones_like(batch.token, dtype=torch.bool)
-    return int(device.lenient(batch, ancestors(batch), present, p[None], bar(p[None])))
+    return int(rules.lenient(batch, ancestors(batch), present, p[None], bar(p[None])))
 
 
 def test_typical_acceptance_takes_the_entropy_in_nats() -> None:
@@ -101,17 +101,15 @@ def test_of_lenient_paths_of_one_length_the_first_drafted_stands(rule: str) -> N
 
 
 def test_rules_whose_text_is_the_targets_samples() -> None:
-    emitting = {
-        rule for rule in (*RULES, verify.GREEDY_WALK, verify.NOTHING, "unheard-of") if verify.emits_samples(rule)
-    }
-    assert emitting == {"match", "point_mass", "coupled", verify.GREEDY_WALK, verify.NOTHING}
+    emitting = {rule for rule in (*RULES, rules.GREEDY_WALK, rules.NOTHING, "unheard-of") if rules.emits_samples(rule)}
+    assert emitting == {"match", "point_mass", "coupled", rules.GREEDY_WALK, rules.NOTHING}
 
 
 @pytest.mark.parametrize(("alpha", "left"), [(1.0, 1.0), (0.5, 0.0)])
 def test_a_path_without_a_residual_is_sure_or_lost(alpha: float, left: float) -> None:
     """Rounding alone rejects where p and q are equal; a root that is sure must stay so."""
     half, yes = torch.tensor([[0.5, 0.5]]), torch.ones(1, dtype=torch.bool)
-    frame = device.Frame(yes, torch.tensor([alpha]), half, half)
+    frame = rules.PathNode(yes, torch.tensor([alpha]), half, half)
     frame.reject(torch.tensor([[0]]), yes, distinct=True)
     assert frame.left is not None
     assert (frame.alpha.tolist(), frame.target.tolist(), frame.left.tolist()) == ([left], [[0.5, 0.5]], [[0.0, 1.0]])

@@ -7,7 +7,7 @@ import torch
 from tokenizers import decoders
 from transformers import PreTrainedTokenizerFast
 
-from inference.drafters.vocabulary import SameVocabulary, SharedVocabulary, token_bytes
+from inference.drafters.assistant import SameVocabulary, SharedVocabulary, token_bytes
 from inference.target.target import Target
 from inference.verification.sample import Sampling, distribution
 from tests import assistants

@@ -28,8 +28,8 @@ from heads.common.typed import typed
 from heads.formats.hub import resolve_head
 from heads.formats.store import read_config, save_head
 from inference.decode import RequestParams, autoregress
+from inference.drafters.policy import TreeConfig
 from inference.target.target import Target
-from inference.tree_config import TreeConfig
 from inference.verification.sample import GREEDY
 from ops import loop as stages
 from ops.commands import overrides_of, run_command, split_config

@@ -17,8 +17,9 @@ from data.features.store import MUST_AGREE, FeatureStore, StoreSpec
 from data.text.prompts import cache_key
 from heads.formats.store import TargetSpec, assert_same_target
 from inference.decode import RequestParams
+from inference.drafters.policy import TreeConfig
+from inference.protocol import DraftPlan
 from inference.step import DeviceStep
-from inference.tree_config import TreeConfig
 from inference.verification.sample import Sampling
 from tests import toys
 from tests.data import stores
@@ -120,9 +121,8 @@ def test_other_data_another_head_and_another_target_are_another_run(run: RunConf
 def test_what_is_not_sampled_alike_shares_no_step_and_no_graph() -> None:
     """Whichever of the two comes first; what a sequence keeps for itself shares a step."""
     target, cache = SimpleNamespace(switch=None), SimpleNamespace(length=9)
-    drafts = SimpleNamespace(tree_key=1, alone=False)
     step: Any = SimpleNamespace(
-        compiles=False, static=True, masks_eos=False, masked=False, drafts=drafts, target=target
+        compiles=False, static=True, masks_eos=False, masked=False, plan=DraftPlan(key=1), target=target
     )
     one = RequestParams(9, Sampling(0.8, 5, 0.9, 0.1, 1.2))
 
@@ -136,11 +136,11 @@ def test_what_is_not_sampled_alike_shares_no_step_and_no_graph() -> None:
         assert len(groups) == len(DeviceStep.groups(step, second))
         return len(groups) == 1
 
-    alone = {"max_new_tokens", "stop", "seed", "lossy", "min_new_tokens", "passes"}
+    alone = {"max_new_tokens", "stop", "seed", "lossy", "min_new_tokens", "keep_passes"}
     assert without_effect(one, alike) == alone
     assert without_effect(one, lambda other: DeviceStep.graph_key(step, 4, other)) == alone
     assert without_effect(one.sampling, lambda sampling: alike(replace(one, sampling=sampling))) == set()
-    for change in ({"masks_eos": True}, {"masked": True}, {"drafts": SimpleNamespace(tree_key=2)}):
+    for change in ({"masks_eos": True}, {"masked": True}, {"plan": DraftPlan(key=2)}):
         assert DeviceStep.graph_key(SimpleNamespace(**vars(step) | change), 4, one) != DeviceStep.graph_key(
             step, 4, one
         )

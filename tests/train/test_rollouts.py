@@ -115,7 +115,7 @@ def test_every_process_step_and_run_draws_numbers_of_its_own(monkeypatch: pytest
     def decoded(_: Any, __: Any, prompts: list[list[int]], settings: list[Any], **___: Any) -> list[Any]:
         seen.append(tuple(each.seed for each in settings))
         assert [(each.sampling.temperature, each.max_new_tokens) for each in settings] == [(0.5, 9)] * 2
-        return [SimpleNamespace(passes=[], steps=[]) for _ in prompts]
+        return [SimpleNamespace(target_passes=[], steps=[]) for _ in prompts]
 
     monkeypatch.setattr("train.rollouts.speculate", decoded)
     monkeypatch.setattr("train.rollouts.rollout_rows", lambda *_: [])

@@ -1,4 +1,4 @@
-"""Draft & Verify (Zhang et al., arXiv 2309.08168) and SWIFT (arXiv 2410.06916): the target drafts without some layers.
+"""The target drafts without some layers: Draft & Verify (arXiv 2309.08168), SWIFT (arXiv 2410.06916), LayerSkip.
 
 The drafted rows see the committed ones in the target's own cache; their keys and values are dropped before verification
 writes its own. Which attention and MLP sub-layers are skipped, a search on the user's prompts finds. It rates a
@@ -14,17 +14,22 @@ from pathlib import Path
 from typing import Annotated, NamedTuple
 
 import torch
+from jaxtyping import Bool, Int
+from torch import Tensor
 
+from heads.base import LevelNodes, LevelOutput
 from heads.common.ranges import LARGEST, Count, Decay, Within
 from heads.common.typed import typed
 from heads.common.untrusted import parse_json, regular
 from heads.formats.store import TargetSpec
 from inference.drafters.host import DrafterState, HostDrafter
+from inference.drafters.policy import TreeConfig, grow
 from inference.protocol import Context, Proposal, sampled_chain
 from inference.target.cache import TargetCache
 from inference.target.stack import Parts, Skips
 from inference.target.target import Target
 from inference.verification.sample import distribution
+from inference.verification.tree import root
 
 FORMAT = 1
 
@@ -136,49 +141,42 @@ def drafting_cost(parts: Parts, skips: Skips) -> float:
 
 
 def search(parts: Parts, texts: list[Text], settings: SearchSettings) -> tuple[Skips, Rating]:
-    """Return the best set of skips found, and its rating.
-
-    A local search over one bit a sub-layer: from a start, flip bits in random order, keep what rates better, until a
-    whole round changes nothing; then start again at random. The first start skips nothing.
-    """
+    """Return the best set of skips found, and its rating; a bit of `hill_climb` is a sub-layer."""
     layers = len(parts.layers)
 
     def skips(bits: frozenset[int]) -> Skips:
-        return Skips(
-            tuple(i for i in range(layers) if i in bits), tuple(i for i in range(layers) if i + layers in bits)
-        )
+        attention, mlp = (tuple(i for i in range(layers) if i + first in bits) for first in (0, layers))
+        return Skips(attention, mlp)
 
-    best = hill_climb(lambda bits: rate(parts, skips(bits), texts, settings), 2 * layers, settings)
-    return skips(best[0]), best[1]
+    bits, rating = hill_climb(lambda bits: rate(parts, skips(bits), texts, settings), 2 * layers, settings)
+    return skips(bits), rating
 
 
 def hill_climb(
     score: Callable[[frozenset[int]], Rating], size: int, settings: SearchSettings
 ) -> tuple[frozenset[int], Rating]:
-    """Search sets of numbers below `size` for the best score; every set is scored once, `evaluations` sets at most."""
-    order = random.Random(settings.seed)
+    """Search sets of numbers below `size` for the best score; every set is scored once, `evaluations` sets at most.
+
+    A local search: from a start, the empty set at first, flip bits in random order and keep what rates better, until a
+    whole round changes nothing; then start again at random.
+    """
+    order, start = random.Random(settings.seed), frozenset[int]()
     ratings: dict[frozenset[int], Rating] = {}
 
-    def better(bits: frozenset[int], than: frozenset[int]) -> bool:
+    def rated(bits: frozenset[int]) -> Rating:
         if bits not in ratings and len(ratings) < settings.evaluations:
             ratings[bits] = score(bits)
-        return bits in ratings and ratings[bits] > ratings[than]
+        return ratings.get(bits, Rating(0.0, 0, 0.0, 0.0))
 
-    start: frozenset[int] = frozenset()
-    ratings[start] = score(start)
     while len(ratings) < min(settings.evaluations, 2**size):
         improved = True
         while improved:
             improved = False
             for bit in order.sample(range(size), size):
-                if better(start ^ {bit}, start):
+                if rated(start) < rated(start ^ {bit}):
                     start, improved = start ^ {bit}, True
-        rate = order.random()
-        start = frozenset(bit for bit in range(size) if order.random() < rate)
-        if start not in ratings and len(ratings) < settings.evaluations:
-            ratings[start] = score(start)
-        elif start not in ratings:
-            break
+        share = order.random()
+        start = frozenset(bit for bit in range(size) if order.random() < share)
     return max(ratings.items(), key=lambda item: item[1])
 
 
@@ -207,6 +205,40 @@ def load_skips(path: Path, target: Target) -> SkipFile:
     if beyond := [i for i in (*skip_file.attention, *skip_file.mlp) if not 0 <= i < target.spec.num_layers]:
         raise ValueError(f"{path}: it skips layer {beyond[0]} of {target.spec.num_layers}, counted from 0; {remedy}")
     return skip_file
+
+
+class Thinned:
+    """One step's drafted rows behind the committed ones in the target's cache; a tree grows from it as from a head."""
+
+    vocab = None
+
+    def __init__(self, parts: Parts, skips: Skips, context: Context) -> None:
+        assert context.cache is not None
+        self.parts, self.skips, self.cache, self.max_depth = parts, skips, context.cache, context.max_draft_depth
+        self.last, self.prefix = context.token[-1], context.cache.length
+        self.position = torch.arange(self.prefix, device=parts.target.device)  # of all cached rows
+
+    def root(self) -> LevelOutput:
+        """Run the root."""
+        token = torch.tensor([self.last], device=self.position.device)
+        return self.run(token, 0, token.new_ones(1, 1, dtype=torch.bool))
+
+    def expand(self, state: None, level: LevelOutput, nodes: LevelNodes) -> LevelOutput:
+        """Run the next tree level; every node sees the root besides what its mask says."""
+        mask = nodes.mask[0]
+        return self.run(nodes.token[0], nodes.depth, torch.cat([mask.new_ones(len(mask), 1), mask], 1))
+
+    def run(self, token: Int[Tensor, "N"], depth: int, attn_mask: Bool[Tensor, "N M"]) -> LevelOutput:
+        """Run rows of a depth, given which of the M drafted rows so far each sees."""
+        position = torch.full_like(token, self.prefix + depth)
+        self.position = torch.cat([self.position, position])
+        seen = torch.cat([attn_mask.new_ones(len(attn_mask), self.prefix), attn_mask], 1)
+        logits = self.parts.run_skipping(self.skips, token, position, seen, self.cache, self.position)
+        return LevelOutput(logits[None], logits[None, :, :0])
+
+    def drop(self) -> None:
+        """Drop the drafted rows."""
+        self.cache.keep(self.prefix, [])
 
 
 class LayerSkip(HostDrafter, DrafterState):
@@ -238,20 +270,56 @@ class LayerSkip(HostDrafter, DrafterState):
     @torch.inference_mode()
     def propose(self, context: Context) -> Proposal:
         """Draft a chain; it ends after a token that is less probable than `stop`, never instead of it."""
-        cache = context.cache
-        assert cache is not None
-        prefix, device = cache.length, self.parts.target.device
-        chain = context.token[-1:]
-        q: list[torch.Tensor] = []
-        while len(q) < min(self.depth, context.max_draft_depth):
-            position = torch.tensor([prefix + len(q)], device=device)
-            attn_mask = torch.ones(1, prefix + len(q) + 1, dtype=torch.bool, device=device)
-            logits = self.parts.run_skipping(
-                self.skips, torch.tensor(chain[-1:], device=device), position, attn_mask, cache
-            )
-            q.append(distribution(logits, context.sampling))
-            chain.append(context.draws.token(q[-1], len(q)))
-            if float(logits.float().softmax(-1)[0, chain[-1]]) < self.stop:
+        depth, token, q = min(self.depth, context.max_draft_depth), context.token[-1:], list[Tensor]()
+        if not depth:
+            return sampled_chain(token, q)
+        drafting = Thinned(self.parts, self.skips, context)
+        level = drafting.root()
+        while True:
+            q.append(distribution(level.logits[0], context.sampling))
+            token.append(context.draws.token(q[-1], len(q)))
+            if len(q) == depth or float(level.logits[0, 0].float().softmax(-1)[token[-1]]) < self.stop:
                 break
-        cache.keep(prefix, [])
-        return sampled_chain(chain, q)
+            last = torch.tensor([token[-1:]], device=level.logits.device)
+            level = drafting.expand(None, level, LevelNodes(last, last, last.new_ones(1, 1, len(q)).bool(), len(q)))
+        drafting.drop()
+        return sampled_chain(token, q)
+
+
+class EarlyExit(HostDrafter, DrafterState):
+    """LayerSkip (Elhoushi et al., arXiv 2404.16710): the first layers draft, with the final norm and the lm_head.
+
+    Lossless for every target; one that was not trained to exit early is rarely followed.
+    """
+
+    @dataclass(frozen=True)
+    class Config:
+        """How many layers draft, and the tree they grow."""
+
+        exit_layer: Count
+        tree: TreeConfig
+
+    def __init__(self, config: Config, target: Target, name: str) -> None:
+        depth = len(target.decoder_layers)
+        if config.exit_layer >= depth:
+            raise ValueError(
+                f"drafter.early_exit.exit_layer is {config.exit_layer}, but {target.name} has {depth} layers: "
+                f"give 1 to {depth - 1}"
+            )
+        rest = tuple(range(config.exit_layer, depth))
+        self.parts, self.skips, self.config, self.name = target.parts, Skips(rest, rest), config, name
+        self.tree = config.tree.label
+
+    def start(self, prompt: list[int]) -> "EarlyExit":
+        """Return the state of any sequence: none of its own."""
+        return self
+
+    @torch.inference_mode()
+    def propose(self, context: Context) -> Proposal:
+        """Grow the tree."""
+        if context.max_draft_depth < 1:
+            return Proposal(root(context.token[-1], self.parts.target.device))
+        drafting = Thinned(self.parts, self.skips, context)
+        proposal = grow(drafting, None, drafting.root(), self.config.tree, context)
+        drafting.drop()
+        return proposal

@@ -2,7 +2,7 @@
 
 The most probable outcomes of the verification are drafted on from, all of them level by level in one pass of the
 assistant; when the target's answer is among them, the next draft is there at once. The assistant may live on another
-accelerator, or on the CPU beside one. Drafts depend on the text and the seed alone, so what was prepared is what would
+accelerator, or on the CPU. Drafts depend only on the text and the seed, so what was prepared is what would
 have been drafted: preparing changes the time a step takes and nothing else.
 """
 
@@ -16,10 +16,9 @@ from jaxtyping import Float
 from torch import Tensor
 
 from heads.common.ranges import Number
-from inference.drafters import runner
-from inference.drafters.assistant import Assistant, Chain, Outcome
+from inference.drafters.assistant import ROOT, Assistant, Chain, Outcome
 from inference.drafters.host import DrafterState, HostDrafter
-from inference.protocol import Commit, Context, Proposal, sampled_chain
+from inference.protocol import CommittedTokens, Context, Proposal, sampled_chain
 from inference.target.target import Target
 from inference.verification.tree import root
 
@@ -30,7 +29,7 @@ class Mirror(HostDrafter):
     """An assistant's chains, with the next one prepared during verification.
 
     It counts over all sequences how often drafts were accepted and found prepared, which changes what is prepared, and
-    with it the time of a step alone.
+    with it only the time of a step.
     """
 
     @dataclass(frozen=True)
@@ -94,7 +93,7 @@ class MirrorState(DrafterState):
         self.beneath: dict[Outcome, int] = {}  # the node that ends each outcome
 
     @torch.inference_mode()
-    def update(self, commit: Commit) -> None:
+    def update(self, commit: CommittedTokens) -> None:
         """Take over what was prepared for this outcome, or let the assistant read on."""
         following, counts = tuple(commit.token), self.drafter
         if commit.verified is None:
@@ -125,7 +124,7 @@ class MirrorState(DrafterState):
             depth = self._depth(context, 0)
             if depth < 1 or source.level is None:
                 return Proposal(root(context.token[-1], source.device))
-            chain = self._chain(source.level.logits[0], runner.ROOT, depth, context, ())
+            chain = self._chain(source.level.logits[0], ROOT, depth, context, ())
             self._draft({(): chain}, lambda _: True)
         self.outcome, self.chains = None, {}
         if self.config.outcomes:
@@ -162,7 +161,7 @@ class MirrorState(DrafterState):
         keys = [key for key in self._outcomes(chain) if self._possible(key) and self._depth(context, len(key)) > 0]
         if not keys:
             return
-        above = [[runner.ROOT, *chain.nodes][len(key) - 1] for key in keys]
+        above = [[ROOT, *chain.nodes][len(key) - 1] for key in keys]
         ran = dict(zip(keys, self.assistant.run([key[-1] for key in keys], above), strict=True))
         self.beneath = {key: node for key, (node, _) in ran.items()}
         self.chains = {

@@ -2,7 +2,7 @@
 
 Behind a node of a pass stand its streams, one position further each. Where the top `layers` decoder layers begin,
 stream j takes on the node's hidden state plus a learned embedding of j. In these layers low-rank adapters (LoRA, arXiv
-2106.09685) act on the streams' rows alone, and the target's final norm and lm_head give stream j's probs of the token
+2106.09685) act only on the streams' rows, and the target's final norm and lm_head give stream j's probs of the token
 j + 1 positions after the node's. The paper tunes the target with its streams; here no row of the target's own changes.
 
 Every node of a tree is verified with its streams behind it as look-ahead tokens, so the pass that accepts a node has
@@ -34,7 +34,7 @@ from heads.formats import store
 from heads.formats.store import TargetSpec
 from inference.drafters.host import DrafterState, HostDrafter
 from inference.drafters.policy import TreeConfig, grow
-from inference.protocol import Commit, Context, Proposal
+from inference.protocol import CommittedTokens, Context, Proposal
 from inference.target.target import Target
 from inference.verification import tree as trees
 from inference.verification.tree import DraftTree, LookAhead
@@ -73,9 +73,15 @@ class Streams(nn.Module):
         self.embedding = nn.Parameter(
             0.02 * torch.randn(config.streams, target.embeddings.hidden_size, device=target.device)
         )
-        stack = _sharing(target.base)
+        from peft import LoraConfig, inject_adapter_in_model
+
+        shared: dict[int, Any] = {id(tensor): tensor for tensor in (*target.base.parameters(), *target.base.buffers())}
+        stack: nn.Module = copy.deepcopy(target.base, shared)  # whose parameters and buffers are the very same tensors
         names = _linears(target, first, config.modules)
-        adapted = _adapt(stack, names, config)
+        transposed = isinstance(stack.get_submodule(names[0]), Conv1D)
+        lora = LoraConfig(r=config.rank, lora_alpha=config.alpha, target_modules=names, fan_in_fan_out=transposed)
+        inject_adapter_in_model(lora, stack, ADAPTER)  # adapters start as no change
+        adapted: dict[str, Any] = {name: stack.get_submodule(name) for name in names}
         for adapter in adapted.values():
             vars(adapter)["forward"] = partial(self._adapted, adapter)
         for layer in range(first):
@@ -111,7 +117,7 @@ class Streams(nn.Module):
             is depth d, so its teacher is the target's distribution at row t+d. No gradient reaches the teachers.
         """
         target, streams, width = self._frozen[0], self.config.streams, token.shape[1]
-        position, attn_mask, source, stream = beside(document, anchor, streams)
+        position, attn_mask, source, stream = layout_of(document, anchor, streams)
         # A stream behind the context has no teacher, and learned positions end there.
         position = position.clamp_max(target.context - 1)
         tokens = torch.cat([token, token.gather(1, source)], 1)
@@ -140,7 +146,7 @@ class Streams(nn.Module):
         return (torch.cat([hidden[:, : self._first], begun], 1), *args[1:])
 
     def _adapted(self, layer: Any, x: Tensor) -> Tensor:
-        """Return what peft's LoRA layer makes of the rows "B T D", its adapter acting on the streams' alone.
+        """Return what peft's LoRA layer makes of the rows "B T D", its adapter acting only on the streams'.
 
         peft's own way to adapt a sequence's last tokens (activated LoRA) builds and gathers a mask in every layer,
         which costs a small target several times its own pass.
@@ -154,7 +160,7 @@ class Streams(nn.Module):
         return result
 
 
-def beside(
+def layout_of(
     document: Int[Tensor, "B T"], anchor: Int[Tensor, "B A"], streams: int
 ) -> tuple[Int[Tensor, "B M"], Bool[Tensor, "B M M"], Int[Tensor, "B R"], Int[Tensor, "R"]]:
     """Lay out the streams of the rows `anchor` behind packed rows.
@@ -222,12 +228,6 @@ def _cut(value: Any, base: int, look_ahead: int) -> Any:
     return value[:, :base] if value.shape[1] == base + look_ahead else value
 
 
-def _sharing(base: nn.Module) -> nn.Module:
-    """Return a copy of a module whose parameters and buffers are the very same tensors."""
-    shared: dict[int, Any] = {id(tensor): tensor for tensor in (*base.parameters(), *base.buffers())}
-    return copy.deepcopy(base, shared)
-
-
 def _name_of(target: Target, layer: int) -> str:
     return next(name for name, module in target.base.named_modules() if module is target.decoder_layers[layer])
 
@@ -248,20 +248,10 @@ def _linears(target: Target, first: int, kinds: list[str] | None) -> list[str]:
     return [name for kind, names in by_kind.items() if kinds is None or kind in kinds for name in names]
 
 
-def _adapt(stack: nn.Module, names: list[str], config: Streams.Config) -> dict[str, Any]:
-    """Give the named linear layers adapters, which start as no change; return the layers that peft made of them."""
-    from peft import LoraConfig, inject_adapter_in_model
-
-    transposed = isinstance(stack.get_submodule(names[0]), Conv1D)
-    lora = LoraConfig(r=config.rank, lora_alpha=config.alpha, target_modules=names, fan_in_fan_out=transposed)
-    inject_adapter_in_model(lora, stack, ADAPTER)
-    return {name: stack.get_submodule(name) for name in names}
-
-
 class StreamsDrafter(HostDrafter):
     """Drafts from the streams of the node that was accepted last."""
 
-    reads_logits = alone = True
+    reads_logits = single = True
 
     @dataclass(frozen=True)
     class Config:
@@ -290,7 +280,7 @@ class StreamsState(DrafterState):
         self.drafted: Drafted | None = None
         self.node: Tensor | None = None  # which node each look-ahead token belongs to
 
-    def update(self, commit: Commit) -> None:
+    def update(self, commit: CommittedTokens) -> None:
         """Keep the streams of the node that was accepted last."""
         self.drafted = None
         if commit.verified is not None and commit.verified.look_ahead is not None and self.node is not None:

@@ -1,8 +1,9 @@
-"""The acceptance rules, for the trees of a whole batch at once: which drafted path stands, and what the next token is.
+"""The verification rules, for the trees of a batch at once: which drafted path stands, and what the next token is.
 
 The host reads nothing here unless `allow_host_sync`. Shapes depend only on the trees' sizes. The rules of sampled
 drafts walk a fixed shape, which the host knows: it visits all nodes, and masks say which of them each sequence comes
-to.
+to. `RULES` says which drafts each rule is right for. At temperature 0 the target's distribution is one-hot and every
+lossless rule is the same walk along its best tokens.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -39,7 +40,7 @@ class Sampled(NamedTuple):
     q: Float[Tensor, "B M V"]  # the probs that the children of the M nodes with children were sampled from, in order
 
 
-class Chosen(NamedTuple):
+class LastAccepted(NamedTuple):
     """Of each sequence the last accepted node, and the probs that the next token is sampled from."""
 
     last: Int[Tensor, "B"]
@@ -111,7 +112,7 @@ def walk(
 ) -> Accepted:
     """Walk down each tree while the token that `choose` names after a node was drafted there, the first of equal ones.
 
-    So a distribution is made of the nodes on the accepted paths alone, of which there is one a depth. `allow_host_sync`
+    So a distribution is made only of the nodes on the accepted paths, one a depth. `allow_host_sync`
     says that the host may read, to end where all paths have; the other arguments are as of `follow`.
     """
     node = torch.zeros_like(tree.token[:, 0])
@@ -186,7 +187,7 @@ class AcceptDraws:
 
 def recursive(
     draft: Sampled, p: Float[Tensor, "B N V"], uniforms: Float[Tensor, "B N"], allow_host_sync: bool = False
-) -> Chosen:
+) -> LastAccepted:
     """Recursive rejection: siblings in sampled order, each against what rejections have left of the target's probs.
 
     Siblings are sampled without replacement (Sequoia, arXiv 2402.12374); on a chain it is speculative sampling (arXiv
@@ -213,11 +214,11 @@ def recursive(
         if node in rows:
             left = torch.where(stand, draft.q[:, rows[node]], left)
         last = last.masked_fill(stands, node)
-    return Chosen(last, target)
+    return LastAccepted(last, target)
 
 
 @dataclass
-class Frame:
+class PathNode:
     """A node on the path that traversal verification looks at, for B sequences."""
 
     reached: Bool[Tensor, "B"]  # which sequences come to it, or would if they had not accepted a path before
@@ -241,7 +242,7 @@ class Frame:
 
 def traversal(
     draft: Sampled, p: Float[Tensor, "B N V"], uniforms: Float[Tensor, "B N"], allow_host_sync: bool = False
-) -> Chosen:
+) -> LastAccepted:
     """Traversal verification (arXiv 2505.12398), from the leaves up: a path stands or falls as a whole.
 
     A rejected leaf is deleted, its parent keeps the residuals of p and q, and the next leaf is tried. On a chain it is
@@ -252,17 +253,17 @@ def traversal(
     last, probs = torch.zeros_like(draws.used_uniforms), p[:, 0]
     tokens, more = draft.token.clamp_min(0), _followed(draft.parents)
     undecided = draft.present[:, 0]
-    frames: list[Frame] = []
+    frames: list[PathNode] = []
     for node, entering in _walk(draft.parents):
         token, left = tokens[:, node, None], draft.q[:, rows[node]] if node in rows else None
         if entering and not frames:
-            frames.append(Frame(undecided, torch.ones_like(p[:, 0, 0]), p[:, 0], left))
+            frames.append(PathNode(undecided, torch.ones_like(p[:, 0, 0]), p[:, 0], left))
         elif entering:
             top = frames[-1]
             assert top.left is not None
             alpha = (top.alpha * _ratio(top.target, top.left, token)).clamp_max(1)
             reached = draft.present[:, node] & top.reached & (alpha > 0)
-            frames.append(Frame(reached, alpha, p[:, node], left))
+            frames.append(PathNode(reached, alpha, p[:, node], left))
         else:
             frame = frames.pop()
             stands = draws.sample(frame.alpha, frame.reached & undecided)
@@ -274,7 +275,7 @@ def traversal(
             rejected = frames[-1].reached & draft.present[:, node] & undecided  # also where it was not reached
             if not allow_host_sync or rejected.any():
                 frames[-1].reject(token, rejected, more[node])
-    return Chosen(last, probs)
+    return LastAccepted(last, probs)
 
 
 def _followed(parents: Sequence[int]) -> list[bool]:
@@ -309,3 +310,91 @@ def ranks(tree: DraftTree) -> Int[Tensor, "B N"]:
     """Return each node's rank among its siblings, as they were drafted."""
     siblings = tree.parent[:, :, None] == tree.parent[:, None]
     return siblings.tril(-1).sum(-1)
+
+
+AUTO, GREEDY_WALK, NOTHING = "auto", "greedy", "none"
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A rule, and the drafts that it is right for; one without functions walks along the target's own samples.
+
+    Right for all drafts that do not depend on what is sampled here. Of drafts chosen without sampling each is accepted
+    with its probability under p, as speculative sampling does from point masses. With coupled noise it is right for
+    all, and drafter-invariant decoding (arXiv 2408.07978).
+    """
+
+    chain: bool = False  # whether it takes at most one child a node
+    # Of a rule that needs drafts sampled from known probs q; without, any choice will do.
+    on_device: Callable[[Sampled, Tensor, Tensor, bool], LastAccepted] | None = None
+    bar: Callable[[Tensor], Tensor] | None = None  # of a rule that changes the target's distribution
+
+
+RULES = {
+    "match": Rule(),
+    "point_mass": Rule(),
+    "token": Rule(True, recursive),
+    "block": Rule(True, traversal),
+    "recursive": Rule(False, recursive),
+    "traversal": Rule(False, traversal),
+    "coupled": Rule(),
+    "typical": Rule(bar=typical),
+    "threshold": Rule(bar=threshold),
+}
+COUPLED = "coupled"
+
+
+def check_rule(rule: str, lossy: bool) -> None:
+    """Refuse a rule that does not exist, and a lossy one that is not asked for as such."""
+    if rule != AUTO and rule not in RULES:
+        raise ValueError(f"rule is {rule!r}: choose {AUTO} or one of {', '.join(RULES)}")
+    if is_lossy(rule) and not lossy:
+        raise ValueError(
+            f"rule={rule} changes the target's distribution: set lossy=true to allow it, or choose rule={AUTO}"
+        )
+
+
+def is_lossy(rule: str) -> bool:
+    """Return whether a rule changes the target's distribution."""
+    return rule != AUTO and RULES[rule].bar is not None
+
+
+def emits_samples(rule: str) -> bool:
+    """Return whether a rule emits what the target samples, drafts or not: then the text is that of the baseline.
+
+    The other lossless rules sample again where they reject: the text is another, of the same distribution.
+    """
+    return rule in (GREEDY_WALK, NOTHING) or (rule in RULES and RULES[rule] == Rule())
+
+
+def label(rule: str) -> str:
+    """Return what reports call a rule."""
+    return f"{rule} (lossy)" if is_lossy(rule) else rule
+
+
+def is_chain(parents: Sequence[int]) -> bool:
+    """Return whether a tree with these parents has no siblings."""
+    return list(parents) == list(range(-1, len(parents) - 1))
+
+
+def fitting(rule: str, chain: bool, sampled: bool, greedy: bool) -> str:
+    """Return the rule for a draft: the one that accepts most for auto (`benchmarks/rules.py` measures them).
+
+    Raises:
+        ValueError: a rule that is not right for the draft. At temperature 0 any choice of drafts will do.
+    """
+    if rule == AUTO and not sampled:
+        return "point_mass"
+    if rule == AUTO:
+        return "block" if chain else "traversal"
+    entry = RULES[rule]
+    if entry.chain and not chain:
+        raise ValueError(f"rule={rule} verifies chains, and this draft is a tree: choose rule={AUTO}, or tree=chain")
+    if greedy:
+        return rule
+    if entry.on_device is not None and not sampled:
+        raise ValueError(
+            f"rule={rule} needs drafts sampled from known probs, and these are chosen without sampling: choose "
+            f"rule={AUTO}, or a chain or sampled tree"
+        )
+    return rule
