@@ -305,6 +305,7 @@ def test_a_chat_is_the_same_in_every_shape(system: str, said: list[str]) -> None
 
 
 LINES = [json.loads(line) for file in sorted(LOGS.iterdir()) for line in file.read_text(encoding="utf-8").splitlines()]
+LINES += [case["raw"] for case in VARIANTS]
 VALUES = [None, 5, -1.5, True, "x", "", [], {}, [5], ["x"], {"a": 1}, [[]], [{}], "[1]"]
 
 
