@@ -264,8 +264,8 @@ BUGS = [
     ),
     Bug(
         "heads/formats/lora.py",
-        "alpha / rank, dict",
-        "1.0, dict",
+        "alpha / rank, factors",
+        "1.0, factors",
         ["tests/train/test_publish_adapter.py"],
     ),
     Bug(

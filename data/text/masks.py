@@ -160,7 +160,11 @@ def samples_of(
             samples = _plain(record, tokenizer, config.max_tokens, drop_counts)
         else:
             turns = joined(turns_of(record, tokenizer, config, drop_counts))
-            masked = [_masked(turn, tokenizer) for turn in turns]
+            pairs = [(turn, _masked(turn, tokenizer)) for turn in turns]
+            masked = [(token, mask) for turn, (token, mask) in pairs if any(mask) or not turn.cut]
+            if not masked:
+                message = "the chat template writes nothing of its answer; remove the sample"
+                raise BadSampleError("an answer that the chat template leaves out", message)
             for _, mask in masked:
                 if len(set(mask)) < 2:
                     value = "ones" if any(mask) else "zeros"
@@ -291,7 +295,9 @@ def turns_of(
 
 
 def _has_other_calls(message: Message, answer: str) -> bool:
-    """Whether a message has tool calls that a rendered answer does not contain."""
+    """Whether a message has tool calls that a rendered answer does not contain besides its reasoning and its text."""
+    for text in (reasoning_of(message), content_text(without(message))):
+        answer = answer.replace(text.strip(), "", 1)
     calls = [call.get("function") or call for call in message.get("tool_calls") or ()]
     return any(str(call.get("name")) not in answer for call in calls)
 

@@ -117,7 +117,7 @@ def test_what_is_more_than_text_is_refused_by_name(
 ) -> None:
     path = write({"prompt": "a", "answer": "b", "image": ""}, {"id": 7, **raw})
     with pytest.raises(
-        ValueError, match=rf"data.jsonl: sample 7: it holds more than text \({name}\), and text"
+        ValueError, match=rf"data.jsonl: sample 7: it holds more than text \({name}\), and only text"
     ) as error:
         load_samples(config(path), chat)
     assert "\n" not in str(error.value)
@@ -128,7 +128,7 @@ def test_what_is_more_than_text_is_refused_by_name(
             load_prompts(path, chat, None)
     chat.add_special_tokens({"additional_special_tokens": ["<|image_pad|>"]})
     path = write({"id": 7, "prompt_token_ids": [5, len(chat) - 1], "token_ids": [6]})
-    with pytest.raises(ValueError, match=r"sample 7: token \d+ \(<\|image_pad\|>\) stands for more than text"):
+    with pytest.raises(ValueError, match=r"sample 7: token \d+ \(<\|image_pad\|>\) is more than text"):
         load_samples(config(path), chat)
 
 

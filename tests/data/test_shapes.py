@@ -159,6 +159,10 @@ def test_an_answer_whose_calls_the_template_leaves_out_does_not_end() -> None:
         answer = first.messages[-1]["content"]
         (sample,) = masked(first, tokenizer)
         assert trained(sample, tokenizer) == [*texts, f"{answer}<|im_end|>"]
+    (sample,) = masked(parse({"messages": [QUESTION, called("look", {}, "t", content="I look.")]}, 0, "f"), tokenizer)
+    assert trained(sample, tokenizer) == ["I look."]
+    with pytest.raises(ValueError, match="the chat template writes nothing of its answer"):
+        masked(parse({"messages": [QUESTION, called("look", {}, "t")]}, 0, "f"), tokenizer)
 
 
 @pytest.mark.parametrize(
@@ -301,6 +305,7 @@ def test_a_chat_is_the_same_in_every_shape(system: str, said: list[str]) -> None
 
 
 LINES = [json.loads(line) for file in sorted(LOGS.iterdir()) for line in file.read_text(encoding="utf-8").splitlines()]
+LINES += [case["raw"] for case in VARIANTS]
 VALUES = [None, 5, -1.5, True, "x", "", [], {}, [5], ["x"], {"a": 1}, [[]], [{}], "[1]"]
 
 
