@@ -255,7 +255,7 @@ def split(name: str) -> tuple[str, str, str]:
 
 
 POLL = 0.05  # seconds between checks for the other processes' notes
-REFUSED = OSError, SafetensorError, RuntimeError, ValueError  # by the disk
+REFUSED = OSError, SafetensorError, RuntimeError, ValueError  # errors of a disk that refuses
 
 
 class Saver:
@@ -263,7 +263,7 @@ class Saver:
 
     def __init__(self, out: Path, control: ProcessControl, keep: int) -> None:
         self.folder, self.metrics, self.control, self.keep = out / "checkpoints", out / "metrics.jsonl", control, keep
-        self.seconds = 0.0  # that training has waited for saves
+        self.seconds = 0.0  # seconds that training has waited for saves
         self.saved = -1  # the step that was saved last, or loaded
         self._name = control.broadcast(
             f"{time.time_ns():x}"
@@ -276,7 +276,7 @@ class Saver:
     def save(self, state: TrainState, step: int, content: dict[str, Any], best: int) -> None:
         """Wait for the save before, copy the state, and start writing it; wait for this one too if that before failed.
 
-        `content` goes to state.json beside the step; the checkpoint of step `best`, with the best τ, is never deleted.
+        `content` goes to state.json next to the step; the checkpoint of step `best`, with the best τ, is never deleted.
 
         Raises:
             ValueError: the disk has refused twice in a row; earlier checkpoints still load.

@@ -198,7 +198,7 @@ class Loop:
         then = with_new_schedule(state.get("arithmetic", {}), now, self.trainer, self.start)
         if changed := checkpoint.differences(then, now):
             self.control.warn(f"the same data in the same order, but no longer bit for bit: {changed}")
-        then = state.get("conditions", {})  # of the best τ, which is dropped if this run measures under others
+        then = state.get("conditions", {})  # the best τ is dropped if this run measures under others
         over = self.exhausted() or self.progress["measured"] >= self.trainer.steps
         if self.evaluator is None or over:
             self.conditions = then

@@ -63,7 +63,7 @@ def among_tasks() -> bool:
 def take_over(launcher: Any, accelerators: int) -> None:
     """Write the launch environment into the launcher's values or torch's variables, without overriding given values.
 
-    A task of srun becomes a process, or the launcher of its node where it is alone on a node for several processes:
+    A task of srun becomes a process, or the launcher of its node where it is the only one for several processes of it:
     without a number of them for each of the `accelerators`. Of several nodes that a user has started one by one,
     NODE_RANK says which this is and MASTER_ADDR where they meet. Refuse a first task on a node without an address, and
     a NODE_RANK that is no number.
@@ -207,7 +207,7 @@ def command(launcher: LauncherConfig, script: str, overrides: list[str]) -> list
         port = 0  # any free port, so that two runs on one machine do not clash
     if port is not None:
         words += ["--main_process_port", str(port)]
-    # Also on CPU: `--cpu` starts one process whatever the count, and accelerate finds gloo by itself. Strategies are
+    # Also on CPU: `--cpu` starts one process whatever the count, and accelerate finds gloo. Strategies are
     # not accelerate's either (train/distributed/strategy.py).
     return [*words, "--multi_gpu", script, *overrides]
 

@@ -6,7 +6,7 @@ the gradient's norm is that of the whole gradient: a step is the same step.
 
 Sharded strategies gather the head whole for a forward and a backward pass. It is a layer or two, so they save the
 memory of the optimiser's state, the gradients and the weights between steps. A parameter's type shows the strategy: a
-DTensor under FSDP2; under ZeRO-3 one of DeepSpeed's, whose shard is `ds_tensor`; under ZeRO-2 whole, beside a slice of
+DTensor under FSDP2; under ZeRO-3 one of DeepSpeed's, whose shard is `ds_tensor`; under ZeRO-2 whole, next to a slice of
 master weights; else whole.
 """
 
