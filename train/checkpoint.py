@@ -44,7 +44,7 @@ from heads.common.untrusted import inside, shown
 from heads.formats.store import RETIRED
 from train.config import TrainerConfig
 from train.distributed.processes import ProcessControl
-from train.distributed.strategy import counts_on, held, master_state, put, put_master, whole, zero_stage
+from train.distributed.strategy import counts_on, held, put, put_master, whole, zero_stage
 from train.optim import Ema, trained_state
 from train.start import AdaptConfig
 
@@ -183,7 +183,9 @@ class TrainState:
         elif kind == "average":
             value = whole(p, self.average.weights[rest])
         elif zero_stage(p) and key != "step":
-            value = master_state(p, key)
+            from deepspeed.utils import safe_get_full_optimizer_state
+
+            value = safe_get_full_optimizer_state(p, key)
         else:
             value = whole(p, self._of(p)[key])
         copy: Tensor = value.detach().to("cpu", copy=True).contiguous()

@@ -273,7 +273,7 @@ def check_fits(run: RunConfig) -> None:
     planned, where = plan(run), "this machine" if run.alone_on_cpu else "a device"
     exceeded, parent = planned.memory, next(path for path in Path(run.out).absolute().parents if path.exists())
     needed, free = sum(planned.disk.values()) - planned.disk.get("features", 0), shutil.disk_usage(parent).free
-    if not run.resume and needed > free:
+    if not (run.resume or run.overwrite) and needed > free:
         raise ValueError(
             f"{run.name}: its checkpoints and head take {gib(needed)}, and {parent} has {gib(free)} free: free space, "
             f"give another out, or keep fewer by trainer.keep={max(1, run.trainer.keep // 2)}"

@@ -2,6 +2,7 @@
 
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -167,6 +168,13 @@ def test_a_run_that_does_not_fit_is_refused_before_anything_is_loaded(toy: list[
         resolve(composed(little))
     assert "\n" not in str(error.value)
     resolve(composed([*little, "plan=ignore"]))
+
+
+def test_checkpoints_that_do_not_fit_the_disk_are_refused(toy: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=2**16))
+    with pytest.raises(ValueError, match=r"checkpoints and head take .* MiB, and .* has 0\.1 MiB free: free space"):
+        resolve(composed(toy))
+    resolve(composed([*toy, "resume=true"]))
 
 
 def test_a_run_that_starts_from_a_head_is_placed_on_accelerators(toy: list[str]) -> None:

@@ -256,14 +256,6 @@ def local_slice(value: Tensor, shard: Tensor) -> Tensor:
     return padded.narrow(0, get_rank() * shard.numel(), shard.numel())
 
 
-def master_state(p: Tensor, key: str) -> Tensor:
-    """Return the gathered optimiser state `key` of a parameter that ZeRO has sharded."""
-    from deepspeed.utils import safe_get_full_optimizer_state
-
-    state: Tensor = safe_get_full_optimizer_state(p, key)
-    return state
-
-
 def put_master(p: Tensor, value: Tensor, key: str | None = None) -> None:
     """Write the master weights of a parameter that ZeRO has sharded, or with `key` its optimiser state."""
     from deepspeed import utils
