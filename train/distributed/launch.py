@@ -80,8 +80,13 @@ def take_over(launcher: Any, accelerators: int) -> None:
 
 def _take_over_task(launcher: Any, accelerators: int) -> None:
     """Set torch's variables, or for a node's launcher the number of nodes and the rendezvous address."""
-    tasks = _tasks()
-    counts, number = _tasks_of_nodes(tasks), int(os.environ.get("SLURM_NODEID", "0"))
+    tasks, counts, number = _tasks(), list[int](), int(os.environ.get("SLURM_NODEID", "0"))
+    listed = os.environ.get("SLURM_STEP_TASKS_PER_NODE") or os.environ.get("SLURM_TASKS_PER_NODE", "")
+    for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", listed):  # "4(x2),3" for nodes of 4, 4 and 3
+        counts += [int(count)] * int(times or 1)
+    if sum(counts) != tasks:
+        nodes = int(os.environ.get("SLURM_NNODES", "1"))
+        counts = [tasks // nodes] * nodes
     port = int(os.environ.get("MASTER_PORT") or launcher.main_process_port or 0)
     port = port or PORTS + int(os.environ.get("SLURM_JOB_ID", "0")) % WINDOW
     address = os.environ.get("MASTER_ADDR")
@@ -103,16 +108,6 @@ def _take_over_task(launcher: Any, accelerators: int) -> None:
 def _tasks() -> int:
     """Return the number of tasks of this step."""
     return int(os.environ.get("SLURM_STEP_NUM_TASKS") or os.environ.get("SLURM_NTASKS", "1"))
-
-
-def _tasks_of_nodes(tasks: int) -> list[int]:
-    """Return the number of tasks on each node: SLURM writes "4(x2),3" for nodes of 4, 4 and 3."""
-    counts: list[int] = []
-    listed = os.environ.get("SLURM_STEP_TASKS_PER_NODE") or os.environ.get("SLURM_TASKS_PER_NODE", "")
-    for count, nodes in re.findall(r"(\d+)(?:\(x(\d+)\))?", listed):
-        counts += [int(count)] * int(nodes or 1)
-    nodes = int(os.environ.get("SLURM_NNODES", "1"))
-    return counts if sum(counts) == tasks else [tasks // nodes] * nodes
 
 
 def _first_node() -> str:
