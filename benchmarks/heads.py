@@ -39,7 +39,6 @@ from eval.measures import metrics
 from heads import HEADS
 from heads.base import Features, parameter_count
 from heads.common.resolvers import register_resolvers
-from heads.formats.store import save_head
 from heads.modules.vocab import prune
 from inference.decode import RequestParams, speculate
 from inference.drafters.head import HeadDrafter
@@ -47,7 +46,7 @@ from inference.target.target import Target
 from inference.verification.sample import GREEDY, Sampling
 from train.build import batches_for, loop_of, values_of
 from train.config import RunConfig, run_config
-from train.loop import decoding_copy
+from train.loop import KeptHead
 from train.start import fit_init, init_head, resolve_init
 
 register_resolvers()
@@ -97,8 +96,9 @@ def train(run: RunConfig, target: Any, samples: Sequence[Sample], held_out: list
     seconds = time.process_time() - begin
     loop.tracker.close()
     weights = loop.stepper.state.weights()
-    save_head(Path(run.out, "head"), decoding_copy(head, weights, None), target.target.spec, vars(run.tree))
-    made = decoding_copy(head, weights, target.target)
+    kept_head = KeptHead(Path(run.out, "head"), head, target.target, run.tree)
+    kept_head.write(weights)
+    made = kept_head.decoding(weights)
     tokens = run.trainer.steps * batches.step_tokens + loop.progress["rollout_tokens"]
     found: dict[str, Any] = {
         "tokens": tokens,

@@ -44,7 +44,7 @@ from heads.common.untrusted import inside, shown
 from heads.formats.store import RETIRED
 from train.config import TrainerConfig
 from train.distributed.processes import ProcessControl
-from train.distributed.strategy import counts_on, held, master_state, put, put_master, whole, zero_stage
+from train.distributed.strategy import counts_on, held, put, put_master, whole, zero_stage
 from train.optim import Ema, trained_state
 from train.start import AdaptConfig
 
@@ -183,7 +183,9 @@ class TrainState:
         elif kind == "average":
             value = whole(p, self.average.weights[rest])
         elif zero_stage(p) and key != "step":
-            value = master_state(p, key)
+            from deepspeed.utils import safe_get_full_optimizer_state
+
+            value = safe_get_full_optimizer_state(p, key)
         else:
             value = whole(p, self._of(p)[key])
         copy: Tensor = value.detach().to("cpu", copy=True).contiguous()
@@ -255,7 +257,7 @@ def split(name: str) -> tuple[str, str, str]:
 
 
 POLL = 0.05  # seconds between checks for the other processes' notes
-REFUSED = OSError, SafetensorError, RuntimeError, ValueError  # by the disk
+REFUSED = OSError, SafetensorError, RuntimeError, ValueError  # errors of a disk that refuses
 
 
 class Saver:
@@ -263,7 +265,7 @@ class Saver:
 
     def __init__(self, out: Path, control: ProcessControl, keep: int) -> None:
         self.folder, self.metrics, self.control, self.keep = out / "checkpoints", out / "metrics.jsonl", control, keep
-        self.seconds = 0.0  # that training has waited for saves
+        self.seconds = 0.0  # seconds that training has waited for saves
         self.saved = -1  # the step that was saved last, or loaded
         self._name = control.broadcast(
             f"{time.time_ns():x}"
@@ -276,7 +278,7 @@ class Saver:
     def save(self, state: TrainState, step: int, content: dict[str, Any], best: int) -> None:
         """Wait for the save before, copy the state, and start writing it; wait for this one too if that before failed.
 
-        `content` goes to state.json beside the step; the checkpoint of step `best`, with the best τ, is never deleted.
+        `content` goes to state.json next to the step; the checkpoint of step `best`, with the best τ, is never deleted.
 
         Raises:
             ValueError: the disk has refused twice in a row; earlier checkpoints still load.

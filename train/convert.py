@@ -31,7 +31,7 @@ from heads.formats.weights import header
 
 
 def find_pickle(name: str) -> Path:
-    """Return a head's pickle: a file, a folder's, or OWNER/NAME's on the Hub; refuse if there is none."""
+    """Return a head's pickle: a file, a folder's, or OWNER/NAME's on the Hub; refuse a missing one."""
     path = Path(name).expanduser()
     if path.is_file():
         return path

@@ -142,12 +142,16 @@ class KeptHead:
         self.folder, self.head, self.target, self.tree = folder, head, target, tree
 
     def decoding(self, weights: dict[str, Tensor]) -> Any:
-        """Return a copy for decoding, with these weights."""
-        return decoding_copy(self.head, weights, self.target)
+        """Return a copy for decoding, with these weights, in the target's dtype."""
+        return self.unwrapped(weights).to(self.target.device, self.target.dtype)
 
     def write(self, weights: dict[str, Tensor]) -> None:
         """Write the head with these weights."""
-        save_head(self.folder, decoding_copy(self.head, weights, None), self.target.spec, vars(self.tree))
+        save_head(self.folder, self.unwrapped(weights), self.target.spec, vars(self.tree))
+
+    def unwrapped(self, weights: dict[str, Tensor]) -> Any:
+        """Return an unwrapped copy of the head with these weights."""
+        return merged_copy(self.head, weights).eval().requires_grad_(False)
 
 
 class Loop:
@@ -198,7 +202,7 @@ class Loop:
         then = with_new_schedule(state.get("arithmetic", {}), now, self.trainer, self.start)
         if changed := checkpoint.differences(then, now):
             self.control.warn(f"the same data in the same order, but no longer bit for bit: {changed}")
-        then = state.get("conditions", {})  # of the best τ, which is dropped if this run measures under others
+        then = state.get("conditions", {})  # the best τ is dropped if this run measures under others
         over = self.exhausted() or self.progress["measured"] >= self.trainer.steps
         if self.evaluator is None or over:
             self.conditions = then
@@ -373,9 +377,3 @@ class Loop:
         if estimate is not None:
             self.tracker.log({"step": step, "estimate": estimate})
         return bool(self.control.broadcast(estimate is not None))
-
-
-def decoding_copy(head: nn.Module, weights: dict[str, Tensor], target: Target | EmbeddingsOnly | None) -> Any:
-    """Return an unwrapped copy of the head with these weights, in the target's dtype if there is a target."""
-    copy = merged_copy(head, weights).eval().requires_grad_(False)
-    return copy.to(target.device, target.dtype) if target else copy

@@ -67,7 +67,7 @@ def noisy(features: Features, noise: float, keys: Int[Tensor, "B"]) -> Features:
     length, layers = features.hidden.shape[1:3]
     scale, device = noise * 512 / length, features.last_hidden.device
     position, layer = (torch.arange(size, device=device) for size in (length, 1 + layers))
-    key = hash_key(hash_key(hash_key(keys, NOISE)[:, None], position)[:, :, None], layer)  # of each vector
+    key = hash_key(hash_key(hash_key(keys, NOISE)[:, None], position)[:, :, None], layer)  # a key for each vector
     noised = []
     for x, vector_keys in ((features.last_hidden, key[:, :, 0]), (features.hidden, key[:, :, 1:])):
         noised.append(x.clone(memory_format=torch.contiguous_format))
@@ -191,7 +191,7 @@ def chunked(
     If `trained` is on the device, the host waits for it. The teacher of row t at depth d is row t + d, or
     `path[t, d - 1]`; at one depth no two rows have the same teacher.
     """
-    trained_row = []  # by depth: the trained row that each row teaches, -1 if none
+    trained_row = []  # for each depth the trained row that each row teaches, -1 if none
     for depth, flags in enumerate(trained, 1):
         source = flags.flatten().nonzero()[:, 0]
         teacher = source + depth

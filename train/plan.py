@@ -1,4 +1,4 @@
-"""The plan of a run: its memory, disk, operations and hours in closed form, from configurations alone.
+"""The plan of a run: its memory, disk, operations and hours in closed form, from configurations.
 
 A device holds the process's own memory, the target, the head with its optimiser, and the widest stage of a step: the
 target's forward pass or the head's step. The final evaluation comes after all of these are freed. Every token is
@@ -49,7 +49,7 @@ HOST_BASE = 1.5  # GiB of host memory of a process with torch's CUDA libraries
 # Bytes of a weight, scales included: by `model.quantize`, and by the quant_method of a checkpoint that says no bits.
 QUANTIZED = {"int8": 1.0, "torchao_int8": 1.0, "bnb_int8": 1.0, "bnb_nf4": 0.56}
 BY_METHOD = {"fp8": 1.0, "fbgemm_fp8": 1.0, "eetq": 1.0, "mxfp4": 0.53}
-BITS = r'(?:"(?:bits|w_bit|num_bits)": |"load_in_(?=\dbit": true))(\d+)'  # of a weight, in a checkpoint's quantisation
+BITS = r'(?:"(?:bits|w_bit|num_bits)": |"load_in_(?=\dbit": true))(\d+)'  # a weight's, in a checkpoint's quantisation
 SCALES = 0.06  # bytes a weight of less than 8 bits takes in the scales of its group
 ONCE = ("fusion", "hidden_norm", "inject_norm", "prefix")  # modules of a head that read the target's rows, once
 # Bytes of each logit of a chunk: the draft's, a further loss's, the target's while its probs are computed, and theirs.
@@ -68,7 +68,7 @@ class TargetShape:
     inner: int  # all other parameters, those of the layers and norms
     active: int  # those of `inner` that a token passes through
     packs: bool  # whether attention runs over documents, without a mask of quadratic size
-    apart: bool  # whether its embedding and lm_head are weights alone, which load without the layers
+    apart: bool  # whether its embedding and lm_head load without the layers, as plain weights
 
     def working(self, tokens: int, length: int, item: int, features: int, group: int = 1) -> int:
         """Return a pass's temporary bytes, in values of `item` bytes, where a `group` of devices shares a layer."""
@@ -140,8 +140,8 @@ class HeadCost(NamedTuple):
     whole: int  # parameters without adapters
     trained: int
     frozen: int
-    moments: int  # of the optimiser: Muon keeps one of matrices between hidden states, AdamW two of all
-    feature_layers: tuple[int, ...]  # of the target, that the head reads
+    moments: int  # the optimiser's: Muon keeps one of matrices between hidden states, AdamW two of all
+    feature_layers: tuple[int, ...]  # the target's layers that the head reads
     activations: int  # bytes kept from the forward to the backward pass, with the weights in bf16 and the drafts
     loss: int  # bytes of the drafts' gradients, a chunk of logits, and the gradients of lm_heads
     flops: int
@@ -222,7 +222,7 @@ def per_row(module: Any, item: int, chosen: int, recompute: bool) -> tuple[float
     if isinstance(module, nn.Linear):
         return item * (module.in_features + module.out_features), module.weight.numel(), 0
     inner = [per_row(child, item, chosen, recompute) for child in module.children()]
-    repeat: int = getattr(module, "repeat", 1)  # of a tied block
+    repeat: int = getattr(module, "repeat", 1)  # times that a tied block runs
     saved, weights, queries = (repeat * sum(values) for values in zip((0.0, 0.0, 0.0), *inner, strict=True))
     norm = item if recompute and isinstance(module, Recomputing) else 4 + item
     if isinstance(module, SwiGLU) and recompute:
@@ -250,7 +250,7 @@ class Memory(NamedTuple):
     resident: dict[str, int]
     stages: dict[str, int]
     evaluation: int  # the final one, in place of all the others but the process's
-    slack: float  # of the widest stage, that the allocator holds above what is asked of it
+    slack: float  # the share of the widest stage that the allocator holds above what is asked of it
     capacity: int | None  # None if it is not known
 
     @property
@@ -272,12 +272,12 @@ class Plan(NamedTuple):
     shape: TargetShape
     cost: HeadCost
     micro_batch_size: int  # packed sequences of one forward pass
-    memory: Memory  # of the device of the first process, which also measures and evaluates
-    host: Memory | None  # of a node; None on a CPU, which is the device
+    memory: Memory  # the first process's device, which also measures and evaluates
+    host: Memory | None  # a node's; None on a CPU, which is the device
     disk: dict[str, int]  # bytes of checkpoints, of the saved head, and of a feature store of all tokens
-    flops: tuple[float, float]  # of the whole run, measurements left out: the target's and the head's
-    hours: float | None  # of the training, None if the device's peak is not known
-    target_hours: float | None  # of one device for the target's passes
+    flops: tuple[float, float]  # the whole run's, measurements left out: the target's and the head's
+    hours: float | None  # the training's, None if the device's peak is not known
+    target_hours: float | None  # the target's passes on one device
 
     @property
     def utilization(self) -> float:
@@ -387,7 +387,7 @@ def head_state(launcher: LauncherConfig, trainer: TrainerConfig, cost: HeadCost)
     strategy, world, whole = launcher.strategy, launcher.world, 4 * cost.trained
     zero, sharded = strategy.startswith("zero"), strategy in ("zero3", "fsdp2") and world > 1
     weights = world if sharded else 1
-    shards = 1 if strategy == "ddp" else world  # of gradients and the optimiser's state
+    shards = 1 if strategy == "ddp" else world  # parts of gradients and optimiser state
     buckets = 8 * min(BUCKET, cost.trained) if zero else whole if strategy == "ddp" and world > 1 else 0
     sizes = {
         "head: weights": 4 * cost.frozen + whole / weights + (whole / world if zero else 0),  # DeepSpeed's own copy

@@ -5,7 +5,6 @@ host's memory if known. A micro-batch stays open: its size is the plan's, and th
 (train/build.py).
 """
 
-import logging
 import re
 import shutil
 import time
@@ -24,8 +23,8 @@ from rich.table import Table
 
 from data.features.served import LayerIds
 from data.features.store import FeatureStore
-from data.text.prompts import first_samples, locate
-from data.text.sources import check_name, check_source, check_sources, is_local, open_source
+from data.text.prompts import locate
+from data.text.sources import check_name, check_source, is_local
 from eval.config import eval_config
 from eval.inputs.drafters import find_heads
 from eval.measures.results import LIVE
@@ -36,11 +35,11 @@ from heads.common.resolvers import ROOT
 from heads.common.target_config import check_sequence_length, context_of
 from heads.common.typed import typed
 from heads.common.untrusted import regular, visible
-from heads.formats.hub import kind_of, resolve_head
+from heads.formats.hub import resolve_head
 from heads.formats.published import export
 from heads.formats.published.export import TargetFacts
 from inference.target.config import DTYPES, default_device, device_named, fast_dtype
-from inference.target.loading import AS_IT_IS, check_adapter, check_method, check_quantized, load_tokenizer
+from inference.target.loading import AS_IT_IS, check_adapter, check_method, check_quantized
 from inference.target.placement import (
     AUTO,
     DEVICE_MAP,
@@ -60,21 +59,18 @@ from train.distributed.launch import launched, on_node, world
 from train.plan import GIB, SAFE, Plan, plan, target_shape
 from train.start import STARTS, check_copied, check_init
 
-log = logging.getLogger(__name__)
-
 GATE = "float32"  # the losslessness check's dtype if the target fits in it: 16-bit rounding blurs the comparison
 PRUNED = 32000  # EAGLE-3's draft vocabulary
-SIDE = 1024  # of the matrices by which a CPU's operations per second are measured
+SIDE = 1024  # rows of the matrices that measure a CPU's operations per second
 # The values of features=stored; where the store is does not matter to a plan.
 STORED = "features.mode=stored features.on_missing=fail features.path=store"
-TOKENIZERS = ("tokenizer*", "vocab*", "*.model", "*.tiktoken", "tekken.json", "*.gguf")  # one of which all have
-WRITTEN = (  # by a run, besides its weights
+WRITTEN = (  # files of a run, besides its weights
     "checkpoints", "bad", "tensorboard", "wandb", "metrics.jsonl", "report.json", "report.md", "report.html",
     "training.json", "prompts.jsonl", "wandb-id.txt", "config.yaml", "provenance.json",
 )  # fmt: skip
 DEVICES = ROOT / "conf" / "device"
 CGROUPS, GROUPS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
-LIMITS = ("memory.max", "memory.limit_in_bytes")  # of control groups of version 2 and 1
+LIMITS = ("memory.max", "memory.limit_in_bytes")  # files of control groups, version 2 and 1
 
 
 def resolve(cfg: DictConfig) -> RunConfig:
@@ -117,7 +113,7 @@ def on_machine(run: RunConfig) -> RunConfig:
 
 
 def accelerator_count(device: str | None) -> int:
-    """Return how many processes a machine starts by itself: one for each accelerator, one on a CPU or on a `device`."""
+    """Return the processes that a command starts on a machine: one for each accelerator, one on a CPU or a `device`."""
     return torch.cuda.device_count() if (device or default_device()) == "cuda" else 1
 
 
@@ -198,7 +194,7 @@ def resolve_placement(run: RunConfig) -> RunConfig:
     if run.launcher.strategy == AUTO:
         strategies = ("ddp", "fsdp2") if several else ("ddp",)
     options = [(placement, run.model.offload, strategy) for placement, strategy in product(placements, strategies)]
-    if run.model.placement == AUTO and run.device.host_gb is not None:  # which may not hold what the devices do not
+    if run.model.placement == AUTO and run.device.host_gb is not None:  # the host may not hold what the devices do not
         options += [(OFFLOAD, "disk", strategy) for strategy in strategies if OFFLOAD in placements]
     for placement, offload, strategy in options:
         model = replace(run.model, placement=placement, offload=offload)
@@ -227,45 +223,30 @@ def resolve_placement(run: RunConfig) -> RunConfig:
 def check_run(run: RunConfig) -> None:
     """Refuse a run that cannot start on this machine, naming key and remedy, before the target is looked at.
 
-    With `plan=true` the first local records are read, nothing is downloaded, and a store may not be extracted yet.
+    A plan asks for nothing over the network, needs no room to write, and its store may not be extracted yet.
     """
     model, out = run.model, Path(run.out)
     if run.eval.prompts:
         eval_config(**evaluation(run))
+    check_init(run.peft, run.head, run.init, model.where.placement)
+    for name in filter(None, (*run.data.paths, run.data.prompts, run.workload and locate(run.workload))):
+        if run.plan is not True or is_local(name):
+            check_source(name, run.data.split if name in run.data.paths else "")
+        else:
+            check_name(name)
     if run.features.mode == "stored" and (run.plan is not True or run.features.folder.exists()):
         FeatureStore(run.features.folder)
-    check_init(run.peft, run.head, run.init, model.where.placement)
     if run.plan is True:
-        check_records(run)
         return
     processes.check_machine(run.launcher, model)
     find_heads(run.compare if run.eval.prompts else [])
     check_out(out, replaces=run.resume or run.overwrite)
     check_writable(out, "out")
-    check_sources(run.data)
-    if run.workload:
-        check_source(locate(run.workload))
     if run.init not in STARTS:
-        kind_of(resolve_head(str(run.init)))
+        resolve_head(str(run.init))
     check_method(model.quantize)
     if model.adapter not in (None, AS_IT_IS):
         check_adapter(model.adapter, model.quantize)
-
-
-def check_records(run: RunConfig) -> None:
-    """Refuse data that is neither here nor named like the Hub's, and first local records that cannot be trained on."""
-    named = [*run.data.paths, run.data.prompts, run.workload and locate(run.workload)]
-    for name in filter(None, named):
-        check_name(name)
-    folder = Path(run.model.path)
-    if not folder.exists():  # a plan needs no tokenizer
-        return
-    if folder.is_dir() and not any(file for pattern in TOKENIZERS for file in folder.glob(pattern)):
-        log.warning("%s: has no tokenizer, so that the first records are not looked at", folder)
-        return
-    tokenizer = load_tokenizer(run.model.path, run.model.trust_remote_code)
-    for name in filter(is_local, run.data.paths):
-        first_samples(open_source(name, run.data.split), run.data, tokenizer)
 
 
 def checked_plan(run: RunConfig) -> Plan:
@@ -299,7 +280,7 @@ def check_fits(run: RunConfig) -> None:
     planned, where = plan(run), "this machine" if run.alone_on_cpu else "a device"
     exceeded, parent = planned.memory, next(path for path in Path(run.out).absolute().parents if path.exists())
     needed, free = sum(planned.disk.values()) - planned.disk.get("features", 0), shutil.disk_usage(parent).free
-    if not run.resume and needed > free:
+    if not (run.resume or run.overwrite) and needed > free:
         raise ValueError(
             f"{run.name}: its checkpoints and head take {gib(needed)}, and {parent} has {gib(free)} free: free space, "
             f"give another out, or keep fewer by trainer.keep={max(1, run.trainer.keep // 2)}"

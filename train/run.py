@@ -32,7 +32,7 @@ from train.plan import plan
 from train.resolve import accelerator_count, evaluation, resolve, table
 from train.trackers import conclude
 
-BEST, DEBUG = "best", "debug"  # of conf/head/, of conf/trainer/
+BEST, DEBUG = "best", "debug"  # files of conf/head/ and conf/trainer/
 
 
 @command("train")

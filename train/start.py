@@ -175,10 +175,10 @@ def check_copied(config: HeadConfig, init: str | None, placement: str) -> None:
     """Refuse to copy a layer of the target into a head without a layer, or a layer that is sharded."""
     if init in (LAST_LAYER, CHECKPOINT) and not isinstance(config, Mtp.Config if init == CHECKPOINT else OF_LAST_LAYER):
         others = "" if init == CHECKPOINT else ", eagle, hass and eagle3"
-        raise ValueError(f"init={init} starts head=mtp{others} alone: give that head, or a folder for init")
+        raise ValueError(f"init={init} starts only head=mtp{others}: give that head, or a folder for init")
     if init == CHECKPOINT and placement != REPLICATE:
         raise ValueError(
-            "init=checkpoint copies a layer of a target that lies whole on a device: not with model.placement="
+            "init=checkpoint copies a layer of a target that is whole on a device: not with model.placement="
             f"{placement}; give init=last_layer"
         )
 

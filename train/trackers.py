@@ -160,7 +160,7 @@ def conclude(out: Path, trackers: list[str], config: dict[str, Any], record: dic
     """Pass the final numbers and the report to a finished run's trackers; failing ones are named and dropped."""
     report = [file for name in REPORT if (file := out / name).exists()]
     for name in dict.fromkeys(trackers):
-        if name == "jsonl":  # which has only steps
+        if name == "jsonl":  # it has only steps
             continue
         with Dropping({}, name, log.warning):
             sink: Any = TRACKERS[name](out, record["step"], config)

@@ -23,7 +23,7 @@ from data.text.files import Raw, content_hash
 from data.text.filters import Counts, Filters
 from data.text.masks import BAD, Sample, bad_sample, check_vocabulary, counts_line, is_plain, samples_of
 from data.text.parts import BadSampleError, LeftOutError, content_text
-from data.text.records import Record, label, read, readable
+from data.text.records import Record, label
 from data.text.sources import Source, divide, held_out_records, open_source, open_sources, read_all, training_records
 from data.text.template import encode, last_token, render, with_opening
 from heads.common.files import claim, read_checked, replacing, write_checked
@@ -264,12 +264,6 @@ def _with_room(
             "raise data.held_out, or give data.prompts"
         )
     return fitting
-
-
-def first_samples(source: Source, config: DataConfig, tokenizer: PreTrainedTokenizerBase) -> list[Sample]:
-    """Return the samples of a source's first record: a check that fails as training would."""
-    record = read(readable(next(iter(source)), 0, source.name), 0, source.name)
-    return samples_of(record, tokenizer, source.name, config, Counter())
 
 
 def with_text(record: Record, tokenizer: PreTrainedTokenizerBase) -> Record:

@@ -2,6 +2,7 @@
 
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -60,8 +61,8 @@ def test_a_run_that_can_start_is_not_refused(toy: list[str]) -> None:
         (["features=stored", "features.path=/nowhere/store"], "/nowhere/store: holds no feature store"),
         (["out=/dev/null/run"], "out=/dev/null/run: cannot be written (/dev/null: Not a directory)"),
         (["data.length=161", "trainer.micro_tokens=161"], "data.length is 161, but"),
-        (["head=hydra", "init=last_layer"], "init=last_layer starts head=mtp, eagle, hass and eagle3 alone"),
-        (["init=checkpoint"], "init=checkpoint starts head=mtp alone"),
+        (["head=hydra", "init=last_layer"], "init=last_layer starts only head=mtp, eagle, hass and eagle3"),
+        (["init=checkpoint"], "init=checkpoint starts only head=mtp"),
         (["head=eagle", "head.num_heads=7"], "head.num_heads is 7 and head.num_kv_heads 2"),
         (["head=eagle3", "head.feature_layers=[7]"], "head.feature_layers is [7]: give different layers from 0 to 2"),
         (["model.device=cuda:99"], "model.device is cuda:99, and torch sees"),
@@ -149,11 +150,15 @@ def test_prompts_have_the_room_that_what_reads_them_asks_for(toy: list[str]) -> 
     assert rooms == [160 - 8, 160 - 1, None, 160 - 1]
 
 
-def test_the_first_records_are_looked_at(toy: list[str], tmp_path: Path) -> None:
+@pytest.mark.parametrize("word", ["data.path=gone.jsonl", "data.path=lists.jsonl", "workload=gone"])
+def test_a_plan_refuses_data_that_cannot_be_read(
+    toy: list[str], word: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     check_run(configured([*toy, "plan=true"]))
-    (tmp_path / "chats.jsonl").write_text('{"messages": [{"role": "user", "content": "w1"}]}\n')
-    with pytest.raises(ValueError, match=r"chats\.jsonl: holds chats, but the tokenizer .* has no chat template"):
-        check_run(configured([*toy, "plan=true", f"data.path={tmp_path / 'chats.jsonl'}", "data.held_out=0"]))
+    monkeypatch.chdir(tmp_path)
+    Path("lists.jsonl").write_text("[1, 2]\n")
+    with pytest.raises(ValueError, match=r"neither a file|must be a JSON object"):
+        check_run(configured([*toy, "plan=true", word]))
 
 
 def test_a_run_that_does_not_fit_is_refused_before_anything_is_loaded(toy: list[str]) -> None:
@@ -163,6 +168,13 @@ def test_a_run_that_does_not_fit_is_refused_before_anything_is_loaded(toy: list[
         resolve(composed(little))
     assert "\n" not in str(error.value)
     resolve(composed([*little, "plan=ignore"]))
+
+
+def test_checkpoints_that_do_not_fit_the_disk_are_refused(toy: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=2**16))
+    with pytest.raises(ValueError, match=r"checkpoints and head take .* MiB, and .* has 0\.1 MiB free: free space"):
+        resolve(composed(toy))
+    resolve(composed([*toy, "resume=true"]))
 
 
 def test_a_run_that_starts_from_a_head_is_placed_on_accelerators(toy: list[str]) -> None:

@@ -63,7 +63,7 @@ def among_tasks() -> bool:
 def take_over(launcher: Any, accelerators: int) -> None:
     """Write the launch environment into the launcher's values or torch's variables, without overriding given values.
 
-    A task of srun becomes a process, or the launcher of its node where it is alone on a node for several processes:
+    A task of srun becomes a process, or the launcher of its node where it is the only one for several processes of it:
     without a number of them for each of the `accelerators`. Of several nodes that a user has started one by one,
     NODE_RANK says which this is and MASTER_ADDR where they meet. Refuse a first task on a node without an address, and
     a NODE_RANK that is no number.
@@ -80,8 +80,13 @@ def take_over(launcher: Any, accelerators: int) -> None:
 
 def _take_over_task(launcher: Any, accelerators: int) -> None:
     """Set torch's variables, or for a node's launcher the number of nodes and the rendezvous address."""
-    tasks = _tasks()
-    counts, number = _tasks_of_nodes(tasks), int(os.environ.get("SLURM_NODEID", "0"))
+    tasks, counts, number = _tasks(), list[int](), int(os.environ.get("SLURM_NODEID", "0"))
+    listed = os.environ.get("SLURM_STEP_TASKS_PER_NODE") or os.environ.get("SLURM_TASKS_PER_NODE", "")
+    for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", listed):  # "4(x2),3" for nodes of 4, 4 and 3
+        counts += [int(count)] * int(times or 1)
+    if sum(counts) != tasks:
+        nodes = int(os.environ.get("SLURM_NNODES", "1"))
+        counts = [tasks // nodes] * nodes
     port = int(os.environ.get("MASTER_PORT") or launcher.main_process_port or 0)
     port = port or PORTS + int(os.environ.get("SLURM_JOB_ID", "0")) % WINDOW
     address = os.environ.get("MASTER_ADDR")
@@ -103,16 +108,6 @@ def _take_over_task(launcher: Any, accelerators: int) -> None:
 def _tasks() -> int:
     """Return the number of tasks of this step."""
     return int(os.environ.get("SLURM_STEP_NUM_TASKS") or os.environ.get("SLURM_NTASKS", "1"))
-
-
-def _tasks_of_nodes(tasks: int) -> list[int]:
-    """Return the number of tasks on each node: SLURM writes "4(x2),3" for nodes of 4, 4 and 3."""
-    counts: list[int] = []
-    listed = os.environ.get("SLURM_STEP_TASKS_PER_NODE") or os.environ.get("SLURM_TASKS_PER_NODE", "")
-    for count, nodes in re.findall(r"(\d+)(?:\(x(\d+)\))?", listed):
-        counts += [int(count)] * int(nodes or 1)
-    nodes = int(os.environ.get("SLURM_NNODES", "1"))
-    return counts if sum(counts) == tasks else [tasks // nodes] * nodes
 
 
 def _first_node() -> str:
@@ -207,7 +202,7 @@ def command(launcher: LauncherConfig, script: str, overrides: list[str]) -> list
         port = 0  # any free port, so that two runs on one machine do not clash
     if port is not None:
         words += ["--main_process_port", str(port)]
-    # Also on CPU: `--cpu` starts one process whatever the count, and accelerate finds gloo by itself. Strategies are
+    # Also on CPU: `--cpu` starts one process whatever the count, and accelerate finds gloo. Strategies are
     # not accelerate's either (train/distributed/strategy.py).
     return [*words, "--multi_gpu", script, *overrides]
 

@@ -37,8 +37,8 @@ ELSEWHERE = {"ACCELERATE_USE_DEEPSPEED": "DeepSpeed", "ACCELERATE_USE_FSDP": "FS
 TRIMMED = 2**28  # bytes
 TRIM, MMAP = -1, -3  # glibc's M_TRIM_THRESHOLD and M_MMAP_THRESHOLD, mallopt(3)
 RELEASE_EVERY = 8  # steps: fresh pages then cost a fiftieth of them
-# oneDNN keeps the code of so many products in bf16, of 256 KiB or more each, and each new size of packed documents and
-# of their trained rows has its own. What it drops leaves holes between live blocks: 256 took 850 MiB in 40 steps of the
+# oneDNN keeps the code of this number of products in bf16, 256 KiB or more each; each new size of packed documents and
+# trained rows has its own. What it drops leaves holes between live blocks: 256 took 850 MiB in 40 steps of the
 # bundled target, 32 take 180 in steps as short; none at all costs an eighth of a step.
 PRODUCTS = "ONEDNN_PRIMITIVE_CACHE_CAPACITY", "32"
 

@@ -6,7 +6,7 @@ the gradient's norm is that of the whole gradient: a step is the same step.
 
 Sharded strategies gather the head whole for a forward and a backward pass. It is a layer or two, so they save the
 memory of the optimiser's state, the gradients and the weights between steps. A parameter's type shows the strategy: a
-DTensor under FSDP2; under ZeRO-3 one of DeepSpeed's, whose shard is `ds_tensor`; under ZeRO-2 whole, beside a slice of
+DTensor under FSDP2; under ZeRO-3 one of DeepSpeed's, whose shard is `ds_tensor`; under ZeRO-2 whole, next to a slice of
 master weights; else whole.
 """
 
@@ -254,14 +254,6 @@ def local_slice(value: Tensor, shard: Tensor) -> Tensor:
     flat = value.flatten()
     padded = functional.pad(flat, (0, get_world_size() * shard.numel() - len(flat)))
     return padded.narrow(0, get_rank() * shard.numel(), shard.numel())
-
-
-def master_state(p: Tensor, key: str) -> Tensor:
-    """Return the gathered optimiser state `key` of a parameter that ZeRO has sharded."""
-    from deepspeed.utils import safe_get_full_optimizer_state
-
-    state: Tensor = safe_get_full_optimizer_state(p, key)
-    return state
 
 
 def put_master(p: Tensor, value: Tensor, key: str | None = None) -> None:
