@@ -41,7 +41,7 @@ LOST = 1 / 5  # the largest share of bad records: more of them stop a run
 SAMPLES, PROMPTS, META = "samples.arrow", "prompts.jsonl", "meta.json"
 SHAPELESS = ("length", "cache")  # options that do not affect the samples
 # Code outside of this package that affects samples: parsing, rendering, encoding.
-CODE = ("data/config.py", "heads/common/untrusted.py", "inference/chat_template.py", "inference/target/tokenizer.py")
+CODE = ("data/config.py", "heads/common/untrusted.py", "inference/target/tokenizer.py")
 BATCH = 1000  # samples in memory at once
 OPENING = 128  # the most tokens of a plain text's prompt: enough words to check contamination, even of bytes
 
