@@ -11,6 +11,7 @@ import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[0] = str(ROOT)
@@ -71,14 +72,12 @@ def counted(batch: Batch) -> tuple[Counter[str], int]:
     reads, original = Counter[str](), {name: getattr(Tensor, name) for name in READS}
     for name, function in original.items():
         setattr(Tensor, name, lambda *args, _f=function, _n=name, **kw: (reads.update([_n]), _f(*args, **kw))[1])
-    run, launches = step.run, Launches()
+    launches = Launches()
     parts = Counting(launches)
     try:
-        step.run = lambda *args: run(*args[:-1], parts)
-        with launches:
+        with patch("inference.step.PhaseTimer", lambda _: parts), launches:
             batch.step()
     finally:
-        step.run = run
         for name, function in original.items():
             setattr(Tensor, name, function)
     parts.mark("other")
