@@ -63,8 +63,8 @@ def best_line(cfg: DictConfig) -> str | None:
         return None
     if engine := cfg.get("engine"):
         (_, kind), *options = ENGINES[engine].items()
-        options_text = "".join(f" head.{key}={str(value).lower()}" for key, value in options)
-        return f"head=best: {kind}{options_text}, which {engine} loads"
+        overrides = "".join(f" head.{key}={str(value).lower()}" for key, value in options)
+        return f"head=best: {kind}{overrides}, which {engine} loads"
     return "head=best: {}, {}".format(*best_head(cfg.model.path, cfg.model.shape, cfg.model.trust_remote_code))
 
 
