@@ -198,7 +198,7 @@ def test_an_answer_in_json_is_a_text(answer: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("where", "picked"),
+    ("where", "selected"),
     [
         ({"model": "a"}, [0, 1]),
         ({"model": ["a", "b"], "status": 200}, [0, 2]),
@@ -208,14 +208,14 @@ def test_an_answer_in_json_is_a_text(answer: str) -> None:
         ({"model": "!=a"}, [2]),
     ],
 )
-def test_records_are_picked_by_their_fields(where: dict[str, Any], picked: list[int]) -> None:
+def test_records_are_selected_by_their_fields(where: dict[str, Any], selected: list[int]) -> None:
     raws = [{"model": "a", "status": 200, "time": "2026-11-01"},
             {"model": "a", "status": 429, "time": "2026-11-02", "meta": {"user": "x"}},
             {"model": "b", "status": 200, "time": "2026-11-03"}]  # fmt: skip
-    assert [index for index, raw in enumerate(raws) if is_wanted(raw, where)] == picked
+    assert [index for index, raw in enumerate(raws) if is_wanted(raw, where)] == selected
 
 
-def test_picked_records_are_held_out_and_the_others_counted(
+def test_selected_records_are_held_out_and_the_others_counted(
     chat: PreTrainedTokenizerFast, config: Callable[..., DataConfig], write: Callable[..., str]
 ) -> None:
     path = write(*({"id": i, "prompt": f"why {i}", "answer": "so", "by": "ab"[i % 2]} for i in range(10)))
