@@ -165,11 +165,12 @@ def head_cost(run: RunConfig, target: TargetEmbeddings, micro_batch_size: int, d
     keys = min(run.data.length, window - window * window / (2 * run.data.length) + HALF_BLOCK)
     saved = flops = 0.0
     for module, rows in computed(head, tokens, drafted, depths):
-        row_bytes, weights, queries = per_row(
-            module, item, (experts_of(target.config) or (1, 1))[1], run.trainer.recompute
-        )
-        saved += rows * row_bytes
-        flops += rows * ((8 if run.trainer.recompute else 6) * weights + 14 * keys * queries)
+        saved += rows * per_row(module, item, (experts_of(target.config) or (1, 1))[1], run.trainer.recompute)
+        for inner in module.modules():
+            if isinstance(inner, nn.Linear | SummedGradient) and inner.weight is not None:
+                flops += (8 if run.trainer.recompute else 6) * rows * inner.weight.numel()
+            elif isinstance(inner, Attention):
+                flops += 14 * keys * rows * inner.q_proj.out_features
     # A masked block's positions read copies of its keys and values: each its own, on CUDA one for all.
     slots = head.size if isinstance(head, Block) else depths - 1 if isinstance(head, PEagle) else 0
     copies = drafted * slots * (1 if device == "cuda" else slots)
@@ -189,8 +190,7 @@ def head_cost(run: RunConfig, target: TargetEmbeddings, micro_batch_size: int, d
     owned = sum(weight.numel() for weight in lm_heads if weight is not None and weight.requires_grad)
     saved, loss = saved + (2 * parameters if item == 2 else 0), loss + 4 * owned
     shared = 2 / 3 * width * size if any(weight is None for weight in lm_heads) else 0  # no gradient of the weight
-    per_depth = owned / (depths if len(lm_heads) == depths else 1)  # one lm_head a depth, or one for all
-    flops += 6 * drafted * depths * (per_depth + shared) + 2 * teachers * width * target.vocab_size
+    flops += 6 * drafted * depths * shared + 2 * teachers * width * target.vocab_size
     moments = 2 * count - (run.trainer.optimizer == "muon") * sum(p.numel() for p in hidden_matrices(head))
     return HeadCost(whole, count, parameters - count, moments, head.feature_layers, round(saved), loss, round(flops))
 
@@ -211,27 +211,26 @@ def computed(head: Any, tokens: int, drafted: int, depths: int) -> list[tuple[An
     return modules + [(linear, tokens) for a in attentions for linear in (a.k_proj, a.v_proj)]
 
 
-def per_row(module: Any, item: int, chosen: int, recompute: bool) -> tuple[float, float, float]:
-    """Return what a row takes in a module: kept bytes, weights that multiply it, and the width of attention's queries.
+def per_row(module: Any, item: int, chosen: int, recompute: bool) -> float:
+    """Return the bytes that a module keeps for a row, which passes through `chosen` experts.
 
-    A linear layer keeps its input and output, a norm its input in fp32 and its result, a gated MLP its product; under
-    `recompute` gated MLPs and norms only their input. A row passes through `chosen` experts.
+    A linear layer keeps its input and output, a norm its input in fp32 and its result, a gated MLP its product, and
+    attention its output; under `recompute` gated MLPs and norms keep only their input.
     """
     if isinstance(module, SummedGradient):  # an lm_head, whose rows are scored in chunks
-        return 0, 0, 0
+        return 0
     if isinstance(module, nn.Linear):
-        return item * (module.in_features + module.out_features), module.weight.numel(), 0
-    inner = [per_row(child, item, chosen, recompute) for child in module.children()]
-    repeat: int = getattr(module, "repeat", 1)  # times that a tied block runs
-    saved, weights, queries = (repeat * sum(values) for values in zip((0.0, 0.0, 0.0), *inner, strict=True))
-    norm = item if recompute and isinstance(module, Recomputing) else 4 + item
+        return item * (module.in_features + module.out_features)
     if isinstance(module, SwiGLU) and recompute:
-        return 4 * module.gate_proj.in_features, weights, 0
+        return 4 * module.gate_proj.in_features
+    repeat: int = getattr(module, "repeat", 1)  # times that a tied block runs
+    saved = repeat * sum(per_row(child, item, chosen, recompute) for child in module.children())
+    norm = item if recompute and isinstance(module, Recomputing) else 4 + item
     if isinstance(getattr(module, "down_proj", None), nn.Linear):
         saved += item * module.down_proj.in_features
     if isinstance(getattr(module, "q_proj", None), nn.Linear):
         queries = module.q_proj.out_features
-        saved += item * queries  # attention's output, before it is joined
+        saved += item * queries
         saved -= 2 * item * module.q_proj.in_features if recompute else 0  # queries, keys and values share it
         normed = any(True for _ in getattr(module, "q_norm", nn.Identity()).parameters())
         saved += (norm + item) * (queries + module.k_proj.out_features) if normed else 0
@@ -239,8 +238,8 @@ def per_row(module: Any, item: int, chosen: int, recompute: bool) -> tuple[float
         if parameter.ndim == 1:
             saved += norm * parameter.numel()
         elif parameter.ndim == 3:  # experts
-            saved, weights = saved + chosen * item * sum(parameter.shape[1:]), weights + chosen * parameter[0].numel()
-    return saved, weights, queries
+            saved += chosen * item * sum(parameter.shape[1:])
+    return saved
 
 
 class Memory(NamedTuple):
