@@ -124,8 +124,8 @@ docs: setup ## the documentation as a site, in site/
 	$(RUN) -m pip install --quiet -e '.[docs]'
 	$(RUN) -m mkdocs build --strict -f conf/mkdocs.yml
 
-gpu-carry: setup ## what travels to a device machine without network: its missing packages, and REVISION
-	$(RUN) benchmarks/gpu/carry.py
+gpu-carry: setup $(SMOLLM2) ## what travels to a device machine without network: missing packages, REVISION, SmolLM2 in two parts
+	$(RUN) benchmarks/gpu/carry.py --model $(SMOLLM2)
 
 gpu: setup ## on an accelerator: what benchmarks/gpu.md waits for, within minutes; the same again goes on
 	$(RUN) benchmarks/gpu/run.py

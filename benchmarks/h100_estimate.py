@@ -1,23 +1,28 @@
 """An estimate of a step on an H100 at the shape of an 8B, from counted operations and bytes: nothing is timed.
 
     python benchmarks/h100_estimate.py [decoding]
+    python benchmarks/h100_estimate.py fusing
     python benchmarks/h100_estimate.py training [OVERRIDES…]
 
 Decoding: operations are those of the static step on the bundled target, whose layers are as an 8B's
-(benchmarks/step_counts.py); bytes are those of weights and caches that a step reads. Training: EAGLE-3 with a live
-target, a micro-batch a step, every kernel at its own shape (benchmarks/training_kernels.py); overrides are those of
-train/run.py. Every other number is an assumption that stands below.
+(benchmarks/step_counts.py); bytes are those of weights and caches that a step reads. Fusing: the kernels of a layer of
+that step, and what fewer of them would save in a captured step; a compiled one has all but the products fused.
+Training: EAGLE-3 with a live target, a micro-batch a step, every kernel at its own shape
+(benchmarks/training_kernels.py); overrides are those of train/run.py. Every other number is an assumption, given below.
 """
 
 import sys
+from collections import Counter
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
+import torch
+
 from benchmarks import training_kernels
 from benchmarks.planner import composed
-from benchmarks.step_counts import TREES, batch_of_size, counted, embedded, head_of
+from benchmarks.step_counts import TREES, Launches, batch_of_size, counted, embedded, head_of
 from benchmarks.training_kernels import Kernel
 from inference.drafters.head import HeadDrafter
 from inference.drafters.plain import Baseline
@@ -126,6 +131,45 @@ def training(overrides: list[str]) -> None:
     print("\n".join(training_table([*update, *target, *step], job.rows * run.data.length)))
 
 
+class Kinds(Launches):
+    """Counts the operations of each kind."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kinds = Counter[str]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Count one."""
+        self.kinds[func.overloadpacket.__name__] += not func.is_view
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+def fusing() -> None:
+    """Count a layer's kernels by kind, and print what each fusion saves in a captured step, at any batch size."""
+    target = embedded()
+    hidden = torch.zeros(1, 1, target.config.hidden_size)
+    layer: Any = target.model.model.layers[0]
+    rotation = target.model.model.rotary_emb(hidden, torch.zeros(1, 1, dtype=torch.long))
+    counts = {}
+    for name, module, arguments in (
+        ("norm", layer.input_layernorm, (hidden,)), ("mlp", layer.mlp, (hidden,)),
+        ("attention", layer.self_attn, (hidden, rotation, None)),
+    ):  # fmt: skip
+        with torch.inference_mode(), Kinds() as launches:
+            module(*arguments)
+        counts[name] = launches.kinds
+    both = counts["attention"] + counts["mlp"]
+    rotations = sum(counts["attention"][kind] for kind in ("mul", "neg", "cat", "add"))
+    print(f"{'':48}{'kernels a layer':>17}{'fewer':>7}{'ms a step':>11}")
+    for what, now, then in (
+        ("q, k, v as one product, gate and up as one", both["linear"], both["linear"] - 3),
+        ("norms as one kernel each (torch.rms_norm)", 2 * counts["norm"].total(), 2),
+        ("rotations of queries and keys as one kernel", rotations, 1),
+        ("gate's activation and its product as one", counts["mlp"]["silu"] + counts["mlp"]["mul"], 1),
+    ):
+        print(f"{what:48}{now:17}{now - then:7}{1e3 * LAYERS * (now - then) * KERNEL:11.2f}")
+
+
 def decoding() -> None:
     """Count and print a decoding step."""
     target = embedded()
@@ -154,4 +198,4 @@ if __name__ == "__main__":
     if kind == "training":
         training(words)
     else:
-        decoding()
+        {"decoding": decoding, "fusing": fusing}[kind]()

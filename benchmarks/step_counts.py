@@ -11,6 +11,7 @@ import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[0] = str(ROOT)
@@ -21,7 +22,6 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from heads import HEADS, head_config
-from inference import step as steps
 from inference.batch import Batch, batch_of
 from inference.decode import RequestParams
 from inference.drafters.head import HeadDrafter
@@ -72,14 +72,12 @@ def counted(batch: Batch) -> tuple[Counter[str], int]:
     reads, original = Counter[str](), {name: getattr(Tensor, name) for name in READS}
     for name, function in original.items():
         setattr(Tensor, name, lambda *args, _f=function, _n=name, **kw: (reads.update([_n]), _f(*args, **kw))[1])
-    launches, timer = Launches(), steps.PhaseTimer
+    launches = Launches()
     parts = Counting(launches)
     try:
-        vars(steps)["PhaseTimer"] = lambda _device: parts
-        with launches:
+        with patch("inference.step.PhaseTimer", lambda _: parts), launches:
             batch.step()
     finally:
-        vars(steps)["PhaseTimer"] = timer
         for name, function in original.items():
             setattr(Tensor, name, function)
     parts.mark("other")

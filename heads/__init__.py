@@ -9,6 +9,7 @@ base.py    the protocol of a draft head, its records, the legend of rows and dep
 rows.py    the only index arithmetic on rows and depths
 eagle.py   EAGLE-1/2: one decoder layer that extrapolates the target's features; HASS, trained on those that it drafts
 eagle3.py  EAGLE-3 and 3.1: features of several layers, tokens alone
+eagle4.py  EAGLE-4: EAGLE-3.1 with a low-rank candidate head
 medusa.py  Medusa: one residual head a depth
 hydra.py   Hydra: Medusa's heads, each reading the tokens before it
 mlp.py     the recurrent MLP speculator
@@ -30,6 +31,7 @@ from heads.common.typed import typed
 from heads.common.untrusted import shown
 from heads.eagle import Eagle, Hass
 from heads.eagle3 import Eagle3
+from heads.eagle4 import Eagle4
 from heads.hydra import Hydra
 from heads.medusa import Medusa
 from heads.mlp import Mlp
@@ -38,7 +40,7 @@ from heads.peagle import PEagle
 
 HEADS = {
     "eagle": Eagle, "eagle3": Eagle3, "hass": Hass, "medusa": Medusa, "hydra": Hydra, "mlp": Mlp, "mtp": Mtp,
-    "block": Block, "peagle": PEagle,
+    "block": Block, "peagle": PEagle, "eagle4": Eagle4,
 }  # fmt: skip
 BEST, AUTO = "best", "auto"
 # The engines of `engine=`, each with the options that SERVED needs to be loaded there.

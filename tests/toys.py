@@ -70,6 +70,11 @@ HEAD_CONFIGS: dict[str, dict[str, Any]] = {
         "norm_before_residual": False, "qk_norm": False, "kv_injection": False, "lm_head": "own", "draft_vocab": 30,
         **LAYER,
     },
+    "eagle4": {
+        "layers": 1, "feature_layers": [0, 1, 2], "feature_norm": True, "joint_norm": False, "norm_output": True,
+        "norm_before_residual": False, "qk_norm": False, "kv_injection": False, "lm_head": "own", "draft_vocab": None,
+        "candidates": None, "candidate_rank": 6, **LAYER,
+    },
     "medusa": {"heads": 4, "layers": 1, "lm_head": "own", "lm_head_rank": None, "draft_vocab": None},
     "hydra": {
         "heads": 4, "layers": 2, "tied": False, "prefix": True, "lm_head": "own", "lm_head_bias": False,
@@ -99,6 +104,7 @@ OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
         "eagle3",
         {"layers": 2, "feature_layers": [2, 0], "joint_norm": True, "lm_head": "shared", "draft_vocab": None},
     ),
+    "eagle4 with candidates": ("eagle4", {"candidates": 9, "draft_vocab": 30}),
     "medusa of low rank": ("medusa", {"lm_head_rank": 8, "draft_vocab": 30}),
     "medusa shared": ("medusa", {"lm_head": "shared", "layers": 2}),
     "hydra plain": ("hydra", {"prefix": False, "tied": True, "layers": 3, "lm_head_bias": True, "draft_vocab": 30}),
@@ -127,6 +133,10 @@ FUSED: dict[str, tuple[Any, ...]] = {
 VALUES: dict[str, dict[str, tuple[Any, ...]]] = {
     "eagle": {"layers": (1, 2), "bias": (False, True), **LAYERED},
     "eagle3": FUSED | {"norm_output": (False, True), "kv_injection": (False, True)},
+    "eagle4": FUSED | {
+        "norm_output": (False, True), "kv_injection": (False, True), "candidates": (None, 9),
+        "candidate_rank": (6, 16),
+    },
     "medusa": {
         "heads": (4,), "layers": (1, 2), "lm_head": ("own", "shared"), "lm_head_rank": (None, 8),
         "draft_vocab": (None, 25),

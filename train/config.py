@@ -221,6 +221,11 @@ def checked(run: RunConfig) -> RunConfig:
             "launcher.strategy=fsdp2"
         )
     _check_together(run)
+    if getattr(run.head, "candidates", None) is not None and not run.objective.losses.get("candidates"):
+        raise ValueError(
+            "head.candidates trains a candidate head, and no loss teaches it: give experiment=eagle4_candidates, or "
+            "head.candidates=null"
+        )
     if run.init in STARTS:  # else `init` names a head with its own configuration
         predicts = getattr(run.head, "confidence", False)
         if predicts and not run.objective.losses.get("confidence"):

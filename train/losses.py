@@ -115,6 +115,8 @@ class LossInputs:
     true_feature: Float[Tensor, "R D"] | None  # the target's feature
     confidence: Float[Tensor, "R"] | None  # the predicted logit of the draft's acceptance
     full_vocab: bool  # whether the head drafts the whole vocabulary
+    scores: Float[Tensor, "R W"] | None = None  # by which a candidate head chooses tokens
+    candidates: int = 0  # how many it chooses
 
     @cached_property
     def best(self) -> Int[Tensor, "R"]:
@@ -219,12 +221,33 @@ def confidence(x: LossInputs, _: ObjectiveConfig) -> Float[Tensor, "R"]:
     return functional.binary_cross_entropy_with_logits(x.confidence, x.overlap().detach(), reduction="none")
 
 
+def candidates(x: LossInputs, _: ObjectiveConfig) -> Float[Tensor, "R"]:
+    """Forward KL from the head's own distribution to that of its candidate head's scores (EAGLE-4, second stage)."""
+    log_q = x.log_q.detach()
+    return (log_q.exp() * (log_q - _scores(x).log_softmax(-1))).sum(-1)
+
+
+def missed(x: LossInputs, _: ObjectiveConfig) -> Float[Tensor, "R"]:
+    """1 where the head's most likely token is no candidate: one minus the recall, to be logged with weight 0."""
+    scores = _scores(x).detach()
+    best = scores.gather(-1, x.log_q.detach().argmax(-1, keepdim=True))
+    return ((scores > best).sum(-1) >= x.candidates).float()
+
+
+def _scores(x: LossInputs) -> Float[Tensor, "R W"]:
+    if x.scores is None:
+        raise ValueError("objective.losses: this head has no candidate head; give experiment=eagle4_candidates")
+    return x.scores
+
+
 LOSSES: dict[str, Callable[[LossInputs, ObjectiveConfig], Tensor]] = {
     "ce": ce, "soft_ce": soft_ce, "kl": kl, "reverse_kl": reverse_kl, "jsd": jsd, "tv": tv, "nla": nla, "lk": lk,
-    "top_k": top_k, "smooth_l1": smooth_l1, "confidence": confidence,
+    "top_k": top_k, "smooth_l1": smooth_l1, "confidence": confidence, "candidates": candidates, "missed": missed,
 }  # fmt: skip
 NOT_OF_LOGITS = {
     "smooth_l1",
     "confidence",
+    "candidates",
+    "missed",
 }  # losses of other outputs than logits, which `base_loss_share` skips
 READ_P = {"ce", "soft_ce", "smooth_l1"}  # losses that do not read the target's log-probs, which are then overwritten

@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from heads import rows
 from heads.base import DepthOutput, DraftHead, Features, to_device
+from heads.eagle4 import CandidateLmHead
 from heads.modules.argmax import argmax
 from heads.modules.vocab import SummedGradient
 from inference.verification.rng import BITS, hash_key, seed_key
@@ -261,6 +262,8 @@ class LossContext(NamedTuple):
         assert state is not None
         logits = self.head.compute_logits(state, d + 1)
         dtype = torch.promote_types(logits.dtype, torch.float32)
+        lm_head: Any = getattr(self.head, "lm_head", None)
+        has_candidates = isinstance(lm_head, CandidateLmHead)
         return LossInputs(
             probs,
             pick.position,
@@ -270,6 +273,8 @@ class LossContext(NamedTuple):
             None if feature is None else self.features.last_hidden.flatten(0, 1)[pick.teacher].to(dtype),
             None if confidence is None else confidence.to(dtype),
             self.head.vocab is None,
+            lm_head.scores(state.detach()).to(dtype) if has_candidates else None,
+            lm_head.count if has_candidates else 0,
         )
 
     def depth(

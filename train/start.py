@@ -27,6 +27,7 @@ from heads.common.rope import Rope, positions_of
 from heads.common.typed import typed
 from heads.eagle import Eagle
 from heads.eagle3 import Eagle3
+from heads.eagle4 import Eagle4
 from heads.formats.hub import load_found, resolve_head, sibling_spec
 from heads.formats.mtp_layouts import BLOCK
 from heads.formats.weights import meta_state_dict
@@ -160,6 +161,11 @@ def resolve_init(
 def check_init(adapter: AdaptConfig, config: HeadConfig, init: str | None, placement: str) -> None:
     """Refuse an adapter on random weights, and what `check_copied` refuses, before anything is loaded."""
     check_copied(config, init, placement)
+    if getattr(config, "candidates", None) is not None and init in STARTS:
+        raise ValueError(
+            "head.candidates trains the candidate head of a head that is there: give init=FOLDER of an EAGLE-3 or "
+            "EAGLE-4 head, or head.candidates=null for the first stage"
+        )
     if isinstance(adapter, LoraAdapterConfig) and init in (None, AUTO):
         raise ValueError(
             "peft=lora adapts a head that is there, and init names none: give init=FOLDER of a head, or leave peft out"
@@ -197,14 +203,21 @@ def init_head(
         return new
     folder = resolve_head(init)
     loaded: Any = load_found(folder, target.embeddings, sibling_spec(folder, target.spec, "is trained on for"))
-    if type(loaded.config) is not type(config):
-        name = loaded.config.name
+    name, given = loaded.config.name, vars(loaded.config) | {"name": config.name}
+    if isinstance(config, Eagle4.Config) and name in ("eagle3", "eagle4"):
+        given |= {"candidates": config.candidates, "candidate_rank": config.candidate_rank}
+    elif type(loaded.config) is not type(config):
         raise ValueError(
             f"init={init} is a head of kind {name}, whose objective is not that of {config.name}: give head={name}"
         )
-    head: nn.Module = kind(replace(loaded.config, name=config.name), target.embeddings)
-    head.load_state_dict(loaded.state_dict())  # in fp32, whatever the file's dtype
-    return head
+    head: Any = kind(type(config)(**given), target.embeddings)
+    weights = loaded.state_dict()  # in fp32, whatever the file's dtype
+    further = head.state_dict().keys() - weights.keys() if isinstance(head, Eagle4) else set()
+    head.load_state_dict(weights, strict=not further)
+    if further:  # the candidate head, which starts from the lm_head that is loaded
+        head.lm_head.factorise()
+    module: nn.Module = head
+    return module
 
 
 def from_target(config: HeadConfig, init: str, target: Target, checkpoint: str) -> nn.Module:

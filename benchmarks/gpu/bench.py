@@ -48,6 +48,7 @@ class Bench:
     text: Path | None = None
     out: Path = Path()
     compiled: Any = None  # the target's passes, once they are compiled
+    pair: Any = None  # a real target with the drafter of its head (smollm2.py)
 
     @property
     def shape(self) -> dict[str, Any]:
@@ -92,7 +93,7 @@ class Bench:
 
     def drop(self) -> None:
         """Leave the target's memory to others."""
-        self.compiled = None
+        self.compiled = self.pair = None
         for name in ("head", "target"):
             vars(self).pop(name, None)
         self.free()

@@ -1,10 +1,12 @@
 """What travels to a device machine without network: the packages that its image lacks, and the code's revision.
 
-    python benchmarks/gpu/carry.py [--to carried]
+    python benchmarks/gpu/carry.py [--to carried] [--model SmolLM2-135M-Instruct.Q4_1.gguf]
 
 The folder holds copies of packages of this environment that are Python alone, so they run under another Python too and
 nothing is installed there: benchmarks/gpu/run.py puts the folder on the path. REVISION, beside README.md, takes git's
-place. The image has PROVIDED and what these need; what else training and evaluation import, they import lazily.
+place. A call may carry 64 MiB, so the model's file is cut in two: .smollm2/part-0 travels with the first call, part-1
+with the second, and smollm2.py joins them. The image has PROVIDED and what these need; what else training and
+evaluation import, they import lazily.
 """
 
 import argparse
@@ -20,13 +22,15 @@ sys.path[0] = str(ROOT)
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+from benchmarks.gpu.smollm2 import FOLDER
 from eval.measures.machine import revision
 
 PROVIDED = (
     "torch", "transformers", "accelerate", "peft", "numpy", "xxhash", "jaxtyping", "rich", "jinja2", "psutil",
     "tensorboard", "pyarrow", "httpx", "pandas", "pytest", "pytest-xdist", "hypothesis", "setuptools",
 )  # fmt: skip
-CARRIED = ("hydra-core", "beartype")  # beartype: the tests check shapes by it
+CARRIED = ("hydra-core", "beartype", "gguf")  # beartype: the tests check shapes by it
+LEFT_OUT = {"requests"}  # gguf needs it for remote files only
 
 
 def closure(names: Iterable[str]) -> dict[str, Distribution]:
@@ -34,7 +38,7 @@ def closure(names: Iterable[str]) -> dict[str, Distribution]:
     waiting, packages = list(names), dict[str, Distribution]()
     while waiting:
         name = canonicalize_name(waiting.pop())
-        if name in packages:
+        if name in packages or name in LEFT_OUT:
             continue
         try:
             packages[name] = distribution(name)
@@ -71,15 +75,27 @@ def carry(to: Path) -> list[str]:
     return sorted(packages)
 
 
+def cut(model: Path, to: Path) -> list[Path]:
+    """Cut a file into two parts of about one size; return them."""
+    content = model.read_bytes()
+    half, parts = -(-len(content) // 2), [to / f"part-{i}" for i in range(2)]
+    for i, part in enumerate(parts):
+        part.write_bytes(content[i * half : (i + 1) * half])
+    return parts
+
+
 def main() -> None:
-    """Write the folder and REVISION."""
+    """Write the folder, REVISION, and the parts of the model."""
     parser = argparse.ArgumentParser(description="What travels to a device machine without network.")
     parser.add_argument("--to", type=Path, default=ROOT / "carried")
-    to = parser.parse_args().to
+    parser.add_argument("--model", type=Path, help="a file to be cut into .smollm2/part-0 and part-1")
+    to, model = (options := parser.parse_args()).to, options.model
     packages, code = carry(to), revision()
     (ROOT / "REVISION").write_text(f"{code['revision']}{' with changes' if code['dirty'] else ''}\n", encoding="utf-8")
     size = sum(file.stat().st_size for file in to.rglob("*") if file.is_file())
     print(f"{to}: {', '.join(packages)}, {size / 2**20:.1f} MiB; REVISION: {code['revision']}")
+    for part in cut(model, FOLDER) if model else []:
+        print(f"{part}: {part.stat().st_size / 2**20:.1f} MiB")
 
 
 if __name__ == "__main__":

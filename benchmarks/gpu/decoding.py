@@ -11,12 +11,15 @@ from benchmarks.h100_estimate import seconds as estimated
 from benchmarks.step_counts import TREES, counted
 from eval.measures.machine import peak_memory
 from inference.batch import Batch, batch_of
-from inference.decode import RequestParams
+from inference.decode import Generation, RequestParams
 from inference.drafters.head import HeadDrafter
+from inference.drafters.host import DrafterState, HostDrafter
 from inference.drafters.plain import Baseline
-from inference.protocol import Drafter
+from inference.protocol import Context, Drafter, Proposal
 from inference.target import compiled
+from inference.target.target import Target
 from inference.verification.sample import GREEDY
+from inference.verification.tree import chain
 
 TREE_OF = {"tree": TREES["dynamic, depth 5, 60 nodes"], "chain": TREES["chain of 4"]}
 # By benchmarks/step_counts.py: operations of a layer, of a pass beside its layers; of the draft and the rest.
@@ -26,6 +29,8 @@ COUNTS = {"plain": Cost(4, LAYER, AROUND, 17, 0, 1), "tree": Cost(370, LAYER, AR
 TAU = {"plain": 1.0, "tree": 4.0, "chain": 2.8}  # that tokens/s are given at: random weights accept nothing
 TOKENS = 512  # of an answer: more than all steps here commit
 WARM, MEASURED = 4, 24  # steps
+FULL, ANSWER = 32, 256  # sequences of the replay, and tokens of an answer
+REPLAYED = 9538.0  # tokens/s of vLLM with saved answers as drafts, on an H100
 
 
 def make(bench: Bench) -> list[Row]:
@@ -45,18 +50,20 @@ def batch_at(bench: Bench, kind: str, size: int, context: int) -> Batch:
     """Return a full batch of sequences of about so many tokens."""
     target, tokens = bench.target, 128 if bench.toy else TOKENS
     source: Drafter = Baseline(target.device) if kind == "plain" else HeadDrafter(bench.head, TREE_OF[kind], kind)
-    chance = torch.Generator().manual_seed(size)
-    requests = [
-        (torch.randint(target.embeddings.vocab_size, (context - slot,), generator=chance).tolist(),
-         RequestParams(tokens, GREEDY))
-        for slot in range(size)
-    ]  # fmt: skip
+    requests = [(prompt, RequestParams(tokens, GREEDY)) for prompt in prompts_of(target, size, context)]
     batch = batch_of(target, source, size, requests)
     assert batch.device_step is not None
     batch.device_step.static = True  # as on CUDA
     for number, request in enumerate(requests):
         batch.admit(number, *request)
     return batch
+
+
+def prompts_of(target: Target, size: int, context: int) -> list[list[int]]:
+    """Return random prompts of about so many tokens, each of another length."""
+    chance = torch.Generator().manual_seed(size)
+    vocab = target.embeddings.vocab_size
+    return [torch.randint(vocab, (context - slot,), generator=chance).tolist() for slot in range(size)]
 
 
 def batch_by(bench: Bench, way: str, kind: str, size: int, context: int) -> Batch:
@@ -85,7 +92,7 @@ def step(bench: Bench, kind: str, size: int, context: int, way: str) -> list[Row
     first = [once(batch.step, bench.device) for _ in range(WARM)]
     count = 3 if bench.toy else MEASURED
     spent = [once(batch.step, bench.device) for _ in range(count)]
-    taken = [step for sequence in batch.running for step in sequence.request.generation.steps[-count:]]
+    taken = [step for request in batch.running for step in request.generation.steps[-count:]]
     assert len(taken) == count * shape[0], "no sequence has ended"
     mean, guess = sum(spent) / count, estimate(kind, size, context, way)
     parts = {"draft": "draft_s", "verify": "verify_s", "other": "other_s"}
@@ -125,18 +132,88 @@ def operations(bench: Bench) -> list[Row]:
     return rows
 
 
-def profile(bench: Bench, way: str) -> list[Row]:
-    """Return where the time of a step with a tree of 60 goes, for one sequence."""
-    batch = batch_by(bench, way, "tree", 1, 64 if bench.toy else 1024)
+def profile(bench: Bench, kind: str, size: int, way: str) -> list[Row]:
+    """Return where the time of a step goes."""
+    shape = (min(size, 3), 64) if bench.toy else (size, 1024)
+    batch = batch_by(bench, way, kind, *shape)
     for _ in range(WARM):
         batch.step()
     whole = seconds(batch.step, bench.device, 5)
-    cost = COUNTS["tree"]
+    cost = COUNTS[kind]
     launches = cost.draft + AROUND + LAYER * LAYERS + cost.other
     expected = {"kernels": launches, "launches": launches if way == "eager" else 0, "copies": 1,
                 "graph_launches": 0 if way == "eager" else 4}  # fmt: skip
-    trace = profiled(batch.step, bench.device, bench.out / f"trace_decoding_{way}.json.gz")
-    return told(trace, whole, expected, 1e3 * sum(estimate("tree", 1, 1024, way).values()))
+    trace = profiled(batch.step, bench.device, bench.out / f"trace_{kind}_{size}_{way}.json.gz")
+    return told(trace, whole, expected, 1e3 * sum(estimate(kind, size, 1024, way).values()))
+
+
+class Saved(HostDrafter):
+    """Drafts what a prompt was answered with before: every draft is right, and drafting costs next to nothing."""
+
+    def __init__(self, depth: int, answers: dict[tuple[int, ...], list[int]]) -> None:
+        self.depth, self.answers, self.name = depth, answers, f"saved answers, {depth} tokens"
+        self.tree = f"path-{depth}"
+
+    def clone(self) -> "Saved":
+        """Return itself: it learns nothing."""
+        return self
+
+    def start(self, prompt: list[int]) -> "SavedState":
+        """Find the answer to the prompt."""
+        return SavedState(self.depth, len(prompt), self.answers[tuple(prompt)])
+
+
+class SavedState(DrafterState):
+    """One prompt's saved answer."""
+
+    def __init__(self, depth: int, begin: int, answer: list[int]) -> None:
+        self.depth, self.begin, self.answer = depth, begin, answer
+
+    def propose(self, context: Context) -> Proposal:
+        """Draft the saved tokens that follow."""
+        done = len(context.token) - self.begin
+        draft = self.answer[done : done + min(self.depth, context.max_draft_depth)]
+        return Proposal(chain(torch.tensor([context.token[-1], *draft])))
+
+
+def replay(bench: Bench, depth: int) -> list[Row]:
+    """Return the speed of a full batch whose drafts are its saved answers.
+
+    In bf16 a pass over more rows may choose another token at a near tie, which random weights have often, and what
+    follows in the saved answer is then wrong: τ says how many drafts were right.
+    """
+    target, size = bench.target, 3 if bench.toy else FULL
+    settings = RequestParams(24 if bench.toy else ANSWER, GREEDY)
+    prompts = prompts_of(target, size, 64 if bench.toy else 1024)
+    plain, answers = decoded(target, Baseline(target.device), prompts, settings)
+    saved = {tuple(prompt): answer.tokens for prompt, answer in zip(prompts, answers, strict=True)}
+    spent, drafted = decoded(target, Saved(depth, saved), prompts, settings)
+    tokens = sum(len(answer.tokens) - 1 for answer in drafted)  # without the prefill's
+    steps = sum(len(answer.steps) for answer in drafted)
+    return [
+        ("baseline, tokens/s", tokens / plain, None), ("tokens/s", tokens / spent, REPLAYED),
+        ("τ", tokens / steps, depth + 1),
+        ("step, ms", 1e3 * spent / max(len(answer.steps) for answer in drafted), None),
+        ("texts as saved", sum(a.tokens == b.tokens for a, b in zip(answers, drafted, strict=True)), size),
+    ]  # fmt: skip
+
+
+def decoded(
+    target: Target, drafter: Drafter, prompts: list[list[int]], settings: RequestParams
+) -> tuple[float, list[Generation]]:
+    """Answer prompts twice in one batch; return the seconds of the second time's steps, prefills left out."""
+    batch = batch_of(target, drafter, len(prompts), [(prompt, settings) for prompt in prompts])
+    assert batch.device_step is not None
+    batch.device_step.static = True  # as on CUDA
+    spent, answers = 0.0, list[Generation]()
+    with torch.inference_mode():
+        for _ in range(2):  # the first time captures
+            answers = [batch.admit(number, prompt, settings) for number, prompt in enumerate(prompts)]
+            spent = 0.0
+            while not all(answer.finish for answer in answers):
+                spent += once(batch.step, target.device)
+                batch.release()
+    return spent, answers
 
 
 def told(trace: dict[str, Any], whole: float, expected: dict[str, float], step_ms: float) -> list[Row]:

@@ -44,32 +44,37 @@ def steps(way: str, seconds: float, cells: list[tuple[str, int]], context: int =
 
 START = 120  # seconds
 KINDS = ("plain", "tree", "chain")  # the baseline, EAGLE-3 with a tree of 60 nodes, with a chain of 4
-GRID = [(kind, size) for size in (1, 4, 32) for kind in KINDS]
+SIZES = (1, 8, 32)  # sequences of a batch
+GRID = [(kind, size) for size in SIZES for kind in KINDS]
 FIRST = [("plain", 1), ("tree", 1), ("plain", 32), ("chain", 32)]  # those with a figure to reach
 REST = [cell for cell in GRID if cell not in FIRST]
 DEVICE_TESTS = ("tree_attention", "step", "packed", "training", "decoding")
 HEADS = ("eagle3", "mtp")
 ITEMS = (
-    Item("The machine", 2, (
+    Item("Tests on the device", 2, (
         piece("versions", "machine.versions", 30),
-        piece("rates", "machine.rates", 30),
-        piece("attention on fresh shapes", "machine.fresh_shapes", 60),
-        piece("tree attention", "machine.tree_attention", 30),
+        *(piece(f"tests/device/test_{name}.py", "checks.device_tests", 100, tests=name) for name in DEVICE_TESTS),
     )),
-    Item("Decoding at the shape of an 8B, as the operations run, in a growing context", 2, (
-        piece("the target", "decoding.make", 60), *steps("eager", 40, GRID),
+    Item("Decoding steps at the shape of an 8B, captured, with compiled layers and drafts, in a growing context", 5, (
+        piece("the target", "decoding.make", 60), *steps("compiled", 240, FIRST),
+        *(
+            piece(f"profile: {kind}, {size}, compiled", "decoding.profile", 120, kind=kind, size=size, way="compiled")
+            for kind, size in FIRST
+        ),
+        *steps("compiled", 120, REST),
     )),
-    Item("Where the time of a decoding step goes", 1.5, (
-        piece("operations", "decoding.operations", 60),
-        piece("profile, eager", "decoding.profile", 60, way="eager"),
-        piece("profile, captured", "decoding.profile", 60, way="captured"),
+    Item("Saved answers as drafts, batch 32", 1.5, tuple(
+        piece(f"replay, {depth} drafted tokens", "decoding.replay", 90, depth=depth) for depth in (5, 16)
+    )),
+    Item("SmolLM2-135M with the shipped head, in bf16", 3, (
+        piece("the model", "smollm2.make", 60), *(piece(f"batch {n}", "smollm2.decode", 60, size=n) for n in SIZES),
     )),
     Item("Training EAGLE-3 at the shape of an 8B, documents packed", 8, (
         piece("step", "training.step", 150, optimizer="adamw"),
         piece("step, answers alone trained", "training.step", 60, optimizer="adamw", answers=True),
+        piece("profile", "training.profile", 60),
         piece("features given", "training.given", 60, rows=8),
         piece("features given, 4,096 tokens", "training.given", 60, rows=2),
-        piece("profile", "training.profile", 60),
         piece("step, compiled", "training.step", 120, optimizer="adamw", compiled=True),
         piece(
             "step, answers alone trained, compiled", "training.step", 90, optimizer="adamw", answers=True, compiled=True
@@ -82,18 +87,21 @@ ITEMS = (
         piece("chunks of 4,096", "training.step", 60, optimizer="adamw", chunk=4096),
         piece("Muon", "training.step", 60, optimizer="muon"),
     )),
-    Item("Decoding steps captured and compiled", 8, (
-        *steps("captured", 40, FIRST), *steps("compiled", 240, FIRST),
-        piece("profile, compiled", "decoding.profile", 120, way="compiled"),
-        *steps("captured", 40, REST), *steps("compiled", 120, REST),
+    Item("The machine", 2, (
+        piece("rates", "machine.rates", 30),
+        piece("attention on fresh shapes", "machine.fresh_shapes", 60),
+        piece("tree attention", "machine.tree_attention", 30),
     )),
-    Item("Tests on the device, and the losslessness check", 4, (
+    Item("Decoding steps captured, and as the operations run", 5, (
+        *steps("captured", 40, GRID), *steps("eager", 40, GRID),
+        piece("operations", "decoding.operations", 60),
+        piece("profile, eager", "decoding.profile", 60, kind="tree", size=1, way="eager"),
+        piece("profile, captured", "decoding.profile", 60, kind="tree", size=1, way="captured"),
+    )),
+    Item("Losslessness, and heads of the bundled target in bf16", 8, (
         piece("a head for the check", "heads.train", 75, head="eagle", steps=300),
         piece("losslessness, bfloat16", "checks.lossless", 75, dtype="bfloat16"),
-        *(piece(f"tests/device/test_{name}.py", "checks.device_tests", 100, tests=name) for name in DEVICE_TESTS),
         piece("losslessness, float32", "checks.lossless", 75, dtype="float32"),
-    )),
-    Item("Heads of the bundled target: acceptance and speed in bf16", 6, (
         *(piece(f"training {head}", "heads.train", 120, head=head, steps=1600) for head in HEADS),
         piece("evaluation", "heads.evaluate", 150, heads=HEADS, compiled=False),
         piece("evaluation, compiled", "heads.evaluate", 200, heads=HEADS, compiled=True),

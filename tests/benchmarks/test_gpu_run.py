@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from benchmarks.gpu import carry, results, run
-from benchmarks.gpu.items import ITEMS, named
+from benchmarks.gpu import carry, results, run, smollm2
+from benchmarks.gpu.items import FIRST, ITEMS, named
 from heads.common.resolvers import ROOT
 
 MIB = 2**20
@@ -111,6 +111,18 @@ def test_all_pieces_exist_and_fit_their_item() -> None:
         assert piece.seconds <= 60 * ITEMS[item - 1].minutes, name
 
 
+def test_the_model_travels_in_two_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tmp_path / "model"
+    model.write_bytes(bytes(range(255)))
+    monkeypatch.setattr(smollm2, "FOLDER", tmp_path)
+    _, second = carry.cut(model, tmp_path)
+    second.rename(tmp_path / "late")
+    with pytest.raises(FileNotFoundError, match=r"1 of 2 parts .* --again"):
+        smollm2.joined()
+    (tmp_path / "late").rename(second)
+    assert smollm2.joined().read_bytes() == model.read_bytes()
+
+
 # A machine without network and without the packages that the image lacks.
 BARE = """
 import socket
@@ -185,7 +197,8 @@ def test_the_rehearsal_measures_every_piece_within_its_share(tree: Path, bare: d
         assert not [row for entry in mine for row in entry["rows"] if row[0].startswith("failed: ")]
     assert {entry["revision"] for entry in entries.values()} == {"rehearsed"}
     files = list((tmp_path / "out").iterdir())
-    profiled = ("decoding_eager", "decoding_captured", "decoding_compiled", "training", "training_compiled")
+    profiled = ("tree_1_eager", "tree_1_captured", "training", "training_compiled")
+    profiled += tuple(f"{kind}_{size}_compiled" for kind, size in FIRST)
     traces = {f"trace_{name}.json.gz" for name in profiled}
     assert {file.name for file in files} == {"gpu.json", "gpu.md", "log.txt", *traces}
     assert all(file.stat().st_size < 16 * MIB for file in files)

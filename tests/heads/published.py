@@ -151,6 +151,16 @@ def eagle3_sglang() -> tuple[nn.Module, Tensors, dict[str, Any]]:
     return head, tensors, {**DECODER, **NESTED3, "fc_norm": True, "norm_output": True, "draft_vocab_size": 40}
 
 
+def eagle4() -> tuple[nn.Module, Tensors, dict[str, Any]]:
+    head = made("eagle4", candidates=9, length=12)
+    pairs = (r"lm_head\.candidate_up", "efficient_lm_head"), (r"lm_head\.candidate_down", "efficient_lm_head_down_proj")
+    window = {"layer_types": ["sliding_attention"], "use_sliding_window": True, "sliding_window": 12}
+    said = {"type": "low_rank", "rank": 6, "num_candidates": 9}
+    config = {**DECODER, **NESTED3, "fc_norm": True, "norm_output": True, "num_hidden_layers": 1, **window}
+    tensors = {"embed_tokens.weight": embedding(), **renamed(head, *pairs, *SGLANG3)}
+    return head, tensors, config | {"efficient_lm_head_config": said}
+
+
 def eagle3_speculators() -> tuple[nn.Module, Tensors, dict[str, Any]]:
     head = made("eagle3", norm_before_residual=True)
     nested = {"transformer_layer_config": {**DECODER, "num_hidden_layers": 1}, "norm_before_residual": True}
@@ -287,6 +297,7 @@ CASES: dict[str, tuple[str, Callable[[], tuple[nn.Module, Tensors, dict[str, Any
     "EAGLE-3 of the authors": ("eagle3", eagle3_authors, "midlayer.mlp.up_proj.weight"),
     "EAGLE-3.1 of SGLang": ("eagle3", eagle3_sglang, "fc_norm.1.weight"),
     "EAGLE-3 of speculators": ("eagle3", eagle3_speculators, "layers.0.input_layernorm.weight"),
+    "EAGLE-4": ("eagle4", eagle4, "efficient_lm_head_down_proj.weight"),
     "P-EAGLE": ("peagle", peagle, "mask_hidden"),
     "P-EAGLE of speculators": ("peagle", peagle_speculators, "input_norm.weight"),
     "Medusa 1": ("medusa", medusa_first, "3.2.weight"),

@@ -78,6 +78,8 @@ CASES = {
         "eagle3", {**FOR, "draft_vocab": 30}, "vllm", foreign.eagle3, frozenset({"lm_head.weight"})
     ),
     "EAGLE-3 authors": Case("eagle3", OWN_PLACE, "eagle", partial(foreign.eagle3, engine="authors")),
+    "EAGLE-4": Case("eagle4", {**OWN_PLACE, "candidates": 9}, "eagle4", SGLANG),
+    "EAGLE-4 without its candidate head": Case("eagle4", OWN_PLACE, "vllm", foreign.eagle3),
     "P-EAGLE vLLM": Case("peagle", {"feature_layers": [5, 1, 3]}, "vllm", foreign.peagle),
     "P-EAGLE speculators": Case(
         "peagle", {"embedding": "own", "feature_norm": False, "joint_norm": True, "feature_layers": [5, 1, 3]},
@@ -192,7 +194,7 @@ def test_scaled_positions_draft_as_transformers_rotates_and_are_read_back(
 
 def test_every_format_and_head_is_tried() -> None:
     tried = {(case.form, case.kind) for case in CASES.values()}
-    same = {("vllm", "hass"): "eagle", ("sglang", "hass"): "eagle"}
+    same = {("vllm", "hass"): "eagle", ("sglang", "hass"): "eagle", ("sglang", "eagle4"): "eagle3"}
     assert tried | set(same) == {(form, kind) for form, kinds in FORMATS.items() for kind in kinds}
 
 

@@ -78,7 +78,7 @@ def test_unroll_equals_literal_drafting(name: str) -> None:
 
 @pytest.mark.parametrize("name", [*HEADS, *toys.OPTIONS])
 def test_unrolling_anchors_alone_gives_them_the_states_and_gradients_of_all_rows(name: str) -> None:
-    head: Any = toys.head(name, toys.target("llama", torch.float64)).requires_grad_(True)
+    head: Any = toys.head(name, toys.target("llama", torch.float64)).requires_grad_(True).train()
     packed, depths = features(14, head.feature_layers), 4
     anchors = torch.tensor([[0, 3, 4, 5, 8, 9, 12], [1, 2, 3, 6, 7, 9, 10]])  # of a whole row, and the end of another
     whole, some = (head.unroll(packed, depths, which) for which in (None, anchors))

@@ -25,7 +25,8 @@ TREE = {"kind": "chain", "depth": 2, "paths": [[0], [0, 0]]}
 FIRST_KEYS = {
     "name", "layers", "heads", "num_heads", "num_kv_heads", "head_dim", "intermediate_size", "rope_theta", "norm_eps",
     "bias", "feature_layers", "feature_norm", "norm_output", "norm_before_residual", "kv_injection", "tied", "prefix",
-    "lm_head_bias", "inner", "scale_input", "depths", "causal", "markov_rank", "confidence", "embedding",
+    "lm_head_bias", "inner", "scale_input", "depths", "causal", "markov_rank", "confidence", "embedding", "candidates",
+    "candidate_rank",
 }  # fmt: skip
 SPEC = TargetSpec("someone/target", 11, 4, 3, "f00d")
 

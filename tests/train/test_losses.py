@@ -21,7 +21,7 @@ def rows(width: int) -> LossInputs:
     teacher = TeacherProbs(log_p[:, :width], torch.where(best < width, best, -1))
     return LossInputs(
         teacher, torch.arange(5), torch.randn(5, width).log_softmax(-1), label, torch.randn(5, 3), torch.randn(5, 3),
-        torch.randn(5), width == 7,
+        torch.randn(5), width == 7, torch.randn(5, width), 2,
     )  # fmt: skip
 
 
@@ -39,6 +39,8 @@ def test_losses_by_their_formulas(width: int) -> None:
         share = math.exp(-3 * overlap)
         best = sorted(range(width), key=lambda i: -p[i])[:4]
         gap = [abs(a - b) for a, b in zip(x.feature[r].tolist(), x.true_feature[r].tolist(), strict=True)]
+        low = x.scores[r].softmax(-1).tolist()
+        rank = sum(score > low[q.index(max(q))] for score in low)
         sure = 1 / (1 + math.exp(-float(x.confidence[r])))
         expected = {
             "ce": -math.log(q[int(x.label[r])]) if x.label[r] >= 0 else 0.0,
@@ -54,6 +56,8 @@ def test_losses_by_their_formulas(width: int) -> None:
             "top_k": -sum(p[i] * math.log(q[i]) for i in best),
             "smooth_l1": sum(0.5 * g * g if g < 1 else g - 0.5 for g in gap) / 3,
             "confidence": -overlap * math.log(sure) - (1 - overlap) * math.log(1 - sure),
+            "candidates": sum(a * math.log(a / b) for a, b in zip(q, low, strict=True)),
+            "missed": float(rank >= 2),
         }
         assert expected.keys() == LOSSES.keys()
         for name, value in expected.items():

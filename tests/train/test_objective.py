@@ -116,7 +116,7 @@ def test_operations_are_counted_alike_however_small_the_chunks() -> None:
 @pytest.mark.parametrize("name", [*HEADS, *toys.OPTIONS])
 def test_chunks_give_the_loss_and_gradient_of_all_rows_at_once(name: str) -> None:
     """And every parameter has a gradient: one without stops a data-parallel run."""
-    head: Any = toys.head(name, toys.target("llama", torch.float64)).requires_grad_()
+    head: Any = toys.head(name, toys.target("llama", torch.float64)).requires_grad_().train()
     features, mask = batch(head.feature_layers, torch.float64)
     kinds = {kind: 0.3 + 0.1 * i for i, kind in enumerate(LOSSES)}
     depths = min(4, head.max_depth)
@@ -125,6 +125,8 @@ def test_chunks_give_the_loss_and_gradient_of_all_rows_at_once(name: str) -> Non
         kinds.pop("smooth_l1")
     if first.confidence is None:
         kinds.pop("confidence")
+    if name != "eagle4 with candidates":
+        del kinds["candidates"], kinds["missed"]
     settings = [("decay", 3), ("dpace", 2048)] if name in ("eagle pruned", "block of DSpark") else [("decay", 3)]
     for depth_weights, chunk in settings:
         of = replace(CONFIG, losses=kinds, depth_weights=depth_weights, depths=depths)
@@ -146,7 +148,7 @@ def test_the_teachers_rows_are_pruned_a_few_at_a_time(monkeypatch: pytest.Monkey
     target = toys.target("llama", torch.float64)
     head: Any = toys.head("eagle pruned", target).requires_grad_()
     features, mask = batch(head.feature_layers, torch.float64)
-    of = config(**{kind: 0.3 for kind in LOSSES if kind != "confidence"})
+    of = config(**{kind: 0.3 for kind in LOSSES if kind not in ("confidence", "candidates", "missed")})
     weight = loss_weights(features.document, mask, None, of).row
     chunks, found = chunked(weight > 0, 7, weight.device), []
     for rows_at_once in (512, 2):

@@ -11,6 +11,7 @@ export.py     heads written in a format
 exporting.py  the head to export, and code that formats share
 eagle.py      EAGLE-1/2 and HASS: vLLM, SGLang, the authors
 eagle3.py     EAGLE-3 and 3.1: vLLM, SGLang, TensorRT-LLM and speculators in one folder; the authors
+eagle4.py     EAGLE-4: its engine plug-ins
 peagle.py     P-EAGLE: vLLM and speculators
 medusa.py     Medusa: vLLM up to 0.32, the authors
 hydra.py      Hydra and Hydra++: the authors
@@ -29,7 +30,7 @@ from torch import nn
 
 from heads.base import Embeddings
 from heads.common.errors import one_line
-from heads.formats.published import dflash, eagle, eagle3, hydra, medusa, mimo, mlp, peagle
+from heads.formats.published import dflash, eagle, eagle3, eagle4, hydra, medusa, mimo, mlp, peagle
 from heads.formats.published.files import config_of, is_published, names_of, stored_tensors, without_prefix
 from heads.formats.published.plan import PublishedHead, TensorMapping, assemble
 
@@ -51,6 +52,7 @@ class Format(NamedTuple):
 FORMATS = {
     "dflash": Format("block", dflash.SIGNATURE, dflash.read),
     "peagle": Format("peagle", peagle.SIGNATURE, peagle.read),
+    "eagle4": Format("eagle4", eagle4.SIGNATURE, eagle4.read),
     "eagle3": Format("eagle3", eagle3.SIGNATURE, eagle3.read),
     "eagle": Format("eagle", eagle.SIGNATURE, eagle.read),
     "medusa": Format("medusa", medusa.SIGNATURE, medusa.read),

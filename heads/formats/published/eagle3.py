@@ -58,8 +58,8 @@ def their_name(name: str, first: str) -> str:
     return re.sub(r"^first\.", first, name)
 
 
-def read(source: PublishedHead, embeddings: Embeddings) -> TensorMapping:
-    """Return the plan that maps the tensors."""
+def read(source: PublishedHead, embeddings: Embeddings, *, sliding: bool = False) -> TensorMapping:
+    """Return the plan that maps the tensors; `sliding` allows a sliding window."""
     first = next(first for first in (MIDDLE, FIRST) if f"{first}hidden_norm.weight" in source.tensors)
     nested: dict[str, Any] = source.config.get("eagle_config") or {}
     if nested.get("use_aux_hidden_state") is False:
@@ -87,7 +87,7 @@ def read(source: PublishedHead, embeddings: Embeddings) -> TensorMapping:
         "qk_norm": f"{first}self_attn.q_norm.weight" in source.tensors,
         "kv_injection": False,
         "lm_head": "own" if ids is not None or "lm_head.weight" in source.tensors else "shared",
-        **decoder(source, first, embeddings),
+        **decoder(source, first, embeddings, sliding=sliding),
     }
     renamed, duplicates = {}, set()
     for i in range(1, layers):

@@ -7,7 +7,7 @@ from pathlib import Path
 from torch import nn
 
 from heads import HEADS
-from heads.formats.published import dflash, eagle, eagle3, gguf, hydra, medusa, mimo, peagle
+from heads.formats.published import dflash, eagle, eagle3, eagle4, gguf, hydra, medusa, mimo, peagle
 from heads.formats.published.exporting import Export, ExportedHead, TargetFacts
 from heads.formats.store import assert_finite, write_files
 
@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 # over options that not all of them run.
 Writers = dict[str, Callable[[Export], ExportedHead]]
 ENGINES: Writers = {"eagle": eagle.engines, "hass": eagle.engines, "eagle3": eagle3.engines, "block": dflash.engines,
-                    "mtp": mimo.engines}  # fmt: skip
+                    "eagle4": eagle4.without_candidates, "mtp": mimo.engines}  # fmt: skip
 FORMATS: dict[str, Writers] = {
     "vllm": {**ENGINES, "medusa": medusa.engines, "peagle": peagle.engines},
     "sglang": ENGINES,
@@ -30,6 +30,7 @@ FORMATS: dict[str, Writers] = {
     "medusa": {"medusa": medusa.authors},
     "hydra": {"hydra": hydra.authors},
     "dflash": {"block": dflash.engines},
+    "eagle4": {"eagle4": eagle4.engines},
 }
 READERS = ("vllm", "sglang", "trtllm", "speculators")  # formats named for the readers of their common folder
 

@@ -1,0 +1,65 @@
+"""EAGLE-4 as its engine plug-ins (eagle-harness 0.1.3) and NeMo Automodel's export have it.
+
+EAGLE-3.1's tensors of one layer under `layers.0`, the target's embedding, the candidate head's two factors. The
+plug-ins refuse keys of config.json and tensors that they do not know, several layers, and a pruned vocabulary. All
+other engines get the head without its factors: an EAGLE-3.1 head, which drafts over the whole vocabulary.
+"""
+
+from typing import Any
+
+from heads.base import Embeddings, embedding_of
+from heads.formats.published import eagle3
+from heads.formats.published.exporting import EngineClass, Export, ExportedHead
+from heads.formats.published.plan import EMBEDDING, STATES, PublishedHead, TensorMapping
+
+UP, DOWN = "efficient_lm_head.weight", "efficient_lm_head_down_proj.weight"
+OURS = {"lm_head.candidate_up.weight": UP, "lm_head.candidate_down.weight": DOWN}
+SIGNATURE = (*eagle3.SIGNATURE, r"efficient_lm_head\.weight")
+CLASS = EngineClass(["LlamaForCausalLMEagle4"], "llama", {})
+
+
+def read(source: PublishedHead, embeddings: Embeddings) -> TensorMapping:
+    """Return the plan that maps the tensors."""
+    plan = eagle3.read(source, embeddings, sliding=True)
+    candidate_head: dict[str, Any] = source.config.get("efficient_lm_head_config") or {}
+    if candidate_head.get("type", "low_rank") != "low_rank":
+        raise source.refusal(
+            f"a candidate head of another kind (efficient_lm_head_config.type={candidate_head['type']})"
+        )
+    config = {
+        **plan.config,
+        "candidates": candidate_head.get("num_candidates"),
+        "candidate_rank": source.tensor(UP).shape[1],
+    }
+    return plan._replace(head="eagle4", config=config, rename=lambda name: OURS.get(name) or plan.rename(name))
+
+
+def engines(source: Export) -> ExportedHead:
+    """Export the head for the plug-ins."""
+    options = source.config
+    source.refuse(
+        layers=1, kv_injection=False, qk_norm=False, norm_before_residual=False, joint_norm=False, draft_vocab=None
+    )
+    if options.candidates is None:
+        raise source.refusal("no candidate head", "which the plug-ins need; train it with experiment=eagle4_candidates")
+    _, tensors = eagle3.engines(source._replace(format_name="sglang"))
+    outputs, _ = source.outputs()
+    window = {} if options.length is None else {"sliding_window": options.length}
+    config = source.engine_config(CLASS, 1) | window | {
+        "draft_vocab_size": source.draft_vocab(), "target_hidden_size": source.embeddings.hidden_size,
+        "num_aux_hidden_states": len(outputs), "fc_norm": options.feature_norm, "norm_output": options.norm_output,
+        "eagle_config": {"use_aux_hidden_state": True, STATES: outputs},
+        "use_sliding_window": bool(window), "layer_types": ["sliding_attention" if window else "full_attention"],
+        "efficient_lm_head_config": {
+            "type": "low_rank", "rank": options.candidate_rank, "num_candidates": options.candidates,
+        },
+    }  # fmt: skip
+    return ExportedHead(config, {OURS.get(name, name): tensor for name, tensor in tensors.items()} | {
+        EMBEDDING: embedding_of(source.embeddings)
+    })  # fmt: skip
+
+
+def without_candidates(source: Export) -> ExportedHead:
+    """Export the head as EAGLE-3.1 for the engines of its format."""
+    config, tensors = eagle3.engines(source)
+    return ExportedHead(config, {name: tensor for name, tensor in tensors.items() if name not in OURS})
