@@ -390,7 +390,7 @@ def _shape(paths: tuple[tuple[int, ...], ...], device: torch.device) -> tuple[li
         new = [path for path in paths if len(path) == depth]
         inner = [i for i, path in enumerate(new) if path in parents]
         indices = [above[path[:-1]] for path in new], [path[-1] for path in new], inner
-        levels.append(ShapeLevel(1 + max(indices[1]), *(torch.tensor(each, device=device) for each in indices)))
+        levels.append(ShapeLevel(1 + max(indices[1]), *(torch.tensor(index, device=device) for index in indices)))
         above = {new[index]: i for i, index in enumerate(inner)}
     parent = torch.tensor(_parents(paths), device=device)
     return levels, trees.ancestors(DraftTree(torch.zeros_like(parent), parent))[None]
@@ -440,7 +440,7 @@ def _dynamic(growth: TreeBuilder, config: TreeConfig, depth: int) -> list[Float[
         scores.append(reached)
         if step + 1 < depth:
             score, best_index = reached.topk(min(config.top_k, reached.shape[1]))
-            growth.descend(*(each.gather(1, best_index) for each in (token, parent, nodes)))
+            growth.descend(*(rows.gather(1, best_index) for rows in (token, parent, nodes)))
     return scores
 
 

@@ -70,7 +70,7 @@ class Parts:
 
     def sizes(self) -> list[tuple[int, int]]:
         """Return the parameter counts of each layer's attention and MLP; refuse layers without one of each."""
-        parts = [[sum(p.numel() for p in part.parameters()) for part in _sublayers(layer)] for layer in self.layers]
+        parts = [[sum(p.numel() for p in module.parameters()) for module in _sublayers(layer)] for layer in self.layers]
         return [(attention, mlp) for attention, mlp in parts]
 
     def _count_outputs(self, modules: Iterable[nn.Module]) -> dict[nn.Module, int | None]:
