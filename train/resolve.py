@@ -415,7 +415,9 @@ def table(planned: Plan) -> Group:
         verdict = f"it does not fit; with this it does: {words}"
     else:
         verdict = "it does not fit with any change: take more or larger devices, or another head"
-    return Group(*tables, *(escape(visible(line)) for line in (in_words(planned), verdict)))
+    unserved = export.unserved(run.head, planned.shape.target.beyond_tables())
+    lines = filter(None, (in_words(planned), unserved, verdict))
+    return Group(*tables, *(escape(visible(line)) for line in lines))
 
 
 def _table(title: str, rows: dict[str, Any]) -> Table:

@@ -190,6 +190,11 @@ def test_an_unknown_plan_is_refused_by_name(toy: list[str]) -> None:
         configured([*toy, "plan=fit"])
 
 
+def test_a_head_that_the_engine_cannot_load_is_refused_by_a_plan(toy: list[str]) -> None:
+    with pytest.raises(ValueError, match=r"^engine=openvino: the head has causal=true, .*head\.causal=false"):
+        resolve(composed([*toy, "head=block", "engine=openvino", "plan=true"]))
+
+
 @pytest.mark.parametrize("file", ["memory.max", "memory/memory.limit_in_bytes"])
 def test_the_memory_of_a_machine_ends_at_that_of_a_container(
     file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

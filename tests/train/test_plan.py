@@ -210,6 +210,13 @@ def test_a_checkpoint_is_counted_beside_those_that_are_kept() -> None:
     assert alone.disk["checkpoints"] == 4 * 12 * alone.cost.trained
 
 
+@pytest.mark.parametrize(("head", "said"), [("block", True), ("mtp", False)])
+def test_a_target_of_which_no_engine_serves_a_head_is_named(head: str, said: bool, tmp_path: Path) -> None:
+    families.config("granite").save_pretrained(tmp_path)
+    text = shown(plan(run(f"model.path={tmp_path}", f"head={head}", *SMALL))).replace("\n", " ")
+    assert ("the target has a scale or cap of its logits, which engines do not know when they draft" in text) == said
+
+
 @pytest.mark.usefixtures("offline")
 def test_two_nodes_share_the_target_by_node() -> None:
     words = "experiment=eagle3_llama70b_2x8x80", "head=medusa", "head.lm_head=shared", "objective.depths=4"
