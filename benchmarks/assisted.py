@@ -28,7 +28,7 @@ from transformers import GenerationConfig
 
 from data.text.prompts import Prompt
 from eval.inputs.workloads import load_workload, swapped
-from eval.live.interleaved import interleave
+from eval.live import interleave
 from eval.measures import metrics
 from eval.measures.machine import device_facts
 from inference.decode import Generation, RequestParams, speculate

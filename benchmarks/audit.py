@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from heads.common.typed import from_yaml
 from ops.audit import JSON, Verdict, audited
-from ops.audits.ask import AuditConfig
+from ops.audits.compare import AuditConfig
 from tests.ops.audit_decoding import ALTERNATIVES, FAULTS
 from tests.ops.audit_server import AuditServer
 

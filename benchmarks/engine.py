@@ -32,7 +32,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, CompileConfig, Lla
 
 from data.text.prompts import Prompt
 from eval.inputs.workloads import swapped
-from eval.live.interleaved import interleave
+from eval.live import interleave
 from eval.measures.machine import device_facts
 from heads import HEADS
 from inference.decode import Generation, RequestParams, autoregress, speculate

@@ -3,7 +3,7 @@
     python benchmarks/experts.py [--layers 6] [--experts 32] [--chosen 2] [--samples 20] [--run RUN [--prompts 12]]
 
 The target is a Qwen3-MoE with random weights, too large for a processor's cache; beside it stands a dense Qwen3 with as
-many weights as a token passes through. Passes of both are timed in turns by `eval/tuning/costs.py`, on random tokens.
+many weights as a token passes through. Passes of both are timed in turns, on random tokens.
 Read experts are counted at the layers, and compared with those of a router that takes all for as likely.
 
 With --run, a trained head of the bundled target, two targets that write what that one writes decode its prompts: a
@@ -31,7 +31,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Mixtr
 
 from data.text.prompts import load_prompts
 from eval.measures.machine import synchronize
-from eval.tuning.costs import planted, typical
+from eval.tune import typical
 from heads.formats.hub import load_found, resolve_head, sibling_spec
 from inference.decode import Generation, RequestParams, speculate
 from inference.drafters.head import HeadDrafter
@@ -40,6 +40,7 @@ from inference.drafters.policy import TreeConfig
 from inference.protocol import Drafter
 from inference.target.target import Target
 from inference.verification.sample import GREEDY
+from inference.verification.tree import DraftTree
 from tests import toys
 
 EMBEDDED = Path(__file__).resolve().parent.parent / "examples" / "tiny"
@@ -65,7 +66,8 @@ def pass_seconds(target: Target, samples: int) -> dict[int, float]:
             cache.snapshot()
             synchronize(target.device)
             start = time.perf_counter()
-            target.score(planted(0, [], nodes, target), cache)
+            parent = torch.tensor([-1, *[0] * nodes], device=target.device)
+            target.score(DraftTree(torch.arange(nodes + 1, device=target.device), parent), cache)
             synchronize(target.device)
             seconds[nodes] += [time.perf_counter() - start] if turn else []
             cache.keep(CONTEXT, [])

@@ -18,7 +18,7 @@ sys.path[0] = str(ROOT)
 
 import numpy as np
 
-from ops.curve import LEVEL, predict
+from ops.budget import LEVEL, predict
 
 LEAST = 3  # points that a forecast is made from
 HALVINGS = 6

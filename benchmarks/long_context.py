@@ -25,7 +25,6 @@ import torch
 
 from benchmarks.engine import EAGLE, SHAPE, random_target
 from eval.measures.machine import device_facts
-from eval.tuning.costs import planted
 from heads import HEADS
 from heads.base import Features, NewRows
 from heads.common.target_config import cache_argument
@@ -82,11 +81,11 @@ def typical(run: Callable[[], float], repeats: int) -> float:
     return 1e3 * statistics.median([run() for _ in range(repeats + 2)][2:])
 
 
-def draft_of(nodes: int, target: Target) -> DraftTree:
+def draft_of(nodes: int) -> DraftTree:
     """Return a chain of up to 4 nodes, else a tree of four levels."""
-    if nodes > 4:
-        return planted(0, [1, 2, 3, 4], nodes, target)
-    return DraftTree(torch.arange(nodes + 1), torch.arange(-1, nodes))
+    width = max(1, nodes // 4)
+    parents = [max(0, 1 + (i // width - 1) * width) for i in range(nodes)]
+    return DraftTree(torch.arange(nodes + 1), torch.tensor([-1, *parents]))
 
 
 @torch.inference_mode()
@@ -175,7 +174,7 @@ def main() -> None:
         cache = filled(target, length)
         own = typical(drafting(drafter, target, length), asked.repeats)
         for name, nodes in DRAFTS.items():
-            draft = draft_of(nodes, target)
+            draft = draft_of(nodes)
             pairs = [(alone(target, cache, nodes + 1), *step(target, cache, draft)) for _ in range(asked.repeats + 2)]
             bare, whole, settle = (1e3 * statistics.median(each) for each in zip(*pairs[2:], strict=True))
             mask = typical(partial(masked, target, length, draft), asked.repeats) if nodes else 0.0

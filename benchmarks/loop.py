@@ -35,8 +35,7 @@ from inference.target.config import model_config
 from inference.target.target import Target
 from inference.verification.sample import Sampling
 from inference.verification.verify import COUPLED
-from ops.sequential import watcher_config
-from ops.watch import replayed
+from ops.watch import replayed, watcher_config
 
 TINY = ROOT / "examples" / "tiny"
 TEMPERATURE = 0.5  # that the bundled target's chats were written at

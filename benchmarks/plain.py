@@ -20,9 +20,10 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[0] = str(ROOT)
 
 from eval.inputs.workloads import load_workload, swapped
-from eval.live.interleaved import HF, PLAIN, hf_generate, interleave, medians
+from eval.live import HF, hf_generate, interleave, medians
 from eval.measures import metrics
 from eval.measures.machine import device_facts, synchronize
+from eval.measures.results import BASELINE
 from heads.common.target_config import cache_argument
 from inference.decode import Generation, RequestParams, autoregress
 from inference.target.target import Target
@@ -53,14 +54,14 @@ def main() -> None:
     prompts = load_workload("tiny", target, PROMPTS, truncate=True)
     warmup = [swapped(prompt) for prompt in prompts[-2:]]
     runners = {
-        PLAIN: partial(autoregress, target, settings=RequestParams(TOKENS, GREEDY)),
+        BASELINE: partial(autoregress, target, settings=RequestParams(TOKENS, GREEDY)),
         HF: partial(hf_generate, target, settings=RequestParams(TOKENS, GREEDY)),
         "HF under no_grad": partial(hf_generate.__wrapped__, target, settings=RequestParams(TOKENS, GREEDY)),
         "bare forward": partial(bare, target),
     }
     runs = interleave(runners, prompts, REPEATS, warmup, seed=0)
     middle = medians(runs)
-    plain = metrics.decoding(middle[PLAIN])
+    plain = metrics.decoding(middle[BASELINE])
     print(f"{path}, {target.dtype}, {device_facts(target.device, target.dtype)}")
     print(f"{'':20} {'tokens/s':>10} {'whole call':>10} {'plain over it':>14}")
     for name, each in middle.items():

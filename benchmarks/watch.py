@@ -15,8 +15,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.loop import records_of, words_of
 from eval.measures.metrics import SpecDecodingStats
-from ops.sequential import Alarm, Detector, WatcherConfig, watcher_config
-from ops.watch import counts_in
+from ops.watch import Alarm, Detector, WatcherConfig, counts_in, watcher_config
 
 
 def observations(file: str) -> list[SpecDecodingStats]:

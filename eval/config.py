@@ -19,7 +19,7 @@ TURNS = ("first", "all")
 
 @dataclass(frozen=True)
 class TunerConfig:
-    """The tuner's grid: depths, children and budgets of trees; and the number of samples of every cost."""
+    """The tuner's grid: depths, children and budgets of trees; and how many steps of every tree are timed."""
 
     depths: list[Count]
     top_k: list[Count]

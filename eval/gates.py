@@ -10,7 +10,7 @@ samples from p again after a rejection, must fail that test.
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Float, Int
@@ -19,7 +19,7 @@ from torch import Tensor
 from data.text.prompts import Prompt
 from eval.config import DecodingConfig
 from eval.inputs.drafters import Drafters
-from eval.live.interleaved import HF, PLAIN, Runs, Setup, decoded_once, hf_generate, medians
+from eval.live import Setup, decoded_once, hf_generate
 from eval.measures import losslessness
 from eval.measures.losslessness import (
     EPSILON,
@@ -34,6 +34,7 @@ from eval.measures.losslessness import (
     labelled,
     worst,
 )
+from eval.measures.results import BASELINE
 from heads.common.progress import progress, tick
 from inference.batch import Batch, acquire, needed_entries, release
 from inference.decode import Generation, RequestParams, autoregress
@@ -63,23 +64,12 @@ def check(
     for size in sorted(sizes):
         for name, runs_of in decoded_once(setup, size).items():
             verdict = gate(alone, runs_of, ids, target.dtype)
-            gates[labelled(name, size)] = replace(verdict, lossy=name != PLAIN and is_lossy(config.rule))
+            gates[labelled(name, size)] = replace(verdict, lossy=name != BASELINE and is_lossy(config.rule))
     hot = [temperature for temperature in config.temperatures() if temperature > 0] if drafters else []
     tests, sampled = len(hot) * len(drafters), []
     for temperature in hot:
         sampled += sampled_gates(setup._replace(settings=config.settings(temperature)), total_variation, tests, sizes)
     return gates, sampled
-
-
-def agreement(target: Target, runs: Runs) -> dict[str, dict[str, Any]]:
-    """Return how many of each drafter's timed greedy answers equal the baseline's, in the timed dtype."""
-    middle = medians({name: runs_of for name, runs_of in runs.items() if name != HF})
-    baseline, dtype = middle.pop(PLAIN), str(target.dtype).removeprefix("torch.")
-    equal = {
-        name: [ours.tokens == theirs.tokens for ours, theirs in zip(baseline, runs_of, strict=True)]
-        for name, runs_of in middle.items()
-    }
-    return {name: {"dtype": dtype, "checked": len(same), "identical": sum(same)} for name, same in equal.items()}
 
 
 PREFIXES = 2  # texts after which tokens are sampled

@@ -8,30 +8,42 @@ if __name__ == "__main__":  # as a script: the checkout's root, or `import heads
 
 import gc
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
+import torch
 from omegaconf import DictConfig
 from rich.console import Console
 
+from data.text.prompts import Prompt
 from eval.config import RECORDED, EvalConfig
+from eval.extras import answers, training, trees
 from eval.gates import check
-from eval.inputs.drafters import load_drafters
-from eval.inputs.workloads import load_workload
+from eval.inputs.drafters import Drafters, find_heads, load_drafters
+from eval.inputs.workloads import Workload, load_workload
+from eval.live import Setup, agreement, generations, measure, measure_rate, paired, queued_rows, rows
 from eval.measures.losslessness import Gate, SampledGate
-from eval.measures.machine import device_facts
-from eval.measures.results import LIVE, TEACHER_FORCED
-from eval.measures.serving import CONFIG as SERVING
+from eval.measures.machine import device_facts, peak_memory
+from eval.measures.results import BASELINE, LIVE, TEACHER_FORCED, ResultRow
 from eval.report.render import terminal
 from eval.report.sections import compared, sentence
-from eval.report.write import READ, Report
-from eval.sessions import Timed, generate_answers, recorded, teacher_forced_rows, timed_rows
+from eval.report.write import READ, SERVING, Report
 from eval.setup import described, devices_of, dtype_for, load_target, prepared, read, remarks_of, settings_of
+from eval.teacher_forced import (
+    WorkloadTexts,
+    answered_texts,
+    generate_answers,
+    recorded_texts,
+    teacher_forced_rows,
+)
 from eval.tune import TUNED, tune
 from heads.common.command import command, ending_alone
 from heads.common.errors import keeping, user_errors
 from heads.common.typed import typed
 from heads.common.untrusted import visible
 from inference.target.config import ModelConfig
+from inference.target.target import Target
+from inference.verification.verify import is_lossy
 
 PIPE_WIDTH = 140
 
@@ -64,7 +76,7 @@ def measured(config: EvalConfig, model: ModelConfig, names: Sequence[str]) -> Re
     target = load_target(model, config.gate_dtype if live else dtype, config.engine)
     workloads, remarks = read(config, target, names), remarks_of(config, target)
     # A log without answers is refused before anything is measured.
-    logs = recorded(config, config, target, names) if config.text == RECORDED else []
+    logs = recorded_texts(config, config, target, names) if config.text == RECORDED else []
     if live:
         prompts = [prompt for workload in workloads for prompt in workload.prompts]
         gates, sampled = check(target, load_drafters(config, target), prompts, config, config.gate_tv)
@@ -76,8 +88,8 @@ def measured(config: EvalConfig, model: ModelConfig, names: Sequence[str]) -> Re
     timed = timed_rows(config, target, workloads, drafters, gates, sampled) if live else Timed([], [], {})
     rows, extras = list(timed.rows), dict(timed.extras)
     if TEACHER_FORCED in config.tiers():
-        texts = logs or timed.materials or generate_answers(config, target, workloads)
-        along, extras["teacher_forced"] = teacher_forced_rows(config, target, drafters, texts)
+        given = logs or timed.texts or generate_answers(config, target, workloads)
+        along, extras["teacher_forced"] = teacher_forced_rows(config, target, drafters, given)
         rows += along
     if remarks:
         extras["warnings"] = remarks
@@ -90,6 +102,69 @@ def measured(config: EvalConfig, model: ModelConfig, names: Sequence[str]) -> Re
         sampled=sampled,
         extras=extras,
     )
+
+
+class Timed(NamedTuple):
+    """The results of the live tier: rows, the baseline's texts, and the report's extras by key."""
+
+    rows: list[ResultRow]
+    texts: list[WorkloadTexts]
+    extras: dict[str, Any]
+
+
+def timed_rows(
+    config: EvalConfig,
+    target: Target,
+    workloads: Sequence[Workload[Prompt]],
+    drafters: Drafters,
+    gates: Mapping[str, Gate],
+    sampled: Sequence[SampledGate],
+) -> Timed:
+    """Measure all workloads, temperatures, batch sizes and rates, each in an interleaved session of its own.
+
+    The extras are training curves, and trees and answers of the first session.
+    """
+    if target.device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(target.device)
+    curves = training(find_heads([*config.runs(), *config.compare])) if "head" in config.drafter else None
+    measured = Timed([], [], {} if curves is None else {"training": curves})
+    start = 0
+    for workload in workloads:
+        for temperature, size, rate in config.conditions():
+            setup = Setup(target, drafters, workload.prompts, config.settings(temperature))
+            hf = (
+                config.hf and temperature == 0
+            )  # HF's generate is timed greedily, so only greedy rows are compared with it
+            how = setup, config.repeats, workload.warmup
+            rounds = None if rate is None else measure_rate(*how, size, rate)
+            runs = measure(*how, hf, size) if rounds is None else generations(rounds)
+            if (size, rate) == (config.batch_sizes()[0], config.request_rates()[0]):
+                measured.texts.append(answered_texts(workload, target, setup.settings, runs[BASELINE]))
+            checks = [check for check in sampled if check.temperature == temperature]
+            measurement = workload.measurement(
+                temperature,
+                size,
+                config.seed,
+                memory_bytes=peak_memory(target.device),
+                start=start,
+                # Coupled noise replaces the rule, so it cannot test a lossy one.
+                coupled={} if is_lossy(config.rule) else {check.drafter: check.coupled for check in checks},
+                not_lossless=frozenset(check.drafter for check in checks if not check.passed),
+                agreement=agreement(target, runs) if temperature == 0 and size == 1 else {},
+                request_rate=rate,
+            )
+            if not measured.rows:
+                shown = answers(runs, list(drafters), workload.prompts, target.tokenizer)
+                measured.extras.update(trees=trees(runs, drafters), answers=shown)
+            timed = rows(runs, drafters, gates, measurement)
+            if rate is None:
+                whole = [row for row in timed if row.speedup is not None and not row.category]
+                lossless = [row.drafter for row in whole if row.drafter != BASELINE]
+                if len(lossless) > 1:
+                    measured.extras.setdefault("paired", []).extend(paired(runs, lossless, measurement))
+            measured.rows.extend(timed if rounds is None else queued_rows(timed, rounds, measurement))
+        start += len(workload.prompts)
+    return measured
 
 
 def tuned(config: EvalConfig) -> bool:

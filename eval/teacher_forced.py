@@ -6,38 +6,45 @@ of smaller depths and budgets. For sampled chains the acceptance probability of 
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from eval.inputs.workloads import Text
-from eval.measures.cost_model import ReplayedStep
-from eval.measures.metrics import SpecDecodingStats, counted
+from data.text.prompts import Prompt
+from eval.config import DecodingConfig, Selection
+from eval.inputs.workloads import Text, Workload, check_known, of_answer, read_log
+from eval.measures.metrics import SpecDecodingStats, counted, median_run
+from eval.measures.results import TEACHER_FORCED, DrafterInfo, MeasuredRequest, ResultRow, result
+from eval.trees import acceptance
 from heads.base import DepthOutput, Features, NewRows
+from heads.common.progress import progress
 from heads.modules.vocab import scatter_logits
+from inference.decode import Generation, RequestParams, autoregress
 from inference.drafters.policy import BY_CONFIDENCE, TreeConfig, candidates
-from inference.protocol import Roots
+from inference.protocol import Drafter, Roots
 from inference.target.target import Target
 from inference.verification.sample import GREEDY, Sampling, distribution
 from inference.verification.tree import DraftTree
 
+RANKS = 10  # ranks of a depth's guesses that are counted separately
+SAMPLED = ("chain", "sampled")  # kinds of tree with sampled nodes above temperature 0
 TINY = 1e-30  # the least probability that is divided by
 FIXED = 16  # a head with no more depths than these has all of them unrolled: some support nothing else
 
 
 @dataclass(frozen=True)
-class Reach:
+class TreeAcceptance:
     """The accepted tokens of a grown tree under every smaller depth and budget."""
 
     needed: list[list[int]]  # needed[d][j] is the budget that a tree of depth d needs to accept j + 1 tokens
     size: list[int]  # size[d] is the number of nodes that a tree of depth d drafts before it is cut
 
 
-NOWHERE = Reach([[]], [0])  # at a token without a tree
+NO_TREE = TreeAcceptance([[]], [0])  # at a token without a tree
 
 
 @dataclass(frozen=True)
@@ -46,7 +53,7 @@ class RankedText:
 
     text: Text
     rank: list[list[int]]  # the rank of the token at depth d among the head's guesses; negative after the text's end
-    grown: dict[str, list[Reach]]  # by `growth` key, one tree a token
+    grown: dict[str, list[TreeAcceptance]]  # by `growth_key`, one tree a token
 
 
 @torch.inference_mode()
@@ -75,7 +82,7 @@ def rank_text(
         scatter_logits(head.vocab, head.compute_logits(draft.state[0, begin:], d)) for d, draft in enumerate(drafts, 1)
     )
     rank = torch.stack([ranks(guess, token[begin:], d) for d, guess in enumerate(logits, 1)], 1)
-    grown: dict[str, list[Reach]] = {growth(tree): [] for tree in largest}
+    grown: dict[str, list[TreeAcceptance]] = {growth_key(tree): [] for tree in largest}
     state, done, root = None, 0, text.start
     seen = torch.zeros(1, 1, target.embeddings.vocab_size, dtype=torch.bool, device=target.device)
     while largest and root < len(text.token) - 1:  # the positions before it are committed
@@ -89,11 +96,11 @@ def rank_text(
         for tree in largest:
             tokens = text.token[root + 1 : root + 1 + depth]
             tree_and_score = candidates(head, state, level, tree, roots, depth)
-            grown[growth(tree)].append(reach(*tree_and_score, tokens, min(depth, tree.depth)))
+            grown[growth_key(tree)].append(tree_acceptance(*tree_and_score, tokens, min(depth, tree.depth)))
         root += 1
         if steps_alone:
-            accepted = accepted_of(grown[growth(tree)][-1], tree, text.limit - (root - text.start) - 1)[0]
-            grown[growth(tree)] += [NOWHERE] * accepted
+            accepted = accepted_of(grown[growth_key(tree)][-1], tree, text.limit - (root - text.start) - 1)[0]
+            grown[growth_key(tree)] += [NO_TREE] * accepted
             root += accepted
     return RankedText(text, rank[: text.generated - 1].tolist(), grown)
 
@@ -103,7 +110,7 @@ def unrolled(head: Any, features: Features, depth: int) -> list[DepthOutput]:
     return head.unroll(features, head.max_depth if head.max_depth <= FIXED else depth)[:depth]
 
 
-def growth(tree: TreeConfig) -> str:
+def growth_key(tree: TreeConfig) -> str:
     """Return the key that all trees share that are cut from the same larger tree."""
     return f"{tree.kind} {tree.top_k}" if tree.kind == "dynamic" else tree.kind
 
@@ -122,7 +129,7 @@ def ranks(logits: Float[Tensor, "T V"], token: Int[Tensor, "T"], depth: int) -> 
     return rank
 
 
-def reach(tree: DraftTree, score: Float[Tensor, "N"], following: Sequence[int], depth: int) -> Reach:
+def tree_acceptance(tree: DraftTree, score: Float[Tensor, "N"], following: Sequence[int], depth: int) -> TreeAcceptance:
     """Return the accepted tokens of a tree under every smaller depth and budget, given the next tokens.
 
     A budget keeps the best nodes, the earlier of equals, as `inference.verification.tree.best_n` does.
@@ -144,44 +151,41 @@ def reach(tree: DraftTree, score: Float[Tensor, "N"], following: Sequence[int], 
         first[0] = False
         better.append(torch.bincount(depths[first], minlength=depth + 1).cumsum(0).tolist())
     needed = [[count[d] + 1 for count in better[:d]] for d in range(depth + 1)]
-    return Reach(needed, (torch.bincount(depths, minlength=depth + 1).cumsum(0) - 1).tolist())
+    return TreeAcceptance(needed, (torch.bincount(depths, minlength=depth + 1).cumsum(0) - 1).tolist())
 
 
-def replay(of: RankedText, tree: TreeConfig) -> list[ReplayedStep]:
-    """Return the steps of decoding the text with a tree; a recorded tree of its kind and top_k must contain it."""
-    text, steps, written = of.text, [], 1
+def accepted_of(grown: TreeAcceptance, tree: TreeConfig, max_depth: int) -> tuple[int, int]:
+    """Return how many tokens a grown tree accepts within its budget and `max_depth`, and how many it drafts."""
+    depth = max(0, min(max_depth, tree.depth, len(grown.size) - 1))
+    return sum(need <= tree.nodes for need in grown.needed[depth]), min(tree.nodes, grown.size[depth])
+
+
+def replay(of: RankedText, tree: TreeConfig) -> list[tuple[int, int]]:
+    """Return how many nodes each step drafts and how many tokens it accepts, in decoding the text with a tree.
+
+    A recorded tree of its kind and top_k must contain it.
+    """
+    text, steps, written = of.text, list[tuple[int, int]](), 1
     shape = [] if tree.kind in BY_CONFIDENCE else tree.shape()
     while written < text.generated:
-        room = text.limit - written - 1
+        max_depth = text.limit - written - 1
         if tree.kind in BY_CONFIDENCE:
-            accepted, nodes = accepted_of(of.grown[growth(tree)][written - 1], tree, room)
+            accepted, nodes = accepted_of(of.grown[growth_key(tree)][written - 1], tree, max_depth)
         else:
-            fitting = {path for path in shape if len(path) <= room}
-            accepted, nodes = along(of.rank[written - 1], fitting), len(fitting)
+            fitting, rank = {path for path in shape if len(path) <= max_depth}, of.rank[written - 1]
+            accepted, nodes = 0, len(fitting)
+            while accepted < len(rank) and tuple(rank[: accepted + 1]) in fitting:
+                accepted += 1
         accepted = min(accepted, text.generated - written)
-        steps.append(ReplayedStep(nodes, accepted))
+        steps.append((nodes, accepted))
         written += accepted + 1
     return steps
-
-
-def accepted_of(grown: Reach, tree: TreeConfig, room: int) -> tuple[int, int]:
-    """Return how many tokens a grown tree accepts within its budget and `room`, and how many it drafts."""
-    depth = max(0, min(room, tree.depth, len(grown.size) - 1))
-    return sum(need <= tree.nodes for need in grown.needed[depth]), min(tree.nodes, grown.size[depth])
 
 
 def passes_along(of: RankedText, tree: TreeConfig) -> SpecDecodingStats:
     """Return the counts of decoding the text with a tree."""
     steps = replay(of, tree)
-    return counted([step.accepted for step in steps], sum(step.nodes for step in steps), of.text.generated - 1)
-
-
-def along(rank: Sequence[int], shape: set[tuple[int, ...]]) -> int:
-    """Return the number of tokens with these ranks that a static shape accepts."""
-    count = 0
-    while count < len(rank) and tuple(rank[: count + 1]) in shape:
-        count += 1
-    return count
+    return counted([accepted for _, accepted in steps], sum(nodes for nodes, _ in steps), of.text.generated - 1)
 
 
 @dataclass(frozen=True)
@@ -253,3 +257,130 @@ def expected(of: Overlap, depth: int) -> SpecDecodingStats:
                 reached[d] += begin * survive
     steps = sum(begins[1 : text.generated], 0.0)
     return SpecDecodingStats(float(text.generated - 1), steps, drafted, math.fsum(reached), reached)
+
+
+class WorkloadTexts(NamedTuple):
+    """The texts of a workload at a temperature, in its order."""
+
+    workload: Workload[Any]
+    temperature: float
+    texts: list[Text]
+
+
+def answered_texts(
+    workload: Workload[Prompt], target: Target, settings: RequestParams, runs: Sequence[Sequence[Generation]]
+) -> WorkloadTexts:
+    """Return the texts of autoregressive decoding, given the repeats of each prompt."""
+    texts = [
+        of_answer(target, prompt.token, median_run(repeats).tokens, settings)
+        for prompt, repeats in zip(workload.prompts, runs, strict=True)
+    ]
+    return WorkloadTexts(workload, settings.sampling.temperature, texts)
+
+
+def generate_answers(
+    config: DecodingConfig, target: Target, workloads: Sequence[Workload[Prompt]]
+) -> list[WorkloadTexts]:
+    """Let the target answer the prompts at every temperature."""
+    texts_of = []
+    for workload in workloads:
+        for temperature in config.temperatures():
+            settings = config.settings(temperature)
+            prompts = progress(workload.prompts, "writing the texts")
+            runs = [[autoregress(target, prompt.token, settings)] for prompt in prompts]
+            texts_of.append(answered_texts(workload, target, settings, runs))
+    return texts_of
+
+
+def recorded_texts(
+    selection: Selection, config: DecodingConfig, target: Target, names: Sequence[str]
+) -> list[WorkloadTexts]:
+    """Return a log's answers, the same for every temperature; refuse logs without answers, or beyond the context."""
+    texts_of = []
+    for name in names:
+        workload = read_log(name, target, selection, config.max_new_tokens)
+        texts = [within_context(text, id_, name, target, selection.truncate) for id_, _, text in workload.prompts]
+        texts_of += [WorkloadTexts(workload, temperature, texts) for temperature in config.temperatures()]
+    return texts_of
+
+
+def within_context(text: Text, id_: str, name: str, target: Target, truncate: bool) -> Text:
+    """Return a text within the target's context, with the number of tokens that decoding would have allowed.
+
+    Raises:
+        ValueError: it is too long and may not be shortened, or has tokens that the target does not know.
+    """
+    check_known(text.token, f"workload {name}, record {id_}", target)
+    over = max(len(text.token) - target.context, 0)
+    if over and (not truncate or over >= text.start):
+        raise ValueError(
+            f"workload {name}, record {id_}: {len(text.token)} tokens with its answer, but the target's context is "
+            f"{target.context}: give a smaller max_new_tokens, or truncate=true to keep each text's end"
+        )
+    start = text.start - over
+    return Text(text.token[over:], start, min(text.limit, target.context - start))
+
+
+def teacher_forced_rows(
+    config: DecodingConfig, target: Target, drafters: Mapping[str, Drafter], texts_of: Sequence[WorkloadTexts]
+) -> tuple[list[ResultRow], dict[str, Any]]:
+    """Return the rows of the heads along the texts, and the statistics of one pass over them by head.
+
+    A tree with sampled siblings has no row above temperature 0: the text does not tell its nodes.
+
+    Returns:
+        The rows; and by head, of its first texts: `rank`, the share of tokens by depth and rank among its guesses;
+        `n_alpha`, the acceptance rate of depth n + 1 after n drafted states, given the text's tokens; `at_every_token`,
+        P(a >= k) of a chain that begins after every token, where decoding begins some.
+    """
+    rows: list[ResultRow] = []
+    by_head: dict[str, Any] = {}
+    for name, drafter in drafters.items():
+        head, tree = drafter.head, drafter.policy
+        if head is None or tree is None:
+            continue
+        for workload, temperature, texts in texts_of:
+            is_sampled = temperature > 0 and tree.kind in SAMPLED
+            if is_sampled and tree.kind != "chain":
+                continue
+            sampling, depth = config.sampling(temperature), min(head.max_depth, tree.deepest)
+            grown = [tree] if tree.kind in BY_CONFIDENCE else []
+            read = progress(texts, "drafting along the texts")
+            records = [rank_text(target, head, text, grown, depth, sampling=sampling) for text in read]
+            statistics = rank_statistics(records, depth)
+            if is_sampled:
+                overlaps = [overlap(target, head, text, sampling, depth) for text in progress(texts, "comparing probs")]
+                counts = [expected(common, depth) for common in overlaps]
+                statistics |= sampled_statistics(overlaps)
+            else:
+                counts = [passes_along(record, tree) for record in records]
+            rule = "token" if is_sampled else "greedy" if temperature == 0 else "point_mass"
+            measurement = workload.measurement(temperature, 1, config.seed, tier=TEACHER_FORCED)
+            info, requests = DrafterInfo(name, rule, tree.label), [MeasuredRequest(passes) for passes in counts]
+            rows += [result(info, subset, subset.of(requests)) for subset in measurement.parts(len(requests))]
+            by_head.setdefault(name, {"workload": workload.name, "temperature": temperature, **statistics})
+    return rows, by_head
+
+
+def rank_statistics(records: Sequence[RankedText], depth: int) -> dict[str, Any]:
+    """Return acceptance by depth and rank, that of rank 0, and that of whole chains."""
+    rank = torch.tensor([row for record in records for row in record.rank], dtype=torch.long).view(-1, depth)
+    rates, reached = acceptance(rank, RANKS), (rank == 0).long().cumprod(1).double()
+    return {
+        "tokens": len(rank),
+        "rank": rates.tolist(),
+        "n_alpha": rates[:, 0].tolist(),
+        "at_every_token": (reached.sum(0) / (rank >= 0).sum(0).clamp_min(1)).tolist(),
+    }
+
+
+def sampled_statistics(overlaps: Sequence[Overlap]) -> dict[str, Any]:
+    """Return n_alpha, and P(a >= k) of chains after every token, for drafts sampled from the head's probs."""
+    common = torch.cat([overlap.common for overlap in overlaps]).double()
+    finite = common.isfinite()
+    reached = torch.cat([overlap.accept_prob for overlap in overlaps]).double().cumprod(1)
+    count = finite.sum(0).clamp_min(1)
+    return {
+        "n_alpha": (common.nan_to_num(0.0).sum(0) / count).tolist(),
+        "at_every_token": ((reached * finite).sum(0) / count).tolist(),
+    }

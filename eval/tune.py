@@ -1,69 +1,90 @@
-"""Find the best tree for a head on this device and workload: predict it from costs and acceptance, measure, write it.
+"""Find the best tree for a head on this device and workload: acceptance from replays, costs and speed by the clock.
 
-Each kind of tree is a family. All trees are replayed on the target's recorded text and priced with costs measured in
-the engine; the most promising are priced again from more samples. The best tree of each family, the predicted best and
-the head's present tree are timed against the baseline. At further batch sizes the best chain and the best tree are
+Each kind of tree is a family. Half of the target's recorded texts choose: all trees are replayed on them, and their
+steps are timed in the engine; those of the most promising trees are timed again for longer. The best tree of each
+family is timed against the baseline on the other half. At further batch sizes the best chain and the best tree are
 timed, and the winners make a schedule.
 """
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+import random
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import count, cycle
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
+import torch
 from rich.console import Console
 from rich.table import Table
 
 from data.text.prompts import Prompt
 from eval.config import TuneConfig
-from eval.inputs.workloads import Text, write
-from eval.live.interleaved import PLAIN, Setup, decoded_once, measure, rows
-from eval.measures.cost_model import Costs, Prediction, cycled, rising
+from eval.inputs.workloads import cycled, write
+from eval.live import Setup, decoded_once, measure, rows
 from eval.measures.losslessness import WITHHELD, differs, gate, labelled
-from eval.measures.machine import device_facts, provenance
-from eval.measures.metrics import Interval
-from eval.measures.results import Measurement
-from eval.measures.serving import CONFIG, config_of, is_served, ranges
+from eval.measures.machine import device_facts, provenance, synchronize
+from eval.measures.metrics import together
+from eval.measures.results import BASELINE, Measurement, ResultRow
 from eval.report.render import rich_table
-from eval.tuning import costs as costing
-from eval.tuning.grid import AGAIN, CHAIN, FINALISTS, SIZES, Tried, distinct, halves, simulate, sizes_for, worth_timing
+from eval.report.write import SERVING, is_served, serving_config
+from eval.teacher_forced import RankedText, passes_along, rank_text
+from eval.trees import CHAIN, acceptance, largest, proposed
 from heads.common.files import atomic_write
-from heads.common.progress import progress
+from heads.common.progress import Bar, progress
 from heads.formats.hub import kind_of, resolve_head, schedule_of
 from heads.formats.published import is_published
 from heads.formats.store import SCHEDULE, read_config, save_tree
-from inference.batch import Batch
-from inference.drafters.head import HeadDrafter, load_for, saved_tree
+from inference.batch import Batch, batch_of
+from inference.decode import RequestParams
+from inference.drafters.head import HeadBatch, HeadDrafter, load_for, saved_tree
 from inference.drafters.plain import Baseline
 from inference.drafters.policy import TreeConfig
 from inference.protocol import Drafter
 from inference.target.target import Target
-from inference.tree_config import Schedule, scheduled
+from inference.tree_config import Schedule, Scheduled, scheduled
 
 TUNED = "tune.json"
+FINALISTS = 3  # trees of each family whose steps are timed again
+AGAIN = 8  # factor of the samples for that
+PER_BASELINE = 4  # steps with a draft for each step of the baseline
+HOPELESS = 0.8  # a tree with a smaller predicted speedup is not tried in larger batches, where a node costs more
+T = TypeVar("T")
+
+
+class Tried(NamedTuple):
+    """A tree, and its τ along the texts to choose by and along the held-out texts."""
+
+    family: str  # the tree's kind, or OWN for the head's present tree
+    tree: TreeConfig
+    chosen: float
+    held: float
+
+    @property
+    def kind(self) -> str:
+        """Chain or tree."""
+        return CHAIN if self.tree.kind == CHAIN else "tree"
 
 
 @dataclass(frozen=True)
-class Measured:
-    """A tree's measurements in the timed session; no speedup if it failed the losslessness check."""
+class Prediction:
+    """The predicted speed of a tree."""
 
-    tau: float | None
-    tokens_per_second: float | None
-    plain_tokens_per_second: float | None
-    speedup: float | None
-    speedup_ci: Interval | None
-    lossless: dict[str, int]
+    tau: float  # tokens a step
+    seconds: float  # of a step of all sequences together
+    tokens_per_second: float  # of all sequences together
+    speedup: float  # over autoregressive decoding, in batches of the same size
 
 
 @dataclass(frozen=True)
 class Candidate:
     """A candidate tree, its prediction, and its measurement if it was timed."""
 
-    family: str  # the tree's kind, or OWN for the head's present tree
+    family: str
     tree: TreeConfig
     predicted: Prediction
-    measured: Measured | None = None
+    measured: ResultRow | None = None
 
     @property
     def gain(self) -> float:
@@ -81,15 +102,15 @@ class AtBatch:
     """The results at one batch size."""
 
     batch: int
-    costs: Costs
+    baseline: float | None  # its tokens per second
     candidates: list[Candidate]  # the most promising trees of each family, or chains and trees, best first
-    best: Candidate | None  # None if the baseline is faster
-    verdict: str  # the recommendation, in words
+    verdict: str = ""  # the recommendation, in words
 
-    def chain_tokens(self) -> int:
-        """Return the tokens of the fastest measured chain, 0 if the baseline is faster: engines draft chains."""
-        best = max((one for one in self.candidates if one.tree.kind == CHAIN), key=lambda one: one.gain, default=None)
-        return 0 if best is None or best.gain <= 1 else best.tree.depth
+    @property
+    def best(self) -> Candidate | None:
+        """The candidate with the greatest measured speedup, None if the baseline is faster."""
+        best = max(self.candidates, key=lambda one: one.gain)
+        return best if best.gain > 1 else None
 
 
 @dataclass(frozen=True)
@@ -104,24 +125,29 @@ class Tuning:
     def passed(self) -> bool:
         """Whether every timed tree is lossless."""
         timed = [one.measured for at in self.batches for one in at.candidates if one.measured is not None]
-        return not any(differs(one.lossless) for one in timed)
+        return not any(differs(row.lossless) for row in timed)
 
     def write(self, out: Path) -> None:
-        """Write tune.json, and vLLM's schedule of chains if it serves the head."""
-        content = {"schema": 3, **asdict(self)}
-        for record, at in zip(content["batches"], self.batches, strict=True):
-            for written, one in zip(record["candidates"], at.candidates, strict=True):
-                written["error"] = one.error
+        """Write tune.json, and vLLM's schedule of the fastest chains, which engines draft, if it serves the head."""
+        batches = [
+            {**asdict(at), "best": at.best and asdict(at.best),
+             "candidates": [{**asdict(one), "error": one.error} for one in at.candidates]}
+            for at in self.batches
+        ]  # fmt: skip
+        content = {"schema": 4, **asdict(self), "batches": batches}
         atomic_write(out / TUNED, (json.dumps(content, indent=2) + "\n").encode())
-        (out / CONFIG).unlink(missing_ok=True)
+        (out / SERVING).unlink(missing_ok=True)
         if is_served(self.settings["head"]):
-            schedule = config_of(ranges({at.batch: at.chain_tokens() for at in self.batches}))
-            atomic_write(out / CONFIG, (json.dumps(schedule, indent=2) + "\n").encode())
+            tokens = {}
+            for at in self.batches:
+                chains = replace(at, candidates=[one for one in at.candidates if one.tree.kind == CHAIN])
+                tokens[at.batch] = chains.best.tree.depth if chains.candidates and chains.best else 0
+            atomic_write(out / SERVING, (json.dumps(serving_config(tokens), indent=2) + "\n").encode())
 
     def show(self, console: Console) -> None:
         """Print the candidates and the verdicts."""
         for at in self.batches:
-            console.print(candidate_table(at.batch, at.candidates))
+            console.print(candidate_table(at))
         for at in self.batches:
             console.print(at.verdict, soft_wrap=True, markup=False)
 
@@ -131,44 +157,27 @@ def is_tuned(head: Path) -> bool:
     return (head.parent / TUNED).is_file() or schedule_of(head, {}) is not None
 
 
-def fastest(candidates: Sequence[Candidate]) -> Candidate | None:
-    """Return the candidate with the greatest measured speedup, None if the baseline is faster."""
-    best = max(candidates, key=lambda one: one.gain)
-    return best if best.gain > 1 else None
-
-
-def conclude(batch: int, candidates: Sequence[Candidate], done: str) -> str:
-    """Return the verdict at a batch size, in words: the fastest tree, or the baseline."""
-    best = max(candidates, key=lambda one: one.gain)
-    then = f"; {done}" if done else ""
-    if best.gain > 1:
-        return f"batch size {batch}: {best.tree.label} is fastest, {best.gain:.2f} times the baseline{then}"
-    gain = f"{best.tree.label} at {best.gain:.2f}" if best.gain else "none is lossless"
-    return f"batch size {batch}: no tree beats the baseline (best: {gain}); decode plainly{then}"
-
-
-def candidate_table(batch: int, candidates: Sequence[Candidate]) -> Table:
+def candidate_table(at: AtBatch) -> Table:
     """Return the candidates at a batch size, a row each."""
-    measured = next((one.measured for one in candidates if one.measured), None)
-    rate = measured.plain_tokens_per_second if measured else None
-    headers = "family, tree, predicted tau, tok/s, speedup, measured tau, tok/s, speedup, off by"
     body = []
-    for one in candidates:
-        expected, measured = one.predicted, one.measured
+    for one in at.candidates:
+        expected, row = one.predicted, one.measured
         cells = [f"{expected.tau:.2f}", f"{expected.tokens_per_second:.1f}", f"{expected.speedup:.2f}"]
-        if measured is None:
+        if row is None:
             cells += ["", "", ""]
         else:
-            cells += [f"{measured.tau or 0:.2f}", f"{measured.tokens_per_second or 0:.1f}"]
-            cells += [f"{measured.speedup:.2f}" if measured.speedup else WITHHELD]
+            cells += [f"{row.tau or 0:.2f}", f"{row.tokens_per_second or 0:.1f}"]
+            cells += [f"{row.speedup:.2f}" if row.speedup else WITHHELD]
         cells.append("" if one.error is None else f"{100 * one.error:+.1f} %")
         body.append([one.family, one.tree.label, *cells])
-    title = f"trees at batch size {batch}" + (f", plain {rate:.1f} tokens/s" if rate else "")
-    return rich_table(title, headers.split(", "), body)
+    rate = "" if at.baseline is None else f", baseline {at.baseline:.1f} tokens/s"
+    headers = "family, tree, predicted tau, tok/s, speedup, measured tau, tok/s, speedup, off by"
+    return rich_table(f"trees at batch size {at.batch}{rate}", headers.split(", "), body)
 
 
-Group = Callable[[Tried], str]
-T = TypeVar("T")
+def halves(items: Sequence[T]) -> tuple[list[T], list[T]]:
+    """Return every other item, and the others; a single item is in both."""
+    return list(items[::2]), list(items[1::2] or items)
 
 
 def tune(config: TuneConfig, target: Target, prompts: Sequence[Prompt]) -> Tuning:
@@ -182,7 +191,6 @@ def tune(config: TuneConfig, target: Target, prompts: Sequence[Prompt]) -> Tunin
             verify.
     """
     grid = config.tuner.within(target.context)
-    config = replace(config, tuner=grid)
     settings, sizes, (run,) = config.settings(0.0), sorted(set(config.batch_sizes())), config.runs()
     # Fails now, not after minutes, if the target takes no batch.
     Batch(target, Baseline(target.device), sizes[-1])
@@ -191,8 +199,7 @@ def tune(config: TuneConfig, target: Target, prompts: Sequence[Prompt]) -> Tunin
         raise ValueError(
             f"{folder}: tune=true writes the tree into the head, and this one is of another project's format"
         )
-    head = load_for(folder, target)
-    drafter = HeadDrafter(head, saved_tree(folder, config.tree), "head")
+    head, current = load_for(folder, target), saved_tree(folder, config.tree)
     answered = [
         (prompt, text)
         for prompt in progress(prompts, "writing the texts")
@@ -200,115 +207,170 @@ def tune(config: TuneConfig, target: Target, prompts: Sequence[Prompt]) -> Tunin
     ]
     if not answered:
         raise ValueError("the target answers every prompt with one token, so nothing is drafted: set another workload")
-    texts = [text for _, text in answered]
-    trees, table = simulate(grid, target, drafter, texts)
-    bench = Bench(config, target, drafter, texts, halves([prompt for prompt, _ in answered])[1])
-    costs: dict[int, Costs] = {}
+    deepest = min(head.max_depth, max(current.deepest, *grid.depths))
+    grown = largest(grid, current, deepest)
+    ranked = [rank_text(target, head, text, grown, deepest) for _, text in progress(answered, "simulating")]
+    chosen, held = halves(ranked)
+    table = acceptance(torch.tensor([ranks for text in chosen for ranks in text.rank]), max(grid.top_k))
+    trees = [
+        Tried(family, tree, tau_along(chosen, tree), tau_along(held, tree))
+        for family, members in proposed(grid, table, current, deepest, target.takes_trees).items()
+        for tree in members
+    ]
+    tokens, held_prompts = [prompt.token for prompt, _ in answered], halves([prompt for prompt, _ in answered])[1]
     results: list[AtBatch] = []
-    for batch in sorted({1, *sizes}):
-        trees = worth_timing(trees, costs)
-        costs[batch] = bench.costs(trees, grid.samples, batch)
-        if batch in sizes:
-            group: Group = (lambda one: one.kind) if results else (lambda one: one.family)
-            finalists = [one for members in ranked(trees, costs, batch, group) for one in members[:FINALISTS]]
-            costs[batch] = bench.costs(finalists, AGAIN * grid.samples, batch, costs[batch])
-            candidates = bench.measured(ranked(finalists, costs, batch, group), costs, batch)
-            results.append(AtBatch(batch, costs[batch], candidates, fastest(candidates), ""))
-    return Tuning(settings_of(config, target, texts), table.tolist(), concluded(results, run, folder))
-
-
-def ranked(trees: Sequence[Tried], costs: Mapping[int, Costs], batch: int, group: Group) -> list[list[Tried]]:
-    """Return the trees by group, sorted by predicted speedup on the texts to choose by."""
-    gain = {id(one): one.promised(costs, batch).speedup for one in trees}
-    groups: dict[str, list[Tried]] = {}
-    for one in sorted(trees, key=lambda one: gain[id(one)], reverse=True):
-        groups.setdefault(group(one), []).append(one)
-    return list(groups.values())
-
-
-@dataclass(frozen=True)
-class Bench:
-    """The setup of measurements: configuration, target, head, texts, and the held-out prompts."""
-
-    config: TuneConfig
-    target: Target
-    head: HeadDrafter
-    texts: list[Text]
-    held: list[Prompt]
-
-    def costs(self, trees: Sequence[Tried], samples: int, batch: int, first: Costs | None = None) -> Costs:
-        """Measure the trees' costs at a batch size; those measured `first` fill the gaps."""
-        settings, sizes = self.config.settings(0.0), sizes_for(trees, [*SIZES, *self.config.tuner.nodes])
-        costs = costing.measure(self.target, self.head, self.texts, distinct(trees), sizes, samples, settings, batch)
-        return costs if first is None else merged(first, costs)
-
-    def measured(self, groups: Sequence[Sequence[Tried]], costs: Mapping[int, Costs], batch: int) -> list[Candidate]:
-        """Return the candidates; the first of each group and the predicted best are timed."""
-        priced = [[Candidate(one.family, one.tree, one.predicted(costs, batch)) for one in group] for group in groups]
-        every = [one for members in priced for one in members]
-        best = max(every, key=lambda one: one.predicted.speedup)
-        promising = [one for one in every if one is best or any(one is members[0] for members in priced)]
-        timed = {id(one): result for one, result in zip(promising, self.timed(promising, batch), strict=True)}
-        return [timed.get(id(one), one) for one in every]
-
-    def timed(self, candidates: Sequence[Candidate], batch: int) -> list[Candidate]:
-        """Return the candidates with their timings in one interleaved session.
-
-        An earlier untimed round compares their tokens with the baseline's.
-        """
-        drafters: dict[str, Drafter] = {
-            str(i): HeadDrafter(self.head.head, one.tree, str(i)) for i, one in enumerate(candidates)
-        }
-        settings = self.config.settings(0.0)
-        setup = Setup(self.target, drafters, cycled(self.held, batch), settings)
-        once = decoded_once(setup._replace(settings=replace(settings, gaps=True)), batch)
-        ids, dtype = [prompt.id for prompt in setup.prompts], self.target.dtype
-        gates = {labelled(name, batch): gate(once[PLAIN], once[name], ids, dtype) for name in drafters}
-        # All have run once already: no warm-up.
-        runs = measure(setup, self.config.repeats, (), hf=False, batch_size=batch)
-        plain, *measured = rows(runs, drafters, gates, Measurement("", 0.0, batch, 0, settings.seed))
-        return [
-            replace(
-                one,
-                measured=Measured(
-                    tau=row.tau,
-                    tokens_per_second=row.tokens_per_second,
-                    plain_tokens_per_second=plain.tokens_per_second,
-                    speedup=row.speedup,
-                    speedup_ci=row.speedup_ci,
-                    lossless=row.lossless,
-                ),
+    for batch in sizes:
+        group: Callable[[Tried], str] = (lambda one: one.kind) if results else (lambda one: one.family)
+        finalists = trees
+        for samples in (grid.samples, AGAIN * grid.samples):
+            of_baseline, seconds = step_seconds(
+                target, head, [one.tree for one in finalists], tokens, settings, samples, batch
             )
-            for one, row in zip(candidates, measured, strict=True)
-        ]
+            priced = sorted(zip(finalists, seconds, strict=True), key=lambda pair: pair[1] / pair[0].chosen)
+            if finalists is trees:
+                fastest = {one.kind: one for one, _ in reversed(priced)}
+                trees = [
+                    one for one, step in priced
+                    if one is fastest[one.kind] or one.chosen * of_baseline / step >= HOPELESS
+                ]  # fmt: skip
+            groups: dict[str, list[Candidate]] = {}
+            for one, step in priced:
+                predicted = Prediction(one.held, step, batch * one.held / step, one.held * of_baseline / step)
+                groups.setdefault(group(one), []).append(Candidate(one.family, one.tree, predicted))
+            kept = {id(one.tree) for members in groups.values() for one in members[:FINALISTS]}
+            finalists = [one for one in finalists if id(one.tree) in kept]
+        results.append(timed(config, target, head, list(groups.values()), held_prompts, batch))
+    measured_texts = {"chosen": len(chosen), "held": len(held)}
+    return Tuning(settings_of(config, target, measured_texts), table.tolist(), concluded(results, run, folder))
 
 
-def merged(first: Costs, again: Costs) -> Costs:
-    """Return the later costs; costs that were measured only first are scaled to the machine's later speed."""
-    faster = again.plain / first.plain
+def tau_along(records: Sequence[RankedText], tree: TreeConfig) -> float:
+    """Return τ of decoding recorded texts with a tree."""
+    passes = together([passes_along(record, tree) for record in records])
+    return passes.tokens / passes.steps
 
-    def both(old: Mapping[T, float], new: Mapping[T, float]) -> dict[T, float]:
-        return {**{key: faster * seconds for key, seconds in old.items()}, **new}
 
-    return Costs(
-        batch=first.batch,
-        plain=again.plain,
-        verify=rising(both(first.verify, again.verify)),
-        settle=(both(first.settle[0], again.settle[0]), both(first.settle[1], again.settle[1])),
-        draft=both(first.draft, again.draft),
-        commit=both(first.commit, again.commit),
-    )
+class RotatingBatch(HeadBatch):
+    """A head that drafts the tree of a given index, so that the steps of all trees are timed in one batch."""
+
+    index = 0
+
+    def choose(self, running: int) -> None:
+        """Choose the tree by the index: the schedule has a line for each."""
+        super().choose(1 + self.index)
+
+
+class Rotation(HeadDrafter):
+    """A drafter whose batch is a `RotatingBatch`."""
+
+    def batch(self, size: int) -> RotatingBatch:
+        """Return what drafts for up to `size` sequences."""
+        self.drafts = RotatingBatch(self.head, self.schedule, size)
+        return self.drafts
+
+
+@torch.inference_mode()
+def step_seconds(
+    target: Target,
+    head: Any,
+    trees: Sequence[TreeConfig],
+    prompts: Sequence[list[int]],
+    settings: RequestParams,
+    samples: int,
+    batch: int,
+) -> tuple[float, list[float]]:
+    """Return the seconds of a step of the baseline, and of a step with each tree, for `batch` sequences.
+
+    Each tree drafts for a step, in a new random order each time, and the baseline decodes in between: a machine that
+    slows down for a while slows all of them. The first step of each tree, which is slower, is not counted.
+    """
+    rotation = Rotation(head, trees[0], "rotation", Schedule([Scheduled(1 + i, tree) for i, tree in enumerate(trees)]))
+    seconds: list[list[float]] = [[] for _ in trees]
+    of_baseline: list[float] = []
+    shuffle, steps = random.Random(settings.seed), count()
+    with target.uncaptured(), Bar((1 + samples) * len(trees), f"timing steps, batch size {batch}") as bar:
+        baseline = timed_steps(batch_of(target, Baseline(target.device), batch), prompts, settings)
+        drafting = timed_steps(batch_of(target, rotation, batch), prompts, settings)
+        next(baseline)
+        for turn in range(1 + samples):
+            for index in shuffle.sample(range(len(trees)), len(trees)):
+                if next(steps) % PER_BASELINE == 0:
+                    of_baseline.append(next(baseline))
+                rotation.drafts.index = index
+                spent = next(drafting)
+                seconds[index] += [spent] if turn else []
+                bar.show(bar.done + 1)
+    return typical(of_baseline), list(map(typical, seconds))
+
+
+def timed_steps(batch: Batch, prompts: Sequence[list[int]], settings: RequestParams) -> Iterator[float]:
+    """Decode prompts in a batch again and again; yield the seconds of every step."""
+    waiting = enumerate(cycle(prompts))
+    while True:
+        while batch.free:
+            batch.admit(*next(waiting), settings)
+        synchronize(batch.target.device)
+        begin = time.perf_counter()
+        batch.step()
+        synchronize(batch.target.device)
+        yield time.perf_counter() - begin
+        batch.release()
+
+
+def typical(values: Sequence[float]) -> float:
+    """Return the mean without the lowest and highest twentieth.
+
+    A short part has few but long interruptions, which a median would miss; a single outlier must not count either.
+    """
+    from scipy.stats import trim_mean  # late: half a second that a refusal would wait for
+
+    return float(trim_mean(values, 0.05))
+
+
+def timed(
+    config: TuneConfig,
+    target: Target,
+    head: Any,
+    groups: Sequence[Sequence[Candidate]],
+    prompts: Sequence[Prompt],
+    batch: int,
+) -> AtBatch:
+    """Return the candidates of all groups, the first of each with its timing in one interleaved session.
+
+    An earlier untimed round compares their tokens with the baseline's.
+    """
+    drafters: dict[str, Drafter] = {
+        str(i): HeadDrafter(head, members[0].tree, str(i)) for i, members in enumerate(groups)
+    }
+    setup = Setup(target, drafters, cycled(prompts, batch), config.settings(0.0))
+    once = decoded_once(setup._replace(settings=replace(setup.settings, gaps=True)), batch)
+    ids = [prompt.id for prompt in setup.prompts]
+    gates = {labelled(name, batch): gate(once[BASELINE], once[name], ids, target.dtype) for name in drafters}
+    # All have run once already: no warm-up.
+    runs = measure(setup, config.repeats, (), hf=False, batch_size=batch)
+    baseline, *measured = rows(runs, drafters, gates, Measurement("", 0.0, batch, 0, config.seed))
+    candidates = [
+        one
+        for (first, *others), row in zip(groups, measured, strict=True)
+        for one in (replace(first, measured=row), *others)
+    ]
+    return AtBatch(batch, baseline.tokens_per_second, candidates)
 
 
 def concluded(results: Sequence[AtBatch], run: str, folder: Path) -> list[AtBatch]:
-    """Write the best tree into the head's config; return the results with their verdicts."""
+    """Write the best tree into the head's config; return the results with their verdicts, in words."""
     best = [(at.batch, None if at.best is None else at.best.tree) for at in results]
     schedule, tree = scheduled(best) if len(best) > 1 else None, best[0][1]
     done = "nothing is written" if tree is None and schedule is None else keep(tree, schedule, run, folder)
-    first, *others = results
-    verdicts = [conclude(first.batch, first.candidates, done)]
-    verdicts += [conclude(at.batch, at.candidates, "") for at in others]
-    return [replace(at, verdict=verdict) for at, verdict in zip(results, verdicts, strict=True)]
+    concluded_results = []
+    for at in results:
+        one, then = max(at.candidates, key=lambda one: one.gain), f"; {done}" * (at is results[0])
+        gain = f"{one.tree.label} at {one.gain:.2f}" if one.gain else "none is lossless"
+        verdict = f"no tree beats the baseline (best: {gain}); decode without drafts"
+        if one.gain > 1:
+            verdict = f"{one.tree.label} is fastest, {one.gain:.2f} times the baseline"
+        concluded_results.append(replace(at, verdict=f"batch size {at.batch}: {verdict}{then}"))
+    return concluded_results
 
 
 def keep(tree: TreeConfig | None, schedule: Schedule | None, run: str, folder: Path) -> str:
@@ -328,18 +390,15 @@ def keep(tree: TreeConfig | None, schedule: Schedule | None, run: str, folder: P
     return f"written to {folder}{name}"
 
 
-def settings_of(config: TuneConfig, target: Target, texts: Sequence[Text]) -> dict[str, Any]:
+def settings_of(config: TuneConfig, target: Target, texts: dict[str, int]) -> dict[str, Any]:
     """Return the settings and the environment of a tuning."""
-    chosen, held = map(len, halves(texts))
     return {
         "run": config.runs()[0],
         "head": kind_of(resolve_head(config.runs()[0])),
         "target": target.name,
         "device": device_facts(target.device, target.dtype),
-        "texts": {"chosen": chosen, "held": held},
-        "max_new_tokens": config.max_new_tokens,
-        "seed": config.seed,
-        "repeats": config.repeats,
+        "texts": texts,
+        **{key: getattr(config, key) for key in ("max_new_tokens", "seed", "repeats")},
         "engine": config.engine.label,
         "tuner": asdict(config.tuner),
         "provenance": provenance(),

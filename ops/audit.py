@@ -8,17 +8,17 @@ if __name__ == "__main__":  # as a script: the checkout's root not this folder, 
 
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from datetime import datetime, timezone
 from functools import partial
+from itertools import takewhile
 from typing import NamedTuple
 
 from omegaconf import DictConfig
 
 from eval.config import Selection
-from eval.inputs.workloads import workload_names
-from eval.measures.cost_model import cycled, stops_paying
+from eval.inputs.workloads import cycled, workload_names
 from eval.measures.counters import Counters, restarted
 from heads.common.command import command, ending_alone
 from heads.common.errors import user_errors
@@ -26,9 +26,22 @@ from heads.common.files import atomic_write, check_writable
 from heads.common.progress import Bar
 from heads.common.typed import typed
 from heads.common.untrusted import visible
-from ops.audits import greedy, properties, sampling
-from ops.audits.ask import AUDITED, BASELINE, SIDES, Asker, AuditConfig, EndedError, ask_text
-from ops.audits.compare import Audit, Difference, Finding, Status, breach, diagnosed
+from ops.audits import checks, sampling
+from ops.audits.compare import (
+    AUDITED,
+    BASELINE,
+    SIDES,
+    Asker,
+    Audit,
+    AuditConfig,
+    Difference,
+    EndedError,
+    Finding,
+    Status,
+    ask_text,
+    breach,
+    diagnosed,
+)
 from ops.audits.output import cleaned, finding_record, rendered, reproduction
 from ops.served import Server, read_questions
 
@@ -44,20 +57,20 @@ ASKED = (
 JSON, PAGE, REPRODUCTION = "audit.json", "audit.html", "reproduce.py"
 # Ordered so that a fault found by one check may also fail the later ones.
 CHECKS: dict[str, Callable[[Audit], Finding]] = {
-    "identity": greedy.identity,
-    "prefix_cache": greedy.prefix_cache,
-    "conversations": greedy.conversations,
-    "borders": greedy.borders,
-    "concurrency": greedy.side_by_side,
-    "cancelled": greedy.cancelled,
-    "streaming": greedy.streaming,
-    "penalties": greedy.penalties,
-    "limits": properties.limits,
-    "stop_strings": properties.stop_strings,
-    "usage": properties.usage,
-    "logprobs": properties.logprobs_hold,
-    "schemas": properties.schemas,
-    "tool_calls": properties.tool_calls,
+    "identity": checks.identity,
+    "prefix_cache": checks.prefix_cache,
+    "conversations": checks.conversations,
+    "borders": checks.borders,
+    "concurrency": checks.side_by_side,
+    "cancelled": checks.cancelled,
+    "streaming": checks.streaming,
+    "penalties": checks.penalties,
+    "limits": checks.limits,
+    "stop_strings": checks.stop_strings,
+    "usage": checks.usage,
+    "logprobs": checks.logprobs_hold,
+    "schemas": checks.schemas,
+    "tool_calls": checks.tool_calls,
     "sampling": partial(sampling.sampling, check="sampling"),
     "sampling_top_p": partial(sampling.sampling, check="sampling_top_p"),
     "seeds": sampling.seeds,
@@ -191,6 +204,12 @@ def speed(audit: Audit, drafts: int | None) -> Finding:
     texts += [] if losing is None else [f"speculation loses from {losing} in flight on"]
     figures = {"speedup": loads, "loses_from": losing, "drafts": drafts}
     return Finding("speed", "passed" if loads else "not_run", "; ".join(texts) or "nothing was timed", [], figures)
+
+
+def stops_paying(gains: Mapping[int, float]) -> int | None:
+    """Return the smallest load beyond which no speedup is above 1; None if the largest load has one."""
+    losing = takewhile(lambda size: gains[size] <= 1, sorted(gains, reverse=True))
+    return min(losing, default=None)
 
 
 def drafts_between(before: Counters | None, after: Counters | None) -> int | None:

@@ -25,7 +25,11 @@ from typing import Annotated, Any
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
+from collections.abc import Sequence
+from typing import NamedTuple
+
 import numpy as np
+from numpy.typing import NDArray
 from omegaconf import DictConfig
 from rich.console import Console
 
@@ -37,13 +41,66 @@ from heads.common.ranges import Count, NewTokens, Within
 from heads.common.typed import typed
 from heads.common.untrusted import parse_json, shown
 from ops.commands import REFUSED, run_command, split_config
-from ops.curve import LEVEL, Predicted, predict, with_interval
 from train import sweep
 from train.checkpoints import format
 from train.checkpoints.resume import differences, plain
 from train.config import RunConfig, run_config
 from train.distributed.launch import key_of, overrides
 from train.planning.check import check_out, clear_out
+
+# The learning curve of τ: a power function of the trained tokens through a few points, and its interval.
+
+LEVEL = 0.9  # confidence level of a forecast's interval
+FLOOR = 0.01  # the least standard error of a measured τ, as a share of it: no curve is exactly a power function
+EXPONENTS = (0.03, 3.0)
+
+
+class Predicted(NamedTuple):
+    """τ of a longer training, with the ends of its interval."""
+
+    tau: float
+    low: float
+    high: float
+
+
+def power_function(tokens: NDArray[np.float64], limit: float, rise: float, exponent: float) -> NDArray[np.float64]:
+    """Return τ after N tokens: limit - rise tokens^-exponent (Hestness et al., arXiv 1712.00409)."""
+    return np.asarray(limit - rise * tokens**-exponent)
+
+
+def predict(
+    tokens: Sequence[float], tau: Sequence[float], error: Sequence[float], at: float, bound: float
+) -> Predicted:
+    """Return τ after `at` tokens by a power function through three points or more, with its interval of LEVEL.
+
+    The interval is that of the function, by the covariance of its three numbers; a new measurement varies more.
+
+    Args:
+        tokens: trained tokens of each point, increasing.
+        tau: τ at each point.
+        error: Standard errors of τ.
+        at: a number of tokens, not below the last point's.
+        bound: the most tokens that a pass can commit.
+    """
+    from scipy.optimize import curve_fit  # late: half a second that no other run needs
+
+    x, y = np.asarray(tokens, dtype=float) / tokens[-1], np.asarray(tau, dtype=float)
+    rise = max(float(y[-1] - y[0]), 0.01)
+    values, covariance = curve_fit(
+        power_function, x, y, p0=(min(y[-1] + rise, bound), rise, 0.5), sigma=np.maximum(error, FLOOR * y),
+        absolute_sigma=True, bounds=((1.0, 1e-3, EXPONENTS[0]), (bound, 2 * bound, EXPONENTS[1])),
+    )  # fmt: skip
+    ratio, (_, rise, exponent) = at / tokens[-1], values
+    gradient = np.array([1.0, -(ratio**-exponent), rise * ratio**-exponent * math.log(ratio)])
+    middle = float(power_function(np.array(ratio), *values))
+    half = NormalDist().inv_cdf((1 + LEVEL) / 2) * math.sqrt(gradient @ covariance @ gradient)
+    return Predicted(*(min(max(end, 1.0), bound) for end in (middle, middle - half, middle + half)))
+
+
+def with_interval(values: Predicted, unit: str = "") -> str:
+    """Return a forecast with its interval as text."""
+    return f"{values.tau:.2f}{unit} [{values.low:.2f}, {values.high:.2f}]"
+
 
 UNITS = {"s": 1, "min": 60, "h": 3600, "d": 86400}  # in seconds
 OF_ALL = ("budget", "log", "resume", "overwrite", "name", "out")  # overrides that differ between the trainings

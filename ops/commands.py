@@ -1,17 +1,26 @@
-"""Starting the other commands as processes, and the configuration of a command that starts trainings."""
+"""What commands about many runs share: starting other commands as processes, configurations, and output."""
 
+import json
 import subprocess
 import sys
 from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
+from rich.console import Console
 
 from heads.common.command import quoted
 from heads.common.resolvers import ROOT
+from heads.common.untrusted import visible
 from train.config import RunConfig
 
-REFUSED = (1, 2)  # exit statuses of failed and refused commands; others come from a signal
+REFUSED = FAILED, _ = (1, 2)  # exit statuses of failed and refused commands; others come from a signal
+
+
+def say(line: str) -> None:
+    """Print a line."""
+    Console().print(visible(line), highlight=False, soft_wrap=True, markup=False)
 
 
 def run_command(script: str, words: list[str]) -> None:
@@ -55,6 +64,4 @@ def _literal(value: Any) -> str:
     """Return a value in Hydra's override grammar."""
     if isinstance(value, list | tuple):
         return f"[{','.join(map(_literal, value))}]"
-    if isinstance(value, bool) or value is None:
-        return {True: "true", False: "false", None: "null"}[value]
-    return str(value) if isinstance(value, int | float) else quoted(value)
+    return quoted(value) if isinstance(value, str | Path) else json.dumps(value)

@@ -38,9 +38,21 @@ from inference.drafters.head import HeadDrafter
 from inference.drafters.policy import TreeConfig, check_tree
 from inference.target.target import Target
 from inference.verification.sample import GREEDY
-from ops.examine.files import OWN, Examined, load_target, read
-from ops.examine.finding import WRONG, Finding, meant_for, ok, unknown, written, wrong
-from ops.examine.keys import readings, records
+from ops.examine import (
+    OWN,
+    WRONG,
+    Examined,
+    Finding,
+    load_target,
+    meant_for,
+    ok,
+    read,
+    readings,
+    records,
+    unknown,
+    written,
+    wrong,
+)
 
 BUNDLED, NAME = "tiny", "acceptance"
 NOTHING = 1.05  # τ below which a head is useless

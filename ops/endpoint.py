@@ -23,11 +23,21 @@ from omegaconf import DictConfig
 from data.answers.client import base_url, check_url
 from eval.config import TURNS, Conditions, Selection
 from eval.inputs.workloads import Workload, prompt_counts, workload_names
-from eval.live.interleaved import PLAIN, Served, arrivals, in_turns, judged, queued_rows
+from eval.live import Served, arrivals, in_turns, judged, queued_rows
 from eval.measures.losslessness import Divergence, Gate, gate_of, labelled, shared_length
 from eval.measures.machine import cpu_name, provenance
 from eval.measures.metrics import SpecDecodingStats, together
-from eval.measures.results import ENDPOINT, UNTIMED, DrafterInfo, Measurement, Request, ResultRow, Subset, result
+from eval.measures.results import (
+    BASELINE,
+    ENDPOINT,
+    UNTIMED,
+    DrafterInfo,
+    MeasuredRequest,
+    Measurement,
+    ResultRow,
+    Subset,
+    result,
+)
 from eval.report.write import Report
 from eval.run import publish
 from heads.common.command import command, ending_alone
@@ -36,13 +46,13 @@ from heads.common.files import check_writable
 from heads.common.ranges import Count, NewTokens, Number, OneOf
 from heads.common.typed import typed
 from inference.decode import Generation
-from ops.served import BASELINE, Answer, ClientConfig, Question, Server, read_questions
+from ops.served import BASELINE_KEY, Answer, ClientConfig, Question, Server, read_questions
 
 REPORTED = ("max_new_tokens", "seed", "repeats", "warmup", "turns")
 # Every request has all of sampling's fields, so that no server's default applies; client.extra has others.
 SAMPLING = {"top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
 SHOWN = 24  # characters of a text, from the first difference
-Servers = Mapping[str, Server]  # by drafter name, the baseline's is PLAIN
+Servers = Mapping[str, Server]  # by drafter name, the baseline's is BASELINE
 
 
 @dataclass(frozen=True)
@@ -102,8 +112,8 @@ def measure(config: ServedConfig) -> Report:
     jobs = [read_questions(name, selection, config.client.chat) for name in workload_names(config.workload)]
     servers = {ENDPOINT: (server := Server(config.url, config.client, "url"))}
     if config.baseline is not None:
-        servers = {PLAIN: Server(config.baseline, config.client, BASELINE), **servers}
-        servers[PLAIN].check_baseline_of(server)
+        servers = {BASELINE: Server(config.baseline, config.client, BASELINE_KEY), **servers}
+        servers[BASELINE].check_baseline_of(server)
     measured: list[Measured] = []
     checked = Counter[int]()  # greedy prompts so far, by batch size
     for job in jobs:
@@ -168,8 +178,8 @@ def _runs(
 
     batches = [[i] for i in range(count)] if in_flight == 1 and rate is None else [range(count)]
     answers = in_turns(list(servers), answer, batches, repeats, measurement.seed)
-    if PLAIN in servers:
-        servers[PLAIN].refuse_drafts()
+    if BASELINE in servers:
+        servers[BASELINE].refuse_drafts()
     return {name: Runs(answers[name], passes[name]) for name in servers}
 
 
@@ -183,7 +193,7 @@ def _gates(measured: Sequence[Measured]) -> dict[str, Gate]:
             name: [[answer.text for answer in repeats] for one in greedy for repeats in one.runs[name].answers]
             for name in greedy[0].runs
         }
-        plain = texts.pop(PLAIN)
+        plain = texts.pop(BASELINE)
         gates |= {labelled(name, size): text_gate(plain, drafted, ids) for name, drafted in texts.items()}
     return gates
 
@@ -207,11 +217,11 @@ def text_gate(plain: Sequence[Sequence[str]], drafted: Sequence[Sequence[str]], 
     return gate_of(compared(*texts) for texts in zip(plain, drafted, ids, strict=True))
 
 
-def _measured(repeats: Sequence[Answer]) -> Request:
+def _measured(repeats: Sequence[Answer]) -> MeasuredRequest:
     """Return a request with the times of its median repeat (the lower of two) and the counts of all repeats."""
     run = sorted(repeats, key=lambda run: run.seconds)[(len(repeats) - 1) // 2]
     passes = [repeat.passes for repeat in repeats if repeat.passes is not None]
-    return Request(
+    return MeasuredRequest(
         passes=together(passes) if len(passes) == len(repeats) else None,
         decoding=None if run.decode_s is None else (run.decoded, run.decode_s),
         end_to_end=(run.tokens, run.seconds),
@@ -232,7 +242,7 @@ def rows(by_server: Mapping[str, Runs], gates: Mapping[str, Gate], measurement: 
     if measurement.request_rate is None:
         return timed
     rounds = {name: [[_served(run) for run in repeats] for repeats in runs.answers] for name, runs in by_server.items()}
-    return queued_rows(timed, {PLAIN: next(iter(rounds.values())), **rounds}, measurement)
+    return queued_rows(timed, {BASELINE: next(iter(rounds.values())), **rounds}, measurement)
 
 
 def _served(answer: Answer) -> Served:
@@ -241,12 +251,12 @@ def _served(answer: Answer) -> Served:
     return Served(generation, answer.arrived, answer.queue_s, answer.ttft_s)
 
 
-def _row(name: str, runs: Runs, subset: Subset, requests: Sequence[Request]) -> ResultRow:
+def _row(name: str, runs: Runs, subset: Subset, requests: Sequence[MeasuredRequest]) -> ResultRow:
     counts = [request.passes for request in requests if request.passes is not None]
     total = together((counts if len(counts) == len(requests) else []) if subset.category else runs.passes)
-    rule = "none" if name == PLAIN else "greedy" if subset.measurement.temperature == 0 else "the server's"
+    rule = "none" if name == BASELINE else "greedy" if subset.measurement.temperature == 0 else "the server's"
     depths = f"served, depth {len(total.by_depth)}" if total.by_depth else "served"
-    row = result(DrafterInfo(name, rule, "none" if name == PLAIN else depths), subset, requests, total)
+    row = result(DrafterInfo(name, rule, "none" if name == BASELINE else depths), subset, requests, total)
     return replace(row, tokens=sum(run.decoded for repeats in subset.of(runs.answers) for run in repeats))
 
 

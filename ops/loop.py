@@ -11,7 +11,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from datetime import datetime, timezone
 from pathlib import Path
@@ -21,24 +21,23 @@ if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from omegaconf import DictConfig
-from rich.console import Console
 
 from data.text.prompts import before_answers
 from data.text.records import parse, readable
 from eval.inputs.drafters import model_of
+from eval.measures.losslessness import FailedChecks
+from eval.measures.results import BASELINE, LIVE
+from eval.report.write import read_report
 from heads.common.command import command, quoted
 from heads.common.files import atomic_write, check_writable, claim, last_good, read_checked, replacing, write_checked
 from heads.common.ranges import Decay, Fraction, Number, Within
 from heads.common.typed import typed
-from heads.common.untrusted import visible
 from heads.formats.hub import kind_of, resolve_head
 from heads.formats.published import is_published
 from heads.formats.store import SCHEDULE, read_config, save_tree
-from ops import proof
-from ops.commands import run_command, split_config
-from ops.proof import LEAST
-from ops.sequential import EARLY, watched, watcher_config
-from ops.watch import Log, check_log, growing, json_object, player
+from inference.target.placement import AUTO
+from ops.commands import FAILED, overrides_of, run_command, say, split_config
+from ops.watch import EARLY, Log, check_log, growing, json_object, player, watched, watcher_config
 from train.config import RunConfig, run_config
 from train.distributed.launch import key_of, overrides
 
@@ -46,8 +45,10 @@ Train = Callable[[list[str]], None]  # a training with these overrides
 OWN = ("experiment", "log", "serve", "loop", "name", "out", "resume", "overwrite", "plan", "init", "data.path")
 STATE = "state.json"
 WATCH, ADAPT, PROVE, SWAP = "watch", "adapt", "prove", "swap"
-NEW, OLD = "new.jsonl", "old.jsonl"
 TRAFFIC, FORMER, ADAPTED, PROOF = "traffic", "former", "adapted", "proof"
+TRAINED = NEW, OLD = "new.jsonl", "old.jsonl"  # the new and the old traffic to train on, and to compare heads on:
+HELD_OUT = HELD_NEW, HELD_OLD = "proof_new.jsonl", "proof_old.jsonl"
+LEAST = 8  # requests of a kind to compare on; with fewer an interval is uninformative
 
 
 @dataclass(frozen=True)
@@ -75,7 +76,7 @@ class LoopJob:
 
 @dataclass
 class State:
-    """The state of a maintenance; written atomically with each decision."""
+    """The content of state.json, written atomically with each decision."""
 
     serve: str  # the head in service, as it was named
     round: int = 1  # a round ends with a swap, or the decision against it
@@ -90,7 +91,7 @@ class State:
         if not (folder / STATE).is_file():
             write_checked(folder / STATE, asdict(cls(serve)))
         content = read_checked(folder / STATE)
-        state = typed(cls, {key: content.get(key) for key in (one.name for one in fields(cls))})
+        state = typed(cls, {one.name: content.get(one.name) for one in fields(cls)})
         if state.serve != serve:
             raise ValueError(f"{folder} maintains {state.serve}, not serve={serve}: give that, or another out")
         return state
@@ -101,14 +102,8 @@ class State:
         record = {"at": now, "round": self.round, "stage": self.stage, "decision": decision, "evidence": evidence}
         self.decisions.append(record)
         say(f"{self.stage}: {decision}")
-        self.stage = stage
-        vars(self).update(changes)
+        vars(self).update(changes, stage=stage)
         write_checked(out / STATE, asdict(self))
-
-
-def say(line: str) -> None:
-    """Print a line."""
-    Console().print(visible(line), highlight=False, soft_wrap=True, markup=False)
 
 
 def maintain(run: RunConfig, service: LoopJob, words: list[str], train: Train) -> int:
@@ -133,11 +128,16 @@ def maintain(run: RunConfig, service: LoopJob, words: list[str], train: Train) -
     with claim(out / "lock", wait=False) as free:
         if not free:
             raise ValueError(f"{out}: another maintenance is running there; wait for it, or give another out")
-        return Maintenance(run, service, words, train, State.read(out, service.serve)).go()
+        maintenance = Maintenance(run, service, words, train, State.read(out, service.serve))
+        stages = {stage: getattr(maintenance, stage) for stage in (WATCH, ADAPT, PROVE, SWAP)}
+        done: int | None = None
+        while done is None:
+            done = stages[maintenance.state.stage]()
+        return done
 
 
 class Maintenance:
-    """The maintenance of a head."""
+    """The stages of a head's maintenance; each returns the exit status, or None if another stage follows."""
 
     def __init__(self, run: RunConfig, service: LoopJob, words: list[str], train: Train, state: State) -> None:
         self.run, self.words, self.train, self.state = run, words, train, state
@@ -145,15 +145,14 @@ class Maintenance:
         self.out, self.log = Path(run.out), Path(service.log).expanduser()
         self.head = resolve_head(self.serve)
         keys = {"model.path" if key == "model" else key for key in map(key_of, words)}
-        named = sorted(key.removeprefix("model.") for key in keys if key.startswith("model."))
-        given = {key: getattr(run.model, key) for key in named}
+        given = {key: getattr(run.model, key) for word in sorted(keys) if (key := word.removeprefix("model.")) != word}
         self.model = model_of(self.serve, given)
         self.given: dict[str, Any] = {"path": self.model.path, "sibling": True, **given}
         # A published head brings no tree: both heads draft the training's then, and else the served one's.
         self.published = is_published(self.head)
         self.tree = asdict(run.tree) if self.published else {}
         # A swap replaces a folder here; it does not touch a head on the Hub or in an engine's format.
-        self.ours = last_good(Path(self.serve).expanduser()).is_dir() and not self.published
+        self.replaceable = last_good(Path(self.serve).expanduser()).is_dir() and not self.published
 
     @property
     def folder(self) -> Path:
@@ -165,14 +164,6 @@ class Maintenance:
         """Lines of the log."""
         with self.log.open("rb") as file:
             return sum(1 for _ in file)
-
-    def go(self) -> int:
-        """Run the stages until a round ends, or nothing remains to do."""
-        stages = {WATCH: self.watch, ADAPT: self.adapt, PROVE: self.prove, SWAP: self.swap}
-        done: int | None = None
-        while done is None:
-            done = stages[self.state.stage]()
-        return done
 
     def watch(self) -> int | None:
         """Watch the log from this round's begin, or a new file from its first line, and split it."""
@@ -191,8 +182,7 @@ class Maintenance:
             decision, evidence = f"new from line {since + 1:,} on, as given", {"line": since}
         else:
             watcher = watcher_config(self.loop.watcher, "loop.watcher")
-            play = player(self.serve, self.given, self.tree, watcher, str(self.log))
-            log = Log(self.log, watcher, play, state.begin)
+            log = Log(self.log, watcher, player(self.serve, self.given, self.tree, watcher, str(self.log)), state.begin)
             outcome = watched(log, watcher)
             if outcome.alarm is None:
                 early = f", the first {watcher.reference} of which are the reference" * (outcome.status == EARLY)
@@ -216,54 +206,62 @@ class Maintenance:
                 if self.head != Path(self.serve).expanduser() and config.is_file():
                     shutil.copy(config, folder)
         if not (adapted / "training.json").is_file():
-            self.train(self.overrides(traffic, adapted))
+            # The user's overrides, behind the experiment's, and those of the loop.
+            given = [word for word in self.words if not {key_of(word), key_of(word).split(".")[0]} & {*OWN}]
+            share = self.loop.old if (traffic / OLD).stat().st_size else 0.0
+            paths = ",".join(quoted(traffic / name) for name in (TRAINED if share else (NEW,)))
+            resumes = (adapted / "checkpoints").is_dir()
+            self.train([
+                "experiment=adapt", f"model.path={quoted(self.model.path)}", f"head={kind_of(self.head)}", *given,
+                f"init={quoted(former)}", f"data.path=[{paths}]",
+                *([f"data.weights=[{1 - share},{share}]"] if share else []), "data.prompts=''",
+                f"name='{self.folder.name}'", f"out={quoted(adapted)}", "eval.prompts=0",
+                f"resume={str(resumes).lower()}", f"overwrite={str(not resumes).lower()}",
+            ])  # fmt: skip
         if not self.published:
             served = read_config(former / "head")
             save_tree(adapted / "head", served["tree"], served.get(SCHEDULE))
         self.state.decide(self.out, f"trained: {adapted}", {"run": str(adapted)}, PROVE)
 
-    def overrides(self, traffic: Path, adapted: Path) -> list[str]:
-        """Return the overrides of the training: the user's own, behind the experiment's, and those of the loop."""
-        given = [word for word in self.words if not {key_of(word), key_of(word).split(".")[0]} & {*OWN}]
-        share = self.loop.old if (traffic / OLD).stat().st_size else 0.0
-        paths = ",".join(quoted(traffic / name) for name in ((NEW, OLD) if share else (NEW,)))
-        weights = [f"data.weights=[{1 - share},{share}]"] if share else []
-        resumes = (adapted / "checkpoints").is_dir()
-        return [
-            "experiment=adapt", f"model.path={quoted(self.model.path)}", f"head={kind_of(self.head)}", *given,
-            f"init={quoted(self.folder / FORMER)}", f"data.path=[{paths}]", *weights, "data.prompts=''",
-            f"name='{self.folder.name}'", f"out={quoted(adapted)}", "eval.prompts=0",
-            f"resume={str(resumes).lower()}", f"overwrite={str(not resumes).lower()}",
-        ]  # fmt: skip
-
     def prove(self) -> int | None:
-        """Compare the adapted head with the former one, and decide."""
-        former, adapted, out = (self.folder / name for name in (FORMER, ADAPTED, PROOF))
-        report = proof.compared(
-            former, adapted, self.folder / TRAFFIC, out, self.loop.requests, self.run.eval, self.given, self.tree
-        )
-        verdict = proof.verdict(report, adapted, self.loop.old_loss)
-        evidence = verdict.evidence | {"report": str(out / "report.html")}
-        if not verdict.better:
-            return self._not_swapped(verdict.sentence, evidence)
-        self.state.decide(self.out, verdict.sentence, evidence, SWAP)
+        """Compare the adapted head with the former one on held-out requests of each kind, and decide."""
+        former, adapted, traffic, out = (self.folder / name for name in (FORMER, ADAPTED, TRAFFIC, PROOF))
+        settings = self.run.eval
+        values = {
+            "run": str(former), "compare": [str(adapted)], "out": str(out), "tier": LIVE,
+            "workload": [str(traffic / one) for one in HELD_OUT if one == HELD_NEW or (traffic / one).stat().st_size],
+            "model": self.given, "tree": self.tree, "prompts": self.loop.requests, "balanced": False, "truncate": True,
+            "hf": False, "warmup": 1, "engine": asdict(settings.engine),
+            **{key: getattr(settings, key) for key in ("max_new_tokens", "temperature", "repeats")},
+            **{key: value for key in ("dtype", "gate_dtype") if (value := getattr(settings, key)) != AUTO},
+        }  # fmt: skip
+        try:
+            run_command("eval/run.py", overrides_of(values))
+        except SystemExit as ended:
+            if ended.code != FAILED:  # a head is not lossless, which the report says
+                raise
+        better, sentence, evidence = verdict(read_report(out / "report.json"), adapted, self.loop.old_loss)
+        evidence["report"] = str(out / "report.html")
+        if not better:
+            return self._not_swapped(sentence, evidence)
+        self.state.decide(self.out, sentence, evidence, SWAP)
         return None
 
     def swap(self) -> int:
         """Replace the head in service, whole, unless it is on the Hub or in an engine's format; run the command."""
         run, former = self.folder / ADAPTED, self.folder / FORMER
-        if self.ours:
+        if self.replaceable:
             copy_head(run / "head", self.head)
         status = 0
         if self.loop.command is not None:
             environment = {**os.environ, "RUN": str(run)}
             status = subprocess.run(self.loop.command, shell=True, check=False, env=environment).returncode
         if status:
-            if self.ours:
+            if self.replaceable:
                 copy_head(former / "head", self.head)
             return self._not_swapped(f"loop.command ended with status {status}", {})
         decision = f"loop.command has put {run} into service"
-        if self.ours:
+        if self.replaceable:
             decision = f"{self.serve} has the adapted head; the former one is {former / 'head'}"
         elif self.loop.command is None:
             decision = f"proven, to be published: python train/publish.py run={run} repo=OWNER/NAME format=vllm"
@@ -288,11 +286,49 @@ def copy_head(head: Path, served: Path) -> None:
         shutil.copytree(last_good(head), folder, dirs_exist_ok=True)
 
 
+def verdict(report: Mapping[str, Any], adapted: Path, old_loss: float) -> tuple[bool, str, dict[str, Any]]:
+    """Return whether the adapted head is better than the one in service, in a sentence, and with the numbers.
+
+    It is if its τ on the new traffic is higher by the paired interval's lower end, it is lossless, and its τ on the old
+    traffic has fallen by no more than `old_loss`, by the lower end again. Without a comparison it is not. The head in
+    service comes first in the report.
+    """
+    rows, gates = report["rows"], report["settings"].get("gate", {})
+    name = next((row["drafter"] for row in rows if row["drafter"].endswith(str(adapted))), "")
+    taus = {(r["workload"], r["temperature"]): r["tau"] for r in rows if r["drafter"] not in (BASELINE, name)}
+    new, old = (
+        [
+            {**pair["tau"], "former": taus.get((kind, pair["temperature"])) or 0.0, "prompts": pair["prompts"]}
+            for pair in report.get("paired", [])
+            if (pair["drafter"], pair["workload"]) == (name, kind)
+        ]
+        for kind in HELD_OUT
+    )
+    lossless = name in gates and not FailedChecks.of(report["settings"]).drafter(name, [1])
+    on_new, on_old = (
+        "; ".join("τ {former:.2f} {difference:+.2f} [{low:+.2f}, {high:+.2f}] of {prompts} requests".format(**pair)
+                  for pair in pairs) or "nothing to compare"
+        for pairs in (new, old)
+    )  # fmt: skip
+    kinds = [new, old] if any(row["workload"] == HELD_OLD for row in rows) else [new]
+    few = any(min((pair["prompts"] for pair in pairs), default=0) < LEAST for pairs in kinds)
+    failures = {
+        "the adapted head fails the losslessness check": not lossless,
+        f"too few requests to compare: {on_new}; on the old: {on_old}": few,
+        f"not better on the new traffic: {on_new}": not all(pair["low"] > 0 for pair in new),
+        f"better on the new traffic ({on_new}), but the old is forgotten: {on_old}":
+            not all(pair["low"] >= -old_loss * pair["former"] for pair in old),
+    }  # fmt: skip
+    failure = next((sentence for sentence, failed in failures.items() if failed), None)
+    better = f"better on the new traffic: {on_new}; on the old: {on_old}; lossless"
+    return failure is None, failure or better, {"lossless": lossless, "new": new, "old": old}
+
+
 def requests_of(lines: Iterator[bytes], name: str) -> Iterator[tuple[bytes, str]]:
     """Yield a log's lines that have an answer, each with its prompt; lines of no known shape are left out."""
-    for number, line in enumerate(lines):
+    for index, line in enumerate(lines):
         try:
-            entry = parse(readable(json_object(line), number, name), number, name)
+            entry = parse(readable(json_object(line), index, name), index, name)
         except ValueError:
             continue
         roles = [message["role"] for message in entry.messages]
@@ -312,7 +348,7 @@ def split(log: Path, since: int, loop: LoopConfig, folder: Path) -> dict[str, in
     """
     lines = list(growing(log, follow=False, poll=1.0))
     counts: dict[str, int] = {}
-    for trained, held_out, some in ((NEW, proof.NEW, lines[since:]), (OLD, proof.OLD, lines[:since])):
+    for trained, held_out, some in zip(TRAINED, HELD_OUT, (lines[since:], lines[:since]), strict=True):
         entries = list(dict.fromkeys(requests_of(iter(some), str(log))))  # without duplicates
         cut = len(entries) - round(loop.held_out * len(entries))
         seen = {prompt for _, prompt in entries[:cut]}
@@ -322,10 +358,9 @@ def split(log: Path, since: int, loop: LoopConfig, folder: Path) -> dict[str, in
                 f"{log}: {len(entries)} new records can be used, {len(unseen)} of them to compare with a prompt that "
                 f"no other one has, and loop.least={loop.least} and {LEAST} are needed: wait for more, or lower it"
             )
-        for name, kept_lines in ((trained, [line for line, _ in entries[:cut]]), (held_out, [*unseen.values()][::-1])):
-            content = [line.rstrip(b"\n") + b"\n" for line in kept_lines]
-            atomic_write(folder / name, b"".join(content))
-            counts[name] = len(content)
+        for name, kept in ((trained, [line for line, _ in entries[:cut]]), (held_out, [*unseen.values()][::-1])):
+            atomic_write(folder / name, b"".join(line.rstrip(b"\n") + b"\n" for line in kept))
+            counts[name] = len(kept)
     return counts
 
 

@@ -21,7 +21,7 @@ from eval.measures.metrics import SpecDecodingStats, together
 from heads.common.progress import tick
 from heads.common.ranges import Positive
 
-BASELINE = "baseline"  # the option of a server without a drafter
+BASELINE_KEY = "baseline"  # the option of a server without a drafter
 POLL_S, LAG_S = 0.02, 5.0  # between two readings of counters that lag behind the answers, and for how long at most
 PAGE_S = 30.0  # timeout of a server's own pages
 STREAMED = {"stream": True, "stream_options": {"include_usage": True}}
@@ -339,7 +339,7 @@ class Server(Metrics):
 
     def __init__(self, url: str, config: ClientConfig, key: str) -> None:
         super().__init__(url, config.api_key_env, key, config.timeout)
-        self.config, self.is_baseline = config, key == BASELINE
+        self.config, self.is_baseline = config, key == BASELINE_KEY
         how = replace(self.once, model=config.model, extra=config.extra)
         advice = "client.chat=false asks a model without a chat template"
         self.client = Client(self.url + API, how, self.secret, key, "client", advice)
@@ -426,7 +426,7 @@ class Server(Metrics):
         """Refuse a baseline with `drafts`, or whose counters count drafts: it speculates."""
         counters = self.reading()
         if drafts or (counters is not None and counters.drafts is not None):
-            raise ValueError(f"{self.url} speculates: {BASELINE} is for the same model served without a drafter")
+            raise ValueError(f"{self.url} speculates: {BASELINE_KEY} is for the same model served without a drafter")
 
     def _counters_after(self, before: Counters, count: int, decoded: int) -> Counters:
         """Wait until the counters include `count` further requests, and return them if they have no others."""

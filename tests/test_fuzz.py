@@ -30,7 +30,7 @@ from data.text.sources import open_source
 from eval.config import Selection
 from eval.inputs.drafters import model_of
 from eval.inputs.workloads import read_workload
-from eval.report.write import read_report, report_of
+from eval.report.write import read_report
 from heads.common.typed import typed
 from heads.formats import lora
 from heads.formats.published import load_published
@@ -38,8 +38,7 @@ from heads.formats.store import load_head, save_head, save_tree
 from inference.drafters.head import saved_trees
 from inference.drafters.policy import TreeConfig
 from ops.loop import requests_of
-from ops.sequential import watcher_config
-from ops.watch import Log, growing
+from ops.watch import Log, growing, watcher_config
 from tests import toys
 from tests.data import stores
 from tests.eval.test_report import full_report
@@ -227,7 +226,7 @@ def read_of(root: Path) -> dict[str, Reader]:
     file, told = root / "report.json", full_report().as_dict()
     return {
         "config.yaml": Reader(run / "config.yaml", config, encoded, partial(model_of, str(run), NOTHING)),
-        "report": Reader(file, told, encoded, lambda: report_of(read_report(file), str(file))),
+        "report": Reader(file, told, encoded, lambda: read_report(file)),
         "workload": Reader(root / "w.jsonl", RECORDS, lines, partial(workload, root / "w.jsonl")),
         "log": Reader(
             root / "log.jsonl", [{**RECORDS[4], "accepted": [0, 1]}], lines, partial(logged, root / "log.jsonl")

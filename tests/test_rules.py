@@ -26,7 +26,7 @@ PRODUCT = [file for file in SOURCES if file.relative_to(ROOT).parts[0] in PACKAG
 # Whole configurations are seen where they are composed; everything else takes the part that it needs.
 WHOLE = {
     "RunConfig": {"train/run.py", "train/build.py", "train/config.py", "train/planning", "ops/"},
-    "EvalConfig": {"eval/run.py", "eval/setup.py", "eval/config.py", "eval/sessions.py"},
+    "EvalConfig": {"eval/run.py", "eval/setup.py", "eval/config.py"},
 }
 YAMLS = sorted((ROOT / "conf").rglob("*.yaml"))
 SILENCERS = re.compile(r"noqa|type:\s*ignore|(mypy|ruff|pylint|pyright|isort):|pragma:")

@@ -20,7 +20,7 @@ from omegaconf import DictConfig
 from rich.console import Console
 
 from eval.config import eval_config
-from eval.live.interleaved import PLAIN
+from eval.measures.results import BASELINE
 from heads.common.command import command, ending_alone
 from heads.common.errors import keeping, user_errors
 from train import sweep
@@ -69,7 +69,7 @@ def evaluate_head(run: RunConfig, accelerator: Accelerator) -> None:
 
     result = evaluate(eval_config(**values), writes=accelerator.is_main_process)
     if accelerator.is_main_process:
-        row: dict[str, Any] = next((vars(row) for row in result.rows if row.drafter != PLAIN), {})
+        row: dict[str, Any] = next((vars(row) for row in result.rows if row.drafter != BASELINE), {})
         numbers = {f"final_{key}": row.get(key) for key in ("tau", "speedup", "tokens_per_second", "lossless")}
         final = {"step": cost["steps"], **numbers, "lossless": float(result.passed)}
         conclude(Path(run.out), run.trainer.trackers, values_of(run), final)

@@ -6,7 +6,7 @@ A workload is the bundled one by its name, the user's log, or a published benchm
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import islice, zip_longest
+from itertools import cycle, islice, zip_longest
 from pathlib import Path
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar, runtime_checkable
 
@@ -160,6 +160,7 @@ class Categorized(Protocol):
 
 
 P = TypeVar("P", bound=Categorized)
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -199,6 +200,11 @@ def prompt_counts(workloads: Sequence[Workload[Any]], repeated: str) -> dict[str
         "distinct_prompts": sum(workload.distinct for workload in workloads),
         "warmup_prompts": "further ones" if all(workload.fresh for workload in workloads) else repeated,
     }
+
+
+def cycled(items: Sequence[T], least: int) -> list[T]:
+    """Return the items, repeated until there are at least `least`."""
+    return list(islice(cycle(items), max(len(items), least)))
 
 
 def load_workload(name: str, target: Target, limit: int, truncate: bool = False) -> list[Prompt]:

@@ -294,15 +294,7 @@ class FailedChecks:
     sampled: frozenset[tuple[str, float]]  # by name and temperature
 
     @classmethod
-    def of(cls, gates: Mapping[str, Gate], sampled: Sequence[SampledGate]) -> "FailedChecks":
-        """Return those among verdicts."""
-        return cls(
-            frozenset(name for name, gate in gates.items() if not gate.passed),
-            frozenset((check.drafter, check.temperature) for check in sampled if not check.passed),
-        )
-
-    @classmethod
-    def recorded(cls, settings: Mapping[str, Any]) -> "FailedChecks":
+    def of(cls, settings: Mapping[str, Any]) -> "FailedChecks":
         """Return those among the settings of a report.json."""
         return cls(
             frozenset(name for name, gate in settings.get("gate", {}).items() if not gate.get("passed", True)),

@@ -15,6 +15,7 @@ from eval.measures.metrics import PARTS, Groups, Interval, Pair, SpecDecodingSta
 
 T = TypeVar("T")
 LIVE, TEACHER_FORCED = TIERS = ("live", "teacher_forced")  # only the first is timed
+BASELINE = "plain"  # the name of autoregressive decoding in results
 ENDPOINT = "endpoint"  # the drafter and the type of device of a server that is measured as it is
 UNTIMED = dict.fromkeys(PARTS, 0.0)  # seconds
 
@@ -118,7 +119,7 @@ class DrafterInfo(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Request:
+class MeasuredRequest:
     """One measured request; None stands for what was not measured.
 
     `waits` are the seconds that its sender waits, by name: `latency_s` to the last token, `ttft_s` to the first one.
@@ -141,7 +142,7 @@ class Request:
 
 
 def result(
-    drafter: DrafterInfo, subset: Subset, requests: Sequence[Request], whole: SpecDecodingStats | None = None
+    drafter: DrafterInfo, subset: Subset, requests: Sequence[MeasuredRequest], whole: SpecDecodingStats | None = None
 ) -> ResultRow:
     """Return a drafter's result on a subset of a measurement, without a speedup, which `with_speedups` adds.
 
@@ -180,7 +181,11 @@ def result(
 
 
 def with_speedups(
-    row: ResultRow, subset: Subset, requests: Sequence[Request], base: Sequence[Request], hf: Sequence[Request] | None
+    row: ResultRow,
+    subset: Subset,
+    requests: Sequence[MeasuredRequest],
+    base: Sequence[MeasuredRequest],
+    hf: Sequence[MeasuredRequest] | None,
 ) -> ResultRow:
     """Return a result with the columns that only a lossless drafter has.
 
@@ -200,13 +205,15 @@ def with_speedups(
     )
 
 
-def _known(requests: Sequence[Request], key: str) -> list[Any]:
+def _known(requests: Sequence[MeasuredRequest], key: str) -> list[Any]:
     """Return a field of each request; none where not all are known."""
     values = [getattr(request, key) for request in requests]
     return [] if None in values else values
 
 
-def by_request(requests: Sequence[Request], base: Sequence[Request] | None = None) -> dict[str, dict[str, float]]:
+def by_request(
+    requests: Sequence[MeasuredRequest], base: Sequence[MeasuredRequest] | None = None
+) -> dict[str, dict[str, float]]:
     """Return the quantiles over the requests of τ, tokens per second, waits and, over `base`, the speedup."""
     values: dict[str, list[float | None]] = {
         "tau": [metrics.ratio(counts.tokens, counts.steps) for counts in _known(requests, "passes")],

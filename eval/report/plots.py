@@ -6,8 +6,8 @@ A plot is None if the report has no numbers for it. Results that failed a lossle
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from eval.measures.results import LIVE
-from eval.report.view import PLAIN, Record, Result, sweeps
+from eval.measures.results import BASELINE, LIVE
+from eval.report.view import Record, Result, sweeps
 
 Spec = dict[str, Any]
 
@@ -66,7 +66,7 @@ def acceptance(results: Sequence[Result]) -> Plot | None:
 def speedup(results: Sequence[Result]) -> Plot | None:
     """Return the speedup of each drafter with its interval."""
     data = [_speedup(result.name, result) for result in results if result.overall and not result.failed]
-    data = [record for record in data if record["speedup"] is not None and record["drafter"] != PLAIN]
+    data = [record for record in data if record["speedup"] is not None and record["drafter"] != BASELINE]
     color = {**NAME, "field": "drafter", "legend": None}
     x, y = axis("speedup", "speedup", scale={"zero": True}), NAME
     interval = layer(

@@ -15,9 +15,9 @@ from markupsafe import Markup
 from rich.table import Table
 from rich.text import Text
 
-from eval.measures.results import LIVE
+from eval.measures.results import BASELINE, LIVE
 from eval.report.sections import facts_of, headlines_of, notes_of, results_table, sections, sentence
-from eval.report.view import PLAIN, Record
+from eval.report.view import Record
 from heads.common.untrusted import visible
 
 HERE = Path(__file__).parent
@@ -96,7 +96,7 @@ def page(report: Record, failures: Sequence[str]) -> str:
     )
     environment.policies["json.dumps_kwargs"] = {"allow_nan": False}  # and its keys in their order
     headlines, filled = headlines_of(report), sections(report)
-    drafters = dict.fromkeys(result.row["drafter"] for result in headlines if result.row["drafter"] != PLAIN)
+    drafters = dict.fromkeys(result.row["drafter"] for result in headlines if result.row["drafter"] != BASELINE)
     return environment.get_template("page.html.j2").render(
         title=f"{', '.join(drafters)} for {title(report)}" if drafters else title(report),
         sentence=sentence(report),

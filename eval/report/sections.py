@@ -6,14 +6,15 @@ from typing import Any, NamedTuple
 
 from eval.measures.losslessness import Gate, SampledGate
 from eval.measures.metrics import LEVEL, PARTS
-from eval.measures.results import ENDPOINT, LIVE
-from eval.report import breakdown, plots
-from eval.report.breakdown import COSTS
+from eval.measures.results import BASELINE, ENDPOINT, LIVE
+from eval.report import plots
 from eval.report.plots import Plot
 from eval.report.view import (
-    PLAIN,
+    COSTS,
+    REMEDIES,
     Record,
     Result,
+    breakdown_sentence,
     flattened,
     results_of,
     shown,
@@ -83,13 +84,18 @@ def _batch(result: Result) -> str:
     return str(result.row["batch_size"]) + (f" at {rate:g} req/s" if rate is not None else "")
 
 
+def advice(most: str, less: Mapping[str, float], **_: Any) -> str:
+    """Return the most useful improvement of a speedup breakdown, in words."""
+    return f"{REMEDIES[most]} ({less[most]:.3f} with a tenth less loss)"
+
+
 WORKLOAD: Column = ("workload", lambda result: without_ending(str(result.row["workload"])))
 CARD = [number("drafter", "drafter"), TREE, WORKLOAD, T, ("batch", _batch), TAU, DEPTHS, SPEED, SPEEDUP, LOSSLESS]
 WHY = [
     *(LABEL, T, number("τ (ideal)", "ladder.rungs.ideal")),
     *(number(f"after {cost}", f"ladder.rungs.{cost}") for cost in COSTS[:-1]),
     *(number("speedup", f"ladder.rungs.{COSTS[-1]}"), number("oracle", "ladder.oracle")),
-    ("would help most", lambda result: breakdown.advice(result.row["ladder"])),
+    ("would help most", lambda result: advice(**result.row["ladder"])),
 ]
 TIMES = [
     *(LABEL, T, TREE, number("steps", "steps")),
@@ -161,7 +167,7 @@ def headlines_of(report: Record) -> list[Result]:
     for result in results_of(report):
         one = first.setdefault(result.row["drafter"], result)
         first[result.row["drafter"]] = replace(one, failed=one.failed or result.failed)
-    return [result for result in first.values() if result.row["drafter"] != PLAIN] or list(first.values())
+    return [result for result in first.values() if result.row["drafter"] != BASELINE] or list(first.values())
 
 
 def sentence(report: Record) -> str:
@@ -169,7 +175,7 @@ def sentence(report: Record) -> str:
     timed = [
         result
         for result in headlines_of(report)
-        if result.row["speedup"] and not result.failed and result.row["drafter"] != PLAIN
+        if result.row["speedup"] and not result.failed and result.row["drafter"] != BASELINE
         if result.row.get("request_rate") is None
     ]
     if not timed:
@@ -214,7 +220,7 @@ def compared(report: Record) -> list[str]:
 def why(report: Record) -> list[str]:
     """Return the speedup breakdown of each drafter's first result in words."""
     explained = [result for result in headlines_of(report) if result.row.get("ladder")]
-    return [*(breakdown.sentence(result.name, result.row["ladder"]) for result in explained), BREAKDOWN_NOTE]
+    return [*(breakdown_sentence(result.name, result.row["ladder"]) for result in explained), BREAKDOWN_NOTE]
 
 
 def paying(results: Sequence[Result]) -> list[str]:

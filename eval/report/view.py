@@ -1,17 +1,18 @@
-"""The view of a result that all renderers share: a row of report.json as text."""
+"""The view of a result that all renderers share: a row of report.json as text, and its speedup breakdown."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
+from operator import mul
 from pathlib import Path
 from typing import Any
 
 from data.text.files import kind_of
 from eval.measures.losslessness import WITHHELD, FailedChecks, in_words, labelled
-from eval.measures.results import LIVE
+from eval.measures.results import BASELINE, LIVE
 
 Record = Mapping[str, Any]  # a row, or all of report.json
-PLAIN = "plain"  # the baseline, autoregressive decoding
 # Rows that share these were measured in one session, interleaved.
 SESSION = ("workload", "category", "temperature", "batch_size", "request_rate")
 DEPTHS = 8  # of P(a >= d) in a table
@@ -79,7 +80,7 @@ class Result:
 
 def results_of(report: Record) -> list[Result]:
     """Return the results of a report.json, in its order."""
-    rows, failed = report.get("rows", []), FailedChecks.recorded(report.get("settings", {}))
+    rows, failed = report.get("rows", []), FailedChecks.of(report.get("settings", {}))
     live = any(row.get("tier", LIVE) == LIVE for row in rows)
     workloads = len({row["workload"] for row in rows if not row.get("category")}) > 1
     several = len({row["temperature"] for row in rows}) > 1
@@ -105,7 +106,7 @@ def sweeps(results: Sequence[Result], key: str) -> dict[str, list[Result]]:
         result
         for result in results
         if result.overall and not result.failed and result.row["speedup"] is not None
-        if result.row["drafter"] != PLAIN and (result.row.get("request_rate") is not None) == rated
+        if result.row["drafter"] != BASELINE and (result.row.get("request_rate") is not None) == rated
     ]
     others = [other for other in SESSION if other != key and len({result.row.get(other) for result in swept}) > 1]
     curves: dict[str, list[Result]] = {}
@@ -152,3 +153,84 @@ def with_interval(value: float | None, interval: Sequence[float | None] | None) 
     if value is None or interval is None or None in interval or interval[0] == interval[1]:
         return shown(value)
     return f"{shown(value)} [{shown(interval[0])}, {shown(interval[1])}]"
+
+
+COSTS = ("verification", "draft", "overhead")
+STAGES = ("ideal", *COSTS)
+REMEDIES = {
+    "acceptance": "more acceptance",
+    "verification": "a smaller tree",
+    "draft": "a cheaper draft",
+    "overhead": "less overhead a step",
+}
+TENTH = 0.1  # the step by which improvements are compared
+
+
+def with_breakdowns(rows: Sequence[Record]) -> list[dict[str, Any]]:
+    """Return the rows, each with its breakdown under `ladder`; None without a speedup or a baseline."""
+    sessions = [tuple(row.get(key) for key in SESSION) for row in rows]
+    baselines = {session: row for session, row in zip(sessions, rows, strict=True) if row["drafter"] == BASELINE}
+    return [
+        {**row, "ladder": speedup_breakdown(row, baselines.get(session))}
+        for session, row in zip(sessions, rows, strict=True)
+    ]
+
+
+def speedup_breakdown(row: Record, baseline: Record | None) -> dict[str, Any] | None:
+    """Return a row's breakdown from τ to its speedup, given the baseline's row of the same session.
+
+    A pass commits τ tokens; were it as cheap as a step of the baseline, the speedup would be τ. The time of a step
+    beyond the baseline's is attributed to verification, then to drafting, then to the rest. None under a request rate,
+    where a speedup is of latencies, and for a server, which does not say where a step's time goes.
+
+    Returns:
+        `rungs`: τ, and the speedup that is left after each cost, the last being the measured one. `oracle`: the speedup
+        if the same tokens were accepted of drafts for nothing, in passes as cheap as baseline steps. `less`: the
+        speedup if each cost beyond the baseline's, or the share rejected at every depth, were a tenth smaller. `most`:
+        the key of the greatest of these.
+    """
+    if row.get("request_rate") is not None or not row["seconds"]["verify"]:
+        return None
+    if baseline is None or row["drafter"] == BASELINE or row["speedup"] is None:
+        return None
+    if not all(record[key] for record in (row, baseline) for key in ("tau", "tokens_per_second", "steps")):
+        return None
+    tau, base = row["tau"], 1 / baseline["tokens_per_second"]
+    step = tau / row["tokens_per_second"]
+    beyond = {
+        cost: row["seconds"][part] / row["steps"] - baseline["seconds"][part] / baseline["steps"]
+        for cost, part in (("verification", "verify"), ("draft", "draft"))
+    }
+    beyond["overhead"] = step - base - sum(beyond.values())
+    times = accumulate((beyond[cost] for cost in COSTS), initial=base)
+    less = {cost: tau * base / (step - max(beyond[cost], 0.0) * TENTH) for cost in COSTS}
+    less["acceptance"] = row["speedup"] * acceptance_gain(row["conditional_by_depth"])
+    return {
+        "rungs": dict(zip(STAGES, (tau * base / time for time in times), strict=True)),
+        "oracle": tau * base / (base + beyond["overhead"]),
+        "less": less,
+        "most": max(less, key=lambda key: less[key]),
+    }
+
+
+def acceptance_gain(conditional: Sequence[float]) -> float:
+    """Return the factor by which τ grows if a tenth of the rejections at each depth were accepted."""
+    better = [fraction + (1 - fraction) * TENTH for fraction in conditional]
+    ours, theirs = (1.0 + sum(accumulate(fractions, mul)) for fractions in (better, conditional))
+    return ours / theirs
+
+
+def breakdown_sentence(name: str, breakdown: Record) -> str:
+    """Return the speedup breakdown of a result in words."""
+    stages, gain = breakdown["rungs"], breakdown["less"][breakdown["most"]]
+    before = dict(zip(COSTS, stages.values(), strict=False))
+    left = {
+        cost: f"{stages[cost]:.2f}" + " (cheaper than the baseline's)" * (stages[cost] > before[cost]) for cost in COSTS
+    }
+    return (
+        f"{name} commits {stages['ideal']:.2f} tokens per pass, the speedup if a pass cost a step of the baseline. The "
+        f"dearer passes leave {left['verification']}; drafting leaves {left['draft']}; the rest of the step leaves the "
+        f"measured {left['overhead']}. The greatest gain would come from {REMEDIES[breakdown['most']]}: {gain:.2f} if "
+        f"that loss were a tenth smaller. An oracle that drafts only accepted tokens, at no cost, would reach "
+        f"{breakdown['oracle']:.2f}."
+    )

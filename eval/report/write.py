@@ -5,22 +5,26 @@ A report.json is read back, checked against the schema.
 
 import json
 import logging
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 from eval.measures.losslessness import WITHHELD, FailedChecks, Gate, SampledGate
-from eval.measures.results import ResultRow, finite
-from eval.measures.serving import CONFIG, schedule_of
-from eval.report.breakdown import with_breakdowns
+from eval.measures.results import LIVE, ResultRow, finite
 from eval.report.render import RenderError, markdown, page
+from eval.report.view import with_breakdowns
+from heads import HEADS
 from heads.common.files import atomic_write
 from heads.common.typed import typed
 from heads.common.untrusted import parse_json, regular
 from heads.common.untrusted import shown as quoted
+from heads.formats.published.export import FORMATS
 
 SCHEMA = 1
+SERVING = "speculative_config.json"  # keys of vLLM's --speculative-config, without method and model
 READ = ("report.md", "report.html")  # by people
 ENOUGH = 8  # prompts, below which a bootstrap interval is too narrow
 
@@ -41,7 +45,7 @@ class Report:
 
     def __post_init__(self) -> None:
         """Assert that a drafter which changed the output has no speedup."""
-        failed = FailedChecks.of(self.gates, self.sampled)
+        failed = FailedChecks.of(self.checks())
         for row in self.rows:
             assert not (row.has_speedup and failed.result(vars(row))), f"{row.drafter} has a speedup and failed"
 
@@ -81,16 +85,19 @@ class Report:
                 )
         return list(dict.fromkeys([*self.extras.get("warnings", []), *noted]))
 
+    def checks(self) -> dict[str, Any]:
+        """Return the losslessness checks among the settings."""
+        gates = {name: gate.as_dict() for name, gate in self.gates.items()}
+        return {"gate": gates} | ({"sampled_gate": [c.as_dict() for c in self.sampled]} if self.sampled else {})
+
     def as_dict(self) -> dict[str, Any]:
         """Return the report as values for JSON; numbers that are not finite become null."""
-        gates = {name: gate.as_dict() for name, gate in self.gates.items()}
-        sampled = {"sampled_gate": [check.as_dict() for check in self.sampled]} if self.sampled else {}
         content: dict[str, Any] = finite(
             {
                 "schema": SCHEMA,
                 "target": self.target,
                 "device": self.device,
-                "settings": self.settings | {"gate": gates} | sampled,
+                "settings": self.settings | self.checks(),
                 "rows": self.rows,
                 **self.extras,
                 **({"warnings": warnings} if (warnings := self.warnings()) else {}),
@@ -109,10 +116,10 @@ class Report:
         """
         content = self.as_dict()
         _write(folder / "report.json", json.dumps(content, indent=1, allow_nan=False) + "\n")
-        for name in (*READ, CONFIG):
+        for name in (*READ, SERVING):
             (folder / name).unlink(missing_ok=True)
-        if schedule := schedule_of(self.rows):
-            _write(folder / CONFIG, json.dumps(schedule, indent=2) + "\n")
+        if schedule := serving_schedule(self.rows):
+            _write(folder / SERVING, json.dumps(schedule, indent=2) + "\n")
         _write(folder / "report.md", markdown(content, self.failures()))
         try:
             _write(folder / "report.html", page(content, self.failures()))
@@ -129,9 +136,42 @@ def _write(file: Path, text: str) -> None:
         ) from error
 
 
+def is_served(drafter: str) -> bool:
+    """Return whether vLLM can serve a drafter."""
+    kind = drafter.partition(" ")[0]
+    return kind not in HEADS or kind in FORMATS["vllm"]
+
+
+def serving_config(best: Mapping[int, int]) -> dict[str, Any]:
+    """Return vLLM's config of the tokens to draft by measured batch size, each up to the next size.
+
+    Its ranges are inclusive, and the last one holds beyond. If no size drafts, it names one token, never drafted.
+    """
+    groups = [(tokens, list(sizes)) for tokens, sizes in groupby(sorted(best), key=lambda size: best[size])]
+    starts = [1, *(sizes[0] for _, sizes in groups[1:])]
+    ends = [*(start - 1 for start in starts[1:]), max(best)]
+    ranges = [[start, end, tokens] for start, end, (tokens, _) in zip(starts, ends, groups, strict=True)]
+    return {"num_speculative_tokens": max(1, *best.values()), "num_speculative_tokens_per_batch_size": ranges}
+
+
+def serving_schedule(rows: Sequence[ResultRow]) -> dict[str, Any] | None:
+    """Return vLLM's config of a report with one lossless greedy chain at several batch sizes; else None."""
+    chains = [
+        row
+        for row in rows
+        if row.tree.startswith(("chain", "served")) and row.accepted_by_depth and not row.lossless.get("failed")
+        if (row.temperature, row.category, row.request_rate, row.tier) == (0, "", None, LIVE)
+    ]
+    if len({(row.drafter, row.tree, row.workload) for row in chains}) != 1 or not is_served(chains[0].drafter):
+        return None
+    limits = [int(number) for number in re.findall(r"(?:chain-|depth )(\d+)", chains[0].tree)]
+    depth = min(limits, default=len(chains[0].accepted_by_depth))
+    best = {row.batch_size: depth if row.speedup > 1 else 0 for row in chains if row.speedup}
+    return serving_config(best) if len(best) > 1 else None
+
+
 # Of a row: computed again, or of earlier versions.
 UNREAD = ("ladder", "definitions", "report", "overlap_headroom", "state", "tau_within_depth")
-REPORT_KEYS = ("schema", "target", "device", "settings", "rows")  # all other keys are extras
 
 
 def read_report(file: Path) -> dict[str, Any]:
@@ -152,11 +192,18 @@ def read_report(file: Path) -> dict[str, Any]:
     for key in ("target", "device", "settings"):
         if not isinstance(content.get(key), dict):
             raise ValueError(f"report {file} has no {key}: evaluate again")
-    for number, row in enumerate(content["rows"]):
+    for index, row in enumerate(content["rows"]):
         try:
             row_of(row)
         except ValueError as error:
-            raise ValueError(f"report {file}, row {number}: {error}; evaluate again") from None
+            raise ValueError(f"report {file}, row {index}: {error}; evaluate again") from None
+    try:
+        for gate in content["settings"].get("gate", {}).values():
+            Gate.read(gate)
+        for check in content["settings"].get("sampled_gate", []):
+            SampledGate.read(check)
+    except (ValueError, AttributeError, KeyError, TypeError) as error:
+        raise ValueError(f"report {file} has damaged gates ({error}): evaluate again") from None
     return content
 
 
@@ -165,16 +212,3 @@ def row_of(record: Any) -> ResultRow:
     if not isinstance(record, dict):
         raise ValueError(f"{quoted(record)} is no row")
     return typed(ResultRow, {key: value for key, value in record.items() if key not in UNREAD})
-
-
-def report_of(content: Mapping[str, Any], file: str) -> Report:
-    """Return the report of a report.json's content; refuse damaged checks."""
-    try:
-        gates = {name: Gate.read(check) for name, check in content["settings"].get("gate", {}).items()}
-        sampled = [SampledGate.read(check) for check in content["settings"].get("sampled_gate", [])]
-    except (ValueError, AttributeError, KeyError, TypeError) as error:
-        raise ValueError(f"report {file} has damaged gates ({error}): evaluate again") from None
-    rows = [row_of(row) for row in content["rows"]]
-    settings = {key: value for key, value in content["settings"].items() if key not in ("gate", "sampled_gate")}
-    extras = {key: value for key, value in content.items() if key not in REPORT_KEYS}
-    return Report(content["target"], content["device"], settings, gates, rows, sampled, extras)

@@ -10,9 +10,8 @@ from markupsafe import Markup
 
 from heads.common.redact import HIDDEN, SHORTEST, redacted_values
 from heads.common.resolvers import ROOT
-from ops.audits.ask import AUDITED, BASELINE, SIDES
-from ops.audits.compare import Audit, Bound, Difference, Finding
-from ops.audits.properties import ALTERNATIVE
+from ops.audits.checks import ALTERNATIVE
+from ops.audits.compare import AUDITED, BASELINE, SIDES, Audit, Bound, Difference, Finding
 from ops.served import Question
 
 STYLE = ROOT / "eval" / "report" / "page.css"

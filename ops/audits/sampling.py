@@ -13,8 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ops.audits.ask import AUDITED, BASELINE, SIDES
-from ops.audits.compare import Audit, Difference, Finding, breach
+from ops.audits.compare import AUDITED, BASELINE, SIDES, Audit, Difference, Finding, breach
 from ops.served import Question, Reply
 
 Array = NDArray[Any]

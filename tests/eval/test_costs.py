@@ -1,26 +1,17 @@
-"""The tuner's static trees, predicted speeds against passes counted by hand, and the costs that it measures."""
+"""The tuner's static trees, and the seconds of a step that it measures."""
 
-import itertools
 import math
-from collections.abc import Iterator
-from typing import Any
 
 import pytest
 import torch
 
-from eval.inputs.workloads import write
-from eval.measures.cost_model import (
-    draft_key,
-)
-from eval.tuning import costs as costing
-from eval.tuning.costs import PlaybackBatch, measure, planted, typical
-from eval.tuning.grid import acceptance, best_static, levelled
+from eval import tune
+from eval.trees import acceptance, best_static, levelled
+from eval.tune import RotatingBatch, step_seconds, typical
 from inference.batch import Batch
-from inference.decode import RequestParams
-from inference.drafters.head import HeadDrafter
+from inference.decode import RequestParams, autoregress
 from inference.drafters.policy import TreeConfig
-from inference.request import Request, Step
-from inference.verification import tree as trees
+from inference.request import Request
 from inference.verification.sample import GREEDY
 from tests import toys
 
@@ -91,126 +82,43 @@ def test_a_chance_hit_of_a_low_rank_draws_no_lone_node_there() -> None:
     assert best_static(levelled(table), 2).paths(2) == [[0], [1]]
 
 
-SETTINGS, SHORT = RequestParams(30, GREEDY), RequestParams(12, GREEDY)
-MEASURED = [toys.TREES["chain"], toys.TREES["dynamic"], TreeConfig("best_first", 3, 0, 6, [], [])]
-SIZES = [0, 3, 8]
-
-
-@pytest.fixture(autouse=True)
-def few_passes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(costing, "TURNS", 2)
-
-
-@pytest.mark.parametrize(("tokens", "size"), [([], 3), ([7], 4), ([7, 8, 9], 3), ([7, 8, 9], 11)])
-def test_a_planted_tree_holds_the_tokens_and_nothing_else_that_is_right(tokens: list[int], size: int) -> None:
-    tree = planted(5, tokens, size, toys.target())
-    assert len(tree.token) == size + 1
-    assert trees.agreed(tree, [*tokens, 1]) == len(tokens)
-    assert int(trees.depth(tree).max()) == max(len(tokens), 1)
-
-
-def test_a_target_that_takes_chains_alone_gets_chains(monkeypatch: pytest.MonkeyPatch) -> None:
-    target = toys.target()
-    monkeypatch.setattr(target, "takes_trees", False)
-    tree = planted(5, [7, 8], 6, target)
-    assert tree.parent.tolist() == [-1, 0, 1, 2, 3, 4, 5]
-    assert trees.agreed(tree, [7, 8, 1]) == 2
-    chain = toys.TREES["chain"]
-    head = HeadDrafter(toys.head("eagle", target), chain, "head")
-    texts = write(target, [toys.prompt(0)], SETTINGS)
-    assert measure(target, head, texts, [chain], SIZES, 1, SETTINGS).draft[draft_key(chain)] > 0
-
-
-def test_every_part_of_a_step_is_measured() -> None:
-    target = toys.target()
-    texts = write(target, [toys.prompt(seed) for seed in range(2)], SETTINGS)
-    head = HeadDrafter(toys.head("eagle", target), toys.TREES["chain"], "head")
-    found = measure(target, head, texts, MEASURED, SIZES, 3, SETTINGS)
-    assert set(found.draft) == {draft_key(tree) for tree in MEASURED}
-    assert set(SIZES) <= set(found.verify)
-    assert {1, 2, 3} <= set(found.commit)
-    assert set(found.settle[1]) <= set(found.settle[0]) == set(found.verify)
-    every = [found.plain, *found.verify.values(), *found.draft.values(), *found.commit.values()]
-    assert min([*every, *found.settle[0].values(), *found.settle[1].values()]) > 0
-
-
-def test_paths_that_leave_gaps_are_settled_at_a_price_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    target = toys.target()
-    texts = write(target, [toys.prompt(0)], SETTINGS)
-
-    def decoded(batch: Batch, _texts: Any, _settings: Any, begin: Any) -> Iterator[list[Step]]:
-        for chain in itertools.cycle((True, False)):  # a chain's path is in place, and a tree's leaves gaps
-            begin()
-            batch.drafts.chain = chain
-            yield [Step(3, 2, 3, 0.0, 1.0, 2.0 if chain else 5.0)]
-
-    monkeypatch.setattr(costing, "decode", decoded)
-    assert measure(target, None, texts, [], [3], 2, SETTINGS).settle == ({3: 2.0}, {3: 5.0})
+SETTINGS = RequestParams(12, GREEDY)
+TREES = [toys.TREES["chain"], toys.TREES["dynamic"], TreeConfig("best_first", 3, 0, 6, [], [])]
 
 
 @pytest.mark.parametrize("batch", [1, 2])
-def test_the_played_back_text_is_what_plain_decoding_writes(monkeypatch: pytest.MonkeyPatch, batch: int) -> None:
-    made: list[tuple[str, list[Step]]] = []
-    decode = costing.decode
+def test_every_trees_step_is_timed_on_the_text_of_the_baseline(monkeypatch: pytest.MonkeyPatch, batch: int) -> None:
+    """A step's seconds are told by a clock that counts what it drafted, and the first ones of each tree are dropped."""
+    ticks, steps, requests = [0.0], list[tuple[str, int]](), list[Request]()
+    step, prefill = Batch.step, Request.prefill
 
-    def kept(batch: Batch, *args: Any) -> Iterator[list[Step]]:
-        name = batch.drafter.name
-        for row in decode(batch, *args):
-            made.append((name, row))
-            yield row
+    def counted(self: Batch) -> None:
+        running = self.running
+        step(self)
+        name = self.drafts.policy.label if isinstance(self.drafts, RotatingBatch) else "baseline"
+        spent = {"baseline": 1.0, **{tree.label: 2.0 + i for i, tree in enumerate(TREES)}}[name]
+        first = (name, batch) not in steps
+        steps.append((name, len(running)))
+        ticks[0] += 100.0 if first and name != "baseline" else spent
 
-    requests: list[Request] = []
-    prefill = Request.prefill
-
-    def begun(request: Request, *args: Any) -> Any:
+    def begun(request: Request, *args: object) -> object:
         requests.append(request)
         return prefill(request, *args)
 
-    shapes: list[torch.Size] = []
-    draft_trees = PlaybackBatch.draft_trees
-
-    def noted(self: PlaybackBatch, *args: Any, **named: Any) -> Any:
-        drafted = draft_trees(self, *args, **named)
-        shapes.append(drafted.tree.token.shape)
-        return drafted
-
-    monkeypatch.setattr(costing, "decode", kept)
-    monkeypatch.setattr(PlaybackBatch, "draft_trees", noted)
+    monkeypatch.setattr(Batch, "step", counted)
     monkeypatch.setattr(Request, "prefill", begun)
+    monkeypatch.setattr(tune.time, "perf_counter", lambda: ticks[0])
     target = toys.target()
-    texts = write(target, [toys.prompt(seed) for seed in range(2)], SETTINGS)
-    del requests[:]
-    head = HeadDrafter(toys.head("eagle", target), toys.TREES["chain"], "head")
-    measure(target, head, texts, MEASURED, SIZES, 3, SETTINGS, batch)
-    known = {tuple(text.token[: text.start]): text.token[text.start :] for text in texts}
+    prompts = [toys.prompt(seed) for seed in range(2)]
+    found = step_seconds(target, toys.head("eagle", target), TREES, prompts, SETTINGS, 3, batch)
+    assert found == (1.0, [2.0, 3.0, 4.0])
+    assert {size for _, size in steps} == {batch}
+    assert [sum(name == tree.label for name, _ in steps) for tree in TREES] == [4] * 3
+    answers = {tuple(prompt): autoregress(target, prompt, SETTINGS).tokens for prompt in prompts}
     for request in requests:
-        prompt = request.context[: len(request.context) - len(request.generation.tokens)]
-        assert known[tuple(prompt)][: len(request.generation.tokens)] == request.generation.tokens
-    rows = [row for name, row in made if name == "playback"]
-    assert {len(row) for row in rows} == {batch}
-    assert {*shapes} == {(batch, 1 + size) for size in SIZES}
-    assert max(step.accepted for row in rows for step in row) > 1
-    assert {step.drafted for row in rows for step in row} >= set(SIZES)
-
-
-def test_a_draft_that_costs_nothing_needs_no_head() -> None:
-    target = toys.target()
-    texts = write(target, [toys.prompt(0)], SHORT)
-    found = measure(target, None, texts, [], SIZES, 1, SHORT, batch=2)
-    assert (found.draft, found.commit) == ({}, {1: 0.0})
-    assert set(found.verify) == set(SIZES)
-
-
-def test_no_draft_is_left_without_a_price_however_few_the_passes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(costing, "ROUNDS", 1)
-    target = toys.target()
-    texts = write(target, [toys.prompt(0)], RequestParams(3, GREEDY))
-    trees = [TreeConfig("chain", depth, 0, 0, [], []) for depth in range(1, 5)] + [
-        TreeConfig("best_first", depth, 0, 4, [], []) for depth in range(1, 9)
-    ]
-    head = HeadDrafter(toys.head("eagle", target), trees[0], "eagle")
-    found = measure(target, head, texts, trees, (1, 4), 50, RequestParams(3, GREEDY))
-    assert set(found.draft) == {draft_key(tree) for tree in trees}
+        made = request.generation.tokens
+        prompt = request.context[: len(request.context) - len(made)]
+        assert made == answers[tuple(prompt)][: len(made)]
 
 
 def test_a_typical_value_drops_single_outliers_and_keeps_the_mean() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from data.text.prompts import Prompt
-from eval.live import extras
+from eval import extras, live
 from eval.measures.results import Measurement
 from eval.report.sections import compared
 from inference.decode import Generation, RequestParams, autoregress
@@ -66,7 +66,7 @@ def test_drafters_are_compared_prompt_by_prompt() -> None:
 
     slow = [4.0, 1.0, 2.0, 8.0]  # what makes a prompt slow for both cancels
     runs = {"eagle": [[run(1, 8 * seconds)] for seconds in slow], "mlp": [[run(2, 6 * seconds)] for seconds in slow]}
-    (pair,) = extras.paired(runs, ["eagle", "mlp"], Measurement("tiny", 0.0, 1, 0, seed=0))
+    (pair,) = live.paired(runs, ["eagle", "mlp"], Measurement("tiny", 0.0, 1, 0, seed=0))
     assert (pair["drafter"], pair["base"], pair["prompts"]) == ("mlp", "eagle", 4)
     assert pair["tau"] == pytest.approx({"difference": 1.0, "low": 1.0, "high": 1.0})
     speeds = pair["tokens_per_second"]
@@ -75,12 +75,12 @@ def test_drafters_are_compared_prompt_by_prompt() -> None:
     (line,) = compared({"paired": [pair]})
     assert line.startswith("mlp against eagle, the same 4 prompts of tiny, T=0, batch size 1: τ +1.00 [+1.00, +1.00], ")
     assert "not clear of zero" not in line
-    (swapped,) = extras.paired(runs, ["mlp", "eagle"], Measurement("tiny", 0.0, 1, 0, seed=0))
+    (swapped,) = live.paired(runs, ["mlp", "eagle"], Measurement("tiny", 0.0, 1, 0, seed=0))
     assert swapped["tau"]["difference"] == -1.0
     one = {name: prompts[:1] for name, prompts in runs.items()}
-    assert extras.paired(one, ["eagle", "mlp"], Measurement("tiny", 0.0, 1, 0, seed=0)) == []
+    assert live.paired(one, ["eagle", "mlp"], Measurement("tiny", 0.0, 1, 0, seed=0)) == []
     turns = Measurement("tiny", 0.0, 1, 0, seed=0, conversations=[7] * 4)
-    assert extras.paired(runs, ["eagle", "mlp"], turns) == []
+    assert live.paired(runs, ["eagle", "mlp"], turns) == []
 
 
 PROMPT = toys.prompt(0)

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from data.text.prompts import Prompt
-from eval.live import interleaved
-from eval.live.interleaved import Setup, interleave, measure, rows
+from eval import live
+from eval.live import Setup, interleave, measure, rows
 from eval.measures.losslessness import Divergence, Gate
 from eval.measures.results import Measurement
 from inference.decode import Generation, RequestParams, autoregress
@@ -31,7 +31,7 @@ class Ranked(Baseline):
     name, rule, tree = "ranked", "point mass", "chain-2"
 
 
-def record(seed: int, repeats: int = 3, warmup: int = 0) -> tuple[list[tuple[str, int]], interleaved.Runs]:
+def record(seed: int, repeats: int = 3, warmup: int = 0) -> tuple[list[tuple[str, int]], live.Runs]:
     """Interleave three runners; return the calls in their order, and the runs."""
     calls: list[tuple[str, int]] = []
 
@@ -89,7 +89,7 @@ def test_a_batch_is_warmed_up_by_full_batches_of_every_source(monkeypatch: pytes
         calls.append((drafter.name, [token for (token,) in prompts], batch_size))
         return [generation(2) for _ in prompts]
 
-    monkeypatch.setattr(interleaved, "speculate", speculate)
+    monkeypatch.setattr(live, "speculate", speculate)
     setup = Setup(StubTarget(device=torch.device("cpu")), {"ranked": Ranked(torch.device("cpu"))}, PROMPTS, SETTINGS)
     for count, warmed in ((2, [7, 8, 7]), (0, None)):
         runs = measure(setup, 2, WARM[:count], hf=True, batch_size=3)
@@ -108,22 +108,22 @@ def test_a_batch_is_warmed_up_by_full_batches_of_every_source(monkeypatch: pytes
 def test_hf_generate_emits_plain_decodings_tokens() -> None:
     target, prompt = toys.target(), toys.prompt(0)
     plain = autoregress(target, prompt, RequestParams(24, GREEDY))
-    run = interleaved.hf_generate(target, prompt, RequestParams(24, GREEDY))
+    run = live.hf_generate(target, prompt, RequestParams(24, GREEDY))
     assert toys.lively(run.tokens)
     assert run.tokens == plain.tokens
     assert (run.finish, run.steps) == ("length", [])
     assert run.decode_s > 0
     prompt = toys.prompt(0, target.context - 4)
-    assert len(interleaved.hf_generate(target, prompt, RequestParams(24, GREEDY)).tokens) == 4
+    assert len(live.hf_generate(target, prompt, RequestParams(24, GREEDY)).tokens) == 4
 
 
 def test_hf_decoding_is_timed_without_its_prefill(monkeypatch: pytest.MonkeyPatch) -> None:
     seconds = {1: 2.0, 9: 5.0}  # a prefill of 2, and eight more tokens in 3
     monkeypatch.setattr(
-        interleaved, "_timed_generate", lambda _target, _prompt, count, *_, **__: ([7] * count, [], seconds[count])
+        live, "_timed_generate", lambda _target, _prompt, count, *_, **__: ([7] * count, [], seconds[count])
     )
     target = StubTarget(eos=frozenset({1}))
-    run = interleaved.hf_generate(target, [0], RequestParams(9, GREEDY))
+    run = live.hf_generate(target, [0], RequestParams(9, GREEDY))
     assert (run.prefill_s, run.decode_s, len(run.tokens)) == (2.0, 3.0, 9)
 
 

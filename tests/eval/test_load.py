@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from data.text.prompts import Prompt
-from eval.live import interleaved
-from eval.live.interleaved import Served, Setup, arrivals, latencies, measure_rate, queued_rows, serve, throughput
+from eval import live
+from eval.live import Served, Setup, arrivals, latencies, measure_rate, queued_rows, serve, throughput
 from eval.measures import metrics
 from eval.measures.losslessness import Divergence, Gate
 from eval.measures.results import Measurement, ResultRow
@@ -122,7 +122,7 @@ def test_all_drafters_meet_the_same_arrivals_and_each_round_has_its_own(monkeypa
         seen.append(when)
         return serve(batch, prompts, [0.0] * len(prompts), settings)
 
-    monkeypatch.setattr(interleaved, "serve", noted)
+    monkeypatch.setattr(live, "serve", noted)
     prompts = [Prompt(f"p{i}", toys.prompt(i, 6), "") for i in range(3)]
     drafters = {name: Noted(target.device) for name in ("one", "two")}
     rounds = measure_rate(Setup(target, drafters, prompts, replace(SETTINGS, max_new_tokens=2)), 2, prompts[:1], 1, 5.0)
@@ -158,7 +158,7 @@ def test_graphs_are_captured_before_the_rounds(monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr("inference.step.Graphs", Noting)
     monkeypatch.setattr(DeviceStep, "__init__", static)
-    monkeypatch.setattr(interleaved, "serve", noted)
+    monkeypatch.setattr(live, "serve", noted)
     prompts = [Prompt(f"p{i}", toys.prompt(i, size), "") for i, size in enumerate((12, 70, 30))]
     drafters = {"eagle": HeadDrafter(toys.head("eagle", target), toys.TREES["chain"], "eagle")}
     measure_rate(Setup(target, drafters, prompts, SETTINGS), 2, [Prompt("w", toys.prompt(9, 20), "")], 2, 300.0)
@@ -198,9 +198,7 @@ def loaded(gate: Gate, rate: float | None = 2.0, categories: dict[str, list[int]
     rounds = {"plain": PLAIN, "eagle": FAST}
     session = Measurement("tiny", 0.0, 1, 0, 0, categories=categories or {}, request_rate=rate)
     drafters = {"eagle": Baseline(torch.device("cpu"))}
-    return queued_rows(
-        interleaved.rows(interleaved.generations(rounds), drafters, {"eagle": gate}, session), rounds, session
-    )
+    return queued_rows(live.rows(live.generations(rounds), drafters, {"eagle": gate}, session), rounds, session)
 
 
 def test_a_row_has_what_its_requests_waited() -> None:

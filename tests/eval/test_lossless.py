@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from data.text.prompts import Prompt
-from eval.gates import agreement, check
+from eval.gates import check
+from eval.live import agreement
 from eval.measures.losslessness import UNCHECKED, FailedChecks, Gate, gate
 from inference import step
 from inference.drafters.head import HeadDrafter

@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 
 from data.text.prompts import Prompt
-from eval.live import extras
-from eval.live.interleaved import Runs, rows
+from eval import extras
+from eval.live import Runs, rows
 from eval.measures.losslessness import Divergence, Gate
 from eval.measures.results import Measurement
-from eval.report.breakdown import STAGES
 from eval.report.sections import sections
+from eval.report.view import STAGES
 from eval.report.write import Report
 from inference.drafters.head import HeadDrafter
 from inference.drafters.policy import TreeConfig

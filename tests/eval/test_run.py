@@ -13,9 +13,8 @@ from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 from transformers import AutoModelForCausalLM
 
-from eval import gates
+from eval import gates, live
 from eval.config import EvalConfig, eval_config
-from eval.live import interleaved
 from eval.measures.losslessness import Gate, SampledGate, verdict_of
 from eval.run import evaluate, tuned
 from eval.setup import dtype_for, folder_for, replacing
@@ -87,14 +86,14 @@ def test_a_red_gate_prints_no_speedup_and_exits_with_one(
     runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Every speculative run ends in a token that the baseline did not choose."""
-    speculate = interleaved.speculate
+    speculate = live.speculate
 
     def wrong(*args: Any, **kwargs: Any) -> Generation:
         made = speculate(*args, **kwargs)
         made.tokens[-1] = (made.tokens[-1] + 1) % toys.VOCAB
         return made
 
-    monkeypatch.setattr(interleaved, "speculate", wrong)
+    monkeypatch.setattr(live, "speculate", wrong)
     assert run_main(f"run={runs / 'eagle'}", f"out={tmp_path}", "dtype=float32", *words(SIZE)) == 1
     printed = capsys.readouterr()
     (line,) = (line for line in printed.err.splitlines() if "LOSSLESS" in line)
@@ -123,13 +122,13 @@ def test_the_gate_runs_with_the_rule_and_the_rows_name_it(
     runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked = []
-    speculate = interleaved.speculate
+    speculate = live.speculate
 
     def noted(*args: Any, settings: RequestParams) -> Generation:
         asked.append((settings.rule, settings.sampling))
         return speculate(*args, settings=settings)
 
-    monkeypatch.setattr(interleaved, "speculate", noted)
+    monkeypatch.setattr(live, "speculate", noted)
     values = {"rule": "coupled", "temperature": [0, 1.0], "repetition_penalty": 1.3, "min_p": 0.01, "prompts": 1}
     made = evaluate(small(runs, tmp_path, hf=False, tree={"nodes": 5, "depth": None}, **values))
     assert made.passed

@@ -7,10 +7,9 @@ import pytest
 import torch
 
 from data.text.prompts import Prompt
-from eval import gates
+from eval import gates, live
 from eval.gates import coupled_check, coupled_gap, sampled_gates
-from eval.live import interleaved
-from eval.live.interleaved import Setup
+from eval.live import Setup
 from eval.measures import losslessness
 from eval.measures.losslessness import (
     UNCHECKED,
@@ -203,7 +202,7 @@ def test_coupled_tokens_are_the_same_in_every_batch() -> None:
 
 
 def test_what_is_broken_only_in_batches_is_red_and_the_first_batch_size_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    speculate = interleaved.speculate
+    speculate = live.speculate
 
     def mixed_up(*args: Any, batch_size: int = 1, **how: Any) -> Any:
         made = speculate(*args, batch_size=batch_size, **how)
@@ -212,7 +211,7 @@ def test_what_is_broken_only_in_batches_is_red_and_the_first_batch_size_named(mo
                 run.tokens[batch_size] = (run.tokens[batch_size] + 1) % toys.VOCAB
         return made
 
-    monkeypatch.setattr(interleaved, "speculate", mixed_up)
+    monkeypatch.setattr(live, "speculate", mixed_up)
     target = toys.target()
     (found,) = sampled_gates(Setup(target, heads("dynamic"), PROMPTS, HOT), TV, 1, [1, 2, 3, 4])
     assert not found.passed

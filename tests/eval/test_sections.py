@@ -8,12 +8,11 @@ import pytest
 
 from eval.measures.losslessness import Gate
 from eval.measures.metrics import SpecDecodingStats
-from eval.measures.results import Request, ResultRow
+from eval.measures.results import MeasuredRequest, ResultRow
 from eval.report import plots, sections
-from eval.report.breakdown import STAGES, advice, closer, speedup_breakdown, with_breakdowns
 from eval.report.render import grid
 from eval.report.sections import paying
-from eval.report.view import results_of
+from eval.report.view import STAGES, acceptance_gain, results_of, speedup_breakdown, with_breakdowns
 from eval.report.write import Report
 from tests.eval.stubs import ROW, markdown
 from tests.eval.test_load import GREEN, loaded
@@ -70,7 +69,9 @@ def test_requests_that_come_faster_than_they_are_answered_are_warned_of(rate: fl
 
 def test_a_user_sees_the_tokens_after_the_first_by_the_clock() -> None:
     """Four share the passes, so that a fourth of the time counts as this request's."""
-    request = Request(SpecDecodingStats(20, 10, 10, 10, [10]), (20, 1.0), (21, 1.5), 0.5, waits={"latency_s": 4.5})
+    request = MeasuredRequest(
+        SpecDecodingStats(20, 10, 10, 10, [10]), (20, 1.0), (21, 1.5), 0.5, waits={"latency_s": 4.5}
+    )
     assert request.user_speed == 5.0
     served = replace(request, prefill_s=0.1, waits={"latency_s": 4.5, "ttft_s": 2.5})
     assert served.user_speed == 10.0
@@ -208,7 +209,7 @@ def test_the_greatest_of_the_smaller_losses_is_named() -> None:
         "verification": 30 / 19.4,
         "draft": 30 / 19.7,
         "overhead": 30 / 19.9,
-        "acceptance": 1.5 * closer([0.9, 0.5]),
+        "acceptance": 1.5 * acceptance_gain([0.9, 0.5]),
     }
     assert found["less"] == pytest.approx(less)
     assert found["most"] == max(less, key=lambda key: less[key])
@@ -216,12 +217,12 @@ def test_the_greatest_of_the_smaller_losses_is_named() -> None:
     drafts = speedup_breakdown(slow, PLAIN_STEPS)
     assert drafts is not None
     assert drafts["most"] == "draft"
-    assert advice(drafts).startswith("a cheaper draft (0.5")
+    assert sections.advice(**drafts).startswith("a cheaper draft (0.5")
 
 
 def test_fewer_rejections_mean_more_tokens() -> None:
-    assert closer([0.9, 0.5]) == pytest.approx((1 + 0.91 + 0.91 * 0.55) / (1 + 0.9 + 0.9 * 0.5))
-    assert closer([]) == 1
+    assert acceptance_gain([0.9, 0.5]) == pytest.approx((1 + 0.91 + 0.91 * 0.55) / (1 + 0.9 + 0.9 * 0.5))
+    assert acceptance_gain([]) == 1
 
 
 def test_rows_without_a_speedup_or_plain_decoding_beside_them_have_none() -> None:

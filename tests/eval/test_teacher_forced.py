@@ -9,9 +9,9 @@ import torch
 
 from eval.inputs.workloads import Text, of_answer, write
 from eval.measures.metrics import SpecDecodingStats
-from eval.measures.results import TEACHER_FORCED, DrafterInfo, Measurement, Request, ResultRow, result
-from eval.teacher_forced import Overlap, RankedText, expected, overlap, rank_text, ranks, reach, replay
-from eval.tuning.grid import acceptance
+from eval.measures.results import TEACHER_FORCED, DrafterInfo, MeasuredRequest, Measurement, ResultRow, result
+from eval.teacher_forced import Overlap, RankedText, expected, overlap, rank_text, ranks, replay, tree_acceptance
+from eval.trees import acceptance
 from heads import HEADS
 from heads.base import Features
 from inference.decode import RequestParams, speculate
@@ -55,9 +55,9 @@ def test_a_replay_takes_the_steps_of_decoding(head: str, tree: TreeConfig) -> No
         made = speculate(target, source, toys.prompt(seed), SETTINGS)
         assert toys.lively(made.tokens)
         steps = replay(of, tree)
-        assert [(step.nodes, step.accepted) for step in steps] == [(step.drafted, step.accepted) for step in made.steps]
-        assert sum(step.accepted + 1 for step in steps) == len(made.tokens) - 1
-        accepted += sum(step.accepted for step in steps)
+        assert steps == [(step.drafted, step.accepted) for step in made.steps]
+        assert sum(count + 1 for _, count in steps) == len(made.tokens) - 1
+        accepted += sum(count for _, count in steps)
     assert accepted > 0 or tree.nodes == 1, "no draft was accepted: nothing was tested"
 
 
@@ -71,7 +71,7 @@ def test_a_sampled_text_is_replayed_under_the_trees_that_it_was_sampled_with(tre
         made = speculate(target, HeadDrafter(head, tree, "eagle"), toys.prompt(seed), how)
         text = of_answer(target, toys.prompt(seed), made.tokens, how)
         mine, greedy = (rank_text(target, head, text, LARGEST[1:], DEPTH, sampling=each) for each in (sampling, GREEDY))
-        steps = [step.accepted for step in replay(mine, tree)]
+        steps = [count for _, count in replay(mine, tree)]
         assert steps == [step.accepted for step in made.steps]
         accepted, differ = accepted + sum(steps), differ or mine.grown != greedy.grown
     assert accepted > 0
@@ -89,7 +89,7 @@ def test_a_text_that_ends_early_is_replayed_to_its_end(monkeypatch: pytest.Monke
         for tree in (TRIED[0], TRIED[1], TRIED[2], TRIED[5]):
             made = speculate(target, HeadDrafter(head, tree, name), toys.prompt(0), SETTINGS)
             assert made.finish == "eos"
-            assert [step.accepted for step in replay(of, tree)] == [step.accepted for step in made.steps]
+            assert [count for _, count in replay(of, tree)] == [step.accepted for step in made.steps]
 
 
 @torch.inference_mode()
@@ -139,7 +139,7 @@ def test_of_equal_logits_one_token_alone_has_the_first_rank() -> None:
 def test_of_equal_scores_the_earlier_node_is_kept_as_a_tree_is_cut() -> None:
     tree = DraftTree(torch.tensor([0, 5, 6, 7]), torch.tensor([-1, 0, 0, 2]))
     score = torch.tensor([0.0, -1.0, -1.0, -1.0])
-    assert [reach(tree, score, text, 2).needed[2] for text in ([5], [6], [6, 7])] == [[1], [2], [2, 3]]
+    assert [tree_acceptance(tree, score, text, 2).needed[2] for text in ([5], [6], [6, 7])] == [[1], [2], [2, 3]]
     for text, needed in ((5, 1), (6, 2), (7, 3)):
         kept = [text in best_n(tree, score, budget)[0].token.tolist() for budget in (1, 2, 3)]
         assert kept == [budget >= needed for budget in (1, 2, 3)]
@@ -213,7 +213,7 @@ SESSION = Measurement("tiny", 1.0, 1, 0, 0, conversations=[0, 1], tier=TEACHER_F
 
 
 def rows(each: list[SpecDecodingStats]) -> list[ResultRow]:
-    info, texts = DrafterInfo("eagle", "token", "chain-4"), [Request(passes) for passes in each]
+    info, texts = DrafterInfo("eagle", "token", "chain-4"), [MeasuredRequest(passes) for passes in each]
     return [result(info, subset, subset.of(texts)) for subset in SESSION.parts(len(texts))]
 
 

@@ -12,8 +12,7 @@ from eval.inputs.workloads import Text
 from eval.measures.results import LIVE, TEACHER_FORCED
 from eval.report.view import flattened
 from eval.run import evaluate
-from eval.sessions import sampled_table, table, within_context
-from eval.teacher_forced import Overlap, RankedText
+from eval.teacher_forced import Overlap, RankedText, rank_statistics, sampled_statistics, within_context
 from tests import toys
 from tests.eval.small import small
 
@@ -81,14 +80,14 @@ def test_the_report_has_the_statistics_of_one_pass(greedy: Path) -> None:
 
 def test_shares_by_depth_are_of_the_tokens_that_have_so_many_after_them() -> None:
     texts = [RankedText(Text([], 0, 0), rank, {}) for rank in ([[0, 0], [1, 0], [0, -1]], [[0, 2], [0, -1]])]
-    found = table(texts, 2)
+    found = rank_statistics(texts, 2)
     shares = [*found["rank"][0][:3], *found["rank"][1][:3], *found["n_alpha"], *found["at_every_token"]]
     assert shares == pytest.approx([4 / 5, 1 / 5, 0, 2 / 3, 0, 1 / 3, 4 / 5, 2 / 3, 4 / 5, 1 / 3])
     assert found["tokens"] == 5
     nan = float("nan")
     share, common = torch.tensor([[0.5, 0.4], [1.0, 0.0]]), torch.tensor([[0.6, 0.2], [0.4, nan]])
     more = torch.tensor([[0.9, 0.0]]), torch.tensor([[0.8, nan]])
-    sampled = sampled_table([Overlap(Text([], 0, 0), share, common), Overlap(Text([], 0, 0), *more)])
+    sampled = sampled_statistics([Overlap(Text([], 0, 0), share, common), Overlap(Text([], 0, 0), *more)])
     assert sampled == {"n_alpha": pytest.approx([0.6, 0.2]), "at_every_token": pytest.approx([0.8, 0.2])}
 
 

@@ -9,28 +9,13 @@ from typing import Any
 import pytest
 import torch
 
-from eval import tune
+from eval import live, trees, tune
 from eval.config import EvalConfig, eval_config
-from eval.live import interleaved
-from eval.live.interleaved import PLAIN
-from eval.measures.cost_model import Costs, Prediction, Replayed, ReplayedStep, draft_key
-from eval.measures.serving import CONFIG
+from eval.measures.results import BASELINE
+from eval.report.write import SERVING
 from eval.run import tuned
-from eval.tune import (
-    TUNED,
-    AtBatch,
-    Candidate,
-    Measured,
-    Tuning,
-    conclude,
-    concluded,
-    fastest,
-    halves,
-    keep,
-    ranked,
-)
-from eval.tuning import costs, grid
-from eval.tuning.grid import OWN, Tried, proposed
+from eval.trees import OWN, proposed
+from eval.tune import TUNED, AtBatch, Candidate, Prediction, Tuning, concluded, halves, keep
 from heads.common.typed import typed
 from heads.formats.store import save_head
 from inference.decode import Generation
@@ -40,6 +25,7 @@ from inference.target.target import Target
 from inference.tree_config import scheduled
 from tests import toys
 from tests.eval.small import run_main, words
+from tests.eval.stubs import ROW
 
 GRID = {"depths": [1, 2, 3], "top_k": [2, 3], "nodes": [2, 4, 8], "samples": 1}
 SMALL = {"depths": [2], "top_k": [2], "nodes": [3], "samples": 1}
@@ -48,7 +34,6 @@ OWN_TREE = TreeConfig("dynamic", 4, 3, 9, [], [])
 
 @pytest.fixture(autouse=True)
 def few_samples(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(costs, "TURNS", 1)
     monkeypatch.setattr(tune, "AGAIN", 1)
 
 
@@ -79,31 +64,30 @@ def config_of(run: Path) -> dict[str, Any]:
 
 
 def faster(monkeypatch: pytest.MonkeyPatch, seconds: Callable[[int], float]) -> None:
-    """Let every speculative decoding that is timed, and its prediction, take so many of the baseline's seconds."""
-    foreseen = grid.predict
+    """Let every speculative decoding that is timed, and every step, take so many of the baseline's seconds."""
 
-    def predicted(texts: Any, tree: TreeConfig, costs: Any, batch: int) -> Prediction:
-        return replace(foreseen(texts, tree, costs, batch), speedup=1 / seconds(batch))
+    def foreseen(target: Target, head: Any, trees: list[Any], *args: Any) -> tuple[float, list[float]]:
+        return 1.0, [2 * seconds(args[-1])] * len(trees)
 
-    monkeypatch.setattr(grid, "predict", predicted)
+    monkeypatch.setattr(tune, "step_seconds", foreseen)
     for name in ("speculate", "autoregress"):
-        decode = getattr(interleaved, name)
+        decode = getattr(live, name)
 
         def run(target: Target, *args: Any, decode: Any = decode, **kwargs: Any) -> Any:
             made: Generation | list[Generation] = decode(target, *args, **kwargs)
-            plain = decode.__name__ == "autoregress" or args[0].name == PLAIN
+            alone = decode.__name__ == "autoregress" or args[0].name == BASELINE
             for each in made if isinstance(made, list) else [made]:
-                each.decode_s = 1.0 if plain else seconds(kwargs.get("batch_size", 1))
+                each.decode_s = 1.0 if alone else seconds(kwargs.get("batch_size", 1))
             return made
 
-        monkeypatch.setattr(interleaved, name, run)
+        monkeypatch.setattr(live, name, run)
 
 
 def test_the_winner_is_written_and_the_rest_of_the_config_stays(
     run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     faster(monkeypatch, lambda _: 0.5)
-    monkeypatch.setattr(grid, "OWN", "chain")  # without the head's own tree, any winner is another
+    monkeypatch.setattr(trees, "OWN", "chain")  # without the head's own tree, any winner is another
     before = config_of(run)
     weights = (run / "head" / "model.safetensors").read_bytes()
     assert tuned(configured(run, tuner=SMALL, prompts=1, tree={"kind": "chain", "depth": 3}))
@@ -120,7 +104,7 @@ def test_every_number_is_in_the_file_and_predicted_tau_is_the_measured_one(run: 
     tuned(configured(run))
     told = json.loads((run / "tune.json").read_text(encoding="utf-8"))
     (alone,) = told["batches"]
-    assert set(alone["costs"]) == {"batch", "plain", "verify", "settle", "draft", "commit"}
+    assert alone["baseline"] > 0
     assert len(told["accepted"]) == 4
     timed = {one["family"]: one for one in alone["candidates"] if one["measured"]}
     assert set(timed) == {"chain", "static", "dynamic", "best_first", OWN}
@@ -147,14 +131,14 @@ def test_where_speculation_loses_plain_decoding_is_recommended_and_nothing_writt
 def test_a_tree_that_changes_tokens_is_not_written_and_fails_the_command(
     run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    speculate = interleaved.speculate
+    speculate = live.speculate
 
     def wrong(*args: Any, **kwargs: Any) -> Generation:
         made = speculate(*args, **kwargs)
         made.tokens[-1] = (made.tokens[-1] + 1) % toys.VOCAB
         return made
 
-    monkeypatch.setattr(interleaved, "speculate", wrong)
+    monkeypatch.setattr(live, "speculate", wrong)
     before = config_of(run)
     given = {"run": run, "tune": "true", "max_new_tokens": 16, "repeats": 1, "prompts": 1, "tuner": SMALL}
     assert run_main(*words(given)) == 1
@@ -191,18 +175,17 @@ def test_every_batch_size_gets_its_verdict_and_the_smallest_ones_tree_and_a_sche
     assert tuned(configured(run, tuner=SMALL, batch_size=[3, 1, 2], max_new_tokens=8))
     told = json.loads((run / "tune.json").read_text(encoding="utf-8"))
     assert [each["batch"] for each in told["batches"]] == [1, 2, 3]
-    assert [each["costs"]["batch"] for each in told["batches"]] == [1, 2, 3]
     first, second, third = told["batches"]
     assert config_of(run)["tree"] == first["best"]["tree"]
     assert second["best"] is not None
     assert third["best"] is None
-    trees = [typed(TreeConfig, each["best"]["tree"]) for each in (first, second)]
-    schedule = scheduled([(1, trees[0]), (2, trees[1]), (3, None)])
-    assert saved_trees(run / "head", {}) == (trees[0], schedule)
+    best = [typed(TreeConfig, each["best"]["tree"]) for each in (first, second)]
+    schedule = scheduled([(1, best[0]), (2, best[1]), (3, None)])
+    assert saved_trees(run / "head", {}) == (best[0], schedule)
     for each in (second, third):
         kinds = [one["tree"]["kind"] == "chain" for one in each["candidates"] if one["measured"]]
         assert sorted(kinds) == [False, True]
-    assert json.loads((run / CONFIG).read_text()) == {
+    assert json.loads((run / SERVING).read_text()) == {
         "num_speculative_tokens": 2, "num_speculative_tokens_per_batch_size": [[1, 2, 2], [3, 3, 0]],
     }  # fmt: skip
     out = capsys.readouterr().out
@@ -214,18 +197,18 @@ def test_every_batch_size_gets_its_verdict_and_the_smallest_ones_tree_and_a_sche
 def test_where_no_tree_pays_at_several_sizes_the_schedule_says_so_and_one_size_alone_ends_it(run: Path) -> None:
     own = config_of(run)["tree"]
     slow = [candidate("chain", "chain", 0.5, 0.5)]
-    at = AtBatch(2, costs_of(toys.TREES["chain"], {0: 1.0}), slow, None, "")
+    at = AtBatch(2, 1.0, slow)
     first, second = concluded([at, replace(at, batch=4)], str(run), run / "head")
     assert config_of(run)["schedule"] == [{"batch_size": 1, "tree": None}]
     assert config_of(run)["tree"] == own
-    assert "decode plainly; written to" in first.verdict
-    assert second.verdict.endswith("decode plainly")
+    assert "decode without drafts; written to" in first.verdict
+    assert second.verdict.endswith("decode without drafts")
     won = candidate("chain", "chain", 1.5, 1.5)
-    (alone,) = concluded([replace(at, candidates=[won], best=won)], str(run), run / "head")
+    (alone,) = concluded([replace(at, candidates=[won])], str(run), run / "head")
     assert saved_trees(run / "head", {}) == (toys.TREES["chain"], None)
     assert "1.50 times the baseline; written to" in alone.verdict
     (none,) = concluded([at], str(run), run / "head")
-    assert "decode plainly; nothing is written" in none.verdict
+    assert "decode without drafts; nothing is written" in none.verdict
 
 
 def test_a_target_that_cannot_share_a_pass_says_so_first(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -235,39 +218,47 @@ def test_a_target_that_cannot_share_a_pass_says_so_first(run: Path, monkeypatch:
     assert "\n" not in str(error.value)
 
 
-def replayed(*accepted: int) -> Replayed:
-    return Replayed([ReplayedStep(2, each) for each in accepted], sum(accepted) + len(accepted))
+def test_the_choice_sees_nothing_of_the_texts_that_are_measured(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chance favours a tree on the texts to choose from, and the others on those held back: the former is chosen."""
+    faster(monkeypatch, lambda _: 0.5)
+    records = list[Any]()
 
+    def foreseen(of: Any, tree: TreeConfig) -> float:
+        if of not in records:
+            records.append(of)
+        lucky = tree == TreeConfig("chain", 2, 0, 0, [], [])
+        return 2.0 if lucky == (of is records[0]) else 1.0
 
-def costs_of(tree: TreeConfig, verify: dict[int, float], batch: int = 1) -> Costs:
-    return Costs(batch, 1.0, verify, ({0: 0.0}, {0: 0.0}), {draft_key(tree): 1.0}, {1: 0.0})
-
-
-def test_the_choice_sees_nothing_of_the_texts_that_are_measured() -> None:
-    """Chance favours one tree on the texts to choose from, and the other on those held back: the former is chosen."""
-    chain = toys.TREES["chain"]
-    lucky = Tried("static", chain, [replayed(2, 2)], [replayed(0, 0)])
-    honest = Tried("dynamic", chain, [replayed(1, 1)], [replayed(2, 2)])
-    known = {1: costs_of(chain, {0: 1.0, 2: 1.0})}
-    assert ranked([honest, lucky], known, 1, lambda one: one.kind) == [[lucky, honest]]
+    monkeypatch.setattr(tune, "tau_along", foreseen)
+    tuned(configured(run, tuner=GRID))
+    told = json.loads((run / "tune.json").read_text(encoding="utf-8"))
+    chains = [one for one in told["batches"][0]["candidates"] if one["family"] == "chain"]
+    assert chains[0]["tree"]["depth"] == 2
+    assert [one["predicted"]["tau"] for one in chains] == [1.0, 2.0, 2.0]
     assert halves([0, 1, 2, 3, 4]) == ([0, 2, 4], [1, 3])
     assert halves([0]) == ([0], [0])
 
 
 def candidate(family: str, tree: str, predicted: float, speedup: float | None = None) -> Candidate:
-    known = None if speedup is None else Measured(2.0, 1.0, 1.0, speedup, None, {"failed": 0})
-    return Candidate(family, toys.TREES[tree], Prediction(1.0, 1.0, {}, 1.0, predicted), known)
+    row = None if speedup is None else replace(ROW, speedup=speedup)
+    return Candidate(family, toys.TREES[tree], Prediction(1.0, 1.0, 1.0, predicted), row)
 
 
-def test_the_fastest_by_measurement_is_chosen_whatever_was_predicted() -> None:
+def test_the_fastest_by_measurement_is_chosen_whatever_was_predicted(run: Path) -> None:
     every = [candidate("best_first", "best_first", 1.5), candidate("chain", "chain", 1.1, 1.1)]
     every.append(candidate("best_first", "best_first", 0.9, 1.21))
-    assert fastest(every) is every[2]
-    assert conclude(1, every, "written") == "batch size 1: best_first-d5n9 is fastest, 1.21 times the baseline; written"
-    slow = [candidate("chain", "chain", 1.5, 0.9)]
-    assert fastest(slow) is None
-    assert conclude(4, slow, "") == "batch size 4: no tree beats the baseline (best: chain-4 at 0.90); decode plainly"
-    assert "(best: none is lossless)" in conclude(4, [candidate("chain", "chain", 1.0)], "")
+    at = AtBatch(1, None, every)
+    assert at.best is every[2]
+    (told,) = concluded([at], "me/mine", run / "head")
+    assert told.verdict.startswith("batch size 1: best_first-d5n9 is fastest, 1.21 times the baseline; the head is the")
+    slow = AtBatch(4, None, [candidate("chain", "chain", 1.5, 0.9)])
+    assert slow.best is None
+    (told,) = concluded([slow], "me/mine", run / "head")
+    assert told.verdict == (
+        "batch size 4: no tree beats the baseline (best: chain-4 at 0.90); decode without drafts; nothing is written"
+    )
+    (told,) = concluded([replace(slow, candidates=[candidate("chain", "chain", 1.0)])], "me/mine", run / "head")
+    assert "(best: none is lossless)" in told.verdict
 
 
 @pytest.mark.parametrize(
@@ -293,6 +284,6 @@ def test_a_mistake_is_named_before_anything_is_loaded(values: dict[str, Any], na
 
 
 def test_a_head_that_no_engine_serves_has_no_schedule_for_one(tmp_path: Path) -> None:
-    (tmp_path / CONFIG).touch()
+    (tmp_path / SERVING).touch()
     Tuning({"head": "mlp"}, [], []).write(tmp_path)
     assert [file.name for file in tmp_path.iterdir()] == [TUNED]

@@ -29,7 +29,7 @@ from inference.drafters.policy import TreeConfig
 from inference.target.target import Target
 from inference.verification.sample import GREEDY
 from ops.doctor import DoctorConfig, examine
-from ops.examine.finding import WRONG, Finding
+from ops.examine import WRONG, Finding
 from tests import toys
 from tests.eval.stubs import ROW
 from train.release.config import TEMPLATE

@@ -14,7 +14,7 @@ from markupsafe import escape
 
 from heads.common.typed import from_yaml
 from ops.audit import CHECKS, JSON, PAGE, REPRODUCTION, Verdict, audited, main
-from ops.audits.ask import AuditConfig
+from ops.audits.compare import AuditConfig
 from ops.audits.output import ENVIRONMENT
 from tests.eval.small import run_command
 from tests.ops.audit_decoding import ALTERNATIVES

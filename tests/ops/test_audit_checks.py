@@ -11,11 +11,9 @@ import pytest
 from data.answers.client import EndpointError
 from heads.common.typed import from_yaml
 from ops.audit import speed, verdict_of
-from ops.audits.ask import SIDES, AuditConfig
-from ops.audits.compare import Audit, Difference, Finding, breach, diagnosed, gap_at, penalized
-from ops.audits.greedy import identity
+from ops.audits.checks import checked, identity, limits, logprobs_hold, schemas, stop_in, stop_strings, usage
+from ops.audits.compare import SIDES, Audit, AuditConfig, Difference, Finding, breach, diagnosed, gap_at, penalized
 from ops.audits.output import cut, difference_record, gap_of
-from ops.audits.properties import checked, limits, logprobs_hold, schemas, stop_in, stop_strings, usage
 from ops.audits.sampling import OPENING, fewer, p_value, sampling
 from ops.served import Question, Reply, Token, read_replies, read_tokens
 from tests.ops.test_audit import SMALL

@@ -16,9 +16,19 @@ from heads.common.command import quoted
 from heads.common.resolvers import ROOT, register_resolvers
 from heads.common.typed import typed
 from ops import budget as command
-from ops.budget import DECIDED, PROBE, STATE, Budget, BudgetConfig, Forecast, ForecastConfig, shared_words
+from ops.budget import (
+    DECIDED,
+    PROBE,
+    STATE,
+    Budget,
+    BudgetConfig,
+    Forecast,
+    ForecastConfig,
+    power_function,
+    predict,
+    shared_words,
+)
 from ops.commands import run_command, split_config
-from ops.curve import power_function, predict
 from tests.eval.stubs import ROW
 from tests.train import jobs
 from train.checkpoints import format

@@ -13,10 +13,9 @@ import torch
 from data.text.template import template_sha256
 from heads.formats.store import save_head
 from ops import doctor
+from ops import examine as files
 from ops.doctor import examine
-from ops.examine import files
-from ops.examine.files import read
-from ops.examine.finding import OK, UNKNOWN, WRONG, Finding, meant_for, written
+from ops.examine import OK, UNKNOWN, WRONG, Finding, meant_for, read, written
 from tests.ops.doctoring import (
     FULL,
     IDS,

@@ -16,15 +16,30 @@ import pytest
 from eval.inputs.drafters import load_drafters
 from eval.measures.counters import Counters
 from eval.measures.metrics import SpecDecodingStats, counted
-from eval.sessions import recorded, teacher_forced_rows
 from eval.setup import load_target
+from eval.teacher_forced import recorded_texts, teacher_forced_rows
 from heads.common.typed import from_yaml
 from heads.formats.hub import resolve_head
 from inference.drafters.head import load_drafter
 from inference.target.config import model_config
-from ops.sequential import ALARM, EARLY, QUIET, Mean, WatcherConfig, changed_at, watched, watcher_config
 from ops.served import ClientConfig, Metrics, Question, Server
-from ops.watch import Log, WatchConfig, counts_in, growing, main, replayed, windows
+from ops.watch import (
+    ALARM,
+    EARLY,
+    QUIET,
+    Log,
+    Mean,
+    WatchConfig,
+    WatcherConfig,
+    changed_at,
+    counts_in,
+    growing,
+    main,
+    replayed,
+    watched,
+    watcher_config,
+    windows,
+)
 from tests.eval.small import run_command, small
 from tests.ops.endpoint_server import Served
 
@@ -214,7 +229,7 @@ def test_a_head_is_played_along_a_log_as_the_offline_tier_plays_it(runs: Path, t
         values = small(runs, tmp_path, tree=tree)
         drafters = load_drafters(values, target)
         rows, _ = teacher_forced_rows(
-            evaluation, target, drafters, recorded(evaluation, evaluation, target, [str(path)])
+            evaluation, target, drafters, recorded_texts(evaluation, evaluation, target, [str(path)])
         )
         drafter = load_drafter(resolve_head(str(runs / "eagle")), tree, target, "head")
         watcher = config(max_new_tokens=evaluation.max_new_tokens)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file, save_file
 
-from eval.measures.serving import config_of
+from eval.report.write import serving_config
 from heads.formats.published import mimo
 from tests.serving.engines import TARGET, asked
 from tests.serving.heads_of_ours import exported, made
@@ -155,7 +155,7 @@ def test_a_tensor_that_is_missing_is_seen_and_one_too_many(folders: dict[str, Pa
 
 
 def test_vllm_takes_a_schedule_as_it_was_measured(folders: dict[str, Path]) -> None:
-    said = config_of([(1, 15, 3), (16, 31, 1), (32, 32, 0)])
+    said = serving_config({1: 3, 16: 1, 32: 0})
     job = {"folder": str(folders["eagle3"]), "method": "eagle3", "tokens": said["num_speculative_tokens"]}
     job["schedule"] = said["num_speculative_tokens_per_batch_size"]
     (found,) = asked("load_vllm.py", {"target": str(TARGET), "heads": [job]}, newest="vllm")["heads"]

@@ -15,7 +15,7 @@ import yaml
 from huggingface_hub import EvalResult, ModelCardData
 from jinja2 import Environment, StrictUndefined
 
-from eval.live.extras import METRICS, records
+from eval.extras import METRICS, records
 from eval.measures.results import LIVE
 from eval.report import sections
 from eval.report.render import grid

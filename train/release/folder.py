@@ -17,8 +17,8 @@ from huggingface_hub import try_to_load_from_cache
 from huggingface_hub.utils._paths import filter_repo_objects
 
 from data.text.files import content_hash
-from eval.live.extras import METRICS
-from eval.measures.serving import CONFIG as SCHEDULE
+from eval.extras import METRICS
+from eval.report.write import SERVING as SCHEDULE
 from eval.report.write import read_report
 from heads.common.files import last_good, replacing
 from heads.common.gguf import gguf_file

@@ -1,4 +1,4 @@
-"""Extras of a report: training curves of its heads, acceptance of every tree node, heads compared, sample answers."""
+"""Extras of a report: training curves of its heads, acceptance of every tree node, sample answers."""
 
 import json
 from collections import Counter
@@ -8,10 +8,8 @@ from statistics import fmean
 from typing import Any
 
 from data.text.prompts import Prompt
-from eval.live.interleaved import Runs, medians
-from eval.measures import metrics
+from eval.live import Runs
 from eval.measures.metrics import median_run
-from eval.measures.results import Measurement
 from heads.common.untrusted import visible
 from inference.decode import Generation
 from inference.protocol import Drafter
@@ -81,27 +79,6 @@ def trees(runs: Runs, drafters: Mapping[str, Drafter]) -> dict[str, dict[str, An
                 "accepted": [counts[path] / len(steps) for path in often],
             }
     return summaries
-
-
-def paired(runs: Runs, drafters: Sequence[str], measurement: Measurement) -> Records:
-    """Return each drafter's difference to the first in τ and in tokens per second, over the same prompts.
-
-    Each prompt's median run counts, as in the report's rows. Empty with one drafter, or one prompt.
-    """
-    middle = medians({name: runs[name] for name in drafters})
-    whole = next(measurement.parts(len(next(iter(runs.values())))))
-    decoded = {name: metrics.decoding(of_prompts) for name, of_prompts in middle.items()}
-    passes = {name: [(run.tokens, run.steps) for run in map(metrics.passes, middle[name])] for name in middle}
-    shared = {key: getattr(measurement, key) for key in ("workload", "temperature", "batch_size")}
-    records = []
-    for name in drafters[1:]:
-        both = {
-            key: metrics.difference(values[name], values[drafters[0]], measurement.seed, whole.groups)
-            for key, values in (("tau", passes), ("tokens_per_second", decoded))
-        }
-        if None not in both.values():
-            records.append({"drafter": name, "base": drafters[0], **shared, "prompts": len(whole.indices), **both})
-    return records
 
 
 def answers(runs: Runs, drafters: Sequence[str], prompts: Sequence[Prompt], tokenizer: Any) -> Records:

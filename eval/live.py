@@ -23,9 +23,10 @@ from eval.measures import metrics
 from eval.measures.losslessness import UNCHECKED, Gate, labelled
 from eval.measures.machine import synchronize
 from eval.measures.results import (
+    BASELINE,
     DrafterInfo,
+    MeasuredRequest,
     Measurement,
-    Request,
     ResultRow,
     Subset,
     by_request,
@@ -40,7 +41,7 @@ from inference.protocol import Drafter
 from inference.target.target import Target
 
 T = TypeVar("T")
-PLAIN, HF = "plain", "hf"  # the names of the two baselines
+HF = "hf"  # transformers' own generate, by its name among the drafters
 
 Runner = Callable[[list[int]], Generation]
 Runs = dict[str, list[list[Generation]]]  # by name, by prompt, the repeats
@@ -56,7 +57,7 @@ class Setup(NamedTuple):
 
     def all_drafters(self) -> dict[str, Drafter]:
         """Return the baseline and the drafters."""
-        return {PLAIN: Baseline(self.target.device), **self.drafters}
+        return {BASELINE: Baseline(self.target.device), **self.drafters}
 
     def resets(self) -> list[Callable[[], None]]:
         """Return the functions that clear every drafter's memory."""
@@ -73,7 +74,7 @@ def measure(setup: Setup, repeats: int, warmup: Sequence[Prompt], hf: bool, batc
     sees a prompt that it has answered before.
     """
     target, drafters, prompts, settings = setup
-    assert not {PLAIN, HF} & set(drafters), "a drafter has a baseline's name"
+    assert not {BASELINE, HF} & set(drafters), "a drafter has a baseline's name"
     if batch_size > 1:
         all_drafters, tokens = setup.all_drafters(), [prompt.token for prompt in prompts]
         warm_up(setup, warmup, batch_size)
@@ -82,7 +83,7 @@ def measure(setup: Setup, repeats: int, warmup: Sequence[Prompt], hf: bool, batc
             return speculate(target, all_drafters[name], tokens, settings, batch_size=batch_size)
 
         return in_turns(list(all_drafters), answers, [range(len(prompts))], repeats, settings.seed, setup.resets())
-    runners: dict[str, Runner] = {PLAIN: partial(autoregress, target, settings=settings)}
+    runners: dict[str, Runner] = {BASELINE: partial(autoregress, target, settings=settings)}
     for name, drafter in drafters.items():
         runners[name] = partial(speculate, target, drafter, settings=settings)
     if hf:
@@ -153,6 +154,17 @@ def medians(runs: Runs) -> dict[str, list[Generation]]:
     return {name: [metrics.median_run(repeats) for repeats in by_prompt] for name, by_prompt in runs.items()}
 
 
+def agreement(target: Target, runs: Runs) -> dict[str, dict[str, Any]]:
+    """Return how many of each drafter's timed greedy answers equal the baseline's, in the timed dtype."""
+    middle = medians({name: runs_of for name, runs_of in runs.items() if name != HF})
+    baseline, dtype = middle.pop(BASELINE), str(target.dtype).removeprefix("torch.")
+    equal = {
+        name: [ours.tokens == theirs.tokens for ours, theirs in zip(baseline, runs_of, strict=True)]
+        for name, runs_of in middle.items()
+    }
+    return {name: {"dtype": dtype, "checked": len(same), "identical": sum(same)} for name, same in equal.items()}
+
+
 def rows(
     runs: Runs, drafters: Mapping[str, Drafter], gates: Mapping[str, Gate], measurement: Measurement
 ) -> list[ResultRow]:
@@ -162,9 +174,9 @@ def rows(
     """
     middle = medians(runs)
     requests = {name: [timed(run) for run in runs_of] for name, runs_of in middle.items()}
-    all_drafters: dict[str, Drafter] = {PLAIN: Baseline(torch.device("cpu")), **drafters}
+    all_drafters: dict[str, Drafter] = {BASELINE: Baseline(torch.device("cpu")), **drafters}
     measured = []
-    for subset in measurement.parts(len(requests[PLAIN])):
+    for subset in measurement.parts(len(requests[BASELINE])):
         for name in (name for name in requests if name != HF):
             rule = metrics.rules_used([middle[name][index] for index in subset.indices])
             info = DrafterInfo(name, rule, all_drafters[name].tree)
@@ -173,24 +185,46 @@ def rows(
     return measured
 
 
+def paired(runs: Runs, drafters: Sequence[str], measurement: Measurement) -> list[dict[str, Any]]:
+    """Return each drafter's difference to the first in τ and in tokens per second, over the same prompts.
+
+    Each prompt's median run counts, as in the report's rows. Empty with one drafter, or one prompt.
+    """
+    middle = medians({name: runs[name] for name in drafters})
+    whole = next(measurement.parts(len(next(iter(runs.values())))))
+    decoded = {name: metrics.decoding(of_prompts) for name, of_prompts in middle.items()}
+    passes = {name: [(run.tokens, run.steps) for run in map(metrics.passes, middle[name])] for name in middle}
+    shared = {key: getattr(measurement, key) for key in ("workload", "temperature", "batch_size")}
+    records = []
+    for name in drafters[1:]:
+        both = {
+            key: metrics.difference(values[name], values[drafters[0]], measurement.seed, whole.groups)
+            for key, values in (("tau", passes), ("tokens_per_second", decoded))
+        }
+        if None not in both.values():
+            records.append({"drafter": name, "base": drafters[0], **shared, "prompts": len(whole.indices), **both})
+    return records
+
+
 def judged(
-    row: ResultRow, subset: Subset, requests: Mapping[str, Sequence[Request]], gates: Mapping[str, Gate]
+    row: ResultRow, subset: Subset, requests: Mapping[str, Sequence[MeasuredRequest]], gates: Mapping[str, Gate]
 ) -> ResultRow:
     """Return a row with its losslessness check, and with its speedups if that did not fail."""
     measurement, gate = subset.measurement, gates.get(labelled(row.drafter, row.batch_size), UNCHECKED)
     shown = gate if measurement.temperature == 0 else measurement.coupled.get(row.drafter, UNCHECKED)
     row = replace(row, lossless=shown.among([measurement.start + index for index in subset.indices]).counts())
-    trusted = gate.passed or (row.drafter == PLAIN and not gate.checked)  # at batch size 1 it is the gate's reference
-    if not trusted or row.drafter in measurement.not_lossless or PLAIN not in requests:
+    # At batch size 1 the baseline is the gate's reference.
+    trusted = gate.passed or (row.drafter == BASELINE and not gate.checked)
+    if not trusted or row.drafter in measurement.not_lossless or BASELINE not in requests:
         return row
-    mine, baseline = subset.of(requests[row.drafter]), subset.of(requests[PLAIN])
+    mine, baseline = subset.of(requests[row.drafter]), subset.of(requests[BASELINE])
     hf = subset.of(requests[HF]) if HF in requests else None
     return with_speedups(row, subset, mine, baseline, hf)
 
 
-def timed(run: Generation) -> Request:
+def timed(run: Generation) -> MeasuredRequest:
     """Return a run as a measured request."""
-    return Request(
+    return MeasuredRequest(
         passes=metrics.passes(run),
         decoding=metrics.decoding([run])[0],
         end_to_end=metrics.end_to_end([run])[0],
@@ -266,7 +300,7 @@ class Served(NamedTuple):
         """When the answer was complete."""
         return self.arrived + self.generation.latency_s
 
-    def request(self) -> Request:
+    def request(self) -> MeasuredRequest:
         """Return it as a measured request; waits count from its arrival."""
         waits = {"latency_s": self.generation.latency_s, "ttft_s": self.ttft_s, "queue_s": self.queue_s}
         return replace(timed(self.generation), waits=waits)
@@ -355,12 +389,12 @@ def queued_rows(rows: Sequence[ResultRow], rounds: Rounds, measurement: Measurem
 
     Latencies are over all rounds, since each had other arrivals. A speedup is a ratio of mean latencies.
     """
-    subsets = {subset.category: subset for subset in measurement.parts(len(rounds[PLAIN]))}
+    subsets = {subset.category: subset for subset in measurement.parts(len(rounds[BASELINE]))}
     return [_waited(row, rounds, subsets[row.category]) for row in rows]
 
 
 def _waited(row: ResultRow, rounds: Rounds, subset: Subset) -> ResultRow:
-    mine, plain = (subset.of(rounds[name]) for name in (row.drafter, PLAIN))
+    mine, plain = (subset.of(rounds[name]) for name in (row.drafter, BASELINE))
     fast, slow = latencies(mine), latencies(plain)
     requests = [one.request() for one in chain.from_iterable(mine)]
     cuts = by_request(requests)

@@ -1,18 +1,27 @@
-"""The keys and tensors of a head that engines read, and the effect of a wrong value in each engine.
-
-The values are compared with those of the head as headstart's own reader loads it, of which every tensor is accounted
-for. The readings are those of vLLM 0.33, SGLang 0.5.23, TensorRT-LLM 1.4, llama.cpp and speculators 0.9.
-"""
+"""Findings: right, wrong or unknown; a wrong one with its cost and remedy."""
 
 import json
+import logging
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
+from torch import Tensor
+
 from data.text.template import template_sha256
+from eval.inputs.drafters import own_prompts
+from eval.report.write import read_report
+from heads.common.errors import one_line
+from heads.common.files import last_good
 from heads.common.rope import Rope, positions_of
 from heads.common.target_config import UNBOUNDED, context_of
-from heads.formats.published import dflash, eagle, eagle3, medusa, mimo, peagle
+from heads.common.untrusted import parse_yaml, parsed_file
+from heads.formats.hub import downloaded, resolve_head, target_path
+from heads.formats.published import dflash, eagle, eagle3, format_of, medusa, mimo, peagle
+from heads.formats.published.files import stored_tensors, without_prefix
 from heads.formats.published.plan import (
     BLOCK_OUTPUTS,
     BLOCK_STATES,
@@ -26,10 +35,190 @@ from heads.formats.store import CONFIG, QUANTISED, WEIGHTS
 from heads.modules.fusion import EAGLE3_LAYERS, chosen_layers, default_layers
 from inference.target.embeddings_only import EmbeddingsOnly
 from inference.target.target import Target
-from ops.examine.files import OWN, Examined
-from ops.examine.finding import OK, WRONG, Finding, Findings, listed, ok, unknown, wrong
 from train.release.config import TEMPLATE
 from train.release.folder import tokenizer_sha256
+
+OK, WRONG, UNKNOWN = VERDICTS = ("ok", "wrong", "not known")
+ENGINES = {"vllm": "vLLM", "sglang": "SGLang", "trtllm": "TensorRT-LLM", "speculators": "speculators",
+           "gguf": "llama.cpp", "openvino": "optimum-intel"}  # fmt: skip
+
+
+class Finding(NamedTuple):
+    """One line of the examination."""
+
+    verdict: str  # one of VERDICTS
+    check: str  # the key, the tensor or the name of the check
+    says: str  # the observation
+    costs: str = ""  # the effect on each engine; for wrong ones only
+    remedy: str = ""  # the key and value, or the command, that fixes it; for wrong ones only
+    engines: tuple[str, ...] = ()  # the engines it harms, keys of ENGINES; empty: all
+
+
+Findings = Iterator[Finding]
+
+
+def ok(says: str, check: str) -> Finding:
+    """Return that something is right."""
+    return Finding(OK, check, says)
+
+
+def unknown(why: str, check: str) -> Finding:
+    """Return that something cannot be known here, and why."""
+    return Finding(UNKNOWN, check, why)
+
+
+def wrong(check: str, says: str, costs: str, remedy: str, *engines: str) -> Finding:
+    """Return that something is wrong, with its cost, its remedy and the engines harmed (none named: all)."""
+    return Finding(WRONG, check, says, costs, remedy, engines)
+
+
+def meant_for(finding: Finding, engine: str | None) -> Finding:
+    """Return a finding for one engine: a fault of other engines becomes ok, and one that only it has becomes wrong."""
+    if engine in finding.engines:
+        return finding._replace(verdict=WRONG)
+    if engine is None or not finding.engines or finding.verdict != WRONG:
+        return finding
+    return ok(f"{finding.says}, which harms {listed(finding.engines)}", finding.check)
+
+
+def listed(engines: Sequence[str]) -> str:
+    """Return the names of engines for reading."""
+    return ", ".join(ENGINES[name] for name in engines)
+
+
+def written(findings: Sequence[Finding]) -> str:
+    """Return the findings as lines for the terminal, and their counts."""
+    wide, name = max(map(len, VERDICTS)), max(len(finding.check) for finding in findings)
+    lines = []
+    for verdict, check, says, costs, remedy, _ in findings:
+        lines.append(f"{verdict:{wide}}  {check:{name}}  {says}")
+        if verdict == WRONG:
+            lines += [f"{'':{wide + name + 4}}{what}: {text}" for what, text in (("costs", costs), ("remedy", remedy))]
+    verdicts = [finding.verdict for finding in findings]
+    return "\n".join([*lines, ", ".join(f"{verdicts.count(verdict)} {verdict}" for verdict in VERDICTS)])
+
+
+log = logging.getLogger(__name__)
+
+OWN = "headstart"  # the form of our own heads; other forms are keys of heads.formats.published.FORMATS
+
+_parsed = partial(parsed_file, remedy="download or write it again")
+RECORDS: dict[str, Callable[[Path], Any]] = {
+    "report.json": read_report, "tokenizer_reference.json": _parsed, "provenance.json": _parsed,
+    "config.yaml": partial(_parsed, parse=parse_yaml),
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Examined:
+    """A head's folder and the records next to it; a missing or unreadable one is empty."""
+
+    name: str  # as the user gave it
+    folder: Path  # the head's
+    config: dict[str, Any]  # its config.json
+    report: dict[str, Any]  # report.json
+    reference: dict[str, Any]  # tokenizer_reference.json
+    origin: dict[str, Any]  # provenance.json
+    run: dict[str, Any]  # config.yaml of its training
+    prompts: str | None  # the file of held-out prompts that its run keeps here, None if there is none
+
+    @cached_property
+    def stored(self) -> dict[str, Tensor]:
+        """The tensors by their names in the files."""
+        return stored_tensors(self.folder)
+
+    @cached_property
+    def tensors(self) -> dict[str, Tensor]:
+        """The tensors by their names without the prefix that all may share."""
+        return without_prefix(self.stored)
+
+    @cached_property
+    def format_name(self) -> str:
+        """OWN or a key of FORMATS; P-EAGLE counts as EAGLE-3, since engines use the same class."""
+        if "format" in self.config:
+            return OWN
+        format_name = format_of(self.folder)
+        return "eagle3" if format_name == "peagle" else format_name
+
+    def part(self, key: str) -> dict[str, Any]:
+        """Return a section of the head's config.json, empty if missing."""
+        values = self.config.get(key)
+        return values if isinstance(values, dict) else {}
+
+    @property
+    def layer(self) -> dict[str, Any]:
+        """The keys of its config.json, with the decoder layer's numbers of the speculators format."""
+        return {**self.part("transformer_layer_config"), **self.config}
+
+    @property
+    def trained(self) -> dict[str, Any]:
+        """The head in its training's config.yaml, empty if there is none."""
+        values = self.run.get("head")
+        return values if isinstance(values, dict) else {}
+
+    @property
+    def said_target(self) -> str | None:
+        """The target named in the head's files, None without one."""
+        verifier = self.part("speculators_config").get("verifier")
+        names = (
+            self.part("target").get("name"),
+            verifier.get("name_or_path") if isinstance(verifier, dict) else None,
+            self.config.get("base_model_name_or_path"),
+            self.reference.get("base_model"),
+        )
+        return next((str(name) for name in names if name), None)
+
+
+def read(run_or_repo: str) -> Examined:
+    """Read a head's folder, a run's folder or a repository; refuse one without a head."""
+    folder = resolve_head(run_or_repo)
+    local = Path(run_or_repo).expanduser().is_dir()
+    if not local:
+        downloaded(run_or_repo, list(RECORDS))
+    folders = [folder, folder.parent] if local and folder.name == "head" else [folder]
+    config = _mapping([last_good(folder) / CONFIG], _parsed)
+    report, reference, origin, run = (
+        _mapping([parent / name for parent in folders], parse) for name, parse in RECORDS.items()
+    )
+    prompts = own_prompts(str(folder.parent)) if local and (folder.parent / "head").is_dir() else None
+    return Examined(run_or_repo, folder, config, report, reference, origin, run, prompts)
+
+
+def _mapping(paths: list[Path], parse: Callable[[Path], Any]) -> dict[str, Any]:
+    """Return the content of the first existing file; empty, with a warning, if it is damaged."""
+    path = next((path for path in paths if path.is_file()), None)
+    if path is None:
+        return {}
+    try:
+        content = parse(path)
+    except (OSError, ValueError) as error:
+        log.warning("%s", one_line(error))
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+def load_target(given: str | None, head: Examined, dtype: str, measure: bool) -> tuple[Target | EmbeddingsOnly, str]:
+    """Load the given target, else the one in the head's files; return it, and the reason if its layers are missing.
+
+    Raises:
+        ValueError: no target is named, or not even its embedding loads.
+    """
+    name = given or head.said_target
+    if name is None:
+        raise ValueError(f"{head.name}: its files do not say its target; give target=FOLDER or target=OWNER/NAME")
+    path = target_path(str(Path(name).expanduser()) if given else name)
+    adapter, why = head.part("target").get("adapter"), "measure is false"
+    if measure or isinstance(adapter, str):
+        try:
+            return Target.load(path, dtype, adapter=adapter if isinstance(adapter, str) else None), ""
+        except (ValueError, OSError) as error:
+            why = f"the target does not load ({one_line(error)})"
+    try:
+        return EmbeddingsOnly.load(path, "float32", "cpu", False), why
+    except ValueError as error:
+        problem = one_line(error).replace("model.path=", "target=", 1)
+        raise ValueError(f"{problem}; give target=FOLDER or target=OWNER/NAME") from None
+
 
 CLASSES = {"eagle3": eagle3.CLASS, "eagle": eagle.CLASS, "medusa": medusa.CLASS, "dflash": dflash.CLASS,
            "mimo": mimo.CLASS}  # fmt: skip
