@@ -27,7 +27,7 @@ import torch
 from transformers import GenerationConfig
 
 from data.text.prompts import Prompt
-from eval.inputs.workloads import load_workload, swapped
+from eval.inputs.workloads import load_workload
 from eval.live import interleave
 from eval.measures import metrics
 from eval.measures.machine import device_facts
@@ -121,7 +121,7 @@ def compare(name: str, target: Target, drafter: Drafter, extra: dict[str, Any], 
         "ours": lambda prompt: whole(speculate(target, drafter, prompt, settings)),
         "hf": lambda prompt: hf_generate(target, prompt, min(asked.tokens, target.context - len(prompt)), extra),
     }
-    runs = interleave(runners, prompts, asked.repeats, warmup=[swapped(prompts[-1])], seed=0)
+    runs = interleave(runners, prompts, asked.repeats, warmup=prompts[-1:], seed=0)
     ours, hf = ([metrics.median_run(repeats) for repeats in runs[key]] for key in ("ours", "hf"))
     tau, other = metrics.acceptance(ours).tau, hf_tau(target, ours, prompts, extra)
     assert tau is not None

@@ -31,7 +31,6 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, CompileConfig, LlamaConfig
 
 from data.text.prompts import Prompt
-from eval.inputs.workloads import swapped
 from eval.live import interleave
 from eval.measures.machine import device_facts
 from heads import HEADS
@@ -167,7 +166,7 @@ def efficiency(target: Target, sources: dict[str, Drafter], prompts: list[Prompt
         "plain": lambda prompt: autoregress(target, prompt, settings),
         **{name: lambda prompt, own=each: speculate(target, own, prompt, settings) for name, each in sources.items()},
     }
-    runs = interleave(runners, prompts, REPEATS, [swapped(prompts[-1])], 0)
+    runs = interleave(runners, prompts, REPEATS, prompts[-1:], 0)
     total = {
         name: sum(statistics.median(run.decode_s for run in each) for each in found) for name, found in runs.items()
     }
@@ -219,7 +218,7 @@ def against_hf(target: Target, prompts: list[Prompt], settings: RequestParams) -
         "here": lambda prompt: autoregress(target, prompt, settings),
         **{kind: lambda prompt, kind=kind: hf(prompt, kind) for kind in caches},
     }
-    runs = interleave(runners, prompts, REPEATS, [swapped(prompts[-1])], 0)
+    runs = interleave(runners, prompts, REPEATS, prompts[-1:], 0)
     total = {
         name: sum(statistics.median(run.prefill_s + run.decode_s for run in each) for each in found)
         for name, found in runs.items()

@@ -19,7 +19,7 @@ from transformers import DynamicCache
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[0] = str(ROOT)
 
-from eval.inputs.workloads import load_workload, swapped
+from eval.inputs.workloads import load_workload
 from eval.live import HF, hf_generate, interleave, medians
 from eval.measures import metrics
 from eval.measures.machine import device_facts, synchronize
@@ -52,7 +52,7 @@ def main() -> None:
     path = sys.argv[1] if len(sys.argv) > 1 else str(ROOT / "examples" / "tiny")
     target = Target.load(path)
     prompts = load_workload("tiny", target, PROMPTS, truncate=True)
-    warmup = [swapped(prompt) for prompt in prompts[-2:]]
+    warmup = prompts[-2:]
     runners = {
         BASELINE: partial(autoregress, target, settings=RequestParams(TOKENS, GREEDY)),
         HF: partial(hf_generate, target, settings=RequestParams(TOKENS, GREEDY)),

@@ -142,7 +142,7 @@ def settings_of(config: EvalConfig, workloads: Sequence[Workload[Any]]) -> dict[
     sampling = ("top_k", "top_p", "min_p", "repetition_penalty", "rule", "lossy", "seed")
     protocol = ("gate_dtype", "repeats", "warmup", "truncate", "turns", "balanced", "gate_tv")
     return {
-        **prompt_counts(workloads, "measured ones, halves swapped"),
+        **prompt_counts(workloads),
         **{key: getattr(config, key) for key in ("max_new_tokens", "min_new_tokens", *sampling, *protocol)},
         **({"text": config.text} if TEACHER_FORCED in config.tiers() else {}),
         "engine": config.engine.label,

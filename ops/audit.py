@@ -39,8 +39,8 @@ from ops.audits.compare import (
     Finding,
     Status,
     ask_text,
-    breach,
     diagnosed,
+    violation,
 )
 from ops.audits.output import cleaned, finding_record, rendered, reproduction
 from ops.served import Server, read_questions
@@ -60,7 +60,7 @@ CHECKS: dict[str, Callable[[Audit], Finding]] = {
     "identity": checks.identity,
     "prefix_cache": checks.prefix_cache,
     "conversations": checks.conversations,
-    "borders": checks.borders,
+    "borders": checks.chunk_borders,
     "concurrency": checks.side_by_side,
     "cancelled": checks.cancelled,
     "streaming": checks.streaming,
@@ -146,19 +146,19 @@ def run(audit: Audit) -> list[Finding]:
     asker, server = audit.asker, audit.asker.sides[AUDITED]
     before = server.reading()
     for check, function in CHECKS.items():
-        if asker.ended:
-            findings.append(Finding(check, "not_run", "the audit ended before"))
-            continue
+        finding = Finding("not_run", "the audit ended before")
         try:
-            findings.append(function(audit))
+            finding = finding if asker.ended else function(audit)
         except (EndedError, KeyboardInterrupt) as error:
             asker.ended = str(error) or "interrupted"
-            findings.append(Finding(check, "not_run", asker.ended))
-        if asker.crash is not None:
-            question, in_flight = asker.crash
-            crash = breach(question, "", "", "crash", f"{asker.ended}, while the baseline answers")
-            findings[-1] = Finding(check, "failed", asker.ended, [crash._replace(in_flight=in_flight)])
-    return [*findings, speed(audit, drafts_between(before, server.reading()))]
+            finding.summary = asker.ended
+            if asker.crash is not None:
+                question, in_flight = asker.crash
+                crash = violation(question, "", "", "crash", f"{asker.ended}, while the baseline answers")
+                finding = Finding("failed", asker.ended, [crash._replace(in_flight=in_flight)])
+        finding.check = check
+        findings.append(finding)
+    return [*findings, speed(audit, before, server.reading())]
 
 
 def verdict_of(findings: list[Finding], ended: str, near_tie: float) -> Verdict:
@@ -191,33 +191,28 @@ def clearest(findings: list[Finding]) -> Difference | None:
     return max(differences, key=lambda d: (d.fault == fault, d.gap or 0.0), default=None)
 
 
-def speed(audit: Audit, drafts: int | None) -> Finding:
-    """Return the speedup at each number of requests in flight."""
+def speed(audit: Audit, before: Counters | None, after: Counters | None) -> Finding:
+    """Return the speedup at each number of requests in flight, and how many drafts the server counted, if known."""
     rates = {key: tokens / audit.seconds[key] for key, tokens in audit.tokens.items() if tokens and audit.seconds[key]}
     loads = {
         size: rates[AUDITED, size] / rates[BASELINE, size]
         for side, size in sorted(rates)
         if side == AUDITED and (BASELINE, size) in rates
     }
-    losing = stops_paying(loads)
+    losing, drafts = stops_paying(loads), None
+    if before is not None and after is not None and not restarted(before, after):
+        first, last = (c.draft_tokens if c.drafts is None else c.drafts for c in (before, after))
+        drafts = round((last or 0) - (first or 0))
     texts = [f"{speedup:.2f}x with {size} in flight" for size, speedup in loads.items()]
     texts += [] if losing is None else [f"speculation loses from {losing} in flight on"]
     figures = {"speedup": loads, "loses_from": losing, "drafts": drafts}
-    return Finding("speed", "passed" if loads else "not_run", "; ".join(texts) or "nothing was timed", [], figures)
+    return Finding("passed" if loads else "not_run", "; ".join(texts) or "nothing was timed", [], figures, "speed")
 
 
 def stops_paying(gains: Mapping[int, float]) -> int | None:
     """Return the smallest load beyond which no speedup is above 1; None if the largest load has one."""
     losing = takewhile(lambda size: gains[size] <= 1, sorted(gains, reverse=True))
     return min(losing, default=None)
-
-
-def drafts_between(before: Counters | None, after: Counters | None) -> int | None:
-    """Return the number of drafts that a server counted between two readings; None if unknown."""
-    if before is None or after is None or restarted(before, after):
-        return None
-    first, last = (c.draft_tokens if c.drafts is None else c.drafts for c in (before, after))
-    return round((last or 0) - (first or 0))
 
 
 @command("ops/audit")

@@ -31,7 +31,6 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 from omegaconf import DictConfig
-from rich.console import Console
 
 from data.text.files import META, OPENERS, check_file
 from data.text.sources import Files, open_source
@@ -40,7 +39,7 @@ from heads.common.files import atomic_write, replacing
 from heads.common.ranges import Count, NewTokens, Within
 from heads.common.typed import typed
 from heads.common.untrusted import parse_json, shown
-from ops.commands import REFUSED, run_command, split_config
+from ops.commands import REFUSED, run_command, say, split_config
 from train import sweep
 from train.checkpoints import format
 from train.checkpoints.resume import differences, plain
@@ -73,7 +72,7 @@ def predict(
 ) -> Predicted:
     """Return τ after `at` tokens by a power function through three points or more, with its interval of LEVEL.
 
-    The interval is that of the function, by the covariance of its three numbers; a new measurement varies more.
+    The interval is that of a new measurement: by the covariance of the three numbers, and by the last standard error.
 
     Args:
         tokens: trained tokens of each point, increasing.
@@ -86,20 +85,16 @@ def predict(
 
     x, y = np.asarray(tokens, dtype=float) / tokens[-1], np.asarray(tau, dtype=float)
     rise = max(float(y[-1] - y[0]), 0.01)
+    sigma = np.maximum(error, FLOOR * y)
     values, covariance = curve_fit(
-        power_function, x, y, p0=(min(y[-1] + rise, bound), rise, 0.5), sigma=np.maximum(error, FLOOR * y),
+        power_function, x, y, p0=(min(y[-1] + rise, bound), rise, 0.5), sigma=sigma,
         absolute_sigma=True, bounds=((1.0, 1e-3, EXPONENTS[0]), (bound, 2 * bound, EXPONENTS[1])),
     )  # fmt: skip
     ratio, (_, rise, exponent) = at / tokens[-1], values
     gradient = np.array([1.0, -(ratio**-exponent), rise * ratio**-exponent * math.log(ratio)])
     middle = float(power_function(np.array(ratio), *values))
-    half = NormalDist().inv_cdf((1 + LEVEL) / 2) * math.sqrt(gradient @ covariance @ gradient)
+    half = NormalDist().inv_cdf((1 + LEVEL) / 2) * math.sqrt(gradient @ covariance @ gradient + sigma[-1] ** 2)
     return Predicted(*(min(max(end, 1.0), bound) for end in (middle, middle - half, middle + half)))
-
-
-def with_interval(values: Predicted, unit: str = "") -> str:
-    """Return a forecast with its interval as text."""
-    return f"{values.tau:.2f}{unit} [{values.low:.2f}, {values.high:.2f}]"
 
 
 UNITS = {"s": 1, "min": 60, "h": 3600, "d": 86400}  # in seconds
@@ -184,27 +179,25 @@ class Forecast:
 
     def __init__(self, run: RunConfig, config: BudgetConfig, words: list[str], train: Train) -> None:
         self.run, self.budget, self.config, self.out = run, config.budget, config.forecast, Path(run.out)
-        self.log, self.train = config.log, train
+        self.train, path = train, self.out / STATE
         settings = plain({"budget": str(self.budget), "overrides": sorted(words), **asdict(self.config)})
         self.state: dict[str, Any] = {
             "settings": settings, "spent": 0.0, "cost": {}, "fixed": {}, "left_out": {}, "points": {}, "steps": None,
         }  # fmt: skip
-        path = self.out / STATE
         if run.overwrite and not run.resume:
             path.unlink(missing_ok=True)
-        if path.exists():
-            if not run.resume:
-                raise ValueError(f"{run.out} holds a forecast already: give resume=true or overwrite=true")
-            state = parse_json(path.read_bytes())
-            if changed := differences(state["settings"], settings):
+        if not path.exists():
+            shutil.rmtree(self.out / FOLDER, ignore_errors=True)
+        elif not run.resume:
+            raise ValueError(f"{run.out} holds a forecast already: give resume=true or overwrite=true")
+        else:
+            self.state = parse_json(path.read_bytes())
+            if changed := differences(self.state["settings"], settings):
                 raise ValueError(
                     f"{path}: resume=true needs the settings that it began with, and here differ {changed}"
                 )
-            self.state = state
-        else:
-            shutil.rmtree(self.out / FOLDER, ignore_errors=True)
-        if self.log is not None:
-            copied = keep_log(self.log, run.data.split, self.out)
+        if config.log is not None:
+            copied = keep_log(config.log, run.data.split, self.out)
             self.train = lambda more: train([*more, f"data.path={quoted(copied)}"])
 
     def save(self) -> None:
@@ -227,7 +220,7 @@ class Forecast:
 
     def measure(self, words: str, steps: int, cooldown: float, begin: int) -> None:
         """Train a candidate to `steps` from its checkpoint at step `begin`, evaluate it, and count the cost."""
-        began, folder, config = time.monotonic(), self.folder(words), self.config
+        began, folder, config, timed = time.monotonic(), self.folder(words), self.config, self.budget.timed
         for path in format.checkpoints(folder / "checkpoints"):
             if format.step_of(path) > begin:  # the cooldown's checkpoints
                 shutil.rmtree(path)
@@ -240,33 +233,31 @@ class Forecast:
             f"eval.prompts={config.prompts}", f"eval.max_new_tokens={config.tokens}", "eval.repeats=1",
             "eval.hf=false", "eval.tier=[live]",
         ])  # fmt: skip
-        cost, seconds = cost_of(folder), time.monotonic() - began
-        unit = cost["seconds" if self.budget.timed else "flops"]
+        unit = cost_of(folder)["seconds" if timed else "flops"]
         if not unit:
             raise ValueError("no operations were counted: give a budget in time")
+        seconds, taken = time.monotonic() - began, (steps - begin) * unit
         self.state["cost"][words] = unit
-        taken = (steps - begin) * unit
-        self.state["fixed"][words] = max(0.0, seconds - taken) if self.budget.timed else 0.0
-        self.state["spent"] += seconds if self.budget.timed else taken
+        self.state["fixed"][words] = max(0.0, seconds - taken) if timed else 0.0
+        self.state["spent"] += seconds if timed else taken
 
     def probe(self) -> list[str]:
         """Train every candidate for a few steps to measure their cost; return those that the target supports."""
+        cost, left_out = self.state["cost"], self.state["left_out"]
         for words in self.config.candidates:
-            if words not in self.state["cost"] and words not in self.state["left_out"]:
+            if words not in cost and words not in left_out:
                 try:
                     self.measure(words, PROBE, 0.0, 0)
                 except SystemExit as error:
                     if error.code not in REFUSED:  # such as a signal's
                         raise
-                    self.state["left_out"][words] = f"its training ended with status {error.code}, see above"
+                    left_out[words] = f"its training ended with status {error.code}, see above"
                 self.save()
-        for words, why in self.state["left_out"].items():
+        for words, why in left_out.items():
             say(f"{words} is left out: {why}")
-        if not self.state["cost"]:
-            copies = "" if self.log is None else f"; {self.out / FOLDER} has a copy of log={self.log}"
-            why = "; ".join(self.state["left_out"].values())
-            raise ValueError(f"no candidate can be trained: {why}{copies}")
-        return list(self.state["cost"])
+        if not cost:
+            raise ValueError(f"no candidate can be trained: {'; '.join(left_out.values())}")
+        return list(cost)
 
     def choose(self) -> str:
         """Train all candidates, then the faster half of them for longer, until one has enough points; return it.
@@ -274,70 +265,59 @@ class Forecast:
         Raises:
             ValueError: the budget is too small for the first round.
         """
-        running = self.probe()
-        rounds = max(self.config.points, math.ceil(math.log2(len(running))) + 1)
-        share, fixed = self.config.share * self.budget.amount / rounds, self.state["fixed"]
-        least = max(2, round(self.config.warmup / (1 - self.config.cooldown)))
-        needed = max(fixed[words] + least * self.state["cost"][words] for words in running) * len(running)
-        if needed > share and not self.state["points"]:
-            enough = Budget(ROOM * needed * rounds / self.config.share, self.budget.timed)
+        running, config = self.probe(), self.config
+        cost, fixed, points = (self.state[key] for key in ("cost", "fixed", "points"))
+        rounds = max(config.points, math.ceil(math.log2(len(running))) + 1)
+        share = config.share * self.budget.amount / rounds
+        least = max(2, round(config.warmup / (1 - config.cooldown)))
+        needed = max(fixed[words] + least * cost[words] for words in running) * len(running)
+        if needed > share and not points:
+            enough = Budget(ROOM * needed * rounds / config.share, self.budget.timed)
             raise ValueError(
                 f"budget={self.budget} is too small for short trainings of {len(running)} candidates: about {enough} "
                 "would do, or fewer forecast.candidates, or a lower forecast.warmup, each with overwrite=true"
             )
-        for number in range(rounds):
+        for index in range(rounds):
             for words in running:
-                points = self.state["points"].setdefault(words, [])
-                if len(points) > number:
+                done = points.setdefault(words, [])
+                if len(done) > index:
                     continue
-                begin = self.stable(points[-1]["steps"]) if points else 0
-                more = int((share / len(running) - fixed[words]) / self.state["cost"][words])
-                steps = max(begin + more, points[-1]["steps"] + 2 if points else least)
-                self.measure(words, steps, self.config.cooldown, begin)
-                points.append({"steps": steps, **measured(self.folder(words), words)})
+                begin = self.stable(done[-1]["steps"]) if done else 0
+                more = int((share / len(running) - fixed[words]) / cost[words])
+                steps = max(begin + more, done[-1]["steps"] + 2 if done else least)
+                self.measure(words, steps, config.cooldown, begin)
+                done.append({"steps": steps, **measured(self.folder(words), words)})
                 self.save()
                 tokens = steps * self.run.trainer.batch_tokens
-                say(f"{words}: {tokens:,} tokens, τ {points[-1]['tau']:.2f}, {points[-1]['speedup']:.2f}x")
-            running.sort(key=lambda words: -self.state["points"][words][number]["speedup"])
+                say(f"{words}: {tokens:,} tokens, τ {done[-1]['tau']:.2f}, {done[-1]['speedup']:.2f}x")
+            running.sort(key=lambda words: -points[words][index]["speedup"])
             running = running[: math.ceil(len(running) / 2)]
         return running[0]
 
-    def predicted(self, words: str, steps: int) -> tuple[Predicted, Predicted]:
-        """Predict τ and speedup of a candidate after N steps, at the last measured cost of a pass."""
-        points, bound = self.state["points"][words], 1.0 + self.run.tree.deepest
-        tokens, tau, error = zip(*((point["steps"], point["tau"], point["error"]) for point in points), strict=True)
-        result = predict(tokens, tau, error, steps, bound)
-        scale = points[-1]["speedup"] / points[-1]["tau"]
-        return result, Predicted(*(scale * value for value in result))
-
     def finish(self, words: str) -> None:
         """Train a candidate for the rest of the budget, and print forecast and result."""
-        last = self.state["points"][words][-1]["steps"]
-        begin, folder = self.stable(last), self.out / "checkpoints"
-        if self.state["steps"] is None:
+        state, points = self.state, self.state["points"][words]
+        if state["steps"] is None:
             clear_out(self.out)
-            left = self.budget.amount - self.state["spent"] - self.state["fixed"][words]
-            steps = max(last, begin + int(left / self.state["cost"][words]))
-            shutil.copytree(self.folder(words) / "checkpoints" / format.folder_of(Path(), begin).name,
-                            format.folder_of(folder, begin))  # fmt: skip
+            last = points[-1]["steps"]
+            begin, left = self.stable(last), self.budget.amount - state["spent"] - state["fixed"][words]
+            checkpoint = format.folder_of(Path("checkpoints"), begin)
+            shutil.copytree(self.folder(words) / checkpoint, self.out / checkpoint)
             for file in ("metrics.jsonl", "config.yaml"):  # the latter says what its head began as
                 shutil.copy(self.folder(words) / file, self.out / file)
-            self.state["steps"] = steps
+            state["steps"] = max(last, begin + int(left / state["cost"][words]))
             self.save()
-        steps = self.state["steps"]
-        tau, speedup = self.predicted(words, steps)
-        promised = f"τ {with_interval(tau)}, {with_interval(speedup, 'x')} (interval of {LEVEL:.0%})"
+        steps, (trained, taus, errors) = state["steps"], ([p[key] for p in points] for key in ("steps", "tau", "error"))
+        tau = predict(trained, taus, errors, steps, 1.0 + self.run.tree.deepest)
+        speed = points[-1]["speedup"] / points[-1]["tau"]  # at the last measured cost of a pass
+        forecasts = ("{:.2f} [{:.2f}, {:.2f}]".format(*(scale * value for value in tau)) for scale in (1.0, speed))
+        promised = "τ {}, speedup {} (interval of {:.0%})".format(*forecasts, LEVEL)
         say(f"{words} is trained on {steps * self.run.trainer.batch_tokens:,} tokens; forecast: {promised}")
         self.train([*self.overrides(words, steps, self.config.cooldown), "resume=true", f"out={quoted(self.out)}",
                     f"name={quoted(self.run.name)}"])  # fmt: skip
         if self.run.eval.prompts:
             came = measured(self.out, words)
             say(f"forecast: {promised}; came out: τ {came['tau']:.2f}, {came['speedup']:.2f}x")
-
-
-def say(line: str) -> None:
-    """Print a line."""
-    Console().print(line, highlight=False, soft_wrap=True, markup=False)
 
 
 def overrides_of(words: str) -> list[str]:

@@ -143,7 +143,7 @@ def measure(config: ServedConfig) -> Report:
             "python": platform.python_version(),
         },
         settings={
-            **prompt_counts(jobs, "measured ones"),
+            **prompt_counts(jobs),
             "endpoint": config.url,
             "baseline": config.baseline,
             **{key: getattr(config, key) for key in REPORTED},

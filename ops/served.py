@@ -48,7 +48,6 @@ class Reply(NamedTuple):
     finish: str | None = None
     prompt_tokens: int | None = None
     completion_tokens: int | None = None
-    total_tokens: int | None = None
     tokens: tuple[Token, ...] = ()  # empty without logprobs
     latency_s: float = 0.0  # from the request on, as is the next
     ttft_s: float | None = None  # None of a reply that came at once, streamed or not
@@ -61,35 +60,24 @@ class Reply(NamedTuple):
         return f"[{self.error}]" if self.error else self.text + calls
 
 
-class _Choice:
-    """A choice being assembled from events."""
-
-    def __init__(self) -> None:
-        self.text = ""
-        self.calls: dict[int, list[str]] = {}
-        self.tokens: list[Token] = []
-        self.finish: str | None = None
-        self.first: float | None = None
-
-    def add(self, seconds: float, choice: Mapping[str, Any]) -> None:
-        """Take an event's part of the choice."""
-        message = choice.get("delta") or choice.get("message") or {}
-        reasoning = message.get("reasoning_content") or message.get("reasoning")
-        self.text += _encodable("".join(filter(None, (reasoning, message.get("content"), choice.get("text")))))
-        for position, call in enumerate(message.get("tool_calls") or []):
-            index, function = call.get("index"), call.get("function") or {}
-            name_arguments = self.calls.setdefault(position if index is None else index, ["", ""])
-            for i, key in enumerate(("name", "arguments")):
-                name_arguments[i] += _encodable(function.get(key) or "")
-        if self.first is None and (self.text or self.calls):
-            self.first = seconds
-        self.tokens += read_tokens(choice.get("logprobs"))
-        self.finish = choice.get("finish_reason") or self.finish
-
-
-def _encodable(text: str) -> str:
-    """Return a text without lone surrogates, which JSON may hold but files cannot."""
-    return text.encode(errors="replace").decode()
+def joined(reply: Reply, choice: Mapping[str, Any], seconds: float) -> Reply:
+    """Return a reply with an event's part of it, which came `seconds` after the request."""
+    message = choice.get("delta") or choice.get("message") or {}
+    reasoning = message.get("reasoning_content") or message.get("reasoning")
+    text = "".join(filter(None, (reasoning, message.get("content"), choice.get("text"))))
+    calls = dict(enumerate(reply.calls))
+    for position, call in enumerate(message.get("tool_calls") or []):
+        index, function = call.get("index"), call.get("function") or {}
+        index = position if index is None else index
+        name, arguments = calls.get(index, ("", ""))
+        calls[index] = name + (function.get("name") or ""), arguments + (function.get("arguments") or "")
+    return reply._replace(
+        text=reply.text + text.encode(errors="replace").decode(),  # without lone surrogates, which files cannot hold
+        calls=tuple(calls.values()),
+        finish=choice.get("finish_reason") or reply.finish,
+        tokens=(*reply.tokens, *read_tokens(choice.get("logprobs"))),
+        ttft_s=seconds if reply.ttft_s is None and (text or calls) else reply.ttft_s,
+    )
 
 
 def read_replies(events: Iterable[tuple[float, Mapping[str, Any]]], model: str) -> list[Reply]:
@@ -98,7 +86,7 @@ def read_replies(events: Iterable[tuple[float, Mapping[str, Any]]], model: str) 
     Raises:
         EndpointError: an error, another model's reply, or no choice, or one of another shape.
     """
-    choices: dict[int, _Choice] = {}
+    choices: dict[int, Reply] = {}
     usage: Mapping[str, Any] = {}
     end, count = 0.0, 0
     for end, event in events:
@@ -110,22 +98,22 @@ def read_replies(events: Iterable[tuple[float, Mapping[str, Any]]], model: str) 
         usage = event.get("usage") or usage
         try:
             for position, choice in enumerate(event.get("choices") or []):
-                choices.setdefault(choice.get("index", position), _Choice()).add(end, choice)
+                index = choice.get("index", position)
+                choices[index] = joined(choices.get(index, Reply()), choice, end)
         except (AttributeError, TypeError) as error:
             raise EndpointError("choices", str(event["choices"])) from error
         if sum(len(choice.text) for choice in choices.values()) > LONGEST:  # a server that does not end its answer
             raise EndpointError("too_large", f"the reply has more than {LONGEST} characters")
     if not choices:
         raise EndpointError("choices", "the reply has no choice")
-    counts = [usage.get(f"{key}_tokens") for key in ("prompt", "completion", "total")]
-    prompt, completion, total = (n if type(n) is int and 0 <= n < MOST else None for n in counts)
-    replies = []
-    for _, choice in sorted(choices.items()):
-        first, tokens = choice.first or end, completion or 0
+    counts = (usage.get(f"{key}_tokens") for key in ("prompt", "completion"))
+    prompt, completion = (n if type(n) is int and 0 <= n < MOST else None for n in counts)
+    replies, tokens = [], completion or 0
+    for _, reply in sorted(choices.items()):
+        first = reply.ttft_s or end
         whole = count == 1 or (tokens >= AT_ONCE and end - first < min(AT_ONCE_SHARE * end, AT_ONCE_S * tokens))
-        calls = tuple((name, arguments) for name, arguments in choice.calls.values())
-        replies.append(Reply(choice.text, calls, choice.finish, prompt, completion, total, tuple(choice.tokens), end,
-                             None if whole else first))  # fmt: skip
+        ttft_s = None if whole else first
+        replies.append(reply._replace(prompt_tokens=prompt, completion_tokens=completion, latency_s=end, ttft_s=ttft_s))
     return replies
 
 
@@ -133,32 +121,28 @@ def read_tokens(logprobs: Any) -> list[Token]:
     """Return the tokens in a choice's logprobs, of chats or completions; empty if malformed."""
     if not isinstance(logprobs, dict):
         return []
+
+    def read(token: Any, value: Any) -> tuple[bytes, float]:
+        """Read a token, of which bytes are listed where it is half a character, and its logprob."""
+        if not isinstance(value, int | float) or math.isnan(value):
+            raise ValueError(f"{value!r} is no logprob")
+        text = bytes(token) if isinstance(token, list) else str(token).encode()
+        return text, float(min(max(value, LEAST), -LEAST))
+
+    def entry(one: Mapping[str, Any]) -> tuple[bytes, float]:
+        return read(one["bytes"] if isinstance(one.get("bytes"), list) else one["token"], one["logprob"])
+
     try:
         if isinstance(logprobs.get("content"), list):
-            return [
-                Token(_bytes(entry), _number(entry["logprob"]),
-                      {_bytes(top): _number(top["logprob"]) for top in entry.get("top_logprobs") or []})
-                for entry in logprobs["content"]
-            ]  # fmt: skip
-        tops = logprobs.get("top_logprobs") or [{}] * len(logprobs["tokens"])
+            return [Token(*entry(one), dict(map(entry, one.get("top_logprobs") or []))) for one in logprobs["content"]]
+        tops = logprobs.get("top_logprobs") or [None] * len(logprobs["tokens"])
         columns = zip(logprobs["tokens"], logprobs["token_logprobs"], tops, strict=True)
         return [
-            Token(text.encode(), _number(value), {key.encode(): _number(lp) for key, lp in (top or {}).items()})
+            Token(*read(text, value), dict(read(*alternative) for alternative in (top or {}).items()))
             for text, value, top in columns
         ]
     except (KeyError, TypeError, ValueError, AttributeError):
         return []
-
-
-def _bytes(entry: Mapping[str, Any]) -> bytes:
-    """Return a token's bytes, which are listed where a token is half a character."""
-    return bytes(entry["bytes"]) if isinstance(entry.get("bytes"), list) else str(entry["token"]).encode()
-
-
-def _number(value: Any) -> float:
-    if not isinstance(value, int | float) or math.isnan(value):
-        raise ValueError(f"{value!r} is no logprob")
-    return float(min(max(value, LEAST), -LEAST))
 
 
 class Question(NamedTuple):
@@ -196,7 +180,7 @@ def read_questions(name: str, selection: Selection, chat: bool) -> Workload[Ques
     def read(record: Readable, turns: str) -> Iterator[Question]:
         return questions_of(record, turns, chat)
 
-    return gathered(name, selection, read, lambda question: question.content, lambda question: question)
+    return gathered(name, selection, read, lambda question: question.content)
 
 
 def questions_of(record: Readable, turns: str, chat: bool) -> Iterator[Question]:
@@ -394,7 +378,7 @@ class Server(Metrics):
                 tick()
         wall = time.perf_counter() - begin
         if in_flight > 1:
-            weight = (wall if when is None else busy_s(answers)) / sum(answer.seconds for answer in answers)
+            weight = wall / sum(answer.seconds for answer in answers)
             answers = [answer._replace(weight=weight) for answer in answers]
         if self.is_baseline:
             if any(answer.passes is not None for answer in answers):
@@ -453,15 +437,6 @@ class Server(Metrics):
                 "--speculative-config, SGLang: --speculative-algorithm, llama.cpp: --spec-type), or give it as baseline"
             )
         return after
-
-
-def busy_s(answers: Iterable[Answer]) -> float:
-    """Return the seconds in which any of the requests that arrived at a rate was under way."""
-    total = until = 0.0
-    for begin, end in sorted((one.arrived + one.queue_s, one.arrived + one.latency_s) for one in answers):
-        total += max(0.0, end - max(begin, until))
-        until = max(until, end)
-    return total
 
 
 def within(client: Client, seconds: float) -> Client:

@@ -193,12 +193,12 @@ class Workload(Generic[P]):
         return Measurement(self.name, temperature, batch_size, memory_bytes, seed, **groups, **more)
 
 
-def prompt_counts(workloads: Sequence[Workload[Any]], repeated: str) -> dict[str, Any]:
-    """Return the report's counts of prompts; `repeated` names warm-up prompts that are repeated ones."""
+def prompt_counts(workloads: Sequence[Workload[Any]]) -> dict[str, Any]:
+    """Return the report's counts of prompts."""
     return {
         "prompts": sum(len(workload.prompts) for workload in workloads),
         "distinct_prompts": sum(workload.distinct for workload in workloads),
-        "warmup_prompts": "further ones" if all(workload.fresh for workload in workloads) else repeated,
+        "warmup_prompts": "further ones" if all(workload.fresh for workload in workloads) else "measured ones",
     }
 
 
@@ -229,7 +229,7 @@ def read_workload(name: str, target: Target, selection: Selection, answer: Answe
     def read(record: Readable, turns: str) -> Iterator[Prompt]:
         return (fit(prompt, target, selection.truncate) for prompt in _prompts(record, target, turns, answer))
 
-    return gathered(name, selection, read, lambda prompt: tuple(prompt.token), swapped)
+    return gathered(name, selection, read, lambda prompt: tuple(prompt.token))
 
 
 def read_log(name: str, target: Target, selection: Selection, most: int) -> Workload[RecordedText]:
@@ -241,7 +241,7 @@ def read_log(name: str, target: Target, selection: Selection, most: int) -> Work
         return recorded(record, target, turns, most)
 
     selection = replace(selection, warmup=0)
-    workload = gathered(name, selection, read, lambda entry: tuple(entry.text.prompt), lambda entry: entry)
+    workload = gathered(name, selection, read, lambda entry: tuple(entry.text.prompt))
     return replace(workload, fresh=False)
 
 
@@ -250,11 +250,10 @@ def gathered(
     selection: Selection,
     read: Callable[[Readable, str], Iterable[P]],
     content: Callable[[P], tuple[Any, ...]],
-    repeat: Callable[[P], P],
 ) -> Workload[P]:
     """Return a workload of the prompts that `read` makes of each record, given the turns to take.
 
-    Warm-up prompts are the next ones of the workload; if there are none, the last measured ones, changed by `repeat`.
+    Warm-up prompts are the next ones of the workload; if there are none, the last measured ones.
     Prompts of equal `content` count as one.
     """
     most = selection.prompts + selection.warmup
@@ -270,7 +269,7 @@ def gathered(
     prompts = [prompt for _, prompt in indexed]
     warmup = [prompt for _, record in spare for prompt in _named(name, record, read, "first")]
     fresh = len(warmup) == selection.warmup
-    warmup += [repeat(prompts[-1 - i % len(prompts)]) for i in range(selection.warmup - len(warmup))]
+    warmup += [prompts[-1 - i % len(prompts)] for i in range(selection.warmup - len(warmup))]
     contents = [content(prompt) for prompt in prompts]
     conversations = metrics.clustered(contents, [index for index, _ in indexed])
     return Workload(short_name(name), prompts, warmup, fresh, conversations, len(set(contents)))
@@ -300,12 +299,6 @@ def check_known(tokens: Sequence[Any], where: str, target: Target) -> None:
             f"{where}: its tokens are none of the target's {len(vocabulary)}: give text, or the prompts of a run of "
             "this target"
         )
-
-
-def swapped(prompt: Prompt) -> Prompt:
-    """Return another prompt of the same length: its second half before its first."""
-    half = len(prompt.token) // 2
-    return prompt._replace(id=f"{prompt.id} swapped", token=prompt.token[half:] + prompt.token[:half])
 
 
 def in_turn(records: Sequence[Indexed], count: int) -> list[Indexed]:

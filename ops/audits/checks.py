@@ -1,6 +1,7 @@
-"""Checks of greedy answers: alone, after other prompts, in conversations, at chunk borders, concurrently.
+"""Checks of greedy answers, and of a reply's properties.
 
-Each asks both servers the same questions, in the same order and concurrency; the baseline's answers are the control.
+Each asks both servers the same questions, in the same order and concurrency; the baseline's answers are the control. A
+property that the baseline violates too is noted, but is no fault of speculation.
 """
 
 import json
@@ -22,9 +23,9 @@ from ops.audits.compare import (
     Difference,
     Finding,
     ask_text,
-    breach,
     judged,
     unstreamed,
+    violation,
     with_logprobs,
 )
 from ops.served import Question, Reply
@@ -44,17 +45,17 @@ MANY = 12  # prompts for most checks
 def identity(audit: Audit) -> Finding:
     """Ask every question alone, twice: with cold and with warm caches, both servers in turn."""
     for side in SIDES:  # a server's first request is not timed
-        audit.asker.one(side, ask_text("warm-up", "Hello", audit.config.client.chat, max_tokens=8))
+        audit.asker.one(side, audit.question("warm-up", "Hello", max_tokens=8))
     replies: dict[str, list[Reply]] = {side: [] for side in SIDES}
     for number, question in enumerate(audit.questions * 2):
         # In either order: a server on the same machine that has just answered still takes its cores.
         for side in SIDES if (number + (number >= len(audit.questions))) % 2 else SIDES[::-1]:
             replies[side].append(audit.asker.one(side, question))
-        audit.learn(question, replies[BASELINE][-1])
+        audit.add_reference(question, replies[BASELINE][-1])
     for side, several in replies.items():
         audit.time(side, 1, several, sum(reply.latency_s for reply in several))
     audit.calibrate(audit.questions)
-    return judged(audit, "identity", zip(audit.questions * 2, replies[AUDITED], strict=True))
+    return judged(audit, zip(audit.questions * 2, replies[AUDITED], strict=True))
 
 
 def prefix_cache(audit: Audit) -> Finding:
@@ -65,13 +66,13 @@ def prefix_cache(audit: Audit) -> Finding:
         for group in range(GROUPS):
             prefix = f"Notes, page {audit.config.seed}-{group}. {filler(SHARED, group)}\n\n"
             x, y = (
-                ask_text(f"prefix {group}{name}", prefix + tail, audit.config.client.chat)
+                audit.question(f"prefix {group}{name}", prefix + tail)
                 for name, tail in zip("xy", TAILS if group % 2 == 0 else TAILS[::-1], strict=True)
             )
             before[x.id], before[y.id] = (x, y), (x,)
             yield from in_order(audit, [x, y, x])
 
-    return judged(audit, "prefix_cache", pairs(), "stale_cache", before)
+    return judged(audit, pairs(), "stale_cache", before)
 
 
 def conversations(audit: Audit) -> Finding:
@@ -81,17 +82,17 @@ def conversations(audit: Audit) -> Finding:
         for number, question in enumerate(audit.questions[:DIALOGUES]):
             history = [question.prompt, audit.asker.one(BASELINE, question).text]
             for turn, follow_up in enumerate(FOLLOW_UPS, 2):
-                turned = ask_text(f"dialogue {number}, turn {turn}", follow_up, audit.config.client.chat, *history)
+                turned = audit.question(f"dialogue {number}, turn {turn}", follow_up, *history)
                 yield from in_order(audit, [turned])
                 history += [follow_up, audit.texts.get(turned.prompt, "")]
 
-    return judged(audit, "conversations", pairs(), "history")
+    return judged(audit, pairs(), "history")
 
 
-def borders(audit: Audit) -> Finding:
+def chunk_borders(audit: Audit) -> Finding:
     """Ask prompts with token counts around engines' chunk sizes of chunked prefill."""
     pairs = (pair for border in audit.config.borders for pair in in_order(audit, around(audit, border)))
-    return judged(audit, "borders", pairs, "prompt_chunk")
+    return judged(audit, pairs, "prompt_chunk")
 
 
 def around(audit: Audit, border: int) -> list[Question]:
@@ -99,7 +100,7 @@ def around(audit: Audit, border: int) -> list[Question]:
 
     def prompt(words: int) -> Question:
         text = f"Page {audit.config.seed}-{border}: {filler(words, border)}. Continue."
-        return ask_text(f"border {border}, {words} words", text, audit.config.client.chat)
+        return audit.question(f"border {border}, {words} words", text)
 
     words = border // 2
     for _ in range(3):
@@ -114,7 +115,7 @@ def side_by_side(audit: Audit) -> Finding:
     """Ask the questions several at a time."""
     sizes = [size for size in audit.config.concurrency if size > 1]
     pairs = (pair for size in sizes for pair in together(audit, cycled(audit.questions, size), size))
-    return judged(audit, "concurrency", pairs, "batch", in_flight=max(sizes, default=1))
+    return judged(audit, pairs, "batch", in_flight=max(sizes, default=1))
 
 
 def cancelled(audit: Audit) -> Finding:
@@ -122,7 +123,7 @@ def cancelled(audit: Audit) -> Finding:
     size = min(8, max(audit.config.concurrency))
     several = cycled(audit.questions, 2 * size)
     pairs = together(audit, several, size, range(1, len(several), 2))
-    return judged(audit, "cancelled", pairs, "cancelled", in_flight=size)
+    return judged(audit, pairs, "cancelled", in_flight=size)
 
 
 def streaming(audit: Audit) -> Finding:
@@ -131,10 +132,10 @@ def streaming(audit: Audit) -> Finding:
     def pairs() -> Pairs:
         for question in audit.questions[:MANY]:
             whole = unstreamed(question)
-            audit.learn(question, audit.asker.one(BASELINE, whole))
+            audit.add_reference(question, audit.asker.one(BASELINE, whole))
             yield question, audit.asker.one(AUDITED, whole)
 
-    finding = judged(audit, "streaming", pairs(), "streaming")
+    finding = judged(audit, pairs(), "streaming")
     return replace(finding, differences=[d._replace(question=unstreamed(d.question)) for d in finding.differences])
 
 
@@ -142,13 +143,13 @@ def penalties(audit: Audit) -> Finding:
     """Ask with presence and frequency penalties."""
     fields = {"presence_penalty": 0.6, "frequency_penalty": 0.4}
     questions = [question.having("with penalties", **fields) for question in audit.questions[:MANY]]
-    return judged(audit, "penalties", in_order(audit, questions), "penalty")
+    return judged(audit, in_order(audit, questions), "penalty")
 
 
 def in_order(audit: Audit, questions: Sequence[Question]) -> Pairs:
     """Ask both servers one question after another; learn the baseline's answers, yield the audited server's."""
     for question in questions:
-        audit.learn(question, audit.asker.one(BASELINE, question))
+        audit.add_reference(question, audit.asker.one(BASELINE, question))
     for question in questions:
         yield question, audit.asker.one(AUDITED, question)
 
@@ -163,7 +164,7 @@ def together(audit: Audit, questions: Sequence[Question], in_flight: int, cancel
             audit.time(side, in_flight, replies[side], time.perf_counter() - begin)
     for i, (question, theirs, ours) in enumerate(zip(questions, replies[BASELINE], replies[AUDITED], strict=True)):
         if i not in cancel:
-            audit.learn(question, theirs)
+            audit.add_reference(question, theirs)
             yield question, ours
 
 
@@ -173,7 +174,7 @@ def filler(words: int, start: int) -> str:
     return " ".join(pieces[(start + 7 * i) % len(pieces)] for i in range(words))
 
 
-Holds = Callable[[Question, Reply, Reply], str | None]  # of the audited server's reply and the baseline's: the breach
+Holds = Callable[[Question, Reply, Reply], str | None]  # of both servers' replies: the violation
 
 LIMITS = (1, 2, 3, 5, 8)
 # Times the tolerance of a chosen token's logprob: an alternative's rounds with two logits. SmolLM2-135M in bfloat16, in
@@ -210,7 +211,7 @@ def limits(audit: Audit) -> Finding:
             return f"{limit} tokens: {ours.text!r} is cut short" if short else None
         return f"{count} tokens where max_tokens is {limit}, finish_reason {ours.finish}"
 
-    return checked(audit, "limits", "limit", questions, holds)
+    return checked(audit, "limit", questions, holds)
 
 
 def stop_strings(audit: Audit) -> Finding:
@@ -228,7 +229,7 @@ def stop_strings(audit: Audit) -> Finding:
             return f"finish_reason {ours.finish} where the baseline stops at {stop!r}"
         return None
 
-    return checked(audit, "stop_strings", "stop_string", questions, holds)
+    return checked(audit, "stop_string", questions, holds)
 
 
 def stop_in(text: str) -> str | None:
@@ -247,7 +248,7 @@ def usage(audit: Audit) -> Finding:
             return f"{ours.completion_tokens} tokens of the same text, the baseline counts {theirs.completion_tokens}"
         return None
 
-    return checked(audit, "usage", "usage", audit.questions[:MANY], holds)
+    return checked(audit, "usage", audit.questions[:MANY], holds)
 
 
 def logprobs_hold(audit: Audit) -> Finding:
@@ -274,8 +275,8 @@ def logprobs_hold(audit: Audit) -> Finding:
         )
 
     if not audit.asker.one(BASELINE, questions[0]).tokens:
-        return Finding("logprobs", "not_offered", "the baseline gives no logprobs")
-    return checked(audit, "logprobs", "logprobs", questions, holds)
+        return Finding("not_offered", "the baseline gives no logprobs")
+    return checked(audit, "logprobs", questions, holds)
 
 
 def apart(note: str, most: float, values: Sequence[tuple[int, float, float]]) -> str | None:
@@ -304,8 +305,7 @@ def schemas(audit: Audit) -> Finding:
     """Ask for JSON by a schema: the reply must match the schema."""
     form = {"type": "json_schema", "json_schema": {"name": "weather", "schema": SCHEMA, "strict": True}}
     fields = {"response_format": form, "max_tokens": 4 * audit.config.max_new_tokens}
-    chat = audit.config.client.chat
-    questions = [ask_text(f"schema {city}", f"The weather in {city} as JSON.", chat, **fields) for city in CITIES]
+    questions = [audit.question(f"schema {city}", f"The weather in {city} as JSON.", **fields) for city in CITIES]
 
     def holds(_: Question, ours: Reply, __: Reply) -> str | None:
         value = parsed(ours.text)
@@ -314,7 +314,7 @@ def schemas(audit: Audit) -> Finding:
         held = isinstance(value, dict) and {key: type(one) for key, one in value.items()} == TYPES
         return None if held else f"{ours.text!r} is not of the schema"
 
-    return checked(audit, "schemas", "schema", questions, holds)
+    return checked(audit, "schema", questions, holds)
 
 
 def tool_calls(audit: Audit) -> Finding:
@@ -322,15 +322,15 @@ def tool_calls(audit: Audit) -> Finding:
     fields = {"tools": [{"type": "function", "function": FUNCTION}], "tool_choice": "auto",
               "max_tokens": 4 * audit.config.max_new_tokens}  # fmt: skip
     questions = [
-        ask_text(f"tool {city}", f"It is {7 + 3 * number} degrees in {city}: report it.", True, **fields)
-        for number, city in enumerate(CITIES)
+        ask_text(f"tool {city}", f"It is {7 + 3 * index} degrees in {city}: report it.", True, **fields)
+        for index, city in enumerate(CITIES)
     ]
 
     def holds(_: Question, ours: Reply, __: Reply) -> str | None:
         broken = [text for _, text in ours.calls if ours.finish != "length" and not isinstance(parsed(text), dict)]
         return f"{broken[0]!r} is no JSON" if broken else None
 
-    return checked(audit, "tool_calls", "tool_call", questions, holds)
+    return checked(audit, "tool_call", questions, holds)
 
 
 def parsed(text: str) -> Any:
@@ -341,8 +341,8 @@ def parsed(text: str) -> Any:
         return None
 
 
-def checked(audit: Audit, check: str, fault: str, questions: Sequence[Question], holds: Holds) -> Finding:
-    """Return the finding on a property; a breach counts where the baseline, asked twice, holds it."""
+def checked(audit: Audit, fault: str, questions: Sequence[Question], holds: Holds) -> Finding:
+    """Return the finding on a property; a violation counts where the baseline, asked twice, holds it."""
     counts: Counter[str] = Counter()
     differences: list[Difference] = []
     errors: list[str] = []
@@ -361,16 +361,16 @@ def checked(audit: Audit, check: str, fault: str, questions: Sequence[Question],
             counts["shared"] += 1
             return
         look = "error" if ours.error else fault
-        differences.append(breach(question, ours.content, theirs.content, look, broken))
+        differences.append(violation(question, ours.content, theirs.content, look, broken))
 
     for question in questions:
         ask(question)
     count, shared = counts.total() + len(differences), counts["shared"]
     if not count:
         error = f"the baseline does not offer it: {errors[-1]}" if errors else "no such questions"
-        return Finding(check, "not_offered", error)
+        return Finding("not_offered", error)
     summary = f"{counts['held']} of {count} replies hold"
-    summary += f"; {shared} breaches are the baseline's too" if shared else ""
+    summary += f"; {shared} violations are the baseline's too" if shared else ""
     if shared == count:
-        return Finding(check, "not_offered", f"the baseline does not hold it: {summary}")
-    return Finding(check, "failed" if differences else "passed", summary, differences)
+        return Finding("not_offered", f"the baseline does not hold it: {summary}")
+    return Finding("failed" if differences else "passed", summary, differences)

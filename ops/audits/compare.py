@@ -1,4 +1,9 @@
-"""Requests to both servers within a budget, and their questions."""
+"""Requests to both servers within a budget, and greedy answers compared with the baseline's.
+
+A server may choose another token where two are nearly as likely, because batches of other shapes round otherwise. So a
+difference is a fault only where the baseline's own logprobs put the audited server's token further below its choice
+than `near_tie`; every answer that the baseline itself gave to the question, in any order or company, is right.
+"""
 
 import threading
 import time
@@ -8,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import Annotated, Any, Literal, NamedTuple, cast
+from typing import Annotated, Any, Literal, NamedTuple, NoReturn, cast
 
 from data.answers.client import EndpointError, base_url, check_url
 from eval.measures.losslessness import shared_length
@@ -20,6 +25,19 @@ from ops.served import STREAMED, ClientConfig, Question, Reply, Server, Token, r
 AUDITED, BASELINE = SIDES = ("audited", "baseline")
 LOGPROBS = 5  # most probable tokens per position
 CANCEL_AFTER = 2  # events of a cancelled stream
+Status = Literal["passed", "failed", "undecided", "not_offered", "not_run"]
+Kind = Literal["fault", "near_tie", "unexplained"]
+VERBS: dict[Kind, str] = {
+    "fault": "differ",
+    "near_tie": "differ at a near tie",
+    "unexplained": "differ, and nothing says how nearly",
+}
+ALONE = ("crash", "leak")  # faults that a single difference reveals
+EXPLAINED = 2  # answers of the baseline with logprobs for a question in doubt
+COPIED = 24  # characters that a leaked answer shares with another request's
+RESUMED = 12  # characters after which a text that lost a token goes on as before
+LONGEST_TOKEN = 24  # characters
+SHOWN = 400  # characters of a note
 
 
 @dataclass(frozen=True)
@@ -60,15 +78,6 @@ class EndedError(Exception):
     """The budget of requests or minutes is used up, or a server stopped answering."""
 
 
-def ask_text(id_: str, text: str, chat: bool, *before: str, **fields: Any) -> Question:
-    """Return a question with a user's text; `before` holds the conversation's earlier messages, the user's first."""
-    if not chat:
-        return Question(id_, "/completions", {"prompt": "\n\n".join([*before, text]), **fields})
-    roles = ("user", "assistant")
-    messages = [{"role": roles[i % 2], "content": content} for i, content in enumerate([*before, text])]
-    return Question(id_, "/chat/completions", {"messages": messages, **fields})
-
-
 class Asker:
     """Client of both servers; its methods may be called from several threads.
 
@@ -85,8 +94,7 @@ class Asker:
         self.sides, self.config, self.settings, self.bar = sides, config, settings, bar
         self.requests, self.in_flight, self.ended = 0, 1, ""
         self.crash: tuple[Question, int] | None = None
-        self.begun = time.monotonic()
-        self.lock = threading.Lock()
+        self.begun, self.lock = time.monotonic(), threading.Lock()
 
     @property
     def minutes(self) -> float:
@@ -107,9 +115,9 @@ class Asker:
             self.requests += 1
             self.bar.show(self.requests)
         server = self.sides[side]
-        body = {**self.body(side, question), **server.config.extra}
         begin = time.perf_counter()
         try:
+            body = {**self.body(side, question), **server.config.extra}
             events = within(server.client, seconds).events(question.path, body)
             if cancel:
                 with closing(cast(Generator[Any, None, None], events)) as begun:
@@ -120,11 +128,10 @@ class Asker:
             if failure.cause == "timeout":
                 self._seconds_left()
             if failure.cause in ("unreachable", "timeout") and not server.alive():
-                detail = f"a server went away: {server.url}: {failure.cause} ({failure.detail})"
                 if side == AUDITED and self.in_flight > 1 and self.sides[BASELINE].alive():
                     self.crash = self.crash or (question, self.in_flight)
-                self._end(detail)
-            return [Reply(error=visible(f"{failure.cause}: {failure.detail}"))]
+                self._end(f"a server went away: {server.url}: {failure.cause} ({failure.detail})")
+            return [Reply(error=visible(str(failure)))]
         except ValueError as refusal:  # the server refuses the key, or lacks the path of this feature
             return [Reply(error=visible(" ".join(str(refusal).split())))]
 
@@ -145,7 +152,7 @@ class Asker:
                 pool.shutdown(cancel_futures=True)
                 self.in_flight = 1
 
-    def _end(self, reason: str) -> None:
+    def _end(self, reason: str) -> NoReturn:
         self.ended = self.ended or reason
         raise EndedError(self.ended)
 
@@ -154,21 +161,6 @@ class Asker:
         if self.ended or seconds <= 0:
             self._end(f"the budget of {self.config.minutes:g} minutes is used up")
         return seconds
-
-
-Status = Literal["passed", "failed", "undecided", "not_offered", "not_run"]
-Kind = Literal["fault", "near_tie", "unexplained"]
-VERBS: dict[Kind, str] = {
-    "fault": "differ",
-    "near_tie": "differ at a near tie",
-    "unexplained": "differ, and nothing says how nearly",
-}
-ALONE = ("crash", "leak")  # faults that a single difference reveals
-EXPLAINED = 2  # answers of the baseline with logprobs for a question in doubt
-COPIED = 24  # characters that a leaked answer shares with another request's
-RESUMED = 12  # characters after which a text that lost a token goes on as before
-LONGEST_TOKEN = 24  # characters
-SHOWN = 400  # characters of a note
 
 
 class Bound(float):
@@ -187,18 +179,18 @@ class Difference(NamedTuple):
     fault: str = ""  # a key of `faults` in words.j2, empty if it looks like none
     before: tuple[Question, ...] = ()  # questions to ask first to reproduce it
     in_flight: int = 1
-    note: str = ""  # the breach, where it is not the text
+    note: str = ""  # the violation, where it is not the text
 
 
 @dataclass
 class Finding:
     """The outcome of a check: its status, what was compared in a sentence, and the differences."""
 
-    check: str
     status: Status
     summary: str
     differences: list[Difference] = field(default_factory=list)
     figures: dict[str, Any] = field(default_factory=dict)
+    check: str = ""  # a key of `checks` in words.j2, filled where the check was called
 
     @property
     def fault(self) -> str:
@@ -222,13 +214,17 @@ class Audit:
         self.explained: dict[tuple[str, str], list[Reply]] = {}
         self.texts: dict[str, str] = {}  # the baseline's first answers by prompt
 
+    def question(self, id_: str, text: str, *before: str, **fields: Any) -> Question:
+        """Return a question with a user's text; `before` are the conversation's messages, the user's first."""
+        return ask_text(id_, text, self.config.client.chat, *before, **fields)
+
     def time(self, side: str, in_flight: int, replies: Iterable[Reply], seconds: float) -> None:
         """Record a server's seconds for answers with `in_flight` requests at a time."""
         self.tokens[side, in_flight] += sum(reply.completion_tokens or 0 for reply in replies)
         self.seconds[side, in_flight] += seconds
 
-    def learn(self, question: Question, reply: Reply) -> None:
-        """Add a reference answer by the baseline."""
+    def add_reference(self, question: Question, reply: Reply) -> None:
+        """Add an answer by the baseline, with which others are compared."""
         if not reply.error:
             self.texts.setdefault(question.prompt, reply.text)
         self.answers[question.content].append(reply)
@@ -251,7 +247,7 @@ class Audit:
         if ours.content in {reply.content for reply in theirs}:
             return None
         if ours.error:
-            return breach(question, ours.content, theirs[0].content, "error", "")
+            return violation(question, ours.content, theirs[0].content, "error", "")
         explained = self._explained(question)
         if ours.content in {reply.content for reply in explained}:
             return None
@@ -259,19 +255,21 @@ class Audit:
         left = first_difference(ours.text, nearest.text)
         gaps = (gap_at(reply, ours.text, question.body) for reply in explained)
         at, gap = max(gaps, default=(left, None), key=lambda seen: (seen[0], seen[1] is not None))
-        at = left if gap is None else at
-        kind = kind_of(gap, self.near_tie)
-        if kind == "fault" and left > at:
-            kind = "unexplained"  # the baseline's own answers differ here
-        fault = self._looks(question, ours, nearest.text, at) if kind == "fault" else ""
+        kind: Kind = "unexplained" if gap is None or isinstance(gap, Bound) else "near_tie"
+        fault = ""
+        if gap is None:
+            at = left
+        elif gap > self.near_tie and left <= at:  # beyond, the baseline's own answers differ
+            kind, fault = "fault", self._looks(question, ours, nearest.text, at)
+        elif gap > self.near_tie:
+            kind = "unexplained"
         return Difference(question, ours.content, nearest.content, at, gap, kind, fault)
 
     def _explained(self, question: Question) -> list[Reply]:
         """Return the baseline's answers with logprobs; empty for a server without logprobs."""
         key = question.content
         if key not in self.explained:
-            listed = with_logprobs(question)
-            replies = [self.asker.one(BASELINE, listed) for _ in range(EXPLAINED)]
+            replies = [self.asker.one(BASELINE, with_logprobs(question)) for _ in range(EXPLAINED)]
             self.explained[key] = [reply for reply in replies if reply.tokens]
         return self.explained[key]
 
@@ -290,7 +288,6 @@ class Audit:
 
 def judged(
     audit: Audit,
-    check: str,
     answers: Iterable[tuple[Question, Reply]],
     fault: str = "",
     before: Mapping[str, tuple[Question, ...]] | None = None,
@@ -307,7 +304,7 @@ def judged(
     answered = [(question, reply) for question, reply in pairs if not errors[question.id]]
     if not answered:
         error = next((error for several in errors.values() for error in several), "no such questions")
-        return Finding(check, "not_offered", f"the baseline does not answer: {error}")
+        return Finding("not_offered", f"the baseline does not answer: {error}")
     differences = []
     for question, reply in answered:
         difference = audit.difference(question, reply)
@@ -321,19 +318,21 @@ def judged(
     parts = [f"{counts[kind]} {words}" for kind, words in VERBS.items() if counts[kind]]
     summary = "; ".join([f"{len(answered) - len(differences)} of {len(answered)} answers are the baseline's", *parts])
     status: Status = "failed" if counts["fault"] else "undecided" if counts["unexplained"] else "passed"
-    return Finding(check, status, summary, differences, {"answers": len(answered)})
+    return Finding(status, summary, differences, {"answers": len(answered)})
 
 
-def breach(question: Question, ours: str, theirs: str, fault: str, note: str) -> Difference:
+def violation(question: Question, ours: str, theirs: str, fault: str, note: str) -> Difference:
     """Return the fault that a note states about an answer of the audited server."""
     return Difference(question, ours, theirs, first_difference(ours, theirs), None, "fault", fault, note=note[:SHOWN])
 
 
-def kind_of(gap: float | None, near_tie: float) -> Kind:
-    """Return the kind of a difference, given the gap in nats to the baseline's choice."""
-    if gap is not None and gap > near_tie:
-        return "fault"
-    return "unexplained" if gap is None or isinstance(gap, Bound) else "near_tie"
+def ask_text(id_: str, text: str, chat: bool, *before: str, **fields: Any) -> Question:
+    """Return a question with a user's text; `before` holds the conversation's earlier messages, the user's first."""
+    if not chat:
+        return Question(id_, "/completions", {"prompt": "\n\n".join([*before, text]), **fields})
+    roles = ("user", "assistant")
+    messages = [{"role": roles[i % 2], "content": content} for i, content in enumerate([*before, text])]
+    return Question(id_, "/chat/completions", {"messages": messages, **fields})
 
 
 def with_logprobs(question: Question) -> Question:
@@ -377,22 +376,24 @@ def lead(token: Token, rest: bytes) -> float | None:
     if not rest:
         return token.logprob - max(others.values())
     going_on = [text for text in others if text and rest.startswith(text)]
-    below = token.logprob - (others[max(going_on, key=len)] if going_on else min(others.values()))
-    return below if going_on else Bound(below)
+    if going_on:
+        return token.logprob - others[max(going_on, key=len)]
+    return Bound(token.logprob - min(others.values()))
 
 
 def penalized(tokens: Sequence[Token], body: Mapping[str, Any]) -> list[Token]:
     """Apply presence and frequency penalties to reported logprobs, for engines that report them before penalties."""
     presence, frequency = (body.get(f"{key}_penalty", 0.0) for key in ("presence", "frequency"))
-    first = all(token.logprob >= max(token.top.values(), default=token.logprob) for token in tokens)
-    if first or not (presence or frequency):
+    if all(token.logprob >= max(token.top.values(), default=token.logprob) for token in tokens):
         return [*tokens]
-    counts: Counter[bytes] = Counter()
-    adjusted = []
+    counts, adjusted = Counter[bytes](), []
     for token in tokens:
-        less = {text: presence * (counts[text] > 0) + frequency * counts[text] for text in [*token.top, token.text]}
-        top = {text: value - less[text] for text, value in token.top.items()}
-        adjusted.append(token._replace(logprob=token.logprob - less[token.text], top=top))
+        values = {
+            text: value - presence * (counts[text] > 0) - frequency * counts[text]
+            for text, value in {**token.top, token.text: token.logprob}.items()
+        }
+        top = {text: values[text] for text in token.top}
+        adjusted.append(token._replace(logprob=values[token.text], top=top))
         counts[token.text] += 1
     return adjusted
 

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ops.audits.compare import AUDITED, BASELINE, SIDES, Audit, Difference, Finding, breach
+from ops.audits.compare import AUDITED, BASELINE, SIDES, Audit, Difference, Finding, violation
 from ops.served import Question, Reply
 
 Array = NDArray[Any]
@@ -48,16 +48,16 @@ def sampling(audit: Audit, check: str) -> Finding:
         if theirs:
             none = len(theirs) == count * len(replies)
             note = f"the baseline fails with these settings: {theirs[0]}"
-            return Finding(check, "not_offered" if none else "undecided", note)
+            return Finding("not_offered" if none else "undecided", note)
         if ours:
             note = f"it fails: {ours[0]}"
-            return Finding(check, "failed", note, [breach(questions[0], "", "", "error", note)])
+            return Finding("failed", note, [violation(questions[0], "", "", "error", note)])
         texts = [([one.text for one in ours], [one.text for one in theirs]) for ours, theirs in replies]
         ps.append(p_value(texts, level, rng))
         summaries.append(f"{count} answers of each server to each of {len(texts)} prompts: p = {ps[-1]:.2g}")
         if ps[-1] > SUSPECT:
             break
-    finding = Finding(check, "passed", "; ".join(summaries), [], {"p": ps})
+    finding = Finding("passed", "; ".join(summaries), [], {"p": ps})
     if len(ps) == 2 and ps[-1] <= level:
         clearest = int(np.argmax([form_of(kernel_of(*pair)) for pair in texts]))
         shown = ["\n".join(side[:5]) for side in texts[clearest]]
@@ -139,17 +139,17 @@ def seeds(audit: Audit) -> Finding:
     pairs = [{side: [audit.asker.one(side, question) for _ in range(2)] for side in SIDES} for question in questions]
     ours, theirs = ([_alike(*pair[side]) for pair in pairs] for side in SIDES)
     if not any(theirs):
-        return Finding("seeds", "not_offered", "the baseline takes no seed")
+        return Finding("not_offered", "the baseline takes no seed")
     summary = (
         f"asked again with their seed, {sum(ours)} of {len(ours)} answers begin alike, {sum(theirs)} of the baseline's"
     )
     if fewer(ours, theirs) > audit.config.alpha / 10:
-        return Finding("seeds", "passed", summary)
+        return Finding("passed", summary)
     number = ours.index(False)
     one, other = pairs[number][AUDITED]
     error = one.error or other.error
     look, note = ("error", f"it fails: {error}") if error else ("seed", "the same seed, asked again")
-    return Finding("seeds", "failed", summary, [breach(questions[number], other.content, one.content, look, note)])
+    return Finding("failed", summary, [violation(questions[number], other.content, one.content, look, note)])
 
 
 def _alike(one: Reply, other: Reply) -> bool:
@@ -175,7 +175,7 @@ def choices(audit: Audit) -> Finding:
         for question in _seeded(audit, n=2)
     ]
     if any(len(theirs) != 2 for *_, theirs in trials):
-        return Finding("choices", "not_offered", "the baseline does not answer n=2")
+        return Finding("not_offered", "the baseline does not answer n=2")
     wrong = [(*trial, *broken) for trial in trials if (broken := wrong_choices(*trial[1:]))]
     if not wrong:
         seconds: dict[str, Sides] = {}
@@ -189,11 +189,11 @@ def choices(audit: Audit) -> Finding:
         elif p_value([*seconds.values()], level, np.random.default_rng(audit.config.seed)) <= level:
             wrong = [(*trials[0], "choices", "the second choices are not the baseline's")]
     differences = [
-        breach(question, "\n".join(r.content for r in ours), "\n".join(r.content for r in theirs), fault, note)
+        violation(question, "\n".join(r.content for r in ours), "\n".join(r.content for r in theirs), fault, note)
         for question, ours, theirs, fault, note in wrong[:3]
     ]
     summary = f"two choices to each of {len(trials)} requests: {wrong[0][-1] if wrong else 'they hold'}"
-    return Finding("choices", "failed" if wrong else "passed", summary, differences)
+    return Finding("failed" if wrong else "passed", summary, differences)
 
 
 def wrong_choices(ours: list[Reply], theirs: list[Reply]) -> tuple[str, str] | None:

@@ -12,7 +12,7 @@ from data.answers.client import EndpointError
 from heads.common.typed import from_yaml
 from ops.audit import speed, verdict_of
 from ops.audits.checks import checked, identity, limits, logprobs_hold, schemas, stop_in, stop_strings, usage
-from ops.audits.compare import SIDES, Audit, AuditConfig, Difference, Finding, breach, diagnosed, gap_at, penalized
+from ops.audits.compare import SIDES, Audit, AuditConfig, Difference, Finding, diagnosed, gap_at, penalized, violation
 from ops.audits.output import cut, difference_record, gap_of
 from ops.audits.sampling import OPENING, fewer, p_value, sampling
 from ops.served import Question, Reply, Token, read_replies, read_tokens
@@ -97,7 +97,7 @@ def test_the_test_of_seeds_is_one_sided_and_exact() -> None:
     assert fewer([False] * 24, [True] * 24) < 1e-5
 
 
-FAILING = breach(Question("q", "/completions", {}), "a", "b", "usage", "counted wrongly")
+FAILING = violation(Question("q", "/completions", {}), "a", "b", "usage", "counted wrongly")
 DIFFERING = FAILING._replace(kind="unexplained", fault="")
 NO_DRAFTS = "no fault in 2 checks, but the server counts no drafts: does it speculate?"
 UNCLEAR = "answers differ in usage, and no logprobs say whether at near ties"
@@ -122,8 +122,8 @@ def test_the_verdict_of_findings(
     status: str, differences: list[Difference], drafts: int | None, ended: str, near_tie: float, expected: str,
     sentence: str,
 ) -> None:  # fmt: skip
-    findings = [Finding("identity", "passed", ""), Finding("usage", status, "why", differences)]
-    verdict = verdict_of([*findings, Finding("speed", "passed", "", figures={"drafts": drafts})], ended, near_tie)
+    findings = [Finding("passed", "", check="identity"), Finding(status, "why", differences, check="usage")]
+    verdict = verdict_of([*findings, Finding("passed", "", figures={"drafts": drafts}, check="speed")], ended, near_tie)
     assert (verdict.status, verdict.sentence) == (expected, sentence)
     assert verdict.fault == ("usage" if expected == "failed" else "")
 
@@ -131,7 +131,7 @@ def test_the_verdict_of_findings(
 def test_the_diagnosis_is_of_the_first_failure_but_for_telling_ones() -> None:
     def finding(check: str, status: str = "failed", look: str = "", differing: int = 0) -> Finding:
         wrong = [FAILING._replace(fault=look)] * differing
-        return Finding(check, status, "", wrong, {"answers": 16})
+        return Finding(status, "", wrong, {"answers": 16}, check)
 
     passed = finding("streaming", "passed")
     for findings, fault in (
@@ -165,7 +165,7 @@ def test_a_token_that_is_not_listed_is_no_near_tie(text: str, kind: str, shown: 
     question = Question("q", "/completions", {"prompt": "q"})
     reply = Reply(f"{text[0]}w", tokens=tokens)
     audit = audit_of(lambda _, __: reply)
-    audit.learn(question, reply)
+    audit.add_reference(question, reply)
     difference = audit.difference(question, Reply(text))
     assert difference is not None
     assert difference.kind == kind
@@ -175,8 +175,13 @@ def test_a_token_that_is_not_listed_is_no_near_tie(text: str, kind: str, shown: 
 @pytest.mark.parametrize(
     ("theirs", "ours", "status", "summary"),
     [
-        (["no"], ["no"], "not_offered", "the baseline does not hold it: 0 of 8 replies hold; 8 breaches are the base"),
-        (["no", "yes"], ["no", "yes"], "passed", "4 of 8 replies hold; 4 breaches are the baseline's too"),
+        (
+            ["no"],
+            ["no"],
+            "not_offered",
+            "the baseline does not hold it: 0 of 8 replies hold; 8 violations are the",
+        ),
+        (["no", "yes"], ["no", "yes"], "passed", "4 of 8 replies hold; 4 violations are the baseline's too"),
         (["yes"], ["yes", "no"], "failed", "4 of 8 replies hold"),
     ],
 )
@@ -190,7 +195,7 @@ def test_what_the_baseline_breaks_too_does_not_hold(
 
     audit = audit_of(lambda _, __: Reply(), prompts=8)
     audit.asker.one = answer
-    finding = checked(audit, "schemas", "schema", audit.questions, lambda _, r, __: None if r.text == "yes" else "not")
+    finding = checked(audit, "schema", audit.questions, lambda _, r, __: None if r.text == "yes" else "not")
     assert finding.status == status
     assert finding.summary.startswith(summary)
 
@@ -378,12 +383,12 @@ def test_stop_strings_and_shown_texts() -> None:
 
 def test_speculation_loses_from_a_load_on_only_if_no_larger_one_wins() -> None:
     audit = audit_of(lambda _, __: Reply())
-    assert speed(audit, None).status == "not_run"
+    assert speed(audit, None, None).status == "not_run"
     for load, gain, losing in ((1, 0.5, 1), (4, 2.0, None), (8, 0.8, 8), (16, 0.7, 8)):
         for side, seconds in (("baseline", 1.0), ("audited", 1 / gain)):
             audit.time(side, load, [Reply(completion_tokens=9)] * 4, seconds)
-        assert speed(audit, None).figures["loses_from"] == losing
-    assert speed(audit, None).figures["speedup"] == pytest.approx({1: 0.5, 4: 2.0, 8: 0.8, 16: 0.7})
+        assert speed(audit, None, None).figures["loses_from"] == losing
+    assert speed(audit, None, None).figures["speedup"] == pytest.approx({1: 0.5, 4: 2.0, 8: 0.8, 16: 0.7})
 
 
 def test_both_servers_come_first_as_often() -> None:

@@ -19,7 +19,7 @@ from eval.report.write import Report, read_report
 from eval.run import publish
 from heads.common.typed import from_yaml
 from ops.endpoint import Runs, ServedConfig, main, measure, rows, text_gate
-from ops.served import Answer, busy_s, questions_of, read_answer
+from ops.served import Answer, questions_of, read_answer
 from tests.eval.small import run_command
 from tests.ops.endpoint_server import DEPTH, MODEL, Served, key_of, passes, words
 
@@ -305,11 +305,6 @@ def test_speedups_and_their_intervals_are_the_servers_over_the_baselines() -> No
     assert (row.whole_tokens_per_second, row.whole_speedup, row.whole_speedup_ci) == (5.5, 2.5, (2.5, 2.5))
     assert row.by_request["speedup"]["p50"] == 4.0
     assert (row.tau, row.tau_ci, row.prefill_s) == (2.0, (2.0, 2.0), 4.0)
-
-
-def test_seconds_without_requests_do_not_count() -> None:
-    spans = [(0.0, 2.0, 3.0), (4.0, 0.0, 4.0), (4.5, 1.0, 1.5), (9.0, 0.0, 1.0)]  # arrived, then the queue, the latency
-    assert busy_s([Answer("", 1, latency, None, None, 1.0, *at) for *at, latency in spans]) == 1.0 + 4.0 + 1.0
 
 
 def restarting(**counts: int) -> Callable[[Served], None]:
