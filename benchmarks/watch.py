@@ -15,7 +15,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.loop import records_of, words_of
 from eval.measures.metrics import SpecDecodingStats
-from ops.watch import Alarm, Detector, WatcherConfig, counts_in, watcher_config
+from ops.watch import Alarm, WatcherConfig, counts_in, watcher_config
+from ops.watch import watched as watch
 
 
 def observations(file: str) -> list[SpecDecodingStats]:
@@ -33,13 +34,9 @@ def watched(
     seed: int,
 ) -> Alarm | None:
     """Watch one stream."""
-    rng, detector = np.random.default_rng(seed), Detector(config)
-    for number in range(most):
-        pool = quiet if number < change else shifted
-        alarm = detector.update(pool[rng.integers(len(pool))])
-        if alarm is not None:
-            return alarm
-    return None
+    rng = np.random.default_rng(seed)
+    pools = (quiet if index < change else shifted for index in range(most))
+    return watch((pool[rng.integers(len(pool))] for pool in pools), config).alarm
 
 
 def main() -> None:

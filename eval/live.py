@@ -293,17 +293,12 @@ class Served(NamedTuple):
     generation: Generation  # its latency counts from the arrival
     arrived: float
     queue_s: float  # from the arrival to the prefill
-    ttft_s: float | None  # from the arrival to the first token; None if a server does not stream
-
-    @property
-    def ended(self) -> float:
-        """When the answer was complete."""
-        return self.arrived + self.generation.latency_s
+    ttft_s: float  # from the arrival to the first token
 
     def request(self) -> MeasuredRequest:
         """Return it as a measured request; waits count from its arrival."""
         waits = {"latency_s": self.generation.latency_s, "ttft_s": self.ttft_s, "queue_s": self.queue_s}
-        return replace(timed(self.generation), waits=waits)
+        return replace(timed(self.generation), waits=waits, arrived=self.arrived)
 
 
 Rounds = dict[str, list[list[Served]]]  # drafter -> prompt -> round
@@ -384,43 +379,49 @@ def generations(rounds: Rounds) -> Runs:
     return {name: [[one.generation for one in repeats] for repeats in prompts] for name, prompts in rounds.items()}
 
 
-def queued_rows(rows: Sequence[ResultRow], rounds: Rounds, measurement: Measurement) -> list[ResultRow]:
-    """Return the rows of a session under load, with its requests' waiting times.
+def requests_of(rounds: Rounds) -> dict[str, list[list[MeasuredRequest]]]:
+    """Return the measured requests."""
+    return {name: [[one.request() for one in repeats] for repeats in prompts] for name, prompts in rounds.items()}
+
+
+def queued_rows(
+    rows: Sequence[ResultRow], rounds: Mapping[str, Sequence[Sequence[MeasuredRequest]]], measurement: Measurement
+) -> list[ResultRow]:
+    """Return the rows of a session under load, with its requests' waiting times, given them by drafter and prompt.
 
     Latencies are over all rounds, since each had other arrivals. A speedup is a ratio of mean latencies.
     """
     subsets = {subset.category: subset for subset in measurement.parts(len(rounds[BASELINE]))}
-    return [_waited(row, rounds, subsets[row.category]) for row in rows]
+    queued = []
+    for row in rows:
+        subset = subsets[row.category]
+        mine, baseline = (subset.of(rounds[name]) for name in (row.drafter, BASELINE))
+        # 1 over the total latency of each prompt, so that a ratio is a speed: higher is faster.
+        fast, slow = ([(1, sum(one.latency_s for one in several)) for several in of] for of in (mine, baseline))
+        requests = [*chain.from_iterable(mine)]
+        cuts = by_request(requests)
+        cuts.pop("tokens_per_second", None)  # the arrivals bound them
+        trusted, seed = row.whole_speedup is not None, measurement.seed
+        queued.append(
+            replace(
+                row,
+                tokens_per_second=throughput(mine),
+                latency_s=statistics.median(one.latency_s for one in requests),
+                speedup=metrics.over(fast, slow) if trusted else None,
+                speedup_ci=metrics.paired_interval(fast, slow, seed, subset.groups) if trusted else None,
+                speedup_hf=None,
+                whole_tokens_per_second=None,
+                whole_speedup=None,
+                whole_speedup_ci=None,
+                by_request=cuts,
+            )
+        )
+    return queued
 
 
-def _waited(row: ResultRow, rounds: Rounds, subset: Subset) -> ResultRow:
-    mine, plain = (subset.of(rounds[name]) for name in (row.drafter, BASELINE))
-    fast, slow = latencies(mine), latencies(plain)
-    requests = [one.request() for one in chain.from_iterable(mine)]
-    cuts = by_request(requests)
-    cuts.pop("tokens_per_second", None)  # the arrivals bound them
-    trusted = row.whole_speedup is not None
-    return replace(
-        row,
-        tokens_per_second=throughput(mine),
-        latency_s=statistics.median(one.generation.latency_s for one in chain.from_iterable(mine)),
-        speedup=metrics.over(fast, slow) if trusted else None,
-        speedup_ci=metrics.paired_interval(fast, slow, subset.measurement.seed, subset.groups) if trusted else None,
-        speedup_hf=None,
-        whole_tokens_per_second=None,
-        whole_speedup=None,
-        whole_speedup_ci=None,
-        by_request=cuts,
-    )
-
-
-def throughput(rounds: Sequence[Sequence[Served]]) -> float | None:
+def throughput(rounds: Sequence[Sequence[MeasuredRequest]]) -> float | None:
     """Return the tokens after the prefill's over the seconds from each round's first arrival to its last end."""
     by_round = list(zip(*rounds, strict=True))
-    seconds = sum(max(one.ended for one in turn) - min(one.arrived for one in turn) for turn in by_round)
-    return metrics.ratio(sum(metrics.decoded(one.generation) for turn in by_round for one in turn), seconds)
-
-
-def latencies(rounds: Sequence[Sequence[Served]]) -> metrics.Pairs:
-    """Return 1 and the total latency of each request, so that their ratio is a speed: higher is faster."""
-    return [(1, sum(request.generation.latency_s for request in repeats)) for repeats in rounds]
+    ends = [max(one.arrived + one.latency_s for one in turn) for turn in by_round]
+    seconds = sum(ends) - sum(min(one.arrived for one in turn) for turn in by_round)
+    return metrics.ratio(sum(one.decoded for turn in by_round for one in turn), seconds)

@@ -21,7 +21,7 @@ from eval.extras import answers, training, trees
 from eval.gates import check
 from eval.inputs.drafters import Drafters, find_heads, load_drafters
 from eval.inputs.workloads import Workload, load_workload
-from eval.live import Setup, agreement, generations, measure, measure_rate, paired, queued_rows, rows
+from eval.live import Setup, agreement, generations, measure, measure_rate, paired, queued_rows, requests_of, rows
 from eval.measures.losslessness import Gate, SampledGate
 from eval.measures.machine import device_facts, peak_memory
 from eval.measures.results import BASELINE, LIVE, TEACHER_FORCED, ResultRow
@@ -162,7 +162,7 @@ def timed_rows(
                 lossless = [row.drafter for row in whole if row.drafter != BASELINE]
                 if len(lossless) > 1:
                     measured.extras.setdefault("paired", []).extend(paired(runs, lossless, measurement))
-            measured.rows.extend(timed if rounds is None else queued_rows(timed, rounds, measurement))
+            measured.rows.extend(timed if rounds is None else queued_rows(timed, requests_of(rounds), measurement))
         start += len(workload.prompts)
     return measured
 

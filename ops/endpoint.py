@@ -23,7 +23,7 @@ from omegaconf import DictConfig
 from data.answers.client import base_url, check_url
 from eval.config import TURNS, Conditions, Selection
 from eval.inputs.workloads import Workload, prompt_counts, workload_names
-from eval.live import Served, arrivals, in_turns, judged, queued_rows
+from eval.live import arrivals, in_turns, judged, queued_rows
 from eval.measures.losslessness import Divergence, Gate, gate_of, labelled, shared_length
 from eval.measures.machine import cpu_name, provenance
 from eval.measures.metrics import SpecDecodingStats, together
@@ -45,7 +45,6 @@ from heads.common.errors import keeping, user_errors
 from heads.common.files import check_writable
 from heads.common.ranges import Count, NewTokens, Number, OneOf
 from heads.common.typed import typed
-from inference.decode import Generation
 from ops.served import BASELINE_KEY, Answer, ClientConfig, Question, Server, read_questions
 
 REPORTED = ("max_new_tokens", "seed", "repeats", "warmup", "turns")
@@ -127,7 +126,7 @@ def measure(config: ServedConfig) -> Report:
     gates = _gates(measured) if config.baseline is not None else {}
     warnings = []
     for name, one in servers.items():
-        firsts = [answer.ttft_s for run in measured for repeats in run.runs[name].answers for answer in repeats]
+        firsts = [answer.prefill_s for run in measured for repeats in run.runs[name].answers for answer in repeats]
         if whole := firsts.count(None):
             warnings.append(
                 f"{one.url}: {whole} of {len(firsts)} answers came at once and not as they were written (it does "
@@ -217,23 +216,9 @@ def text_gate(plain: Sequence[Sequence[str]], drafted: Sequence[Sequence[str]], 
     return gate_of(compared(*texts) for texts in zip(plain, drafted, ids, strict=True))
 
 
-def _measured(repeats: Sequence[Answer]) -> MeasuredRequest:
-    """Return a request with the times of its median repeat (the lower of two) and the counts of all repeats."""
-    run = sorted(repeats, key=lambda run: run.seconds)[(len(repeats) - 1) // 2]
-    passes = [repeat.passes for repeat in repeats if repeat.passes is not None]
-    return MeasuredRequest(
-        passes=together(passes) if len(passes) == len(repeats) else None,
-        decoding=None if run.decode_s is None else (run.decoded, run.decode_s),
-        end_to_end=(run.tokens, run.seconds),
-        prefill_s=None if run.decode_s is None else run.seconds - run.decode_s,
-        seconds=UNTIMED | {"other": sum(repeat.decode_s or 0.0 for repeat in repeats)},
-        waits={"latency_s": run.latency_s, "ttft_s": run.ttft_s},
-    )
-
-
 def rows(by_server: Mapping[str, Runs], gates: Mapping[str, Gate], measurement: Measurement) -> list[ResultRow]:
     """Return the servers' rows of a measurement, given their answers by drafter name; the baseline's may be missing."""
-    requests = {name: [_measured(repeats) for repeats in runs.answers] for name, runs in by_server.items()}
+    requests = {name: [median_answer(repeats) for repeats in runs.answers] for name, runs in by_server.items()}
     timed = [
         judged(_row(name, runs, subset, subset.of(requests[name])), subset, requests, gates)
         for subset in measurement.parts(len(next(iter(requests.values()))))
@@ -241,14 +226,16 @@ def rows(by_server: Mapping[str, Runs], gates: Mapping[str, Gate], measurement: 
     ]
     if measurement.request_rate is None:
         return timed
-    rounds = {name: [[_served(run) for run in repeats] for repeats in runs.answers] for name, runs in by_server.items()}
+    rounds = {name: runs.answers for name, runs in by_server.items()}
     return queued_rows(timed, {BASELINE: next(iter(rounds.values())), **rounds}, measurement)
 
 
-def _served(answer: Answer) -> Served:
-    """Convert an answer with an arrival time to the input of `queued_rows`: times and token count."""
-    generation = Generation(tokens=[0] * answer.tokens, steps=[], latency_s=answer.latency_s)
-    return Served(generation, answer.arrived, answer.queue_s, answer.ttft_s)
+def median_answer(repeats: Sequence[Answer]) -> Answer:
+    """Return a request with the times of its median repeat (the lower of two) and the counts of all repeats."""
+    run = sorted(repeats, key=lambda run: run.end_to_end[1])[(len(repeats) - 1) // 2]
+    passes = [repeat.passes for repeat in repeats if repeat.passes is not None]
+    seconds = UNTIMED | {"other": sum(repeat.seconds["other"] for repeat in repeats)}
+    return replace(run, passes=together(passes) if len(passes) == len(repeats) else None, seconds=seconds)
 
 
 def _row(name: str, runs: Runs, subset: Subset, requests: Sequence[MeasuredRequest]) -> ResultRow:
@@ -257,7 +244,7 @@ def _row(name: str, runs: Runs, subset: Subset, requests: Sequence[MeasuredReque
     rule = "none" if name == BASELINE else "greedy" if subset.measurement.temperature == 0 else "the server's"
     depths = f"served, depth {len(total.by_depth)}" if total.by_depth else "served"
     row = result(DrafterInfo(name, rule, "none" if name == BASELINE else depths), subset, requests, total)
-    return replace(row, tokens=sum(run.decoded for repeats in subset.of(runs.answers) for run in repeats))
+    return replace(row, tokens=sum(int(run.decoded) for repeats in subset.of(runs.answers) for run in repeats))
 
 
 @command("ops/endpoint")

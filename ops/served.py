@@ -17,7 +17,8 @@ from data.text.prompts import OPENING, Prompt, before_answers
 from eval.config import Selection
 from eval.inputs.workloads import Readable, Workload, gathered
 from eval.measures.counters import SGLANG, Counters, between, of_reply, read_counters, restarted, verified
-from eval.measures.metrics import SpecDecodingStats, together
+from eval.measures.metrics import Pair, SpecDecodingStats, together
+from eval.measures.results import UNTIMED, MeasuredRequest
 from heads.common.progress import tick
 from heads.common.ranges import Positive
 
@@ -222,38 +223,31 @@ def questions_of(record: Readable, turns: str, chat: bool) -> Iterator[Question]
             yield completion(name, "\n\n".join(map(content_text, messages if turn > 1 else messages[-1:])))
 
 
-class Answer(NamedTuple):
-    """An answer: text, tokens as the server counts them, seconds to the last and to the first token, its passes.
+@dataclass(frozen=True)
+class Answer(MeasuredRequest):
+    """A measured request with its text; tokens are as the server counts them, and seconds count from the sending."""
 
-    `ttft_s` is None if the answer came at once, `passes` where the server does not count those of each request.
-    `weight` is the share of its seconds that count, below 1 where requests are concurrent. Of requests that arrive at a
-    rate, `latency_s` and `ttft_s` count from the arrival: `arrived`, from the round's first one, and `queue_s` until it
-    was sent.
-    """
+    end_to_end: Pair = (0, 0.0)
+    text: str = ""
 
-    text: str
-    tokens: int
-    latency_s: float
-    ttft_s: float | None
-    passes: SpecDecodingStats | None
-    weight: float = 1.0
-    arrived: float = 0.0
-    queue_s: float = 0.0
+    def weighted(self, weight: float) -> "Answer":
+        """Return it with the share of its seconds that counts where requests are concurrent."""
+        decoding = None if self.decoding is None else (self.decoding[0], self.decoding[1] * weight)
+        end_to_end = self.end_to_end[0], self.end_to_end[1] * weight
+        prefill_s = None if self.prefill_s is None else self.prefill_s * weight
+        seconds = {part: spent * weight for part, spent in self.seconds.items()}
+        return replace(self, decoding=decoding, end_to_end=end_to_end, prefill_s=prefill_s, seconds=seconds)
 
-    @property
-    def decoded(self) -> int:
-        """Tokens after the prefill's one."""
-        return max(self.tokens - 1, 0)
 
-    @property
-    def seconds(self) -> float:
-        """Seconds from the sending to the last token."""
-        return (self.latency_s - self.queue_s) * self.weight
-
-    @property
-    def decode_s(self) -> float | None:
-        """Seconds from the first token to the last; None if it came at once."""
-        return None if self.ttft_s is None else (self.latency_s - self.ttft_s) * self.weight
+def answer_of(
+    text: str, tokens: int, latency_s: float, ttft_s: float | None, passes: SpecDecodingStats | None
+) -> Answer:
+    """Return an answer, of seconds to its last and first token; the latter is None if it came at once."""
+    waits = {"latency_s": latency_s, "ttft_s": ttft_s}
+    decode_s = None if ttft_s is None else latency_s - ttft_s
+    decoding = None if decode_s is None else (max(tokens - 1, 0), decode_s)
+    seconds = UNTIMED | {"other": decode_s or 0.0}
+    return Answer(passes, decoding, (tokens, latency_s), ttft_s, seconds, waits, text=text)
 
 
 def read_answer(events: Iterable[tuple[float, Mapping[str, Any]]], model: str) -> Answer:
@@ -272,7 +266,7 @@ def read_answer(events: Iterable[tuple[float, Mapping[str, Any]]], model: str) -
         raise EndpointError("usage", "the reply does not count its tokens")
     text = reply.text + "".join(name + arguments for name, arguments in reply.calls)
     passes = [counted for _, event in arrived if (counted := of_reply(event, max(tokens - 1, 0))) is not None]
-    return Answer(text, tokens, reply.latency_s, reply.ttft_s, passes[-1] if passes else None)
+    return answer_of(text, tokens, reply.latency_s, reply.ttft_s, passes[-1] if passes else None)
 
 
 @dataclass(frozen=True)
@@ -366,9 +360,8 @@ class Server(Metrics):
             time.sleep(max(0.0, begin + arrived - time.perf_counter()))
             queue_s = time.perf_counter() - begin - arrived
             answer = self.send(request, settings)
-            first = None if answer.ttft_s is None else answer.ttft_s + queue_s
-            latency_s = answer.latency_s + queue_s
-            return answer._replace(arrived=arrived, queue_s=queue_s, ttft_s=first, latency_s=latency_s)
+            waits = {name: None if wait is None else wait + queue_s for name, wait in answer.waits.items()}
+            return replace(answer, arrived=arrived, waits={**waits, "queue_s": queue_s})
 
         with ThreadPoolExecutor(in_flight) as pool:
             arrivals = when if when is not None else [None] * len(requests)
@@ -378,12 +371,12 @@ class Server(Metrics):
                 tick()
         wall = time.perf_counter() - begin
         if in_flight > 1:
-            weight = wall / sum(answer.seconds for answer in answers)
-            answers = [answer._replace(weight=weight) for answer in answers]
+            weight = wall / sum(answer.end_to_end[1] for answer in answers)
+            answers = [answer.weighted(weight) for answer in answers]
         if self.is_baseline:
             if any(answer.passes is not None for answer in answers):
                 self.refuse_drafts(drafts=True)
-            answers = [answer._replace(passes=verified(answer.decoded, 0, 0, ())) for answer in answers]
+            answers = [replace(answer, passes=verified(int(answer.decoded), 0, 0, ())) for answer in answers]
         passes = [answer.passes for answer in answers if answer.passes is not None]
         if len(passes) == len(answers):
             return answers, together(passes)
@@ -392,9 +385,9 @@ class Server(Metrics):
                 f"{self.url}/metrics has no counters of vLLM's, SGLang's or llama.cpp's: start vLLM without "
                 "--disable-log-stats, SGLang with --enable-metrics, llama.cpp with --metrics"
             )
-        decoded = sum(answer.decoded for answer in answers)
+        decoded = sum(int(answer.decoded) for answer in answers)
         total = between(before, self._counters_after(before, len(answers), decoded), decoded)
-        return ([answers[0]._replace(passes=total)] if len(answers) == 1 else answers), total
+        return ([replace(answers[0], passes=total)] if len(answers) == 1 else answers), total
 
     def check_baseline_of(self, server: "Server") -> None:
         """Refuse to be the baseline of a server of another model, or to speculate, unless it is the same server."""

@@ -1,4 +1,17 @@
-"""python ops/watch.py log=log.jsonl run=outputs/NAME: an alarm when a served head's acceptance has fallen."""
+"""python ops/watch.py log=log.jsonl run=outputs/NAME: an alarm when a served head's acceptance has fallen.
+
+A bet of a share f of the most that is safe against "the mean is m or more", for a number x in [0, 1], multiplies a
+capital by 1 + f (m - x) / (1 - m). If the mean is m or more the capital is a nonnegative supermartingale: that it ever
+reaches 1 / rate times its start has at most the probability `rate`, whenever one looks (Ville, 1939; Waudby-Smith and
+Ramdas, "Estimating means of bounded random variables by betting", JRSS B 2024, arXiv 2010.09686). So is an average of
+such capitals over bets, and over the requests at which betting begins, as nobody knows when acceptance falls (Shin,
+Ramdas and Rinaldo, "E-detectors", arXiv 2203.03532).
+
+The mean m of the time before is not known, only a reference window of it. Bets there, by 1 + f (x / m - 1), that the
+mean is above m, whose capital goes on to the bets that it has fallen, are a supermartingale at the true m. So the least
+of this product over all m stays below 1 / rate with the same probability, the reference's uncertainty included. It
+needs no more than that requests come independently from one distribution.
+"""
 
 import sys
 from pathlib import Path
@@ -42,8 +55,6 @@ from inference.drafters.head import HeadDrafter, load_drafter, saved_tree
 from inference.drafters.policy import BY_CONFIDENCE
 from inference.target.target import Target
 from ops.served import Metrics
-
-# A sequential test that acceptance has fallen, with a bound on its false alarms: pure functions of numbers.
 
 BETS = np.array([1.0, 0.5, 0.25, 0.125, 0.0625])  # shares of the largest safe bet
 PILOT = 4  # the first of N equal parts of the reference decides on the scale only
@@ -124,36 +135,6 @@ class Mean:
         return 1 / math.log2(self.count + 2)
 
 
-class Detector:
-    """The detector of a watch: it takes observations in order, and raises the alarm.
-
-    Accepted tokens per pass are cut to `scale` and divided by it, so that one request in many does not keep bets small.
-    """
-
-    def __init__(self, config: WatcherConfig) -> None:
-        self.config, self.scale = config, 1.0
-        self.accepted: list[float] = []
-        self.mean: Mean | None = None
-
-    def update(self, passes: SpecDecodingStats) -> Alarm | None:
-        """Take in the passes of one more request or window; return the alarm if there is one."""
-        self.accepted.append(float(passes.accepted / passes.steps))
-        count = self.config.reference
-        if self.mean is None:
-            if len(self.accepted) == count:
-                cut = count // PILOT
-                self.scale = max(float(np.quantile(self.accepted[:cut], CUT)), LEAST)
-                values = np.minimum(np.array(self.accepted[cut:]) / self.scale, 1.0)
-                self.mean = Mean(values, self.config.tolerance)
-            return None
-        evidence = self.mean.update(min(self.accepted[-1] / self.scale, 1.0))
-        if evidence < 1 / self.config.alarm_rate:
-            return None
-        since = changed_at(np.array(self.accepted[count:])) + count
-        before, after = (float(np.mean(values)) for values in (self.accepted[:since], self.accepted[since:]))
-        return Alarm(len(self.accepted) - 1, since, before, after, evidence, self.config.alarm_rate)
-
-
 class Outcome(NamedTuple):
     """A watch's end: its alarm if there was one, the requests or windows that it read, and its exit status."""
 
@@ -163,13 +144,26 @@ class Outcome(NamedTuple):
 
 
 def watched(arrivals: Iterable[SpecDecodingStats], config: WatcherConfig) -> Outcome:
-    """Read observations until an alarm, their end, or an interruption."""
-    detector = Detector(config)
-    alarm = None
+    """Read observations until an alarm, their end, or an interruption.
+
+    Accepted tokens per pass are cut to a scale and divided by it, so that one request in many does not keep bets small.
+    """
+    accepted, count, rate = list[float](), config.reference, config.alarm_rate
+    scale, mean, alarm = 1.0, None, None
     with suppress(KeyboardInterrupt):
-        alarm = next((alarm for passes in arrivals if (alarm := detector.update(passes)) is not None), None)
-    count = len(detector.accepted)
-    return Outcome(alarm, count, ALARM if alarm else QUIET if count > config.reference else EARLY)
+        for passes in arrivals:
+            accepted.append(float(passes.accepted / passes.steps))
+            if mean is not None and (evidence := mean.update(min(accepted[-1] / scale, 1.0))) >= 1 / rate:
+                since = changed_at(np.array(accepted[count:])) + count
+                before, after = (float(np.mean(values)) for values in (accepted[:since], accepted[since:]))
+                alarm = Alarm(len(accepted) - 1, since, before, after, evidence, rate)
+                break
+            if len(accepted) == count:
+                pilot, rest = accepted[: count // PILOT], np.array(accepted[count // PILOT :])
+                scale = max(float(np.quantile(pilot, CUT)), LEAST)
+                mean = Mean(np.minimum(rest / scale, 1.0), config.tolerance)
+    status = ALARM if alarm else QUIET if len(accepted) > count else EARLY
+    return Outcome(alarm, len(accepted), status)
 
 
 def changed_at(values: Array) -> int:
@@ -343,19 +337,16 @@ class Log:
                     raise ValueError("it counts no accepted tokens: give run=, whose head is then replayed along it")
                 passes = self.replay(raw, self.lines) if passes is None and self.replay else passes
             except ValueError as error:
-                self._skip(error)
+                self.skipped += 1
+                where = f"{self.path}: line {self.lines}"
+                if self.skipped > TRIES and 2 * self.skipped > self.lines - self.begin:
+                    raise ValueError(f"{where}: {error}; so do {self.skipped} of {self.lines} lines") from error
+                if self.skipped == 1:
+                    log.warning("%s is left out, as others like it will be: %s", where, visible(str(error)))
                 continue
             if passes is not None and passes.steps:
                 self.numbers.append(self.lines - 1)
                 yield passes
-
-    def _skip(self, error: ValueError) -> None:
-        self.skipped += 1
-        where = f"{self.path}: line {self.lines}"
-        if self.skipped > TRIES and 2 * self.skipped > self.lines - self.begin:
-            raise ValueError(f"{where}: {error}; so do {self.skipped} of {self.lines} lines") from error
-        if self.skipped == 1:
-            log.warning("%s is left out, as others like it will be: %s", where, visible(str(error)))
 
 
 def counts_in(raw: Mapping[str, Any]) -> SpecDecodingStats | None:

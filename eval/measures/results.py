@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from eval.measures import metrics
 from eval.measures.losslessness import UNCHECKED, Gate
-from eval.measures.metrics import PARTS, Groups, Interval, Pair, SpecDecodingStats
+from eval.measures.metrics import PARTS, Groups, Interval, Number, Pair, SpecDecodingStats
 
 T = TypeVar("T")
 LIVE, TEACHER_FORCED = TIERS = ("live", "teacher_forced")  # only the first is timed
@@ -131,6 +131,19 @@ class MeasuredRequest:
     prefill_s: float | None = None
     seconds: Mapping[str, float] = field(default_factory=lambda: UNTIMED)  # of its steps, by activity
     waits: Mapping[str, float | None] = field(default_factory=dict)
+    arrived: float = 0.0  # of requests at a rate, from the round's first arrival
+
+    @property
+    def decoded(self) -> Number:
+        """Tokens after the first one."""
+        return 0 if self.end_to_end is None else max(self.end_to_end[0] - 1, 0)
+
+    @property
+    def latency_s(self) -> float:
+        """Its latency, which was measured."""
+        latency_s = self.waits["latency_s"]
+        assert latency_s is not None
+        return latency_s
 
     @property
     def user_speed(self) -> float | None:

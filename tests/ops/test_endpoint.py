@@ -19,7 +19,7 @@ from eval.report.write import Report, read_report
 from eval.run import publish
 from heads.common.typed import from_yaml
 from ops.endpoint import Runs, ServedConfig, main, measure, rows, text_gate
-from ops.served import Answer, questions_of, read_answer
+from ops.served import answer_of, questions_of, read_answer
 from tests.eval.small import run_command
 from tests.ops.endpoint_server import DEPTH, MODEL, Served, key_of, passes, words
 
@@ -298,7 +298,7 @@ def test_speedups_and_their_intervals_are_the_servers_over_the_baselines() -> No
     drafts = verified(5, 10, 5, (5,))
 
     def runs(latency_s: float) -> Runs:
-        return Runs([[Answer("x", 11, latency_s, 1.0, drafts)] for _ in range(4)], [drafts] * 4)
+        return Runs([[answer_of("x", 11, latency_s, 1.0, drafts)] for _ in range(4)], [drafts] * 4)
 
     _, row = rows({"plain": runs(5.0), "endpoint": runs(2.0)}, {"endpoint": Gate(4, 4, 0, 0)}, session)
     assert (row.tokens_per_second, row.speedup, row.speedup_ci) == (10.0, 4.0, (4.0, 4.0))
@@ -425,7 +425,7 @@ def test_an_answer_out_of_pieces() -> None:
     events = [{"model": MODEL, "choices": [piece]} for piece in pieces]
     events.append({"model": MODEL, "choices": [], "usage": {"completion_tokens": 5}})
     found = read_answer([(float(at), event) for at, event in enumerate(events, 1)], MODEL)
-    assert found == Answer("so itf{}", 5, 5.0, 2.0, None)
+    assert found == answer_of("so itf{}", 5, 5.0, 2.0, None)
 
 
 @pytest.mark.parametrize(
@@ -444,7 +444,7 @@ def test_a_stream_that_a_gateway_held_back_has_no_time_of_its_first_token(
     events[-1]["choices"][0]["finish_reason"] = "length"
     events.append({"model": MODEL, "choices": [], "usage": {"completion_tokens": count}})
     found = read_answer([(3.0 + at * step_s, event) for at, event in enumerate(events)], MODEL)
-    assert (found.ttft_s, found.decode_s is None) == (None if whole else 3.0, whole)
+    assert (found.prefill_s, found.decoding is None) == (None if whole else 3.0, whole)
 
 
 @pytest.mark.parametrize(
