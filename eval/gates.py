@@ -74,7 +74,7 @@ def check(
 
 PREFIXES = 2  # texts after which tokens are sampled
 CANDIDATES = 12  # texts considered for them
-TOGETHER = 16  # sequences that stand at a prefix in one step of the engine, where memory allows
+TOGETHER = 16  # sequences at a prefix in one step of the engine, where memory allows
 
 
 class Prefix(NamedTuple):
@@ -248,33 +248,25 @@ def _prefix(target: Target, drafter: Drafter, prompt: list[int], answer: list[in
 def _samples(
     target: Target, drafter: Drafter, prefix: Prefix, settings: RequestParams, seeds: str, count: int
 ) -> list[int]:
-    """Return first tokens as the engine emits them by the rule in use; `seeds` is the key of all randomness."""
-    with suppress(torch.OutOfMemoryError, ValueError):  # the allocator, or the batch, may refuse this many
-        if target.takes_trees and (sampled := _stepped(target, drafter, prefix, settings, seeds, count, TOGETHER)):
-            return sampled
-    return _stepped(target, drafter, prefix, settings, seeds, count, 1)
+    """Return first tokens as the engine's steps emit them by the rule in use; `seeds` is the key of all randomness.
 
-
-def _stepped(
-    target: Target, drafter: Drafter, prefix: Prefix, settings: RequestParams, seeds: str, count: int, size: int
-) -> list[int]:
-    """Return first tokens as the steps of a batch emit them, of `size` sequences that are at the prefix.
-
-    Before each step they have new seeds. Of several at once there are none if nothing is drafted, as a schedule may
-    have it.
+    Several sequences at the prefix share a step, each with new seeds; it is one where the target takes no trees, where
+    memory refuses several, or where for several nothing is drafted, as a schedule may have it.
     """
-    batch, requests = _entered(target, drafter, prefix.prompt, prefix.answer, settings, size)
-    sampled: list[int] = []
-    while len(sampled) < count:
-        tick()
-        for slot, request in enumerate(requests):
-            request.key = seed_key(hashed(f"{seeds} {len(sampled) + slot}"))
-        sampled += batch.device_step.sample(requests)[0]
-        if size > 1 and not batch.drafts.deepest:
-            sampled = []
-            break
-    _left(batch)
-    return sampled[:count]
+    for size in (TOGETHER, 1) if target.takes_trees else (1,):
+        with suppress(*((torch.OutOfMemoryError, ValueError) if size > 1 else ())):
+            batch, requests = _entered(target, drafter, prefix.prompt, prefix.answer, settings, size)
+            sampled, drafts = list[int](), True
+            while len(sampled) < count and drafts:
+                tick()
+                for slot, request in enumerate(requests):
+                    request.key = seed_key(hashed(f"{seeds} {len(sampled) + slot}"))
+                sampled += batch.device_step.sample(requests)[0]
+                drafts = size == 1 or batch.drafts.deepest > 0
+            _left(batch)
+            if drafts:
+                return sampled[:count]
+    raise AssertionError("one sequence always samples")
 
 
 def resampled(probs: Float[Tensor, "V"], samples: Samples, count: int) -> list[int]:

@@ -154,17 +154,6 @@ def medians(runs: Runs) -> dict[str, list[Generation]]:
     return {name: [metrics.median_run(repeats) for repeats in by_prompt] for name, by_prompt in runs.items()}
 
 
-def agreement(target: Target, runs: Runs) -> dict[str, dict[str, Any]]:
-    """Return how many of each drafter's timed greedy answers equal the baseline's, in the timed dtype."""
-    middle = medians({name: runs_of for name, runs_of in runs.items() if name != HF})
-    baseline, dtype = middle.pop(BASELINE), str(target.dtype).removeprefix("torch.")
-    equal = {
-        name: [ours.tokens == theirs.tokens for ours, theirs in zip(baseline, runs_of, strict=True)]
-        for name, runs_of in middle.items()
-    }
-    return {name: {"dtype": dtype, "checked": len(same), "identical": sum(same)} for name, same in equal.items()}
-
-
 def rows(
     runs: Runs, drafters: Mapping[str, Drafter], gates: Mapping[str, Gate], measurement: Measurement
 ) -> list[ResultRow]:

@@ -21,7 +21,7 @@ from eval.extras import answers, training, trees
 from eval.gates import check
 from eval.inputs.drafters import Drafters, find_heads, load_drafters
 from eval.inputs.workloads import Workload, load_workload
-from eval.live import Setup, agreement, generations, measure, measure_rate, paired, queued_rows, requests_of, rows
+from eval.live import Setup, generations, measure, measure_rate, paired, queued_rows, requests_of, rows
 from eval.measures.losslessness import Gate, SampledGate
 from eval.measures.machine import device_facts, peak_memory
 from eval.measures.results import BASELINE, LIVE, TEACHER_FORCED, ResultRow
@@ -150,7 +150,6 @@ def timed_rows(
                 # Coupled noise replaces the rule, so it cannot test a lossy one.
                 coupled={} if is_lossy(config.rule) else {check.drafter: check.coupled for check in checks},
                 not_lossless=frozenset(check.drafter for check in checks if not check.passed),
-                agreement=agreement(target, runs) if temperature == 0 and size == 1 else {},
                 request_rate=rate,
             )
             if not measured.rows:

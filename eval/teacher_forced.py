@@ -30,6 +30,7 @@ from inference.target.target import Target
 from inference.verification.sample import GREEDY, Sampling, distribution
 from inference.verification.tree import DraftTree
 
+Statistics = dict[str, Any]  # of a report
 RANKS = 10  # ranks of a depth's guesses that are counted separately
 SAMPLED = ("chain", "sampled")  # kinds of tree with sampled nodes above temperature 0
 TINY = 1e-30  # the least probability that is divided by
@@ -323,7 +324,7 @@ def within_context(text: Text, id_: str, name: str, target: Target, truncate: bo
 
 def teacher_forced_rows(
     config: DecodingConfig, target: Target, drafters: Mapping[str, Drafter], texts_of: Sequence[WorkloadTexts]
-) -> tuple[list[ResultRow], dict[str, Any]]:
+) -> tuple[list[ResultRow], Statistics]:
     """Return the rows of the heads along the texts, and the statistics of one pass over them by head.
 
     A tree with sampled siblings has no row above temperature 0: the text does not tell its nodes.
@@ -334,7 +335,7 @@ def teacher_forced_rows(
         P(a >= k) of a chain that begins after every token, where decoding begins some.
     """
     rows: list[ResultRow] = []
-    by_head: dict[str, Any] = {}
+    by_head: Statistics = {}
     for name, drafter in drafters.items():
         head, tree = drafter.head, drafter.policy
         if head is None or tree is None:
@@ -362,7 +363,7 @@ def teacher_forced_rows(
     return rows, by_head
 
 
-def rank_statistics(records: Sequence[RankedText], depth: int) -> dict[str, Any]:
+def rank_statistics(records: Sequence[RankedText], depth: int) -> Statistics:
     """Return acceptance by depth and rank, that of rank 0, and that of whole chains."""
     rank = torch.tensor([row for record in records for row in record.rank], dtype=torch.long).view(-1, depth)
     rates, reached = acceptance(rank, RANKS), (rank == 0).long().cumprod(1).double()
@@ -374,7 +375,7 @@ def rank_statistics(records: Sequence[RankedText], depth: int) -> dict[str, Any]
     }
 
 
-def sampled_statistics(overlaps: Sequence[Overlap]) -> dict[str, Any]:
+def sampled_statistics(overlaps: Sequence[Overlap]) -> Statistics:
     """Return n_alpha, and P(a >= k) of chains after every token, for drafts sampled from the head's probs."""
     common = torch.cat([overlap.common for overlap in overlaps]).double()
     finite = common.isfinite()

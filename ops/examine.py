@@ -98,6 +98,7 @@ def written(findings: Sequence[Finding]) -> str:
     return "\n".join([*lines, ", ".join(f"{verdicts.count(verdict)} {verdict}" for verdict in VERDICTS)])
 
 
+Json = dict[str, Any]
 log = logging.getLogger(__name__)
 
 OWN = "headstart"  # the form of our own heads; other forms are keys of heads.formats.published.FORMATS
@@ -115,11 +116,11 @@ class Examined:
 
     name: str  # as the user gave it
     folder: Path  # the head's
-    config: dict[str, Any]  # its config.json
-    report: dict[str, Any]  # report.json
-    reference: dict[str, Any]  # tokenizer_reference.json
-    origin: dict[str, Any]  # provenance.json
-    run: dict[str, Any]  # config.yaml of its training
+    config: Json  # its config.json
+    report: Json  # report.json
+    reference: Json  # tokenizer_reference.json
+    origin: Json  # provenance.json
+    run: Json  # config.yaml of its training
     prompts: str | None  # the file of held-out prompts that its run keeps here, None if there is none
 
     @cached_property
@@ -140,18 +141,18 @@ class Examined:
         format_name = format_of(self.folder)
         return "eagle3" if format_name == "peagle" else format_name
 
-    def part(self, key: str) -> dict[str, Any]:
+    def part(self, key: str) -> Json:
         """Return a section of the head's config.json, empty if missing."""
         values = self.config.get(key)
         return values if isinstance(values, dict) else {}
 
     @property
-    def layer(self) -> dict[str, Any]:
+    def layer(self) -> Json:
         """The keys of its config.json, with the decoder layer's numbers of the speculators format."""
         return {**self.part("transformer_layer_config"), **self.config}
 
     @property
-    def trained(self) -> dict[str, Any]:
+    def trained(self) -> Json:
         """The head in its training's config.yaml, empty if there is none."""
         values = self.run.get("head")
         return values if isinstance(values, dict) else {}
@@ -184,7 +185,7 @@ def read(run_or_repo: str) -> Examined:
     return Examined(run_or_repo, folder, config, report, reference, origin, run, prompts)
 
 
-def _mapping(paths: list[Path], parse: Callable[[Path], Any]) -> dict[str, Any]:
+def _mapping(paths: list[Path], parse: Callable[[Path], Any]) -> Json:
     """Return the content of the first existing file; empty, with a warning, if it is damaged."""
     path = next((path for path in paths if path.is_file()), None)
     if path is None:

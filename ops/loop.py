@@ -11,11 +11,11 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field, fields
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[1])
@@ -37,6 +37,7 @@ from heads.formats.published import is_published
 from heads.formats.store import SCHEDULE, read_config, save_tree
 from inference.target.placement import AUTO
 from ops.commands import FAILED, overrides_of, run_command, say, split_config
+from ops.served import Json, Record
 from ops.watch import EARLY, Log, check_log, growing, json_object, player, watched, watcher_config
 from train.config import RunConfig, run_config
 from train.distributed.launch import key_of, overrides
@@ -55,7 +56,7 @@ LEAST = 8  # requests of a kind to compare on; with fewer an interval is uninfor
 class LoopConfig:
     """Configure the stages; conf/ops/loop.yaml explains the keys."""
 
-    watcher: dict[str, Any]
+    watcher: Json
     since: Number | None
     least: Annotated[int, Within(8, 1_000_000)]
     held_out: Annotated[float, Within(0.05, 0.9)]
@@ -83,7 +84,7 @@ class State:
     stage: str = WATCH  # the next stage
     begin: int = 0  # the line of the log, from 0, with which this round's watch begins
     tried: int = 0  # lines of the log when a round swapped nothing; 0 if the last round swapped a head
-    decisions: list[dict[str, Any]] = field(default_factory=list)
+    decisions: list[Json] = field(default_factory=list)
 
     @classmethod
     def read(cls, folder: Path, serve: str) -> "State":
@@ -96,7 +97,7 @@ class State:
             raise ValueError(f"{folder} maintains {state.serve}, not serve={serve}: give that, or another out")
         return state
 
-    def decide(self, out: Path, decision: str, evidence: dict[str, Any], stage: str, **changes: int) -> None:
+    def decide(self, out: Path, decision: str, evidence: Json, stage: str, **changes: int) -> None:
         """Record this stage's decision, go to the next stage, and print it."""
         now = datetime.now(timezone.utc).isoformat(timespec="seconds")
         record = {"at": now, "round": self.round, "stage": self.stage, "decision": decision, "evidence": evidence}
@@ -147,7 +148,7 @@ class Maintenance:
         keys = {"model.path" if key == "model" else key for key in map(key_of, words)}
         given = {key: getattr(run.model, key) for word in sorted(keys) if (key := word.removeprefix("model.")) != word}
         self.model = model_of(self.serve, given)
-        self.given: dict[str, Any] = {"path": self.model.path, "sibling": True, **given}
+        self.given: Json = {"path": self.model.path, "sibling": True, **given}
         # A published head brings no tree: both heads draft the training's then, and else the served one's.
         self.published = is_published(self.head)
         self.tree = asdict(run.tree) if self.published else {}
@@ -270,7 +271,7 @@ class Maintenance:
         )
         return 0
 
-    def _not_swapped(self, why: str, evidence: dict[str, Any]) -> int:
+    def _not_swapped(self, why: str, evidence: Json) -> int:
         """End a round in which the head in service stays: traffic that fell is no reference for the next one."""
         decision = f"{why}; the head in service stays"
         self.state.decide(self.out, decision, evidence, WATCH, round=self.state.round + 1, tried=self.lines)
@@ -286,7 +287,7 @@ def copy_head(head: Path, served: Path) -> None:
         shutil.copytree(last_good(head), folder, dirs_exist_ok=True)
 
 
-def verdict(report: Mapping[str, Any], adapted: Path, old_loss: float) -> tuple[bool, str, dict[str, Any]]:
+def verdict(report: Record, adapted: Path, old_loss: float) -> tuple[bool, str, Json]:
     """Return whether the adapted head is better than the one in service, in a sentence, and with the numbers.
 
     It is if its τ on the new traffic is higher by the paired interval's lower end, it is lossless, and its τ on the old

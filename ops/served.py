@@ -22,6 +22,8 @@ from eval.measures.results import UNTIMED, MeasuredRequest
 from heads.common.progress import tick
 from heads.common.ranges import Positive
 
+Record = Mapping[str, Any]  # a JSON object; to be read only
+Json = dict[str, Any]
 BASELINE_KEY = "baseline"  # the option of a server without a drafter
 POLL_S, LAG_S = 0.02, 5.0  # between two readings of counters that lag behind the answers, and for how long at most
 PAGE_S = 30.0  # timeout of a server's own pages
@@ -61,7 +63,7 @@ class Reply(NamedTuple):
         return f"[{self.error}]" if self.error else self.text + calls
 
 
-def joined(reply: Reply, choice: Mapping[str, Any], seconds: float) -> Reply:
+def joined(reply: Reply, choice: Record, seconds: float) -> Reply:
     """Return a reply with an event's part of it, which came `seconds` after the request."""
     message = choice.get("delta") or choice.get("message") or {}
     reasoning = message.get("reasoning_content") or message.get("reasoning")
@@ -81,14 +83,14 @@ def joined(reply: Reply, choice: Mapping[str, Any], seconds: float) -> Reply:
     )
 
 
-def read_replies(events: Iterable[tuple[float, Mapping[str, Any]]], model: str) -> list[Reply]:
+def read_replies(events: Iterable[tuple[float, Record]], model: str) -> list[Reply]:
     """Assemble a reply's choices from its events, each with the seconds from the request to its arrival.
 
     Raises:
         EndpointError: an error, another model's reply, or no choice, or one of another shape.
     """
     choices: dict[int, Reply] = {}
-    usage: Mapping[str, Any] = {}
+    usage: Record = {}
     end, count = 0.0, 0
     for end, event in events:
         count += 1
@@ -130,7 +132,7 @@ def read_tokens(logprobs: Any) -> list[Token]:
         text = bytes(token) if isinstance(token, list) else str(token).encode()
         return text, float(min(max(value, LEAST), -LEAST))
 
-    def entry(one: Mapping[str, Any]) -> tuple[bytes, float]:
+    def entry(one: Record) -> tuple[bytes, float]:
         return read(one["bytes"] if isinstance(one.get("bytes"), list) else one["token"], one["logprob"])
 
     try:
@@ -151,7 +153,7 @@ class Question(NamedTuple):
 
     id: str
     path: str
-    body: Mapping[str, Any]
+    body: Record
     category: str = ""
 
     @property
@@ -250,7 +252,7 @@ def answer_of(
     return Answer(passes, decoding, (tokens, latency_s), ttft_s, seconds, waits, text=text)
 
 
-def read_answer(events: Iterable[tuple[float, Mapping[str, Any]]], model: str) -> Answer:
+def read_answer(events: Iterable[tuple[float, Record]], model: str) -> Answer:
     """Assemble the answer from a reply's events, as `read_replies` does.
 
     Raises:
@@ -325,7 +327,7 @@ class Server(Metrics):
         reading = self.reading()
         self.engine = reading.engine if reading is not None else ""
 
-    def send(self, request: Question, settings: Mapping[str, Any]) -> Answer:
+    def send(self, request: Question, settings: Record) -> Answer:
         """Send a request, once, and return the answer; refuse a missing or malformed one."""
         more = {"return_meta_info": True} if self.engine == SGLANG else {}
         body = {"model": self.model, **request.body, **settings, "n": 1, **STREAMED, **more, **self.config.extra}
@@ -340,7 +342,7 @@ class Server(Metrics):
             ) from failure
 
     def send_all(
-        self, requests: Sequence[Question], settings: Mapping[str, Any], in_flight: int, when: Sequence[float] | None
+        self, requests: Sequence[Question], settings: Record, in_flight: int, when: Sequence[float] | None
     ) -> tuple[list[Answer], SpecDecodingStats]:
         """Send requests, `in_flight` at a time, with the fields that their bodies share; return answers and all passes.
 
@@ -386,7 +388,30 @@ class Server(Metrics):
                 "--disable-log-stats, SGLang with --enable-metrics, llama.cpp with --metrics"
             )
         decoded = sum(int(answer.decoded) for answer in answers)
-        total = between(before, self._counters_after(before, len(answers), decoded), decoded)
+        deadline, count, ended, after = time.monotonic() + LAG_S, len(answers), -1, before
+        while ended < count:  # counters lag behind the answers
+            reading = self.counters()
+            if reading is None or restarted(before, reading):
+                raise ValueError(
+                    f"{self.url}/metrics: its counters began again while it was measured: the server restarted, or "
+                    "several share this URL; measure one server, again from the start"
+                )
+            after = reading
+            ended = count if after.finished is None else round(after.finished - (before.finished or 0))
+            if time.monotonic() > deadline:
+                break
+            time.sleep(POLL_S if ended < count else 0)
+        if ended != count:
+            raise ValueError(
+                f"{self.url}/metrics counted {ended} requests where {count} were sent: give a server without other "
+                "clients, and not one of several behind a URL"
+            )
+        if after.drafts is None or (after.engine == SGLANG and after.drafts == (before.drafts or 0) and decoded):
+            raise ValueError(
+                f"{self.url} does not speculate: it counts no drafts; start it with a drafter (vLLM: "
+                "--speculative-config, SGLang: --speculative-algorithm, llama.cpp: --spec-type), or give it as baseline"
+            )
+        total = between(before, after, decoded)
         return ([replace(answers[0], passes=total)] if len(answers) == 1 else answers), total
 
     def check_baseline_of(self, server: "Server") -> None:
@@ -404,32 +429,6 @@ class Server(Metrics):
         counters = self.reading()
         if drafts or (counters is not None and counters.drafts is not None):
             raise ValueError(f"{self.url} speculates: {BASELINE_KEY} is for the same model served without a drafter")
-
-    def _counters_after(self, before: Counters, count: int, decoded: int) -> Counters:
-        """Wait until the counters include `count` further requests, and return them if they have no others."""
-        deadline = time.monotonic() + LAG_S
-        while True:
-            after = self.counters()
-            if after is None or restarted(before, after):
-                raise ValueError(
-                    f"{self.url}/metrics: its counters began again while it was measured: the server restarted, or "
-                    "several share this URL; measure one server, again from the start"
-                )
-            ended = count if after.finished is None else round(after.finished - (before.finished or 0))
-            if ended >= count or time.monotonic() > deadline:
-                break
-            time.sleep(POLL_S)
-        if ended != count:
-            raise ValueError(
-                f"{self.url}/metrics counted {ended} requests where {count} were sent: give a server without other "
-                "clients, and not one of several behind a URL"
-            )
-        if after.drafts is None or (after.engine == SGLANG and after.drafts == (before.drafts or 0) and decoded):
-            raise ValueError(
-                f"{self.url} does not speculate: it counts no drafts; start it with a drafter (vLLM: "
-                "--speculative-config, SGLang: --speculative-algorithm, llama.cpp: --spec-type), or give it as baseline"
-            )
-        return after
 
 
 def within(client: Client, seconds: float) -> Client:

@@ -24,7 +24,7 @@ import math
 import os
 import time
 from codecs import BOM_UTF8
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from functools import cache
@@ -54,7 +54,7 @@ from heads.formats.hub import resolve_head
 from inference.drafters.head import HeadDrafter, load_drafter, saved_tree
 from inference.drafters.policy import BY_CONFIDENCE
 from inference.target.target import Target
-from ops.served import Metrics
+from ops.served import Json, Metrics, Record
 
 BETS = np.array([1.0, 0.5, 0.25, 0.125, 0.0625])  # shares of the largest safe bet
 PILOT = 4  # the first of N equal parts of the reference decides on the scale only
@@ -80,7 +80,7 @@ class WatcherConfig:
     max_new_tokens: NewTokens
 
 
-def watcher_config(given: Mapping[str, Any], prefix: str = "") -> WatcherConfig:
+def watcher_config(given: Record, prefix: str = "") -> WatcherConfig:
     """Return the values of conf/ops/watch.yaml, with those given that are not None; errors have the prefix."""
     values: Any = OmegaConf.to_container(OmegaConf.load(ROOT / "conf" / "ops" / "watch.yaml"))
     read = {field.name: values[field.name] for field in fields(WatcherConfig)}
@@ -176,7 +176,7 @@ def changed_at(values: Array) -> int:
 
 log = logging.getLogger(__name__)
 
-Replay = Callable[[dict[str, Any], int], SpecDecodingStats]  # of a record, by its number
+Replay = Callable[[Json, int], SpecDecodingStats]  # of a record, by its number
 DEEPEST = 1000  # accepted tokens of a pass
 TRIES = 20  # records without acceptance that may come before half of all must have it
 
@@ -191,8 +191,8 @@ class WatchConfig(WatcherConfig):
     api_key_env: str
     away: Positive
     passes: Count
-    model: dict[str, Any]
-    tree: dict[str, Any]
+    model: Json
+    tree: Json
 
     def __post_init__(self) -> None:
         """Refuse a watch of nothing or of two things, and an end of what has none."""
@@ -277,7 +277,9 @@ def growing(path: Path, *, follow: bool, poll: float) -> Iterator[bytes]:
     file = path.open("rb")
     try:
         while True:
-            start, replaced = file.tell(), follow and _replaced(file.fileno(), path)
+            start, replaced = file.tell(), False
+            with suppress(FileNotFoundError):  # between two names there may be none for a while
+                replaced = follow and not os.path.samestat(os.fstat(file.fileno()), path.stat())
             line = file.readline()
             if line.endswith(b"\n") or (line and (replaced or not follow)):
                 yield line if start else line.removeprefix(BOM_UTF8)
@@ -293,15 +295,7 @@ def growing(path: Path, *, follow: bool, poll: float) -> Iterator[bytes]:
         file.close()
 
 
-def _replaced(handle: int, path: Path) -> bool:
-    """Whether another file has a path's name by now; between two names there may be none for a while."""
-    try:
-        return not os.path.samestat(os.fstat(handle), path.stat())
-    except FileNotFoundError:
-        return False
-
-
-def json_object(line: bytes) -> dict[str, Any]:
+def json_object(line: bytes) -> Json:
     """Return a line's JSON object; refuse anything else."""
     raw = parse_json(line)
     if not isinstance(raw, dict):
@@ -349,7 +343,7 @@ class Log:
                 yield passes
 
 
-def counts_in(raw: Mapping[str, Any]) -> SpecDecodingStats | None:
+def counts_in(raw: Record) -> SpecDecodingStats | None:
     """Return the counts that a record has of its answer's passes, None if it has none.
 
     That is `accepted`, how many tokens each pass accepted, or the counts in vLLM's and SGLang's replies.
@@ -363,7 +357,7 @@ def counts_in(raw: Mapping[str, Any]) -> SpecDecodingStats | None:
     return of_reply(reply, max(tokens - 1, 0) if type(tokens) is int else 0)
 
 
-def player(run: str, given: Mapping[str, Any], tree: Mapping[str, Any], config: WatcherConfig, name: str) -> Replay:
+def player(run: str, given: Record, tree: Record, config: WatcherConfig, name: str) -> Replay:
     """Return the replay of a run's head along the log of a name; target and head are loaded with its first record.
 
     `given` and `tree` have what the user says of the target and of the head's tree, None what is left as it is.
@@ -383,7 +377,7 @@ def player(run: str, given: Mapping[str, Any], tree: Mapping[str, Any], config: 
 
 
 def replayed(
-    target: Target, drafter: HeadDrafter, config: WatcherConfig, raw: dict[str, Any], number: int, name: str
+    target: Target, drafter: HeadDrafter, config: WatcherConfig, raw: Json, number: int, name: str
 ) -> SpecDecodingStats:
     """Return the passes that the answers of a record would have taken, under the head's tree in greedy decoding.
 

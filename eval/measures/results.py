@@ -61,7 +61,6 @@ class ResultRow:
     whole_tokens_per_second: float | None = None  # end to end, with the prefill
     whole_speedup: float | None = None
     whole_speedup_ci: Interval | None = None
-    agreement: dict[str, Any] = field(default_factory=dict)  # the timed greedy tokens against the baseline's
     tier: str = LIVE
     request_rate: float | None = None
 
@@ -86,7 +85,6 @@ class Measurement:
     conversations: Sequence[int] = ()  # of each prompt; intervals come from resampling these. Empty: each prompt is one
     coupled: Mapping[str, Gate] = field(default_factory=dict)  # above 0, each drafter's verdict under coupled noise
     not_lossless: frozenset[str] = frozenset()  # drafters that are given no speedup at this temperature
-    agreement: Mapping[str, dict[str, Any]] = field(default_factory=dict)  # of timed tokens with the baseline's
     request_rate: float | None = None
     tier: str = LIVE
 
@@ -187,7 +185,6 @@ def result(
         by_request=by_request(requests),
         prefill_s=sum(_known(requests, "prefill_s"), 0.0),
         whole_tokens_per_second=metrics.speed(_known(requests, "end_to_end")),
-        agreement={} if subset.category else measurement.agreement.get(drafter.drafter, {}),
         tier=measurement.tier,
         request_rate=measurement.request_rate,
     )

@@ -147,7 +147,7 @@ def sections(report: Record) -> list[Section]:
     candidates = [
         Section("results", "Results", (), results_table(report), plots.speedup(results), compared(report)),
         Section("why", "Why not more?", why(report), table(WHY, explained)),
-        gate_section(report, whole),
+        gate_section(report),
         Section("depths", "Acceptance by depth", (), None, plots.acceptance(results)),
         Section("load", "Under load", load_note, table(LOAD, rated), plots.speedup_by_batch(results), paying(results)),
         Section("times", "Where the time goes", (), table(TIMES, timed), plots.time_of_pass(results)),
@@ -238,26 +238,20 @@ def paying(results: Sequence[Result]) -> list[str]:
     return lines
 
 
-def gate_section(report: Record, results: Sequence[Result]) -> Section:
+def gate_section(report: Record) -> Section:
     """Return the losslessness checks: counts by drafter, checks above temperature 0 and near ties in words."""
     settings = report["settings"]
     gates = settings.get("gate", {})
     sampled = [SampledGate.read(check) for check in settings.get("sampled_gate", [])]
     lines = [f"{'' if check.passed else 'FAILED: '}{check}." for check in sampled]
     near = [f"near tie of {name}: {tie}" for name, gate in gates.items() for tie in Gate.read(gate).ties[:TIES]]
-    for result in results:
-        timed = result.row["agreement"]
-        if timed.get("identical", result.row["prompts"]) < result.row["prompts"]:
-            near.append(
-                f"timed in {timed['dtype']}, {result.label} on {result.row['workload']}: {timed['identical']} of "
-                f"{timed['checked']} prompts identical"
-            )
     keys = ("checked", "identical", "near_tie", "failed")
     counts = values_table(
         ("drafter", *map(words, keys)), [(name, *(gate.get(key) for key in keys)) for name, gate in gates.items()]
     )
     counts = counts._replace(failed=[not gate.get("passed", True) for gate in gates.values()])
-    text = [CHECKED_NOTE, *[SAMPLED_NOTE] * bool(sampled), *[TIES_NOTE] * bool(near)]
+    served = report["device"].get("type") == ENDPOINT
+    text = [*[CHECKED_NOTE] * (not served), *[SAMPLED_NOTE] * bool(sampled), *[TIES_NOTE] * bool(near)]
     return Section("gate", "Is it lossless?", text, counts, bullets=[*lines, *near])
 
 
@@ -286,27 +280,29 @@ def notes_of(report: Record) -> Iterator[str]:
         yield SERVED_NOTE
         return
     yield from NOTES[1:]
-    if any(row["temperature"] > 0 for row in rows):
-        yield SAMPLING_NOTE
-    if any(row["request_rate"] is not None for row in rows):
-        yield RATE_NOTE
     if peak := max((row["memory_bytes"] for row in rows), default=0):
         yield f"Peak memory: {peak / 2**20:.0f} MiB of the accelerator, else of the process, all drafters together."
 
 
-CHECKED_NOTE = "Greedy output against the baseline's, token for token, in the gate's dtype."
+CHECKED_NOTE = (
+    "lossless counts the prompts whose greedy output is the baseline's token for token, in the gate's dtype. A near "
+    "tie first differs where rounding decides between the two best tokens. A drafter that fails, or whose rule is "
+    "lossy, is given no speedup."
+)
 SAMPLED_NOTE = (
-    "Under coupled noise every drafter must emit the baseline's tokens. The chi-square test samples next tokens after "
-    "fixed texts with the rule in use, often enough to reject, with the power that is named, a distribution that is "
-    "off by the total variation TV. The control, a rule known to be broken, must be rejected each time."
+    "Above temperature 0, lossless counts the prompts whose tokens are the baseline's under coupled noise, at every "
+    "batch size. The chi-square test samples next tokens after fixed texts with the rule in use, often enough to "
+    "reject, with the power that is named, a distribution that is off by the total variation TV. The control, a rule "
+    "known to be broken, must be rejected each time."
 )
 TIES_NOTE = (
     "The gap is the baseline's between its two best tokens where the other first differs. Timed text is not checked: "
     "rounding decides there, and from there on two texts differ."
 )
 LOAD_NOTE = (
-    "With request_rate, requests arrive at random (Poisson) and wait in a queue while the batch is full. TTFT and "
-    "latency count from the arrival. The latency ratio is the baseline's mean latency over the drafter's."
+    "2 req/s behind a name: requests came at random (Poisson) at that mean rate, at the same moments for the baseline "
+    "and every drafter, and waited in a queue while the batch was full. TTFT and latency count from the arrival. "
+    "Arrivals bound tokens per second, so the speedup there is the baseline's mean latency over the drafter's."
 )
 BREAKDOWN_NOTE = (
     "The breakdown leads from τ to the speedup: the speedup left after the dearer pass, after the draft too, and after "
@@ -328,19 +324,6 @@ NOTES = (
     "baseline's means that the tree is wide for this device; a long draft time, that the head is slow.",
     "x4 behind a name is a batch of 4 sequences that share target passes. A pass counts as a step of each of them, "
     "with an even share of its time; tok/s is that of all sequences together.",
-    "lossless counts the prompts whose greedy output is the baseline's token for token, in the gate's dtype. A near "
-    "tie first differs where rounding decides between the two best tokens. A drafter that fails, or whose rule is "
-    "lossy, is given no speedup.",
-)
-SAMPLING_NOTE = (
-    "At temperatures above 0 lossless counts the prompts whose tokens are the baseline's under coupled noise, at every "
-    "batch size asked for; the distribution of tokens sampled with the rule in use is tested too. Exact enumeration in "
-    "the tests proves that the lossless rules keep it."
-)
-RATE_NOTE = (
-    "2 req/s behind a name: requests came at random (Poisson) at that mean rate, at the same moments for the baseline "
-    "and every drafter. Arrivals bound tokens per second, so speedup there is the baseline's mean latency over the "
-    "drafter's."
 )
 SERVED_NOTE = (
     "Served endpoints: seconds are by this side's clock, from the request to the first token (prefill) and from there "

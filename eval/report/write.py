@@ -23,6 +23,7 @@ from heads.common.untrusted import parse_json, regular
 from heads.common.untrusted import shown as quoted
 from heads.formats.published.export import FORMATS
 
+Json = dict[str, Any]
 SCHEMA = 1
 SERVING = "speculative_config.json"  # keys of vLLM's --speculative-config, without method and model
 READ = ("report.md", "report.html")  # by people
@@ -35,13 +36,13 @@ log = logging.getLogger(__name__)
 class Report:
     """All rows, the losslessness checks of each drafter, and the extras of eval/live/extras.py."""
 
-    target: dict[str, Any]
-    device: dict[str, Any]
-    settings: dict[str, Any]
+    target: Json
+    device: Json
+    settings: Json
     gates: dict[str, Gate]
     rows: list[ResultRow]
     sampled: list[SampledGate] = field(default_factory=list)
-    extras: dict[str, Any] = field(default_factory=dict)
+    extras: Json = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         """Assert that a drafter which changed the output has no speedup."""
@@ -85,14 +86,14 @@ class Report:
                 )
         return list(dict.fromkeys([*self.extras.get("warnings", []), *noted]))
 
-    def checks(self) -> dict[str, Any]:
+    def checks(self) -> Json:
         """Return the losslessness checks among the settings."""
         gates = {name: gate.as_dict() for name, gate in self.gates.items()}
         return {"gate": gates} | ({"sampled_gate": [c.as_dict() for c in self.sampled]} if self.sampled else {})
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> Json:
         """Return the report as values for JSON; numbers that are not finite become null."""
-        content: dict[str, Any] = finite(
+        content: Json = finite(
             {
                 "schema": SCHEMA,
                 "target": self.target,
@@ -142,7 +143,7 @@ def is_served(drafter: str) -> bool:
     return kind not in HEADS or kind in FORMATS["vllm"]
 
 
-def serving_config(best: Mapping[int, int]) -> dict[str, Any]:
+def serving_config(best: Mapping[int, int]) -> Json:
     """Return vLLM's config of the tokens to draft by measured batch size, each up to the next size.
 
     Its ranges are inclusive, and the last one holds beyond. If no size drafts, it names one token, never drafted.
@@ -154,7 +155,7 @@ def serving_config(best: Mapping[int, int]) -> dict[str, Any]:
     return {"num_speculative_tokens": max(1, *best.values()), "num_speculative_tokens_per_batch_size": ranges}
 
 
-def serving_schedule(rows: Sequence[ResultRow]) -> dict[str, Any] | None:
+def serving_schedule(rows: Sequence[ResultRow]) -> Json | None:
     """Return vLLM's config of a report with one lossless greedy chain at several batch sizes; else None."""
     chains = [
         row
@@ -171,10 +172,10 @@ def serving_schedule(rows: Sequence[ResultRow]) -> dict[str, Any] | None:
 
 
 # Of a row: computed again, or of earlier versions.
-UNREAD = ("ladder", "definitions", "report", "overlap_headroom", "state", "tau_within_depth")
+UNREAD = ("ladder", "agreement", "definitions", "report", "overlap_headroom", "state", "tau_within_depth")
 
 
-def read_report(file: Path) -> dict[str, Any]:
+def read_report(file: Path) -> Json:
     """Return the content of a report.json; refuse a missing or damaged file, and another schema."""
     try:
         content = parse_json(regular(file).read_bytes())

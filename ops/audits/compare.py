@@ -20,7 +20,7 @@ from eval.measures.losslessness import shared_length
 from heads.common.progress import Bar
 from heads.common.ranges import Amount, Count, NewTokens, Number, Positive, Within
 from heads.common.untrusted import visible
-from ops.served import STREAMED, ClientConfig, Question, Reply, Server, Token, read_replies, within
+from ops.served import STREAMED, ClientConfig, Json, Question, Record, Reply, Server, Token, read_replies, within
 
 AUDITED, BASELINE = SIDES = ("audited", "baseline")
 LOGPROBS = 5  # most probable tokens per position
@@ -61,7 +61,7 @@ class AuditConfig:
     sample_tokens: NewTokens
     near_tie: Amount
     alpha: Annotated[float, Within(1e-4, 0.5)]
-    plain: dict[str, Any]
+    plain: Json
 
     def __post_init__(self) -> None:
         """Refuse an audit without a baseline."""
@@ -90,7 +90,7 @@ class Asker:
             answers with is a reply.
     """
 
-    def __init__(self, sides: Mapping[str, Server], config: AuditConfig, settings: Mapping[str, Any], bar: Bar) -> None:
+    def __init__(self, sides: Mapping[str, Server], config: AuditConfig, settings: Record, bar: Bar) -> None:
         self.sides, self.config, self.settings, self.bar = sides, config, settings, bar
         self.requests, self.in_flight, self.ended = 0, 1, ""
         self.crash: tuple[Question, int] | None = None
@@ -101,7 +101,7 @@ class Asker:
         """Minutes since the first request."""
         return (time.monotonic() - self.begun) / 60
 
-    def body(self, side: str, question: Question) -> dict[str, Any]:
+    def body(self, side: str, question: Question) -> Json:
         """Return the fields of a request, without server-specific ones; streamed unless the question says otherwise."""
         streamed = STREAMED if question.body.get("stream", True) else {}
         return {"model": self.sides[side].model, **self.settings, **streamed, **question.body}
@@ -189,7 +189,7 @@ class Finding:
     status: Status
     summary: str
     differences: list[Difference] = field(default_factory=list)
-    figures: dict[str, Any] = field(default_factory=dict)
+    figures: Json = field(default_factory=dict)
     check: str = ""  # a key of `checks` in words.j2, filled where the check was called
 
     @property
@@ -351,7 +351,7 @@ def first_difference(one: str, other: str) -> int:
     return shared_length(one.encode(), other.encode())
 
 
-def gap_at(theirs: Reply, ours: str, body: Mapping[str, Any]) -> tuple[int, float | None]:
+def gap_at(theirs: Reply, ours: str, body: Record) -> tuple[int, float | None]:
     """Return where a text departs from an answer with logprobs, and the gap there in nats.
 
     None if the tokens do not spell the text, or end earlier.
@@ -381,7 +381,7 @@ def lead(token: Token, rest: bytes) -> float | None:
     return Bound(token.logprob - min(others.values()))
 
 
-def penalized(tokens: Sequence[Token], body: Mapping[str, Any]) -> list[Token]:
+def penalized(tokens: Sequence[Token], body: Record) -> list[Token]:
     """Apply presence and frequency penalties to reported logprobs, for engines that report them before penalties."""
     presence, frequency = (body.get(f"{key}_penalty", 0.0) for key in ("presence", "frequency"))
     if all(token.logprob >= max(token.top.values(), default=token.logprob) for token in tokens):

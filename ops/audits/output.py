@@ -12,7 +12,7 @@ from heads.common.redact import HIDDEN, SHORTEST, redacted_values
 from heads.common.resolvers import ROOT
 from ops.audits.checks import ALTERNATIVE
 from ops.audits.compare import AUDITED, BASELINE, SIDES, Audit, Bound, Difference, Finding
-from ops.served import Question
+from ops.served import Json, Question
 
 STYLE = ROOT / "eval" / "report" / "page.css"
 SHOWN = 60  # bytes of a text around a difference in the terminal, and before it on the page
@@ -23,14 +23,14 @@ ENVIRONMENT = Environment(
 )  # fmt: skip
 
 
-def finding_record(finding: Finding) -> dict[str, Any]:
+def finding_record(finding: Finding) -> Json:
     """Return a finding in audit.json, with its clearest few differences."""
     shown = sorted(finding.differences, key=lambda d: (d.kind != "fault", -(d.gap or 0)))[:3]
     record = {key: getattr(finding, key) for key in ("check", "status", "summary", "fault", "figures")}
     return {**record, "differences": [difference_record(difference) for difference in shown]}
 
 
-def difference_record(difference: Difference) -> dict[str, Any]:
+def difference_record(difference: Difference) -> Json:
     """Return a difference in audit.json, with the end of its prompt."""
     return {
         **{key: getattr(difference, key) for key in ("kind", "at", "gap", "fault", "note", "in_flight")},
@@ -43,13 +43,13 @@ def difference_record(difference: Difference) -> dict[str, Any]:
     }
 
 
-def gap_of(difference: dict[str, Any]) -> str:
+def gap_of(difference: Json) -> str:
     """Return the gap to the baseline's own answer, as the end of a sentence; empty if unknown."""
     least = " at least" if difference["at_least"] else ""
     return "" if difference["gap"] is None else f",{least} {difference['gap']:.2f} nats less likely to the baseline"
 
 
-def rendered(template: str, record: dict[str, Any]) -> str:
+def rendered(template: str, record: Json) -> str:
     """Render a template with an audit's record; the page loads no resources and escapes all texts."""
     headline = ENVIRONMENT.get_template("headline.j2").render(record=record).strip()
     style = Markup(STYLE.read_text(encoding="utf-8"))

@@ -41,9 +41,17 @@ def sampling(audit: Audit, check: str) -> Finding:
     settings = {**SETTINGS[check], "max_tokens": audit.config.sample_tokens}
     questions = [question.having("sampled", **settings) for question in audit.questions[:PROMPTS]]
     rng, level = np.random.default_rng(audit.config.seed), audit.config.alpha / len(SETTINGS)
+    in_flight = min(IN_FLIGHT, max(audit.config.concurrency))
     ps, summaries = list[float](), list[str]()
     for first, count in ((0, audit.config.samples), (2 * audit.config.samples, AGAIN * audit.config.samples)):
-        replies = [_sampled(audit, question, first, count) for question in questions]
+        replies = []  # of each prompt, both servers' answers, each with a seed of its own
+        for question in questions:
+            seeded = [
+                question.having(f"sample {seed}", seed=seed)
+                for seed in range(audit.config.seed + first, audit.config.seed + first + 2 * count)
+            ]
+            pairs = zip(SIDES, (seeded[:count], seeded[count:]), strict=True)
+            replies.append([audit.asker.all(side, several, in_flight) for side, several in pairs])
         ours, theirs = ([reply.error for sides in replies for reply in sides[i] if reply.error] for i in range(2))
         if theirs:
             none = len(theirs) == count * len(replies)
@@ -66,32 +74,21 @@ def sampling(audit: Audit, check: str) -> Finding:
     return finding
 
 
-def _sampled(audit: Audit, question: Question, first: int, count: int) -> list[list[Reply]]:
-    """Return `count` replies of each server to a question; `first` is added to the seed."""
-    replies = []
-    for begin, side in ((first, AUDITED), (first + count, BASELINE)):
-        seeds = range(audit.config.seed + begin, audit.config.seed + begin + count)
-        several = [question.having(f"sample {seed}", seed=seed) for seed in seeds]
-        replies.append(audit.asker.all(side, several, min(IN_FLIGHT, max(audit.config.concurrency))))
-    return replies
-
-
 def words_of(text: str) -> list[str]:
     """Split a text into words and punctuation, each with the space before it."""
     return re.findall(r"\s*(?:\w+|[^\w\s])", text)
 
 
-def features_of(text: str) -> list[Hashable]:
-    """Return an answer's features for the comparison: its beginnings, n-grams and length (as unary counts)."""
-    words = words_of(text)
-    begins = [("begins", *words[:size]) for size in range(1, OPENING + 1)]
-    ngrams = [tuple(words[i : i + size]) for size in range(1, NGRAM + 1) for i in range(len(words) - size + 1)]
-    return [*begins, *ngrams, *range(len(words))]
-
-
 def kernel_of(ours: Sequence[str], theirs: Sequence[str]) -> Array:
-    """Return the kernel of answers to one prompt, the audited server's and then as many of the baseline's."""
-    features = [features_of(text) for text in (*ours, *theirs)]
+    """Return the kernel of answers to one prompt, the audited server's and then as many of the baseline's.
+
+    Their features are beginnings, n-grams and the length (as unary counts).
+    """
+    features: list[list[Hashable]] = []
+    for words in map(words_of, (*ours, *theirs)):
+        begins = [("begins", *words[:size]) for size in range(1, OPENING + 1)]
+        ngrams = [tuple(words[i : i + size]) for size in range(1, NGRAM + 1) for i in range(len(words) - size + 1)]
+        features.append([*begins, *ngrams, *range(len(words))])
     columns = {key: i for i, key in enumerate(dict.fromkeys(key for keys in features for key in keys))}
     counts = np.zeros((len(features), len(columns)))
     for row, keys in zip(counts, features, strict=True):
@@ -137,7 +134,12 @@ def seeds(audit: Audit) -> Finding:
     """Ask twice with the same seed at temperature 1: the answers must agree as often as the baseline's."""
     questions = _seeded(audit)
     pairs = [{side: [audit.asker.one(side, question) for _ in range(2)] for side in SIDES} for question in questions]
-    ours, theirs = ([_alike(*pair[side]) for pair in pairs] for side in SIDES)
+
+    def alike(one: Reply, other: Reply) -> bool:
+        """Whether two answers begin with the same words."""
+        return not (one.error or other.error) and words_of(one.text)[:ENOUGH] == words_of(other.text)[:ENOUGH]
+
+    ours, theirs = ([alike(*pair[side]) for pair in pairs] for side in SIDES)
     if not any(theirs):
         return Finding("not_offered", "the baseline takes no seed")
     summary = (
@@ -145,16 +147,11 @@ def seeds(audit: Audit) -> Finding:
     )
     if fewer(ours, theirs) > audit.config.alpha / 10:
         return Finding("passed", summary)
-    number = ours.index(False)
-    one, other = pairs[number][AUDITED]
+    first = ours.index(False)
+    one, other = pairs[first][AUDITED]
     error = one.error or other.error
     look, note = ("error", f"it fails: {error}") if error else ("seed", "the same seed, asked again")
-    return Finding("failed", summary, [violation(questions[number], other.content, one.content, look, note)])
-
-
-def _alike(one: Reply, other: Reply) -> bool:
-    """Whether two answers begin with the same ENOUGH words."""
-    return not (one.error or other.error) and words_of(one.text)[:ENOUGH] == words_of(other.text)[:ENOUGH]
+    return Finding("failed", summary, [violation(questions[first], other.content, one.content, look, note)])
 
 
 def fewer(ones: Sequence[bool], others: Sequence[bool]) -> float:

@@ -10,13 +10,12 @@ from torch import Tensor
 
 from data.text.prompts import Prompt
 from eval.gates import check
-from eval.live import agreement
 from eval.measures.losslessness import UNCHECKED, FailedChecks, Gate, gate
 from inference import step
 from inference.drafters.head import HeadDrafter
 from tests import toys
 from tests.eval.small import small
-from tests.eval.stubs import StubTarget, generation
+from tests.eval.stubs import generation
 
 PLAIN = generation([5, 6, 7, 8], gaps=[2.0, 3.0, 1e-6, 4.0])
 
@@ -117,17 +116,6 @@ def checked(runs: Path, out: Path) -> dict[str, Gate]:
     drafters: Any = {"eagle": HeadDrafter(head, toys.TREES["dynamic"], "eagle")}
     prompts = [Prompt(f"p{i}", toys.prompt(i, 12), "") for i in range(3)]
     return check(target, drafters, prompts, small(runs, out, batch_size=[1, 2]), 0.3)[0]
-
-
-def test_timed_texts_are_counted_that_equal_the_baselines() -> None:
-    """Each prompt's median run."""
-    texts = [[5, 6, 7, 8], [5, 9, 7, 8], [5, 6, 9, 8], [5, 6, 7]]
-    runs = {"plain": [[generation(texts[0])]] * 4, "eagle": [[generation(each)] for each in texts]}
-    runs["eagle"][0] = [generation([1], seconds=seconds) for seconds in (0.5, 2.0)]
-    runs["eagle"][0].insert(1, generation(texts[0]))
-    runs["hf"] = [[generation([1])]] * 4
-    target: Any = StubTarget(dtype=torch.bfloat16)
-    assert agreement(target, runs) == {"eagle": {"dtype": "bfloat16", "checked": 4, "identical": 1}}
 
 
 def test_the_baseline_is_one_more_engine_beside_the_reference(runs: Path, tmp_path: Path) -> None:

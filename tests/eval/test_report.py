@@ -29,7 +29,7 @@ CONTRACT = (
     "drafter rule tree workload temperature batch_size steps tokens tau tau_ci tau_request_mean accepted_by_depth "
     "conditional_by_depth draft_tokens accepted_per_draft_token tokens_per_second speedup speedup_ci speedup_hf "
     "seconds latency_s memory_bytes lossless category prompts by_request prefill_s whole_tokens_per_second "
-    "whole_speedup whole_speedup_ci agreement tier request_rate ladder"
+    "whole_speedup whole_speedup_ci tier request_rate ladder"
 )
 SPEEDUPS = ("1.77", "1.61", "1.93", "2.46")
 
@@ -203,8 +203,7 @@ HOT = [
 
 def full_report() -> Report:
     """Return a report with green, red, lossy and sampled gates, and a row with all that a row may hold."""
-    odd = {"dtype": "float32", "checked": 8, "identical": 7}
-    full = replace(ROW, prompts=8, agreement=odd, by_request={"tau": quantiles([1.5, 2.0])})
+    full = replace(ROW, prompts=8, by_request={"tau": quantiles([1.5, 2.0])})
     hot = [replace(SILENT_ROW, temperature=t) for t in (0.5, 0.7)]
     rows = [full, replace(SILENT_ROW, drafter="medusa"), replace(SILENT_ROW, drafter="typical"), *hot]
     return Report({"name": "tiny"}, {"name": "a CPU"}, {"prompts": 8}, GATES, rows, HOT, {"trees": {"eagle": TREE}})

@@ -55,7 +55,7 @@ def test_two_heads_and_plain_decoding_stand_in_one_report(
     assert told["target"]["name"] == "toy"
     assert (told["device"]["dtype"], told["settings"]["gate_dtype"]) == ("float32", "float32")
     written = (tmp_path / "report.md").read_text(encoding="utf-8")
-    assert "Exact enumeration" in written
+    assert "The chi-square test samples" in written
     assert {"training", "trees", "answers"} <= told.keys()
     assert {(each["drafter"], each["prompt"]) for each in told["answers"]} == {
         (name, prompt) for name in ("eagle", "medusa") for prompt in ("p0", "p1")
@@ -101,7 +101,6 @@ def test_a_red_gate_prints_no_speedup_and_exits_with_one(
     assert "withheld" in printed.out
     row = json.loads((tmp_path / "report.json").read_text(encoding="utf-8"))["rows"][1]
     assert (row["speedup"], row["speedup_ci"], row["speedup_hf"], row["lossless"]["failed"]) == (None, None, None, 2)
-    assert (row["agreement"]["checked"], row["agreement"]["identical"]) == (2, 0)
 
 
 def test_a_lossy_rule_is_red_whatever_it_emits(runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -327,8 +326,6 @@ def test_workloads_and_categories_have_rows_of_their_own(runs: Path, tmp_path: P
         assert rows[whole, t]["whole_speedup"] > 0
         quantiles = {"tau", "tokens_per_second", "user_tokens_per_second", "latency_s", "speedup"}
         assert set(rows[whole, t]["by_request"]) == quantiles
-    agreed = rows[whole, 0.0]["agreement"]
-    assert agreed == {"dtype": "float32", "checked": 4, "identical": 4}
     (drawn,) = told["settings"]["sampled_gate"]
     assert (drawn["drafter"], drawn["temperature"], drawn["coupled"]["identical"]) == ("eagle", 1.0, 6)
     assert drawn["law"]["control_caught"]
