@@ -17,10 +17,9 @@ from eval.inputs.workloads import load_workload
 from heads.common.command import command
 from heads.common.progress import progress
 from heads.common.typed import typed
-from inference.decode import Generation, RequestParams, autoregress, speculate
+from inference.decode import RequestParams, autoregress
 from inference.drafters.contrib.layer_skip import (
     FORMAT,
-    LayerSkip,
     SearchSettings,
     SkipFile,
     record,
@@ -46,7 +45,7 @@ class JobConfig:
 
 
 def find(job: JobConfig) -> Path:
-    """Search, time the result on the same prompts, print it, write and return its file; refuse if no skip is faster."""
+    """Search, print the result, write and return its file; refuse if no skip is faster."""
     model = job.model
     workload = job.workload or model.prompts
     if not workload:
@@ -54,39 +53,24 @@ def find(job: JobConfig) -> Path:
     check_alone(model.where, "this search")
     target = Target.of(model)
     prompts = [prompt.token for prompt in load_workload(workload, target, job.prompts)]
-    settings = RequestParams(job.max_new_tokens, GREEDY)
-    plain = [autoregress(target, prompt, settings) for prompt in progress(prompts, "the baseline")]
-    texts = [record(target, prompt, run.tokens) for prompt, run in zip(prompts, plain, strict=True)]
+    params = RequestParams(job.max_new_tokens, GREEDY)
+    texts = [
+        record(target, prompt, autoregress(target, prompt, params).tokens)
+        for prompt in progress(prompts, "the baseline")
+    ]
     skips, rating = search(target.parts, texts, job.search)
     if not skips.attention and not skips.mlp:
         raise ValueError(f"{target.name}: no set of skipped sub-layers rates above the baseline; use another drafter")
     path = Path(job.out).expanduser() if job.out else Path("outputs") / f"{model.name}-skips.json"
-
     results = {"predicted_tau": rating.tau, "predicted_speedup": rating.speed, "draft_cost": rating.cost}
 
-    def write() -> None:
-        settings = (list(skips.attention), list(skips.mlp), rating.depth, job.search.stop)
-        save_skips(path, SkipFile(FORMAT, target.spec, *settings, results))
-
-    write()
-    drafter = LayerSkip(LayerSkip.Config(str(path), None, None), target, "layer_skip")
-    drafted = [speculate(target, drafter, prompt, settings) for prompt in progress(prompts, "decoding")]
-    results |= measured(plain, drafted)
-    write()
+    settings = (list(skips.attention), list(skips.mlp), rating.depth, job.search.stop)
+    save_skips(path, SkipFile(FORMAT, target.spec, *settings, results))
     layers = len(target.decoder_layers)
     print(f"{path}: without {len(skips.attention)} attention and {len(skips.mlp)} MLP sub-layers of {layers} each")
     print("\n".join(f"  {name}: {value:.4g}" for name, value in results.items()))
+    print(f"measured by: python eval/run.py model.path={model.path} drafter=layer_skip drafter.layer_skip.skips={path}")
     return path
-
-
-def measured(plain: list[Generation], drafted: list[Generation]) -> dict[str, float]:
-    """Return tokens per pass and tokens per second of one decoding: an order of magnitude."""
-    tokens, plain_tokens = (sum(len(run.tokens) - 1 for run in runs) for runs in (drafted, plain))
-    return {
-        "measured_tau": tokens / sum(len(run.steps) for run in drafted),
-        "tokens_per_second": tokens / sum(run.decode_s for run in drafted),
-        "plain_tokens_per_second": plain_tokens / sum(run.decode_s for run in plain),
-    }
 
 
 @command("search")

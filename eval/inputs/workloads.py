@@ -7,12 +7,12 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import cycle, islice, zip_longest
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar, runtime_checkable
 
 from data.config import DataConfig
 from data.text.exact import Pretokenized
-from data.text.filters import WORD
 from data.text.masks import samples_of
 from data.text.parts import Message, content_text
 from data.text.prompts import WORKLOADS, Prompt, before_answers, locate, prompt_of, split_text
@@ -143,7 +143,6 @@ def _masking() -> DataConfig:
 # With fewer, most generations would end at the context's limit.
 MIN_ANSWER_TOKENS = 8
 SEARCHED = 10_000  # the most records among which prompts of all categories are searched
-LONG = 32  # words of a plain text whose first half is a distinctive prompt
 
 Answer = Callable[[list[int]], str]  # the target's answer to a prompt
 Readable = Record | Prompt
@@ -260,11 +259,8 @@ def gathered(
     records = list(_records(locate(name), SEARCHED if selection.balanced else most))
     if not records:
         raise ValueError(f"workload {name} has no prompts: give a file with one prompt a line")
-    picked = in_turn(records, most) if selection.balanced else records
-    measured, spare = (
-        sorted(picked[: selection.prompts], key=lambda record: record[0]),
-        picked[selection.prompts : most],
-    )
+    selected = in_turn(records, most) if selection.balanced else records
+    measured, spare = sorted(selected[: selection.prompts], key=itemgetter(0)), selected[selection.prompts : most]
     indexed = [(index, prompt) for index, record in measured for prompt in _named(name, record, read, selection.turns)]
     prompts = [prompt for _, prompt in indexed]
     warmup = [prompt for _, record in spare for prompt in _named(name, record, read, "first")]
@@ -306,23 +302,7 @@ def in_turn(records: Sequence[Indexed], count: int) -> list[Indexed]:
     groups: dict[str, list[Indexed]] = {}
     for index, record in records:
         groups.setdefault(record.category, []).append((index, record))
-    columns = [varied(group, count) for group in groups.values()]
-    return [record for turn in zip_longest(*columns) for record in turn if record is not None][:count]
-
-
-def varied(records: list[Indexed], count: int) -> list[Indexed]:
-    """Return the records; plain texts are evenly spaced in the source, different, and long if possible.
-
-    Neighbouring texts are often alike, and half of a short text is not distinctive.
-    """
-    texts: dict[str, Indexed] = {}
-    for index, record in records:
-        if not isinstance(record, Record) or record.messages or record.pretokenized:
-            return records
-        texts.setdefault(record.text, (index, record))
-    picked = [texts[text] for text in texts if len(WORD.findall(text)) >= LONG] or list(texts.values())
-    count = min(count, len(picked))
-    return [picked[i * len(picked) // count] for i in range(count)]
+    return [record for turn in zip_longest(*groups.values()) for record in turn if record is not None][:count]
 
 
 def short_name(name: str) -> str:

@@ -222,19 +222,6 @@ def test_copies_of_a_prompt_count_as_one(tmp_path: Path) -> None:
     assert (turns.distinct, turns.conversations) == (3, [0, 0, 0, 0, 0, 2])
 
 
-def test_plain_texts_are_taken_from_all_over_a_file_each_once(tmp_path: Path) -> None:
-    texts = [" ".join(f"w{(i + j) % 30}" for j in range(workloads.LONG)) for i in range(20)]
-    lines = [line for text in texts for line in (text, "w1 w2 w3", texts[0])]
-    file = tmp_path / "texts.txt"
-    file.write_text("\n".join(lines), encoding="utf-8")
-    found = read_workload(str(file), toys.target(), Selection(4, 1, False, "first", True))
-    assert found.distinct == len(found.prompts) == 4
-    assert [prompt.id for prompt in found.prompts] == ["0", "12", "24", "36"]
-    short = tmp_path / "short.txt"
-    short.write_text("w1 w2\nw3 w4\nw1 w2\n", encoding="utf-8")
-    assert read_workload(str(short), toys.target(), FIRST).distinct == 2
-
-
 @pytest.fixture
 def mess(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Return a folder of workloads that cannot be measured, and a machine without a network."""
