@@ -237,8 +237,8 @@ def tune(config: TuneConfig, target: Target, prompts: Sequence[Prompt]) -> Tunin
             for one, step in priced:
                 predicted = Prediction(one.held, step, batch * one.held / step, one.held * of_baseline / step)
                 groups.setdefault(group(one), []).append(Candidate(one.family, one.tree, predicted))
-            kept = {id(one.tree) for members in groups.values() for one in members[:FINALISTS]}
-            finalists = [one for one in finalists if id(one.tree) in kept]
+            best_trees = {id(one.tree) for members in groups.values() for one in members[:FINALISTS]}
+            finalists = [one for one in finalists if id(one.tree) in best_trees]
         results.append(timed(config, target, head, list(groups.values()), held_prompts, batch))
     measured_texts = {"chosen": len(chosen), "held": len(held)}
     return Tuning(settings_of(config, target, measured_texts), table.tolist(), concluded(results, run, folder))

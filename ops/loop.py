@@ -359,9 +359,9 @@ def split(log: Path, since: int, loop: LoopConfig, folder: Path) -> dict[str, in
                 f"{log}: {len(entries)} new records can be used, {len(unseen)} of them to compare with a prompt that "
                 f"no other one has, and loop.least={loop.least} and {LEAST} are needed: wait for more, or lower it"
             )
-        for name, kept in ((trained, [line for line, _ in entries[:cut]]), (held_out, [*unseen.values()][::-1])):
-            atomic_write(folder / name, b"".join(line.rstrip(b"\n") + b"\n" for line in kept))
-            counts[name] = len(kept)
+        for name, written in ((trained, [line for line, _ in entries[:cut]]), (held_out, [*unseen.values()][::-1])):
+            atomic_write(folder / name, b"".join(line.rstrip(b"\n") + b"\n" for line in written))
+            counts[name] = len(written)
     return counts
 
 

@@ -237,7 +237,7 @@ class Answer(MeasuredRequest):
         decoding = None if self.decoding is None else (self.decoding[0], self.decoding[1] * weight)
         end_to_end = self.end_to_end[0], self.end_to_end[1] * weight
         prefill_s = None if self.prefill_s is None else self.prefill_s * weight
-        seconds = {part: spent * weight for part, spent in self.seconds.items()}
+        seconds = {key: spent * weight for key, spent in self.seconds.items()}
         return replace(self, decoding=decoding, end_to_end=end_to_end, prefill_s=prefill_s, seconds=seconds)
 
 

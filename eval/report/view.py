@@ -198,8 +198,8 @@ def speedup_breakdown(row: Record, baseline: Record | None) -> dict[str, Any] | 
     tau, base = row["tau"], 1 / baseline["tokens_per_second"]
     step = tau / row["tokens_per_second"]
     beyond = {
-        cost: row["seconds"][part] / row["steps"] - baseline["seconds"][part] / baseline["steps"]
-        for cost, part in (("verification", "verify"), ("draft", "draft"))
+        cost: row["seconds"][key] / row["steps"] - baseline["seconds"][key] / baseline["steps"]
+        for cost, key in (("verification", "verify"), ("draft", "draft"))
     }
     beyond["overhead"] = step - base - sum(beyond.values())
     times = accumulate((beyond[cost] for cost in COSTS), initial=base)
