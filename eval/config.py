@@ -195,7 +195,7 @@ class EvalConfig(TuneConfig, Selection):
         if self.request_rate is not None:
             raise ValueError(f"request_rate is {self.request_rate!r}: tune=true times full batches, leave it null")
         if self.min_new_tokens:
-            raise ValueError(f"min_new_tokens is {self.min_new_tokens}: tune=true lets answers end by themselves")
+            raise ValueError(f"min_new_tokens is {self.min_new_tokens}: tune=true lets answers end where they do")
 
     def tiers(self) -> list[str]:
         """Return the configured tiers, without those that cannot be measured."""

@@ -103,11 +103,11 @@ def pieces(run: Generation, tokenizer: Any) -> Records:
         Of each piece its `text`, and of its last token the `source` ("prefill", "draft" or "bonus") and the number of
         the `step` that committed it, 0 for the prefill.
     """
-    passes = [0] + [number for number, step in enumerate(run.steps, 1) for _ in range(step.committed)]
+    passes = [0] + [index for index, step in enumerate(run.steps, 1) for _ in range(step.committed)]
     stream, records = TextStream(tokenizer), []
     piece: dict[str, Any] = {}
-    for token, source, number in zip(run.tokens, run.sources, passes, strict=True):
-        piece = {"source": source, "step": number}
+    for token, source, index in zip(run.tokens, run.sources, passes, strict=True):
+        piece = {"source": source, "step": index}
         if text := stream.push(token):
             records.append({"text": visible(text), **piece})
     if rest := stream.rest():

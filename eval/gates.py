@@ -1,6 +1,6 @@
 """The losslessness checks of an evaluation: greedy tokens, sampled tokens and timed tokens.
 
-Above temperature 0, under coupled noise (arXiv 2408.07978), a token depends on the text before it and the seed alone,
+Above temperature 0, under coupled noise (arXiv 2408.07978), a token depends only on the text before it and the seed,
 so every drafter must emit the tokens of autoregressive decoding, one for one: that covers the engine. A rule's uniform
 numbers and residuals are covered by sampling: many steps after fixed prefixes, in the engine that decodes the drafts.
 Their first tokens must follow the target's probs there. As many samples of a rule that is known to be broken, which
@@ -59,11 +59,11 @@ def check(
     if not drafters and sizes == [1]:
         return {}, []
     setup, ids = Setup(target, drafters, prompts, config.settings(0.0, gaps=True)), [prompt.id for prompt in prompts]
-    alone = [hf_generate(target, prompt.token, setup.settings) for prompt in progress(prompts, "transformers' own")]
+    reference = [hf_generate(target, prompt.token, setup.settings) for prompt in progress(prompts, "transformers' own")]
     gates = {}
     for size in sorted(sizes):
         for name, runs_of in decoded_once(setup, size).items():
-            verdict = gate(alone, runs_of, ids, target.dtype)
+            verdict = gate(reference, runs_of, ids, target.dtype)
             gates[labelled(name, size)] = replace(verdict, lossy=name != BASELINE and is_lossy(config.rule))
     hot = [temperature for temperature in config.temperatures() if temperature > 0] if drafters else []
     tests, sampled = len(hot) * len(drafters), []
@@ -105,7 +105,7 @@ class Prefix(NamedTuple):
 def sampled_gates(setup: Setup, tv: float, tests: int, sizes: Sequence[int] = (1,)) -> list[SampledGate]:
     """Return the verdict on every drafter at the settings' temperature, which is above 0.
 
-    Coupled tokens are compared with autoregressive decoding of each prompt alone, at batch size 1 and at all `sizes`:
+    Coupled tokens are compared with autoregressive decoding of each prompt, at batch size 1 and at all `sizes`:
     a token's noise depends on its text and the seed, not on the rest of the batch. The chi-square test must detect a
     total variation of `tv`; the `tests` of a report share the error probability.
     """
@@ -187,8 +187,8 @@ def chi_square_test(
     freedom = sum(prefix.cells.freedom for prefix in prefixes)
     samples = Samples(torch.tensor([seed_key(hashed(f"{settings.seed} control"))], device=target.device))
     total = control = 0.0
-    for number, prefix in enumerate(progress(prefixes, f"sampling tokens, {drafter.name}")):
-        seeds = f"{settings.seed} distribution {number}"  # its own: of numbers in common the statistics would be alike
+    for index, prefix in enumerate(progress(prefixes, f"sampling tokens, {drafter.name}")):
+        seeds = f"{settings.seed} distribution {index}"  # its own: of numbers in common the statistics would be alike
         total += losslessness.statistic(prefix.cells, _samples(target, drafter, prefix, settings, seeds, count))
         control += losslessness.statistic(prefix.cells, resampled(prefix.probs, samples, count))
     p, control_p = losslessness.p_value(total, freedom), losslessness.p_value(control, freedom)

@@ -44,7 +44,7 @@ T = TypeVar("T")
 HF = "hf"  # transformers' own generate, by its name among the drafters
 
 Runner = Callable[[list[int]], Generation]
-Runs = dict[str, list[list[Generation]]]  # by name, by prompt, the repeats
+Runs = dict[str, list[list[Generation]]]  # name -> prompt -> repeats
 
 
 class Setup(NamedTuple):
@@ -133,12 +133,12 @@ def in_turns(
     """
     shuffle = random.Random(seed)
     runs: dict[str, list[list[T]]] = {name: [[] for batch in batches for _ in batch] for name in names}
-    work = [(number, batch) for number in range(repeats) for batch in batches]
-    for number, batch in progress(work, "measuring"):
+    work = [(turn, batch) for turn in range(repeats) for batch in batches]
+    for turn, batch in progress(work, "measuring"):
         for call in begin if batch is batches[0] else ():
             call()
         for name in shuffle.sample(list(names), len(names)):
-            for index, answered in zip(batch, answer(name, batch, number), strict=True):
+            for index, answered in zip(batch, answer(name, batch, turn), strict=True):
                 runs[name][index].append(answered)
     return runs
 
@@ -244,7 +244,7 @@ def hf_generate(target: Target, prompt: list[int], settings: RequestParams) -> G
 def _timed_generate(
     target: Target, prompt: list[int], count: int, penalty: float, least: int, *, scores: bool = False
 ) -> tuple[list[int], list[float], float]:
-    """Return the tokens that `generate` adds to the prompt, from `least` to `count`, and the seconds it took.
+    """Return the tokens that `generate` adds to the prompt, from `least` to `count`, and the seconds of the call.
 
     With `scores`, between them the gap between the two largest logits of each token.
     """
@@ -317,20 +317,20 @@ def serve(
     while waiting or batch.running:
         now = clock() - begin
         if waiting and batch.free and when[waiting[0]] <= now:
-            number = waiting.popleft()
-            generation = batch.admit(number, prompts[number], settings)
-            arrived = when[number]
-            served[number] = Served(generation, arrived, now - arrived, clock() - begin - arrived)
-            running.append(number)
+            index = waiting.popleft()
+            generation = batch.admit(index, prompts[index], settings)
+            arrived = when[index]
+            served[index] = Served(generation, arrived, now - arrived, clock() - begin - arrived)
+            running.append(index)
         elif batch.running:
             batch.step()
         else:
             sleep(when[waiting[0]] - now)
         batch.release()
-        for number in [number for number in running if served[number].generation.finish]:
-            running.remove(number)
-            served[number].generation.latency_s = clock() - begin - when[number]
-    return [served[number] for number in range(len(prompts))]
+        for index in [index for index in running if served[index].generation.finish]:
+            running.remove(index)
+            served[index].generation.latency_s = clock() - begin - when[index]
+    return [served[index] for index in range(len(prompts))]
 
 
 @torch.inference_mode()
@@ -354,8 +354,8 @@ def measure_rate(setup: Setup, repeats: int, warmup: Sequence[Prompt], batch_siz
         release(setup.target, all_drafters[name], batch)
         return answered
 
-    def answers(name: str, _: Sequence[int], number: int) -> list[Served]:
-        return served(name, tokens, when[number])
+    def answers(name: str, _: Sequence[int], turn: int) -> list[Served]:
+        return served(name, tokens, when[turn])
 
     for name in all_drafters if first else ():
         count = max(size, len(first))  # a full batch at least

@@ -3,7 +3,7 @@
 import sys
 from pathlib import Path
 
-if __name__ == "__main__":  # as a script: the checkout's root, or `import heads` would fail
+if __name__ == "__main__":  # a script's own folder would hide the checkout's root
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 import gc

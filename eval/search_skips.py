@@ -6,7 +6,7 @@ python eval/search_skips.py model.path=/my/model workload=my_prompts.jsonl out=s
 import sys
 from pathlib import Path
 
-if __name__ == "__main__":  # as a script: the checkout's root, or `import heads` would fail
+if __name__ == "__main__":  # a script's own folder would hide the checkout's root
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from dataclasses import dataclass

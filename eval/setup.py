@@ -138,7 +138,7 @@ def devices_of(target: Target) -> dict[str, int]:
 
 
 def settings_of(config: EvalConfig, workloads: Sequence[Workload[Any]]) -> dict[str, Any]:
-    """Return the settings that the results depend on, besides models and machine."""
+    """Return the settings that the results depend on, apart from models and machine."""
     sampling = ("top_k", "top_p", "min_p", "repetition_penalty", "rule", "lossy", "seed")
     protocol = ("gate_dtype", "repeats", "warmup", "truncate", "turns", "balanced", "gate_tv")
     return {

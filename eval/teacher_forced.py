@@ -30,7 +30,7 @@ from inference.target.target import Target
 from inference.verification.sample import GREEDY, Sampling, distribution
 from inference.verification.tree import DraftTree
 
-Statistics = dict[str, Any]  # of a report
+Statistics = dict[str, Any]  # a head's, in report.json
 RANKS = 10  # ranks of a depth's guesses that are counted separately
 SAMPLED = ("chain", "sampled")  # kinds of tree with sampled nodes above temperature 0
 TINY = 1e-30  # the least probability that is divided by
@@ -54,7 +54,7 @@ class RankedText:
 
     text: Text
     rank: list[list[int]]  # the rank of the token at depth d among the head's guesses; negative after the text's end
-    grown: dict[str, list[TreeAcceptance]]  # by `growth_key`, one tree a token
+    grown: dict[str, list[TreeAcceptance]]  # `growth_key` -> one tree a token
 
 
 @torch.inference_mode()

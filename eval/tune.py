@@ -72,8 +72,8 @@ class Prediction:
     """The predicted speed of a tree."""
 
     tau: float  # tokens a step
-    seconds: float  # of a step of all sequences together
-    tokens_per_second: float  # of all sequences together
+    seconds: float  # a step's, all sequences together
+    tokens_per_second: float  # all sequences together
     speedup: float  # over autoregressive decoding, in batches of the same size
 
 

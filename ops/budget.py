@@ -353,9 +353,9 @@ def keep_log(log: str, split: str, out: Path) -> str:
     folder = out / FOLDER / "log"
     if not folder.is_dir() and isinstance(source := open_source(log, split), Files):
         with replacing(folder) as copies:
-            for number, file in enumerate(source.files):
+            for index, file in enumerate(source.files):
                 packed = file.suffix if file.suffix in OPENERS else ""
-                copy = copies / f"{number:06d}{check_file(file)}{packed}"  # in their order; it names no split
+                copy = copies / f"{index:06d}{check_file(file)}{packed}"  # in their order; it names no split
                 shutil.copyfile(file, copy)
                 if (about := file.with_name(f"{file.name}{META}")).is_file():
                     shutil.copyfile(about, copy.with_name(f"{copy.name}{META}"))

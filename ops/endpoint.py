@@ -8,7 +8,7 @@ batch size is the number of requests in flight.
 import sys
 from pathlib import Path
 
-if __name__ == "__main__":  # as a script: the checkout's root not this folder, or `import heads` would fail
+if __name__ == "__main__":  # a script's own folder would hide the checkout's root
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 import platform
@@ -51,7 +51,7 @@ REPORTED = ("max_new_tokens", "seed", "repeats", "warmup", "turns")
 # Every request has all of sampling's fields, so that no server's default applies; client.extra has others.
 SAMPLING = {"top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
 SHOWN = 24  # characters of a text, from the first difference
-Servers = Mapping[str, Server]  # by drafter name, the baseline's is BASELINE
+Servers = Mapping[str, Server]  # drafter name -> server; the baseline's is BASELINE
 
 
 @dataclass(frozen=True)

@@ -114,7 +114,7 @@ RECORDS: dict[str, Callable[[Path], Any]] = {
 class Examined:
     """A head's folder and the records next to it; a missing or unreadable one is empty."""
 
-    name: str  # as the user gave it
+    name: str  # the user's
     folder: Path  # the head's
     config: Json  # its config.json
     report: Json  # report.json
@@ -238,7 +238,7 @@ class Key(NamedTuple):
     name: str
     actual: Any  # its value; if missing, the engines' default, or MISSING
     right: Any  # the value that matches the training
-    engines: dict[str, str]  # by engine, the effect of another value
+    engines: dict[str, str]  # engine -> the effect of another value
     remedy: str = ""  # empty: set it to the right value
 
 
@@ -393,21 +393,17 @@ def _positions(head: Examined, target: Target | EmbeddingsOnly) -> Finding:
     older = positions_of({key: value for key, value in head.layer.items() if key != "rope_parameters"})
     trained = positions_of(head.trained)
     costs = "attention is turned by other angles than in training: acceptance falls with the distance, without an error"
-    if older not in (None, declared):
-        assert older is not None
+    if older is not None and older != declared:
         says = f"rope_parameters says {_shown(declared)} and rope_theta with rope_scaling {_shown(older)}"
         costs = f"engines on transformers 5 read the one, older ones the other; in one of them {costs}"
         return wrong("rope", says, costs, f"set both to {_shown(trained or theirs or declared)}")
-    if trained not in (None, declared):
-        assert trained is not None
+    if trained is not None and trained != declared:
         says = f"{CONFIG} says {_shown(declared)}, the training's config.yaml {_shown(trained)}"
         return wrong("rope", says, costs, f"set {_keys(trained)} in {CONFIG}")
-    if trained is not None or theirs in (None, declared):
+    if trained is not None or theirs is None or theirs == declared:
         return ok(f"{_shown(declared)}, as {'the target has it' if trained is None else 'it was trained'}", "rope")
-    assert theirs is not None
-    added = theirs.scaling is None and declared.scaling == MODELOPT
     why = "right only if it was trained so"
-    if added:
+    if theirs.scaling is None and declared.scaling == MODELOPT:
         why = f"NVIDIA modelopt adds this scaling to heads that were trained without it: if so, set {_keys(theirs)}"
     return unknown(f"{_shown(declared)} where the target has {_shown(theirs)}: {why}", "rope")
 

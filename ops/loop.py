@@ -191,7 +191,7 @@ class Maintenance:
                 return 0
             since = log.numbers[outcome.alarm.since]
             decision, evidence = str(outcome.alarm), {**outcome.alarm._asdict(), "line": since}
-        shutil.rmtree(self.folder / TRAFFIC, ignore_errors=True)  # of a call that was stopped
+        shutil.rmtree(self.folder / TRAFFIC, ignore_errors=True)  # left by a call that was stopped
         with replacing(self.folder / TRAFFIC) as folder:
             counts = split(self.log, since, self.loop, folder)
         state.decide(self.out, decision, evidence | counts, ADAPT)

@@ -29,10 +29,10 @@ POLL_S, LAG_S = 0.02, 5.0  # between two readings of counters that lag behind th
 PAGE_S = 30.0  # timeout of a server's own pages
 STREAMED = {"stream": True, "stream_options": {"include_usage": True}}
 LONGEST = 2**20  # characters of a reply
-LEAST = -9999.0  # of a logprob, as vLLM writes that of a token that cannot come
+LEAST = -9999.0  # a logprob, as vLLM writes that of a token that cannot come
 MOST = 2**31  # tokens that a server counts
-# A stream came at once if N tokens or more took less than either after the first: a gateway held it back.
-AT_ONCE, AT_ONCE_SHARE, AT_ONCE_S = 16, 0.01, 0.0005  # of the latency, and seconds a token
+# A stream came at once if N tokens or more needed less than either after the first: a gateway held it back.
+AT_ONCE, AT_ONCE_SHARE, AT_ONCE_S = 16, 0.01, 0.0005  # tokens, share of the latency, seconds a token
 
 
 class Token(NamedTuple):
@@ -149,7 +149,7 @@ def read_tokens(logprobs: Any) -> list[Token]:
 
 
 class Question(NamedTuple):
-    """A request: its id, its path, its fields besides those that all share, and its category."""
+    """A request: its id, its path, its own fields, and its category."""
 
     id: str
     path: str

@@ -16,7 +16,7 @@ needs no more than that requests come independently from one distribution.
 import sys
 from pathlib import Path
 
-if __name__ == "__main__":  # as a script: the checkout's root not this folder, or `import heads` would fail
+if __name__ == "__main__":  # a script's own folder would hide the checkout's root
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 import logging
@@ -176,7 +176,7 @@ def changed_at(values: Array) -> int:
 
 log = logging.getLogger(__name__)
 
-Replay = Callable[[Json, int], SpecDecodingStats]  # of a record, by its number
+Replay = Callable[[Json, int], SpecDecodingStats]  # record, index -> the passes of a replay
 DEEPEST = 1000  # accepted tokens of a pass
 TRIES = 20  # records without acceptance that may come before half of all must have it
 

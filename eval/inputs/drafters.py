@@ -35,8 +35,8 @@ def find_heads(runs: list[str]) -> dict[str, Path]:
         raise ValueError(f"run {', '.join(repeated)} is given twice: leave one out of run and compare")
     folders = {run: resolve_head(run) for run in runs}
     kinds = {run: kind_of(folder) for run, folder in folders.items()}
-    alone = {run for run, kind in kinds.items() if list(kinds.values()).count(kind) == 1}
-    return {kinds[run] if run in alone else f"{kinds[run]} {run}": folder for run, folder in folders.items()}
+    unique = {run for run, kind in kinds.items() if list(kinds.values()).count(kind) == 1}
+    return {kinds[run] if run in unique else f"{kinds[run]} {run}": folder for run, folder in folders.items()}
 
 
 def own_prompts(run: str | None) -> str | None:
@@ -77,7 +77,7 @@ def model_of(run: str | None, given: Mapping[str, Any]) -> ModelConfig:
 def _trained_model(run: str) -> dict[str, Any]:
     """Return the `model` of a run's config.yaml, or if it was not published, its head's target."""
     folder = resolve_head(run)
-    folders = [folder, *([folder.parent] if folder.name == "head" else [])]  # published alone, or within its run
+    folders = [folder, *([folder.parent] if folder.name == "head" else [])]  # a published head, or one within its run
     file = next((path / "config.yaml" for path in folders if (path / "config.yaml").is_file()), None)
     if file is None:
         saved = {} if is_published(folder) else read_config(folder)["target"]
@@ -136,7 +136,7 @@ def _folders(config: DraftersConfig) -> dict[str, Path]:
     """Return the heads' folders by their names in the report."""
     runs = [*config.runs(), *config.compare]
     if not runs:
-        raise ValueError("run is missing: give run=outputs/NAME, or drafter=plain to measure the target alone")
+        raise ValueError("run is missing: give run=outputs/NAME, or drafter=plain to measure only the target")
     return find_heads(runs)
 
 

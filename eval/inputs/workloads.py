@@ -72,19 +72,19 @@ def recorded(record: Record, target: Target, turns: str, most: int) -> Iterator[
     """Yield the first or all answers of a log's record, each after all messages before it, cut to `most` tokens.
 
     Tokens that the record gives are taken as they are. Other chats have those of the whole chat as the template renders
-    it, and an answer is what training would mask as one, its end token included. Without a template the texts stand
-    one after another.
+    it, and an answer is what training would mask as one, its end token included. Without a template the texts follow
+    one another.
 
     Raises:
         ValueError: it has no answer, or none that can be distinguished from its prompt.
     """
     answers = list(_answers(record, target))
-    for number, (token, start) in enumerate(answers if turns == "all" else answers[:1], 1):
+    for turn, (token, start) in enumerate(answers if turns == "all" else answers[:1], 1):
         if len(token) == start:
             raise ValueError(f"record {record.id}: {NO_ANSWER}")
         if not start:
             raise ValueError(f"record {record.id}: its answer follows nothing: give its prompt too")
-        id_ = f"{record.id}.{number}" if turns == "all" and len(answers) > 1 else record.id
+        id_ = f"{record.id}.{turn}" if turns == "all" and len(answers) > 1 else record.id
         yield RecordedText(id_, record.category, Text(token[: start + most], start, most))
 
 

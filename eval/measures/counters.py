@@ -39,7 +39,7 @@ class Counters:
     engine: str  # one of ENGINES
     drafts: float | None  # passes that verified a draft; SGLang's, all passes. None: no speculation, or none so far
     draft_tokens: float | None  # drafted tokens
-    accepted: float | None  # of these
+    accepted: float | None  # accepted tokens among them
     by_depth: tuple[float, ...]  # passes that accepted at least one token, at least two, and so on
     width: float | None  # tokens that a pass verifies, root included, if it is a setting
     finished: float | None  # finished requests
@@ -83,7 +83,7 @@ def read_counters(page: str) -> Counters | None:
     widths = {value for value in values.get("sglang:spec_num_draft_tokens", []) if value > 0}
     return Counters(
         engine=engine,
-        drafts=None if engine == LLAMA and not drafts else drafts,  # which is there, and 0, without speculation too
+        drafts=None if engine == LLAMA and not drafts else drafts,  # llama.cpp has it, as 0, without speculation too
         draft_tokens=totals.get(f"{engine}:spec_decode_num_draft_tokens"),
         accepted=totals.get(f"{engine}:spec_decode_num_accepted_tokens"),
         by_depth=tuple(positions.get(position, 0.0) for position in range(max(positions, default=-1) + 1)),

@@ -34,8 +34,8 @@ class ChiSquareTest:
     draws: int  # samples, over all prefixes
     prefixes: int  # texts after which the next token's distribution was tested
     freedom: int  # degrees of freedom
-    statistic: float  # of the rule in use
-    p_value: float  # of the rule in use
+    statistic: float  # the rule in use
+    p_value: float  # the rule in use
     tv: float  # the total variation, over the cells, that is rejected with the power
     power: float
     alpha: float  # below this p-value the distribution is rejected
@@ -124,7 +124,7 @@ def samples_for(prefixes: Sequence[Cells], tv: float, alpha: float) -> int:
 # A pass over a tree adds up the same numbers in another order than a pass over one token, so its logits differ by
 # rounding. If no logit is off by more than e, two tokens can only change ranks where both passes see a gap of at most
 # 2 e between them. float64 and float32 carry few units of rounding through the layers; the 16-bit numbers are coarse by
-# themselves: between 16 and 32, where lm_heads put their best logits, they stand 1/64 (float16) and 1/8 (bfloat16)
+# themselves: between 16 and 32, where lm_heads put their best logits, they are 1/64 (float16) and 1/8 (bfloat16)
 # apart, and two steps of that grid are allowed. A wrong token of a defect shows gaps of whole units.
 EPSILON = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 2 / 64, torch.bfloat16: 2 / 8}
 
@@ -143,7 +143,7 @@ def labelled(drafter: str, batch_size: int, request_rate: float | None = None) -
 class Divergence:
     """The position where a run first differs from the baseline; a token is None if that side had already stopped.
 
-    Of texts whose tokens are not to be seen, the position is a character's, and `shown` says what stands there.
+    Of texts whose tokens are not to be seen, the position is a character's, and `shown` has the texts there.
     """
 
     prompt: str
@@ -290,8 +290,8 @@ class FailedChecks:
     the check at its temperature. What was not checked has not failed.
     """
 
-    greedy: frozenset[str]  # by name and batch size, as `labelled`
-    sampled: frozenset[tuple[str, float]]  # by name and temperature
+    greedy: frozenset[str]  # name and batch size, as `labelled`
+    sampled: frozenset[tuple[str, float]]  # name and temperature
 
     @classmethod
     def of(cls, settings: Mapping[str, Any]) -> "FailedChecks":
@@ -341,7 +341,7 @@ def divergence(plain: Generation, drafted: Generation, prompt: str) -> Divergenc
 def near_tie(where: Divergence, drafted: Generation, epsilon: float) -> bool:
     """Whether rounding explains the divergence: both runs emitted a token, and both had a small logit gap.
 
-    A run that stopped where the other went on is never excused: where to stop follows from the tokens alone.
+    A run that stopped where the other went on is never excused: where to stop follows from the tokens.
     """
     if where.plain is None or where.drafted is None or where.gap is None:
         return False

@@ -73,7 +73,7 @@ def provenance() -> dict[str, Any]:
 
 
 def revision() -> dict[str, Any]:
-    """Return the code's revision and whether it was changed; where there is no git, by a file REVISION beside it."""
+    """Return the code's revision and whether it was changed; where there is no git, the file REVISION."""
     commit, file = git("rev-parse", "HEAD"), ROOT / "REVISION"
     if commit is None and file.is_file():
         return {"revision": file.read_text(encoding="utf-8").strip() or None, "dirty": False}

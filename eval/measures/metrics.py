@@ -25,8 +25,8 @@ PARTS = ("draft", "verify", "other")  # parts of a step's time
 Interval = tuple[float, float]
 Number = int | float
 Pair = tuple[Number, Number]
-Pairs = Sequence[Pair]  # of each request: tokens, and the seconds that they took
-Groups = Sequence[int] | None  # of each request, such as the conversation that it is a turn of; None: its own
+Pairs = Sequence[Pair]  # tokens of each request, and their seconds
+Groups = Sequence[int] | None  # each request's group, such as the conversation that it is a turn of; None: its own
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class SpecDecodingStats:
     tokens: Number  # committed after the first one, which is the prefill's
     steps: Number  # the passes
     drafted: Number | None  # tokens of all drafts; None if nobody counts them
-    accepted: Number  # of these
+    accepted: Number  # accepted tokens among them
     by_depth: Sequence[Number]  # passes that accepted 1, 2, … drafted tokens or more; empty if nobody counts them
 
 
@@ -79,7 +79,7 @@ def passes(run: Generation) -> SpecDecodingStats:
 
 
 def counted(accepted: Sequence[int], drafted: int, tokens: int) -> SpecDecodingStats:
-    """Return the counts of an answer's passes that accepted so many drafted tokens each."""
+    """Return the counts of an answer's passes, given the accepted tokens of each."""
     by_depth = [sum(count >= depth for count in accepted) for depth in range(1, max(accepted, default=0) + 1)]
     return SpecDecodingStats(tokens, len(accepted), drafted, sum(accepted), by_depth)
 
@@ -138,7 +138,7 @@ def rules_used(runs: Sequence[Generation]) -> str:
 
 
 def decoding(runs: Sequence[Generation]) -> Pairs:
-    """Return each run's tokens after the prefill's, and the seconds that they took."""
+    """Return each run's tokens after the prefill's, and their seconds."""
     return [(decoded(run), run.decode_s) for run in runs]
 
 

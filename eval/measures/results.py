@@ -22,7 +22,7 @@ UNTIMED = dict.fromkeys(PARTS, 0.0)  # seconds
 
 @dataclass(frozen=True)
 class ResultRow:
-    """One drafter on one workload at one temperature and batch size; None stands for what was not measured.
+    """One drafter on one workload at one temperature and batch size; None: not measured.
 
     `tokens` and `steps` are the decoded tokens and the target passes that committed them; `seconds` are the steps'.
     `latency_s` is the median over the requests of their latencies, each from its prefill on.
@@ -57,7 +57,7 @@ class ResultRow:
     category: str = ""  # empty: all prompts of the workload
     prompts: int = 0
     by_request: dict[str, dict[str, float]] = field(default_factory=dict)  # quantiles over the requests
-    prefill_s: float = 0.0  # of all requests
+    prefill_s: float = 0.0  # sum over all requests
     whole_tokens_per_second: float | None = None  # end to end, with the prefill
     whole_speedup: float | None = None
     whole_speedup_ci: Interval | None = None
@@ -82,14 +82,14 @@ class Measurement:
     seed: int
     start: int = 0  # the index of its first prompt among those that the losslessness check compared
     categories: Mapping[str, Sequence[int]] = field(default_factory=dict)  # the indices of each category's prompts
-    conversations: Sequence[int] = ()  # of each prompt; intervals come from resampling these. Empty: each prompt is one
+    conversations: Sequence[int] = ()  # each prompt's; intervals resample them. Empty: each prompt is one
     coupled: Mapping[str, Gate] = field(default_factory=dict)  # above 0, each drafter's verdict under coupled noise
     not_lossless: frozenset[str] = frozenset()  # drafters that are given no speedup at this temperature
     request_rate: float | None = None
     tier: str = LIVE
 
     def parts(self, count: int) -> "Iterator[Subset]":
-        """Yield all of so many requests, then those of each category."""
+        """Yield all of N requests, then those of each category."""
         for category, indices in {"": range(count), **self.categories}.items():
             groups = [self.conversations[index] for index in indices] if self.conversations else None
             yield Subset(self, category, indices, groups)
@@ -118,18 +118,18 @@ class DrafterInfo(NamedTuple):
 
 @dataclass(frozen=True)
 class MeasuredRequest:
-    """One measured request; None stands for what was not measured.
+    """One measured request; None: not measured.
 
     `waits` are the seconds that its sender waits, by name: `latency_s` to the last token, `ttft_s` to the first one.
     """
 
     passes: SpecDecodingStats | None  # None if a server counts all requests together
-    decoding: Pair | None = None  # the tokens after the first, and the seconds that they took
+    decoding: Pair | None = None  # the tokens after the first, and their seconds
     end_to_end: Pair | None = None  # all tokens, and the seconds from the beginning of the prefill on
     prefill_s: float | None = None
-    seconds: Mapping[str, float] = field(default_factory=lambda: UNTIMED)  # of its steps, by activity
+    seconds: Mapping[str, float] = field(default_factory=lambda: UNTIMED)  # the steps' time, by activity
     waits: Mapping[str, float | None] = field(default_factory=dict)
-    arrived: float = 0.0  # of requests at a rate, from the round's first arrival
+    arrived: float = 0.0  # seconds from the round's first arrival, under a request rate
 
     @property
     def decoded(self) -> Number:

@@ -76,7 +76,7 @@ SPEEDUP: Column = (f"speedup {INTERVAL}", lambda result: result.speedup)
 LOSSLESS: Column = ("lossless", lambda result: result.lossless)
 HF: Column = ("vs HF", lambda result: result.hide_if_gate_failed(shown(result.row["speedup_hf"])))
 RESULTS = [LABEL, T, TREE, number("rule", "rule"), TAU, DEPTHS, SPEED, SPEEDUP, HF, LOSSLESS]
-SWEEP = [T, TAU, DEPTHS, SPEEDUP, LOSSLESS]  # of the runs of a multirun
+SWEEP = [T, TAU, DEPTHS, SPEEDUP, LOSSLESS]  # columns for the runs of a multirun
 
 
 def _batch(result: Result) -> str:

@@ -15,7 +15,7 @@ from eval.measures.results import BASELINE, LIVE
 Record = Mapping[str, Any]  # a row, or all of report.json
 # Rows that share these were measured in one session, interleaved.
 SESSION = ("workload", "category", "temperature", "batch_size", "request_rate")
-DEPTHS = 8  # of P(a >= d) in a table
+DEPTHS = 8  # depths of P(a >= d) in a table
 
 
 @dataclass(frozen=True)

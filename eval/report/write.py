@@ -26,7 +26,7 @@ from heads.formats.published.export import FORMATS
 Json = dict[str, Any]
 SCHEMA = 1
 SERVING = "speculative_config.json"  # keys of vLLM's --speculative-config, without method and model
-READ = ("report.md", "report.html")  # by people
+READ = ("report.md", "report.html")  # files for people
 ENOUGH = 8  # prompts, below which a bootstrap interval is too narrow
 
 log = logging.getLogger(__name__)
@@ -165,7 +165,7 @@ def serving_schedule(rows: Sequence[ResultRow]) -> Json | None:
     ]
     if len({(row.drafter, row.tree, row.workload) for row in chains}) != 1 or not is_served(chains[0].drafter):
         return None
-    limits = [int(number) for number in re.findall(r"(?:chain-|depth )(\d+)", chains[0].tree)]
+    limits = [int(limit) for limit in re.findall(r"(?:chain-|depth )(\d+)", chains[0].tree)]
     depth = min(limits, default=len(chains[0].accepted_by_depth))
     best = {row.batch_size: depth if row.speedup > 1 else 0 for row in chains if row.speedup}
     return serving_config(best) if len(best) > 1 else None

@@ -43,13 +43,13 @@ MANY = 12  # prompts for most checks
 
 
 def identity(audit: Audit) -> Finding:
-    """Ask every question alone, twice: with cold and with warm caches, both servers in turn."""
+    """Ask one question at a time, twice: with cold and with warm caches, both servers in turn."""
     for side in SIDES:  # a server's first request is not timed
         audit.asker.one(side, audit.question("warm-up", "Hello", max_tokens=8))
     replies: dict[str, list[Reply]] = {side: [] for side in SIDES}
-    for number, question in enumerate(audit.questions * 2):
+    for index, question in enumerate(audit.questions * 2):
         # In either order: a server on the same machine that has just answered still takes its cores.
-        for side in SIDES if (number + (number >= len(audit.questions))) % 2 else SIDES[::-1]:
+        for side in SIDES if (index + (index >= len(audit.questions))) % 2 else SIDES[::-1]:
             replies[side].append(audit.asker.one(side, question))
         audit.add_reference(question, replies[BASELINE][-1])
     for side, several in replies.items():
@@ -79,10 +79,10 @@ def conversations(audit: Audit) -> Finding:
     """Ask follow-up questions, with the baseline's answers as the earlier messages."""
 
     def pairs() -> Pairs:
-        for number, question in enumerate(audit.questions[:DIALOGUES]):
+        for index, question in enumerate(audit.questions[:DIALOGUES]):
             history = [question.prompt, audit.asker.one(BASELINE, question).text]
             for turn, follow_up in enumerate(FOLLOW_UPS, 2):
-                turned = audit.question(f"dialogue {number}, turn {turn}", follow_up, *history)
+                turned = audit.question(f"dialogue {index}, turn {turn}", follow_up, *history)
                 yield from in_order(audit, [turned])
                 history += [follow_up, audit.texts.get(turned.prompt, "")]
 
@@ -147,7 +147,7 @@ def penalties(audit: Audit) -> Finding:
 
 
 def in_order(audit: Audit, questions: Sequence[Question]) -> Pairs:
-    """Ask both servers one question after another; learn the baseline's answers, yield the audited server's."""
+    """Ask both servers one question after another; add the baseline's answers, yield the audited server's."""
     for question in questions:
         audit.add_reference(question, audit.asker.one(BASELINE, question))
     for question in questions:
@@ -174,7 +174,7 @@ def filler(words: int, start: int) -> str:
     return " ".join(pieces[(start + 7 * i) % len(pieces)] for i in range(words))
 
 
-Holds = Callable[[Question, Reply, Reply], str | None]  # of both servers' replies: the violation
+Holds = Callable[[Question, Reply, Reply], str | None]  # both servers' replies -> the violation
 
 LIMITS = (1, 2, 3, 5, 8)
 # Times the tolerance of a chosen token's logprob: an alternative's rounds with two logits. SmolLM2-135M in bfloat16, in

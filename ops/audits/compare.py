@@ -402,7 +402,7 @@ def diagnosed(findings: Sequence[Finding]) -> str:
     """Return the fault that the failed checks suggest, a key of `faults`; empty if none failed.
 
     Checks come in the order in which a fault that one shows makes later ones fail too, so the first failure says it.
-    But where answers alone differ and whole replies do not, the stream is at fault.
+    But where only streamed answers differ and whole replies do not, the stream is at fault.
     """
     first = next((finding for finding in findings if finding.status == "failed"), None)
     if first is None:

@@ -43,17 +43,11 @@ def difference_record(difference: Difference) -> Json:
     }
 
 
-def gap_of(difference: Json) -> str:
-    """Return the gap to the baseline's own answer, as the end of a sentence; empty if unknown."""
-    least = " at least" if difference["at_least"] else ""
-    return "" if difference["gap"] is None else f",{least} {difference['gap']:.2f} nats less likely to the baseline"
-
-
 def rendered(template: str, record: Json) -> str:
     """Render a template with an audit's record; the page loads no resources and escapes all texts."""
     headline = ENVIRONMENT.get_template("headline.j2").render(record=record).strip()
     style = Markup(STYLE.read_text(encoding="utf-8"))
-    values = {"headline": headline, "cut": cut, "gap_of": gap_of, "sides": SIDES, "style": style}
+    values = {"headline": headline, "cut": cut, "sides": SIDES, "style": style}
     return ENVIRONMENT.get_template(template).render(record=record, **values)
 
 

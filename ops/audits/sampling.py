@@ -36,7 +36,7 @@ SEEDS = 48
 def sampling(audit: Audit, check: str) -> Finding:
     """Sample both servers' answers to a few prompts, each with its own seed, and test that they agree.
 
-    If they seem to differ, AGAIN times as many new samples decide alone.
+    If they seem to differ, AGAIN times as many new samples decide.
     """
     settings = {**SETTINGS[check], "max_tokens": audit.config.sample_tokens}
     questions = [question.having("sampled", **settings) for question in audit.questions[:PROMPTS]]
@@ -44,7 +44,7 @@ def sampling(audit: Audit, check: str) -> Finding:
     in_flight = min(IN_FLIGHT, max(audit.config.concurrency))
     ps, summaries = list[float](), list[str]()
     for first, count in ((0, audit.config.samples), (2 * audit.config.samples, AGAIN * audit.config.samples)):
-        replies = []  # of each prompt, both servers' answers, each with a seed of its own
+        replies = []  # prompt -> server -> answers, each with a seed of its own
         for question in questions:
             seeded = [
                 question.having(f"sample {seed}", seed=seed)
@@ -194,7 +194,7 @@ def choices(audit: Audit) -> Finding:
 
 
 def wrong_choices(ours: list[Reply], theirs: list[Reply]) -> tuple[str, str] | None:
-    """Return the fault of two choices by themselves and a note: an error, their number, or the count of tokens."""
+    """Return the fault of two choices and a note: an error, their number, or the count of tokens."""
     if ours[0].error:
         return "error", f"it fails: {ours[0].error}"
     if len(ours) != 2:

@@ -13,7 +13,7 @@ from heads.common.typed import from_yaml
 from ops.audit import speed, verdict_of
 from ops.audits.checks import checked, identity, limits, logprobs_hold, schemas, stop_in, stop_strings, usage
 from ops.audits.compare import SIDES, Audit, AuditConfig, Difference, Finding, diagnosed, gap_at, penalized, violation
-from ops.audits.output import cut, difference_record, gap_of
+from ops.audits.output import ENVIRONMENT, cut, difference_record
 from ops.audits.sampling import OPENING, fewer, p_value, sampling
 from ops.served import Question, Reply, Token, read_replies, read_tokens
 from tests.ops.test_audit import SMALL
@@ -169,7 +169,8 @@ def test_a_token_that_is_not_listed_is_no_near_tie(text: str, kind: str, shown: 
     difference = audit.difference(question, Reply(text))
     assert difference is not None
     assert difference.kind == kind
-    assert gap_of(difference_record(difference)).startswith(shown)
+    words: Any = ENVIRONMENT.get_template("words.j2").module
+    assert words.gap_of(difference_record(difference)).startswith(shown)
 
 
 @pytest.mark.parametrize(
