@@ -13,7 +13,7 @@ if __name__ == "__main__":  # a script's own folder would hide the checkout's ro
 
 import platform
 import random
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, NamedTuple
@@ -92,14 +92,6 @@ class Runs(NamedTuple):
     passes: list[SpecDecodingStats]
 
 
-class Measured(NamedTuple):
-    """A measurement: its settings, its requests' ids, and the answers by drafter name."""
-
-    measurement: Measurement
-    ids: list[str]
-    runs: dict[str, Runs]
-
-
 def measure(config: ServedConfig) -> Report:
     """Measure the endpoint, and its baseline if there is one, on every workload, temperature and batch size.
 
@@ -113,20 +105,28 @@ def measure(config: ServedConfig) -> Report:
     if config.baseline is not None:
         servers = {BASELINE: Server(config.baseline, config.client, BASELINE_KEY), **servers}
         servers[BASELINE].check_baseline_of(server)
-    measured: list[Measured] = []
-    checked = Counter[int]()  # greedy prompts so far, by batch size
+    measured: list[tuple[Measurement, dict[str, Runs]]] = []
+    ids = defaultdict[int, list[str]](list)  # batch size -> greedy prompts so far, and their texts by drafter name
+    texts = defaultdict[int, defaultdict[str, list[list[str]]]](lambda: defaultdict(list))
     for job in jobs:
-        ids = [request.id for request in job.prompts]
         for temperature, size, rate in config.conditions():
-            measurement = job.measurement(temperature, size, config.seed, start=checked[size], request_rate=rate)
-            checked[size] += len(ids) if temperature == 0 else 0
+            measurement = job.measurement(temperature, size, config.seed, start=len(ids[size]), request_rate=rate)
             seed = {"seed": config.seed} if temperature else {}
             settings = {"max_tokens": config.max_new_tokens, "temperature": temperature, **SAMPLING, **seed}
-            measured.append(Measured(measurement, ids, _runs(servers, job, settings, measurement, config.repeats)))
-    gates = _gates(measured) if config.baseline is not None else {}
+            measured.append((measurement, _runs(servers, job, settings, measurement, config.repeats)))
+            if temperature == 0:
+                ids[size] += [request.id for request in job.prompts]
+                for name, runs in measured[-1][1].items():
+                    texts[size][name] += [[answer.text for answer in repeats] for repeats in runs.answers]
+    gates = {
+        labelled(name, size): text_gate(of[BASELINE], of[name], ids[size])
+        for size, of in texts.items()
+        for name in of
+        if BASELINE in of and name != BASELINE
+    }
     warnings = []
     for name, one in servers.items():
-        firsts = [answer.prefill_s for run in measured for repeats in run.runs[name].answers for answer in repeats]
+        firsts = [answer.prefill_s for _, runs in measured for repeats in runs[name].answers for answer in repeats]
         if whole := firsts.count(None):
             warnings.append(
                 f"{one.url}: {whole} of {len(firsts)} answers came at once and not as they were written (it does "
@@ -150,7 +150,7 @@ def measure(config: ServedConfig) -> Report:
             "provenance": provenance(),
         },
         gates=gates,
-        rows=[row for one in measured for row in rows(one.runs, gates, one.measurement)],
+        rows=[row for measurement, runs in measured for row in rows(runs, gates, measurement)],
         extras={"warnings": warnings} if warnings else {},
     )
 
@@ -180,21 +180,6 @@ def _runs(
     if BASELINE in servers:
         servers[BASELINE].refuse_drafts()
     return {name: Runs(answers[name], passes[name]) for name in servers}
-
-
-def _gates(measured: Sequence[Measured]) -> dict[str, Gate]:
-    """Check the greedy texts of all workloads for losslessness, at every batch size."""
-    gates: dict[str, Gate] = {}
-    for size in dict.fromkeys(one.measurement.batch_size for one in measured):
-        greedy = [one for one in measured if one.measurement.temperature == 0 and one.measurement.batch_size == size]
-        ids = [id_ for one in greedy for id_ in one.ids]
-        texts = {
-            name: [[answer.text for answer in repeats] for one in greedy for repeats in one.runs[name].answers]
-            for name in greedy[0].runs
-        }
-        plain = texts.pop(BASELINE)
-        gates |= {labelled(name, size): text_gate(plain, drafted, ids) for name, drafted in texts.items()}
-    return gates
 
 
 def text_gate(plain: Sequence[Sequence[str]], drafted: Sequence[Sequence[str]], ids: Sequence[str]) -> Gate:
