@@ -46,14 +46,7 @@ from ops.audits.output import cleaned, finding_record, rendered, reproduction
 from ops.served import Server, read_questions
 
 WAVERING = 4.0  # nats; rounding cannot explain a larger threshold of near ties
-ASKED = (
-    "url",
-    "baseline",
-    "client",
-    "out",
-    "workload",
-    "questions",
-)  # configuration keys that do not belong to a check
+ASKED = ("url", "baseline", "client", "out", "workload", "questions")  # configuration keys of no check
 JSON, PAGE, REPRODUCTION = "audit.json", "audit.html", "reproduce.py"
 # Ordered so that a fault found by one check may also fail the later ones.
 CHECKS: dict[str, Callable[[Audit], Finding]] = {
@@ -95,11 +88,9 @@ def audited(config: AuditConfig) -> Verdict:
     """
     out, client = Path(config.out).expanduser(), config.client
     check_writable(out, "out")
+    sides = {AUDITED: Server(config.url, client, "url")}
     plain = replace(client, extra={**client.extra, **config.plain})
-    sides = {
-        AUDITED: Server(config.url, client, "url"),
-        BASELINE: Server(config.baseline or config.url, plain, BASELINE),
-    }
+    sides[BASELINE] = Server(config.baseline or config.url, plain, BASELINE)
     sides[BASELINE].check_baseline_of(sides[AUDITED])
     selection = Selection(config.prompts, 0, False, "first", True)
     questions = [
@@ -112,8 +103,7 @@ def audited(config: AuditConfig) -> Verdict:
         asker = Asker(sides, config, settings, bar)
         audit = Audit(asker, questions, config)
         findings = run(audit)
-    near_tie = audit.near_tie
-    verdict = verdict_of(findings, asker.ended, near_tie)
+    verdict = verdict_of(findings, asker.ended, audit.near_tie)
     key = os.environ.get(client.api_key_env) or ""
     options = {name: value for name, value in asdict(config).items() if name not in ASKED}
     record = cleaned({
@@ -124,13 +114,13 @@ def audited(config: AuditConfig) -> Verdict:
         "verdict": verdict._asdict(),
         "requests": asker.requests,
         "minutes": round(asker.minutes, 2),
-        "settings": {**options, "near_tie": near_tie, "prompts": len(questions)},
+        "settings": {**options, "near_tie": audit.near_tie, "prompts": len(questions)},
         "findings": [finding_record(one) for one in findings],
     }, key)  # fmt: skip
     texts = {JSON: json.dumps(record, indent=1, allow_nan=False), PAGE: rendered("audit.html.j2", record)}
     lines = f"{rendered('audit.txt.j2', record)}audit: {out / JSON} and {out / PAGE}"
     (out / REPRODUCTION).unlink(missing_ok=True)  # left by an earlier audit
-    if (difference := clearest(findings)) is not None:
+    if (difference := clearest(findings, verdict.fault)) is not None:
         company = cycled(questions, difference.in_flight)[1 : difference.in_flight]
         texts[REPRODUCTION] = reproduction(audit, difference, company, key)
         lines += f"\nreproduction: python {out / REPRODUCTION} {sides[AUDITED].url} {sides[BASELINE].url}"
@@ -166,8 +156,8 @@ def verdict_of(findings: list[Finding], ended: str, near_tie: float) -> Verdict:
     failed, undecided = ([one for one in findings if one.status == s] for s in ("failed", "undecided"))
     then = f", then {ended}" if ended else ""
     if failed:
-        return Verdict("failed", f"not lossless: {', '.join(one.check for one in failed)} failed{then}",
-                       diagnosed(findings))  # fmt: skip
+        sentence = f"not lossless: {', '.join(one.check for one in failed)} failed{then}"
+        return Verdict("failed", sentence, diagnosed(findings))
     held = f"no fault in {sum(one.status == 'passed' for one in findings[:-1])} checks"
     unjudged = [f"{one.check} cannot be judged: {one.summary}" for one in undecided if not one.differences]
     names = ", ".join(one.check for one in undecided)
@@ -183,9 +173,8 @@ def verdict_of(findings: list[Finding], ended: str, near_tie: float) -> Verdict:
     return Verdict("undecided", doubt, "") if doubt else Verdict("passed", held, "")
 
 
-def clearest(findings: list[Finding]) -> Difference | None:
+def clearest(findings: list[Finding], fault: str) -> Difference | None:
     """Return the difference that shows the verdict's fault with the largest gap, None without a fault."""
-    fault = diagnosed(findings)
     failed = (finding for finding in findings if finding.status == "failed")
     differences = [d for finding in failed for d in finding.differences if d.kind == "fault"]
     return max(differences, key=lambda d: (d.fault == fault, d.gap or 0.0), default=None)
@@ -211,8 +200,7 @@ def speed(audit: Audit, before: Counters | None, after: Counters | None) -> Find
 
 def stops_paying(gains: Mapping[int, float]) -> int | None:
     """Return the smallest load beyond which no speedup is above 1; None if the largest load has one."""
-    losing = takewhile(lambda size: gains[size] <= 1, sorted(gains, reverse=True))
-    return min(losing, default=None)
+    return min(takewhile(lambda size: gains[size] <= 1, sorted(gains, reverse=True)), default=None)
 
 
 @command("ops/audit")

@@ -31,7 +31,6 @@ from ops.audits.compare import (
 from ops.served import Question, Reply
 
 Pairs = Iterator[tuple[Question, Reply]]
-
 GROUPS = 4  # groups of prompts with a shared prefix, half in either order
 SHARED = 220  # words of the shared prefix
 TAILS = ("What are the notes about?", "Write the first ten words of the notes, then the last ten.")
@@ -175,7 +174,6 @@ def filler(words: int, start: int) -> str:
 
 
 Holds = Callable[[Question, Reply, Reply], str | None]  # both servers' replies -> the violation
-
 LIMITS = (1, 2, 3, 5, 8)
 # Times the tolerance of a chosen token's logprob: an alternative's rounds with two logits. SmolLM2-135M in bfloat16, in
 # passes of one token and of four: at most 0.50 nats apart (0.17 of chosen tokens), 0.06 in the mean.
@@ -255,7 +253,6 @@ def logprobs_hold(audit: Audit) -> Finding:
     """Compare the logprobs with the text, and with the baseline's of the same tokens."""
     questions = [with_logprobs(question) for question in audit.questions[:MANY]]
     questions = [*questions, *map(unstreamed, questions)]
-    tolerance = audit.near_tie
 
     def holds(_: Question, ours: Reply, theirs: Reply) -> str | None:
         if not theirs.tokens:
@@ -269,8 +266,8 @@ def logprobs_hold(audit: Audit) -> Finding:
         counts = [(i, min(len(one.top), len(other.top)), len(other.top)) for i, one, other in pairs]
         alternative = "an alternative to token {} has {:.3f} where the baseline has {:.3f}"
         return (
-            apart("token {} has {:.3f} where the baseline has {:.3f}", tolerance, chosen)
-            or apart(alternative, ALTERNATIVE * tolerance, tops)
+            apart("token {} has {:.3f} where the baseline has {:.3f}", audit.near_tie, chosen)
+            or apart(alternative, ALTERNATIVE * audit.near_tie, tops)
             or apart("token {} lists {} alternatives where the baseline lists {}", 1, counts)
         )
 
@@ -347,24 +344,21 @@ def checked(audit: Audit, fault: str, questions: Sequence[Question], holds: Hold
     differences: list[Difference] = []
     errors: list[str] = []
 
-    def ask(question: Question) -> None:
+    for question in questions:
         theirs, ours = (audit.asker.one(side, question) for side in (BASELINE, AUDITED))
         if theirs.error:
             errors.append(theirs.error)
-            return
+            continue
         broken = f"it fails: {ours.error}" if ours.error else holds(question, ours, theirs)
         if broken is None:
             counts["held"] += 1
-            return
+            continue
         again = audit.asker.one(BASELINE, question)
         if any(reply.error or holds(question, reply, theirs) for reply in (theirs, again)):
             counts["shared"] += 1
-            return
-        look = "error" if ours.error else fault
-        differences.append(violation(question, ours.content, theirs.content, look, broken))
-
-    for question in questions:
-        ask(question)
+        else:
+            look = "error" if ours.error else fault
+            differences.append(violation(question, ours.content, theirs.content, look, broken))
     count, shared = counts.total() + len(differences), counts["shared"]
     if not count:
         error = f"the baseline does not offer it: {errors[-1]}" if errors else "no such questions"
