@@ -229,7 +229,9 @@ def run_config(cfg: DictConfig) -> RunConfig:
 
 def checked(run: RunConfig) -> RunConfig:
     """Return a run; refuse one whose sections contradict each other."""
-    where, objective, predicts = run.model.where, run.objective, getattr(run.head, "confidence", False)
+    where = run.model.where
+    objective = run.objective
+    predicts = getattr(run.head, "confidence", False)
     if run.plan not in (True, False, IGNORE):
         raise ValueError(f"plan is {shown(run.plan)}: give true, false, or {IGNORE} to start a run that does not fit")
     if run.trainer.optimizer == "muon" and run.launcher.strategy.startswith("zero"):

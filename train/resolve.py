@@ -101,7 +101,8 @@ def on_machine(run: RunConfig) -> RunConfig:
 
     The processes are those of a launcher, or one for each accelerator.
     """
-    device, launcher = resolve_device(run.device, run.model.device), run.launcher
+    device = resolve_device(run.device, run.model.device)
+    launcher = run.launcher
     if device.name == HERE and device.type == "cpu" and device.tflops is None and run.plan is True:
         device = replace(device, tflops=cpu_tflops())
     if launcher.num_processes is None:
@@ -182,7 +183,9 @@ def resolve_placement(run: RunConfig) -> RunConfig:
     Where none fits it is the one that exceeds least. The last check is in GATE where that fits, else in the dtype that
     is timed. Refuse a run of which no placement is possible, with the reason of the first.
     """
-    shares, errors, several = dict[float, RunConfig](), list[ValueError](), run.launcher.world > 1
+    shares: dict[float, RunConfig] = {}
+    errors: list[ValueError] = []
+    several = run.launcher.world > 1
     placements: tuple[str, ...] = (run.model.placement,)
     strategies: tuple[str, ...] = (run.launcher.strategy,)
     if run.model.placement == AUTO:
@@ -251,9 +254,11 @@ def check_run(run: RunConfig) -> None:
 
 def checked_plan(run: RunConfig) -> Plan:
     """Return a plan; refuse what loading the target would refuse, and what its configuration rules out."""
-    planned, where, model, launcher = plan(checked(run)), run.model.where, run.model, run.launcher
+    planned = plan(checked(run))
+    model, where, launcher = run.model, run.model.where, run.launcher
     config: Any = planned.shape.config
-    text, group = config.get_text_config(), model.tensor_parallel or launcher.local
+    text = config.get_text_config()
+    group = model.tensor_parallel or launcher.local
     check_copied(run.head, run.init, where.placement)
     check_sequence_length(run.data.length, context_of(text), model.path)
     if run.features.mode == "engine":
@@ -277,9 +282,10 @@ def checked_plan(run: RunConfig) -> Plan:
 
 def check_fits(run: RunConfig) -> None:
     """Refuse a run that does not fit the memory of its devices or host, or the disk of its folder, by its plan."""
-    planned, where = plan(run), "this machine" if run.alone_on_cpu else "a device"
-    exceeded, parent = planned.memory, next(path for path in Path(run.out).absolute().parents if path.exists())
-    needed, free = sum(planned.disk.values()) - planned.disk.get("features", 0), shutil.disk_usage(parent).free
+    planned = plan(run)
+    parent = next(path for path in Path(run.out).absolute().parents if path.exists())
+    free = shutil.disk_usage(parent).free
+    needed = planned.disk["checkpoints"] + planned.disk["head"]
     if not (run.resume or run.overwrite) and needed > free:
         raise ValueError(
             f"{run.name}: its checkpoints and head take {gib(needed)}, and {parent} has {gib(free)} free: free space, "
@@ -287,8 +293,11 @@ def check_fits(run: RunConfig) -> None:
         )
     if planned.utilization <= 1:
         return
+    where = "this machine" if run.alone_on_cpu else "a device"
+    exceeded = planned.memory
     if planned.host is not None and planned.memory.utilization <= 1:
-        where, exceeded = "a node's host", planned.host
+        where = "a node's host"
+        exceeded = planned.host
     raise ValueError(
         f"{run.name} does not fit: it needs {gib(exceeded.peak)} of memory, and {where} has "
         f"{gib(exceeded.capacity or 0)} free: give {remedy(run) or 'another head, or more or larger devices'}; "
@@ -301,8 +310,11 @@ def remedy(run: RunConfig) -> str | None:
 
     The least costly changes come first, those that leave the training's result as it is before the others.
     """
-    length, half, head = run.data.length, run.data.length // 2, asdict(run.head)
-    several, unsharded = run.launcher.world > 1, run.launcher.strategy == "ddp"
+    length = run.data.length
+    half = length // 2
+    head = asdict(run.head)
+    several = run.launcher.world > 1
+    unsharded = run.launcher.strategy == "ddp"
     whole = run.model.placement == REPLICATE
     options = {
         "model.offload=disk": run.model.placement == OFFLOAD and run.model.offload == "cpu",
@@ -331,12 +343,15 @@ def remedy(run: RunConfig) -> str | None:
     for words in possible:
         if (planned := changed(run, words)) is not None and planned.utilization <= 1:
             return words
-    chosen, least = list[str](), plan(run).utilization
+    chosen: list[str] = []
+    least = plan(run).utilization
     for words in possible:
         keys = {word.partition("=")[0] for word in chosen}
         planned = None if any(word.partition("=")[0] in keys for word in words.split()) else changed(run, words)
         if planned is not None and planned.utilization < least:
-            run, least, chosen = planned.run, planned.utilization, [*chosen, *words.split()]
+            run = planned.run
+            least = planned.utilization
+            chosen += words.split()
             if least <= 1:
                 return " ".join(chosen)
     return None

@@ -97,7 +97,8 @@ def train_and_evaluate(run: RunConfig, accelerator: Accelerator, lock: processes
     accelerator.free_memory()  # the evaluation loads its own target
     processes.release_freed()
     accelerator.wait_for_everyone()
-    together, main = run.model.where.needs_all_ranks, accelerator.is_main_process
+    together = run.model.where.needs_all_ranks
+    main = accelerator.is_main_process
     if not run.eval.prompts or not (main or together):
         return
     from eval.run import evaluate  # imported late: a tenth of the start-up time
