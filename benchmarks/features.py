@@ -48,11 +48,11 @@ from data.features.store import (
     SequenceTensors,
     StoreSpec,
     decode_sequences,
-    join,
     start,
 )
 from data.text.prompts import load_training
 from eval.measures.machine import device_facts
+from heads.base import Features
 from heads.common.resolvers import register_resolvers
 from inference.target.target import Target
 from train.config import RunConfig, run_config
@@ -178,8 +178,14 @@ def reads(case: Case, store: FeatureStore) -> tuple[float, float]:
     target, rows = case.target, list(range(MICRO))
     token, document = case.packed.token[rows].long(), case.packed.document[rows].long()
     wanted = FeatureRequest(case.layers, target.dtype)
+
+    def read() -> Features:
+        each = [store.read(row) for row in rows]
+        joined = {name: torch.cat([one[name] for one in each]) for name in each[0]}
+        return decode_sequences(joined, token, document, wanted, store.spec)
+
     spent = fastest(
-        lambda: decode_sequences(join(store.read(row) for row in rows), token, document, wanted, store.spec),
+        read,
         lambda: target.features(token, document, case.layers),
     )
     reading, computing = (each / token.numel() for each in spent)

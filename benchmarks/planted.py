@@ -216,8 +216,8 @@ BUGS = [
     ),
     Bug(
         "heads/formats/published/dflash.py",
-        "torch.cat([weight, weight.new_zeros(1, markov.shape[1])], 1)",
-        "torch.cat([weight.new_zeros(1, markov.shape[1]), weight], 1)",
+        "torch.cat([confidence, confidence.new_zeros(1, markov.shape[1])], 1)",
+        "torch.cat([confidence.new_zeros(1, markov.shape[1]), confidence], 1)",
         ["tests/heads/test_published.py"],
     ),
     Bug(

@@ -32,7 +32,12 @@ def test_the_best_head_is_kept_and_an_equal_one_is_no_better(
     loop = run_of()
     monkeypatch.setattr("train.loop.say", loop.lines.append)
     assert not Loop.exhausted(loop)
-    Loop.note(loop, 8, {"tau": tau, "tau_ci": (tau - 0.5, tau + 0.5)}, {"w": torch.zeros(1)})
+    measured = {"tau": tau, "tau_ci": (tau - 0.5, tau + 0.5)}
+    loop.stepper = SimpleNamespace(state=SimpleNamespace(weights=lambda: {"w": torch.zeros(1)}))
+    loop.evaluator = SimpleNamespace(tau=lambda _, halted: None if halted() else measured)
+    loop.measure_on_main = lambda measure, weights: measure(weights, lambda: False)
+    loop.control = SimpleNamespace(broadcast=dict)
+    assert Loop.measure(loop, 8)
     assert bool(loop.kept) == better
     assert loop.progress == {
         "best_tau": tau if better else 2.0, "best_step": 8 if better else 4, "stale": 0 if better else 2, "measured": 8,
