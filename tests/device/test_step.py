@@ -34,12 +34,12 @@ def test_nothing_of_a_step_waits(name: str, tree: str, sampling: Sampling, targe
     for slot, request in enumerate(requests):
         batch.admit(slot, *request)
     batch.step()  # tables are made
-    kv_length = step.kv_length(max(sequence.request.cache.length for sequence in batch.running))
+    kv_length = step.kv_length(max(request.cache.length for request in batch.running))
     if device.type == "cuda":
         torch.cuda.set_sync_debug_mode("error")
     try:
         with torch.inference_mode():
-            result, *_ = step.run(step.slots, kv_length, requests[0][1], PhaseTimer(device))
+            _, result, *_ = step.on_device(step.slots, kv_length, requests[0][1], PhaseTimer(device))
     finally:
         if device.type == "cuda":
             torch.cuda.set_sync_debug_mode("default")

@@ -39,7 +39,7 @@ def test_features_are_those_of_the_cpu(name: str, target_on: On) -> None:
 
 def gradient(name: str, device: torch.device, quick: bool, target: Target) -> tuple[float, Tensor]:
     """Return a head's loss and the gradient of all its parameters, on a device."""
-    head: Any = toys.head(name, target).to(device).requires_grad_()
+    head: Any = toys.head(name, target).to(device).requires_grad_().train()
     for parameter in head.parameters():  # errors of rounding shall stay that
         if parameter.ndim == 2:
             parameter.data *= 0.3
