@@ -246,7 +246,9 @@ def check_run(run: RunConfig) -> None:
     check_out(out, replaces=run.resume or run.overwrite)
     check_writable(out, "out")
     if run.init not in STARTS:
-        resolve_head(str(run.init))
+        head = resolve_head(str(run.init))
+        if run.overwrite and head.resolve().is_relative_to(out.resolve()):
+            raise ValueError(f"init={run.init} is the run that overwrite=true replaces ({out}): give another name")
     check_method(model.quantize)
     if model.adapter not in (None, AS_IT_IS):
         check_adapter(model.adapter, model.quantize)

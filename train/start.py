@@ -207,7 +207,8 @@ def init_head(
         given |= {"candidates": config.candidates, "candidate_rank": config.candidate_rank}
     elif type(loaded.config) is not type(config):
         raise ValueError(
-            f"init={init} is a head of kind {name}, whose objective is not that of {config.name}: give head={name}"
+            f"init={init} is a head of kind {name}, whose objective is not that of {config.name}: give head={name}, "
+            "or another head as init"
         )
     head: Any = kind(type(config)(**given), target.embeddings)
     weights = loaded.state_dict()  # in fp32, whatever the file's dtype

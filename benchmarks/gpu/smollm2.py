@@ -65,7 +65,8 @@ def decode(bench: Bench, size: int) -> list[Row]:
         target.tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=True)["input_ids"]
         for chat in chats
     ]
-    settings, repeated = RequestParams(8 if bench.toy else ANSWER, GREEDY, logit_gaps=True), (prompts * size)[: max(size, 8)]
+    settings = RequestParams(8 if bench.toy else ANSWER, GREEDY, logit_gaps=True)
+    repeated = (prompts * size)[: max(size, 8)]
     rounds = [repeated[i : i + size] for i in range(0, len(repeated), size)]
     spent, answers = [], []
     for each in (Baseline(target.device), drafter):

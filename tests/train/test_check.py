@@ -9,6 +9,7 @@ import pytest
 from data.text.filters import Counts
 from data.text.prompts import Prompt, TrainingData
 from eval.inputs.drafters import own_prompts
+from heads.formats.store import save_head
 from tests import toys
 from tests.train import jobs
 from tests.train.jobs import composed
@@ -115,6 +116,15 @@ def test_a_start_that_failed_is_in_nobodys_way(tmp_path: Path) -> None:
     check_out(tmp_path, replaces=True)
     with pytest.raises(ValueError, match="holds a run already"):
         check_out(tmp_path, replaces=False)
+
+
+def test_a_run_does_not_replace_the_head_that_it_starts_from(toy: list[str], tmp_path: Path) -> None:
+    target = toys.target()
+    save_head(tmp_path / "first" / "head", toys.head("medusa", target), target.spec, {"kind": "chain", "depth": 2})
+    words = [*toy, "head=medusa", f"init={tmp_path / 'first'}", "overwrite=true"]
+    check(configured([*words, f"out={tmp_path / 'second'}"]))
+    with pytest.raises(ValueError, match=r"first is the run that overwrite=true replaces .*: give another name"):
+        check(configured([*words, f"out={tmp_path / 'first'}"]))
 
 
 @pytest.mark.parametrize("begun", [False, True])

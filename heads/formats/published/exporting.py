@@ -64,12 +64,13 @@ class Export(NamedTuple):
 
     def refuse(self, **expected: Any) -> None:
         """Refuse values of the head's configuration that the format cannot express."""
-        for key, value in expected.items():
-            if key == "draft_vocab" and self.head.vocab is None:
-                continue  # a limit beyond the target's vocabulary leaves out no token
-            if (actual := getattr(self.config, key, value)) != value:
-                remedy = f"which the format cannot say; train with head.{key}={written(value)}"
-                raise self.refusal(f"{key}={written(actual)}", remedy)
+        if self.head.vocab is None:
+            expected.pop("draft_vocab", None)  # a limit beyond the target's vocabulary leaves out no token
+        odd = {key: value for key, value in expected.items() if getattr(self.config, key, value) != value}
+        if odd:
+            options = ", ".join(f"{key}={written(getattr(self.config, key))}" for key in odd)
+            remedy = " ".join(f"head.{key}={written(value)}" for key, value in odd.items())
+            raise self.refusal(options, f"which the format has no key for; train with {remedy}")
 
     def read_out(self, name: str) -> Tensor:
         """Return one of the head's lm_heads as a single matrix, else the target's."""
