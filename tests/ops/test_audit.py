@@ -132,7 +132,8 @@ LONG = ("top_p", "temperature")  # distributions, told apart by some thousand sa
 def test_every_planted_fault_is_named(fault: str, tmp_path: Path, baseline: AuditServer, only: Any) -> None:
     only("identity", *SHOWN_BY[fault])
     whole = LARGER if fault in ("temperature", "top_p", "leak", "cancelled") else {}
-    with AuditServer(fault=fault, noise=NOISE) as server:
+    overlapping = 2e-3 if fault == "leak" else 0.0  # seconds of a pass: on a busy machine requests may not overlap
+    with AuditServer(fault=fault, noise=NOISE, pass_s=overlapping) as server:
         verdict, record = ask(tmp_path, server.url, baseline.url, **whole)
     name = NAMES.get(fault, fault)
     assert (verdict.status, verdict.fault, record["verdict"]["fault"]) == ("failed", name, name)
