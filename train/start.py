@@ -204,7 +204,9 @@ def init_head(
     loaded: Any = load_found(folder, target.embeddings, sibling_spec(folder, target.spec, "is trained on for"))
     name, given = loaded.config.name, vars(loaded.config) | {"name": config.name}
     if isinstance(config, Eagle4.Config) and name in ("eagle3", "eagle4"):
-        given |= {"candidates": config.candidates, "candidate_rank": config.candidate_rank}
+        has_factors = given.get("candidates") is not None
+        given["candidates"] = config.candidates
+        given["candidate_rank"] = given["candidate_rank"] if has_factors else config.candidate_rank
     elif type(loaded.config) is not type(config):
         raise ValueError(
             f"init={init} is a head of kind {name}, whose objective is not that of {config.name}: give head={name}, "
@@ -212,9 +214,8 @@ def init_head(
         )
     head: Any = kind(type(config)(**given), target.embeddings)
     weights = loaded.state_dict()  # in fp32, whatever the file's dtype
-    further = head.state_dict().keys() - weights.keys() if isinstance(head, Eagle4) else set()
-    head.load_state_dict(weights, strict=not further)
-    if further:  # the candidate head, which starts from the lm_head that is loaded
+    head.load_state_dict(weights, strict=not isinstance(head, Eagle4))  # whose candidate head may come or go
+    if head.state_dict().keys() - weights.keys():  # it starts from the lm_head that is loaded
         head.lm_head.factorise()
     module: nn.Module = head
     return module

@@ -65,7 +65,13 @@ def test_the_second_stage_starts_from_an_eagle3_head_and_trains_the_factors_only
     assert losses[-1][0] < 0.5 * losses[0][0]
     assert losses[-1][1] <= losses[0][1]
     changed = {name for name, value in head.state_dict().items() if not torch.equal(value, before[name])}
-    assert changed == {"lm_head.candidate_up.weight", "lm_head.candidate_down.weight"}
+    factors = {"lm_head.candidate_up.weight", "lm_head.candidate_down.weight"}
+    assert changed == factors
+    save_head(tmp_path / "second", head, target.spec, {"kind": "chain", "depth": 2})
+    again: Any = init_head(run.head, str(tmp_path / "second"), target)
+    assert all(torch.equal(again.state_dict()[name], head.state_dict()[name]) for name in factors), "they go on"
+    first: Any = init_head(replace(run.head, candidates=None), str(tmp_path / "second"), target)
+    assert first.state_dict().keys() == before.keys() - factors
 
 
 def test_candidates_without_a_trained_head_or_their_loss_are_refused() -> None:
