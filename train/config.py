@@ -252,10 +252,10 @@ def checked(run: RunConfig) -> RunConfig:
             f"model.placement={where.placement} takes all processes for a pass, and they need different rows of a "
             "store: give features=live, or features.on_missing=fail with a whole store"
         )
-    if getattr(run.head, "candidates", None) is not None and not objective.losses.get("candidates"):
+    if (getattr(run.head, "candidates", None) is not None) != bool(objective.losses.get("candidates")):
         raise ValueError(
-            "head.candidates trains a candidate head, and no loss teaches it: give experiment=eagle4_candidates, or "
-            "head.candidates=null"
+            "head.candidates and objective.losses.candidates train a candidate head together: give "
+            "experiment=eagle4_candidates, or leave both out"
         )
     if run.init in STARTS:  # else `init` names a head with its own configuration
         if predicts and not objective.losses.get("confidence"):

@@ -60,7 +60,7 @@ def batch_at(bench: Bench, kind: str, size: int, context: int) -> Batch:
 
 
 def prompts_of(target: Target, size: int, context: int) -> list[list[int]]:
-    """Return random prompts of about so many tokens, each of another length."""
+    """Return random prompts of at most `context` tokens, each of another length."""
     chance = torch.Generator().manual_seed(size)
     vocab = target.embeddings.vocab_size
     return [torch.randint(vocab, (context - slot,), generator=chance).tolist() for slot in range(size)]

@@ -25,7 +25,7 @@ from inference.decode import RequestParams, autoregress
 from inference.target.target import Target
 from inference.target.tokenizer import RenderError, text_ids, tokenize
 
-NO_ANSWER = "it has no answer to play back: give a log with answers, or text=own, for which the target writes them"
+NO_ANSWER = "it has no answer to play back: give a log with answers; in eval/run.py text=own lets the target write them"
 
 
 @dataclass(frozen=True)

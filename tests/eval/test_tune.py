@@ -63,7 +63,7 @@ def config_of(run: Path) -> dict[str, Any]:
 
 
 def faster(monkeypatch: pytest.MonkeyPatch, seconds: Callable[[int], float]) -> None:
-    """Let every speculative decoding that is timed, and every step, take so many of the baseline's seconds."""
+    """Let every speculative decoding that is timed, and every step, take that multiple of the baseline's seconds."""
 
     def foreseen(target: Target, head: Any, trees: list[Any], *args: Any) -> tuple[float, list[float]]:
         return 1.0, [2 * seconds(args[-1])] * len(trees)

@@ -78,8 +78,9 @@ def test_candidates_without_a_trained_head_or_their_loss_are_refused() -> None:
     run = jobs.configured(["head=eagle4", LAYERS, "head.candidates=9", "+objective.losses.candidates=1.0"])
     with pytest.raises(ValueError, match=r"head\.candidates trains the candidate head of a head that is there"):
         check_init(run.peft, run.head, None, "replicate")
-    with pytest.raises(ValueError, match="no loss teaches it: give experiment=eagle4_candidates"):
-        jobs.configured(["head=eagle4", LAYERS, "head.candidates=9"])
+    for alone in ("head.candidates=9", "+objective.losses.candidates=1.0"):
+        with pytest.raises(ValueError, match="train a candidate head together: give experiment=eagle4_candidates"):
+            jobs.configured(["head=eagle4", LAYERS, alone])
     with pytest.raises(ValueError, match=r"give head\.lm_head=own"):
         jobs.configured(["experiment=eagle4_candidates", LAYERS, "head.lm_head=shared"])
 

@@ -1,6 +1,7 @@
 """Publishing in a foreign format: what lies in the folder is the export, of the right target, or nothing is."""
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from tests.train.publishing import VALUES
 from train.publish import PublishConfig, publish
 from train.release import folder
 from train.release.folder import assert_served
+from train.release.openvino import convert
 
 TARGET = ROOT / "examples" / "tiny"
 LAYER = {**toys.LAYER, "length": None}
@@ -147,3 +149,23 @@ def test_a_head_that_engines_would_feed_otherwise_is_refused(monkeypatch: pytest
     monkeypatch.setattr(head.embeddings, "beyond_tables", lambda: ["a scaled embedding"])
     with pytest.raises(ValueError, match=r"target: the target has a scaled embedding, .*head=block; publish without"):
         assert_served(head, "target")
+
+
+@pytest.mark.parametrize("tag", ["rt_info>x</rt_info", "runtime"])
+def test_a_converted_head_names_its_layers_or_the_conversion_fails(
+    tag: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = tmp_path / "bin" / "optimum-cli"
+    script.parent.mkdir()
+    script.write_text('#!/bin/sh\nfor last; do :; done\nmkdir -p "$last"\nprintf "<net>\\n\\t<%s>\\n" ' + repr(tag)
+                      + ' > "$last/openvino_model.xml"\n')  # fmt: skip
+    script.chmod(0o755)
+    monkeypatch.setenv("PATH", str(script.parent), prepend=os.pathsep)
+    served = {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 7, 12]}}
+    if tag == "runtime":
+        with pytest.raises(ValueError, match="no rt_info to name the head's layers in"):
+            convert(tmp_path / "pub", served, "target", print)
+        return
+    convert(tmp_path / "pub", served, "target", print)
+    written = (tmp_path / "pub-openvino" / "head" / "openvino_model.xml").read_text()
+    assert '<rt_info><hidden_layers_list value="1 7 12" />x</rt_info>' in written

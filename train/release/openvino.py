@@ -56,6 +56,8 @@ def convert(folder: Path, served: dict[str, Any], target: str, say: Callable[[st
             why = (done.stderr.strip() or "no message").splitlines()[-1]
             raise ValueError(f"{shlex.join(command)}: exit status {done.returncode} ({why})")
     if layers:
-        content = file.read_text(encoding="utf-8")
-        file.write_text(content.replace("\n\t<rt_info>", f"\n\t<rt_info>{entry}"), encoding="utf-8")
+        before, rt_info, after = file.read_text(encoding="utf-8").partition("\n\t<rt_info>")
+        if not rt_info:
+            raise ValueError(f"{file}: no rt_info to name the head's layers in; convert with optimum-intel 2.2.0")
+        file.write_text(f"{before}{rt_info}{entry}{after}", encoding="utf-8")
     say(f"{out}: target and head, converted")
