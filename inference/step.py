@@ -29,7 +29,7 @@ from inference.target.model import TargetOutput
 from inference.target.target import Target, check_size
 from inference.verification import rules
 from inference.verification import tree as trees
-from inference.verification.rng import ACCEPT_KEY, DRAFT_KEY, Samples, exponential_noise, hash_key, uniform
+from inference.verification.rng import ACCEPT_KEY, DRAFT_KEY, Samples, exponential_noise, hash_key, sampled, uniform
 from inference.verification.rules import Accepted
 from inference.verification.sample import Sampling, distribution, penalize
 from inference.verification.tree import LOOK_AHEAD, DraftTree
@@ -439,10 +439,9 @@ class DeviceStep:
         logits = logits[torch.arange(len(node), device=node.device), node]
         if sampling.temperature == 0:
             return argmax(logits)
-        probs = distribution(logits, sampling)
         if drafted.noise is None:
-            return (probs / exponential_noise(slots.key, slots.length + 1 + depth, probs.shape[-1])).argmax(-1)
-        return (probs / drafted.noise[:, depth]).argmax(-1)
+            return sampled(logits, sampling, slots.key, slots.length + 1 + depth)
+        return (distribution(logits, sampling) / drafted.noise[:, depth]).argmax(-1)
 
     def accept(
         self, slots: Slots, drafted: Drafted, logits: Float[Tensor, "B N V"], settings: RequestParams

@@ -28,6 +28,7 @@ from inference.drafters.policy import (
 )
 from inference.protocol import Context, DraftBatch, Drafted, Drafter, DraftInputs, DraftPlan, DraftRows, DraftTraits
 from inference.target.model import TargetOutput
+from inference.target.packed import pack
 from inference.target.target import Target
 
 BYTES = 1 << 28  # of all rows that may wait; a sequence may have `SPARE` of them in any case
@@ -287,6 +288,7 @@ def load_drafter(folder: Path, given: Mapping[str, Any], target: Target, name: s
         ValueError: it is damaged or of another target, or its tree is larger than the target's context.
     """
     head = load_for(folder, target)
+    pack(head)
     tree, schedule = saved_trees(folder, given)
     for one in [tree] if schedule is None else schedule.trees:
         check_tree(target, one, name)

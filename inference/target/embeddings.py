@@ -12,6 +12,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from heads.base import layer_dims_of
 from heads.common.target_config import logit_factor
 from heads.formats.store import TargetSpec
+from inference.target.packed import pack
 
 
 class TargetEmbeddings(nn.Module):
@@ -63,13 +64,15 @@ class TargetEmbeddings(nn.Module):
 
     def logits(self, hidden: Float[Tensor, "*n D"], ids: Int[Tensor, "W"] | None = None) -> Float[Tensor, "*n W"]:
         """Return the logits of final-normed hidden states in the lm_head's dtype; with `ids` only these tokens'."""
-        hidden = hidden.to(self.lm_head.weight.dtype)
+        # Rows "N D": for a slice of a longer tensor torch would first copy the whole weight (2.13, matmul's folding).
+        shape, hidden = hidden.shape[:-1], hidden.reshape(-1, hidden.shape[-1]).to(self.lm_head.weight.dtype)
         if ids is None:
             logits = self.lm_head(hidden)
         elif torch.compiler.is_compiling():
             logits = self._traced(hidden, ids)
         else:
             logits = self._rows(ids)(hidden)
+        logits = logits.unflatten(0, shape) if len(shape) != 1 else logits
         logits = logits if self.factor == 1 else logits * self.factor
         return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
 
@@ -85,6 +88,7 @@ class TargetEmbeddings(nn.Module):
                 rows.weight = nn.Parameter(weight[ids], requires_grad=False)
                 if self.lm_head.bias is not None:
                     rows.bias = nn.Parameter(self.lm_head.bias[ids], requires_grad=False)
+            pack(rows)
             self._all_rows[ids] = version, rows
         assert isinstance(rows, nn.Linear)
         object.__setattr__(self, "_some", (ids, rows))

@@ -16,6 +16,7 @@ from inference.target.compiled import Compiled, compiled_forwards
 from inference.target.config import ModelConfig, device_named, dtype_named
 from inference.target.loading import Adapter
 from inference.target.model import TargetModel
+from inference.target.packed import pack
 from inference.target.placement import HERE, REPLICATE, Placed, Placement
 from inference.target.placement import check as check_placement
 from inference.target.placement import placed as placed_whole
@@ -36,6 +37,7 @@ class Target(TargetModel):
         placed: Placed | None = None,
     ) -> None:
         super().__init__(model, tokenizer, name, adapter, placed)
+        pack(model)
         self.takes_trees = probe.check(self)
         self.packing = packing(model)
         if self.packing is not None and not probe.packs(self):

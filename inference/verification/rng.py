@@ -1,12 +1,16 @@
 """All randomness of drafting and verification: hashes of a request's key and of counters, equal on every device."""
 
 import hashlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from inference.verification.sample import Sampling, distribution
+
+CACHED_ROWS = 4  # rows of a large vocabulary that a CPU's cache holds
 ROWS = 256  # distributions that are summed up in fp64 at a time: of 15,000 over a large vocabulary none would fit
 
 
@@ -104,8 +108,35 @@ def exponential_noise(key: Int[Tensor, "*b"], position: Int[Tensor, "*b"], size:
     A hash of the three takes a generator's place, so that one call serves any number of sequences and positions, on
     every kind of device alike (Salmon et al., 2011, on counter-based random numbers).
     """
-    token = torch.arange(size, device=position.device)
-    return -uniform(hash_key(key, position)[..., None], token).log().float()
+    keys = hash_key(key, position).int()
+    token = _mixed(torch.arange(size, device=keys.device)).int()
+    noise = torch.empty(*keys.shape, size, device=keys.device)
+    for some, some_keys in in_cache(noise.view(-1, size), keys.view(-1, 1)):
+        # As `_mixed`, in 32 bits and in place.
+        bits = token ^ some_keys
+        for shift, factor in ((16, 0x21F0AAAD), (15, 0x735A2D97), (15, 1)):
+            bits.bitwise_xor_((bits >> shift).bitwise_and_((1 << BITS - shift) - 1)).mul_(factor)
+        # log(u) is log1p(u - 1), and 1 - u has all bits of fp32 where the noise is small, which is where it decides.
+        some.copy_(bits.bitwise_not_()).add_(0.5).mul_(0.5**BITS)
+        some.sub_(some.floor()).clamp_max_(1 - 2**-24).neg_().log1p_().neg_()
+    return noise
+
+
+def sampled(
+    logits: Float[Tensor, "B V"], sampling: Sampling, key: Int[Tensor, "B"], position: Int[Tensor, "B"]
+) -> Int[Tensor, "B"]:
+    """Return the target's token of each row under the noise of its position."""
+    tokens = []
+    for some, keys, positions in in_cache(logits, key, position):
+        noise = exponential_noise(keys, positions, logits.shape[-1])
+        tokens.append((distribution(some, sampling) / noise).argmax(-1))
+    return torch.cat(tokens)
+
+
+def in_cache(*rows: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """Split tensors along their first dimension: on a CPU into a few rows, whose intermediates stay in its cache."""
+    few = rows[0].device.type == "cpu" and not torch.compiler.is_compiling()
+    return zip(*(tensor.split(CACHED_ROWS if few else max(len(tensor), 1)) for tensor in rows), strict=True)
 
 
 def _mixed(x: Any) -> Any:

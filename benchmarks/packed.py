@@ -1,0 +1,55 @@
+"""A linear layer of few rows on a CPU: torch's bfloat16, and with the packed weight of inference/target/packed.py.
+
+    python benchmarks/packed.py [threads]
+
+Each shape has weights of 256 MB or more in all, so that none stays in a cache.
+"""
+
+import sys
+import time
+from copy import deepcopy
+
+import torch
+from torch import Tensor, nn
+
+from inference.target.packed import pack
+
+SHAPES = {
+    "SmolLM2 up": (576, 1536),
+    "SmolLM2 down": (1536, 576),
+    "SmolLM2 lm_head": (576, 49152),
+    "8B up": (4096, 14336),
+}
+
+
+def milliseconds(layers: list[nn.Linear], x: Tensor) -> float:
+    """Return the time of one layer, the median of five rounds."""
+    rounds = []
+    for _ in range(6):
+        begin = time.perf_counter()
+        for layer in layers:
+            layer(x)
+        rounds.append((time.perf_counter() - begin) / len(layers) * 1e3)
+    return sorted(rounds[1:])[2]
+
+
+@torch.inference_mode()
+def main(threads: int = 1) -> None:
+    """Print a table."""
+    torch.set_num_threads(threads)
+    print("| layer | rows | torch, ms | packed, ms | ratio | same bits |\n| --- | ---: | ---: | ---: | ---: | --- |")
+    for name, (width, out) in SHAPES.items():
+        count = max(1, 2**28 // (2 * width * out))
+        plain = [nn.Linear(width, out, bias=False, dtype=torch.bfloat16) for _ in range(count)]
+        packed = deepcopy(plain)
+        for layer in packed:
+            pack(layer)
+        for rows in (1, 5, 16, 64):
+            x = torch.randn(rows, width, dtype=torch.bfloat16)
+            before, after = milliseconds(plain, x), milliseconds(packed, x)
+            same = all(torch.equal(a(x), b(x)) for a, b in zip(plain, packed, strict=True))
+            print(f"| {name} | {rows} | {before:.2f} | {after:.2f} | {before / after:.2f} | {same} |")
+
+
+if __name__ == "__main__":
+    main(*map(int, sys.argv[1:]))
