@@ -64,7 +64,7 @@ class TargetEmbeddings(nn.Module):
 
     def logits(self, hidden: Float[Tensor, "*n D"], ids: Int[Tensor, "W"] | None = None) -> Float[Tensor, "*n W"]:
         """Return the logits of final-normed hidden states in the lm_head's dtype; with `ids` only these tokens'."""
-        # Rows "N D": for a slice of a longer tensor torch would first copy the whole weight (2.13, matmul's folding).
+        # In rows "N D": for a slice torch 2.13 copies a frozen bf16 weight (findings/torch_frozen_linear_…).
         shape, hidden = hidden.shape[:-1], hidden.reshape(-1, hidden.shape[-1]).to(self.lm_head.weight.dtype)
         if ids is None:
             logits = self.lm_head(hidden)
