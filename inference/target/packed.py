@@ -1,7 +1,8 @@
-"""Linear layers in bfloat16 on a CPU, for the few rows of a decoding step.
+"""Linear layers on a CPU, for the few rows of a decoding step.
 
-torch gives oneDNN a weight in rows, and oneDNN copies it into its own blocks in every call. A weight that is kept in
-blocks makes a product of 1 to 16 rows 1.1 to 2.6 times as fast, with the same bits (benchmarks/packed.py).
+torch gives oneDNN a bfloat16 weight in rows, and oneDNN copies it into its own blocks in every call; float32 goes to
+MKL. A weight that is kept in oneDNN's blocks makes a product of 1 to 16 rows up to 2.7 times as fast
+(benchmarks/packed.py), with the same bits in bfloat16.
 """
 
 from types import MethodType
@@ -12,6 +13,7 @@ import psutil
 import torch
 from torch import Tensor, nn
 
+KINDS = torch.float32, torch.bfloat16
 MAX_ROWS = 64  # a larger product hides the copy
 PACKED: WeakKeyDictionary[nn.Module, tuple[tuple[int, int], Tensor]] = WeakKeyDictionary()
 
@@ -26,8 +28,9 @@ def pack(module: nn.Module) -> None:
 
 def is_packable(weight: Tensor) -> bool:
     """Whether oneDNN has a fast product for a weight of this kind."""
-    cpu = weight.device.type == "cpu" and weight.dtype == torch.bfloat16
-    return cpu and torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    if weight.device.type != "cpu" or weight.dtype not in KINDS or not torch.backends.mkldnn.is_available():
+        return False
+    return weight.dtype != torch.bfloat16 or torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
 def forward(layer: nn.Linear, x: Tensor) -> Tensor:
