@@ -107,7 +107,7 @@ def head_in_service(work: Path, steps: int, seed: int, data: Path | None = None,
         given = [f"data.path='{data or TINY / 'chats.jsonl.xz'}'", "data.prompts=''", "data.contamination=null"]
         status = run(
             "train/run.py", "head=mtp", f"model.path='{model}'", *given, f"trainer.steps={steps}",
-            f"trainer.seed={seed}", "trainer.eval_prompts=0", "trainer.estimate_every=null", "eval.prompts=0",
+            f"trainer.seed={seed}", "trainer.eval_prompts=0", "eval.prompts=0",
             "overwrite=true", f"data.limit={TRAINED}", f"out='{work}'",
         )  # fmt: skip
         assert status == 0

@@ -12,7 +12,7 @@ from omegaconf import DictConfig
 from data.config import DataConfig
 from data.features.source import FeaturesConfig
 from eval.config import EngineConfig
-from eval.measures.results import LIVE, TIERS
+from eval.measures.results import TIERS
 from heads import ENGINES, head_config, with_head
 from heads.base import HeadConfig
 from heads.common.ranges import MACHINE, Amount, Count, Decay, Fraction, NewTokens, Number, OneOf, Positive, Within
@@ -59,23 +59,17 @@ class TrainerConfig:
     eval_every: Count
     eval_prompts: Number
     eval_tokens: Count
-    estimate_every: Count | None
     save_every: Count
     keep: Count
     ema: Decay
     patience: Count | None
     log_every: Count
-    trackers: list[str]
+    trackers: list[Annotated[str, OneOf(tuple(TRACKERS))]]
     peak_tflops: Positive | None
     on_bad_step: Annotated[str, OneOf(("skip", "stop"))]
     bad_steps: Count
     spike: Annotated[float, Within(1, MACHINE.most, above=True)] | None
     timeout: Count
-
-    def __post_init__(self) -> None:
-        for name in self.trackers:
-            if name not in TRACKERS:
-                raise ValueError(f"trainer.trackers has {name!r}: choose among {', '.join(TRACKERS)}")
 
 
 @dataclass(frozen=True)
@@ -140,16 +134,8 @@ class EvalSettings:
     hf: bool
     dtype: Annotated[str, OneOf((AUTO, *DTYPES))]
     gate_dtype: Annotated[str, OneOf((AUTO, *DTYPES))]
-    tier: list[str]
+    tier: list[Annotated[str, OneOf(TIERS)]]
     engine: EngineConfig
-
-    def __post_init__(self) -> None:
-        if not self.temperature:
-            raise ValueError("eval.temperature is empty: give one or more numbers")
-        if LIVE not in self.tier or not set(self.tier) <= set(TIERS) or len(set(self.tier)) < len(self.tier):
-            raise ValueError(
-                f"eval.tier is {self.tier}: give {LIVE}, and what else of {', '.join(TIERS)} is wanted, once"
-            )
 
 
 @dataclass(frozen=True)

@@ -7,20 +7,15 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from eval.inputs.workloads import write
 from eval.measures import metrics
-from eval.teacher_forced import ranks, unrolled
-from heads.base import Features
 from heads.common.errors import one_line
 from heads.common.files import atomic_write
 from heads.common.progress import progress, say
 from heads.formats.store import save_head
-from heads.modules.vocab import scatter_logits
 from inference.decode import RequestParams, speculate
 from inference.drafters.head import HeadDrafter
 from inference.drafters.policy import TreeConfig
@@ -37,7 +32,6 @@ from train.start import merged_copy
 from train.step import BAD, Stepper, keep_batch
 from train.trackers import Tracker
 
-T = TypeVar("T")  # the result of a measurement
 COST = "training.json"
 NO_MEMORY = (
     "out of memory",
@@ -75,7 +69,6 @@ class AcceptanceEvaluator:
         self.tree, self.name, self.seed, self.drafter = tree, name, trainer.seed, drafter
         self.groups = metrics.clustered(self.prompts)
         self.settings = RequestParams(trainer.eval_tokens, GREEDY)
-        self.texts: list[tuple[Features, int]] | None = None
         # The conditions of τ besides the head: values are comparable only under equal ones.
         self.conditions = {
             "trainer.eval_prompts": len(self.prompts), "trainer.eval_tokens": trainer.eval_tokens,
@@ -103,36 +96,6 @@ class AcceptanceEvaluator:
             "tau_ci": metrics.tau_interval(generations, self.seed, self.groups),
             "accepted_by_depth": acceptance.accepted_by_depth,
         }
-
-    @torch.inference_mode()
-    def estimate(self, head: Any, halted: Callable[[], bool] = lambda: False) -> list[float] | None:
-        """Return P(a >= k) of a greedy chain for k = 1 … the tree's depth, over every row of the target's answers.
-
-        No verifier runs: answers and their features are computed once, and a head drafts from all rows at once. None if
-        `halted` returned true before a prompt or an answer.
-        """
-        if self.texts is None:
-            texts = []
-            for prompt in progress(self.prompts, "writing texts to estimate on"):
-                if halted():
-                    return None
-                for text in write(self.target, [prompt], self.settings):
-                    token = torch.tensor(text.token, device=self.target.device)[None]
-                    features = self.target.features(token, torch.zeros_like(token), head.feature_layers)
-                    texts.append((features, text.start))
-            self.texts = texts
-        depths = min(self.tree.deepest, head.max_depth)
-        hits, rows = torch.zeros(depths), torch.zeros(depths)
-        for features, start in self.texts:
-            if halted():
-                return None
-            token, rank = features.token[0, start - 1 :], []
-            for d, draft in enumerate(unrolled(head, features, depths), 1):
-                logits = scatter_logits(head.vocab, head.compute_logits(draft.state[0, start - 1 :], d))
-                rank.append(ranks(logits, token, d).cpu())
-            hits += (torch.stack(rank) == 0).cumprod(0).sum(1)
-            rows += (torch.stack(rank) >= 0).sum(1)
-        return (hits / rows.clamp_min(1)).tolist()
 
 
 class KeptHead:
@@ -254,10 +217,7 @@ class Loop:
             if not self.train_step(step):
                 self.halt(step)
             done = step + 1
-            if self.due(done):
-                if not self.measure(done):
-                    self.halt(done)
-            elif trainer.estimate_every is not None and done % trainer.estimate_every == 0 and not self.estimate(done):
+            if self.due(done) and not self.measure(done):
                 self.halt(done)
             if done % trainer.save_every == 0 or done in (trainer.steps, self.progress["best_step"]):
                 self.save(done)
@@ -338,7 +298,7 @@ class Loop:
         weights = self.stepper.state.weights()
         if self.evaluator is None:
             self.keep(weights)
-        elif (measured := self.measure_on_main(self.evaluator.tau, weights)) is not None:
+        elif (measured := self.measure_on_main(self.evaluator, weights)) is not None:
             tau = measured["tau"]
             better = tau > self.progress["best_tau"]
             self.progress |= {"stale": 0 if better else self.progress["stale"] + 1, "measured": step}
@@ -352,14 +312,12 @@ class Loop:
         self.progress |= self.control.broadcast({key: self.progress[key] for key in SHARED})
         return self.evaluator is None or self.progress["measured"] == step
 
-    def measure_on_main(
-        self, measure: Callable[[Any, Callable[[], bool]], T | None], weights: dict[str, Tensor]
-    ) -> T | None:
+    def measure_on_main(self, evaluator: AcceptanceEvaluator, weights: dict[str, Tensor]) -> dict[str, Any] | None:
         """Measure a head with these weights on the main process; None on the others, and after a stop request."""
         if not (self.accelerator.is_main_process or self.needs_all_ranks):
             self.control.wait_for_main()
             return None
-        result = measure(self.kept_head.decoding(weights), lambda: self.control.measuring(over=False))
+        result = evaluator.tau(self.kept_head.decoding(weights), lambda: self.control.measuring(over=False))
         if result is not None and not self.needs_all_ranks:  # nobody waits for it any more
             self.control.measuring(over=True)
         return result
@@ -368,12 +326,3 @@ class Loop:
         """Write a head with these weights to the run's folder."""
         if self.accelerator.is_main_process:
             self.kept_head.write(weights)
-
-    def estimate(self, step: int) -> bool:
-        """Log an estimate of acceptance from recorded features; return whether to continue."""
-        if self.evaluator is None:
-            return True
-        estimate = self.measure_on_main(self.evaluator.estimate, self.stepper.state.weights())
-        if estimate is not None:
-            self.tracker.log({"step": step, "estimate": estimate})
-        return bool(self.control.broadcast(estimate is not None))

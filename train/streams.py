@@ -194,8 +194,8 @@ def loop_of(
     def drafter(streams: Streams, tree: TreeConfig, name: str) -> StreamsDrafter:
         return StreamsDrafter(StreamsDrafter.Config(run.out, tree), target, name, streams)
 
-    # The streams are small: AdamW trains them whatever a preset says. No head reads recorded features for them.
-    trainer = replace(run.trainer, optimizer="adamw", compile=False, estimate_every=None)
+    # The streams are small: AdamW trains them whatever a preset says.
+    trainer = replace(run.trainer, optimizer="adamw", compile=False)
     loss = StreamsLoss(streams, run, autocast=accelerator.mixed_precision == "bf16")
     source = LiveFeatures(TokensAlone(accelerator.device), batches, ())
     stepper = Stepper(trainer, run.launcher, accelerator, loss, source, target.embeddings.hidden_size)

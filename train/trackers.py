@@ -8,18 +8,18 @@ index: `accuracy/1` is the accuracy at depth 1.
 import json
 import logging
 import math
-import os
 import uuid
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from omegaconf import OmegaConf
 
 from eval.measures.results import finite
 from heads.common.errors import one_line
+from heads.common.files import atomic_write
 from heads.common.progress import Bar, say
 from heads.common.untrusted import parse_json
 
@@ -46,15 +46,6 @@ def grouped(record: dict[str, Any]) -> dict[str, float]:
     return {f"{group}/{name}": value for name, value in numbers(record) if name != "step"}
 
 
-def step_of(line: bytes) -> int | None:
-    """Return the step of a line of metrics.jsonl, None if the line is not a record."""
-    try:
-        step = parse_json(line)["step"]
-    except (ValueError, TypeError, KeyError):
-        return None
-    return step if isinstance(step, int) else None
-
-
 class Jsonl:
     """One JSON object a line, in full precision.
 
@@ -62,15 +53,15 @@ class Jsonl:
     """
 
     def __init__(self, out: Path, start: int, config: dict[str, Any]) -> None:
-        path = out / METRICS
-        lines = path.read_bytes().splitlines() if path.exists() else []
-        steps = [step_of(line) for line in lines]
-        if odd := steps.count(None):
+        path, earlier, odd = out / METRICS, b"", 0
+        for line in path.read_bytes().splitlines() if path.exists() else ():
+            try:
+                earlier += line + b"\n" if int(parse_json(line)["step"]) <= start else b""
+            except (ValueError, TypeError, KeyError):
+                odd += 1
+        if odd:
             log.warning("%s: lines that hold no step are left out: %d", path, odd)
-        fresh = path.with_suffix(".partial")
-        earlier = [line for line, step in zip(lines, steps, strict=True) if step is not None and step <= start]
-        fresh.write_bytes(b"".join(line + b"\n" for line in earlier))
-        os.replace(fresh, path)
+        atomic_write(path, earlier)
         self.file = path.open("ab", buffering=0)  # unbuffered: a killed run loses no line
 
     def log(self, record: dict[str, Any]) -> None:
@@ -156,13 +147,23 @@ TRACKERS: dict[str, Callable[[Path, int, dict[str, Any]], Sink]] = {
 }
 
 
+@contextmanager
+def dropping(sinks: dict[str, Sink], name: str, say: Callable[[str], None]) -> Iterator[None]:
+    """Within the block, an error drops this tracker with a message and does not propagate."""
+    try:
+        yield
+    except BaseException as error:
+        if not isinstance(error, Exception):  # a signal, or SystemExit
+            raise
+        sinks.pop(name, None)
+        say(f"tracker {name} failed and is left out from here on: {one_line(error)}")
+
+
 def conclude(out: Path, trackers: list[str], config: dict[str, Any], record: dict[str, Any]) -> None:
     """Pass the final numbers and the report to a finished run's trackers; failing ones are named and dropped."""
     report = [file for name in REPORT if (file := out / name).exists()]
-    for name in dict.fromkeys(trackers):
-        if name == "jsonl":  # it has only steps
-            continue
-        with Dropping({}, name, log.warning):
+    for name in {*trackers} - {"jsonl"}:  # which has only steps
+        with dropping({}, name, log.warning):
             sink: Any = TRACKERS[name](out, record["step"], config)
             sink.conclude(record, report)
             sink.close()
@@ -177,17 +178,17 @@ class Tracker:
         self.sinks: dict[str, Sink] = {}
         self.bar, self.tau = Bar(steps, "step", start), ""
         for name in dict.fromkeys(["jsonl", *trackers]) if active else ():
-            with Dropping(self.sinks, name, say):
+            with dropping(self.sinks, name, say):
                 self.sinks[name] = TRACKERS[name](out, start, config)
 
     def log(self, record: dict[str, Any]) -> None:
         """Log a record, which has at least `step`."""
         for name, sink in list(self.sinks.items()):
-            with Dropping(self.sinks, name, say):
+            with dropping(self.sinks, name, say):
                 sink.log(record)
         if "tau" in record:
             self.tau = f"  τ {record['tau']:.2f}"
-        if "loss" in record:
+        else:
             accuracy = " ".join(f"{a:.2f}" for a in record["accuracy"])
             speed = f"{record['tokens_per_second']:.0f} tok/s"
             self.bar.show(record["step"], f"loss {record['loss']:.4f}  accuracy {accuracy}{self.tau}  {speed}")
@@ -195,23 +196,5 @@ class Tracker:
     def close(self) -> None:
         """Close the trackers."""
         for name, sink in list(self.sinks.items()):
-            with Dropping(self.sinks, name, say):
+            with dropping(self.sinks, name, say):
                 sink.close()
-
-
-class Dropping:
-    """A context around a call of one tracker: an error drops the tracker with a message and does not propagate."""
-
-    def __init__(self, sinks: dict[str, Sink], name: str, say: Callable[[str], None]) -> None:
-        self.sinks, self.name, self.say = sinks, name, say
-
-    def __enter__(self) -> None:
-        """Enter the context."""
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> bool:
-        """Drop the tracker at any error except a signal's or SystemExit."""
-        if not isinstance(error, Exception):
-            return False
-        self.sinks.pop(self.name, None)
-        self.say(f"tracker {self.name} failed and is left out from here on: {one_line(error)}")
-        return True

@@ -84,7 +84,7 @@ def test_a_run_goes_on_with_the_settings_that_it_began_with(run: RunConfig) -> N
     }  # fmt: skip
     assert every - measured == {"eval_prompts", "eval_tokens", "seed"}
     assert settled & reported & measured == {
-        "recompute", "compile", "eval_every", "estimate_every", "save_every", "keep", "patience", "log_every",
+        "recompute", "compile", "eval_every", "save_every", "keep", "patience", "log_every",
         "trackers", "peak_tflops", "on_bad_step", "bad_steps", "timeout",
     }  # fmt: skip
     none = without_effect(
