@@ -149,13 +149,6 @@ class ForecastConfig:
     prompts: Annotated[int, Within(4, 4096)]
     tokens: NewTokens
 
-    def __post_init__(self) -> None:
-        if not all(self.candidates) or len({*self.candidates}) < len(self.candidates) or not self.candidates:
-            raise ValueError(
-                f"forecast.candidates is {shown(self.candidates)}: give one head or more, each once, with overrides of "
-                "its own behind its name, as [mlp,'eagle3 head.layers=2']"
-            )
-
 
 @dataclass(frozen=True)
 class BudgetConfig:
@@ -211,7 +204,7 @@ class Forecast:
     def overrides(self, words: str, steps: int, cooldown: float) -> list[str]:
         """Return the overrides of a candidate's training that can be continued."""
         schedule = [f"trainer.cooldown={cooldown}", f"trainer.warmup={min(1.0, self.config.warmup / steps)}"]
-        return [*overrides_of(words), f"trainer.steps={steps}", *schedule]
+        return [*f"head={words}".split(), f"trainer.steps={steps}", *schedule]
 
     def stable(self, steps: int) -> int:
         """Return the step at which the cooldown begins, as `train.optim.cooldown_begin` does."""
@@ -250,12 +243,12 @@ class Forecast:
                 except SystemExit as error:
                     if error.code not in REFUSED:  # such as a signal's
                         raise
-                    left_out[words] = f"its training ended with status {error.code}, see above"
+                    left_out[words] = str(error.__cause__ or f"its training ended with status {error.code}")
                 self.save()
         for words, why in left_out.items():
             say(f"{words} is left out: {why}")
         if not cost:
-            raise ValueError(f"no candidate can be trained: {'; '.join(left_out.values())}")
+            raise ValueError(f"no candidate can be trained ({'; '.join(left_out.values())}): give other overrides")
         return list(cost)
 
     def choose(self) -> str:
@@ -309,8 +302,10 @@ class Forecast:
         steps, (trained, taus, errors) = state["steps"], ([p[key] for p in points] for key in ("steps", "tau", "error"))
         tau = predict(trained, taus, errors, steps, 1.0 + self.run.tree.deepest)
         speed = points[-1]["speedup"] / points[-1]["tau"]  # at the last measured cost of a pass
-        forecasts = ("{:.2f} [{:.2f}, {:.2f}]".format(*(scale * value for value in tau)) for scale in (1.0, speed))
-        promised = "τ {}, speedup {} (interval of {:.0%})".format(*forecasts, LEVEL)
+        forecasts = [scale * value for scale in (1.0, speed) for value in tau]
+        promised = "τ {:.2f} [{:.2f}, {:.2f}], speedup {:.2f} [{:.2f}, {:.2f}] (interval of {:.0%})".format(
+            *forecasts, LEVEL
+        )
         say(f"{words} is trained on {steps * self.run.trainer.batch_tokens:,} tokens; forecast: {promised}")
         self.train([*self.overrides(words, steps, self.config.cooldown), "resume=true", f"out={quoted(self.out)}",
                     f"name={quoted(self.run.name)}"])  # fmt: skip
@@ -319,16 +314,9 @@ class Forecast:
             say(f"forecast: {promised}; came out: τ {came['tau']:.2f}, {came['speedup']:.2f}x")
 
 
-def overrides_of(words: str) -> list[str]:
-    """Return the overrides of a candidate, given as a head's name and further overrides."""
-    return f"head={words}".split()
-
-
 def measured(folder: Path, words: str) -> dict[str, float]:
     """Return τ, its standard error and the speedup from a finished training's report."""
     row = sweep.rows_of("", words.split(maxsplit=1)[0], folder)[0]
-    if row["tau"] is None or row["speedup"] is None:
-        raise ValueError(f"{folder}: nothing was drafted, as every answer has one token; give other data.prompts")
     low, high = row["tau_ci"] or (row["tau"], row["tau"])
     return {"tau": row["tau"], "error": (high - low) / (2 * NormalDist().inv_cdf(0.975)), "speedup": row["speedup"]}
 
@@ -385,7 +373,7 @@ def main(cfg: DictConfig) -> None:
     words = shared_words(overrides(), config.log)
     if run.plan is True:
         for candidate in config.forecast.candidates:
-            run_command("train/run.py", [*words, *overrides_of(candidate)])
+            run_command("train/run.py", [*words, *f"head={candidate}".split()])
         return
     check_out(Path(run.out), replaces=run.resume or run.overwrite)
     forecast = Forecast(run, config, words, lambda more: run_command("train/run.py", [*words, *more]))

@@ -1,8 +1,10 @@
 """What commands about many runs share: starting other commands as processes, configurations, and output."""
 
 import json
+import os
 import subprocess
 import sys
+import tempfile
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,7 @@ from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 
 from heads.common.command import quoted
+from heads.common.errors import ERROR_FILE
 from heads.common.resolvers import ROOT
 from heads.common.untrusted import visible
 from train.config import RunConfig
@@ -27,17 +30,21 @@ def run_command(script: str, words: list[str]) -> None:
     """Run a script of this checkout with these overrides, to its end; pass on a SIGTERM or Ctrl-C and wait.
 
     Raises:
-        SystemExit: it ended with another status than 0.
+        SystemExit: it ended with another status than 0; the cause has its line of error, if it printed one.
     """
-    process = subprocess.Popen([sys.executable, str(ROOT / script), *words])
-    try:
-        status = process.wait()
-    except KeyboardInterrupt:
-        process.terminate()
-        process.wait()
-        raise
-    if status:
-        raise SystemExit(status if status > 0 else 128 - status)
+    with tempfile.NamedTemporaryFile("r", encoding="utf-8") as told:
+        process = subprocess.Popen(
+            [sys.executable, str(ROOT / script), *words], env={**os.environ, ERROR_FILE: told.name}
+        )
+        try:
+            status = process.wait()
+        except KeyboardInterrupt:
+            process.terminate()
+            process.wait()
+            raise
+        if status:
+            line = told.read()
+            raise SystemExit(status if status > 0 else 128 - status) from (ValueError(line) if line else None)
 
 
 def split_config(cfg: DictConfig) -> tuple[DictConfig, DictConfig]:

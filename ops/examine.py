@@ -20,7 +20,7 @@ from heads.common.rope import Rope, positions_of
 from heads.common.target_config import UNBOUNDED, context_of
 from heads.common.untrusted import parse_yaml, parsed_file
 from heads.formats.hub import downloaded, resolve_head, target_path
-from heads.formats.published import dflash, eagle, eagle3, format_of, medusa, mimo, peagle
+from heads.formats.published import dflash, eagle, eagle3, eagle4, format_of, medusa, mimo, peagle
 from heads.formats.published.files import stored_tensors, without_prefix
 from heads.formats.published.plan import (
     BLOCK_OUTPUTS,
@@ -353,6 +353,9 @@ def readings(head: Examined, loaded: Any, target: Target | EmbeddingsOnly) -> Fi
     """Yield a finding for each key that engines read; none of them reads our own form."""
     if head.format_name == OWN:
         yield ok("headstart's own form, which engines do not load: export it with format=…", "architectures")
+        return
+    if head.format_name == "eagle4" and head.config.get("architectures") == eagle4.CLASS.architectures:
+        yield ok("format=eagle4, for EAGLE-4's plug-ins; engines themselves load format=vllm and others", "architectures")
         return
     if head.format_name not in CLASSES or not (
         head.config.get("architectures") or head.format_name in ("eagle3", "dflash")

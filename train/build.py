@@ -172,10 +172,9 @@ def build(run: RunConfig, accelerator: Accelerator, lock: RunLock) -> Loop:
             f"samples, {len(packed.token):,} sequences of {run.data.length} tokens ({filled:.0%} filled)",
             highlight=False,
         )
-        mask = ordinary_mask(getattr(run.head, "mask_token", None), target.embeddings.vocab_size, target.tokenizer)
         placed = None if run.alone_on_cpu else in_words(plan(run))
         unserved = export.unserved(head.config, target.embeddings.beyond_tables())
-        for line in filter(None, (unserved, mask, placed)):
+        for line in filter(None, (unserved, placed)):
             Console().print(line, highlight=False, soft_wrap=True, markup=False)
 
     on_main(accelerator, begin)
@@ -228,21 +227,6 @@ def executable_micro_batch(
             ) from error
     sizes: Any = accelerator.gather(torch.tensor([size], device=device))
     return int(sizes.min())
-
-
-def ordinary_mask(token: int | None, vocab_size: int, tokenizer: PreTrainedTokenizerBase) -> str | None:
-    """Return the line that `head.mask_token` is a token that texts have; None if it is reserved, unused or none."""
-    number = None if token is None else token % vocab_size
-    if number is None or number >= len(tokenizer):
-        return None
-    added = tokenizer.added_tokens_decoder.get(number)
-    if added is not None and added.special and number not in (tokenizer.bos_token_id, tokenizer.eos_token_id):
-        return None
-    word = tokenizer.decode([number])
-    return (
-        f"head.mask_token={token}: masked positions hold the embedding of token {number}, {word!r}, which texts "
-        "have too; give the id of a reserved or unused token if the target has one"
-    )
 
 
 def loop_of(

@@ -22,12 +22,12 @@ from heads.common.errors import keeping
 from heads.common.files import last_good
 from heads.common.typed import typed
 from heads.common.untrusted import visible
-from heads.formats.hub import resolve_head, target_path
+from heads.formats.hub import hub_errors, resolve_head, target_path
 from heads.formats.published.files import config_of
 from heads.formats.store import read_config
 from train.release.config import CHECKPOINT, OPENVINO, PublishConfig
 from train.release.folder import FILES, copy_with_head, write_folder, write_format
-from train.release.hub import SHORT, downloaded, files_of, push, repository, set_tag
+from train.release.hub import SHORT, downloaded, files_of, find_or_create, push, retried
 from train.release.openvino import convert
 from train.release.trial import Trial, begin
 
@@ -38,8 +38,7 @@ def publish(config: PublishConfig, api: HfApi, say: Callable[[str], object] = pr
     """Write the folder and, unless `dry_run`, push and verify it; return the folder.
 
     Raises:
-        ValueError: there is no run or no head, the Hub refuses or cannot be reached, or the download differs; the line
-            gives the state of the repository.
+        ValueError: there is no run or no head, the Hub refuses or cannot be reached, or the download differs.
     """
     run = Path(config.run).expanduser()
     out = Path(config.out).expanduser() if config.out else run / "publish"
@@ -67,29 +66,32 @@ def publish(config: PublishConfig, api: HfApi, say: Callable[[str], object] = pr
         say(f"dry_run: nothing was uploaded; where that card says {config.repo} give {out}{target}")
         return out
     check_connected(config.repo)
-    trial: Trial | str = begin(run, config) if config.reverify else "reverify=false"
+    trial = begin(run, config)
     if isinstance(trial, Trial) and (config.format or config.base):  # an exported head is tried before it is uploaded
         remedy = "; nothing was uploaded, publish without format and base, or with dtype=float32"
         trial.check(out, f"{out}: the written head drafts otherwise than it was trained", remedy)
     stopped = f"{config.repo} has the whole commit or nothing of it; the same command publishes again"
-    with keeping(lambda: stopped), repository(config.repo, config.private, config.tag, api) as repo:
-        commit = push(out, repo, FILES, api)
-    checked = "not verified: reverify=false"
+    with keeping(lambda: stopped):
+        before = find_or_create(config.repo, config.private, config.tag, api)
+        commit = push(out, config.repo, before, FILES, api)
     try:
-        if config.reverify:
-            with downloaded(out, repo.name, commit, api) as back:
-                complaint = f"{repo.name}: the head that came back drafts otherwise"
-                tau = trial.check(back, complaint) if isinstance(trial, Trial) else f"τ was not verified: {trial}"
-            checked = f"downloaded again and equal in every file and tensor; {tau}"
+        with downloaded(out, config.repo, commit, api) as back:
+            complaint = f"{config.repo}: the head that came back drafts otherwise"
+            tau = trial.check(back, complaint) if isinstance(trial, Trial) else f"τ was not verified: {trial}"
     except ValueError as error:
-        before = "it was new" if repo.created else f"before, it was {repo.commit}"
         raise ValueError(
-            f"{error}; the repository stands at {commit}, {before}: publish again, or take it down on the Hub"
+            f"{error}; {config.repo} is at {commit}, before, it was {before}: publish again, or take it down on the Hub"
         ) from error
+    tagged = ""
     if config.tag is not None:
-        set_tag(config.repo, config.tag, commit, api)
-    tagged = f", tag {config.tag}" if config.tag else ""
-    say(f"published as {config.repo} at {commit[:SHORT]}{tagged}, {checked}")
+        tagged = f", tag {config.tag}"
+        with hub_errors(config.repo, f"setting the tag {config.tag}"):
+            # exist_ok: an earlier attempt whose response was lost has set it.
+            retried(lambda: api.create_tag(config.repo, tag=str(config.tag), revision=commit, exist_ok=True))
+    say(
+        f"published as {config.repo} at {commit[:SHORT]}{tagged}, downloaded again and equal in every file and tensor; "
+        f"{tau}"
+    )
     return out
 
 

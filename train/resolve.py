@@ -5,6 +5,7 @@ host's memory if known. A micro-batch stays open: its size is the plan's, and th
 (train/build.py).
 """
 
+import math
 import re
 import shutil
 import time
@@ -29,15 +30,17 @@ from eval.config import eval_config
 from eval.inputs.drafters import find_heads
 from eval.measures.results import LIVE
 from heads import HEADS, best_line
+from heads.base import HeadConfig
 from heads.common.files import check_writable
 from heads.common.progress import say
 from heads.common.resolvers import ROOT
 from heads.common.target_config import check_sequence_length, context_of
 from heads.common.typed import typed
 from heads.common.untrusted import regular, visible
-from heads.formats.hub import resolve_head
-from heads.formats.published import export
+from heads.formats.hub import kind_of, resolve_head
+from heads.formats.published import export, is_published
 from heads.formats.published.export import TargetFacts
+from heads.formats.store import head_config, read_config
 from inference.target.config import DTYPES, default_device, device_named, fast_dtype
 from inference.target.loading import AS_IT_IS, check_adapter, check_method, check_quantized
 from inference.target.placement import (
@@ -57,7 +60,7 @@ from train.config import HERE, IGNORE, DeviceConfig, RunConfig, checked, run_con
 from train.distributed import processes
 from train.distributed.launch import launched, on_node, world
 from train.plan import GIB, SAFE, Plan, plan, target_shape
-from train.start import STARTS, check_copied, check_init
+from train.start import STARTS, check_init, check_kind, continued
 
 GATE = "float32"  # the losslessness check's dtype if the target fits in it: 16-bit rounding blurs the comparison
 PRUNED = 32000  # EAGLE-3's draft vocabulary
@@ -85,10 +88,18 @@ def resolve(cfg: DictConfig) -> RunConfig:
     run = resolve_placement(run)
     if run.plan is False:
         check_fits(run)
-    if run.engine is not None and run.init in STARTS:  # else the head's own configuration is not read yet
+    config: HeadConfig | None = run.head
+    if run.init not in STARTS:
+        config = None  # of a head on the Hub, or of another project, it is read with the weights
+        if Path(str(run.init)).expanduser().is_dir():
+            folder = resolve_head(str(run.init))
+            check_kind(run.head, kind_of(folder), str(run.init))
+            if not is_published(folder):
+                config = continued(run.head, head_config(folder, read_config(folder)), str(run.init))
+    if run.engine is not None and config is not None:
         shape = target_shape(run.model)
         with torch.device("meta"):
-            head: Any = HEADS[run.head.name](run.head, shape.target)
+            head: Any = HEADS[config.name](config, shape.target)
         facts = TargetFacts(run.model.path, shape.config.to_dict(), torch.bfloat16, 1)
         export.check(head, run.engine, facts, shape.target.beyond_tables())
     if best := best_line(cfg):
@@ -231,7 +242,6 @@ def check_run(run: RunConfig) -> None:
     model, out = run.model, Path(run.out)
     if run.eval.prompts:
         eval_config(**evaluation(run))
-    check_init(run.peft, run.head, run.init, model.where.placement)
     for name in filter(None, (*run.data.paths, run.data.prompts, run.workload and locate(run.workload))):
         if run.plan is not True or is_local(name):
             check_source(name, run.data.split if name in run.data.paths else "")
@@ -261,7 +271,7 @@ def checked_plan(run: RunConfig) -> Plan:
     config: Any = planned.shape.config
     text = config.get_text_config()
     group = model.tensor_parallel or launcher.local
-    check_copied(run.head, run.init, where.placement)
+    check_init(run.peft, run.head, run.init, where.placement)
     check_sequence_length(run.data.length, context_of(text), model.path)
     if run.features.mode == "engine":
         LayerIds.of(run.features.vllm_layers, planned.cost.feature_layers, planned.shape.target.num_layers)
@@ -334,28 +344,25 @@ def remedy(run: RunConfig) -> str | None:
         f"data.length={half} trainer.micro_tokens={half}": length > 512,
     }
 
-    def changed(run: RunConfig, words: str) -> Plan | None:
+    def utilization(words: str) -> float:
         sections: Any = OmegaConf.from_dotlist(words.replace("features=stored", STORED).split())
+        changed = replace(run, **{key: replace(getattr(run, key), **sections[key]) for key in sections})
         try:
-            return checked_plan(replace(run, **{key: replace(getattr(run, key), **sections[key]) for key in sections}))
+            return checked_plan(changed).utilization
         except ValueError:  # settings that do not go together
-            return None
+            return math.inf
 
     possible = [words for words, is_possible in options.items() if is_possible]
     for words in possible:
-        if (planned := changed(run, words)) is not None and planned.utilization <= 1:
+        if utilization(words) <= 1:
             return words
-    chosen: list[str] = []
-    least = plan(run).utilization
+    chosen, least = "", utilization("")
     for words in possible:
-        keys = {word.partition("=")[0] for word in chosen}
-        planned = None if any(word.partition("=")[0] in keys for word in words.split()) else changed(run, words)
-        if planned is not None and planned.utilization < least:
-            run = planned.run
-            least = planned.utilization
-            chosen += words.split()
+        several = f"{chosen} {words}".strip()
+        if words.partition("=")[0] not in chosen and (share := utilization(several)) < least:
+            chosen, least = several, share
             if least <= 1:
-                return " ".join(chosen)
+                return chosen
     return None
 
 

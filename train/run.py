@@ -45,37 +45,26 @@ def main(cfg: DictConfig) -> float | None:
         run = resolve(cfg)
         queued = launch.is_queued(run.launcher)
         sweep.check(run.trainer.eval_prompts, waits=not queued)
+        words = launch.overrides()
         if run.plan is True:
-            show_plan(run)
+            by_hand = launch.by_hand(run.launcher, sys.argv[0], words, on_cpu=run.device.type == "cpu")
+            if launch.is_main():
+                Console().print(table(plan(run)), highlight=False)
+                Console().print(by_hand, end="", highlight=False, soft_wrap=True, markup=False)
             return None
         if launch.needs_processes(run.launcher):
-            start_processes(run)
+            if HydraConfig.get().runtime.choices.get("head") == BEST:  # the processes do not choose and print it again
+                words = [*(word for word in words if word != f"head={BEST}"), f"head={run.head.name}"]
+            if status := launch.start(run.launcher, os.path.abspath(__file__), words):
+                raise SystemExit(status)
+            if run.eval.prompts and not queued:
+                sweep.note(run.name, run.head.name, Path(run.out))
         else:
             train(run)
             if launch.is_main() and HydraConfig.get().runtime.choices.get("trainer") == DEBUG:
                 line = f"trainer={DEBUG}: {run.trainer.steps} steps show that it runs; no number of them means anything"
                 Console().print(line, highlight=False, soft_wrap=True)
         return None if queued else sweep.best_tau(Path(run.out))
-
-
-def show_plan(run: RunConfig) -> None:
-    """Print the plan of a resolved run on the main process, and each node's command if there are several."""
-    words = launch.by_hand(run.launcher, sys.argv[0], launch.overrides(), on_cpu=run.device.type == "cpu")
-    if launch.is_main():
-        Console().print(table(plan(run)), highlight=False)
-        if words:
-            Console().print(words, highlight=False, soft_wrap=True, markup=False)
-
-
-def start_processes(run: RunConfig) -> None:
-    """Start the processes of a resolved run, which run this command; exit with their status unless it is 0."""
-    words = [word for word in launch.overrides() if word != f"head={BEST}"]
-    if HydraConfig.get().runtime.choices.get("head") == BEST:  # the processes do not choose and print it again
-        words.append(f"head={run.head.name}")
-    if status := launch.start(run.launcher, os.path.abspath(__file__), words):
-        raise SystemExit(status)
-    if run.eval.prompts and not launch.is_queued(run.launcher):
-        sweep.note(run.name, run.head.name, Path(run.out))
 
 
 def train(run: RunConfig) -> None:

@@ -158,8 +158,18 @@ def resolve_init(
 
 
 def check_init(adapter: AdaptConfig, config: HeadConfig, init: str | None, placement: str) -> None:
-    """Refuse an adapter on random weights, and what `check_copied` refuses, before anything is loaded."""
-    check_copied(config, init, placement)
+    """Refuse an `init` that the head or its adapter cannot start from, before anything is loaded.
+
+    A layer of the target is copied only into a head that has one, and only where it is not sharded.
+    """
+    if init in (LAST_LAYER, CHECKPOINT) and not isinstance(config, Mtp.Config if init == CHECKPOINT else OF_LAST_LAYER):
+        others = "" if init == CHECKPOINT else ", eagle, hass and eagle3"
+        raise ValueError(f"init={init} starts only head=mtp{others}: give that head, or a folder for init")
+    if init == CHECKPOINT and placement != REPLICATE:
+        raise ValueError(
+            "init=checkpoint copies a layer of a target that is whole on a device: not with model.placement="
+            f"{placement}; give init=last_layer"
+        )
     if getattr(config, "candidates", None) is not None and init in STARTS:
         raise ValueError(
             "head.candidates trains the candidate head of a head that is there: give init=FOLDER of an EAGLE-3 or "
@@ -168,18 +178,6 @@ def check_init(adapter: AdaptConfig, config: HeadConfig, init: str | None, place
     if isinstance(adapter, LoraAdapterConfig) and init in (None, AUTO):
         raise ValueError(
             "peft=lora adapts a head that is there, and init names none: give init=FOLDER of a head, or leave peft out"
-        )
-
-
-def check_copied(config: HeadConfig, init: str | None, placement: str) -> None:
-    """Refuse to copy a layer of the target into a head without a layer, or a layer that is sharded."""
-    if init in (LAST_LAYER, CHECKPOINT) and not isinstance(config, Mtp.Config if init == CHECKPOINT else OF_LAST_LAYER):
-        others = "" if init == CHECKPOINT else ", eagle, hass and eagle3"
-        raise ValueError(f"init={init} starts only head=mtp{others}: give that head, or a folder for init")
-    if init == CHECKPOINT and placement != REPLICATE:
-        raise ValueError(
-            "init=checkpoint copies a layer of a target that is whole on a device: not with model.placement="
-            f"{placement}; give init=last_layer"
         )
 
 
@@ -202,23 +200,33 @@ def init_head(
         return new
     folder = resolve_head(init)
     loaded: Any = load_found(folder, target.embeddings, sibling_spec(folder, target.spec, "is trained on for"))
-    name, given = loaded.config.name, vars(loaded.config) | {"name": config.name}
-    if isinstance(config, Eagle4.Config) and name in ("eagle3", "eagle4"):
-        has_factors = given.get("candidates") is not None
-        given["candidates"] = config.candidates
-        given["candidate_rank"] = given["candidate_rank"] if has_factors else config.candidate_rank
-    elif type(loaded.config) is not type(config):
-        raise ValueError(
-            f"init={init} is a head of kind {name}, whose objective is not that of {config.name}: give head={name}, "
-            "or another head as init"
-        )
-    head: Any = kind(type(config)(**given), target.embeddings)
+    head: Any = kind(continued(config, loaded.config, init), target.embeddings)
     weights = loaded.state_dict()  # in fp32, whatever the file's dtype
     head.load_state_dict(weights, strict=not isinstance(head, Eagle4))  # whose candidate head may come or go
     if head.state_dict().keys() - weights.keys():  # it starts from the lm_head that is loaded
         head.lm_head.factorise()
     module: nn.Module = head
     return module
+
+
+def continued(config: HeadConfig, saved: HeadConfig, init: str) -> HeadConfig:
+    """Return the configuration of a head that starts from one of the configuration `saved`; refuse another kind."""
+    check_kind(config, saved.name, init)
+    given = vars(saved) | {"name": config.name}
+    if isinstance(config, Eagle4.Config):
+        rank = given["candidate_rank"] if given.get("candidates") is not None else config.candidate_rank
+        given |= {"candidates": config.candidates, "candidate_rank": rank}
+    return type(config)(**given)
+
+
+def check_kind(config: HeadConfig, kind: str, init: str) -> None:
+    """Refuse to start a head from one of another kind; EAGLE-4's may start from EAGLE-3's."""
+    loaded: Any = HEADS[kind]
+    if loaded.Config is not type(config) and not (isinstance(config, Eagle4.Config) and kind == "eagle3"):
+        raise ValueError(
+            f"init={init} is a head of kind {kind}, whose objective is not that of {config.name}: give head={kind}, "
+            "or another head as init"
+        )
 
 
 def from_target(config: HeadConfig, init: str, target: Target, checkpoint: str) -> nn.Module:

@@ -14,7 +14,7 @@ import os
 import sys
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Annotated, NamedTuple
+from typing import Annotated
 
 import torch
 
@@ -80,20 +80,16 @@ class StreamsRunConfig:
             raise ValueError(
                 f"launcher.strategy is {self.launcher.strategy}: streams are small LoRA factors, give launcher=ddp"
             )
-        if self.trainer.eval_prompts < 1:
-            raise ValueError("trainer.eval_prompts is 0: the best streams are those that measure best; give 1 or more")
         check_batch_and_name(self.name, self.trainer, self.data.length)
 
 
-class Anchors(NamedTuple):
-    """The anchors of a batch, and which of their streams have a teacher; padding is row 0 without streams."""
+def anchors(
+    batch: Batch, every: int, streams: int, keys: Int[Tensor, "B"]
+) -> tuple[Int[Tensor, "B A"], Bool[Tensor, "B A G"]]:
+    """Return each sequence's anchors, and which of their streams have a teacher; padding is row 0 without streams.
 
-    row: Int[Tensor, "B A"]
-    valid: Bool[Tensor, "B A G"]
-
-
-def anchors(batch: Batch, every: int, streams: int, keys: Int[Tensor, "B"]) -> Anchors:
-    """Return every `every`-th trained token with a trained next token in each sequence, from a random one on."""
+    They are every `every`-th trained token with a trained next token, from a random one on.
+    """
     trained = trainable(batch.document, batch.loss_mask, streams).movedim(0, -1) & batch.loss_mask.bool()[:, :, None]
     chosen = []
     for is_trained, key in zip(trained.any(-1), hash_key(keys, ANCHORS).tolist(), strict=True):
@@ -101,7 +97,7 @@ def anchors(batch: Batch, every: int, streams: int, keys: Int[Tensor, "B"]) -> A
     count = max(1, *map(len, chosen))
     row = torch.stack([torch.cat([anchor, anchor.new_zeros(count - len(anchor))]) for anchor in chosen])
     used = torch.stack([torch.arange(count) < len(anchor) for anchor in chosen])
-    return Anchors(row, trained.gather(1, row[:, :, None].expand(-1, -1, streams)) & used[:, :, None])
+    return row, trained.gather(1, row[:, :, None].expand(-1, -1, streams)) & used[:, :, None]
 
 
 def stream_sums(
@@ -199,18 +195,13 @@ def loop_of(
     loss = StreamsLoss(streams, run, autocast=accelerator.mixed_precision == "bf16")
     source = LiveFeatures(TokensAlone(accelerator.device), batches, ())
     stepper = Stepper(trainer, run.launcher, accelerator, loss, source, target.embeddings.hidden_size)
-    evaluator = AcceptanceEvaluator(target, prompts, trainer, run.tree, run.name, drafter)
-    kept_streams, this_run = (
+    measured = trainer.eval_prompts > 0
+    evaluator = AcceptanceEvaluator(target, prompts, trainer, run.tree, run.name, drafter) if measured else None
+    kept, this_run = (
         KeptStreams(Path(run.out, KIND), streams, target),
         identity(run, target, batches, accelerator.num_processes),
     )
-    return Loop(Path(run.out), stepper, kept_streams, evaluator, this_run, resumes=run.resume, config=values_of(run))
-
-
-def train(run: StreamsRunConfig) -> None:
-    """Run the job on this process, while it locks the output folder."""
-    check_out(Path(run.out), replaces=run.resume or run.overwrite)
-    among_processes(run, job)
+    return Loop(Path(run.out), stepper, kept, evaluator, this_run, resumes=run.resume, config=values_of(run))
 
 
 def job(run: StreamsRunConfig, accelerator: Accelerator, lock: RunLock) -> None:
@@ -259,7 +250,8 @@ def main(cfg: DictConfig) -> None:
         run = streams_config(cfg)
         if launch.needs_processes(run.launcher):
             raise SystemExit(launch.start(run.launcher, os.path.abspath(__file__), launch.overrides()))
-        train(run)
+        check_out(Path(run.out), replaces=run.resume or run.overwrite)
+        among_processes(run, job)
 
 
 if __name__ == "__main__":

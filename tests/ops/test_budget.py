@@ -250,7 +250,7 @@ def test_a_candidate_whose_processes_refuse_is_left_out_and_one_that_is_stopped_
             forecast.choose()
         return
     assert forecast.choose() == "mlp"
-    assert forecast.state["left_out"] == {"eagle": f"its training ended with status {status}, see above"}
+    assert forecast.state["left_out"] == {"eagle": f"its training ended with status {status}"}
     assert [*forecast.state["points"]] == ["mlp"]
 
 
@@ -275,7 +275,7 @@ def test_a_log_is_for_all_trainings_what_it_was_at_the_beginning(tmp_path: Path)
     def refuse(words: list[str]) -> None:
         raise SystemExit(2)
 
-    with pytest.raises(ValueError, match=r"no candidate .*: its training ended with status 2, see above$"):
+    with pytest.raises(ValueError, match=r"no candidate .* \(its training ended with status 2\)"):
         Forecast(replace(stage.run, overwrite=True), config, [], refuse).choose()
 
 
@@ -298,6 +298,14 @@ def test_a_command_passes_its_status_on(code: str, status: int, tmp_path: Path) 
     with pytest.raises(SystemExit) as ended:
         run_command(str(tmp_path / "script.py"), ["a b", "c"])
     assert ended.value.code == status
+
+
+@pytest.mark.usefixtures("composing")
+def test_the_last_line_names_the_cause_of_a_failed_training(tmp_path: Path) -> None:
+    stage, words = Stage(tmp_path / "out", {"mlp": (2.0, 0.2, 1.2)}), ["model.device=cpu", "data.path=gone.jsonl"]
+    forecast = Forecast(stage.run, stage.config, [], lambda more: run_command("train/run.py", [*more, *words]))
+    with pytest.raises(ValueError, match=r"^no candidate can be trained \(gone\.jsonl: neither a file here"):
+        forecast.choose()
 
 
 @pytest.mark.usefixtures("composing")

@@ -220,6 +220,12 @@ def test_a_healthy_head_has_no_finding(
     assert {path: path.read_bytes() for path in folder.iterdir()} == before
 
 
+def test_a_folder_for_the_plug_ins_of_eagle4_is_no_foreign_layout(tmp_path: Path, ward: Ward) -> None:
+    folder = ward.published(tmp_path / "head", "eagle4", "eagle4", {}, steps=0)
+    (found,) = [each for each in examine(asked(folder, ward.target, False)) if each.check == "architectures"]
+    assert found.says.startswith("format=eagle4, for EAGLE-4's plug-ins")
+
+
 MEASURED: dict[str, tuple[dict[str, Any], str, str]] = {
     "layers": (
         {"config": lambda c: [c.update({IDS: [3, 5, 6]}), c["eagle_config"].update({IDS: [2, 4, 5]})]},

@@ -15,7 +15,7 @@ from tests.train import jobs
 from tests.train.jobs import composed
 from tests.train.jobs import configured as unplaced
 from train import resolve as resolving
-from train.build import max_prompt_tokens, ordinary_mask, prepare_out, values_of
+from train.build import max_prompt_tokens, prepare_out, values_of
 from train.config import RunConfig
 from train.distributed.processes import RunLock
 from train.plan import plan
@@ -217,16 +217,3 @@ def test_the_memory_of_a_machine_ends_at_that_of_a_container(
     for text, limited in (("max\n", False), ("1000\n", True)):
         (tmp_path / file).write_text(text)
         assert (resolving.free_bytes() == 1000) == limited
-
-
-def test_a_mask_token_that_texts_have_is_said() -> None:
-    tokenizer = toys.tokenizer()
-    size = len(tokenizer)
-    tokenizer.add_special_tokens({"additional_special_tokens": ["<|reserved|>"], "eos_token": "<|end|>"})
-    reserved, end = tokenizer.convert_tokens_to_ids(["<|reserved|>", "<|end|>"])
-    word = repr(tokenizer.decode([size - 1]))
-    assert f"head.mask_token=-1: masked positions hold the embedding of token {size - 1}, {word}, which texts" in str(
-        ordinary_mask(-1, size, tokenizer)
-    )
-    assert f"token {end}, '<|end|>'" in str(ordinary_mask(end, size + 2, tokenizer))
-    assert not any(ordinary_mask(token, size + 9, tokenizer) for token in (None, -1, reserved))

@@ -207,17 +207,17 @@ def command(launcher: LauncherConfig, script: str, overrides: list[str]) -> list
     return [*words, "--multi_gpu", script, *overrides]
 
 
-def by_hand(launcher: LauncherConfig, script: str, overrides: list[str], *, on_cpu: bool) -> str | None:
-    """Return the command to start on each of several nodes, in lines; None if one command starts all processes."""
+def by_hand(launcher: LauncherConfig, script: str, overrides: list[str], *, on_cpu: bool) -> str:
+    """Return the command to start on each of several nodes, in lines; empty if one command starts all processes."""
     if launcher.num_nodes == 1 or launcher.slurm is not None or launched() or among_tasks():
-        return None
+        return ""
     words = shlex.join(["python", script, *(word for word in overrides if word != "plan=true")])
     nodes = launcher.num_nodes
     devices = "" if on_cpu else f"--gpus-per-node={launcher.local} "
     return (
         f"on each node, with NODE_RANK=N, from 0 to {nodes - 1}, and the address of node 0: MASTER_ADDR=ADDRESS "
         f"NODE_RANK=N {words}\nor once, under SLURM: srun --nodes={nodes} --ntasks-per-node={launcher.local} "
-        f"{devices}{words}"
+        f"{devices}{words}\n"
     )
 
 

@@ -26,8 +26,6 @@ SCRIPTS = {
 }
 OPS = {name: f"ops/{name}" for name, script in SCRIPTS.items() if script.startswith("ops/")}
 CONFIGS = {name: name for name in SCRIPTS} | OPS
-# Keys of the first words, which may come without.
-PLAIN = {"doctor": ("run",), "watch": ("log",), **dict.fromkeys(("audit", "endpoint"), ("url", "baseline"))}
 
 
 def main() -> None:
@@ -43,10 +41,6 @@ def main() -> None:
         print(f"error: headstart has no command {name}: {meant}", file=sys.stderr)
         raise SystemExit(2)
     else:
-        for i, (key, word) in enumerate(zip(PLAIN.get(name, ()), words, strict=False)):
-            if word.startswith("-") or re.match(r"[\w.]+=", word):
-                break
-            words[i] = f"{key}={word}"
         sys.argv[1:] = words
         os.environ["HEADSTART_PROGRAM"] = f"headstart {Path(CONFIGS[name]).name}"  # for the examples of its help
         runpy.run_path(str(ROOT / SCRIPTS[name]), run_name="__main__")

@@ -24,7 +24,6 @@ class PublishConfig:
     license: str
     dry_run: bool
     out: str | None
-    reverify: bool
     verify_prompts: Number
     verify_tokens: NewTokens
     tag: str | None

@@ -1,4 +1,4 @@
-"""Upload of a folder to the Hub in one commit, and verification by download; a failure leaves no partial repository.
+"""Upload of a folder to the Hub in one commit, and verification by download.
 
 Files that the Hub has already are not sent again, so that another call continues an interrupted one; until the commit,
 which comes last, the branch is unchanged. `HfApi.upload_folder` is not used: with hf_xet it may commit several times.
@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
 from huggingface_hub.errors import HfHubHTTPError
@@ -24,52 +24,35 @@ from heads.formats.hub import hub_errors
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
-WAITS = (1, 4, 16)  # seconds before each further attempt, beside those of huggingface_hub's own for single requests
+WAITS = (1, 4, 16)  # seconds before each further attempt, next to those of huggingface_hub's own for single requests
 BUSY = (408, 429, 500, 502, 503, 504)  # statuses after which another attempt may succeed
-INITIAL = {".gitattributes"}  # the files of a repository to which nobody has committed
 SHORT = 8  # characters of a commit in messages
 MESSAGE = "Publish the head with headstart"
 
 
-class Repository(NamedTuple):
-    """A repository on the Hub before the upload."""
-
-    name: str  # OWNER/NAME
-    commit: str  # the branch's last commit
-    created: bool  # this call created it, and nobody has committed to it
-
-
-@contextmanager
-def repository(repo: str, private: bool, tag: str | None, api: HfApi) -> Iterator[Repository]:
-    """Find or create the repository; one that was created here is deleted again if the block fails.
+def find_or_create(repo: str, private: bool, tag: str | None, api: HfApi) -> str:
+    """Find or create the repository, and return its last commit.
 
     Raises:
-        ValueError: the Hub refuses the token or the name, the repository is public despite `private`, or has the tag;
-            and the errors of the block, with the state of the repository.
+        ValueError: the Hub refuses the token or the name, the repository is public despite `private`, or has the tag.
     """
     with hub_errors(repo, "looking for the repository"):
-        existing: Any = retried(lambda: api.repo_info(repo) if api.repo_exists(repo) else None)
-        tags = retried(lambda: api.list_repo_refs(repo).tags) if existing and tag else []
+        info: Any = retried(lambda: api.repo_info(repo) if api.repo_exists(repo) else None)
+        tags = retried(lambda: api.list_repo_refs(repo).tags) if info and tag else []
     if any(ref.name == tag for ref in tags):
         raise ValueError(f"{repo}: has a tag {tag} already, nothing was uploaded; give another tag=…")
-    info = existing
-    if existing is None:
+    if info is None:
         with hub_errors(repo, "creating the repository"):
             # exist_ok: a first attempt whose response was lost has created it, or another call just now.
             retried(lambda: api.create_repo(repo, private=private, exist_ok=True))
             info = retried(lambda: api.model_info(repo))
-    empty = {file.rfilename for file in info.siblings or []} <= INITIAL
-    before = Repository(repo, str(info.sha), existing is None and empty)
-    try:
-        if private and not info.private:
-            raise ValueError(f"{repo}: the repository is public; make it private on the Hub, or say private=false")
-        yield before
-    except ValueError as error:
-        raise ValueError(f"{error}; {_undone(before, api)}") from error
+    if private and not info.private:
+        raise ValueError(f"{repo}: the repository is public; make it private on the Hub, or say private=false")
+    return str(info.sha)
 
 
-def push(folder: Path, repo: Repository, ours: Sequence[str], api: HfApi) -> str:
-    """Upload a folder in one commit, and return the commit.
+def push(folder: Path, repo: str, before: str, ours: Sequence[str], api: HfApi) -> str:
+    """Upload a folder in one commit behind the commit `before`, and return it.
 
     Files of the branch that match the patterns `ours` and that the folder lacks, such as an earlier head's report, are
     deleted.
@@ -80,13 +63,13 @@ def push(folder: Path, repo: Repository, ours: Sequence[str], api: HfApi) -> str
     names = files_of(folder)
 
     def commit() -> str:
-        there = filter_repo_objects(api.list_repo_files(repo.name, revision=repo.commit), allow_patterns=list(ours))
+        there = filter_repo_objects(api.list_repo_files(repo, revision=before), allow_patterns=list(ours))
         operations: list[Any] = [CommitOperationDelete(name) for name in there if name not in names]
         operations += [CommitOperationAdd(name, str(folder / name)) for name in names]
-        return str(api.create_commit(repo.name, operations, commit_message=MESSAGE, parent_commit=repo.commit).oid)
+        return str(api.create_commit(repo, operations, commit_message=MESSAGE, parent_commit=before).oid)
 
     size = sum((folder / name).stat().st_size for name in names)
-    with waiting(f"uploading {size / 1e6:,.0f} MB to {repo.name}"), hub_errors(repo.name, "uploading"):
+    with waiting(f"uploading {size / 1e6:,.0f} MB to {repo}"), hub_errors(repo, "uploading"):
         return retried(commit)
 
 
@@ -101,13 +84,6 @@ def downloaded(folder: Path, repo: str, commit: str, api: HfApi) -> Iterator[Pat
             if not (back / name).is_file() or content_hash(back / name) != content_hash(folder / name):
                 raise ValueError(f"{repo}: {name} came back different from what was uploaded")
         yield back
-
-
-def set_tag(repo: str, tag: str, commit: str, api: HfApi) -> None:
-    """Set a tag on a commit; refuse if the Hub does."""
-    with hub_errors(repo, f"setting the tag {tag}"):
-        # exist_ok: an earlier attempt whose response was lost has set it.
-        retried(lambda: api.create_tag(repo, tag=tag, revision=commit, exist_ok=True))
 
 
 def retried(call: Callable[[], T]) -> T:
@@ -127,16 +103,3 @@ def retried(call: Callable[[], T]) -> T:
 def files_of(folder: Path) -> list[str]:
     """Return the names of all files in a folder and its sub-folders, as a repository calls them."""
     return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
-
-
-def _undone(repo: Repository, api: HfApi) -> str:
-    """Delete the repository if this call created it without a commit; return a message about its state."""
-    try:
-        now = str(retried(lambda: api.repo_info(repo.name)).sha)
-        if now == repo.commit and repo.created:
-            retried(lambda: api.delete_repo(repo.name, missing_ok=True))
-            return "the repository that this call made is deleted again"
-        whole = " as before" if now == repo.commit else ", which may be whole: publish again to verify it"
-        return f"the repository stands at {now[:SHORT]}{whole}"
-    except (TRANSPORT, OSError, RuntimeError):
-        return f"how the repository stands cannot be asked; before, it was {repo.commit[:SHORT]}"
