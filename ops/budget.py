@@ -35,11 +35,12 @@ from omegaconf import DictConfig
 from data.text.files import META, OPENERS, check_file
 from data.text.sources import Files, open_source
 from heads.common.command import command, quoted
-from heads.common.files import atomic_write, replacing
+from heads.common.files import replacing, write_json
+from heads.common.progress import tell
 from heads.common.ranges import Count, NewTokens, Within
 from heads.common.typed import typed
 from heads.common.untrusted import parse_json, shown
-from ops.commands import REFUSED, run_command, say, split_config
+from ops.commands import REFUSED, run_command, split_config
 from train import checkpoint, sweep
 from train.checkpoint import differences, plain
 from train.config import RunConfig, run_config
@@ -129,7 +130,7 @@ class Budget:
         """Return the budget of `1h`, `90min` or `5e15`; refuse anything else."""
         match = re.fullmatch(r"\s*(\d+\.?\d*(?:e\+?\d{1,3})?)\s*(s|min|h|d)?\s*", str(value), re.I)
         amount = float(match[1]) * UNITS[(match[2] or "s").lower()] if match else 0.0
-        if not match or isinstance(value, bool) or not 0 < amount < float("inf"):
+        if not match or not 0 < amount < float("inf"):
             raise ValueError(
                 f"budget is {shown(value)}: give a time above 0 ({', '.join(f'1{unit}' for unit in UNITS)}), or a "
                 "number of floating-point operations, such as 5e15"
@@ -188,14 +189,22 @@ class Forecast:
                 raise ValueError(
                     f"{path}: resume=true needs the settings that it began with, and here differ {changed}"
                 )
-        if config.log is not None:
-            copied = keep_log(config.log, run.data.split, self.out)
-            self.train = lambda more: train([*more, f"data.path={quoted(copied)}"])
+        if config.log is not None:  # all trainings read the same data, though a service may add lines meanwhile
+            folder = self.out / FOLDER / "log"
+            if not folder.is_dir() and isinstance(source := open_source(config.log, run.data.split), Files):
+                with replacing(folder) as copies:
+                    for index, file in enumerate(source.files):
+                        packed = file.suffix if file.suffix in OPENERS else ""
+                        copy = copies / f"{index:06d}{check_file(file)}{packed}"  # in their order; it names no split
+                        shutil.copyfile(file, copy)
+                        if (about := file.with_name(f"{file.name}{META}")).is_file():
+                            shutil.copyfile(about, copy.with_name(f"{copy.name}{META}"))
+            data = f"data.path={quoted(folder if folder.is_dir() else config.log)}"
+            self.train = lambda more: train([*more, data])
 
     def save(self) -> None:
         """Write the state."""
-        self.out.mkdir(parents=True, exist_ok=True)
-        atomic_write(self.out / STATE, (json.dumps(self.state, indent=1) + "\n").encode())
+        write_json(self.out / STATE, self.state)
 
     def folder(self, words: str) -> Path:
         """Return the folder of a candidate's trainings."""
@@ -246,7 +255,7 @@ class Forecast:
                     left_out[words] = str(error.__cause__ or f"its training ended with status {error.code}")
                 self.save()
         for words, why in left_out.items():
-            say(f"{words} is left out: {why}")
+            tell(f"{words} is left out: {why}")
         if not cost:
             raise ValueError(f"no candidate can be trained ({'; '.join(left_out.values())}): give other overrides")
         return list(cost)
@@ -281,7 +290,7 @@ class Forecast:
                 done.append({"steps": steps, **measured(self.folder(words), words)})
                 self.save()
                 tokens = steps * self.run.trainer.batch_tokens
-                say(f"{words}: {tokens:,} tokens, τ {done[-1]['tau']:.2f}, {done[-1]['speedup']:.2f}x")
+                tell(f"{words}: {tokens:,} tokens, τ {done[-1]['tau']:.2f}, {done[-1]['speedup']:.2f}x")
             running.sort(key=lambda words: -points[words][index]["speedup"])
             running = running[: math.ceil(len(running) / 2)]
         return running[0]
@@ -306,12 +315,12 @@ class Forecast:
         promised = "τ {:.2f} [{:.2f}, {:.2f}], speedup {:.2f} [{:.2f}, {:.2f}] (interval of {:.0%})".format(
             *forecasts, LEVEL
         )
-        say(f"{words} is trained on {steps * self.run.trainer.batch_tokens:,} tokens; forecast: {promised}")
+        tell(f"{words} is trained on {steps * self.run.trainer.batch_tokens:,} tokens; forecast: {promised}")
         self.train([*self.overrides(words, steps, self.config.cooldown), "resume=true", f"out={quoted(self.out)}",
                     f"name={quoted(self.run.name)}"])  # fmt: skip
         if self.run.eval.prompts:
             came = measured(self.out, words)
-            say(f"forecast: {promised}; came out: τ {came['tau']:.2f}, {came['speedup']:.2f}x")
+            tell(f"forecast: {promised}; came out: τ {came['tau']:.2f}, {came['speedup']:.2f}x")
 
 
 def measured(folder: Path, words: str) -> dict[str, float]:
@@ -327,26 +336,6 @@ def cost_of(folder: Path) -> dict[str, float]:
     seconds = [record["step_seconds"] for record in lines if "step_seconds" in record]
     total = json.loads((folder / "training.json").read_text())
     return {"seconds": float(np.median(seconds[1:] or seconds)), "flops": (total["flops"] or 0.0) / total["steps"]}
-
-
-def keep_log(log: str, split: str, out: Path) -> str:
-    """Return the copy of the log's files from the forecast's begin, or the name of a data set on the Hub.
-
-    All trainings read the same data, though a service may add lines meanwhile.
-
-    Raises:
-        ValueError: it is not there, or of no known format.
-    """
-    folder = out / FOLDER / "log"
-    if not folder.is_dir() and isinstance(source := open_source(log, split), Files):
-        with replacing(folder) as copies:
-            for index, file in enumerate(source.files):
-                packed = file.suffix if file.suffix in OPENERS else ""
-                copy = copies / f"{index:06d}{check_file(file)}{packed}"  # in their order; it names no split
-                shutil.copyfile(file, copy)
-                if (about := file.with_name(f"{file.name}{META}")).is_file():
-                    shutil.copyfile(about, copy.with_name(f"{copy.name}{META}"))
-    return str(folder) if folder.is_dir() else log
 
 
 def shared_words(words: list[str], log: str | None) -> list[str]:
@@ -375,7 +364,7 @@ def main(cfg: DictConfig) -> None:
         for candidate in config.forecast.candidates:
             run_command("train/run.py", [*words, *f"head={candidate}".split()])
         return
-    check_out(Path(run.out), replaces=run.resume or run.overwrite)
+    check_out(run)
     forecast = Forecast(run, config, words, lambda more: run_command("train/run.py", [*words, *more]))
     forecast.finish(forecast.choose())
 

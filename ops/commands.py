@@ -10,20 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
-from rich.console import Console
 
 from heads.common.command import quoted
 from heads.common.errors import ERROR_FILE
 from heads.common.resolvers import ROOT
-from heads.common.untrusted import visible
 from train.config import RunConfig
 
 REFUSED = FAILED, _ = (1, 2)  # exit statuses of failed and refused commands; others come from a signal
-
-
-def say(line: str) -> None:
-    """Print a line."""
-    Console().print(visible(line), highlight=False, soft_wrap=True, markup=False)
 
 
 def run_command(script: str, words: list[str]) -> None:
@@ -32,9 +25,9 @@ def run_command(script: str, words: list[str]) -> None:
     Raises:
         SystemExit: it ended with another status than 0; the cause has its line of error, if it printed one.
     """
-    with tempfile.NamedTemporaryFile("r", encoding="utf-8") as told:
+    with tempfile.NamedTemporaryFile("r", encoding="utf-8") as error_file:
         process = subprocess.Popen(
-            [sys.executable, str(ROOT / script), *words], env={**os.environ, ERROR_FILE: told.name}
+            [sys.executable, str(ROOT / script), *words], env={**os.environ, ERROR_FILE: error_file.name}
         )
         try:
             status = process.wait()
@@ -43,16 +36,15 @@ def run_command(script: str, words: list[str]) -> None:
             process.wait()
             raise
         if status:
-            line = told.read()
+            line = error_file.read()
             raise SystemExit(status if status > 0 else 128 - status) from (ValueError(line) if line else None)
 
 
 def split_config(cfg: DictConfig) -> tuple[DictConfig, DictConfig]:
     """Return the keys of conf/train.yaml in a composed configuration, and the others."""
     training = {field.name for field in fields(RunConfig)}
-    return (
-        OmegaConf.masked_copy(cfg, [str(key) for key in cfg if key in training]),
-        OmegaConf.masked_copy(cfg, [str(key) for key in cfg if key not in training]),
+    return OmegaConf.masked_copy(cfg, [*training]), OmegaConf.masked_copy(
+        cfg, [str(k) for k in cfg if k not in training]
     )
 
 

@@ -30,15 +30,16 @@ from eval.measures.results import BASELINE, LIVE
 from eval.report.write import read_report
 from heads.common.command import command, quoted
 from heads.common.files import atomic_write, check_writable, claim, last_good, read_checked, replacing, write_checked
+from heads.common.progress import tell
 from heads.common.ranges import Decay, Fraction, Number, Within
-from heads.common.typed import typed
+from heads.common.typed import Json, typed
 from heads.formats.hub import kind_of, resolve_head
 from heads.formats.published import is_published
 from heads.formats.store import SCHEDULE, read_config, save_tree
 from inference.target.placement import AUTO
-from ops.commands import FAILED, overrides_of, run_command, say, split_config
-from ops.served import Json, Record
-from ops.watch import EARLY, Log, check_log, growing, json_object, player, watched, watcher_config
+from ops.commands import FAILED, overrides_of, run_command, split_config
+from ops.served import Record
+from ops.watch import EARLY, Log, WatcherConfig, check_log, growing, json_object, player, watched
 from train.config import RunConfig, run_config
 from train.distributed.launch import key_of, overrides
 
@@ -56,7 +57,7 @@ LEAST = 8  # requests of a kind to compare on; with fewer an interval is uninfor
 class LoopConfig:
     """Configure the stages; conf/ops/loop.yaml explains the keys."""
 
-    watcher: Json
+    watcher: WatcherConfig
     since: Number | None
     least: Annotated[int, Within(8, 1_000_000)]
     held_out: Annotated[float, Within(0.05, 0.9)]
@@ -102,7 +103,7 @@ class State:
         now = datetime.now(timezone.utc).isoformat(timespec="seconds")
         record = {"at": now, "round": self.round, "stage": self.stage, "decision": decision, "evidence": evidence}
         self.decisions.append(record)
-        say(f"{self.stage}: {decision}")
+        tell(f"{self.stage}: {decision}")
         vars(self).update(changes, stage=stage)
         write_checked(out / STATE, asdict(self))
 
@@ -173,7 +174,7 @@ class Maintenance:
             state.begin = state.tried = 0
         if state.tried and lines - state.tried < self.loop.least:
             more = f"{lines - state.tried:,} of {self.loop.least:,} lines more to try again"
-            say(f"{WATCH}: the last round swapped nothing; {more}")
+            tell(f"{WATCH}: the last round swapped nothing; {more}")
             return 0
         if since is not None and since >= lines:
             raise ValueError(
@@ -182,12 +183,12 @@ class Maintenance:
         if since is not None and since >= state.begin:
             decision, evidence = f"new from line {since + 1:,} on, as given", {"line": since}
         else:
-            watcher = watcher_config(self.loop.watcher, "loop.watcher")
+            watcher = self.loop.watcher
             log = Log(self.log, watcher, player(self.serve, self.given, self.tree, watcher, str(self.log)), state.begin)
             outcome = watched(log, watcher)
             if outcome.alarm is None:
                 early = f", the first {watcher.reference} of which are the reference" * (outcome.status == EARLY)
-                say(f"{WATCH}: no alarm in {outcome.requests:,} requests{early}")
+                tell(f"{WATCH}: no alarm in {outcome.requests:,} requests{early}")
                 return 0
             since = log.numbers[outcome.alarm.since]
             decision, evidence = str(outcome.alarm), {**outcome.alarm._asdict(), "line": since}

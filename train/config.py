@@ -155,7 +155,35 @@ class DeviceConfig:
 
 
 @dataclass(frozen=True)
-class RunConfig:
+class JobConfig:
+    """The configuration that trainings of heads and of streams have in common."""
+
+    name: str
+    out: str
+    resume: bool
+    overwrite: bool
+    model: ModelConfig
+    data: DataConfig
+    trainer: TrainerConfig
+    launcher: LauncherConfig
+    tree: TreeConfig
+
+    def __post_init__(self) -> None:
+        """Refuse a name outside the folder of runs, and batches smaller than a packed sequence."""
+        if Path(self.name).is_absolute() or ".." in Path(self.name).parts:
+            raise ValueError(
+                f"name is {shown(self.name)}, a folder below outputs: give it without .., and another folder by out"
+            )
+        for key in ("batch_tokens", "micro_tokens"):
+            tokens = getattr(self.trainer, key)
+            if tokens is not None and tokens < self.data.length:
+                raise ValueError(
+                    f"trainer.{key} is {tokens}, less than a row of data.length={self.data.length}: raise it"
+                )
+
+
+@dataclass(frozen=True)
+class RunConfig(JobConfig):
     """A training run, as conf/train.yaml composes it.
 
     `head` is the Config of the head that `head.name` chooses; it, `peft`, `objective`, `data`, `features` and `tree`
@@ -163,26 +191,17 @@ class RunConfig:
     init=checkpoint `base` is the model with the module.
     """
 
-    name: str
-    out: str
-    resume: bool
-    overwrite: bool
     plan: Any
     init: str | None
     base: str | None
     engine: Annotated[str, OneOf(tuple(ENGINES))] | None
     compare: list[str]
     workload: str | None
-    model: ModelConfig
     head: HeadConfig
     peft: AdaptConfig
     objective: ObjectiveConfig
-    data: DataConfig
     features: FeaturesConfig
-    trainer: TrainerConfig
-    launcher: LauncherConfig
     device: DeviceConfig
-    tree: TreeConfig
     eval: EvalSettings
 
     @property
@@ -255,17 +274,4 @@ def checked(run: RunConfig) -> RunConfig:
                     f"objective.{key}.confidence: head={run.head.name} predicts no acceptance; give head=block with "
                     "head.confidence=true, or leave the loss out"
                 )
-    check_batch_and_name(run.name, run.trainer, run.data.length)
     return run
-
-
-def check_batch_and_name(name: str, trainer: TrainerConfig, length: int) -> None:
-    """Refuse a name outside the folder of runs, and batches smaller than a packed sequence."""
-    if Path(name).is_absolute() or ".." in Path(name).parts:
-        raise ValueError(
-            f"name is {shown(name)}, a folder below outputs: give it without .., and another folder by out"
-        )
-    for key in ("batch_tokens", "micro_tokens"):
-        tokens = getattr(trainer, key)
-        if tokens is not None and tokens < length:
-            raise ValueError(f"trainer.{key} is {tokens}, less than a row of data.length={length}: raise it")

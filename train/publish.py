@@ -26,10 +26,8 @@ from heads.formats.hub import hub_errors, resolve_head, target_path
 from heads.formats.published.files import config_of
 from heads.formats.store import read_config
 from train.release.config import CHECKPOINT, OPENVINO, PublishConfig
-from train.release.folder import FILES, copy_with_head, write_folder, write_format
-from train.release.hub import SHORT, downloaded, files_of, find_or_create, push, retried
-from train.release.openvino import convert
-from train.release.trial import Trial, begin
+from train.release.folder import FILES, convert, copy_with_head, write_folder, write_format
+from train.release.hub import SHORT, downloaded, files_of, push, repository, trial_of
 
 __all__ = ["PublishConfig", "publish"]
 
@@ -42,8 +40,17 @@ def publish(config: PublishConfig, api: HfApi, say: Callable[[str], object] = pr
     """
     run = Path(config.run).expanduser()
     out = Path(config.out).expanduser() if config.out else run / "publish"
-    if not last_good(run / "head").is_dir():
-        return rewritten(config, out, say)
+    if not last_good(run / "head").is_dir():  # a published head, such as another project's, is only written in a format
+        if None in (config.format, config.target, config.out) or not config.dry_run:
+            raise ValueError(
+                f"run={config.run}: it holds no head/; give the folder of a run, trained to its first evaluation, or a "
+                "published head with format, target, out and dry_run=true"
+            )
+        write_format(resolve_head(config.run), config, str(config.target), None, out)
+        say(f"{out}: {', '.join(files_of(out))}")
+        if config.format == OPENVINO:
+            convert(out, config_of(out), str(config.target), say)
+        return out
     if not config.dry_run and not (api.token or get_token()):
         raise ValueError(f"{config.repo}: no token for the Hub; run `hf auth login`, set HF_TOKEN or dry_run=true")
     if config.format == CHECKPOINT:
@@ -66,18 +73,17 @@ def publish(config: PublishConfig, api: HfApi, say: Callable[[str], object] = pr
         say(f"dry_run: nothing was uploaded; where that card says {config.repo} give {out}{target}")
         return out
     check_connected(config.repo)
-    trial = begin(run, config)
-    if isinstance(trial, Trial) and (config.format or config.base):  # an exported head is tried before it is uploaded
+    trial = trial_of(run, config)
+    if callable(trial) and (config.format or config.base):  # an exported head is tried before it is uploaded
         remedy = "; nothing was uploaded, publish without format and base, or with dtype=float32"
-        trial.check(out, f"{out}: the written head drafts otherwise than it was trained", remedy)
+        trial(out, f"{out}: the written head drafts otherwise than it was trained", remedy)
     stopped = f"{config.repo} has the whole commit or nothing of it; the same command publishes again"
-    with keeping(lambda: stopped):
-        before = find_or_create(config.repo, config.private, config.tag, api)
+    with keeping(lambda: stopped), repository(config.repo, config.private, config.tag, api) as before:
         commit = push(out, config.repo, before, FILES, api)
     try:
         with downloaded(out, config.repo, commit, api) as back:
             complaint = f"{config.repo}: the head that came back drafts otherwise"
-            tau = trial.check(back, complaint) if isinstance(trial, Trial) else f"τ was not verified: {trial}"
+            tau = trial(back, complaint) if callable(trial) else f"τ was not verified: {trial}"
     except ValueError as error:
         raise ValueError(
             f"{error}; {config.repo} is at {commit}, before, it was {before}: publish again, or take it down on the Hub"
@@ -86,26 +92,11 @@ def publish(config: PublishConfig, api: HfApi, say: Callable[[str], object] = pr
     if config.tag is not None:
         tagged = f", tag {config.tag}"
         with hub_errors(config.repo, f"setting the tag {config.tag}"):
-            # exist_ok: an earlier attempt whose response was lost has set it.
-            retried(lambda: api.create_tag(config.repo, tag=str(config.tag), revision=commit, exist_ok=True))
+            api.create_tag(config.repo, tag=config.tag, revision=commit)
     say(
         f"published as {config.repo} at {commit[:SHORT]}{tagged}, downloaded again and equal in every file and tensor; "
         f"{tau}"
     )
-    return out
-
-
-def rewritten(config: PublishConfig, out: Path, say: Callable[[str], object]) -> Path:
-    """Write a published head, such as another project's, in a format, without a card; refuse to upload it."""
-    if None in (config.format, config.target, config.out) or not config.dry_run:
-        raise ValueError(
-            f"run={config.run}: it holds no head/; give the folder of a run, trained to its first evaluation, or a "
-            "published head with format, target, out and dry_run=true"
-        )
-    write_format(resolve_head(config.run), config, str(config.target), None, out)
-    say(f"{out}: {', '.join(files_of(out))}")
-    if config.format == OPENVINO:
-        convert(out, config_of(out), str(config.target), say)
     return out
 
 

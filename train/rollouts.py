@@ -20,7 +20,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from data.batches import Batch, Batches
 from data.features.source import MicroBatch
-from heads.base import Features, to_device
+from heads.base import Features, NamedTensors, to_device
 from inference.decode import RequestParams, speculate
 from inference.drafters.head import HeadDrafter
 from inference.drafters.policy import TreeConfig
@@ -111,7 +111,7 @@ class Rollouts:
     """The rollouts of one process, for any step, on prompts of its part of the step's batch."""
 
     def __init__(
-        self, target: Target, decoding: Callable[[dict[str, Tensor]], Any], tree: TreeConfig, config: OnPolicyConfig,
+        self, target: Target, decoding: Callable[[NamedTensors], Any], tree: TreeConfig, config: OnPolicyConfig,
         depths: int, batches: Batches,
     ) -> None:  # fmt: skip
         self.target, self.decoding, self.tree, self.config = target, decoding, tree, config
@@ -121,7 +121,7 @@ class Rollouts:
         """Whether a step has a rollout."""
         return step % self.config.every == 0
 
-    def __call__(self, step: int, batches: Sequence[Batch], weights: dict[str, Tensor]) -> tuple[list[MicroBatch], int]:
+    def __call__(self, step: int, batches: Sequence[Batch], weights: NamedTensors) -> tuple[list[MicroBatch], int]:
         """Return micro-batches of drafts by a head with these weights, and the number of tokens the target read."""
         draw = random.Random(f"{self.batches.seed}/{step}/{self.batches.rank}")
         prompts = self.prompts(batches, draw)

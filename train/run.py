@@ -32,7 +32,7 @@ from train.plan import plan
 from train.resolve import accelerator_count, evaluation, resolve, table
 from train.trackers import conclude
 
-BEST, DEBUG = "best", "debug"  # files of conf/head/ and conf/trainer/
+BEST = "best"  # a file of conf/head/
 
 
 @command("train")
@@ -50,7 +50,7 @@ def main(cfg: DictConfig) -> float | None:
             by_hand = launch.by_hand(run.launcher, sys.argv[0], words, on_cpu=run.device.type == "cpu")
             if launch.is_main():
                 Console().print(table(plan(run)), highlight=False)
-                Console().print(by_hand, end="", highlight=False, soft_wrap=True, markup=False)
+                print(by_hand, end="")
             return None
         if launch.needs_processes(run.launcher):
             if HydraConfig.get().runtime.choices.get("head") == BEST:  # the processes do not choose and print it again
@@ -61,9 +61,6 @@ def main(cfg: DictConfig) -> float | None:
                 sweep.note(run.name, run.head.name, Path(run.out))
         else:
             train(run)
-            if launch.is_main() and HydraConfig.get().runtime.choices.get("trainer") == DEBUG:
-                line = f"trainer={DEBUG}: {run.trainer.steps} steps show that it runs; no number of them means anything"
-                Console().print(line, highlight=False, soft_wrap=True)
         return None if queued else sweep.best_tau(Path(run.out))
 
 
@@ -75,7 +72,7 @@ def train(run: RunConfig) -> None:
         return "the checkpoints are kept, and resume=true goes on" if is_saved else "nothing was trained"
 
     if launch.is_main():
-        Console().print(f"{run.name}: head={run.head.name} for {run.model.path}", soft_wrap=True, markup=False)
+        print(f"{run.name}: head={run.head.name} for {run.model.path}")
     with keeping(saved):
         among_processes(run, train_and_evaluate)
 

@@ -20,7 +20,7 @@ from torch.nn import functional
 
 from data.batches import Batches
 from heads import HEADS
-from heads.base import HeadConfig, to_device
+from heads.base import HeadConfig, NamedTensors, to_device
 from heads.common.progress import progress, tick
 from heads.common.ranges import Count, Decay, Width
 from heads.common.rope import Rope, positions_of
@@ -99,7 +99,7 @@ def adapt(head: nn.Module, config: AdaptConfig) -> None:
     inject_adapter_in_model(lora, head)
 
 
-def merged_copy(head: nn.Module, weights: dict[str, Tensor]) -> nn.Module:
+def merged_copy(head: nn.Module, weights: NamedTensors) -> nn.Module:
     """Return a new head on the CPU with these weights and its adapters merged."""
     build: Any = type(head)
     copy: nn.Module = build(head.config, head.embeddings)
@@ -241,7 +241,7 @@ def from_target(config: HeadConfig, init: str, target: Target, checkpoint: str) 
     config = like_target(config, target)
     if init == CHECKPOINT:
         loaded = load_mtp(target, checkpoint).state_dict()
-        start: dict[str, Tensor] = {name.replace(BLOCK, _block(config)): value for name, value in loaded.items()}
+        start: NamedTensors = {name.replace(BLOCK, _block(config)): value for name, value in loaded.items()}
     else:
         start = last_layer(config, target)
     odd = mismatch(config, start, target) if init == CHECKPOINT else incompatibility(config, target)
@@ -342,7 +342,7 @@ def solved(
 
     Its inputs are those of depth 1. Each process takes its part of the first steps, and the sums are reduced.
     """
-    given: dict[str, Tensor] = {}
+    given: NamedTensors = {}
     hooks = [
         module.register_forward_pre_hook(lambda _, args, name=name: given.update({name: args[0]}))
         for name, module in (("input", linear), ("state", getattr(head, "norm", linear)))
@@ -390,7 +390,7 @@ def _last_positions(target: Target) -> Rope | None:
     return positions_of(config | {"layer_types": (config.get("layer_types") or [])[-1:]})
 
 
-def last_layer(config: Any, target: Target) -> dict[str, Tensor]:
+def last_layer(config: Any, target: Target) -> NamedTensors:
     """Return the target's last layer and final norm under an MTP module's names."""
     layer = target.decoder_layers[-1]
     buffers = layer.state_dict().keys() - dict(layer.named_parameters()).keys()  # such as a router's bias
@@ -424,7 +424,7 @@ def incompatibility(config: Any, target: Target) -> str | None:
     return mismatch(config, start, target)
 
 
-def mismatch(config: Any, start: dict[str, Tensor], target: Target) -> str | None:
+def mismatch(config: Any, start: NamedTensors, target: Target) -> str | None:
     """Return how a layer's parameters differ from the head's, with the remedy for an MTP module, or None."""
     # The parameters of the head's decoder layers that the target's last layer should have, on meta.
     firsts = (("block.", Mtp.Config), ("layers.0.", Eagle.Config), ("first.", Eagle3.Config))

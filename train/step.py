@@ -4,7 +4,6 @@ A bad step does not change the weights, the optimiser or the EMA; its batch is s
 whether the run continues.
 """
 
-import json
 import math
 import statistics
 from collections.abc import Callable
@@ -24,8 +23,9 @@ from torch.utils.flop_counter import flop_registry
 from data.batches import Batch, Batches
 from data.features.source import FeatureSource, MicroBatch
 from eval.measures.machine import peak_memory
-from heads.base import Features, frozen_count, parameter_count, to_device
-from heads.common.files import atomic_write
+from heads.base import Features, NamedTensors, frozen_count, parameter_count, to_device
+from heads.common.files import atomic_write, write_json
+from heads.common.typed import Json
 from heads.modules.layers import compile_layers
 from inference.request import PhaseTimer
 from train.checkpoint import TrainState
@@ -46,7 +46,7 @@ from train.objective import (
     trained_rows,
 )
 from train.optim import Ema, learning_rate, optimizer
-from train.resolve import by_driver_name
+from train.resolve import peak_of
 from train.rollouts import Rollouts
 
 
@@ -57,21 +57,25 @@ class Flops(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operation and add its count."""
-        out = func(*args, **(kwargs or {}))
-        self.add(func, args, kwargs, out)
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        if (cost := flop_registry.get(func.overloadpacket)) is not None:
+            # torch's formula of addmm mistakes a dtype for a shape.
+            self.total += cost(*(x for x in args if not isinstance(x, torch.dtype)), **kwargs, out_val=out)
         return out
 
-    def add(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
-        """Add the count of an operation."""
-        cost = flop_registry.get(func.overloadpacket)
-        if cost is not None:
-            shapes = [
-                x for x in args if not isinstance(x, torch.dtype)
-            ]  # torch's formula of addmm mistakes a dtype for a shape
-            self.total += cost(*shapes, **(kwargs or {}), out_val=out)
+
+def in_dtype(features: Features, dtype: torch.dtype) -> Features:
+    """Return features whose states have this dtype."""
+    return features._replace(hidden=features.hidden.to(dtype), last_hidden=features.last_hidden.to(dtype))
 
 
 BAD = "bad"
+# A run's progress at its beginning, which all processes share.
+BEGINNING: Json = {
+    "best_tau": 0.0, "best_step": 0, "stale": 0, "measured": 0, "seconds": 0.0, "stall": 0.0, "flops": None,
+    "rollout_flops": 0, "rollout_tokens": 0, "recent": [], "skipped": 0, "in_a_row": 0,
+}  # fmt: skip
 PARTS = ("data", "rollout", "target", "head", "optimiser", "wait", "other")  # parts of a step's time
 WINDOW = 50  # good steps whose median is the reference of a spike; with fewer no spike is detected
 
@@ -93,7 +97,7 @@ class Loss(nn.Module):
 
     def forward(
         self, features: Features, weight: Tensor, anchors: Tensor | None, chunks: list[Chunk] | None = None
-    ) -> tuple[Tensor, dict[str, Tensor]]:
+    ) -> tuple[Tensor, NamedTensors]:
         """Unroll the head and return the weighted loss with its metrics, matmuls in bf16 if `autocast`.
 
         Without `chunks` they are read from the weight, for which the host waits for the accelerator.
@@ -136,10 +140,8 @@ class Guard:
     `recent` losses, the number of `skipped` steps, and how many of the last ones `in_a_row`.
     """
 
-    def __init__(self, config: TrainerConfig, progress: dict[str, Any]) -> None:
+    def __init__(self, config: TrainerConfig, progress: Json) -> None:
         self.config, self.progress = config, progress
-        for key, value in {"recent": [], "skipped": 0, "in_a_row": 0}.items():
-            progress.setdefault(key, value)
 
     def check(self, loss: float, norm: float) -> str | None:
         """Record a step's loss and gradient norm; return why it is bad, or None."""
@@ -157,17 +159,15 @@ class Guard:
             self.progress |= {key: self.progress[key] + 1 for key in ("skipped", "in_a_row")}
         return reason
 
-    def stops(self) -> bool:
-        """Whether the bad step just recorded stops the run."""
-        return self.config.on_bad_step == "stop" or self.progress["in_a_row"] >= self.config.bad_steps
-
-    def remedy(self) -> str:
-        """Return the remedy for a run that was stopped."""
+    def stops(self) -> str | None:
+        """Return why the bad step just recorded stops the run, with the remedy; None if it does not."""
         if self.config.on_bad_step == "stop":
             return "trainer.on_bad_step=skip resume=true goes on without it"
+        if (count := self.progress["in_a_row"]) < self.config.bad_steps:
+            return None
         return (
-            f"{self.progress['in_a_row']} bad steps in a row, as many as trainer.bad_steps allows: fix the data, "
-            "or start again with a lower trainer.lr"
+            f"{count} bad steps in a row, as many as trainer.bad_steps allows: fix the data, or start again with a "
+            "lower trainer.lr"
         )
 
 
@@ -175,8 +175,7 @@ class Guard:
 class Step:
     """The outcome of a step."""
 
-    stopped: bool  # whether a process has to stop, so that the step changed nothing
-    record: dict[str, Any] | None  # the metrics to log; None if the step is not logged
+    record: Json | None  # the metrics to log; None if the step is not logged
     bad: str | None  # why the step is bad; None for a good step
 
 
@@ -197,10 +196,9 @@ class Stepper:
         self.phase_timer = PhaseTimer(accelerator.device)
         self.peak = trainer.peak_tflops  # 10^12 operations per second of one device, if known
         if self.peak is None and accelerator.device.type == "cuda":
-            named = by_driver_name(torch.cuda.get_device_name(accelerator.device))
-            self.peak = None if named is None else named.tflops
+            self.peak = peak_of(torch.cuda.get_device_name(accelerator.device))
         self.steps, self.rows, self.stall = 0, 0, 0.0  # since the last record
-        self.restore({"flops": None, "rollout_flops": 0, "rollout_tokens": 0})
+        self.restore(dict(BEGINNING))
         self.counter: Any = nullcontext()  # counts a rollout in the counted step
         make = partial(optimizer, config=trainer)
         self.strategy = strategy.prepare(launcher, accelerator, loss, make, trainer.clip)
@@ -208,12 +206,12 @@ class Stepper:
         self.average = Ema(head, trainer.ema)
         self.state = TrainState(head, self.optimizer, self.average)
 
-    def restore(self, progress: dict[str, Any]) -> None:
+    def restore(self, progress: Json) -> None:
         """Restore a run's progress in place: a step's operations, the rollouts' tokens, the guard's history."""
         self.progress, self.guard = progress, Guard(self.trainer, progress)
 
-    def __call__(self, step: int, *, halted: Callable[[], bool]) -> Step:
-        """Take step `step`, counted from 0; `halted` may stop all processes before a micro-batch."""
+    def __call__(self, step: int, *, halted: Callable[[], bool]) -> Step | None:
+        """Take step `step`, counted from 0; None if `halted` stopped all processes before a micro-batch."""
         self.phase_timer.mark(None)  # the time before this is not the step's
         trainer, device, stall = self.trainer, self.accelerator.device, self.source.stall
         self.loss.progress = step / trainer.steps
@@ -227,12 +225,12 @@ class Stepper:
         shared: Any = self.accelerator.reduce(to_device(mine, device), "sum")
         normalizer, trained = shared[:2].clamp_min(1)
         self.phase_timer.mark("wait")
-        totals: dict[str, Tensor] = {}
+        totals: NamedTensors = {}
         for i, (micro, (anchors, weight)) in enumerate(zip(micro_batches, sampled, strict=True)):
             features = micro.read()
             self.phase_timer.mark("target")
             if halted():
-                return Step(stopped=True, record=None, bad=None)
+                return None
             self.phase_timer.mark("wait")
             scaled = to_device(weight.row, device) / normalizer[:, None, None]
             chunks = self.loss.chunks(weight.trained, device, micro.batch.path)
@@ -260,7 +258,7 @@ class Stepper:
         self.stall += self.source.stall - stall
         logged = bad is not None or (step + 1) % trainer.log_every == 0
         record = {**numbers, "lr": self.rate(step), **({} if bad is None else {"skipped": True})}
-        return Step(stopped=False, record={**record, **self.cost(step)} if logged else None, bad=bad)
+        return Step(record={**record, **self.cost(step)} if logged else None, bad=bad)
 
     def micro_batches(self, step: int) -> tuple[list[MicroBatch], int]:
         """Return a step's micro-batches, the rollout's included, and the target's tokens for the rollout."""
@@ -273,14 +271,14 @@ class Stepper:
         self.phase_timer.mark("rollout")
         return [*given, *rollout], read
 
-    def read(self, totals: dict[str, Tensor], norm: Tensor, trained: Tensor) -> dict[str, Any]:
+    def read(self, totals: NamedTensors, norm: Tensor, trained: Tensor) -> Json:
         """Return the step's numbers over all processes: the only read of the host."""
         depths = len(trained)
         mine = torch.cat([*totals.values(), norm.reshape(1).to(trained.dtype)])
         packed: Any = self.accelerator.reduce(mine, "sum")
         packed[depths:-1] /= trained.repeat(len(totals) - 1)
         *means, grad_norm, rows = torch.cat([packed, trained[:1]]).tolist()
-        metrics: dict[str, Any] = {name: means[i * depths : (i + 1) * depths] for i, name in enumerate(totals)}
+        metrics: Json = {name: means[i * depths : (i + 1) * depths] for i, name in enumerate(totals)}
         first = {"loss": metrics.pop("loss")[0], "accuracy": metrics.pop("accuracy")}
         grad_norm /= self.accelerator.num_processes
         return {**first, **metrics, "grad_norm": grad_norm, "rows": int(rows)}
@@ -292,7 +290,7 @@ class Stepper:
         rollouts = 0 if self.rollouts is None else sum(map(self.rollouts.due, range(begin, end)))
         return int(self.progress["flops"] * (end - begin) + self.progress["rollout_flops"] * rollouts)
 
-    def cost(self, step: int) -> dict[str, Any]:
+    def cost(self, step: int) -> Json:
         """Return the cost per step since the last record: rates of all processes, other numbers of this one."""
         steps, rows, stall = self.steps, self.rows, self.stall
         self.steps, self.rows, self.stall = 0, 0, 0.0
@@ -315,7 +313,7 @@ class Stepper:
             "memory_bytes": peak_memory(device),
         }
 
-    def counted(self, step: int, *, halted: Callable[[], bool]) -> Step:
+    def counted(self, step: int, *, halted: Callable[[], bool]) -> Step | None:
         """Take a step and count its floating-point operations over all processes, the target's included.
 
         The rollout's are counted separately, since not every step has one.
@@ -328,7 +326,7 @@ class Stepper:
         ):  # operations of compiled code cannot be counted
             taken = self(step, halted=halted)
         self.counter, world = nullcontext(), self.accelerator.num_processes
-        if not taken.stopped:
+        if taken is not None:
             self.progress |= {"flops": (count.total - rollout.total) * world, "rollout_flops": rollout.total * world}
         return taken
 
@@ -339,12 +337,11 @@ class Stepper:
     def backward(
         self, features: Features, keys: Tensor, anchors: Tensor | None, weight: Tensor, chunks: list[Chunk] | None,
         *, last: bool,
-    ) -> tuple[Tensor, dict[str, Tensor]]:  # fmt: skip
+    ) -> tuple[Tensor, NamedTensors]:  # fmt: skip
         """Accumulate one micro-batch's gradient; the factor undoes the processes' average."""
         device = self.accelerator.device
         if self.accelerator.mixed_precision == "no":
-            dtype = next(self.head.parameters()).dtype
-            features = features._replace(hidden=features.hidden.to(dtype), last_hidden=features.last_hidden.to(dtype))
+            features = in_dtype(features, next(self.head.parameters()).dtype)
         features = noisy(features, self.loss.noise, to_device(keys, device))
         anchors = None if anchors is None else to_device(anchors, device)
 
@@ -357,8 +354,8 @@ class Stepper:
         return loss, sums
 
 
-def keep_batch(folder: Path, batches: Batches, step: int, why: str) -> str:
-    """Write the global batch of step `step`, counted from 0, into `folder`; return a message about it.
+def keep_batch(folder: Path, batches: Batches, step: int, why: str) -> Path:
+    """Write the global batch of step `step`, counted from 0, into `folder`; return its file.
 
     `step-N.safetensors` has the sequences' indices, tokens, documents and masks; N counts from 1, as in metrics.jsonl.
     `step-N.json` has the seed, the world size and the reason.
@@ -367,9 +364,6 @@ def keep_batch(folder: Path, batches: Batches, step: int, why: str) -> str:
     names = ("token", "document", "mask")
     tensors = {"row": row, **{name: field[row] for name, field in zip(names, batches.packed, strict=True)}}
     record = {"step": step + 1, "seed": batches.seed, "why": why, "world_size": batches.world}
-    try:
-        atomic_write(path, to_bytes(tensors))
-        atomic_write(path.with_suffix(".json"), (json.dumps(record, indent=2) + "\n").encode())
-    except OSError as error:
-        return f"its batch could not be kept ({error})"
-    return f"its batch is in {path}"
+    atomic_write(path, to_bytes(tensors))
+    write_json(path.with_suffix(".json"), record)
+    return path

@@ -15,12 +15,13 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import Annotated, Any, Literal, NamedTuple, NoReturn, cast
 
-from data.answers.client import EndpointError, base_url, check_url
+from data.answers.client import EndpointError, base_url
 from eval.measures.losslessness import shared_length
 from heads.common.progress import Bar
-from heads.common.ranges import Amount, Count, NewTokens, Number, Positive, Within
+from heads.common.ranges import Amount, Count, NewTokens, Positive, Within
+from heads.common.typed import Json
 from heads.common.untrusted import visible
-from ops.served import STREAMED, ClientConfig, Json, Question, Record, Reply, Server, Token, read_replies, within
+from ops.served import STREAMED, Question, Record, Reply, Server, ServersConfig, Token, read_replies, within
 
 AUDITED, BASELINE = SIDES = ("audited", "baseline")
 LOGPROBS = 5  # most probable tokens per position
@@ -41,18 +42,10 @@ SHOWN = 400  # characters of a note
 
 
 @dataclass(frozen=True)
-class AuditConfig:
+class AuditConfig(ServersConfig):
     """The servers, the requests and their budget; conf/ops/audit.yaml explains the keys."""
 
-    url: str
-    baseline: str | None
-    client: ClientConfig
-    out: str
-    workload: Any  # a name, a list of them, or None
     questions: list[str]
-    prompts: Count
-    max_new_tokens: NewTokens
-    seed: Number
     requests: Count
     minutes: Positive
     concurrency: list[Count]
@@ -65,8 +58,7 @@ class AuditConfig:
 
     def __post_init__(self) -> None:
         """Refuse an audit without a baseline."""
-        for key, url in (("url", self.url), ("baseline", self.baseline or self.url)):
-            check_url(key, url)
+        super().__post_init__()
         if not self.plain and base_url(self.baseline or self.url) == base_url(self.url):
             raise ValueError(
                 "audit needs a baseline: the same model served without speculation at another URL (baseline=URL), or "

@@ -163,10 +163,7 @@ def fewer(ones: Sequence[bool], others: Sequence[bool]) -> float:
 
 
 def choices(audit: Audit) -> Finding:
-    """Ask for two choices with a seed at temperature 1: both must come, be counted, and differ.
-
-    The second choices are those of the baseline's distribution, by the same test as samples.
-    """
+    """Ask for two choices with a seed at temperature 1: both must come, be counted, and differ."""
     trials = [
         (question, audit.asker.ask(AUDITED, question), audit.asker.ask(BASELINE, question))
         for question in _seeded(audit, n=2)
@@ -174,17 +171,10 @@ def choices(audit: Audit) -> Finding:
     if any(len(theirs) != 2 for *_, theirs in trials):
         return Finding("not_offered", "the baseline does not answer n=2")
     wrong = [(*trial, *broken) for trial in trials if (broken := wrong_choices(*trial[1:]))]
-    if not wrong:
-        seconds: dict[str, Sides] = {}
-        for question, *sides in trials:
-            for texts, (_, second) in zip(seconds.setdefault(question.prompt, ([], [])), sides, strict=True):
-                texts.append(second.content)
-        same = [all(sides[i][0].text == sides[i][1].text for _, *sides in trials) for i in range(2)]
-        level = audit.config.alpha / 10
-        if same == [True, False]:
-            wrong = [(*trials[0], "choices", "both choices are the same text, always")]
-        elif p_value([*seconds.values()], level, np.random.default_rng(audit.config.seed)) <= level:
-            wrong = [(*trials[0], "choices", "the second choices are not the baseline's")]
+    sides = ([ours for _, ours, _ in trials], [theirs for *_, theirs in trials])
+    copied = [all(len({reply.text for reply in replies}) == 1 for replies in side) for side in sides]
+    if not wrong and copied == [True, False]:
+        wrong = [(*trials[0], "choices", "both choices are the same text, always")]
     differences = [
         violation(question, "\n".join(r.content for r in ours), "\n".join(r.content for r in theirs), fault, note)
         for question, ours, theirs, fault, note in wrong[:3]

@@ -75,10 +75,6 @@ FAULTS = {
         {"config": set_to(rope_parameters={"rope_type": "default", "rope_theta": 5e5})}, "rope",
         "rope_parameters says theta 500000", "theta 10000",
     ),
-    "theta in one of two places": Fault(
-        {"config": within("transformer_layer_config", rope_theta=5e5)}, "transformer_layer_config.rope_theta", "500000",
-        "set both",
-    ),
     "2048 positions": Fault(
         {"config": rope(max_position_embeddings=2048)}, "max_position_embeddings", "2048",
         'set "max_position_embeddings" to 4096',

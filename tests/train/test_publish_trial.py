@@ -19,7 +19,7 @@ from inference.target.target import Target
 from tests.train.hub_server import Hub
 from tests.train.publishing import REPO, config
 from train.publish import publish
-from train.release import trial
+from train.release import hub as trial
 
 TARGET = ROOT / "examples" / "tiny"
 OPTIONS = {"heads": 2, "layers": 1, "lm_head": "shared", "lm_head_rank": None, "draft_vocab": None}

@@ -23,7 +23,6 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import OmegaConf
 
-from heads.common.untrusted import shown
 from train.config import LauncherConfig, SlurmConfig
 
 PORTS, WINDOW = 15_000, 10_000  # below those that Linux gives away; a job's number picks one, two jobs may share a node
@@ -65,44 +64,37 @@ def take_over(launcher: Any, accelerators: int) -> None:
 
     A task of srun becomes a process, or the launcher of its node where it is the only one for several processes of it:
     without a number of them for each of the `accelerators`. Of several nodes that a user has started one by one,
-    NODE_RANK says which this is and MASTER_ADDR where they meet. Refuse a first task on a node without an address, and
-    a NODE_RANK that is no number.
+    NODE_RANK says which this is and MASTER_ADDR where they meet. Refuse a first task on a node without an address.
     """
     if among_tasks() and (not launched() or PARENT in os.environ):
-        _take_over_task(launcher, accelerators)
+        tasks, counts, number = _tasks(), list[int](), int(os.environ.get("SLURM_NODEID", "0"))
+        listed = os.environ.get("SLURM_STEP_TASKS_PER_NODE") or os.environ.get("SLURM_TASKS_PER_NODE", "")
+        for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", listed):  # "4(x2),3" for nodes of 4, 4 and 3
+            counts += [int(count)] * int(times or 1)
+        if sum(counts) != tasks:
+            nodes = int(os.environ.get("SLURM_NNODES", "1"))
+            counts = [tasks // nodes] * nodes
+        port = int(os.environ.get("MASTER_PORT") or launcher.main_process_port or 0)
+        port = port or PORTS + int(os.environ.get("SLURM_JOB_ID", "0")) % WINDOW
+        address = os.environ.get("MASTER_ADDR") or (_first_node() if counts[number] < tasks else "127.0.0.1")
+        if max(counts) == 1 and (launcher.num_processes or accelerators) > 1 and launcher.slurm is None:
+            if launcher.num_nodes == 1:
+                launcher.num_nodes = tasks
+            launcher.machine_rank, launcher.main_process_ip = int(os.environ["SLURM_PROCID"]), address
+            launcher.main_process_port = port
+        elif not launched():
+            os.environ |= {
+                "RANK": os.environ["SLURM_PROCID"],
+                "WORLD_SIZE": str(tasks),
+                "LOCAL_RANK": os.environ.get("SLURM_LOCALID", "0"),
+                "LOCAL_WORLD_SIZE": str(counts[number]),
+                "MASTER_ADDR": address,
+                "MASTER_PORT": str(port),
+            }
     if launcher.num_nodes == 1 or launcher.main_process_ip is not None or "MASTER_ADDR" not in os.environ or launched():
         return
-    rank = os.environ.get("NODE_RANK", str(launcher.machine_rank))
-    if not rank.isdigit():
-        raise ValueError(f"NODE_RANK is {shown(rank)}: give the number of this node, from 0")
-    launcher.machine_rank, launcher.main_process_ip = int(rank), os.environ["MASTER_ADDR"]
-
-
-def _take_over_task(launcher: Any, accelerators: int) -> None:
-    """Set torch's variables, or for a node's launcher the number of nodes and the rendezvous address."""
-    tasks, counts, number = _tasks(), list[int](), int(os.environ.get("SLURM_NODEID", "0"))
-    listed = os.environ.get("SLURM_STEP_TASKS_PER_NODE") or os.environ.get("SLURM_TASKS_PER_NODE", "")
-    for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", listed):  # "4(x2),3" for nodes of 4, 4 and 3
-        counts += [int(count)] * int(times or 1)
-    if sum(counts) != tasks:
-        nodes = int(os.environ.get("SLURM_NNODES", "1"))
-        counts = [tasks // nodes] * nodes
-    port = int(os.environ.get("MASTER_PORT") or launcher.main_process_port or 0)
-    port = port or PORTS + int(os.environ.get("SLURM_JOB_ID", "0")) % WINDOW
-    address = os.environ.get("MASTER_ADDR")
-    if max(counts) == 1 and (launcher.num_processes or accelerators) > 1 and launcher.slurm is None:
-        if launcher.num_nodes == 1:
-            launcher.num_nodes = tasks
-        launcher.machine_rank, launcher.main_process_ip = int(os.environ["SLURM_PROCID"]), address or _first_node()
-        launcher.main_process_port = port
-        return
-    if launched():
-        return
-    os.environ["RANK"], os.environ["WORLD_SIZE"] = os.environ["SLURM_PROCID"], str(tasks)
-    os.environ["LOCAL_RANK"] = os.environ.get("SLURM_LOCALID", "0")
-    os.environ["LOCAL_WORLD_SIZE"] = str(counts[number])
-    os.environ["MASTER_ADDR"] = address or (_first_node() if counts[number] < tasks else "127.0.0.1")
-    os.environ["MASTER_PORT"] = str(port)
+    launcher.machine_rank = os.environ.get("NODE_RANK", launcher.machine_rank)
+    launcher.main_process_ip = os.environ["MASTER_ADDR"]
 
 
 def _tasks() -> int:
