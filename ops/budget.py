@@ -147,7 +147,7 @@ class ForecastConfig:
     points: Annotated[int, Within(3, 8)]
     warmup: Count
     cooldown: Annotated[float, Within(0, 1, above=True, below=True)]
-    prompts: Annotated[int, Within(4, 4096)]
+    prompts: Count
     tokens: NewTokens
 
 

@@ -112,14 +112,6 @@ def measure(config: ServedConfig) -> Report:
                     greedy[size].append((*texts, request.id))
     compared = greedy.items() if BASELINE in servers else ()
     gates = {labelled(ENDPOINT, size): text_gate(*zip(*given, strict=True)) for size, given in compared}
-    warnings = []
-    for name, one in servers.items():
-        firsts = [answer.prefill_s for _, runs in measured for repeats in runs[name].answers for answer in repeats]
-        if whole := firsts.count(None):
-            warnings.append(
-                f"{one.url}: {whole} of {len(firsts)} answers came at once and not as they were written (it does "
-                "not stream, or a gateway before it holds streams back): their rows have speeds end to end only"
-            )
     return Report(
         target={"name": server.model, "path": server.model},
         device={
@@ -139,7 +131,6 @@ def measure(config: ServedConfig) -> Report:
         },
         gates=gates,
         rows=[row for measurement, runs in measured for row in rows(runs, gates, measurement)],
-        extras={"warnings": warnings} if warnings else {},
     )
 
 

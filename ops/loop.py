@@ -31,7 +31,7 @@ from eval.report.write import read_report
 from heads.common.command import command, quoted
 from heads.common.files import atomic_write, check_writable, claim, last_good, read_checked, replacing, write_checked
 from heads.common.progress import tell
-from heads.common.ranges import Decay, Fraction, Number, Within
+from heads.common.ranges import Count, Decay, Fraction, Number, Within
 from heads.common.typed import Json, typed
 from heads.formats.hub import kind_of, resolve_head
 from heads.formats.published import is_published
@@ -62,7 +62,7 @@ class LoopConfig:
     least: Annotated[int, Within(8, 1_000_000)]
     held_out: Annotated[float, Within(0.05, 0.9)]
     old: Decay
-    requests: Annotated[int, Within(2, 1_000_000)]
+    requests: Count
     old_loss: Fraction
     command: str | None
 
@@ -131,11 +131,9 @@ def maintain(run: RunConfig, service: LoopJob, words: list[str], train: Train) -
         if not free:
             raise ValueError(f"{out}: another maintenance is running there; wait for it, or give another out")
         maintenance = Maintenance(run, service, words, train, State.read(out, service.serve))
-        stages = {stage: getattr(maintenance, stage) for stage in (WATCH, ADAPT, PROVE, SWAP)}
-        done: int | None = None
-        while done is None:
-            done = stages[maintenance.state.stage]()
-        return done
+        while (done := getattr(maintenance, maintenance.state.stage)()) is None:
+            pass
+        return int(done)
 
 
 class Maintenance:

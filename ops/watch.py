@@ -26,7 +26,7 @@ import time
 from codecs import BOM_UTF8
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Annotated, NamedTuple
 
@@ -292,16 +292,20 @@ def json_object(line: bytes) -> Json:
     return raw
 
 
+@dataclass
 class Log:
     """A log's observations: the counts of its records, else those of a head replayed along them.
 
     `skipped` counts the records that have neither; `numbers` has the line, from 0, of each observation.
     """
 
-    def __init__(self, path: Path, config: WatcherConfig, replay: Replay | None, begin: int = 0) -> None:
-        self.path, self.config, self.replay, self.begin = path, config, replay, begin
-        self.lines = self.skipped = 0
-        self.numbers: list[int] = []
+    path: Path
+    config: WatcherConfig
+    replay: Replay | None
+    begin: int = 0
+    lines: int = 0
+    skipped: int = 0
+    numbers: list[int] = field(default_factory=list)
 
     def __iter__(self) -> Iterator[SpecDecodingStats]:
         """Yield the passes of each record with an answer of two tokens or more.

@@ -30,7 +30,7 @@ from data.text.sources import open_sources
 from data.text.template import template_sha256
 from eval.inputs.workloads import MIN_ANSWER_TOKENS
 from eval.measures.machine import revision
-from heads.base import DraftHead, Features, HeadConfig, parameter_count, to_device
+from heads.base import DraftHead, Features, parameter_count, to_device
 from heads.common.errors import redacted_values, redacted_words
 from heads.common.files import atomic_write, write_json
 from heads.common.progress import tell
@@ -162,12 +162,11 @@ def build(run: RunConfig, accelerator: Accelerator, lock: RunLock) -> Loop:
             origin["features"] = dict(zip(source.servers.urls, source.servers.models, strict=True))
         elif isinstance(source, StoredFeatures):
             origin["features"] = {"path": str(source.store.folder), **asdict(source.store.spec)}
-        prepare_out(run, values, lock, identity(run, head.config, target, batches, 1).settings, data, origin)
+        trained = {"head": head.config, "peft": run.peft}
+        settings = checkpoint.settings(run.trainer, trained, target.spec.fingerprint, batches)
+        prepare_out(run, values, lock, settings, data, origin)
         started = f"starts from {init}, whose numbers replace those of head={run.head.name}; " if init else ""
-        tell(
-            f"{run.name}: {started}{parameter_count(head):,} trained parameters, {len(data.samples):,} samples, "
-            f"{len(packed.token):,} sequences of {run.data.length} tokens"
-        )
+        tell(f"{run.name}: {started}{sizes(head, data, packed)}")
         placed = None if run.alone_on_cpu else in_words(plan(run))
         unserved = export.unserved(head.config, target.embeddings.beyond_tables())
         for line in filter(None, (unserved, placed)):
@@ -244,7 +243,12 @@ def loop_of(
         rollouts = Rollouts(target, kept_head.decoding, tree, drafted, run.objective.depths, source.batches)
     width = target.embeddings.hidden_size
     stepper = Stepper(run.trainer, run.launcher, accelerator, loss, source, width, rollouts)
-    this_run = identity(run, head.config, target, source.batches, accelerator.num_processes)
+    weighed = {f"objective.{key}": value for key, value in asdict(run.objective).items()}
+    trained = {"head": head.config, "peft": run.peft}
+    this_run = checkpoint.Identity(
+        checkpoint.settings(run.trainer, trained, target.spec.fingerprint, source.batches),
+        checkpoint.numerics(run.trainer, weighed, run.launcher.strategy, accelerator.num_processes),
+    )
     return Loop(Path(run.out), stepper, kept_head, evaluator, this_run, resumes=run.resume, config=values)
 
 
@@ -252,17 +256,6 @@ def batches_for(run: Any, packed: Any, accelerator: Accelerator) -> Batches:
     """Return the run's batches, the trainer's token budgets converted to sequences."""
     step, micro_batch = (tokens // run.data.length for tokens in (run.trainer.batch_tokens, run.trainer.micro_tokens))
     return Batches(packed, step, micro_batch, run.trainer.seed, accelerator.process_index, accelerator.num_processes)
-
-
-def identity(
-    run: RunConfig, head: HeadConfig, target: Target | EmbeddingsOnly, batches: Batches, world: int
-) -> checkpoint.Identity:
-    """Return the settings that identify the run on resume; `head` is the configuration of the head as built."""
-    weighed = {f"objective.{key}": value for key, value in asdict(run.objective).items()}
-    return checkpoint.Identity(
-        checkpoint.settings(run.trainer, {"head": head, "peft": run.peft}, target.spec.fingerprint, batches),
-        checkpoint.numerics(run.trainer, weighed, run.launcher.strategy, world),
-    )
 
 
 def max_prompt_tokens(run: RunConfig, config: Any) -> int | None:
@@ -322,6 +315,15 @@ def provenance(world: int, strategy: str, data: TrainingData, tokenizer: PreTrai
         "chat_template_sha256": template_sha256(tokenizer),
         "data": data.counts.report(),
     }
+
+
+def sizes(head: Any, data: TrainingData, packed: Packed) -> str:
+    """Return the sizes of what is trained and of its data, in words."""
+    count, length = packed.token.shape
+    return (
+        f"{parameter_count(head):,} trained parameters, {len(data.samples):,} samples, {count:,} sequences of {length} "
+        "tokens"
+    )
 
 
 def values_of(run: Any) -> Json:

@@ -22,7 +22,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -140,11 +140,13 @@ def tensors(path: Path) -> Iterator[tuple[str, Tensor]]:
         yield name, shards[about["shard"]].get_tensor(name)
 
 
+@dataclass
 class TrainState:
     """The state of a head, its optimiser and the average of its weights, under any strategy."""
 
-    def __init__(self, head: nn.Module, optimizer: Any, average: Ema) -> None:
-        self.head, self.optimizer, self.average = head, optimizer, average
+    head: nn.Module
+    optimizer: Any
+    average: Ema
 
     def names(self) -> list[str]:
         """Return the names of all tensors, in the same order on every process."""

@@ -100,7 +100,7 @@ class LauncherConfig:
     num_nodes: Count
     machine_rank: int
     main_process_ip: str | None
-    main_process_port: Annotated[int, Within(0, 65535)] | None
+    main_process_port: Number | None
     strategy: Annotated[str, OneOf((AUTO, *STRATEGIES))]
     slurm: SlurmConfig | None
 

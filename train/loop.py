@@ -5,7 +5,7 @@ import json
 import random
 import time
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -95,23 +95,23 @@ class AcceptanceEvaluator:
         }
 
 
+@dataclass
 class KeptHead:
     """The best head of a run on disk, in its own folder with its tree."""
 
-    def __init__(self, folder: Path, head: nn.Module, target: Target | EmbeddingsOnly, tree: TreeConfig) -> None:
-        self.folder, self.head, self.target, self.tree = folder, head, target, tree
+    folder: Path
+    head: nn.Module
+    target: Target | EmbeddingsOnly
+    tree: TreeConfig
 
     def decoding(self, weights: NamedTensors) -> Any:
         """Return a copy for decoding, with these weights, in the target's dtype."""
-        return self.unwrapped(weights).to(self.target.device, self.target.dtype)
+        head: Any = merged_copy(self.head, weights)
+        return head.eval().requires_grad_(False).to(self.target.device, self.target.dtype)
 
     def write(self, weights: NamedTensors) -> None:
         """Write the head with these weights."""
-        save_head(self.folder, self.unwrapped(weights), self.target.spec, vars(self.tree))
-
-    def unwrapped(self, weights: NamedTensors) -> Any:
-        """Return an unwrapped copy of the head with these weights."""
-        return merged_copy(self.head, weights).eval().requires_grad_(False)
+        save_head(self.folder, merged_copy(self.head, weights), self.target.spec, vars(self.tree))
 
 
 class Loop:
@@ -272,7 +272,7 @@ class Loop:
             "steps": steps,
             "tokens": steps * self.source.batches.step_tokens + self.progress["rollout_tokens"],
             "rollout_tokens": self.progress["rollout_tokens"],
-            "flops": self.stepper.operations(0, steps),
+            "flops": None if (flops := self.progress["flops"]) is None else flops * steps,
             "skipped": self.progress["skipped"],
             "best_tau": self.progress["best_tau"],
             "seconds": self.progress["seconds"],

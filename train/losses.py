@@ -45,7 +45,7 @@ class ObjectiveConfig:
     noise: Amount
     eta: Amount
     top_k: Count
-    base_loss_share: list[Fraction] | None
+    base_loss_share: tuple[Fraction, Fraction] | None
     on_policy: OnPolicyConfig
 
     def __post_init__(self) -> None:
@@ -56,10 +56,6 @@ class ObjectiveConfig:
                 raise ValueError(f"objective.{key}: unknown, choose from {', '.join(LOSSES)}")
         if not any(self.losses.values()):
             raise ValueError("objective.losses: no loss has a weight; give at least one")
-        if self.base_loss_share is not None and len(self.base_loss_share) != 2:
-            raise ValueError(
-                "objective.base_loss_share: give two shares, of the first step and of the last, such as [1,0]"
-            )
 
     def base_loss_share_at(self, progress: float) -> float:
         """Return the share of the uncorrected logits' loss after a fraction of the steps."""

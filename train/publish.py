@@ -38,7 +38,7 @@ def publish(config: PublishConfig, api: HfApi, say: Callable[[str], object] = pr
     Raises:
         ValueError: there is no run or no head, the Hub refuses or cannot be reached, or the download differs.
     """
-    run = Path(config.run).expanduser()
+    run, repo = Path(config.run).expanduser(), config.repo
     out = Path(config.out).expanduser() if config.out else run / "publish"
     if not last_good(run / "head").is_dir():  # a published head, such as another project's, is only written in a format
         if None in (config.format, config.target, config.out) or not config.dry_run:
@@ -52,7 +52,7 @@ def publish(config: PublishConfig, api: HfApi, say: Callable[[str], object] = pr
             convert(out, config_of(out), str(config.target), say)
         return out
     if not config.dry_run and not (api.token or get_token()):
-        raise ValueError(f"{config.repo}: no token for the Hub; run `hf auth login`, set HF_TOKEN or dry_run=true")
+        raise ValueError(f"{repo}: no token for the Hub; run `hf auth login`, set HF_TOKEN or dry_run=true")
     if config.format == CHECKPOINT:
         copy_with_head(run, out, config)
         say(f"{out}: the target with this head as its MTP module")
@@ -67,36 +67,33 @@ def publish(config: PublishConfig, api: HfApi, say: Callable[[str], object] = pr
     say(f"how to serve it: {out / 'README.md'}")
     for remark in (shown["warning"], *shown["drawbacks"]):
         if remark:
-            print(visible(f"warning: {config.repo}: {remark}"), file=sys.stderr)
+            print(visible(f"warning: {repo}: {remark}"), file=sys.stderr)
     if config.dry_run:
         target = "" if shown["hub"] else f", and the target's folder where it says {shown['path']}"
-        say(f"dry_run: nothing was uploaded; where that card says {config.repo} give {out}{target}")
+        say(f"dry_run: nothing was uploaded; where that card says {repo} give {out}{target}")
         return out
-    check_connected(config.repo)
+    check_connected(repo)
     trial = trial_of(run, config)
     if callable(trial) and (config.format or config.base):  # an exported head is tried before it is uploaded
         remedy = "; nothing was uploaded, publish without format and base, or with dtype=float32"
         trial(out, f"{out}: the written head drafts otherwise than it was trained", remedy)
-    stopped = f"{config.repo} has the whole commit or nothing of it; the same command publishes again"
-    with keeping(lambda: stopped), repository(config.repo, config.private, config.tag, api) as before:
-        commit = push(out, config.repo, before, FILES, api)
+    stopped = f"{repo} has the whole commit or nothing of it; the same command publishes again"
+    with keeping(lambda: stopped), repository(repo, config.private, config.tag, api) as before:
+        commit = push(out, repo, before, FILES, api)
     try:
-        with downloaded(out, config.repo, commit, api) as back:
-            complaint = f"{config.repo}: the head that came back drafts otherwise"
+        with downloaded(out, repo, commit, api) as back:
+            complaint = f"{repo}: the head that came back drafts otherwise"
             tau = trial(back, complaint) if callable(trial) else f"τ was not verified: {trial}"
     except ValueError as error:
         raise ValueError(
-            f"{error}; {config.repo} is at {commit}, before, it was {before}: publish again, or take it down on the Hub"
+            f"{error}; {repo} is at {commit}, before, it was {before}: publish again, or take it down on the Hub"
         ) from error
     tagged = ""
     if config.tag is not None:
         tagged = f", tag {config.tag}"
-        with hub_errors(config.repo, f"setting the tag {config.tag}"):
-            api.create_tag(config.repo, tag=config.tag, revision=commit)
-    say(
-        f"published as {config.repo} at {commit[:SHORT]}{tagged}, downloaded again and equal in every file and tensor; "
-        f"{tau}"
-    )
+        with hub_errors(repo, f"setting the tag {config.tag}"):
+            api.create_tag(repo, tag=config.tag, revision=commit)
+    say(f"published as {repo} at {commit[:SHORT]}{tagged}, downloaded again and equal in every file and tensor; {tau}")
     return out
 
 

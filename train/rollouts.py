@@ -9,6 +9,7 @@ many copies as its trees have leaves. A rollout depends on seed, step and weight
 
 import random
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -107,15 +108,16 @@ def _drafted(
     )
 
 
+@dataclass
 class Rollouts:
     """The rollouts of one process, for any step, on prompts of its part of the step's batch."""
 
-    def __init__(
-        self, target: Target, decoding: Callable[[NamedTensors], Any], tree: TreeConfig, config: OnPolicyConfig,
-        depths: int, batches: Batches,
-    ) -> None:  # fmt: skip
-        self.target, self.decoding, self.tree, self.config = target, decoding, tree, config
-        self.depths, self.batches = depths, batches
+    target: Target
+    decoding: Callable[[NamedTensors], Any]  # weights -> a head to decode with
+    tree: TreeConfig
+    config: OnPolicyConfig
+    depths: int
+    batches: Batches
 
     def due(self, step: int) -> bool:
         """Whether a step has a rollout."""

@@ -7,7 +7,6 @@ whether the run continues.
 import math
 import statistics
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -74,7 +73,7 @@ BAD = "bad"
 # A run's progress at its beginning, which all processes share.
 BEGINNING: Json = {
     "best_tau": 0.0, "best_step": 0, "stale": 0, "measured": 0, "seconds": 0.0, "stall": 0.0, "flops": None,
-    "rollout_flops": 0, "rollout_tokens": 0, "recent": [], "skipped": 0, "in_a_row": 0,
+    "rollout_tokens": 0, "recent": [], "skipped": 0, "in_a_row": 0,
 }  # fmt: skip
 PARTS = ("data", "rollout", "target", "head", "optimiser", "wait", "other")  # parts of a step's time
 WINDOW = 50  # good steps whose median is the reference of a spike; with fewer no spike is detected
@@ -132,6 +131,7 @@ class Loss(nn.Module):
         return anchors, weight if batch.path is None else weight.times(self.config.on_policy.weight)
 
 
+@dataclass
 class Guard:
     """Detect bad steps and decide whether they stop the run.
 
@@ -140,8 +140,8 @@ class Guard:
     `recent` losses, the number of `skipped` steps, and how many of the last ones `in_a_row`.
     """
 
-    def __init__(self, config: TrainerConfig, progress: Json) -> None:
-        self.config, self.progress = config, progress
+    config: TrainerConfig
+    progress: Json
 
     def check(self, loss: float, norm: float) -> str | None:
         """Record a step's loss and gradient norm; return why it is bad, or None."""
@@ -199,7 +199,6 @@ class Stepper:
             self.peak = peak_of(torch.cuda.get_device_name(accelerator.device))
         self.steps, self.rows, self.stall = 0, 0, 0.0  # since the last record
         self.restore(dict(BEGINNING))
-        self.counter: Any = nullcontext()  # counts a rollout in the counted step
         make = partial(optimizer, config=trainer)
         self.strategy = strategy.prepare(launcher, accelerator, loss, make, trainer.clip)
         self.optimizer = self.strategy.optimizer
@@ -212,7 +211,8 @@ class Stepper:
 
     def __call__(self, step: int, *, halted: Callable[[], bool]) -> Step | None:
         """Take step `step`, counted from 0; None if `halted` stopped all processes before a micro-batch."""
-        self.phase_timer.mark(None)  # the time before this is not the step's
+        mark = self.phase_timer.mark
+        mark(None)  # the time before this is not the step's
         trainer, device, stall = self.trainer, self.accelerator.device, self.source.stall
         self.loss.progress = step / trainer.steps
         micro_batches, rollout_tokens = self.micro_batches(step)
@@ -221,30 +221,30 @@ class Stepper:
         sampled = [self.loss.sampled(*inputs) for inputs in zip(batches, keys, strict=True)]
         mine: Any = sum(torch.stack([weight.normalizer, weight.trained.sum((1, 2))]) for _, weight in sampled)
         mine = torch.cat([mine, torch.full_like(mine[:1], rollout_tokens)])
-        self.phase_timer.mark("data")
+        mark("data")
         shared: Any = self.accelerator.reduce(to_device(mine, device), "sum")
         normalizer, trained = shared[:2].clamp_min(1)
-        self.phase_timer.mark("wait")
+        mark("wait")
         totals: NamedTensors = {}
         for i, (micro, (anchors, weight)) in enumerate(zip(micro_batches, sampled, strict=True)):
             features = micro.read()
-            self.phase_timer.mark("target")
+            mark("target")
             if halted():
                 return None
-            self.phase_timer.mark("wait")
+            mark("wait")
             scaled = to_device(weight.row, device) / normalizer[:, None, None]
             chunks = self.loss.chunks(weight.trained, device, micro.batch.path)
             loss, sums = self.backward(features, keys[i], anchors, scaled, chunks, last=i + 1 == len(micro_batches))
             for name, value in {"loss": loss.detach().expand(len(trained)), **sums}.items():
                 totals[name] = totals.get(name, torch.zeros_like(value)) + value
-            self.phase_timer.mark("head")
+            mark("head")
         norm = self.strategy.clip(trainer.clip)
-        self.phase_timer.mark("optimiser")
+        mark("optimiser")
         numbers = self.read(totals, torch.as_tensor(norm, device=device), trained)
         if self.rollouts is not None:
             numbers["rollout_tokens"] = int(shared[2, 0])
             self.progress["rollout_tokens"] += numbers["rollout_tokens"]
-        self.phase_timer.mark("wait")
+        mark("wait")
         bad = self.guard.check(numbers["loss"], numbers["grad_norm"])
         if bad is None:
             for group in self.optimizer.param_groups:
@@ -253,7 +253,7 @@ class Stepper:
             self.average.update(self.head)
         else:
             self.strategy.drop()
-        self.phase_timer.mark("optimiser")
+        mark("optimiser")
         self.steps, self.rows = self.steps + 1, self.rows + numbers["rows"]
         self.stall += self.source.stall - stall
         logged = bad is not None or (step + 1) % trainer.log_every == 0
@@ -266,8 +266,7 @@ class Stepper:
         self.phase_timer.mark("data")
         if self.rollouts is None or not self.rollouts.due(step):
             return given, 0
-        with self.counter:
-            rollout, read = self.rollouts(step, [micro.batch for micro in given], self.state.weights())
+        rollout, read = self.rollouts(step, [micro.batch for micro in given], self.state.weights())
         self.phase_timer.mark("rollout")
         return [*given, *rollout], read
 
@@ -283,13 +282,6 @@ class Stepper:
         grad_norm /= self.accelerator.num_processes
         return {**first, **metrics, "grad_norm": grad_norm, "rows": int(rows)}
 
-    def operations(self, begin: int, end: int) -> int | None:
-        """Return the operations of steps `begin` to `end` - 1 with their rollouts; None if not counted."""
-        if self.progress["flops"] is None:
-            return None
-        rollouts = 0 if self.rollouts is None else sum(map(self.rollouts.due, range(begin, end)))
-        return int(self.progress["flops"] * (end - begin) + self.progress["rollout_flops"] * rollouts)
-
     def cost(self, step: int) -> Json:
         """Return the cost per step since the last record: rates of all processes, other numbers of this one."""
         steps, rows, stall = self.steps, self.rows, self.stall
@@ -300,8 +292,7 @@ class Stepper:
         phases = {phase: seconds / steps for phase, seconds in spent.items()}
         seconds = max(sum(phases.values()), 1e-9)  # an accelerator may not have reached an event yet
         device, peak = self.accelerator.device, self.peak
-        operations = self.operations(step + 1 - steps, step + 1)
-        rate = None if operations is None else operations / steps / seconds
+        rate = None if self.progress["flops"] is None else self.progress["flops"] / seconds
         return {
             "tokens_per_second": self.source.batches.step_tokens / seconds,
             "rows_per_second": rows / steps / seconds,
@@ -314,20 +305,12 @@ class Stepper:
         }
 
     def counted(self, step: int, *, halted: Callable[[], bool]) -> Step | None:
-        """Take a step and count its floating-point operations over all processes, the target's included.
-
-        The rollout's are counted separately, since not every step has one.
-        """
+        """Take a step and count its floating-point operations over all processes, the target's included."""
         counter: Any = Flops
-        self.counter = rollout = counter()
-        with (
-            counter() as count,
-            torch.compiler.set_stance("force_eager"),
-        ):  # operations of compiled code cannot be counted
+        with counter() as count, torch.compiler.set_stance("force_eager"):  # compiled operations cannot be counted
             taken = self(step, halted=halted)
-        self.counter, world = nullcontext(), self.accelerator.num_processes
         if taken is not None:
-            self.progress |= {"flops": (count.total - rollout.total) * world, "rollout_flops": rollout.total * world}
+            self.progress["flops"] = count.total * self.accelerator.num_processes
         return taken
 
     def rate(self, step: int) -> float:
@@ -348,9 +331,8 @@ class Stepper:
         # Dropout is seeded by run and step, so a resumed run repeats it.
         torch.manual_seed(int(keys[0]))
 
-        with nullcontext() if features.path is None else self.counter:
-            loss, sums = self.strategy.forward(features, weight, anchors, chunks, last=last)
-            self.strategy.backward(loss * self.accelerator.num_processes)
+        loss, sums = self.strategy.forward(features, weight, anchors, chunks, last=last)
+        self.strategy.backward(loss * self.accelerator.num_processes)
         return loss, sums
 
 

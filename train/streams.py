@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from data.batches import Batch, Batches, check_known, pack
 from data.features.source import LiveFeatures
 from data.text.prompts import load_training
-from heads.base import Features, NamedTensors, parameter_count, to_device
+from heads.base import Features, NamedTensors, to_device
 from heads.common.command import command, ending_alone
 from heads.common.errors import user_errors
 from heads.common.progress import tell
@@ -46,7 +46,7 @@ from inference.target.placement import REPLICATE
 from inference.target.target import Target
 from inference.verification.rng import hash_key
 from train import checkpoint
-from train.build import among_processes, batches_for, prepare_out, provenance, values_of
+from train.build import among_processes, batches_for, prepare_out, provenance, sizes, values_of
 from train.config import JobConfig
 from train.distributed import launch
 from train.distributed.processes import RunLock, on_main
@@ -132,11 +132,13 @@ class StreamsLoss(nn.Module):
         """Anchors are scored at once."""
 
 
+@dataclass
 class KeptStreams:
     """The best streams of a run on disk, in their own folder."""
 
-    def __init__(self, folder: Path, streams: Streams, target: Target) -> None:
-        self.folder, self.config, self.target = folder, streams.config, target
+    folder: Path
+    config: Streams.Config
+    target: Target
 
     def decoding(self, weights: NamedTensors) -> Streams:
         """Return a copy for decoding, with these weights."""
@@ -147,15 +149,6 @@ class KeptStreams:
     def write(self, weights: NamedTensors) -> None:
         """Write the streams with these weights."""
         save_streams(self.folder, self.config, weights, self.target.spec)
-
-
-def identity(run: StreamsRunConfig, target: Target, batches: Batches, world: int) -> checkpoint.Identity:
-    """Return the settings that identify the run on resume."""
-    loss = {"every": run.every, "decay": run.decay}
-    return checkpoint.Identity(
-        checkpoint.settings(run.trainer, {"streams": run.streams}, target.spec.fingerprint, batches),
-        checkpoint.numerics(run.trainer, loss, run.launcher.strategy, world),
-    )
 
 
 def loop_of(
@@ -178,9 +171,13 @@ def loop_of(
     stepper = Stepper(trainer, run.launcher, accelerator, loss, source, target.embeddings.hidden_size)
     measured = trainer.eval_prompts > 0
     evaluator = AcceptanceEvaluator(target, prompts, trainer, run.tree, run.name, drafter) if measured else None
-    kept_streams, this_run = (
-        KeptStreams(Path(run.out, KIND), streams, target),
-        identity(run, target, batches, accelerator.num_processes),
+    kept_streams, loss_values = (
+        KeptStreams(Path(run.out, KIND), run.streams, target),
+        {"every": run.every, "decay": run.decay},
+    )
+    this_run = checkpoint.Identity(
+        checkpoint.settings(run.trainer, {"streams": run.streams}, target.spec.fingerprint, batches),
+        checkpoint.numerics(run.trainer, loss_values, run.launcher.strategy, accelerator.num_processes),
     )
     return Loop(Path(run.out), stepper, kept_streams, evaluator, this_run, resumes=run.resume, config=values_of(run))
 
@@ -201,12 +198,9 @@ def job(run: StreamsRunConfig, accelerator: Accelerator, lock: RunLock) -> None:
 
     def begin() -> None:
         origin = provenance(accelerator.num_processes, run.launcher.strategy, data, target.tokenizer)
-        settings = identity(run, target, batches, 1).settings
+        settings = checkpoint.settings(run.trainer, {"streams": run.streams}, target.spec.fingerprint, batches)
         prepare_out(run, values_of(run), lock, settings, data, origin, KIND)
-        tell(
-            f"{run.name}: {parameter_count(streams):,} trained parameters, {len(data.samples):,} samples, "
-            f"{len(packed.token):,} sequences of {run.data.length} tokens"
-        )
+        tell(f"{run.name}: {sizes(streams, data, packed)}")
 
     on_main(accelerator, begin)
     held_out = [prompt.token for prompt in data.held_out]

@@ -70,6 +70,7 @@ class EndedError(Exception):
     """The budget of requests or minutes is used up, or a server stopped answering."""
 
 
+@dataclass
 class Asker:
     """Client of both servers; its methods may be called from several threads.
 
@@ -82,11 +83,16 @@ class Asker:
             answers with is a reply.
     """
 
-    def __init__(self, sides: Mapping[str, Server], config: AuditConfig, settings: Record, bar: Bar) -> None:
-        self.sides, self.config, self.settings, self.bar = sides, config, settings, bar
-        self.requests, self.in_flight, self.ended = 0, 1, ""
-        self.crash: tuple[Question, int] | None = None
-        self.begun, self.lock = time.monotonic(), threading.Lock()
+    sides: Mapping[str, Server]
+    config: AuditConfig
+    settings: Record
+    bar: Bar
+    requests: int = 0
+    in_flight: int = 1
+    ended: str = ""
+    crash: tuple[Question, int] | None = None
+    begun: float = field(default_factory=time.monotonic)
+    lock: Any = field(default_factory=threading.Lock)
 
     @property
     def minutes(self) -> float:

@@ -7,6 +7,7 @@ the distributions. Whether a seed gives an answer again is compared by Fisher's 
 """
 
 import re
+from collections import Counter
 from collections.abc import Hashable, Sequence
 from typing import Any
 
@@ -84,15 +85,13 @@ def kernel_of(ours: Sequence[str], theirs: Sequence[str]) -> Array:
 
     Their features are beginnings, n-grams and the length (as unary counts).
     """
-    features: list[list[Hashable]] = []
+    features: list[Counter[Hashable]] = []
     for words in map(words_of, (*ours, *theirs)):
         begins = [("begins", *words[:size]) for size in range(1, OPENING + 1)]
         ngrams = [tuple(words[i : i + size]) for size in range(1, NGRAM + 1) for i in range(len(words) - size + 1)]
-        features.append([*begins, *ngrams, *range(len(words))])
-    columns = {key: i for i, key in enumerate(dict.fromkeys(key for keys in features for key in keys))}
-    counts = np.zeros((len(features), len(columns)))
-    for row, keys in zip(counts, features, strict=True):
-        np.add.at(row, [columns[key] for key in keys], 1)
+        features.append(Counter([*begins, *ngrams, *range(len(words))]))
+    columns = dict.fromkeys(key for counted in features for key in counted)
+    counts = np.array([[counted[key] for key in columns] for counted in features], dtype=float)
     counts /= np.sqrt(counts.sum(0))  # frequent features weigh less
     return np.asarray(counts @ counts.T)
 

@@ -65,8 +65,8 @@ def test_the_best_step_has_a_checkpoint_though_none_is_due() -> None:
 
 
 def test_a_trainings_cost_counts_the_tokens_of_its_rollouts_too(tmp_path: Path) -> None:
-    progress = {"rollout_tokens": 30, "skipped": 2, "best_tau": 2.5, "seconds": 9.0, "stall": 1.5}
-    step = SimpleNamespace(sizes=(11, 5), operations=lambda first, last: 100 * (last - first))
+    progress = {"flops": 100, "rollout_tokens": 30, "skipped": 2, "best_tau": 2.5, "seconds": 9.0, "stall": 1.5}
+    step = SimpleNamespace(sizes=(11, 5))
     loop: Any = SimpleNamespace(
         stepper=step, progress=progress, out=tmp_path, saver=SimpleNamespace(seconds=0.25),
         source=SimpleNamespace(batches=SimpleNamespace(step_tokens=64)),

@@ -16,6 +16,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -66,17 +67,18 @@ def take_over(launcher: Any, accelerators: int) -> None:
     without a number of them for each of the `accelerators`. Of several nodes that a user has started one by one,
     NODE_RANK says which this is and MASTER_ADDR where they meet. Refuse a first task on a node without an address.
     """
+    variable = os.environ.get
     if among_tasks() and (not launched() or PARENT in os.environ):
-        tasks, counts, number = _tasks(), list[int](), int(os.environ.get("SLURM_NODEID", "0"))
-        listed = os.environ.get("SLURM_STEP_TASKS_PER_NODE") or os.environ.get("SLURM_TASKS_PER_NODE", "")
+        tasks, counts, number = _tasks(), list[int](), int(variable("SLURM_NODEID", "0"))
+        listed = variable("SLURM_STEP_TASKS_PER_NODE") or variable("SLURM_TASKS_PER_NODE", "")
         for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", listed):  # "4(x2),3" for nodes of 4, 4 and 3
             counts += [int(count)] * int(times or 1)
         if sum(counts) != tasks:
-            nodes = int(os.environ.get("SLURM_NNODES", "1"))
+            nodes = int(variable("SLURM_NNODES", "1"))
             counts = [tasks // nodes] * nodes
-        port = int(os.environ.get("MASTER_PORT") or launcher.main_process_port or 0)
-        port = port or PORTS + int(os.environ.get("SLURM_JOB_ID", "0")) % WINDOW
-        address = os.environ.get("MASTER_ADDR") or (_first_node() if counts[number] < tasks else "127.0.0.1")
+        port = int(variable("MASTER_PORT") or launcher.main_process_port or 0)
+        port = port or PORTS + int(variable("SLURM_JOB_ID", "0")) % WINDOW
+        address = variable("MASTER_ADDR") or (_first_node() if counts[number] < tasks else "127.0.0.1")
         if max(counts) == 1 and (launcher.num_processes or accelerators) > 1 and launcher.slurm is None:
             if launcher.num_nodes == 1:
                 launcher.num_nodes = tasks
@@ -86,7 +88,7 @@ def take_over(launcher: Any, accelerators: int) -> None:
             os.environ |= {
                 "RANK": os.environ["SLURM_PROCID"],
                 "WORLD_SIZE": str(tasks),
-                "LOCAL_RANK": os.environ.get("SLURM_LOCALID", "0"),
+                "LOCAL_RANK": variable("SLURM_LOCALID", "0"),
                 "LOCAL_WORLD_SIZE": str(counts[number]),
                 "MASTER_ADDR": address,
                 "MASTER_PORT": str(port),
@@ -276,6 +278,7 @@ def submit(launcher: LauncherConfig, slurm: SlurmConfig, script: str, overrides:
     return 0 if is_queued(launcher) else max(job.results())
 
 
+@dataclass
 class Task:
     """One process of a SLURM job: runs this command again, with its rank in the environment.
 
@@ -283,9 +286,9 @@ class Task:
     again to resume from there.
     """
 
-    def __init__(self, script: str, overrides: list[str]) -> None:
-        self.script, self.overrides = script, overrides
-        self.job: subprocess.Popen[Any] | None = None
+    script: str
+    overrides: list[str]
+    job: Any = None  # the command, once it runs
 
     def __call__(self) -> int:
         """Run the command."""
