@@ -101,8 +101,8 @@ def rendered(template: str, record: Json) -> str:
     """Render a template with an audit's record; the page loads no resources and escapes all texts."""
     headline = ENVIRONMENT.get_template("headline.j2").render(record=record).strip()
     style = Markup(STYLE.read_text(encoding="utf-8"))
-    values = {"headline": headline, "cut": cut, "sides": SIDES, "style": style}
-    return ENVIRONMENT.get_template(template).render(record=record, **values)
+    page = ENVIRONMENT.get_template(template)
+    return page.render(record=record, headline=headline, cut=cut, sides=SIDES, style=style)
 
 
 def cut(text: str, at: int) -> tuple[str, str, str]:
@@ -282,8 +282,7 @@ def stops_paying(gains: Mapping[int, float]) -> int | None:
 def main(cfg: DictConfig) -> None:
     """Audit; exit with 0 if the server passed, 1 if it failed, 2 for a mistake, 3 if undecided."""
     with ending_alone(), user_errors():
-        verdict = audited(typed(AuditConfig, cfg))
-        raise SystemExit({"passed": 0, "failed": 1}.get(verdict.status, 3))
+        raise SystemExit({"passed": 0, "failed": 1}.get(audited(typed(AuditConfig, cfg)).status, 3))
 
 
 if __name__ == "__main__":

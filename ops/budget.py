@@ -16,7 +16,7 @@ import re
 import shutil
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import NormalDist
@@ -24,9 +24,6 @@ from typing import Annotated, Any
 
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[1])
-
-from collections.abc import Sequence
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -38,13 +35,13 @@ from heads.common.command import command, quoted
 from heads.common.files import replacing, write_json
 from heads.common.progress import tell
 from heads.common.ranges import Count, NewTokens, Within
-from heads.common.typed import typed
+from heads.common.typed import Json, typed
 from heads.common.untrusted import parse_json, shown
 from ops.commands import REFUSED, run_command, split_config
 from train import checkpoint, sweep
 from train.checkpoint import differences, plain
 from train.config import RunConfig, run_config
-from train.distributed.launch import key_of, overrides
+from train.distributed.launch import Words, key_of, overrides
 from train.resolve import check_out, clear_out
 
 # The learning curve of τ: a power function of the trained tokens through a few points, and its interval.
@@ -54,14 +51,6 @@ FLOOR = 0.01  # the least standard error of a measured τ, as a share of it: no 
 EXPONENTS = (0.03, 3.0)
 
 
-class Predicted(NamedTuple):
-    """τ of a longer training, with the ends of its interval."""
-
-    tau: float
-    low: float
-    high: float
-
-
 def power_function(tokens: NDArray[np.float64], limit: float, rise: float, exponent: float) -> NDArray[np.float64]:
     """Return τ after N tokens: limit - rise tokens^-exponent (Hestness et al., arXiv 1712.00409)."""
     return np.asarray(limit - rise * tokens**-exponent)
@@ -69,10 +58,11 @@ def power_function(tokens: NDArray[np.float64], limit: float, rise: float, expon
 
 def predict(
     tokens: Sequence[float], tau: Sequence[float], error: Sequence[float], at: float, bound: float
-) -> Predicted:
-    """Return τ after `at` tokens by a power function through three points or more, with its interval of LEVEL.
+) -> tuple[float, float, float]:
+    """Return τ after `at` tokens by a power function through three points or more, and the ends of its interval.
 
-    The interval is that of a new measurement: by the covariance of the three numbers, and by the last standard error.
+    The interval is that of a new measurement, of the level LEVEL: by the covariance of the three numbers, and by the
+    last standard error.
 
     Args:
         tokens: trained tokens of each point, increasing.
@@ -94,7 +84,8 @@ def predict(
     gradient = np.array([1.0, -(ratio**-exponent), rise * ratio**-exponent * math.log(ratio)])
     middle = float(power_function(np.array(ratio), *values))
     half = NormalDist().inv_cdf((1 + LEVEL) / 2) * math.sqrt(gradient @ covariance @ gradient + sigma[-1] ** 2)
-    return Predicted(*(min(max(end, 1.0), bound) for end in (middle, middle - half, middle + half)))
+    middle, low, high = (min(max(end, 1.0), bound) for end in (middle, middle - half, middle + half))
+    return middle, low, high
 
 
 UNITS = {"s": 1, "min": 60, "h": 3600, "d": 86400}  # in seconds
@@ -108,7 +99,7 @@ DECIDED = {  # overrides that a training within a budget cannot take, with what 
 FOLDER, STATE = "forecast", "forecast.json"  # in the run's folder: the short trainings, and the stages that are done
 PROBE = 6  # steps of the training that measures a step's cost
 ROOM = 1.1  # a margin of the advised budget
-Train = Callable[[list[str]], object]  # runs a training with these overrides, to its end
+Train = Callable[[Words], object]  # runs a training with these overrides, to its end
 
 
 @dataclass(frozen=True)
@@ -170,11 +161,11 @@ class Forecast:
         train: runs a training with further overrides, to its end.
     """
 
-    def __init__(self, run: RunConfig, config: BudgetConfig, words: list[str], train: Train) -> None:
+    def __init__(self, run: RunConfig, config: BudgetConfig, words: Words, train: Train) -> None:
         self.run, self.budget, self.config, self.out = run, config.budget, config.forecast, Path(run.out)
         self.train, path = train, self.out / STATE
         settings = plain({"budget": str(self.budget), "overrides": sorted(words), **asdict(self.config)})
-        self.state: dict[str, Any] = {
+        self.state: Json = {
             "settings": settings, "spent": 0.0, "cost": {}, "fixed": {}, "left_out": {}, "points": {}, "steps": None,
         }  # fmt: skip
         if run.overwrite and not run.resume:
@@ -210,7 +201,7 @@ class Forecast:
         """Return the folder of a candidate's trainings."""
         return self.out / FOLDER / str(self.config.candidates.index(words))
 
-    def overrides(self, words: str, steps: int, cooldown: float) -> list[str]:
+    def overrides(self, words: str, steps: int, cooldown: float) -> Words:
         """Return the overrides of a candidate's training that can be continued."""
         schedule = [f"trainer.cooldown={cooldown}", f"trainer.warmup={min(1.0, self.config.warmup / steps)}"]
         return [*f"head={words}".split(), f"trainer.steps={steps}", *schedule]
@@ -242,7 +233,7 @@ class Forecast:
         self.state["fixed"][words] = max(0.0, seconds - taken) if timed else 0.0
         self.state["spent"] += seconds if timed else taken
 
-    def probe(self) -> list[str]:
+    def probe(self) -> Words:
         """Train every candidate for a few steps to measure their cost; return those that the target supports."""
         cost, left_out = self.state["cost"], self.state["left_out"]
         for words in self.config.candidates:
@@ -338,7 +329,7 @@ def cost_of(folder: Path) -> dict[str, float]:
     return {"seconds": float(np.median(seconds[1:] or seconds)), "flops": (total["flops"] or 0.0) / total["steps"]}
 
 
-def shared_words(words: list[str], log: str | None) -> list[str]:
+def shared_words(words: Words, log: str | None) -> Words:
     """Return the overrides shared by all trainings within a budget; refuse those of a single training."""
     keys = [key_of(word) for word in words]
     for word, key in zip(words, keys, strict=True):

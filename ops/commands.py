@@ -14,12 +14,14 @@ from omegaconf import DictConfig, OmegaConf
 from heads.common.command import quoted
 from heads.common.errors import ERROR_FILE
 from heads.common.resolvers import ROOT
+from heads.common.typed import Json
 from train.config import RunConfig
+from train.distributed.launch import Words
 
 REFUSED = FAILED, _ = (1, 2)  # exit statuses of failed and refused commands; others come from a signal
 
 
-def run_command(script: str, words: list[str]) -> None:
+def run_command(script: str, words: Words) -> None:
     """Run a script of this checkout with these overrides, to its end; pass on a SIGTERM or Ctrl-C and wait.
 
     Raises:
@@ -48,9 +50,9 @@ def split_config(cfg: DictConfig) -> tuple[DictConfig, DictConfig]:
     )
 
 
-def overrides_of(values: dict[str, Any], prefix: str = "") -> list[str]:
+def overrides_of(values: Json, prefix: str = "") -> Words:
     """Return nested values as overrides of a command."""
-    words: list[str] = []
+    words: Words = []
     for key, value in values.items():
         if isinstance(value, dict):
             words += overrides_of(value, f"{prefix}{key}.")

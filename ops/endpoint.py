@@ -149,8 +149,7 @@ def _runs(
     passes: dict[str, list[SpecDecodingStats]] = {name: [] for name in servers}
 
     def answer(name: str, batch: Sequence[int], number: int) -> list[Answer]:
-        requests = [job.prompts[i] for i in batch]
-        answers, counts = servers[name].send_all(requests, settings, in_flight, when[number])
+        answers, counts = servers[name].send_all([job.prompts[i] for i in batch], settings, in_flight, when[number])
         passes[name].append(counts)
         return answers
 
@@ -169,12 +168,13 @@ def text_gate(plain: Sequence[Sequence[str]], drafted: Sequence[Sequence[str]], 
     """
 
     def compared(ours: Sequence[str], theirs: Sequence[str], prompt: str) -> tuple[Divergence | None, bool]:
-        unstable = min((shared_length(ours[0], other) for other in ours if other != ours[0]), default=None)
-        differences = [(shared_length(ours[0], other), other) for other in theirs if other != ours[0]]
+        first = ours[0]
+        unstable = min((shared_length(first, other) for other in ours if other != first), default=None)
+        differences = [(shared_length(first, other), other) for other in theirs if other != first]
         if not differences:
             return None, False
         at, other = min(differences)
-        shown = f"{other[at : at + SHOWN]!r} instead of {ours[0][at : at + SHOWN]!r}"
+        shown = f"{other[at : at + SHOWN]!r} instead of {first[at : at + SHOWN]!r}"
         return Divergence(prompt, at, None, None, None, shown), unstable is not None and at >= unstable
 
     return gate_of(compared(*texts) for texts in zip(plain, drafted, ids, strict=True))

@@ -231,20 +231,22 @@ class Key(NamedTuple):
 
 def table(head: Examined, loaded: Any, target: Target | EmbeddingsOnly) -> Iterator[Key]:
     """Yield the keys that engines read of a head in a form of theirs."""
-    config, layer, tensors, format_name = head.config, head.layer, head.tensors, head.format_name
+    get, layer, tensors, format_name = head.config.get, head.layer, head.tensors, head.format_name
     has = {name: THERE if name in tensors else MISSING for name in ("fc.bias", "lm_head.weight")}
-    model_type = config.get("model_type", MISSING)
+    model_type = get("model_type", MISSING)
     yield Key(
         "model_type", model_type, CLASSES[format_name].model_type if model_type in (MISSING, None) else model_type,
         {"sglang": "refuses the head"},
     )  # fmt: skip
     if format_name == "medusa":
-        bias = "blocks.0.layers.0.bias" in tensors
-        yield Key("medusa_fc_bias", config.get("medusa_fc_bias", False), bias, {"vllm": "drops the blocks' biases"})
+        yield Key(
+            "medusa_fc_bias", get("medusa_fc_bias", False), "blocks.0.layers.0.bias" in tensors,
+            {"vllm": "drops the blocks' biases"},
+        )  # fmt: skip
         return
     dtype = str(next(t.dtype for t in tensors.values() if t.is_floating_point())).removeprefix("torch.")
     yield Key(
-        "torch_dtype", config.get("torch_dtype", config.get("dtype", MISSING)), dtype,
+        "torch_dtype", get("torch_dtype", get("dtype", MISSING)), dtype,
         {"sglang": "casts the tensors to it, and to float16 where it is missing, whose range features overflow"},
     )  # fmt: skip
     length, context = layer.get("max_position_embeddings", LENGTH), context_of(target.config)
@@ -254,7 +256,7 @@ def table(head: Examined, loaded: Any, target: Target | EmbeddingsOnly) -> Itera
             {"vllm": "before 0.32 caps the context that it serves there", "sglang": "crashes or slows down beyond it"},
         )  # fmt: skip
     for name in ("bias", "attention_bias", "mlp_bias"):
-        yield Key(name, config.get(name, False), False, {"vllm": UNFILLED, "sglang": UNFILLED})
+        yield Key(name, get(name, False), False, {"vllm": UNFILLED, "sglang": UNFILLED})
     prefixed = any(name.startswith("model.") for name in head.stored)
     if format_name != "mimo":
         yield Key(
@@ -264,9 +266,9 @@ def table(head: Examined, loaded: Any, target: Target | EmbeddingsOnly) -> Itera
         )  # fmt: skip
     shipped = next((tensor for name, tensor in tensors.items() if name.endswith(EMBEDDING)), None)
     if shipped is not None and peagle.MASK not in tensors:
-        same = is_targets_embedding(shipped, target.embeddings)
+        whose = "the target's" if is_targets_embedding(shipped, target.embeddings) else "another than the target's"
         yield Key(
-            EMBEDDING, "the target's" if same else "another than the target's", "the target's",
+            EMBEDDING, whose, "the target's",
             {"vllm": "drafts from it, and SGLang from the target's"},
             f"remove it from {WEIGHTS}: engines take the target's",
         )  # fmt: skip
@@ -285,26 +287,26 @@ def table(head: Examined, loaded: Any, target: Target | EmbeddingsOnly) -> Itera
         )  # fmt: skip
     if format_name in ("eagle3", "dflash"):
         yield Key(
-            "tie_word_embeddings", config.get("tie_word_embeddings", False), False,
+            "tie_word_embeddings", get("tie_word_embeddings", False), False,
             {"sglang": "puts the embedding in the lm_head's place: accepts nothing, or stops at its shape"},
         )  # fmt: skip
         yield from _layers(head, loaded, target)
     if format_name == "eagle3":
         rows = len(tensors["lm_head.weight"]) if has["lm_head.weight"] == THERE else None
         yield Key(
-            "draft_vocab_size", config.get("draft_vocab_size", MISSING), rows,
+            "draft_vocab_size", get("draft_vocab_size", MISSING), rows,
             {"vllm": "stops at the shape of lm_head", "sglang": "stops without the key, or makes an lm_head at random",
              "trtllm": "takes the head for another method"},
         )  # fmt: skip
         residual = "takes the residual before the norm all the same: acceptance falls, without an error"
         yield Key(
-            "norm_before_residual", config.get("norm_before_residual", False), False,
+            "norm_before_residual", get("norm_before_residual", False), False,
             {"sglang": residual, "trtllm": residual},
             "serve it in vLLM, or train with head.norm_before_residual=false",
         )  # fmt: skip
         fed = "feeds the normed output back, which from depth 2 on is not what it was trained on"
         yield Key(
-            "norm_output", bool(config.get("norm_output")), getattr(loaded, "feeds_normed", False),
+            "norm_output", bool(get("norm_output")), getattr(loaded, "feeds_normed", False),
             {"vllm": fed, "sglang": fed, "trtllm": fed},
         )  # fmt: skip
 
@@ -422,12 +424,7 @@ def records(head: Examined, target: Target | EmbeddingsOnly, sibling: bool) -> F
     template = next((record[TEMPLATE] for record in (head.origin, head.reference) if TEMPLATE in record), MISSING)
     for name, trained, current, remedy in (
         ("tokenizer", head.reference.get("tokenizer_sha256") or MISSING, tokenizer_sha256(path), "use the training's"),
-        (
-            "chat template",
-            template,
-            template_sha256(target.tokenizer),
-            "serve the training's (--chat-template)",
-        ),
+        ("chat template", template, template_sha256(target.tokenizer), "serve the training's (--chat-template)"),
     ):
         if MISSING in (trained, current or trained):
             yield unknown(name, "nothing records its hash")

@@ -14,6 +14,7 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field, fields
 from datetime import datetime, timezone
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -41,9 +42,9 @@ from ops.commands import FAILED, overrides_of, run_command, split_config
 from ops.served import Record
 from ops.watch import EARLY, Log, WatcherConfig, check_log, growing, json_object, player, watched
 from train.config import RunConfig, run_config
-from train.distributed.launch import key_of, overrides
+from train.distributed.launch import Words, key_of, overrides
 
-Train = Callable[[list[str]], None]  # a training with these overrides
+Train = Callable[[Words], None]  # a training with these overrides
 OWN = ("experiment", "log", "serve", "loop", "name", "out", "resume", "overwrite", "plan", "init", "data.path")
 STATE = "state.json"
 WATCH, ADAPT, PROVE, SWAP = "watch", "adapt", "prove", "swap"
@@ -108,7 +109,7 @@ class State:
         write_checked(out / STATE, asdict(self))
 
 
-def maintain(run: RunConfig, service: LoopJob, words: list[str], train: Train) -> int:
+def maintain(run: RunConfig, service: LoopJob, words: Words, train: Train) -> int:
     """Run the stages, continuing a stopped run; return 1 if an adapted head was not better, else 0.
 
     Args:
@@ -139,7 +140,7 @@ def maintain(run: RunConfig, service: LoopJob, words: list[str], train: Train) -
 class Maintenance:
     """The stages of a head's maintenance; each returns the exit status, or None if another stage follows."""
 
-    def __init__(self, run: RunConfig, service: LoopJob, words: list[str], train: Train, state: State) -> None:
+    def __init__(self, run: RunConfig, service: LoopJob, words: Words, train: Train, state: State) -> None:
         self.run, self.words, self.train, self.state = run, words, train, state
         self.serve, self.loop = service.serve, service.loop
         self.out, self.log = Path(run.out), Path(service.log).expanduser()
@@ -272,8 +273,8 @@ class Maintenance:
 
     def _not_swapped(self, why: str, evidence: Json) -> int:
         """End a round in which the head in service stays: traffic that fell is no reference for the next one."""
-        decision = f"{why}; the head in service stays"
-        self.state.decide(self.out, decision, evidence, WATCH, round=self.state.round + 1, tried=self.lines)
+        why += "; the head in service stays"
+        self.state.decide(self.out, why, evidence, WATCH, round=self.state.round + 1, tried=self.lines)
         return 1
 
 
@@ -368,9 +369,8 @@ def split(log: Path, since: int, loop: LoopConfig, folder: Path) -> dict[str, in
 def main(cfg: DictConfig) -> None:
     """Run the stages; exit with status 1 where an adapted head was not better."""
     training, options = split_config(cfg)
-    service = typed(LoopJob, options)
-    status = maintain(run_config(training), service, overrides(), lambda words: run_command("train/run.py", words))
-    raise SystemExit(status)
+    train = partial(run_command, "train/run.py")
+    raise SystemExit(maintain(run_config(training), typed(LoopJob, options), overrides(), train))
 
 
 if __name__ == "__main__":

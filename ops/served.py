@@ -62,6 +62,10 @@ class Reply(NamedTuple):
         return f"[{self.error}]" if self.error else self.text + calls
 
 
+Replies = list[Reply]  # the choices of one reply, or several replies
+Events = Iterable[tuple[float, Record]]  # each with the seconds from the request to its arrival
+
+
 def joined(reply: Reply, choice: Record, seconds: float) -> Reply:
     """Return a reply with an event's part of it, which came `seconds` after the request."""
     message = choice.get("delta") or choice.get("message") or {}
@@ -82,7 +86,7 @@ def joined(reply: Reply, choice: Record, seconds: float) -> Reply:
     )
 
 
-def read_replies(events: Iterable[tuple[float, Record]], model: str) -> list[Reply]:
+def read_replies(events: Events, model: str) -> Replies:
     """Assemble a reply's choices from its events, each with the seconds from the request to its arrival.
 
     Raises:
@@ -249,7 +253,7 @@ def answer_of(
     return Answer(passes, decoding, (tokens, latency_s), ttft_s, seconds, waits, text=text)
 
 
-def read_answer(events: Iterable[tuple[float, Record]], model: str) -> Answer:
+def read_answer(events: Events, model: str) -> Answer:
     """Assemble the answer from a reply's events, as `read_replies` does.
 
     Raises:

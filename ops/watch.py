@@ -230,8 +230,7 @@ def windows(server: Metrics, config: WatchConfig) -> Iterator[SpecDecodingStats]
         raise ValueError(f"{server.url}/metrics has no counters of {', '.join(ENGINES)}: turn its metrics on")
     while True:
         time.sleep(config.poll)
-        overdue = time.monotonic() - last > config.away
-        after = server.counters() if overdue else server.reading()
+        after = server.counters() if time.monotonic() - last > config.away else server.reading()
         if after is None:
             continue
         last = time.monotonic()

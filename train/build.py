@@ -60,10 +60,7 @@ SAME = ("target", "quantize", "width", "vocab", "length", "data", "rows", "layer
 
 
 def source_for(
-    config: FeaturesConfig,
-    target: Target | EmbeddingsOnly,
-    head: DraftHead,
-    batches: Batches,
+    config: FeaturesConfig, target: Target | EmbeddingsOnly, head: DraftHead, batches: Batches
 ) -> FeatureSource:
     """Return a run's feature source.
 
@@ -134,8 +131,8 @@ def build(run: RunConfig, accelerator: Accelerator, lock: RunLock) -> Loop:
     for module in head.modules():
         if isinstance(module, Recomputing):
             module.recompute = run.trainer.recompute
-    prompt_count = max(run.eval.prompts, run.trainer.eval_prompts)
-    data = load_training(run.data, target.tokenizer, prompt_count, run.workload, max_prompt_tokens(run, target.config))
+    prompts = max(run.eval.prompts, run.trainer.eval_prompts)
+    data = load_training(run.data, target.tokenizer, prompts, run.workload, max_prompt_tokens(run, target.config))
     packed = pack(data.samples, run.data.length)
     check_known(packed, data.held_out, target.tokenizer, target.embeddings.vocab_size)
     if init in STARTS:  # else the pruned vocabulary is chosen already
@@ -167,10 +164,10 @@ def build(run: RunConfig, accelerator: Accelerator, lock: RunLock) -> Loop:
         prepare_out(run, values, lock, settings, data, origin)
         started = f"starts from {init}, whose numbers replace those of head={run.head.name}; " if init else ""
         tell(f"{run.name}: {started}{sizes(head, data, packed)}")
-        placed = None if run.alone_on_cpu else in_words(plan(run))
-        unserved = export.unserved(head.config, target.embeddings.beyond_tables())
-        for line in filter(None, (unserved, placed)):
-            tell(line)
+        if (unserved := export.unserved(head.config, target.embeddings.beyond_tables())) is not None:
+            tell(unserved)
+        if not run.alone_on_cpu:
+            tell(in_words(plan(run)))
 
     on_main(accelerator, begin)
     logging.disable(logging.NOTSET)

@@ -150,10 +150,12 @@ class TrainState:
 
     def names(self) -> list[str]:
         """Return the names of all tensors, in the same order on every process."""
-        parameters = trained_state(self.head)
-        names = [f"weight/{name}" for name in self.head.state_dict()]
-        names += [f"state/{name}/{key}" for name, p in parameters.items() for key in sorted(self._states(p)[0])]
-        return names + [f"average/{name}" for name in self.average.weights]
+        trained = trained_state(self.head).items()
+        return [
+            *(f"weight/{name}" for name in self.head.state_dict()),
+            *(f"state/{name}/{key}" for name, p in trained for key in sorted(self._states(p)[0])),
+            *(f"average/{name}" for name in self.average.weights),
+        ]
 
     def read(self, name: str) -> Tensor:
         """Return a copy of one tensor on the CPU; a collective call with the same name."""
@@ -204,8 +206,9 @@ class TrainState:
     def weights(self) -> NamedTensors:
         """Return the whole weights to evaluate and to save, on the CPU: the average's if there is one."""
         averaged = self.average.weights
-        kinds = {name: "average" if name in averaged else "weight" for name in self.head.state_dict()}
-        return {name: self.read(f"{kind}/{name}") for name, kind in kinds.items()}
+        return {
+            name: self.read(f"{'average' if name in averaged else 'weight'}/{name}") for name in self.head.state_dict()
+        }
 
     def _states(self, parameter: Tensor) -> list[Json]:
         """Return the optimiser's state dicts that hold one parameter, empty before its first step.
@@ -316,9 +319,8 @@ class Saver:
             pending.result()
         except REFUSED as error:
             failed = one_line(error)
-        return next(
-            (text for text in reversed(self.control.gather(failed)) if text), ""
-        )  # the main one only misses others
+        # The main process only misses others.
+        return next(filter(None, reversed(self.control.gather(failed))), "")
 
     def _write(self, partial: Path, tensors: NamedTensors, names: list[str], content: Json, best: int) -> None:
         """Write this process's tensors; on the main process wait for the others' and commit the checkpoint of all."""

@@ -16,7 +16,7 @@ from eval.measures.results import TIERS
 from heads import ENGINES, head_config, with_head
 from heads.base import HeadConfig
 from heads.common.ranges import MACHINE, Amount, Count, Decay, Fraction, NewTokens, Number, OneOf, Positive, Within
-from heads.common.typed import typed
+from heads.common.typed import Json, typed
 from heads.common.untrusted import shown
 from heads.mtp import Mtp
 from inference.drafters.policy import TreeConfig
@@ -29,6 +29,7 @@ from train.trackers import TRACKERS
 
 HERE = "here"  # the device of conf/device that is this machine's
 IGNORE = "ignore"  # value of `plan` that starts a run that does not fit
+Dtype = Annotated[str, OneOf((AUTO, *DTYPES))]
 STRATEGIES = ("ddp", "fsdp2", "zero2", "zero3")
 
 
@@ -85,7 +86,7 @@ class SlurmConfig:
     cpus_per_task: Count
     mem_gb: Count | None
     setup: list[str]
-    extra: dict[str, Any]
+    extra: Json
 
 
 @dataclass(frozen=True)
@@ -132,8 +133,8 @@ class EvalSettings:
     repeats: Count
     warmup: Number
     hf: bool
-    dtype: Annotated[str, OneOf((AUTO, *DTYPES))]
-    gate_dtype: Annotated[str, OneOf((AUTO, *DTYPES))]
+    dtype: Dtype
+    gate_dtype: Dtype
     tier: list[Annotated[str, OneOf(TIERS)]]
     engine: EngineConfig
 

@@ -35,20 +35,16 @@ from train.step import BAD, BEGINNING, Stepper, keep_batch
 from train.trackers import Tracker
 
 COST = "training.json"
-NO_MEMORY = (
-    "out of memory",
-    "can't allocate memory",
-    "ALLOC_FAILED",
-)  # parts of the messages of CUDA, torch on a CPU and cuBLAS
+# Parts of the messages of CUDA, torch on a CPU and cuBLAS.
+NO_MEMORY = ("out of memory", "can't allocate memory", "ALLOC_FAILED")
 SCHEDULE = {f"trainer.{key}": key for key in ("steps", "warmup", "cooldown")}
 SHARED = ("best_tau", "best_step", "stale", "measured")
 
 
 def with_new_schedule(then: Json, now: Json, trainer: TrainerConfig, steps: int) -> Json:
     """Return an earlier run's identity with this run's schedule, if its steps so far would be the same."""
-    if (
-        not SCHEDULE.keys() <= then.keys() or then.get("objective.base_loss_share") is not None
-    ):  # the cooldown moves with the number of steps
+    # The share moves with the number of steps, as the rate does.
+    if not SCHEDULE.keys() <= then.keys() or then.get("objective.base_loss_share") is not None:
         return then
     schedule = {key: then[name] for name, key in SCHEDULE.items()}
     return then | {name: now[name] for name in SCHEDULE} if same_rates(trainer, schedule, steps) else then
@@ -266,17 +262,18 @@ class Loop:
 
     def write_cost(self, steps: int) -> None:
         """Write the training's cost: matrix operations by one counted step, seconds without measurements."""
+        progress = self.progress
         cost = {
             "parameters": self.stepper.sizes[0],
             "frozen_parameters": self.stepper.sizes[1],
             "steps": steps,
-            "tokens": steps * self.source.batches.step_tokens + self.progress["rollout_tokens"],
-            "rollout_tokens": self.progress["rollout_tokens"],
-            "flops": None if (flops := self.progress["flops"]) is None else flops * steps,
-            "skipped": self.progress["skipped"],
-            "best_tau": self.progress["best_tau"],
-            "seconds": self.progress["seconds"],
-            "stall_seconds": self.progress["stall"],
+            "tokens": steps * self.source.batches.step_tokens + progress["rollout_tokens"],
+            "rollout_tokens": progress["rollout_tokens"],
+            "flops": None if (flops := progress["flops"]) is None else flops * steps,
+            "skipped": progress["skipped"],
+            "best_tau": progress["best_tau"],
+            "seconds": progress["seconds"],
+            "stall_seconds": progress["stall"],
             "save_seconds": self.saver.seconds,
         }
         if self.accelerator.is_main_process:
@@ -288,8 +285,7 @@ class Loop:
         if self.evaluator is None:
             self.keep(weights)
         elif self.accelerator.is_main_process or self.needs_all_ranks:
-            head = self.kept_head.decoding(weights)
-            measured = self.evaluator.tau(head, lambda: self.control.exchange(over=False)[0])
+            measured = self.evaluator.tau(self.kept_head.decoding(weights), self.control.halted)
             if measured is not None and not self.needs_all_ranks:  # nobody waits for it any more
                 self.control.exchange(over=True)
         else:

@@ -95,7 +95,7 @@ def objective(
     features: Features,
     weight: Float[Tensor, "d B T"],
     config: ObjectiveConfig,
-    chunks: "list[Chunk]",
+    chunks: "Chunks",
     base_loss_share: float = 0.0,
 ) -> tuple[Float[Tensor, ""], dict[str, Float[Tensor, "d"]]]:
     """Return the weighted loss, and unweighted sums of each loss and of accuracy at each depth.
@@ -179,9 +179,12 @@ class Chunk(NamedTuple):
     by_depth: list[DepthRows]
 
 
+Chunks = list[Chunk]
+
+
 def chunked(
     trained: Bool[Tensor, "d B T"], size: int, device: torch.device, path: Int[Tensor, "B T d"] | None = None
-) -> list[Chunk]:
+) -> Chunks:
     """Return the trained rows in chunks of `size` teachers, copied to a device asynchronously.
 
     If `trained` is on the device, the host waits for it. The teacher of row t at depth d is row t + d, or
@@ -203,7 +206,7 @@ def chunked(
     if trained.device == device:
         return chunks
     vectors, layout = tree_flatten(chunks)
-    copied: list[Chunk] = tree_unflatten(to_device(torch.cat(vectors), device).split([*map(len, vectors)]), layout)
+    copied: Chunks = tree_unflatten(to_device(torch.cat(vectors), device).split([*map(len, vectors)]), layout)
     return copied
 
 
@@ -214,7 +217,7 @@ class LossContext(NamedTuple):
     features: Features
     weight: Float[Tensor, "d N"]
     config: ObjectiveConfig
-    chunks: list[Chunk]
+    chunks: Chunks
     label: Int[Tensor, "N"]  # the label of the rows that each row teaches
     base_loss_share: float = 0.0
 

@@ -87,13 +87,14 @@ def resolve(cfg: DictConfig) -> RunConfig:
     if run.plan is False:
         check_fits(run)
     config: HeadConfig | None = run.head
+    init = str(run.init)
     if run.init not in STARTS:
         config = None  # of a head on the Hub, or of another project, it is read with the weights
-        if Path(str(run.init)).expanduser().is_dir():
-            folder = resolve_head(str(run.init))
-            check_kind(run.head, kind_of(folder), str(run.init))
+        if Path(init).expanduser().is_dir():
+            folder = resolve_head(init)
+            check_kind(run.head, kind_of(folder), init)
             if not is_published(folder):
-                config = continued(run.head, head_config(folder, read_config(folder)), str(run.init))
+                config = continued(run.head, head_config(folder, read_config(folder)), init)
     if run.engine is not None and config is not None:
         shape = target_shape(run.model)
         with torch.device("meta"):

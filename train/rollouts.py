@@ -78,11 +78,8 @@ def _drafted(
 ) -> RolloutRow:
     """Return the copy with the `k`-th path below each root, trained at nodes of no earlier copy."""
     path, trained = text.path.clone(), torch.zeros_like(text.trained)
-    token, last, row = (
-        list[int](),
-        [text.last_hidden],
-        -1,
-    )  # tokens and states of rejected nodes; the row before the root
+    token, last = list[int](), [text.last_hidden]  # of rejected nodes
+    row = -1  # before the root
     for one, leaves in zip(passes, paths, strict=True):
         earlier = {node for leaf in leaves[:k] for node in leaf}
         if leaves:
@@ -132,9 +129,9 @@ class Rollouts:
             RequestParams(self.config.tokens, sampling, seed=draw.getrandbits(31), keep_passes=True) for _ in prompts
         ]
         drafter = HeadDrafter(self.decoding(weights), self.tree, "on_policy")
-        together = len(prompts) if self.target.takes_trees else 1
+        size = len(prompts) if self.target.takes_trees else 1
         with self.target.uncaptured():  # graphs of these weights would serve no other step
-            answers = speculate(self.target, drafter, prompts, settings, batch_size=together)
+            answers = speculate(self.target, drafter, prompts, settings, batch_size=size)
         sequences = [
             rollout_rows(prompt, answer.target_passes, self.depths, self.config.nodes)
             for prompt, answer in zip(prompts, answers, strict=True)

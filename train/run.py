@@ -9,7 +9,6 @@ import json
 import os
 import sys
 from pathlib import Path
-from typing import Any
 
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
@@ -23,6 +22,7 @@ from eval.config import eval_config
 from eval.measures.results import BASELINE
 from heads.common.command import command, ending_alone
 from heads.common.errors import keeping, user_errors
+from heads.common.typed import Json
 from train import checkpoint, sweep
 from train.build import among_processes, build, values_of
 from train.config import RunConfig
@@ -94,7 +94,7 @@ def train_and_evaluate(run: RunConfig, accelerator: Accelerator, lock: processes
         values["model"]["device"] = str(accelerator.device)
     result = evaluate(eval_config(**values), writes=main)
     if main:
-        row: dict[str, Any] = next((vars(row) for row in result.rows if row.drafter != BASELINE), {})
+        row: Json = next((vars(row) for row in result.rows if row.drafter != BASELINE), {})
         numbers = {f"final_{key}": row.get(key) for key in ("tau", "speedup", "tokens_per_second", "lossless")}
         steps = json.loads((Path(run.out) / COST).read_text())["steps"]
         final = {"step": steps, **numbers, "lossless": float(result.passed)}

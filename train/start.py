@@ -24,7 +24,7 @@ from heads.base import HeadConfig, NamedTensors, to_device
 from heads.common.progress import progress, tick
 from heads.common.ranges import Count, Decay, Width
 from heads.common.rope import Rope, positions_of
-from heads.common.typed import typed
+from heads.common.typed import Json, typed
 from heads.eagle import Eagle
 from heads.eagle3 import Eagle3
 from heads.eagle4 import Eagle4
@@ -103,7 +103,7 @@ def merged_copy(head: nn.Module, weights: NamedTensors) -> nn.Module:
     """Return a new head on the CPU with these weights and its adapters merged."""
     build: Any = type(head)
     copy: nn.Module = build(head.config, head.embeddings)
-    adapters: dict[str, Any] | None = vars(head).get("peft_config")  # peft's record of injected adapters
+    adapters: Json | None = vars(head).get("peft_config")  # peft's record of injected adapters
     if adapters is None:
         copy.load_state_dict(weights)
         return copy
@@ -240,8 +240,8 @@ def from_target(config: HeadConfig, init: str, target: Target, checkpoint: str) 
     """
     config = like_target(config, target)
     if init == CHECKPOINT:
-        loaded = load_mtp(target, checkpoint).state_dict()
-        start: NamedTensors = {name.replace(BLOCK, _block(config)): value for name, value in loaded.items()}
+        loaded = load_mtp(target, checkpoint).state_dict().items()
+        start: NamedTensors = {name.replace(BLOCK, _block(config)): value for name, value in loaded}
     else:
         start = last_layer(config, target)
     odd = mismatch(config, start, target) if init == CHECKPOINT else incompatibility(config, target)
@@ -320,14 +320,17 @@ def final_gain(target: Any, batches: Batches) -> Float[Tensor, "D"]:
     return sums[0] / sums[1].clamp_min(torch.finfo(torch.float32).tiny)
 
 
+States = Float[Tensor, "n D"]
+
+
 class LayerStates(NamedTuple):
     """The target's and the head's states of n rows, to fit the head to."""
 
-    last_hidden: Float[Tensor, "n D"]  # the target's last state, after its final norm
-    raw: Float[Tensor, "n D"]  # the same before the final norm
-    below: Float[Tensor, "n D"]  # the input of the target's last layer at the next position
-    above: Float[Tensor, "n D"]  # the output of the target's last layer
-    state: Float[Tensor, "n D"]  # the input of the head's final norm, if it has one
+    last_hidden: States  # the target's last state, after its final norm
+    raw: States  # the same before the final norm
+    below: States  # the input of the target's last layer at the next position
+    above: States  # the output of the target's last layer
+    state: States  # the input of the head's final norm, if it has one
 
 
 def solved(
@@ -336,7 +339,7 @@ def solved(
     batches: Batches,
     limit: int,
     linear: nn.Linear,
-    labels_of: Callable[[LayerStates], Float[Tensor, "n D"]],
+    labels_of: Callable[[LayerStates], States],
 ) -> Float[Tensor, "D I"]:
     """Return the weight that maps a linear layer's inputs to labels with the least squared error.
 
@@ -349,9 +352,8 @@ def solved(
     ]
     weight, count, width = linear.weight, linear.in_features, target.embeddings.hidden_size
     top = (target.embeddings.num_layers - 2, target.embeddings.num_layers - 1)
-    sums: Any = weight.new_zeros(
-        count, count + width, dtype=torch.float64
-    )  # sums of inputs times inputs, and times labels
+    # Sums of inputs times inputs, and times labels.
+    sums: Any = weight.new_zeros(count, count + width, dtype=torch.float64)
     steps = min(limit, math.ceil(TOKENS_PER_INPUT * count / batches.step_tokens))
     try:
         for batch in (batch for step in progress(range(steps), "fitting the head's start") for batch in batches(step)):

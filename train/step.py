@@ -32,7 +32,7 @@ from train.config import LauncherConfig, TrainerConfig
 from train.distributed import strategy
 from train.losses import ObjectiveConfig
 from train.objective import (
-    Chunk,
+    Chunks,
     LossWeights,
     chunk_rows,
     chunked,
@@ -95,7 +95,7 @@ class Loss(nn.Module):
         self.unroll = torch.compile(unroll) if whole else unroll
 
     def forward(
-        self, features: Features, weight: Tensor, anchors: Tensor | None, chunks: list[Chunk] | None = None
+        self, features: Features, weight: Tensor, anchors: Tensor | None, chunks: Chunks | None = None
     ) -> tuple[Tensor, NamedTensors]:
         """Unroll the head and return the weighted loss with its metrics, matmuls in bf16 if `autocast`.
 
@@ -109,7 +109,7 @@ class Loss(nn.Module):
             config = self.config if features.path is None else self.rollout_config
             return objective(head, drafts, features, weight, config, chunks, config.base_loss_share_at(self.progress))
 
-    def chunks(self, trained: Tensor, device: torch.device, path: Tensor | None = None) -> list[Chunk]:
+    def chunks(self, trained: Tensor, device: torch.device, path: Tensor | None = None) -> Chunks:
         """Return a micro-batch's trained rows in chunks on a device, from tensors on the host."""
         return chunked(trained, chunk_rows(self.head, device.type, trained.numel()), device, path)
 
@@ -318,7 +318,7 @@ class Stepper:
         return learning_rate(step, self.trainer) * self.trainer.lr_width / self.width
 
     def backward(
-        self, features: Features, keys: Tensor, anchors: Tensor | None, weight: Tensor, chunks: list[Chunk] | None,
+        self, features: Features, keys: Tensor, anchors: Tensor | None, weight: Tensor, chunks: Chunks | None,
         *, last: bool,
     ) -> tuple[Tensor, NamedTensors]:  # fmt: skip
         """Accumulate one micro-batch's gradient; the factor undoes the processes' average."""

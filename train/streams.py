@@ -169,12 +169,11 @@ def loop_of(
     loss = StreamsLoss(streams, run, autocast=accelerator.mixed_precision == "bf16")
     source = LiveFeatures(SimpleNamespace(features=features), batches, ())  # without states: their pass runs the target
     stepper = Stepper(trainer, run.launcher, accelerator, loss, source, target.embeddings.hidden_size)
-    measured = trainer.eval_prompts > 0
-    evaluator = AcceptanceEvaluator(target, prompts, trainer, run.tree, run.name, drafter) if measured else None
-    kept_streams, loss_values = (
-        KeptStreams(Path(run.out, KIND), run.streams, target),
-        {"every": run.every, "decay": run.decay},
-    )
+    evaluator = None
+    if trainer.eval_prompts:
+        evaluator = AcceptanceEvaluator(target, prompts, trainer, run.tree, run.name, drafter)
+    kept_streams = KeptStreams(Path(run.out, KIND), run.streams, target)
+    loss_values = {"every": run.every, "decay": run.decay}
     this_run = checkpoint.Identity(
         checkpoint.settings(run.trainer, {"streams": run.streams}, target.spec.fingerprint, batches),
         checkpoint.numerics(run.trainer, loss_values, run.launcher.strategy, accelerator.num_processes),

@@ -36,8 +36,7 @@ def check(prompts: int, *, waits: bool) -> None:
 
 def best_tau(out: Path) -> float | None:
     """Return the best τ that a finished run measured during training; None if it measured none."""
-    cost = json.loads((out / "training.json").read_text())
-    return float(cost["best_tau"]) or None
+    return float(json.loads((out / "training.json").read_text())["best_tau"]) or None
 
 
 def note(name: str, drafter: str, out: Path) -> None:

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ops.audits.compare import AUDITED, BASELINE, SIDES, Audit, Difference, Finding, violation
-from ops.served import Question, Reply
+from ops.served import Question, Replies, Reply
 
 Array = NDArray[Any]
 Sides = tuple[list[str], list[str]]  # the audited server's answers to a prompt, and as many of the baseline's
@@ -39,25 +39,25 @@ def sampling(audit: Audit, check: str) -> Finding:
 
     If they seem to differ, AGAIN times as many new samples decide.
     """
-    settings = {**SETTINGS[check], "max_tokens": audit.config.sample_tokens}
+    config = audit.config
+    settings = {**SETTINGS[check], "max_tokens": config.sample_tokens}
     questions = [question.having("sampled", **settings) for question in audit.questions[:PROMPTS]]
-    rng, level = np.random.default_rng(audit.config.seed), audit.config.alpha / len(SETTINGS)
-    in_flight = min(IN_FLIGHT, max(audit.config.concurrency))
+    rng, level = np.random.default_rng(config.seed), config.alpha / len(SETTINGS)
+    in_flight = min(IN_FLIGHT, max(config.concurrency))
     ps, summaries = list[float](), list[str]()
-    for first, count in ((0, audit.config.samples), (2 * audit.config.samples, AGAIN * audit.config.samples)):
+    for first, count in ((0, config.samples), (2 * config.samples, AGAIN * config.samples)):
         replies = []  # prompt -> server -> answers, each with a seed of its own
         for question in questions:
             seeded = [
                 question.having(f"sample {seed}", seed=seed)
-                for seed in range(audit.config.seed + first, audit.config.seed + first + 2 * count)
+                for seed in range(config.seed + first, config.seed + first + 2 * count)
             ]
             pairs = zip(SIDES, (seeded[:count], seeded[count:]), strict=True)
             replies.append([audit.asker.all(side, several, in_flight) for side, several in pairs])
         ours, theirs = ([reply.error for sides in replies for reply in sides[i] if reply.error] for i in range(2))
         if theirs:
-            none = len(theirs) == count * len(replies)
             note = f"the baseline fails with these settings: {theirs[0]}"
-            return Finding("not_offered" if none else "undecided", note)
+            return Finding("not_offered" if len(theirs) == count * len(replies) else "undecided", note)
         if ours:
             note = f"it fails: {ours[0]}"
             return Finding("failed", note, [violation(questions[0], "", "", "error", note)])
@@ -182,7 +182,7 @@ def choices(audit: Audit) -> Finding:
     return Finding("failed" if wrong else "passed", summary, differences)
 
 
-def wrong_choices(ours: list[Reply], theirs: list[Reply]) -> tuple[str, str] | None:
+def wrong_choices(ours: Replies, theirs: Replies) -> tuple[str, str] | None:
     """Return the fault of two choices and a note: an error, their number, or the count of tokens."""
     if ours[0].error:
         return "error", f"it fails: {ours[0].error}"

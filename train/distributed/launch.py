@@ -28,6 +28,7 @@ from train.config import LauncherConfig, SlurmConfig
 
 PORTS, WINDOW = 15_000, 10_000  # below those that Linux gives away; a job's number picks one, two jobs may share a node
 PARENT = "HEADSTART_LAUNCHER"  # environment variable: the process id of our launcher (train/distributed/launch.py)
+Words = list[str]  # overrides of a command, or other words of a command line
 
 
 def launched() -> bool:
@@ -161,7 +162,7 @@ def end_with_parent() -> None:
             raise SystemExit(128 + signal.SIGTERM)
 
 
-def overrides() -> list[str]:
+def overrides() -> Words:
     """Return this run's overrides verbatim: its processes resolve interpolations themselves."""
     given = OmegaConf.to_container(HydraConfig.get().overrides.task, resolve=False)
     assert isinstance(given, list)
@@ -184,7 +185,7 @@ def main_first() -> Iterator[None]:
         raise
 
 
-def command(launcher: LauncherConfig, script: str, overrides: list[str]) -> list[str]:
+def command(launcher: LauncherConfig, script: str, overrides: Words) -> Words:
     """Return the arguments of `accelerate launch` that run `script` with these Hydra overrides."""
     words = ["--num_processes", str(launcher.world)]
     words += ["--num_machines", str(launcher.num_nodes), "--machine_rank", str(launcher.machine_rank)]
@@ -201,7 +202,7 @@ def command(launcher: LauncherConfig, script: str, overrides: list[str]) -> list
     return [*words, "--multi_gpu", script, *overrides]
 
 
-def by_hand(launcher: LauncherConfig, script: str, overrides: list[str], *, on_cpu: bool) -> str:
+def by_hand(launcher: LauncherConfig, script: str, overrides: Words, *, on_cpu: bool) -> str:
     """Return the command to start on each of several nodes, in lines; empty if one command starts all processes."""
     if launcher.num_nodes == 1 or launcher.slurm is not None or launched() or among_tasks():
         return ""
@@ -215,7 +216,7 @@ def by_hand(launcher: LauncherConfig, script: str, overrides: list[str], *, on_c
     )
 
 
-def start(launcher: LauncherConfig, script: str, overrides: list[str]) -> int:
+def start(launcher: LauncherConfig, script: str, overrides: Words) -> int:
     """Start the processes; return the status of the first that failed, else 0, or 0 once they are queued in SLURM."""
     os.environ["PYTHONPATH"] = os.pathsep.join([str(IMPORTS), *filter(None, [os.environ.get("PYTHONPATH")])])
     if launcher.slurm is not None:
@@ -245,7 +246,7 @@ def start(launcher: LauncherConfig, script: str, overrides: list[str]) -> int:
     return 0
 
 
-def submit(launcher: LauncherConfig, slurm: SlurmConfig, script: str, overrides: list[str]) -> int:
+def submit(launcher: LauncherConfig, slurm: SlurmConfig, script: str, overrides: Words) -> int:
     """Submit all processes as one job and print its id and folder; wait for it if it is on this machine.
 
     Raises:
@@ -287,7 +288,7 @@ class Task:
     """
 
     script: str
-    overrides: list[str]
+    overrides: Words
     job: Any = None  # the command, once it runs
 
     def __call__(self) -> int:

@@ -30,10 +30,8 @@ TASK = "text-generation"
 METRIC_NAMES = {"tau": "τ, tokens of a target pass", "speedup": "speedup over autoregressive decoding"}
 NAMES = ("drafter", "tree", "workload")  # columns of names from outside
 GATE = ("checked", "identical", "near_tie", "failed")
-GUESSES = {
-    "eagle-": "eagle",
-    "eagle3": "eagle3",
-}  # parts of a lower-cased path by which vLLM infers the method; the first counts
+# Parts of a lower-cased path by which vLLM infers the method; the first counts.
+GUESSES = {"eagle-": "eagle", "eagle3": "eagle3"}
 
 
 def view(
