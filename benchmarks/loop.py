@@ -26,6 +26,7 @@ from data.text.prompts import prompt_of
 from data.text.records import parse
 from data.text.sources import open_source
 from eval.measures.metrics import together
+from heads.common.typed import from_yaml
 from inference import api
 from inference.batch import batch_of
 from inference.decode import RequestParams
@@ -35,7 +36,7 @@ from inference.target.config import model_config
 from inference.target.target import Target
 from inference.verification.rules import COUPLED
 from inference.verification.sample import Sampling
-from ops.watch import replayed, watcher_config
+from ops.watch import WatchConfig, replayed
 
 TINY = ROOT / "examples" / "tiny"
 TEMPERATURE = 0.5  # that the bundled target's chats were written at
@@ -107,7 +108,7 @@ def head_in_service(work: Path, steps: int, seed: int, data: Path | None = None,
         given = [f"data.path='{data or TINY / 'chats.jsonl.xz'}'", "data.prompts=''", "data.contamination=null"]
         status = run(
             "train/run.py", "head=mtp", f"model.path='{model}'", *given, f"trainer.steps={steps}",
-            f"trainer.seed={seed}", "trainer.eval_prompts=0", "trainer.estimate_every=null", "eval.prompts=0",
+            f"trainer.seed={seed}", "trainer.eval_prompts=0", "eval.prompts=0",
             "overwrite=true", f"data.limit={TRAINED}", f"out='{work}'",
         )  # fmt: skip
         assert status == 0
@@ -138,7 +139,7 @@ def sibling(folder: Path, seed: int) -> Path:
 def tau(run: Path, model: Path, records: list[dict[str, Any]]) -> float:
     """Return a head's τ along logged answers."""
     loaded: Any = api.load(str(run), f"model.path={model}", "model.sibling=true", "model.dtype=float32")
-    config = watcher_config({"max_new_tokens": 2048})
+    config = from_yaml(WatchConfig, "ops/watch", log="log", max_new_tokens=2048)
     counts = together([replayed(*loaded, config, record, index, "log") for index, record in enumerate(records)])
     return float(counts.tokens / counts.steps)
 

@@ -75,7 +75,7 @@ OURS = {
 }
 PRECISIONS = {"fp32": "float32", "bf16": "bfloat16"}  # the dtype of each
 DATA: list[str] = []  # overrides that hold for all trainers
-UNMEASURED = ["trainer.eval_prompts=0", "trainer.estimate_every=null", "eval.prompts=0"]
+UNMEASURED = ["trainer.eval_prompts=0", "eval.prompts=0"]
 TREES = {"chain of 4": TreeConfig("chain", 4, 0, 0, [], []), "d5k3n12": TreeConfig("dynamic", 5, 3, 12, [], [])}
 NEW_TOKENS = 128
 UNTIMED = 2  # first steps, in which memory is new

@@ -15,7 +15,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.loop import records_of, words_of
 from eval.measures.metrics import SpecDecodingStats
-from ops.watch import Alarm, WatcherConfig, counts_in, watcher_config
+from heads.common.typed import from_yaml
+from ops.watch import Alarm, WatchConfig, WatcherConfig, counts_in
 from ops.watch import watched as watch
 
 
@@ -43,7 +44,8 @@ def main() -> None:
     """Simulate and print."""
     words = words_of(sys.argv[1:], quiet="", shifted="", runs="100", requests="1500", reference="300", rate="0.01")
     runs, requests, reference = (int(words[key]) for key in ("runs", "requests", "reference"))
-    config = watcher_config({"reference": reference, "alarm_rate": float(words["rate"])})
+    rate = float(words["rate"])
+    config = from_yaml(WatchConfig, "ops/watch", log="log", reference=reference, alarm_rate=rate)
     quiet = observations(words["quiet"])
     most = reference + requests
     alarms = [watched(quiet, quiet, most, most, config, seed) for seed in range(runs)]

@@ -22,6 +22,8 @@ from torch import Tensor, nn
 
 from heads.common.ranges import Amount, Count, Positive, Width
 
+NamedTensors = dict[str, Tensor]  # of a module, a checkpoint or a file, by name
+
 
 @runtime_checkable
 class HeadConfig(Protocol):

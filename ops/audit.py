@@ -8,25 +8,29 @@ if __name__ == "__main__":  # a script's own folder would hide the checkout's ro
 
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from datetime import datetime, timezone
 from functools import partial
 from itertools import takewhile
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from markupsafe import Markup
 from omegaconf import DictConfig
 
 from eval.config import Selection
 from eval.inputs.workloads import cycled, workload_names
 from eval.measures.counters import Counters, restarted
 from heads.common.command import command, ending_alone
-from heads.common.errors import user_errors
+from heads.common.errors import HIDDEN, SHORTEST, redacted_values, user_errors
 from heads.common.files import atomic_write, check_writable
 from heads.common.progress import Bar
-from heads.common.typed import typed
+from heads.common.resolvers import ROOT
+from heads.common.typed import Json, typed
 from heads.common.untrusted import visible
 from ops.audits import checks, sampling
+from ops.audits.checks import ALTERNATIVE
 from ops.audits.compare import (
     AUDITED,
     BASELINE,
@@ -34,6 +38,7 @@ from ops.audits.compare import (
     Asker,
     Audit,
     AuditConfig,
+    Bound,
     Difference,
     EndedError,
     Finding,
@@ -42,8 +47,7 @@ from ops.audits.compare import (
     diagnosed,
     violation,
 )
-from ops.audits.output import cleaned, finding_record, rendered, reproduction
-from ops.served import Server, read_questions
+from ops.served import Question, Server, read_questions
 
 WAVERING = 4.0  # nats; rounding cannot explain a larger threshold of near ties
 ASKED = ("url", "baseline", "client", "out", "workload", "questions")  # configuration keys of no check
@@ -69,6 +73,71 @@ CHECKS: dict[str, Callable[[Audit], Finding]] = {
     "seeds": sampling.seeds,
     "choices": sampling.choices,
 }
+
+
+STYLE = ROOT / "eval" / "report" / "page.css"
+SHOWN = 60  # bytes of a text around a difference in the terminal, and before it on the page
+LONG = 400
+ENVIRONMENT = Environment(
+    loader=FileSystemLoader(Path(__file__).with_name("audits")), autoescape=lambda name: "html" in str(name),
+    undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True,
+)  # fmt: skip
+
+
+def difference_record(difference: Difference) -> Json:
+    """Return a difference in audit.json, with the end of its prompt."""
+    return {
+        **{key: getattr(difference, key) for key in ("kind", "at", "gap", "fault", "note", "in_flight")},
+        "at_least": isinstance(difference.gap, Bound),
+        "id": difference.question.id,
+        "prompt": difference.question.prompt[-LONG:],
+        AUDITED: difference.ours,
+        BASELINE: difference.theirs,
+        "after": [question.id for question in difference.before],
+    }
+
+
+def rendered(template: str, record: Json) -> str:
+    """Render a template with an audit's record; the page loads no resources and escapes all texts."""
+    headline = ENVIRONMENT.get_template("headline.j2").render(record=record).strip()
+    style = Markup(STYLE.read_text(encoding="utf-8"))
+    page = ENVIRONMENT.get_template(template)
+    return page.render(record=record, headline=headline, cut=cut, sides=SIDES, style=style)
+
+
+def cut(text: str, at: int) -> tuple[str, str, str]:
+    """Return three shortened parts of a text: before a byte, from the byte on, and the rest."""
+    data = text.encode()
+    pieces = (data[max(0, at - LONG) : at], data[at : at + SHOWN], data[at + SHOWN : at + SHOWN + LONG])
+    before, behind, rest = (piece.decode(errors="replace") for piece in pieces)
+    return f"…{before}" if at > LONG else before, behind, rest
+
+
+def reproduction(audit: Audit, difference: Difference, company: Sequence[Question], key: str) -> str:
+    """Return a minimal script that reproduces a difference between both servers.
+
+    `company` holds the concurrent questions; `key` is the secret that the script must not contain.
+    """
+
+    def literal(value: Any) -> str:
+        return json.dumps(cleaned(value, key), indent=1).replace('"""', "\\u0022\\u0022\\u0022")
+
+    sides, questions = audit.asker.sides, [*(company or difference.before), difference.question]
+    return ENVIRONMENT.get_template("reproduce.py.j2").render(
+        d=difference,
+        urls=[sides[side].url for side in SIDES],
+        key=audit.config.client.api_key_env,
+        requests=literal([{"path": one.path, "body": audit.asker.body(AUDITED, one)} for one in questions]),
+        extra=literal([sides[side].config.extra for side in SIDES]),
+        near_tie=audit.near_tie,
+        alternative=ALTERNATIVE,
+    )
+
+
+def cleaned(value: Any, key: str) -> Any:
+    """Return a JSON value without secrets: the key, and texts that look like one."""
+    text = json.dumps(redacted_values(value), allow_nan=False)
+    return json.loads(text.replace(json.dumps(key)[1:-1], HIDDEN) if len(key) >= SHORTEST else text)
 
 
 class Verdict(NamedTuple):
@@ -115,12 +184,20 @@ def audited(config: AuditConfig) -> Verdict:
         "requests": asker.requests,
         "minutes": round(asker.minutes, 2),
         "settings": {**options, "near_tie": audit.near_tie, "prompts": len(questions)},
-        "findings": [finding_record(one) for one in findings],
+        "findings": [
+            {
+                **{key: getattr(one, key) for key in ("check", "status", "summary", "fault", "figures")},
+                "differences": [difference_record(difference) for difference in clearest(one.differences)[:3]],
+            }
+            for one in findings
+        ],
     }, key)  # fmt: skip
     texts = {JSON: json.dumps(record, indent=1, allow_nan=False), PAGE: rendered("audit.html.j2", record)}
     lines = f"{rendered('audit.txt.j2', record)}audit: {out / JSON} and {out / PAGE}"
     (out / REPRODUCTION).unlink(missing_ok=True)  # left by an earlier audit
-    if (difference := clearest(findings, verdict.fault)) is not None:
+    failed = [difference for one in findings if one.status == "failed" for difference in one.differences]
+    if shown := clearest(failed, verdict.fault):
+        difference = shown[0]
         company = cycled(questions, difference.in_flight)[1 : difference.in_flight]
         texts[REPRODUCTION] = reproduction(audit, difference, company, key)
         lines += f"\nreproduction: python {out / REPRODUCTION} {sides[AUDITED].url} {sides[BASELINE].url}"
@@ -173,11 +250,9 @@ def verdict_of(findings: list[Finding], ended: str, near_tie: float) -> Verdict:
     return Verdict("undecided", doubt, "") if doubt else Verdict("passed", held, "")
 
 
-def clearest(findings: list[Finding], fault: str) -> Difference | None:
-    """Return the difference that shows the verdict's fault with the largest gap, None without a fault."""
-    failed = (finding for finding in findings if finding.status == "failed")
-    differences = [d for finding in failed for d in finding.differences if d.kind == "fault"]
-    return max(differences, key=lambda d: (d.fault == fault, d.gap or 0.0), default=None)
+def clearest(differences: list[Difference], fault: str = "") -> list[Difference]:
+    """Return the differences in order: faults first, those like `fault` before others, the largest gap first."""
+    return sorted(differences, key=lambda d: (d.kind != "fault", d.fault != fault, -(d.gap or 0.0)))
 
 
 def speed(audit: Audit, before: Counters | None, after: Counters | None) -> Finding:
@@ -207,8 +282,7 @@ def stops_paying(gains: Mapping[int, float]) -> int | None:
 def main(cfg: DictConfig) -> None:
     """Audit; exit with 0 if the server passed, 1 if it failed, 2 for a mistake, 3 if undecided."""
     with ending_alone(), user_errors():
-        verdict = audited(typed(AuditConfig, cfg))
-        raise SystemExit({"passed": 0, "failed": 1}.get(verdict.status, 3))
+        raise SystemExit({"passed": 0, "failed": 1}.get(audited(typed(AuditConfig, cfg)).status, 3))
 
 
 if __name__ == "__main__":

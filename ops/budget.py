@@ -16,7 +16,7 @@ import re
 import shutil
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import NormalDist
@@ -25,9 +25,6 @@ from typing import Annotated, Any
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from collections.abc import Sequence
-from typing import NamedTuple
-
 import numpy as np
 from numpy.typing import NDArray
 from omegaconf import DictConfig
@@ -35,15 +32,16 @@ from omegaconf import DictConfig
 from data.text.files import META, OPENERS, check_file
 from data.text.sources import Files, open_source
 from heads.common.command import command, quoted
-from heads.common.files import atomic_write, replacing
+from heads.common.files import replacing, write_json
+from heads.common.progress import tell
 from heads.common.ranges import Count, NewTokens, Within
-from heads.common.typed import typed
+from heads.common.typed import Json, typed
 from heads.common.untrusted import parse_json, shown
-from ops.commands import REFUSED, run_command, say, split_config
+from ops.commands import REFUSED, run_command, split_config
 from train import checkpoint, sweep
 from train.checkpoint import differences, plain
 from train.config import RunConfig, run_config
-from train.distributed.launch import key_of, overrides
+from train.distributed.launch import Words, key_of, overrides
 from train.resolve import check_out, clear_out
 
 # The learning curve of τ: a power function of the trained tokens through a few points, and its interval.
@@ -53,14 +51,6 @@ FLOOR = 0.01  # the least standard error of a measured τ, as a share of it: no 
 EXPONENTS = (0.03, 3.0)
 
 
-class Predicted(NamedTuple):
-    """τ of a longer training, with the ends of its interval."""
-
-    tau: float
-    low: float
-    high: float
-
-
 def power_function(tokens: NDArray[np.float64], limit: float, rise: float, exponent: float) -> NDArray[np.float64]:
     """Return τ after N tokens: limit - rise tokens^-exponent (Hestness et al., arXiv 1712.00409)."""
     return np.asarray(limit - rise * tokens**-exponent)
@@ -68,10 +58,11 @@ def power_function(tokens: NDArray[np.float64], limit: float, rise: float, expon
 
 def predict(
     tokens: Sequence[float], tau: Sequence[float], error: Sequence[float], at: float, bound: float
-) -> Predicted:
-    """Return τ after `at` tokens by a power function through three points or more, with its interval of LEVEL.
+) -> tuple[float, float, float]:
+    """Return τ after `at` tokens by a power function through three points or more, and the ends of its interval.
 
-    The interval is that of a new measurement: by the covariance of the three numbers, and by the last standard error.
+    The interval is that of a new measurement, of the level LEVEL: by the covariance of the three numbers, and by the
+    last standard error.
 
     Args:
         tokens: trained tokens of each point, increasing.
@@ -93,7 +84,8 @@ def predict(
     gradient = np.array([1.0, -(ratio**-exponent), rise * ratio**-exponent * math.log(ratio)])
     middle = float(power_function(np.array(ratio), *values))
     half = NormalDist().inv_cdf((1 + LEVEL) / 2) * math.sqrt(gradient @ covariance @ gradient + sigma[-1] ** 2)
-    return Predicted(*(min(max(end, 1.0), bound) for end in (middle, middle - half, middle + half)))
+    middle, low, high = (min(max(end, 1.0), bound) for end in (middle, middle - half, middle + half))
+    return middle, low, high
 
 
 UNITS = {"s": 1, "min": 60, "h": 3600, "d": 86400}  # in seconds
@@ -107,7 +99,7 @@ DECIDED = {  # overrides that a training within a budget cannot take, with what 
 FOLDER, STATE = "forecast", "forecast.json"  # in the run's folder: the short trainings, and the stages that are done
 PROBE = 6  # steps of the training that measures a step's cost
 ROOM = 1.1  # a margin of the advised budget
-Train = Callable[[list[str]], object]  # runs a training with these overrides, to its end
+Train = Callable[[Words], object]  # runs a training with these overrides, to its end
 
 
 @dataclass(frozen=True)
@@ -129,7 +121,7 @@ class Budget:
         """Return the budget of `1h`, `90min` or `5e15`; refuse anything else."""
         match = re.fullmatch(r"\s*(\d+\.?\d*(?:e\+?\d{1,3})?)\s*(s|min|h|d)?\s*", str(value), re.I)
         amount = float(match[1]) * UNITS[(match[2] or "s").lower()] if match else 0.0
-        if not match or isinstance(value, bool) or not 0 < amount < float("inf"):
+        if not match or not 0 < amount < float("inf"):
             raise ValueError(
                 f"budget is {shown(value)}: give a time above 0 ({', '.join(f'1{unit}' for unit in UNITS)}), or a "
                 "number of floating-point operations, such as 5e15"
@@ -146,15 +138,8 @@ class ForecastConfig:
     points: Annotated[int, Within(3, 8)]
     warmup: Count
     cooldown: Annotated[float, Within(0, 1, above=True, below=True)]
-    prompts: Annotated[int, Within(4, 4096)]
+    prompts: Count
     tokens: NewTokens
-
-    def __post_init__(self) -> None:
-        if not all(self.candidates) or len({*self.candidates}) < len(self.candidates) or not self.candidates:
-            raise ValueError(
-                f"forecast.candidates is {shown(self.candidates)}: give one head or more, each once, with overrides of "
-                "its own behind its name, as [mlp,'eagle3 head.layers=2']"
-            )
 
 
 @dataclass(frozen=True)
@@ -176,11 +161,11 @@ class Forecast:
         train: runs a training with further overrides, to its end.
     """
 
-    def __init__(self, run: RunConfig, config: BudgetConfig, words: list[str], train: Train) -> None:
+    def __init__(self, run: RunConfig, config: BudgetConfig, words: Words, train: Train) -> None:
         self.run, self.budget, self.config, self.out = run, config.budget, config.forecast, Path(run.out)
         self.train, path = train, self.out / STATE
         settings = plain({"budget": str(self.budget), "overrides": sorted(words), **asdict(self.config)})
-        self.state: dict[str, Any] = {
+        self.state: Json = {
             "settings": settings, "spent": 0.0, "cost": {}, "fixed": {}, "left_out": {}, "points": {}, "steps": None,
         }  # fmt: skip
         if run.overwrite and not run.resume:
@@ -195,23 +180,31 @@ class Forecast:
                 raise ValueError(
                     f"{path}: resume=true needs the settings that it began with, and here differ {changed}"
                 )
-        if config.log is not None:
-            copied = keep_log(config.log, run.data.split, self.out)
-            self.train = lambda more: train([*more, f"data.path={quoted(copied)}"])
+        if config.log is not None:  # all trainings read the same data, though a service may add lines meanwhile
+            folder = self.out / FOLDER / "log"
+            if not folder.is_dir() and isinstance(source := open_source(config.log, run.data.split), Files):
+                with replacing(folder) as copies:
+                    for index, file in enumerate(source.files):
+                        packed = file.suffix if file.suffix in OPENERS else ""
+                        copy = copies / f"{index:06d}{check_file(file)}{packed}"  # in their order; it names no split
+                        shutil.copyfile(file, copy)
+                        if (about := file.with_name(f"{file.name}{META}")).is_file():
+                            shutil.copyfile(about, copy.with_name(f"{copy.name}{META}"))
+            data = f"data.path={quoted(folder if folder.is_dir() else config.log)}"
+            self.train = lambda more: train([*more, data])
 
     def save(self) -> None:
         """Write the state."""
-        self.out.mkdir(parents=True, exist_ok=True)
-        atomic_write(self.out / STATE, (json.dumps(self.state, indent=1) + "\n").encode())
+        write_json(self.out / STATE, self.state)
 
     def folder(self, words: str) -> Path:
         """Return the folder of a candidate's trainings."""
         return self.out / FOLDER / str(self.config.candidates.index(words))
 
-    def overrides(self, words: str, steps: int, cooldown: float) -> list[str]:
+    def overrides(self, words: str, steps: int, cooldown: float) -> Words:
         """Return the overrides of a candidate's training that can be continued."""
         schedule = [f"trainer.cooldown={cooldown}", f"trainer.warmup={min(1.0, self.config.warmup / steps)}"]
-        return [*overrides_of(words), f"trainer.steps={steps}", *schedule]
+        return [*f"head={words}".split(), f"trainer.steps={steps}", *schedule]
 
     def stable(self, steps: int) -> int:
         """Return the step at which the cooldown begins, as `train.optim.cooldown_begin` does."""
@@ -240,7 +233,7 @@ class Forecast:
         self.state["fixed"][words] = max(0.0, seconds - taken) if timed else 0.0
         self.state["spent"] += seconds if timed else taken
 
-    def probe(self) -> list[str]:
+    def probe(self) -> Words:
         """Train every candidate for a few steps to measure their cost; return those that the target supports."""
         cost, left_out = self.state["cost"], self.state["left_out"]
         for words in self.config.candidates:
@@ -250,12 +243,12 @@ class Forecast:
                 except SystemExit as error:
                     if error.code not in REFUSED:  # such as a signal's
                         raise
-                    left_out[words] = f"its training ended with status {error.code}, see above"
+                    left_out[words] = str(error.__cause__ or f"its training ended with status {error.code}")
                 self.save()
         for words, why in left_out.items():
-            say(f"{words} is left out: {why}")
+            tell(f"{words} is left out: {why}")
         if not cost:
-            raise ValueError(f"no candidate can be trained: {'; '.join(left_out.values())}")
+            raise ValueError(f"no candidate can be trained ({'; '.join(left_out.values())}): give other overrides")
         return list(cost)
 
     def choose(self) -> str:
@@ -288,7 +281,7 @@ class Forecast:
                 done.append({"steps": steps, **measured(self.folder(words), words)})
                 self.save()
                 tokens = steps * self.run.trainer.batch_tokens
-                say(f"{words}: {tokens:,} tokens, τ {done[-1]['tau']:.2f}, {done[-1]['speedup']:.2f}x")
+                tell(f"{words}: {tokens:,} tokens, τ {done[-1]['tau']:.2f}, {done[-1]['speedup']:.2f}x")
             running.sort(key=lambda words: -points[words][index]["speedup"])
             running = running[: math.ceil(len(running) / 2)]
         return running[0]
@@ -309,26 +302,21 @@ class Forecast:
         steps, (trained, taus, errors) = state["steps"], ([p[key] for p in points] for key in ("steps", "tau", "error"))
         tau = predict(trained, taus, errors, steps, 1.0 + self.run.tree.deepest)
         speed = points[-1]["speedup"] / points[-1]["tau"]  # at the last measured cost of a pass
-        forecasts = ("{:.2f} [{:.2f}, {:.2f}]".format(*(scale * value for value in tau)) for scale in (1.0, speed))
-        promised = "τ {}, speedup {} (interval of {:.0%})".format(*forecasts, LEVEL)
-        say(f"{words} is trained on {steps * self.run.trainer.batch_tokens:,} tokens; forecast: {promised}")
+        forecasts = [scale * value for scale in (1.0, speed) for value in tau]
+        promised = "τ {:.2f} [{:.2f}, {:.2f}], speedup {:.2f} [{:.2f}, {:.2f}] (interval of {:.0%})".format(
+            *forecasts, LEVEL
+        )
+        tell(f"{words} is trained on {steps * self.run.trainer.batch_tokens:,} tokens; forecast: {promised}")
         self.train([*self.overrides(words, steps, self.config.cooldown), "resume=true", f"out={quoted(self.out)}",
                     f"name={quoted(self.run.name)}"])  # fmt: skip
         if self.run.eval.prompts:
             came = measured(self.out, words)
-            say(f"forecast: {promised}; came out: τ {came['tau']:.2f}, {came['speedup']:.2f}x")
-
-
-def overrides_of(words: str) -> list[str]:
-    """Return the overrides of a candidate, given as a head's name and further overrides."""
-    return f"head={words}".split()
+            tell(f"forecast: {promised}; came out: τ {came['tau']:.2f}, {came['speedup']:.2f}x")
 
 
 def measured(folder: Path, words: str) -> dict[str, float]:
     """Return τ, its standard error and the speedup from a finished training's report."""
     row = sweep.rows_of("", words.split(maxsplit=1)[0], folder)[0]
-    if row["tau"] is None or row["speedup"] is None:
-        raise ValueError(f"{folder}: nothing was drafted, as every answer has one token; give other data.prompts")
     low, high = row["tau_ci"] or (row["tau"], row["tau"])
     return {"tau": row["tau"], "error": (high - low) / (2 * NormalDist().inv_cdf(0.975)), "speedup": row["speedup"]}
 
@@ -341,27 +329,7 @@ def cost_of(folder: Path) -> dict[str, float]:
     return {"seconds": float(np.median(seconds[1:] or seconds)), "flops": (total["flops"] or 0.0) / total["steps"]}
 
 
-def keep_log(log: str, split: str, out: Path) -> str:
-    """Return the copy of the log's files from the forecast's begin, or the name of a data set on the Hub.
-
-    All trainings read the same data, though a service may add lines meanwhile.
-
-    Raises:
-        ValueError: it is not there, or of no known format.
-    """
-    folder = out / FOLDER / "log"
-    if not folder.is_dir() and isinstance(source := open_source(log, split), Files):
-        with replacing(folder) as copies:
-            for index, file in enumerate(source.files):
-                packed = file.suffix if file.suffix in OPENERS else ""
-                copy = copies / f"{index:06d}{check_file(file)}{packed}"  # in their order; it names no split
-                shutil.copyfile(file, copy)
-                if (about := file.with_name(f"{file.name}{META}")).is_file():
-                    shutil.copyfile(about, copy.with_name(f"{copy.name}{META}"))
-    return str(folder) if folder.is_dir() else log
-
-
-def shared_words(words: list[str], log: str | None) -> list[str]:
+def shared_words(words: Words, log: str | None) -> Words:
     """Return the overrides shared by all trainings within a budget; refuse those of a single training."""
     keys = [key_of(word) for word in words]
     for word, key in zip(words, keys, strict=True):
@@ -385,9 +353,9 @@ def main(cfg: DictConfig) -> None:
     words = shared_words(overrides(), config.log)
     if run.plan is True:
         for candidate in config.forecast.candidates:
-            run_command("train/run.py", [*words, *overrides_of(candidate)])
+            run_command("train/run.py", [*words, *f"head={candidate}".split()])
         return
-    check_out(Path(run.out), replaces=run.resume or run.overwrite)
+    check_out(run)
     forecast = Forecast(run, config, words, lambda more: run_command("train/run.py", [*words, *more]))
     forecast.finish(forecast.choose())
 

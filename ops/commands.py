@@ -1,57 +1,58 @@
 """What commands about many runs share: starting other commands as processes, configurations, and output."""
 
 import json
+import os
 import subprocess
 import sys
+import tempfile
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
-from rich.console import Console
 
 from heads.common.command import quoted
+from heads.common.errors import ERROR_FILE
 from heads.common.resolvers import ROOT
-from heads.common.untrusted import visible
+from heads.common.typed import Json
 from train.config import RunConfig
+from train.distributed.launch import Words
 
 REFUSED = FAILED, _ = (1, 2)  # exit statuses of failed and refused commands; others come from a signal
 
 
-def say(line: str) -> None:
-    """Print a line."""
-    Console().print(visible(line), highlight=False, soft_wrap=True, markup=False)
-
-
-def run_command(script: str, words: list[str]) -> None:
+def run_command(script: str, words: Words) -> None:
     """Run a script of this checkout with these overrides, to its end; pass on a SIGTERM or Ctrl-C and wait.
 
     Raises:
-        SystemExit: it ended with another status than 0.
+        SystemExit: it ended with another status than 0; the cause has its line of error, if it printed one.
     """
-    process = subprocess.Popen([sys.executable, str(ROOT / script), *words])
-    try:
-        status = process.wait()
-    except KeyboardInterrupt:
-        process.terminate()
-        process.wait()
-        raise
-    if status:
-        raise SystemExit(status if status > 0 else 128 - status)
+    with tempfile.NamedTemporaryFile("r", encoding="utf-8") as error_file:
+        process = subprocess.Popen(
+            [sys.executable, str(ROOT / script), *words], env={**os.environ, ERROR_FILE: error_file.name}
+        )
+        try:
+            status = process.wait()
+        except KeyboardInterrupt:
+            process.terminate()
+            process.wait()
+            raise
+        if status:
+            line = error_file.read()
+            raise SystemExit(status if status > 0 else 128 - status) from (ValueError(line) if line else None)
 
 
 def split_config(cfg: DictConfig) -> tuple[DictConfig, DictConfig]:
     """Return the keys of conf/train.yaml in a composed configuration, and the others."""
     training = {field.name for field in fields(RunConfig)}
-    return (
-        OmegaConf.masked_copy(cfg, [str(key) for key in cfg if key in training]),
-        OmegaConf.masked_copy(cfg, [str(key) for key in cfg if key not in training]),
+    return OmegaConf.masked_copy(cfg, [*training]), OmegaConf.masked_copy(
+        cfg, [str(k) for k in cfg if k not in training]
     )
 
 
-def overrides_of(values: dict[str, Any], prefix: str = "") -> list[str]:
+def overrides_of(values: Json, prefix: str = "") -> Words:
     """Return nested values as overrides of a command."""
-    words: list[str] = []
+    words: Words = []
     for key, value in values.items():
         if isinstance(value, dict):
             words += overrides_of(value, f"{prefix}{key}.")

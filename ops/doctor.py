@@ -94,7 +94,7 @@ def examine(config: DoctorConfig) -> list[Finding]:
         trouble, _, remedy = one_line(error).rpartition("; ")
         costs = "headstart refuses it, so that nothing can be measured"
         return [wrong("loads", trouble or remedy, costs, remedy if trouble else "export or download it again")]
-    findings = [ok(f"headstart loads it for {target.spec.name}", "loads"), *records(head, target, config.sibling)]
+    findings = [ok("loads", f"headstart loads it for {target.spec.name}"), *records(head, target, config.sibling)]
     try:
         findings += readings(head, loaded, target)
     except (TypeError, AttributeError, KeyError, ValueError) as error:  # a value of an unexpected type
@@ -102,7 +102,7 @@ def examine(config: DoctorConfig) -> list[Finding]:
     if isinstance(target, Target) and config.measure:
         findings.append(acceptance(head, target, loaded, config))
     else:
-        findings.append(unknown(why or "measure is false", "acceptance"))
+        findings.append(unknown("acceptance", why or "measure is false"))
     return [meant_for(finding, config.format) for finding in findings]
 
 
@@ -124,15 +124,13 @@ def acceptance(head: Examined, target: Target, loaded: Any, config: DoctorConfig
     except ValueError as error:
         if config.workload is not None:
             raise
-        return unknown(f"nothing to measure on ({error})", NAME)
+        return unknown(NAME, f"nothing to measure on ({error})")
     limit = head.report["settings"].get("max_new_tokens") if reported is not None else None
     settings = RequestParams(min(limit or config.max_new_tokens, config.max_new_tokens), GREEDY)
     prompts = [prompt.token for prompt in read.prompts]
     drafter = HeadDrafter(drafting, tree, kind)
     generations = [speculate(target, drafter, prompt, settings) for prompt in progress(prompts, "decoding")]
-    tau = metrics.acceptance(generations).tau
-    if tau is None:
-        return unknown("no answer is longer than a token; give workload=FILE with other prompts", NAME)
+    tau = metrics.acceptance(generations).tau or 1.0  # answers of one token have no step
     bounds = metrics.tau_interval(generations, 0, metrics.clustered(prompts)) or (tau, tau)
     here = f"τ {_shown(tau, bounds)} on {len(prompts)} prompts of {read.name}, tree {tree.label}"
     if bounds[1] < NOTHING:
@@ -140,27 +138,19 @@ def acceptance(head: Examined, target: Target, loaded: Any, config: DoctorConfig
             NAME, f"next to nothing is accepted: {here}", "every engine loses time to it",
             "fix what is wrong above; if nothing is, train it for longer or for this target",
         )  # fmt: skip
-    return _compared(here, bounds, read.name, reported, config.sibling)
-
-
-def _compared(
-    here: str, bounds: tuple[float, float], workload: str, reported: ResultRow | None, sibling: bool
-) -> Finding:
-    """Compare the measurement `here` with the card's row."""
     if reported is None or reported.tau is None:
-        return unknown(f"{here}; no report.json says what it should be", NAME)
+        return unknown(NAME, f"{here}; no report.json says what it should be")
     expected = reported.tau_ci or (reported.tau, reported.tau)
     card = f"the card's {_shown(reported.tau, expected)}"
-    if reported.workload != workload:
-        return unknown(f"{here}; {card} is on {reported.workload}: give workload=FILE with those prompts", NAME)
-    if sibling:
-        return unknown(f"{here}; {card} is that of the target that it was made for", NAME)
+    if reported.workload != read.name or config.sibling:
+        of = "that of the target that it was made for" if config.sibling else f"on {reported.workload}: give workload="
+        return unknown(NAME, f"{here}; {card} is {of}")
     if bounds[1] < expected[0]:
         return wrong(
             NAME, f"{here}; {card} is more", "the card promises a speed that the head does not have here",
             "fix what is wrong above, or measure again and publish that: python eval/run.py run=…",
         )  # fmt: skip
-    return ok(f"{here}; {card}", NAME)
+    return ok(NAME, f"{here}; {card}")
 
 
 def _row(head: Examined, kind: str, workload: str | None) -> ResultRow | None:

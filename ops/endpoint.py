@@ -20,7 +20,7 @@ from typing import Annotated, Any, NamedTuple
 
 from omegaconf import DictConfig
 
-from data.answers.client import base_url, check_url
+from data.answers.client import base_url
 from eval.config import TURNS, Conditions, Selection
 from eval.inputs.workloads import Workload, prompt_counts, workload_names
 from eval.live import arrivals, in_turns, judged, queued_rows
@@ -43,9 +43,9 @@ from eval.run import publish
 from heads.common.command import command, ending_alone
 from heads.common.errors import keeping, user_errors
 from heads.common.files import check_writable
-from heads.common.ranges import Count, NewTokens, Number, OneOf
+from heads.common.ranges import Count, Number, OneOf
 from heads.common.typed import typed
-from ops.served import BASELINE_KEY, Answer, ClientConfig, Question, Server, read_questions
+from ops.served import BASELINE_KEY, Answer, Question, Server, ServersConfig, read_questions
 
 REPORTED = ("max_new_tokens", "seed", "repeats", "warmup", "turns")
 # Every request has all of sampling's fields, so that no server's default applies; client.extra has others.
@@ -55,27 +55,18 @@ Servers = Mapping[str, Server]  # drafter name -> server; the baseline's is BASE
 
 
 @dataclass(frozen=True)
-class ServedConfig(Conditions):
+class ServedConfig(Conditions, ServersConfig):
     """A served model to measure, its baseline, and the requests; conf/ops/endpoint.yaml explains the keys."""
 
-    url: str
-    baseline: str | None
-    client: ClientConfig
-    out: str
-    workload: Any  # a name or a list of them
-    prompts: Count
     warmup: Number
     turns: Annotated[str, OneOf(TURNS)]
-    max_new_tokens: NewTokens
     repeats: Count
-    seed: Number
 
     def __post_init__(self) -> None:
         """Refuse values that are out of their range, or that contradict each other."""
-        check_url("url", self.url)
+        super().__post_init__()
         temperatures, _, _ = self.temperatures(), self.batch_sizes(), self.request_rates()
         if self.baseline is not None:
-            check_url("baseline", self.baseline)
             if base_url(self.baseline) == base_url(self.url):
                 raise ValueError("baseline is url itself: serve the model without speculation at another port")
             if 0.0 not in temperatures:
@@ -106,32 +97,21 @@ def measure(config: ServedConfig) -> Report:
         servers = {BASELINE: Server(config.baseline, config.client, BASELINE_KEY), **servers}
         servers[BASELINE].check_baseline_of(server)
     measured: list[tuple[Measurement, dict[str, Runs]]] = []
-    ids = defaultdict[int, list[str]](list)  # batch size -> greedy prompts so far, and their texts by drafter name
-    texts = defaultdict[int, defaultdict[str, list[list[str]]]](lambda: defaultdict(list))
+    # Batch size -> the greedy texts of the baseline and of the endpoint, and the prompt's id.
+    greedy = defaultdict[int, list[tuple[list[str], list[str], str]]](list)
     for job in jobs:
         for temperature, size, rate in config.conditions():
-            measurement = job.measurement(temperature, size, config.seed, start=len(ids[size]), request_rate=rate)
+            measurement = job.measurement(temperature, size, config.seed, start=len(greedy[size]), request_rate=rate)
             seed = {"seed": config.seed} if temperature else {}
             settings = {"max_tokens": config.max_new_tokens, "temperature": temperature, **SAMPLING, **seed}
             measured.append((measurement, _runs(servers, job, settings, measurement, config.repeats)))
             if temperature == 0:
-                ids[size] += [request.id for request in job.prompts]
-                for name, runs in measured[-1][1].items():
-                    texts[size][name] += [[answer.text for answer in repeats] for repeats in runs.answers]
-    gates = {
-        labelled(name, size): text_gate(of[BASELINE], of[name], ids[size])
-        for size, of in texts.items()
-        for name in of
-        if BASELINE in of and name != BASELINE
-    }
-    warnings = []
-    for name, one in servers.items():
-        firsts = [answer.prefill_s for _, runs in measured for repeats in runs[name].answers for answer in repeats]
-        if whole := firsts.count(None):
-            warnings.append(
-                f"{one.url}: {whole} of {len(firsts)} answers came at once and not as they were written (it does "
-                "not stream, or a gateway before it holds streams back): their rows have speeds end to end only"
-            )
+                by_server = [runs.answers for runs in measured[-1][1].values()]  # the baseline's first
+                for request, plain, drafted in zip(job.prompts, by_server[0], by_server[-1], strict=True):
+                    texts = [answer.text for answer in plain], [answer.text for answer in drafted]
+                    greedy[size].append((*texts, request.id))
+    compared = greedy.items() if BASELINE in servers else ()
+    gates = {labelled(ENDPOINT, size): text_gate(*zip(*given, strict=True)) for size, given in compared}
     return Report(
         target={"name": server.model, "path": server.model},
         device={
@@ -151,7 +131,6 @@ def measure(config: ServedConfig) -> Report:
         },
         gates=gates,
         rows=[row for measurement, runs in measured for row in rows(runs, gates, measurement)],
-        extras={"warnings": warnings} if warnings else {},
     )
 
 
@@ -170,8 +149,7 @@ def _runs(
     passes: dict[str, list[SpecDecodingStats]] = {name: [] for name in servers}
 
     def answer(name: str, batch: Sequence[int], number: int) -> list[Answer]:
-        requests = [job.prompts[i] for i in batch]
-        answers, counts = servers[name].send_all(requests, settings, in_flight, when[number])
+        answers, counts = servers[name].send_all([job.prompts[i] for i in batch], settings, in_flight, when[number])
         passes[name].append(counts)
         return answers
 
@@ -190,12 +168,13 @@ def text_gate(plain: Sequence[Sequence[str]], drafted: Sequence[Sequence[str]], 
     """
 
     def compared(ours: Sequence[str], theirs: Sequence[str], prompt: str) -> tuple[Divergence | None, bool]:
-        unstable = min((shared_length(ours[0], other) for other in ours if other != ours[0]), default=None)
-        differences = [(shared_length(ours[0], other), other) for other in theirs if other != ours[0]]
+        first = ours[0]
+        unstable = min((shared_length(first, other) for other in ours if other != first), default=None)
+        differences = [(shared_length(first, other), other) for other in theirs if other != first]
         if not differences:
             return None, False
         at, other = min(differences)
-        shown = f"{other[at : at + SHOWN]!r} instead of {ours[0][at : at + SHOWN]!r}"
+        shown = f"{other[at : at + SHOWN]!r} instead of {first[at : at + SHOWN]!r}"
         return Divergence(prompt, at, None, None, None, shown), unstable is not None and at >= unstable
 
     return gate_of(compared(*texts) for texts in zip(plain, drafted, ids, strict=True))

@@ -9,18 +9,18 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from torch import Tensor
-
 from data.text.template import template_sha256
 from eval.inputs.drafters import own_prompts
 from eval.report.write import read_report
+from heads.base import NamedTensors
 from heads.common.errors import one_line
 from heads.common.files import last_good
 from heads.common.rope import Rope, positions_of
 from heads.common.target_config import UNBOUNDED, context_of
+from heads.common.typed import Json
 from heads.common.untrusted import parse_yaml, parsed_file
 from heads.formats.hub import downloaded, resolve_head, target_path
-from heads.formats.published import dflash, eagle, eagle3, format_of, medusa, mimo, peagle
+from heads.formats.published import dflash, eagle, eagle3, eagle4, format_of, medusa, mimo, peagle
 from heads.formats.published.files import stored_tensors, without_prefix
 from heads.formats.published.plan import (
     BLOCK_OUTPUTS,
@@ -57,19 +57,8 @@ class Finding(NamedTuple):
 Findings = Iterator[Finding]
 
 
-def ok(says: str, check: str) -> Finding:
-    """Return that something is right."""
-    return Finding(OK, check, says)
-
-
-def unknown(why: str, check: str) -> Finding:
-    """Return that something cannot be known here, and why."""
-    return Finding(UNKNOWN, check, why)
-
-
-def wrong(check: str, says: str, costs: str, remedy: str, *engines: str) -> Finding:
-    """Return that something is wrong, with its cost, its remedy and the engines harmed (none named: all)."""
-    return Finding(WRONG, check, says, costs, remedy, engines)
+# What is right, what cannot be known here, and what is wrong.
+ok, unknown, wrong = (partial(Finding, verdict) for verdict in (OK, UNKNOWN, WRONG))
 
 
 def meant_for(finding: Finding, engine: str | None) -> Finding:
@@ -78,7 +67,7 @@ def meant_for(finding: Finding, engine: str | None) -> Finding:
         return finding._replace(verdict=WRONG)
     if engine is None or not finding.engines or finding.verdict != WRONG:
         return finding
-    return ok(f"{finding.says}, which harms {listed(finding.engines)}", finding.check)
+    return ok(finding.check, f"{finding.says}, which harms {listed(finding.engines)}")
 
 
 def listed(engines: Sequence[str]) -> str:
@@ -98,7 +87,6 @@ def written(findings: Sequence[Finding]) -> str:
     return "\n".join([*lines, ", ".join(f"{verdicts.count(verdict)} {verdict}" for verdict in VERDICTS)])
 
 
-Json = dict[str, Any]
 log = logging.getLogger(__name__)
 
 OWN = "headstart"  # the form of our own heads; other forms are keys of heads.formats.published.FORMATS
@@ -124,12 +112,12 @@ class Examined:
     prompts: str | None  # the file of held-out prompts that its run keeps here, None if there is none
 
     @cached_property
-    def stored(self) -> dict[str, Tensor]:
+    def stored(self) -> NamedTensors:
         """The tensors by their names in the files."""
         return stored_tensors(self.folder)
 
     @cached_property
-    def tensors(self) -> dict[str, Tensor]:
+    def tensors(self) -> NamedTensors:
         """The tensors by their names without the prefix that all may share."""
         return without_prefix(self.stored)
 
@@ -141,33 +129,32 @@ class Examined:
         format_name = format_of(self.folder)
         return "eagle3" if format_name == "peagle" else format_name
 
-    def part(self, key: str) -> Json:
-        """Return a section of the head's config.json, empty if missing."""
-        values = self.config.get(key)
-        return values if isinstance(values, dict) else {}
-
     @property
     def layer(self) -> Json:
         """The keys of its config.json, with the decoder layer's numbers of the speculators format."""
-        return {**self.part("transformer_layer_config"), **self.config}
+        return {**section(self.config, "transformer_layer_config"), **self.config}
 
     @property
     def trained(self) -> Json:
         """The head in its training's config.yaml, empty if there is none."""
-        values = self.run.get("head")
-        return values if isinstance(values, dict) else {}
+        return section(self.run, "head")
 
     @property
     def said_target(self) -> str | None:
         """The target named in the head's files, None without one."""
-        verifier = self.part("speculators_config").get("verifier")
         names = (
-            self.part("target").get("name"),
-            verifier.get("name_or_path") if isinstance(verifier, dict) else None,
+            section(self.config, "target").get("name"),
+            section(section(self.config, "speculators_config"), "verifier").get("name_or_path"),
             self.config.get("base_model_name_or_path"),
             self.reference.get("base_model"),
         )
         return next((str(name) for name in names if name), None)
+
+
+def section(values: Json, key: str) -> Json:
+    """Return a section of a file's values, empty if missing."""
+    inner = values.get(key)
+    return inner if isinstance(inner, dict) else {}
 
 
 def read(run_or_repo: str) -> Examined:
@@ -208,7 +195,7 @@ def load_target(given: str | None, head: Examined, dtype: str, measure: bool) ->
     if name is None:
         raise ValueError(f"{head.name}: its files do not say its target; give target=FOLDER or target=OWNER/NAME")
     path = target_path(str(Path(name).expanduser()) if given else name)
-    adapter, why = head.part("target").get("adapter"), "measure is false"
+    adapter, why = section(head.config, "target").get("adapter"), "measure is false"
     if measure or isinstance(adapter, str):
         try:
             return Target.load(path, dtype, adapter=adapter if isinstance(adapter, str) else None), ""
@@ -244,20 +231,22 @@ class Key(NamedTuple):
 
 def table(head: Examined, loaded: Any, target: Target | EmbeddingsOnly) -> Iterator[Key]:
     """Yield the keys that engines read of a head in a form of theirs."""
-    config, layer, tensors, format_name = head.config, head.layer, head.tensors, head.format_name
+    get, layer, tensors, format_name = head.config.get, head.layer, head.tensors, head.format_name
     has = {name: THERE if name in tensors else MISSING for name in ("fc.bias", "lm_head.weight")}
-    model_type = config.get("model_type", MISSING)
+    model_type = get("model_type", MISSING)
     yield Key(
         "model_type", model_type, CLASSES[format_name].model_type if model_type in (MISSING, None) else model_type,
         {"sglang": "refuses the head"},
     )  # fmt: skip
     if format_name == "medusa":
-        bias = "blocks.0.layers.0.bias" in tensors
-        yield Key("medusa_fc_bias", config.get("medusa_fc_bias", False), bias, {"vllm": "drops the blocks' biases"})
+        yield Key(
+            "medusa_fc_bias", get("medusa_fc_bias", False), "blocks.0.layers.0.bias" in tensors,
+            {"vllm": "drops the blocks' biases"},
+        )  # fmt: skip
         return
     dtype = str(next(t.dtype for t in tensors.values() if t.is_floating_point())).removeprefix("torch.")
     yield Key(
-        "torch_dtype", config.get("torch_dtype", config.get("dtype", MISSING)), dtype,
+        "torch_dtype", get("torch_dtype", get("dtype", MISSING)), dtype,
         {"sglang": "casts the tensors to it, and to float16 where it is missing, whose range features overflow"},
     )  # fmt: skip
     length, context = layer.get("max_position_embeddings", LENGTH), context_of(target.config)
@@ -267,14 +256,7 @@ def table(head: Examined, loaded: Any, target: Target | EmbeddingsOnly) -> Itera
             {"vllm": "before 0.32 caps the context that it serves there", "sglang": "crashes or slows down beyond it"},
         )  # fmt: skip
     for name in ("bias", "attention_bias", "mlp_bias"):
-        yield Key(name, config.get(name, False), False, {"vllm": UNFILLED, "sglang": UNFILLED})
-    inner = head.part("transformer_layer_config")
-    for name in sorted(inner.keys() & config.keys() - {"torch_dtype", "dtype", "architectures", "model_type"}):
-        yield Key(
-            f"transformer_layer_config.{name}", inner[name], config[name],
-            {"speculators": "reads this, and vLLM, SGLang and TensorRT-LLM the key at the top level"},
-            f"set both {name} to the value that it was trained with",
-        )  # fmt: skip
+        yield Key(name, get(name, False), False, {"vllm": UNFILLED, "sglang": UNFILLED})
     prefixed = any(name.startswith("model.") for name in head.stored)
     if format_name != "mimo":
         yield Key(
@@ -284,9 +266,9 @@ def table(head: Examined, loaded: Any, target: Target | EmbeddingsOnly) -> Itera
         )  # fmt: skip
     shipped = next((tensor for name, tensor in tensors.items() if name.endswith(EMBEDDING)), None)
     if shipped is not None and peagle.MASK not in tensors:
-        same = is_targets_embedding(shipped, target.embeddings)
+        whose = "the target's" if is_targets_embedding(shipped, target.embeddings) else "another than the target's"
         yield Key(
-            EMBEDDING, "the target's" if same else "another than the target's", "the target's",
+            EMBEDDING, whose, "the target's",
             {"vllm": "drafts from it, and SGLang from the target's"},
             f"remove it from {WEIGHTS}: engines take the target's",
         )  # fmt: skip
@@ -305,26 +287,26 @@ def table(head: Examined, loaded: Any, target: Target | EmbeddingsOnly) -> Itera
         )  # fmt: skip
     if format_name in ("eagle3", "dflash"):
         yield Key(
-            "tie_word_embeddings", config.get("tie_word_embeddings", False), False,
+            "tie_word_embeddings", get("tie_word_embeddings", False), False,
             {"sglang": "puts the embedding in the lm_head's place: accepts nothing, or stops at its shape"},
         )  # fmt: skip
         yield from _layers(head, loaded, target)
     if format_name == "eagle3":
         rows = len(tensors["lm_head.weight"]) if has["lm_head.weight"] == THERE else None
         yield Key(
-            "draft_vocab_size", config.get("draft_vocab_size", MISSING), rows,
+            "draft_vocab_size", get("draft_vocab_size", MISSING), rows,
             {"vllm": "stops at the shape of lm_head", "sglang": "stops without the key, or makes an lm_head at random",
              "trtllm": "takes the head for another method"},
         )  # fmt: skip
         residual = "takes the residual before the norm all the same: acceptance falls, without an error"
         yield Key(
-            "norm_before_residual", config.get("norm_before_residual", False), False,
+            "norm_before_residual", get("norm_before_residual", False), False,
             {"sglang": residual, "trtllm": residual},
             "serve it in vLLM, or train with head.norm_before_residual=false",
         )  # fmt: skip
         fed = "feeds the normed output back, which from depth 2 on is not what it was trained on"
         yield Key(
-            "norm_output", bool(config.get("norm_output")), getattr(loaded, "feeds_normed", False),
+            "norm_output", bool(get("norm_output")), getattr(loaded, "feeds_normed", False),
             {"vllm": fed, "sglang": fed, "trtllm": fed},
         )  # fmt: skip
 
@@ -338,12 +320,12 @@ def _layers(head: Examined, loaded: Any, target: Target | EmbeddingsOnly) -> Ite
     if "feature_layers" in head.trained and len(layers) > 1:
         layers = sorted(chosen_layers(head.trained["feature_layers"], len(layers), count))
     if head.format_name == "eagle3":
-        nested, default = head.part("eagle_config").get(STATES), default_layers(EAGLE3_LAYERS, count)
+        nested, default = section(head.config, "eagle_config").get(STATES), default_layers(EAGLE3_LAYERS, count)
         read = dict.fromkeys(("vllm", "speculators"), OTHER_LAYERS)
         yield Key(STATES, head.config.get(STATES) or as_states(default), as_states(layers), read)
         yield Key(f"eagle_config.{STATES}", nested or default, layers, {"sglang": OTHER_LAYERS})
         return
-    block, states = head.part("dflash_config").get(BLOCK_OUTPUTS, MISSING), head.config.get(BLOCK_STATES)
+    block, states = section(head.config, "dflash_config").get(BLOCK_OUTPUTS, MISSING), head.config.get(BLOCK_STATES)
     read = {"sglang": f"stops without it, else {OTHER_LAYERS}", "vllm": OTHER_LAYERS}
     yield Key(f"dflash_config.{BLOCK_OUTPUTS}", block, layers, read)
     yield Key(BLOCK_STATES, states or as_states(layers), as_states(layers), {"speculators": OTHER_LAYERS})
@@ -352,12 +334,17 @@ def _layers(head: Examined, loaded: Any, target: Target | EmbeddingsOnly) -> Ite
 def readings(head: Examined, loaded: Any, target: Target | EmbeddingsOnly) -> Findings:
     """Yield a finding for each key that engines read; none of them reads our own form."""
     if head.format_name == OWN:
-        yield ok("headstart's own form, which engines do not load: export it with format=…", "architectures")
+        yield ok("architectures", "headstart's own form, which engines do not load: export it with format=…")
+        return
+    if head.format_name == "eagle4" and head.config.get("architectures") == eagle4.CLASS.architectures:
+        yield ok(
+            "architectures", "format=eagle4, for EAGLE-4's plug-ins; engines themselves load format=vllm and others"
+        )
         return
     if head.format_name not in CLASSES or not (
         head.config.get("architectures") or head.format_name in ("eagle3", "dflash")
     ):
-        yield ok("the authors' own layout, for their code and headstart", "architectures")
+        yield ok("architectures", "the authors' own layout, for their code and headstart")
         return
     yield _architectures(head)
     if head.format_name != "medusa":
@@ -365,10 +352,12 @@ def readings(head: Examined, loaded: Any, target: Target | EmbeddingsOnly) -> Fi
     for name, actual, right, engines, remedy in table(head, loaded, target):
         value = actual if actual in (THERE, MISSING) else json.dumps(actual, default=str).strip('"')
         if actual == right and type(actual) is type(right):
-            yield ok(f"{value}, read by {listed([*engines])}", name)
+            yield ok(name, f"{value}, read by {listed([*engines])}")
         else:
             costs = "; ".join(f"{listed([engine])} {what}" for engine, what in engines.items())
-            yield wrong(name, value, costs, remedy or f'set "{name}" to {json.dumps(right)} in {CONFIG}', *engines)
+            yield wrong(
+                name, value, costs, remedy or f'set "{name}" to {json.dumps(right)} in {CONFIG}', tuple(engines)
+            )
 
 
 def _architectures(head: Examined) -> Finding:
@@ -379,7 +368,7 @@ def _architectures(head: Examined) -> Finding:
     names, served = [str(name) for name in head.config.get("architectures") or []], CLASSES[head.format_name]
     unaware = [engine for engine, pattern in served.found.items() if not any(re.fullmatch(pattern, n) for n in names)]
     if not unaware:
-        return ok(", ".join(names), "architectures")
+        return ok("architectures", ", ".join(names))
     verdict = OK if len(unaware) < len(served.found) and any(map(DRAFT.search, names)) else WRONG
     remedy = f'set "architectures": {json.dumps(served.architectures)} in {CONFIG}'
     says = f"{', '.join(names) or 'none'}, which {listed(unaware)} does not know as a head: for it {remedy}"
@@ -401,11 +390,11 @@ def _positions(head: Examined, target: Target | EmbeddingsOnly) -> Finding:
         says = f"{CONFIG} says {_shown(declared)}, the training's config.yaml {_shown(trained)}"
         return wrong("rope", says, costs, f"set {_keys(trained)} in {CONFIG}")
     if trained is not None or theirs is None or theirs == declared:
-        return ok(f"{_shown(declared)}, as {'the target has it' if trained is None else 'it was trained'}", "rope")
+        return ok("rope", f"{_shown(declared)}, as {'the target has it' if trained is None else 'it was trained'}")
     why = "right only if it was trained so"
     if theirs.scaling is None and declared.scaling == MODELOPT:
         why = f"NVIDIA modelopt adds this scaling to heads that were trained without it: if so, set {_keys(theirs)}"
-    return unknown(f"{_shown(declared)} where the target has {_shown(theirs)}: {why}", "rope")
+    return unknown("rope", f"{_shown(declared)} where the target has {_shown(theirs)}: {why}")
 
 
 def _keys(rope: Rope) -> str:
@@ -420,10 +409,10 @@ def _shown(rope: Rope) -> str:
 
 def records(head: Examined, target: Target | EmbeddingsOnly, sibling: bool) -> Findings:
     """Compare what the training recorded of its target with the target: weights, tokenizer, chat template."""
-    path, spec = target.spec.name, head.report.get("target") if head.format_name != OWN else head.part("target")
-    fingerprint, now = (spec if isinstance(spec, dict) else {}).get("fingerprint"), target.spec.fingerprint
+    path, now = target.spec.name, target.spec.fingerprint
+    fingerprint = section(head.config if head.format_name == OWN else head.report, "target").get("fingerprint")
     if not isinstance(fingerprint, str) or QUANTISED in fingerprint + now or (sibling and fingerprint != now):
-        yield unknown(f"whether its weights are those of {path} is not recorded: τ will show", "target")
+        yield unknown("target", f"whether its weights are those of {path} is not recorded: τ will show")
     elif fingerprint != now:
         yield wrong(
             "target", f"made for the weights {fingerprint} of {head.said_target}, and those of {path} are {now}",
@@ -431,19 +420,14 @@ def records(head: Examined, target: Target | EmbeddingsOnly, sibling: bool) -> F
             "give the head's own target with target=…, or for another checkpoint of the same model sibling=true",
         )  # fmt: skip
     else:
-        yield ok(f"{path}, by its fingerprint", "target")
+        yield ok("target", f"{path}, by its fingerprint")
     template = next((record[TEMPLATE] for record in (head.origin, head.reference) if TEMPLATE in record), MISSING)
     for name, trained, current, remedy in (
         ("tokenizer", head.reference.get("tokenizer_sha256") or MISSING, tokenizer_sha256(path), "use the training's"),
-        (
-            "chat template",
-            template,
-            template_sha256(target.tokenizer),
-            "serve the training's (--chat-template)",
-        ),
+        ("chat template", template, template_sha256(target.tokenizer), "serve the training's (--chat-template)"),
     ):
         if MISSING in (trained, current or trained):
-            yield unknown("nothing records its hash", name)
+            yield unknown(name, "nothing records its hash")
         elif trained != current:
             yield wrong(
                 name, f"its hash was {trained}, the target's now is {current}",
@@ -451,4 +435,4 @@ def records(head: Examined, target: Target | EmbeddingsOnly, sibling: bool) -> F
                 f"{remedy}, or train again with this one",
             )  # fmt: skip
         else:
-            yield ok(f"that of the training, {current}", name)
+            yield ok(name, f"that of the training, {current}")

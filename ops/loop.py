@@ -14,6 +14,7 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field, fields
 from datetime import datetime, timezone
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -30,19 +31,20 @@ from eval.measures.results import BASELINE, LIVE
 from eval.report.write import read_report
 from heads.common.command import command, quoted
 from heads.common.files import atomic_write, check_writable, claim, last_good, read_checked, replacing, write_checked
-from heads.common.ranges import Decay, Fraction, Number, Within
-from heads.common.typed import typed
+from heads.common.progress import tell
+from heads.common.ranges import Count, Decay, Fraction, Number, Within
+from heads.common.typed import Json, typed
 from heads.formats.hub import kind_of, resolve_head
 from heads.formats.published import is_published
 from heads.formats.store import SCHEDULE, read_config, save_tree
 from inference.target.placement import AUTO
-from ops.commands import FAILED, overrides_of, run_command, say, split_config
-from ops.served import Json, Record
-from ops.watch import EARLY, Log, check_log, growing, json_object, player, watched, watcher_config
+from ops.commands import FAILED, overrides_of, run_command, split_config
+from ops.served import Record
+from ops.watch import EARLY, Log, WatcherConfig, check_log, growing, json_object, player, watched
 from train.config import RunConfig, run_config
-from train.distributed.launch import key_of, overrides
+from train.distributed.launch import Words, key_of, overrides
 
-Train = Callable[[list[str]], None]  # a training with these overrides
+Train = Callable[[Words], None]  # a training with these overrides
 OWN = ("experiment", "log", "serve", "loop", "name", "out", "resume", "overwrite", "plan", "init", "data.path")
 STATE = "state.json"
 WATCH, ADAPT, PROVE, SWAP = "watch", "adapt", "prove", "swap"
@@ -56,12 +58,12 @@ LEAST = 8  # requests of a kind to compare on; with fewer an interval is uninfor
 class LoopConfig:
     """Configure the stages; conf/ops/loop.yaml explains the keys."""
 
-    watcher: Json
+    watcher: WatcherConfig
     since: Number | None
     least: Annotated[int, Within(8, 1_000_000)]
     held_out: Annotated[float, Within(0.05, 0.9)]
     old: Decay
-    requests: Annotated[int, Within(2, 1_000_000)]
+    requests: Count
     old_loss: Fraction
     command: str | None
 
@@ -102,12 +104,12 @@ class State:
         now = datetime.now(timezone.utc).isoformat(timespec="seconds")
         record = {"at": now, "round": self.round, "stage": self.stage, "decision": decision, "evidence": evidence}
         self.decisions.append(record)
-        say(f"{self.stage}: {decision}")
+        tell(f"{self.stage}: {decision}")
         vars(self).update(changes, stage=stage)
         write_checked(out / STATE, asdict(self))
 
 
-def maintain(run: RunConfig, service: LoopJob, words: list[str], train: Train) -> int:
+def maintain(run: RunConfig, service: LoopJob, words: Words, train: Train) -> int:
     """Run the stages, continuing a stopped run; return 1 if an adapted head was not better, else 0.
 
     Args:
@@ -130,17 +132,15 @@ def maintain(run: RunConfig, service: LoopJob, words: list[str], train: Train) -
         if not free:
             raise ValueError(f"{out}: another maintenance is running there; wait for it, or give another out")
         maintenance = Maintenance(run, service, words, train, State.read(out, service.serve))
-        stages = {stage: getattr(maintenance, stage) for stage in (WATCH, ADAPT, PROVE, SWAP)}
-        done: int | None = None
-        while done is None:
-            done = stages[maintenance.state.stage]()
-        return done
+        while (done := getattr(maintenance, maintenance.state.stage)()) is None:
+            pass
+        return int(done)
 
 
 class Maintenance:
     """The stages of a head's maintenance; each returns the exit status, or None if another stage follows."""
 
-    def __init__(self, run: RunConfig, service: LoopJob, words: list[str], train: Train, state: State) -> None:
+    def __init__(self, run: RunConfig, service: LoopJob, words: Words, train: Train, state: State) -> None:
         self.run, self.words, self.train, self.state = run, words, train, state
         self.serve, self.loop = service.serve, service.loop
         self.out, self.log = Path(run.out), Path(service.log).expanduser()
@@ -173,7 +173,7 @@ class Maintenance:
             state.begin = state.tried = 0
         if state.tried and lines - state.tried < self.loop.least:
             more = f"{lines - state.tried:,} of {self.loop.least:,} lines more to try again"
-            say(f"{WATCH}: the last round swapped nothing; {more}")
+            tell(f"{WATCH}: the last round swapped nothing; {more}")
             return 0
         if since is not None and since >= lines:
             raise ValueError(
@@ -182,12 +182,12 @@ class Maintenance:
         if since is not None and since >= state.begin:
             decision, evidence = f"new from line {since + 1:,} on, as given", {"line": since}
         else:
-            watcher = watcher_config(self.loop.watcher, "loop.watcher")
+            watcher = self.loop.watcher
             log = Log(self.log, watcher, player(self.serve, self.given, self.tree, watcher, str(self.log)), state.begin)
             outcome = watched(log, watcher)
             if outcome.alarm is None:
                 early = f", the first {watcher.reference} of which are the reference" * (outcome.status == EARLY)
-                say(f"{WATCH}: no alarm in {outcome.requests:,} requests{early}")
+                tell(f"{WATCH}: no alarm in {outcome.requests:,} requests{early}")
                 return 0
             since = log.numbers[outcome.alarm.since]
             decision, evidence = str(outcome.alarm), {**outcome.alarm._asdict(), "line": since}
@@ -273,8 +273,8 @@ class Maintenance:
 
     def _not_swapped(self, why: str, evidence: Json) -> int:
         """End a round in which the head in service stays: traffic that fell is no reference for the next one."""
-        decision = f"{why}; the head in service stays"
-        self.state.decide(self.out, decision, evidence, WATCH, round=self.state.round + 1, tried=self.lines)
+        why += "; the head in service stays"
+        self.state.decide(self.out, why, evidence, WATCH, round=self.state.round + 1, tried=self.lines)
         return 1
 
 
@@ -369,9 +369,8 @@ def split(log: Path, since: int, loop: LoopConfig, folder: Path) -> dict[str, in
 def main(cfg: DictConfig) -> None:
     """Run the stages; exit with status 1 where an adapted head was not better."""
     training, options = split_config(cfg)
-    service = typed(LoopJob, options)
-    status = maintain(run_config(training), service, overrides(), lambda words: run_command("train/run.py", words))
-    raise SystemExit(status)
+    train = partial(run_command, "train/run.py")
+    raise SystemExit(maintain(run_config(training), typed(LoopJob, options), overrides(), train))
 
 
 if __name__ == "__main__":

@@ -3,7 +3,6 @@
 import copy
 import itertools
 import json
-import math
 import os
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -11,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from data.answers.client import API, FINISH_REASONS, Client, EndpointConfig, EndpointError, base_url
+from data.answers.client import API, FINISH_REASONS, Client, EndpointConfig, EndpointError, base_url, check_url
 from data.text.parts import content_text
 from data.text.prompts import OPENING, Prompt, before_answers
 from eval.config import Selection
@@ -20,10 +19,10 @@ from eval.measures.counters import SGLANG, Counters, between, of_reply, read_cou
 from eval.measures.metrics import Pair, SpecDecodingStats, together
 from eval.measures.results import UNTIMED, MeasuredRequest
 from heads.common.progress import tick
-from heads.common.ranges import Positive
+from heads.common.ranges import Count, NewTokens, Number, Positive
+from heads.common.typed import Json
 
 Record = Mapping[str, Any]  # a JSON object; to be read only
-Json = dict[str, Any]
 BASELINE_KEY = "baseline"  # the option of a server without a drafter
 POLL_S, LAG_S = 0.02, 5.0  # between two readings of counters that lag behind the answers, and for how long at most
 PAGE_S = 30.0  # timeout of a server's own pages
@@ -63,6 +62,10 @@ class Reply(NamedTuple):
         return f"[{self.error}]" if self.error else self.text + calls
 
 
+Replies = list[Reply]  # the choices of one reply, or several replies
+Events = Iterable[tuple[float, Record]]  # each with the seconds from the request to its arrival
+
+
 def joined(reply: Reply, choice: Record, seconds: float) -> Reply:
     """Return a reply with an event's part of it, which came `seconds` after the request."""
     message = choice.get("delta") or choice.get("message") or {}
@@ -83,7 +86,7 @@ def joined(reply: Reply, choice: Record, seconds: float) -> Reply:
     )
 
 
-def read_replies(events: Iterable[tuple[float, Record]], model: str) -> list[Reply]:
+def read_replies(events: Events, model: str) -> Replies:
     """Assemble a reply's choices from its events, each with the seconds from the request to its arrival.
 
     Raises:
@@ -127,8 +130,6 @@ def read_tokens(logprobs: Any) -> list[Token]:
 
     def read(token: Any, value: Any) -> tuple[bytes, float]:
         """Read a token, of which bytes are listed where it is half a character, and its logprob."""
-        if not isinstance(value, int | float) or math.isnan(value):
-            raise ValueError(f"{value!r} is no logprob")
         text = bytes(token) if isinstance(token, list) else str(token).encode()
         return text, float(min(max(value, LEAST), -LEAST))
 
@@ -252,7 +253,7 @@ def answer_of(
     return Answer(passes, decoding, (tokens, latency_s), ttft_s, seconds, waits, text=text)
 
 
-def read_answer(events: Iterable[tuple[float, Record]], model: str) -> Answer:
+def read_answer(events: Events, model: str) -> Answer:
     """Assemble the answer from a reply's events, as `read_replies` does.
 
     Raises:
@@ -279,7 +280,26 @@ class ClientConfig:
     chat: bool
     timeout: Positive
     api_key_env: str
-    extra: dict[str, Any]
+    extra: Json
+
+
+@dataclass(frozen=True)
+class ServersConfig:
+    """A served model, its baseline, and the requests to both."""
+
+    url: str
+    baseline: str | None
+    client: ClientConfig
+    out: str
+    workload: Any  # a name, a list of them, or None
+    prompts: Count
+    max_new_tokens: NewTokens
+    seed: Number
+
+    def __post_init__(self) -> None:
+        """Refuse a URL that is none."""
+        for key, url in (("url", self.url), ("baseline", self.baseline or self.url)):
+            check_url(key, url)
 
 
 class Metrics:

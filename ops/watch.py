@@ -26,19 +26,19 @@ import time
 from codecs import BOM_UTF8
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
 from data.answers.client import check_url
 from data.text.files import OPENERS
 from data.text.records import parse, readable, reply_in
 from eval.config import TURNS
-from eval.inputs.drafters import model_of, overlay
+from eval.inputs.drafters import model_of
 from eval.inputs.workloads import recorded
 from eval.measures.counters import ENGINES, between, decoded_between, of_reply, restarted
 from eval.measures.metrics import SpecDecodingStats, counted, together
@@ -46,14 +46,13 @@ from eval.teacher_forced import passes_along, rank_text, within_context
 from heads.common.command import command, ending_alone
 from heads.common.errors import user_errors
 from heads.common.ranges import Count, Decay, NewTokens, OneOf, Positive, Within
-from heads.common.resolvers import ROOT
-from heads.common.typed import typed
+from heads.common.typed import Json, typed
 from heads.common.untrusted import parse_json, visible
 from heads.formats.hub import resolve_head
 from inference.drafters.head import HeadDrafter, load_drafter, saved_tree
 from inference.drafters.policy import BY_CONFIDENCE
 from inference.target.target import Target
-from ops.served import Json, Metrics, Record
+from ops.served import Metrics, Record
 
 BETS = np.array([1.0, 0.5, 0.25, 0.125, 0.0625])  # shares of the largest safe bet
 PILOT = 4  # the first of N equal parts of the reference decides on the scale only
@@ -77,13 +76,6 @@ class WatcherConfig:
     poll: Positive
     turns: Annotated[str, OneOf(TURNS)]
     max_new_tokens: NewTokens
-
-
-def watcher_config(given: Record, prefix: str = "") -> WatcherConfig:
-    """Return the values of conf/ops/watch.yaml, with those given that are not None; errors have the prefix."""
-    values: Any = OmegaConf.to_container(OmegaConf.load(ROOT / "conf" / "ops" / "watch.yaml"))
-    read = {field.name: values[field.name] for field in fields(WatcherConfig)}
-    return typed(WatcherConfig, overlay(read, given), prefix)
 
 
 class Alarm(NamedTuple):
@@ -194,13 +186,11 @@ class WatchConfig(WatcherConfig):
     tree: Json
 
     def __post_init__(self) -> None:
-        """Refuse a watch of nothing or of two things, and an end of what has none."""
+        """Refuse a watch of nothing or of two things."""
         if (self.log is None) == (self.url is None):
             raise ValueError("give what to watch: log=FILE, or url=http://localhost:8000 of a server's counters")
         if self.url is not None:
             check_url("url", self.url)
-            if not self.follow:
-                raise ValueError("follow=false reads a log to its end, and a server's counters have none: leave it out")
 
 
 def follow(config: WatchConfig) -> int:
@@ -240,8 +230,7 @@ def windows(server: Metrics, config: WatchConfig) -> Iterator[SpecDecodingStats]
         raise ValueError(f"{server.url}/metrics has no counters of {', '.join(ENGINES)}: turn its metrics on")
     while True:
         time.sleep(config.poll)
-        overdue = time.monotonic() - last > config.away
-        after = server.counters() if overdue else server.reading()
+        after = server.counters() if time.monotonic() - last > config.away else server.reading()
         if after is None:
             continue
         last = time.monotonic()
@@ -302,16 +291,20 @@ def json_object(line: bytes) -> Json:
     return raw
 
 
+@dataclass
 class Log:
     """A log's observations: the counts of its records, else those of a head replayed along them.
 
     `skipped` counts the records that have neither; `numbers` has the line, from 0, of each observation.
     """
 
-    def __init__(self, path: Path, config: WatcherConfig, replay: Replay | None, begin: int = 0) -> None:
-        self.path, self.config, self.replay, self.begin = path, config, replay, begin
-        self.lines = self.skipped = 0
-        self.numbers: list[int] = []
+    path: Path
+    config: WatcherConfig
+    replay: Replay | None
+    begin: int = 0
+    lines: int = 0
+    skipped: int = 0
+    numbers: list[int] = field(default_factory=list)
 
     def __iter__(self) -> Iterator[SpecDecodingStats]:
         """Yield the passes of each record with an answer of two tokens or more.

@@ -143,7 +143,6 @@ BAD = {
     ("launcher.machine_rank", "1"): "NODE_RANK",
     ("launcher.strategy", "zero4"): "zero3",
     ("model.dtype", "int8"): "bfloat16",
-    ("eval.temperature", "[]"): "eval.temperature",
     ("trainer.seed", None): "seed",
     ("head.layers", "[1]"): "layers",
     ("head.name", "nonesuch"): "medusa",

@@ -31,14 +31,14 @@ from eval.config import Selection
 from eval.inputs.drafters import model_of
 from eval.inputs.workloads import read_workload
 from eval.report.write import read_report
-from heads.common.typed import typed
+from heads.common.typed import from_yaml, typed
 from heads.formats import lora
 from heads.formats.published import load_published
 from heads.formats.store import load_head, save_head, save_tree
 from inference.drafters.head import saved_trees
 from inference.drafters.policy import TreeConfig
 from ops.loop import requests_of
-from ops.watch import Log, growing, watcher_config
+from ops.watch import Log, WatchConfig, growing
 from tests import toys
 from tests.data import stores
 from tests.eval.test_report import full_report
@@ -139,7 +139,7 @@ def workload(file: Path) -> object:
 
 def logged(file: Path) -> object:
     """Read a log as the watch and the adaptation do."""
-    config = watcher_config({"follow": False})
+    config = from_yaml(WatchConfig, "ops/watch", log="log", follow=False)
     requests = requests_of(growing(file, follow=False, poll=1.0), str(file))
     return list(requests), list(Log(file, config, None))
 

@@ -12,7 +12,6 @@ from textwrap import dedent
 import pytest
 
 from train.package.build import renamed
-from train.package.command import main
 
 ROOT = Path(__file__).parents[1]
 PIP = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
@@ -87,37 +86,12 @@ def test_a_checkout_is_headstart_too(tmp_path: Path) -> None:
         import site, sys
         site.addsitedir(sys.argv[1])
         sys.path += sys.argv[2:]
-        import headstart.heads.rows
-        import headstart, heads, heads.rows
-        from headstart.data.text import files
-        from data.text import files as same
+        import headstart, heads
         print(headstart.load, heads.__file__)
-        print(headstart.heads is heads, sys.modules["headstart.heads.rows"] is heads.rows, files is same)
-        print(heads.__spec__.name, heads.rows.__spec__.name)
     """
     words = [sys.executable, "-S", "-c", dedent(code), str(tmp_path), *sys.path]
     shown = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=True)
     assert str(ROOT / "heads") in shown.stdout
-    assert shown.stdout.split()[-5:] == ["True", "True", "True", "heads", "heads.rows"]
-
-
-@pytest.mark.parametrize(
-    ("words", "script", "overrides"),
-    [
-        (["audit", "http://a:1", "http://b:1"], "ops/audit.py", ["url=http://a:1", "baseline=http://b:1"]),
-        (["endpoint", "http://a:1", "repeats=1", "x"], "ops/endpoint.py", ["url=http://a:1", "repeats=1", "x"]),
-        (["watch", "log.jsonl", "run=x"], "ops/watch.py", ["log=log.jsonl", "run=x"]),
-    ],
-)
-def test_first_words_may_come_without_their_keys(
-    words: list[str], script: str, overrides: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    started: list[str] = []
-    monkeypatch.setattr("runpy.run_path", lambda path, **_: started.append(path))
-    monkeypatch.setenv("HEADSTART_PROGRAM", "")
-    monkeypatch.setattr(sys, "argv", ["headstart", *words])
-    main()
-    assert (started, sys.argv[1:]) == ([str(ROOT / script)], overrides)
 
 
 def test_imports_of_ours_are_renamed_and_others_stay() -> None:

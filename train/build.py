@@ -3,22 +3,21 @@
 Every component is constructed here from its own typed configuration.
 """
 
-import json
 import logging
 import platform
+import shutil
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import transformers
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list, find_executable_batch_size, set_seed
 from omegaconf import OmegaConf
-from rich.console import Console
 from transformers import PreTrainedTokenizerBase
 
 from data.batches import Batches, Packed, check_known, fingerprint, pack, token_counts
@@ -31,10 +30,12 @@ from data.text.sources import open_sources
 from data.text.template import template_sha256
 from eval.inputs.workloads import MIN_ANSWER_TOKENS
 from eval.measures.machine import revision
-from heads.base import DraftHead, Features, HeadConfig, frozen_count, parameter_count, to_device
+from heads.base import DraftHead, Features, parameter_count, to_device
 from heads.common.errors import redacted_values, redacted_words
-from heads.common.files import atomic_write
+from heads.common.files import atomic_write, write_json
+from heads.common.progress import tell
 from heads.common.target_config import context_of
+from heads.common.typed import Json
 from heads.formats.published import export
 from heads.formats.published.export import TargetFacts
 from heads.modules.layers import Recomputing
@@ -51,7 +52,7 @@ from train.plan import plan
 from train.resolve import check_out, clear_out, in_words
 from train.rollouts import Rollouts
 from train.start import AUTO, STARTS, adapt, fit_init, init_head, resolve_init
-from train.step import Loss, Stepper
+from train.step import Loss, Stepper, in_dtype
 
 log = logging.getLogger(__name__)
 
@@ -59,10 +60,7 @@ SAME = ("target", "quantize", "width", "vocab", "length", "data", "rows", "layer
 
 
 def source_for(
-    config: FeaturesConfig,
-    target: Target | EmbeddingsOnly,
-    head: DraftHead,
-    batches: Batches,
+    config: FeaturesConfig, target: Target | EmbeddingsOnly, head: DraftHead, batches: Batches
 ) -> FeatureSource:
     """Return a run's feature source.
 
@@ -98,10 +96,7 @@ def source_for(
     return StoredFeatures(store, batches, form, target.device, config.prefetch, recomputed)
 
 
-T = TypeVar("T", bound=Any)  # the run's configuration
-
-
-def among_processes(run: T, job: Callable[[T, Accelerator, RunLock], None]) -> None:
+def among_processes(run: Any, job: Callable[[Any, Accelerator, RunLock], None]) -> None:
     """Run a job on every process with the first process's configuration, while it locks the output folder."""
     accelerator = processes.accelerator_for(run.launcher, run.trainer, run.model)
     accelerator.wait_for_everyone()  # no process may see the others' first writes
@@ -136,8 +131,8 @@ def build(run: RunConfig, accelerator: Accelerator, lock: RunLock) -> Loop:
     for module in head.modules():
         if isinstance(module, Recomputing):
             module.recompute = run.trainer.recompute
-    prompt_count = max(run.eval.prompts, run.trainer.eval_prompts)
-    data = load_training(run.data, target.tokenizer, prompt_count, run.workload, max_prompt_tokens(run, target.config))
+    prompts = max(run.eval.prompts, run.trainer.eval_prompts)
+    data = load_training(run.data, target.tokenizer, prompts, run.workload, max_prompt_tokens(run, target.config))
     packed = pack(data.samples, run.data.length)
     check_known(packed, data.held_out, target.tokenizer, target.embeddings.vocab_size)
     if init in STARTS:  # else the pruned vocabulary is chosen already
@@ -157,26 +152,22 @@ def build(run: RunConfig, accelerator: Accelerator, lock: RunLock) -> Loop:
             **provenance(accelerator.num_processes, run.launcher.strategy, data, target.tokenizer),
             "micro_tokens": run.trainer.micro_tokens,
             "sources": [source.provenance() for source in open_sources(run.data)],
-            **({} if init is None else {"init": init, "peft": asdict(run.peft)}),
+            "init": init,
+            "peft": asdict(run.peft),
         }
         if isinstance(source, ServedFeatures):
             origin["features"] = dict(zip(source.servers.urls, source.servers.models, strict=True))
         elif isinstance(source, StoredFeatures):
             origin["features"] = {"path": str(source.store.folder), **asdict(source.store.spec)}
-        prepare_out(run, values, lock, identity(run, head.config, target, batches, 1).settings, data, origin)
+        trained = {"head": head.config, "peft": run.peft}
+        settings = checkpoint.settings(run.trainer, trained, target.spec.fingerprint, batches)
+        prepare_out(run, values, lock, settings, data, origin)
         started = f"starts from {init}, whose numbers replace those of head={run.head.name}; " if init else ""
-        frozen = f" next to {count:,} frozen ones" if (count := frozen_count(head)) else ""
-        filled = float((packed.document >= 0).float().mean())
-        Console().print(
-            f"{run.name}: {started}{parameter_count(head):,} trained parameters{frozen}, {len(data.samples):,} "
-            f"samples, {len(packed.token):,} sequences of {run.data.length} tokens ({filled:.0%} filled)",
-            highlight=False,
-        )
-        mask = ordinary_mask(getattr(run.head, "mask_token", None), target.embeddings.vocab_size, target.tokenizer)
-        placed = None if run.alone_on_cpu else in_words(plan(run))
-        unserved = export.unserved(head.config, target.embeddings.beyond_tables())
-        for line in filter(None, (unserved, mask, placed)):
-            Console().print(line, highlight=False, soft_wrap=True, markup=False)
+        tell(f"{run.name}: {started}{sizes(head, data, packed)}")
+        if (unserved := export.unserved(head.config, target.embeddings.beyond_tables())) is not None:
+            tell(unserved)
+        if not run.alone_on_cpu:
+            tell(in_words(plan(run)))
 
     on_main(accelerator, begin)
     logging.disable(logging.NOTSET)
@@ -209,8 +200,7 @@ def executable_micro_batch(
                 token, document = (to_device(field, device) for field in (batch.token, batch.document))
                 features = Features(token, states[:, :, 1:], states[:, :, 0], document)
             if accelerator.mixed_precision == "no":
-                hidden, last_hidden = (x.to(state[0].dtype) for x in (features.hidden, features.last_hidden))
-                features = features._replace(hidden=hidden, last_hidden=last_hidden)
+                features = in_dtype(features, state[0].dtype)
             rows = None if anchors is None else to_device(anchors, device)
             loss(features, to_device(weight.row, device), rows)[0].backward()
         head.zero_grad()
@@ -230,24 +220,9 @@ def executable_micro_batch(
     return int(sizes.min())
 
 
-def ordinary_mask(token: int | None, vocab_size: int, tokenizer: PreTrainedTokenizerBase) -> str | None:
-    """Return the line that `head.mask_token` is a token that texts have; None if it is reserved, unused or none."""
-    number = None if token is None else token % vocab_size
-    if number is None or number >= len(tokenizer):
-        return None
-    added = tokenizer.added_tokens_decoder.get(number)
-    if added is not None and added.special and number not in (tokenizer.bos_token_id, tokenizer.eos_token_id):
-        return None
-    word = tokenizer.decode([number])
-    return (
-        f"head.mask_token={token}: masked positions hold the embedding of token {number}, {word!r}, which texts "
-        "have too; give the id of a reserved or unused token if the target has one"
-    )
-
-
 def loop_of(
     run: RunConfig, accelerator: Accelerator, target: Target | EmbeddingsOnly, head: Any, source: FeatureSource,
-    prompts: list[list[int]], tree: TreeConfig, values: dict[str, Any],
+    prompts: list[list[int]], tree: TreeConfig, values: Json,
 ) -> Loop:  # fmt: skip
     """Return the run's training loop, ready to start or to resume.
 
@@ -265,7 +240,12 @@ def loop_of(
         rollouts = Rollouts(target, kept_head.decoding, tree, drafted, run.objective.depths, source.batches)
     width = target.embeddings.hidden_size
     stepper = Stepper(run.trainer, run.launcher, accelerator, loss, source, width, rollouts)
-    this_run = identity(run, head.config, target, source.batches, accelerator.num_processes)
+    weighed = {f"objective.{key}": value for key, value in asdict(run.objective).items()}
+    trained = {"head": head.config, "peft": run.peft}
+    this_run = checkpoint.Identity(
+        checkpoint.settings(run.trainer, trained, target.spec.fingerprint, source.batches),
+        checkpoint.numerics(run.trainer, weighed, run.launcher.strategy, accelerator.num_processes),
+    )
     return Loop(Path(run.out), stepper, kept_head, evaluator, this_run, resumes=run.resume, config=values)
 
 
@@ -273,17 +253,6 @@ def batches_for(run: Any, packed: Any, accelerator: Accelerator) -> Batches:
     """Return the run's batches, the trainer's token budgets converted to sequences."""
     step, micro_batch = (tokens // run.data.length for tokens in (run.trainer.batch_tokens, run.trainer.micro_tokens))
     return Batches(packed, step, micro_batch, run.trainer.seed, accelerator.process_index, accelerator.num_processes)
-
-
-def identity(
-    run: RunConfig, head: HeadConfig, target: Target | EmbeddingsOnly, batches: Batches, world: int
-) -> checkpoint.Identity:
-    """Return the settings that identify the run on resume; `head` is the configuration of the head as built."""
-    weighed = {f"objective.{key}": value for key, value in asdict(run.objective).items()}
-    return checkpoint.Identity(
-        checkpoint.settings(run.trainer, head, run.peft, target.spec.fingerprint, batches),
-        checkpoint.numerics(run.trainer, weighed, run.launcher.strategy, world),
-    )
 
 
 def max_prompt_tokens(run: RunConfig, config: Any) -> int | None:
@@ -297,8 +266,8 @@ def max_prompt_tokens(run: RunConfig, config: Any) -> int | None:
 
 
 def prepare_out(
-    run: Any, values: dict[str, Any], lock: RunLock, settings: dict[str, Any], data: TrainingData,
-    origin: dict[str, Any], weights: str = "head",
+    run: Any, values: Json, lock: RunLock, settings: Json, data: TrainingData,
+    origin: Json, weights: str = "head",
 ) -> None:  # fmt: skip
     """Create the output folder after everything has loaded, so that a mistake does not replace an earlier run.
 
@@ -308,12 +277,12 @@ def prepare_out(
     if run.resume:
         checkpoint.check(out, settings)
         if not checkpoint.checkpoints(out / "checkpoints"):
-            line = f"{out}: nothing to resume, begins at step 0"
-            Console().print(line, markup=False, highlight=False, soft_wrap=True)
+            tell(f"{out}: nothing to resume, begins at step 0")
     out.mkdir(parents=True, exist_ok=True)
     lock.take()
-    check_out(out, replaces=run.resume or run.overwrite)  # another run may have started and ended meanwhile
-    checkpoint.clear(out / "checkpoints")
+    check_out(run)  # another run may have started and ended meanwhile
+    for left in (out / "checkpoints").glob(f"{checkpoint.PARTIAL}*"):  # by a killed run
+        shutil.rmtree(left, ignore_errors=True)
     if run.overwrite and not run.resume:
         clear_out(out, weights)
     atomic_write(out / "config.yaml", OmegaConf.to_yaml(OmegaConf.create(values)).encode())
@@ -321,11 +290,11 @@ def prepare_out(
         save_prompts(data.held_out, out / "prompts.jsonl")
     else:  # nor prompts of a failed start, which this run may train on
         (out / "prompts.jsonl").unlink(missing_ok=True)
-    atomic_write(out / "provenance.json", (json.dumps(redacted_values(origin), indent=2) + "\n").encode())
-    Console().print(data.counts.line(run.data), markup=False, highlight=False)
+    write_json(out / "provenance.json", redacted_values(origin))
+    tell(data.counts.line(run.data))
 
 
-def provenance(world: int, strategy: str, data: TrainingData, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+def provenance(world: int, strategy: str, data: TrainingData, tokenizer: PreTrainedTokenizerBase) -> Json:
     """Return this run's provenance: code, versions, command, processes and strategy, data."""
     code = revision()
     return {
@@ -345,7 +314,16 @@ def provenance(world: int, strategy: str, data: TrainingData, tokenizer: PreTrai
     }
 
 
-def values_of(run: Any) -> dict[str, Any]:
+def sizes(head: Any, data: TrainingData, packed: Packed) -> str:
+    """Return the sizes of what is trained and of its data, in words."""
+    count, length = packed.token.shape
+    return (
+        f"{parameter_count(head):,} trained parameters, {len(data.samples):,} samples, {count:,} sequences of {length} "
+        "tokens"
+    )
+
+
+def values_of(run: Any) -> Json:
     """Return a run's configuration without secrets, for trackers and config.yaml."""
-    values: dict[str, Any] = redacted_values(asdict(run))
+    values: Json = redacted_values(asdict(run))
     return values

@@ -14,7 +14,6 @@ The threads of the processes communicate only through files. Collectives belong 
 threads, they would run in a different order on every process.
 """
 
-import contextlib
 import json
 import os
 import re
@@ -23,7 +22,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -37,21 +36,21 @@ from torch import Tensor, nn
 from data.batches import Batches
 from data.features.store import packed_fingerprint
 from data.text.files import content_hash
-from heads.base import HeadConfig
+from heads.base import NamedTensors
 from heads.common.errors import one_line
-from heads.common.files import atomic_write, flush, read_checked, write_checked
-from heads.common.untrusted import inside, shown
+from heads.common.files import flush, read_checked, write_checked
+from heads.common.typed import Json
+from heads.common.untrusted import inside
 from heads.formats.store import RETIRED
 from train.config import TrainerConfig
 from train.distributed.processes import ProcessControl
 from train.distributed.strategy import counts_on, held, put, put_master, whole, zero_stage
 from train.optim import Ema, trained_state
-from train.start import AdaptConfig
 
 FORMAT = 2
 NAME = re.compile(r"step-[0-9]{8,}")
 INDEX, STATE = "index.json", "state.json"
-PARTIAL, DAMAGED, FAILED = ".partial-", "damaged-", ".failed"
+PARTIAL, DAMAGED = ".partial-", "damaged-"
 
 
 def folder_of(folder: Path, step: int) -> Path:
@@ -74,7 +73,7 @@ def note_of(partial: Path, rank: int) -> Path:
     return partial / f"rank-{rank:05d}.json"
 
 
-def write_shard(partial: Path, rank: int, world: int, tensors: dict[str, Tensor]) -> None:
+def write_shard(partial: Path, rank: int, world: int, tensors: NamedTensors) -> None:
     """Write a process's tensors and then its note: the shard's tensors and checksum.
 
     Raises:
@@ -88,7 +87,7 @@ def write_shard(partial: Path, rank: int, world: int, tensors: dict[str, Tensor]
     write_checked(note_of(partial, rank), note)
 
 
-def commit(partial: Path, final: Path, world: int, names: list[str], content: dict[str, Any]) -> None:
+def commit(partial: Path, final: Path, world: int, names: list[str], content: Json) -> None:
     """Commit the shards of all processes, whose notes exist in `partial`, as the checkpoint `final` by one rename.
 
     It replaces an earlier one of the same step. Tensors are read back in the order of `names`; `content` is state.json.
@@ -114,25 +113,18 @@ def tidy(folder: Path, keep: int, best: int) -> None:
             shutil.rmtree(old, ignore_errors=True)
 
 
-def clear(folder: Path) -> None:
-    """Remove the unfinished checkpoints of a killed run."""
-    for partial in folder.glob(f"{PARTIAL}*"):
-        shutil.rmtree(partial, ignore_errors=True)
-
-
 def complaint(path: Path, rank: int, world: int) -> str:
     """Return the defect of a checkpoint, empty if intact; each process checks every `world`-th shard."""
     try:
         index = read_checked(path / INDEX)
         if index["format"] != FORMAT:
             return f"{path / INDEX}: format {index['format']!r} where this version reads {FORMAT}"
-        if read_checked(path / STATE).get("step") != step_of(path):
-            raise ValueError(f"{path / STATE}: damaged, it is of another step")
+        read_checked(path / STATE)
         for name, about in sorted(index["shards"].items())[rank::world]:
             if content_hash(inside(path, name)) != about["sha256"]:
                 return f"{path / name}: damaged, its checksum is not that of its content"
-        if lost := [name for name, about in index["tensors"].items() if about["shard"] not in index["shards"]]:
-            return f"{path / INDEX}: damaged, no shard holds {shown(lost[0])}"
+        if not {about["shard"] for about in index["tensors"].values()} <= index["shards"].keys():
+            return f"{path / INDEX}: damaged, it names a shard without a checksum"
     except (KeyError, TypeError, AttributeError) as error:
         return f"{path / INDEX}: damaged ({one_line(error)})"
     except (OSError, ValueError) as error:
@@ -140,39 +132,30 @@ def complaint(path: Path, rank: int, world: int) -> str:
     return ""
 
 
-def state_of(path: Path) -> dict[str, Any]:
-    """Return the content of a checkpoint's state.json; refuse a damaged one."""
-    try:
-        return read_checked(path / STATE)
-    except OSError as error:
-        raise ValueError(f"{path / STATE}: cannot be read ({error})") from error
-
-
 def tensors(path: Path) -> Iterator[tuple[str, Tensor]]:
-    """Yield a checkpoint's tensors, on every process in the same order; refuse a shard that cannot be read."""
+    """Yield the tensors of a checkpoint without a `complaint`, on every process in the same order."""
     index = read_checked(path / INDEX)
-    shards: dict[str, Any] = {}
-    for shard in index["shards"]:
-        try:
-            shards[shard] = safe_open(inside(path, shard), framework="pt")
-        except (OSError, SafetensorError) as error:
-            raise ValueError(f"{path / shard}: cannot be read ({error})") from error
+    shards: Json = {shard: safe_open(inside(path, shard), framework="pt") for shard in index["shards"]}
     for name, about in index["tensors"].items():
         yield name, shards[about["shard"]].get_tensor(name)
 
 
+@dataclass
 class TrainState:
     """The state of a head, its optimiser and the average of its weights, under any strategy."""
 
-    def __init__(self, head: nn.Module, optimizer: Any, average: Ema) -> None:
-        self.head, self.optimizer, self.average = head, optimizer, average
+    head: nn.Module
+    optimizer: Any
+    average: Ema
 
     def names(self) -> list[str]:
         """Return the names of all tensors, in the same order on every process."""
-        parameters = trained_state(self.head)
-        names = [f"weight/{name}" for name in self.head.state_dict()]
-        names += [f"state/{name}/{key}" for name, p in parameters.items() for key in sorted(self._of(p))]
-        return names + [f"average/{name}" for name in self.average.weights]
+        trained = trained_state(self.head).items()
+        return [
+            *(f"weight/{name}" for name in self.head.state_dict()),
+            *(f"state/{name}/{key}" for name, p in trained for key in sorted(self._states(p)[0])),
+            *(f"average/{name}" for name in self.average.weights),
+        ]
 
     def read(self, name: str) -> Tensor:
         """Return a copy of one tensor on the CPU; a collective call with the same name."""
@@ -187,7 +170,7 @@ class TrainState:
 
             value = safe_get_full_optimizer_state(p, key)
         else:
-            value = whole(p, self._of(p)[key])
+            value = whole(p, self._states(p)[0][key])
         copy: Tensor = value.detach().to("cpu", copy=True).contiguous()
         return copy
 
@@ -216,24 +199,21 @@ class TrainState:
         elif zero_stage(p):
             put_master(p, value, key)
         else:
-            state = self._of(p)
+            (state,) = self._states(p)
             state[key] = torch.empty_like(p)
             put(p, state[key], value)
 
-    def weights(self) -> dict[str, Tensor]:
+    def weights(self) -> NamedTensors:
         """Return the whole weights to evaluate and to save, on the CPU: the average's if there is one."""
         averaged = self.average.weights
-        kinds = {name: "average" if name in averaged else "weight" for name in self.head.state_dict()}
-        return {name: self.read(f"{kind}/{name}") for name, kind in kinds.items()}
+        return {
+            name: self.read(f"{'average' if name in averaged else 'weight'}/{name}") for name in self.head.state_dict()
+        }
 
-    def _of(self, parameter: Tensor) -> dict[str, Any]:
-        """Return the optimiser's state of one parameter, empty before its first step."""
-        return self._states(parameter)[0]
+    def _states(self, parameter: Tensor) -> list[Json]:
+        """Return the optimiser's state dicts that hold one parameter, empty before its first step.
 
-    def _states(self, parameter: Tensor) -> list[dict[str, Any]]:
-        """Return the optimiser's state dicts that hold one parameter: under ZeRO those of all flat partitions.
-
-        They step together, so each of them has the count of steps.
+        Under ZeRO they are those of all flat partitions, which step together: each has the count of steps.
         """
         optimizer = self._optimizer(parameter)
         return list(optimizer.state.values()) if zero_stage(parameter) else [optimizer.state[parameter]]
@@ -267,15 +247,11 @@ class Saver:
         self.folder, self.metrics, self.control, self.keep = out / "checkpoints", out / "metrics.jsonl", control, keep
         self.seconds = 0.0  # seconds that training has waited for saves
         self.saved = -1  # the step that was saved last, or loaded
-        self._name = control.broadcast(
-            f"{time.time_ns():x}"
-        )  # distinguishes this run's folders from an earlier attempt's
-        self._count = 0
         self._pending: Future[None] | None = None
         self._thread = ThreadPoolExecutor(1)
         self._given_up = threading.Event()
 
-    def save(self, state: TrainState, step: int, content: dict[str, Any], best: int) -> None:
+    def save(self, state: TrainState, step: int, content: Json, best: int) -> None:
         """Wait for the save before, copy the state, and start writing it; wait for this one too if that before failed.
 
         `content` goes to state.json next to the step; the checkpoint of step `best`, with the best τ, is never deleted.
@@ -286,8 +262,7 @@ class Saver:
         begin = time.perf_counter()
         failed = self._wait()
         tensors, names = partition(state, self.control.rank, self.control.world)
-        self._count += 1
-        partial = self.folder / f"{PARTIAL}{step:08d}-{self._name}-{self._count}"
+        partial = self.folder / self.control.broadcast(f"{PARTIAL}{step:08d}-{time.time_ns():x}")  # of this attempt
         self._pending = self._thread.submit(self._write, partial, tensors, names, {"step": step, **content}, best)
         self.saved = step
         if failed:
@@ -344,11 +319,10 @@ class Saver:
             pending.result()
         except REFUSED as error:
             failed = one_line(error)
-        return next((text for text in self.control.gather(failed) if text), "")
+        # The main process only misses others.
+        return next(filter(None, reversed(self.control.gather(failed))), "")
 
-    def _write(
-        self, partial: Path, tensors: dict[str, Tensor], names: list[str], content: dict[str, Any], best: int
-    ) -> None:
+    def _write(self, partial: Path, tensors: NamedTensors, names: list[str], content: Json, best: int) -> None:
         """Write this process's tensors; on the main process wait for the others' and commit the checkpoint of all."""
         control, final = self.control, folder_of(self.folder, content["step"])
         try:
@@ -356,12 +330,7 @@ class Saver:
             if control.rank == 0:
                 # Fail if a note is missing after the time-out, before the others time out waiting for this process.
                 end = time.monotonic() + control.timeout / 2
-                missing = list(range(control.world))
-                while missing := [rank for rank in missing if not note_of(partial, rank).exists()]:
-                    for rank in missing:
-                        failed = note_of(partial, rank).with_suffix(FAILED)
-                        if failed.exists():
-                            raise ValueError(f"rank {rank}: {failed.read_text()}")
+                while missing := [rank for rank in range(control.world) if not note_of(partial, rank).exists()]:
                     if self._given_up.is_set() or time.monotonic() > end:
                         raise ValueError(f"rank {', '.join(map(str, missing))} did not write its part")
                     time.sleep(POLL)
@@ -370,30 +339,21 @@ class Saver:
                 commit(partial, final, control.world, names, content)
                 tidy(self.folder, self.keep, best)
         except REFUSED as error:
-            reason = one_line(error)
             if control.rank == 0:
                 shutil.rmtree(partial, ignore_errors=True)
-            else:  # tell the main process, after deleting the shard to free its space on the disk
-                with contextlib.suppress(OSError):
-                    for shard in partial.glob(f"rank-{control.rank:05d}-of-*"):
-                        shard.unlink()
-                    atomic_write(note_of(partial, control.rank).with_suffix(FAILED), reason.encode())
-            raise ValueError(f"{final}: the checkpoint could not be written ({reason})") from error
+            raise ValueError(f"{final}: the checkpoint could not be written ({one_line(error)})") from error
 
 
-def partition(state: TrainState, rank: int, world: int) -> tuple[dict[str, Tensor], list[str]]:
+def partition(state: TrainState, rank: int, world: int) -> tuple[NamedTensors, list[str]]:
     """Return the tensors that a process writes, copied, and the names of all.
 
-    Each tensor goes to the process with the fewest bytes so far. Every process reads every tensor, since gathering a
-    sharded one is a collective call.
+    The processes take turns. Every process reads every tensor, since gathering a sharded one is a collective call.
     """
-    tensors: dict[str, Tensor] = {}
-    bytes_of, names = [0] * world, state.names()
-    for name in names:
+    tensors: NamedTensors = {}
+    names = state.names()
+    for index, name in enumerate(names):
         value = state.read(name)
-        owner = bytes_of.index(min(bytes_of))
-        bytes_of[owner] += value.nbytes
-        if owner == rank:
+        if index % world == rank:
             tensors[name] = value
     return tensors, names
 
@@ -409,54 +369,50 @@ SHOWN = 60  # characters of a value in a message
 class Identity(NamedTuple):
     """The settings that identify a run: on resume a change in `settings` is refused, one in `numerics` reported."""
 
-    settings: dict[str, Any]
-    numerics: dict[str, Any]
+    settings: Json
+    numerics: Json
 
 
-def settings(
-    trainer: TrainerConfig, head: HeadConfig, peft: AdaptConfig, target: str, batches: Batches
-) -> dict[str, Any]:
-    """Return the settings that may not change on resume, with the head's as built and the target's fingerprint."""
-    sections = {"head": asdict(head), "peft": asdict(peft)}
-    nested = {f"{section}.{key}": value for section, values in sections.items() for key, value in values.items()}
-    return plain({**data_settings(trainer, batches), "target's fingerprint": target, **nested})
+def settings(trainer: TrainerConfig, sections: Json, target: str, batches: Batches) -> Json:
+    """Return the settings that may not change on resume.
 
-
-def data_settings(trainer: TrainerConfig, batches: Batches) -> dict[str, Any]:
-    """Return the settings that determine the data, its order and the optimiser's state."""
-    return {
-        "trainer.batch_tokens": trainer.batch_tokens,
-        "trainer.seed": trainer.seed,
-        "trainer.optimizer": trainer.optimizer,
-        "trainer.ema": trainer.ema,
+    They determine the data, its order and the optimiser's state; `sections` has the configurations of what is trained,
+    and `target` is the target's fingerprint.
+    """
+    nested = {f"{name}.{key}": value for name, section in sections.items() for key, value in asdict(section).items()}
+    return plain({
+        **{f"trainer.{key}": getattr(trainer, key) for key in ("batch_tokens", "seed", "optimizer", "ema")},
         "data.length": batches.packed.token.shape[1],
         "data's fingerprint": f"{packed_fingerprint(batches.packed)[:16]}-{int(batches.packed.loss_mask.sum())}",
-    }
+        "target's fingerprint": target,
+        **nested,
+    })  # fmt: skip
 
 
-def numerics(trainer: TrainerConfig, loss: dict[str, Any], strategy: str, world: int) -> dict[str, Any]:
+def numerics(trainer: TrainerConfig, loss: Json, strategy: str, world: int) -> Json:
     """Return settings that affect the losses but may change on resume: schedule, objective, processes, libraries."""
     steering = {f"trainer.{key}": getattr(trainer, key) for key in STEERING}
     return plain({**steering, **loss, "processes": world, "strategy": strategy, **VERSIONS})
 
 
-def check(out: Path, now: dict[str, Any]) -> None:
-    """Refuse other settings than those of the newest readable checkpoint, listing each with both values."""
+def check(out: Path, now: Json) -> None:
+    """Refuse other settings than those of the newest readable checkpoint."""
     for path in reversed(checkpoints(out / "checkpoints")):
         try:
-            then = state_of(path)["settings"]
-        except (ValueError, KeyError):
+            then = read_checked(path / STATE)["settings"]
+        except (ValueError, KeyError, OSError):
             continue  # loading reports the damage
-        if changed := differences(then, now):
-            raise _changed(out, changed)
+        refuse_changed(out, then, now)
         return
 
 
-def _changed(out: Path, changed: str) -> ValueError:
-    return ValueError(
-        f"{out}: resume=true goes on with the settings that the run began with, and here differ {changed}; "
-        "give the old ones, or name=… for a new run"
-    )
+def refuse_changed(out: Path, then: Json, now: Json) -> None:
+    """Refuse other settings than those of a run's beginning, listing each with both values."""
+    if changed := differences(then, now):
+        raise ValueError(
+            f"{out}: resume=true goes on with the settings that the run began with, and here differ {changed}; "
+            "give the old ones, or name=… for a new run"
+        )
 
 
 def first_init(out: Path, head: str) -> str | None:
@@ -465,14 +421,12 @@ def first_init(out: Path, head: str) -> str | None:
     A head of another name may not support that `init`, and the error would name a value that nobody gave.
     """
     config = OmegaConf.load(out / "config.yaml")
-    then = {"head.name": OmegaConf.select(config, "head.name", default=head)}
-    if changed := differences(then, {"head.name": head}):
-        raise _changed(out, changed)
+    refuse_changed(out, {"head.name": OmegaConf.select(config, "head.name", default=head)}, {"head.name": head})
     init: str | None = OmegaConf.select(config, "init")
     return init
 
 
-def differences(then: dict[str, Any], now: dict[str, Any]) -> str:
+def differences(then: Json, now: Json) -> str:
     """Return the changed settings, with both values, among those known to both the run and its head."""
     lost = {f"head.{key}" for key in RETIRED.get(str(now.get("head.name")), ())}
     keys = [key for key in then if then[key] != now.get(key) and key not in lost]
@@ -481,9 +435,9 @@ def differences(then: dict[str, Any], now: dict[str, Any]) -> str:
     return ", ".join(f"{key} ({before}, now {after})" for key, (before, after) in shown.items())
 
 
-def plain(values: dict[str, Any]) -> dict[str, Any]:
+def plain(values: Json) -> Json:
     """Return values after a round trip through JSON, so that they compare with those of a checkpoint."""
-    decoded: dict[str, Any] = json.loads(json.dumps(values))
+    decoded: Json = json.loads(json.dumps(values))
     return decoded
 
 

@@ -12,11 +12,11 @@ from omegaconf import DictConfig
 from data.config import DataConfig
 from data.features.source import FeaturesConfig
 from eval.config import EngineConfig
-from eval.measures.results import LIVE, TIERS
+from eval.measures.results import TIERS
 from heads import ENGINES, head_config, with_head
 from heads.base import HeadConfig
 from heads.common.ranges import MACHINE, Amount, Count, Decay, Fraction, NewTokens, Number, OneOf, Positive, Within
-from heads.common.typed import typed
+from heads.common.typed import Json, typed
 from heads.common.untrusted import shown
 from heads.mtp import Mtp
 from inference.drafters.policy import TreeConfig
@@ -29,6 +29,7 @@ from train.trackers import TRACKERS
 
 HERE = "here"  # the device of conf/device that is this machine's
 IGNORE = "ignore"  # value of `plan` that starts a run that does not fit
+Dtype = Annotated[str, OneOf((AUTO, *DTYPES))]
 STRATEGIES = ("ddp", "fsdp2", "zero2", "zero3")
 
 
@@ -59,23 +60,17 @@ class TrainerConfig:
     eval_every: Count
     eval_prompts: Number
     eval_tokens: Count
-    estimate_every: Count | None
     save_every: Count
     keep: Count
     ema: Decay
     patience: Count | None
     log_every: Count
-    trackers: list[str]
+    trackers: list[Annotated[str, OneOf(tuple(TRACKERS))]]
     peak_tflops: Positive | None
     on_bad_step: Annotated[str, OneOf(("skip", "stop"))]
     bad_steps: Count
     spike: Annotated[float, Within(1, MACHINE.most, above=True)] | None
     timeout: Count
-
-    def __post_init__(self) -> None:
-        for name in self.trackers:
-            if name not in TRACKERS:
-                raise ValueError(f"trainer.trackers has {name!r}: choose among {', '.join(TRACKERS)}")
 
 
 @dataclass(frozen=True)
@@ -91,7 +86,7 @@ class SlurmConfig:
     cpus_per_task: Count
     mem_gb: Count | None
     setup: list[str]
-    extra: dict[str, Any]
+    extra: Json
 
 
 @dataclass(frozen=True)
@@ -106,7 +101,7 @@ class LauncherConfig:
     num_nodes: Count
     machine_rank: int
     main_process_ip: str | None
-    main_process_port: Annotated[int, Within(0, 65535)] | None
+    main_process_port: Number | None
     strategy: Annotated[str, OneOf((AUTO, *STRATEGIES))]
     slurm: SlurmConfig | None
 
@@ -138,18 +133,10 @@ class EvalSettings:
     repeats: Count
     warmup: Number
     hf: bool
-    dtype: Annotated[str, OneOf((AUTO, *DTYPES))]
-    gate_dtype: Annotated[str, OneOf((AUTO, *DTYPES))]
-    tier: list[str]
+    dtype: Dtype
+    gate_dtype: Dtype
+    tier: list[Annotated[str, OneOf(TIERS)]]
     engine: EngineConfig
-
-    def __post_init__(self) -> None:
-        if not self.temperature:
-            raise ValueError("eval.temperature is empty: give one or more numbers")
-        if LIVE not in self.tier or not set(self.tier) <= set(TIERS) or len(set(self.tier)) < len(self.tier):
-            raise ValueError(
-                f"eval.tier is {self.tier}: give {LIVE}, and what else of {', '.join(TIERS)} is wanted, once"
-            )
 
 
 @dataclass(frozen=True)
@@ -169,7 +156,35 @@ class DeviceConfig:
 
 
 @dataclass(frozen=True)
-class RunConfig:
+class JobConfig:
+    """The configuration that trainings of heads and of streams have in common."""
+
+    name: str
+    out: str
+    resume: bool
+    overwrite: bool
+    model: ModelConfig
+    data: DataConfig
+    trainer: TrainerConfig
+    launcher: LauncherConfig
+    tree: TreeConfig
+
+    def __post_init__(self) -> None:
+        """Refuse a name outside the folder of runs, and batches smaller than a packed sequence."""
+        if Path(self.name).is_absolute() or ".." in Path(self.name).parts:
+            raise ValueError(
+                f"name is {shown(self.name)}, a folder below outputs: give it without .., and another folder by out"
+            )
+        for key in ("batch_tokens", "micro_tokens"):
+            tokens = getattr(self.trainer, key)
+            if tokens is not None and tokens < self.data.length:
+                raise ValueError(
+                    f"trainer.{key} is {tokens}, less than a row of data.length={self.data.length}: raise it"
+                )
+
+
+@dataclass(frozen=True)
+class RunConfig(JobConfig):
     """A training run, as conf/train.yaml composes it.
 
     `head` is the Config of the head that `head.name` chooses; it, `peft`, `objective`, `data`, `features` and `tree`
@@ -177,26 +192,17 @@ class RunConfig:
     init=checkpoint `base` is the model with the module.
     """
 
-    name: str
-    out: str
-    resume: bool
-    overwrite: bool
     plan: Any
     init: str | None
     base: str | None
     engine: Annotated[str, OneOf(tuple(ENGINES))] | None
     compare: list[str]
     workload: str | None
-    model: ModelConfig
     head: HeadConfig
     peft: AdaptConfig
     objective: ObjectiveConfig
-    data: DataConfig
     features: FeaturesConfig
-    trainer: TrainerConfig
-    launcher: LauncherConfig
     device: DeviceConfig
-    tree: TreeConfig
     eval: EvalSettings
 
     @property
@@ -269,17 +275,4 @@ def checked(run: RunConfig) -> RunConfig:
                     f"objective.{key}.confidence: head={run.head.name} predicts no acceptance; give head=block with "
                     "head.confidence=true, or leave the loss out"
                 )
-    check_batch_and_name(run.name, run.trainer, run.data.length)
     return run
-
-
-def check_batch_and_name(name: str, trainer: TrainerConfig, length: int) -> None:
-    """Refuse a name outside the folder of runs, and batches smaller than a packed sequence."""
-    if Path(name).is_absolute() or ".." in Path(name).parts:
-        raise ValueError(
-            f"name is {shown(name)}, a folder below outputs: give it without .., and another folder by out"
-        )
-    for key in ("batch_tokens", "micro_tokens"):
-        tokens = getattr(trainer, key)
-        if tokens is not None and tokens < length:
-            raise ValueError(f"trainer.{key} is {tokens}, less than a row of data.length={length}: raise it")

@@ -5,22 +5,19 @@ import json
 import random
 import time
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NoReturn
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
-from eval.inputs.workloads import write
 from eval.measures import metrics
-from eval.teacher_forced import ranks, unrolled
-from heads.base import Features
+from heads.base import NamedTensors
 from heads.common.errors import one_line
-from heads.common.files import atomic_write
+from heads.common.files import read_checked, write_json
 from heads.common.progress import progress, say
+from heads.common.typed import Json
 from heads.formats.store import save_head
-from heads.modules.vocab import scatter_logits
 from inference.decode import RequestParams, speculate
 from inference.drafters.head import HeadDrafter
 from inference.drafters.policy import TreeConfig
@@ -34,30 +31,20 @@ from train.config import TrainerConfig
 from train.distributed.processes import RELEASE_EVERY, STOPPED, ProcessControl, release_freed
 from train.optim import same_rates
 from train.start import merged_copy
-from train.step import BAD, Stepper, keep_batch
+from train.step import BAD, BEGINNING, Stepper, keep_batch
 from train.trackers import Tracker
 
-T = TypeVar("T")  # the result of a measurement
 COST = "training.json"
-NO_MEMORY = (
-    "out of memory",
-    "can't allocate memory",
-    "ALLOC_FAILED",
-)  # parts of the messages of CUDA, torch on a CPU and cuBLAS
-# The keys of a run's progress that all processes share.
-BEGINNING: dict[str, Any] = {
-    "best_tau": 0.0, "best_step": 0, "stale": 0, "measured": 0, "seconds": 0.0, "stall": 0.0, "flops": None,
-    "rollout_flops": 0, "rollout_tokens": 0,
-}  # fmt: skip
+# Parts of the messages of CUDA, torch on a CPU and cuBLAS.
+NO_MEMORY = ("out of memory", "can't allocate memory", "ALLOC_FAILED")
 SCHEDULE = {f"trainer.{key}": key for key in ("steps", "warmup", "cooldown")}
 SHARED = ("best_tau", "best_step", "stale", "measured")
 
 
-def with_new_schedule(then: dict[str, Any], now: dict[str, Any], trainer: TrainerConfig, steps: int) -> dict[str, Any]:
+def with_new_schedule(then: Json, now: Json, trainer: TrainerConfig, steps: int) -> Json:
     """Return an earlier run's identity with this run's schedule, if its steps so far would be the same."""
-    if (
-        not SCHEDULE.keys() <= then.keys() or then.get("objective.base_loss_share") is not None
-    ):  # the cooldown moves with the number of steps
+    # The share moves with the number of steps, as the rate does.
+    if not SCHEDULE.keys() <= then.keys() or then.get("objective.base_loss_share") is not None:
         return then
     schedule = {key: then[name] for name, key in SCHEDULE.items()}
     return then | {name: now[name] for name in SCHEDULE} if same_rates(trainer, schedule, steps) else then
@@ -75,7 +62,6 @@ class AcceptanceEvaluator:
         self.tree, self.name, self.seed, self.drafter = tree, name, trainer.seed, drafter
         self.groups = metrics.clustered(self.prompts)
         self.settings = RequestParams(trainer.eval_tokens, GREEDY)
-        self.texts: list[tuple[Features, int]] | None = None
         # The conditions of τ besides the head: values are comparable only under equal ones.
         self.conditions = {
             "trainer.eval_prompts": len(self.prompts), "trainer.eval_tokens": trainer.eval_tokens,
@@ -83,7 +69,7 @@ class AcceptanceEvaluator:
             **{f"tree.{key}": value for key, value in asdict(tree).items()},
         }  # fmt: skip
 
-    def tau(self, head: Any, halted: Callable[[], bool] = lambda: False) -> dict[str, Any] | None:
+    def tau(self, head: Any, halted: Callable[[], bool] = lambda: False) -> Json | None:
         """Return τ of greedy decoding, pooled over the prompts, its 95 % interval, and P(a >= d).
 
         None if `halted` returned true before a prompt.
@@ -104,54 +90,24 @@ class AcceptanceEvaluator:
             "accepted_by_depth": acceptance.accepted_by_depth,
         }
 
-    @torch.inference_mode()
-    def estimate(self, head: Any, halted: Callable[[], bool] = lambda: False) -> list[float] | None:
-        """Return P(a >= k) of a greedy chain for k = 1 … the tree's depth, over every row of the target's answers.
 
-        No verifier runs: answers and their features are computed once, and a head drafts from all rows at once. None if
-        `halted` returned true before a prompt or an answer.
-        """
-        if self.texts is None:
-            texts = []
-            for prompt in progress(self.prompts, "writing texts to estimate on"):
-                if halted():
-                    return None
-                for text in write(self.target, [prompt], self.settings):
-                    token = torch.tensor(text.token, device=self.target.device)[None]
-                    features = self.target.features(token, torch.zeros_like(token), head.feature_layers)
-                    texts.append((features, text.start))
-            self.texts = texts
-        depths = min(self.tree.deepest, head.max_depth)
-        hits, rows = torch.zeros(depths), torch.zeros(depths)
-        for features, start in self.texts:
-            if halted():
-                return None
-            token, rank = features.token[0, start - 1 :], []
-            for d, draft in enumerate(unrolled(head, features, depths), 1):
-                logits = scatter_logits(head.vocab, head.compute_logits(draft.state[0, start - 1 :], d))
-                rank.append(ranks(logits, token, d).cpu())
-            hits += (torch.stack(rank) == 0).cumprod(0).sum(1)
-            rows += (torch.stack(rank) >= 0).sum(1)
-        return (hits / rows.clamp_min(1)).tolist()
-
-
+@dataclass
 class KeptHead:
     """The best head of a run on disk, in its own folder with its tree."""
 
-    def __init__(self, folder: Path, head: nn.Module, target: Target | EmbeddingsOnly, tree: TreeConfig) -> None:
-        self.folder, self.head, self.target, self.tree = folder, head, target, tree
+    folder: Path
+    head: nn.Module
+    target: Target | EmbeddingsOnly
+    tree: TreeConfig
 
-    def decoding(self, weights: dict[str, Tensor]) -> Any:
+    def decoding(self, weights: NamedTensors) -> Any:
         """Return a copy for decoding, with these weights, in the target's dtype."""
-        return self.unwrapped(weights).to(self.target.device, self.target.dtype)
+        head: Any = merged_copy(self.head, weights)
+        return head.eval().requires_grad_(False).to(self.target.device, self.target.dtype)
 
-    def write(self, weights: dict[str, Tensor]) -> None:
+    def write(self, weights: NamedTensors) -> None:
         """Write the head with these weights."""
-        save_head(self.folder, self.unwrapped(weights), self.target.spec, vars(self.tree))
-
-    def unwrapped(self, weights: dict[str, Tensor]) -> Any:
-        """Return an unwrapped copy of the head with these weights."""
-        return merged_copy(self.head, weights).eval().requires_grad_(False)
+        save_head(self.folder, merged_copy(self.head, weights), self.target.spec, vars(self.tree))
 
 
 class Loop:
@@ -163,7 +119,7 @@ class Loop:
 
     def __init__(
         self, out: Path, stepper: Stepper, kept_head: Any, evaluator: AcceptanceEvaluator | None, identity: Identity,
-        *, resumes: bool, config: dict[str, Any],
+        *, resumes: bool, config: Json,
     ) -> None:  # fmt: skip
         self.stepper, self.kept_head, self.evaluator, self.identity = stepper, kept_head, evaluator, identity
         self.trainer, self.accelerator = stepper.trainer, stepper.accelerator
@@ -189,7 +145,7 @@ class Loop:
         path = self.saver.newest()
         if path is None:
             return
-        state = checkpoint.state_of(path)
+        state = read_checked(path / checkpoint.STATE)
         try:
             checkpoint.restore(self.stepper.state, path)
         except (KeyError, RuntimeError) as error:
@@ -246,19 +202,15 @@ class Loop:
         """Take the remaining steps, measure and save."""
         trainer, done = self.trainer, self.start
         late = bool(done) and self.due(done) and self.progress["measured"] < done
-        if late and not self.measure(done):
-            self.halt(done)
+        if late:
+            self.measure(done)
         for step in range(self.start, trainer.steps):
             if self.exhausted():
                 break
-            if not self.train_step(step):
-                self.halt(step)
+            self.train_step(step)
             done = step + 1
             if self.due(done):
-                if not self.measure(done):
-                    self.halt(done)
-            elif trainer.estimate_every is not None and done % trainer.estimate_every == 0 and not self.estimate(done):
-                self.halt(done)
+                self.measure(done)
             if done % trainer.save_every == 0 or done in (trainer.steps, self.progress["best_step"]):
                 self.save(done)
         if self.exhausted():
@@ -277,68 +229,69 @@ class Loop:
         patience = self.trainer.patience
         return patience is not None and self.progress["stale"] >= patience
 
-    def halt(self, step: int) -> None:
+    def halt(self, step: int) -> NoReturn:
         """Stop the run on a signal, with a checkpoint after `step` steps: with status 143 on every process."""
         self.save(step)
         self.saver.finish()
         say(f"stopped by {self.control.signal}, checkpoint at step {step}; resume=true goes on")
         raise SystemExit(STOPPED)
 
-    def train_step(self, step: int) -> bool:
-        """Take one step and record its cost and outcome; return whether it was completed."""
+    def train_step(self, step: int) -> None:
+        """Take one step and record its cost and outcome; stop on a signal."""
         begin, stall = time.perf_counter(), self.source.stall
         counts = step == self.start and self.progress["flops"] is None
         taken = (self.stepper.counted if counts else self.stepper)(step, halted=self.control.halted)
-        if taken.stopped:
-            return False
+        if taken is None:
+            self.halt(step)
         self.progress["seconds"] += time.perf_counter() - begin
         self.progress["stall"] += self.source.stall - stall
         if taken.record is not None:
             self.tracker.log({"step": step + 1, **taken.record})
-        if taken.bad is not None:
-            self.handle_bad_step(step, taken.bad)
+        if (why := taken.bad) is not None:
+            if self.accelerator.is_main_process:
+                why += f"; its batch is in {keep_batch(self.out / BAD, self.source.batches, step, why)}"
+            if remedy := self.stepper.guard.stops():
+                self.progress |= {key: self.progress[key] - 1 for key in ("skipped", "in_a_row")}  # as before the step
+                self.save(step)
+                self.saver.finish()
+                self.control.abort(f"stopped before step {step + 1}: {why}; {remedy}")
+            say(f"step {step + 1} is skipped: {why}")
         if self.accelerator.device.type == "cpu" and (step + 1) % RELEASE_EVERY == 0:
             release_freed()
         self.stepper.phase_timer.mark("other")
-        return True
-
-    def handle_bad_step(self, step: int, why: str) -> None:
-        """Write the batch of a bad step, and stop if the guard says so."""
-        main = self.accelerator.is_main_process
-        where = keep_batch(self.out / BAD, self.source.batches, step, why) if main else ""
-        if not self.stepper.guard.stops():
-            say(f"step {step + 1} is skipped: {why}; {where}")
-            return
-        remedy = self.stepper.guard.remedy()
-        self.progress |= {key: self.progress[key] - 1 for key in ("skipped", "in_a_row")}  # saved as before the step
-        self.save(step)
-        self.saver.finish()
-        self.control.abort(f"stopped before step {step + 1}: {why}; {where}; {remedy}")
 
     def write_cost(self, steps: int) -> None:
         """Write the training's cost: matrix operations by one counted step, seconds without measurements."""
+        progress = self.progress
         cost = {
             "parameters": self.stepper.sizes[0],
             "frozen_parameters": self.stepper.sizes[1],
             "steps": steps,
-            "tokens": steps * self.source.batches.step_tokens + self.progress["rollout_tokens"],
-            "rollout_tokens": self.progress["rollout_tokens"],
-            "flops": self.stepper.operations(0, steps),
-            "skipped": self.progress["skipped"],
-            "best_tau": self.progress["best_tau"],
-            "seconds": self.progress["seconds"],
-            "stall_seconds": self.progress["stall"],
+            "tokens": steps * self.source.batches.step_tokens + progress["rollout_tokens"],
+            "rollout_tokens": progress["rollout_tokens"],
+            "flops": None if (flops := progress["flops"]) is None else flops * steps,
+            "skipped": progress["skipped"],
+            "best_tau": progress["best_tau"],
+            "seconds": progress["seconds"],
+            "stall_seconds": progress["stall"],
             "save_seconds": self.saver.seconds,
         }
         if self.accelerator.is_main_process:
-            atomic_write(self.out / COST, (json.dumps(cost, indent=2) + "\n").encode())
+            write_json(self.out / COST, cost)
 
-    def measure(self, step: int) -> bool:
-        """Measure τ with the real verifier, keep the head if it is the best; return whether to continue."""
-        weights = self.stepper.state.weights()
+    def measure(self, step: int) -> None:
+        """Measure τ with the real verifier, and keep the head if it is the best; stop on a signal."""
+        weights, measured = self.stepper.state.weights(), None
         if self.evaluator is None:
             self.keep(weights)
-        elif (measured := self.measure_on_main(self.evaluator.tau, weights)) is not None:
+        elif self.accelerator.is_main_process or self.needs_all_ranks:
+            measured = self.evaluator.tau(self.kept_head.decoding(weights), self.control.halted)
+            if measured is not None and not self.needs_all_ranks:  # nobody waits for it any more
+                self.control.exchange(over=True)
+        else:
+            while not any(self.control.exchange(over=False)):  # until it is over, or a process is to stop
+                pass
+        if measured is not None:
             tau = measured["tau"]
             better = tau > self.progress["best_tau"]
             self.progress |= {"stale": 0 if better else self.progress["stale"] + 1, "measured": step}
@@ -350,30 +303,10 @@ class Loop:
             say(f"step {step}: τ {tau:.3f} [{low:.2f}, {high:.2f}]{'  (best, kept)' if better else ''}")
         # All processes get the main process's result.
         self.progress |= self.control.broadcast({key: self.progress[key] for key in SHARED})
-        return self.evaluator is None or self.progress["measured"] == step
+        if self.evaluator is not None and self.progress["measured"] != step:
+            self.halt(step)
 
-    def measure_on_main(
-        self, measure: Callable[[Any, Callable[[], bool]], T | None], weights: dict[str, Tensor]
-    ) -> T | None:
-        """Measure a head with these weights on the main process; None on the others, and after a stop request."""
-        if not (self.accelerator.is_main_process or self.needs_all_ranks):
-            self.control.wait_for_main()
-            return None
-        result = measure(self.kept_head.decoding(weights), lambda: self.control.measuring(over=False))
-        if result is not None and not self.needs_all_ranks:  # nobody waits for it any more
-            self.control.measuring(over=True)
-        return result
-
-    def keep(self, weights: dict[str, Tensor]) -> None:
+    def keep(self, weights: NamedTensors) -> None:
         """Write a head with these weights to the run's folder."""
         if self.accelerator.is_main_process:
             self.kept_head.write(weights)
-
-    def estimate(self, step: int) -> bool:
-        """Log an estimate of acceptance from recorded features; return whether to continue."""
-        if self.evaluator is None:
-            return True
-        estimate = self.measure_on_main(self.evaluator.estimate, self.stepper.state.weights())
-        if estimate is not None:
-            self.tracker.log({"step": step, "estimate": estimate})
-        return bool(self.control.broadcast(estimate is not None))

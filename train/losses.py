@@ -17,6 +17,9 @@ from torch.nn import functional
 
 from heads.common.ranges import Amount, Count, Fraction, NewTokens, Number, OneOf, Parts, Positive
 
+PerRow = Float[Tensor, "R"]
+PerToken = Float[Tensor, "R W"]
+
 
 @dataclass(frozen=True)
 class OnPolicyConfig:
@@ -45,7 +48,7 @@ class ObjectiveConfig:
     noise: Amount
     eta: Amount
     top_k: Count
-    base_loss_share: list[Fraction] | None
+    base_loss_share: tuple[Fraction, Fraction] | None
     on_policy: OnPolicyConfig
 
     def __post_init__(self) -> None:
@@ -56,10 +59,6 @@ class ObjectiveConfig:
                 raise ValueError(f"objective.{key}: unknown, choose from {', '.join(LOSSES)}")
         if not any(self.losses.values()):
             raise ValueError("objective.losses: no loss has a weight; give at least one")
-        if self.base_loss_share is not None and len(self.base_loss_share) != 2:
-            raise ValueError(
-                "objective.base_loss_share: give two shares, of the first step and of the last, such as [1,0]"
-            )
 
     def base_loss_share_at(self, progress: float) -> float:
         """Return the share of the uncorrected logits' loss after a fraction of the steps."""
@@ -109,13 +108,13 @@ class LossInputs:
 
     teacher: TeacherProbs  # the target's distribution at n rows
     teacher_index: Int[Tensor, "R"]  # each row's teacher among them
-    log_q: Float[Tensor, "R W"]  # the draft's log-probs over the same W tokens
+    log_q: PerToken  # the draft's log-probs over the same W tokens
     label: Int[Tensor, "R"]  # the label as an index into the W tokens, -1 if it is not one of them
     feature: Float[Tensor, "R D"] | None  # the predicted feature
     true_feature: Float[Tensor, "R D"] | None  # the target's feature
-    confidence: Float[Tensor, "R"] | None  # the predicted logit of the draft's acceptance
+    confidence: PerRow | None  # the predicted logit of the draft's acceptance
     full_vocab: bool  # whether the head drafts the whole vocabulary
-    scores: Float[Tensor, "R W"] | None = None  # by which a candidate head chooses tokens
+    scores: PerToken | None = None  # by which a candidate head chooses tokens
     candidates: int = 0  # how many it chooses
 
     @cached_property
@@ -129,20 +128,20 @@ class LossInputs:
         return self.best >= 0
 
     @cached_property
-    def log_p(self) -> Float[Tensor, "R W"]:
+    def log_p(self) -> PerToken:
         """Return the target's log-probs."""
         return gathered(self.teacher.log_p, self.teacher_index)
 
     @cached_property
-    def p(self) -> Float[Tensor, "R W"]:
+    def p(self) -> PerToken:
         """Return the target's probabilities."""
         return gathered(self.teacher.p, self.teacher_index)
 
-    def renormalised_log_p(self) -> Float[Tensor, "R W"]:
+    def renormalised_log_p(self) -> PerToken:
         """Return the target's log-probs renormalised over the drafted tokens."""
         return self.log_p if self.full_vocab else self.log_p - self.teacher.log_mass[self.teacher_index]
 
-    def overlap(self) -> Float[Tensor, "R"]:
+    def overlap(self) -> PerRow:
         """Return the probability that a sampled draft is accepted: the sum of min(p, q)."""
         return torch.minimum(self.log_p, self.log_q).exp().sum(-1)
 
@@ -152,13 +151,13 @@ def gathered(x: Shaped[Tensor, "n W"], index: Int[Tensor, "R"]) -> Shaped[Tensor
     return x if len(index) == len(x) else x.index_select(0, index)
 
 
-def ce(x: LossInputs, _: ObjectiveConfig) -> Float[Tensor, "R"]:
+def ce(x: LossInputs, _: ObjectiveConfig) -> PerRow:
     """Cross-entropy with the label, the data's next token (Medusa-1); 0 outside the draft vocabulary."""
     loss = -x.log_q.gather(1, x.label.clamp_min(0)[:, None])[:, 0]
     return torch.where(x.label >= 0, loss, 0)
 
 
-def soft_ce(x: LossInputs, _: ObjectiveConfig) -> Float[Tensor, "R"]:
+def soft_ce(x: LossInputs, _: ObjectiveConfig) -> PerRow:
     """Cross-entropy with the target's distribution, its forward KL up to a constant (EAGLE)."""
     loss = -(x.p * x.log_q).sum(-1) * x.covered
     if x.full_vocab:
@@ -167,74 +166,74 @@ def soft_ce(x: LossInputs, _: ObjectiveConfig) -> Float[Tensor, "R"]:
     return loss / mass.clamp_min(torch.finfo(mass.dtype).tiny)
 
 
-def kl(x: LossInputs, _: ObjectiveConfig) -> Float[Tensor, "R"]:
+def kl(x: LossInputs, _: ObjectiveConfig) -> PerRow:
     """Forward divergence KL(p, q)."""
     log_p = x.renormalised_log_p()
     return (log_p.exp() * (log_p - x.log_q)).sum(-1) * x.covered
 
 
-def reverse_kl(x: LossInputs, _: ObjectiveConfig) -> Float[Tensor, "R"]:
+def reverse_kl(x: LossInputs, _: ObjectiveConfig) -> PerRow:
     """Reverse divergence KL(q, p)."""
     return (x.log_q.exp() * (x.log_q - x.renormalised_log_p())).sum(-1) * x.covered
 
 
-def jsd(x: LossInputs, _: ObjectiveConfig) -> Float[Tensor, "R"]:
+def jsd(x: LossInputs, _: ObjectiveConfig) -> PerRow:
     """Jensen-Shannon divergence: the mean of KL(p, m) and KL(q, m) with m = (p + q) / 2."""
     log_p = x.renormalised_log_p()
     middle = torch.logaddexp(log_p, x.log_q) - math.log(2)
     return (log_p.exp() * (log_p - middle) + x.log_q.exp() * (x.log_q - middle)).sum(-1) / 2 * x.covered
 
 
-def tv(x: LossInputs, _: ObjectiveConfig) -> Float[Tensor, "R"]:
+def tv(x: LossInputs, _: ObjectiveConfig) -> PerRow:
     """Total variation of p and q: the probability that a sampled draft is rejected."""
     return 1 - x.overlap()
 
 
-def nla(x: LossInputs, _: ObjectiveConfig) -> Float[Tensor, "R"]:
+def nla(x: LossInputs, _: ObjectiveConfig) -> PerRow:
     """Negative log of the acceptance (arXiv 2602.23881)."""
     return -x.overlap().clamp_min(torch.finfo(x.log_q.dtype).tiny).log()
 
 
-def lk(x: LossInputs, config: ObjectiveConfig) -> Float[Tensor, "R"]:
+def lk(x: LossInputs, config: ObjectiveConfig) -> PerRow:
     """Forward KL blended into total variation as acceptance grows, by exp(-eta · acceptance) (arXiv 2602.23881)."""
     weight = torch.exp(-config.eta * x.overlap().detach())
     return weight * kl(x, config) + (1 - weight) * tv(x, config)
 
 
-def top_k(x: LossInputs, config: ObjectiveConfig) -> Float[Tensor, "R"]:
+def top_k(x: LossInputs, config: ObjectiveConfig) -> PerRow:
     """Cross-entropy with the target's `top_k` most likely tokens (HASS)."""
     p, token = (gathered(values, x.teacher_index) for values in x.teacher.top_k(config.top_k))
     return -(p * x.log_q.gather(-1, token)).sum(-1)
 
 
-def smooth_l1(x: LossInputs, _: ObjectiveConfig) -> Float[Tensor, "R"]:
+def smooth_l1(x: LossInputs, _: ObjectiveConfig) -> PerRow:
     """Smooth L1 between predicted and true feature, averaged over the width (EAGLE)."""
     if x.feature is None or x.true_feature is None:
         raise ValueError("objective.losses.smooth_l1: this head predicts no features; leave the loss out")
     return functional.smooth_l1_loss(x.feature, x.true_feature, reduction="none").mean(-1)
 
 
-def confidence(x: LossInputs, _: ObjectiveConfig) -> Float[Tensor, "R"]:
+def confidence(x: LossInputs, _: ObjectiveConfig) -> PerRow:
     """Cross-entropy of the predicted acceptance with the real one (DSpark, arXiv 2607.05147)."""
     if x.confidence is None:
         raise ValueError("objective.losses.confidence: this head predicts no acceptance; give head.confidence=true")
     return functional.binary_cross_entropy_with_logits(x.confidence, x.overlap().detach(), reduction="none")
 
 
-def candidates(x: LossInputs, _: ObjectiveConfig) -> Float[Tensor, "R"]:
+def candidates(x: LossInputs, _: ObjectiveConfig) -> PerRow:
     """Forward KL from the head's own distribution to that of its candidate head's scores (EAGLE-4, second stage)."""
     log_q = x.log_q.detach()
     return (log_q.exp() * (log_q - _scores(x).log_softmax(-1))).sum(-1)
 
 
-def missed(x: LossInputs, _: ObjectiveConfig) -> Float[Tensor, "R"]:
+def missed(x: LossInputs, _: ObjectiveConfig) -> PerRow:
     """1 where the head's most likely token is no candidate: one minus the recall, to be logged with weight 0."""
     scores = _scores(x).detach()
     best = scores.gather(-1, x.log_q.detach().argmax(-1, keepdim=True))
     return ((scores > best).sum(-1) >= x.candidates).float()
 
 
-def _scores(x: LossInputs) -> Float[Tensor, "R W"]:
+def _scores(x: LossInputs) -> PerToken:
     if x.scores is None:
         raise ValueError("objective.losses: this head has no candidate head; give experiment=eagle4_candidates")
     return x.scores
@@ -244,10 +243,6 @@ LOSSES: dict[str, Callable[[LossInputs, ObjectiveConfig], Tensor]] = {
     "ce": ce, "soft_ce": soft_ce, "kl": kl, "reverse_kl": reverse_kl, "jsd": jsd, "tv": tv, "nla": nla, "lk": lk,
     "top_k": top_k, "smooth_l1": smooth_l1, "confidence": confidence, "candidates": candidates, "missed": missed,
 }  # fmt: skip
-NOT_OF_LOGITS = {
-    "smooth_l1",
-    "confidence",
-    "candidates",
-    "missed",
-}  # losses of other outputs than logits, which `base_loss_share` skips
+# Losses of other outputs than logits, which `base_loss_share` skips.
+NOT_OF_LOGITS = {"smooth_l1", "confidence", "candidates", "missed"}
 READ_P = {"ce", "soft_ce", "smooth_l1"}  # losses that do not read the target's log-probs, which are then overwritten

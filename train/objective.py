@@ -95,7 +95,7 @@ def objective(
     features: Features,
     weight: Float[Tensor, "d B T"],
     config: ObjectiveConfig,
-    chunks: "list[Chunk] | None" = None,
+    chunks: "Chunks",
     base_loss_share: float = 0.0,
 ) -> tuple[Float[Tensor, ""], dict[str, Float[Tensor, "d"]]]:
     """Return the weighted loss, and unweighted sums of each loss and of accuracy at each depth.
@@ -103,28 +103,24 @@ def objective(
     Args:
         head: its `compute_logits` computes logits from the drafts' states.
         features: the batch; `last_hidden` gives the teacher through the target's lm_head.
-        chunks: the rows to score, by `chunked`; None scores all rows at once by autograd, the reference.
+        chunks: the rows to score, by `chunked`.
         base_loss_share: the share of `base_state` in the losses of logits, if the head has one.
     """
     flat: list[list[Tensor | None]] = [
         [None if field is None else field.flatten(0, 1) for field in draft] for draft in drafts
     ]
-    parts = chunked(weight > 0, weight[0].numel(), weight.device, features.path) if chunks is None else chunks
     if not base_loss_share:
         flat = [[*fields[:-1], None] for fields in flat]
-    work = LossContext(head, features, weight.flatten(1), config, parts, labels(head, features), base_loss_share)
+    work = LossContext(head, features, weight.flatten(1), config, chunks, labels(head, features), base_loss_share)
     if config.depth_weights == "dpace":
         depth_weight = dpace(work, [state for state, *_ in flat if state is not None])
     else:
         depth_weight = config.depth_decay ** torch.arange(len(drafts), device=weight.device)[:, None]
     work = work._replace(weight=work.weight * depth_weight)
-    if chunks is None:
-        loss, sums = work.run(flat)
-    else:
-        module: Any = head
-        trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
-        apply: Any = _Chunked.apply
-        loss, sums = apply(work, len(drafts), *(field for fields in flat for field in fields), *trained)
+    module: Any = head
+    trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    apply: Any = _Chunked.apply
+    loss, sums = apply(work, len(drafts), *(field for fields in flat for field in fields), *trained)
     return loss, dict(zip([*config.losses, "accuracy"], sums, strict=True))
 
 
@@ -183,9 +179,12 @@ class Chunk(NamedTuple):
     by_depth: list[DepthRows]
 
 
+Chunks = list[Chunk]
+
+
 def chunked(
     trained: Bool[Tensor, "d B T"], size: int, device: torch.device, path: Int[Tensor, "B T d"] | None = None
-) -> list[Chunk]:
+) -> Chunks:
     """Return the trained rows in chunks of `size` teachers, copied to a device asynchronously.
 
     If `trained` is on the device, the host waits for it. The teacher of row t at depth d is row t + d, or
@@ -207,7 +206,7 @@ def chunked(
     if trained.device == device:
         return chunks
     vectors, layout = tree_flatten(chunks)
-    copied: list[Chunk] = tree_unflatten(to_device(torch.cat(vectors), device).split([*map(len, vectors)]), layout)
+    copied: Chunks = tree_unflatten(to_device(torch.cat(vectors), device).split([*map(len, vectors)]), layout)
     return copied
 
 
@@ -218,7 +217,7 @@ class LossContext(NamedTuple):
     features: Features
     weight: Float[Tensor, "d N"]
     config: ObjectiveConfig
-    chunks: list[Chunk]
+    chunks: Chunks
     label: Int[Tensor, "N"]  # the label of the rows that each row teaches
     base_loss_share: float = 0.0
 
@@ -290,15 +289,6 @@ class LossContext(NamedTuple):
         sums.append((right & x.covered).sum())
         return total, torch.stack([value.to(total.dtype) for value in sums])
 
-    def run(self, drafts: Sequence[Sequence[Tensor | None]]) -> tuple[Tensor, Tensor]:
-        """Return the loss and the sums of all rows at once, by autograd."""
-        [(teacher, by_depth)] = self.chunks
-        probs = self.teacher_probs(teacher)
-        depths = []
-        for d, (fields, pick) in enumerate(zip(drafts, by_depth, strict=True)):
-            depths.append(self.depth(d, [x if x is None else x[pick.source] for x in fields], pick, probs))
-        return torch.stack([loss for loss, _ in depths]).sum(), torch.stack([sums for _, sums in depths], 1)
-
 
 FIELDS = len(DepthOutput._fields)
 
@@ -355,8 +345,6 @@ class _Chunked(torch.autograd.Function):
     def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
         """Return the saved gradient times the upstream one, and free it: a large lm_head's is large."""
         grads, ctx.grads = ctx.grads, None
-        if upstream[0].device.type == "cpu" and upstream[0] == 1:  # where reading it is free
-            return None, None, *grads
         return None, None, *(None if grad is None else grad.mul_(upstream[0]) for grad in grads)
 
 

@@ -5,8 +5,10 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
+from heads.base import NamedTensors
+from heads.common.typed import Json
 from heads.modules.vocab import SummedGradient
 from train.config import TrainerConfig
 from train.distributed.strategy import held
@@ -16,7 +18,7 @@ FUSED = ("cuda",)  # devices with a fused update, which also counts steps
 
 def adamw(parameters: list[nn.Parameter], config: TrainerConfig) -> torch.optim.AdamW:
     """Return AdamW with weight decay only on matrices (Loshchilov and Hutter, 2019)."""
-    groups: list[dict[str, Any]] = [
+    groups: list[Json] = [
         {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": config.weight_decay},
         {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
     ]
@@ -94,7 +96,7 @@ def learning_rate(step: int, config: TrainerConfig) -> float:
     return config.lr * (config.min_lr + (1 - config.min_lr) * 0.5 * (1 + math.cos(math.pi * fraction)))
 
 
-def same_rates(config: TrainerConfig, schedule: dict[str, Any], steps: int) -> bool:
+def same_rates(config: TrainerConfig, schedule: Json, steps: int) -> bool:
     """Whether the first steps have the same rates under another `schedule`: its steps, warm-up and cooldown."""
     other = replace(config, **schedule)
     return all(learning_rate(step, other) == learning_rate(step, config) for step in range(steps))
@@ -113,7 +115,7 @@ class Ema:
 
     def __init__(self, module: nn.Module, decay: float) -> None:
         self.decay = decay
-        self.weights: dict[str, Tensor] = {}
+        self.weights: NamedTensors = {}
         if decay:
             self.weights = {k: held(v).clone() for k, v in trained_state(module).items()}
 
@@ -125,7 +127,7 @@ class Ema:
                 self.weights[name].lerp_(held(value), 1 - self.decay)
 
 
-def trained_state(module: nn.Module) -> dict[str, Tensor]:
+def trained_state(module: nn.Module) -> NamedTensors:
     """Return the trained part of a module's state."""
-    state: dict[str, Tensor] = module.state_dict(keep_vars=True)
+    state: NamedTensors = module.state_dict(keep_vars=True)
     return {name: value for name, value in state.items() if value.requires_grad}

@@ -55,6 +55,7 @@ ONCE = ("fusion", "hidden_norm", "inject_norm", "prefix")  # modules of a head t
 # Bytes of each logit of a chunk: the draft's, a further loss's, the target's while its probs are computed, and theirs.
 LOGIT, LOSS, TEACHER, PROB = 12, 12, 10, 4
 HALF_BLOCK = 64  # keys: attention works in blocks of 128 queries, half of whose pairs are masked
+Sizes = dict[str, int]  # bytes by what they hold
 
 
 @dataclass(frozen=True)
@@ -246,8 +247,8 @@ class Memory(NamedTuple):
     """The memory of the fullest device, or of a node's host, in bytes."""
 
     process: int  # before anything is loaded
-    resident: dict[str, int]
-    stages: dict[str, int]
+    resident: Sizes
+    stages: Sizes
     evaluation: int  # the final one, in place of all the others but the process's
     slack: float  # the share of the widest stage that the allocator holds above what is asked of it
     capacity: int | None  # None if it is not known
@@ -273,7 +274,7 @@ class Plan(NamedTuple):
     micro_batch_size: int  # packed sequences of one forward pass
     memory: Memory  # the first process's device, which also measures and evaluates
     host: Memory | None  # a node's; None on a CPU, which is the device
-    disk: dict[str, int]  # bytes of checkpoints, of the saved head, and of a feature store of all tokens
+    disk: Sizes  # bytes of checkpoints, of the saved head, and of a feature store of all tokens
     flops: tuple[float, float]  # the whole run's, measurements left out: the target's and the head's
     hours: float | None  # the training's, None if the device's peak is not known
     target_hours: float | None  # the target's passes on one device
@@ -358,7 +359,7 @@ def _plan(run: RunConfig, micro_batch_size: int) -> Plan:
     return Plan(run, shape, cost, micro_batch_size, memory, host, disk, flops, hours, target_hours)
 
 
-def target_state(run: RunConfig, shape: TargetShape, layers: int, item: int) -> tuple[dict[str, int], int, int]:
+def target_state(run: RunConfig, shape: TargetShape, layers: int, item: int) -> tuple[Sizes, int, int]:
     """Return the target's bytes: on the first process's device, gathered there during a pass, on the host.
 
     `layers` are the bytes of all layers, 0 if they are not loaded, `item` those of a value of embedding and lm_head.
@@ -381,7 +382,7 @@ def target_state(run: RunConfig, shape: TargetShape, layers: int, item: int) -> 
     return {"target: embedding, lm_head": ends + shard, "target: layers": there // parts}, gathered, host
 
 
-def head_state(launcher: LauncherConfig, trainer: TrainerConfig, cost: HeadCost) -> dict[str, int]:
+def head_state(launcher: LauncherConfig, trainer: TrainerConfig, cost: HeadCost) -> Sizes:
     """Return the bytes of a process for the head and its optimiser between steps, all in fp32."""
     strategy, world, whole = launcher.strategy, launcher.world, 4 * cost.trained
     zero, sharded = strategy.startswith("zero"), strategy in ("zero3", "fsdp2") and world > 1

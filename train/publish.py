@@ -22,14 +22,12 @@ from heads.common.errors import keeping
 from heads.common.files import last_good
 from heads.common.typed import typed
 from heads.common.untrusted import visible
-from heads.formats.hub import resolve_head, target_path
+from heads.formats.hub import hub_errors, resolve_head, target_path
 from heads.formats.published.files import config_of
 from heads.formats.store import read_config
 from train.release.config import CHECKPOINT, OPENVINO, PublishConfig
-from train.release.folder import FILES, copy_with_head, write_folder, write_format
-from train.release.hub import SHORT, downloaded, files_of, push, repository, set_tag
-from train.release.openvino import convert
-from train.release.trial import Trial, begin
+from train.release.folder import FILES, convert, copy_with_head, write_folder, write_format
+from train.release.hub import SHORT, downloaded, files_of, push, repository, trial_of
 
 __all__ = ["PublishConfig", "publish"]
 
@@ -38,15 +36,23 @@ def publish(config: PublishConfig, api: HfApi, say: Callable[[str], object] = pr
     """Write the folder and, unless `dry_run`, push and verify it; return the folder.
 
     Raises:
-        ValueError: there is no run or no head, the Hub refuses or cannot be reached, or the download differs; the line
-            gives the state of the repository.
+        ValueError: there is no run or no head, the Hub refuses or cannot be reached, or the download differs.
     """
-    run = Path(config.run).expanduser()
+    run, repo = Path(config.run).expanduser(), config.repo
     out = Path(config.out).expanduser() if config.out else run / "publish"
-    if not last_good(run / "head").is_dir():
-        return rewritten(config, out, say)
+    if not last_good(run / "head").is_dir():  # a published head, such as another project's, is only written in a format
+        if None in (config.format, config.target, config.out) or not config.dry_run:
+            raise ValueError(
+                f"run={config.run}: it holds no head/; give the folder of a run, trained to its first evaluation, or a "
+                "published head with format, target, out and dry_run=true"
+            )
+        write_format(resolve_head(config.run), config, str(config.target), None, out)
+        say(f"{out}: {', '.join(files_of(out))}")
+        if config.format == OPENVINO:
+            convert(out, config_of(out), str(config.target), say)
+        return out
     if not config.dry_run and not (api.token or get_token()):
-        raise ValueError(f"{config.repo}: no token for the Hub; run `hf auth login`, set HF_TOKEN or dry_run=true")
+        raise ValueError(f"{repo}: no token for the Hub; run `hf auth login`, set HF_TOKEN or dry_run=true")
     if config.format == CHECKPOINT:
         copy_with_head(run, out, config)
         say(f"{out}: the target with this head as its MTP module")
@@ -61,49 +67,33 @@ def publish(config: PublishConfig, api: HfApi, say: Callable[[str], object] = pr
     say(f"how to serve it: {out / 'README.md'}")
     for remark in (shown["warning"], *shown["drawbacks"]):
         if remark:
-            print(visible(f"warning: {config.repo}: {remark}"), file=sys.stderr)
+            print(visible(f"warning: {repo}: {remark}"), file=sys.stderr)
     if config.dry_run:
         target = "" if shown["hub"] else f", and the target's folder where it says {shown['path']}"
-        say(f"dry_run: nothing was uploaded; where that card says {config.repo} give {out}{target}")
+        say(f"dry_run: nothing was uploaded; where that card says {repo} give {out}{target}")
         return out
-    check_connected(config.repo)
-    trial: Trial | str = begin(run, config) if config.reverify else "reverify=false"
-    if isinstance(trial, Trial) and (config.format or config.base):  # an exported head is tried before it is uploaded
+    check_connected(repo)
+    trial = trial_of(run, config)
+    if callable(trial) and (config.format or config.base):  # an exported head is tried before it is uploaded
         remedy = "; nothing was uploaded, publish without format and base, or with dtype=float32"
-        trial.check(out, f"{out}: the written head drafts otherwise than it was trained", remedy)
-    stopped = f"{config.repo} has the whole commit or nothing of it; the same command publishes again"
-    with keeping(lambda: stopped), repository(config.repo, config.private, config.tag, api) as repo:
-        commit = push(out, repo, FILES, api)
-    checked = "not verified: reverify=false"
+        trial(out, f"{out}: the written head drafts otherwise than it was trained", remedy)
+    stopped = f"{repo} has the whole commit or nothing of it; the same command publishes again"
+    with keeping(lambda: stopped), repository(repo, config.private, config.tag, api) as before:
+        commit = push(out, repo, before, FILES, api)
     try:
-        if config.reverify:
-            with downloaded(out, repo.name, commit, api) as back:
-                complaint = f"{repo.name}: the head that came back drafts otherwise"
-                tau = trial.check(back, complaint) if isinstance(trial, Trial) else f"τ was not verified: {trial}"
-            checked = f"downloaded again and equal in every file and tensor; {tau}"
+        with downloaded(out, repo, commit, api) as back:
+            complaint = f"{repo}: the head that came back drafts otherwise"
+            tau = trial(back, complaint) if callable(trial) else f"τ was not verified: {trial}"
     except ValueError as error:
-        before = "it was new" if repo.created else f"before, it was {repo.commit}"
         raise ValueError(
-            f"{error}; the repository stands at {commit}, {before}: publish again, or take it down on the Hub"
+            f"{error}; {repo} is at {commit}, before, it was {before}: publish again, or take it down on the Hub"
         ) from error
+    tagged = ""
     if config.tag is not None:
-        set_tag(config.repo, config.tag, commit, api)
-    tagged = f", tag {config.tag}" if config.tag else ""
-    say(f"published as {config.repo} at {commit[:SHORT]}{tagged}, {checked}")
-    return out
-
-
-def rewritten(config: PublishConfig, out: Path, say: Callable[[str], object]) -> Path:
-    """Write a published head, such as another project's, in a format, without a card; refuse to upload it."""
-    if None in (config.format, config.target, config.out) or not config.dry_run:
-        raise ValueError(
-            f"run={config.run}: it holds no head/; give the folder of a run, trained to its first evaluation, or a "
-            "published head with format, target, out and dry_run=true"
-        )
-    write_format(resolve_head(config.run), config, str(config.target), None, out)
-    say(f"{out}: {', '.join(files_of(out))}")
-    if config.format == OPENVINO:
-        convert(out, config_of(out), str(config.target), say)
+        tagged = f", tag {config.tag}"
+        with hub_errors(repo, f"setting the tag {config.tag}"):
+            api.create_tag(repo, tag=config.tag, revision=commit)
+    say(f"published as {repo} at {commit[:SHORT]}{tagged}, downloaded again and equal in every file and tensor; {tau}")
     return out
 
 

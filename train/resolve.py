@@ -5,11 +5,11 @@ host's memory if known. A micro-batch stays open: its size is the plan's, and th
 (train/build.py).
 """
 
+import math
 import re
 import shutil
 import time
 from dataclasses import asdict, replace
-from functools import cache
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -29,22 +29,23 @@ from eval.config import eval_config
 from eval.inputs.drafters import find_heads
 from eval.measures.results import LIVE
 from heads import HEADS, best_line
+from heads.base import HeadConfig
 from heads.common.files import check_writable
 from heads.common.progress import say
 from heads.common.resolvers import ROOT
 from heads.common.target_config import check_sequence_length, context_of
-from heads.common.typed import typed
+from heads.common.typed import Json, typed
 from heads.common.untrusted import regular, visible
-from heads.formats.hub import resolve_head
-from heads.formats.published import export
+from heads.formats.hub import kind_of, resolve_head
+from heads.formats.published import export, is_published
 from heads.formats.published.export import TargetFacts
+from heads.formats.store import head_config, read_config
 from inference.target.config import DTYPES, default_device, device_named, fast_dtype
 from inference.target.loading import AS_IT_IS, check_adapter, check_method, check_quantized
 from inference.target.placement import (
     AUTO,
     DEVICE_MAP,
     OFFLOAD,
-    PLACEMENTS,
     REPLICATE,
     TENSOR_PARALLEL,
     TOGETHER,
@@ -53,11 +54,11 @@ from inference.target.placement import (
     check_shape,
     check_weights,
 )
-from train.config import HERE, IGNORE, DeviceConfig, RunConfig, checked, run_config
+from train.config import HERE, IGNORE, DeviceConfig, JobConfig, RunConfig, checked, run_config
 from train.distributed import processes
 from train.distributed.launch import launched, on_node, world
 from train.plan import GIB, SAFE, Plan, plan, target_shape
-from train.start import STARTS, check_copied, check_init
+from train.start import STARTS, check_init, check_kind, continued
 
 GATE = "float32"  # the losslessness check's dtype if the target fits in it: 16-bit rounding blurs the comparison
 PRUNED = 32000  # EAGLE-3's draft vocabulary
@@ -85,10 +86,19 @@ def resolve(cfg: DictConfig) -> RunConfig:
     run = resolve_placement(run)
     if run.plan is False:
         check_fits(run)
-    if run.engine is not None and run.init in STARTS:  # else the head's own configuration is not read yet
+    config: HeadConfig | None = run.head
+    init = str(run.init)
+    if run.init not in STARTS:
+        config = None  # of a head on the Hub, or of another project, it is read with the weights
+        if Path(init).expanduser().is_dir():
+            folder = resolve_head(init)
+            check_kind(run.head, kind_of(folder), init)
+            if not is_published(folder):
+                config = continued(run.head, head_config(folder, read_config(folder)), init)
+    if run.engine is not None and config is not None:
         shape = target_shape(run.model)
         with torch.device("meta"):
-            head: Any = HEADS[run.head.name](run.head, shape.target)
+            head: Any = HEADS[config.name](config, shape.target)
         facts = TargetFacts(run.model.path, shape.config.to_dict(), torch.bfloat16, 1)
         export.check(head, run.engine, facts, shape.target.beyond_tables())
     if best := best_line(cfg):
@@ -104,7 +114,12 @@ def on_machine(run: RunConfig) -> RunConfig:
     device = resolve_device(run.device, run.model.device)
     launcher = run.launcher
     if device.name == HERE and device.type == "cpu" and device.tflops is None and run.plan is True:
-        device = replace(device, tflops=cpu_tflops())
+        matrix, seconds = torch.ones(SIDE, SIDE, dtype=fast_dtype(torch.device("cpu"))), []
+        for _ in range(5):  # the best of some products of matrices, by all of its threads
+            begin = time.perf_counter()
+            torch.mm(matrix, matrix)
+            seconds.append(time.perf_counter() - begin)
+        device = replace(device, tflops=2 * SIDE**3 / min(seconds) / 1e12)
     if launcher.num_processes is None:
         accelerators = accelerator_count(run.model.device) if run.device.type != "cpu" else 1
         launcher = replace(launcher, num_processes=run.device.count or accelerators)
@@ -134,8 +149,7 @@ def resolve_device(device: DeviceConfig, requested: str | None) -> DeviceConfig:
         device = replace(device, type=kind, host_gb=device.host_gb or free_bytes() / GIB)
     if device.memory_gb is None:
         properties = torch.cuda.get_device_properties(requested or "cuda")
-        match = by_driver_name(properties.name)
-        tflops = device.tflops or (None if match is None else match.tflops)
+        tflops = device.tflops or peak_of(properties.name)
         device = replace(device, memory_gb=properties.total_memory / GIB, tflops=tflops, name=properties.name)
     return device
 
@@ -147,11 +161,11 @@ def preset(name: str) -> DeviceConfig:
     return typed(DeviceConfig, values)
 
 
-def by_driver_name(driver: str) -> DeviceConfig | None:
-    """Return the device with the longest `match`, to a word's end, in the name that a driver reports; None without."""
-    presets = map(preset, sorted(file.stem for file in DEVICES.glob("*.yaml")))
-    matching = [device for device in presets if device.match and re.search(rf"{re.escape(device.match)}(?!\w)", driver)]
-    return max(matching, key=lambda device: len(device.match or ""), default=None)
+def peak_of(driver: str) -> float | None:
+    """Return the peak of the device with the longest `match`, to a word's end, in a driver's name; None without one."""
+    presets = [preset(file.stem) for file in sorted(DEVICES.glob("*.yaml"))]
+    peaks = [(len(d.match), d.tflops) for d in presets if d.match and re.search(rf"{re.escape(d.match)}(?!\w)", driver)]
+    return max(peaks, default=(0, None))[1]
 
 
 def free_bytes() -> int:
@@ -166,17 +180,6 @@ def free_bytes() -> int:
     return least
 
 
-@cache
-def cpu_tflops() -> float:
-    """Return the 10^12 operations per second of this CPU's threads in a product of matrices, the best of some."""
-    matrix, seconds = torch.ones(SIDE, SIDE, dtype=fast_dtype(torch.device("cpu"))), []
-    for _ in range(5):
-        begin = time.perf_counter()
-        torch.mm(matrix, matrix)
-        seconds.append(time.perf_counter() - begin)
-    return 2 * SIDE**3 / min(seconds) / 1e12
-
-
 def resolve_placement(run: RunConfig) -> RunConfig:
     """Return a run with the first of its possible placements and strategies that fits, and the dtype of its last check.
 
@@ -189,11 +192,7 @@ def resolve_placement(run: RunConfig) -> RunConfig:
     placements: tuple[str, ...] = (run.model.placement,)
     strategies: tuple[str, ...] = (run.launcher.strategy,)
     if run.model.placement == AUTO:
-        on_cpu = run.alone_on_cpu
-        possible = {
-            REPLICATE: True, **dict.fromkeys(TOGETHER, several), DEVICE_MAP: not on_cpu, OFFLOAD: not on_cpu,
-        }  # fmt: skip
-        placements = tuple(kind for kind in PLACEMENTS if possible[kind])
+        placements = (REPLICATE, *TOGETHER * several, *(DEVICE_MAP, OFFLOAD) * (not run.alone_on_cpu))
     if run.launcher.strategy == AUTO:
         strategies = ("ddp", "fsdp2") if several else ("ddp",)
     options = [(placement, run.model.offload, strategy) for placement, strategy in product(placements, strategies)]
@@ -218,9 +217,8 @@ def resolve_placement(run: RunConfig) -> RunConfig:
     if not run.eval.prompts or run.alone_on_cpu or plan(exact).utilization <= SAFE:
         return exact
     fast = fast_dtype(torch.device(str(run.device.type)))
-    named = [*(name for name in (run.eval.dtype, run.model.dtype) if name != AUTO)]
-    named += [name for name, dtype in DTYPES.items() if dtype == fast]
-    return replace(run, eval=replace(run.eval, gate_dtype=named[0]))
+    names = (run.eval.dtype, run.model.dtype, *(name for name, dtype in DTYPES.items() if dtype == fast))
+    return replace(run, eval=replace(run.eval, gate_dtype=next(name for name in names if name != AUTO)))
 
 
 def check_run(run: RunConfig) -> None:
@@ -231,7 +229,6 @@ def check_run(run: RunConfig) -> None:
     model, out = run.model, Path(run.out)
     if run.eval.prompts:
         eval_config(**evaluation(run))
-    check_init(run.peft, run.head, run.init, model.where.placement)
     for name in filter(None, (*run.data.paths, run.data.prompts, run.workload and locate(run.workload))):
         if run.plan is not True or is_local(name):
             check_source(name, run.data.split if name in run.data.paths else "")
@@ -243,7 +240,7 @@ def check_run(run: RunConfig) -> None:
         return
     processes.check_machine(run.launcher, model)
     find_heads(run.compare if run.eval.prompts else [])
-    check_out(out, replaces=run.resume or run.overwrite)
+    check_out(run)
     check_writable(out, "out")
     if run.init not in STARTS:
         head = resolve_head(str(run.init))
@@ -261,7 +258,7 @@ def checked_plan(run: RunConfig) -> Plan:
     config: Any = planned.shape.config
     text = config.get_text_config()
     group = model.tensor_parallel or launcher.local
-    check_copied(run.head, run.init, where.placement)
+    check_init(run.peft, run.head, run.init, where.placement)
     check_sequence_length(run.data.length, context_of(text), model.path)
     if run.features.mode == "engine":
         LayerIds.of(run.features.vllm_layers, planned.cost.feature_layers, planned.shape.target.num_layers)
@@ -334,40 +331,38 @@ def remedy(run: RunConfig) -> str | None:
         f"data.length={half} trainer.micro_tokens={half}": length > 512,
     }
 
-    def changed(run: RunConfig, words: str) -> Plan | None:
+    def utilization(words: str) -> float:
         sections: Any = OmegaConf.from_dotlist(words.replace("features=stored", STORED).split())
+        changed = replace(run, **{key: replace(getattr(run, key), **sections[key]) for key in sections})
         try:
-            return checked_plan(replace(run, **{key: replace(getattr(run, key), **sections[key]) for key in sections}))
+            return checked_plan(changed).utilization
         except ValueError:  # settings that do not go together
-            return None
+            return math.inf
 
     possible = [words for words, is_possible in options.items() if is_possible]
     for words in possible:
-        if (planned := changed(run, words)) is not None and planned.utilization <= 1:
+        if utilization(words) <= 1:
             return words
-    chosen: list[str] = []
-    least = plan(run).utilization
+    chosen, least = "", utilization("")
     for words in possible:
-        keys = {word.partition("=")[0] for word in chosen}
-        planned = None if any(word.partition("=")[0] in keys for word in words.split()) else changed(run, words)
-        if planned is not None and planned.utilization < least:
-            run = planned.run
-            least = planned.utilization
-            chosen += words.split()
+        together = f"{chosen} {words}".strip()
+        if words.partition("=")[0] not in chosen and (share := utilization(together)) < least:
+            chosen, least = together, share
             if least <= 1:
-                return " ".join(chosen)
+                return chosen
     return None
 
 
-def check_out(out: Path, *, replaces: bool) -> None:
+def check_out(run: JobConfig) -> None:
     """Refuse an output folder that holds a run, unless the run is resumed or overwritten.
 
     A run that failed before its first step does not count.
     """
+    out = Path(run.out)
     if out.is_dir():
         regular(out)
     begun = any(path.exists() and path.stat().st_size for path in (out / "metrics.jsonl", out / "report.json"))
-    if (begun or (out / "head").exists() or any(out.glob("checkpoints/step-*"))) and not replaces:
+    if (begun or (out / "head").exists() or any(out.glob("checkpoints/step-*"))) and not (run.resume or run.overwrite):
         raise ValueError(
             f"{out} holds a run already: resume=true goes on with it, overwrite=true replaces it, name=… keeps both"
         )
@@ -382,13 +377,13 @@ def clear_out(out: Path, weights: str = "head") -> None:
             path.unlink(missing_ok=True)
 
 
-def evaluation(run: RunConfig) -> dict[str, Any]:
+def evaluation(run: RunConfig) -> Json:
     """Return the values of conf/eval.yaml for the final evaluation of a run: its head next to those of `compare`.
 
     Where a pass takes all processes only the tier `live` is measured: each measures by its own clock what other trees
     would cost.
     """
-    model: dict[str, Any] = {"trust_remote_code": run.model.trust_remote_code}
+    model: Json = {"trust_remote_code": run.model.trust_remote_code}
     settings = asdict(run.eval)
     if run.model.where.needs_all_ranks:
         model["placement"], settings["tier"] = run.model.placement, [LIVE]
@@ -400,7 +395,7 @@ def evaluation(run: RunConfig) -> dict[str, Any]:
 def table(planned: Plan) -> Group:
     """Return a plan as tables for the terminal; if it does not fit, with overrides that make it."""
     run, cost, device, trainer = planned.run, planned.cost, planned.run.device, planned.run.trainer
-    totals: dict[str, Any] = {
+    totals: Json = {
         "data": visible(run.data.named), "target parameters": planned.shape.embeddings + planned.shape.inner,
         "active parameters": planned.shape.active + planned.shape.embeddings, "head parameters": cost.whole,
         "trained parameters": cost.trained, "steps": trainer.steps, "tokens": trainer.steps * trainer.batch_tokens,
@@ -437,7 +432,7 @@ def table(planned: Plan) -> Group:
     return Group(*tables, *(escape(visible(line)) for line in lines))
 
 
-def _table(title: str, rows: dict[str, Any]) -> Table:
+def _table(title: str, rows: Json) -> Table:
     shown = Table(title=title, show_header=False, min_width=60)
     shown.add_column(overflow="fold")
     shown.add_column(justify="right")

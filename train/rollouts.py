@@ -9,6 +9,7 @@ many copies as its trees have leaves. A rollout depends on seed, step and weight
 
 import random
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -20,7 +21,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from data.batches import Batch, Batches
 from data.features.source import MicroBatch
-from heads.base import Features, to_device
+from heads.base import Features, NamedTensors, to_device
 from inference.decode import RequestParams, speculate
 from inference.drafters.head import HeadDrafter
 from inference.drafters.policy import TreeConfig
@@ -77,11 +78,8 @@ def _drafted(
 ) -> RolloutRow:
     """Return the copy with the `k`-th path below each root, trained at nodes of no earlier copy."""
     path, trained = text.path.clone(), torch.zeros_like(text.trained)
-    token, last, row = (
-        list[int](),
-        [text.last_hidden],
-        -1,
-    )  # tokens and states of rejected nodes; the row before the root
+    token, last = list[int](), [text.last_hidden]  # of rejected nodes
+    row = -1  # before the root
     for one, leaves in zip(passes, paths, strict=True):
         earlier = {node for leaf in leaves[:k] for node in leaf}
         if leaves:
@@ -107,21 +105,22 @@ def _drafted(
     )
 
 
+@dataclass
 class Rollouts:
     """The rollouts of one process, for any step, on prompts of its part of the step's batch."""
 
-    def __init__(
-        self, target: Target, decoding: Callable[[dict[str, Tensor]], Any], tree: TreeConfig, config: OnPolicyConfig,
-        depths: int, batches: Batches,
-    ) -> None:  # fmt: skip
-        self.target, self.decoding, self.tree, self.config = target, decoding, tree, config
-        self.depths, self.batches = depths, batches
+    target: Target
+    decoding: Callable[[NamedTensors], Any]  # weights -> a head to decode with
+    tree: TreeConfig
+    config: OnPolicyConfig
+    depths: int
+    batches: Batches
 
     def due(self, step: int) -> bool:
         """Whether a step has a rollout."""
         return step % self.config.every == 0
 
-    def __call__(self, step: int, batches: Sequence[Batch], weights: dict[str, Tensor]) -> tuple[list[MicroBatch], int]:
+    def __call__(self, step: int, batches: Sequence[Batch], weights: NamedTensors) -> tuple[list[MicroBatch], int]:
         """Return micro-batches of drafts by a head with these weights, and the number of tokens the target read."""
         draw = random.Random(f"{self.batches.seed}/{step}/{self.batches.rank}")
         prompts = self.prompts(batches, draw)
@@ -130,9 +129,9 @@ class Rollouts:
             RequestParams(self.config.tokens, sampling, seed=draw.getrandbits(31), keep_passes=True) for _ in prompts
         ]
         drafter = HeadDrafter(self.decoding(weights), self.tree, "on_policy")
-        together = len(prompts) if self.target.takes_trees else 1
+        size = len(prompts) if self.target.takes_trees else 1
         with self.target.uncaptured():  # graphs of these weights would serve no other step
-            answers = speculate(self.target, drafter, prompts, settings, batch_size=together)
+            answers = speculate(self.target, drafter, prompts, settings, batch_size=size)
         sequences = [
             rollout_rows(prompt, answer.target_passes, self.depths, self.config.nodes)
             for prompt, answer in zip(prompts, answers, strict=True)

@@ -9,7 +9,6 @@ import json
 import os
 import sys
 from pathlib import Path
-from typing import Any
 
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
@@ -23,6 +22,7 @@ from eval.config import eval_config
 from eval.measures.results import BASELINE
 from heads.common.command import command, ending_alone
 from heads.common.errors import keeping, user_errors
+from heads.common.typed import Json
 from train import checkpoint, sweep
 from train.build import among_processes, build, values_of
 from train.config import RunConfig
@@ -32,7 +32,7 @@ from train.plan import plan
 from train.resolve import accelerator_count, evaluation, resolve, table
 from train.trackers import conclude
 
-BEST, DEBUG = "best", "debug"  # files of conf/head/ and conf/trainer/
+BEST = "best"  # a file of conf/head/
 
 
 @command("train")
@@ -45,37 +45,23 @@ def main(cfg: DictConfig) -> float | None:
         run = resolve(cfg)
         queued = launch.is_queued(run.launcher)
         sweep.check(run.trainer.eval_prompts, waits=not queued)
+        words = launch.overrides()
         if run.plan is True:
-            show_plan(run)
+            by_hand = launch.by_hand(run.launcher, sys.argv[0], words, on_cpu=run.device.type == "cpu")
+            if launch.is_main():
+                Console().print(table(plan(run)), highlight=False)
+                print(by_hand, end="")
             return None
         if launch.needs_processes(run.launcher):
-            start_processes(run)
+            if HydraConfig.get().runtime.choices.get("head") == BEST:  # the processes do not choose and print it again
+                words = [*(word for word in words if word != f"head={BEST}"), f"head={run.head.name}"]
+            if status := launch.start(run.launcher, os.path.abspath(__file__), words):
+                raise SystemExit(status)
+            if run.eval.prompts and not queued:
+                sweep.note(run.name, run.head.name, Path(run.out))
         else:
             train(run)
-            if launch.is_main() and HydraConfig.get().runtime.choices.get("trainer") == DEBUG:
-                line = f"trainer={DEBUG}: {run.trainer.steps} steps show that it runs; no number of them means anything"
-                Console().print(line, highlight=False, soft_wrap=True)
         return None if queued else sweep.best_tau(Path(run.out))
-
-
-def show_plan(run: RunConfig) -> None:
-    """Print the plan of a resolved run on the main process, and each node's command if there are several."""
-    words = launch.by_hand(run.launcher, sys.argv[0], launch.overrides(), on_cpu=run.device.type == "cpu")
-    if launch.is_main():
-        Console().print(table(plan(run)), highlight=False)
-        if words:
-            Console().print(words, highlight=False, soft_wrap=True, markup=False)
-
-
-def start_processes(run: RunConfig) -> None:
-    """Start the processes of a resolved run, which run this command; exit with their status unless it is 0."""
-    words = [word for word in launch.overrides() if word != f"head={BEST}"]
-    if HydraConfig.get().runtime.choices.get("head") == BEST:  # the processes do not choose and print it again
-        words.append(f"head={run.head.name}")
-    if status := launch.start(run.launcher, os.path.abspath(__file__), words):
-        raise SystemExit(status)
-    if run.eval.prompts and not launch.is_queued(run.launcher):
-        sweep.note(run.name, run.head.name, Path(run.out))
 
 
 def train(run: RunConfig) -> None:
@@ -86,7 +72,7 @@ def train(run: RunConfig) -> None:
         return "the checkpoints are kept, and resume=true goes on" if is_saved else "nothing was trained"
 
     if launch.is_main():
-        Console().print(f"{run.name}: head={run.head.name} for {run.model.path}", soft_wrap=True, markup=False)
+        print(f"{run.name}: head={run.head.name} for {run.model.path}")
     with keeping(saved):
         among_processes(run, train_and_evaluate)
 
@@ -108,7 +94,7 @@ def train_and_evaluate(run: RunConfig, accelerator: Accelerator, lock: processes
         values["model"]["device"] = str(accelerator.device)
     result = evaluate(eval_config(**values), writes=main)
     if main:
-        row: dict[str, Any] = next((vars(row) for row in result.rows if row.drafter != BASELINE), {})
+        row: Json = next((vars(row) for row in result.rows if row.drafter != BASELINE), {})
         numbers = {f"final_{key}": row.get(key) for key in ("tau", "speedup", "tokens_per_second", "lossless")}
         steps = json.loads((Path(run.out) / COST).read_text())["steps"]
         final = {"step": steps, **numbers, "lossless": float(result.passed)}

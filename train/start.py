@@ -20,11 +20,11 @@ from torch.nn import functional
 
 from data.batches import Batches
 from heads import HEADS
-from heads.base import HeadConfig, to_device
+from heads.base import HeadConfig, NamedTensors, to_device
 from heads.common.progress import progress, tick
 from heads.common.ranges import Count, Decay, Width
 from heads.common.rope import Rope, positions_of
-from heads.common.typed import typed
+from heads.common.typed import Json, typed
 from heads.eagle import Eagle
 from heads.eagle3 import Eagle3
 from heads.eagle4 import Eagle4
@@ -99,11 +99,11 @@ def adapt(head: nn.Module, config: AdaptConfig) -> None:
     inject_adapter_in_model(lora, head)
 
 
-def merged_copy(head: nn.Module, weights: dict[str, Tensor]) -> nn.Module:
+def merged_copy(head: nn.Module, weights: NamedTensors) -> nn.Module:
     """Return a new head on the CPU with these weights and its adapters merged."""
     build: Any = type(head)
     copy: nn.Module = build(head.config, head.embeddings)
-    adapters: dict[str, Any] | None = vars(head).get("peft_config")  # peft's record of injected adapters
+    adapters: Json | None = vars(head).get("peft_config")  # peft's record of injected adapters
     if adapters is None:
         copy.load_state_dict(weights)
         return copy
@@ -158,8 +158,18 @@ def resolve_init(
 
 
 def check_init(adapter: AdaptConfig, config: HeadConfig, init: str | None, placement: str) -> None:
-    """Refuse an adapter on random weights, and what `check_copied` refuses, before anything is loaded."""
-    check_copied(config, init, placement)
+    """Refuse an `init` that the head or its adapter cannot start from, before anything is loaded.
+
+    A layer of the target is copied only into a head that has one, and only where it is not sharded.
+    """
+    if init in (LAST_LAYER, CHECKPOINT) and not isinstance(config, Mtp.Config if init == CHECKPOINT else OF_LAST_LAYER):
+        others = "" if init == CHECKPOINT else ", eagle, hass and eagle3"
+        raise ValueError(f"init={init} starts only head=mtp{others}: give that head, or a folder for init")
+    if init == CHECKPOINT and placement != REPLICATE:
+        raise ValueError(
+            "init=checkpoint copies a layer of a target that is whole on a device: not with model.placement="
+            f"{placement}; give init=last_layer"
+        )
     if getattr(config, "candidates", None) is not None and init in STARTS:
         raise ValueError(
             "head.candidates trains the candidate head of a head that is there: give init=FOLDER of an EAGLE-3 or "
@@ -168,18 +178,6 @@ def check_init(adapter: AdaptConfig, config: HeadConfig, init: str | None, place
     if isinstance(adapter, LoraAdapterConfig) and init in (None, AUTO):
         raise ValueError(
             "peft=lora adapts a head that is there, and init names none: give init=FOLDER of a head, or leave peft out"
-        )
-
-
-def check_copied(config: HeadConfig, init: str | None, placement: str) -> None:
-    """Refuse to copy a layer of the target into a head without a layer, or a layer that is sharded."""
-    if init in (LAST_LAYER, CHECKPOINT) and not isinstance(config, Mtp.Config if init == CHECKPOINT else OF_LAST_LAYER):
-        others = "" if init == CHECKPOINT else ", eagle, hass and eagle3"
-        raise ValueError(f"init={init} starts only head=mtp{others}: give that head, or a folder for init")
-    if init == CHECKPOINT and placement != REPLICATE:
-        raise ValueError(
-            "init=checkpoint copies a layer of a target that is whole on a device: not with model.placement="
-            f"{placement}; give init=last_layer"
         )
 
 
@@ -202,23 +200,33 @@ def init_head(
         return new
     folder = resolve_head(init)
     loaded: Any = load_found(folder, target.embeddings, sibling_spec(folder, target.spec, "is trained on for"))
-    name, given = loaded.config.name, vars(loaded.config) | {"name": config.name}
-    if isinstance(config, Eagle4.Config) and name in ("eagle3", "eagle4"):
-        has_factors = given.get("candidates") is not None
-        given["candidates"] = config.candidates
-        given["candidate_rank"] = given["candidate_rank"] if has_factors else config.candidate_rank
-    elif type(loaded.config) is not type(config):
-        raise ValueError(
-            f"init={init} is a head of kind {name}, whose objective is not that of {config.name}: give head={name}, "
-            "or another head as init"
-        )
-    head: Any = kind(type(config)(**given), target.embeddings)
+    head: Any = kind(continued(config, loaded.config, init), target.embeddings)
     weights = loaded.state_dict()  # in fp32, whatever the file's dtype
     head.load_state_dict(weights, strict=not isinstance(head, Eagle4))  # whose candidate head may come or go
     if head.state_dict().keys() - weights.keys():  # it starts from the lm_head that is loaded
         head.lm_head.factorise()
     module: nn.Module = head
     return module
+
+
+def continued(config: HeadConfig, saved: HeadConfig, init: str) -> HeadConfig:
+    """Return the configuration of a head that starts from one of the configuration `saved`; refuse another kind."""
+    check_kind(config, saved.name, init)
+    given = vars(saved) | {"name": config.name}
+    if isinstance(config, Eagle4.Config):
+        rank = given["candidate_rank"] if given.get("candidates") is not None else config.candidate_rank
+        given |= {"candidates": config.candidates, "candidate_rank": rank}
+    return type(config)(**given)
+
+
+def check_kind(config: HeadConfig, kind: str, init: str) -> None:
+    """Refuse to start a head from one of another kind; EAGLE-4's may start from EAGLE-3's."""
+    loaded: Any = HEADS[kind]
+    if loaded.Config is not type(config) and not (isinstance(config, Eagle4.Config) and kind == "eagle3"):
+        raise ValueError(
+            f"init={init} is a head of kind {kind}, whose objective is not that of {config.name}: give head={kind}, "
+            "or another head as init"
+        )
 
 
 def from_target(config: HeadConfig, init: str, target: Target, checkpoint: str) -> nn.Module:
@@ -232,8 +240,8 @@ def from_target(config: HeadConfig, init: str, target: Target, checkpoint: str) 
     """
     config = like_target(config, target)
     if init == CHECKPOINT:
-        loaded = load_mtp(target, checkpoint).state_dict()
-        start: dict[str, Tensor] = {name.replace(BLOCK, _block(config)): value for name, value in loaded.items()}
+        loaded = load_mtp(target, checkpoint).state_dict().items()
+        start: NamedTensors = {name.replace(BLOCK, _block(config)): value for name, value in loaded}
     else:
         start = last_layer(config, target)
     odd = mismatch(config, start, target) if init == CHECKPOINT else incompatibility(config, target)
@@ -312,14 +320,17 @@ def final_gain(target: Any, batches: Batches) -> Float[Tensor, "D"]:
     return sums[0] / sums[1].clamp_min(torch.finfo(torch.float32).tiny)
 
 
+States = Float[Tensor, "n D"]
+
+
 class LayerStates(NamedTuple):
     """The target's and the head's states of n rows, to fit the head to."""
 
-    last_hidden: Float[Tensor, "n D"]  # the target's last state, after its final norm
-    raw: Float[Tensor, "n D"]  # the same before the final norm
-    below: Float[Tensor, "n D"]  # the input of the target's last layer at the next position
-    above: Float[Tensor, "n D"]  # the output of the target's last layer
-    state: Float[Tensor, "n D"]  # the input of the head's final norm, if it has one
+    last_hidden: States  # the target's last state, after its final norm
+    raw: States  # the same before the final norm
+    below: States  # the input of the target's last layer at the next position
+    above: States  # the output of the target's last layer
+    state: States  # the input of the head's final norm, if it has one
 
 
 def solved(
@@ -328,22 +339,21 @@ def solved(
     batches: Batches,
     limit: int,
     linear: nn.Linear,
-    labels_of: Callable[[LayerStates], Float[Tensor, "n D"]],
+    labels_of: Callable[[LayerStates], States],
 ) -> Float[Tensor, "D I"]:
     """Return the weight that maps a linear layer's inputs to labels with the least squared error.
 
     Its inputs are those of depth 1. Each process takes its part of the first steps, and the sums are reduced.
     """
-    given: dict[str, Tensor] = {}
+    given: NamedTensors = {}
     hooks = [
         module.register_forward_pre_hook(lambda _, args, name=name: given.update({name: args[0]}))
         for name, module in (("input", linear), ("state", getattr(head, "norm", linear)))
     ]
     weight, count, width = linear.weight, linear.in_features, target.embeddings.hidden_size
     top = (target.embeddings.num_layers - 2, target.embeddings.num_layers - 1)
-    sums: Any = weight.new_zeros(
-        count, count + width, dtype=torch.float64
-    )  # sums of inputs times inputs, and times labels
+    # Sums of inputs times inputs, and times labels.
+    sums: Any = weight.new_zeros(count, count + width, dtype=torch.float64)
     steps = min(limit, math.ceil(TOKENS_PER_INPUT * count / batches.step_tokens))
     try:
         for batch in (batch for step in progress(range(steps), "fitting the head's start") for batch in batches(step)):
@@ -382,7 +392,7 @@ def _last_positions(target: Target) -> Rope | None:
     return positions_of(config | {"layer_types": (config.get("layer_types") or [])[-1:]})
 
 
-def last_layer(config: Any, target: Target) -> dict[str, Tensor]:
+def last_layer(config: Any, target: Target) -> NamedTensors:
     """Return the target's last layer and final norm under an MTP module's names."""
     layer = target.decoder_layers[-1]
     buffers = layer.state_dict().keys() - dict(layer.named_parameters()).keys()  # such as a router's bias
@@ -416,7 +426,7 @@ def incompatibility(config: Any, target: Target) -> str | None:
     return mismatch(config, start, target)
 
 
-def mismatch(config: Any, start: dict[str, Tensor], target: Target) -> str | None:
+def mismatch(config: Any, start: NamedTensors, target: Target) -> str | None:
     """Return how a layer's parameters differ from the head's, with the remedy for an MTP module, or None."""
     # The parameters of the head's decoder layers that the target's last layer should have, on meta.
     firsts = (("block.", Mtp.Config), ("layers.0.", Eagle.Config), ("first.", Eagle3.Config))

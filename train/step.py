@@ -4,11 +4,9 @@ A bad step does not change the weights, the optimiser or the EMA; its batch is s
 whether the run continues.
 """
 
-import json
 import math
 import statistics
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -24,8 +22,9 @@ from torch.utils.flop_counter import flop_registry
 from data.batches import Batch, Batches
 from data.features.source import FeatureSource, MicroBatch
 from eval.measures.machine import peak_memory
-from heads.base import Features, frozen_count, parameter_count, to_device
-from heads.common.files import atomic_write
+from heads.base import Features, NamedTensors, frozen_count, parameter_count, to_device
+from heads.common.files import atomic_write, write_json
+from heads.common.typed import Json
 from heads.modules.layers import compile_layers
 from inference.request import PhaseTimer
 from train.checkpoint import TrainState
@@ -33,7 +32,7 @@ from train.config import LauncherConfig, TrainerConfig
 from train.distributed import strategy
 from train.losses import ObjectiveConfig
 from train.objective import (
-    Chunk,
+    Chunks,
     LossWeights,
     chunk_rows,
     chunked,
@@ -46,7 +45,7 @@ from train.objective import (
     trained_rows,
 )
 from train.optim import Ema, learning_rate, optimizer
-from train.resolve import by_driver_name
+from train.resolve import peak_of
 from train.rollouts import Rollouts
 
 
@@ -57,21 +56,25 @@ class Flops(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operation and add its count."""
-        out = func(*args, **(kwargs or {}))
-        self.add(func, args, kwargs, out)
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        if (cost := flop_registry.get(func.overloadpacket)) is not None:
+            # torch's formula of addmm mistakes a dtype for a shape.
+            self.total += cost(*(x for x in args if not isinstance(x, torch.dtype)), **kwargs, out_val=out)
         return out
 
-    def add(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
-        """Add the count of an operation."""
-        cost = flop_registry.get(func.overloadpacket)
-        if cost is not None:
-            shapes = [
-                x for x in args if not isinstance(x, torch.dtype)
-            ]  # torch's formula of addmm mistakes a dtype for a shape
-            self.total += cost(*shapes, **(kwargs or {}), out_val=out)
+
+def in_dtype(features: Features, dtype: torch.dtype) -> Features:
+    """Return features whose states have this dtype."""
+    return features._replace(hidden=features.hidden.to(dtype), last_hidden=features.last_hidden.to(dtype))
 
 
 BAD = "bad"
+# A run's progress at its beginning, which all processes share.
+BEGINNING: Json = {
+    "best_tau": 0.0, "best_step": 0, "stale": 0, "measured": 0, "seconds": 0.0, "stall": 0.0, "flops": None,
+    "rollout_tokens": 0, "recent": [], "skipped": 0, "in_a_row": 0,
+}  # fmt: skip
 PARTS = ("data", "rollout", "target", "head", "optimiser", "wait", "other")  # parts of a step's time
 WINDOW = 50  # good steps whose median is the reference of a spike; with fewer no spike is detected
 
@@ -92,8 +95,8 @@ class Loss(nn.Module):
         self.unroll = torch.compile(unroll) if whole else unroll
 
     def forward(
-        self, features: Features, weight: Tensor, anchors: Tensor | None, chunks: list[Chunk] | None = None
-    ) -> tuple[Tensor, dict[str, Tensor]]:
+        self, features: Features, weight: Tensor, anchors: Tensor | None, chunks: Chunks | None = None
+    ) -> tuple[Tensor, NamedTensors]:
         """Unroll the head and return the weighted loss with its metrics, matmuls in bf16 if `autocast`.
 
         Without `chunks` they are read from the weight, for which the host waits for the accelerator.
@@ -106,7 +109,7 @@ class Loss(nn.Module):
             config = self.config if features.path is None else self.rollout_config
             return objective(head, drafts, features, weight, config, chunks, config.base_loss_share_at(self.progress))
 
-    def chunks(self, trained: Tensor, device: torch.device, path: Tensor | None = None) -> list[Chunk]:
+    def chunks(self, trained: Tensor, device: torch.device, path: Tensor | None = None) -> Chunks:
         """Return a micro-batch's trained rows in chunks on a device, from tensors on the host."""
         return chunked(trained, chunk_rows(self.head, device.type, trained.numel()), device, path)
 
@@ -128,6 +131,7 @@ class Loss(nn.Module):
         return anchors, weight if batch.path is None else weight.times(self.config.on_policy.weight)
 
 
+@dataclass
 class Guard:
     """Detect bad steps and decide whether they stop the run.
 
@@ -136,10 +140,8 @@ class Guard:
     `recent` losses, the number of `skipped` steps, and how many of the last ones `in_a_row`.
     """
 
-    def __init__(self, config: TrainerConfig, progress: dict[str, Any]) -> None:
-        self.config, self.progress = config, progress
-        for key, value in {"recent": [], "skipped": 0, "in_a_row": 0}.items():
-            progress.setdefault(key, value)
+    config: TrainerConfig
+    progress: Json
 
     def check(self, loss: float, norm: float) -> str | None:
         """Record a step's loss and gradient norm; return why it is bad, or None."""
@@ -157,17 +159,15 @@ class Guard:
             self.progress |= {key: self.progress[key] + 1 for key in ("skipped", "in_a_row")}
         return reason
 
-    def stops(self) -> bool:
-        """Whether the bad step just recorded stops the run."""
-        return self.config.on_bad_step == "stop" or self.progress["in_a_row"] >= self.config.bad_steps
-
-    def remedy(self) -> str:
-        """Return the remedy for a run that was stopped."""
+    def stops(self) -> str | None:
+        """Return why the bad step just recorded stops the run, with the remedy; None if it does not."""
         if self.config.on_bad_step == "stop":
             return "trainer.on_bad_step=skip resume=true goes on without it"
+        if (count := self.progress["in_a_row"]) < self.config.bad_steps:
+            return None
         return (
-            f"{self.progress['in_a_row']} bad steps in a row, as many as trainer.bad_steps allows: fix the data, "
-            "or start again with a lower trainer.lr"
+            f"{count} bad steps in a row, as many as trainer.bad_steps allows: fix the data, or start again with a "
+            "lower trainer.lr"
         )
 
 
@@ -175,8 +175,7 @@ class Guard:
 class Step:
     """The outcome of a step."""
 
-    stopped: bool  # whether a process has to stop, so that the step changed nothing
-    record: dict[str, Any] | None  # the metrics to log; None if the step is not logged
+    record: Json | None  # the metrics to log; None if the step is not logged
     bad: str | None  # why the step is bad; None for a good step
 
 
@@ -197,24 +196,23 @@ class Stepper:
         self.phase_timer = PhaseTimer(accelerator.device)
         self.peak = trainer.peak_tflops  # 10^12 operations per second of one device, if known
         if self.peak is None and accelerator.device.type == "cuda":
-            named = by_driver_name(torch.cuda.get_device_name(accelerator.device))
-            self.peak = None if named is None else named.tflops
+            self.peak = peak_of(torch.cuda.get_device_name(accelerator.device))
         self.steps, self.rows, self.stall = 0, 0, 0.0  # since the last record
-        self.restore({"flops": None, "rollout_flops": 0, "rollout_tokens": 0})
-        self.counter: Any = nullcontext()  # counts a rollout in the counted step
+        self.restore(dict(BEGINNING))
         make = partial(optimizer, config=trainer)
         self.strategy = strategy.prepare(launcher, accelerator, loss, make, trainer.clip)
         self.optimizer = self.strategy.optimizer
         self.average = Ema(head, trainer.ema)
         self.state = TrainState(head, self.optimizer, self.average)
 
-    def restore(self, progress: dict[str, Any]) -> None:
+    def restore(self, progress: Json) -> None:
         """Restore a run's progress in place: a step's operations, the rollouts' tokens, the guard's history."""
         self.progress, self.guard = progress, Guard(self.trainer, progress)
 
-    def __call__(self, step: int, *, halted: Callable[[], bool]) -> Step:
-        """Take step `step`, counted from 0; `halted` may stop all processes before a micro-batch."""
-        self.phase_timer.mark(None)  # the time before this is not the step's
+    def __call__(self, step: int, *, halted: Callable[[], bool]) -> Step | None:
+        """Take step `step`, counted from 0; None if `halted` stopped all processes before a micro-batch."""
+        mark = self.phase_timer.mark
+        mark(None)  # the time before this is not the step's
         trainer, device, stall = self.trainer, self.accelerator.device, self.source.stall
         self.loss.progress = step / trainer.steps
         micro_batches, rollout_tokens = self.micro_batches(step)
@@ -223,30 +221,30 @@ class Stepper:
         sampled = [self.loss.sampled(*inputs) for inputs in zip(batches, keys, strict=True)]
         mine: Any = sum(torch.stack([weight.normalizer, weight.trained.sum((1, 2))]) for _, weight in sampled)
         mine = torch.cat([mine, torch.full_like(mine[:1], rollout_tokens)])
-        self.phase_timer.mark("data")
+        mark("data")
         shared: Any = self.accelerator.reduce(to_device(mine, device), "sum")
         normalizer, trained = shared[:2].clamp_min(1)
-        self.phase_timer.mark("wait")
-        totals: dict[str, Tensor] = {}
+        mark("wait")
+        totals: NamedTensors = {}
         for i, (micro, (anchors, weight)) in enumerate(zip(micro_batches, sampled, strict=True)):
             features = micro.read()
-            self.phase_timer.mark("target")
+            mark("target")
             if halted():
-                return Step(stopped=True, record=None, bad=None)
-            self.phase_timer.mark("wait")
+                return None
+            mark("wait")
             scaled = to_device(weight.row, device) / normalizer[:, None, None]
             chunks = self.loss.chunks(weight.trained, device, micro.batch.path)
             loss, sums = self.backward(features, keys[i], anchors, scaled, chunks, last=i + 1 == len(micro_batches))
             for name, value in {"loss": loss.detach().expand(len(trained)), **sums}.items():
                 totals[name] = totals.get(name, torch.zeros_like(value)) + value
-            self.phase_timer.mark("head")
+            mark("head")
         norm = self.strategy.clip(trainer.clip)
-        self.phase_timer.mark("optimiser")
+        mark("optimiser")
         numbers = self.read(totals, torch.as_tensor(norm, device=device), trained)
         if self.rollouts is not None:
             numbers["rollout_tokens"] = int(shared[2, 0])
             self.progress["rollout_tokens"] += numbers["rollout_tokens"]
-        self.phase_timer.mark("wait")
+        mark("wait")
         bad = self.guard.check(numbers["loss"], numbers["grad_norm"])
         if bad is None:
             for group in self.optimizer.param_groups:
@@ -255,12 +253,12 @@ class Stepper:
             self.average.update(self.head)
         else:
             self.strategy.drop()
-        self.phase_timer.mark("optimiser")
+        mark("optimiser")
         self.steps, self.rows = self.steps + 1, self.rows + numbers["rows"]
         self.stall += self.source.stall - stall
         logged = bad is not None or (step + 1) % trainer.log_every == 0
         record = {**numbers, "lr": self.rate(step), **({} if bad is None else {"skipped": True})}
-        return Step(stopped=False, record={**record, **self.cost(step)} if logged else None, bad=bad)
+        return Step(record={**record, **self.cost(step)} if logged else None, bad=bad)
 
     def micro_batches(self, step: int) -> tuple[list[MicroBatch], int]:
         """Return a step's micro-batches, the rollout's included, and the target's tokens for the rollout."""
@@ -268,31 +266,23 @@ class Stepper:
         self.phase_timer.mark("data")
         if self.rollouts is None or not self.rollouts.due(step):
             return given, 0
-        with self.counter:
-            rollout, read = self.rollouts(step, [micro.batch for micro in given], self.state.weights())
+        rollout, read = self.rollouts(step, [micro.batch for micro in given], self.state.weights())
         self.phase_timer.mark("rollout")
         return [*given, *rollout], read
 
-    def read(self, totals: dict[str, Tensor], norm: Tensor, trained: Tensor) -> dict[str, Any]:
+    def read(self, totals: NamedTensors, norm: Tensor, trained: Tensor) -> Json:
         """Return the step's numbers over all processes: the only read of the host."""
         depths = len(trained)
         mine = torch.cat([*totals.values(), norm.reshape(1).to(trained.dtype)])
         packed: Any = self.accelerator.reduce(mine, "sum")
         packed[depths:-1] /= trained.repeat(len(totals) - 1)
         *means, grad_norm, rows = torch.cat([packed, trained[:1]]).tolist()
-        metrics: dict[str, Any] = {name: means[i * depths : (i + 1) * depths] for i, name in enumerate(totals)}
+        metrics: Json = {name: means[i * depths : (i + 1) * depths] for i, name in enumerate(totals)}
         first = {"loss": metrics.pop("loss")[0], "accuracy": metrics.pop("accuracy")}
         grad_norm /= self.accelerator.num_processes
         return {**first, **metrics, "grad_norm": grad_norm, "rows": int(rows)}
 
-    def operations(self, begin: int, end: int) -> int | None:
-        """Return the operations of steps `begin` to `end` - 1 with their rollouts; None if not counted."""
-        if self.progress["flops"] is None:
-            return None
-        rollouts = 0 if self.rollouts is None else sum(map(self.rollouts.due, range(begin, end)))
-        return int(self.progress["flops"] * (end - begin) + self.progress["rollout_flops"] * rollouts)
-
-    def cost(self, step: int) -> dict[str, Any]:
+    def cost(self, step: int) -> Json:
         """Return the cost per step since the last record: rates of all processes, other numbers of this one."""
         steps, rows, stall = self.steps, self.rows, self.stall
         self.steps, self.rows, self.stall = 0, 0, 0.0
@@ -302,8 +292,7 @@ class Stepper:
         phases = {phase: seconds / steps for phase, seconds in spent.items()}
         seconds = max(sum(phases.values()), 1e-9)  # an accelerator may not have reached an event yet
         device, peak = self.accelerator.device, self.peak
-        operations = self.operations(step + 1 - steps, step + 1)
-        rate = None if operations is None else operations / steps / seconds
+        rate = None if self.progress["flops"] is None else self.progress["flops"] / seconds
         return {
             "tokens_per_second": self.source.batches.step_tokens / seconds,
             "rows_per_second": rows / steps / seconds,
@@ -315,21 +304,13 @@ class Stepper:
             "memory_bytes": peak_memory(device),
         }
 
-    def counted(self, step: int, *, halted: Callable[[], bool]) -> Step:
-        """Take a step and count its floating-point operations over all processes, the target's included.
-
-        The rollout's are counted separately, since not every step has one.
-        """
+    def counted(self, step: int, *, halted: Callable[[], bool]) -> Step | None:
+        """Take a step and count its floating-point operations over all processes, the target's included."""
         counter: Any = Flops
-        self.counter = rollout = counter()
-        with (
-            counter() as count,
-            torch.compiler.set_stance("force_eager"),
-        ):  # operations of compiled code cannot be counted
+        with counter() as count, torch.compiler.set_stance("force_eager"):  # compiled operations cannot be counted
             taken = self(step, halted=halted)
-        self.counter, world = nullcontext(), self.accelerator.num_processes
-        if not taken.stopped:
-            self.progress |= {"flops": (count.total - rollout.total) * world, "rollout_flops": rollout.total * world}
+        if taken is not None:
+            self.progress["flops"] = count.total * self.accelerator.num_processes
         return taken
 
     def rate(self, step: int) -> float:
@@ -337,28 +318,26 @@ class Stepper:
         return learning_rate(step, self.trainer) * self.trainer.lr_width / self.width
 
     def backward(
-        self, features: Features, keys: Tensor, anchors: Tensor | None, weight: Tensor, chunks: list[Chunk] | None,
+        self, features: Features, keys: Tensor, anchors: Tensor | None, weight: Tensor, chunks: Chunks | None,
         *, last: bool,
-    ) -> tuple[Tensor, dict[str, Tensor]]:  # fmt: skip
+    ) -> tuple[Tensor, NamedTensors]:  # fmt: skip
         """Accumulate one micro-batch's gradient; the factor undoes the processes' average."""
         device = self.accelerator.device
         if self.accelerator.mixed_precision == "no":
-            dtype = next(self.head.parameters()).dtype
-            features = features._replace(hidden=features.hidden.to(dtype), last_hidden=features.last_hidden.to(dtype))
+            features = in_dtype(features, next(self.head.parameters()).dtype)
         features = noisy(features, self.loss.noise, to_device(keys, device))
         anchors = None if anchors is None else to_device(anchors, device)
 
         # Dropout is seeded by run and step, so a resumed run repeats it.
         torch.manual_seed(int(keys[0]))
 
-        with nullcontext() if features.path is None else self.counter:
-            loss, sums = self.strategy.forward(features, weight, anchors, chunks, last=last)
-            self.strategy.backward(loss * self.accelerator.num_processes)
+        loss, sums = self.strategy.forward(features, weight, anchors, chunks, last=last)
+        self.strategy.backward(loss * self.accelerator.num_processes)
         return loss, sums
 
 
-def keep_batch(folder: Path, batches: Batches, step: int, why: str) -> str:
-    """Write the global batch of step `step`, counted from 0, into `folder`; return a message about it.
+def keep_batch(folder: Path, batches: Batches, step: int, why: str) -> Path:
+    """Write the global batch of step `step`, counted from 0, into `folder`; return its file.
 
     `step-N.safetensors` has the sequences' indices, tokens, documents and masks; N counts from 1, as in metrics.jsonl.
     `step-N.json` has the seed, the world size and the reason.
@@ -367,9 +346,6 @@ def keep_batch(folder: Path, batches: Batches, step: int, why: str) -> str:
     names = ("token", "document", "mask")
     tensors = {"row": row, **{name: field[row] for name, field in zip(names, batches.packed, strict=True)}}
     record = {"step": step + 1, "seed": batches.seed, "why": why, "world_size": batches.world}
-    try:
-        atomic_write(path, to_bytes(tensors))
-        atomic_write(path.with_suffix(".json"), (json.dumps(record, indent=2) + "\n").encode())
-    except OSError as error:
-        return f"its batch could not be kept ({error})"
-    return f"its batch is in {path}"
+    atomic_write(path, to_bytes(tensors))
+    write_json(path.with_suffix(".json"), record)
+    return path

@@ -12,9 +12,10 @@ pass of the frozen target. Batches and anchors depend on seed and step.
 
 import os
 import sys
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, NamedTuple
+from types import SimpleNamespace
+from typing import Annotated
 
 import torch
 
@@ -25,30 +26,28 @@ from accelerate import Accelerator
 from accelerate.utils import set_seed
 from jaxtyping import Bool, Float, Int
 from omegaconf import DictConfig, OmegaConf
-from rich.console import Console
 from torch import Tensor, nn
 
 from data.batches import Batch, Batches, check_known, pack
-from data.config import DataConfig
 from data.features.source import LiveFeatures
 from data.text.prompts import load_training
-from heads.base import Features, parameter_count, to_device
+from heads.base import Features, NamedTensors, to_device
 from heads.common.command import command, ending_alone
 from heads.common.errors import user_errors
+from heads.common.progress import tell
 from heads.common.ranges import Count, Within
 from heads.common.target_config import check_sequence_length, context_of
 from heads.common.typed import typed
 from heads.modules.argmax import argmax
 from inference.drafters.contrib.streams import KIND, Streams, StreamsDrafter, frozen, save_streams
 from inference.drafters.policy import TreeConfig
-from inference.target.config import ModelConfig
 from inference.target.loading import configuration
 from inference.target.placement import REPLICATE
 from inference.target.target import Target
 from inference.verification.rng import hash_key
 from train import checkpoint
-from train.build import among_processes, batches_for, prepare_out, provenance, values_of
-from train.config import LauncherConfig, TrainerConfig, check_batch_and_name
+from train.build import among_processes, batches_for, prepare_out, provenance, sizes, values_of
+from train.config import JobConfig
 from train.distributed import launch
 from train.distributed.processes import RunLock, on_main
 from train.loop import AcceptanceEvaluator, Loop
@@ -58,21 +57,12 @@ from train.step import Stepper
 
 
 @dataclass(frozen=True)
-class StreamsRunConfig:
+class StreamsRunConfig(JobConfig):
     """A training run of streams; conf/streams.yaml explains the keys."""
 
-    name: str
-    out: str
-    resume: bool
-    overwrite: bool
     every: Count
     decay: Annotated[float, Within(0, 1, above=True)]
-    model: ModelConfig
     streams: Streams.Config
-    data: DataConfig
-    trainer: TrainerConfig
-    launcher: LauncherConfig
-    tree: TreeConfig
 
     def __post_init__(self) -> None:
         """Check the sections against each other."""
@@ -80,20 +70,16 @@ class StreamsRunConfig:
             raise ValueError(
                 f"launcher.strategy is {self.launcher.strategy}: streams are small LoRA factors, give launcher=ddp"
             )
-        if self.trainer.eval_prompts < 1:
-            raise ValueError("trainer.eval_prompts is 0: the best streams are those that measure best; give 1 or more")
-        check_batch_and_name(self.name, self.trainer, self.data.length)
+        super().__post_init__()
 
 
-class Anchors(NamedTuple):
-    """The anchors of a batch, and which of their streams have a teacher; padding is row 0 without streams."""
+def anchors(
+    batch: Batch, every: int, streams: int, keys: Int[Tensor, "B"]
+) -> tuple[Int[Tensor, "B A"], Bool[Tensor, "B A G"]]:
+    """Return each sequence's anchors, and which of their streams have a teacher; padding is row 0 without streams.
 
-    row: Int[Tensor, "B A"]
-    valid: Bool[Tensor, "B A G"]
-
-
-def anchors(batch: Batch, every: int, streams: int, keys: Int[Tensor, "B"]) -> Anchors:
-    """Return every `every`-th trained token with a trained next token in each sequence, from a random one on."""
+    They are every `every`-th trained token with a trained next token, from a random one on.
+    """
     trained = trainable(batch.document, batch.loss_mask, streams).movedim(0, -1) & batch.loss_mask.bool()[:, :, None]
     chosen = []
     for is_trained, key in zip(trained.any(-1), hash_key(keys, ANCHORS).tolist(), strict=True):
@@ -101,7 +87,7 @@ def anchors(batch: Batch, every: int, streams: int, keys: Int[Tensor, "B"]) -> A
     count = max(1, *map(len, chosen))
     row = torch.stack([torch.cat([anchor, anchor.new_zeros(count - len(anchor))]) for anchor in chosen])
     used = torch.stack([torch.arange(count) < len(anchor) for anchor in chosen])
-    return Anchors(row, trained.gather(1, row[:, :, None].expand(-1, -1, streams)) & used[:, :, None])
+    return row, trained.gather(1, row[:, :, None].expand(-1, -1, streams)) & used[:, :, None]
 
 
 def stream_sums(
@@ -133,7 +119,7 @@ class StreamsLoss(nn.Module):
 
     def forward(
         self, features: Features, weight: Float[Tensor, "G B A"], anchors: Tensor, chunks: None = None
-    ) -> tuple[Tensor, dict[str, Tensor]]:
+    ) -> tuple[Tensor, NamedTensors]:
         """Return the loss with its metrics; a stream's weights are one over the global number of its anchors, or 0."""
         assert chunks is None
         with torch.autocast(weight.device.type, torch.bfloat16, enabled=self.autocast):
@@ -146,43 +132,23 @@ class StreamsLoss(nn.Module):
         """Anchors are scored at once."""
 
 
-class TokensAlone:
-    """A feature source without hidden states: the streams' pass runs the target."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-
-    def features(self, token: Int[Tensor, "B T"], document: Int[Tensor, "B T"], layers: tuple[int, ...]) -> Features:
-        """Return the tokens and documents."""
-        none = torch.empty(*token.shape, 0, device=self.device)
-        return Features(to_device(token, self.device), none[:, :, :, None], none, to_device(document, self.device))
-
-
+@dataclass
 class KeptStreams:
     """The best streams of a run on disk, in their own folder."""
 
-    def __init__(self, folder: Path, streams: Streams, target: Target) -> None:
-        self.folder, self.config, self.target = folder, streams.config, target
+    folder: Path
+    config: Streams.Config
+    target: Target
 
-    def decoding(self, weights: dict[str, Tensor]) -> Streams:
+    def decoding(self, weights: NamedTensors) -> Streams:
         """Return a copy for decoding, with these weights."""
         copy = Streams(self.config, self.target)
         copy.load_state_dict(weights)
         return frozen(copy, self.target)
 
-    def write(self, weights: dict[str, Tensor]) -> None:
+    def write(self, weights: NamedTensors) -> None:
         """Write the streams with these weights."""
         save_streams(self.folder, self.config, weights, self.target.spec)
-
-
-def identity(run: StreamsRunConfig, target: Target, batches: Batches, world: int) -> checkpoint.Identity:
-    """Return the settings that identify the run on resume."""
-    nested = {f"streams.{key}": value for key, value in asdict(run.streams).items()}
-    settings = checkpoint.data_settings(run.trainer, batches) | {"target's fingerprint": target.spec.fingerprint}
-    loss = {"every": run.every, "decay": run.decay}
-    return checkpoint.Identity(
-        checkpoint.plain(settings | nested), checkpoint.numerics(run.trainer, loss, run.launcher.strategy, world)
-    )
 
 
 def loop_of(
@@ -194,23 +160,25 @@ def loop_of(
     def drafter(streams: Streams, tree: TreeConfig, name: str) -> StreamsDrafter:
         return StreamsDrafter(StreamsDrafter.Config(run.out, tree), target, name, streams)
 
-    # The streams are small: AdamW trains them whatever a preset says. No head reads recorded features for them.
-    trainer = replace(run.trainer, optimizer="adamw", compile=False, estimate_every=None)
+    def features(token: Tensor, document: Tensor, _: tuple[int, ...]) -> Features:
+        device, none = accelerator.device, torch.empty(*token.shape, 0, device=accelerator.device)
+        return Features(to_device(token, device), none[:, :, :, None], none, to_device(document, device))
+
+    # The streams are small: AdamW trains them whatever a preset says.
+    trainer = replace(run.trainer, optimizer="adamw", compile=False)
     loss = StreamsLoss(streams, run, autocast=accelerator.mixed_precision == "bf16")
-    source = LiveFeatures(TokensAlone(accelerator.device), batches, ())
+    source = LiveFeatures(SimpleNamespace(features=features), batches, ())  # without states: their pass runs the target
     stepper = Stepper(trainer, run.launcher, accelerator, loss, source, target.embeddings.hidden_size)
-    evaluator = AcceptanceEvaluator(target, prompts, trainer, run.tree, run.name, drafter)
-    kept_streams, this_run = (
-        KeptStreams(Path(run.out, KIND), streams, target),
-        identity(run, target, batches, accelerator.num_processes),
+    evaluator = None
+    if trainer.eval_prompts:
+        evaluator = AcceptanceEvaluator(target, prompts, trainer, run.tree, run.name, drafter)
+    kept_streams = KeptStreams(Path(run.out, KIND), run.streams, target)
+    loss_values = {"every": run.every, "decay": run.decay}
+    this_run = checkpoint.Identity(
+        checkpoint.settings(run.trainer, {"streams": run.streams}, target.spec.fingerprint, batches),
+        checkpoint.numerics(run.trainer, loss_values, run.launcher.strategy, accelerator.num_processes),
     )
     return Loop(Path(run.out), stepper, kept_streams, evaluator, this_run, resumes=run.resume, config=values_of(run))
-
-
-def train(run: StreamsRunConfig) -> None:
-    """Run the job on this process, while it locks the output folder."""
-    check_out(Path(run.out), replaces=run.resume or run.overwrite)
-    among_processes(run, job)
 
 
 def job(run: StreamsRunConfig, accelerator: Accelerator, lock: RunLock) -> None:
@@ -229,13 +197,9 @@ def job(run: StreamsRunConfig, accelerator: Accelerator, lock: RunLock) -> None:
 
     def begin() -> None:
         origin = provenance(accelerator.num_processes, run.launcher.strategy, data, target.tokenizer)
-        settings = identity(run, target, batches, 1).settings
+        settings = checkpoint.settings(run.trainer, {"streams": run.streams}, target.spec.fingerprint, batches)
         prepare_out(run, values_of(run), lock, settings, data, origin, KIND)
-        Console().print(
-            f"{run.name}: {parameter_count(streams):,} trained parameters, {len(data.samples):,} samples, "
-            f"{len(packed.token):,} sequences of {run.data.length} tokens",
-            highlight=False,
-        )
+        tell(f"{run.name}: {sizes(streams, data, packed)}")
 
     on_main(accelerator, begin)
     held_out = [prompt.token for prompt in data.held_out]
@@ -259,7 +223,8 @@ def main(cfg: DictConfig) -> None:
         run = streams_config(cfg)
         if launch.needs_processes(run.launcher):
             raise SystemExit(launch.start(run.launcher, os.path.abspath(__file__), launch.overrides()))
-        train(run)
+        check_out(run)
+        among_processes(run, job)
 
 
 if __name__ == "__main__":

@@ -3,7 +3,6 @@
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from hydra.core.hydra_config import HydraConfig
 from rich.console import Console
@@ -14,6 +13,7 @@ from eval.report.render import rich_table
 from eval.report.view import results_of
 from eval.report.write import read_report
 from heads.common.command import sweeping
+from heads.common.typed import Json
 
 TABLE, WIDTH = "table.json", 140
 COST = ("head", "parameters", "tokens", "GFLOP", "seconds")
@@ -36,8 +36,7 @@ def check(prompts: int, *, waits: bool) -> None:
 
 def best_tau(out: Path) -> float | None:
     """Return the best τ that a finished run measured during training; None if it measured none."""
-    cost = json.loads((out / "training.json").read_text())
-    return float(cost["best_tau"]) or None
+    return float(json.loads((out / "training.json").read_text())["best_tau"]) or None
 
 
 def note(name: str, drafter: str, out: Path) -> None:
@@ -45,14 +44,14 @@ def note(name: str, drafter: str, out: Path) -> None:
     if not sweeping():
         return
     path = Path(HydraConfig.get().sweep.dir, TABLE)
-    rows: list[dict[str, Any]] = json.loads(path.read_text()) if path.exists() else []
+    rows: list[Json] = json.loads(path.read_text()) if path.exists() else []
     path.parent.mkdir(parents=True, exist_ok=True)
     rows = [row for row in rows if row["out"] != str(out)] + rows_of(name, drafter, out)
     path.write_text(json.dumps(rows, indent=2) + "\n")
     Console(width=max(WIDTH, Console().width)).print(table(rows))
 
 
-def rows_of(name: str, drafter: str, out: Path) -> list[dict[str, Any]]:
+def rows_of(name: str, drafter: str, out: Path) -> list[Json]:
     """Return the timed rows of a finished run's report, with the run's cost."""
     cost = json.loads((out / "training.json").read_text())
     return [
@@ -62,7 +61,7 @@ def rows_of(name: str, drafter: str, out: Path) -> list[dict[str, Any]]:
     ]
 
 
-def table(rows: list[dict[str, Any]]) -> Table:
+def table(rows: list[Json]) -> Table:
     """Return the table for the terminal."""
     overall = results_of({"rows": rows})
     failed = [replace(one, failed=one.failed or one.row.get("failed", False)) for one in overall]

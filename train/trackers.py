@@ -8,19 +8,18 @@ index: `accuracy/1` is the accuracy at depth 1.
 import json
 import logging
 import math
-import os
 import uuid
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import Any
-
-from omegaconf import OmegaConf
 
 from eval.measures.results import finite
 from heads.common.errors import one_line
+from heads.common.files import atomic_write
 from heads.common.progress import Bar, say
+from heads.common.typed import Json
 from heads.common.untrusted import parse_json
 
 log = logging.getLogger(__name__)
@@ -30,7 +29,7 @@ REPORT = ("report.json", "report.md", "report.html")
 WAIT = 10.0  # seconds to wait for wandb's server before training begins
 
 
-def numbers(record: dict[str, Any]) -> Iterator[tuple[str, float]]:
+def numbers(record: Json) -> Iterator[tuple[str, float]]:
     """Yield the finite numbers of a record under flat names; indices of a list count from 1, like depths."""
     for name, value in record.items():
         if isinstance(value, dict | list | tuple):
@@ -40,19 +39,10 @@ def numbers(record: dict[str, Any]) -> Iterator[tuple[str, float]]:
             yield name, float(value)
 
 
-def grouped(record: dict[str, Any]) -> dict[str, float]:
+def grouped(record: Json) -> dict[str, float]:
     """Return the finite numbers of a record by group: train/ for a step, eval/ for an evaluation."""
     group = "train" if "loss" in record else "eval"
     return {f"{group}/{name}": value for name, value in numbers(record) if name != "step"}
-
-
-def step_of(line: bytes) -> int | None:
-    """Return the step of a line of metrics.jsonl, None if the line is not a record."""
-    try:
-        step = parse_json(line)["step"]
-    except (ValueError, TypeError, KeyError):
-        return None
-    return step if isinstance(step, int) else None
 
 
 class Jsonl:
@@ -61,19 +51,19 @@ class Jsonl:
     A resumed run drops the lines after the step it resumes from, and unfinished lines of a killed run.
     """
 
-    def __init__(self, out: Path, start: int, config: dict[str, Any]) -> None:
-        path = out / METRICS
-        lines = path.read_bytes().splitlines() if path.exists() else []
-        steps = [step_of(line) for line in lines]
-        if odd := steps.count(None):
+    def __init__(self, out: Path, start: int, config: Json) -> None:
+        path, earlier, odd = out / METRICS, b"", 0
+        for line in path.read_bytes().splitlines() if path.exists() else ():
+            try:
+                earlier += line + b"\n" if int(parse_json(line)["step"]) <= start else b""
+            except (ValueError, TypeError, KeyError):
+                odd += 1
+        if odd:
             log.warning("%s: lines that hold no step are left out: %d", path, odd)
-        fresh = path.with_suffix(".partial")
-        earlier = [line for line, step in zip(lines, steps, strict=True) if step is not None and step <= start]
-        fresh.write_bytes(b"".join(line + b"\n" for line in earlier))
-        os.replace(fresh, path)
+        atomic_write(path, earlier)
         self.file = path.open("ab", buffering=0)  # unbuffered: a killed run loses no line
 
-    def log(self, record: dict[str, Any]) -> None:
+    def log(self, record: Json) -> None:
         """Write a line."""
         self.file.write(json.dumps(finite(record)).encode() + b"\n")
 
@@ -85,7 +75,7 @@ class Jsonl:
 class Wandb:
     """Weights & Biases; offline, a folder that `wandb sync` uploads. A resumed run keeps its id."""
 
-    def __init__(self, out: Path, start: int, config: dict[str, Any], *, offline: bool) -> None:
+    def __init__(self, out: Path, start: int, config: Json, *, offline: bool) -> None:
         import wandb
 
         id_file = out / "wandb-id.txt"
@@ -98,11 +88,11 @@ class Wandb:
             resume="allow", settings=settings, mode="offline" if offline else "online",
         )  # fmt: skip
 
-    def log(self, record: dict[str, Any]) -> None:
+    def log(self, record: Json) -> None:
         """Log at the record's step."""
         self.run.log(grouped(record), step=record["step"])
 
-    def conclude(self, record: dict[str, Any], report: list[Path]) -> None:
+    def conclude(self, record: Json, report: list[Path]) -> None:
         """Put the final numbers into the run's summary, and the report's files into an artifact."""
         import wandb
 
@@ -120,20 +110,18 @@ class Wandb:
 class TensorBoard:
     """Event files in `tensorboard/`; on resume, entries after the resumed step are purged."""
 
-    def __init__(self, out: Path, start: int, config: dict[str, Any]) -> None:
+    def __init__(self, out: Path, start: int, config: Json) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
         writer: Any = SummaryWriter
         self.writer: Any = writer(log_dir=str(out / "tensorboard"), purge_step=start + 1 if start else None)
-        written = OmegaConf.to_yaml(OmegaConf.create(config))
-        self.writer.add_text("config", "".join(f"    {line}\n" for line in written.splitlines()), start)
 
-    def log(self, record: dict[str, Any]) -> None:
+    def log(self, record: Json) -> None:
         """Add the numbers at the record's step."""
         for name, value in grouped(record).items():
             self.writer.add_scalar(name, value, record["step"])
 
-    def conclude(self, record: dict[str, Any], report: list[Path]) -> None:
+    def conclude(self, record: Json, report: list[Path]) -> None:
         """Add the final numbers, and the report that is text."""
         self.log(record)
         for file in report:
@@ -148,7 +136,7 @@ class TensorBoard:
 Sink = Jsonl | Wandb | TensorBoard  # its methods may fail
 
 # Each takes the run's folder, the number of steps done before, and the configuration.
-TRACKERS: dict[str, Callable[[Path, int, dict[str, Any]], Sink]] = {
+TRACKERS: dict[str, Callable[[Path, int, Json], Sink]] = {
     "jsonl": Jsonl,
     "tensorboard": TensorBoard,
     "wandb": partial(Wandb, offline=False),
@@ -156,13 +144,23 @@ TRACKERS: dict[str, Callable[[Path, int, dict[str, Any]], Sink]] = {
 }
 
 
-def conclude(out: Path, trackers: list[str], config: dict[str, Any], record: dict[str, Any]) -> None:
+@contextmanager
+def dropping(sinks: dict[str, Sink], name: str, say: Callable[[str], None]) -> Iterator[None]:
+    """Within the block, an error drops this tracker with a message and does not propagate."""
+    try:
+        yield
+    except BaseException as error:
+        if not isinstance(error, Exception):  # a signal, or SystemExit
+            raise
+        sinks.pop(name, None)
+        say(f"tracker {name} failed and is left out from here on: {one_line(error)}")
+
+
+def conclude(out: Path, trackers: list[str], config: Json, record: Json) -> None:
     """Pass the final numbers and the report to a finished run's trackers; failing ones are named and dropped."""
     report = [file for name in REPORT if (file := out / name).exists()]
-    for name in dict.fromkeys(trackers):
-        if name == "jsonl":  # it has only steps
-            continue
-        with Dropping({}, name, log.warning):
+    for name in {*trackers} - {"jsonl"}:  # which has only steps
+        with dropping({}, name, log.warning):
             sink: Any = TRACKERS[name](out, record["step"], config)
             sink.conclude(record, report)
             sink.close()
@@ -171,23 +169,21 @@ def conclude(out: Path, trackers: list[str], config: dict[str, Any], record: dic
 class Tracker:
     """Pass each record to every tracker, on the main process only, and to the progress bar."""
 
-    def __init__(
-        self, out: Path, *, active: bool, steps: int, start: int, trackers: list[str], config: dict[str, Any]
-    ) -> None:
+    def __init__(self, out: Path, *, active: bool, steps: int, start: int, trackers: list[str], config: Json) -> None:
         self.sinks: dict[str, Sink] = {}
         self.bar, self.tau = Bar(steps, "step", start), ""
         for name in dict.fromkeys(["jsonl", *trackers]) if active else ():
-            with Dropping(self.sinks, name, say):
+            with dropping(self.sinks, name, say):
                 self.sinks[name] = TRACKERS[name](out, start, config)
 
-    def log(self, record: dict[str, Any]) -> None:
+    def log(self, record: Json) -> None:
         """Log a record, which has at least `step`."""
         for name, sink in list(self.sinks.items()):
-            with Dropping(self.sinks, name, say):
+            with dropping(self.sinks, name, say):
                 sink.log(record)
         if "tau" in record:
             self.tau = f"  τ {record['tau']:.2f}"
-        if "loss" in record:
+        else:
             accuracy = " ".join(f"{a:.2f}" for a in record["accuracy"])
             speed = f"{record['tokens_per_second']:.0f} tok/s"
             self.bar.show(record["step"], f"loss {record['loss']:.4f}  accuracy {accuracy}{self.tau}  {speed}")
@@ -195,23 +191,5 @@ class Tracker:
     def close(self) -> None:
         """Close the trackers."""
         for name, sink in list(self.sinks.items()):
-            with Dropping(self.sinks, name, say):
+            with dropping(self.sinks, name, say):
                 sink.close()
-
-
-class Dropping:
-    """A context around a call of one tracker: an error drops the tracker with a message and does not propagate."""
-
-    def __init__(self, sinks: dict[str, Sink], name: str, say: Callable[[str], None]) -> None:
-        self.sinks, self.name, self.say = sinks, name, say
-
-    def __enter__(self) -> None:
-        """Enter the context."""
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> bool:
-        """Drop the tracker at any error except a signal's or SystemExit."""
-        if not isinstance(error, Exception):
-            return False
-        self.sinks.pop(self.name, None)
-        self.say(f"tracker {self.name} failed and is left out from here on: {one_line(error)}")
-        return True

@@ -46,7 +46,7 @@ def train(bench: Bench, head: str, steps: int, large: bool = False) -> list[Row]
         "train/run.py", f"head={head}", f"out={out}", "overwrite=true", *of_target(bench, large),
         *data, "data.cache=null", *(["data.limit=300", "data.length=128"] if bench.toy else []),
         f"trainer.steps={min(steps, 10) if bench.toy else steps}", f"trainer.batch_tokens={tokens}",
-        f"trainer.micro_tokens={tokens}", "trainer.eval_prompts=0", "trainer.estimate_every=null", "eval.prompts=0",
+        f"trainer.micro_tokens={tokens}", "trainer.eval_prompts=0", "eval.prompts=0",
     )  # fmt: skip
     cost = json.loads((out / "training.json").read_text(encoding="utf-8"))
     lines = (out / "metrics.jsonl").read_text(encoding="utf-8").splitlines()

@@ -7,6 +7,7 @@ import signal
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from heads.common.untrusted import visible
@@ -14,6 +15,7 @@ from heads.common.untrusted import visible
 # A secret is known by its shape (tokens of the Hub, of OpenAI, GitHub, AWS and wandb, `Bearer …`, a password in a URL),
 # by the name that it is given under (`HF_TOKEN=…`), or by being a value of such a name in the environment.
 HIDDEN = "[redacted]"
+ERROR_FILE = "HEADSTART_ERROR_FILE"  # environment variable: a file that a command's line of error is written to as well
 SHAPES = re.compile(
     r"\bhf_(?:jwt|oauth)_[\w.-]{20,}|\bhf_[A-Za-z0-9]{20,}|\bsk-[\w-]{16,}|\bgh[oprsu]_[A-Za-z0-9]{20,}|\bgithub_pat_\w{20,}|\bglpat-[\w-]{16,}"
     r"|\bAKIA[0-9A-Z]{16}\b|\bwandb_v\d+_\w{16,}|\beyJ[\w-]{8,}\.[\w-]{8,}\.[\w-]{4,}"
@@ -158,4 +160,6 @@ def user_errors() -> Iterator[None]:
         if not (isinstance(error, ValueError | OSError) or panicked(error)):
             raise
         print(f"error: {one_line(error)}", file=sys.stderr)
+        if file := os.environ.get(ERROR_FILE):
+            Path(file).write_text(one_line(error), encoding="utf-8")
         raise SystemExit(2) from None

@@ -115,6 +115,11 @@ def atomic_write(path: Path, content: bytes | Iterator[bytes | memoryview]) -> N
         raise
 
 
+def write_json(path: Path, content: object) -> None:
+    """Write a value as JSON, atomically."""
+    atomic_write(path, (json.dumps(content, indent=2) + "\n").encode())
+
+
 def write_checked(path: Path, content: dict[str, Any]) -> None:
     """Write a JSON object with a checksum of itself, atomically."""
     atomic_write(path, (json.dumps({**content, CHECKSUM: checksum(content)}, indent=1) + "\n").encode())

@@ -18,6 +18,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from heads.common.errors import is_reporting_rank
+from heads.common.untrusted import visible
 
 T = TypeVar("T")
 PAUSE = 30.0  # seconds between two lines
@@ -34,6 +35,11 @@ def say(text: str) -> None:
     """Print a line on the first process, above the bars."""
     if is_reporting_rank():
         CONSOLE.print(text, highlight=False, markup=False, soft_wrap=True)
+
+
+def tell(text: str) -> None:
+    """Print a line on stdout, whole and without control characters."""
+    Console().print(visible(text), highlight=False, markup=False, soft_wrap=True)
 
 
 def tick(note: str = "") -> None:

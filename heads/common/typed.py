@@ -15,6 +15,7 @@ from heads.common.resolvers import ROOT
 from heads.common.untrusted import CUT, shown
 
 T = TypeVar("T")
+Json = dict[str, Any]  # a JSON object
 UNSET = "???"  # in YAML, a value that must be given
 SCALARS: dict[type, tuple[Any, str]] = {
     int: (IntegerNode, "a whole number"),

@@ -20,7 +20,7 @@ from heads.common.files import last_good
 from heads.common.resolvers import ROOT
 from heads.common.typed import typed
 from heads.formats import lora
-from heads.formats.published import format_of, is_published, load_published
+from heads.formats.published import FORMATS, format_of, is_published, load_published
 from heads.formats.published.files import SAFE, further_files
 from heads.formats.store import (
     CONFIG,
@@ -133,7 +133,7 @@ def sibling_spec(folder: Path, spec: TargetSpec, use: str) -> TargetSpec:
 
 def kind_of(folder: Path) -> str:
     """Return the kind of head in a folder; refuse a folder without a head."""
-    return format_of(folder) if is_published(folder) else str(read_config(folder)["head"]["name"])
+    return FORMATS[format_of(folder)].head if is_published(folder) else str(read_config(folder)["head"]["name"])
 
 
 def tree_of(folder: Path, given: Mapping[str, Any]) -> dict[str, Any]:

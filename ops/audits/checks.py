@@ -28,7 +28,7 @@ from ops.audits.compare import (
     violation,
     with_logprobs,
 )
-from ops.served import Question, Reply
+from ops.served import Question, Replies, Reply
 
 Pairs = Iterator[tuple[Question, Reply]]
 GROUPS = 4  # groups of prompts with a shared prefix, half in either order
@@ -45,7 +45,7 @@ def identity(audit: Audit) -> Finding:
     """Ask one question at a time, twice: with cold and with warm caches, both servers in turn."""
     for side in SIDES:  # a server's first request is not timed
         audit.asker.one(side, audit.question("warm-up", "Hello", max_tokens=8))
-    replies: dict[str, list[Reply]] = {side: [] for side in SIDES}
+    replies: dict[str, Replies] = {side: [] for side in SIDES}
     for index, question in enumerate(audit.questions * 2):
         # In either order: a server on the same machine that has just answered still takes its cores.
         for side in SIDES if (index + (index >= len(audit.questions))) % 2 else SIDES[::-1]:

@@ -15,12 +15,13 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import Annotated, Any, Literal, NamedTuple, NoReturn, cast
 
-from data.answers.client import EndpointError, base_url, check_url
+from data.answers.client import EndpointError, base_url
 from eval.measures.losslessness import shared_length
 from heads.common.progress import Bar
-from heads.common.ranges import Amount, Count, NewTokens, Number, Positive, Within
+from heads.common.ranges import Amount, Count, NewTokens, Positive, Within
+from heads.common.typed import Json
 from heads.common.untrusted import visible
-from ops.served import STREAMED, ClientConfig, Json, Question, Record, Reply, Server, Token, read_replies, within
+from ops.served import STREAMED, Question, Record, Replies, Reply, Server, ServersConfig, Token, read_replies, within
 
 AUDITED, BASELINE = SIDES = ("audited", "baseline")
 LOGPROBS = 5  # most probable tokens per position
@@ -41,18 +42,10 @@ SHOWN = 400  # characters of a note
 
 
 @dataclass(frozen=True)
-class AuditConfig:
+class AuditConfig(ServersConfig):
     """The servers, the requests and their budget; conf/ops/audit.yaml explains the keys."""
 
-    url: str
-    baseline: str | None
-    client: ClientConfig
-    out: str
-    workload: Any  # a name, a list of them, or None
     questions: list[str]
-    prompts: Count
-    max_new_tokens: NewTokens
-    seed: Number
     requests: Count
     minutes: Positive
     concurrency: list[Count]
@@ -65,8 +58,7 @@ class AuditConfig:
 
     def __post_init__(self) -> None:
         """Refuse an audit without a baseline."""
-        for key, url in (("url", self.url), ("baseline", self.baseline or self.url)):
-            check_url(key, url)
+        super().__post_init__()
         if not self.plain and base_url(self.baseline or self.url) == base_url(self.url):
             raise ValueError(
                 "audit needs a baseline: the same model served without speculation at another URL (baseline=URL), or "
@@ -78,6 +70,7 @@ class EndedError(Exception):
     """The budget of requests or minutes is used up, or a server stopped answering."""
 
 
+@dataclass
 class Asker:
     """Client of both servers; its methods may be called from several threads.
 
@@ -90,11 +83,16 @@ class Asker:
             answers with is a reply.
     """
 
-    def __init__(self, sides: Mapping[str, Server], config: AuditConfig, settings: Record, bar: Bar) -> None:
-        self.sides, self.config, self.settings, self.bar = sides, config, settings, bar
-        self.requests, self.in_flight, self.ended = 0, 1, ""
-        self.crash: tuple[Question, int] | None = None
-        self.begun, self.lock = time.monotonic(), threading.Lock()
+    sides: Mapping[str, Server]
+    config: AuditConfig
+    settings: Record
+    bar: Bar
+    requests: int = 0
+    in_flight: int = 1
+    ended: str = ""
+    crash: tuple[Question, int] | None = None
+    begun: float = field(default_factory=time.monotonic)
+    lock: Any = field(default_factory=threading.Lock)
 
     @property
     def minutes(self) -> float:
@@ -106,7 +104,7 @@ class Asker:
         streamed = STREAMED if question.body.get("stream", True) else {}
         return {"model": self.sides[side].model, **self.settings, **streamed, **question.body}
 
-    def ask(self, side: str, question: Question, cancel: bool = False) -> list[Reply]:
+    def ask(self, side: str, question: Question, cancel: bool = False) -> Replies:
         """Return the choices of a reply; with `cancel` the stream is aborted early."""
         with self.lock:
             if self.requests >= self.config.requests:
@@ -139,9 +137,7 @@ class Asker:
         """Return the only choice of a reply."""
         return self.ask(side, question, cancel)[0]
 
-    def all(
-        self, side: str, questions: Sequence[Question], in_flight: int, cancelled: Collection[int] = ()
-    ) -> list[Reply]:
+    def all(self, side: str, questions: Sequence[Question], in_flight: int, cancelled: Collection[int] = ()) -> Replies:
         """Return a server's replies, `in_flight` at a time; streams at the `cancelled` indices are aborted early."""
         self.in_flight = min(in_flight, len(questions))
         with ThreadPoolExecutor(in_flight) as pool:
@@ -210,8 +206,8 @@ class Audit:
     def __init__(self, asker: Asker, questions: list[Question], config: AuditConfig) -> None:
         self.asker, self.questions, self.config, self.near_tie = asker, questions, config, config.near_tie
         self.tokens, self.seconds = Counter[tuple[str, int]](), defaultdict[tuple[str, int], float](float)
-        self.answers = defaultdict[tuple[str, str], list[Reply]](list)  # the baseline's answers, by question
-        self.explained: dict[tuple[str, str], list[Reply]] = {}
+        self.answers = defaultdict[tuple[str, str], Replies](list)  # the baseline's answers, by question
+        self.explained: dict[tuple[str, str], Replies] = {}
         self.texts: dict[str, str] = {}  # the baseline's first answers by prompt
 
     def question(self, id_: str, text: str, *before: str, **fields: Any) -> Question:
@@ -265,7 +261,7 @@ class Audit:
             kind = "unexplained"
         return Difference(question, ours.content, nearest.content, at, gap, kind, fault)
 
-    def _explained(self, question: Question) -> list[Reply]:
+    def _explained(self, question: Question) -> Replies:
         """Return the baseline's answers with logprobs; empty for a server without logprobs."""
         key = question.content
         if key not in self.explained:
@@ -299,11 +295,10 @@ def judged(
     before.
     """
     pairs = [*answers]
-    errors = {question.id: [reply.error for reply in audit.answers[question.content] if reply.error]
-              for question, _ in pairs}  # fmt: skip
-    answered = [(question, reply) for question, reply in pairs if not errors[question.id]]
+    answered = [pair for pair in pairs if not any(reply.error for reply in audit.answers[pair[0].content])]
     if not answered:
-        error = next((error for several in errors.values() for error in several), "no such questions")
+        errors = (reply.error for question, _ in pairs for reply in audit.answers[question.content] if reply.error)
+        error = next(errors, "no such questions")
         return Finding("not_offered", f"the baseline does not answer: {error}")
     differences = []
     for question, reply in answered:
@@ -392,8 +387,7 @@ def penalized(tokens: Sequence[Token], body: Record) -> list[Token]:
             text: value - presence * (counts[text] > 0) - frequency * counts[text]
             for text, value in {**token.top, token.text: token.logprob}.items()
         }
-        top = {text: values[text] for text in token.top}
-        adjusted.append(token._replace(logprob=values[token.text], top=top))
+        adjusted.append(token._replace(logprob=values[token.text], top={text: values[text] for text in token.top}))
         counts[token.text] += 1
     return adjusted
 

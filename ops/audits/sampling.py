@@ -7,6 +7,7 @@ the distributions. Whether a seed gives an answer again is compared by Fisher's 
 """
 
 import re
+from collections import Counter
 from collections.abc import Hashable, Sequence
 from typing import Any
 
@@ -14,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ops.audits.compare import AUDITED, BASELINE, SIDES, Audit, Difference, Finding, violation
-from ops.served import Question, Reply
+from ops.served import Question, Replies, Reply
 
 Array = NDArray[Any]
 Sides = tuple[list[str], list[str]]  # the audited server's answers to a prompt, and as many of the baseline's
@@ -38,25 +39,25 @@ def sampling(audit: Audit, check: str) -> Finding:
 
     If they seem to differ, AGAIN times as many new samples decide.
     """
-    settings = {**SETTINGS[check], "max_tokens": audit.config.sample_tokens}
+    config = audit.config
+    settings = {**SETTINGS[check], "max_tokens": config.sample_tokens}
     questions = [question.having("sampled", **settings) for question in audit.questions[:PROMPTS]]
-    rng, level = np.random.default_rng(audit.config.seed), audit.config.alpha / len(SETTINGS)
-    in_flight = min(IN_FLIGHT, max(audit.config.concurrency))
+    rng, level = np.random.default_rng(config.seed), config.alpha / len(SETTINGS)
+    in_flight = min(IN_FLIGHT, max(config.concurrency))
     ps, summaries = list[float](), list[str]()
-    for first, count in ((0, audit.config.samples), (2 * audit.config.samples, AGAIN * audit.config.samples)):
+    for first, count in ((0, config.samples), (2 * config.samples, AGAIN * config.samples)):
         replies = []  # prompt -> server -> answers, each with a seed of its own
         for question in questions:
             seeded = [
                 question.having(f"sample {seed}", seed=seed)
-                for seed in range(audit.config.seed + first, audit.config.seed + first + 2 * count)
+                for seed in range(config.seed + first, config.seed + first + 2 * count)
             ]
             pairs = zip(SIDES, (seeded[:count], seeded[count:]), strict=True)
             replies.append([audit.asker.all(side, several, in_flight) for side, several in pairs])
         ours, theirs = ([reply.error for sides in replies for reply in sides[i] if reply.error] for i in range(2))
         if theirs:
-            none = len(theirs) == count * len(replies)
             note = f"the baseline fails with these settings: {theirs[0]}"
-            return Finding("not_offered" if none else "undecided", note)
+            return Finding("not_offered" if len(theirs) == count * len(replies) else "undecided", note)
         if ours:
             note = f"it fails: {ours[0]}"
             return Finding("failed", note, [violation(questions[0], "", "", "error", note)])
@@ -84,15 +85,13 @@ def kernel_of(ours: Sequence[str], theirs: Sequence[str]) -> Array:
 
     Their features are beginnings, n-grams and the length (as unary counts).
     """
-    features: list[list[Hashable]] = []
+    features: list[Counter[Hashable]] = []
     for words in map(words_of, (*ours, *theirs)):
         begins = [("begins", *words[:size]) for size in range(1, OPENING + 1)]
         ngrams = [tuple(words[i : i + size]) for size in range(1, NGRAM + 1) for i in range(len(words) - size + 1)]
-        features.append([*begins, *ngrams, *range(len(words))])
-    columns = {key: i for i, key in enumerate(dict.fromkeys(key for keys in features for key in keys))}
-    counts = np.zeros((len(features), len(columns)))
-    for row, keys in zip(counts, features, strict=True):
-        np.add.at(row, [columns[key] for key in keys], 1)
+        features.append(Counter([*begins, *ngrams, *range(len(words))]))
+    columns = dict.fromkeys(key for counted in features for key in counted)
+    counts = np.array([[counted[key] for key in columns] for counted in features], dtype=float)
     counts /= np.sqrt(counts.sum(0))  # frequent features weigh less
     return np.asarray(counts @ counts.T)
 
@@ -163,10 +162,7 @@ def fewer(ones: Sequence[bool], others: Sequence[bool]) -> float:
 
 
 def choices(audit: Audit) -> Finding:
-    """Ask for two choices with a seed at temperature 1: both must come, be counted, and differ.
-
-    The second choices are those of the baseline's distribution, by the same test as samples.
-    """
+    """Ask for two choices with a seed at temperature 1: both must come, be counted, and differ."""
     trials = [
         (question, audit.asker.ask(AUDITED, question), audit.asker.ask(BASELINE, question))
         for question in _seeded(audit, n=2)
@@ -174,17 +170,10 @@ def choices(audit: Audit) -> Finding:
     if any(len(theirs) != 2 for *_, theirs in trials):
         return Finding("not_offered", "the baseline does not answer n=2")
     wrong = [(*trial, *broken) for trial in trials if (broken := wrong_choices(*trial[1:]))]
-    if not wrong:
-        seconds: dict[str, Sides] = {}
-        for question, *sides in trials:
-            for texts, (_, second) in zip(seconds.setdefault(question.prompt, ([], [])), sides, strict=True):
-                texts.append(second.content)
-        same = [all(sides[i][0].text == sides[i][1].text for _, *sides in trials) for i in range(2)]
-        level = audit.config.alpha / 10
-        if same == [True, False]:
-            wrong = [(*trials[0], "choices", "both choices are the same text, always")]
-        elif p_value([*seconds.values()], level, np.random.default_rng(audit.config.seed)) <= level:
-            wrong = [(*trials[0], "choices", "the second choices are not the baseline's")]
+    sides = ([ours for _, ours, _ in trials], [theirs for *_, theirs in trials])
+    copied = [all(len({reply.text for reply in replies}) == 1 for replies in side) for side in sides]
+    if not wrong and copied == [True, False]:
+        wrong = [(*trials[0], "choices", "both choices are the same text, always")]
     differences = [
         violation(question, "\n".join(r.content for r in ours), "\n".join(r.content for r in theirs), fault, note)
         for question, ours, theirs, fault, note in wrong[:3]
@@ -193,7 +182,7 @@ def choices(audit: Audit) -> Finding:
     return Finding("failed" if wrong else "passed", summary, differences)
 
 
-def wrong_choices(ours: list[Reply], theirs: list[Reply]) -> tuple[str, str] | None:
+def wrong_choices(ours: Replies, theirs: Replies) -> tuple[str, str] | None:
     """Return the fault of two choices and a note: an error, their number, or the count of tokens."""
     if ours[0].error:
         return "error", f"it fails: {ours[0].error}"

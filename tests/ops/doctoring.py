@@ -41,6 +41,7 @@ FULL = {"draft_vocab": None, "lm_head": "shared"}  # a head that drafts all toke
 OPTIONS: dict[str, dict[str, Any]] = {
     "eagle": {"layers": 1, "bias": False},
     "eagle3": {"feature_layers": None, "draft_vocab": 30},
+    "eagle4": {"candidates": 9},
     "peagle": {"feature_layers": None, "draft_vocab": 30, "layers": 1, "depths": 3},
     "medusa": {"heads": 3},
     "hydra": {"heads": 3, "layers": 1, "prefix": False},

@@ -13,9 +13,8 @@ import pytest
 from markupsafe import escape
 
 from heads.common.typed import from_yaml
-from ops.audit import CHECKS, JSON, PAGE, REPRODUCTION, Verdict, audited, main
+from ops.audit import CHECKS, ENVIRONMENT, JSON, PAGE, REPRODUCTION, Verdict, audited, main
 from ops.audits.compare import AuditConfig
-from ops.audits.output import ENVIRONMENT
 from tests.eval.small import run_command
 from tests.ops.audit_decoding import ALTERNATIVES
 from tests.ops.audit_decoding import FAULTS as PLANTED
@@ -365,7 +364,6 @@ def once(events: list[Body]) -> None:
         (once, "choices"),
         (lambda events: events[-1]["usage"].update(completion_tokens=8), "usage"),
         (second(lambda first, _: first), "choices"),
-        (second(lambda _, other: other[::-1]), "choices"),
     ],
 )
 def test_two_choices_are_counted_and_their_own(

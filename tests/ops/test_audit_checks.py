@@ -10,10 +10,9 @@ import pytest
 
 from data.answers.client import EndpointError
 from heads.common.typed import from_yaml
-from ops.audit import speed, verdict_of
+from ops.audit import ENVIRONMENT, cut, difference_record, speed, verdict_of
 from ops.audits.checks import checked, identity, limits, logprobs_hold, schemas, stop_in, stop_strings, usage
 from ops.audits.compare import SIDES, Audit, AuditConfig, Difference, Finding, diagnosed, gap_at, penalized, violation
-from ops.audits.output import ENVIRONMENT, cut, difference_record
 from ops.audits.sampling import OPENING, fewer, p_value, sampling
 from ops.served import Question, Reply, Token, read_replies, read_tokens
 from tests.ops.test_audit import SMALL

@@ -75,10 +75,6 @@ FAULTS = {
         {"config": set_to(rope_parameters={"rope_type": "default", "rope_theta": 5e5})}, "rope",
         "rope_parameters says theta 500000", "theta 10000",
     ),
-    "theta in one of two places": Fault(
-        {"config": within("transformer_layer_config", rope_theta=5e5)}, "transformer_layer_config.rope_theta", "500000",
-        "set both",
-    ),
     "2048 positions": Fault(
         {"config": rope(max_position_embeddings=2048)}, "max_position_embeddings", "2048",
         'set "max_position_embeddings" to 4096',
@@ -218,6 +214,12 @@ def test_a_healthy_head_has_no_finding(
     found = examine(asked(folder, ward.target, True))
     assert [each for each in found if each.verdict != OK] == [], written(found)
     assert {path: path.read_bytes() for path in folder.iterdir()} == before
+
+
+def test_a_folder_for_the_plug_ins_of_eagle4_is_no_foreign_layout(tmp_path: Path, ward: Ward) -> None:
+    folder = ward.published(tmp_path / "head", "eagle4", "eagle4", {}, steps=0)
+    (found,) = [each for each in examine(asked(folder, ward.target, False)) if each.check == "architectures"]
+    assert found.says.startswith("format=eagle4, for EAGLE-4's plug-ins")
 
 
 MEASURED: dict[str, tuple[dict[str, Any], str, str]] = {

@@ -44,7 +44,7 @@ SMALL = [
     "data.cache=null", "data.contamination=null",
     "trainer.steps=120", "trainer.lr=1e-2", "trainer.batch_tokens=256", "trainer.micro_tokens=256",
     "trainer.eval_every=20", "trainer.save_every=10", "trainer.eval_prompts=2", "trainer.eval_tokens=8",
-    "trainer.estimate_every=null", "trainer.precision=fp32", "launcher=inline", "model.device=cpu",
+    "trainer.precision=fp32", "launcher=inline", "model.device=cpu",
     "model.dtype=float32", "eval.max_new_tokens=10",
 ]  # fmt: skip
 

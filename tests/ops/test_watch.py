@@ -37,7 +37,6 @@ from ops.watch import (
     main,
     replayed,
     watched,
-    watcher_config,
     windows,
 )
 from tests.eval.small import run_command, small
@@ -49,7 +48,7 @@ WATCHER: dict[str, Any] = {
 
 
 def config(**values: Any) -> WatcherConfig:
-    return watcher_config(WATCHER | values)
+    return from_yaml(WatchConfig, "ops/watch", log="log", **WATCHER | values)
 
 
 def of_server(url: str, **values: Any) -> WatchConfig:
@@ -212,8 +211,6 @@ def test_the_command_is_quiet_but_for_its_line(tmp_path: Path, capsys: Any) -> N
     for words in ([], [f"log={path}", "url=http://localhost:1"]):
         assert run_command(main, "ops/watch", *words) == 2
         assert capsys.readouterr().err.splitlines()[-1].startswith("error: give what to watch: log=FILE, or url=")
-    assert run_command(main, "ops/watch", "url=http://localhost:1", "follow=false") == 2
-    assert "follow=false reads a log to its end" in capsys.readouterr().err
 
 
 def test_a_head_is_played_along_a_log_as_the_offline_tier_plays_it(runs: Path, tmp_path: Path) -> None:

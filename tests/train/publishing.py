@@ -21,7 +21,7 @@ EVERYTHING = {
     "tokenizer_reference.json", "custom_generate/generate.py",
 }  # fmt: skip
 VALUES: dict[str, Any] = {
-    "repo": REPO, "private": True, "license": "mit", "dry_run": False, "out": None, "reverify": True, "format": None,
+    "repo": REPO, "private": True, "license": "mit", "dry_run": False, "out": None, "format": None,
     "target": None, "gguf": None, "dtype": "bfloat16", "draft_tokens": 3, "verify_prompts": 4, "verify_tokens": 16,
     "tag": None, "base": None,
 }  # fmt: skip

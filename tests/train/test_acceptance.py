@@ -1,4 +1,4 @@
-"""What is measured while training: τ is the verifier's, the estimate is what drafting at every row would give."""
+"""What is measured while training: τ is the verifier's."""
 
 import subprocess
 import sys
@@ -9,14 +9,13 @@ import pytest
 import torch
 
 from eval.measures import metrics
-from heads.base import Features
 from heads.common.resolvers import ROOT
 from heads.modules.layers import Recomputing
-from inference.decode import RequestParams, autoregress, speculate
+from inference.decode import RequestParams, speculate
 from inference.drafters.head import HeadDrafter
 from inference.target.target import Target
 from inference.verification.sample import GREEDY
-from tests import drafting, toys
+from tests import toys
 from tests.train import jobs
 from train.config import RunConfig
 from train.loop import AcceptanceEvaluator
@@ -32,42 +31,6 @@ def run(*overrides: str) -> RunConfig:
 
 def judging(target: Target, run: RunConfig) -> AcceptanceEvaluator:
     return AcceptanceEvaluator(target, PROMPTS, run.trainer, run.tree, run.name)
-
-
-@pytest.mark.parametrize("name", ["eagle", "eagle3", "block", "hass"])
-def test_the_estimate_is_that_of_drafting_at_every_row(name: str) -> None:
-    target, head = toys.target(), toys.head(name, toys.target())
-    made: Any = head
-    evaluator = judging(target, run())
-    hits, rows = torch.zeros(4), torch.zeros(4)
-    for prompt in evaluator.prompts:
-        token = prompt + autoregress(target, prompt, RequestParams(14, GREEDY)).tokens
-        every = target.features(
-            torch.tensor([token]), torch.zeros(1, len(token), dtype=torch.long), made.feature_layers
-        )
-        for root in range(len(prompt), len(token) - 1):
-            upto = Features(*(part[:, :root] for part in every[:4]))
-            state, level = drafting.extend(made, None, upto, torch.tensor(token[1 : root + 1]))
-            right = True
-            for depth in range(1, min(4, len(token) - 1 - root) + 1):
-                right &= int(drafting.logits(made, level)[0].argmax()) == token[root + depth]
-                hits[depth - 1], rows[depth - 1] = hits[depth - 1] + right, rows[depth - 1] + 1
-                if depth < 4:
-                    path = torch.ones(1, depth, dtype=torch.bool)
-                    following = torch.tensor(token[root + depth : root + depth + 1])
-                    level = drafting.expand(made, state, level, following, torch.zeros(1, dtype=torch.long), path)
-    torch.testing.assert_close(torch.tensor(evaluator.estimate(head)), hits / rows)
-    assert evaluator.estimate(head) == evaluator.estimate(head)
-
-
-def test_an_estimate_stops_before_any_prompt_or_text_and_starts_anew() -> None:
-    target, head = toys.target(), toys.head("mlp", toys.target())
-    whole = judging(target, run()).estimate(head)
-    for before in (0, 2, 5):
-        evaluator, asked = judging(target, run()), iter([*[False] * before, True])
-        assert evaluator.estimate(head, asked.__next__) is None
-        assert not [*asked]
-        assert evaluator.estimate(head) == whole
 
 
 def test_tau_is_the_verifiers_on_prompts_that_the_seed_draws() -> None:

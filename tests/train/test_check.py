@@ -15,7 +15,7 @@ from tests.train import jobs
 from tests.train.jobs import composed
 from tests.train.jobs import configured as unplaced
 from train import resolve as resolving
-from train.build import max_prompt_tokens, ordinary_mask, prepare_out, values_of
+from train.build import max_prompt_tokens, prepare_out, values_of
 from train.config import RunConfig
 from train.distributed.processes import RunLock
 from train.plan import plan
@@ -111,11 +111,12 @@ def test_a_start_that_failed_is_in_nobodys_way(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text("name: x\n")
     (tmp_path / "metrics.jsonl").write_text("")
     (tmp_path / "checkpoints").mkdir()
-    check_out(tmp_path, replaces=False)
+    new, replaced = (SimpleNamespace(out=tmp_path, resume=False, overwrite=replaces) for replaces in (False, True))
+    check_out(new)
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
-    check_out(tmp_path, replaces=True)
+    check_out(replaced)
     with pytest.raises(ValueError, match="holds a run already"):
-        check_out(tmp_path, replaces=False)
+        check_out(new)
 
 
 def test_a_run_does_not_replace_the_head_that_it_starts_from(toy: list[str], tmp_path: Path) -> None:
@@ -125,6 +126,20 @@ def test_a_run_does_not_replace_the_head_that_it_starts_from(toy: list[str], tmp
     check(configured([*words, f"out={tmp_path / 'second'}"]))
     with pytest.raises(ValueError, match=r"first is the run that overwrite=true replaces .*: give another name"):
         check(configured([*words, f"out={tmp_path / 'first'}"]))
+
+
+def test_a_plan_checks_the_kind_and_the_engine_of_the_head_that_a_run_starts_from(
+    toy: list[str], tmp_path: Path
+) -> None:
+    target = toys.target()
+    head = toys.head_of("eagle", {**toys.HEAD_CONFIGS["eagle"], "bias": True}, target)
+    save_head(tmp_path / "first" / "head", head, target.spec, {"kind": "chain", "depth": 2})
+    words = [*toy, f"init={tmp_path / 'first'}", "plan=true"]
+    resolve(composed([*words, "head=eagle", "engine=sglang"]))
+    with pytest.raises(ValueError, match=r"first is a head of kind eagle, .*: give head=eagle"):
+        resolve(composed([*words, "head=medusa"]))
+    with pytest.raises(ValueError, match=r"^engine=vllm: the head has a bias of fc"):
+        resolve(composed([*words, "head=eagle", "engine=vllm"]))
 
 
 @pytest.mark.parametrize("begun", [False, True])
@@ -217,16 +232,3 @@ def test_the_memory_of_a_machine_ends_at_that_of_a_container(
     for text, limited in (("max\n", False), ("1000\n", True)):
         (tmp_path / file).write_text(text)
         assert (resolving.free_bytes() == 1000) == limited
-
-
-def test_a_mask_token_that_texts_have_is_said() -> None:
-    tokenizer = toys.tokenizer()
-    size = len(tokenizer)
-    tokenizer.add_special_tokens({"additional_special_tokens": ["<|reserved|>"], "eos_token": "<|end|>"})
-    reserved, end = tokenizer.convert_tokens_to_ids(["<|reserved|>", "<|end|>"])
-    word = repr(tokenizer.decode([size - 1]))
-    assert f"head.mask_token=-1: masked positions hold the embedding of token {size - 1}, {word}, which texts" in str(
-        ordinary_mask(-1, size, tokenizer)
-    )
-    assert f"token {end}, '<|end|>'" in str(ordinary_mask(end, size + 2, tokenizer))
-    assert not any(ordinary_mask(token, size + 9, tokenizer) for token in (None, -1, reserved))

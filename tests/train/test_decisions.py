@@ -35,9 +35,10 @@ def test_the_best_head_is_kept_and_an_equal_one_is_no_better(
     measured = {"tau": tau, "tau_ci": (tau - 0.5, tau + 0.5)}
     loop.stepper = SimpleNamespace(state=SimpleNamespace(weights=lambda: {"w": torch.zeros(1)}))
     loop.evaluator = SimpleNamespace(tau=lambda _, halted: None if halted() else measured)
-    loop.measure_on_main = lambda measure, weights: measure(weights, lambda: False)
-    loop.control = SimpleNamespace(broadcast=dict)
-    assert Loop.measure(loop, 8)
+    loop.accelerator, loop.needs_all_ranks = SimpleNamespace(is_main_process=True), False
+    loop.kept_head = SimpleNamespace(decoding=dict)
+    loop.control = SimpleNamespace(broadcast=dict, exchange=lambda over: (False, over))
+    Loop.measure(loop, 8)
     assert bool(loop.kept) == better
     assert loop.progress == {
         "best_tau": tau if better else 2.0, "best_step": 8 if better else 4, "stale": 0 if better else 2, "measured": 8,
@@ -55,17 +56,17 @@ def test_what_is_measured() -> None:
 
 def test_the_best_step_has_a_checkpoint_though_none_is_due() -> None:
     loop, saved = run_of(None), list[int]()
-    loop.trainer.save_every, loop.trainer.estimate_every = 7, None
+    loop.trainer.save_every = 7
     loop.start, loop.saver, loop.save, loop.write_cost = 0, SimpleNamespace(finish=list), saved.append, str
-    loop.train_step = loop.measure = lambda _: True  # the best step is 4, as `run_of` has it
+    loop.train_step = loop.measure = lambda _: None  # the best step is 4, as `run_of` has it
     loop.due, loop.exhausted = partial(Loop.due, loop), partial(Loop.exhausted, loop)
     Loop.advance(loop)
     assert saved == [4, 7, 10]
 
 
 def test_a_trainings_cost_counts_the_tokens_of_its_rollouts_too(tmp_path: Path) -> None:
-    progress = {"rollout_tokens": 30, "skipped": 2, "best_tau": 2.5, "seconds": 9.0, "stall": 1.5}
-    step = SimpleNamespace(sizes=(11, 5), operations=lambda first, last: 100 * (last - first))
+    progress = {"flops": 100, "rollout_tokens": 30, "skipped": 2, "best_tau": 2.5, "seconds": 9.0, "stall": 1.5}
+    step = SimpleNamespace(sizes=(11, 5))
     loop: Any = SimpleNamespace(
         stepper=step, progress=progress, out=tmp_path, saver=SimpleNamespace(seconds=0.25),
         source=SimpleNamespace(batches=SimpleNamespace(step_tokens=64)),

@@ -15,8 +15,8 @@ from transformers import LlamaConfig
 from benchmarks.training_kernels import embeddings_of
 from heads.base import DepthOutput, Features, HeadModule
 from heads.modules.vocab import DraftLmHead, GradientSum
-from tests.train.test_objective import CONFIG
-from train.objective import LossContext, chunk_rows, chunked, labels, loss_weights, objective
+from tests.train.test_objective import CONFIG, all_at_once
+from train.objective import chunk_rows, chunked, loss_weights, objective
 from train.step import Flops
 
 
@@ -144,8 +144,7 @@ def peak(rows: int, depths: int, width: int, *, whole: bool) -> int:
     quick = torch.autocast("cpu", torch.bfloat16)
     with FakeTensorMode(allow_non_fake_inputs=True), Allocations() as allocated, quick:
         if whole:
-            work = LossContext(head, features, weight.flatten(1), of, chunks, labels(head, features))
-            loss, _ = work.run([[draft.state.flatten(0, 1), None, None, None] for draft in drafts])
+            loss, _ = all_at_once(head, drafts, features, weight, of, parts=chunks)
         else:
             loss, _ = objective(head, drafts, features, weight, of, chunks)
         loss.backward()

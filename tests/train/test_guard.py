@@ -17,7 +17,7 @@ from tests.train.jobs import configured, resolved
 from train import build, checkpoint
 from train import run as runs
 from train.loop import Loop
-from train.step import WINDOW, Guard
+from train.step import BEGINNING, WINDOW, Guard
 
 STEPS, BAD = 8, 3  # the bad one counts from 0
 OPTIONS = [
@@ -188,7 +188,7 @@ def test_a_step_without_memory_ends_the_run_in_one_line_and_it_goes_on(
 
 def guard(spike: float | None = None) -> Guard:
     run = configured(["data.length=32", f"trainer.spike={'null' if spike is None else spike}"])
-    return Guard(run.trainer, {})
+    return Guard(run.trainer, dict(BEGINNING))
 
 
 @pytest.mark.parametrize(

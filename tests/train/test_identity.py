@@ -70,7 +70,7 @@ def batches(**changed: Any) -> Batches:
 def test_a_run_goes_on_with_the_settings_that_it_began_with(run: RunConfig) -> None:
     """Of the trainer's fields some identify a run, some are reported, some tell what the best τ was measured on."""
     prompts = [toys.prompt(seed) for seed in range(9)]
-    settled = without_effect(run.trainer, lambda trainer: checkpoint.data_settings(trainer, batches()))
+    settled = without_effect(run.trainer, lambda trainer: checkpoint.settings(trainer, {}, "a", batches()))
     reported = without_effect(run.trainer, lambda trainer: checkpoint.numerics(trainer, {}, "ddp", 1))
     measured = without_effect(
         run.trainer,
@@ -84,7 +84,7 @@ def test_a_run_goes_on_with_the_settings_that_it_began_with(run: RunConfig) -> N
     }  # fmt: skip
     assert every - measured == {"eval_prompts", "eval_tokens", "seed"}
     assert settled & reported & measured == {
-        "recompute", "compile", "eval_every", "estimate_every", "save_every", "keep", "patience", "log_every",
+        "recompute", "compile", "eval_every", "save_every", "keep", "patience", "log_every",
         "trackers", "peak_tflops", "on_bad_step", "bad_steps", "timeout",
     }  # fmt: skip
     none = without_effect(
@@ -100,7 +100,7 @@ def test_other_data_another_head_and_another_target_are_another_run(run: RunConf
     def identity(
         head: Any = run.head, peft: Any = peft, target: str = "a", of: Batches | None = None
     ) -> dict[str, Any]:
-        return checkpoint.settings(run.trainer, head, peft, target, of or batches())
+        return checkpoint.settings(run.trainer, {"head": head, "peft": peft}, target, of or batches())
 
     def numerics(loss: Any, strategy: str = "ddp", world: int = 1) -> dict[str, Any]:
         return checkpoint.numerics(run.trainer, loss, strategy, world)

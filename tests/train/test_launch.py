@@ -63,7 +63,7 @@ def test_a_plan_has_the_command_of_each_of_several_nodes() -> None:
     assert once.endswith("srun --nodes=2 --ntasks-per-node=8 --gpus-per-node=8 python train/run.py 'name=a b'")
     assert "gpus" not in str(launch.by_hand(nodes, "train/run.py", words, on_cpu=True))
     for alone in ("launcher=ddp", "launcher=slurm"):
-        assert launch.by_hand(run(alone).launcher, "train/run.py", words, on_cpu=False) is None
+        assert launch.by_hand(run(alone).launcher, "train/run.py", words, on_cpu=False) == ""
 
 
 def test_a_job_of_slurm_is_the_same_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -86,7 +86,7 @@ def test_each_k_has_its_own_most_likely_tokens_and_none_more_than_there_are() ->
     [
         ({"losses": {"mse": 1.0}}, "losses.mse: unknown, choose from ce, soft_ce"),
         ({"losses": {"ce": 0.0}}, "no loss has a weight"),
-        ({"base_loss_share": [1.0]}, "objective.base_loss_share: give two shares"),
+        ({"base_loss_share": [1.0]}, r"base_loss_share is \[1\.0\], expected a list of 2"),
         ({"depths": 0}, "objective.depths is 0"),
         ({"depth_weights": "linear"}, "choose decay, dpace"),
     ],

@@ -16,7 +16,7 @@ from tests.train import jobs
 from train.config import RunConfig
 from train.objective import loss_weights
 from train.plan import HeadCost, TargetShape, head_cost, head_state, target_state
-from train.resolve import by_driver_name
+from train.resolve import peak_of, preset
 from train.step import Flops, Loss
 
 Counter: Any = Flops  # a dispatch mode is a context of an untyped kind
@@ -177,8 +177,6 @@ def test_a_device_is_known_by_the_name_of_its_driver() -> None:
         "NVIDIA H100 80GB HBM3": "h100", "NVIDIA A100-SXM4-40GB": "a100_40", "NVIDIA A100-SXM4-80GB": "a100",
         "NVIDIA L4": "l4", "NVIDIA L40S": "l40s", "NVIDIA GH200 480GB": "h200",
     }.items():  # fmt: skip
-        found = by_driver_name(driver)
-        assert found is not None, driver
-        assert (found.name, found.type) == (name, "cuda")
-    assert by_driver_name("Riva TNT2") is None
-    assert by_driver_name("NVIDIA A10G") is None, "no A10"
+        assert peak_of(driver) == preset(name).tflops, driver
+    assert peak_of("Riva TNT2") is None
+    assert peak_of("NVIDIA A10G") is None, "no A10"

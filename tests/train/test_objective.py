@@ -12,7 +12,19 @@ from heads import HEADS, rows
 from heads.base import DepthOutput, Features, NewRows
 from tests import toys
 from train.losses import LOSSES, ObjectiveConfig, OnPolicyConfig
-from train.objective import CPU_LOGITS, ROWS, SHARE, chunk_rows, chunked, labels, loss_weights, objective, trainable
+from train.objective import (
+    CPU_LOGITS,
+    ROWS,
+    SHARE,
+    LossContext,
+    chunk_rows,
+    chunked,
+    dpace,
+    labels,
+    loss_weights,
+    objective,
+    trainable,
+)
 from train.step import Flops
 
 CONFIG = ObjectiveConfig(
@@ -35,6 +47,24 @@ def config(**losses: float) -> ObjectiveConfig:
     return replace(CONFIG, losses=losses)
 
 
+def all_at_once(
+    head: Any, drafts: list[DepthOutput], features: Features, weight: torch.Tensor, of: ObjectiveConfig,
+    base: float = 0.0, parts: Any = None,
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:  # fmt: skip
+    """Return the loss and the sums of all rows at once, by plain autograd."""
+    parts = parts or chunked(weight > 0, weight[0].numel(), weight.device, features.path)
+    work = LossContext(head, features, weight.flatten(1), of, parts, labels(head, features), base)
+    flat = [[None if x is None else x.flatten(0, 1) for x in draft[: 4 if base else 3]] for draft in drafts]
+    decay = of.depth_decay ** torch.arange(len(drafts), device=weight.device)[:, None]
+    by = decay if of.depth_weights == "decay" else dpace(work, [fields[0] for fields in flat if fields[0] is not None])
+    work, [(teacher, by_depth)] = work._replace(weight=work.weight * by), parts
+    probs, found = work.teacher_probs(teacher), []
+    for d, (fields, own) in enumerate(zip(flat, by_depth, strict=True)):
+        found.append(work.depth(d, [x if x is None else x[own.source] for x in [*fields, None][:4]], own, probs))
+    sums = torch.stack([each for _, each in found], 1)
+    return torch.stack([loss for loss, _ in found]).sum(), dict(zip([*of.losses, "accuracy"], sums, strict=True))
+
+
 def loss_of(
     head: Any,
     drafts: list[DepthOutput],
@@ -45,8 +75,9 @@ def loss_of(
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Return the loss in chunks of so many teacher rows, None for all by plain autograd."""
     weight = loss_weights(features.document, mask, None, of).row
-    chunks = None if chunk is None else chunked(weight > 0, chunk, weight.device)
-    return objective(head, drafts, features, weight, of, chunks)
+    if chunk is None:
+        return all_at_once(head, drafts, features, weight, of)
+    return objective(head, drafts, features, weight, of, chunked(weight > 0, chunk, weight.device))
 
 
 @pytest.mark.parametrize(
@@ -276,37 +307,37 @@ def test_accuracy_counts_the_rows_whose_guess_is_the_targets_own(name: str, monk
     assert (missed > 0) == (head.vocab is not None)
 
 
-@pytest.mark.parametrize("chunk", [4, None])
-def test_the_uncorrected_logits_have_their_share_of_the_loss(chunk: int | None) -> None:
+@pytest.mark.parametrize("whole", [False, True])
+def test_the_uncorrected_logits_have_their_share_of_the_loss(whole: bool) -> None:
     head: Any = toys.head("block of Domino", toys.target("llama", torch.float64)).requires_grad_()
     features, mask = batch(head.feature_layers, torch.float64)
     weight = loss_weights(features.document, mask, None, CONFIG).row
-    chunks = None if chunk is None else chunked(weight > 0, chunk, weight.device)
+    chunks = chunked(weight > 0, 4, weight.device)
     of = replace(config(soft_ce=0.5), depths=4, base_loss_share=[0.8, 0.2])
 
     def gradient(base: float, *, uncorrected: bool = False) -> torch.Tensor:
         drafts = head.unroll(features, 4)
         drafts = [draft._replace(state=draft.base_state) for draft in drafts] if uncorrected else drafts
-        loss, sums = objective(head, drafts[:2], features, weight, of, chunks, base)
+        given = (head, drafts[:2], features, weight, of)
+        loss, sums = all_at_once(*given, base) if whole else objective(*given, chunks, base)
         if not uncorrected:
             torch.testing.assert_close(sums["soft_ce"], plain_sums, check_dtype=False)
         return torch.autograd.grad(loss, head.fusion.fc.weight)[0]
 
-    plain_sums = objective(head, head.unroll(features, 4)[:2], features, weight, of)[1]["soft_ce"]
+    plain_sums = all_at_once(head, head.unroll(features, 4)[:2], features, weight, of)[1]["soft_ce"]
     assert of.base_loss_share_at(0.5) == pytest.approx(0.5)
     both = 0.25 * gradient(0.0, uncorrected=True) + 0.75 * gradient(0.0)
     torch.testing.assert_close(gradient(0.25), both)
 
 
-@pytest.mark.parametrize("chunk", [None, 3])
-def test_the_uncorrected_logits_have_no_share_of_the_predicted_acceptance(chunk: int | None) -> None:
+def test_the_uncorrected_logits_have_no_share_of_the_predicted_acceptance() -> None:
     """It predicts that of what is drafted: the corrected logits."""
     head: Any = toys.head("block of DSpark", toys.target("llama", torch.float64)).requires_grad_()
     torch.nn.init.normal_(head.bias.weight, std=2.0)
     features, mask = batch(head.feature_layers, torch.float64)
     of = replace(config(confidence=1.0), depths=4)
     weight = loss_weights(features.document, mask, None, of).row
-    chunks = None if chunk is None else chunked(weight > 0, chunk, weight.device)
+    chunks = chunked(weight > 0, 3, weight.device)
 
     def gradient(base: float) -> torch.Tensor:
         head.zero_grad()

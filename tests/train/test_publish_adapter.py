@@ -143,7 +143,7 @@ DAMAGE: list[tuple[str, Any, str]] = [
 
 
 def test_an_adapter_from_outside_is_refused_in_a_line(run: Path, hub: Hub, target: EmbeddingsOnly) -> None:
-    publish(config(run, repo=REPO, base=BASE, reverify=False), HfApi())
+    publish(config(run, repo=REPO, base=BASE, verify_prompts=0), HfApi())
     files = hub.repos[REPO].files
     tensors, said = load(files[lora.WEIGHTS]), json.loads(files[lora.CONFIG])
     broken = [({lora.CONFIG: json.dumps(said | changes).encode()}, complaint) for changes, complaint in CHANGES]

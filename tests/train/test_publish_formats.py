@@ -21,8 +21,7 @@ from tests import toys
 from tests.train.publishing import VALUES
 from train.publish import PublishConfig, publish
 from train.release import folder
-from train.release.folder import assert_served
-from train.release.openvino import convert
+from train.release.folder import assert_served, convert
 
 TARGET = ROOT / "examples" / "tiny"
 LAYER = {**toys.LAYER, "length": None}

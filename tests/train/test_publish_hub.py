@@ -9,12 +9,10 @@ from huggingface_hub import HfApi
 from tests.train.hub_server import READER, START, TOKEN, Fault, Hub, Repo
 from tests.train.publishing import EVERYTHING, REPO, config
 from train.publish import publish
-from train.release.hub import WAITS
 
 WHOLE = {*EVERYTHING, *START}
 COMMIT = f"^POST /api/models/{REPO}/commit"
 BATCH = "^POST .*objects/batch"
-WEIGHTS = "^PUT /lfs/"
 
 
 def refusal(run: Path, hub: Hub, **changes: object) -> str:
@@ -44,29 +42,6 @@ def test_an_update_is_one_commit_and_keeps_what_is_not_ours(run: Path, hub: Hub)
     assert set(repo.files) == (WHOLE - {"report.md"}) | {"mine.txt", "plans/x.md"}
 
 
-@pytest.mark.parametrize(
-    ("where", "how"),
-    [
-        (WEIGHTS, "cut"),
-        (BATCH, 500),
-        (COMMIT, 502),
-        (COMMIT, "mute"),
-        ("^POST /api/repos/create", "mute"),
-        (f"^GET /api/models/{REPO}$", 503),
-        ("^GET /me/.*safetensors", "cut"),
-        ("^POST /api/models/.*/tag/", "mute"),
-    ],
-)
-def test_what_passes_by_is_tried_again(run: Path, hub: Hub, where: str, how: str | int) -> None:
-    hub.faults = [Fault(where, how, len(WAITS))]
-    publish(config(run, tag="v1"), HfApi())
-    repo = hub.repos[REPO]
-    assert hub.faults[0].times == 0 or how == "mute", "all of them happened"
-    assert set(repo.files) == WHOLE
-    assert len(repo.commits) == 2, "no commit came twice"
-    assert repo.tags == {"v1": repo.head}
-
-
 @pytest.mark.parametrize(("where", "how"), [(BATCH, 503), (COMMIT, "cut")])
 def test_a_connection_lost_for_good_leaves_no_repository_of_ours(
     run: Path, hub: Hub, where: str, how: str | int
@@ -74,7 +49,6 @@ def test_a_connection_lost_for_good_leaves_no_repository_of_ours(
     hub.faults = [Fault(where, how)]
     line = refusal(run, hub)
     assert line.startswith(f"{REPO}: uploading broke off" if how == "cut" else f"{REPO}: the Hub answered 503 while")
-    assert line.endswith("; the repository that this call made is deleted again")
     assert hub.repos == {}
 
 
@@ -82,7 +56,7 @@ def test_a_connection_lost_leaves_a_repository_as_it_was_and_another_call_goes_o
     repo = standing(hub)
     before = repo.head
     hub.faults = [Fault(COMMIT, "cut")]
-    assert refusal(run, hub).endswith(f"; the repository stands at {before[:8]} as before")
+    assert refusal(run, hub).endswith("check the connection and try again")
     assert list(repo.commits) == [repo.head] == [before]
     sent = sorted(hub.received)
     assert len(sent) == 1, "the head"
@@ -126,7 +100,7 @@ def test_a_name_of_someone_else_is_refused(run: Path, hub: Hub) -> None:
     theirs.commit(dict(START))
     assert "you/taken: the repository is public; make it private" in refusal(run, hub, repo="you/taken")
     line = refusal(run, hub, repo="you/taken", private=False)
-    assert re.search(r"the Hub refused uploading \(403\).* as before$", line)
+    assert re.search(r"the Hub refused uploading \(403\)", line)
     assert r"the Hub refused creating the repository (403)" in refusal(run, hub, repo="you/new")
     assert set(hub.repos) == {"you/taken"}
     assert (theirs.files, hub.blobs) == (START, {})
@@ -144,7 +118,6 @@ def test_a_download_that_differs_says_what_to_do(run: Path, hub: Hub) -> None:
     before = repo.head
     hub.damage = "model.safetensors"
     line = refusal(run, hub, tag="v1")
-    assert f"{REPO}: model.safetensors came back different from what was uploaded; the repository stands at" in line
+    assert f"{REPO}: model.safetensors came back different from what was uploaded; {REPO} is at" in line
     assert f"{repo.head}, before, it was {before}: publish again, or take it down on the Hub" in line
     assert repo.tags == {}, "nothing is tagged that was not verified"
-    publish(config(run, reverify=False), HfApi())

@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from heads.common.files import write_checked
+from heads.common.files import read_checked, write_checked
 from tests.train import driver, jobs
 from tests.train.undisturbed import BATCHES, STEPS, Toy, records, steps, taus
 from train import checkpoint
@@ -49,14 +49,14 @@ def test_a_best_tau_of_other_prompts_does_not_decide(toy: Toy) -> None:
     place, words = toy.new(), ("trainer.eval_every=2", "trainer.save_every=2", "trainer.lr=0")
     toy.start(place, *words, "trainer.steps=2")[0].finish()
     (path,) = checkpoint.checkpoints(place / "out" / "checkpoints")
-    state = checkpoint.state_of(path)
+    state = read_checked(path / checkpoint.STATE)
     write_checked(path / checkpoint.STATE, state | {"progress": state["progress"] | {"best_tau": 99.0}})
     said = toy.start(place, *words, "trainer.steps=4", "trainer.eval_prompts=1", "resume=true")[0].finish()
     assert (
         "best τ so far, 99.000 at step 2, does not compare with those to come: trainer.eval_prompts (2, now 1)" in said
     )
     path = checkpoint.checkpoints(place / "out" / "checkpoints")[-1]
-    assert checkpoint.state_of(path)["progress"]["best_step"] == 4
+    assert read_checked(path / checkpoint.STATE)["progress"]["best_step"] == 4
 
 
 @pytest.mark.slow

@@ -16,9 +16,9 @@ from heads import HEADS
 from inference.drafters.policy import TreeConfig
 from tests import toys
 from tests.train import strategy_job
+from tests.train.test_objective import all_at_once
 from train import rollouts
 from train.losses import OnPolicyConfig
-from train.objective import objective
 from train.rollouts import Rollouts, rollout_rows
 from train.step import Loss, Stepper
 
@@ -101,7 +101,7 @@ def test_a_head_unrolls_a_draft_as_it_unrolls_text(name: str) -> None:
     loss = Loss(head, of, compiled=False)
     anchors, weight = loss.sampled(micro.batch, torch.arange(len(micro.batch.token)))
     value, sums = loss(given, weight.row, anchors)
-    whole, _ = objective(head, head.unroll(given, DEPTHS, anchors), given, weight.row, loss.rollout_config)
+    whole, _ = all_at_once(head, head.unroll(given, DEPTHS, anchors), given, weight.row, loss.rollout_config)
     torch.testing.assert_close(value, whole)
     assert list(sums) == ["ce", "soft_ce", "accuracy"]
     torch.testing.assert_close(weight.row, 0.5 * weight.trained.float())

@@ -20,8 +20,10 @@ from inference.target.target import Target
 from inference.verification.sample import GREEDY
 from tests import toys
 from tests.train import jobs
+from train.build import among_processes
 from train.objective import row_keys
-from train.streams import StreamsRunConfig, anchors, loop_of, stream_sums, streams_config, train
+from train.streams import StreamsRunConfig, anchors, loop_of, stream_sums, streams_config
+from train.streams import job as streams_job
 
 SMALL = [
     "data.length=32", "data.held_out=4", "data.max_tokens=64", "model.dtype=float32", "model.device=cpu",
@@ -50,7 +52,7 @@ def batch(seed: int = 0, rows: int = 3, width: int = 24) -> Batch:
 def test_anchors_are_every_so_many_of_the_targets_own_rows(every: int) -> None:
     packed, starts = batch(), set()
     for seed in range(8):
-        found = anchors(packed, every, 3, row_keys(seed, 0, packed.index))
+        anchor, stream = anchors(packed, every, 3, row_keys(seed, 0, packed.index))
         for b in range(3):
             document, mask = packed.document[b].tolist(), packed.loss_mask[b].tolist()
 
@@ -59,25 +61,25 @@ def test_anchors_are_every_so_many_of_the_targets_own_rows(every: int) -> None:
                 return label < 24 and document[label] == document[t] >= 0 and mask[label] == mask[t] == 1
 
             own = [t for t in range(24) if any(teaches(t, j) for j in (1, 2, 3))]
-            used = found.valid[b].any(-1)
-            rows = found.row[b][used].tolist()
+            used = stream[b].any(-1)
+            rows = anchor[b][used].tolist()
             start = own.index(rows[0]) if rows else every
             assert rows == own[start::every]
             assert start < every or len(own) <= start
             starts.add(start)
-            for row, valid in zip(rows, found.valid[b][used].tolist(), strict=True):
+            for row, valid in zip(rows, stream[b][used].tolist(), strict=True):
                 assert valid == [teaches(row, j) for j in (1, 2, 3)]
         again = anchors(packed, every, 3, row_keys(seed, 0, packed.index))
-        assert again.row.equal(found.row)
-        assert again.valid.equal(found.valid)
+        assert again[0].equal(anchor)
+        assert again[1].equal(stream)
     assert len(starts) == 1 if every == 1 else len(starts) > 1
 
 
 def test_a_batch_that_trains_nothing_has_no_valid_anchor() -> None:
     packed = batch()
-    empty = anchors(replace(packed, loss_mask=torch.zeros_like(packed.loss_mask)), 2, 3, packed.index)
-    assert empty.row.tolist() == [[0]] * 3
-    assert not empty.valid.any()
+    row, valid = anchors(replace(packed, loss_mask=torch.zeros_like(packed.loss_mask)), 2, 3, packed.index)
+    assert row.tolist() == [[0]] * 3
+    assert not valid.any()
 
 
 def test_sums_are_those_of_a_loop() -> None:
@@ -132,8 +134,8 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
     """Return the folder and the overrides of a finished run."""
     folder = tmp_path_factory.mktemp("job")
     overrides = [*jobs.make(folder)[:2], *SMALL]
-    overrides += ["decay=0.5", "trainer.optimizer=muon", "trainer.estimate_every=1"]  # a preset's, for heads
-    train(configured(*overrides, f"out={folder / 'whole'}"))
+    overrides += ["decay=0.5", "trainer.optimizer=muon"]  # a preset's, for heads
+    among_processes(configured(*overrides, f"out={folder / 'whole'}"), streams_job)
     return folder, overrides
 
 
@@ -161,5 +163,5 @@ def test_a_run_goes_on_bit_for_bit(job: tuple[Path, list[str]]) -> None:
     whole, out = folder / "whole", folder / "resumed"
     shutil.copytree(whole, out)
     shutil.rmtree(out / "checkpoints" / "step-00000004")
-    train(configured(*overrides, f"out={out}", "resume=true"))
+    among_processes(configured(*overrides, f"out={out}", "resume=true"), streams_job)
     assert losses(out) == losses(whole)

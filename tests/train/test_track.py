@@ -180,7 +180,7 @@ def test_trackers_get_the_final_numbers_and_the_report(tmp_path: Path, monkeypat
     tracking.conclude(tmp_path, ["jsonl", "tensorboard", "wandb_offline"], {"name": "mine"}, final)
     assert log.read_text() == '{"step": 9}\n'
     assert scalars(tmp_path, "eval/final_tau") == [(4, 2.5)]
-    assert texts(tmp_path) == {"config/text_summary": b"    name: mine", "report/text_summary": b"the report.md"}
+    assert texts(tmp_path) == {"report/text_summary": b"the report.md"}
     wandb.teardown()  # its service has written all by then
     (folder,) = (tmp_path / "wandb").glob("offline-run-*")
     written = next(folder.glob("run-*.wandb")).read_bytes()

@@ -16,6 +16,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +24,11 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import OmegaConf
 
-from heads.common.untrusted import shown
 from train.config import LauncherConfig, SlurmConfig
 
 PORTS, WINDOW = 15_000, 10_000  # below those that Linux gives away; a job's number picks one, two jobs may share a node
 PARENT = "HEADSTART_LAUNCHER"  # environment variable: the process id of our launcher (train/distributed/launch.py)
+Words = list[str]  # overrides of a command, or other words of a command line
 
 
 def launched() -> bool:
@@ -65,44 +66,38 @@ def take_over(launcher: Any, accelerators: int) -> None:
 
     A task of srun becomes a process, or the launcher of its node where it is the only one for several processes of it:
     without a number of them for each of the `accelerators`. Of several nodes that a user has started one by one,
-    NODE_RANK says which this is and MASTER_ADDR where they meet. Refuse a first task on a node without an address, and
-    a NODE_RANK that is no number.
+    NODE_RANK says which this is and MASTER_ADDR where they meet. Refuse a first task on a node without an address.
     """
+    variable = os.environ.get
     if among_tasks() and (not launched() or PARENT in os.environ):
-        _take_over_task(launcher, accelerators)
+        tasks, counts, number = _tasks(), list[int](), int(variable("SLURM_NODEID", "0"))
+        listed = variable("SLURM_STEP_TASKS_PER_NODE") or variable("SLURM_TASKS_PER_NODE", "")
+        for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", listed):  # "4(x2),3" for nodes of 4, 4 and 3
+            counts += [int(count)] * int(times or 1)
+        if sum(counts) != tasks:
+            nodes = int(variable("SLURM_NNODES", "1"))
+            counts = [tasks // nodes] * nodes
+        port = int(variable("MASTER_PORT") or launcher.main_process_port or 0)
+        port = port or PORTS + int(variable("SLURM_JOB_ID", "0")) % WINDOW
+        address = variable("MASTER_ADDR") or (_first_node() if counts[number] < tasks else "127.0.0.1")
+        if max(counts) == 1 and (launcher.num_processes or accelerators) > 1 and launcher.slurm is None:
+            if launcher.num_nodes == 1:
+                launcher.num_nodes = tasks
+            launcher.machine_rank, launcher.main_process_ip = int(os.environ["SLURM_PROCID"]), address
+            launcher.main_process_port = port
+        elif not launched():
+            os.environ |= {
+                "RANK": os.environ["SLURM_PROCID"],
+                "WORLD_SIZE": str(tasks),
+                "LOCAL_RANK": variable("SLURM_LOCALID", "0"),
+                "LOCAL_WORLD_SIZE": str(counts[number]),
+                "MASTER_ADDR": address,
+                "MASTER_PORT": str(port),
+            }
     if launcher.num_nodes == 1 or launcher.main_process_ip is not None or "MASTER_ADDR" not in os.environ or launched():
         return
-    rank = os.environ.get("NODE_RANK", str(launcher.machine_rank))
-    if not rank.isdigit():
-        raise ValueError(f"NODE_RANK is {shown(rank)}: give the number of this node, from 0")
-    launcher.machine_rank, launcher.main_process_ip = int(rank), os.environ["MASTER_ADDR"]
-
-
-def _take_over_task(launcher: Any, accelerators: int) -> None:
-    """Set torch's variables, or for a node's launcher the number of nodes and the rendezvous address."""
-    tasks, counts, number = _tasks(), list[int](), int(os.environ.get("SLURM_NODEID", "0"))
-    listed = os.environ.get("SLURM_STEP_TASKS_PER_NODE") or os.environ.get("SLURM_TASKS_PER_NODE", "")
-    for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", listed):  # "4(x2),3" for nodes of 4, 4 and 3
-        counts += [int(count)] * int(times or 1)
-    if sum(counts) != tasks:
-        nodes = int(os.environ.get("SLURM_NNODES", "1"))
-        counts = [tasks // nodes] * nodes
-    port = int(os.environ.get("MASTER_PORT") or launcher.main_process_port or 0)
-    port = port or PORTS + int(os.environ.get("SLURM_JOB_ID", "0")) % WINDOW
-    address = os.environ.get("MASTER_ADDR")
-    if max(counts) == 1 and (launcher.num_processes or accelerators) > 1 and launcher.slurm is None:
-        if launcher.num_nodes == 1:
-            launcher.num_nodes = tasks
-        launcher.machine_rank, launcher.main_process_ip = int(os.environ["SLURM_PROCID"]), address or _first_node()
-        launcher.main_process_port = port
-        return
-    if launched():
-        return
-    os.environ["RANK"], os.environ["WORLD_SIZE"] = os.environ["SLURM_PROCID"], str(tasks)
-    os.environ["LOCAL_RANK"] = os.environ.get("SLURM_LOCALID", "0")
-    os.environ["LOCAL_WORLD_SIZE"] = str(counts[number])
-    os.environ["MASTER_ADDR"] = address or (_first_node() if counts[number] < tasks else "127.0.0.1")
-    os.environ["MASTER_PORT"] = str(port)
+    launcher.machine_rank = os.environ.get("NODE_RANK", launcher.machine_rank)
+    launcher.main_process_ip = os.environ["MASTER_ADDR"]
 
 
 def _tasks() -> int:
@@ -167,7 +162,7 @@ def end_with_parent() -> None:
             raise SystemExit(128 + signal.SIGTERM)
 
 
-def overrides() -> list[str]:
+def overrides() -> Words:
     """Return this run's overrides verbatim: its processes resolve interpolations themselves."""
     given = OmegaConf.to_container(HydraConfig.get().overrides.task, resolve=False)
     assert isinstance(given, list)
@@ -190,7 +185,7 @@ def main_first() -> Iterator[None]:
         raise
 
 
-def command(launcher: LauncherConfig, script: str, overrides: list[str]) -> list[str]:
+def command(launcher: LauncherConfig, script: str, overrides: Words) -> Words:
     """Return the arguments of `accelerate launch` that run `script` with these Hydra overrides."""
     words = ["--num_processes", str(launcher.world)]
     words += ["--num_machines", str(launcher.num_nodes), "--machine_rank", str(launcher.machine_rank)]
@@ -207,21 +202,21 @@ def command(launcher: LauncherConfig, script: str, overrides: list[str]) -> list
     return [*words, "--multi_gpu", script, *overrides]
 
 
-def by_hand(launcher: LauncherConfig, script: str, overrides: list[str], *, on_cpu: bool) -> str | None:
-    """Return the command to start on each of several nodes, in lines; None if one command starts all processes."""
+def by_hand(launcher: LauncherConfig, script: str, overrides: Words, *, on_cpu: bool) -> str:
+    """Return the command to start on each of several nodes, in lines; empty if one command starts all processes."""
     if launcher.num_nodes == 1 or launcher.slurm is not None or launched() or among_tasks():
-        return None
+        return ""
     words = shlex.join(["python", script, *(word for word in overrides if word != "plan=true")])
     nodes = launcher.num_nodes
     devices = "" if on_cpu else f"--gpus-per-node={launcher.local} "
     return (
         f"on each node, with NODE_RANK=N, from 0 to {nodes - 1}, and the address of node 0: MASTER_ADDR=ADDRESS "
         f"NODE_RANK=N {words}\nor once, under SLURM: srun --nodes={nodes} --ntasks-per-node={launcher.local} "
-        f"{devices}{words}"
+        f"{devices}{words}\n"
     )
 
 
-def start(launcher: LauncherConfig, script: str, overrides: list[str]) -> int:
+def start(launcher: LauncherConfig, script: str, overrides: Words) -> int:
     """Start the processes; return the status of the first that failed, else 0, or 0 once they are queued in SLURM."""
     os.environ["PYTHONPATH"] = os.pathsep.join([str(IMPORTS), *filter(None, [os.environ.get("PYTHONPATH")])])
     if launcher.slurm is not None:
@@ -251,7 +246,7 @@ def start(launcher: LauncherConfig, script: str, overrides: list[str]) -> int:
     return 0
 
 
-def submit(launcher: LauncherConfig, slurm: SlurmConfig, script: str, overrides: list[str]) -> int:
+def submit(launcher: LauncherConfig, slurm: SlurmConfig, script: str, overrides: Words) -> int:
     """Submit all processes as one job and print its id and folder; wait for it if it is on this machine.
 
     Raises:
@@ -284,6 +279,7 @@ def submit(launcher: LauncherConfig, slurm: SlurmConfig, script: str, overrides:
     return 0 if is_queued(launcher) else max(job.results())
 
 
+@dataclass
 class Task:
     """One process of a SLURM job: runs this command again, with its rank in the environment.
 
@@ -291,9 +287,9 @@ class Task:
     again to resume from there.
     """
 
-    def __init__(self, script: str, overrides: list[str]) -> None:
-        self.script, self.overrides = script, overrides
-        self.job: subprocess.Popen[Any] | None = None
+    script: str
+    overrides: Words
+    job: Any = None  # the command, once it runs
 
     def __call__(self) -> int:
         """Run the command."""

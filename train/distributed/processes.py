@@ -26,7 +26,7 @@ from accelerate.state import AcceleratorState
 from accelerate.utils import InitProcessGroupKwargs, broadcast_object_list
 
 from heads.common.errors import one_line
-from heads.common.files import atomic_write, claim
+from heads.common.files import claim, write_json
 from inference.target.config import ModelConfig, device_named, fast_dtype, use_device
 from train.config import LauncherConfig, TrainerConfig
 from train.distributed.launch import REPORTED, world
@@ -175,7 +175,7 @@ class RunLock(ExitStack):
             )
         self.held = True
         owner = {"host": socket.gethostname(), "process": os.getpid(), "since": time.strftime("%Y-%m-%d %H:%M:%S %z")}
-        atomic_write(self.out / OWNER, (json.dumps(owner) + "\n").encode())
+        write_json(self.out / OWNER, owner)
 
 
 log = logging.getLogger(__name__)
@@ -214,37 +214,15 @@ class ProcessControl:
             self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
         self._signalled: float | None = None  # time of the signal that stops the run
         self.signal = "SIGTERM"  # its name; another process's signal counts as SIGTERM
-        self._vote: tuple[torch.Tensor, Any] | None = None
 
     def halted(self) -> bool:
-        """Return whether a process received a SIGTERM: a collective call with the same result on all processes.
-
-        The result is the previous call's, whose reduction ran while the accelerator worked.
-        """
-        if self._group is None:
-            return self._signalled is not None
-        stopping = self._vote_result()
-        votes = torch.tensor([float(self._signalled is not None)])
-        self._vote = votes, dist.all_reduce(votes, group=self._group, async_op=True)
-        return stopping
-
-    def measuring(self, *, over: bool) -> bool:
-        """On the measuring process: tell the others whether the measurement is over; return whether to stop it.
-
-        A collective call: the processes that do not measure are in `wait_for_main`.
-        """
-        return self._exchange(over)[0]
-
-    def wait_for_main(self) -> None:
-        """On the other processes: wait for the end of the main process's measurement, or for a stop request."""
-        while not any(self._exchange(over=False)):
-            pass
+        """Return whether a process received a SIGTERM: a collective call with the same result on all processes."""
+        return self.exchange(over=False)[0]
 
     def gather(self, item: Any) -> list[Any]:
         """Return every process's item, on every process."""
         if self._group is None:
             return [item]
-        self._vote_result()
         items: list[Any] = [None] * self.world
         dist.all_gather_object(items, item, group=self._group)
         return items
@@ -300,20 +278,13 @@ class ProcessControl:
                 f"({one_line(error)}); resume=true goes on from the last checkpoint"
             ) from error
 
-    def _vote_result(self) -> bool:
-        """Wait for the pending vote and return whether any process wants to stop; false without one."""
-        if self._vote is None:
-            return False
-        votes, work = self._vote
-        self._vote = None
-        work.wait()
-        return bool(votes[0] > 0)
+    def exchange(self, *, over: bool) -> tuple[bool, bool]:
+        """Return whether any process received a SIGTERM, and whether the main one's measurement is `over`.
 
-    def _exchange(self, over: bool) -> tuple[bool, bool]:
-        """Return whether any process received a SIGTERM, and whether the main process's measurement is over."""
+        A collective call, also of the processes that do not measure.
+        """
         if self._group is None:
             return self._signalled is not None, over
-        self._vote_result()
         votes = torch.tensor([float(self._signalled is not None), float(over)])
         dist.all_reduce(votes, group=self._group)
         return bool(votes[0] > 0), bool(votes[1] > 0)

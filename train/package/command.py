@@ -24,17 +24,17 @@ SCRIPTS = {
     "loop": "ops/loop.py",
     "budget": "ops/budget.py",
 }
-OPS = {name: f"ops/{name}" for name, script in SCRIPTS.items() if script.startswith("ops/")}
-CONFIGS = {name: name for name in SCRIPTS} | OPS
-# Keys of the first words, which may come without.
-PLAIN = {"doctor": ("run",), "watch": ("log",), **dict.fromkeys(("audit", "endpoint"), ("url", "baseline"))}
+CONFIGS = {name: f"ops/{name}" if script.startswith("ops/") else name for name, script in SCRIPTS.items()}
 
 
 def main() -> None:
     """Run a sub-command, list them, or complete a line."""
-    name, words = (sys.argv[1:2] or ["--help"])[0], sys.argv[2:]
+    name, *words = sys.argv[1:] or ["--help"]
     if name in ("-h", "--help"):
-        print(overview())
+        print("headstart COMMAND [OVERRIDES], and headstart COMMAND --help\n")
+        for command, config in CONFIGS.items():  # what each does, from its YAML
+            text = (ROOT / "conf" / f"{config}.yaml").read_text(encoding="utf-8")
+            print(f"  {command:9} {re.findall(r'^# python [^:]*: (.*)', text, re.MULTILINE)[0]}")
     elif name in ("-sc", "--shell-completion"):
         complete()
     elif name not in SCRIPTS:
@@ -43,24 +43,9 @@ def main() -> None:
         print(f"error: headstart has no command {name}: {meant}", file=sys.stderr)
         raise SystemExit(2)
     else:
-        for i, (key, word) in enumerate(zip(PLAIN.get(name, ()), words, strict=False)):
-            if word.startswith("-") or re.match(r"[\w.]+=", word):
-                break
-            words[i] = f"{key}={word}"
         sys.argv[1:] = words
         os.environ["HEADSTART_PROGRAM"] = f"headstart {Path(CONFIGS[name]).name}"  # for the examples of its help
         runpy.run_path(str(ROOT / SCRIPTS[name]), run_name="__main__")
-
-
-def overview() -> str:
-    """Return a line for each sub-command: what it does, from its YAML."""
-    lines = list[str]()
-    for name, config in CONFIGS.items():
-        first = re.search(
-            r"^# python [^:]*: (.*)", (ROOT / "conf" / f"{config}.yaml").read_text(encoding="utf-8"), re.MULTILINE
-        )
-        lines.append(f"  {name:9} {first[1] if first else ''}")
-    return "\n".join(["headstart COMMAND [OVERRIDES], and headstart COMMAND --help", "", *lines])
 
 
 def complete() -> None:

@@ -9,7 +9,6 @@ import re
 import shlex
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import yaml
 from huggingface_hub import EvalResult, ModelCardData
@@ -20,6 +19,7 @@ from eval.measures.results import LIVE
 from eval.report import sections
 from eval.report.render import grid
 from eval.report.view import Result, results_of, without_ending
+from heads.common.typed import Json
 from heads.formats import custom_generate
 from heads.formats.hub import REPO, on_hub
 from heads.formats.published import mimo
@@ -30,16 +30,14 @@ TASK = "text-generation"
 METRIC_NAMES = {"tau": "τ, tokens of a target pass", "speedup": "speedup over autoregressive decoding"}
 NAMES = ("drafter", "tree", "workload")  # columns of names from outside
 GATE = ("checked", "identical", "near_tie", "failed")
-GUESSES = {
-    "eagle-": "eagle",
-    "eagle3": "eagle3",
-}  # parts of a lower-cased path by which vLLM infers the method; the first counts
+# Parts of a lower-cased path by which vLLM infers the method; the first counts.
+GUESSES = {"eagle-": "eagle", "eagle3": "eagle3"}
 
 
 def view(
-    config: PublishConfig, content: dict[str, Any], served: dict[str, Any], refused: dict[str, str],
-    report: dict[str, Any], provenance: dict[str, Any], settings: dict[str, Any],
-) -> dict[str, Any]:  # fmt: skip
+    config: PublishConfig, content: Json, served: Json, refused: dict[str, str],
+    report: Json, provenance: Json, settings: Json,
+) -> Json:  # fmt: skip
     """Return the values that the model card's template renders.
 
     Args:
@@ -92,7 +90,7 @@ def view(
     }  # fmt: skip
 
 
-def card(shown: dict[str, Any]) -> str:
+def card(shown: Json) -> str:
     """Return the text of README.md, with its YAML metadata."""
     environment = Environment(trim_blocks=True, keep_trailing_newline=True, undefined=StrictUndefined)
     quoted = partial(json.dumps, ensure_ascii=False)  # a one-line string for Python and YAML
@@ -115,7 +113,7 @@ def fenced(text: str, language: str = "") -> str:
     return f"{fence}{language}\n{text.strip()}\n{fence}"
 
 
-def metadata(shown: dict[str, Any]) -> ModelCardData:
+def metadata(shown: Json) -> ModelCardData:
     """Return the card's metadata, checked by huggingface_hub's own types."""
     config, kind, measured = shown["config"], shown["head"]["name"], []
     for result in shown["mine"]:

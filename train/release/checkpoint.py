@@ -9,7 +9,6 @@ import os
 import shutil
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
@@ -17,6 +16,7 @@ from torch import Tensor
 
 from heads.common.errors import one_line
 from heads.common.files import replacing
+from heads.common.typed import Json
 from heads.common.untrusted import parse_json, parsed_file
 from heads.formats.mtp_layouts import COUNT, FAMILIES, Layout
 from heads.formats.published.exporting import written
@@ -31,7 +31,7 @@ RENAMED = {WEIGHTS: "model-target.safetensors", MODULE: "model-target-mtp.safete
 AS_TRAINED = {"layer": TARGET, "feature_layers": None, "lm_head": "shared", "draft_vocab": None}
 SMALL = 1 << 26  # bytes; smaller files are copied, never linked
 
-Shards = dict[Path, dict[str, dict[str, Any]]]  # the target's files, each with its tensors by name
+Shards = dict[Path, dict[str, Json]]  # the target's files, each with its tensors by name
 
 
 def write_copy(head: Mtp, checkpoint: str, layout: Layout, out: Path) -> None:
@@ -52,11 +52,9 @@ def write_copy(head: Mtp, checkpoint: str, layout: Layout, out: Path) -> None:
             f"{checkpoint}: not a whole checkpoint ({one_line(error)}); download it again, or give another target"
         ) from error
     folder, layers, out = next(iter(shards)).parent, head.embeddings.num_layers, out.resolve()
-    if out.is_relative_to(folder.resolve()) or folder.resolve().is_relative_to(out):
-        raise ValueError(f"{out}: that or the target's {folder} lies in the other; give another out=FOLDER")
     if out.exists() and not (out / MODULE).is_file():
         raise ValueError(f"{out}: is there, and no earlier copy; give another out=FOLDER")
-    config: dict[str, Any] = parsed_file((folder / CONFIG).resolve(), "download it again")
+    config: Json = parsed_file((folder / CONFIG).resolve(), "download it again")
     for key, value in {**AS_TRAINED, "raw_state": layout.raw_state}.items():
         if (actual := getattr(head.config, key)) != value:
             raise ValueError(
@@ -75,14 +73,12 @@ def write_copy(head: Mtp, checkpoint: str, layout: Layout, out: Path) -> None:
         raise ValueError(f"{checkpoint}: the head's layer is not built like its last one ({min(odd)}); train it again")
     usual = entries[f"{last}input_layernorm.weight"]
     stored = {name: entries.get(one, usual)["dtype"] for name, one in like.items()}
-    if unknown := {*stored.values()} - DTYPES.keys():
-        raise ValueError(f"{checkpoint}: its last layer is stored as {min(unknown)}; give its unquantised checkpoint")
     tensors = {name: tensor.to(DTYPES[stored[name]]).contiguous() for name, tensor in tensors.items()}
     with replacing(out) as new:
         _write(folder, shards, tensors, {**config, COUNT: 1}, new)
 
 
-def layout_of(config: dict[str, Any], checkpoint: str) -> Layout:
+def layout_of(config: Json, checkpoint: str) -> Layout:
     """Return the layout of the MTP module in the target's family; refuse a family without one or not supported."""
     name = (config.get("architectures") or ["?"])[0]
     if name not in FAMILIES:
@@ -103,7 +99,7 @@ def layout_of(config: dict[str, Any], checkpoint: str) -> Layout:
     return FAMILIES[name]
 
 
-def _write(folder: Path, shards: Shards, tensors: dict[str, Tensor], config: dict[str, Any], new: Path) -> None:
+def _write(folder: Path, shards: Shards, tensors: dict[str, Tensor], config: Json, new: Path) -> None:
     brought = shutil.ignore_patterns(".*", "*.safetensors", CONFIG, INDEX)
     shutil.copytree(folder, new, ignore=brought, copy_function=_bring, dirs_exist_ok=True)
     where, total = dict.fromkeys(tensors, MODULE), sum(tensor.nbytes for tensor in tensors.values())
@@ -134,7 +130,7 @@ def _bring(source: str | Path, new: str | Path) -> None:
     shutil.copyfile(path, new)
 
 
-def _entries(path: Path) -> dict[str, dict[str, Any]]:
+def _entries(path: Path) -> dict[str, Json]:
     """Return a file's tensors, each with dtype, shape and offsets; refuse a truncated or damaged file."""
     with safe_open(path, "pt") as opened, path.open("rb") as file:
         names = set(opened.keys())

@@ -24,7 +24,6 @@ class PublishConfig:
     license: str
     dry_run: bool
     out: str | None
-    reverify: bool
     verify_prompts: Number
     verify_tokens: NewTokens
     tag: str | None
@@ -51,7 +50,5 @@ class PublishConfig:
                 f"base is {self.base!r}: give OWNER/NAME, the head on the Hub that this run adapted, and no format: "
                 "engines read whole heads"
             )
-        if self.gguf is not None and self.format != "gguf":
-            raise ValueError("gguf=FILE is the target's own GGUF file, of format=gguf: give that too")
         if self.tag is not None and not re.fullmatch(r"\w[\w.-]*", self.tag):
             raise ValueError(f"tag is {self.tag!r}: give letters, digits, '.', '_' and '-', such as v1, or null")

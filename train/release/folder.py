@@ -1,12 +1,20 @@
 """The published folder: a run's head, exported if a format is given, with its card, report and plots.
 
 Some export formats hold copies of the target's embedding and lm_head. The folder is replaced atomically.
+
+format=openvino is converted further by optimum-intel, target and head. Its `optimum-cli` runs as a command: it asks for
+an older transformers than headstart, so it has an environment of its own. The layers that an EAGLE-3 head reads are a
+key of the converted head's rt_info; without it OpenVINO takes others (outputs 2, L / 2 and L - 3), and none of a target
+of fewer than ten layers.
 """
 
 import json
 import logging
+import os
 import re
+import shlex
 import shutil
+import subprocess
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -22,13 +30,16 @@ from eval.report.write import SERVING as SCHEDULE
 from eval.report.write import read_report
 from heads.common.files import last_good, replacing
 from heads.common.gguf import gguf_file
+from heads.common.progress import waiting
 from heads.common.resolvers import ROOT
 from heads.common.target_config import read_target_values
+from heads.common.typed import Json
 from heads.common.untrusted import parse_json, parse_yaml, parsed_file
 from heads.formats import custom_generate, lora
 from heads.formats.hub import base_head, load_found, on_hub, target_path
 from heads.formats.published import gguf
 from heads.formats.published.export import TargetFacts, export, refusals, unserved
+from heads.formats.published.plan import STATES
 from heads.formats.store import CONFIG, WEIGHTS, load_head, read_config, read_tensors
 from heads.mtp import Mtp
 from inference.target.config import DTYPES
@@ -51,7 +62,7 @@ FILES = (CONFIG, *TENSORS, TOKENIZER, "README.md", *COPIED, "plots/*", f"{custom
 TOKEN = re.compile(r"\bhf_(?:(?:jwt|oauth)_[\w.-]{20,}|[A-Za-z0-9]{20,})")
 
 
-def write_folder(run: Path, out: Path, config: PublishConfig) -> dict[str, Any]:
+def write_folder(run: Path, out: Path, config: PublishConfig) -> Json:
     """Write the folder, and return the values of its card (`card.view`).
 
     The head's files lie at its top, so that the folder, and so the repository, loads as a head.
@@ -111,7 +122,7 @@ def portable(text: str) -> str:
     return relative if home == Path(home.anchor) else relative.replace(f"{home}/", "~/")
 
 
-def _read(path: Path, parse: Callable[[bytes], Any]) -> dict[str, Any]:
+def _read(path: Path, parse: Callable[[bytes], Any]) -> Json:
     """Return the mapping in a file of the run, empty without the file."""
     content = parsed_file(path, "restore it, or remove it", parse) if path.is_file() else {}
     return content if isinstance(content, dict) else {}
@@ -193,9 +204,6 @@ def copy_with_head(run: Path, out: Path, config: PublishConfig) -> None:
         raise ValueError(f"target={path}: {error}") from error
     layout = layout_of(values, path)  # refuses before the weights are downloaded
     target = _load(path, None)
-    trained, given = tokenizer_sha256(spec["name"]), tokenizer_sha256(path)
-    if trained is not None and given not in (None, trained):
-        raise ValueError(f"target={path}: its tokenizer.json is not that of {spec['name']}, which the head is for")
     head = load_head(folder, target.embeddings, target.spec)
     assert isinstance(head, Mtp)
     assert_served(head, path)
@@ -216,3 +224,47 @@ def assert_served(head: Any, path: str) -> None:
     """Refuse a head of a target that does more than engines know of it when they draft."""
     if (why := unserved(head.config, head.embeddings.beyond_tables())) is not None:
         raise ValueError(f"{path}: {why}; publish without format")
+
+
+CLI = "optimum-cli"
+TASK = ["--task", "text-generation-with-past", "--trust-remote-code"]  # by which it finds its classes of heads
+MODEL = "openvino_model.xml"
+KEY = "hidden_layers_list"
+
+
+def convert(folder: Path, served: Json, target: str, say: Callable[[str], object]) -> None:
+    """Convert an exported head and its target into a folder next to it, or say how if there is no `optimum-cli`.
+
+    Args:
+        folder: The exported head.
+        served: Its config.json.
+        target: The target's folder or Hub id.
+        say: What prints a line.
+
+    Raises:
+        ValueError: the converter failed; the last line that it wrote.
+    """
+    out = folder.with_name(f"{folder.name}-openvino")
+    models = {"target": (target, TASK[:2]), "head": (str(folder), TASK)}
+    commands = [
+        [CLI, "export", "openvino", "-m", model, *words, str(out / name)] for name, (model, words) in models.items()
+    ]
+    layers = " ".join(map(str, served.get("eagle_config", {}).get(STATES, [])))
+    file, entry = out / "head" / MODEL, f'<{KEY} value="{layers}" />'
+    commands += [["sed", "-i", rf"s|^\t<rt_info>|&{entry}|", str(file)]] if layers else []
+    if shutil.which(CLI) is None:
+        say(f"no {CLI} here; where optimum-intel is installed, these convert both:")
+        for command in commands:
+            say(shlex.join(command))
+        return
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    shutil.rmtree(out, ignore_errors=True)
+    for command in commands:
+        with waiting(f"{command[0]} converts target and head"):
+            done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+        if done.returncode:
+            why = (done.stderr.strip() or "no message").splitlines()[-1]
+            raise ValueError(f"{shlex.join(command)}: exit status {done.returncode} ({why})")
+    if layers and entry not in file.read_text(encoding="utf-8"):
+        raise ValueError(f"{file}: no rt_info to name the head's layers in; convert with optimum-intel 2.2.0")
+    say(f"{out}: target and head, converted")

@@ -1,93 +1,89 @@
-"""Upload of a folder to the Hub in one commit, and verification by download; a failure leaves no partial repository.
+"""Upload of a folder to the Hub in one commit, and its verification: by download, and by a trial of the head.
 
 Files that the Hub has already are not sent again, so that another call continues an interrupted one; until the commit,
 which comes last, the branch is unchanged. `HfApi.upload_folder` is not used: with hf_xet it may commit several times.
+
+In a trial the head must accept, on a few prompts, the drafts that the run's own head accepts. Decoding is greedy, by
+the head's own tree, or by a chain for a format without trees. An export is tried before the upload, and every head
+again after the download.
 """
 
-import logging
 import tempfile
-import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any
 
-from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
-from huggingface_hub.errors import HfHubHTTPError
+from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, try_to_load_from_cache
 from huggingface_hub.utils._paths import filter_repo_objects
 
 from data.text.files import content_hash
+from data.text.prompts import load_prompts
+from eval.inputs.drafters import own_prompts
+from eval.measures import metrics
 from heads.common.connection import TRANSPORT
-from heads.common.progress import waiting
-from heads.formats.hub import hub_errors
+from heads.common.errors import one_line
+from heads.common.files import last_good
+from heads.common.progress import progress, waiting
+from heads.common.typed import typed
+from heads.formats.hub import hub_errors, load_found, on_hub, target_path
+from heads.formats.store import read_config
+from inference.decode import Generation, RequestParams, speculate
+from inference.drafters.head import HeadDrafter
+from inference.drafters.policy import TreeConfig, check_tree
+from inference.target.config import DTYPES
+from inference.target.target import Target
+from inference.verification.sample import GREEDY
+from train.release.config import PublishConfig
 
-log = logging.getLogger(__name__)
-T = TypeVar("T")
-
-WAITS = (1, 4, 16)  # seconds before each further attempt, beside those of huggingface_hub's own for single requests
-BUSY = (408, 429, 500, 502, 503, 504)  # statuses after which another attempt may succeed
-INITIAL = {".gitattributes"}  # the files of a repository to which nobody has committed
 SHORT = 8  # characters of a commit in messages
 MESSAGE = "Publish the head with headstart"
 
 
-class Repository(NamedTuple):
-    """A repository on the Hub before the upload."""
-
-    name: str  # OWNER/NAME
-    commit: str  # the branch's last commit
-    created: bool  # this call created it, and nobody has committed to it
-
-
 @contextmanager
-def repository(repo: str, private: bool, tag: str | None, api: HfApi) -> Iterator[Repository]:
-    """Find or create the repository; one that was created here is deleted again if the block fails.
+def repository(repo: str, private: bool, tag: str | None, api: HfApi) -> Iterator[str]:
+    """Find or create the repository, and provide its last commit; a new one is deleted again if the block fails.
 
     Raises:
         ValueError: the Hub refuses the token or the name, the repository is public despite `private`, or has the tag;
-            and the errors of the block, with the state of the repository.
+            and the errors of the block.
     """
     with hub_errors(repo, "looking for the repository"):
-        existing: Any = retried(lambda: api.repo_info(repo) if api.repo_exists(repo) else None)
-        tags = retried(lambda: api.list_repo_refs(repo).tags) if existing and tag else []
+        there = api.repo_exists(repo)
+        tags = api.list_repo_refs(repo).tags if there and tag else []
     if any(ref.name == tag for ref in tags):
         raise ValueError(f"{repo}: has a tag {tag} already, nothing was uploaded; give another tag=…")
-    info = existing
-    if existing is None:
-        with hub_errors(repo, "creating the repository"):
-            # exist_ok: a first attempt whose response was lost has created it, or another call just now.
-            retried(lambda: api.create_repo(repo, private=private, exist_ok=True))
-            info = retried(lambda: api.model_info(repo))
-    empty = {file.rfilename for file in info.siblings or []} <= INITIAL
-    before = Repository(repo, str(info.sha), existing is None and empty)
+    with hub_errors(repo, "asking for the repository" if there else "creating the repository"):
+        if not there:
+            api.create_repo(repo, private=private, exist_ok=True)
+        before: Any = api.model_info(repo)
+    if private and not before.private:
+        raise ValueError(f"{repo}: the repository is public; make it private on the Hub, or say private=false")
     try:
-        if private and not info.private:
-            raise ValueError(f"{repo}: the repository is public; make it private on the Hub, or say private=false")
-        yield before
-    except ValueError as error:
-        raise ValueError(f"{error}; {_undone(before, api)}") from error
+        yield str(before.sha)
+    except ValueError:
+        with suppress(TRANSPORT, OSError, RuntimeError):  # a Hub that does not answer
+            if not there and api.model_info(repo).sha == before.sha:
+                api.delete_repo(repo, missing_ok=True)
+        raise
 
 
-def push(folder: Path, repo: Repository, ours: Sequence[str], api: HfApi) -> str:
-    """Upload a folder in one commit, and return the commit.
+def push(folder: Path, repo: str, before: str, ours: Sequence[str], api: HfApi) -> str:
+    """Upload a folder in one commit behind the commit `before`, and return it.
 
     Files of the branch that match the patterns `ours` and that the folder lacks, such as an earlier head's report, are
     deleted.
 
     Raises:
-        ValueError: the Hub refuses, cannot be reached for some time, or someone else commits meanwhile.
+        ValueError: the Hub refuses, cannot be reached, or someone else commits meanwhile.
     """
     names = files_of(folder)
-
-    def commit() -> str:
-        there = filter_repo_objects(api.list_repo_files(repo.name, revision=repo.commit), allow_patterns=list(ours))
+    size = sum((folder / name).stat().st_size for name in names)
+    with waiting(f"uploading {size / 1e6:,.0f} MB to {repo}"), hub_errors(repo, "uploading"):
+        there = filter_repo_objects(api.list_repo_files(repo, revision=before), allow_patterns=list(ours))
         operations: list[Any] = [CommitOperationDelete(name) for name in there if name not in names]
         operations += [CommitOperationAdd(name, str(folder / name)) for name in names]
-        return str(api.create_commit(repo.name, operations, commit_message=MESSAGE, parent_commit=repo.commit).oid)
-
-    size = sum((folder / name).stat().st_size for name in names)
-    with waiting(f"uploading {size / 1e6:,.0f} MB to {repo.name}"), hub_errors(repo.name, "uploading"):
-        return retried(commit)
+        return str(api.create_commit(repo, operations, commit_message=MESSAGE, parent_commit=before).oid)
 
 
 @contextmanager
@@ -96,32 +92,11 @@ def downloaded(folder: Path, repo: str, commit: str, api: HfApi) -> Iterator[Pat
     with tempfile.TemporaryDirectory() as temporary:
         back, names = Path(temporary), files_of(folder)
         with waiting(f"downloading {repo} again"), hub_errors(repo, "downloading for verification"):
-            retried(lambda: api.snapshot_download(repo, revision=commit, local_dir=back, allow_patterns=names))
+            api.snapshot_download(repo, revision=commit, local_dir=back, allow_patterns=names)
         for name in names:
             if not (back / name).is_file() or content_hash(back / name) != content_hash(folder / name):
                 raise ValueError(f"{repo}: {name} came back different from what was uploaded")
         yield back
-
-
-def set_tag(repo: str, tag: str, commit: str, api: HfApi) -> None:
-    """Set a tag on a commit; refuse if the Hub does."""
-    with hub_errors(repo, f"setting the tag {tag}"):
-        # exist_ok: an earlier attempt whose response was lost has set it.
-        retried(lambda: api.create_tag(repo, tag=tag, revision=commit, exist_ok=True))
-
-
-def retried(call: Callable[[], T]) -> T:
-    """Call the function; retry after a while if the connection is lost or the Hub is busy."""
-    for wait in WAITS:
-        try:
-            return call()
-        except (TRANSPORT, OSError, RuntimeError) as error:
-            answered = error if isinstance(error, HfHubHTTPError) else error.__cause__
-            if isinstance(answered, HfHubHTTPError) and answered.response.status_code not in BUSY:
-                raise
-            log.warning("the connection to the Hub broke off (%s); again in %d s", type(error).__name__, wait)
-            time.sleep(wait)
-    return call()
 
 
 def files_of(folder: Path) -> list[str]:
@@ -129,14 +104,51 @@ def files_of(folder: Path) -> list[str]:
     return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
 
 
-def _undone(repo: Repository, api: HfApi) -> str:
-    """Delete the repository if this call created it without a commit; return a message about its state."""
+SLACK = 0.05  # relative difference of τ: a format may round a product of two of the head's matrices
+
+
+def trial_of(run: Path, config: PublishConfig) -> Callable[..., str] | str:
+    """Return the check of a written head, or the reason why this machine cannot; refuse another target's head.
+
+    The check decodes with the head of a folder, and returns a message about its τ. It refuses other tokens or another τ
+    than those of the run's own head, in one line between a complaint and a remedy.
+    """
+    head, file = last_good(run / "head"), own_prompts(str(run))
+    if not config.verify_prompts:
+        return "verify_prompts=0"
+    if file is None:
+        return "the run holds no prompts.jsonl"
+    content = read_config(head)
+    path = config.target or target_path(content["target"]["name"])
+    if on_hub(path) and not isinstance(try_to_load_from_cache(path, "config.json"), str):  # nothing is downloaded
+        return f"{path} is not on this machine; give target=FOLDER of it"
     try:
-        now = str(retried(lambda: api.repo_info(repo.name)).sha)
-        if now == repo.commit and repo.created:
-            retried(lambda: api.delete_repo(repo.name, missing_ok=True))
-            return "the repository that this call made is deleted again"
-        whole = " as before" if now == repo.commit else ", which may be whole: publish again to verify it"
-        return f"the repository stands at {now[:SHORT]}{whole}"
-    except (TRANSPORT, OSError, RuntimeError):
-        return f"how the repository stands cannot be asked; before, it was {repo.commit[:SHORT]}"
+        target = Target.load(path, adapter=content["target"].get("adapter"))
+    except (ValueError, OSError, RuntimeError, MemoryError) as error:
+        return f"the target cannot be loaded here ({one_line(error)})"
+    trained, tree = load_found(head, target.embeddings, target.spec), typed(TreeConfig, content["tree"])
+    if config.format is not None:
+        trained, tree = trained.to(dtype=DTYPES[config.dtype]), TreeConfig("chain", config.draft_tokens, 0, 0, [], [])
+    check_tree(target, tree, "head")
+    prompts = [prompt.token for prompt in load_prompts(file, target.tokenizer, config.verify_prompts)]
+    prompts = [token for token in prompts if len(token) < target.context - 1]
+    if not prompts:
+        return "no prompt of the run leaves room in the target's context"
+
+    def decoded(head: Any) -> list[Generation]:
+        drafter = HeadDrafter(head.to(device=target.device, dtype=target.dtype).eval(), tree, "head")
+        settings = RequestParams(config.verify_tokens, GREEDY)
+        return [speculate(target, drafter, prompt, settings) for prompt in progress(prompts, "decoding")]
+
+    reference = decoded(trained)
+
+    def check(folder: Path, complaint: str, remedy: str = "") -> str:
+        generations = decoded(load_found(folder, target.embeddings, target.spec))
+        tau, before = (metrics.acceptance(results).tau or 0.0 for results in (generations, reference))
+        same = [result.tokens for result in generations] == [result.tokens for result in reference]
+        if not same or abs(tau - before) > SLACK * before:
+            what = "τ is" if same else "other tokens came out, τ is"
+            raise ValueError(f"{complaint}, {what} {tau:.2f} by it, and {before:.2f} by the run's own head{remedy}")
+        return f"τ {tau:.2f} over {len(prompts)} prompts, greedy by {tree.label}, as the run's own head"
+
+    return check
