@@ -82,18 +82,23 @@ class Context(NamedTuple):
     max_draft_depth: int
     cache: TargetCache | None = None
 
+    def seen_tokens(self, like: Float[Tensor, "*n V"]) -> Bool[Tensor, "1 1 V"] | None:
+        """Return which tokens stand in the text, where a penalty asks for it, for logits `like`."""
+        if self.sampling.repetition_penalty == 1:
+            return None
+        seen = torch.zeros(1, 1, like.shape[-1], dtype=torch.bool, device=like.device)
+        seen[..., self.token] = True
+        return seen
+
     def roots(self, like: Float[Tensor, "*n V"], deepest: int) -> DraftInputs:
         """Return this sequence's root for a tree of a depth, with what its tokens are ranked by, for logits `like`."""
-        token, seen_tokens = torch.tensor([self.token], device=like.device), None
-        if self.sampling.repetition_penalty != 1:
-            seen_tokens = torch.zeros(1, 1, like.shape[-1], dtype=torch.bool, device=like.device)
-            seen_tokens[..., token] = True
+        token, seen_tokens = torch.tensor([self.token[-1:]], device=like.device), self.seen_tokens(like)
         noise = samples = None
         if self.sampling.temperature > 0 and self.draws.coupled:
             noise = self.draws.noise(range(deepest), like)[None]
         elif self.sampling.temperature > 0:
             samples = self.draws.samples(like.device)
-        return DraftInputs(token[:, -1:], self.sampling, seen_tokens, noise, samples)
+        return DraftInputs(token, self.sampling, seen_tokens, noise, samples)
 
 
 class Proposal(NamedTuple):

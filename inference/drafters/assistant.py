@@ -7,6 +7,7 @@ stop early.
 
 import json
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -19,29 +20,14 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 from heads.base import LevelNodes, LevelOutput
 from heads.common.ranges import Fraction, OneOf
 from inference.drafters.host import DrafterState, HostDrafter
-from inference.drafters.policy import TreeConfig, grow
-from inference.protocol import CommittedTokens, Context, Proposal, sampled_chain
+from inference.drafters.policy import TreeConfig, grow, sample_chains
+from inference.protocol import CommittedTokens, Context, Proposal
 from inference.target.config import DTYPES
 from inference.target.target import Target
 from inference.target.tokenizer import decode
-from inference.verification.rng import Draws
-from inference.verification.sample import distribution, penalize
 from inference.verification.tree import root
 
 ROOT = -1  # the number of the last token read, above the drafted nodes
-
-
-@dataclass(frozen=True)
-class DraftModelConfig:
-    """A draft model; a null takes the target's.
-
-    On another device than the target's, tokens go there and logits come back at every pass.
-    """
-
-    model: str
-    dtype: str | None
-    device: str | None
-    trust_remote_code: bool
 
 
 class DraftModelRunner:
@@ -86,10 +72,6 @@ class DraftModelRunner:
         self._drop_drafts()
         return logits[0]
 
-    def expand(self, token: Int[Tensor, "N"], parent: Int[Tensor, "N"]) -> Float[Tensor, "N V"]:
-        """Run one more tree level, the parents as indices into the last one, and return its logits."""
-        return self.branch(token, [self.level[above] for above in parent.tolist()])
-
     @torch.inference_mode()
     def branch(self, token: Int[Tensor, "N"], above: list[int]) -> Float[Tensor, "N V"]:
         """Run a new node under each of the nodes `above`, ROOT the last token read, and return their logits."""
@@ -111,48 +93,6 @@ class DraftModelRunner:
                 attn_mask[0, row, [text + ancestor for ancestor in self.path[node]]] = True
         last = model.run(token[None].to(device), position, attn_mask, self.cache, key_position=key_position).last_hidden
         return model.embeddings.logits(last)[0]
-
-    def adopt(self, token: list[int], nodes: list[int], live: list[int]) -> None:
-        """Read on by expanded nodes: `nodes` become text, now `token`, and the chain `live` stays drafted.
-
-        A chain begins under the last of the nodes; the other drafts are dropped.
-        """
-        size = len(self.token)
-        assert token[:size] == self.token
-        assert len(token) == size + len(nodes)
-        index = {node: new for new, node in enumerate(live)} | {nodes[-1]: ROOT}
-        below = {(index[a], t): index[n] for (a, t), n in self.below.items() if n in live}
-        self.cache.keep(size, [*nodes, *live])
-        self.token = list(token)
-        self._drop_drafts()
-        self.below = below
-        self.path = [list(range(node + 1)) for node in range(len(live))]
-        self.level = [len(live) - 1]  # ROOT if there is none
-
-
-def load_draft_model(config: DraftModelConfig, target: Target, key: str) -> Target:
-    """Load a draft model for a target from a folder or the Hub, under the configuration's name for errors.
-
-    Raises:
-        ValueError: no such model, dtype or device.
-    """
-    same = next(name for name, kind in DTYPES.items() if kind == target.dtype)
-    where = config.device or str(target.device)
-    try:
-        torch.empty(0, device=where)
-    except (RuntimeError, AssertionError) as error:
-        raise ValueError(
-            f"{key}.device is {where!r}, which is not to be had here: give cpu, cuda:N or null for the target's"
-        ) from error
-    try:
-        model = Target.load(config.model, config.dtype or same, where, config.trust_remote_code)
-        if model.recurrence is not None:
-            raise ValueError(
-                f"{model.incompatibility}, and a text that is revised needs those of others: choose another one"
-            )
-        return model
-    except ValueError as error:
-        raise ValueError(f"{key}.model={config.model} cannot be used: {error}") from error
 
 
 BYTE_OF = {character: byte for byte, character in bytes_to_unicode().items()}  # of GPT-2's alphabet of bytes
@@ -321,63 +261,23 @@ def _shared(target: Target, assistant: Target, ours: dict[int, bytes], theirs: d
 
 
 MATCHES: dict[str, type[SameVocabulary] | type[SharedVocabulary]] = {"same": SameVocabulary, "tli": SharedVocabulary}
-Outcome = tuple[int, ...]  # what a verification commits: the accepted tokens, then the target's own
-
-
-class Chain:
-    """A chain of drafted tokens with the probs q they were sampled from, and the assistant's node under each.
-
-    It begins under the node `above`, after a context and what a verification has committed since.
-    """
-
-    def __init__(
-        self,
-        logits: Float[Tensor, "1 V"],
-        above: int,
-        depth: int,
-        draws: Draws,
-        context: Context,
-        outcome: Outcome = (),
-    ) -> None:
-        self.depth, self.draws, self.sampling = depth, draws, context.sampling
-        self.answers = [logits]  # to the text, and to each drafted token that was run
-        self.above = above
-        self.token: list[int] = []
-        self.q: list[Tensor] = []
-        self.nodes: list[int] = []
-        self.seen_tokens: Tensor | None = None  # the tokens in the text, where a penalty asks for them
-        if context.sampling.repetition_penalty != 1:
-            self.seen_tokens = torch.zeros_like(logits, dtype=torch.bool)
-            self.seen_tokens[:, [*context.token, *outcome]] = True
-
-    def sample(self, end: frozenset[int]) -> bool:
-        """Sample one more token; whether another may follow it."""
-        logits = self.answers[-1]
-        if self.seen_tokens is not None:
-            logits = penalize(logits, self.seen_tokens, self.sampling)
-        self.q.append(distribution(logits, self.sampling))
-        self.token.append(self.draws.token(self.q[-1], len(self.q)))
-        if self.seen_tokens is not None:
-            self.seen_tokens[:, self.token[-1]] = True
-        return len(self.token) < self.depth and self.token[-1] not in end
-
-    def reached(self, node: int, answer: Float[Tensor, "1 V"]) -> None:
-        """Take in the assistant's answer to the last token."""
-        self.nodes.append(node)
-        self.above = node
-        self.answers.append(answer)
 
 
 class Assistant(HostDrafter):
     """Another causal LM as a draft source."""
 
     @dataclass(frozen=True)
-    class Config(DraftModelConfig):
-        """The model and how it drafts.
+    class Config:
+        """The model, where a null takes the target's dtype or device, and how it drafts.
 
-        A chain stops after a token that the assistant itself, at temperature 1, gives less than `confidence`.
+        On another device than the target's, tokens go there and logits come back at every pass. A chain stops after a
+        token that the assistant itself, at temperature 1, gives less than `confidence`.
         """
 
+        model: str
+        dtype: str | None
+        device: str | None
+        trust_remote_code: bool
         match: Annotated[str, OneOf(tuple(MATCHES))]
         tree: TreeConfig
         confidence: Fraction
@@ -392,7 +292,16 @@ class Assistant(HostDrafter):
     def __init__(self, config: Config, target: Target, name: str) -> None:
         self.config, self.name = config, name
         self.tree = config.tree.label
-        self.model = load_draft_model(config, target, "drafter.assistant")
+        same = next(name for name, kind in DTYPES.items() if kind == target.dtype)
+        device = config.device or str(target.device)
+        try:
+            self.model = Target.load(config.model, config.dtype or same, device, config.trust_remote_code)
+            if self.model.recurrence is not None:
+                raise ValueError(
+                    f"{self.model.incompatibility}, and a revised text needs those of others: choose another one"
+                )
+        except ValueError as error:
+            raise ValueError(f"drafter.assistant.model={config.model} cannot be used: {error}") from error
         if config.tree.kind != "chain" and not self.model.takes_trees:
             raise ValueError(
                 f"drafter.assistant.tree.kind is {config.tree.kind!r}, but the attention of {config.model} does not "
@@ -433,36 +342,25 @@ class AssistantState(DrafterState):
     def propose(self, context: Context) -> Proposal:
         """Grow the tree; where the text is over the assistant's own context, draft nothing."""
         self.max_depth = min(context.max_draft_depth, self.runner.model.context - len(self.text))
-        tree = self.config.tree
         if self.level is None or self.max_depth < 1:
             return Proposal(root(context.token[-1], self.device))
-        if tree.kind == "chain":
-            return self.chain(self.level.logits[0], context, min(self.max_depth, tree.depth))
-        return grow(self, None, self.level, tree, context)
+        if self.config.tree.kind == "chain":
+            return self.chains(self.level, [context._replace(max_draft_depth=self.max_depth)])[0]
+        return grow(self, None, self.level, self.config.tree, context)
 
-    def chain(self, logits: Float[Tensor, "1 V"], context: Context, depth: int) -> Proposal:
-        """Sample one token after another, up to an end of the answer or to one that the assistant doubts.
+    def chains(self, level: LevelOutput, contexts: Sequence[Context]) -> list[Proposal]:
+        """Sample a chain under each node of a level, up to an end of the answer or a token that is doubted."""
+        return sample_chains(self, level, self.config.tree.depth, contexts, self.config.confidence, self.eos)
 
-        The chain ends after such a token and never without it: it stays a sample of its q.
-        """
-        chain = Chain(logits, ROOT, depth, context.draws, context)
-        least = self.config.confidence
-        while chain.sample(self.eos):
-            if least > 0 and float(chain.answers[-1][0].softmax(-1)[chain.token[-1]]) < least:
-                break
-            [(node, answer)] = self.run(chain.token[-1:], [chain.above])
-            chain.reached(node, answer.to(self.device))
-        return sampled_chain([context.token[-1], *chain.token], chain.q)
-
-    def run(self, token: list[int], above: list[int]) -> list[tuple[int, Float[Tensor, "1 V"]]]:
-        """Run tokens under nodes; return their own nodes, each with the assistant's answer, on its device."""
+    def branch(self, token: list[int], above: list[int]) -> Float[Tensor, "N A"]:
+        """Run tokens of the target's under nodes, and return the assistant's own logits."""
         own_token = self.vocabulary.to_assistant(torch.tensor(token, device=self.runner.model.device))
-        answers = self.vocabulary.to_target(self.runner.branch(own_token, above)).split(1)
-        return list(zip(self.runner.level, answers, strict=True))
+        return self.runner.branch(own_token, above)
 
     def expand(self, state: Any, level: LevelOutput, nodes: LevelNodes) -> LevelOutput:
         """Score one more tree level, as `DraftHead.expand` says; the keys and values live in the runner's cache."""
-        return self.answer(self.runner.expand(self.vocabulary.to_assistant(nodes.token[0]), nodes.parent[0]))
+        above = [self.runner.level[parent] for parent in nodes.parent[0].tolist()]
+        return self.answer(self.branch(nodes.token[0].tolist(), above))
 
     def answer(self, logits: Tensor) -> LevelOutput:
         """Return the assistant's logits "N A" as a level in the target's vocabulary and on its device."""

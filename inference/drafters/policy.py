@@ -29,7 +29,7 @@ from heads.common.ranges import Count
 from heads.common.untrusted import shown
 from heads.modules.vocab import scatter_logits
 from heads.rows import gather_parents
-from inference.protocol import Context, DraftInputs, Proposal, inverse_temperature_of
+from inference.protocol import Context, DraftInputs, Proposal, inverse_temperature_of, sampled_chain
 from inference.target.target import Target, check_size
 from inference.verification import tree as trees
 from inference.verification.sample import distribution, penalize
@@ -195,6 +195,7 @@ __all__ = [
     "grow",
     "grow_batch",
     "most_nodes",
+    "sample_chains",
     "sampled_shape",
     "verifiable",
 ]  # fmt: skip
@@ -296,10 +297,17 @@ class TreeBuilder:
         return len(self.sizes) - 1
 
 
-def grow(head: Expander, state: Any, level: LevelOutput, config: TreeConfig, context: Context) -> Proposal:
-    """Grow a tree for one sequence that the host drafts for, down to the head's own `max_depth`."""
+def grow(
+    head: Expander, state: Any, level: LevelOutput, config: TreeConfig, context: Context, least: float = 0.0
+) -> Proposal:
+    """Grow a tree for one sequence that the host drafts for, down to the head's own `max_depth`.
+
+    A chain ends after a token that the head doubts, as `sample_chains` says.
+    """
     if head.max_depth < 1:
         return Proposal(trees.root(context.token[-1], level.logits.device))
+    if config.kind == "chain" and head.vocab is None:
+        return sample_chains(head, level, min(config.depth, head.max_depth), [context], least)[0]
     full = level.logits if head.vocab is None else scatter_logits(head.vocab, level.logits)
     roots = context.roots(full, min(head.max_depth, config.deepest))
     max_draft_depth = torch.tensor([head.max_depth], device=full.device)
@@ -308,6 +316,46 @@ def grow(head: Expander, state: Any, level: LevelOutput, config: TreeConfig, con
     if q is None:  # else the shape is fixed
         tree, _ = trees.keep(tree, tree.token >= 0)
     return Proposal(tree, None if q is None else q[0])
+
+
+def sample_chains(
+    head: Expander,
+    level: LevelOutput,
+    depth: int,
+    contexts: Sequence[Context],
+    least: float = 0.0,
+    end: frozenset[int] = frozenset(),
+) -> list[Proposal]:
+    """Sample a chain of at most `depth` tokens under each node of a level, in one call of the head a depth.
+
+    A chain ends after a token of `end`, or one that the head at temperature 1 gives less than `least`, and never
+    without it: it stays a sample of its q.
+    """
+    device, chains = level.logits.device, [([context.token[-1]], list[Tensor]()) for context in contexts]
+    seen_tokens, running = [context.seen_tokens(level.logits) for context in contexts], [*range(len(contexts))]
+    ancestors = torch.zeros(len(contexts), 0, dtype=torch.bool, device=device)
+    while running:
+        live = []
+        for node, index in enumerate(running):
+            context, seen, (token, q) = contexts[index], seen_tokens[index], chains[index]
+            logits = level.logits[:, node : node + 1]
+            penalized = logits if seen is None else penalize(logits, seen, context.sampling)
+            q.append(distribution(penalized[0], context.sampling))
+            token.append(context.draws.token(q[-1], len(q)))
+            if seen is not None:
+                seen[..., token[-1]] = True
+            doubted = least > 0 and float(logits[0, 0].float().softmax(-1)[token[-1]]) < least
+            if len(q) < min(depth, context.max_draft_depth) and token[-1] not in end and not doubted:
+                live.append(node)
+        running = [running[node] for node in live]
+        if running:
+            parent = torch.tensor(live, dtype=torch.long, device=device)
+            last = torch.tensor([[chains[index][0][-1] for index in running]], device=device)
+            itself = torch.eye(len(live), dtype=torch.bool, device=device)
+            ancestors = torch.cat([ancestors[parent], itself], 1)
+            nodes = LevelNodes(last, parent[None], ancestors[None], len(chains[running[0]][1]))
+            level = head.expand(None, level, nodes)
+    return [sampled_chain(token, q) for token, q in chains]
 
 
 def grow_batch(

@@ -124,7 +124,7 @@ def test_beyond_its_own_context_it_drafts_nothing(tmp_path: Path) -> None:
         ({"match": "slem"}, "drafter.assistant.match is 'slem': choose same, tli"),
         ({"confidence": 1.5}, "drafter.assistant.confidence is 1.5"),
         ({"tree": toys.TREES["dynamic"], "confidence": 0.3}, "drafter.assistant.tree.kind is 'dynamic'.*confidence=0"),
-        ({"device": "elsewhere"}, "drafter.assistant.device is 'elsewhere'"),
+        ({"device": "elsewhere"}, "drafter.assistant.model=.* model.device is 'elsewhere'"),
         ({"dtype": "int3"}, "drafter.assistant.*int3"),
         ({"model": "/nonesuch"}, "drafter.assistant.model=/nonesuch"),
     ],
@@ -232,4 +232,4 @@ def test_a_text_is_revised_anywhere() -> None:
         logits, fresh = runner.read(seen), model.prefill(torch.tensor(seen), model.cache()).logits
         assert fresh is not None
         torch.testing.assert_close(logits, fresh[0])
-        runner.expand(torch.tensor([8]), torch.tensor([0]))
+        runner.branch(torch.tensor([8]), [-1])

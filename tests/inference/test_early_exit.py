@@ -12,7 +12,7 @@ from inference.drafters.contrib.layer_skip import FORMAT, EarlyExit, LayerSkip, 
 from inference.drafters.host import HostDrafter
 from inference.drafters.policy import TreeConfig
 from inference.protocol import CommittedTokens, Context, Proposal
-from inference.target.stack import Skips
+from inference.target.stack import Skips, Thinned
 from inference.target.target import Target
 from inference.verification import tree as trees
 from inference.verification.rng import Draws
@@ -77,13 +77,14 @@ def test_q_is_the_law_that_was_drawn_from() -> None:
 
 def test_a_layer_is_restored_when_a_pass_fails() -> None:
     target, one = toys.target(), torch.tensor([1])
+    thinned = Thinned(target, Skips((1, 2), (2,)))
     with pytest.raises((IndexError, RuntimeError, ValueError)):
-        target.parts.run_skipping(Skips((1, 2), (2,)), one + 10_000, one, torch.ones(1, 1).bool(), target.cache())
+        thinned.run(one + 10_000, one, torch.ones(1, 1).bool(), target.cache())
     assert all("forward" not in vars(module) for module in target.base.modules())
 
 
 def test_an_exit_out_of_range_is_refused() -> None:
-    for exit_layer, said in ((0, "give 1 or more"), (3, "give 1 to 2")):
+    for exit_layer, said in ((0, "give 1 or more"), (3, "llama's layers give 1 to 2")):
         with pytest.raises(ValueError, match=rf"drafter\.early_exit\.exit_layer is {exit_layer}.*{said}"):
             drafter(toys.target(), exit_layer, "chain")
 
