@@ -9,7 +9,7 @@ from typing import TypeVar
 import torch
 
 from heads.common.progress import tick
-from inference.protocol import Drafter
+from inference.protocol import DraftBatch, Drafter
 from inference.request import Generation, Request, RequestParams
 from inference.step import DeviceStep
 from inference.target.cache import round_up_kv_length
@@ -165,19 +165,25 @@ class Batch:
             raise ValueError(f"{drafter.name} drafts for one sequence at a time: give batch_size=1")
         if drafts.traits.rows is not None:
             drafts.traits.rows.reserve(round_up_kv_length(self.cache.storage.capacity + drafts.traits.max_nodes))
+        self.start(drafts)
+        self.drafter, self.drafts = drafter, drafts
+        self.device_step = DeviceStep(self.target, self.cache, drafts, drafter.name)
+        self.reserve(self.capacity)
+
+    def start(self, drafts: DraftBatch) -> None:
+        """Let drafts take in every running text as they would a prompt."""
         for slot, request in enumerate(self.running):
             token = torch.tensor(request.context[:-1], device=self.target.device)
             out = self.target.prefill(token, self.target.cache(len(token)), drafts.traits.feature_layers)
             drafts.start_sequence(slot, request.context, out)
-        self.drafter, self.drafts = drafter, drafts
-        self.device_step = DeviceStep(self.target, self.cache, drafts, drafter.name)
-        self.reserve(self.capacity)
 
     def step(self) -> None:
         """Decode one step of all sequences."""
         tick()
         self.follow()
         self.fill_vacant()
+        if self.drafts.resumes(len(self.running)):
+            self.start(self.drafts)
         self.device_step.step(self.running)
 
 

@@ -230,6 +230,10 @@ class DraftBatch(Protocol):
         """Move the last sequence, with `length` rows, to a slot whose own has left."""
         return
 
+    def resumes(self, running: int) -> bool:
+        """Return whether the sequences must be started again before a step of `running` ones; asked once a step."""
+        return False
+
     def begin(self, contexts: Sequence[Context | None], longest: int) -> DraftPlan:
         """Begin a step: choose its trees, or draft them if the host does.
 

@@ -330,32 +330,6 @@ class DeviceStep:
         chain = drafts.chain if parents is None else rules.is_chain(parents)
         return rules.fitting(settings.rule, chain, parents is not None, greedy)
 
-    def verified(
-        self,
-        slots: Slots,
-        drafted: Drafted,
-        present: Bool[Tensor, "B N"],
-        logits: Float[Tensor, "B N V"],
-        settings: RequestParams,
-    ) -> Accepted:
-        """Verify sampled drafts by the rule for them; the next token is sampled by the noise of its position."""
-        on_device = rules.RULES[self.rule(settings)].on_device
-        tree, depth = drafted.tree, drafted.depth
-        assert self.plan.sampled is not None
-        assert drafted.q is not None
-        assert depth is not None
-        assert on_device is not None
-        draft = rules.Sampled(self.plan.sampled, tree.token, present, drafted.q)
-        p, accept_keys = (
-            distribution(logits, settings.sampling),
-            hash_key(hash_key(slots.key, ACCEPT_KEY), slots.length + 1),
-        )
-        uniforms = uniform(accept_keys[:, None], torch.arange(p.shape[1], device=p.device))
-        last, probs = on_device(draft, p, uniforms, self.may_read)
-        position = slots.length + 1 + depth.gather(1, last[:, None])[:, 0]
-        token = (probs / exponential_noise(slots.key, position, p.shape[-1])).argmax(-1)
-        return rules.accepted(tree, drafted.ancestor_mask, last, token, self.plan.deepest)
-
     def noise(self, slots: Slots, settings: RequestParams) -> Float[Tensor, "B P V"] | None:
         """Return the noise of the positions below the roots, if drafts are coupled."""
         if settings.sampling.temperature == 0 or settings.rule != rules.COUPLED or not self.plan.deepest:
@@ -480,28 +454,37 @@ class DeviceStep:
         settings: RequestParams,
     ) -> Accepted:
         """Verify drafts by the rule for them."""
-        tree, above, drafts, sampling = drafted.tree, drafted.ancestor_mask, self.plan, settings.sampling
+        tree, above, plan, sampling = drafted.tree, drafted.ancestor_mask, self.plan, settings.sampling
         rule, greedy = rules.RULES[self.rule(settings)], sampling.temperature == 0
         choose = partial(self.choose, slots, drafted, processed_logits, sampling)
-        if rule.bar is not None:  # one-hot probs leave nothing to be lenient about: they are judged at temperature 1
+        assert drafted.depth is not None
+        if greedy and rule.bar is None:
+            best = argmax(processed_logits)
+            last = rules.follow(tree, above, present, tree.token == best.gather(1, tree.parent.clamp_min(0)))
+            token = best.gather(1, last[:, None])[:, 0]
+        elif rule.bar is not None:  # one-hot probs leave nothing to be lenient about: they are judged at temperature 1
             p = distribution(processed_logits, replace(sampling, temperature=1.0) if greedy else sampling)
-            last = rules.lenient(tree, above, present, p, rule.bar(p))
-            depth = above.expand(len(last), -1, -1)[torch.arange(len(last), device=last.device), last].sum(-1) - 1
-            return rules.accepted(tree, above, last, choose(last, depth), drafts.deepest)
-        if greedy:
-            return rules.follow(tree, above, present, argmax(processed_logits), drafts.deepest)
-        reads_q = drafted.q is not None and rule.on_device is not None
-        has_q = None if drafts.has_q is None or all(drafts.has_q) else drafts.has_q
-        if reads_q and has_q is None:
-            return self.verified(slots, drafted, present, processed_logits, settings)
-        walked = rules.walk(tree, above, present, choose, drafts.deepest, allow_host_sync=self.may_read)
-        if not reads_q or has_q is None:
-            return walked
-        sampled = self.verified(slots, drafted, present, processed_logits, settings)
-        which = torch.tensor(has_q, device=tree.token.device)
-        return Accepted(
-            *(torch.where(which.view(-1, *[1] * (a.ndim - 1)), a, b) for a, b in zip(sampled, walked, strict=True))
-        )
+            last = rules.follow(tree, above, present, rules.lenient(tree, p, rule.bar))
+            token = choose(last, drafted.depth.gather(1, last[:, None])[:, 0])
+        elif drafted.q is None or rule.on_device is None or not all(plan.has_q or ()):
+            last, token = rules.walk(tree, present, choose, plan.deepest, allow_host_sync=self.may_read)
+        if not greedy and drafted.q is not None and rule.on_device is not None:
+            assert plan.sampled is not None
+            p, key = (
+                distribution(processed_logits, sampling),
+                hash_key(hash_key(slots.key, ACCEPT_KEY), slots.length + 1),
+            )
+            uniforms = uniform(key[:, None], torch.arange(p.shape[1], device=p.device))
+            draft = rules.Sampled(plan.sampled, tree.token, present, drafted.q)
+            sampled, probs = rule.on_device(draft, p, uniforms, self.may_read)
+            position = slots.length + 1 + drafted.depth.gather(1, sampled[:, None])[:, 0]
+            after = (probs / exponential_noise(slots.key, position, p.shape[-1])).argmax(-1)
+            if all(plan.has_q or ()):
+                last, token = sampled, after
+            else:
+                has_q = torch.tensor(plan.has_q, device=p.device)
+                last, token = torch.where(has_q, sampled, last), torch.where(has_q, after, token)
+        return rules.accepted(tree, above, last, token, plan.deepest)
 
     def commit(
         self,

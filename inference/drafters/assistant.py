@@ -5,8 +5,6 @@ with another. It reads and drafts level by level as heads do, so that every tree
 stop early.
 """
 
-import json
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
@@ -15,7 +13,6 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
-from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from heads.base import LevelNodes, LevelOutput
 from heads.common.ranges import Fraction, OneOf
@@ -24,7 +21,7 @@ from inference.drafters.policy import TreeConfig, grow, sample_chains
 from inference.protocol import CommittedTokens, Context, Proposal
 from inference.target.config import DTYPES
 from inference.target.target import Target
-from inference.target.tokenizer import decode
+from inference.target.tokenizer import UNFINISHED, decode
 from inference.verification.tree import root
 
 ROOT = -1  # the number of the last token read, above the drafted nodes
@@ -95,19 +92,16 @@ class DraftModelRunner:
         return model.embeddings.logits(last)[0]
 
 
-BYTE_OF = {character: byte for byte, character in bytes_to_unicode().items()}  # of GPT-2's alphabet of bytes
-
-
 class SameVocabulary:
     """How an assistant with the target's tokenizer reads and writes; `SharedVocabulary` is for one with another.
 
     The models' lm_heads may be padded to different sizes, A of the assistant's and V of the target's. Tokenizers that
-    differ are refused, with where.
+    differ are refused.
     """
 
     def __init__(self, target: Target, assistant: Target) -> None:
-        if difference := _difference(target.tokenizer.get_vocab(), assistant.tokenizer.get_vocab()):
-            raise ValueError(f"{assistant.name} has another tokenizer than {target.name}: {difference}; use match=tli")
+        if target.tokenizer.get_vocab() != assistant.tokenizer.get_vocab():
+            raise ValueError(f"{assistant.name} has another tokenizer than {target.name}: use match=tli")
         self.ours, self.theirs = target.embeddings.vocab_size, assistant.embeddings.vocab_size
 
     def prompt(self, token: list[int]) -> list[int]:
@@ -135,17 +129,23 @@ class SharedVocabulary:
     the target writes outside is spelled with the assistant's tokens.
 
     Raises:
-        ValueError: no token is shared, or a tokenizer is of a kind whose tokens cannot be read as bytes.
+        ValueError: no token is shared.
     """
 
     def __init__(self, target: Target, assistant: Target) -> None:
-        self.source, self.destination = target.tokenizer, assistant.tokenizer
-        self.bytes = token_bytes(target)
-        self.ids = _ids_of(token_bytes(assistant))
-        self.one = _shared(target, assistant, self.bytes, self.ids)
+        self.source, self.destination, self.size = target.tokenizer, assistant.tokenizer, target.embeddings.vocab_size
+        self.texts = token_texts(target)
+        self.ids = {text: token_id for token_id, text in token_texts(assistant).items()}  # byte tokens come first
+        ours = {text: token_id for token_id, text in self.texts.items()}
+        special, others = _special(self.source), _special(self.destination)
+        pairs = {token_id: self.ids[text] for text, token_id in ours.items() if text in self.ids}
+        pairs |= {token_id: others[name] for name, token_id in special.items() if name in others}
+        ends = self.source.eos_token_id, self.destination.eos_token_id
+        if None not in ends and ends[0] not in pairs and ends[1] not in pairs.values():
+            pairs[ends[0]] = ends[1]
+        self.one = {a: b for a, b in pairs.items() if a < self.size and b < assistant.embeddings.vocab_size}
         if not self.one:
             raise ValueError(f"{assistant.name} shares no token with {target.name}: choose another one")
-        self.size = target.embeddings.vocab_size
         self.ours, self.theirs = torch.tensor([*self.one.items()], device=assistant.device).T
         self.counterpart = torch.zeros(self.size, dtype=torch.long, device=assistant.device)
         self.counterpart[self.ours] = self.theirs
@@ -157,7 +157,7 @@ class SharedVocabulary:
         return (first if first == [self.destination.bos_token_id] else []) + text["input_ids"]
 
     def follow(self, token: list[int]) -> list[int]:
-        """Return for each token its one counterpart, or its bytes spelled longest token first."""
+        """Return for each token its one counterpart, or its text spelled longest token first."""
         return [token_id for t in token for token_id in ([self.one[t]] if t in self.one else self._spell(t))]
 
     def to_assistant(self, token: Int[Tensor, "N"]) -> Int[Tensor, "N"]:
@@ -171,7 +171,7 @@ class SharedVocabulary:
         return scattered
 
     def _spell(self, token: int) -> list[int]:
-        rest, spelled = self.bytes.get(token, b""), []
+        rest, spelled = self.texts.get(token, ""), []
         while rest:
             length = next((n for n in range(len(rest), 0, -1) if rest[:n] in self.ids), None)
             if length is None:
@@ -181,83 +181,21 @@ class SharedVocabulary:
         return spelled
 
 
-def _difference(ours: dict[str, int], theirs: dict[str, int]) -> str:
-    """Return the first difference of two vocabularies in words, empty if there is none."""
-    if ours == theirs:
-        return ""
-    token = min((t for t in {**ours, **theirs} if ours.get(t) != theirs.get(t)), key=lambda t: ours.get(t, 1 << 60))
-    token_id, other = ours.get(token, "missing"), theirs.get(token, "missing")
-    return f"token {token!r} is {token_id} in the target's vocabulary of {len(ours)} and {other} in its {len(theirs)}"
+def token_texts(model: Target) -> dict[int, str]:
+    """Return what tokens but special ones add in the middle of a text, without those of a part of a character.
 
-
-def token_bytes(model: Target) -> dict[int, bytes]:
-    """Return the bytes that tokens but special ones add in the middle of a text; refuse those without such.
-
-    "Ġthe" of a byte-level BPE, "▁the" of a sentencepiece model and the word "the" of a word-level one are all b" the".
+    "Ġthe" of a byte-level BPE, "▁the" of a sentencepiece model and the word "the" of a word-level one are all " the".
     """
-    steps = _decoder_steps(model)
-    added, special = model.tokenizer.added_tokens_decoder, set(_special(model.tokenizer).values())
-    return {
-        token_id: piece.encode() if token_id in added else _piece_bytes(piece, steps)
-        for piece, token_id in model.tokenizer.get_vocab().items()
-        if token_id < model.embeddings.vocab_size and token_id not in special
-    }
+    tokenizer, special = model.tokenizer, {*_special(model.tokenizer).values()}
+    before = list(tokenizer("the", add_special_tokens=False)["input_ids"])[-1:]
+    shown, tokens = len(decode(tokenizer, before)), sorted({*tokenizer.get_vocab().values()} - special)
+    texts = {t: decode(tokenizer, [*before, t])[shown:] for t in tokens if t < model.embeddings.vocab_size}
+    return {t: text for t, text in texts.items() if text and UNFINISHED not in text}
 
 
 def _special(tokenizer: PreTrainedTokenizerBase) -> dict[str, int]:
     added = {str(t): token_id for token_id, t in tokenizer.added_tokens_decoder.items() if t.special}
     return added | dict(zip(tokenizer.all_special_tokens, tokenizer.all_special_ids, strict=True))
-
-
-def _decoder_steps(model: Target) -> list[dict[str, Any]]:
-    """Return the steps of the tokenizer's decoder; none for a word-level one, whose words are joined by spaces."""
-    backend = getattr(model.tokenizer, "backend_tokenizer", None)
-    if backend is None:
-        raise ValueError(f"{model.name}: its tokenizer shows no table of tokens to compare: choose another one")
-    if backend.decoder is None:
-        return []
-    state = json.loads(backend.decoder.__getstate__())
-    steps: list[dict[str, Any]] = state["decoders"] if state["type"] == "Sequence" else [state]
-    for step in steps:
-        byte_wise = step["type"] in ("ByteLevel", "Metaspace", "ByteFallback", "Fuse", "Strip")
-        if not (byte_wise or (step["type"] == "Replace" and "String" in step["pattern"])):
-            raise ValueError(
-                f"{model.name}: tokens of a tokenizer with a {step['type']} decoder cannot be compared one by one: "
-                "choose another one"
-            )
-    return steps
-
-
-def _piece_bytes(piece: str, steps: list[dict[str, Any]]) -> bytes:
-    """Decode one token as its tokenizer would in the middle of a text, to bytes."""
-    if not steps:
-        return b" " + piece.encode()
-    for step in steps:
-        if step["type"] == "ByteLevel" and all(c in BYTE_OF for c in piece):
-            return bytes(BYTE_OF[c] for c in piece)
-        if step["type"] == "ByteFallback" and (byte := re.fullmatch("<0x([0-9A-Fa-f]{2})>", piece)):
-            return bytes([int(byte[1], 16)])
-        if step["type"] == "Metaspace":
-            piece = piece.replace(step["replacement"], " ")
-        if step["type"] == "Replace":
-            piece = piece.replace(step["pattern"]["String"], step["content"])
-    return piece.encode()
-
-
-def _ids_of(pieces: dict[int, bytes]) -> dict[bytes, int]:
-    """Return which token stands for which bytes; of several, the last one, because byte tokens come first."""
-    return {piece: token_id for token_id, piece in sorted(pieces.items()) if piece}
-
-
-def _shared(target: Target, assistant: Target, ours: dict[int, bytes], theirs: dict[bytes, int]) -> dict[int, int]:
-    """Return the pairs of tokens that are the same in both vocabularies, each token in one pair at most."""
-    pairs = {token_id: theirs[piece] for piece, token_id in _ids_of(ours).items() if piece in theirs}
-    other = _special(assistant.tokenizer)
-    pairs |= {token_id: other[name] for name, token_id in _special(target.tokenizer).items() if name in other}
-    embeddings = target.tokenizer.eos_token_id, assistant.tokenizer.eos_token_id
-    if None not in embeddings and embeddings[0] not in pairs and embeddings[1] not in pairs.values():
-        pairs[embeddings[0]] = embeddings[1]
-    return {a: b for a, b in pairs.items() if a < target.embeddings.vocab_size and b < assistant.embeddings.vocab_size}
 
 
 MATCHES: dict[str, type[SameVocabulary] | type[SharedVocabulary]] = {"same": SameVocabulary, "tli": SharedVocabulary}

@@ -1,6 +1,6 @@
 """A trained draft head as a drafter."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ from torch import Tensor
 from heads.base import DraftHead, Features, LevelOutput, NewRows
 from heads.common.typed import typed
 from heads.formats.hub import load_found, schedule_of, sibling_spec, tree_of
-from heads.modules.kv_cache import SPARE, KVCache
+from heads.modules.kv_cache import KVCache
 from heads.modules.layers import Attention
 from inference.drafters.plain import root_trees
 from inference.drafters.policy import (
@@ -29,57 +29,6 @@ from inference.drafters.policy import (
 from inference.protocol import Context, DraftBatch, Drafted, Drafter, DraftInputs, DraftPlan, DraftRows, DraftTraits
 from inference.target.model import TargetOutput
 from inference.target.target import Target
-
-BYTES = 1 << 28  # of all rows that may wait; a sequence may have `SPARE` of them in any case
-
-
-class DeferredRows:
-    """Committed rows of all slots, `max_rows` each, that a head has not taken in yet, while nothing is drafted.
-
-    Many rows in one pass cost less than a pass for each, and those of a sequence that ends before cost nothing. The
-    host reads nothing here, and no buffer moves.
-    """
-
-    def __init__(self, size: int, token: Int[Tensor, "B T"], features: TargetOutput, capacity: int) -> None:
-        like = token, features.hidden, features.last_hidden
-        row = size * sum(tensor[0, 0].nbytes for tensor in like)
-        self.max_rows = max(SPARE, min(capacity, BYTES // row))
-        self.count = torch.zeros(size, dtype=torch.long, device=token.device)
-        self.rows = tuple(tensor.new_zeros(size, self.max_rows, *tensor.shape[2:]) for tensor in like)
-        self.waiting = 0  # at least the largest count, known without asking the device; who adds rows counts it
-
-    def tensors(self) -> list[Tensor]:
-        """Return all buffers."""
-        return [self.count, *self.rows]
-
-    def add(self, features: Features, count: Int[Tensor, "B"]) -> None:
-        """Add a row of each of the first sequences that counts one, and none of one that counts 0."""
-        slot, waiting = torch.arange(len(count), device=count.device), self.count[: len(count)]
-        for buffer, new in zip(self.rows, features[:3], strict=True):
-            buffer[slot, waiting] = new[:, 0]
-        waiting += count
-
-    def take(self, sequences: int) -> Iterator[tuple[Features, Int[Tensor, "B"]]]:
-        """Yield the first sequences' rows, padded, with how many each has, as many as a KV cache's ring takes at once.
-
-        Then none waits any longer.
-        """
-        for first in range(0, self.waiting, SPARE):
-            some = slice(first, min(first + SPARE, self.waiting))
-            token, hidden, last = (buffer[:sequences, some] for buffer in self.rows)
-            count = (self.count[:sequences] - first).clamp(0, SPARE)
-            yield Features(token, hidden, last, torch.zeros_like(token)), count
-        self.count.zero_()
-        self.waiting = 0
-
-    def clear(self, slot: int) -> None:
-        """Drop a slot's rows: another sequence takes it."""
-        self.count[slot] = 0
-
-    def move(self, from_slot: int, slot: int) -> None:
-        """Move a sequence's rows into another slot."""
-        for buffer in (self.count, *self.rows):
-            buffer[slot] = buffer[from_slot]
 
 
 class HeadDrafter(Drafter):
@@ -106,7 +55,7 @@ class HeadBatch(DraftBatch, DraftRows):
     """A head drafting for several sequences: the first slots of one KV cache, and the level under each one's root.
 
     Both are buffers of all slots, written in place. Where the step at hand has no `policy`, nothing is drafted, and its
-    rows are deferred.
+    rows are not taken in: before the next draft the sequences start again (`resumes`).
     """
 
     def __init__(self, head: DraftHead, schedule: Schedule, size: int) -> None:
@@ -114,10 +63,9 @@ class HeadBatch(DraftBatch, DraftRows):
         self.feature_layers = head.feature_layers
         self.traits = DraftTraits(max_nodes=max(map(most_nodes, schedule.trees), default=1), rows=self)
         self.capacity = 0
-        self.running = 0  # sequences in the step at hand
+        self.paused = False  # whether rows were left out since the sequences have started
         self.cache: KVCache | None = None
         self.buffers: LevelOutput | None = None
-        self.deferred: DeferredRows | None = None
         modules: Any = head
         self.attentions = [module for module in modules.modules() if isinstance(module, Attention)]
         self.choose(1)
@@ -130,22 +78,17 @@ class HeadBatch(DraftBatch, DraftRows):
             deepest, sampled = min(policy.deepest, self.head.max_depth), sampled_shape(policy, self.head.max_depth)
             self.plan = self.plan._replace(deepest=deepest, chain=policy.kind == "chain", sampled=sampled)
 
+    def resumes(self, running: int) -> bool:
+        """Return whether a step of `running` sequences is the first one with a draft after some without."""
+        resumes = self.paused and self.schedule.at(running) is not None
+        self.paused = self.schedule.at(running) is None
+        return resumes
+
     def begin(self, contexts: Sequence[Context | None], longest: int) -> DraftPlan:
-        """Choose a step's tree; commit what was deferred before it is needed, or before it is too much."""
-        self.running = len(contexts)
-        self.choose(self.running)
-        if self.deferred is not None:
-            if self.policy is not None or self.deferred.waiting == self.deferred.max_rows:
-                self.commit_deferred(longest)
-            self.deferred.waiting += self.policy is None
+        """Choose a step's tree."""
+        self.choose(len(contexts))
         self.hold(longest)  # a hybrid may commit rows to a head that did not draft
         return self.plan
-
-    def commit_deferred(self, longest: int) -> None:
-        """Commit the rows that were deferred, if there are any."""
-        for rows in self.deferred.take(self.running) if self.deferred is not None else ():
-            self.hold(longest)
-            self.extend(*rows)
 
     def level(self, count: int) -> LevelOutput:
         """Return the roots' level of the first sequences."""
@@ -158,8 +101,6 @@ class HeadBatch(DraftBatch, DraftRows):
         following = torch.tensor([token[1:]], device=features.hidden.device)
         if self.cache is None and self.head.has_kv_cache:
             self.cache = self.new_cache(following.device)
-        if self.deferred is None and self.schedule.pauses:
-            self.deferred = DeferredRows(self.size, following, features, self.capacity)
         rows = Features(following, *features[:2], torch.zeros_like(following))
         cache = None if self.cache is None else self.cache.for_new_sequence(slot)
         _, level = self.head.extend(cache, NewRows(rows, following))
@@ -167,8 +108,6 @@ class HeadBatch(DraftBatch, DraftRows):
             with torch.inference_mode(False):  # compiled stages write to no inference tensor
                 self.buffers = level.each(lambda row: row.new_zeros(self.size, *row.shape[1:]))
         self.buffers.each(lambda buffer, row: buffer[slot : slot + 1].copy_(row), level)
-        if self.deferred is not None:
-            self.deferred.clear(slot)
 
     def new_cache(self, device: torch.device) -> KVCache:
         """Return an empty cache with room for the texts' rows and a tree's."""
@@ -186,7 +125,7 @@ class HeadBatch(DraftBatch, DraftRows):
         trees = self.schedule.trees
         drafted = max([self.head.max_depth + 1, *map(expanded, trees)])
         committed = [min(tree.deepest, self.head.max_depth) + 1 for tree in trees]
-        return drafted + max([*committed, SPARE] if self.schedule.pauses else committed)
+        return drafted + max(committed, default=0)
 
     @torch.inference_mode()
     def move(self, from_slot: int, slot: int, length: int) -> None:
@@ -195,8 +134,6 @@ class HeadBatch(DraftBatch, DraftRows):
         if self.cache is not None:  # what moves are all rows that there are
             self.hold(max(self.cache.longest, length))
             self.cache.move(from_slot, slot)
-        if self.deferred is not None:
-            self.deferred.move(from_slot, slot)
         self.buffers.each(lambda buffer: buffer[slot : slot + 1].copy_(buffer[from_slot : from_slot + 1]))
 
     def draft_trees(
@@ -223,7 +160,7 @@ class HeadBatch(DraftBatch, DraftRows):
         tables = [attention.rotary.table for attention in self.attentions]
         level = [self.buffers.logits, self.buffers.hidden, *self.buffers.root]
         caches = [] if self.cache is None else self.cache.tensors()
-        return [*level, *tables, *caches, *([] if self.deferred is None else self.deferred.tensors())]
+        return [*level, *tables, *caches]
 
     def hold(self, longest: int) -> None:
         """Tell the KV cache how long the longest sequence is."""
@@ -231,12 +168,9 @@ class HeadBatch(DraftBatch, DraftRows):
             self.cache.longest = longest
 
     def commit(self, features: Features, count: Int[Tensor, "B"]) -> None:
-        """Take in verified rows, now or, in a step without a draft, later; `begin` has counted these."""
+        """Take in verified rows, but for those of a step without a draft."""
         if self.plan.deepest:
             self.extend(features, count)
-        else:
-            assert self.deferred is not None
-            self.deferred.add(features, count)
 
     def extend(self, features: Features, count: Int[Tensor, "B"]) -> None:
         """Commit rows of all sequences; the level of one that has none stays."""

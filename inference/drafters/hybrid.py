@@ -85,6 +85,10 @@ class HybridBatch(HostBatch):
         super().move(from_slot, slot, length)
         self.main.move(from_slot, slot, length)
 
+    def resumes(self, running: int) -> bool:
+        """Return whether the sequences must be started again for the other drafter."""
+        return self.main.resumes(running)
+
     def record(self, slot: int) -> Record:
         """Return what both drafters have been worth to a sequence's slot."""
         pair = self.slots[slot]

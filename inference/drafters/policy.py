@@ -3,7 +3,7 @@
     chain    one node a depth.
     static   a list of rank paths: (0, 2) is the third child of the root's first child (Medusa, EAGLE-1).
     dynamic  EAGLE-2 (arXiv 2406.16858): expand the most probable nodes of each level, keep the best of all.
-    best_first  the most probable nodes of all, within a budget (OPT-Tree, arXiv 2406.17276; see `_best_first`).
+    best_first  the most probable nodes of all, within a budget (OPT-Tree, arXiv 2406.17276; see `_by_confidence`).
     sampled  a fixed number of children a depth, sampled without replacement; their probs q go on to verification.
 
 LevelNodes of different parents are compared by probabilities that greedy decoding sharpens (`inverse_temperature_of`).
@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from heads.base import DraftVocabulary, LevelNodes, LevelOutput
-from heads.common.ranges import Count
+from heads.common.ranges import Count, OneOf, Within
 from heads.common.untrusted import shown
 from heads.modules.vocab import scatter_logits
 from heads.rows import gather_parents
@@ -52,37 +52,26 @@ BY_CONFIDENCE = ("dynamic", "best_first")  # the kinds whose shape follows the h
 class TreeConfig:
     """A tree policy; of the other fields it reads those that `KINDS` names."""
 
-    kind: str
-    depth: int
-    top_k: int
-    nodes: int
-    paths: list[list[int]]
-    widths: list[int]
+    kind: Annotated[str, OneOf(tuple(KINDS))]
+    depth: Annotated[int, Within(0, DEEPEST)]
+    top_k: Annotated[int, Within(0, LARGEST)]
+    nodes: Annotated[int, Within(0, LARGEST)]
+    paths: Annotated[list[list[int]], Within(0, LARGEST)]
+    widths: Annotated[list[int], Within(1, LARGEST)]
 
     def __post_init__(self) -> None:
-        if self.kind not in KINDS:
-            raise ValueError(f"tree.kind is {self.kind!r}: choose one of {', '.join(KINDS)}")
         for name in KINDS[self.kind]:
-            value = getattr(self, name)
-            if not value or (isinstance(value, int) and value < 1):
+            if not (value := getattr(self, name)):
                 raise ValueError(f"tree.{name} is {value}: a {self.kind} tree needs it, at least 1")
-        # Whose file it may be: a number beyond any use would take the memory.
-        if (deepest := max(map(len, (self.widths, *self.paths)))) > DEEPEST:
-            name = "widths" if deepest == len(self.widths) else "paths"
-            raise ValueError(f"tree.{name} is {deepest} deep: at most {DEEPEST}")
-        ranks = [rank for path in self.paths for rank in path or [-1]]
-        numbers = {"depth": [self.depth], "top_k": [self.top_k], "nodes": [self.nodes], "paths": ranks}
-        for name, given in {**numbers, "widths": self.widths}.items():
-            least, most = int(name == "widths"), DEEPEST if name == "depth" else LARGEST
-            if any(not least <= number <= most for number in given):
-                raise ValueError(f"tree.{name} is {shown(given)}: give numbers from {least} to {most}")
-        if max(len(self.paths), sum(accumulate(self.widths, lambda a, b: min(a * b, LARGEST + 1)))) > LARGEST:
-            raise ValueError(f"tree.{'widths' if self.widths else 'paths'} makes more than {LARGEST} nodes: give fewer")
-        paths = {tuple(path) for path in self.paths}
-        for path in paths:
-            if path[:-1] and path[:-1] not in paths:
-                held, parent = shown(list(path)), shown(list(path[:-1]))
-                raise ValueError(f"tree.paths holds {held} without its parent {parent}: add it")
+        # Whose file it may be: a tree beyond any use would take the memory.
+        count = max(len(self.paths), sum(accumulate(self.widths, lambda a, b: min(a * b, LARGEST + 1))))
+        if count > LARGEST or max(map(len, (self.widths, *self.paths))) > DEEPEST:
+            name = "widths" if self.widths else "paths"
+            raise ValueError(f"tree.{name} makes more than {LARGEST} nodes, or {DEEPEST} levels: give fewer")
+        paths = {(), *map(tuple, self.paths)}
+        for path in self.paths:
+            if not path or tuple(path[:-1]) not in paths:
+                raise ValueError(f"tree.paths holds {shown(path)} without its parent {shown(path[:-1])}: add it")
 
     @property
     def label(self) -> str:
@@ -147,11 +136,6 @@ class Schedule:
         return [line.tree for line in self.lines if line.tree is not None]
 
     @property
-    def pauses(self) -> bool:
-        """Whether nothing is drafted at some size."""
-        return any(line.tree is None for line in self.lines)
-
-    @property
     def label(self) -> str:
         """A short name for tables: the tree of one sequence, then the others, each with its size."""
         names = [
@@ -183,22 +167,6 @@ def scheduled(best: Sequence[tuple[int, TreeConfig | None]]) -> Schedule:
             lines.append(Scheduled(size if lines else 1, tree))
     return Schedule(lines)
 
-
-__all__ = [
-    "BY_CONFIDENCE",
-    "Expander",
-    "TreeBuilder",
-    "TreeConfig",
-    "candidates",
-    "check_tree",
-    "expanded",
-    "grow",
-    "grow_batch",
-    "most_nodes",
-    "sample_chains",
-    "sampled_shape",
-    "verifiable",
-]  # fmt: skip
 
 log = logging.getLogger(__name__)
 
@@ -302,11 +270,11 @@ def grow(
 ) -> Proposal:
     """Grow a tree for one sequence that the host drafts for, down to the head's own `max_depth`.
 
-    A chain ends after a token that the head doubts, as `sample_chains` says.
+    With `least` it is a sampled chain, which ends after a token that the head doubts (`sample_chains`).
     """
     if head.max_depth < 1:
         return Proposal(trees.root(context.token[-1], level.logits.device))
-    if config.kind == "chain" and head.vocab is None:
+    if least > 0:
         return sample_chains(head, level, min(config.depth, head.max_depth), [context], least)[0]
     full = level.logits if head.vocab is None else scatter_logits(head.vocab, level.logits)
     roots = context.roots(full, min(head.max_depth, config.deepest))
@@ -466,64 +434,40 @@ def _by_confidence(
     *,
     allow_host_sync: bool = True,
 ) -> tuple[TreeBuilder, Float[Tensor, "B N"]]:
-    growth, depth = TreeBuilder(head, state, level, roots), min(depth, config.deepest)
-    if config.kind == "dynamic":
-        return growth, torch.cat(_dynamic(growth, config, depth), 1)
-    return growth, torch.cat(_best_first(growth, config, depth, allow_host_sync), 1)
+    """Draft the nodes that are the most probable by the head, a whole level at a time; return with them their scores.
 
-
-def _dynamic(growth: TreeBuilder, config: TreeConfig, depth: int) -> list[Float[Tensor, "B K"]]:
-    """Expand the top_k most probable nodes of each level; return the levels' scores."""
-    # The cumulative log-probability of the level's nodes.
-    score = torch.zeros(growth.nodes.shape, device=growth.nodes.device)
-    scores = [score]
-    for step in range(depth):
-        log_probs = growth.log_probs()
-        best = log_probs.topk(min(config.top_k, log_probs.shape[-1]))
-        reached = (score[..., None] + best.values).flatten(1)
-        token = growth.tokens(best.indices).flatten(1)
-        parent = torch.arange(score.shape[1], device=token.device)[:, None].expand(best.indices.shape[1:])
-        parent = parent.flatten().expand_as(token)
-        nodes = growth.add(token, parent)
-        scores.append(reached)
-        if step + 1 < depth:
-            score, best_index = reached.topk(min(config.top_k, reached.shape[1]))
-            growth.descend(*(rows.gather(1, best_index) for rows in (token, parent, nodes)))
-    return scores
-
-
-def _best_first(
-    growth: TreeBuilder, config: TreeConfig, depth: int, allow_host_sync: bool
-) -> list[Float[Tensor, "B K"]]:
-    """Draft the nodes that best-first search would, a whole level at a time; return the levels' scores.
-
-    Best-first search expands the most probable node not yet expanded until the budget is spent, which yields the
-    `nodes` most probable nodes of the whole tree. No child is more probable than its parent, so a node's children
-    can be among them only if fewer than `nodes` - 1 of the nodes known so far are better than it. To expand exactly
-    those of each level finds the same tree in one call a level, and ends where no node is left to expand.
-    Of several sequences each expands as many as the one with the most: the others' are never among their best.
+    A dynamic tree expands the `top_k` most probable nodes of each level. Best-first search expands the most probable
+    node not yet expanded until the budget is spent, which yields the `nodes` most probable nodes of the whole tree. No
+    child is more probable than its parent, so a node's children can be among them only if fewer than `nodes` - 1 of
+    the nodes known so far are better than it. To expand exactly those of each level finds the same tree in one call a
+    level, and ends where no node is left to expand. Of several sequences each expands as many as the one with the
+    most: the others' are never among their best.
     """
-    score = torch.zeros(growth.nodes.shape, device=growth.nodes.device)
-    scores = [score]
-    best = score[:, :0]  # the nodes - 1 best scores so far
+    growth, depth = TreeBuilder(head, state, level, roots), min(depth, config.deepest)
+    score = torch.zeros(growth.nodes.shape, device=growth.nodes.device)  # cumulative log-probs of the level's nodes
+    scores, best = [score], score[:, :0]  # of all nodes, and the nodes - 1 best so far
+    is_dynamic = config.kind == "dynamic"
     for step in range(depth):
         log_probs = growth.log_probs()
-        width = min(config.nodes, log_probs.shape[-1])
-        top = log_probs.topk(width)
-        reached, index = (score[..., None] + top.values).flatten(1).topk(min(config.nodes, score.shape[1] * width))
+        width = min(config.top_k if is_dynamic else config.nodes, log_probs.shape[-1])
+        top, most = log_probs.topk(width), score.shape[1] * width
+        reached, index = (
+            (score[..., None] + top.values).flatten(1).topk(most if is_dynamic else min(config.nodes, most))
+        )
         token, parent = growth.tokens(top.indices).flatten(1).gather(1, index), index // width
         nodes = growth.add(token, parent)
         scores.append(reached)
-        so_far = torch.cat([best, reached], 1)
-        best = so_far.topk(min(config.nodes - 1, so_far.shape[1])).values
-        # Scores fall along a level, so those to expand come first.
-        worth = (reached >= best[:, -1:]).sum(1).max() if best.shape[1] else 0
-        count = int(worth) if allow_host_sync or not best.shape[1] else reached.shape[1]
+        count = min(config.top_k, reached.shape[1]) if is_dynamic else reached.shape[1]
+        if not is_dynamic:
+            best = torch.cat([best, reached], 1)
+            best = best.topk(min(config.nodes - 1, best.shape[1])).values
+            if allow_host_sync or not best.shape[1]:
+                count = int((reached >= best[:, -1:]).sum(1).max()) if best.shape[1] else 0
         if count == 0 or step + 1 == depth:
             break
-        growth.descend(token[:, :count], parent[:, :count], nodes[:, :count])
+        growth.descend(token[:, :count], parent[:, :count], nodes[:, :count])  # scores fall along a level
         score = reached[:, :count]
-    return scores
+    return growth, torch.cat(scores, 1)
 
 
 def check_tree(target: Target, tree: TreeConfig, name: str) -> None:

@@ -137,7 +137,7 @@ def test_a_bad_value_is_named_in_one_line(clone: str, changes: dict[str, Any], n
 
 def test_another_tokenizer_is_named_with_the_ways_out(tmp_path: Path) -> None:
     path = assistants.save(toys.target().model, words([*range(7), 8, 7, *range(9, toys.VOCAB)]), tmp_path)
-    with pytest.raises(ValueError, match=r"token 'w7' is 7 .* and 8 .*use match=tli"):
+    with pytest.raises(ValueError, match="has another tokenizer than"):
         assistants.assistant(path, toys.target())
 
 
@@ -218,8 +218,8 @@ def test_every_draft_by_shared_tokens_is_that_of_a_model_without_a_cache(
 
 def test_what_the_assistant_lacks_is_spelled_with_its_longest_tokens() -> None:
     shared = SharedVocabulary.__new__(SharedVocabulary)
-    shared.one, shared.bytes = {7: 9}, {5: b"abc", 6: b"abd"}
-    shared.ids = {b"a": 1, b"ab": 2, b"c": 3, b"b": 4, b"bc": 8}
+    shared.one, shared.texts = {7: 9}, {5: "abc", 6: "abd"}
+    shared.ids = {"a": 1, "ab": 2, "c": 3, "b": 4, "bc": 8}
     assert shared.follow([5, 7, 5]) == [2, 3, 9, 2, 3]
     assert shared.follow([6, 7, 8]) == [9], "what it cannot read it goes on without"
 
