@@ -2,9 +2,8 @@
 
 import logging
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from threading import Lock
-from typing import TypeVar
 
 import torch
 
@@ -49,7 +48,6 @@ class Service:
         log.warning("%s is put back: %s fails (%s)", former.name, drafter.name, cause)
 
 
-T = TypeVar("T")
 TREE_ENTRIES = 64  # entries of the cache behind a text, for trees of sources that do not say how many they need
 MAX_IDLE_BATCHES = 8  # batches, with their graphs and caches, that wait for more requests: one for each drafter
 TRIAL = RequestParams(3, GREEDY, min_new_tokens=3)  # of a drafter that is to take another's place
@@ -105,7 +103,7 @@ class Batch:
             )
         self.follow()
         self.reserve(needed_entries(self.target, prompt, settings))
-        slot = vacant(self.slots)
+        slot = self.slots.index(None) if None in self.slots else len(self.slots)
         request = Request(self.target, prompt, settings, self.cache.allocate(slot), request_index)
         out = request.prefill(self.drafts.traits.feature_layers)
         self.drafts.start_sequence(slot, request.context, out)
@@ -129,9 +127,12 @@ class Batch:
 
     def fill_vacant(self) -> None:
         """Let the last sequences take the slots that nobody was admitted to."""
-        for from_slot, slot in vacancy_moves(self.slots):
-            self.cache.move(from_slot, slot)
-            self.drafts.move(from_slot, slot, self.cache.active[slot].length)
+        while None in self.slots:
+            if (last := self.slots.pop()) is not None:
+                from_slot, slot = len(self.slots), self.slots.index(None)
+                self.slots[slot] = last
+                self.cache.move(from_slot, slot)
+                self.drafts.move(from_slot, slot, self.cache.active[slot].length)
         del self.cache.active[len(self.slots) :]
 
     def follow(self) -> None:
@@ -185,20 +186,6 @@ class Batch:
         if self.drafts.resumes(len(self.running)):
             self.start(self.drafts)
         self.device_step.step(self.running)
-
-
-def vacant(slots: Sequence[object]) -> int:
-    """Return the slot that the next sequence takes: the first without one, else one more."""
-    return next((slot for slot, sequence in enumerate(slots) if sequence is None), len(slots))
-
-
-def vacancy_moves(slots: list[T | None]) -> Iterator[tuple[int, int]]:
-    """Fill vacant slots with the last sequences; yield from which slot to which each moves."""
-    while None in slots:
-        last, slot = slots.pop(), vacant(slots)
-        if last is not None:
-            slots[slot] = last
-            yield len(slots), slot
 
 
 def batch_of(

@@ -12,7 +12,7 @@ from inference.target.cache import TargetCache
 from inference.target.model import TargetOutput
 from inference.verification.rng import Draws, Samples
 from inference.verification.sample import Sampling
-from inference.verification.tree import DraftTree, LookAhead, chain
+from inference.verification.tree import DraftTree, LookAhead
 
 GREEDY_INVERSE_TEMPERATURE = 2.0  # chosen by benchmarks/ranking.py (docs/engine.md)
 
@@ -112,11 +112,6 @@ class Proposal(NamedTuple):
     q: Float[Tensor, "M V"] | None = None
     look_ahead: LookAhead | None = None
     expected: float = 0.0
-
-
-def sampled_chain(token: list[int], q: Sequence[Float[Tensor, "1 V"]]) -> Proposal:
-    """Return the proposal of a chain, the root its first token, whose others were sampled from these probs."""
-    return Proposal(chain(torch.tensor(token)), torch.cat([*q]) if q else None)
 
 
 class Verified(NamedTuple):

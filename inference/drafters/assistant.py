@@ -27,122 +27,35 @@ from inference.verification.tree import root
 ROOT = -1  # the number of the last token read, above the drafted nodes
 
 
-class DraftModelRunner:
-    """A model with the tokens it has read, and behind them in its cache the drafted nodes of one tree.
+class Vocabulary:
+    """How an assistant reads and writes: by the tokens that it shares with the target.
 
-    Nodes are numbered in order of expansion. Reading on keeps what still stands of both, so that a pass runs over
-    only what is missing: after a verification the tokens that no expanded node holds, the next root among them.
-    """
-
-    def __init__(self, model: Target) -> None:
-        self.model = model
-        self.clear()
-
-    def clear(self) -> None:
-        """Begin with no text."""
-        self.cache = self.model.cache()
-        self.token: list[int] = []
-        self._drop_drafts()
-
-    def _drop_drafts(self) -> None:
-        self.below: dict[tuple[int, int], int] = {}  # (node above, token) -> node
-        self.path: list[list[int]] = []  # each node's nodes from the top down, its own the last
-        self.level = [ROOT]
-
-    def read(self, token: list[int]) -> Float[Tensor, "1 V"]:
-        """Take `token`, one or more, as the whole text from now on; return the logits of what follows."""
-        common = len(self.token)
-        if token[:common] != self.token:
-            common = next(i for i in range(common) if self.token[i : i + 1] != token[i : i + 1])
-        common = min(common, len(token) - 1)  # the last one is run for its logits in any case
-        nodes: list[int] = []  # the expanded ones that hold what comes next, from the root down
-        for t in token[common:-1] if common == len(self.token) else ():
-            node = self.below.get((nodes[-1] if nodes else ROOT, t))
-            if node is None:
-                break
-            nodes.append(node)
-        self.cache.keep(common, nodes)
-        missing = torch.tensor(token[common + len(nodes) :], device=self.model.device)
-        logits = self.model.prefill(missing, self.cache).logits
-        assert logits is not None
-        self.token = list(token)
-        self._drop_drafts()
-        return logits[0]
-
-    @torch.inference_mode()
-    def branch(self, token: Int[Tensor, "N"], above: list[int]) -> Float[Tensor, "N V"]:
-        """Run a new node under each of the nodes `above`, ROOT the last token read, and return their logits."""
-        model, device = self.model, self.model.device
-        first, text = len(self.path), len(self.token)
-        self.level = list(range(first, first + len(above)))
-        for node, parent, t in zip(self.level, above, token.tolist(), strict=True):
-            self.below[parent, t] = node
-            self.path.append([*(self.path[parent] if parent != ROOT else []), node])
-        depth = torch.tensor([len(path) for path in self.path], device=device)
-        key_position = torch.cat([torch.arange(text, device=device), text - 1 + depth])[None]
-        position = key_position[:, self.cache.length :]
-        attn_mask = None
-        # A chain sees all that is before it, which needs no attention that takes a mask.
-        if any(len(self.path[node]) < len(self.path) for node in self.level):
-            attn_mask = torch.zeros(1, len(above), text + len(self.path), dtype=torch.bool, device=device)
-            attn_mask[..., :text] = True
-            for row, node in enumerate(self.level):
-                attn_mask[0, row, [text + ancestor for ancestor in self.path[node]]] = True
-        last = model.run(token[None].to(device), position, attn_mask, self.cache, key_position=key_position).last_hidden
-        return model.embeddings.logits(last)[0]
-
-
-class SameVocabulary:
-    """How an assistant with the target's tokenizer reads and writes; `SharedVocabulary` is for one with another.
-
-    The models' lm_heads may be padded to different sizes, A of the assistant's and V of the target's. Tokenizers that
-    differ are refused.
-    """
-
-    def __init__(self, target: Target, assistant: Target) -> None:
-        if target.tokenizer.get_vocab() != assistant.tokenizer.get_vocab():
-            raise ValueError(f"{assistant.name} has another tokenizer than {target.name}: use match=tli")
-        self.ours, self.theirs = target.embeddings.vocab_size, assistant.embeddings.vocab_size
-
-    def prompt(self, token: list[int]) -> list[int]:
-        """Return a prompt in the assistant's tokens: without those that only the target's padding numbers."""
-        return self.follow(token)
-
-    def follow(self, token: list[int]) -> list[int]:
-        """Return the same of tokens that come after the prompt, each by itself."""
-        return [t for t in token if t < self.theirs]
-
-    def to_assistant(self, token: Int[Tensor, "N"]) -> Int[Tensor, "N"]:
-        """Return drafted tokens; -inf keeps those that only the padding numbers out of every q, rank does not."""
-        return token.clamp_max(self.theirs - 1)
-
-    def to_target(self, logits: Float[Tensor, "N A"]) -> Float[Tensor, "N V"]:
-        """Cut or pad the logits to the target's vocabulary."""
-        logits = logits[:, : self.ours]
-        return torch.nn.functional.pad(logits, (0, self.ours - logits.shape[1]), value=float("-inf"))
-
-
-class SharedVocabulary:
-    """Token-level intersection (TLI; Timor et al., arXiv 2502.05202): the assistant drafts tokens that both know.
-
-    Its q is renormalised over them, and so is a distribution of the target's tokens: p/q verification stays exact. What
-    the target writes outside is spelled with the assistant's tokens.
+    With the target's own tokenizer (`match=same`) these are all, but for what pads one of the lm_heads. With another
+    one (`match=tli`) it is token-level intersection (Timor et al., arXiv 2502.05202): q is renormalised over the tokens
+    that both know, and so is a distribution of the target's tokens: p/q verification stays exact. What the target
+    writes outside is spelled with the assistant's tokens.
 
     Raises:
-        ValueError: no token is shared.
+        ValueError: the tokenizers differ, or share no token.
     """
 
-    def __init__(self, target: Target, assistant: Target) -> None:
+    def __init__(self, target: Target, assistant: Target, match: str) -> None:
         self.source, self.destination, self.size = target.tokenizer, assistant.tokenizer, target.embeddings.vocab_size
-        self.texts = token_texts(target)
-        self.ids = {text: token_id for token_id, text in token_texts(assistant).items()}  # byte tokens come first
-        ours = {text: token_id for token_id, text in self.texts.items()}
-        special, others = _special(self.source), _special(self.destination)
-        pairs = {token_id: self.ids[text] for text, token_id in ours.items() if text in self.ids}
-        pairs |= {token_id: others[name] for name, token_id in special.items() if name in others}
-        ends = self.source.eos_token_id, self.destination.eos_token_id
-        if None not in ends and ends[0] not in pairs and ends[1] not in pairs.values():
-            pairs[ends[0]] = ends[1]
+        self.is_same, self.texts, self.ids = match == "same", dict[int, str](), dict[str, int]()
+        if self.is_same:
+            if self.source.get_vocab() != self.destination.get_vocab():
+                raise ValueError(f"{assistant.name} has another tokenizer than {target.name}: use match=tli")
+            pairs = {token: token for token in range(self.size)}
+        else:
+            self.texts = token_texts(target)
+            self.ids = {text: token for token, text in token_texts(assistant).items()}  # byte tokens come first
+            ours = {text: token for token, text in self.texts.items()}
+            special, others = _special(self.source), _special(self.destination)
+            pairs = {token: self.ids[text] for text, token in ours.items() if text in self.ids}
+            pairs |= {token: others[name] for name, token in special.items() if name in others}
+            ends = self.source.eos_token_id, self.destination.eos_token_id
+            if None not in ends and ends[0] not in pairs and ends[1] not in pairs.values():
+                pairs[ends[0]] = ends[1]
         self.one = {a: b for a, b in pairs.items() if a < self.size and b < assistant.embeddings.vocab_size}
         if not self.one:
             raise ValueError(f"{assistant.name} shares no token with {target.name}: choose another one")
@@ -152,6 +65,8 @@ class SharedVocabulary:
 
     def prompt(self, token: list[int]) -> list[int]:
         """Encode the prompt's text, as the assistant was trained to read it: behind its first token, if it has one."""
+        if self.is_same:
+            return self.follow(token)
         first = self.destination("a")["input_ids"][:1]
         text = self.destination(decode(self.source, token), add_special_tokens=False)
         return (first if first == [self.destination.bos_token_id] else []) + text["input_ids"]
@@ -166,6 +81,8 @@ class SharedVocabulary:
 
     def to_target(self, logits: Float[Tensor, "N A"]) -> Float[Tensor, "N V"]:
         """Put the shared columns where the target has them."""
+        if self.is_same and logits.shape[1] == self.size:
+            return logits
         scattered = logits.new_full((len(logits), self.size), float("-inf"))
         scattered[:, self.ours] = logits[:, self.theirs]
         return scattered
@@ -198,9 +115,6 @@ def _special(tokenizer: PreTrainedTokenizerBase) -> dict[str, int]:
     return added | dict(zip(tokenizer.all_special_tokens, tokenizer.all_special_ids, strict=True))
 
 
-MATCHES: dict[str, type[SameVocabulary] | type[SharedVocabulary]] = {"same": SameVocabulary, "tli": SharedVocabulary}
-
-
 class Assistant(HostDrafter):
     """Another causal LM as a draft source."""
 
@@ -216,7 +130,7 @@ class Assistant(HostDrafter):
         dtype: str | None
         device: str | None
         trust_remote_code: bool
-        match: Annotated[str, OneOf(tuple(MATCHES))]
+        match: Annotated[str, OneOf(("same", "tli"))]
         tree: TreeConfig
         confidence: Fraction
 
@@ -245,7 +159,7 @@ class Assistant(HostDrafter):
                 f"drafter.assistant.tree.kind is {config.tree.kind!r}, but the attention of {config.model} does not "
                 "honour a tree mask: set tree.kind=chain"
             )
-        self.vocabulary = MATCHES[config.match](target, self.model)
+        self.vocabulary = Vocabulary(target, self.model, config.match)
         self.device, self.eos = target.device, target.eos
 
     def start(self, prompt: list[int]) -> "AssistantState":
@@ -254,32 +168,63 @@ class Assistant(HostDrafter):
 
 
 class AssistantState(DrafterState):
-    """An assistant reading one sequence along: its text and KV cache, and its scores under the next root.
+    """An assistant reading one sequence along: its text, and behind it in its KV cache the drafted nodes of one tree.
 
-    It is an `Expander`, so that every tree policy grows from it.
+    Nodes are numbered in order of expansion. It is an `Expander`, so that every tree policy grows from it.
     """
 
     vocab = None
 
     def __init__(self, drafter: Assistant, prompt: list[int]) -> None:
         self.config, self.vocabulary, self.device = drafter.config, drafter.vocabulary, drafter.device
-        self.eos = drafter.eos
-        self.runner = DraftModelRunner(drafter.model)
+        self.model, self.eos, self.cache = drafter.model, drafter.eos, drafter.model.cache()
+        self.token: list[int] = []  # that are read
+        self.drop_drafts()
         self.text = self.vocabulary.prompt(prompt)
-        self.level: LevelOutput | None = None
+        self.level: LevelOutput | None = None  # under the next root
         self.max_depth = 0  # of the tree at hand: how deep both contexts let it be
+
+    def drop_drafts(self) -> None:
+        """Forget the drafted nodes."""
+        self.below: dict[tuple[int, int], int] = {}  # (node above, token) -> node
+        self.path: list[list[int]] = []  # each node's nodes from the top down, its own the last
+        self.nodes = [ROOT]  # of the last level
 
     @torch.inference_mode()
     def update(self, commit: CommittedTokens) -> None:
         """Read on: what was drafted, accepted and expanded is in the cache already."""
         self.text += self.vocabulary.follow(commit.token)
-        fits = 0 < len(self.text) <= self.runner.model.context
-        self.level = self.answer(self.runner.read(self.text)) if fits else None
+        fits = 0 < len(self.text) <= self.model.context
+        self.level = self.answer(self.read(self.text)) if fits else None
+
+    def read(self, token: list[int]) -> Float[Tensor, "1 A"]:
+        """Take `token`, one or more, as the whole text from now on; return the assistant's logits of what follows.
+
+        Reading on keeps what still stands of the text and the drafted nodes, so that a pass runs over only what is
+        missing: after a verification the tokens that no expanded node holds, the next root among them.
+        """
+        common = len(self.token)
+        if token[:common] != self.token:
+            common = next(i for i in range(common) if self.token[i : i + 1] != token[i : i + 1])
+        common = min(common, len(token) - 1)  # the last one is run for its logits in any case
+        nodes: list[int] = []  # the expanded ones that hold what comes next, from the root down
+        for t in token[common:-1] if common == len(self.token) else ():
+            node = self.below.get((nodes[-1] if nodes else ROOT, t))
+            if node is None:
+                break
+            nodes.append(node)
+        self.cache.keep(common, nodes)
+        missing = torch.tensor(token[common + len(nodes) :], device=self.model.device)
+        logits = self.model.prefill(missing, self.cache).logits
+        assert logits is not None
+        self.token = list(token)
+        self.drop_drafts()
+        return logits[0]
 
     @torch.inference_mode()
     def propose(self, context: Context) -> Proposal:
         """Grow the tree; where the text is over the assistant's own context, draft nothing."""
-        self.max_depth = min(context.max_draft_depth, self.runner.model.context - len(self.text))
+        self.max_depth = min(context.max_draft_depth, self.model.context - len(self.text))
         if self.level is None or self.max_depth < 1:
             return Proposal(root(context.token[-1], self.device))
         if self.config.tree.kind == "chain":
@@ -290,15 +235,35 @@ class AssistantState(DrafterState):
         """Sample a chain under each node of a level, up to an end of the answer or a token that is doubted."""
         return sample_chains(self, level, self.config.tree.depth, contexts, self.config.confidence, self.eos)
 
-    def branch(self, token: list[int], above: list[int]) -> Float[Tensor, "N A"]:
-        """Run tokens of the target's under nodes, and return the assistant's own logits."""
-        own_token = self.vocabulary.to_assistant(torch.tensor(token, device=self.runner.model.device))
-        return self.runner.branch(own_token, above)
-
     def expand(self, state: Any, level: LevelOutput, nodes: LevelNodes) -> LevelOutput:
-        """Score one more tree level, as `DraftHead.expand` says; the keys and values live in the runner's cache."""
-        above = [self.runner.level[parent] for parent in nodes.parent[0].tolist()]
-        return self.answer(self.branch(nodes.token[0].tolist(), above))
+        """Score one more tree level, as `DraftHead.expand` says; the keys and values live in the assistant's cache."""
+        above = [self.nodes[parent] for parent in nodes.parent[0].tolist()]
+        return self.answer(self.branch(nodes.token[0], above))
+
+    def branch(self, token: Int[Tensor, "N"], above: list[int]) -> Float[Tensor, "N A"]:
+        """Run a new node of the target's tokens under each of the nodes `above`; return the assistant's own logits.
+
+        ROOT is the last token read.
+        """
+        own_token = self.vocabulary.to_assistant(token)
+        model, device = self.model, self.model.device
+        first, text = len(self.path), len(self.token)
+        self.nodes = list(range(first, first + len(above)))
+        for node, parent, t in zip(self.nodes, above, own_token.tolist(), strict=True):
+            self.below[parent, t] = node
+            self.path.append([*(self.path[parent] if parent != ROOT else []), node])
+        depth = torch.tensor([len(path) for path in self.path], device=device)
+        key_position = torch.cat([torch.arange(text, device=device), text - 1 + depth])[None]
+        position = key_position[:, self.cache.length :]
+        attn_mask = None
+        # A chain sees all that is before it, which needs no attention that takes a mask.
+        if any(len(self.path[node]) < len(self.path) for node in self.nodes):
+            attn_mask = torch.zeros(1, len(above), text + len(self.path), dtype=torch.bool, device=device)
+            attn_mask[..., :text] = True
+            for row, node in enumerate(self.nodes):
+                attn_mask[0, row, [text + ancestor for ancestor in self.path[node]]] = True
+        last = model.run(own_token[None], position, attn_mask, self.cache, key_position=key_position).last_hidden
+        return model.embeddings.logits(last)[0]
 
     def answer(self, logits: Tensor) -> LevelOutput:
         """Return the assistant's logits "N A" as a level in the target's vocabulary and on its device."""

@@ -125,13 +125,9 @@ class HostBatch(DraftBatch):
                 tree = proposal.tree
                 token[b, : len(tree.token)], parent[b, : len(tree.token)] = tree.token, tree.parent
         parent[:, 0] = -1
+        mask = trees.ancestors(DraftTree(token, parent)).to(device)
         token = torch.cat([roots.token, token[:, 1:].to(device)], 1)
-        if self.plan.chain:
-            tree = DraftTree(token, torch.arange(-1, size - 1, device=device).expand_as(token))
-            mask = token.new_ones(1, size, size, dtype=torch.bool).tril()
-        else:
-            tree = DraftTree(token, parent.to(device))
-            mask = trees.ancestors(tree)
+        tree = DraftTree(token, parent.to(device))
         q = None
         if self.plan.sampled is not None:
             given = [None if proposal is None else proposal.q for proposal in self.proposals]
@@ -143,8 +139,8 @@ class HostBatch(DraftBatch):
             return Drafted(tree, mask, q)
         more = (0, self.look_ahead_size)
         tree = DraftTree(pad(tree.token, more, value=-1), pad(tree.parent, more, value=LOOK_AHEAD))
-        mask = pad(mask, (*more, *more)).repeat(count // len(mask), 1, 1)
-        mask |= torch.eye(self.plan.max_nodes, dtype=torch.bool, device=device)  # what sees nothing would be NaN
+        itself = torch.eye(self.plan.max_nodes, dtype=torch.bool, device=device)  # what sees nothing would be NaN
+        mask = pad(mask, (*more, *more)) | itself
         depth = mask.sum(-1) - 1
         for b, proposal in enumerate(self.proposals):
             if proposal is not None and proposal.look_ahead is not None:

@@ -29,7 +29,7 @@ from heads.common.ranges import Count, OneOf, Within
 from heads.common.untrusted import shown
 from heads.modules.vocab import scatter_logits
 from heads.rows import gather_parents
-from inference.protocol import Context, DraftInputs, Proposal, inverse_temperature_of, sampled_chain
+from inference.protocol import Context, DraftInputs, Proposal, inverse_temperature_of
 from inference.target.target import Target, check_size
 from inference.verification import tree as trees
 from inference.verification.sample import distribution, penalize
@@ -255,15 +255,6 @@ class TreeBuilder:
         """Return the trees as grown so far, side by side "B N"."""
         return DraftTree(torch.cat(self.token, 1), torch.cat(self.parent, 1))
 
-    def depths(self) -> Int[Tensor, "N"]:
-        """Return the depth of every node so far."""
-        return torch.cat([level.new_full(level.shape[1:], depth) for depth, level in enumerate(self.token)])
-
-    @property
-    def deepest(self) -> int:
-        """The depth of the deepest nodes so far."""
-        return len(self.sizes) - 1
-
 
 def grow(
     head: Expander, state: Any, level: LevelOutput, config: TreeConfig, context: Context, least: float = 0.0
@@ -276,7 +267,7 @@ def grow(
         return Proposal(trees.root(context.token[-1], level.logits.device))
     if least > 0:
         return sample_chains(head, level, min(config.depth, head.max_depth), [context], least)[0]
-    full = level.logits if head.vocab is None else scatter_logits(head.vocab, level.logits)
+    full = scatter_logits(head.vocab, level.logits)
     roots = context.roots(full, min(head.max_depth, config.deepest))
     max_draft_depth = torch.tensor([head.max_depth], device=full.device)
     (token, parent), _, q = grow_batch(head, state, level, config, roots, max_draft_depth, allow_host_sync=True)
@@ -299,31 +290,26 @@ def sample_chains(
     A chain ends after a token of `end`, or one that the head at temperature 1 gives less than `least`, and never
     without it: it stays a sample of its q.
     """
-    device, chains = level.logits.device, [([context.token[-1]], list[Tensor]()) for context in contexts]
-    seen_tokens, running = [context.seen_tokens(level.logits) for context in contexts], [*range(len(contexts))]
-    ancestors = torch.zeros(len(contexts), 0, dtype=torch.bool, device=device)
+    device, seen = level.logits.device, [context.seen_tokens(level.logits) for context in contexts]
+    penalised = torch.cat([one for one in seen if one is not None], 1) if seen[0] is not None else None
+    root = torch.zeros(1, 1, dtype=torch.long, device=device)
+    growth = TreeBuilder(head, None, level, DraftInputs(root, contexts[0].sampling, penalised))
+    growth.ancestors = growth.ancestors.expand(1, len(contexts), 0)
+    chains, running = [([context.token[-1]], list[Tensor]()) for context in contexts], [*range(len(contexts))]
     while running:
-        live = []
+        live, probs = [], distribution(growth.logits()[0], contexts[0].sampling)
         for node, index in enumerate(running):
-            context, seen, (token, q) = contexts[index], seen_tokens[index], chains[index]
-            logits = level.logits[:, node : node + 1]
-            penalized = logits if seen is None else penalize(logits, seen, context.sampling)
-            q.append(distribution(penalized[0], context.sampling))
+            context, (token, q) = contexts[index], chains[index]
+            q.append(probs[node : node + 1])
             token.append(context.draws.token(q[-1], len(q)))
-            if seen is not None:
-                seen[..., token[-1]] = True
-            doubted = least > 0 and float(logits[0, 0].float().softmax(-1)[token[-1]]) < least
+            doubted = least > 0 and float(growth.level.logits[0, node].float().softmax(-1)[token[-1]]) < least
             if len(q) < min(depth, context.max_draft_depth) and token[-1] not in end and not doubted:
                 live.append(node)
         running = [running[node] for node in live]
         if running:
-            parent = torch.tensor(live, dtype=torch.long, device=device)
-            last = torch.tensor([[chains[index][0][-1] for index in running]], device=device)
-            itself = torch.eye(len(live), dtype=torch.bool, device=device)
-            ancestors = torch.cat([ancestors[parent], itself], 1)
-            nodes = LevelNodes(last, parent[None], ancestors[None], len(chains[running[0]][1]))
-            level = head.expand(None, level, nodes)
-    return [sampled_chain(token, q) for token, q in chains]
+            parent = torch.tensor([live], device=device)
+            growth.descend(torch.tensor([[chains[index][0][-1] for index in running]], device=device), parent, parent)
+    return [Proposal(trees.chain(torch.tensor(token)), torch.cat(q)) for token, q in chains]
 
 
 def grow_batch(
@@ -347,8 +333,9 @@ def grow_batch(
         growth, scores = _by_confidence(
             head, state, level, config, roots, head.max_depth, allow_host_sync=allow_host_sync
         )
-        if not allow_host_sync or bool((max_draft_depth < growth.deepest).any()):
-            scores = scores.masked_fill(growth.depths() > max_draft_depth[:, None], float("-inf"))
+        if not allow_host_sync or bool((max_draft_depth < len(growth.sizes) - 1).any()):
+            depths = [level.new_full(level.shape[1:], depth) for depth, level in enumerate(growth.token)]
+            scores = scores.masked_fill(torch.cat(depths) > max_draft_depth[:, None], float("-inf"))
         tree = trees.best_n(growth.whole(), scores, config.nodes)[0]
         return tree, trees.ancestors(tree), None
     samples = None if config.kind == "static" else roots.samples
@@ -399,15 +386,15 @@ class ShapeLevel(NamedTuple):
 @cache
 def _shape(paths: tuple[tuple[int, ...], ...], device: torch.device) -> tuple[list[ShapeLevel], Bool[Tensor, "1 N N"]]:
     """Return the levels of a fixed shape, and its nodes' ancestors, the root's first: tensors that are made once."""
-    levels: list[ShapeLevel] = []
-    above: dict[tuple[int, ...], int] = {(): 0}
+    levels: list[ShapeLevel] = []  # not list[ShapeLevel](), which dynamo does not trace
+    above: list[tuple[int, ...]] = [()]
     parents = {path[:-1] for path in paths}
     for depth in range(1, max(map(len, paths)) + 1):
         new = [path for path in paths if len(path) == depth]
         inner = [i for i, path in enumerate(new) if path in parents]
-        indices = [above[path[:-1]] for path in new], [path[-1] for path in new], inner
+        indices = [above.index(path[:-1]) for path in new], [path[-1] for path in new], inner
         levels.append(ShapeLevel(1 + max(indices[1]), *(torch.tensor(index, device=device) for index in indices)))
-        above = {new[index]: i for i, index in enumerate(inner)}
+        above = [new[i] for i in inner]
     parent = torch.tensor(_parents(paths), device=device)
     return levels, trees.ancestors(DraftTree(torch.zeros_like(parent), parent))[None]
 
@@ -450,23 +437,28 @@ def _by_confidence(
     for step in range(depth):
         log_probs = growth.log_probs()
         width = min(config.top_k if is_dynamic else config.nodes, log_probs.shape[-1])
-        top, most = log_probs.topk(width), score.shape[1] * width
-        reached, index = (
-            (score[..., None] + top.values).flatten(1).topk(most if is_dynamic else min(config.nodes, most))
-        )
-        token, parent = growth.tokens(top.indices).flatten(1).gather(1, index), index // width
+        top = log_probs.topk(width)
+        reached, token = (score[..., None] + top.values).flatten(1), growth.tokens(top.indices).flatten(1)
+        index = torch.arange(reached.shape[1], device=token.device).expand_as(token)
+        if not is_dynamic:
+            reached, index = reached.topk(min(config.nodes, reached.shape[1]))
+            token = token.gather(1, index)
+        parent = index // width
         nodes = growth.add(token, parent)
         scores.append(reached)
-        count = min(config.top_k, reached.shape[1]) if is_dynamic else reached.shape[1]
-        if not is_dynamic:
+        if is_dynamic:
+            chosen = reached.topk(min(config.top_k, reached.shape[1])).indices
+        else:  # scores fall along a level, so those to expand come first
             best = torch.cat([best, reached], 1)
             best = best.topk(min(config.nodes - 1, best.shape[1])).values
-            if allow_host_sync or not best.shape[1]:
-                count = int((reached >= best[:, -1:]).sum(1).max()) if best.shape[1] else 0
-        if count == 0 or step + 1 == depth:
+            count = reached.shape[1] if best.shape[1] else 0
+            if allow_host_sync and count:
+                count = int((reached >= best[:, -1:]).sum(1).max())
+            chosen = torch.arange(count, device=token.device).expand(len(token), -1)
+        if step + 1 == depth or not chosen.shape[1]:
             break
-        growth.descend(token[:, :count], parent[:, :count], nodes[:, :count])  # scores fall along a level
-        score = reached[:, :count]
+        growth.descend(*(rows.gather(1, chosen) for rows in (token, parent, nodes)))
+        score = reached.gather(1, chosen)
     return growth, torch.cat(scores, 1)
 
 

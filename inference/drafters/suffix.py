@@ -135,10 +135,6 @@ class SuffixTree:
         node.children[child.text[child.start]] = child
         return node
 
-    def matches(self) -> list[Locus]:
-        """Return where the suffixes of the newest text end that occur elsewhere too, shortest first."""
-        return [Locus(node, node.length) for node in self.active]
-
     def advance(self, loci: list[Locus], token: int) -> list[Locus]:
         """Return where the suffixes of some other text end, shortest first, once `token` has followed it.
 
@@ -154,13 +150,6 @@ def _size(node: Node) -> int:
         nodes += 1
         pending += pending.pop().children.values()
     return nodes
-
-
-class Draft(NamedTuple):
-    """Drafted tokens, one after another, and how many of them the counts expect to be accepted."""
-
-    token: list[int]
-    score: float
 
 
 class Suffix(HostDrafter):
@@ -231,11 +220,11 @@ class SuffixState(DrafterState):
 
     def __init__(self, drafter: Suffix, prompt: list[int]) -> None:
         self.drafter, self.config = drafter, drafter.config
-        self.text: list[int] = []
         self.answer = len(prompt)  # where the output begins that will be remembered
         self.past_matches: list[Locus] = []
         self.suffixes = SuffixTree(self.config.depth)
         self.suffixes.start()
+        self.text = self.suffixes.texts[0]
         self.extend(prompt)
 
     def reset(self) -> None:
@@ -246,57 +235,47 @@ class SuffixState(DrafterState):
     def propose(self, context: Context) -> Proposal:
         """Return the draft of the highest score."""
         self.extend(context.token[len(self.text) :])
-        best = Draft([], 0.0)
-        for matches in (self.suffixes.matches(), self.past_matches):
-            best = self.improve(best, matches, context.max_draft_depth)
-        return Proposal(chain(torch.tensor([context.token[-1], *best.token])), expected=best.score)
+        token, score = list[int](), 0.0
+        for matches in ([Locus(node, node.length) for node in self.suffixes.active], self.past_matches):
+            token, score = self.improve(token, score, matches, context.max_draft_depth)
+        return Proposal(chain(torch.tensor([context.token[-1], *token])), expected=score)
 
     def extend(self, tokens: list[int]) -> None:
         """Append tokens to the text, its tree, and the search in the past's tree."""
-        self.text.extend(tokens)
         self.suffixes.extend(tokens)
         if len(tokens) > self.config.depth:  # what came before no longer matters
             self.past_matches, tokens = [], tokens[-self.config.depth :]
         for token in tokens:
             self.past_matches = self.drafter.past.advance(self.past_matches, token)
 
-    def improve(self, best: Draft, matches: list[Locus], max_draft_depth: int) -> Draft:
+    def improve(self, token: list[int], score: float, matches: list[Locus], most: int) -> tuple[list[int], float]:
         """Return the best draft from the loci where suffixes of the text end, shortest first, or the one at hand.
 
-        Of equal scores the longer match's stands, and the one at hand before all.
+        A draft follows the most frequent child while its path stays likely enough; its score is how many of its tokens
+        the counts expect to be accepted. Of equal scores the longer match's stands, and the one at hand before all.
         """
         config, longest = self.config, len(matches) + 1
+        most = min(config.tokens, most)
         budgets = [
-            (
-                min(config.tokens, int(config.factor * length + config.offset), config.depth - length, max_draft_depth),
-                length,
-            )
+            (min(most, int(config.factor * length + config.offset), config.depth - length), length)
             for length in range(1, longest)
         ]
         # A drafted token scores 1 at most: where much repeats, the first draft leaves most others no chance.
         for budget, length in sorted(budgets, reverse=True):
-            if budget < max(best.score, 1):
+            if budget < max(score, 1):
                 break
-            draft = _path(matches[length - 1], budget, config.min_probability)
-            if (draft.score, length) > (best.score, longest):
-                best, longest = draft, length
-        return best
-
-
-def _path(locus: Locus, budget: int, floor: float) -> Draft:
-    """Follow the most frequent child while the path stays likely enough."""
-    (node, used), probability, score = locus, 1.0, 0.0
-    token: list[int] = []
-    while len(token) < budget:
-        if used == node.length:
-            child = node.best
-            if child is None:
-                break
-            probability *= child.count / node.count
-            if probability < floor:
-                break
-            node, used = child, 0
-        token.append(node.text[node.start + used])
-        score += probability
-        used += 1
-    return Draft(token, score)
+            (node, used), probability, expected, path = matches[length - 1], 1.0, 0.0, list[int]()
+            while len(path) < budget:
+                if used == node.length:
+                    if (child := node.best) is None:
+                        break
+                    probability *= child.count / node.count
+                    if probability < config.min_probability:
+                        break
+                    node, used = child, 0
+                path.append(node.text[node.start + used])
+                expected += probability
+                used += 1
+            if (expected, length) > (score, longest):
+                token, score, longest = path, expected, length
+        return token, score

@@ -26,7 +26,7 @@ from inference.drafters.contrib.layer_skip import (
     search,
 )
 from inference.protocol import Context, Proposal
-from inference.target.stack import Skips, Thinned
+from inference.target.model import Skips, Thinned
 from inference.target.target import Target
 from inference.verification.rng import Draws
 from inference.verification.sample import GREEDY, Sampling, distribution

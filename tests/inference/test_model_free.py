@@ -11,9 +11,9 @@ from omegaconf import OmegaConf
 from heads.common.typed import build, typed
 from inference.decode import RequestParams, speculate
 from inference.drafters.contrib.layer_skip import EarlyExit, LayerSkip
+from inference.drafters.head import MtpDrafter
 from inference.drafters.host import DrafterState, HostDrafter
 from inference.drafters.hybrid import Hybrid, HybridBatch, Record
-from inference.drafters.mtp import MtpDrafter
 from inference.protocol import CommittedTokens, Context, Drafter, DraftInputs, Proposal
 from inference.target.model import TargetOutput
 from inference.verification import tree as trees

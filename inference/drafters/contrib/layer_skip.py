@@ -24,7 +24,7 @@ from inference.drafters.host import DrafterState, HostDrafter
 from inference.drafters.policy import TreeConfig, grow
 from inference.protocol import Context, Proposal
 from inference.target.cache import TargetCache
-from inference.target.stack import Skips, Thinned
+from inference.target.model import Skips, Thinned
 from inference.target.target import Target
 
 FORMAT = 1

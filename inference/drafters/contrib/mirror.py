@@ -55,7 +55,9 @@ class MirrorState(AssistantState):
 
     def update(self, commit: CommittedTokens) -> None:
         """Take over what was prepared for this outcome, or let the assistant read on."""
-        self.accepted += len(commit.token) - 1
+        if commit.verified is not None:
+            self.accepted += len(commit.token) - 1
+            self.tried += len(commit.verified.tree.token) - 1
         self.ready = self.work.result().get(tuple(commit.token)) if self.work else None
         self.work = None
         if self.ready is None:
@@ -67,7 +69,6 @@ class MirrorState(AssistantState):
         """Hand out the prepared chain, or draft one; then draft on in the background."""
         proposal = self.ready or super().propose(context)
         chain = proposal.tree.token[1:].tolist()
-        self.tried += len(chain)
         if chain and self.most:
             self.work = WORKERS.submit(self.ahead, chain, context._replace(token=[*context.token]))
         return proposal
@@ -75,12 +76,14 @@ class MirrorState(AssistantState):
     @torch.inference_mode()
     def ahead(self, chain: list[int], context: Context) -> dict[Outcome, Proposal]:
         """Draft after the most probable outcomes of verifying a chain."""
-        read = self.runner.read(self.text), self.branch(chain, [ROOT, *range(len(chain) - 1)])
-        free = min(context.max_draft_depth, self.runner.model.context - len(self.text))
+        read = self.read(self.text), self.branch(torch.tensor(chain), [ROOT, *range(len(chain) - 1)])
+        free = min(context.max_draft_depth, self.model.context - len(self.text))
         outcomes = [one for one in self.outcomes(chain, self.answer(torch.cat(read)).logits[0]) if len(one) < free]
         if not outcomes:
             return {}
-        level = self.answer(self.branch([one[-1] for one in outcomes], [len(one) - 2 for one in outcomes]))
+        level = self.answer(
+            self.branch(torch.tensor([one[-1] for one in outcomes]), [len(one) - 2 for one in outcomes])
+        )
         contexts = []
         for one in outcomes:
             token = [*context.token, *one]
