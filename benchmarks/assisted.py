@@ -157,7 +157,7 @@ def main() -> None:
         tree = {"kind": "chain", "depth": asked.drafted, "top_k": 0, "nodes": 0, "paths": [], "widths": []}
         for name, path in paths.items():
             drafter: Any = make("assistant", {**ASSISTANT, "model": path, "tree": tree}, target)
-            model = drafter.runner.model.model  # the very same weights for both
+            model = drafter.model.model  # the very same weights for both
             model.generation_config.num_assistant_tokens = asked.drafted
             model.generation_config.num_assistant_tokens_schedule = "constant"
             model.generation_config.assistant_confidence_threshold = 0.0

@@ -25,9 +25,8 @@ import transformers
 from benchmarks.targets import replace
 from eval.measures.losslessness import COUNTS, Gate, divergence, gate, in_words
 from inference.decode import Generation, RequestParams, speculate
-from inference.drafters.head import HeadDrafter
+from inference.drafters.head import HeadDrafter, MtpDrafter
 from inference.drafters.hybrid import Hybrid
-from inference.drafters.mtp import MtpDrafter
 from inference.protocol import Drafter
 from inference.target.target import Target
 from inference.verification.sample import GREEDY

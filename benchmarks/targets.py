@@ -38,7 +38,7 @@ from heads.common.resolvers import register_resolvers
 from heads.formats.published import load_published
 from heads.formats.published.export import TargetFacts, export
 from inference.decode import RequestParams, speculate
-from inference.drafters.mtp import MtpDrafter
+from inference.drafters.head import MtpDrafter
 from inference.drafters.plain import Baseline
 from inference.target import compiled
 from inference.target.target import Target

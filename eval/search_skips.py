@@ -22,7 +22,7 @@ from inference.drafters.contrib.layer_skip import (
     FORMAT,
     SearchSettings,
     SkipFile,
-    record,
+    recorded,
     save_skips,
     search,
 )
@@ -55,16 +55,16 @@ def find(job: JobConfig) -> Path:
     prompts = [prompt.token for prompt in load_workload(workload, target, job.prompts)]
     params = RequestParams(job.max_new_tokens, GREEDY)
     texts = [
-        record(target, prompt, autoregress(target, prompt, params).tokens)
+        recorded(target, prompt, autoregress(target, prompt, params).tokens)
         for prompt in progress(prompts, "the baseline")
     ]
-    skips, rating = search(target.parts, texts, job.search)
+    skips, rating = search(target, texts, job.search)
     if not skips.attention and not skips.mlp:
         raise ValueError(f"{target.name}: no set of skipped sub-layers rates above the baseline; use another drafter")
     path = Path(job.out).expanduser() if job.out else Path("outputs") / f"{model.name}-skips.json"
     results = {"predicted_tau": rating.tau, "predicted_speedup": rating.speed, "draft_cost": rating.cost}
 
-    settings = (list(skips.attention), list(skips.mlp), rating.depth, job.search.stop)
+    settings = (list(skips.attention), list(skips.mlp), rating.depth, 0.0)
     save_skips(path, SkipFile(FORMAT, target.spec, *settings, results))
     layers = len(target.decoder_layers)
     print(f"{path}: without {len(skips.attention)} attention and {len(skips.mlp)} MLP sub-layers of {layers} each")

@@ -6,7 +6,6 @@ verification/    trees, verification rules, sampling and random numbers: pure fu
 protocol.py      what a drafter is: the protocol and its records
 request.py       a request: its settings, text, limits, stops and result; seconds by part
 step.py          a step of a batch: draft, verify, commit, with one read by the host
-graphs.py        how its stages run: as they are, compiled, or captured in CUDA graphs
 batch.py         sequences that enter and leave one by one, and the drafter in service, which may be swapped meanwhile
 decode.py        speculate() and autoregress(), one engine
 api.py           load() and generate(), which the package headstart has

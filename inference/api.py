@@ -55,8 +55,6 @@ class GenerateConfig(RequestConfig):
     tree: dict[str, Any]
 
     def __post_init__(self) -> None:
-        if "" in self.stop:
-            raise ValueError("stop holds an empty string, which every text ends with: give other ones, or none")
         self.request()  # what it cannot hold, it says before anything is loaded
 
     def request(self) -> RequestParams:

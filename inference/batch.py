@@ -2,14 +2,13 @@
 
 import logging
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from threading import Lock
-from typing import TypeVar
 
 import torch
 
 from heads.common.progress import tick
-from inference.protocol import Drafter
+from inference.protocol import DraftBatch, Drafter
 from inference.request import Generation, Request, RequestParams
 from inference.step import DeviceStep
 from inference.target.cache import round_up_kv_length
@@ -49,7 +48,6 @@ class Service:
         log.warning("%s is put back: %s fails (%s)", former.name, drafter.name, cause)
 
 
-T = TypeVar("T")
 TREE_ENTRIES = 64  # entries of the cache behind a text, for trees of sources that do not say how many they need
 MAX_IDLE_BATCHES = 8  # batches, with their graphs and caches, that wait for more requests: one for each drafter
 TRIAL = RequestParams(3, GREEDY, min_new_tokens=3)  # of a drafter that is to take another's place
@@ -105,7 +103,7 @@ class Batch:
             )
         self.follow()
         self.reserve(needed_entries(self.target, prompt, settings))
-        slot = vacant(self.slots)
+        slot = self.slots.index(None) if None in self.slots else len(self.slots)
         request = Request(self.target, prompt, settings, self.cache.allocate(slot), request_index)
         out = request.prefill(self.drafts.traits.feature_layers)
         self.drafts.start_sequence(slot, request.context, out)
@@ -129,9 +127,12 @@ class Batch:
 
     def fill_vacant(self) -> None:
         """Let the last sequences take the slots that nobody was admitted to."""
-        for from_slot, slot in vacancy_moves(self.slots):
-            self.cache.move(from_slot, slot)
-            self.drafts.move(from_slot, slot, self.cache.active[slot].length)
+        while None in self.slots:
+            if (last := self.slots.pop()) is not None:
+                from_slot, slot = len(self.slots), self.slots.index(None)
+                self.slots[slot] = last
+                self.cache.move(from_slot, slot)
+                self.drafts.move(from_slot, slot, self.cache.active[slot].length)
         del self.cache.active[len(self.slots) :]
 
     def follow(self) -> None:
@@ -165,34 +166,26 @@ class Batch:
             raise ValueError(f"{drafter.name} drafts for one sequence at a time: give batch_size=1")
         if drafts.traits.rows is not None:
             drafts.traits.rows.reserve(round_up_kv_length(self.cache.storage.capacity + drafts.traits.max_nodes))
+        self.start(drafts)
+        self.drafter, self.drafts = drafter, drafts
+        self.device_step = DeviceStep(self.target, self.cache, drafts, drafter.name)
+        self.reserve(self.capacity)
+
+    def start(self, drafts: DraftBatch) -> None:
+        """Let drafts take in every running text as they would a prompt."""
         for slot, request in enumerate(self.running):
             token = torch.tensor(request.context[:-1], device=self.target.device)
             out = self.target.prefill(token, self.target.cache(len(token)), drafts.traits.feature_layers)
             drafts.start_sequence(slot, request.context, out)
-        self.drafter, self.drafts = drafter, drafts
-        self.device_step = DeviceStep(self.target, self.cache, drafts, drafter.name)
-        self.reserve(self.capacity)
 
     def step(self) -> None:
         """Decode one step of all sequences."""
         tick()
         self.follow()
         self.fill_vacant()
+        if self.drafts.resumes(len(self.running)):
+            self.start(self.drafts)
         self.device_step.step(self.running)
-
-
-def vacant(slots: Sequence[object]) -> int:
-    """Return the slot that the next sequence takes: the first without one, else one more."""
-    return next((slot for slot, sequence in enumerate(slots) if sequence is None), len(slots))
-
-
-def vacancy_moves(slots: list[T | None]) -> Iterator[tuple[int, int]]:
-    """Fill vacant slots with the last sequences; yield from which slot to which each moves."""
-    while None in slots:
-        last, slot = slots.pop(), vacant(slots)
-        if last is not None:
-            slots[slot] = last
-            yield len(slots), slot
 
 
 def batch_of(

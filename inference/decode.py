@@ -76,8 +76,6 @@ def speculate(
             "tolist(), and inference.api.generate takes text"
         )
     shared = isinstance(settings, RequestParams)
-    if not len(prompts) and not (shared and batch_size == 1):
-        raise ValueError("there are no prompts: give at least one")
     if len(prompts) and isinstance(prompts[0], list):
         several = [settings] * len(prompts) if shared else list(settings)
         if len(several) != len(prompts):

@@ -12,7 +12,7 @@ from inference.target.cache import TargetCache
 from inference.target.model import TargetOutput
 from inference.verification.rng import Draws, Samples
 from inference.verification.sample import Sampling
-from inference.verification.tree import DraftTree, LookAhead, chain
+from inference.verification.tree import DraftTree, LookAhead
 
 GREEDY_INVERSE_TEMPERATURE = 2.0  # chosen by benchmarks/ranking.py (docs/engine.md)
 
@@ -82,18 +82,23 @@ class Context(NamedTuple):
     max_draft_depth: int
     cache: TargetCache | None = None
 
+    def seen_tokens(self, like: Float[Tensor, "*n V"]) -> Bool[Tensor, "1 1 V"] | None:
+        """Return which tokens stand in the text, where a penalty asks for it, for logits `like`."""
+        if self.sampling.repetition_penalty == 1:
+            return None
+        seen = torch.zeros(1, 1, like.shape[-1], dtype=torch.bool, device=like.device)
+        seen[..., self.token] = True
+        return seen
+
     def roots(self, like: Float[Tensor, "*n V"], deepest: int) -> DraftInputs:
         """Return this sequence's root for a tree of a depth, with what its tokens are ranked by, for logits `like`."""
-        token, seen_tokens = torch.tensor([self.token], device=like.device), None
-        if self.sampling.repetition_penalty != 1:
-            seen_tokens = torch.zeros(1, 1, like.shape[-1], dtype=torch.bool, device=like.device)
-            seen_tokens[..., token] = True
+        token, seen_tokens = torch.tensor([self.token[-1:]], device=like.device), self.seen_tokens(like)
         noise = samples = None
         if self.sampling.temperature > 0 and self.draws.coupled:
             noise = self.draws.noise(range(deepest), like)[None]
         elif self.sampling.temperature > 0:
             samples = self.draws.samples(like.device)
-        return DraftInputs(token[:, -1:], self.sampling, seen_tokens, noise, samples)
+        return DraftInputs(token, self.sampling, seen_tokens, noise, samples)
 
 
 class Proposal(NamedTuple):
@@ -107,11 +112,6 @@ class Proposal(NamedTuple):
     q: Float[Tensor, "M V"] | None = None
     look_ahead: LookAhead | None = None
     expected: float = 0.0
-
-
-def sampled_chain(token: list[int], q: Sequence[Float[Tensor, "1 V"]]) -> Proposal:
-    """Return the proposal of a chain, the root its first token, whose others were sampled from these probs."""
-    return Proposal(chain(torch.tensor(token)), torch.cat([*q]) if q else None)
 
 
 class Verified(NamedTuple):
@@ -224,6 +224,10 @@ class DraftBatch(Protocol):
     def move(self, from_slot: int, slot: int, length: int) -> None:
         """Move the last sequence, with `length` rows, to a slot whose own has left."""
         return
+
+    def resumes(self, running: int) -> bool:
+        """Return whether the sequences must be started again before a step of `running` ones; asked once a step."""
+        return False
 
     def begin(self, contexts: Sequence[Context | None], longest: int) -> DraftPlan:
         """Begin a step: choose its trees, or draft them if the host does.

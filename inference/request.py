@@ -214,11 +214,6 @@ class Request:
         self.target.prefill(torch.tensor(self.context, device=self.target.device), self.cache)
         self.cache.keep(prefix, [])
 
-    def record_step(self, step: Step) -> None:
-        """Take note of a step and its seconds."""
-        self.generation.steps.append(step)
-        self.generation.decode_s += step.draft_s + step.verify_s + step.other_s
-
     @property
     def left(self) -> tuple[int, int]:
         """How many drafted tokens may still be accepted, and how many tokens must come before an end may."""

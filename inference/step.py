@@ -20,11 +20,11 @@ from torch.nn.functional import pad
 
 from heads.base import Features
 from heads.modules.argmax import argmax
-from inference.graphs import Graphs, Stage, StageCache, compiled
 from inference.protocol import DraftBatch, Drafted, DraftInputs, DraftPlan
 from inference.request import Pass, PhaseTimer, Request, RequestParams, Step
 from inference.target.attention import Ragged
 from inference.target.cache import BatchCache, round_up_kv_length
+from inference.target.compiled import Graphs, Stage, StageCache, compiled
 from inference.target.model import TargetOutput
 from inference.target.target import Target, check_size
 from inference.verification import rules
@@ -45,7 +45,7 @@ class Slots(NamedTuple):
         min_tokens_left: tokens before which no end of the answer may come.
         active: 1 of a sequence, 0 of an idle slot.
         key: of all randomness.
-        seen_tokens: which tokens stand in the text, where a penalty asks for it; else of no tokens.
+        seen_tokens: which tokens stand in the text, where a penalty asks for it.
     """
 
     root: Int[Tensor, "B"]
@@ -100,35 +100,26 @@ class DeviceStep:
         self.masks_eos = False  # whether an answer of these may not end at once
         self.current: list[Request] = []  # whose state the slots hold
         self.masked = False  # whether sequences take no part in the pass at hand
+        self.penalises = False  # whether it penalises seen tokens
 
     def load_slots(self, requests: Sequence[Request]) -> None:
         """Write the state of sequences to the slots: others came or left."""
-        seen_by_slot = [request.seen_tokens() for request in requests]
-        slots = self.buffers(max(0 if seen is None else len(seen) for seen in seen_by_slot))
+        size, vocab_size, on = self.cache.storage.size, self.target.embeddings.vocab_size, self.target.device
+        if self.slots is None:
+            with torch.inference_mode(False):  # compiled stages write to no inference tensor
+                numbers = torch.zeros(6, size, dtype=torch.long, device=on)
+                self.slots = Slots._make([*numbers, torch.zeros(size, vocab_size, dtype=torch.bool, device=on)])
+                self.eos_mask = torch.zeros(vocab_size, dtype=torch.bool, device=on)
+                self.eos_mask[sorted(self.target.eos)] = True
         values = [[one.context[-1], one.cache.length, *one.left, 1, one.key] for one in requests]
-        values += [[0, 1, 0, 0, 0, 0]] * (len(slots.root) - len(values))  # idle: of no entry at all came NaN
-        for buffer, column in zip(slots[:6], torch.tensor(values, device=self.target.device).T, strict=True):
+        values += [[0, 1, 0, 0, 0, 0]] * (size - len(values))  # idle: of no entry at all came NaN
+        for buffer, column in zip(self.slots[:6], torch.tensor(values, device=on).T, strict=True):
             buffer.copy_(column)
-        for slot, seen_tokens in enumerate(seen_by_slot):
-            if seen_tokens is not None:
-                slots.seen_tokens[slot] = seen_tokens
+        for slot, request in enumerate(requests):
+            if (seen_tokens := request.seen_tokens()) is not None:
+                self.slots.seen_tokens[slot] = seen_tokens
         self.masks_eos = bool(self.target.eos) and any(request.settings.min_new_tokens for request in requests)
         self.current = list(requests)
-
-    def buffers(self, vocab: int) -> Slots:
-        """Return the slots, which note `vocab` seen tokens, and have what ends an answer at hand."""
-        on = self.target.device
-        if self.slots is None or self.slots.seen_tokens.shape[1] != vocab:
-            with torch.inference_mode(False):  # compiled stages write to no inference tensor
-                root, length, max_draft_depth, min_tokens_left, active, key = torch.zeros(
-                    6, self.cache.storage.size, dtype=torch.long, device=on
-                )
-                seen_tokens = torch.zeros(self.cache.storage.size, vocab, dtype=torch.bool, device=on)
-                self.slots = Slots(root, length, max_draft_depth, min_tokens_left, active, key, seen_tokens)
-        if self.eos_mask is None:
-            self.eos_mask = torch.zeros(self.target.embeddings.vocab_size, dtype=torch.bool, device=on)
-            self.eos_mask[sorted(self.target.eos)] = True
-        return self.slots
 
     @torch.inference_mode()
     def step(self, requests: Sequence[Request]) -> None:
@@ -138,39 +129,38 @@ class DeviceStep:
 
     def step_of(self, requests: Sequence[Request], group: list[int]) -> None:
         """Decode one step of the sequences that share a pass."""
-        drafted, result, out, accepted, timer, graph_key = self.run(requests, group)
+        drafted, result, out, accepted = self.run(requests, group)
         rows = result.tolist()  # the one place where the host waits for the device
         begin, width = time.perf_counter(), accepted.path.shape[1]
         live, steps = list[int](), dict[int, Step]()
         for slot in group:
             request, row = requests[slot], rows[slot]
-            steps[slot] = self.emit(request, row, width)._replace(rule=self.shown(request.settings, slot, row))
+            steps[slot] = self.emit(request, row, width)
+            if steps[slot].drafted:
+                has_q = self.plan.has_q is None or self.plan.has_q[slot]
+                rule = rules.label(self.rule(request.settings, has_q=has_q))
+                is_greedy = request.settings.sampling.temperature == 0 and not rules.is_lossy(request.settings.rule)
+                steps[slot] = steps[slot]._replace(rule=rules.GREEDY_WALK if is_greedy else rule)
             if not request.generation.finish:
                 live.append(slot)
         emitting = time.perf_counter() - begin
-        timer.mark(None)  # what the host did since is counted by its own clock
+        self.timer.mark(None)  # what the host did since is counted by its own clock
         if live and not self.static:
             most = width if self.compiles else max(row[0] for row in rows)
-            self.commit(self.active(requests), out, accepted, most, graph_key, timer)
+            self.commit(self.active(requests), out, accepted, most)
         for slot in live:
             token, path = rows[slot][2:][: rows[slot][0]], rows[slot][2 + width :][: rows[slot][0]]
             self.drafts.learn(slot, token, path, None if out.logits is None else out.logits[slot])
             if requests[slot].settings.keep_passes:
                 self.keep_pass(requests[slot], slot, drafted, out, path, token)
-        timer.mark("draft")
-        seconds = timer.seconds()
+        self.timer.mark("draft")
+        seconds = self.timer.seconds()
         seconds["other"] += emitting  # meanwhile a device waits
         draft, verified, other = (seconds[name] / len(group) for name in ("draft", "verify", "other"))
         for slot, step in steps.items():
-            requests[slot].record_step(step._replace(draft_s=draft, verify_s=verified, other_s=other))
-
-    def shown(self, settings: RequestParams, at: int, row: list[int]) -> str:
-        """Return what reports call the rule that a sequence was verified by."""
-        if not row[1]:
-            return rules.NOTHING
-        if settings.sampling.temperature == 0 and not rules.is_lossy(settings.rule):
-            return rules.GREEDY_WALK
-        return rules.label(self.rule(settings, has_q=self.plan.has_q is None or self.plan.has_q[at]))
+            generation = requests[slot].generation
+            generation.steps.append(step._replace(draft_s=draft, verify_s=verified, other_s=other))
+            generation.decode_s += draft + verified + other
 
     @torch.inference_mode()
     def sample(self, requests: Sequence[Request]) -> tuple[list[int], Drafted]:
@@ -208,7 +198,7 @@ class DeviceStep:
 
     def run(
         self, requests: Sequence[Request], group: list[int], *, commits: bool = True
-    ) -> tuple[Drafted, Int[Tensor, "B X"], TargetOutput, Accepted, PhaseTimer, GraphKey]:
+    ) -> tuple[Drafted, Int[Tensor, "B X"], TargetOutput, Accepted]:
         """Run a step of some sequences; return what was drafted, what the host reads, and what is left to commit."""
         settings, timer, switch = requests[group[0]].settings, PhaseTimer(self.target.device), self.target.switch
         timer.mark(None)
@@ -236,12 +226,7 @@ class DeviceStep:
             self.graphs.keep(self.held_tensors())
         if self.compiles:
             self.compiled_stages.keep([*self.held_tensors(), *self.target.embeddings.kept_rows()])
-        kv_length = self.kv_length(longest)
-        return (
-            *self.on_device(slots, kv_length, settings, timer, commits=commits),
-            timer,
-            self.graph_key(kv_length, settings),
-        )
+        return self.on_device(slots, self.kv_length(longest), settings, timer, commits=commits)
 
     def held_tensors(self) -> list[Tensor]:
         """Return the tensors that stages read and write in place."""
@@ -253,18 +238,18 @@ class DeviceStep:
         self, slots: Slots, kv_length: int, settings: RequestParams, phase_timer: PhaseTimer, *, commits: bool = True
     ) -> tuple[Drafted, Int[Tensor, "B X"], TargetOutput, Accepted]:
         """Run a step's stages."""
-        graph_key = self.graph_key(kv_length, settings)
-        drafted = self.launch(
-            graph_key, DeviceStep.draft, self.slots if self.compiles else slots, graph_key.head_kv_length, settings
-        )
+        self.penalises, self.timer = settings.sampling.repetition_penalty != 1, phase_timer
+        self.key = self.graph_key(kv_length, settings)
+        among = self.slots if self.compiles else slots
+        drafted = self.launch(DeviceStep.draft, among, self.key.head_kv_length, settings)
         if self.compiles:
             drafted = drafted.first(len(slots.root))
         phase_timer.mark("draft")
         inner = None if self.captures else phase_timer  # no graph holds the time that passes in it
-        out, result, accepted = self.launch(graph_key, DeviceStep.evaluate, slots, drafted, kv_length, settings, inner)
+        out, result, accepted = self.launch(DeviceStep.evaluate, slots, drafted, kv_length, settings, inner)
         phase_timer.mark("verify" if self.captures else "other")
         if self.static and commits:
-            self.commit(slots, out, accepted, accepted.path.shape[1], graph_key, phase_timer)
+            self.commit(slots, out, accepted, accepted.path.shape[1])
         return drafted, result, out, accepted
 
     def kv_length(self, longest: int) -> int:
@@ -297,26 +282,28 @@ class DeviceStep:
         sampling, rule, gaps = settings.sampling, settings.rule, settings.logit_gaps
         return GraphKey(head_kv_length, sampling, rule, gaps, self.masks_eos, self.masked, self.plan.key)
 
-    def launch(self, graph_key: GraphKey, stage: Stage, *args: Any) -> Any:
+    def launch(self, stage: Stage, *args: Any) -> Any:
         """Run a stage of a step under its graph key."""
         run = stage
-        if self.compiles and stage in (DeviceStep.draft, DeviceStep.extend, DeviceStep.advance_and_extend):
-            run = partial(self.compiled_stages, (stage, *graph_key), compiled(stage, self.target.device.type))
+        if self.compiles and stage in (DeviceStep.draft, DeviceStep.extend):
+            run = partial(self.compiled_stages, (stage, *self.key), compiled(stage, self.target.device.type))
         if not self.captures:
             return run(self, *args)
         assert self.graphs is not None
-        return self.graphs((stage, *graph_key), run, self, *args)
+        return self.graphs((stage, *self.key), run, self, *args)
 
     def draft(self, slots: Slots, kv_length: int, settings: RequestParams) -> Drafted:
         """Draft a tree for each sequence."""
-        sampling, noise, samples = settings.sampling, self.noise(slots, settings), None
+        sampling, noise, samples = settings.sampling, None, None
         if sampling.temperature > 0 and settings.rule != rules.COUPLED:
             samples = Samples(hash_key(hash_key(slots.key, DRAFT_KEY), slots.length + 1))
-        seen = slots.seen_tokens[:, None] if slots.seen_tokens.shape[1] else None
-        roots, may_read = (
-            DraftInputs(slots.root[:, None], sampling, seen, noise, samples),
-            not (self.static or self.compiles),
-        )
+        elif sampling.temperature > 0 and self.plan.deepest:
+            position = slots.length[:, None] + 1 + torch.arange(self.plan.deepest + 1, device=slots.root.device)
+            key, vocab_size = slots.key[:, None].expand_as(position), self.target.embeddings.vocab_size
+            noise = exponential_noise(key, position, vocab_size)
+        seen = slots.seen_tokens[:, None] if sampling.repetition_penalty != 1 else None
+        roots = DraftInputs(slots.root[:, None], sampling, seen, noise, samples)
+        may_read = not (self.static or self.compiles)
         drafted = self.drafts.draft_trees(roots, slots.max_draft_depth, kv_length, allow_host_sync=may_read)
         depth = drafted.ancestor_mask.sum(-1) - 1 if drafted.depth is None else drafted.depth
         return drafted._replace(depth=depth.expand_as(drafted.tree.token), noise=noise)
@@ -329,39 +316,6 @@ class DeviceStep:
         parents = None if greedy or settings.rule == rules.COUPLED or not has_q else drafts.sampled
         chain = drafts.chain if parents is None else rules.is_chain(parents)
         return rules.fitting(settings.rule, chain, parents is not None, greedy)
-
-    def verified(
-        self,
-        slots: Slots,
-        drafted: Drafted,
-        present: Bool[Tensor, "B N"],
-        logits: Float[Tensor, "B N V"],
-        settings: RequestParams,
-    ) -> Accepted:
-        """Verify sampled drafts by the rule for them; the next token is sampled by the noise of its position."""
-        on_device = rules.RULES[self.rule(settings)].on_device
-        tree, depth = drafted.tree, drafted.depth
-        assert self.plan.sampled is not None
-        assert drafted.q is not None
-        assert depth is not None
-        assert on_device is not None
-        draft = rules.Sampled(self.plan.sampled, tree.token, present, drafted.q)
-        p, accept_keys = (
-            distribution(logits, settings.sampling),
-            hash_key(hash_key(slots.key, ACCEPT_KEY), slots.length + 1),
-        )
-        uniforms = uniform(accept_keys[:, None], torch.arange(p.shape[1], device=p.device))
-        last, probs = on_device(draft, p, uniforms, self.may_read)
-        position = slots.length + 1 + depth.gather(1, last[:, None])[:, 0]
-        token = (probs / exponential_noise(slots.key, position, p.shape[-1])).argmax(-1)
-        return rules.accepted(tree, drafted.ancestor_mask, last, token, self.plan.deepest)
-
-    def noise(self, slots: Slots, settings: RequestParams) -> Float[Tensor, "B P V"] | None:
-        """Return the noise of the positions below the roots, if drafts are coupled."""
-        if settings.sampling.temperature == 0 or settings.rule != rules.COUPLED or not self.plan.deepest:
-            return None
-        position = slots.length[:, None] + 1 + torch.arange(self.plan.deepest + 1, device=slots.root.device)
-        return exponential_noise(slots.key[:, None].expand_as(position), position, self.target.embeddings.vocab_size)
 
     def evaluate(
         self, slots: Slots, drafted: Drafted, kv_length: int, settings: RequestParams, phase_timer: PhaseTimer | None
@@ -382,9 +336,8 @@ class DeviceStep:
         assert depth is not None
         count, size = tree.token.shape
         # Nodes that are too deep are run at the last position, and never accepted; idle slots at the first.
-        position = (slots.length[:, None] + torch.minimum(depth, slots.max_draft_depth[:, None])) * slots.active[
-            :, None
-        ]
+        position = slots.length[:, None] + torch.minimum(depth, slots.max_draft_depth[:, None])
+        position = position * slots.active[:, None]
         token, layers = tree.token.clamp_min(0), self.drafts.traits.feature_layers
         proposal = self.plan.proposal
         if count == 1 and not self.static and (self.target.compiled is None or proposal is not None):
@@ -415,7 +368,7 @@ class DeviceStep:
     ) -> Float[Tensor, "B N V"]:
         """Return the logits as each node's own prefix has them: penalised, and no end before its time."""
         assert drafted.depth is not None
-        if slots.seen_tokens.shape[1]:
+        if sampling.repetition_penalty != 1:
             # The root is seen in any case.
             path = torch.where(drafted.ancestor_mask, drafted.tree.token[:, None], slots.root[:, None, None])
             seen_tokens = slots.seen_tokens[:, None].expand(-1, logits.shape[1], -1).scatter(2, path.clamp_min(0), True)
@@ -479,28 +432,34 @@ class DeviceStep:
         settings: RequestParams,
     ) -> Accepted:
         """Verify drafts by the rule for them."""
-        tree, above, drafts, sampling = drafted.tree, drafted.ancestor_mask, self.plan, settings.sampling
+        tree, above, plan, sampling = drafted.tree, drafted.ancestor_mask, self.plan, settings.sampling
         rule, greedy = rules.RULES[self.rule(settings)], sampling.temperature == 0
         choose = partial(self.choose, slots, drafted, processed_logits, sampling)
-        if rule.bar is not None:  # one-hot probs leave nothing to be lenient about: they are judged at temperature 1
+        assert drafted.depth is not None
+        if greedy and rule.bar is None:
+            best = argmax(processed_logits)
+            last = rules.follow(tree, above, present, tree.token == best.gather(1, tree.parent.clamp_min(0)))
+            token = best.gather(1, last[:, None])[:, 0]
+        elif rule.bar is not None:  # one-hot probs leave nothing to be lenient about: they are judged at temperature 1
             p = distribution(processed_logits, replace(sampling, temperature=1.0) if greedy else sampling)
-            last = rules.lenient(tree, above, present, p, rule.bar(p))
-            depth = above.expand(len(last), -1, -1)[torch.arange(len(last), device=last.device), last].sum(-1) - 1
-            return rules.accepted(tree, above, last, choose(last, depth), drafts.deepest)
-        if greedy:
-            return rules.follow(tree, above, present, argmax(processed_logits), drafts.deepest)
-        reads_q = drafted.q is not None and rule.on_device is not None
-        has_q = None if drafts.has_q is None or all(drafts.has_q) else drafts.has_q
-        if reads_q and has_q is None:
-            return self.verified(slots, drafted, present, processed_logits, settings)
-        walked = rules.walk(tree, above, present, choose, drafts.deepest, allow_host_sync=self.may_read)
-        if not reads_q or has_q is None:
-            return walked
-        sampled = self.verified(slots, drafted, present, processed_logits, settings)
-        which = torch.tensor(has_q, device=tree.token.device)
-        return Accepted(
-            *(torch.where(which.view(-1, *[1] * (a.ndim - 1)), a, b) for a, b in zip(sampled, walked, strict=True))
-        )
+            last = rules.follow(tree, above, present, rules.lenient(tree, p, rule.bar))
+            token = choose(last, drafted.depth.gather(1, last[:, None])[:, 0])
+        elif drafted.q is None or rule.on_device is None or not all(plan.has_q or ()):
+            last, token = rules.walk(tree, present, choose, plan.deepest, allow_host_sync=self.may_read)
+        if not greedy and drafted.q is not None and rule.on_device is not None:
+            assert plan.sampled is not None
+            p, key = distribution(processed_logits, sampling), hash_key(slots.key, ACCEPT_KEY)
+            uniforms = uniform(hash_key(key, slots.length + 1)[:, None], torch.arange(p.shape[1], device=p.device))
+            draft = rules.Sampled(plan.sampled, tree.token, present, drafted.q)
+            sampled, probs = rule.on_device(draft, p, uniforms, self.may_read)
+            position = slots.length + 1 + drafted.depth.gather(1, sampled[:, None])[:, 0]
+            after = (probs / exponential_noise(slots.key, position, p.shape[-1])).argmax(-1)
+            if all(plan.has_q or ()):
+                last, token = sampled, after
+            else:
+                has_q = torch.tensor(plan.has_q, device=p.device)
+                last, token = torch.where(has_q, sampled, last), torch.where(has_q, after, token)
+        return rules.accepted(tree, above, last, token, plan.deepest)
 
     def commit(
         self,
@@ -508,28 +467,21 @@ class DeviceStep:
         out: TargetOutput,
         accepted: Accepted,
         max_committed: int,
-        graph_key: GraphKey,
-        phase_timer: PhaseTimer,
     ) -> None:
         """Move the slots on by what was accepted, and hand the drafts their rows.
 
         `max_committed` is at least how many tokens any sequence commits.
         """
         count = accepted.committed
-        if self.compiles and not self.static and len(count) == self.cache.storage.size:  # no slot stands idle
-            assert self.slots is not None
-            self.launch(graph_key, DeviceStep.advance_and_extend, self.slots, out.hidden, out.last_hidden, accepted)
-            phase_timer.mark("draft")
-            return
-        features = self.launch(graph_key, DeviceStep.advance, slots, out, accepted, max_committed)
-        phase_timer.mark("other")
+        features = self.launch(DeviceStep.advance, slots, out, accepted, max_committed)
+        self.timer.mark("other")
         if features is None:
             return
         if (idle := self.cache.storage.size - len(count)) and self.compiles:
             features = Features(*(pad(rows, (0, 0) * (rows.ndim - 1) + (0, idle)) for rows in features[:4]))
             count = pad(count, (0, idle))
-        self.launch(graph_key, DeviceStep.extend, features, count)
-        phase_timer.mark("draft")
+        self.launch(DeviceStep.extend, features, count)
+        self.timer.mark("draft")
 
     def advance(self, slots: Slots, out: TargetOutput, accepted: Accepted, max_committed: int) -> Features | None:
         """Compact the cache to the accepted paths and move the slots on; return the rows that drafts learn of."""
@@ -545,18 +497,12 @@ class DeviceStep:
         slots.length.add_(accepted.committed)
         slots.max_draft_depth.sub_(accepted.committed)
         slots.min_tokens_left.sub_(accepted.committed)
-        if slots.seen_tokens.shape[1]:
+        if self.penalises:
             taken = step < accepted.committed[:, None]
             slots.seen_tokens.scatter_(1, torch.where(taken, token, slots.root[:, None]), True)
         if self.drafts.traits.rows is None:
             return None
         return Features(token, out.hidden[row, path], out.last_hidden[row, path], torch.zeros_like(token))
-
-    def advance_and_extend(self, slots: Slots, hidden: Tensor, last: Tensor, accepted: Accepted) -> None:
-        """Move all slots on and hand the drafts their rows, in one stage: what `advance` launches is small."""
-        features = self.advance(slots, TargetOutput(hidden, last, None), accepted, accepted.path.shape[1])
-        assert features is not None
-        self.extend(features, accepted.committed)
 
     def extend(self, features: Features, count: Int[Tensor, "B"]) -> None:
         """Hand the drafts the accepted rows."""
@@ -574,7 +520,7 @@ class DeviceStep:
         request.cache.keep(len(request.context) - 1, [*range(count)])  # where they are, or will be
         committed = request.emit(token, ["draft"] * (count - 1) + ["bonus"], gaps)
         accepted = min(count - 1, committed)
-        return Step(drafted, accepted, committed, 0.0, 0.0, 0.0, "", tuple(ranks[1 : accepted + 1]))
+        return Step(drafted, accepted, committed, 0.0, 0.0, 0.0, rules.NOTHING, tuple(ranks[1 : accepted + 1]))
 
     def keep_pass(
         self, request: Request, at: int, drafted: Drafted, out: TargetOutput, path: list[int], token: list[int]

@@ -58,20 +58,23 @@ def verify_on_device(
     walk = RULES["match" if len(parents) == 1 else fitting(rule, is_chain(parents), q is not None, greedy)].on_device
     p = distribution(logits, sampling)
     if greedy:
-        found = rules.follow(batch, above, present, logits.max(-1).indices[None], deepest)
+        best = logits.max(-1).indices[None]
+        last = rules.follow(batch, above, present, batch.token == best.gather(1, batch.parent.clamp_min(0)))
+        token = best[0, last]
     elif walk is None:
 
         def choose(node: Tensor, _: int) -> Tensor:
             return torch.tensor(rng.sample(p[node]))
 
-        found = rules.walk(batch, above, present, choose, deepest, allow_host_sync=True)
+        last, token = rules.walk(batch, present, choose, deepest, allow_host_sync=True)
     else:
         assert q is not None
         draft = rules.Sampled(parents, batch.token, present, q[None])
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(rules, "AcceptDraws", lambda *_: Coins(rng))
             last, probs = walk(draft, p[None], torch.zeros(1, len(parents)), True)
-        found = rules.accepted(batch, above, last, torch.tensor(rng.sample(probs)), deepest)
+        token = torch.tensor(rng.sample(probs))
+    found = rules.accepted(batch, above, last, token, deepest)
     count = int(found.committed)
     return found.path[0, :count].tolist(), int(found.token[0, count - 1])
 

@@ -235,6 +235,17 @@ def score(
         return out._replace(logits=target.embeddings.logits(out.last_hidden))
 
 
+def paths(tree: DraftTree) -> list[list[int]]:
+    """Return every path from the root to a leaf, as node indices."""
+    parent, found = tree.parent.tolist(), []
+    for leaf in {*range(len(parent))} - {*parent}:
+        path = [leaf]
+        while parent[path[0]] >= 0:
+            path.insert(0, parent[path[0]])
+        found.append(path)
+    return sorted(found)
+
+
 def by_node(tree: DraftTree, q: Tensor | None) -> Tensor | None:
     """Return q with a row for each node, of one that has a row for each node with children."""
     if q is None:

@@ -33,7 +33,7 @@ from heads.formats.mtp_layouts import BLOCK
 from heads.formats.weights import meta_state_dict
 from heads.mtp import TARGET, Mtp
 from heads.rows import positions
-from inference.drafters.mtp import load_mtp
+from inference.drafters.head import load_mtp
 from inference.target.embeddings_only import EmbeddingsOnly
 from inference.target.placement import REPLICATE, whole
 from inference.target.target import Target

@@ -38,8 +38,9 @@ from heads.common.progress import tell
 from heads.common.ranges import Count, Within
 from heads.common.target_config import check_sequence_length, context_of
 from heads.common.typed import typed
+from heads.formats.store import write_folder
 from heads.modules.argmax import argmax
-from inference.drafters.contrib.streams import KIND, Streams, StreamsDrafter, frozen, save_streams
+from inference.drafters.contrib.streams import KIND, Streams, StreamsDrafter
 from inference.drafters.policy import TreeConfig
 from inference.target.loading import configuration
 from inference.target.placement import REPLICATE
@@ -144,11 +145,11 @@ class KeptStreams:
         """Return a copy for decoding, with these weights."""
         copy = Streams(self.config, self.target)
         copy.load_state_dict(weights)
-        return frozen(copy, self.target)
+        return copy
 
     def write(self, weights: NamedTensors) -> None:
         """Write the streams with these weights."""
-        save_streams(self.folder, self.config, weights, self.target.spec)
+        write_folder(self.folder, {KIND: asdict(self.config), "target": asdict(self.target.spec)}, weights)
 
 
 def loop_of(

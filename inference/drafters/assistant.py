@@ -5,8 +5,7 @@ with another. It reads and drafts level by level as heads do, so that every tree
 stop early.
 """
 
-import json
-import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -14,60 +13,196 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
-from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from heads.base import LevelNodes, LevelOutput
 from heads.common.ranges import Fraction, OneOf
 from inference.drafters.host import DrafterState, HostDrafter
-from inference.drafters.policy import TreeConfig, grow
-from inference.protocol import CommittedTokens, Context, Proposal, sampled_chain
+from inference.drafters.policy import TreeConfig, grow, sample_chains
+from inference.protocol import CommittedTokens, Context, Proposal
 from inference.target.config import DTYPES
 from inference.target.target import Target
-from inference.target.tokenizer import decode
-from inference.verification.rng import Draws
-from inference.verification.sample import distribution, penalize
+from inference.target.tokenizer import UNFINISHED, decode
 from inference.verification.tree import root
 
 ROOT = -1  # the number of the last token read, above the drafted nodes
 
 
-@dataclass(frozen=True)
-class DraftModelConfig:
-    """A draft model; a null takes the target's.
+class Vocabulary:
+    """How an assistant reads and writes: by the tokens that it shares with the target.
 
-    On another device than the target's, tokens go there and logits come back at every pass.
+    With the target's own tokenizer (`match=same`) these are all, but for what pads one of the lm_heads. With another
+    one (`match=tli`) it is token-level intersection (Timor et al., arXiv 2502.05202): q is renormalised over the tokens
+    that both know, and so is a distribution of the target's tokens: p/q verification stays exact. What the target
+    writes outside is spelled with the assistant's tokens.
+
+    Raises:
+        ValueError: the tokenizers differ, or share no token.
     """
 
-    model: str
-    dtype: str | None
-    device: str | None
-    trust_remote_code: bool
+    def __init__(self, target: Target, assistant: Target, match: str) -> None:
+        self.source, self.destination, self.size = target.tokenizer, assistant.tokenizer, target.embeddings.vocab_size
+        self.is_same, self.texts, self.ids = match == "same", dict[int, str](), dict[str, int]()
+        if self.is_same:
+            if self.source.get_vocab() != self.destination.get_vocab():
+                raise ValueError(f"{assistant.name} has another tokenizer than {target.name}: use match=tli")
+            pairs = {token: token for token in range(self.size)}
+        else:
+            self.texts = token_texts(target)
+            self.ids = {text: token for token, text in token_texts(assistant).items()}  # byte tokens come first
+            ours = {text: token for token, text in self.texts.items()}
+            special, others = _special(self.source), _special(self.destination)
+            pairs = {token: self.ids[text] for text, token in ours.items() if text in self.ids}
+            pairs |= {token: others[name] for name, token in special.items() if name in others}
+            ends = self.source.eos_token_id, self.destination.eos_token_id
+            if None not in ends and ends[0] not in pairs and ends[1] not in pairs.values():
+                pairs[ends[0]] = ends[1]
+        self.one = {a: b for a, b in pairs.items() if a < self.size and b < assistant.embeddings.vocab_size}
+        if not self.one:
+            raise ValueError(f"{assistant.name} shares no token with {target.name}: choose another one")
+        self.ours, self.theirs = torch.tensor([*self.one.items()], device=assistant.device).T
+        self.counterpart = torch.zeros(self.size, dtype=torch.long, device=assistant.device)
+        self.counterpart[self.ours] = self.theirs
+
+    def prompt(self, token: list[int]) -> list[int]:
+        """Encode the prompt's text, as the assistant was trained to read it: behind its first token, if it has one."""
+        if self.is_same:
+            return self.follow(token)
+        first = self.destination("a")["input_ids"][:1]
+        text = self.destination(decode(self.source, token), add_special_tokens=False)
+        return (first if first == [self.destination.bos_token_id] else []) + text["input_ids"]
+
+    def follow(self, token: list[int]) -> list[int]:
+        """Return for each token its one counterpart, or its text spelled longest token first."""
+        return [token_id for t in token for token_id in ([self.one[t]] if t in self.one else self._spell(t))]
+
+    def to_assistant(self, token: Int[Tensor, "N"]) -> Int[Tensor, "N"]:
+        """Return the counterparts; a token without one has no probability, and its node's answer no use."""
+        return self.counterpart[token.to(self.counterpart.device)]
+
+    def to_target(self, logits: Float[Tensor, "N A"]) -> Float[Tensor, "N V"]:
+        """Put the shared columns where the target has them."""
+        if self.is_same and logits.shape[1] == self.size:
+            return logits
+        scattered = logits.new_full((len(logits), self.size), float("-inf"))
+        scattered[:, self.ours] = logits[:, self.theirs]
+        return scattered
+
+    def _spell(self, token: int) -> list[int]:
+        rest, spelled = self.texts.get(token, ""), []
+        while rest:
+            length = next((n for n in range(len(rest), 0, -1) if rest[:n] in self.ids), None)
+            if length is None:
+                return []  # the assistant cannot read it and goes on without
+            spelled.append(self.ids[rest[:length]])
+            rest = rest[length:]
+        return spelled
 
 
-class DraftModelRunner:
-    """A model with the tokens it has read, and behind them in its cache the drafted nodes of one tree.
+def token_texts(model: Target) -> dict[int, str]:
+    """Return what tokens but special ones add in the middle of a text, without those of a part of a character.
 
-    Nodes are numbered in order of expansion. Reading on keeps what still stands of both, so that a pass runs over
-    only what is missing: after a verification the tokens that no expanded node holds, the next root among them.
+    "Ġthe" of a byte-level BPE, "▁the" of a sentencepiece model and the word "the" of a word-level one are all " the".
+    """
+    tokenizer, special = model.tokenizer, {*_special(model.tokenizer).values()}
+    before = list(tokenizer("the", add_special_tokens=False)["input_ids"])[-1:]
+    shown, tokens = len(decode(tokenizer, before)), sorted({*tokenizer.get_vocab().values()} - special)
+    texts = {t: decode(tokenizer, [*before, t])[shown:] for t in tokens if t < model.embeddings.vocab_size}
+    return {t: text for t, text in texts.items() if text and UNFINISHED not in text}
+
+
+def _special(tokenizer: PreTrainedTokenizerBase) -> dict[str, int]:
+    added = {str(t): token_id for token_id, t in tokenizer.added_tokens_decoder.items() if t.special}
+    return added | dict(zip(tokenizer.all_special_tokens, tokenizer.all_special_ids, strict=True))
+
+
+class Assistant(HostDrafter):
+    """Another causal LM as a draft source."""
+
+    @dataclass(frozen=True)
+    class Config:
+        """The model, where a null takes the target's dtype or device, and how it drafts.
+
+        On another device than the target's, tokens go there and logits come back at every pass. A chain stops after a
+        token that the assistant itself, at temperature 1, gives less than `confidence`.
+        """
+
+        model: str
+        dtype: str | None
+        device: str | None
+        trust_remote_code: bool
+        match: Annotated[str, OneOf(("same", "tli"))]
+        tree: TreeConfig
+        confidence: Fraction
+
+        def __post_init__(self) -> None:
+            if self.tree.kind != "chain" and self.confidence > 0:
+                raise ValueError(
+                    f"drafter.assistant.tree.kind is {self.tree.kind!r}: only a chain stops by confidence; set "
+                    "confidence=0, or tree.kind=chain"
+                )
+
+    def __init__(self, config: Config, target: Target, name: str) -> None:
+        self.config, self.name = config, name
+        self.tree = config.tree.label
+        same = next(name for name, kind in DTYPES.items() if kind == target.dtype)
+        device = config.device or str(target.device)
+        try:
+            self.model = Target.load(config.model, config.dtype or same, device, config.trust_remote_code)
+            if self.model.recurrence is not None:
+                raise ValueError(
+                    f"{self.model.incompatibility}, and a revised text needs those of others: choose another one"
+                )
+        except ValueError as error:
+            raise ValueError(f"drafter.assistant.model={config.model} cannot be used: {error}") from error
+        if config.tree.kind != "chain" and not self.model.takes_trees:
+            raise ValueError(
+                f"drafter.assistant.tree.kind is {config.tree.kind!r}, but the attention of {config.model} does not "
+                "honour a tree mask: set tree.kind=chain"
+            )
+        self.vocabulary = Vocabulary(target, self.model, config.match)
+        self.device, self.eos = target.device, target.eos
+
+    def start(self, prompt: list[int]) -> "AssistantState":
+        """Begin a sequence with the prompt in the assistant's tokens."""
+        return AssistantState(self, prompt)
+
+
+class AssistantState(DrafterState):
+    """An assistant reading one sequence along: its text, and behind it in its KV cache the drafted nodes of one tree.
+
+    Nodes are numbered in order of expansion. It is an `Expander`, so that every tree policy grows from it.
     """
 
-    def __init__(self, model: Target) -> None:
-        self.model = model
-        self.clear()
+    vocab = None
 
-    def clear(self) -> None:
-        """Begin with no text."""
-        self.cache = self.model.cache()
-        self.token: list[int] = []
-        self._drop_drafts()
+    def __init__(self, drafter: Assistant, prompt: list[int]) -> None:
+        self.config, self.vocabulary, self.device = drafter.config, drafter.vocabulary, drafter.device
+        self.model, self.eos, self.cache = drafter.model, drafter.eos, drafter.model.cache()
+        self.token: list[int] = []  # that are read
+        self.drop_drafts()
+        self.text = self.vocabulary.prompt(prompt)
+        self.level: LevelOutput | None = None  # under the next root
+        self.max_depth = 0  # of the tree at hand: how deep both contexts let it be
 
-    def _drop_drafts(self) -> None:
+    def drop_drafts(self) -> None:
+        """Forget the drafted nodes."""
         self.below: dict[tuple[int, int], int] = {}  # (node above, token) -> node
         self.path: list[list[int]] = []  # each node's nodes from the top down, its own the last
-        self.level = [ROOT]
+        self.nodes = [ROOT]  # of the last level
 
-    def read(self, token: list[int]) -> Float[Tensor, "1 V"]:
-        """Take `token`, one or more, as the whole text from now on; return the logits of what follows."""
+    @torch.inference_mode()
+    def update(self, commit: CommittedTokens) -> None:
+        """Read on: what was drafted, accepted and expanded is in the cache already."""
+        self.text += self.vocabulary.follow(commit.token)
+        fits = 0 < len(self.text) <= self.model.context
+        self.level = self.answer(self.read(self.text)) if fits else None
+
+    def read(self, token: list[int]) -> Float[Tensor, "1 A"]:
+        """Take `token`, one or more, as the whole text from now on; return the assistant's logits of what follows.
+
+        Reading on keeps what still stands of the text and the drafted nodes, so that a pass runs over only what is
+        missing: after a verification the tokens that no expanded node holds, the next root among them.
+        """
         common = len(self.token)
         if token[:common] != self.token:
             common = next(i for i in range(common) if self.token[i : i + 1] != token[i : i + 1])
@@ -83,20 +218,38 @@ class DraftModelRunner:
         logits = self.model.prefill(missing, self.cache).logits
         assert logits is not None
         self.token = list(token)
-        self._drop_drafts()
+        self.drop_drafts()
         return logits[0]
 
-    def expand(self, token: Int[Tensor, "N"], parent: Int[Tensor, "N"]) -> Float[Tensor, "N V"]:
-        """Run one more tree level, the parents as indices into the last one, and return its logits."""
-        return self.branch(token, [self.level[above] for above in parent.tolist()])
-
     @torch.inference_mode()
-    def branch(self, token: Int[Tensor, "N"], above: list[int]) -> Float[Tensor, "N V"]:
-        """Run a new node under each of the nodes `above`, ROOT the last token read, and return their logits."""
+    def propose(self, context: Context) -> Proposal:
+        """Grow the tree; where the text is over the assistant's own context, draft nothing."""
+        self.max_depth = min(context.max_draft_depth, self.model.context - len(self.text))
+        if self.level is None or self.max_depth < 1:
+            return Proposal(root(context.token[-1], self.device))
+        if self.config.tree.kind == "chain":
+            return self.chains(self.level, [context._replace(max_draft_depth=self.max_depth)])[0]
+        return grow(self, None, self.level, self.config.tree, context)
+
+    def chains(self, level: LevelOutput, contexts: Sequence[Context]) -> list[Proposal]:
+        """Sample a chain under each node of a level, up to an end of the answer or a token that is doubted."""
+        return sample_chains(self, level, self.config.tree.depth, contexts, self.config.confidence, self.eos)
+
+    def expand(self, state: Any, level: LevelOutput, nodes: LevelNodes) -> LevelOutput:
+        """Score one more tree level, as `DraftHead.expand` says; the keys and values live in the assistant's cache."""
+        above = [self.nodes[parent] for parent in nodes.parent[0].tolist()]
+        return self.answer(self.branch(nodes.token[0], above))
+
+    def branch(self, token: Int[Tensor, "N"], above: list[int]) -> Float[Tensor, "N A"]:
+        """Run a new node of the target's tokens under each of the nodes `above`; return the assistant's own logits.
+
+        ROOT is the last token read.
+        """
+        own_token = self.vocabulary.to_assistant(token)
         model, device = self.model, self.model.device
         first, text = len(self.path), len(self.token)
-        self.level = list(range(first, first + len(above)))
-        for node, parent, t in zip(self.level, above, token.tolist(), strict=True):
+        self.nodes = list(range(first, first + len(above)))
+        for node, parent, t in zip(self.nodes, above, own_token.tolist(), strict=True):
             self.below[parent, t] = node
             self.path.append([*(self.path[parent] if parent != ROOT else []), node])
         depth = torch.tensor([len(path) for path in self.path], device=device)
@@ -104,365 +257,13 @@ class DraftModelRunner:
         position = key_position[:, self.cache.length :]
         attn_mask = None
         # A chain sees all that is before it, which needs no attention that takes a mask.
-        if any(len(self.path[node]) < len(self.path) for node in self.level):
+        if any(len(self.path[node]) < len(self.path) for node in self.nodes):
             attn_mask = torch.zeros(1, len(above), text + len(self.path), dtype=torch.bool, device=device)
             attn_mask[..., :text] = True
-            for row, node in enumerate(self.level):
+            for row, node in enumerate(self.nodes):
                 attn_mask[0, row, [text + ancestor for ancestor in self.path[node]]] = True
-        last = model.run(token[None].to(device), position, attn_mask, self.cache, key_position=key_position).last_hidden
+        last = model.run(own_token[None], position, attn_mask, self.cache, key_position=key_position).last_hidden
         return model.embeddings.logits(last)[0]
-
-    def adopt(self, token: list[int], nodes: list[int], live: list[int]) -> None:
-        """Read on by expanded nodes: `nodes` become text, now `token`, and the chain `live` stays drafted.
-
-        A chain begins under the last of the nodes; the other drafts are dropped.
-        """
-        size = len(self.token)
-        assert token[:size] == self.token
-        assert len(token) == size + len(nodes)
-        index = {node: new for new, node in enumerate(live)} | {nodes[-1]: ROOT}
-        below = {(index[a], t): index[n] for (a, t), n in self.below.items() if n in live}
-        self.cache.keep(size, [*nodes, *live])
-        self.token = list(token)
-        self._drop_drafts()
-        self.below = below
-        self.path = [list(range(node + 1)) for node in range(len(live))]
-        self.level = [len(live) - 1]  # ROOT if there is none
-
-
-def load_draft_model(config: DraftModelConfig, target: Target, key: str) -> Target:
-    """Load a draft model for a target from a folder or the Hub, under the configuration's name for errors.
-
-    Raises:
-        ValueError: no such model, dtype or device.
-    """
-    same = next(name for name, kind in DTYPES.items() if kind == target.dtype)
-    where = config.device or str(target.device)
-    try:
-        torch.empty(0, device=where)
-    except (RuntimeError, AssertionError) as error:
-        raise ValueError(
-            f"{key}.device is {where!r}, which is not to be had here: give cpu, cuda:N or null for the target's"
-        ) from error
-    try:
-        model = Target.load(config.model, config.dtype or same, where, config.trust_remote_code)
-        if model.recurrence is not None:
-            raise ValueError(
-                f"{model.incompatibility}, and a text that is revised needs those of others: choose another one"
-            )
-        return model
-    except ValueError as error:
-        raise ValueError(f"{key}.model={config.model} cannot be used: {error}") from error
-
-
-BYTE_OF = {character: byte for byte, character in bytes_to_unicode().items()}  # of GPT-2's alphabet of bytes
-
-
-class SameVocabulary:
-    """How an assistant with the target's tokenizer reads and writes; `SharedVocabulary` is for one with another.
-
-    The models' lm_heads may be padded to different sizes, A of the assistant's and V of the target's. Tokenizers that
-    differ are refused, with where.
-    """
-
-    def __init__(self, target: Target, assistant: Target) -> None:
-        if difference := _difference(target.tokenizer.get_vocab(), assistant.tokenizer.get_vocab()):
-            raise ValueError(f"{assistant.name} has another tokenizer than {target.name}: {difference}; use match=tli")
-        self.ours, self.theirs = target.embeddings.vocab_size, assistant.embeddings.vocab_size
-
-    def prompt(self, token: list[int]) -> list[int]:
-        """Return a prompt in the assistant's tokens: without those that only the target's padding numbers."""
-        return self.follow(token)
-
-    def follow(self, token: list[int]) -> list[int]:
-        """Return the same of tokens that come after the prompt, each by itself."""
-        return [t for t in token if t < self.theirs]
-
-    def to_assistant(self, token: Int[Tensor, "N"]) -> Int[Tensor, "N"]:
-        """Return drafted tokens; -inf keeps those that only the padding numbers out of every q, rank does not."""
-        return token.clamp_max(self.theirs - 1)
-
-    def to_target(self, logits: Float[Tensor, "N A"]) -> Float[Tensor, "N V"]:
-        """Cut or pad the logits to the target's vocabulary."""
-        logits = logits[:, : self.ours]
-        return torch.nn.functional.pad(logits, (0, self.ours - logits.shape[1]), value=float("-inf"))
-
-
-class SharedVocabulary:
-    """Token-level intersection (TLI; Timor et al., arXiv 2502.05202): the assistant drafts tokens that both know.
-
-    Its q is renormalised over them, and so is a distribution of the target's tokens: p/q verification stays exact. What
-    the target writes outside is spelled with the assistant's tokens.
-
-    Raises:
-        ValueError: no token is shared, or a tokenizer is of a kind whose tokens cannot be read as bytes.
-    """
-
-    def __init__(self, target: Target, assistant: Target) -> None:
-        self.source, self.destination = target.tokenizer, assistant.tokenizer
-        self.bytes = token_bytes(target)
-        self.ids = _ids_of(token_bytes(assistant))
-        self.one = _shared(target, assistant, self.bytes, self.ids)
-        if not self.one:
-            raise ValueError(f"{assistant.name} shares no token with {target.name}: choose another one")
-        self.size = target.embeddings.vocab_size
-        self.ours, self.theirs = torch.tensor([*self.one.items()], device=assistant.device).T
-        self.counterpart = torch.zeros(self.size, dtype=torch.long, device=assistant.device)
-        self.counterpart[self.ours] = self.theirs
-
-    def prompt(self, token: list[int]) -> list[int]:
-        """Encode the prompt's text, as the assistant was trained to read it: behind its first token, if it has one."""
-        first = self.destination("a")["input_ids"][:1]
-        text = self.destination(decode(self.source, token), add_special_tokens=False)
-        return (first if first == [self.destination.bos_token_id] else []) + text["input_ids"]
-
-    def follow(self, token: list[int]) -> list[int]:
-        """Return for each token its one counterpart, or its bytes spelled longest token first."""
-        return [token_id for t in token for token_id in ([self.one[t]] if t in self.one else self._spell(t))]
-
-    def to_assistant(self, token: Int[Tensor, "N"]) -> Int[Tensor, "N"]:
-        """Return the counterparts; a token without one has no probability, and its node's answer no use."""
-        return self.counterpart[token.to(self.counterpart.device)]
-
-    def to_target(self, logits: Float[Tensor, "N A"]) -> Float[Tensor, "N V"]:
-        """Put the shared columns where the target has them."""
-        scattered = logits.new_full((len(logits), self.size), float("-inf"))
-        scattered[:, self.ours] = logits[:, self.theirs]
-        return scattered
-
-    def _spell(self, token: int) -> list[int]:
-        rest, spelled = self.bytes.get(token, b""), []
-        while rest:
-            length = next((n for n in range(len(rest), 0, -1) if rest[:n] in self.ids), None)
-            if length is None:
-                return []  # the assistant cannot read it and goes on without
-            spelled.append(self.ids[rest[:length]])
-            rest = rest[length:]
-        return spelled
-
-
-def _difference(ours: dict[str, int], theirs: dict[str, int]) -> str:
-    """Return the first difference of two vocabularies in words, empty if there is none."""
-    if ours == theirs:
-        return ""
-    token = min((t for t in {**ours, **theirs} if ours.get(t) != theirs.get(t)), key=lambda t: ours.get(t, 1 << 60))
-    token_id, other = ours.get(token, "missing"), theirs.get(token, "missing")
-    return f"token {token!r} is {token_id} in the target's vocabulary of {len(ours)} and {other} in its {len(theirs)}"
-
-
-def token_bytes(model: Target) -> dict[int, bytes]:
-    """Return the bytes that tokens but special ones add in the middle of a text; refuse those without such.
-
-    "Ġthe" of a byte-level BPE, "▁the" of a sentencepiece model and the word "the" of a word-level one are all b" the".
-    """
-    steps = _decoder_steps(model)
-    added, special = model.tokenizer.added_tokens_decoder, set(_special(model.tokenizer).values())
-    return {
-        token_id: piece.encode() if token_id in added else _piece_bytes(piece, steps)
-        for piece, token_id in model.tokenizer.get_vocab().items()
-        if token_id < model.embeddings.vocab_size and token_id not in special
-    }
-
-
-def _special(tokenizer: PreTrainedTokenizerBase) -> dict[str, int]:
-    added = {str(t): token_id for token_id, t in tokenizer.added_tokens_decoder.items() if t.special}
-    return added | dict(zip(tokenizer.all_special_tokens, tokenizer.all_special_ids, strict=True))
-
-
-def _decoder_steps(model: Target) -> list[dict[str, Any]]:
-    """Return the steps of the tokenizer's decoder; none for a word-level one, whose words are joined by spaces."""
-    backend = getattr(model.tokenizer, "backend_tokenizer", None)
-    if backend is None:
-        raise ValueError(f"{model.name}: its tokenizer shows no table of tokens to compare: choose another one")
-    if backend.decoder is None:
-        return []
-    state = json.loads(backend.decoder.__getstate__())
-    steps: list[dict[str, Any]] = state["decoders"] if state["type"] == "Sequence" else [state]
-    for step in steps:
-        byte_wise = step["type"] in ("ByteLevel", "Metaspace", "ByteFallback", "Fuse", "Strip")
-        if not (byte_wise or (step["type"] == "Replace" and "String" in step["pattern"])):
-            raise ValueError(
-                f"{model.name}: tokens of a tokenizer with a {step['type']} decoder cannot be compared one by one: "
-                "choose another one"
-            )
-    return steps
-
-
-def _piece_bytes(piece: str, steps: list[dict[str, Any]]) -> bytes:
-    """Decode one token as its tokenizer would in the middle of a text, to bytes."""
-    if not steps:
-        return b" " + piece.encode()
-    for step in steps:
-        if step["type"] == "ByteLevel" and all(c in BYTE_OF for c in piece):
-            return bytes(BYTE_OF[c] for c in piece)
-        if step["type"] == "ByteFallback" and (byte := re.fullmatch("<0x([0-9A-Fa-f]{2})>", piece)):
-            return bytes([int(byte[1], 16)])
-        if step["type"] == "Metaspace":
-            piece = piece.replace(step["replacement"], " ")
-        if step["type"] == "Replace":
-            piece = piece.replace(step["pattern"]["String"], step["content"])
-    return piece.encode()
-
-
-def _ids_of(pieces: dict[int, bytes]) -> dict[bytes, int]:
-    """Return which token stands for which bytes; of several, the last one, because byte tokens come first."""
-    return {piece: token_id for token_id, piece in sorted(pieces.items()) if piece}
-
-
-def _shared(target: Target, assistant: Target, ours: dict[int, bytes], theirs: dict[bytes, int]) -> dict[int, int]:
-    """Return the pairs of tokens that are the same in both vocabularies, each token in one pair at most."""
-    pairs = {token_id: theirs[piece] for piece, token_id in _ids_of(ours).items() if piece in theirs}
-    other = _special(assistant.tokenizer)
-    pairs |= {token_id: other[name] for name, token_id in _special(target.tokenizer).items() if name in other}
-    embeddings = target.tokenizer.eos_token_id, assistant.tokenizer.eos_token_id
-    if None not in embeddings and embeddings[0] not in pairs and embeddings[1] not in pairs.values():
-        pairs[embeddings[0]] = embeddings[1]
-    return {a: b for a, b in pairs.items() if a < target.embeddings.vocab_size and b < assistant.embeddings.vocab_size}
-
-
-MATCHES: dict[str, type[SameVocabulary] | type[SharedVocabulary]] = {"same": SameVocabulary, "tli": SharedVocabulary}
-Outcome = tuple[int, ...]  # what a verification commits: the accepted tokens, then the target's own
-
-
-class Chain:
-    """A chain of drafted tokens with the probs q they were sampled from, and the assistant's node under each.
-
-    It begins under the node `above`, after a context and what a verification has committed since.
-    """
-
-    def __init__(
-        self,
-        logits: Float[Tensor, "1 V"],
-        above: int,
-        depth: int,
-        draws: Draws,
-        context: Context,
-        outcome: Outcome = (),
-    ) -> None:
-        self.depth, self.draws, self.sampling = depth, draws, context.sampling
-        self.answers = [logits]  # to the text, and to each drafted token that was run
-        self.above = above
-        self.token: list[int] = []
-        self.q: list[Tensor] = []
-        self.nodes: list[int] = []
-        self.seen_tokens: Tensor | None = None  # the tokens in the text, where a penalty asks for them
-        if context.sampling.repetition_penalty != 1:
-            self.seen_tokens = torch.zeros_like(logits, dtype=torch.bool)
-            self.seen_tokens[:, [*context.token, *outcome]] = True
-
-    def sample(self, end: frozenset[int]) -> bool:
-        """Sample one more token; whether another may follow it."""
-        logits = self.answers[-1]
-        if self.seen_tokens is not None:
-            logits = penalize(logits, self.seen_tokens, self.sampling)
-        self.q.append(distribution(logits, self.sampling))
-        self.token.append(self.draws.token(self.q[-1], len(self.q)))
-        if self.seen_tokens is not None:
-            self.seen_tokens[:, self.token[-1]] = True
-        return len(self.token) < self.depth and self.token[-1] not in end
-
-    def reached(self, node: int, answer: Float[Tensor, "1 V"]) -> None:
-        """Take in the assistant's answer to the last token."""
-        self.nodes.append(node)
-        self.above = node
-        self.answers.append(answer)
-
-
-class Assistant(HostDrafter):
-    """Another causal LM as a draft source."""
-
-    @dataclass(frozen=True)
-    class Config(DraftModelConfig):
-        """The model and how it drafts.
-
-        A chain stops after a token that the assistant itself, at temperature 1, gives less than `confidence`.
-        """
-
-        match: Annotated[str, OneOf(tuple(MATCHES))]
-        tree: TreeConfig
-        confidence: Fraction
-
-        def __post_init__(self) -> None:
-            if self.tree.kind != "chain" and self.confidence > 0:
-                raise ValueError(
-                    f"drafter.assistant.tree.kind is {self.tree.kind!r}: only a chain stops by confidence; set "
-                    "confidence=0, or tree.kind=chain"
-                )
-
-    def __init__(self, config: Config, target: Target, name: str) -> None:
-        self.config, self.name = config, name
-        self.tree = config.tree.label
-        self.model = load_draft_model(config, target, "drafter.assistant")
-        if config.tree.kind != "chain" and not self.model.takes_trees:
-            raise ValueError(
-                f"drafter.assistant.tree.kind is {config.tree.kind!r}, but the attention of {config.model} does not "
-                "honour a tree mask: set tree.kind=chain"
-            )
-        self.vocabulary = MATCHES[config.match](target, self.model)
-        self.device, self.eos = target.device, target.eos
-
-    def start(self, prompt: list[int]) -> "AssistantState":
-        """Begin a sequence with the prompt in the assistant's tokens."""
-        return AssistantState(self, prompt)
-
-
-class AssistantState(DrafterState):
-    """An assistant reading one sequence along: its text and KV cache, and its scores under the next root.
-
-    It is an `Expander`, so that every tree policy grows from it.
-    """
-
-    vocab = None
-
-    def __init__(self, drafter: Assistant, prompt: list[int]) -> None:
-        self.config, self.vocabulary, self.device = drafter.config, drafter.vocabulary, drafter.device
-        self.eos = drafter.eos
-        self.runner = DraftModelRunner(drafter.model)
-        self.text = self.vocabulary.prompt(prompt)
-        self.level: LevelOutput | None = None
-        self.max_depth = 0  # of the tree at hand: how deep both contexts let it be
-
-    @torch.inference_mode()
-    def update(self, commit: CommittedTokens) -> None:
-        """Read on: what was drafted, accepted and expanded is in the cache already."""
-        self.text += self.vocabulary.follow(commit.token)
-        fits = 0 < len(self.text) <= self.runner.model.context
-        self.level = self.answer(self.runner.read(self.text)) if fits else None
-
-    @torch.inference_mode()
-    def propose(self, context: Context) -> Proposal:
-        """Grow the tree; where the text is over the assistant's own context, draft nothing."""
-        self.max_depth = min(context.max_draft_depth, self.runner.model.context - len(self.text))
-        tree = self.config.tree
-        if self.level is None or self.max_depth < 1:
-            return Proposal(root(context.token[-1], self.device))
-        if tree.kind == "chain":
-            return self.chain(self.level.logits[0], context, min(self.max_depth, tree.depth))
-        return grow(self, None, self.level, tree, context)
-
-    def chain(self, logits: Float[Tensor, "1 V"], context: Context, depth: int) -> Proposal:
-        """Sample one token after another, up to an end of the answer or to one that the assistant doubts.
-
-        The chain ends after such a token and never without it: it stays a sample of its q.
-        """
-        chain = Chain(logits, ROOT, depth, context.draws, context)
-        least = self.config.confidence
-        while chain.sample(self.eos):
-            if least > 0 and float(chain.answers[-1][0].softmax(-1)[chain.token[-1]]) < least:
-                break
-            [(node, answer)] = self.run(chain.token[-1:], [chain.above])
-            chain.reached(node, answer.to(self.device))
-        return sampled_chain([context.token[-1], *chain.token], chain.q)
-
-    def run(self, token: list[int], above: list[int]) -> list[tuple[int, Float[Tensor, "1 V"]]]:
-        """Run tokens under nodes; return their own nodes, each with the assistant's answer, on its device."""
-        own_token = self.vocabulary.to_assistant(torch.tensor(token, device=self.runner.model.device))
-        answers = self.vocabulary.to_target(self.runner.branch(own_token, above)).split(1)
-        return list(zip(self.runner.level, answers, strict=True))
-
-    def expand(self, state: Any, level: LevelOutput, nodes: LevelNodes) -> LevelOutput:
-        """Score one more tree level, as `DraftHead.expand` says; the keys and values live in the runner's cache."""
-        return self.answer(self.runner.expand(self.vocabulary.to_assistant(nodes.token[0]), nodes.parent[0]))
 
     def answer(self, logits: Tensor) -> LevelOutput:
         """Return the assistant's logits "N A" as a level in the target's vocabulary and on its device."""

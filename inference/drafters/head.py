@@ -1,19 +1,23 @@
-"""A trained draft head as a drafter."""
+"""Draft heads as drafters: trained ones, and the target's own module for multi-token prediction."""
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from jaxtyping import Int
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from heads.base import DraftHead, Features, LevelOutput, NewRows
+from heads.common.errors import one_line
 from heads.common.typed import typed
 from heads.formats.hub import load_found, schedule_of, sibling_spec, tree_of
-from heads.modules.kv_cache import SPARE, KVCache
+from heads.formats.mtp_layouts import BLOCK, COUNTS, LAYOUTS, PROJECTION, layout_of
+from heads.modules.kv_cache import KVCache
 from heads.modules.layers import Attention
+from heads.mtp import TARGET, Mtp
 from inference.drafters.plain import root_trees
 from inference.drafters.policy import (
     Schedule,
@@ -27,60 +31,10 @@ from inference.drafters.policy import (
     verifiable,
 )
 from inference.protocol import Context, DraftBatch, Drafted, Drafter, DraftInputs, DraftPlan, DraftRows, DraftTraits
+from inference.target.checkpoint import all_tensor_files
 from inference.target.model import TargetOutput
 from inference.target.packed import pack
 from inference.target.target import Target
-
-BYTES = 1 << 28  # of all rows that may wait; a sequence may have `SPARE` of them in any case
-
-
-class DeferredRows:
-    """Committed rows of all slots, `max_rows` each, that a head has not taken in yet, while nothing is drafted.
-
-    Many rows in one pass cost less than a pass for each, and those of a sequence that ends before cost nothing. The
-    host reads nothing here, and no buffer moves.
-    """
-
-    def __init__(self, size: int, token: Int[Tensor, "B T"], features: TargetOutput, capacity: int) -> None:
-        like = token, features.hidden, features.last_hidden
-        row = size * sum(tensor[0, 0].nbytes for tensor in like)
-        self.max_rows = max(SPARE, min(capacity, BYTES // row))
-        self.count = torch.zeros(size, dtype=torch.long, device=token.device)
-        self.rows = tuple(tensor.new_zeros(size, self.max_rows, *tensor.shape[2:]) for tensor in like)
-        self.waiting = 0  # at least the largest count, known without asking the device; who adds rows counts it
-
-    def tensors(self) -> list[Tensor]:
-        """Return all buffers."""
-        return [self.count, *self.rows]
-
-    def add(self, features: Features, count: Int[Tensor, "B"]) -> None:
-        """Add a row of each of the first sequences that counts one, and none of one that counts 0."""
-        slot, waiting = torch.arange(len(count), device=count.device), self.count[: len(count)]
-        for buffer, new in zip(self.rows, features[:3], strict=True):
-            buffer[slot, waiting] = new[:, 0]
-        waiting += count
-
-    def take(self, sequences: int) -> Iterator[tuple[Features, Int[Tensor, "B"]]]:
-        """Yield the first sequences' rows, padded, with how many each has, as many as a KV cache's ring takes at once.
-
-        Then none waits any longer.
-        """
-        for first in range(0, self.waiting, SPARE):
-            some = slice(first, min(first + SPARE, self.waiting))
-            token, hidden, last = (buffer[:sequences, some] for buffer in self.rows)
-            count = (self.count[:sequences] - first).clamp(0, SPARE)
-            yield Features(token, hidden, last, torch.zeros_like(token)), count
-        self.count.zero_()
-        self.waiting = 0
-
-    def clear(self, slot: int) -> None:
-        """Drop a slot's rows: another sequence takes it."""
-        self.count[slot] = 0
-
-    def move(self, from_slot: int, slot: int) -> None:
-        """Move a sequence's rows into another slot."""
-        for buffer in (self.count, *self.rows):
-            buffer[slot] = buffer[from_slot]
 
 
 class HeadDrafter(Drafter):
@@ -107,7 +61,7 @@ class HeadBatch(DraftBatch, DraftRows):
     """A head drafting for several sequences: the first slots of one KV cache, and the level under each one's root.
 
     Both are buffers of all slots, written in place. Where the step at hand has no `policy`, nothing is drafted, and its
-    rows are deferred.
+    rows are not taken in: before the next draft the sequences start again (`resumes`).
     """
 
     def __init__(self, head: DraftHead, schedule: Schedule, size: int) -> None:
@@ -115,10 +69,9 @@ class HeadBatch(DraftBatch, DraftRows):
         self.feature_layers = head.feature_layers
         self.traits = DraftTraits(max_nodes=max(map(most_nodes, schedule.trees), default=1), rows=self)
         self.capacity = 0
-        self.running = 0  # sequences in the step at hand
+        self.paused = False  # whether rows were left out since the sequences have started
         self.cache: KVCache | None = None
         self.buffers: LevelOutput | None = None
-        self.deferred: DeferredRows | None = None
         modules: Any = head
         self.attentions = [module for module in modules.modules() if isinstance(module, Attention)]
         self.choose(1)
@@ -131,22 +84,17 @@ class HeadBatch(DraftBatch, DraftRows):
             deepest, sampled = min(policy.deepest, self.head.max_depth), sampled_shape(policy, self.head.max_depth)
             self.plan = self.plan._replace(deepest=deepest, chain=policy.kind == "chain", sampled=sampled)
 
+    def resumes(self, running: int) -> bool:
+        """Return whether a step of `running` sequences is the first one with a draft after some without."""
+        resumes = self.paused and self.schedule.at(running) is not None
+        self.paused = self.schedule.at(running) is None
+        return resumes
+
     def begin(self, contexts: Sequence[Context | None], longest: int) -> DraftPlan:
-        """Choose a step's tree; commit what was deferred before it is needed, or before it is too much."""
-        self.running = len(contexts)
-        self.choose(self.running)
-        if self.deferred is not None:
-            if self.policy is not None or self.deferred.waiting == self.deferred.max_rows:
-                self.commit_deferred(longest)
-            self.deferred.waiting += self.policy is None
+        """Choose a step's tree."""
+        self.choose(len(contexts))
         self.hold(longest)  # a hybrid may commit rows to a head that did not draft
         return self.plan
-
-    def commit_deferred(self, longest: int) -> None:
-        """Commit the rows that were deferred, if there are any."""
-        for rows in self.deferred.take(self.running) if self.deferred is not None else ():
-            self.hold(longest)
-            self.extend(*rows)
 
     def level(self, count: int) -> LevelOutput:
         """Return the roots' level of the first sequences."""
@@ -159,8 +107,6 @@ class HeadBatch(DraftBatch, DraftRows):
         following = torch.tensor([token[1:]], device=features.hidden.device)
         if self.cache is None and self.head.has_kv_cache:
             self.cache = self.new_cache(following.device)
-        if self.deferred is None and self.schedule.pauses:
-            self.deferred = DeferredRows(self.size, following, features, self.capacity)
         rows = Features(following, *features[:2], torch.zeros_like(following))
         cache = None if self.cache is None else self.cache.for_new_sequence(slot)
         _, level = self.head.extend(cache, NewRows(rows, following))
@@ -168,8 +114,6 @@ class HeadBatch(DraftBatch, DraftRows):
             with torch.inference_mode(False):  # compiled stages write to no inference tensor
                 self.buffers = level.each(lambda row: row.new_zeros(self.size, *row.shape[1:]))
         self.buffers.each(lambda buffer, row: buffer[slot : slot + 1].copy_(row), level)
-        if self.deferred is not None:
-            self.deferred.clear(slot)
 
     def new_cache(self, device: torch.device) -> KVCache:
         """Return an empty cache with room for the texts' rows and a tree's."""
@@ -187,7 +131,7 @@ class HeadBatch(DraftBatch, DraftRows):
         trees = self.schedule.trees
         drafted = max([self.head.max_depth + 1, *map(expanded, trees)])
         committed = [min(tree.deepest, self.head.max_depth) + 1 for tree in trees]
-        return drafted + max([*committed, SPARE] if self.schedule.pauses else committed)
+        return drafted + max(committed, default=0)
 
     @torch.inference_mode()
     def move(self, from_slot: int, slot: int, length: int) -> None:
@@ -196,8 +140,6 @@ class HeadBatch(DraftBatch, DraftRows):
         if self.cache is not None:  # what moves are all rows that there are
             self.hold(max(self.cache.longest, length))
             self.cache.move(from_slot, slot)
-        if self.deferred is not None:
-            self.deferred.move(from_slot, slot)
         self.buffers.each(lambda buffer: buffer[slot : slot + 1].copy_(buffer[from_slot : from_slot + 1]))
 
     def draft_trees(
@@ -224,7 +166,7 @@ class HeadBatch(DraftBatch, DraftRows):
         tables = [attention.rotary.table for attention in self.attentions]
         level = [self.buffers.logits, self.buffers.hidden, *self.buffers.root]
         caches = [] if self.cache is None else self.cache.tensors()
-        return [*level, *tables, *caches, *([] if self.deferred is None else self.deferred.tensors())]
+        return [*level, *tables, *caches]
 
     def hold(self, longest: int) -> None:
         """Tell the KV cache how long the longest sequence is."""
@@ -232,12 +174,9 @@ class HeadBatch(DraftBatch, DraftRows):
             self.cache.longest = longest
 
     def commit(self, features: Features, count: Int[Tensor, "B"]) -> None:
-        """Take in verified rows, now or, in a step without a draft, later; `begin` has counted these."""
+        """Take in verified rows, but for those of a step without a draft."""
         if self.plan.deepest:
             self.extend(features, count)
-        else:
-            assert self.deferred is not None
-            self.deferred.add(features, count)
 
     def extend(self, features: Features, count: Int[Tensor, "B"]) -> None:
         """Commit rows of all sequences; the level of one that has none stays."""
@@ -296,3 +235,78 @@ def load_drafter(folder: Path, given: Mapping[str, Any], target: Target, name: s
         lines = [replace(line, tree=line.tree and verifiable(target, line.tree)) for line in schedule.lines]
         schedule = Schedule(lines)
     return HeadDrafter(head, verifiable(target, tree), name, schedule)
+
+
+class MtpDrafter(HeadDrafter):
+    """The multi-token-prediction module of the target's own checkpoint, which transformers leaves out.
+
+    heads/formats/mtp_layouts.py names the layouts that are read; recurrent targets verify only chains. The module's
+    decoder layer is of the target's own kind: one with rotary attention, over all that comes before, and no recurrent
+    state. Of several modules only the first is used, for every depth.
+    """
+
+    @dataclass(frozen=True)
+    class Config:
+        """Where the module lies (None: where the target was loaded from), and the tree it grows."""
+
+        checkpoint: str | None
+        tree: TreeConfig
+
+    def __init__(self, config: Config, target: Target, name: str) -> None:
+        super().__init__(load_mtp(target, config.checkpoint or target.name), verifiable(target, config.tree), name)
+
+
+def load_mtp(target: Target, checkpoint: str) -> Mtp:
+    """Return the module in a target's checkpoint, a folder or Hub name, on the target's device and in its dtype.
+
+    It uses the target's embedding and lm_head. Refuse a checkpoint without one, or with one unlike the target's layer.
+    """
+    try:
+        files = all_tensor_files(checkpoint)
+    except (OSError, ValueError, KeyError, SafetensorError) as error:
+        raise ValueError(
+            f"drafter.mtp.checkpoint: {checkpoint} holds no readable model.safetensors ({one_line(error)}); give the "
+            "folder or Hub name of the target's own checkpoint"
+        ) from error
+    layers = target.spec.num_layers
+    layout = layout_of(files, layers)
+    if layout is None:
+        signs = ", no ".join(one.theirs(PROJECTION, layers) for one in LAYOUTS.values())
+        remedy = "choose another drafter"
+        if promise := next((key for key in COUNTS if getattr(target.config, key, None)), None):
+            remedy = (
+                f"its {promise} promises one, which transformers leaves out when it saves: take it from the model that "
+                "was fine-tuned, by drafter.mtp.checkpoint=BASE, in a training by init=checkpoint base=BASE"
+            )
+        raise ValueError(
+            f"drafter.mtp: {checkpoint} carries no module for multi-token prediction (no {signs}); {remedy}"
+        )
+    names = layout.ours(files, layers)
+    try:
+        opened: dict[Path, Any] = {file: safe_open(file, "pt") for file in {files[theirs] for theirs in names}}
+        tensors = layout.read({ours: opened[files[theirs]].get_tensor(theirs) for theirs, ours in names.items()})
+    except (OSError, SafetensorError, RuntimeError, IndexError) as error:  # of experts too, which do not stack
+        raise ValueError(
+            f"drafter.mtp: the module in {checkpoint} is damaged ({one_line(error)}); download it again"
+        ) from error
+    try:
+        if target.recurrence is not None and layers - 1 in target.recurrence.mixers:
+            raise ValueError("the target's last layer cannot run by itself (it keeps a recurrent state)")
+        # The layer's numbers are the target's.
+        sizes = None, None, None, None, None, 10000.0, None, 0.0
+        config = Mtp.Config("mtp", *sizes, "shared", None, TARGET, layout.raw_state, False, None)
+        with torch.device("meta"):
+            head = Mtp(config, target.embeddings)
+        last = target.decoder_layers[-1].state_dict().items()
+        wide = {BLOCK + name for name, tensor in last if tensor.dtype == torch.float32}  # a router's, for one
+        for name, tensor in tensors.items():
+            tensors[name] = tensor.to(target.device, torch.float32 if name in wide else target.dtype)
+        try:
+            head.load_state_dict(tensors, assign=True)
+        except RuntimeError as error:
+            why = "is not built like the target's last layer, or is quantised"
+            raise ValueError(f"the module in {checkpoint} {why} ({one_line(error)})") from error
+        head.check()
+    except ValueError as error:
+        raise ValueError(f"drafter.mtp: {error}; choose another drafter") from error
+    return head.eval().requires_grad_(False)

@@ -7,7 +7,6 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn.functional import pad
-from torch.nn.utils.rnn import pad_sequence
 
 from inference.protocol import (
     CommittedTokens,
@@ -97,16 +96,18 @@ class HostBatch(DraftBatch):
         self.proposals = proposals
         proposed = [proposal for proposal in proposals if proposal is not None]
         parents = [[-1], *(proposal.tree.parent.tolist() for proposal in proposed)]
-        self.size = max(map(len, parents))
-        self.look_ahead_size = max(
-            (len(one.look_ahead.token) for one in proposed if one.look_ahead is not None), default=0
-        )
-        chain = all(one == [*range(-1, len(one) - 1)] for one in parents)
+        self.size, depths = max(map(len, parents)), [0]
+        self.look_ahead_size = max((len(one.look_ahead.token) for one in proposed if one.look_ahead), default=0)
+        for tree in parents:
+            depth = [0]
+            for parent in tree[1:]:
+                depth.append(depth[parent] + 1)
+            depths += depth
         shapes = [tuple(one) for one, proposal in zip(parents[1:], proposed, strict=True) if proposal.q is not None]
         self.plan = DraftPlan(
-            self.size - 1 if chain else max(map(_deepest, parents)),
+            max(depths),
             self.size + self.look_ahead_size,
-            chain,
+            all(one == [*range(-1, len(one) - 1)] for one in parents),
             max(shapes, key=len, default=None),  # the others are its beginnings
             [one is None or one.q is not None or len(one.tree.token) == 1 for one in proposals],
             proposals[0] if self.traits.single else None,
@@ -117,43 +118,39 @@ class HostBatch(DraftBatch):
         self, roots: DraftInputs, max_draft_depth: Int[Tensor, "B"], longest: int, *, allow_host_sync: bool
     ) -> Drafted:
         """Return the proposals, padded to the largest, with look-ahead tokens behind the nodes."""
-        device, shown = roots.token.device, [proposal and proposal.tree for proposal in self.proposals]
-        root = DraftTree(torch.zeros(1, dtype=torch.long), torch.full((1,), -1))
-        token = pad_sequence([(tree or root).token.cpu() for tree in shown], batch_first=True, padding_value=-1).to(
-            device
-        )
-        token = torch.cat([roots.token, token[:, 1:]], 1)
-        if self.plan.chain:
-            tree = DraftTree(token, torch.arange(-1, self.size - 1, device=device).expand_as(token))
-            mask = token.new_ones(1, self.size, self.size, dtype=torch.bool).tril()
-        else:
-            parent = pad_sequence([(tree or root).parent.cpu() for tree in shown], batch_first=True).to(device)
-            tree = DraftTree(token, parent)
-            mask = trees.ancestors(tree)
-        q = self.probs(device) if any(one is not None and one.q is not None for one in self.proposals) else None
-        return self.with_look_ahead(tree, mask, q) if self.look_ahead_size else Drafted(tree, mask, q)
-
-    def probs(self, device: torch.device) -> Float[Tensor, "B M V"]:
-        """Return the probs that children were sampled from, those of absent nodes 1."""
-        assert self.plan.sampled is not None
-        given = [None if proposal is None else proposal.q for proposal in self.proposals]
-        none = next(q for q in given if q is not None)[:0]
-        size, rows = len({*self.plan.sampled} - {-1}), [none if q is None else q for q in given]
-        return torch.stack([pad(q, (0, 0, 0, size - len(q)), value=1.0) for q in rows]).to(device)
-
-    def with_look_ahead(self, tree: DraftTree, mask: Tensor, q: Float[Tensor, "B M V"] | None) -> Drafted:
-        """Return trees with the look-ahead tokens of each behind its nodes."""
-        count, more = len(self.proposals), (0, self.look_ahead_size)
+        device, size, count = roots.token.device, self.size, len(self.proposals)
+        token, parent = torch.full((count, size), -1), torch.zeros(count, size, dtype=torch.long)
+        for b, proposal in enumerate(self.proposals):
+            if proposal is not None:
+                tree = proposal.tree
+                token[b, : len(tree.token)], parent[b, : len(tree.token)] = tree.token, tree.parent
+        parent[:, 0] = -1
+        mask = trees.ancestors(DraftTree(token, parent)).to(device)
+        token = torch.cat([roots.token, token[:, 1:].to(device)], 1)
+        tree = DraftTree(token, parent.to(device))
+        q = None
+        if self.plan.sampled is not None:
+            given = [None if proposal is None else proposal.q for proposal in self.proposals]
+            rows = len({*self.plan.sampled} - {-1})
+            none = next(one for one in given if one is not None)[:0]
+            drawn = [none if one is None else one for one in given]
+            q = torch.stack([pad(one, (0, 0, 0, rows - len(one)), value=1.0) for one in drawn]).to(device)
+        if not self.look_ahead_size:
+            return Drafted(tree, mask, q)
+        more = (0, self.look_ahead_size)
         tree = DraftTree(pad(tree.token, more, value=-1), pad(tree.parent, more, value=LOOK_AHEAD))
-        mask = pad(mask, (*more, *more)).repeat(count // len(mask), 1, 1)
-        mask |= torch.eye(self.plan.max_nodes, dtype=torch.bool, device=mask.device)  # what sees nothing would be NaN
+        itself = torch.eye(self.plan.max_nodes, dtype=torch.bool, device=device)  # what sees nothing would be NaN
+        mask = pad(mask, (*more, *more)) | itself
         depth = mask.sum(-1) - 1
         for b, proposal in enumerate(self.proposals):
             if proposal is not None and proposal.look_ahead is not None:
-                ahead, size = proposal.look_ahead, len(proposal.tree.token)
-                rows = slice(self.size, self.size + len(ahead.token))
-                tree.token[b, rows], depth[b, rows] = ahead.token, ahead.offset
-                mask[b, rows, :size], mask[b, rows, rows] = ahead.attn_mask[:, :size], ahead.attn_mask[:, size:]
+                ahead, nodes = proposal.look_ahead, len(proposal.tree.token)
+                behind = slice(size, size + len(ahead.token))
+                tree.token[b, behind], depth[b, behind] = ahead.token, ahead.offset
+                mask[b, behind, :nodes], mask[b, behind, behind] = (
+                    ahead.attn_mask[:, :nodes],
+                    ahead.attn_mask[:, nodes:],
+                )
         return Drafted(tree, mask, q, depth)
 
     def learn(self, slot: int, token: list[int], path: list[int], logits: Float[Tensor, "M V"] | None) -> None:
@@ -165,11 +162,3 @@ class HostBatch(DraftBatch):
             ahead = None if proposal.look_ahead is None else logits[self.size :][: len(proposal.look_ahead.token)]
             verified = verified._replace(logits=logits[: len(proposal.tree.token)], look_ahead=ahead)
         pair[1].update(CommittedTokens(token, verified))
-
-
-def _deepest(parents: list[int]) -> int:
-    """Return the depth of a tree's deepest node."""
-    depth = [0]
-    for parent in parents[1:]:
-        depth.append(depth[parent] + 1)
-    return max(depth)

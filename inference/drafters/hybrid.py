@@ -85,6 +85,10 @@ class HybridBatch(HostBatch):
         super().move(from_slot, slot, length)
         self.main.move(from_slot, slot, length)
 
+    def resumes(self, running: int) -> bool:
+        """Return whether the sequences must be started again for the other drafter."""
+        return self.main.resumes(running)
+
     def record(self, slot: int) -> Record:
         """Return what both drafters have been worth to a sequence's slot."""
         pair = self.slots[slot]
@@ -94,8 +98,13 @@ class HybridBatch(HostBatch):
     def begin(self, contexts: Sequence[Context | None], longest: int) -> DraftPlan:
         """Take the lookups that promise more; the others are drafted for, unless there are none."""
         plan = super().begin(contexts, longest)
-        self.looked_up = self.proposals
-        taken = [one if self.promises(slot, one) else None for slot, one in enumerate(self.looked_up)]
+        self.looked_up, taken = self.proposals, list[Proposal | None]()
+        for slot, proposal in enumerate(self.looked_up):
+            taken.append(proposal)
+            if proposal is not None:
+                record = self.record(slot)
+                if proposal.expected * record.lookup_accepted / record.lookup_expected <= record.accepted:
+                    taken[slot] = None
         rest = [None if proposal is not None else context for proposal, context in zip(taken, contexts, strict=True)]
         self.both, main = any(context is not None for context in rest), self.main.begin(rest, longest)
         if not self.both:
@@ -109,13 +118,6 @@ class HybridBatch(HostBatch):
             chain=mine.chain and main.chain,
             has_q=[one is None and sampled for one, sampled in zip(taken, has_q, strict=True)],
         )
-
-    def promises(self, slot: int, proposal: Proposal | None) -> bool:
-        """Whether a lookup promises more than the head has been giving."""
-        if proposal is None:
-            return False
-        record = self.record(slot)
-        return proposal.expected * record.lookup_accepted / record.lookup_expected > record.accepted
 
     def draft_trees(
         self, roots: DraftInputs, max_draft_depth: Int[Tensor, "B"], longest: int, *, allow_host_sync: bool

@@ -2,6 +2,7 @@
 
 import random
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Annotated
 
 import torch
@@ -33,7 +34,6 @@ class Lookahead(HostDrafter):
         target.check_masks(f"which drafter={name} needs: use drafter=prompt_lookup or suffix, which draft chains")
         self.config, self.name = config, name
         self.tree = f"w{config.window}n{config.ngram}g{config.guesses}"
-        self.windows: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}  # by width and tree nodes
 
     def start(self, prompt: list[int]) -> "Window":
         """Begin a sequence: fill the window with random tokens of the prompt."""
@@ -96,13 +96,11 @@ class Window(DrafterState):
             return Proposal(tree)
         self.levels[0][0] = root
         token = [token for level in self.levels for token in level][1:]
-        size = width, len(tree.token)
-        windows = self.drafter.windows
-        if size not in windows:
-            windows[size] = window(self.config.ngram - 1, *size)
-        return Proposal(tree, None, LookAhead(torch.tensor(token), *windows[size]))
+        shape = window(self.config.ngram - 1, width, len(tree.token))
+        return Proposal(tree, None, LookAhead(torch.tensor(token), *shape))
 
 
+@lru_cache(maxsize=1024)
 def window(levels: int, width: int, nodes: int) -> tuple[Int[Tensor, "R"], Bool[Tensor, "R M"]]:
     """Return each look-ahead token's distance from the root, level by level, and which nodes and tokens it sees."""
     index = torch.arange(1, levels * width)

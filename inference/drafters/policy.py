@@ -3,7 +3,7 @@
     chain    one node a depth.
     static   a list of rank paths: (0, 2) is the third child of the root's first child (Medusa, EAGLE-1).
     dynamic  EAGLE-2 (arXiv 2406.16858): expand the most probable nodes of each level, keep the best of all.
-    best_first  the most probable nodes of all, within a budget (OPT-Tree, arXiv 2406.17276; see `_best_first`).
+    best_first  the most probable nodes of all, within a budget (OPT-Tree, arXiv 2406.17276; see `_by_confidence`).
     sampled  a fixed number of children a depth, sampled without replacement; their probs q go on to verification.
 
 LevelNodes of different parents are compared by probabilities that greedy decoding sharpens (`inverse_temperature_of`).
@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from heads.base import DraftVocabulary, LevelNodes, LevelOutput
-from heads.common.ranges import Count
+from heads.common.ranges import Count, OneOf, Within
 from heads.common.untrusted import shown
 from heads.modules.vocab import scatter_logits
 from heads.rows import gather_parents
@@ -52,37 +52,26 @@ BY_CONFIDENCE = ("dynamic", "best_first")  # the kinds whose shape follows the h
 class TreeConfig:
     """A tree policy; of the other fields it reads those that `KINDS` names."""
 
-    kind: str
-    depth: int
-    top_k: int
-    nodes: int
-    paths: list[list[int]]
-    widths: list[int]
+    kind: Annotated[str, OneOf(tuple(KINDS))]
+    depth: Annotated[int, Within(0, DEEPEST)]
+    top_k: Annotated[int, Within(0, LARGEST)]
+    nodes: Annotated[int, Within(0, LARGEST)]
+    paths: Annotated[list[list[int]], Within(0, LARGEST)]
+    widths: Annotated[list[int], Within(1, LARGEST)]
 
     def __post_init__(self) -> None:
-        if self.kind not in KINDS:
-            raise ValueError(f"tree.kind is {self.kind!r}: choose one of {', '.join(KINDS)}")
         for name in KINDS[self.kind]:
-            value = getattr(self, name)
-            if not value or (isinstance(value, int) and value < 1):
+            if not (value := getattr(self, name)):
                 raise ValueError(f"tree.{name} is {value}: a {self.kind} tree needs it, at least 1")
-        # Whose file it may be: a number beyond any use would take the memory.
-        if (deepest := max(map(len, (self.widths, *self.paths)))) > DEEPEST:
-            name = "widths" if deepest == len(self.widths) else "paths"
-            raise ValueError(f"tree.{name} is {deepest} deep: at most {DEEPEST}")
-        ranks = [rank for path in self.paths for rank in path or [-1]]
-        numbers = {"depth": [self.depth], "top_k": [self.top_k], "nodes": [self.nodes], "paths": ranks}
-        for name, given in {**numbers, "widths": self.widths}.items():
-            least, most = int(name == "widths"), DEEPEST if name == "depth" else LARGEST
-            if any(not least <= number <= most for number in given):
-                raise ValueError(f"tree.{name} is {shown(given)}: give numbers from {least} to {most}")
-        if max(len(self.paths), sum(accumulate(self.widths, lambda a, b: min(a * b, LARGEST + 1)))) > LARGEST:
-            raise ValueError(f"tree.{'widths' if self.widths else 'paths'} makes more than {LARGEST} nodes: give fewer")
-        paths = {tuple(path) for path in self.paths}
-        for path in paths:
-            if path[:-1] and path[:-1] not in paths:
-                held, parent = shown(list(path)), shown(list(path[:-1]))
-                raise ValueError(f"tree.paths holds {held} without its parent {parent}: add it")
+        # Whose file it may be: a tree beyond any use would take the memory.
+        count = max(len(self.paths), sum(accumulate(self.widths, lambda a, b: min(a * b, LARGEST + 1))))
+        if count > LARGEST or max(map(len, (self.widths, *self.paths))) > DEEPEST:
+            name = "widths" if self.widths else "paths"
+            raise ValueError(f"tree.{name} makes more than {LARGEST} nodes, or {DEEPEST} levels: give fewer")
+        paths = {(), *map(tuple, self.paths)}
+        for path in self.paths:
+            if not path or tuple(path[:-1]) not in paths:
+                raise ValueError(f"tree.paths holds {shown(path)} without its parent {shown(path[:-1])}: add it")
 
     @property
     def label(self) -> str:
@@ -147,11 +136,6 @@ class Schedule:
         return [line.tree for line in self.lines if line.tree is not None]
 
     @property
-    def pauses(self) -> bool:
-        """Whether nothing is drafted at some size."""
-        return any(line.tree is None for line in self.lines)
-
-    @property
     def label(self) -> str:
         """A short name for tables: the tree of one sequence, then the others, each with its size."""
         names = [
@@ -183,21 +167,6 @@ def scheduled(best: Sequence[tuple[int, TreeConfig | None]]) -> Schedule:
             lines.append(Scheduled(size if lines else 1, tree))
     return Schedule(lines)
 
-
-__all__ = [
-    "BY_CONFIDENCE",
-    "Expander",
-    "TreeBuilder",
-    "TreeConfig",
-    "candidates",
-    "check_tree",
-    "expanded",
-    "grow",
-    "grow_batch",
-    "most_nodes",
-    "sampled_shape",
-    "verifiable",
-]  # fmt: skip
 
 log = logging.getLogger(__name__)
 
@@ -286,21 +255,19 @@ class TreeBuilder:
         """Return the trees as grown so far, side by side "B N"."""
         return DraftTree(torch.cat(self.token, 1), torch.cat(self.parent, 1))
 
-    def depths(self) -> Int[Tensor, "N"]:
-        """Return the depth of every node so far."""
-        return torch.cat([level.new_full(level.shape[1:], depth) for depth, level in enumerate(self.token)])
 
-    @property
-    def deepest(self) -> int:
-        """The depth of the deepest nodes so far."""
-        return len(self.sizes) - 1
+def grow(
+    head: Expander, state: Any, level: LevelOutput, config: TreeConfig, context: Context, least: float = 0.0
+) -> Proposal:
+    """Grow a tree for one sequence that the host drafts for, down to the head's own `max_depth`.
 
-
-def grow(head: Expander, state: Any, level: LevelOutput, config: TreeConfig, context: Context) -> Proposal:
-    """Grow a tree for one sequence that the host drafts for, down to the head's own `max_depth`."""
+    With `least` it is a sampled chain, which ends after a token that the head doubts (`sample_chains`).
+    """
     if head.max_depth < 1:
         return Proposal(trees.root(context.token[-1], level.logits.device))
-    full = level.logits if head.vocab is None else scatter_logits(head.vocab, level.logits)
+    if least > 0:
+        return sample_chains(head, level, min(config.depth, head.max_depth), [context], least)[0]
+    full = scatter_logits(head.vocab, level.logits)
     roots = context.roots(full, min(head.max_depth, config.deepest))
     max_draft_depth = torch.tensor([head.max_depth], device=full.device)
     (token, parent), _, q = grow_batch(head, state, level, config, roots, max_draft_depth, allow_host_sync=True)
@@ -308,6 +275,41 @@ def grow(head: Expander, state: Any, level: LevelOutput, config: TreeConfig, con
     if q is None:  # else the shape is fixed
         tree, _ = trees.keep(tree, tree.token >= 0)
     return Proposal(tree, None if q is None else q[0])
+
+
+def sample_chains(
+    head: Expander,
+    level: LevelOutput,
+    depth: int,
+    contexts: Sequence[Context],
+    least: float = 0.0,
+    end: frozenset[int] = frozenset(),
+) -> list[Proposal]:
+    """Sample a chain of at most `depth` tokens under each node of a level, in one call of the head a depth.
+
+    A chain ends after a token of `end`, or one that the head at temperature 1 gives less than `least`, and never
+    without it: it stays a sample of its q.
+    """
+    device, seen = level.logits.device, [context.seen_tokens(level.logits) for context in contexts]
+    penalised = torch.cat([one for one in seen if one is not None], 1) if seen[0] is not None else None
+    root = torch.zeros(1, 1, dtype=torch.long, device=device)
+    growth = TreeBuilder(head, None, level, DraftInputs(root, contexts[0].sampling, penalised))
+    growth.ancestors = growth.ancestors.expand(1, len(contexts), 0)
+    chains, running = [([context.token[-1]], list[Tensor]()) for context in contexts], [*range(len(contexts))]
+    while running:
+        live, probs = [], distribution(growth.logits()[0], contexts[0].sampling)
+        for node, index in enumerate(running):
+            context, (token, q) = contexts[index], chains[index]
+            q.append(probs[node : node + 1])
+            token.append(context.draws.token(q[-1], len(q)))
+            doubted = least > 0 and float(growth.level.logits[0, node].float().softmax(-1)[token[-1]]) < least
+            if len(q) < min(depth, context.max_draft_depth) and token[-1] not in end and not doubted:
+                live.append(node)
+        running = [running[node] for node in live]
+        if running:
+            parent = torch.tensor([live], device=device)
+            growth.descend(torch.tensor([[chains[index][0][-1] for index in running]], device=device), parent, parent)
+    return [Proposal(trees.chain(torch.tensor(token)), torch.cat(q)) for token, q in chains]
 
 
 def grow_batch(
@@ -331,8 +333,9 @@ def grow_batch(
         growth, scores = _by_confidence(
             head, state, level, config, roots, head.max_depth, allow_host_sync=allow_host_sync
         )
-        if not allow_host_sync or bool((max_draft_depth < growth.deepest).any()):
-            scores = scores.masked_fill(growth.depths() > max_draft_depth[:, None], float("-inf"))
+        if not allow_host_sync or bool((max_draft_depth < len(growth.sizes) - 1).any()):
+            depths = [level.new_full(level.shape[1:], depth) for depth, level in enumerate(growth.token)]
+            scores = scores.masked_fill(torch.cat(depths) > max_draft_depth[:, None], float("-inf"))
         tree = trees.best_n(growth.whole(), scores, config.nodes)[0]
         return tree, trees.ancestors(tree), None
     samples = None if config.kind == "static" else roots.samples
@@ -383,15 +386,15 @@ class ShapeLevel(NamedTuple):
 @cache
 def _shape(paths: tuple[tuple[int, ...], ...], device: torch.device) -> tuple[list[ShapeLevel], Bool[Tensor, "1 N N"]]:
     """Return the levels of a fixed shape, and its nodes' ancestors, the root's first: tensors that are made once."""
-    levels: list[ShapeLevel] = []
-    above: dict[tuple[int, ...], int] = {(): 0}
+    levels: list[ShapeLevel] = []  # not list[ShapeLevel](), which dynamo does not trace
+    above: list[tuple[int, ...]] = [()]
     parents = {path[:-1] for path in paths}
     for depth in range(1, max(map(len, paths)) + 1):
         new = [path for path in paths if len(path) == depth]
         inner = [i for i, path in enumerate(new) if path in parents]
-        indices = [above[path[:-1]] for path in new], [path[-1] for path in new], inner
+        indices = [above.index(path[:-1]) for path in new], [path[-1] for path in new], inner
         levels.append(ShapeLevel(1 + max(indices[1]), *(torch.tensor(index, device=device) for index in indices)))
-        above = {new[index]: i for i, index in enumerate(inner)}
+        above = [new[i] for i in inner]
     parent = torch.tensor(_parents(paths), device=device)
     return levels, trees.ancestors(DraftTree(torch.zeros_like(parent), parent))[None]
 
@@ -418,64 +421,45 @@ def _by_confidence(
     *,
     allow_host_sync: bool = True,
 ) -> tuple[TreeBuilder, Float[Tensor, "B N"]]:
-    growth, depth = TreeBuilder(head, state, level, roots), min(depth, config.deepest)
-    if config.kind == "dynamic":
-        return growth, torch.cat(_dynamic(growth, config, depth), 1)
-    return growth, torch.cat(_best_first(growth, config, depth, allow_host_sync), 1)
+    """Draft the nodes that are the most probable by the head, a whole level at a time; return with them their scores.
 
-
-def _dynamic(growth: TreeBuilder, config: TreeConfig, depth: int) -> list[Float[Tensor, "B K"]]:
-    """Expand the top_k most probable nodes of each level; return the levels' scores."""
-    # The cumulative log-probability of the level's nodes.
-    score = torch.zeros(growth.nodes.shape, device=growth.nodes.device)
-    scores = [score]
-    for step in range(depth):
-        log_probs = growth.log_probs()
-        best = log_probs.topk(min(config.top_k, log_probs.shape[-1]))
-        reached = (score[..., None] + best.values).flatten(1)
-        token = growth.tokens(best.indices).flatten(1)
-        parent = torch.arange(score.shape[1], device=token.device)[:, None].expand(best.indices.shape[1:])
-        parent = parent.flatten().expand_as(token)
-        nodes = growth.add(token, parent)
-        scores.append(reached)
-        if step + 1 < depth:
-            score, best_index = reached.topk(min(config.top_k, reached.shape[1]))
-            growth.descend(*(rows.gather(1, best_index) for rows in (token, parent, nodes)))
-    return scores
-
-
-def _best_first(
-    growth: TreeBuilder, config: TreeConfig, depth: int, allow_host_sync: bool
-) -> list[Float[Tensor, "B K"]]:
-    """Draft the nodes that best-first search would, a whole level at a time; return the levels' scores.
-
-    Best-first search expands the most probable node not yet expanded until the budget is spent, which yields the
-    `nodes` most probable nodes of the whole tree. No child is more probable than its parent, so a node's children
-    can be among them only if fewer than `nodes` - 1 of the nodes known so far are better than it. To expand exactly
-    those of each level finds the same tree in one call a level, and ends where no node is left to expand.
-    Of several sequences each expands as many as the one with the most: the others' are never among their best.
+    A dynamic tree expands the `top_k` most probable nodes of each level. Best-first search expands the most probable
+    node not yet expanded until the budget is spent, which yields the `nodes` most probable nodes of the whole tree. No
+    child is more probable than its parent, so a node's children can be among them only if fewer than `nodes` - 1 of
+    the nodes known so far are better than it. To expand exactly those of each level finds the same tree in one call a
+    level, and ends where no node is left to expand. Of several sequences each expands as many as the one with the
+    most: the others' are never among their best.
     """
-    score = torch.zeros(growth.nodes.shape, device=growth.nodes.device)
-    scores = [score]
-    best = score[:, :0]  # the nodes - 1 best scores so far
+    growth, depth = TreeBuilder(head, state, level, roots), min(depth, config.deepest)
+    score = torch.zeros(growth.nodes.shape, device=growth.nodes.device)  # cumulative log-probs of the level's nodes
+    scores, best = [score], score[:, :0]  # of all nodes, and the nodes - 1 best so far
+    is_dynamic = config.kind == "dynamic"
     for step in range(depth):
         log_probs = growth.log_probs()
-        width = min(config.nodes, log_probs.shape[-1])
+        width = min(config.top_k if is_dynamic else config.nodes, log_probs.shape[-1])
         top = log_probs.topk(width)
-        reached, index = (score[..., None] + top.values).flatten(1).topk(min(config.nodes, score.shape[1] * width))
-        token, parent = growth.tokens(top.indices).flatten(1).gather(1, index), index // width
+        reached, token = (score[..., None] + top.values).flatten(1), growth.tokens(top.indices).flatten(1)
+        index = torch.arange(reached.shape[1], device=token.device).expand_as(token)
+        if not is_dynamic:
+            reached, index = reached.topk(min(config.nodes, reached.shape[1]))
+            token = token.gather(1, index)
+        parent = index // width
         nodes = growth.add(token, parent)
         scores.append(reached)
-        so_far = torch.cat([best, reached], 1)
-        best = so_far.topk(min(config.nodes - 1, so_far.shape[1])).values
-        # Scores fall along a level, so those to expand come first.
-        worth = (reached >= best[:, -1:]).sum(1).max() if best.shape[1] else 0
-        count = int(worth) if allow_host_sync or not best.shape[1] else reached.shape[1]
-        if count == 0 or step + 1 == depth:
+        if is_dynamic:
+            chosen = reached.topk(min(config.top_k, reached.shape[1])).indices
+        else:  # scores fall along a level, so those to expand come first
+            best = torch.cat([best, reached], 1)
+            best = best.topk(min(config.nodes - 1, best.shape[1])).values
+            count = reached.shape[1] if best.shape[1] else 0
+            if allow_host_sync and count:
+                count = int((reached >= best[:, -1:]).sum(1).max())
+            chosen = torch.arange(count, device=token.device).expand(len(token), -1)
+        if step + 1 == depth or not chosen.shape[1]:
             break
-        growth.descend(token[:, :count], parent[:, :count], nodes[:, :count])
-        score = reached[:, :count]
-    return scores
+        growth.descend(*(rows.gather(1, chosen) for rows in (token, parent, nodes)))
+        score = reached.gather(1, chosen)
+    return growth, torch.cat(scores, 1)
 
 
 def check_tree(target: Target, tree: TreeConfig, name: str) -> None:

@@ -2,13 +2,15 @@
 
 import copy
 from dataclasses import dataclass
+from typing import Annotated
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from heads.common.ranges import Count
+from heads.common.ranges import LARGEST, Count, Within
 from inference.drafters.host import DrafterState, HostDrafter
+from inference.drafters.policy import TreeConfig
 from inference.protocol import CommittedTokens, Context, Proposal
 from inference.target.target import Target
 from inference.verification.tree import DraftTree
@@ -32,31 +34,14 @@ class Recycling(HostDrafter):
 
         candidates: Count
         memory: bool
-        paths: list[list[int]]
-
-        def __post_init__(self) -> None:
-            if not self.paths:
-                raise ValueError("drafter.recycling.paths is empty: give at least one path")
-            paths = {tuple(path) for path in self.paths}
-            for path in self.paths:
-                if len(path) > 1 and tuple(path[:-1]) not in paths:
-                    raise ValueError(f"drafter.recycling.paths holds {path} without its parent {path[:-1]}: add it")
-                if not path or not 0 <= path[-1] < self.candidates:
-                    raise ValueError(
-                        f"drafter.recycling.paths holds {path}: a rank runs from 0 to candidates - 1, "
-                        f"{self.candidates - 1}"
-                    )
+        paths: Annotated[list[list[int]], Within(0, LARGEST)]
 
     def __init__(self, config: Config, target: Target, name: str) -> None:
         target.check_masks(f"which drafter={name} needs: use drafter=prompt_lookup or suffix, which draft chains")
-        vocabulary = target.embeddings.vocab_size
-        if config.candidates > vocabulary:
-            raise ValueError(
-                f"drafter.recycling.candidates is {config.candidates}: give at most {vocabulary}, the vocabulary"
-            )
-        self.config, self.name = config, name
-        paths = sorted({tuple(path) for path in config.paths}, key=lambda path: (len(path), path))
-        self.tree = f"static-{len(paths)}"
+        tree = TreeConfig("static", 0, 0, 0, config.paths, [])
+        if any(rank >= config.candidates for path in config.paths for rank in path):
+            raise ValueError(f"drafter.{name}.paths: a rank runs from 0 to candidates - 1, {config.candidates - 1}")
+        self.config, self.name, self.tree, paths = config, name, tree.label, tree.shape()
         index = {path: node for node, path in enumerate([(), *paths])}
         self.nodes = [(len(path), index[path[:-1]], path[-1]) for path in paths]  # depth, parent, rank of each
         self.remembers = config.memory

@@ -8,8 +8,8 @@ from inference.drafters.assistant import Assistant
 from inference.drafters.contrib.layer_skip import EarlyExit, LayerSkip
 from inference.drafters.contrib.mirror import Mirror
 from inference.drafters.contrib.streams import StreamsDrafter
+from inference.drafters.head import MtpDrafter
 from inference.drafters.lookahead import Lookahead
-from inference.drafters.mtp import MtpDrafter
 from inference.drafters.policy import check_tree
 from inference.drafters.prompt_lookup import PromptLookup
 from inference.drafters.recycling import Recycling

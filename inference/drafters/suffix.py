@@ -4,7 +4,6 @@ import copy
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Annotated, NamedTuple
 
 import torch
@@ -60,7 +59,7 @@ class Locus(NamedTuple):
 class SuffixTree:
     """Counts every substring of at most `depth` tokens: how often it occurs in the texts, overlaps included.
 
-    Edges carry stretches of text (path compression), and a text's copy shares the edges of the original.
+    Edges carry stretches of text (path compression).
 
     Appending a token costs one step for each repeated suffix of the text, at most `depth`. Nodes: at most two for each
     token and repeated suffix, and about two a token altogether.
@@ -75,21 +74,14 @@ class SuffixTree:
         # a leaf, which grows with its text.
         self.active: list[Node] = []
 
-    def copy(self) -> "SuffixTree":
-        """Return the same tree on its own, node by node: built again from its texts it could order equals otherwise."""
-        other = SuffixTree(self.depth)
-        texts = {id(text): [*text] for text in self.texts}  # which edges share; those of forgotten texts never change
-        copies, pending = dict[Node, Node](), [self.root]
-        while pending:  # without recursion: a run of one token makes a path as long as the depth
-            node = pending.pop()
-            copies[node] = Node(texts.get(id(node.text), node.text), node.start, node.end, node.count)
-            pending += node.children.values()
-        for node, clone in copies.items():
-            clone.children = {token: copies[child] for token, child in node.children.items()}
-            clone.best = None if node.best is None else copies.get(node.best)  # the root's may be gone
-        other.root, other.nodes, other.texts = copies[self.root], self.nodes, [*texts.values()]
-        other.active = [copies[node] for node in self.active]
-        return other
+    @classmethod
+    def of(cls, depth: int, texts: Iterable[list[int]]) -> "SuffixTree":
+        """Return the tree of texts, the oldest first."""
+        tree = cls(depth)
+        for text in texts:
+            tree.start()
+            tree.extend(text)
+        return tree
 
     def start(self) -> None:
         """Begin another text; substrings do not cross texts."""
@@ -128,10 +120,7 @@ class SuffixTree:
             return child
         if node is not self.root and node.count == child.count + 1:
             # All that reached this node went on with the token, so the boundary moves down the edge: no new node.
-            if node.end < len(node.text) and node.text[node.end] == token:
-                node.end += 1
-            else:  # the edge of a text that was forgotten
-                node.text, node.start, node.end = [*node.text[node.start : node.end], token], 0, node.length + 1
+            node.end += 1
             del node.children[token]
         else:
             upper = Node(child.text, child.start, child.start + 1, child.count + 1)
@@ -145,50 +134,6 @@ class SuffixTree:
         child.start += 1
         node.children[child.text[child.start]] = child
         return node
-
-    def drop_oldest(self) -> None:
-        """Take back all that the oldest text added."""
-        text = self.texts.pop(0)
-        if not self.texts:
-            self.active = []
-        for start in range(len(text)):
-            self._uncount(text, start)
-
-    def _uncount(self, text: list[int], at: int) -> None:
-        """Take back one suffix: lower the counts along its path, cut what nobody else reaches, join what now can be."""
-        path, stop = [self.root], min(len(text), at + self.depth)
-        while at < stop:
-            parent = path[-1]
-            node = parent.children[text[at]]
-            node.count -= 1
-            if node.count == 0:
-                del parent.children[text[at]]
-                self.nodes -= _size(node)
-                break
-            if node.text is text:  # keep the edge, not the whole text
-                node.text, node.start, node.end = text[node.start : node.end], 0, node.length
-            at += node.length
-            path.append(node)
-        for parent, node in reversed(list(pairwise(path))):
-            node.best = max(node.children.values(), key=lambda child: child.count, default=None)
-            if node.best is not None and node.best.count == node.count:
-                self._join(parent, node, node.best)
-
-    def _join(self, parent: Node, node: Node, child: Node) -> None:
-        """Let a node's only child take its place, with both edges as one."""
-        label = node.text[node.start : node.end]
-        begin = child.start - len(label)
-        if begin >= 0 and child.text[begin : child.start] == label:
-            child.start = begin
-        else:  # the edge of a text that was forgotten
-            label += child.text[child.start : child.end][: self.depth]
-            child.text, child.start, child.end = label, 0, len(label)
-        parent.children[label[0]] = child
-        self.nodes -= 1
-
-    def matches(self) -> list[Locus]:
-        """Return where the suffixes of the newest text end that occur elsewhere too, shortest first."""
-        return [Locus(node, node.length) for node in self.active]
 
     def advance(self, loci: list[Locus], token: int) -> list[Locus]:
         """Return where the suffixes of some other text end, shortest first, once `token` has followed it.
@@ -207,13 +152,6 @@ def _size(node: Node) -> int:
     return nodes
 
 
-class Draft(NamedTuple):
-    """Drafted tokens, one after another, and how many of them the counts expect to be accepted."""
-
-    token: list[int]
-    score: float
-
-
 class Suffix(HostDrafter):
     """Drafts from two counted suffix trees: of this request, prompt and output, and of past requests' outputs.
 
@@ -221,8 +159,8 @@ class Suffix(HostDrafter):
     continuation with the highest score stands, this request's before the past's.
 
     Memory: the request's tree grows linearly with its text. The past's holds at most `memory_nodes` nodes of about
-    0.3 KB, forgetting the oldest outputs first. What a request's last pass commits is not remembered: the engine does
-    not report it.
+    0.3 KB; beyond it the older half of the outputs is forgotten. What a request's last pass commits is not remembered:
+    the engine does not report it.
     """
 
     expects_acceptance = True
@@ -262,7 +200,7 @@ class Suffix(HostDrafter):
         """Return a drafter with a copy of the past's tree."""
         self._remember()
         other = copy.copy(self)
-        other.past = self.past.copy()
+        other.past = SuffixTree.of(self.config.depth, self.past.texts)
         return other
 
     def _remember(self) -> None:
@@ -273,7 +211,8 @@ class Suffix(HostDrafter):
             self.past.start()
             self.past.extend(output)
             while self.past.nodes > self.config.memory_nodes:
-                self.past.drop_oldest()
+                texts = self.past.texts
+                self.past = SuffixTree.of(self.config.depth, texts[-(len(texts) // 2) :] if texts[1:] else [])
 
 
 class SuffixState(DrafterState):
@@ -281,11 +220,11 @@ class SuffixState(DrafterState):
 
     def __init__(self, drafter: Suffix, prompt: list[int]) -> None:
         self.drafter, self.config = drafter, drafter.config
-        self.text: list[int] = []
         self.answer = len(prompt)  # where the output begins that will be remembered
         self.past_matches: list[Locus] = []
         self.suffixes = SuffixTree(self.config.depth)
         self.suffixes.start()
+        self.text = self.suffixes.texts[0]
         self.extend(prompt)
 
     def reset(self) -> None:
@@ -296,57 +235,47 @@ class SuffixState(DrafterState):
     def propose(self, context: Context) -> Proposal:
         """Return the draft of the highest score."""
         self.extend(context.token[len(self.text) :])
-        best = Draft([], 0.0)
-        for matches in (self.suffixes.matches(), self.past_matches):
-            best = self.improve(best, matches, context.max_draft_depth)
-        return Proposal(chain(torch.tensor([context.token[-1], *best.token])), expected=best.score)
+        token, score = list[int](), 0.0
+        for matches in ([Locus(node, node.length) for node in self.suffixes.active], self.past_matches):
+            token, score = self.improve(token, score, matches, context.max_draft_depth)
+        return Proposal(chain(torch.tensor([context.token[-1], *token])), expected=score)
 
     def extend(self, tokens: list[int]) -> None:
         """Append tokens to the text, its tree, and the search in the past's tree."""
-        self.text.extend(tokens)
         self.suffixes.extend(tokens)
         if len(tokens) > self.config.depth:  # what came before no longer matters
             self.past_matches, tokens = [], tokens[-self.config.depth :]
         for token in tokens:
             self.past_matches = self.drafter.past.advance(self.past_matches, token)
 
-    def improve(self, best: Draft, matches: list[Locus], max_draft_depth: int) -> Draft:
+    def improve(self, token: list[int], score: float, matches: list[Locus], most: int) -> tuple[list[int], float]:
         """Return the best draft from the loci where suffixes of the text end, shortest first, or the one at hand.
 
-        Of equal scores the longer match's stands, and the one at hand before all.
+        A draft follows the most frequent child while its path stays likely enough; its score is how many of its tokens
+        the counts expect to be accepted. Of equal scores the longer match's stands, and the one at hand before all.
         """
         config, longest = self.config, len(matches) + 1
+        most = min(config.tokens, most)
         budgets = [
-            (
-                min(config.tokens, int(config.factor * length + config.offset), config.depth - length, max_draft_depth),
-                length,
-            )
+            (min(most, int(config.factor * length + config.offset), config.depth - length), length)
             for length in range(1, longest)
         ]
         # A drafted token scores 1 at most: where much repeats, the first draft leaves most others no chance.
         for budget, length in sorted(budgets, reverse=True):
-            if budget < max(best.score, 1):
+            if budget < max(score, 1):
                 break
-            draft = _path(matches[length - 1], budget, config.min_probability)
-            if (draft.score, length) > (best.score, longest):
-                best, longest = draft, length
-        return best
-
-
-def _path(locus: Locus, budget: int, floor: float) -> Draft:
-    """Follow the most frequent child while the path stays likely enough."""
-    (node, used), probability, score = locus, 1.0, 0.0
-    token: list[int] = []
-    while len(token) < budget:
-        if used == node.length:
-            child = node.best
-            if child is None:
-                break
-            probability *= child.count / node.count
-            if probability < floor:
-                break
-            node, used = child, 0
-        token.append(node.text[node.start + used])
-        score += probability
-        used += 1
-    return Draft(token, score)
+            (node, used), probability, expected, path = matches[length - 1], 1.0, 0.0, list[int]()
+            while len(path) < budget:
+                if used == node.length:
+                    if (child := node.best) is None:
+                        break
+                    probability *= child.count / node.count
+                    if probability < config.min_probability:
+                        break
+                    node, used = child, 0
+                path.append(node.text[node.start + used])
+                expected += probability
+                used += 1
+            if (expected, length) > (score, longest):
+                token, score, longest = path, expected, length
+        return token, score

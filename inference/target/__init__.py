@@ -10,8 +10,7 @@ placement.py        placement: replicated, tensor-parallel, over several devices
 attention.py        attention: grouped-query without repeated keys and values, and over packed documents
 checkpoint.py       tensors on disk, and the fingerprint
 cache.py            the KV cache, compacted after acceptance, and recurrent states, which are replayed
-compiled.py         compiled verification passes
+compiled.py         passes and stages, compiled or captured in CUDA graphs
 probe.py            the checks of a loaded target
-stack.py            parts of the decoder stack, for self-speculation
-model.py            forward passes: tokens to features and logits
+model.py            forward passes: tokens to features and logits, through all layers or some
 """

@@ -84,17 +84,6 @@ def spans_of(document: Int[Tensor, "B T"]) -> list[Span]:
     return [Span(a // length, a % length, (b - 1) % length + 1) for a, b in zip(starts, stops, strict=True)]
 
 
-def groups_of(spans: list[Span], most: int) -> list[list[Span]]:
-    """Return the documents in groups of at most `most` tokens, padded to the group's longest, longest first."""
-    groups: list[list[Span]] = []
-    for span in sorted(spans, key=lambda span: span.begin - span.end):
-        if groups and (len(groups[-1]) + 1) * (groups[-1][0].end - groups[-1][0].begin) <= most:
-            groups[-1].append(span)
-        else:
-            groups.append([span])
-    return groups
-
-
 class Documents:
     """The documents of a forward pass; a kernel's inputs are made once for all layers on a device."""
 

@@ -154,13 +154,6 @@ class Storage:
             self._add({i: specs for i, specs in self.layout.items() if i not in self.layers})
         return self.layers[layer]
 
-    def over(self, write_index: Int[Tensor, "B N"], end: int, *, steady: bool = False) -> BatchPass:
-        """Return a pass over the first sequences; `TargetCache.set_length` makes its new entries count."""
-        if end > self.capacity:
-            self.reserve(2 * end)
-        layers = self.layers.values()
-        return BatchPass([keys for keys, _ in layers], [values for _, values in layers], write_index, end, steady)
-
     def behind(
         self,
         length: Int[Tensor, "B"],
@@ -180,7 +173,10 @@ class Storage:
         node, within = column.clamp(0, size - 1), (column >= 0) & (column < size)
         on_path = ancestor_mask.expand(len(length), -1, -1).gather(2, node[:, None].expand(-1, size, -1))
         seen = (column < 0)[:, None] | (within[:, None] & on_path)
-        rows = self.over(length[:, None] + torch.arange(size, device=length.device), end, steady=steady)
+        if end > self.capacity:
+            self.reserve(2 * end)
+        write_index, layers = length[:, None] + torch.arange(size, device=length.device), self.layers.values()
+        rows = BatchPass([keys for keys, _ in layers], [values for _, values in layers], write_index, end, steady)
         return rows, seen, length[:, None] + torch.where(within, depth.gather(1, node), column)
 
     def compact(self, slot: Int[Tensor, "B 1"], source: Int[Tensor, "B P"], goal: Int[Tensor, "B P"]) -> None:
@@ -253,10 +249,8 @@ class TargetCache:
     def keep(self, prefix: int, entries: list[int]) -> None:
         """Compact: keep the first `prefix` entries and then `entries` (counted from the prefix)."""
         if entries != list(range(len(entries))):
-            for block in self.storage.blocks:
-                index = torch.tensor(entries, device=block.device) + prefix
-                mine = block[:, self.slot]
-                mine.narrow(2, prefix, len(entries)).copy_(mine.index_select(2, index))
+            source, goal = torch.tensor([entries]), torch.arange(len(entries))[None]
+            self.storage.compact(torch.tensor([[self.slot]]), prefix + source, prefix + goal)
         self.set_length(prefix + len(entries))
 
     def set_length(self, length: int) -> None:
@@ -294,25 +288,6 @@ class BatchCache:
         """Move a sequence to a vacant slot."""
         self.active[from_slot].move(slot)
         self.active[slot] = self.active[from_slot]
-
-
-class Pool:
-    """Makes caches of one layout; `make` makes the cache of one sequence in a slot of a storage."""
-
-    def __init__(
-        self, layout: Layout, few_sizes: bool = False, make: Callable[[Storage, int], TargetCache] = TargetCache
-    ) -> None:
-        self.layout, self.few_sizes, self.make = layout, few_sizes, make
-
-    def sequence(self, capacity: int = 0) -> TargetCache:
-        """Return an empty cache for one sequence of `capacity` entries."""
-        storage = Storage(1, self.layout, self.few_sizes)
-        storage.reserve(capacity)
-        return self.make(storage, 0)
-
-    def batch(self, size: int) -> BatchCache:
-        """Return an empty cache for up to `size` sequences."""
-        return BatchCache(Storage(size, self.layout, self.few_sizes), self.make)
 
 
 class Call(NamedTuple):

@@ -1,8 +1,6 @@
 """A checkpoint's tensors on disk, for tensors that transformers does not load unchanged; and its fingerprint."""
 
-import logging
 from collections.abc import Collection
-from functools import cache
 from math import prod
 from pathlib import Path
 
@@ -17,8 +15,6 @@ from transformers.utils.hub import cached_file
 from heads.common.gguf import dequantised
 from heads.formats.store import INDEX, QUANTISED, WEIGHTS
 from heads.formats.weights import FEW, digest, shards
-
-log = logging.getLogger(__name__)
 
 ADAPTER = "adapter_config.json"
 MOST_OF_A_BYTE = 16  # parameters a byte: more than any quantisation has
@@ -46,8 +42,6 @@ def tensor_files(checkpoint: str) -> dict[str, Path]:
     named = {} if index is None else shards(index)
     if index is None or (whole is not None and WEIGHTS not in named.values()):
         file = whole or Path(str(cached_file(checkpoint, WEIGHTS)))  # raises that it is missing
-        if left := sorted(name for name in {*named.values()} if file.with_name(name).is_file()):
-            _warn_of_shards(file, left[0])
         with safe_open(file, "pt") as opened:
             return dict.fromkeys(opened.keys(), file)
     files = {shard: Path(str(cached_file(checkpoint, shard))) for shard in {*named.values()}}
@@ -68,15 +62,6 @@ def all_tensor_files(checkpoint: str) -> dict[str, Path]:
         with safe_open(path, "pt") as opened:
             held |= dict.fromkeys(opened.keys(), path)
     return held | files
-
-
-@cache
-def _warn_of_shards(file: Path, left: str) -> None:
-    """Warn once that a folder holds weights of two saves."""
-    log.warning(
-        "%s: is read, as transformers does; the shards in its folder, %s and others that %s names, are of another save "
-        "and are not: remove the older of the two", file, left, INDEX,
-    )  # fmt: skip
 
 
 def stored_names(model: "transformers.PreTrainedModel", files: Collection[str]) -> dict[str, str]:

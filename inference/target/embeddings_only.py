@@ -62,19 +62,18 @@ class EmbeddingsOnly:
             parts = [model.get_input_embeddings(), model.get_output_embeddings(), final_norm(model.base_model, count)]
             if any(len(list(module.buffers())) for module in parts):
                 raise ValueError("they compute with more than weights")
-            parameters = {id(parameter) for module in parts for parameter in module.parameters()}
-            files, loaded = tensor_files(path), dict[int, nn.Parameter]()
-            stored = stored_names(model, files)
-            for name, parameter in model.named_parameters():
-                if id(parameter) in parameters:
+            files, loaded = tensor_files(path), dict[str, nn.Parameter]()
+            stored, names = stored_names(model, files), {id(value): name for name, value in model.named_parameters()}
+            for module in parts:  # tied weights have one name, and stay tied
+                for own_name, parameter in list(module.named_parameters(recurse=False)):
+                    name = names[id(parameter)]
                     if name not in stored:
                         raise ValueError(f"its files hold no {name} that can be read by itself")
-                    with safe_open(files[stored[name]], "pt") as opened:
-                        tensor = opened.get_tensor(stored[name]).to(chosen_device, kind)
-                    loaded[id(parameter)] = nn.Parameter(tensor, requires_grad=False)
-            for module in parts:  # tied weights stay tied
-                for name, parameter in list(module.named_parameters(recurse=False)):
-                    setattr(module, name, loaded[id(parameter)])
+                    if name not in loaded:
+                        with safe_open(files[stored[name]], "pt") as opened:
+                            tensor = opened.get_tensor(stored[name]).to(chosen_device, kind)
+                        loaded[name] = nn.Parameter(tensor, requires_grad=False)
+                    setattr(module, own_name, loaded[name])
             return cls(model.eval().requires_grad_(False), tokenizer, path, chosen_device)
         except UNFIT as error:
             problem = f"its embeddings cannot be loaded without its layers ({reason(error)})"

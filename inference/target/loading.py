@@ -11,7 +11,6 @@ import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,7 +26,7 @@ from heads.common.connection import check_reachable
 from heads.common.errors import one_line, panicked
 from heads.common.gguf import dequantised, gguf_file, located
 from heads.common.target_config import UNFIT, has_text_tower, read_target_config, read_target_values, reason
-from heads.common.untrusted import parse_json, regular, shown
+from heads.common.untrusted import parse_json, parsed_file, regular, shown
 from heads.formats.hub import REPO, downloaded
 from heads.formats.weights import FEW, digest
 from inference.target import checkpoint, placement
@@ -41,14 +40,6 @@ AS_IT_IS = "none"
 MODELOPT = "hf_quant_config.json"  # older versions of ModelOpt describe a quantisation here
 SCALE = re.compile(r"\.(weight_scale\w*|scales)$")  # tensors of a quantised linear layer next to its weight
 REMEDY = "give the checkpoint that it was quantised from, or one with quant_method fp8 or compressed-tensors"
-
-
-class Method(NamedTuple):
-    """A quantisation method: its library, the library's name for pip, and transformers' configuration."""
-
-    module: str
-    package: str
-    config: Callable[[torch.dtype], Any]
 
 
 def _torchao(_dtype: torch.dtype) -> Any:
@@ -69,30 +60,19 @@ def _nf4(dtype: torch.dtype) -> Any:
     return transformers.BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=dtype)
 
 
-METHODS = {
-    "int8": Method("optimum.quanto", "optimum-quanto", lambda _: transformers.QuantoConfig(weights="int8")),
-    "torchao_int8": Method("torchao", "torchao", _torchao),
-    "bnb_int8": Method("bitsandbytes", "bitsandbytes", _llm_int8),
-    "bnb_nf4": Method("bitsandbytes", "bitsandbytes", _nf4),
+# transformers' configuration of each method.
+METHODS: dict[str, Callable[[torch.dtype], Any]] = {
+    "int8": lambda _: transformers.QuantoConfig(weights="int8"),
+    "torchao_int8": _torchao,
+    "bnb_int8": _llm_int8,
+    "bnb_nf4": _nf4,
 }
 
 
-def check_method(quantize: str | None) -> Method | None:
-    """Return the method of this name, None for none; refuse unknown names and missing libraries."""
-    if quantize is None or quantize == AS_IT_IS:
-        return None
-    if quantize not in METHODS:
+def check_method(quantize: str | None) -> None:
+    """Refuse an unknown method; a missing library is transformers' to name."""
+    if quantize not in (None, AS_IT_IS, *METHODS):
         raise ValueError(f"model.quantize is {quantize!r}: choose one of {AS_IT_IS}, {', '.join(METHODS)}")
-    method = METHODS[quantize]
-    try:
-        installed = find_spec(method.module) is not None
-    except ModuleNotFoundError:  # the package's name
-        installed = False
-    if not installed:
-        raise ValueError(
-            f"model.quantize={quantize} needs {method.package}, which is not installed: pip install {method.package}"
-        )
-    return method
 
 
 def saved_quantization(configured: PreTrainedConfig) -> dict[str, Any] | None:
@@ -108,8 +88,20 @@ def check_quantized(path: str, configured: PreTrainedConfig, quantize: str | Non
         ValueError: they are quantised already and `quantize` is set, or in a way that transformers does not know: it
             would load FP8 weights without their scales.
     """
-    quantize, saved = None if quantize == AS_IT_IS else quantize, saved_quantization(configured)
-    name = _modelopt(path) if saved is None else _unknown_method(saved)
+    from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
+
+    quantize, saved, name = None if quantize == AS_IT_IS else quantize, saved_quantization(configured), None
+    if saved is None:
+        folder, _ = located(path)  # or the Hub's cache
+        file = cached_file(folder, MODELOPT, local_files_only=True, _raise_exceptions_for_missing_entries=False)
+        values: Any = {} if file is None else parsed_file(Path(file), "download it again")
+        described = values.get("quantization") if isinstance(values, dict) else None
+        algorithm = described.get("quant_algo") if isinstance(described, dict) else None
+        name = algorithm and f"{shown(algorithm)} ({MODELOPT})"
+    elif not (saved.get("load_in_8bit") or saved.get("load_in_4bit")):  # older configs name no method
+        method, algorithm = saved.get("quant_method"), saved.get("quant_algo")
+        if method not in [*AUTO_QUANTIZATION_CONFIG_MAPPING]:
+            name = f"quant_method={shown(method)}" + ("" if algorithm is None else f" quant_algo={shown(algorithm)}")
     if name is not None:
         raise ValueError(
             f"model.path={path}: its weights are quantised as {name}, which this transformers does not read: {REMEDY}"
@@ -118,29 +110,6 @@ def check_quantized(path: str, configured: PreTrainedConfig, quantize: str | Non
         name = saved.get("quant_method")
         raise ValueError(f"model.quantize={quantize}: {path} is quantised already ({name}); leave model.quantize out")
     return quantize if saved is None else "by its checkpoint"
-
-
-def _modelopt(path: str) -> str | None:
-    """Return the quantisation in ModelOpt's own file, of a folder or the Hub's cache; None without one."""
-    folder, _ = located(path)
-    file = cached_file(folder, MODELOPT, local_files_only=True, _raise_exceptions_for_missing_entries=False)
-    try:
-        values: Any = {} if file is None else parse_json(Path(file).read_bytes())
-        algorithm = values.get("quantization", {}).get("quant_algo")
-    except UNFIT as error:
-        raise ValueError(f"model.path={path}: its {MODELOPT} is damaged ({reason(error)}); download it again") from None
-    return None if algorithm is None else f"{shown(algorithm)} ({MODELOPT})"
-
-
-def _unknown_method(saved: dict[str, Any]) -> str | None:
-    """Return the name of a quantisation that transformers does not know, else None."""
-    from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
-
-    method, algorithm = saved.get("quant_method"), saved.get("quant_algo")
-    bitsandbytes = saved.get("load_in_8bit") or saved.get("load_in_4bit")  # older configs name no method
-    if bitsandbytes or method in [*AUTO_QUANTIZATION_CONFIG_MAPPING]:
-        return None
-    return f"quant_method={shown(method)}" + ("" if algorithm is None else f" quant_algo={shown(algorithm)}")
 
 
 def load(
@@ -161,7 +130,7 @@ def load(
     Raises:
         ValueError: it cannot be loaded, quantised or placed, and why.
     """
-    method = check_method(quantize)
+    check_method(quantize)
     configured = configuration(path, trust_remote_code)
     with _errors(path):
         path = dequantised(path)
@@ -174,8 +143,8 @@ def load(
         if quantized and not options:
             options["device_map"] = {"": str(device)}
         placed = bool(options)
-        if method is not None:
-            options["quantization_config"] = method.config(dtype)
+        if quantize in METHODS:
+            options["quantization_config"] = METHODS[quantize](dtype)
         if trust_remote_code:  # whose configuration is not built here
             tensor_files(path)
         else:
@@ -185,10 +154,14 @@ def load(
             options["attn_implementation"] = "eager"  # sdpa, transformers' choice before 5.24, ignores the soft cap
         if has_text_tower(read_target_values(path, trust_remote_code, cached_alone=False)):
             options |= {"config": configured, "key_mapping": RENAMED}
-        with _quiet():
-            loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(
-                path, dtype=dtype, output_loading_info=True, **options
-            )
+        for name in LISTING:  # lists of unread tensors and unsharded norms
+            logging.getLogger(f"transformers.{name}").setLevel(logging.ERROR)
+        transformers.logging.disable_progress_bar()
+        if sys.stderr.isatty():
+            enable_progress_bars()  # of the Hub
+        loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(
+            path, dtype=dtype, output_loading_info=True, **options
+        )
         modules = {name for name, _ in loaded[0].named_modules()}
         left = (key for key in loaded[1]["unexpected_keys"] if SCALE.sub("", key) in modules and SCALE.search(key))
         if scale := min(left, default=None):  # a layer's scale that was not read
@@ -197,30 +170,11 @@ def load(
             raise ValueError(f"its files hold no {missing[0]}, nor {len(missing) - 1} others; download it again")
         model: transformers.PreTrainedModel = loaded[0]
     if quantized:
-        _check(model, path, quantize if method else None)
+        _check(model, path, quantize if quantize in METHODS else None)
     if not placed:
         move: Any = model.to  # transformers' wrapper hides its arguments
         move(device)
     return model, tokenizer
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Silence transformers' progress bar of loading, and its lists of unread tensors and unsharded norms."""
-    loggers = [logging.getLogger(f"transformers.{name}") for name in LISTING]
-    levels, shown = [logger.level for logger in loggers], transformers.logging.is_progress_bar_enabled()
-    for logger in loggers:
-        logger.setLevel(logging.ERROR)
-    transformers.logging.disable_progress_bar()
-    if shown and sys.stderr.isatty():
-        enable_progress_bars()
-    try:
-        yield
-    finally:
-        for logger, level in zip(loggers, levels, strict=True):
-            logger.setLevel(level)
-        if shown:
-            transformers.logging.enable_progress_bar()
 
 
 def configuration(path: str, trust_remote_code: bool) -> PreTrainedConfig:
@@ -365,21 +319,15 @@ def merge_adapter(
     return merged, Adapter(adapter, hashed)
 
 
-def read_adapter_config(folder: Path) -> dict[str, Any]:
-    """Return an adapter's configuration; refuse a file without one."""
-    config = parse_json((folder / ADAPTER_CONFIG).read_bytes())
-    if not isinstance(config, dict):
-        raise ValueError(f"its {ADAPTER_CONFIG} is {shown(config)}, expected a mapping")
-    return config
-
-
 def adapter_fingerprint(base: str, folder: Path) -> str:
     """Hash the base model's adapter_fingerprint, a few values of each of the adapter's tensors, and their scales.
 
     The merged weights would not do: merged in bf16 and in fp32 they differ in their last bits. Refuse a tensor that
     cannot be merged.
     """
-    config, few = read_adapter_config(folder), {}
+    config, few = parse_json((folder / ADAPTER_CONFIG).read_bytes()), {}
+    if not isinstance(config, dict):
+        raise ValueError(f"its {ADAPTER_CONFIG} is {shown(config)}, expected a mapping")
     with safe_open(folder / ADAPTER_WEIGHTS, "pt") as opened:
         for name in sorted(opened.keys()):
             tensor = opened.get_tensor(name)

@@ -5,7 +5,7 @@ All facts about the target's layers are here: the module of the decoder stack, t
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -13,6 +13,7 @@ import torch
 import transformers
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedTokenizerBase
 
 from heads import rows
@@ -30,14 +31,14 @@ from inference.target.attention import (
     Span,
     attention_as,
     group_attention,
-    groups_of,
     spans_of,
     use_kernels,
 )
-from inference.target.cache import BatchCache, BatchPass, Pool, RecurrentCache, TargetCache, recurrence
+from inference.target.cache import BatchCache, BatchPass, Layout, RecurrentCache, Storage, TargetCache, recurrence
+from inference.target.checkpoint import fingerprint
+from inference.target.embeddings import TargetEmbeddings
 from inference.target.loading import Adapter
-from inference.target.placement import Placed, by_turns, on_one_device
-from inference.target.tokenizer import end_tokens
+from inference.target.placement import Placed, by_turns
 from inference.verification import tree
 from inference.verification.tree import DraftTree
 
@@ -169,7 +170,11 @@ class TargetModel:
         self.model, self.architecture = model.eval().requires_grad_(False), type(model).__name__
         self.tokenizer, self.name = tokenizer, name
         self.config = model.config.get_text_config()
-        self.placed = on_one_device(model, name) if placed is None else placed
+        if placed is None:
+            placed = Placed(
+                model.device, TargetEmbeddings(model), fingerprint(model, name), None, needs_all_ranks=False
+            )
+        self.placed = placed
         self.device, self.dtype, self.embeddings = self.placed.device, model.dtype, self.placed.embeddings
         self.base: nn.Module = model.base_model
         self.decoder_layers = _decoder_layers(self.base, self.config.num_hidden_layers)
@@ -180,8 +185,9 @@ class TargetModel:
         self._cache_argument = cache_argument(self.base)
         self._noted = LayerOutputs(self.decoder_layers)
         self.context: int = context_of(self.config)
-        ends, size = end_tokens(model.generation_config, tokenizer), self.embeddings.vocab_size
-        self.eos = frozenset(token for token in ends if token < size)  # a configuration may have others
+        eos = model.generation_config.eos_token_id if model.generation_config else None
+        ends, size = [*(eos if isinstance(eos, list) else [eos]), tokenizer.eos_token_id], self.embeddings.vocab_size
+        self.eos = frozenset(t for t in ends if isinstance(t, int) and t < size)  # a configuration may have others
         self.quantized = loading.method_of(model)
         here = all(weights.device == self.device for weights in model.parameters())
         routed = any(getattr(self.config, key, None) for key in (*EXPERTS, "ffn_config"))
@@ -194,7 +200,8 @@ class TargetModel:
         self.compiled: Callable[..., tuple[Tensor, Tensor]] | None = None
         self.compiles_drafts = False
         self.recurrence = recurrence(self.config, self.decoder_layers)
-        self.pool = Pool({}) if self.recurrence is None else Pool({}, make=partial(RecurrentCache, config=self.config))
+        self.layout: Layout = {}
+        self.few_sizes = False  # of caches, as compiled passes want them
         self.packing: Packing | None = None
         self.switch = switch_of(model)
         self.incompatibility = f"its attention takes no mask of ours ({self.architecture})"
@@ -208,11 +215,14 @@ class TargetModel:
 
     def cache(self, capacity: int = 0) -> TargetCache:
         """Return an empty cache for one sequence of `capacity` entries; it grows if needed."""
-        return self.pool.sequence(capacity)
+        cache = self.batch_cache(1).allocate()
+        cache.storage.reserve(capacity)
+        return cache
 
     def batch_cache(self, size: int) -> BatchCache:
         """Return an empty cache for up to `size` sequences."""
-        return self.pool.batch(size)
+        make = TargetCache if self.recurrence is None else partial(RecurrentCache, config=self.config)
+        return BatchCache(Storage(size, self.layout, self.few_sizes), make)
 
     @torch.no_grad()
     def features(self, token: Int[Tensor, "B T"], document: Int[Tensor, "B T"], layers: tuple[int, ...]) -> Features:
@@ -227,10 +237,12 @@ class TargetModel:
         if self.placed.group is None:
             return self.own_features(token, document, layers, spans)
 
-        def turn(token: Tensor, document: Tensor, on_host: Tensor) -> Features:
-            return self.own_features(token, document, layers, spans_of(on_host))
-
-        return by_turns(self.placed.group, turn, token, document)
+        return by_turns(
+            self.placed.group,
+            lambda token, document, on_host: self.own_features(token, document, layers, spans_of(on_host)),
+            token,
+            document,
+        )
 
     def own_features(
         self, token: Tensor, document: Tensor, layers: tuple[int, ...], spans: list[Span] | None = None
@@ -257,12 +269,15 @@ class TargetModel:
         or than the longest document.
         """
         hidden = last = None
-        for group in groups_of(spans, token.numel()):
-            longest = group[0].end - group[0].begin
-            padded = token.new_zeros(len(group), longest)
-            for row, span in zip(padded, group, strict=True):
-                row[: span.end - span.begin] = token[span.row, span.begin : span.end]
-            position = torch.arange(longest, device=self.device).expand_as(padded)
+        groups: list[list[Span]] = []
+        for span in sorted(spans, key=lambda span: span.begin - span.end):  # longest first
+            if groups and (len(groups[-1]) + 1) * (groups[-1][0].end - groups[-1][0].begin) <= token.numel():
+                groups[-1].append(span)
+            else:
+                groups.append([span])
+        for group in groups:
+            padded = pad_sequence([token[span.row, span.begin : span.end] for span in group], batch_first=True)
+            position = torch.arange(padded.shape[1], device=self.device).expand_as(padded)
             out = self.run(padded, position, None, None, layers)
             if hidden is None or last is None:
                 hidden, last = (states.new_zeros(*token.shape, *states.shape[2:]) for states in out[:2])
@@ -386,3 +401,77 @@ def _decoder_layers(base: nn.Module, count: int) -> nn.ModuleList:
     raise ValueError(
         f"{type(base).__name__}: no stack of {count} decoder layers found; this architecture is not supported"
     )
+
+
+Stub = Callable[[Tensor], Tensor]
+
+
+class Skips(NamedTuple):
+    """The decoder layers whose attention is skipped, and those whose MLP is."""
+
+    attention: tuple[int, ...]
+    mlp: tuple[int, ...]
+
+
+def sublayers(layer: nn.Module) -> tuple[nn.Module, nn.Module]:
+    """Return a decoder layer's attention (the module with a layer index) and its MLP; refuse one without these."""
+    heavy = [child for child in layer.children() if any(p.ndim > 1 for p in child.parameters())]
+    parts = {hasattr(child, "layer_idx"): child for child in heavy}
+    if not len(heavy) == len(parts) == 2:
+        raise ValueError(f"{type(layer).__name__} is not made of one attention and one MLP: nothing can be skipped")
+    return parts[True], parts[False]
+
+
+class Thinned:
+    """A target whose skipped modules return their input, or zeros, during a pass; no modeling code is copied.
+
+    `cost` is that of a drafted token in target passes: the share of the weights, lm_head included, that it reads.
+
+    Raises:
+        ValueError: its attention takes no mask of ours, or a layer is of other parts.
+    """
+
+    def __init__(self, target: TargetModel, skips: Skips) -> None:
+        target.check_masks("so parts of it cannot draft alone")
+        self.target, self.forwards = target, dict[nn.Module, Callable[..., Any]]()
+        whole = {*skips.attention} & {*skips.mlp}
+        stubs: dict[nn.Module, Stub] = {target.decoder_layers[i]: Tensor.contiguous for i in whole}
+        for which, indices in enumerate(skips):
+            stubs |= {sublayers(target.decoder_layers[i])[which]: torch.zeros_like for i in indices if i not in whole}
+        with ExitStack() as hooks:  # a pass shows whether a module returns a tuple
+            for module, stub in stubs.items():
+                hooks.enter_context(module.register_forward_hook(partial(self.replace, stub)))
+            target.prefill(torch.zeros(1, dtype=torch.long, device=target.device), target.cache())
+        skipped, read = (
+            sum(weight.numel() for module in modules for weight in module.parameters())
+            for modules in (self.forwards, (target.decoder_layers, target.embeddings.lm_head))
+        )
+        self.cost = 1 - skipped / read
+
+    def replace(self, stub: Stub, module: nn.Module, _args: Any, output: Any) -> None:
+        """Make the forward method that returns the stub's result where the module returns its hidden states."""
+        others = (None,) * (len(output) - 1) if isinstance(output, tuple) else None
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            hidden = stub(args[0] if args else kwargs["hidden_states"])
+            return hidden if others is None else (hidden, *others)
+
+        self.forwards[module] = forward
+
+    @torch.inference_mode()
+    def run(
+        self,
+        token: Int[Tensor, "N"],
+        position: Int[Tensor, "N"],
+        attn_mask: Bool[Tensor, "N S"],
+        cache: TargetCache,
+        key_position: Int[Tensor, "1 S"] | None = None,
+    ) -> Float[Tensor, "N V"]:
+        """Append rows to the cache of the layers whose attention runs, and return their logits.
+
+        `attn_mask` says which of the cached rows and of these each row attends to. `key_position` are the positions of
+        all these; None for 0, 1, 2, … The layers' lengths differ until the caller evens them out.
+        """
+        with forwards_replaced(self.forwards):
+            out = self.target.run(token[None], position[None], attn_mask[None], cache, key_position=key_position)
+        return self.target.embeddings.logits(out.last_hidden[0])

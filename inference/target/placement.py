@@ -159,13 +159,20 @@ def options(
     where: Placement, config: PreTrainedConfig, device: torch.device, dtype: torch.dtype, trust: bool
 ) -> dict[str, Any]:
     """Return from_pretrained's options for a placement, empty for replicate; refuse sizes that do not fit."""
+    from transformers.distributed.configuration_utils import DistributedConfig
+
     world = _world()
     if where.placement == TENSOR_PARALLEL and where.group_size > 1:
-        check_shape(config.get_text_config(), where.group_size, str(config.name_or_path))
-        return _tensor_parallel(where.group_size, world // where.group_size, device)
+        size, copies = where.group_size, world // where.group_size
+        check_shape(config.get_text_config(), size, str(config.name_or_path))
+        sizes: dict[str, Any] = {"tp_size": size}
+        extra = dict[str, Any]()
+        if copies > 1 and "dp_replicate_size" in DistributedConfig.__dataclass_fields__:
+            sizes["dp_replicate_size"] = copies
+        elif copies > 1:  # older versions of transformers take replicas as a further mesh dimension
+            sizes["fsdp_size"], extra["device_mesh"] = copies, mesh(size, device)
+        return {"distributed_config": DistributedConfig(**sizes), **extra}
     if where.placement == FSDP:
-        from transformers.distributed.configuration_utils import DistributedConfig
-
         return {"distributed_config": DistributedConfig(fsdp_size=world)}
     if where.placement == DEVICE_MAP:
         if device.type == "cpu":
@@ -176,19 +183,16 @@ def options(
     if where.placement == OFFLOAD:
         with torch.device("meta"):
             skeleton = transformers.AutoModelForCausalLM.from_config(config, trust_remote_code=trust)
-        return {"device_map": dict(_offloaded(skeleton, where, str(device), dtype))}
+        modules, count = dict(skeleton.named_modules()), skeleton.config.get_text_config().num_hidden_layers
+        layers = next(n for n, one in modules.items() if isinstance(one, nn.ModuleList) and len(one) == count)
+        leaves = (name for name, module in modules.items() if not [*module.children()])
+        devices = {name: str(device) for name in leaves if not name.startswith(f"{layers}.")}
+        room = int((where.memory_gb or 0) * GB)
+        for i in range(count):  # the first ones stay on the device
+            room -= sum(weight.numel() for weight in modules[f"{layers}.{i}"].parameters()) * dtype.itemsize
+            devices[f"{layers}.{i}"] = str(device) if room >= 0 else where.offload
+        return {"device_map": devices}
     return {}
-
-
-def _tensor_parallel(size: int, copies: int, device: torch.device) -> dict[str, Any]:
-    from transformers.distributed.configuration_utils import DistributedConfig
-
-    if copies == 1:
-        return {"distributed_config": DistributedConfig(tp_size=size)}
-    if "dp_replicate_size" in DistributedConfig.__dataclass_fields__:
-        return {"distributed_config": DistributedConfig(tp_size=size, dp_replicate_size=copies)}
-    # Older versions of transformers take replicas as a further mesh dimension.
-    return {"distributed_config": DistributedConfig(tp_size=size, fsdp_size=copies), "device_mesh": mesh(size, device)}
 
 
 def mesh(size: int, device: torch.device) -> Any:
@@ -218,29 +222,6 @@ def devices_of(where: Placement, device: torch.device) -> list[int]:
     return sorted(devices, key=lambda n: n != device.index)
 
 
-def _offloaded(
-    skeleton: "transformers.PreTrainedModel", where: Placement, device: str, dtype: torch.dtype
-) -> Iterator[tuple[str, str]]:
-    """Yield each part's name and device: layers offloaded except the first ones, all else on the device."""
-    count = skeleton.config.get_text_config().num_hidden_layers
-    room = int((where.memory_gb or 0) * GB)
-
-    def down(module: nn.Module, prefix: str) -> Iterator[tuple[str, str]]:
-        nonlocal room
-        for name, child in module.named_children():
-            full = prefix + name
-            if isinstance(child, nn.ModuleList) and len(child) == count:
-                for i, layer in enumerate(child):
-                    room -= sum(parameter.numel() for parameter in layer.parameters()) * dtype.itemsize
-                    yield f"{full}.{i}", device if room >= 0 else where.offload
-            elif any(isinstance(inner, nn.ModuleList) and len(inner) == count for inner in child.modules()):
-                yield from down(child, f"{full}.")
-            else:
-                yield full, device
-
-    yield from down(skeleton, "")
-
-
 def _world() -> int:
     return distributed.get_world_size() if distributed.is_initialized() else 1
 
@@ -256,11 +237,6 @@ class Placed(NamedTuple):
     fingerprint: str  # of the weights, the same under every placement
     group: distributed.ProcessGroup | None  # this process's tensor-parallel group; None without one
     needs_all_ranks: bool  # whether every pass takes all processes
-
-
-def on_one_device(model: "transformers.PreTrainedModel", name: str) -> Placed:
-    """Return a placed model that is on one device."""
-    return Placed(model.device, TargetEmbeddings(model), fingerprint(model, name), None, needs_all_ranks=False)
 
 
 def placed(

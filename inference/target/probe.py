@@ -157,7 +157,8 @@ def packs(target: TargetModel) -> bool:
 def _tree_is_exact(target: TargetModel, prompt: Tensor, drafted: DraftTree) -> bool:
     """Compare a tree pass with sequential passes of its paths, and the compacted cache with a fresh prefill."""
     layers = tuple(range(len(target.decoder_layers)))
-    for path in _outer_paths(drafted):
+    # Of a tree its first path and its last one, whose entries are farthest from their positions.
+    for path in [[0, 1], [0, int(drafted.parent[-1]), len(drafted.token) - 1]]:
         cache = target.cache()
         target.prefill(prompt, cache)
         together = target.score(drafted, cache, layers)
@@ -182,14 +183,10 @@ def _batch_is_exact(target: TargetModel, prompt: Tensor, drafted: DraftTree, rag
     depth = (ancestors.sum(-1) - 1).expand(2, -1)
     rows, seen, column = cache.storage.behind(length, ancestors, depth, end)
     token = drafted.token.expand(2, -1)
-    run: Callable[..., TargetOutput] = target.run
-    if ragged:
-        size = len(drafted.token)
-        run = partial(
-            target.run_ragged, Ragged(2, [(slot, size, one + size) for slot, one in enumerate(length.tolist())])
-        )
-    out = run(token, length[:, None] + depth, seen, rows, layers, column)
-    path = _outer_paths(drafted)[-1]
+    pass_inputs = token, length[:, None] + depth, seen, rows, layers, column
+    tails = [(slot, token.shape[1], len(sequence) + token.shape[1]) for slot, sequence in enumerate(prompts)]
+    out = target.run_ragged(Ragged(2, tails), *pass_inputs) if ragged else target.run(*pass_inputs)
+    path = [0, int(drafted.parent[-1]), len(drafted.token) - 1]
     for row, sequence in enumerate(prompts):
         single = target.prefill(torch.cat([sequence, drafted.token[path]]), target.cache(), layers)
         mine = TargetOutput(out.hidden[row : row + 1], out.last_hidden[row : row + 1], None)
@@ -204,15 +201,6 @@ def _same_rows(out: TargetOutput, path: list[int], single: TargetOutput) -> bool
     return _close(out.hidden[0, path], single.hidden[0, -count:]) and _close(
         out.last_hidden[0, path], single.last_hidden[0, -count:]
     )
-
-
-def _outer_paths(drafted: DraftTree) -> list[list[int]]:
-    """Return a tree's first path and its last one, whose entries are farthest from their positions.
-
-    For a chain return all of it, and a beginning of it.
-    """
-    paths = tree.paths(drafted)
-    return [paths[0], paths[-1] if len(paths) > 1 else paths[0][:-1]]
 
 
 def _close(actual: Tensor, expected: Tensor) -> bool:

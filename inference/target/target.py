@@ -4,7 +4,6 @@ import logging
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import cached_property
 
 import torch
 import transformers
@@ -20,13 +19,12 @@ from inference.target.packed import pack
 from inference.target.placement import HERE, REPLICATE, Placed, Placement
 from inference.target.placement import check as check_placement
 from inference.target.placement import placed as placed_whole
-from inference.target.stack import Parts
 
 log = logging.getLogger(__name__)
 
 
 class Target(TargetModel):
-    """A loaded target with checked masks, cache and teacher; it can be compiled, and run in parts."""
+    """A loaded target with checked masks, cache and teacher; it can be compiled."""
 
     def __init__(
         self,
@@ -88,11 +86,6 @@ class Target(TargetModel):
         )  # fmt: skip
         target.sibling = model.sibling
         return target
-
-    @cached_property
-    def parts(self) -> Parts:
-        """Passes through parts of its decoder stack, for self-speculation."""
-        return Parts(self)
 
     def compile(self, *, drafts_alone: bool = False) -> None:
         """Compile heads' drafting and the verification passes; prefill stays uncompiled.

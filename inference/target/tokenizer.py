@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from jinja2 import TemplateError, TemplateSyntaxError
-from transformers import BatchEncoding, GenerationConfig, PreTrainedTokenizerBase
+from transformers import BatchEncoding, PreTrainedTokenizerBase
 
 from heads.common.errors import one_line, panicked
 from heads.common.untrusted import CUT
@@ -46,13 +46,6 @@ def text_ids(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     before = token[:-1]
     appended = before[len(before) - len(without_special) :] == without_special  # else it is the text's own
     return before if before and appended else token
-
-
-def end_tokens(configured: GenerationConfig | None, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
-    """Return the tokens that end an answer: those of the generation config, and the tokenizer's."""
-    eos = configured.eos_token_id if configured else None
-    tokens = eos if isinstance(eos, list) else [eos]
-    return frozenset(token for token in [*tokens, tokenizer.eos_token_id] if isinstance(token, int))
 
 
 BROKEN = (TemplateSyntaxError, SyntaxError)  # the latter from Python, whose own limits nested blocks meet

@@ -63,8 +63,12 @@ class Samples:
 
     def sample(self, probs: Float[Tensor, "B K V"]) -> Int[Tensor, "B K"]:
         """Sample one token from each row."""
-        uniforms = uniform(self.root[:, None], self._numbers(probs.shape[1]))
-        return inverse_cdf(probs.flatten(0, 1), uniforms.flatten()).unflatten(0, uniforms.shape)
+        numbers = uniform(self.root[:, None], self._numbers(probs.shape[1]))
+        tokens = []  # at the points of the rows' cumulative sums: one random number a row in place of V
+        for some, where in zip(probs.flatten(0, 1).split(ROWS), numbers.view(-1, 1).split(ROWS), strict=True):
+            total = some.cumsum(-1, dtype=torch.float64)
+            tokens.append(torch.searchsorted(total, where * total[:, -1:], right=True)[:, 0])
+        return torch.cat(tokens).clamp_max(probs.shape[-1] - 1).view(numbers.shape)
 
     def sample_distinct(self, probs: Float[Tensor, "B K V"], count: int) -> Int[Tensor, "B K C"]:
         """Sample `count` tokens from each row without replacement, in order; -1 once none is left.
@@ -74,7 +78,9 @@ class Samples:
         if count == 1:
             return self.sample(probs)[..., None]
         root, number = torch.broadcast_tensors(self.root[:, None], self._numbers(probs.shape[1]))
-        return top_scored(probs / exponential_noise(root, number, probs.shape[-1]).to(probs.dtype), count)
+        scores = probs / exponential_noise(root, number, probs.shape[-1]).to(probs.dtype)
+        best = scores.topk(min(count, scores.shape[-1]))
+        return torch.where(best.values > 0, best.indices, -1)
 
     def _numbers(self, count: int) -> Int[Tensor, "K"]:
         first = self.take(count)
@@ -146,22 +152,6 @@ def _mixed(x: Any) -> Any:
     return x ^ (x >> 15)
 
 
-def inverse_cdf(probs: Float[Tensor, "N V"], uniforms: Float[Tensor, "N"]) -> Int[Tensor, "N"]:
-    """Return the token of each row at a point of its cumulative sum: one random number a row in place of V."""
-    chunks = zip(probs.split(ROWS), uniforms[:, None].split(ROWS), strict=True)
-    tokens = []
-    for some, where in chunks:
-        total = some.cumsum(-1, dtype=torch.float64)
-        tokens.append(torch.searchsorted(total, where * total[:, -1:], right=True)[:, 0])
-    return torch.cat(tokens).clamp_max(probs.shape[-1] - 1)
-
-
 def hashed(key: str) -> int:
     """Return a seed for a key: generators that are seeded with neighbouring numbers may begin alike."""
     return int.from_bytes(hashlib.blake2b(key.encode(), digest_size=8).digest(), "little")
-
-
-def top_scored(keys: Float[Tensor, "*n V"], count: int) -> Int[Tensor, "*n C"]:
-    """Return the tokens of the `count` largest keys of each row in order; -1 where a key is zero."""
-    best = keys.topk(min(count, keys.shape[-1]))
-    return torch.where(best.values > 0, best.indices, -1)

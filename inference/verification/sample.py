@@ -4,10 +4,18 @@ The repetition penalty on the raw logits, then temperature, top-k, top-p, min-p.
 """
 
 from dataclasses import dataclass
+from math import inf
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
+
+from heads.common.ranges import Within
+
+RANGES = {
+    "temperature": Within(0, inf), "top_k": Within(0, inf), "top_p": Within(0, 1, above=True), "min_p": Within(0, 1),
+    "repetition_penalty": Within(0, inf, above=True),
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -22,16 +30,9 @@ class Sampling:
 
     def __post_init__(self) -> None:
         """Check the ranges."""
-        if self.temperature < 0:
-            raise ValueError(f"temperature is {self.temperature}: give 0 for greedy decoding or a positive number")
-        if self.top_k < 0:
-            raise ValueError(f"top_k is {self.top_k}: give 0 for all tokens or a positive count")
-        if not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p is {self.top_p}: give a number above 0, up to 1 for all tokens")
-        if not 0 <= self.min_p <= 1:
-            raise ValueError(f"min_p is {self.min_p}: give 0 for all tokens, or a share of the likeliest's, up to 1")
-        if not self.repetition_penalty > 0:
-            raise ValueError(f"repetition_penalty is {self.repetition_penalty}: give 1 for none or a positive number")
+        for name, within in RANGES.items():
+            if remedy := within.remedy(value := getattr(self, name)):
+                raise ValueError(f"{name} is {value}: {remedy}")
 
 
 GREEDY = Sampling(0.0, 0, 1.0)

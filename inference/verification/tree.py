@@ -91,19 +91,6 @@ def agreed(tree: DraftTree, following: list[int]) -> int:
     return len(following)
 
 
-def paths(tree: DraftTree) -> list[list[int]]:
-    """Return every path from the root to a leaf, as node indices."""
-    parent, below = tree.parent.tolist(), children(tree)
-    result = []
-    for leaf in (node for node, kids in enumerate(below) if not kids):
-        path, node = [], leaf
-        while node >= 0:
-            path.append(node)
-            node = parent[node]
-        result.append(path[::-1])
-    return result
-
-
 def keep(tree: DraftTree, selected: Bool[Tensor, "N"]) -> tuple[DraftTree, Int[Tensor, "K"]]:
     """Return the subtree of the selected nodes together with all their ancestors, and their old indices."""
     on_path = ancestors(tree)

@@ -20,8 +20,8 @@ from inference.batch import Batch
 from inference.decode import Generation, RequestParams
 from inference.drafters.head import HeadDrafter
 from inference.drafters.plain import Baseline
-from inference.graphs import Graphs
 from inference.step import DeviceStep
+from inference.target.compiled import Graphs
 from inference.verification.sample import GREEDY
 from tests import toys
 from tests.eval.small import small

@@ -28,7 +28,6 @@ from inference.drafters.head import HeadDrafter
 from inference.drafters.policy import TreeConfig
 from inference.request import PhaseTimer, RequestParams
 from inference.step import DeviceStep, Slots
-from inference.target.cache import Pool
 from inference.target.target import Target
 from inference.verification.sample import GREEDY, Sampling
 from tests import toys
@@ -98,9 +97,9 @@ def step_of(target: Target, drafter: HeadDrafter, size: int) -> DeviceStep:
     target.device = torch.device(NAME)
     layout = {
         layer: (keys._replace(device=target.device), values._replace(device=target.device))
-        for layer, (keys, values) in target.pool.layout.items()
+        for layer, (keys, values) in target.layout.items()
     }
-    target.pool = Pool(layout)
+    target.layout = layout
     cache = target.batch_cache(size)
     cache.storage.reserve(CAPACITY)
     cache.storage.fit(0, *[torch.empty(1, form.groups, 1, form.width, device=NAME) for form in layout[0]], end=1)

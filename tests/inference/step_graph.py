@@ -23,9 +23,9 @@ from inference.decode import Generation, RequestParams, speculate
 from inference.drafters.head import HeadDrafter
 from inference.drafters.plain import Baseline
 from inference.drafters.policy import TreeConfig
-from inference.graphs import Graphs
 from inference.step import DeviceStep
 from inference.target import compiled as passes
+from inference.target.compiled import Graphs
 from inference.verification.sample import GREEDY, Sampling
 from tests import toys
 from tests.oracle import reference

@@ -17,9 +17,8 @@ from heads.base import Features
 from inference.batch import Batch, batch_of
 from inference.decode import Generation, RequestParams, speculate
 from inference.drafters import head as head_source
-from inference.drafters.head import HeadDrafter
+from inference.drafters.head import HeadDrafter, MtpDrafter
 from inference.drafters.hybrid import Hybrid
-from inference.drafters.mtp import MtpDrafter
 from inference.drafters.plain import Baseline
 from inference.protocol import Drafter
 from inference.target.cache import GRAIN, Storage

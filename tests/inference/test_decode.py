@@ -136,8 +136,7 @@ def refused(words: str, prompts: Any, settings: Any, drafter: Any = None, **opti
     ("prompts", "settings", "words"),
     [
         ([], FOUR, "the prompt is empty: give at least one token; of several prompts, at least one prompt"),
-        ([], [], "there are no prompts: give at least one"),
-        ([], [FOUR], "there are no prompts"),
+        ([], [FOUR], "settings is a list, but the prompt is one"),
         ([[]], FOUR, "the prompt is empty"),
         ([[1, 2], [3]], [FOUR], "there are 1 settings for 2 prompts: give one for all, or one each"),
         ([[1, 2]], [FOUR, FOUR], "there are 2 settings for 1 prompts"),

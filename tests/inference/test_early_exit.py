@@ -12,7 +12,7 @@ from inference.drafters.contrib.layer_skip import FORMAT, EarlyExit, LayerSkip, 
 from inference.drafters.host import HostDrafter
 from inference.drafters.policy import TreeConfig
 from inference.protocol import CommittedTokens, Context, Proposal
-from inference.target.stack import Skips
+from inference.target.model import Skips, Thinned
 from inference.target.target import Target
 from inference.verification import tree as trees
 from inference.verification.rng import Draws
@@ -20,7 +20,7 @@ from inference.verification.sample import GREEDY, Sampling, distribution
 from tests import assistants, toys
 from tests.enumeration import EXACT, distance, law, verify_on_device
 from tests.inference.test_mirror import mirror
-from tests.oracle import by_node
+from tests.oracle import by_node, paths
 
 TOKENS = 24
 NEAR = {"gemma2": 1e-5}  # its attention takes the softmax in fp32 whatever the model's dtype
@@ -55,7 +55,7 @@ def test_a_tree_is_the_naive_early_exit_draft_at_every_node(name: str) -> None:
     target = toys.target(name, torch.float64)
     made = proposal(target, 2, "static")
     below = trees.children(made.tree)
-    for path in trees.paths(made.tree):
+    for path in paths(made.tree):
         for depth, node in enumerate(path[:-1]):
             text = toys.prompt(3, 12) + made.tree.token[path[1 : depth + 1]].tolist()
             ranked = exit_logits(target, 2, text).topk(len(below[node])).indices.tolist()
@@ -69,7 +69,7 @@ def test_q_is_the_law_that_was_drawn_from() -> None:
     nodes = by_node(made.tree, made.q)
     assert nodes is not None
     q = nodes[index]
-    for path in trees.paths(tree):
+    for path in paths(tree):
         text = toys.prompt(3, 12) + tree.token[path[1:-1]].tolist()
         law = distribution(exit_logits(target, 1, text), sampling)
         torch.testing.assert_close(q[path[-2]], law, rtol=1e-9, atol=1e-9)
@@ -77,13 +77,14 @@ def test_q_is_the_law_that_was_drawn_from() -> None:
 
 def test_a_layer_is_restored_when_a_pass_fails() -> None:
     target, one = toys.target(), torch.tensor([1])
+    thinned = Thinned(target, Skips((1, 2), (2,)))
     with pytest.raises((IndexError, RuntimeError, ValueError)):
-        target.parts.run_skipping(Skips((1, 2), (2,)), one + 10_000, one, torch.ones(1, 1).bool(), target.cache())
+        thinned.run(one + 10_000, one, torch.ones(1, 1).bool(), target.cache())
     assert all("forward" not in vars(module) for module in target.base.modules())
 
 
 def test_an_exit_out_of_range_is_refused() -> None:
-    for exit_layer, said in ((0, "give 1 or more"), (3, "give 1 to 2")):
+    for exit_layer, said in ((0, "give 1 or more"), (3, "llama's layers give 1 to 2")):
         with pytest.raises(ValueError, match=rf"drafter\.early_exit\.exit_layer is {exit_layer}.*{said}"):
             drafter(toys.target(), exit_layer, "chain")
 

@@ -11,9 +11,9 @@ from omegaconf import OmegaConf
 from heads.common.typed import build, typed
 from inference.decode import RequestParams, speculate
 from inference.drafters.contrib.layer_skip import EarlyExit, LayerSkip
+from inference.drafters.head import MtpDrafter
 from inference.drafters.host import DrafterState, HostDrafter
 from inference.drafters.hybrid import Hybrid, HybridBatch, Record
-from inference.drafters.mtp import MtpDrafter
 from inference.protocol import CommittedTokens, Context, Drafter, DraftInputs, Proposal
 from inference.target.model import TargetOutput
 from inference.verification import tree as trees
@@ -117,18 +117,17 @@ def test_emitted_law_is_the_targets(name: str, temperature: float) -> None:
         ("suffix", {"factor": -1.0}, "factor is -1.0: give 0 or more"),
         ("suffix", {"memory_nodes": 0}, "memory_nodes is 0: give 1 or more"),
         ("suffix", {"min_probability": 1.5}, "min_probability is 1.5: give 1 or less"),
-        ("recycling", {"paths": []}, "paths is empty: give at least one path"),
-        ("recycling", {"paths": [[0], [1, 0]]}, "paths holds [1, 0] without its parent [1]: add it"),
-        ("recycling", {"paths": [[0], [8]]}, "paths holds [8]: a rank runs from 0 to candidates - 1, 7"),
-        ("recycling", {"paths": [[]]}, "paths holds []: a rank runs from 0 to candidates - 1, 7"),
-        ("recycling", {"candidates": 41}, "candidates is 41: give at most 40, the vocabulary"),
+        ("recycling", {"paths": []}, "tree.paths is []: a static tree needs it, at least 1"),
+        ("recycling", {"paths": [[0], [1, 0]]}, "tree.paths holds [1, 0] without its parent [1]: add it"),
+        ("recycling", {"paths": [[0], [8]]}, "paths: a rank runs from 0 to candidates - 1, 7"),
         ("lookahead", {"window": 0}, "window is 0: give 1 or more"),
         ("lookahead", {"ngram": 2}, "ngram is 2: give 3 or more"),
         ("lookahead", {"guesses": 0}, "guesses is 0: give 1 or more"),
     ],
 )
 def test_a_bad_value_is_named(name: str, value: dict[str, Any], named: str) -> None:
-    with pytest.raises(ValueError, match=f"^{re.escape(f'drafter.{name}.{named}')}$"):
+    whole = named if named.startswith("tree.") else f"drafter.{name}.{named}"
+    with pytest.raises(ValueError, match=f"^{re.escape(whole)}$"):
         make(name, toys.target(), **value)
 
 

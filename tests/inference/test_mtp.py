@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import DeepseekV3Config, DeepseekV3ForCausalLM, Glm4MoeConfig, Glm4MoeForCausalLM
 
 from heads.base import Features
-from inference.drafters.mtp import MtpDrafter, load_mtp
+from inference.drafters.head import MtpDrafter, load_mtp
 from inference.target.target import Target
 from tests import drafting, families, toys
 from tests.families import own_module

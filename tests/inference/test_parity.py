@@ -19,7 +19,7 @@ from inference.verification import tree as trees
 from inference.verification.sample import GREEDY
 from inference.verification.tree import DraftTree, LookAhead
 from tests import drafting, toys
-from tests.oracle import score
+from tests.oracle import paths, score
 
 TOKENS = 22
 # Each head drafts in one tree, and one of them in every tree.
@@ -50,7 +50,7 @@ def test_tree_pass_equals_sequential_passes(name: str) -> None:
     assert target.takes_trees
     tree = DraftTree(torch.tensor(toys.prompt(9, 10)), torch.tensor([-1, 0, 0, 1, 1, 2, 3, 5, 6, 8]))
     prompt = torch.tensor(toys.prompt(3, 12))
-    for path in trees.paths(tree):
+    for path in paths(tree):
         cache = target.cache()
         target.prefill(prompt, cache, layers=(0, 2))
         together = target.score(tree, cache, layers=(0, 2))

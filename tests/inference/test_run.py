@@ -145,7 +145,7 @@ def test_refusals_are_one_line(target: Target, trained: Path, monkeypatch: pytes
         ([f"prompt='{'w1 ' * 200}'"], "has 200 tokens but llama reads at most 160"),
         (["prompt=''"], "the prompt is empty"),
         (["prompt=w1", "min_new_tokens=13"], "min_new_tokens is 13: give 0 to max_new_tokens, which is 12"),
-        (["prompt=w1", "stop=[w3,'']"], "stop holds an empty string"),
+        (["prompt=w1", "stop=[w3,'']"], "give a tuple of strings, none of them empty"),
         ([f"run={trained}", "prompt=w1", "tree.nodes=160"], "a tree of 161 nodes is larger than the context"),
         ([f"run={tmp_path}/nowhere", "prompt=w1"], "no such folder"),
         (["max_new_tokens=0", "prompt=w1"], "max_new_tokens is 0"),

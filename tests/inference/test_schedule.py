@@ -9,12 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from heads.base import NewRows
 from heads.formats.store import save_head, save_tree
-from heads.modules.kv_cache import SPARE
 from inference.batch import batch_of
 from inference.decode import Generation, RequestParams, autoregress, speculate
-from inference.drafters import head as heads_drafter
 from inference.drafters.head import HeadDrafter, load_drafter
 from inference.drafters.policy import Schedule, Scheduled, TreeConfig, scheduled
 from inference.target.target import Target
@@ -86,31 +83,6 @@ def test_drafts_after_a_pause_are_those_of_a_head_that_never_paused(case: str, s
     assert any(toys.lively(one.tokens) for one in made)
 
 
-@pytest.mark.parametrize(("static", "bytes_"), [(True, 0), (False, 1 << 20)])
-def test_rows_that_waited_are_taken_in_as_many_as_a_ring_takes_at_once(
-    static: bool, bytes_: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """With the fewest bytes they do not all wait until a sequence is alone again."""
-    monkeypatch.setattr(heads_drafter, "BYTES", bytes_)
-    target = toys.target("llama", DOUBLE)
-    source, calls = drafter("eagle", target, scheduled([(1, CHAIN), (2, None)])), list[int]()
-    requests = [
-        (toys.prompt(i, 5 + i), RequestParams(count, GREEDY)) for i, count in enumerate((SPARE + 20, SPARE + 40))
-    ]
-    extend = type(source.head).extend
-
-    def counted(self: Any, state: Any, new: NewRows) -> Any:
-        calls.append(new.token.shape[1])
-        return extend(self, state, new)
-
-    monkeypatch.setattr(type(source.head), "extend", counted)
-    made, taken = decoded(target, source, requests, 2, static)
-    assert max(calls) == SPARE
-    assert 10 < calls[calls.index(SPARE) + 1] < SPARE
-    for one, request, its in zip(made, requests, taken, strict=True):
-        assert facts(one) == facts(oracle.reference(target, source, *request, its))
-
-
 def test_a_paused_step_reads_once_and_moves_no_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
     target = toys.target("llama")
     source = drafter("eagle3", target, scheduled([(1, CHAIN), (2, None)]))
@@ -121,15 +93,15 @@ def test_a_paused_step_reads_once_and_moves_no_buffer(monkeypatch: pytest.Monkey
         batch.admit(slot, toys.prompt(slot, 5 + slot), RequestParams(90, GREEDY))
 
     def addresses() -> list[int]:
-        kept = [step.drafts.cache.length, step.drafts.deferred.count, *step.drafts.deferred.rows]
-        return [each.data_ptr() for each in (*kept, *(half for pair in step.drafts.cache.layers for half in pair))]
+        halves = (half for pair in step.drafts.cache.layers for half in pair)
+        return [each.data_ptr() for each in (step.drafts.cache.length, *halves)]
 
     batch.step()
     before = addresses()
     with reads(monkeypatch) as noted:
-        for _ in range(SPARE + 5):
+        for _ in range(20):
             batch.step()
-    assert noted == ["tolist"] * (SPARE + 5)
+    assert noted == ["tolist"] * 20
     assert addresses() == before
 
 
@@ -146,7 +118,7 @@ def test_best_trees_by_size_make_a_schedule() -> None:
     assert made.lines == [Scheduled(1, DYNAMIC), Scheduled(8, CHAIN), Scheduled(32, None)]
     assert [made.at(running) for running in (1, 7, 8, 31, 32, 99)] == [DYNAMIC, DYNAMIC, CHAIN, CHAIN, None, None]
     assert made.label == "dynamic-d4k3n9, chain-4 from 8, none from 32"
-    assert (made.trees, made.pauses) == ([DYNAMIC, CHAIN], True)
+    assert made.trees == [DYNAMIC, CHAIN]
 
 
 @pytest.fixture

@@ -18,10 +18,10 @@ from inference.decode import Generation, RequestParams, autoregress, speculate
 from inference.drafters.head import HeadDrafter
 from inference.drafters.plain import Baseline
 from inference.drafters.policy import TreeConfig
-from inference.graphs import Graphs, StageCache
 from inference.protocol import Drafter
 from inference.request import PhaseTimer
 from inference.step import DeviceStep
+from inference.target.compiled import Graphs, StageCache
 from inference.target.target import Target
 from inference.verification.rules import AUTO, RULES, is_lossy
 from inference.verification.sample import GREEDY, Sampling
@@ -263,15 +263,15 @@ def test_a_read_would_be_seen(counts: dict[str, Any]) -> None:
 def test_graphs_of_a_steps_stages_serve_all_that_come_and_go(cases: list[str]) -> None:
     """Captured once, a number that is baked in is wrong in other texts.
 
-    The stages of the head compiled alone are three graphs: its draft, and its new rows with and without idle slots; in
-    static shapes two, beside the target's three layers. Of a form that was met before few guards are evaluated, side by
+    The stages of the head compiled alone are two graphs, its draft and its new rows; in static shapes they come with
+    the target's three layers. Of a form that was met before few guards are evaluated, side by
     side: another's graph would draft worse and change no text. Heads that share the target's lm_head draft by turns:
     the rows of one's vocabulary are kept for the last that asked, another's are neither read nor an error.
     """
     run = subprocess.run([sys.executable, step_graph.__file__, *cases], capture_output=True, text=True, check=True)
     found = {case: facts for line in run.stdout.splitlines() for case, facts in json.loads(line).items()}
-    counts = {"drafts": 3, "layers": 5}
-    stages = {"drafts": 3, "layers": 2}  # of a head
+    counts = {"drafts": 2, "layers": 5}
+    stages = {"drafts": 2, "layers": 2}  # of a head
     expected: dict[str, dict[str, Any]] = {}
     for case in cases:
         head, *_, way = case.split(":") if ":" in case else (case, "")

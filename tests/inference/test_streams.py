@@ -8,27 +8,20 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from heads.common.target_config import cache_argument
 from heads.common.typed import build
-from heads.formats.store import read_tensors
+from heads.formats.store import TargetSpec, read_tensors, write_folder
 from inference.decode import Generation, RequestParams, autoregress, speculate
-from inference.drafters.contrib.streams import (
-    Drafted,
-    Streams,
-    StreamsDrafter,
-    frozen,
-    load_streams,
-    save_streams,
-)
-from inference.drafters.policy import TreeConfig, grow
+from inference.drafters.contrib.streams import KIND, Streams, StreamsDrafter
+from inference.drafters.policy import TreeConfig
 from inference.protocol import CommittedTokens, Context, Proposal
 from inference.target.target import Target
 from inference.verification import tree as trees
 from inference.verification.rng import Draws
 from inference.verification.sample import GREEDY
-from inference.verification.tree import DraftTree
+from inference.verification.tree import DraftTree, LookAhead
 from tests import toys
 from tests.inference.model_free import Recorder, accepted
 from tests.oracle import score
@@ -46,7 +39,7 @@ def made(target: Target, config: Streams.Config = CONFIG) -> Streams:
     streams = Streams(config, target)
     for parameter in streams.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
-    return frozen(streams, target)
+    return streams.to(target.device, target.dtype).eval().requires_grad_(False)
 
 
 @functools.cache
@@ -70,10 +63,10 @@ def text(seed: int) -> tuple[list[int], int]:
 @pytest.mark.parametrize(("name", "layers"), LAYERS)
 def test_nodes_do_not_notice_their_streams(name: str, layers: int | None) -> None:
     (target, streams), near = toy(name, DOUBLE, layers), EXACT.get(name, 1e-9)
-    drafter = StreamsDrafter(StreamsDrafter.Config("", toys.TREES["dynamic"]), target, "streams", streams)
     tree = DraftTree(torch.tensor(toys.prompt(9, 4)), torch.tensor([-1, 0, 0, 2]))
-    look_ahead = drafter.start([1]).look_ahead(tree, 20)
-    assert look_ahead is not None
+    visible = trees.ancestors(tree)[None]
+    rows, offset, seen, stack = streams.behind(torch.arange(4)[None], visible.sum(-1) - 1, visible)
+    look_ahead = LookAhead(tree.token[rows[0]], offset[0], seen[0], stack)
     prompt = torch.tensor(toys.prompt(3, 12))
     found = []
     for ride in (None, look_ahead, look_ahead._replace(stack=None)):
@@ -87,7 +80,7 @@ def test_nodes_do_not_notice_their_streams(name: str, layers: int | None) -> Non
 
 def by_hand(target: Target, streams: Streams, token: list[int]) -> Tensor:
     """Return the laws of the last token's streams, one after another, through merged weights and a plain cache."""
-    first = len(target.decoder_layers) - (streams.config.layers or len(target.decoder_layers))
+    first = len(target.decoder_layers) - len(streams.top)
     base: Any = copy.deepcopy(target.base)
     out = target.base(torch.tensor([token]), use_cache=True, output_hidden_states=True)
     scale = streams.config.alpha / streams.config.rank
@@ -145,13 +138,14 @@ def test_the_law_in_training_is_the_law_in_decoding(name: str, layers: int | Non
         laws, teacher = streams(packed, document, anchor)
         own = target.embeddings.logits(target.features(packed, document, ()).last_hidden)
     compared = 0
-    for root, proposal, _, commit in seen:
+    for root, proposal, room, commit in seen:
         verified, look_ahead = commit.verified, proposal.look_ahead
         if verified is None or verified.look_ahead is None or look_ahead is None:
             continue
         size = len(proposal.tree.token)
         for depth, node in enumerate(verified.path):
             mine = (look_ahead.attn_mask[:, :size] == trees.ancestors(proposal.tree)[node]).all(-1)
+            mine &= look_ahead.offset < room  # the others run at the last position, and are never read
             expected = laws[0, 9 + root + depth][: int(mine.sum())]
             torch.testing.assert_close(verified.look_ahead[mine], expected, rtol=near, atol=near)
             compared += int(mine.sum())
@@ -162,7 +156,8 @@ def test_the_law_in_training_is_the_law_in_decoding(name: str, layers: int | Non
 
 def test_every_tree_and_its_acceptance_follow_from_the_finished_text() -> None:
     """The streams of the row that ended a step make the next tree, whatever was accepted in between."""
-    (target, streams), config, total = toy(dtype=DOUBLE), toys.TREES["dynamic"], 0
+    (target, streams), total = toy(dtype=DOUBLE), 0
+    state = source(toys.TREES["dynamic"], DOUBLE).start([1])
     for seed in range(2):
         token, length = text(seed)
         seen, run = watched(target, streams, seed)
@@ -174,10 +169,9 @@ def test_every_tree_and_its_acceptance_follow_from_the_finished_text() -> None:
         counts, root, end = [0], length + 1, len(token)  # the first step drafts nothing
         while root < end - 1:
             max_draft_depth = end - root - 2
-            drafted = Drafted(laws[root - 1][: max(max_draft_depth, 1)])
             context = Context(token[: root + 1], GREEDY, Draws(0, 0, coupled=False), max_draft_depth)
-            drafted.max_depth = min(drafted.max_depth, max_draft_depth)
-            tree = grow(drafted, None, drafted.level(1, 1), config, context).tree
+            state.logits = laws[root - 1]
+            tree = state.propose(context).tree
             assert root not in proposed or all(a.equal(b) for a, b in zip(tree, proposed[root], strict=True))
             counts.append(trees.agreed(tree, token[root + 1 :]))
             root += counts[-1] + 1
@@ -192,8 +186,6 @@ def test_nothing_lies_deeper_than_can_be_committed() -> None:
     assert len(run.tokens) == TOKENS
     for _, proposal, room, _ in seen:
         assert int(trees.depth(proposal.tree).max()) <= room
-        assert proposal.look_ahead is None or int(proposal.look_ahead.offset.max()) < max(room, 1)
-    assert {proposal.look_ahead is None for _, proposal, room, _ in seen if room < 2} <= {True}
     filled = toys.prompt(0, target.context - 5)
     assert len(speculate(target, source(toys.TREES["dynamic"]), filled, RequestParams(TOKENS, GREEDY)).tokens) == 5
 
@@ -210,39 +202,41 @@ def test_the_gradient_reaches_the_streams_alone() -> None:
     assert {id(p) for p in streams.parameters()}.isdisjoint(map(id, target.model.parameters()))
 
 
+def save(run: Path, config: Streams.Config, weights: dict[str, Tensor], spec: TargetSpec) -> None:
+    write_folder(run / KIND, {KIND: asdict(config), "target": asdict(spec)}, weights)
+
+
+def load(run: Path) -> Streams:
+    return StreamsDrafter(StreamsDrafter.Config(str(run), toys.TREES["chain"]), toy()[0], "streams").streams
+
+
 def test_round_trip_bit_for_bit(tmp_path: Path) -> None:
     target, streams = toy()
-    save_streams(tmp_path / "run" / "streams", CONFIG, streams.state_dict(), target.spec)
-    for folder in (tmp_path / "run", tmp_path / "run" / "streams"):
-        drafter = StreamsDrafter(StreamsDrafter.Config(str(folder), toys.TREES["chain"]), target, "streams")
-        assert drafter.streams.config == CONFIG
-        loaded = drafter.streams.state_dict()
-        assert all(tensor.equal(loaded[name]) for name, tensor in streams.state_dict().items())
-    assert sum(tensor.numel() for tensor in read_tensors(tmp_path / "run" / "streams").values()) == sum(
-        p.numel() for p in streams.parameters()
-    )
+    save(tmp_path, CONFIG, streams.state_dict(), target.spec)
+    loaded = load(tmp_path)
+    assert loaded.config == CONFIG
+    assert all(tensor.equal(loaded.state_dict()[name]) for name, tensor in streams.state_dict().items())
+    assert sum(t.numel() for t in read_tensors(tmp_path / KIND).values()) == sum(p.numel() for p in loaded.parameters())
 
 
 def test_another_targets_streams_and_damaged_ones_are_refused(tmp_path: Path) -> None:
     target, streams = toy()
-    weights, folder = streams.state_dict(), tmp_path / "streams"
+    weights, folder = streams.state_dict(), tmp_path / KIND
 
     def refused(words: str) -> None:
         with pytest.raises(ValueError, match=words):
-            load_streams(tmp_path, target)
+            load(tmp_path)
 
-    save_streams(folder, CONFIG, weights, replace(target.spec, name="someone/target", fingerprint="f00d"))
+    save(tmp_path, CONFIG, weights, replace(target.spec, name="someone/target", fingerprint="f00d"))
     refused("someone/target: its fingerprint of the weights is f00d")
-    save_streams(folder, replace(CONFIG, rank=2), weights, target.spec)
+    save(tmp_path, replace(CONFIG, rank=2), weights, target.spec)
     refused(r"down.weight is \(4, .* its config.json and the target make it \(2, ")
-    save_streams(folder, CONFIG, {"embedding": weights["embedding"]}, target.spec)
+    save(tmp_path, CONFIG, {"embedding": weights["embedding"]}, target.spec)
     refused("missing")
     (folder / "config.json").write_text('{"format": 1, "streams": {}}')
     refused("kind streams, whose keys are format, streams and target")
     (folder / "config.json").unlink()
     refused("not a folder of kind streams")
-    with pytest.raises(ValueError, match="embedding holds values that are not finite"):
-        save_streams(tmp_path / "x", CONFIG, {"embedding": weights["embedding"] * float("nan")}, target.spec)
 
 
 @pytest.mark.parametrize(
@@ -250,11 +244,9 @@ def test_another_targets_streams_and_damaged_ones_are_refused(tmp_path: Path) ->
     [
         ({"streams": 0}, "streams.streams is 0"),
         ({"layers": 0}, "streams.layers is 0"),
-        ({"layers": 4}, "streams.layers is 4: llama has 3 layers"),
         ({"rank": 0}, "streams.rank is 0"),
         ({"alpha": 0}, "streams.alpha is 0"),
-        ({"modules": ["q_proj", "w_proj"]}, "llama has no w_proj; choose from q_proj, k_proj"),
-        ({"modules": []}, "streams.modules"),
+        ({"modules": ["w_proj"]}, "streams.modules is .'w_proj'.: llama has no such linear layer"),
     ],
 )
 def test_a_bad_configuration_is_one_line(change: dict[str, Any], words: str) -> None:
@@ -266,5 +258,9 @@ def test_a_target_that_takes_no_mask_and_layers_of_experts_are_refused(monkeypat
     monkeypatch.setattr(toys.target(), "takes_trees", False)
     with pytest.raises(ValueError, match="no stream can ride along"):
         Streams(CONFIG, toys.target())
+    target, streams = toy()
+    run, linear = streams.stack(torch.zeros(1, 1, dtype=torch.long), torch.zeros(1, dtype=torch.long)), nn.Linear(4, 4)
+    monkeypatch.setattr(target, "base", lambda **_: linear(torch.zeros(3, 4)))
+    monkeypatch.setattr(streams, "linears", {next(iter(streams.linears)): linear})
     with pytest.raises(ValueError, match=r"streams.modules.*attention"):
-        toy()[1]._adapted(None, torch.zeros(3, 4))
+        run()

@@ -71,7 +71,7 @@ def last(tree: DraftTree, p: Tensor, rule: str) -> int:
     batch, bar = DraftTree(tree.token[None], tree.parent[None]), RULES[rule].bar
     assert bar is not None
     present = torch.ones_like(batch.token, dtype=torch.bool)
-    return int(rules.lenient(batch, ancestors(batch), present, p[None], bar(p[None])))
+    return int(rules.follow(batch, ancestors(batch), present, rules.lenient(batch, p[None], bar)))
 
 
 def test_typical_acceptance_takes_the_entropy_in_nats() -> None:

@@ -1,13 +1,12 @@
-"""Tokens of different tokenizers as bytes, the intersection of vocabularies, and what lies outside it."""
+"""Tokens of different tokenizers as texts, the intersection of vocabularies, and what lies outside it."""
 
 import functools
 
 import pytest
 import torch
-from tokenizers import decoders
 from transformers import PreTrainedTokenizerFast
 
-from inference.drafters.assistant import SameVocabulary, SharedVocabulary, token_bytes
+from inference.drafters.assistant import Vocabulary, token_texts
 from inference.target.target import Target
 from inference.verification.sample import Sampling, distribution
 from tests import assistants
@@ -29,37 +28,25 @@ def shown(tokenizer: PreTrainedTokenizerFast, token: list[int]) -> str:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_bytes_are_what_the_tokenizer_itself_decodes(kind: str) -> None:
-    tokenizer, pieces, whole = trained(kind), token_bytes(model(kind)), 0
-    assert set(pieces) == set(range(len(tokenizer))) - {0, 1, 2}  # all but the special ones
-    for number, piece in pieces.items():
-        read = shown(tokenizer, [number])
-        assert piece.decode("utf-8", "replace") == read or "\ufffd" in read
-        whole += "\ufffd" not in read
-    assert whole > 20
+def test_texts_are_what_the_tokenizer_itself_decodes(kind: str) -> None:
+    tokenizer, texts = trained(kind), token_texts(model(kind))
+    expected = {number: shown(tokenizer, [number]) for number in range(3, len(tokenizer))}  # the first are special
+    assert texts == {number: text for number, text in expected.items() if text and "\ufffd" not in text}
+    assert len(texts) > 20
 
 
-@pytest.mark.parametrize("kind", ["bytes", "sentencepiece"])
-def test_bytes_of_tokens_that_split_characters_join_to_the_text(kind: str) -> None:
-    tokenizer, pieces = trained(kind), token_bytes(model(kind))
-    for text in TEXT:
-        token = tokenizer(" " + text, add_special_tokens=False)["input_ids"]
-        assert b"".join(pieces[t] for t in token).decode().lstrip() == text.lstrip()
-    assert any("\ufffd" in tokenizer.decode([t]) for t in tokenizer(TEXT[3])["input_ids"])
-
-
-def test_added_tokens_read_as_they_are() -> None:
+def test_added_tokens_read_as_they_are_decoded() -> None:
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=trained("bytes").backend_tokenizer)
     tokenizer.add_tokens(["Ġ|x|"])
     tokenizer.add_special_tokens({"additional_special_tokens": ["<|end|>"]})
-    pieces = token_bytes(Target(assistants.tiny(len(tokenizer), 0).eval(), tokenizer, "added"))
-    assert pieces[tokenizer.convert_tokens_to_ids("Ġ|x|")] == "Ġ|x|".encode()
-    assert tokenizer.convert_tokens_to_ids("<|end|>") not in pieces
+    texts = token_texts(Target(assistants.tiny(len(tokenizer), 0).eval(), tokenizer, "added"))
+    assert texts[tokenizer.convert_tokens_to_ids("Ġ|x|")] == " |x|"
+    assert tokenizer.convert_tokens_to_ids("<|end|>") not in texts
 
 
 @pytest.mark.parametrize(("ours", "theirs"), PAIRS)
 def test_shared_tokens_read_the_same(ours: str, theirs: str) -> None:
-    shared = SharedVocabulary(model(ours), model(theirs))
+    shared = Vocabulary(model(ours), model(theirs), "tli")
     special = {0: 0, 1: 1, 2: 2}
     assert special.items() <= shared.one.items()
     assert len(set(shared.one.values())) == len(shared.one) > 8
@@ -72,7 +59,7 @@ def test_shared_tokens_read_the_same(ours: str, theirs: str) -> None:
 @pytest.mark.parametrize("padding", [0, 3])
 def test_logits_become_a_law_on_shared_tokens(padding: int) -> None:
     target, assistant = model("bytes", padding), model("sentencepiece", padding)
-    shared = SharedVocabulary(target, assistant)
+    shared = Vocabulary(target, assistant, "tli")
     logits = torch.randn(4, assistant.embeddings.vocab_size, generator=torch.Generator().manual_seed(0))
     law = distribution(shared.to_target(logits), Sampling(1.0, 0, 1.0))
     assert law.shape == (4, target.embeddings.vocab_size)
@@ -88,12 +75,12 @@ def test_logits_become_a_law_on_shared_tokens(padding: int) -> None:
 
 @pytest.mark.parametrize(("ours", "theirs"), PAIRS)
 def test_what_follows_is_mapped_or_spelled(ours: str, theirs: str) -> None:
-    shared = SharedVocabulary(model(ours), model(theirs))
-    pieces, others = token_bytes(model(ours)), token_bytes(model(theirs))
+    shared = Vocabulary(model(ours), model(theirs), "tli")
+    pieces, others = token_texts(model(ours)), token_texts(model(theirs))
     spelled = 0
     for token, piece in pieces.items():
         followed = shared.follow([token])
-        assert b"".join(others[t] for t in followed) in (piece, b"")
+        assert "".join(others[t] for t in followed) in (piece, "")
         assert token not in shared.one or followed == [shared.one[token]]
         spelled += len(followed) > 1
     assert spelled > 0 or theirs != "sentencepiece"
@@ -102,10 +89,10 @@ def test_what_follows_is_mapped_or_spelled(ours: str, theirs: str) -> None:
 
 def test_a_prompt_is_encoded_as_text() -> None:
     token = trained("bytes")(TEXT[0])["input_ids"]
-    found = SharedVocabulary(model("bytes"), model("sentencepiece")).prompt(token)
+    found = Vocabulary(model("bytes"), model("sentencepiece"), "tli").prompt(token)
     assert found == trained("sentencepiece")(TEXT[0])["input_ids"]
     assert found[0] == 0
-    assert SharedVocabulary(model("sentencepiece"), model("bytes")).prompt(found) == token
+    assert Vocabulary(model("sentencepiece"), model("bytes"), "tli").prompt(found) == token
 
 
 def test_different_ends_of_the_answer_are_one() -> None:
@@ -115,15 +102,15 @@ def test_different_ends_of_the_answer_are_one() -> None:
         return Target(assistants.tiny(len(words), 0).eval(), tokenizer, end)
 
     target = made("<end>", "a", "b", "<end>")
-    assert SharedVocabulary(target, made("<eos>", "a", "b", "<eos>")).one == {0: 0, 1: 1, 2: 2}
-    assert SharedVocabulary(target, made("<eos>", "<eos>", "a", "b")).one == {0: 1, 1: 2, 2: 0}
+    assert Vocabulary(target, made("<eos>", "a", "b", "<eos>"), "tli").one == {0: 0, 1: 1, 2: 2}
+    assert Vocabulary(target, made("<eos>", "<eos>", "a", "b"), "tli").one == {0: 1, 1: 2, 2: 0}
     knows_both = made("<end>", "a", "<eos>", "<end>")
     knows_both.tokenizer.add_special_tokens({"pad_token": "<eos>"})
-    assert SharedVocabulary(knows_both, made("<eos>", "a", "b", "<eos>")).one == {0: 0, 1: 2}, "the end is one token"
+    assert Vocabulary(knows_both, made("<eos>", "a", "b", "<eos>"), "tli").one == {0: 0, 1: 2}, "the end is one"
     padded, pads = made("<end>", "a", "b", "<end>"), made("<end>", "a", "<p>", "<end>")
     for one in (padded, pads):
         one.tokenizer.add_special_tokens({"pad_token": "<p>"})
-    both = SharedVocabulary(padded, pads).one, SharedVocabulary(pads, padded).one
+    both = Vocabulary(padded, pads, "tli").one, Vocabulary(pads, padded, "tli").one
     assert both == ({0: 0, 2: 2}, {0: 0, 2: 2}), "a token beyond an embedding has no counterpart"
 
 
@@ -131,13 +118,13 @@ def test_same_vocabularies_pad_and_cut() -> None:
     small, large = model("words"), model("words", 2)
     size = small.embeddings.vocab_size
     logits = torch.randn(2, size + 2, generator=torch.Generator().manual_seed(0))
-    cut, padded = SameVocabulary(small, large), SameVocabulary(large, small)
+    cut, padded = Vocabulary(small, large, "same"), Vocabulary(large, small, "same")
     assert torch.equal(cut.to_target(logits), logits[:, :size])
     wide = padded.to_target(logits[:, :size])
     assert torch.equal(wide[:, :size], logits[:, :size])
     assert wide[:, size:].isneginf().all()
     assert padded.follow([3, size + 1, 4]) == [3, 4]
-    assert padded.to_assistant(torch.tensor([3, size + 1])).tolist() == [3, size - 1], "an embedding's row"
+    assert padded.to_assistant(torch.tensor([3, size + 1])).tolist() == [3, 0], "an embedding's row"
     law = distribution(wide, Sampling(1.0, 0, 1.0))
     assert law[:, size:].eq(0).all()
     torch.testing.assert_close(law[:, :size], logits[:, :size].softmax(-1))
@@ -147,7 +134,4 @@ def test_what_cannot_be_compared_is_named_in_one_line() -> None:
     ours = Target(assistants.tiny(2, 0).eval(), assistants.words(["a", "b"]), "ours")
     other = Target(assistants.tiny(2, 0).eval(), assistants.words(["c", "d"]), "other")
     with pytest.raises(ValueError, match="other shares no token with ours: choose another one"):
-        SharedVocabulary(ours, other)
-    other.tokenizer.backend_tokenizer.decoder = decoders.CTC()
-    with pytest.raises(ValueError, match=r"other: .* CTC decoder .*: choose another one"):
-        SharedVocabulary(ours, other)
+        Vocabulary(ours, other, "tli")

@@ -17,7 +17,7 @@ from torch.nn import functional
 from heads.formats.store import save_head
 from heads.mtp import Mtp
 from inference.decode import RequestParams, Step, speculate
-from inference.drafters.mtp import MtpDrafter
+from inference.drafters.head import MtpDrafter
 from inference.protocol import Drafter
 from inference.target.target import Target
 from inference.verification.sample import GREEDY

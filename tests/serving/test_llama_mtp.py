@@ -17,7 +17,7 @@ from torch.nn.functional import pad
 from transformers import PreTrainedTokenizerFast
 
 from heads.base import Features
-from inference.drafters.mtp import MtpDrafter
+from inference.drafters.head import MtpDrafter
 from inference.target.target import Target
 from tests import families, toys
 from tests.serving import test_checkpoint as toy

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, OlmoConfig, OPTConfi
 from data.batches import Batch, Batches, pack
 from data.text.masks import Sample
 from heads.formats.store import save_head
-from inference.drafters.mtp import load_mtp
+from inference.drafters.head import load_mtp
 from inference.target.target import Target
 from tests import families, toys
 from tests.heads.published import eagle_authors, medusa_first, publish

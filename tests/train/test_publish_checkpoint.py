@@ -20,7 +20,7 @@ from transformers.modeling_layers import MtpModel
 from heads.base import Features, NewRows
 from heads.formats.store import save_head
 from heads.mtp import Mtp
-from inference.drafters.mtp import load_mtp
+from inference.drafters.head import load_mtp
 from inference.target.checkpoint import INDEX
 from inference.target.embeddings_only import EmbeddingsOnly
 from inference.target.target import Target

@@ -13,9 +13,8 @@ and only brings the streams of its root along.
 Shape letters: B rows of a batch, T positions, A anchors, the rows that have streams, G streams of each, R = A G.
 """
 
-import copy
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,7 +26,6 @@ from transformers.pytorch_utils import Conv1D
 
 from heads import rows
 from heads.base import LevelNodes, LevelOutput
-from heads.common.files import last_good
 from heads.common.ranges import Count
 from heads.common.typed import typed
 from heads.formats import store
@@ -35,18 +33,19 @@ from heads.formats.store import TargetSpec
 from inference.drafters.host import DrafterState, HostDrafter
 from inference.drafters.policy import TreeConfig, grow
 from inference.protocol import CommittedTokens, Context, Proposal
+from inference.target.model import forwards_replaced
 from inference.target.target import Target
 from inference.verification import tree as trees
-from inference.verification.tree import DraftTree, LookAhead
+from inference.verification.tree import LookAhead
 
 KIND = "streams"  # what a run's folder calls them
-ADAPTER = "streams"
+Forward = Callable[..., Any]
 
 
 class Streams(nn.Module):
     """The streams of one target: their embeddings and adapters, which are all that is trained and saved.
 
-    They run in a second decoder stack that shares every weight with the target's own, which no adapter ever touches.
+    Only in a pass with streams do they act on the target's layers.
 
     Raises:
         ValueError: the configuration does not fit the target.
@@ -64,46 +63,62 @@ class Streams(nn.Module):
 
     def __init__(self, config: Config, target: Target) -> None:
         super().__init__()
-        self.config = config
         target.check_masks("so no stream can ride along")
-        count = len(target.decoder_layers)
-        first = count - (count if config.layers is None else config.layers)
-        if first < 0:
-            raise ValueError(f"streams.layers is {config.layers}: {target.name} has {count} layers, give at most that")
-        self.embedding = nn.Parameter(
-            0.02 * torch.randn(config.streams, target.embeddings.hidden_size, device=target.device)
-        )
-        from peft import LoraConfig, inject_adapter_in_model
-
-        shared: dict[int, Any] = {id(tensor): tensor for tensor in (*target.base.parameters(), *target.base.buffers())}
-        stack: nn.Module = copy.deepcopy(target.base, shared)  # whose parameters and buffers are the very same tensors
-        names = _linears(target, first, config.modules)
-        transposed = isinstance(stack.get_submodule(names[0]), Conv1D)
-        lora = LoraConfig(r=config.rank, lora_alpha=config.alpha, target_modules=names, fan_in_fan_out=transposed)
-        inject_adapter_in_model(lora, stack, ADAPTER)  # adapters start as no change
-        adapted: dict[str, Any] = {name: stack.get_submodule(name) for name in names}
-        for adapter in adapted.values():
-            vars(adapter)["forward"] = partial(self._adapted, adapter)
-        for layer in range(first):
-            below = stack.get_submodule(_name_of(target, layer))
-            vars(below)["forward"] = partial(self._below, below.forward)
-        stack.get_submodule(_name_of(target, first)).register_forward_pre_hook(self._enter)
-        matrices = {
-            name.replace(".", "/"): nn.ModuleDict({"down": adapter.lora_A[ADAPTER], "up": adapter.lora_B[ADAPTER]})
-            for name, adapter in adapted.items()
+        self.config, self.target = config, target
+        self.top = [*target.decoder_layers][-(config.layers or 0) :]  # a list: the target's layers are no submodules
+        linears = {one for layer in self.top for one in layer.modules() if isinstance(one, nn.Linear | Conv1D)}
+        self.linears = {
+            name.replace(".", "/"): module
+            for name, module in target.base.named_modules()
+            if module in linears and (config.modules is None or name.rsplit(".", 1)[-1] in config.modules)
         }
-        self.adapters = nn.ModuleDict(matrices).float()
-        self._frozen = (target, stack)  # in a tuple, so that they are no submodules and never trained or saved
-        self._first = 0  # of the rows in a pass that are streams'
-        self._riding: tuple[Tensor, Tensor] | None = None
+        if not self.linears:
+            raise ValueError(f"streams.modules is {config.modules}: {target.name} has no such linear layer")
+        self.embedding = nn.Parameter(0.02 * torch.randn(config.streams, target.embeddings.hidden_size))
+        self.adapters = nn.ModuleDict()
+        for name, linear in self.linears.items():
+            down = nn.Linear(linear.nx if isinstance(linear, Conv1D) else linear.in_features, config.rank, bias=False)
+            up = nn.Linear(config.rank, linear.nf if isinstance(linear, Conv1D) else linear.out_features, bias=False)
+            nn.init.zeros_(up.weight)  # adapters start as no change
+            self.adapters[name] = nn.ModuleDict({"down": down, "up": up})
+        self.to(target.device)
 
-    def stack(self, source: Int[Tensor, "B R"], stream: Int[Tensor, "R"]) -> Callable[..., Any]:
-        """Return a decoder stack whose last R rows are the streams (counted from 1) of the rows `source`."""
+    def behind(
+        self, anchor: Int[Tensor, "B A"], offset: Int[Tensor, "B N"], visible: Bool[Tensor, "B N N"]
+    ) -> tuple[Int[Tensor, "B R"], Int[Tensor, "B R"], Bool[Tensor, "B R M"], Forward]:
+        """Return the streams behind the rows `anchor` of N: their rows, offsets, visible rows, and the stack to run.
+
+        A stream sees what its row sees, and its row's streams up to itself.
+        """
+        source = anchor.repeat_interleave(self.config.streams, 1)
+        index = torch.arange(source.shape[1], device=source.device)
+        row, stream = index // self.config.streams, index % self.config.streams
+        among = ((row == row[:, None]) & (index <= index[:, None])).expand(len(source), -1, -1)
+        seen = visible.gather(1, source[:, :, None].expand(-1, -1, visible.shape[2]))
+        return source, offset.gather(1, source) + stream + 1, torch.cat([seen, among], 2), self.stack(source, stream)
+
+    def stack(self, source: Int[Tensor, "B R"], stream: Int[Tensor, "R"]) -> Forward:
+        """Return a decoder stack whose last R rows are the streams (counted from 0) of the rows `source`."""
+        count, scale = source.shape[1], self.config.alpha / self.config.rank
+
+        def begin(forward: Forward, hidden: Tensor, *args: Any, **inputs: Any) -> Any:
+            begun = hidden.gather(1, source[:, :, None].expand(-1, -1, hidden.shape[2]))
+            begun = begun + self.embedding[stream].to(hidden.dtype)
+            return forward(torch.cat([hidden[:, :-count], begun], 1), *args, **inputs)
+
+        def adapted(forward: Forward, adapter: Any, x: Tensor) -> Tensor:
+            if x.ndim != 3:
+                raise ValueError("streams.modules: some read no rows one by one (of experts?), name only attention's")
+            result, added = forward(x), adapter.up(adapter.down(x[:, -count:].to(adapter.down.weight.dtype)))
+            result[:, -count:].add_(added.to(result.dtype), alpha=scale)
+            return result
 
         def run(**inputs: Any) -> Any:
-            self._first = inputs["input_ids"].shape[1] - source.shape[1]
-            self._riding = source, stream
-            return self._frozen[1](**inputs)
+            forwards = {self.top[0]: partial(begin, self.top[0].forward)}
+            for name, linear in self.linears.items():
+                forwards[linear] = partial(adapted, linear.forward, self.adapters[name])
+            with forwards_replaced(forwards):
+                return self.target.base(**inputs)
 
         return run
 
@@ -116,136 +131,18 @@ class Streams(nn.Module):
             The logits of the streams, and those of their teachers: by the legend of rows and depths, stream d of row t
             is depth d, so its teacher is the target's distribution at row t+d. No gradient reaches the teachers.
         """
-        target, streams, width = self._frozen[0], self.config.streams, token.shape[1]
-        position, attn_mask, source, stream = layout_of(document, anchor, streams)
+        position, visible, width = rows.positions(document), rows.visible(document), token.shape[1]
+        source, behind, seen, stack = self.behind(anchor, position, visible)
+        attn_mask = torch.cat([nn.functional.pad(visible, (0, source.shape[1])), seen], 1)
         # A stream behind the context has no teacher, and learned positions end there.
-        position = position.clamp_max(target.context - 1)
+        position = torch.cat([position, behind], 1).clamp_max(self.target.context - 1)
         tokens = torch.cat([token, token.gather(1, source)], 1)
-        states = target.run(tokens, position, attn_mask, None, stack=self.stack(source, stream)).last_hidden
-        draft = target.embeddings.logits(states[:, width:]).unflatten(1, (-1, streams))
+        states, logits = self.target.run(tokens, position, attn_mask, None, stack=stack), self.target.embeddings.logits
+        rows_of_target, streams = states.last_hidden.split([width, source.shape[1]], 1)
         with torch.no_grad():
-            last = states[:, :width].detach()
-            batch = torch.arange(len(token), device=token.device)[:, None]
-            teachers = torch.stack([rows.teacher(last, depth)[batch, anchor] for depth in range(1, streams + 1)], 2)
-            teacher = target.embeddings.logits(teachers)
-        return draft, teacher
-
-    def _below(self, forward: Callable[..., Any], hidden: Tensor, *args: Any, **inputs: Any) -> Any:
-        """Run a layer below the streams' first, in which and in whose cache they have no rows."""
-        assert self._riding is not None
-        cut = partial(_cut, base=self._first, look_ahead=self._riding[0].shape[1])
-        return forward(cut(hidden), *map(cut, args), **{name: cut(value) for name, value in inputs.items()})
-
-    def _enter(self, _layer: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Let the streams begin: their rows take on the states of their sources, and their embeddings."""
-        assert self._riding is not None
-        source, stream = self._riding
-        hidden = args[0]
-        begun = hidden.gather(1, source[:, :, None].expand(-1, -1, hidden.shape[2]))
-        begun = begun + self.embedding[stream - 1].to(hidden.dtype)
-        return (torch.cat([hidden[:, : self._first], begun], 1), *args[1:])
-
-    def _adapted(self, layer: Any, x: Tensor) -> Tensor:
-        """Return what peft's LoRA layer makes of the rows "B T D", its adapter acting only on the streams'.
-
-        peft's own way to adapt a sequence's last tokens (activated LoRA) builds and gathers a mask in every layer,
-        which costs a small target several times its own pass.
-        """
-        if x.ndim != 3:
-            raise ValueError("streams.modules: some do not read rows one by one (of experts?), name attention's alone")
-        result: Tensor = layer.base_layer(x)
-        down, up = layer.lora_A[ADAPTER], layer.lora_B[ADAPTER]
-        added = up(down(x[:, self._first :].to(down.weight.dtype)))
-        result[:, self._first :].add_(added.to(result.dtype), alpha=layer.scaling[ADAPTER])
-        return result
-
-
-def layout_of(
-    document: Int[Tensor, "B T"], anchor: Int[Tensor, "B A"], streams: int
-) -> tuple[Int[Tensor, "B M"], Bool[Tensor, "B M M"], Int[Tensor, "B R"], Int[Tensor, "R"]]:
-    """Lay out the streams of the rows `anchor` behind packed rows.
-
-    A stream sees what its anchor sees, and its anchor's streams up to itself, as it does in a verification pass.
-
-    Returns:
-        The position of each of the M = T + R rows, which rows each attends to, and each stream's anchor and number.
-    """
-    batch, width = document.shape
-    count = anchor.shape[1]
-    source = anchor.repeat_interleave(streams, 1)
-    stream = torch.arange(1, streams + 1, device=document.device).repeat(count)
-    own_position, visible = rows.positions(document), rows.visible(document)
-    position = torch.cat([own_position, own_position.gather(1, source) + stream], 1)
-    prefix = visible.gather(1, source[:, :, None].expand(-1, -1, width))
-    above = torch.cat([visible, visible.new_zeros(batch, width, count * streams)], 2)
-    below = torch.cat([prefix, earlier_streams(count, streams, document.device).expand(batch, -1, -1)], 2)
-    return position, torch.cat([above, below], 1), source, stream
-
-
-def earlier_streams(count: int, streams: int, device: torch.device) -> Bool[Tensor, "R R"]:
-    """Return which streams each stream sees among those of `count` rows: its own row's, up to itself."""
-    one = torch.ones(streams, streams, dtype=torch.bool, device=device).tril()
-    return torch.block_diag(*[one] * count).bool()
-
-
-def save_streams(folder: Path, config: Streams.Config, weights: dict[str, Tensor], spec: TargetSpec) -> None:
-    """Write the folder of streams with their `state_dict` whole, or leave the last one as it was; make its parents.
-
-    Raises:
-        ValueError: a weight is not finite.
-        OSError: the disk is full or the folder cannot be written.
-    """
-    store.write_folder(folder, {KIND: asdict(config), "target": asdict(spec)}, weights)
-
-
-def load_streams(run: Path, target: Target) -> Streams:
-    """Load a run's streams, or those of a folder, to decode with; refuse missing, damaged and another target's."""
-    folder = run / KIND if last_good(run / KIND).is_dir() else run
-    content = store.read_folder(folder, KIND, (KIND, "target"))
-    store.assert_same_target(folder, typed(TargetSpec, content["target"]), target.spec)
-    try:
-        config = typed(Streams.Config, content[KIND], KIND)
-    except ValueError as error:
-        raise ValueError(f"{folder}/{store.CONFIG}: {error}") from None
-    streams = Streams(config, target)
-    store.fill(streams, folder)
-    return frozen(streams, target)
-
-
-def frozen(streams: Streams, target: Target) -> Streams:
-    """Return the streams as decoding takes them."""
-    return streams.to(target.device, target.dtype).eval().requires_grad_(False)
-
-
-def _cut(value: Any, base: int, look_ahead: int) -> Any:
-    """Return a layer's input for its first `own` rows: states, positions and rotations "B M …", or a mask "B 1 M S"."""
-    if isinstance(value, tuple):
-        return tuple(_cut(item, base, look_ahead) for item in value)
-    if not isinstance(value, Tensor) or value.ndim < 2:
-        return value
-    if value.ndim == 4:
-        return value[:, :, :base, :-look_ahead]
-    return value[:, :base] if value.shape[1] == base + look_ahead else value
-
-
-def _name_of(target: Target, layer: int) -> str:
-    return next(name for name, module in target.base.named_modules() if module is target.decoder_layers[layer])
-
-
-def _linears(target: Target, first: int, kinds: list[str] | None) -> list[str]:
-    """Return the names of the wanted linear layers in the decoder layers from `first` on."""
-    by_kind: dict[str, list[str]] = {}  # by the last part of their names
-    for layer in range(first, len(target.decoder_layers)):
-        for name, module in target.decoder_layers[layer].named_modules():
-            if isinstance(module, nn.Linear | Conv1D):
-                by_kind.setdefault(name.rsplit(".", 1)[-1], []).append(f"{_name_of(target, layer)}.{name}")
-    unknown = [name for name in kinds or [] if name not in by_kind]
-    if unknown or not by_kind or kinds == []:
-        missing = ", ".join(unknown) or "linear layer to adapt"
-        raise ValueError(
-            f"streams.modules is {kinds}: {target.name} has no {missing}; choose from {', '.join(by_kind)}"
-        )
-    return [name for kind, names in by_kind.items() if kinds is None or kind in kinds for name in names]
+            taught = torch.stack([rows.teacher(rows_of_target, d) for d in range(1, self.config.streams + 1)], 2)
+            teacher = logits(taught[torch.arange(len(anchor), device=anchor.device)[:, None], anchor])
+        return logits(streams).unflatten(1, (-1, self.config.streams)), teacher
 
 
 class StreamsDrafter(HostDrafter):
@@ -261,10 +158,14 @@ class StreamsDrafter(HostDrafter):
         tree: TreeConfig
 
     def __init__(self, config: Config, target: Target, name: str, streams: Streams | None = None) -> None:
-        self.target, self.config, self.name = target, config.tree, name
-        self.streams = streams or load_streams(Path(config.run).expanduser(), target)
-        self.tree = config.tree.label
-        self.depth = min(self.streams.config.streams, config.tree.deepest)  # deeper streams would draft nothing
+        self.config, self.name, self.tree = config.tree, name, config.tree.label
+        if streams is None:
+            folder = Path(config.run).expanduser() / KIND
+            content = store.read_folder(folder, KIND, (KIND, "target"))
+            store.assert_same_target(folder, typed(TargetSpec, content["target"]), target.spec)
+            streams = Streams(typed(Streams.Config, content[KIND], KIND), target)
+            store.fill(streams, folder)
+        self.streams = streams.to(target.device, target.dtype).eval().requires_grad_(False)
 
     def start(self, prompt: list[int]) -> "StreamsState":
         """Begin a sequence, which has no streams before its first pass."""
@@ -272,61 +173,35 @@ class StreamsDrafter(HostDrafter):
 
 
 class StreamsState(DrafterState):
-    """One sequence: the logits of the streams that were accepted last, and the streams of the last proposal."""
+    """One sequence: the logits of the streams that were accepted last, from which a tree grows."""
+
+    vocab = None
 
     def __init__(self, drafter: StreamsDrafter) -> None:
-        self.config, self.streams, self.depth = drafter.config, drafter.streams, drafter.depth
-        self.device = drafter.target.device
-        self.drafted: Drafted | None = None
-        self.node: Tensor | None = None  # which node each look-ahead token belongs to
+        self.config, self.streams, self.max_depth = drafter.config, drafter.streams, 0
+        self.logits: Float[Tensor, "G V"] | None = None
 
     def update(self, commit: CommittedTokens) -> None:
         """Keep the streams of the node that was accepted last."""
-        self.drafted = None
-        if commit.verified is not None and commit.verified.look_ahead is not None and self.node is not None:
-            mine = commit.verified.look_ahead[self.node == commit.verified.path[-1]]
-            self.drafted = Drafted(mine) if len(mine) else None
+        verified = commit.verified
+        if verified is not None and verified.look_ahead is not None:
+            self.logits = verified.look_ahead.unflatten(0, (len(verified.tree.token), -1))[verified.path[-1]]
 
     @torch.inference_mode()
     def propose(self, context: Context) -> Proposal:
         """Grow the tree that the last pass has drafted, and let the streams of its nodes ride along."""
-        proposal = Proposal(trees.root(context.token[-1], self.device))
-        if self.drafted is not None:
-            self.drafted.max_depth = min(self.drafted.max_depth, context.max_draft_depth)
-            proposal = grow(self.drafted, None, self.drafted.level(1, 1), self.config, context)
-        return proposal._replace(look_ahead=self.look_ahead(proposal.tree, context.max_draft_depth))
-
-    def look_ahead(self, tree: DraftTree, max_draft_depth: int) -> LookAhead | None:
-        """Return the streams of all nodes, but for those that would draft deeper than can be committed."""
-        size = len(tree.token)
-        ancestors = trees.ancestors(tree)
-        node = torch.arange(size, device=tree.token.device).repeat_interleave(self.depth)
-        stream = torch.arange(1, self.depth + 1, device=node.device).repeat(size)
-        offset = ancestors.sum(-1)[node] - 1 + stream
-        fits = offset < max_draft_depth  # what a stream drafts stands one position further than the stream
-        self.node, stream = node[fits], stream[fits]
-        if not len(stream):
-            return None
-        among = earlier_streams(size, self.depth, node.device)[fits][:, fits]
-        attn_mask = torch.cat([ancestors[self.node], among], 1)
-        stack = self.streams.stack(self.node[None], stream)
-        return LookAhead(tree.token[self.node].clamp_min(0), offset[fits], attn_mask, stack)
-
-
-class Drafted:
-    """The logits that one node's streams gave, by depth; what a tree grows from."""
-
-    vocab = None
-
-    def __init__(self, logits: Float[Tensor, "G V"]) -> None:
-        self.logits = logits
-        self.max_depth = len(logits)
-
-    def level(self, depth: int, nodes: int) -> LevelOutput:
-        """Return the logits of the tokens at `depth`, the same under every node."""
-        logits = self.logits[depth - 1].expand(1, nodes, -1)
-        return LevelOutput(logits, logits[..., :0])
+        proposal = Proposal(trees.root(context.token[-1], self.streams.target.device))
+        if self.logits is not None:
+            self.max_depth = min(len(self.logits), context.max_draft_depth)
+            level = LevelOutput(self.logits[None, :1], self.logits[None, :1, :0])
+            proposal = grow(self, None, level, self.config, context)
+        token, visible = proposal.tree.token, trees.ancestors(proposal.tree)[None]
+        node = torch.arange(len(token), device=token.device)[None]
+        source, offset, seen, stack = self.streams.behind(node, visible.sum(-1) - 1, visible)
+        return proposal._replace(look_ahead=LookAhead(token[source[0]].clamp_min(0), offset[0], seen[0], stack))
 
     def expand(self, state: None, level: LevelOutput, nodes: LevelNodes) -> LevelOutput:
-        """Score the next depth: streams know nothing of the tokens that are drafted before."""
-        return self.level(nodes.depth + 1, nodes.token.shape[1])
+        """Score the next depth, the same under every node: streams know nothing of the tokens drafted before."""
+        assert self.logits is not None
+        logits = self.logits[nodes.depth].expand(1, nodes.token.shape[1], -1)
+        return LevelOutput(logits, logits[..., :0])
