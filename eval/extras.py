@@ -2,7 +2,8 @@
 
 import json
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -31,17 +32,15 @@ def training(heads: Mapping[str, Path]) -> dict[str, dict[str, Records]]:
         `tau`: each measurement by the verifier, with its interval.
     """
     files = {name: folder.parent / METRICS for name, folder in heads.items() if folder.name == "head"}
-    return {name: curves(list(records(file))) for name, file in files.items() if file.is_file()}
-
-
-def records(file: Path) -> Iterator[dict[str, Any]]:
-    """Yield a run's records; a line that a killed run was writing is left out."""
-    for line in file.read_text(encoding="utf-8").splitlines():
-        try:
-            record = json.loads(line)
-        except json.JSONDecodeError:
-            continue
-        yield record
+    by_head = {}
+    for name, file in files.items():
+        records: Records = []
+        for line in file.read_text(encoding="utf-8").splitlines() if file.is_file() else ():
+            with suppress(json.JSONDecodeError):  # a line that a killed run was writing
+                records.append(json.loads(line))
+        if file.is_file():
+            by_head[name] = curves(records)
+    return by_head
 
 
 def curves(records: Records) -> dict[str, Records]:
@@ -82,18 +81,17 @@ def trees(runs: Runs, drafters: Mapping[str, Drafter]) -> dict[str, dict[str, An
 
 
 def answers(runs: Runs, drafters: Sequence[str], prompts: Sequence[Prompt], tokenizer: Any) -> Records:
-    """Return the drafters' answers to the first prompts, each by its first repeat.
-
-    Returns:
-        By prompt and drafter the prompt's end, and the `pieces`.
-    """
-    records = []
-    for index, prompt in enumerate(prompts[:ANSWERS]):
-        question = visible(str(tokenizer.decode(prompt.token))[-QUESTION:])
-        for name in drafters:
-            read = pieces(runs[name][index][0], tokenizer)
-            records.append({"drafter": name, "prompt": prompt.id, "question": question, "pieces": read})
-    return records
+    """Return the drafters' answers to the first prompts: by prompt and drafter its end, and the first run's `pieces`."""
+    return [
+        {
+            "drafter": name,
+            "prompt": prompt.id,
+            "question": visible(str(tokenizer.decode(prompt.token))[-QUESTION:]),
+            "pieces": pieces(runs[name][index][0], tokenizer),
+        }
+        for index, prompt in enumerate(prompts[:ANSWERS])
+        for name in drafters
+    ]
 
 
 def pieces(run: Generation, tokenizer: Any) -> Records:

@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor
 
 from data.text.prompts import Prompt
@@ -38,7 +38,7 @@ from eval.measures.results import BASELINE
 from heads.common.progress import progress, tick
 from inference.batch import Batch, acquire, needed_entries, release
 from inference.decode import Generation, RequestParams, autoregress
-from inference.protocol import Drafted, Drafter
+from inference.protocol import Drafter
 from inference.request import Request
 from inference.target.cache import TargetCache
 from inference.target.target import Target
@@ -79,28 +79,14 @@ TOGETHER = 16  # sequences at a prefix in one step of the engine, where memory a
 
 
 class Prefix(NamedTuple):
-    """A text to sample after: a prompt and its answer so far, what is drafted there, and the target's probs."""
+    """A text to sample after: a prompt and its answer so far, and the target's probs there."""
 
     prompt: list[int]
     answer: list[int]
-    drafted: Drafted
     draws: bool  # whether children are sampled on the host, by a model with a state of its own
     probs: Float[Tensor, "V"]
     cells: Cells
-
-    def usable(self, tv: float) -> bool:
-        """Whether there is a draft, and the broken rule is off by more than a total variation."""
-        best = float(self.probs.max())
-        return len(self.children()) > 0 and self.cells.freedom > 0 and best * (1 - best) > tv
-
-    def children(self) -> Int[Tensor, "K"]:
-        """Return the tokens drafted at depth 1."""
-        (token, *_), (parent, *_) = self.drafted.tree
-        return token[(parent == 0) & (token >= 0)].unique()
-
-    def mass(self) -> float:
-        """Return the target's probability of the tokens drafted at depth 1."""
-        return float(self.probs[self.children()].sum())
+    mass: float  # the target's probability of the tokens drafted at depth 1
 
 
 def sampled_gates(setup: Setup, tv: float, tests: int, sizes: Sequence[int] = (1,)) -> list[SampledGate]:
@@ -178,10 +164,10 @@ def chi_square_test(
     alpha: float,
 ) -> tuple[ChiSquareTest | None, str]:
     """Sample next tokens after a few prefixes and test them against the target's probs; or return why not."""
-    usable = [prefix for text in candidates if (prefix := _prefix(target, drafter, *text, settings)).usable(tv)]
+    usable = [prefix for text in candidates if (prefix := _prefix(target, drafter, *text, settings, tv)) is not None]
     if any(prefix.draws for prefix in usable):
         return None, "no draws: its drafts are drawn by a model with a state of its own"
-    prefixes = sorted(usable, key=Prefix.mass, reverse=True)[:PREFIXES]
+    prefixes = sorted(usable, key=lambda prefix: prefix.mass, reverse=True)[:PREFIXES]
     if not prefixes:
         return None, "no draws: at no prompt was anything drafted where the target has a choice"
     count = losslessness.samples_for([prefix.cells for prefix in prefixes], tv, alpha)
@@ -236,14 +222,20 @@ def _left(batch: Batch) -> None:
     release(batch.target, batch.drafter, batch)
 
 
-def _prefix(target: Target, drafter: Drafter, prompt: list[int], answer: list[int], settings: RequestParams) -> Prefix:
-    """Draft once after a text, and return the target's probs there."""
+def _prefix(
+    target: Target, drafter: Drafter, prompt: list[int], answer: list[int], settings: RequestParams, tv: float
+) -> Prefix | None:
+    """Draft once after a text; None without a draft, or where the broken rule is off by at most a total variation."""
     batch, requests = _entered(target, drafter, prompt, answer, settings, 1)
     _, drafted = batch.device_step.sample(requests)
     draws = batch.device_step.plan.sampled is not None and not batch.drafts.traits.on_device
     probs = _probs(_request(target, prompt, answer, settings, target.cache()))
     _left(batch)
-    return Prefix(prompt, answer, drafted, draws, probs, losslessness.cells(probs))
+    (token, *_), (parent, *_) = drafted.tree
+    children, cells, best = token[(parent == 0) & (token >= 0)].unique(), losslessness.cells(probs), float(probs.max())
+    if not len(children) or not cells.freedom or best * (1 - best) <= tv:
+        return None
+    return Prefix(prompt, answer, draws, probs, cells, float(probs[children].sum()))
 
 
 def _samples(

@@ -35,7 +35,7 @@ from eval.measures.results import (
 )
 from heads.common.progress import progress
 from inference.batch import Batch, acquire, release
-from inference.decode import Generation, RequestParams, autoregress, speculate
+from inference.decode import Generation, RequestParams, speculate
 from inference.drafters.plain import Baseline
 from inference.protocol import Drafter
 from inference.target.target import Target
@@ -75,28 +75,22 @@ def measure(setup: Setup, repeats: int, warmup: Sequence[Prompt], hf: bool, batc
     """
     target, drafters, prompts, settings = setup
     assert not {BASELINE, HF} & set(drafters), "a drafter has a baseline's name"
-    if batch_size > 1:
-        all_drafters, tokens = setup.all_drafters(), [prompt.token for prompt in prompts]
-        warm_up(setup, warmup, batch_size)
+    all_drafters, tokens = setup.all_drafters(), [prompt.token for prompt in prompts]
+    if batch_size == 1:
+        runners: dict[str, Runner] = {
+            name: partial(speculate, target, drafter, settings=settings) for name, drafter in all_drafters.items()
+        }
+        if hf:
+            runners[HF] = partial(hf_generate, target, settings=settings)
+        return interleave(runners, prompts, repeats, warmup, settings.seed, setup.resets())
 
-        def answers(name: str, *_: Any) -> Sequence[Generation]:
-            return speculate(target, all_drafters[name], tokens, settings, batch_size=batch_size)
+    def answers(name: str, *_: Any) -> Sequence[Generation]:
+        return speculate(target, all_drafters[name], tokens, settings, batch_size=batch_size)
 
-        return in_turns(list(all_drafters), answers, [range(len(prompts))], repeats, settings.seed, setup.resets())
-    runners: dict[str, Runner] = {BASELINE: partial(autoregress, target, settings=settings)}
-    for name, drafter in drafters.items():
-        runners[name] = partial(speculate, target, drafter, settings=settings)
-    if hf:
-        runners[HF] = partial(hf_generate, target, settings=settings)
-    return interleave(runners, prompts, repeats, warmup, settings.seed, setup.resets())
-
-
-def warm_up(setup: Setup, prompts: Sequence[Prompt], batch_size: int) -> None:
-    """Let every drafter decode further prompts, if there are any, in a full batch, untimed."""
-    tokens = [prompt.token for prompt in prompts] * batch_size
-    for drafter in setup.all_drafters().values() if tokens else ():
-        some = tokens[: max(batch_size, len(prompts))]
-        speculate(setup.target, drafter, some, setup.settings, batch_size=batch_size)
+    further = [prompt.token for prompt in warmup] * batch_size  # a full batch
+    for drafter in all_drafters.values() if further else ():
+        speculate(target, drafter, further[: max(batch_size, len(warmup))], settings, batch_size=batch_size)
+    return in_turns(list(all_drafters), answers, [range(len(prompts))], repeats, settings.seed, setup.resets())
 
 
 def interleave(

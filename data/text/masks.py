@@ -10,7 +10,7 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate, chain, pairwise
+from itertools import pairwise
 from typing import NamedTuple
 
 from transformers import PreTrainedTokenizerBase
@@ -20,7 +20,6 @@ from data.text.parts import REASONING, BadSampleError, LeftOutError, Message, co
 from data.text.records import Record
 from data.text.template import (
     Span,
-    encode,
     encode_spans,
     ends_of,
     last_token,
@@ -406,26 +405,7 @@ def _masked(turn: Turn, tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], 
 
 
 def _mask(text: str, spans: list[Span], tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:
-    """Return the text's tokens, and 1 for each token that is entirely in a span."""
-    edges = [0, *chain.from_iterable(spans), len(text)]
-    # Pieces whose tokens join to the whole's give the boundaries, much faster than encoding prefixes.
-    whole, *pieces = encode([text, *(text[a:b] for a, b in pairwise(edges))], tokenizer)
-    bounds = list(accumulate(len(piece) for piece in pieces))
-    if whole != list(chain.from_iterable(pieces)):
-        prefixes = encode(
-            [text[:edge] for edge in edges[1:]], tokenizer
-        )  # SentencePiece encodes a text's start differently
-        bounds = [len(prefix) for prefix in prefixes]
-        if any(whole[: len(prefix)] != prefix for prefix in prefixes):
-            return _by_characters(text, spans, tokenizer)
-    mask = [0] * len(whole)
-    for start, end in zip(bounds[::2], bounds[1::2], strict=False):
-        mask[start:end] = [1] * (end - start)
-    return whole, mask
-
-
-def _by_characters(text: str, spans: list[Span], tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:
-    """Mask by characters where tokens span an answer's edge: the target never writes such a token."""
+    """Return the text's tokens, and 1 for each that is entirely in a span: the target writes none across an edge."""
     if not tokenizer.is_fast:
         raise BadSampleError(
             "tokens across an answer's edge",

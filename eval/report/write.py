@@ -171,8 +171,7 @@ def serving_schedule(rows: Sequence[ResultRow]) -> Json | None:
     return serving_config(best) if len(best) > 1 else None
 
 
-# Of a row: computed again, or of earlier versions.
-UNREAD = ("ladder", "agreement", "definitions", "report", "overlap_headroom", "state", "tau_within_depth")
+UNREAD = ("ladder",)  # of a row: computed again
 
 
 def read_report(file: Path) -> Json:
@@ -190,21 +189,21 @@ def read_report(file: Path) -> Json:
             f"report {file} has schema {quoted(content['schema'])}, this version reads {SCHEMA}: evaluate again with "
             "this version, or read it with the one that wrote it"
         )
-    for key in ("target", "device", "settings"):
-        if not isinstance(content.get(key), dict):
-            raise ValueError(f"report {file} has no {key}: evaluate again")
-    for index, row in enumerate(content["rows"]):
-        try:
-            row_of(row)
-        except ValueError as error:
-            raise ValueError(f"report {file}, row {index}: {error}; evaluate again") from None
+    part = ""
     try:
+        for part in ("target", "device", "settings"):
+            if not isinstance(content[part], dict):
+                raise ValueError("it is no mapping")
+        for index, row in enumerate(content["rows"]):
+            part = f"row {index}"
+            row_of(row)
+        part = "gates"
         for gate in content["settings"].get("gate", {}).values():
             Gate.read(gate)
         for check in content["settings"].get("sampled_gate", []):
             SampledGate.read(check)
     except (ValueError, AttributeError, KeyError, TypeError) as error:
-        raise ValueError(f"report {file} has damaged gates ({error}): evaluate again") from None
+        raise ValueError(f"report {file} is damaged in its {part} ({error}): evaluate again") from None
     return content
 
 

@@ -142,5 +142,6 @@ def nearest(word: str, names: Iterable[str]) -> str:
     siblings = [name.removeprefix(parent + dot) for name in every if name.startswith(parent + dot)]
     near = [name for name in every if name.endswith(f".{word}")]
     near = near or [parent + dot + name for name in get_close_matches(last, siblings, 2)]
-    near = near if near or siblings else get_close_matches(word, every, 2, 0.8)
+    if not near and not siblings:  # another command may have the option within a section
+        near = get_close_matches(word, every, 2, 0.8) or [name for name in every if f".{name}".endswith(f".{last}")][:2]
     return f"do you mean {' or '.join(near)}?" if near else ""

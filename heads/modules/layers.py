@@ -62,6 +62,8 @@ class LayerSpec(NamedTuple):
 class Recomputing(nn.Module):
     """A module with activation checkpointing: under `recompute` the backward pass recomputes its activations."""
 
+    apply_to: Callable[..., Any]  # of its forward pass
+
     def __init__(self) -> None:
         super().__init__()
         self.recompute = False
@@ -72,6 +74,10 @@ class Recomputing(nn.Module):
             return checkpoint(function, *inputs, use_reentrant=False)
         return function(*inputs)
 
+    def forward(self, x: Tensor) -> Tensor:
+        """Apply the module's `apply_to`."""
+        return self.checkpointed(self.apply_to, x)
+
 
 class RMSNorm(Recomputing):
     """Root-mean-square norm (Zhang and Sennrich, 2019), computed in fp32."""
@@ -81,12 +87,8 @@ class RMSNorm(Recomputing):
         self.weight = nn.Parameter(torch.ones(width))
         self.eps = eps
 
-    def forward(self, x: Float[Tensor, "*n D"]) -> Float[Tensor, "*n D"]:
-        """Normalise the last dimension."""
-        return self.checkpointed(self.apply_to, x)
-
     def apply_to(self, x: Float[Tensor, "*n D"]) -> Float[Tensor, "*n D"]:
-        """Apply the norm, keeping its activations."""
+        """Normalise the last dimension."""
         wide = x if x.dtype == torch.float64 else x.float()
         return self.weight * functional.rms_norm(wide, self.weight.shape, eps=self.eps).to(x.dtype)
 
@@ -185,12 +187,8 @@ class SwiGLU(Recomputing):
         self.up_proj = nn.Linear(width, inner, bias=False)
         self.down_proj = nn.Linear(inner, width, bias=False)
 
-    def forward(self, x: Float[Tensor, "*n D"]) -> Float[Tensor, "*n D"]:
-        """Apply the layer."""
-        return self.checkpointed(self.apply_to, x)
-
     def apply_to(self, x: Float[Tensor, "*n D"]) -> Float[Tensor, "*n D"]:
-        """Apply the layer, keeping its activations."""
+        """Apply the layer."""
         return self.down_proj(functional.silu(self.gate_proj(x)) * self.up_proj(x))
 
 

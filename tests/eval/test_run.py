@@ -280,6 +280,11 @@ def test_the_report_goes_to_the_run_or_where_it_was_told_and_one_there_is_announ
     assert folder_for("there", [str(tmp_path)], ["head"]) == Path("there")
     assert folder_for(None, ["me/mine"], ["head"]) == Path("outputs/mine")
     assert folder_for(None, [], ["suffix", "plain"]) == Path("outputs/suffix-plain")
+    for name in ("head", "mine"):  # a head's own folder, which may be in git
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").touch()
+    assert folder_for(None, [str(tmp_path / "head")], ["head"]) == Path("outputs") / tmp_path.name
+    assert folder_for(None, [str(tmp_path / "mine")], ["head"]) == Path("outputs/mine")
     assert replacing(tmp_path) == ""
     (tmp_path / "report.json").write_text("{}")
     assert replacing(tmp_path) == ", in place of the report there; out=FOLDER writes elsewhere"

@@ -13,6 +13,7 @@ from heads import HEADS
 from heads.base import Embeddings, embedding_of
 from heads.common.rope import Rope, positions_of
 from heads.common.typed import typed
+from heads.common.untrusted import shown
 from heads.formats.weights import meta_state_dict
 
 STATES = "eagle_aux_hidden_state_layer_ids"  # hidden states at the top level, outputs within `eagle_config`
@@ -98,8 +99,10 @@ def assemble(source: PublishedHead, plan: TensorMapping, embeddings: Embeddings)
     given = source.tensors.keys() - plan.unread - checked
     missing, unknown = sorted(set(read.values()) - given), sorted(given - set(read.values()))
     if missing or unknown:
-        differing = [f"{what} {_few(names)}" for what, names in (("missing", missing), ("unknown", unknown)) if names]
-        raise source.error(f"the tensors are not those of the {plan.head} head in its config: {'; '.join(differing)}")
+        raise source.error(
+            f"the tensors are not those of the {plan.head} head in its config: missing {shown(missing)}, unknown "
+            f"{shown(unknown)}"
+        )
     loaded: dict[str, Tensor] = {}
     for name, mine in expected_tensors.items():
         tensor = filled[name] if name in filled else source.tensors[read[name]]
@@ -166,7 +169,16 @@ def decoder(source: PublishedHead, layer: str, embeddings: Embeddings, *, slidin
     config = source.config
     alike = sliding and set(config.get("layer_types") or ()) == {"sliding_attention"}
     length = config.get("sliding_window") if alike else None
-    _check_options(source, layer, sliding=isinstance(length, int))
+    for name in sorted(source.tensors):
+        if name.startswith(layer) and name.endswith("_proj.bias"):
+            raise source.refusal(f"a bias in its layer, {name} (attention_bias, qkv_bias)")
+    if config.get("hidden_act") not in ACTIVATIONS:
+        raise source.refusal(f"hidden_act={config['hidden_act']}")
+    slides = config.get("use_sliding_window") or "sliding_attention" in (config.get("layer_types") or ())
+    if slides and not isinstance(length, int):
+        raise source.refusal("a sliding window (layer_types, use_sliding_window)")
+    if config.get("logit_scale", 1.0) != 1.0:
+        raise source.refusal(f"logit_scale={config['logit_scale']}")
     rows, kv_rows = (len(source.tensor(f"{layer}self_attn.{name}_proj.weight")) for name in "qk")
     normed = source.tensors.get(f"{layer}self_attn.q_norm.weight")
     width = (
@@ -196,20 +208,6 @@ def decoder(source: PublishedHead, layer: str, embeddings: Embeddings, *, slidin
     }
 
 
-def _check_options(source: PublishedHead, layer: str, *, sliding: bool) -> None:
-    """Refuse options that the shared decoder layer lacks, such as a sliding window unless `sliding` allows it."""
-    config = source.config
-    for name in sorted(source.tensors):
-        if name.startswith(layer) and name.endswith("_proj.bias"):
-            raise source.refusal(f"a bias in its layer, {name} (attention_bias, qkv_bias)")
-    if config.get("hidden_act") not in ACTIVATIONS:
-        raise source.refusal(f"hidden_act={config['hidden_act']}")
-    if not sliding and (config.get("use_sliding_window") or "sliding_attention" in (config.get("layer_types") or ())):
-        raise source.refusal("a sliding window (layer_types, use_sliding_window)")
-    if config.get("logit_scale", 1.0) != 1.0:
-        raise source.refusal(f"logit_scale={config['logit_scale']}")
-
-
 def is_targets_embedding(table: Tensor, embeddings: Embeddings) -> bool:
     """Return whether a table (V, D) is the target's embedding, except for rounding and some targets' scale."""
     parts = torch.arange(len(table)).split(4096)  # the whole in fp32 may take gigabytes
@@ -234,7 +232,3 @@ def _checked_embeddings(source: PublishedHead, embeddings: Embeddings, *, traine
                 "its own is read; choose the head's own target with model.path if this is not it", source.folder, name,
             )  # fmt: skip
     return names
-
-
-def _few(names: list[str]) -> str:
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
