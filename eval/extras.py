@@ -2,7 +2,7 @@
 
 import json
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from statistics import fmean
@@ -32,15 +32,14 @@ def training(heads: Mapping[str, Path]) -> dict[str, dict[str, Records]]:
         `tau`: each measurement by the verifier, with its interval.
     """
     files = {name: folder.parent / METRICS for name, folder in heads.items() if folder.name == "head"}
-    by_head = {}
-    for name, file in files.items():
-        records: Records = []
-        for line in file.read_text(encoding="utf-8").splitlines() if file.is_file() else ():
-            with suppress(json.JSONDecodeError):  # a line that a killed run was writing
-                records.append(json.loads(line))
-        if file.is_file():
-            by_head[name] = curves(records)
-    return by_head
+    return {name: curves(list(records(file))) for name, file in files.items() if file.is_file()}
+
+
+def records(file: Path) -> Iterator[dict[str, Any]]:
+    """Yield a run's records; a line that a killed run was writing is left out."""
+    for line in file.read_text(encoding="utf-8").splitlines():
+        with suppress(json.JSONDecodeError):
+            yield json.loads(line)
 
 
 def curves(records: Records) -> dict[str, Records]:
@@ -81,7 +80,7 @@ def trees(runs: Runs, drafters: Mapping[str, Drafter]) -> dict[str, dict[str, An
 
 
 def answers(runs: Runs, drafters: Sequence[str], prompts: Sequence[Prompt], tokenizer: Any) -> Records:
-    """Return the drafters' answers to the first prompts: by prompt and drafter its end, and the first run's `pieces`."""
+    """Return by prompt and drafter the end of the first prompts, and the `pieces` of the first answer."""
     return [
         {
             "drafter": name,

@@ -55,7 +55,7 @@ def check(
     Greedily every prompt runs once. All are compared with what transformers' own `generate` writes; so is the baseline,
     which the drafters' engine decodes. Above 0 a chi-square test reveals a total variation of `total_variation`.
     """
-    sizes = config.batch_sizes()
+    sizes = config.batch_size
     if not drafters and sizes == [1]:
         return {}, []
     setup = Setup(target, drafters, prompts, config.settings(0.0, logit_gaps=True))
@@ -66,7 +66,7 @@ def check(
         for name, runs_of in decoded_once(setup, size).items():
             verdict = gate(reference, runs_of, ids, target.dtype)
             gates[labelled(name, size)] = replace(verdict, lossy=name != BASELINE and is_lossy(config.rule))
-    hot = [temperature for temperature in config.temperatures() if temperature > 0] if drafters else []
+    hot = [temperature for temperature in config.temperature if temperature > 0] if drafters else []
     tests, sampled = len(hot) * len(drafters), []
     for temperature in hot:
         sampled += sampled_gates(setup._replace(settings=config.settings(temperature)), total_variation, tests, sizes)

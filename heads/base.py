@@ -20,7 +20,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from heads.common.ranges import Amount, Count, Positive, Width
+from heads.common.ranges import Amount, Count, LmHead, Positive, Width
 
 
 @runtime_checkable
@@ -232,7 +232,7 @@ class LayerConfig:
     rope_theta: Positive
     rope_scaling: dict[str, Any] | None
     norm_eps: Amount
-    lm_head: str
+    lm_head: LmHead
     draft_vocab: Count | None
 
 

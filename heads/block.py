@@ -41,9 +41,8 @@ from heads.base import (
 from heads.common.ranges import Count, Parts, Width
 from heads.modules.attention import KeyValue, attend_rows
 from heads.modules.fusion import DFLASH_LAYERS, Fusion, chosen_layers
-from heads.modules.kv_cache import KVCache
+from heads.modules.kv_cache import KVCache, mask_blocks_after, mask_blocks_after_roots
 from heads.modules.layers import DecoderLayer, LayerInputs, LayerSpec, RMSNorm
-from heads.modules.mask_blocks import mask_blocks_after, mask_blocks_after_roots
 from heads.modules.vocab import DraftLmHead, VocabularyLinear, draft_vocabulary
 from heads.rows import last_rows
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from itertools import cycle, islice, zip_longest
 from operator import itemgetter
 from pathlib import Path
-from typing import Any, Generic, NamedTuple, Protocol, TypeVar, runtime_checkable
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from data.config import DataConfig
 from data.text.masks import samples_of
@@ -18,12 +18,12 @@ from data.text.prompts import WORKLOADS, Prompt, before_answers, locate, prompt_
 from data.text.records import Pretokenized, Record, parse, readable
 from data.text.sources import check_source, open_source
 from data.text.template import encode, render, with_opening
-from eval.config import Selection, listed
+from eval.config import Selection
 from eval.measures import metrics
 from eval.measures.results import Measurement
 from inference.decode import RequestParams, autoregress
 from inference.target.target import Target
-from inference.target.tokenizer import RenderError, text_ids, tokenize
+from inference.target.tokenizer import RenderError, text_ids
 
 NO_ANSWER = "it has no answer to play back: give a log with answers; in eval/run.py text=own lets the target write them"
 
@@ -70,8 +70,7 @@ def recorded(record: Record, target: Target, turns: str, most: int) -> Iterator[
     """Yield the first or all answers of a log's record, each after all messages before it, cut to `most` tokens.
 
     Tokens that the record gives are taken as they are. Other chats have those of the whole chat as the template renders
-    it, and an answer is what training would mask as one, its end token included. Without a template the texts follow
-    one another.
+    it, and an answer is what training would mask as one, its end token included.
 
     Raises:
         ValueError: it has no answer, or none that can be distinguished from its prompt.
@@ -103,9 +102,9 @@ def _answers(record: Record, target: Target) -> Iterator[tuple[list[int], int]]:
         yield prompt + rest, len(prompt)
     elif all(message["role"] != "assistant" for message in record.messages):
         raise ValueError(f"record {record.id}: {NO_ANSWER}")
-    elif tokenizer.chat_template:
+    else:
         dropped: Counter[str] = Counter()
-        samples = samples_of(record, tokenizer, "workload", _masking(), dropped)
+        samples = samples_of(record, tokenizer, "it", MASKING, dropped)
         if not samples:
             cause = next(iter(+dropped), "no answer").removeprefix("dropped, ")
             raise ValueError(f"record {record.id}: no answer can be told from its prompt ({cause}): fix it")
@@ -113,31 +112,14 @@ def _answers(record: Record, target: Target) -> Iterator[tuple[list[int], int]]:
             yield from (
                 (sample.token[:end], start) for start, end in Pretokenized(sample.token, sample.loss_mask).answers()
             )
-    else:
-        yield from _joined(record.messages, target)
 
 
-def _joined(messages: Sequence[Message], target: Target) -> Iterator[tuple[list[int], int]]:
-    """Yield the answers of a chat for a tokenizer without a template, its texts one after another."""
-    tokenizer: Any = target.tokenizer
-    before: list[str] = []
-    for message in messages:
-        if message["role"] == "assistant":
-            prompt = text_ids("\n\n".join(before), tokenizer)
-            answer = tokenize(tokenizer, content_text(message), add_special_tokens=False)["input_ids"]
-            yield prompt + answer + sorted(target.eos)[:1], len(prompt)
-        before.append(content_text(message))
-
-
-def _masking() -> DataConfig:
-    """Return the settings of loss masks here: all answers whole, records without one left out."""
-    return DataConfig(
-        path="workload", weights=None, seed=0, streaming=False, split="", length=2, limit=None, prompts="", held_out=0,
-        max_tokens=2**31, min_tokens=1, dedup=False, contamination=None, cache=None, turns="all", reasoning="keep",
-        on_bad="drop", where=None,
-    )  # fmt: skip
-
-
+# Settings of loss masks here: all answers whole, records without one left out.
+MASKING = DataConfig(
+    path="workload", weights=None, seed=0, streaming=False, split="", length=2, limit=None, prompts="", held_out=0,
+    max_tokens=2**31, min_tokens=1, dedup=False, contamination=None, cache=None, turns="all", reasoning="keep",
+    on_bad="drop", where=None,
+)  # fmt: skip
 # With fewer, most generations would end at the context's limit.
 MIN_ANSWER_TOKENS = 8
 SEARCHED = 10_000  # the most records among which prompts of all categories are searched
@@ -147,16 +129,7 @@ Readable = Record | Prompt
 Indexed = tuple[int, Readable]
 
 
-@runtime_checkable
-class Categorized(Protocol):
-    """A measured item with a category: a prompt, a recorded text, a request."""
-
-    @property
-    def category(self) -> str:
-        """Its category; may be empty."""
-
-
-P = TypeVar("P", bound=Categorized)
+P = TypeVar("P", bound=Any)  # a measured item with a category: a prompt, a recorded text, a request
 T = TypeVar("T")
 
 
@@ -257,7 +230,12 @@ def gathered(
     records = list(_records(locate(name), SEARCHED if selection.balanced else most))
     if not records:
         raise ValueError(f"workload {name} has no prompts: give a file with one prompt a line")
-    selected = in_turn(records, most) if selection.balanced else records
+    selected = records
+    if selection.balanced:  # the first of each category, then the second, and so on
+        groups: dict[str, list[Indexed]] = {}
+        for index, record in records:
+            groups.setdefault(record.category, []).append((index, record))
+        selected = [one for turn in zip_longest(*groups.values()) for one in turn if one is not None][:most]
     measured, spare = sorted(selected[: selection.prompts], key=itemgetter(0)), selected[selection.prompts : most]
     indexed = [(index, prompt) for index, record in measured for prompt in _named(name, record, read, selection.turns)]
     prompts = [prompt for _, prompt in indexed]
@@ -295,14 +273,6 @@ def check_known(tokens: Sequence[Any], where: str, target: Target) -> None:
         )
 
 
-def in_turn(records: Sequence[Indexed], count: int) -> list[Indexed]:
-    """Return records of all categories in turn: the first of each, then the second, and so on."""
-    groups: dict[str, list[Indexed]] = {}
-    for index, record in records:
-        groups.setdefault(record.category, []).append((index, record))
-    return [record for turn in zip_longest(*groups.values()) for record in turn if record is not None][:count]
-
-
 def short_name(name: str) -> str:
     """Return a workload's name in reports: its key, a file's name without its folder, or the Hub's name."""
     path = Path(name).expanduser()
@@ -316,7 +286,7 @@ def workload_names(given: Any) -> list[str]:
     Raises:
         ValueError: none of them is there, one is given twice, or is no source of text.
     """
-    names = [str(name) for name in listed(given) if name]
+    names = [str(name) for name in (given if isinstance(given, list) else [given]) if name]
     if not names:
         raise ValueError("workload is missing: give a name, a file or a Hub data set")
     named_apart(names)

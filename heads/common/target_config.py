@@ -112,10 +112,18 @@ def read_target_values(path: str, trust_remote_code: bool, cached_alone: bool) -
             if not cached_alone:
                 check_reachable(path)
             values, _ = PreTrainedConfig.get_config_dict(path, local_files_only=cached_alone)
-        _check(values, trust_remote_code)
+        if not isinstance(values, dict):
+            raise ValueError(f"its config.json is {shown(values)}, expected a mapping")
+        for key, value in entries(values):
+            if PARTS.search(key.rpartition(".")[2]) and isinstance(value, int | float) and not value <= MOST_PARTS:
+                raise ValueError(f"{key} is {shown(value)} in its config.json, at most {MOST_PARTS} are made")
+            if "_implementation" in key and isinstance(value, str) and value not in OURS and not trust_remote_code:
+                raise ValueError(
+                    f"its config.json names code to run by the key {key}, {shown(value)}: remove the key, or trust it "
+                    "with model.trust_remote_code=true"
+                )
     except UNFIT as error:
         raise ValueError(reason(error)) from error
-    assert isinstance(values, dict)
     return values
 
 
@@ -204,7 +212,8 @@ def best_head(path: str, shape: Mapping[str, Any] | None, trust_remote_code: boo
     if layers >= DEEP:
         return "mtp", f"since it drafts best for a target of {layers} layers; {serving}"
     if trained["mlp"] <= max(target // SHARE, trained["mtp"]):
-        return "mlp", f"since a pass of this target, {layers} layers, costs little more than a layer of a head; {serving}"
+        why = f"since a pass of this target, {layers} layers, costs little more than a layer of a head"
+        return "mlp", f"{why}; {serving}"
     prices = f"{trained['mlp'] / 1e6:,.0f}M parameters for a target of {target / 1e6:,.0f}M"
     return "mtp", f"since mlp would train about {prices}; {serving}"
 
@@ -213,17 +222,3 @@ def check_sequence_length(length: int, context: int, name: str) -> None:
     """Refuse packed sequences longer than the target's context length."""
     if length > context:
         raise ValueError(f"data.length is {length}, but {name} reads at most {context} tokens: give {context} or less")
-
-
-def _check(values: Any, trust_remote_code: bool) -> None:
-    """Refuse values of a config.json that transformers must not read, naming the key."""
-    if not isinstance(values, dict):
-        raise ValueError(f"its config.json is {shown(values)}, expected a mapping")
-    for key, value in entries(values):
-        if PARTS.search(key.rpartition(".")[2]) and isinstance(value, int | float) and not value <= MOST_PARTS:
-            raise ValueError(f"{key} is {shown(value)} in its config.json, at most {MOST_PARTS} are made")
-        if "_implementation" in key and isinstance(value, str) and value not in OURS and not trust_remote_code:
-            raise ValueError(
-                f"its config.json names code to run by the key {key}, {shown(value)}: remove the key, or trust it with "
-                "model.trust_remote_code=true"
-            )

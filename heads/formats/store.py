@@ -208,7 +208,7 @@ def head_config(folder: Path, content: dict[str, Any]) -> Any:
     values = content["head"]
     name = values.get("name") if isinstance(values, dict) else None
     try:
-        if name in HEADS:
+        if name in [*HEADS]:
             kind: Any = HEADS[name]
             earlier = {field.name: EARLIER[field.name] for field in fields(kind.Config) if field.name in EARLIER}
             values = earlier | {key: value for key, value in values.items() if key not in RETIRED.get(name, ())}

@@ -65,12 +65,12 @@ class Recurrent(nn.Module):
         state = self.initial_states(features)
         context = list(self.inject(state, every, max_position))
         drafted: list[list[KeyValue]] = [[] for _ in range(self.num_attention_layers)]
-        injected, drafts, attn_pattern = bool(context), [], None
+        injected, drafts = bool(context), []
         position = rows.gather_rows(every, anchors)
         if injected:
             state = rows.gather_rows(state, anchors)
         for depth in range(1, depths + 1):
-            attn_pattern = pattern(position, self.config.length, depth - 1, attn_pattern, anchors)
+            attn_pattern = pattern(position, self.config.length, depth - 1, anchors)
             is_context = depth == 1 and not injected  # whether later rows attend to these rows
             by_all = (
                 pattern(every, self.config.length) if is_context and self.num_attention_layers > 1 else attn_pattern

@@ -119,8 +119,6 @@ class DraftLmHead(SummedGradient):
     full matrix, or a product of two matrices of rank `rank`, which starts at the best approximation.
     """
 
-    KINDS = ("shared", "own")
-
     def __init__(
         self,
         embeddings: Embeddings,
@@ -130,8 +128,6 @@ class DraftLmHead(SummedGradient):
         bias: bool = False,
     ) -> None:
         super().__init__()
-        if kind not in self.KINDS:
-            raise ValueError(f"head.lm_head is {kind!r}: choose {' or '.join(self.KINDS)}")
         if rank is not None and kind == "shared":
             raise ValueError(f"head.lm_head_rank is {rank}: give null with lm_head=shared, or lm_head=own")
         self._embeddings, self._vocab = (embeddings,), (vocab,)  # in tuples, so that neither becomes a submodule

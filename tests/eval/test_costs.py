@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from eval import tune
-from eval.trees import acceptance, best_static, levelled
-from eval.tune import RotatingBatch, step_seconds, typical
+from eval.teacher_forced import acceptance
+from eval.tune import RotatingBatch, best_static, levelled, step_seconds, typical
 from inference.batch import Batch
 from inference.decode import RequestParams, autoregress
 from inference.drafters.policy import TreeConfig

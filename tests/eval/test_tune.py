@@ -14,8 +14,7 @@ from eval.config import EvalConfig, eval_config
 from eval.measures.results import BASELINE
 from eval.report.write import SERVING
 from eval.run import tuned
-from eval.trees import OWN, proposed
-from eval.tune import TUNED, AtBatch, Candidate, Prediction, Tuning, concluded, halves, keep
+from eval.tune import OWN, TUNED, AtBatch, Candidate, Prediction, Tuning, concluded, halves, keep, proposed
 from heads.common.typed import typed
 from heads.formats.store import save_head
 from inference.decode import Generation

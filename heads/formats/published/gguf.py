@@ -81,14 +81,22 @@ def write(folder: Path, tokenizer: dict[str, Any]) -> None:
     kind = "eagle3" if STATES in config else "dflash"
     writer = library.GGUFWriter(folder / FILE, kind)
     writer.add_quantization_version(VERSION)
+    adders = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
     for key, value in _settings(kind, config, tensors).items():
-        _add(writer, f"{kind}.{key}", value)
+        adders.get(type(value), writer.add_array)(f"{kind}.{key}", value)
     for key, field in tokenizer.items():
         writer.add_key_value(key, field.contents(), field.types[0], field.types[-1] if len(field.types) > 1 else None)
     if kind == "dflash":
         writer.add_uint32(MASK, config["dflash_config"]["mask_token_id"])
+    kinds = library.GGMLQuantizationType
+    stored = {torch.bfloat16: kinds.BF16, torch.float16: kinds.F16}
     for name, tensor in _renamed(kind, config, tensors).items():
-        _add_tensor(library, writer, name, tensor)
+        if tensor.is_floating_point():  # a matrix in its dtype, a vector in fp32, as llama.cpp needs them
+            as_written = stored.get(tensor.dtype, kinds.F32) if tensor.ndim > 1 else kinds.F32
+            quantised = library.quants.quantize(tensor.float().numpy(), as_written)
+            writer.add_tensor(name, quantised, raw_dtype=as_written)
+        else:
+            writer.add_tensor(name, tensor.numpy(), raw_dtype=kinds.I64)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -133,11 +141,6 @@ def _settings(kind: str, config: dict[str, Any], tensors: dict[str, Tensor]) -> 
         settings["sample_from_anchor"] = block["sample_from_anchor"]
         settings["has_confidence_head"] = "confidence_head.proj.weight" in tensors
     return settings
-
-
-def _add(writer: Any, key: str, value: Any) -> None:
-    kinds = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
-    kinds.get(type(value), writer.add_array)(key, value)
 
 
 def tokenizer_of(target: Path, size: int, ids: Mapping[str, int]) -> dict[str, Any]:
@@ -200,14 +203,3 @@ def _renamed(kind: str, config: dict[str, Any], tensors: dict[str, Tensor]) -> d
         plain, slow = (rope.frequency(config["head_dim"])[0] for rope in ropes)
         renamed["rope_freqs.weight"] = plain / slow
     return renamed
-
-
-def _add_tensor(library: Any, writer: Any, name: str, tensor: Tensor) -> None:
-    """Add a tensor: a matrix in its dtype, a vector in fp32, as llama.cpp needs them."""
-    kinds = library.GGMLQuantizationType
-    if not tensor.is_floating_point():
-        writer.add_tensor(name, tensor.numpy(), raw_dtype=kinds.I64)
-        return
-    names = {torch.bfloat16: kinds.BF16, torch.float16: kinds.F16}
-    kind = names.get(tensor.dtype, kinds.F32) if tensor.ndim > 1 else kinds.F32
-    writer.add_tensor(name, library.quants.quantize(tensor.float().numpy(), kind), raw_dtype=kind)

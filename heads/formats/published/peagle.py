@@ -28,9 +28,9 @@ def read(source: PublishedHead, embeddings: Embeddings) -> TensorMapping:
     if not isinstance(token, int) or not 0 <= token < embeddings.vocab_size:
         raise source.error(f"mask_token_id is {token}, not one of the target's {embeddings.vocab_size} tokens")
     filled, kind = {MASK: source.tensor(MASK).reshape(-1, embeddings.hidden_size)}, "shared"
-    stored = next((tensor for name, tensor in source.tensors.items() if name.endswith(EMBEDDING)), None)
-    if stored is not None and stored.shape == (embeddings.vocab_size, embeddings.hidden_size):  # else refused later
-        if not torch.equal(embedding_of(embeddings).to(stored.device, stored.dtype), stored):
+    table = embedding_of(embeddings)
+    for name, stored in source.tensors.items():  # of another shape it is refused later
+        if name.endswith(EMBEDDING) and stored.shape == table.shape and not torch.equal(table.to(stored), stored):
             filled[OWN], kind = stored, "own"
     of_eagle3 = {key: value for key, value in plan.config.items() if key not in RETIRED["peagle"]}
     methods = (source.config.get("speculators_config") or {}).get("proposal_methods") or [{}]
