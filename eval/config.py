@@ -144,18 +144,14 @@ class EvalConfig(TuneConfig, Selection):
             raise ValueError(
                 f"drafter is {', '.join(self.drafter)}: tune=true finds the tree of a head, set drafter=head"
             )
-        if self.engine.compile_drafts:
-            raise ValueError("tune=true times the parts of drafts as they are: leave engine.compile_drafts=false")
         if len(self.runs()) != 1 or self.compare:
             raise ValueError("tune=true takes the head of one run: give run=outputs/NAME, and no compare")
-        if self.temperature != [0.0] or self.repetition_penalty != 1 or is_lossy(self.rule):
+        greedy = self.temperature == [0.0] and self.repetition_penalty == 1 and not is_lossy(self.rule)
+        if not greedy or self.min_new_tokens or self.request_rate != [None] or self.engine.compile_drafts:
             raise ValueError(
-                "tune=true replays greedy text: leave temperature=0, repetition_penalty=1 and a rule that is not lossy"
+                "tune=true replays greedy text in full batches: leave temperature=0, repetition_penalty=1, "
+                "min_new_tokens=0, request_rate=null, engine.compile_drafts=false and a rule that is not lossy"
             )
-        if self.request_rate != [None]:
-            raise ValueError(f"request_rate is {self.request_rate}: tune=true times full batches, leave it null")
-        if self.min_new_tokens:
-            raise ValueError(f"min_new_tokens is {self.min_new_tokens}: tune=true lets answers end where they do")
 
     def tiers(self) -> list[str]:
         """Return the configured tiers, without those that cannot be measured."""

@@ -13,11 +13,11 @@ from eval.inputs.drafters import check_drafters, find_heads, model_of, own_promp
 from eval.inputs.workloads import Workload, named_apart, prompt_counts, read_workload, workload_names
 from eval.measures.machine import provenance
 from eval.measures.results import TEACHER_FORCED
-from eval.tune import is_tuned
+from eval.tune import TUNED
 from heads.common.files import check_writable
 from heads.common.progress import Bar, say
 from heads.common.untrusted import visible
-from heads.formats.hub import made_for
+from heads.formats.hub import made_for, schedule_of
 from heads.formats.store import CONFIG
 from inference.decode import autoregress
 from inference.target.config import ModelConfig, device_named, fast_dtype
@@ -110,7 +110,7 @@ def remarks_of(config: EvalConfig, target: Target) -> list[str]:
         )
     heads = find_heads([*config.runs(), *config.compare]) if target.sibling or "head" in config.drafter else {}
     if "head" in config.drafter and all(value is None for value in config.tree.values()):
-        tuned = [name for name, folder in heads.items() if is_tuned(folder)]
+        tuned = [name for name, at in heads.items() if (at.parent / TUNED).is_file() or schedule_of(at, {}) is not None]
         others = ", ".join(name for name in heads if name not in tuned)
         if tuned and others:
             remarks.append(

@@ -34,7 +34,7 @@ from eval.report.write import SERVING, is_served, serving_config
 from eval.teacher_forced import RankedText, acceptance, passes_along, rank_text
 from heads.common.files import atomic_write
 from heads.common.progress import Bar, progress
-from heads.formats.hub import kind_of, resolve_head, schedule_of
+from heads.formats.hub import kind_of, resolve_head
 from heads.formats.published import is_published
 from heads.formats.store import SCHEDULE, read_config, save_tree
 from inference.batch import Batch, batch_of
@@ -93,11 +93,6 @@ class Candidate:
         """The measured speedup, 0 without one."""
         return 0.0 if self.measured is None else self.measured.speedup or 0.0
 
-    @property
-    def error(self) -> float | None:
-        """The relative error of the predicted speedup."""
-        return self.predicted.speedup / self.gain - 1 if self.gain else None
-
 
 @dataclass(frozen=True)
 class AtBatch:
@@ -131,12 +126,8 @@ class Tuning:
 
     def write(self, out: Path) -> None:
         """Write tune.json, and vLLM's schedule of the fastest chains, which engines draft, if it serves the head."""
-        batches = [
-            {**asdict(at), "best": at.best and asdict(at.best),
-             "candidates": [{**asdict(one), "error": one.error} for one in at.candidates]}
-            for at in self.batches
-        ]  # fmt: skip
-        content = {"schema": 4, **asdict(self), "batches": batches}
+        batches = [{**asdict(at), "best": at.best and asdict(at.best)} for at in self.batches]
+        content = {"schema": 5, **asdict(self), "batches": batches}
         atomic_write(out / TUNED, (json.dumps(content, indent=2) + "\n").encode())
         (out / SERVING).unlink(missing_ok=True)
         if is_served(self.settings["head"]):
@@ -148,7 +139,7 @@ class Tuning:
 
     def show(self, console: Console) -> None:
         """Print the candidates and the verdicts."""
-        headers = ["family", "tree", "predicted tau", "tok/s", "speedup", "measured tau", "tok/s", "speedup", "off by"]
+        headers = ["family", "tree", "predicted tau", "tok/s", "speedup", "measured tau", "tok/s", "speedup"]
         for at in self.batches:
             body = []
             for one in at.candidates:
@@ -163,17 +154,11 @@ class Tuning:
                         f"{row.speedup:.2f}" if row.speedup else WITHHELD,
                     ]
                 )
-                cells.append("" if one.error is None else f"{100 * one.error:+.1f} %")
                 body.append([one.family, one.tree.label, *cells])
             rate = "" if at.baseline is None else f", baseline {at.baseline:.1f} tokens/s"
             console.print(rich_table(f"trees at batch size {at.batch}{rate}", headers, body))
         for at in self.batches:
             console.print(at.verdict, soft_wrap=True, markup=False)
-
-
-def is_tuned(head: Path) -> bool:
-    """Return whether the tree of a run's head was tuned."""
-    return (head.parent / TUNED).is_file() or schedule_of(head, {}) is not None
 
 
 def halves(items: Sequence[T]) -> tuple[list[T], list[T]]:

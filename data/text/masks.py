@@ -159,8 +159,16 @@ def samples_of(
             samples = _plain(record, tokenizer, config.max_tokens, drop_counts)
         else:
             turns = joined(turns_of(record, tokenizer, config, drop_counts))
-            pairs = [(turn, _masked(turn, tokenizer)) for turn in turns]
-            masked = [(token, mask) for turn, (token, mask) in pairs if any(mask) or not turn.cut]
+            masked = []
+            for turn in turns:
+                token, mask = _end_turns(*_mask(turn.text, turn.spans, tokenizer), tokenizer)
+                if turn.cut:  # without the end token of an answer that was cut off
+                    starts = [start for start, _ in turn.spans]
+                    ends = [(end, min((s for s in starts if s > end), default=len(turn.text))) for end in turn.cut]
+                    _, written = _mask(turn.text, ends, tokenizer)
+                    token, mask = token[: len(written)], [int(a and not b) for a, b in zip(mask, written, strict=False)]
+                if any(mask) or not turn.cut:
+                    masked.append((token, mask))
             if not masked:
                 message = "the chat template writes nothing of its answer; remove the sample"
                 raise BadSampleError("an answer that the chat template leaves out", message)
@@ -391,17 +399,6 @@ def joined(turns: list[Turn]) -> list[Turn]:
             else:
                 turn.spans.append((start, end))
     return texts[::-1]
-
-
-def _masked(turn: Turn, tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:
-    """Return a text's tokens and loss mask, with the end token of each answer that was not cut off."""
-    text, spans, cut = turn
-    token, mask = _end_turns(*_mask(text, spans, tokenizer), tokenizer)
-    if not cut:
-        return token, mask
-    ends = [(end, min((start for start, _ in spans if start > end), default=len(text))) for end in cut]
-    _, template = _mask(text, ends, tokenizer)
-    return token[: len(template)], [int(on and not off) for on, off in zip(mask, template, strict=False)]
 
 
 def _mask(text: str, spans: list[Span], tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:

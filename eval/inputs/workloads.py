@@ -77,8 +77,6 @@ def recorded(record: Record, target: Target, turns: str, most: int) -> Iterator[
     """
     answers = list(_answers(record, target))
     for turn, (token, start) in enumerate(answers if turns == "all" else answers[:1], 1):
-        if len(token) == start:
-            raise ValueError(f"record {record.id}: {NO_ANSWER}")
         if not start:
             raise ValueError(f"record {record.id}: its answer follows nothing: give its prompt too")
         id_ = f"{record.id}.{turn}" if turns == "all" and len(answers) > 1 else record.id
@@ -95,19 +93,17 @@ def _answers(record: Record, target: Target) -> Iterator[tuple[list[int], int]]:
         return
     tokenizer: Any = target.tokenizer
     if not record.messages:
-        prompt = prompt_of(record, tokenizer).token
-        _, rest = split_text(record.text, tokenizer)
+        prompt, rest = split_text(record.text, tokenizer)
         if not rest:
             raise ValueError(f"record {record.id}: a text of {len(prompt)} token has no answer")
         yield prompt + rest, len(prompt)
-    elif all(message["role"] != "assistant" for message in record.messages):
-        raise ValueError(f"record {record.id}: {NO_ANSWER}")
     else:
         dropped: Counter[str] = Counter()
-        samples = samples_of(record, tokenizer, "it", MASKING, dropped)
+        samples = samples_of(record, tokenizer, f"record {record.id}", MASKING, dropped)
         if not samples:
             cause = next(iter(+dropped), "no answer").removeprefix("dropped, ")
-            raise ValueError(f"record {record.id}: no answer can be told from its prompt ({cause}): fix it")
+            why = NO_ANSWER if cause == "no answer" else f"no answer can be told from its prompt ({cause}): fix it"
+            raise ValueError(f"record {record.id}: {why}")
         for sample in samples:
             yield from (
                 (sample.token[:end], start) for start, end in Pretokenized(sample.token, sample.loss_mask).answers()
@@ -197,7 +193,15 @@ def read_workload(name: str, target: Target, selection: Selection, answer: Answe
     """
 
     def read(record: Readable, turns: str) -> Iterator[Prompt]:
-        return (fit(prompt, target, selection.truncate) for prompt in _prompts(record, target, turns, answer))
+        if isinstance(record, Prompt):
+            prompts: Iterable[Prompt] = [record]
+        elif record.pretokenized:
+            prompts = before_answers(record, turns)
+        elif turns == "first" or sum(message["role"] == "user" for message in record.messages) < 2:
+            prompts = [prompt_of(record, target.tokenizer)]
+        else:
+            prompts = _turns(record, target, answer)
+        return (fit(prompt, target, selection.truncate) for prompt in prompts)
 
     return gathered(name, selection, read, lambda prompt: tuple(prompt.token))
 
@@ -333,18 +337,6 @@ def _named(name: str, record: Readable, read: Callable[[Readable, str], Iterable
         raise ValueError(f"workload {name}, prompt {record.id}: {error}; fix or remove the record") from error
     except ValueError as error:
         raise ValueError(f"workload {name}, {error}") from error
-
-
-def _prompts(record: Readable, target: Target, turns: str, answer: Answer) -> Iterator[Prompt]:
-    """Yield a record's prompts: its first question, or every one after all messages before it."""
-    if isinstance(record, Prompt):
-        yield record
-    elif record.pretokenized:
-        yield from before_answers(record, turns)
-    elif turns == "first" or sum(message["role"] == "user" for message in record.messages) < 2:
-        yield prompt_of(record, target.tokenizer)
-    else:
-        yield from _turns(record, target, answer)
 
 
 def _turns(record: Record, target: Target, answer: Answer) -> Iterator[Prompt]:

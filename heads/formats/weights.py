@@ -47,15 +47,17 @@ def header(path: Path) -> dict[str, Entry]:
             raise ValueError(f"{path}: a header of {size} bytes, more than the tensors of any head need; save it again")
         with safe_open(path, "pt") as opened:
             slices = {name: opened.get_slice(name) for name in list(opened.keys())}
-            entries = {name: (tuple(slice_.get_shape()), str(slice_.get_dtype())) for name, slice_ in slices.items()}
-    for name, (shape, dtype) in entries.items():
+    entries = {}
+    for name, slice_ in slices.items():
+        shape, dtype = tuple(slice_.get_shape()), str(slice_.get_dtype())
         if len(shape) > DEEPEST or any(size > LARGEST for size in shape):
             raise ValueError(
                 f"{path}: {shown(name)} is of shape {shown(shape)}, which no head has; save or download it again"
             )
         if dtype not in DTYPES:
             raise ValueError(f"{path}: {shown(name)} is of type {dtype}; the types read are {', '.join(DTYPES)}")
-    return {name: Entry(shape, DTYPES[dtype]) for name, (shape, dtype) in entries.items()}
+        entries[name] = Entry(shape, DTYPES[dtype])
+    return entries
 
 
 def read_weights(path: Path) -> dict[str, Tensor]:

@@ -86,11 +86,8 @@ class KVCache:
     ) -> KeyValue:
         """Write rows at their positions; return the keys and values of all entries."""
         if position.shape[1] > self.ring_size:  # a long prompt: no later row attends to its first rows
-            key, value, position = (
-                key[:, :, -self.ring_size :],
-                value[:, :, -self.ring_size :],
-                position[:, -self.ring_size :],
-            )
+            key, value = (x[:, :, -self.ring_size :] for x in (key, value))
+            position = position[:, -self.ring_size :]
         sequence, entry = torch.arange(len(position), device=position.device)[:, None], position % self.ring_size
         sequence = sequence + self.first
         for buffer, new in zip(self._fit(layer, key, value, self.num_entries), (key, value), strict=True):

@@ -109,10 +109,9 @@ def test_every_number_is_in_the_file_and_predicted_tau_is_the_measured_one(run: 
     for one in timed.values():
         assert one["predicted"]["tau"] == pytest.approx(one["measured"]["tau"])
         assert one["measured"]["lossless"] == {"checked": 1, "identical": 1, "near_tie": 0, "failed": 0}
-        assert one["error"] == pytest.approx(one["predicted"]["speedup"] / one["measured"]["speedup"] - 1)
     worth = [one for one in timed.values() if one["measured"]["speedup"] > 1]
     best = max(worth, key=lambda one: one["measured"]["speedup"], default=None)
-    assert alone["best"] == (best and {k: v for k, v in best.items() if k != "error"})
+    assert alone["best"] == best
 
 
 def test_where_speculation_loses_plain_decoding_is_recommended_and_nothing_written(
@@ -263,14 +262,14 @@ def test_the_fastest_by_measurement_is_chosen_whatever_was_predicted(run: Path) 
     ("values", "named"),
     [
         ({"drafter": {"head": {}, "suffix": {}}}, "drafter=head"),
-        ({"engine": {"compile": False, "compile_drafts": True}}, "leave engine.compile_drafts=false"),
+        ({"engine": {"compile": False, "compile_drafts": True}}, "engine.compile_drafts=false"),
         ({"run": None}, "run=outputs/NAME"),
         ({"run": ["a", "b"]}, "one run"),
         ({"compare": ["b"]}, "no compare"),
         ({"temperature": 1.0}, "temperature=0"),
         ({"repetition_penalty": 1.1}, "repetition_penalty=1"),
-        ({"request_rate": 2}, "request_rate is 2: tune=true"),
-        ({"min_new_tokens": 2}, "min_new_tokens is 2: tune=true"),
+        ({"request_rate": 2}, "request_rate=null"),
+        ({"min_new_tokens": 2}, "min_new_tokens=0"),
         ({"tuner": GRID | {"depths": []}}, "tuner.depths is empty"),
         ({"tuner": GRID | {"nodes": [0]}}, "tuner.nodes"),
     ],

@@ -84,7 +84,20 @@ class TensorMapping(NamedTuple):
 
 def assemble(source: PublishedHead, plan: TensorMapping, embeddings: Embeddings) -> nn.Module:
     """Return the head in the file's dtypes; refuse a tensor that is missing, unknown, misshapen or not finite."""
-    checked = _checked_embeddings(source, embeddings, trained=plan.config.get("embedding") == "own")
+    # Embeddings that were not trained are compared with the target's, which replaces them.
+    tables = {name: tensor for name, tensor in source.tensors.items() if name.endswith(EMBEDDING)}
+    table_shape = (embeddings.vocab_size, embeddings.hidden_size)
+    for name, table in tables.items():
+        if tuple(table.shape) != table_shape:
+            raise source.error(
+                f"{name} is {tuple(table.shape)}, expected {table_shape}, the target's own; choose the head's target "
+                "with model.path"
+            )
+        if plan.config.get("embedding") != "own" and not is_targets_embedding(table, embeddings):
+            log.warning(
+                "%s: %s is not the target's embedding, which is read in its place: the head may draft worse than where "
+                "its own is read; choose the head's own target with model.path if this is not it", source.folder, name,
+            )  # fmt: skip
     kind: Any = HEADS[plan.head]
     try:
         drafts = None if plan.ids is None else len(plan.ids)
@@ -96,7 +109,7 @@ def assemble(source: PublishedHead, plan: TensorMapping, embeddings: Embeddings)
     if plan.ids is not None:
         filled["vocab.ids"], order = plan.ids.sort()
     read = {name: plan.rename(name) for name in expected_tensors if name not in filled}
-    given = source.tensors.keys() - plan.unread - checked
+    given = source.tensors.keys() - plan.unread - tables.keys()
     missing, unknown = sorted(set(read.values()) - given), sorted(given - set(read.values()))
     if missing or unknown:
         raise source.error(
@@ -215,20 +228,3 @@ def is_targets_embedding(table: Tensor, embeddings: Embeddings) -> bool:
     scale, scatter = first.norm() / table[parts[0]].float().norm(), float(first.std())
     rows = ((table[ids].float() * scale, embedding_of(embeddings, ids).float().cpu()) for ids in parts)
     return all(torch.allclose(ours, theirs, rtol=2e-2, atol=2e-2 * scatter) for ours, theirs in rows)
-
-
-def _checked_embeddings(source: PublishedHead, embeddings: Embeddings, *, trained: bool) -> set[str]:
-    """Return the names of embeddings; those not `trained` are compared with the target's, which replaces them."""
-    names = {name for name in source.tensors if name.endswith(EMBEDDING)}
-    expected = (embeddings.vocab_size, embeddings.hidden_size)
-    for name in names:
-        if (shape := tuple(source.tensors[name].shape)) != expected:
-            raise source.error(
-                f"{name} is {shape}, expected {expected}, the target's own; choose the head's target with model.path"
-            )
-        if not trained and not is_targets_embedding(source.tensors[name], embeddings):
-            log.warning(
-                "%s: %s is not the target's embedding, which is read in its place: the head may draft worse than where "
-                "its own is read; choose the head's own target with model.path if this is not it", source.folder, name,
-            )  # fmt: skip
-    return names
