@@ -67,15 +67,11 @@ def trees(runs: Runs, drafters: Mapping[str, Drafter]) -> dict[str, dict[str, An
     summaries = {}
     for name, drafter in drafters.items():
         steps = [step for repeats in runs[name] for step in median_run(repeats).steps]
+        counts = Counter(step.ranks[:depth] for step in steps for depth in range(1, len(step.ranks) + 1))
+        often = sorted(counts, key=lambda path: (-counts[path], len(path), path))[:NODES]
+        paths, accepted = list(map(list, often)), [counts[path] / len(steps) for path in often]
         if any(step.drafted for step in steps):
-            counts = Counter(step.ranks[:depth] for step in steps for depth in range(1, len(step.ranks) + 1))
-            often = sorted(counts, key=lambda path: (-counts[path], len(path), path))[:NODES]
-            summaries[name] = {
-                "label": drafter.tree,
-                "steps": len(steps),
-                "paths": [list(path) for path in often],
-                "accepted": [counts[path] / len(steps) for path in often],
-            }
+            summaries[name] = {"label": drafter.tree, "steps": len(steps), "paths": paths, "accepted": accepted}
     return summaries
 
 

@@ -17,11 +17,11 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 from transformers import GenerationConfig
+from transformers.generation.streamers import BaseStreamer
 
 from data.text.prompts import Prompt
 from eval.measures import metrics
 from eval.measures.losslessness import UNCHECKED, Gate, labelled
-from eval.measures.machine import synchronize
 from eval.measures.results import (
     BASELINE,
     DrafterInfo,
@@ -217,57 +217,57 @@ def timed(run: Generation) -> MeasuredRequest:
     )
 
 
+class TokenClock(BaseStreamer):
+    """The times at which `generate` hands on the prompt, before its prefill, and then each token."""
+
+    def __init__(self) -> None:
+        self.times: list[float] = []
+
+    def put(self, value: Any) -> None:
+        """Note the time."""
+        self.times.append(time.perf_counter())
+
+    def end(self) -> None:
+        """Do nothing."""
+
+
 @torch.inference_mode()
 def hf_generate(target: Target, prompt: list[int], settings: RequestParams) -> Generation:
     """Run HF's greedy `generate` on the target's model with the repetition penalty, timed like our engine.
 
-    `generate` does not report the end of its prefill, so a second call that stops after one token is subtracted. The
-    runs have no steps. They run in inference mode, like our engine, which is faster than `no_grad`.
+    The runs have no steps. They run in inference mode, like our engine, which is faster than `no_grad`.
     """
-    penalty = settings.sampling.repetition_penalty
-    _, _, prefill_s = _timed_generate(target, prompt, 1, penalty, 0)
-    most = min(settings.max_new_tokens, target.context - len(prompt))
-    least = min(settings.min_new_tokens, most)
-    tokens, gaps, total_s = _timed_generate(target, prompt, most, penalty, least, scores=settings.logit_gaps)
-    decode_s = max(total_s - prefill_s, 0.0) if len(tokens) > 1 else 0.0
-    finish = "eos" if tokens[-1] in target.eos else "length"
-    sources = ["prefill"] + ["bonus"] * (len(tokens) - 1)
-    return Generation(tokens, sources, logit_gaps=gaps, prefill_s=prefill_s, decode_s=decode_s, finish=finish)
-
-
-def _timed_generate(
-    target: Target, prompt: list[int], count: int, penalty: float, least: int, *, scores: bool = False
-) -> tuple[list[int], list[float], float]:
-    """Return the tokens that `generate` adds to the prompt, from `least` to `count`, and the seconds of the call.
-
-    With `scores`, between them the gap between the two largest logits of each token.
-    """
-    eos = sorted(target.eos)
+    eos, most = sorted(target.eos), min(settings.max_new_tokens, target.context - len(prompt))
     # Without sampling values the checkpoint's would be used, with a warning.
     configure: Any = GenerationConfig
-    settings = configure(
-        max_new_tokens=count,
-        min_new_tokens=least,
+    config = configure(
+        max_new_tokens=most,
+        min_new_tokens=min(settings.min_new_tokens, most),
         do_sample=False,
         temperature=1.0,
         top_p=1.0,
         top_k=50,
-        repetition_penalty=penalty,
+        repetition_penalty=settings.sampling.repetition_penalty,
         use_cache=True,
         eos_token_id=eos or None,
         pad_token_id=eos[0] if eos else 0,
         return_dict_in_generate=True,
-        output_scores=scores,
+        output_scores=settings.logit_gaps,
     )
-    token = torch.tensor([prompt], device=target.device)
-    synchronize(target.device)
-    start = time.perf_counter()
+    token, clock = torch.tensor([prompt], device=target.device), TokenClock()
     generate: Any = target.model.generate  # transformers types it on a mixin that AutoModel's classes do not show
-    out = generate(token, attention_mask=torch.ones_like(token), generation_config=settings)
-    synchronize(target.device)
-    seconds = time.perf_counter() - start
+    out = generate(token, attention_mask=torch.ones_like(token), generation_config=config, streamer=clock)
+    begin, first, *_, last = (*clock.times, clock.times[-1])
+    tokens = out.sequences[0, len(prompt) :].tolist()
     best_two = [row[0].float().topk(2).values.tolist() for row in out.scores or ()]
-    return out.sequences[0, len(prompt) :].tolist(), [first - second for first, second in best_two], seconds
+    return Generation(
+        tokens,
+        ["prefill"] + ["bonus"] * (len(tokens) - 1),
+        logit_gaps=[best - second for best, second in best_two],
+        prefill_s=first - begin,
+        decode_s=last - first,
+        finish="eos" if tokens[-1] in target.eos else "length",
+    )
 
 
 class Served(NamedTuple):

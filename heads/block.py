@@ -190,8 +190,6 @@ class Block(HeadModule):
                 raise ValueError("head.domino corrects depths from the second on: give head.depths of 2 or more")
             if self.selector_rank is not None and self.draft_vocab is not None:
                 raise ValueError("head.selector_rank selects among the whole vocabulary: give head.draft_vocab=null")
-            if self.conv is not None and self.conv > self.depths + (not self.from_anchor):
-                raise ValueError(f"head.conv is {self.conv}: give at most the positions of a block, one a depth")
 
     has_kv_cache = True
 

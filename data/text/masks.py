@@ -203,26 +203,24 @@ def samples_of(
 
 def bad_sample(error: ValueError) -> BadSampleError:
     """Return a template's or an encoding's error as a record's error."""
+    if isinstance(error, BadSampleError):
+        return error
     if isinstance(error, UnicodeEncodeError):
         half = ascii(error.object[error.start])
         return BadSampleError("no text", f"it holds half a surrogate pair, {half}, which is no text; fix or remove it")
-    if isinstance(error, RenderError):
-        return BadSampleError("refused by the chat template", f"{error}; fix or remove the record")
-    assert isinstance(error, BadSampleError)
-    return error
+    return BadSampleError("refused by the chat template", f"{error}; fix or remove the record")
 
 
 def check_vocabulary(token: list[int], tokenizer: PreTrainedTokenizerBase) -> None:
     """Refuse tokens outside of the tokenizer's vocabulary."""
-    last = last_token(tokenizer)
-    unknown = next((number for number in token if not 0 <= number <= last), None)
-    if unknown is not None:
-        message = f"token {unknown} is not among the tokenizer's 0 to {last}; give the model.path that wrote it"
-        raise BadSampleError("token of another vocabulary", message)
-    media = media_tokens(tokenizer)
-    if media and (seen := next((number for number in token if number in media), None)) is not None:
-        message = f"token {seen} ({media[seen]}) is more than text, and only text is read; remove the record"
-        raise BadSampleError("more than text", message)
+    last, media = last_token(tokenizer), media_tokens(tokenizer)
+    for number in token:
+        if not 0 <= number <= last:
+            message = f"token {number} is not among the tokenizer's 0 to {last}; give the model.path that wrote it"
+            raise BadSampleError("token of another vocabulary", message)
+        if number in media:
+            message = f"token {number} ({media[number]}) is more than text, and only text is read; remove the record"
+            raise BadSampleError("more than text", message)
 
 
 def counts_line(drop_counts: Counter[str]) -> str:
@@ -236,13 +234,12 @@ def _plain(
     if not record.text.strip():
         drop_counts["dropped, no question and no text"] += 1
         return []
-    token = text_ids(record.text, tokenizer)
+    token, eos = text_ids(record.text, tokenizer), tokenizer.eos_token_id
     drop_counts[CUT_OFF] += not record.ended
-    if record.ended and tokenizer.eos_token_id is not None and token[-1:] != [tokenizer.eos_token_id]:
-        token = [*token, tokenizer.eos_token_id]
+    if record.ended and eos is not None and token[-1:] != [eos]:
+        token = [*token, eos]
     pieces = [token[start : start + max_tokens] for start in range(0, len(token), max_tokens)]
-    names = [record.id if start == 0 else f"{record.id}#{start}" for start in range(len(pieces))]
-    return [Sample(name, piece, [1] * len(piece)) for name, piece in zip(names, pieces, strict=True)]
+    return [Sample(f"{record.id}#{i}" if i else record.id, piece, [1] * len(piece)) for i, piece in enumerate(pieces)]
 
 
 def _samples(
@@ -305,8 +302,9 @@ def _has_other_calls(message: Message, answer: str) -> bool:
     """Whether a message has tool calls that a rendered answer does not contain besides its reasoning and its text."""
     for text in (reasoning_of(message), content_text(without(message))):
         answer = answer.replace(text.strip(), "", 1)
-    calls = [call.get("function") or call for call in message.get("tool_calls") or ()]
-    return any(str(call.get("name")) not in answer for call in calls)
+    return any(
+        str((call.get("function") or call).get("name")) not in answer for call in message.get("tool_calls") or ()
+    )
 
 
 def _turn(record: Record, tokenizer: PreTrainedTokenizerBase, cut: bool) -> Turn:
@@ -422,17 +420,12 @@ def _end_turns(token: list[int], mask: list[int], tokenizer: PreTrainedTokenizer
     token, mask = list(token), list(mask)
     for end in [i for i, (on, following) in enumerate(pairwise([*mask, 0]), 1) if on and not following]:
         last = end - 1
-        while (
-            last > 0
-            and mask[last - 1]
-            and token[last] not in special
-            and not str(tokenizer.decode(token[last])).strip()
-        ):
+        while last > 0 and mask[last - 1] and token[last] not in special:
+            if str(tokenizer.decode(token[last])).strip():
+                break
             last -= 1
         if token[last] in special:
             mask[last + 1 : end] = [0] * (end - last - 1)
-        elif eos is not None and end == len(token):
-            token, mask = [*token, eos], [*mask, 1]
-        elif eos is not None and token[end] == eos:
-            mask[end] = 1
+        elif eos is not None and token[end : end + 1] in ([], [eos]):
+            token[end : end + 1], mask[end : end + 1] = [eos], [1]
     return token, mask

@@ -132,10 +132,18 @@ def load_training(
 
 def load_prompts(path: str, tokenizer: PreTrainedTokenizerBase, limit: int | None) -> list[Prompt]:
     """Return the prompts of a file or Hub data set: saved ones unchanged, questions of chats, pieces of texts."""
+    return [
+        one if isinstance(one, Prompt) else prompt_of(one, tokenizer, f"{one.source}: ")
+        for one in islice(read_prompts(path), limit)
+    ]
+
+
+def read_prompts(path: str) -> Iterator[Prompt | Record]:
+    """Yield the saved prompts, or the records, of a file or Hub data set."""
     source = open_source(path, split="")
     if set(next(iter(source))) == set(Prompt._fields):
-        return [Prompt.read(record, index, path) for index, record in enumerate(islice(source, limit))]
-    return [prompt_of(record, tokenizer, f"{record.source}: ") for record in islice(read_all(source), limit)]
+        return (Prompt.read(record, index, path) for index, record in enumerate(source))
+    return read_all(source)
 
 
 def locate(name: str) -> str:

@@ -168,11 +168,8 @@ def open_source(
             raise ValueError(f"{path}: no file's name holds the split {split}; set data.split")
         return Files(name, tuple(chosen), streaming, where)
     if glob.has_magic(name):
-        matches = [file for file in map(Path, glob.glob(str(path), recursive=True)) if file.is_file()]
-        unique = {
-            file.resolve(): file for file in sorted(matches) if not _is_beside(file)
-        }  # `**/` may find a file twice
-        matched = tuple(sorted(unique.values()))
+        found = set(map(Path, glob.glob(str(path), recursive=True)))  # `**/` may find a file twice
+        matched = tuple(sorted(file for file in found if file.is_file() and not _is_beside(file)))
         if not matched:
             raise ValueError(f"{name}: no file matches; give a pattern that does")
         return Files(name, matched, streaming, where)

@@ -14,16 +14,16 @@ from typing import Any, Generic, NamedTuple, TypeVar
 from data.config import DataConfig
 from data.text.masks import samples_of
 from data.text.parts import Message, content_text
-from data.text.prompts import WORKLOADS, Prompt, before_answers, locate, prompt_of, split_text
-from data.text.records import Pretokenized, Record, parse, readable
-from data.text.sources import check_source, open_source
+from data.text.prompts import WORKLOADS, Prompt, before_answers, locate, prompt_of, read_prompts, split_text
+from data.text.records import Pretokenized, Record
+from data.text.sources import check_source
 from data.text.template import encode, render, with_opening
 from eval.config import Selection
 from eval.measures import metrics
 from eval.measures.results import Measurement
 from inference.decode import RequestParams, autoregress
 from inference.target.target import Target
-from inference.target.tokenizer import RenderError, text_ids
+from inference.target.tokenizer import RenderError, text_ids, tokenize
 
 NO_ANSWER = "it has no answer to play back: give a log with answers; in eval/run.py text=own lets the target write them"
 
@@ -76,6 +76,8 @@ def recorded(record: Record, target: Target, turns: str, most: int) -> Iterator[
         ValueError: it has no answer, or none that can be distinguished from its prompt.
     """
     answers = list(_answers(record, target))
+    if not answers:
+        raise ValueError(f"record {record.id}: {NO_ANSWER}")
     for turn, (token, start) in enumerate(answers if turns == "all" else answers[:1], 1):
         if not start:
             raise ValueError(f"record {record.id}: its answer follows nothing: give its prompt too")
@@ -85,29 +87,31 @@ def recorded(record: Record, target: Target, turns: str, most: int) -> Iterator[
 
 def _answers(record: Record, target: Target) -> Iterator[tuple[list[int], int]]:
     """Yield the tokens up to the end of each answer, and the index of the answer's first."""
-    if record.pretokenized:
-        spans = [(document, span) for document in record.pretokenized for span in document.answers()]
-        if not spans:
-            raise ValueError(f"record {record.id}: {NO_ANSWER}")
-        yield from ((document.token[:end], start) for document, (start, end) in spans)
-        return
     tokenizer: Any = target.tokenizer
-    if not record.messages:
+    documents = list(record.pretokenized)
+    if not record.messages and not documents:
         prompt, rest = split_text(record.text, tokenizer)
         if not rest:
             raise ValueError(f"record {record.id}: a text of {len(prompt)} token has no answer")
         yield prompt + rest, len(prompt)
-    else:
+    elif not tokenizer.chat_template and not documents:  # the texts follow one another
+        before: list[str] = []
+        for message in record.messages:
+            if message["role"] == "assistant":
+                prompt = text_ids("\n\n".join(before), tokenizer)
+                answer = tokenize(tokenizer, content_text(message), add_special_tokens=False)["input_ids"]
+                yield prompt + answer + sorted(target.eos)[:1], len(prompt)
+            before.append(content_text(message))
+    elif not documents:
         dropped: Counter[str] = Counter()
         samples = samples_of(record, tokenizer, f"record {record.id}", MASKING, dropped)
         if not samples:
             cause = next(iter(+dropped), "no answer").removeprefix("dropped, ")
             why = NO_ANSWER if cause == "no answer" else f"no answer can be told from its prompt ({cause}): fix it"
             raise ValueError(f"record {record.id}: {why}")
-        for sample in samples:
-            yield from (
-                (sample.token[:end], start) for start, end in Pretokenized(sample.token, sample.loss_mask).answers()
-            )
+        documents = [Pretokenized(sample.token, sample.loss_mask) for sample in samples]
+    for document in documents:
+        yield from ((document.token[:end], start) for start, end in document.answers())
 
 
 # Settings of loss masks here: all answers whole, records without one left out.
@@ -231,7 +235,8 @@ def gathered(
     Prompts of equal `content` count as one.
     """
     most = selection.prompts + selection.warmup
-    records = list(_records(locate(name), SEARCHED if selection.balanced else most))
+    found = islice(read_prompts(locate(name)), SEARCHED if selection.balanced else most)
+    records: list[Indexed] = list(enumerate(found))
     if not records:
         raise ValueError(f"workload {name} has no prompts: give a file with one prompt a line")
     selected = records
@@ -288,46 +293,27 @@ def workload_names(given: Any) -> list[str]:
     """Return the names of workloads, one or a list of them.
 
     Raises:
-        ValueError: none of them is there, one is given twice, or is no source of text.
+        ValueError: none of them is there, or one is no source of text.
     """
     names = [str(name) for name in (given if isinstance(given, list) else [given]) if name]
     if not names:
         raise ValueError("workload is missing: give a name, a file or a Hub data set")
-    named_apart(names)
     for name in names:
         check_source(locate(name))
     return names
 
 
 def named_apart(names: Sequence[str]) -> list[str]:
-    """Return the workloads' names in reports; files with equal names keep their paths.
-
-    Raises:
-        ValueError: one is given twice.
-    """
-    sources = [located.resolve() if (located := Path(locate(name)).expanduser()).exists() else name for name in names]
-    if repeated := sorted({name for name, source in zip(names, sources, strict=True) if sources.count(source) > 1}):
-        raise ValueError(f"workload {', '.join(repeated)} is given twice: leave one out")
-    short = [short_name(name) for name in names]
+    """Return the workloads' names in reports; files with equal names keep their paths."""
+    short = list(map(short_name, names))
     return [name if short.count(one) > 1 else one for name, one in zip(names, short, strict=True)]
-
-
-def _records(path: str, limit: int) -> Iterator[Indexed]:
-    """Yield the workload's first records with their indices."""
-    source, seen = open_source(path, split=""), set[str]()
-    for index, raw in enumerate(islice(source, limit)):
-        if set(raw) == set(Prompt._fields):
-            yield index, Prompt.read(raw, index, path)
-            continue
-        read = parse(readable(raw, index, path), index, path)
-        name = f"{read.id}@{index}" if read.id in seen else read.id
-        seen.add(name)
-        yield index, read._replace(id=name)
 
 
 def _named(name: str, record: Readable, read: Callable[[Readable, str], Iterable[P]], turns: str) -> Iterator[P]:
     """Yield what `read` makes of a record; errors name the workload."""
     try:
+        if isinstance(record, Record) and record.error is not None:
+            raise ValueError(f"record {record.id} {record.error.message}")
         yield from read(record, turns)
     except UnicodeEncodeError as error:
         raise ValueError(

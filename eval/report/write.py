@@ -190,21 +190,21 @@ def read_report(file: Path) -> Json:
             f"report {file} has schema {quoted(content['schema'])}, this version reads {SCHEMA}: evaluate again with "
             "this version, or read it with the one that wrote it"
         )
-    part = ""
+    section = ""
     try:
-        for part in ("target", "device", "settings"):
-            if not isinstance(content[part], dict):
+        for section in ("target", "device", "settings"):
+            if not isinstance(content[section], dict):
                 raise ValueError("it is no mapping")
         for index, row in enumerate(content["rows"]):
-            part = f"row {index}"
+            section = f"row {index}"
             row_of(row)
-        part = "gates"
+        section = "gates"
         for gate in content["settings"].get("gate", {}).values():
             Gate.read(gate)
         for check in content["settings"].get("sampled_gate", []):
             SampledGate.read(check)
     except (ValueError, AttributeError, KeyError, TypeError) as error:
-        raise ValueError(f"report {file} is damaged in its {part} ({error}): evaluate again") from None
+        raise ValueError(f"report {file} is damaged in its {section} ({error}): evaluate again") from None
     return content
 
 

@@ -118,9 +118,8 @@ class Recurrent(nn.Module):
                 some = None if count is None else (count - first).clamp(0, SPARE)
                 rows_of_piece = new._replace(token=token[:, piece], counts=some)
                 pieces.append(self.append_verified(cache, start[:, piece], rows_of_piece, position[:, piece]))
-            return torch.cat([hidden for hidden, _ in pieces], 1), torch.cat(
-                [pre_logits for _, pre_logits in pieces], 1
-            )
+            hidden, pre_logits = (torch.cat(parts, 1) for parts in zip(*pieces, strict=True))
+            return hidden, pre_logits
         # A whole prompt needs no mask, whose size is quadratic.
         attn_mask = None if cache.fresh else cache.attn_mask(position, position[:, -1])[:, None]
 
@@ -163,10 +162,8 @@ class RecurrentHead(HeadModule, Recurrent):
         position = cache.begin(token.shape[1], len(token))
         context = self.inject(start, position, cache.longest)
         if not context:
-            hidden, pre_logits = self.append_verified(cache, start, new, position)
-            return cache, LevelOutput(
-                self.compute_logits(rows.last_rows(pre_logits, count), 1), rows.last_rows(hidden, count)
-            )
+            hidden, pre_logits = (rows.last_rows(x, count) for x in self.append_verified(cache, start, new, position))
+            return cache, LevelOutput(self.compute_logits(pre_logits, 1), hidden)
         for layer, pair in enumerate(context):
             cache.append(layer, *pair, position)
         cache.length[: len(token)] += token.shape[1] if count is None else count

@@ -130,10 +130,10 @@ class KVCache:
         if layer == len(self.layers):
             self.layers.append((self._buffer(key, end), self._buffer(value, end)))
         elif end > self.layers[layer][0].shape[2]:
-            old, new = self.layers[layer], tuple(self._buffer(buffer, end) for buffer in self.layers[layer])
-            for before, after in zip(old, new, strict=True):
+            key, value = (self._buffer(buffer, end) for buffer in self.layers[layer])
+            for before, after in zip(self.layers[layer], (key, value), strict=True):
                 after[:, :, : before.shape[2]] = before
-            self.layers[layer] = new[0], new[1]
+            self.layers[layer] = key, value
         return self.layers[layer]
 
     def _buffer(self, like: Tensor, end: int) -> Tensor:

@@ -62,8 +62,6 @@ class LayerSpec(NamedTuple):
 class Recomputing(nn.Module):
     """A module with activation checkpointing: under `recompute` the backward pass recomputes its activations."""
 
-    apply_to: Callable[..., Any]  # of its forward pass
-
     def __init__(self) -> None:
         super().__init__()
         self.recompute = False
@@ -74,12 +72,18 @@ class Recomputing(nn.Module):
             return checkpoint(function, *inputs, use_reentrant=False)
         return function(*inputs)
 
+
+class Checkpointed(Recomputing):
+    """A module of one state whose forward pass, `apply_to`, is checkpointed."""
+
+    apply_to: Callable[[Tensor], Tensor]
+
     def forward(self, x: Tensor) -> Tensor:
-        """Apply the module's `apply_to`."""
+        """Apply the module."""
         return self.checkpointed(self.apply_to, x)
 
 
-class RMSNorm(Recomputing):
+class RMSNorm(Checkpointed):
     """Root-mean-square norm (Zhang and Sennrich, 2019), computed in fp32."""
 
     def __init__(self, width: int, eps: float) -> None:
@@ -178,7 +182,7 @@ class Attention(Recomputing):
         return x.view(*x.shape[:2], -1, self.dims.head_dim).transpose(1, 2)
 
 
-class SwiGLU(Recomputing):
+class SwiGLU(Checkpointed):
     """Gated feed-forward layer (Shazeer, 2020)."""
 
     def __init__(self, width: int, inner: int) -> None:

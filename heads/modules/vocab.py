@@ -42,17 +42,16 @@ class GradientSum:
 
     def add(self, d_logits: Float[Tensor, "W n"], hidden: Float[Tensor, "n D"]) -> None:
         """Add a product in place; it is rounded once on devices that are not in SUMS_WIDE."""
-        first = self.total is None
+        beta = 0 if self.total is None else 1
         if self.total is None:
             self.total = d_logits.new_empty(len(d_logits), hidden.shape[1], dtype=self.dtype)
-        beta = 0 if first else 1
         if d_logits.dtype == self.dtype:  # with `out`, an overload that autocast does not change
             torch.addmm(self.total, d_logits, hidden, beta=beta, out=self.total)
         elif d_logits.device.type in SUMS_WIDE:
             torch.addmm(self.total, d_logits, hidden, beta=beta, out_dtype=self.dtype, out=self.total)
         else:
             product = d_logits @ hidden
-            self.total = self.total.copy_(product) if first else self.total.add_(product)
+            self.total = self.total.add_(product) if beta else self.total.copy_(product)
 
 
 class SummedGradient(nn.Module):
