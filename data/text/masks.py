@@ -10,7 +10,7 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import NamedTuple
 
 from transformers import PreTrainedTokenizerBase
@@ -20,6 +20,7 @@ from data.text.parts import REASONING, BadSampleError, LeftOutError, Message, co
 from data.text.records import Record
 from data.text.template import (
     Span,
+    encode,
     encode_spans,
     ends_of,
     last_token,
@@ -401,14 +402,20 @@ def joined(turns: list[Turn]) -> list[Turn]:
 
 def _mask(text: str, spans: list[Span], tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:
     """Return the text's tokens, and 1 for each that is entirely in a span: the target writes none across an edge."""
-    if not tokenizer.is_fast:
+    if tokenizer.is_fast:
+        token, offsets = encode_spans(text, tokenizer)
+        return token, [int(any(a <= start and end <= b for a, b in spans)) for start, end in offsets]
+    # A slow tokenizer does not tell its tokens' characters: the text up to each edge is encoded.
+    token, *prefixes = encode([text, *(text[:edge] for edge in chain.from_iterable(spans))], tokenizer)
+    if any(token[: len(prefix)] != prefix for prefix in prefixes):
         raise BadSampleError(
             "tokens across an answer's edge",
             "its tokens span the edge of an answer, and the tokenizer does not tell their characters; "
             "use the model's fast tokenizer (tokenizer.json)",
         )
-    token, offsets = encode_spans(text, tokenizer)
-    return token, [int(any(a <= start and end <= b for a, b in spans)) for start, end in offsets]
+    bounds = list(map(len, prefixes))
+    trained = [range(start, end) for start, end in zip(bounds[::2], bounds[1::2], strict=True)]
+    return token, [int(any(index in span for span in trained)) for index in range(len(token))]
 
 
 def _end_turns(token: list[int], mask: list[int], tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:

@@ -333,7 +333,7 @@ def test_workloads_and_categories_have_rows_of_their_own(runs: Path, tmp_path: P
         assert set(rows[whole, t]["by_request"]) == quantiles
     (drawn,) = told["settings"]["sampled_gate"]
     assert (drawn["drafter"], drawn["temperature"], drawn["coupled"]["identical"]) == ("eagle", 1.0, 6)
-    assert drawn["law"]["control_caught"]
+    assert drawn["distribution"]["control_p"] < drawn["distribution"]["alpha"]
     assert told["settings"]["warmup_prompts"] == "further ones"
     text = (tmp_path / "report.md").read_text(encoding="utf-8")
     assert "| eagle, kinds.jsonl |" in text
