@@ -120,16 +120,14 @@ def coupled_check(
     how: RequestParams,
 ) -> Gate:
     """Compare runs under coupled noise; a near tie is one of probs over noise."""
-
-    def compared(ours: Generation, theirs: Generation, prompt: Prompt) -> tuple[Divergence | None, bool]:
-        parted = divergence(ours, theirs, prompt.id)
-        if parted is None:
-            return None, False
-        both = parted.plain is not None and parted.drafted is not None
-        gap = coupled_gap(target, prompt.token, ours.tokens[: parted.position], how) if both else None
-        return replace(parted, gap=gap), gap is not None and gap < EPSILON[target.dtype]
-
-    return gate_of(compared(*runs) for runs in zip(baseline, drafted, prompts, strict=True))
+    compared: list[tuple[Divergence | None, bool]] = []
+    for ours, theirs, prompt in zip(baseline, drafted, prompts, strict=True):
+        parted, gap = divergence(ours, theirs, prompt.id), None
+        if parted is not None and parted.plain is not None and parted.drafted is not None:
+            gap = coupled_gap(target, prompt.token, ours.tokens[: parted.position], how)
+        tied = gap is not None and gap < EPSILON[target.dtype]
+        compared.append((None if parted is None else replace(parted, gap=gap), tied))
+    return gate_of(compared)
 
 
 @torch.inference_mode()
@@ -202,14 +200,14 @@ def _entered(
     target: Target, drafter: Drafter, prompt: list[int], answer: list[int], settings: RequestParams, size: int
 ) -> tuple[Batch, list[Request]]:
     """Return a batch in which each of `size` sequences is at a text."""
-    max_draft_depth = [*prompt, *answer], replace(settings, max_new_tokens=1, min_new_tokens=0)
-    batch = acquire(target, drafter, size, [max_draft_depth])
-    batch.reserve(needed_entries(target, *max_draft_depth))
-    token, requests = torch.tensor(max_draft_depth[0], device=target.device), list[Request]()
+    text, one_more = [*prompt, *answer], replace(settings, max_new_tokens=1, min_new_tokens=0)
+    batch = acquire(target, drafter, size, [(text, one_more)])
+    batch.reserve(needed_entries(target, text, one_more))
+    token, requests = torch.tensor(text, device=target.device), list[Request]()
     for slot in range(batch.size):
         requests.append(_request(target, prompt, answer, settings, batch.cache.allocate(slot)))
         out = target.prefill(token[:-1], requests[slot].cache, batch.drafts.traits.feature_layers)
-        batch.drafts.start_sequence(slot, max_draft_depth[0], out)
+        batch.drafts.start_sequence(slot, text, out)
     batch.slots = [*requests]
     return batch, requests
 

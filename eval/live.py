@@ -43,7 +43,7 @@ from inference.target.target import Target
 T = TypeVar("T")
 HF = "hf"  # transformers' own generate, by its name among the drafters
 
-Runner = Callable[[list[int]], Generation]
+Runner = Callable[[Any], Any]  # of a prompt's tokens, or of those of all prompts of a batch
 Runs = dict[str, list[list[Generation]]]  # name -> prompt -> repeats
 
 
@@ -75,22 +75,13 @@ def measure(setup: Setup, repeats: int, warmup: Sequence[Prompt], hf: bool, batc
     """
     target, drafters, prompts, settings = setup
     assert not {BASELINE, HF} & set(drafters), "a drafter has a baseline's name"
-    all_drafters, tokens = setup.all_drafters(), [prompt.token for prompt in prompts]
-    if batch_size == 1:
-        runners: dict[str, Runner] = {
-            name: partial(speculate, target, drafter, settings=settings) for name, drafter in all_drafters.items()
-        }
-        if hf:
-            runners[HF] = partial(hf_generate, target, settings=settings)
-        return interleave(runners, prompts, repeats, warmup, settings.seed, setup.resets())
-
-    def answers(name: str, *_: Any) -> Sequence[Generation]:
-        return speculate(target, all_drafters[name], tokens, settings, batch_size=batch_size)
-
-    further = [prompt.token for prompt in warmup] * batch_size  # a full batch
-    for drafter in all_drafters.values() if further else ():
-        speculate(target, drafter, further[: max(batch_size, len(warmup))], settings, batch_size=batch_size)
-    return in_turns(list(all_drafters), answers, [range(len(prompts))], repeats, settings.seed, setup.resets())
+    runners: dict[str, Runner] = {
+        name: partial(speculate, target, drafter, settings=settings, batch_size=batch_size)
+        for name, drafter in setup.all_drafters().items()
+    }
+    if hf and batch_size == 1:
+        runners[HF] = partial(hf_generate, target, settings=settings)
+    return interleave(runners, prompts, repeats, warmup, settings.seed, setup.resets(), batch_size)
 
 
 def interleave(
@@ -100,16 +91,25 @@ def interleave(
     warmup: Sequence[Prompt],
     seed: int,
     begin: Sequence[Callable[[], None]] = (),
+    batch_size: int = 1,
 ) -> Runs:
-    """Call every runner on each prompt, as `in_turns`; `warmup` prompts pay for lazy initialisation."""
-    for prompt in warmup:
-        for run in runners.values():
-            run(prompt.token)
+    """Call every runner on each prompt, or in batches on all at once, as `in_turns`.
+
+    `warmup` prompts pay for lazy initialisation; in batches they fill one.
+    """
+    tokens, further = ([prompt.token for prompt in some] for some in (prompts, warmup))
+    if batch_size > 1:
+        further = [(further * batch_size)[: max(batch_size, len(further))]] * bool(further)
+    for run in further:
+        for runner in runners.values():
+            runner(run)
 
     def answer(name: str, indices: Sequence[int], _: int) -> list[Generation]:
-        return [runners[name](prompts[index].token) for index in indices]
+        return runners[name](tokens) if batch_size > 1 else [runners[name](tokens[index]) for index in indices]
 
-    return in_turns(list(runners), answer, [[index] for index in range(len(prompts))], repeats, seed, begin)
+    every = range(len(prompts))
+    batches = [every] if batch_size > 1 else [[index] for index in every]
+    return in_turns(list(runners), answer, batches, repeats, seed, begin)
 
 
 def in_turns(
@@ -174,15 +174,20 @@ def paired(runs: Runs, drafters: Sequence[str], measurement: Measurement) -> lis
     Each prompt's median run counts, as in the report's rows. Empty with one drafter, or one prompt.
     """
     middle = medians({name: runs[name] for name in drafters})
-    whole = next(measurement.parts(len(next(iter(runs.values())))))
-    decoded = {name: metrics.decoding(of_prompts) for name, of_prompts in middle.items()}
-    passes = {name: [(run.tokens, run.steps) for run in map(metrics.passes, middle[name])] for name in middle}
+    whole = next(measurement.parts(len(runs[drafters[0]])))
+    pairs = {
+        name: {
+            "tau": [(run.tokens, run.steps) for run in map(metrics.passes, of_prompts)],
+            "tokens_per_second": metrics.decoding(of_prompts),
+        }
+        for name, of_prompts in middle.items()
+    }
     shared = {key: getattr(measurement, key) for key in ("workload", "temperature", "batch_size")}
     records = []
     for name in drafters[1:]:
         both = {
-            key: metrics.difference(values[name], values[drafters[0]], measurement.seed, whole.groups)
-            for key, values in (("tau", passes), ("tokens_per_second", decoded))
+            key: metrics.difference(values, pairs[drafters[0]][key], measurement.seed, whole.groups)
+            for key, values in pairs[name].items()
         }
         if None not in both.values():
             records.append({"drafter": name, "base": drafters[0], **shared, "prompts": len(whole.indices), **both})

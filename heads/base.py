@@ -311,8 +311,6 @@ def embedding_of(embeddings: Embeddings, token: Int[Tensor, "*n"] | None = None)
 
 def to_device(x: Tensor, device: torch.device) -> Tensor:
     """Return a tensor on a device; a copy to a GPU is asynchronous."""
-    if device.type == "cpu" or x.device.type != "cpu":
+    if device.type != "cuda" or x.device.type != "cpu":
         return x.to(device)
-    if device.type != "cuda":
-        return x.to(device, non_blocking=True)
     return x.pin_memory().to(device, non_blocking=True)

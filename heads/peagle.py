@@ -79,10 +79,12 @@ class PEagle(Eagle3):
             return drafts
         slots = mask_blocks_after(features.document, anchors, depths - 1, length, causal=True)
 
-        def attend(i: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-            return attend_rows(query, context[i], [(key, value)], slots.attn_pattern)
-
-        pre_logits = self.slots(self.by_layer(slots.position.flatten(1), max_position, attend))
+        inputs = self.by_layer(
+            slots.position.flatten(1),
+            max_position,
+            lambda i, q, k, v: attend_rows(q, context[i], [(k, v)], slots.attn_pattern),
+        )
+        pre_logits = self.slots(inputs)
         states = pre_logits.unflatten(1, (-1, depths - 1)).unbind(2)
         return drafts + [DepthOutput(rows.scatter_rows(state, slots.anchor, position.shape[1])) for state in states]
 

@@ -322,6 +322,12 @@ def baseline_rule(axis_name: str) -> Spec:
     return layer({"type": "rule", "strokeDash": [4, 4], "opacity": 0.6}, **{axis_name: {"datum": 1}})
 
 
+def line_with_interval(x: Spec, y: Spec) -> list[Spec]:
+    """Return the layers of a line through points, each with its interval."""
+    ends = {"y": {**y, "field": "low"}, "y2": {"field": "high"}}
+    return [layer({"type": "rule", "opacity": 0.5}, x=x, color=NAME, **ends), layer(LINE, x=x, y=y, color=NAME)]
+
+
 def acceptance_plot(results: Sequence[Result]) -> Plot | None:
     """Return P(a >= d) by depth."""
     data = [
@@ -362,9 +368,7 @@ def batch_plot(results: Sequence[Result]) -> Plot | None:
     sizes = {"values": sorted({record["batch size"] for record in data}), "format": "d"}
     x = axis("batch size", "batch size", scale={"type": "log", "base": 2, "padding": 12}, axis=sizes)
     y = axis("speedup", "speedup", scale={"zero": True})
-    ends = {"y": {**y, "field": "low"}, "y2": {"field": "high"}}
-    layers = [baseline_rule("y"), layer({"type": "rule", "opacity": 0.5, "strokeWidth": 3}, x=x, color=NAME, **ends)]
-    layers.append(layer(LINE, x=x, y=y, color=NAME))
+    layers = [baseline_rule("y"), *line_with_interval(x, y)]
     return plotted("Speedup over the batch size with its 95% interval; the dashed line is the baseline", data, layers)
 
 
@@ -397,8 +401,7 @@ def learning_curve(curves: Mapping[str, Record]) -> Plot | None:
     ]
     taus = [{**record, "name": f"{name}, τ"} for name, curve in curves.items() for record in curve["tau"]]
     x, y = axis("step", "step"), axis("tau", "τ", scale={"zero": False}, axis={"orient": "right", "grid": False})
-    interval = layer({"type": "rule", "opacity": 0.5}, x=x, y={**y, "field": "low"}, y2={"field": "high"}, color=NAME)
-    tau: Spec = {"layer": [interval, layer(LINE, x=x, y=y, color=NAME)]}
+    tau: Spec = {"layer": line_with_interval(x, y)}
     loss = layer("line", x=x, y=axis("loss", "loss", scale={"zero": False}), color=NAME)
     layers = [
         {**one, "transform": [{"filter": {"field": field, "valid": True}}]}

@@ -77,8 +77,7 @@ def save_head(folder: Path, head: nn.Module, spec: TargetSpec, tree: dict[str, A
         OSError: the disk is full or the folder cannot be written.
     """
     config: Any = head.config
-    name = next(name for name, kind in HEADS.items() if type(head) is kind)
-    content = {"head": {"name": name, **asdict(config)}, "target": asdict(spec), "tree": tree}
+    content = {"head": asdict(config), "target": asdict(spec), "tree": tree}
     write_folder(folder, content, head.state_dict())
 
 

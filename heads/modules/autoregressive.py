@@ -190,10 +190,10 @@ class RecurrentHead(HeadModule, Recurrent):
         position = (last + nodes.depth)[:, None].expand(-1, token.shape[1])
         attn_mask = torch.cat([cache.attn_mask(position, last), mask], -1)[:, None]
         earlier = mask.shape[2] - token.shape[1]
-
-        def attend(i: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-            return grouped_attention(query, *cache.draft(i, key, value, earlier), attn_mask)
-
-        inputs = self.by_layer(position, cache.longest + mask.shape[2], attend)
+        inputs = self.by_layer(
+            position,
+            cache.longest + mask.shape[2],
+            lambda i, q, k, v: grouped_attention(q, *cache.draft(i, k, v, earlier), attn_mask),
+        )
         hidden, pre_logits = self.advance(token, above, inputs)
         return LevelOutput(self.compute_logits(pre_logits, 1), hidden)

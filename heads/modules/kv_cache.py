@@ -182,8 +182,4 @@ def mask_blocks_after_roots(
     block = torch.ones(size, size, dtype=torch.bool, device=length.device)
     block = (block.tril() if causal else block).expand(sequences, -1, -1)
     attn_mask = torch.cat([cache.attn_mask(position, length - 1), block], -1)[:, None]
-
-    def attend(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        return grouped_attention(query, *cache.draft(layer, key, value, 0), attn_mask)
-
-    return position, attend
+    return position, lambda layer, q, k, v: grouped_attention(q, *cache.draft(layer, k, v, 0), attn_mask)

@@ -28,7 +28,6 @@ from heads.modules.fusion import EAGLE3_LAYERS
 FILE = "head.gguf"
 VERSION = 2  # version of GGUF's quantisation formats
 TOKENIZER, MASK = "tokenizer.", "tokenizer.ggml.mask_token_id"  # prefix of the copied keys, and the head's own key
-LENGTH = "max_position_embeddings"
 IN_LAYER = {
     "input_layernorm": "attn_norm", "hidden_norm": "attn_norm_2", "post_attention_layernorm": "ffn_norm",
     "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
@@ -41,6 +40,14 @@ AT_TOP = {
     "confidence_head.proj": "conf_proj",
 }  # fmt: skip
 ROTATED = {"self_attn.q_proj": "num_attention_heads", "self_attn.k_proj": "num_key_value_heads"}
+SIZES = {  # the architecture's keys, and those of config.json
+    "block_count": "num_hidden_layers", "context_length": "max_position_embeddings", "embedding_length": "hidden_size",
+    "feed_forward_length": "intermediate_size", "vocab_size": "vocab_size",
+    "attention.head_count": "num_attention_heads", "attention.head_count_kv": "num_key_value_heads",
+    "attention.key_length": "head_dim", "attention.value_length": "head_dim",
+    "attention.layer_norm_rms_epsilon": "rms_norm_eps", "rope.dimension_count": "head_dim",
+    "rope.freq_base": "rope_theta",
+}  # fmt: skip
 LAYER = re.compile(r"layers\.(\d+)\.(.*)")
 
 
@@ -112,20 +119,7 @@ def _library() -> Any:
 
 def _settings(kind: str, config: dict[str, Any], tensors: dict[str, Tensor]) -> dict[str, Any]:
     """Return the architecture's keys, without the architecture's prefix."""
-    settings = {
-        "block_count": config["num_hidden_layers"],
-        **({"context_length": config[LENGTH]} if LENGTH in config else {}),
-        "embedding_length": config["hidden_size"],
-        "feed_forward_length": config["intermediate_size"],
-        "vocab_size": config["vocab_size"],
-        "attention.head_count": config["num_attention_heads"],
-        "attention.head_count_kv": config["num_key_value_heads"],
-        "attention.key_length": config["head_dim"],
-        "attention.value_length": config["head_dim"],
-        "attention.layer_norm_rms_epsilon": float(config["rms_norm_eps"]),
-        "rope.dimension_count": config["head_dim"],
-        "rope.freq_base": float(config["rope_theta"]),
-    }
+    settings = {key: config[name] for key, name in SIZES.items() if name in config}
     scaling = config["rope_scaling"] or {}
     if scaling.get("rope_type") in ("linear", "yarn"):
         settings |= {"rope.scaling.type": scaling["rope_type"], "rope.scaling.factor": float(scaling["factor"])}
