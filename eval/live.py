@@ -97,7 +97,8 @@ def interleave(
 
     `warmup` prompts pay for lazy initialisation; in batches they fill one.
     """
-    tokens, further = ([prompt.token for prompt in some] for some in (prompts, warmup))
+    tokens = [prompt.token for prompt in prompts]
+    further: list[Any] = [prompt.token for prompt in warmup]
     if batch_size > 1:
         further = [(further * batch_size)[: max(batch_size, len(further))]] * bool(further)
     for run in further:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import count, cycle
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 from jaxtyping import Float
@@ -39,7 +39,7 @@ from heads.formats.published import is_published
 from heads.formats.store import SCHEDULE, read_config, save_tree
 from inference.batch import Batch, batch_of
 from inference.decode import RequestParams
-from inference.drafters.head import HeadBatch, HeadDrafter, load_for, saved_tree
+from inference.drafters.head import HeadDrafter, load_for, saved_tree
 from inference.drafters.plain import Baseline
 from inference.drafters.policy import Schedule, Scheduled, TreeConfig, scheduled
 from inference.protocol import Drafter
@@ -236,25 +236,6 @@ def tau_along(records: Sequence[RankedText], tree: TreeConfig) -> float:
     return passes.tokens / passes.steps
 
 
-class RotatingBatch(HeadBatch):
-    """A head that drafts the tree of a given index, so that the steps of all trees are timed in one batch."""
-
-    index = 0
-
-    def choose(self, running: int) -> None:
-        """Choose the tree by the index: the schedule has a line for each."""
-        super().choose(1 + self.index)
-
-
-class Rotation(HeadDrafter):
-    """A drafter whose batch is a `RotatingBatch`."""
-
-    def batch(self, size: int) -> RotatingBatch:
-        """Return what drafts for up to `size` sequences."""
-        self.drafts = RotatingBatch(self.head, self.schedule, size)
-        return self.drafts
-
-
 @torch.inference_mode()
 def step_seconds(
     target: Target,
@@ -270,19 +251,21 @@ def step_seconds(
     Each tree drafts for a step, in a new random order each time, and the baseline decodes in between: a machine that
     slows down for a while slows all of them. The first step of each tree, which is slower, is not counted.
     """
-    rotation = Rotation(head, trees[0], "rotation", Schedule([Scheduled(1 + i, tree) for i, tree in enumerate(trees)]))
+    schedule = Schedule([Scheduled(1 + i, tree) for i, tree in enumerate(trees)])  # a line for each tree
     seconds: list[list[float]] = [[] for _ in trees]
     of_baseline: list[float] = []
     shuffle, steps = random.Random(settings.seed), count()
     with target.uncaptured(), Bar((1 + samples) * len(trees), f"timing steps, batch size {batch}") as bar:
         baseline = timed_steps(batch_of(target, Baseline(target.device), batch), prompts, settings)
-        drafting = timed_steps(batch_of(target, rotation, batch), prompts, settings)
+        rotating = batch_of(target, HeadDrafter(head, trees[0], "trees", schedule), batch)
+        drafting, drafts = timed_steps(rotating, prompts, settings), cast(Any, rotating.drafts)
+        choose = drafts.choose
         next(baseline)
         for turn in range(1 + samples):
             for index in shuffle.sample(range(len(trees)), len(trees)):
                 if next(steps) % PER_BASELINE == 0:
                     of_baseline.append(next(baseline))
-                rotation.drafts.index = index
+                drafts.choose = lambda _, line=1 + index: choose(line)
                 spent = next(drafting)
                 seconds[index] += [spent] if turn else []
                 bar.show(bar.done + 1)

@@ -277,13 +277,12 @@ class Block(HeadModule):
         position, max_position = rows.positions(features.document), features.token.shape[1] + self.size
         context = self.context(features.hidden, position, max_position)
         x = self.block_inputs(rows.next_token(features.token).gather(1, blocks.anchor)).flatten(1, 2)
+
+        def attend(pair: KeyValue, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+            return attend_rows(query, pair, [(key, value)], blocks.attn_pattern)
+
         for layer, pair in zip(self.layers, context, strict=True):
-            inputs = LayerInputs(
-                blocks.position.flatten(1),
-                max_position,
-                lambda q, k, v, pair=pair: attend_rows(q, pair, [(k, v)], blocks.attn_pattern),
-            )
-            x = layer(x, inputs)
+            x = layer(x, LayerInputs(blocks.position.flatten(1), max_position, partial(attend, pair)))
         states, drafts = self.norm(x).unflatten(1, (-1, self.size))[:, :, self.idle :], list[DepthOutput]()
         memory: Tensor | None = None
         for depth, state in enumerate(states.unbind(2), 1):

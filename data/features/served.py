@@ -177,10 +177,11 @@ class VllmServers:
                     "is longer: start vLLM with a larger max_model_len, or give a smaller data.length"
                 )
 
+            def ask(_: int, at: int = number) -> tuple[Tensor, Any]:
+                return self._ask(longest, at, shows_token=True)
+
             try:
-                states, token = client.retried(
-                    lambda _, at=number: self._ask(longest, at, shows_token=True), self.endpoint.retries
-                )
+                states, token = client.retried(ask, self.endpoint.retries)
             except EndpointError as failure:
                 raise ValueError(f"{client.url}: {failure.cause} ({failure.detail}); {SETUP}") from failure
             logits = embeddings.logits(normed(states[-1, self.ids.last], norm)).float()
