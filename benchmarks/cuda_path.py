@@ -41,18 +41,15 @@ def runs_fused(query: Tensor, value: Tensor) -> bool:
     return flex.fits(query, value, flex.WIDE)
 
 
-def attend_fused(query: Tensor, pairs: list[tuple[Tensor, Tensor]], seen: attention.Pattern) -> Tensor:
+def attend_fused(query: Tensor, pairs: list[tuple[Tensor, Tensor]], _seen: attention.Pattern) -> Tensor:
     """Attend as `heads.modules.attention.attend_fused` does, by the operator that stands for its kernel.
 
     Without its mask of tiles, which is thousands of times smaller than the rows, and would be a third of a trace.
     """
     key, value = attention.joined(pairs)
     length, steps = pairs[0][0].shape[2], len(pairs) - 1
-    reach = length if seen.reach is None else min(length, seen.reach + 1)
-    # Of one document: a query sees half of what it could reach, and of each step the tile that its row is in.
-    out: Tensor = torch.ops.headstart.attention(
-        query, key, value, reach - reach * reach // (2 * length) + flex.TILE * steps
-    )[0]
+    # Of one document: a query sees half of the rows, and of each step the tile that its row is in.
+    out: Tensor = torch.ops.headstart.attention(query, key, value, length - length // 2 + flex.TILE * steps)[0]
     return out
 
 

@@ -140,8 +140,14 @@ class Batches:
         """Return the indices of the sequences in a step's global batch, of all ranks."""
         size = len(self.packed.token)
         position = torch.arange(step * self.sequences_per_step, (step + 1) * self.sequences_per_step)
-        epochs = range(int(position[0]) // size, int(position[-1]) // size + 1)
-        return torch.cat([self._permutation(epoch)[position[position // size == epoch] % size] for epoch in epochs])
+        parts = []
+        for epoch in range(int(position[0]) // size, int(position[-1]) // size + 1):
+            if self._order is None or self._order[0] != epoch:
+                digest = hashlib.sha256(f"{self.seed}/{epoch}".encode()).digest()
+                generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+                self._order = epoch, torch.randperm(size, generator=generator)
+            parts.append(self._order[1][position[position // size == epoch] % size])
+        return torch.cat(parts)
 
     def __call__(self, step: int) -> list[Batch]:
         """Return this rank's micro-batches of optimiser step `step`, counted from 0."""
@@ -159,13 +165,6 @@ class Batches:
     def _batch(self, index: Int[Tensor, " B"]) -> Batch:
         token, document, mask = (tensor[index].long() for tensor in self.packed)
         return Batch(token, document, mask, index)
-
-    def _permutation(self, epoch: int) -> Int[Tensor, " R"]:
-        if self._order is None or self._order[0] != epoch:
-            digest = hashlib.sha256(f"{self.seed}/{epoch}".encode()).digest()
-            generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
-            self._order = epoch, torch.randperm(len(self.packed.token), generator=generator)
-        return self._order[1]
 
 
 def token_counts(samples: Sequence[Sample], vocab_size: int) -> Int[Tensor, "V"]:

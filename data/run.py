@@ -34,7 +34,7 @@ from data.features.extraction import Layers, extract_features
 from data.features.source import FeaturesConfig
 from data.text.masks import Sample, counts_line
 from data.text.prompts import load_training, records_to_answer
-from data.text.sources import check_sources
+from data.text.sources import check_source
 from heads import best_line, head_config, with_head
 from heads.base import HeadConfig
 from heads.common.command import command
@@ -121,7 +121,10 @@ def check(job: JobConfig) -> None:
         )
     if job.features.mode == "engine":
         raise ValueError("features=engine feeds a training: give features=stored")
-    check_sources(job.data)
+    for name in job.data.paths:
+        check_source(name, job.data.split)
+    if job.data.prompts:
+        check_source(job.data.prompts)
     if job.answers is not None and Path(job.answers).suffix not in JSON_LINES:
         raise ValueError(f"answers={job.answers}: is written as JSON Lines; give a name that ends in .jsonl or .json")
     if job.answers is not None:

@@ -7,7 +7,6 @@ gates.py         all losslessness checks of an evaluation: greedy, sampled and t
 live.py          the live tier: drafters timed together with their baselines, in turns or under load
 extras.py        training curves, trees and answers of a report
 teacher_forced.py  the teacher-forced tier: acceptance of a head and of replayed trees along given text
-trees.py         the trees that the tuner tries
 tune.py          the best tree for a head at every batch size: predicted, measured, written
 config.py        the types of conf/eval.yaml
 search_skips.py  the command that searches sub-layers to skip

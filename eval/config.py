@@ -1,13 +1,12 @@
 """The types of conf/eval.yaml, and the checks of its values; the YAML explains the keys."""
 
-import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import Annotated, Any
 
 from eval.measures.results import LIVE, TEACHER_FORCED, TIERS
-from heads.common.ranges import Count, NewTokens, Number, OneOf, Within
+from heads.common.ranges import SEVERAL, Amount, Count, NewTokens, Number, OneOf, Positive, Within
 from heads.common.typed import from_yaml
 from inference.request import RequestConfig
 from inference.target.config import DTYPES
@@ -21,16 +20,10 @@ TURNS = ("first", "all")
 class TunerConfig:
     """The tuner's grid: depths, children and budgets of trees; and how many steps of every tree are timed."""
 
-    depths: list[Count]
-    top_k: list[Count]
-    nodes: list[Count]
+    depths: Annotated[list[Count], SEVERAL]
+    top_k: Annotated[list[Count], SEVERAL]
+    nodes: Annotated[list[Count], SEVERAL]
     samples: Count
-
-    def __post_init__(self) -> None:
-        """Refuse empty lists."""
-        for key in ("depths", "top_k", "nodes"):
-            if not getattr(self, key):
-                raise ValueError(f"tuner.{key} is empty: give at least one number")
 
     def within(self, context: int) -> "TunerConfig":
         """Return the configuration with only the trees that fit into a target's context."""
@@ -55,13 +48,13 @@ class DraftersConfig:
     """The drafters to measure, by name, each with the options of a file of conf/drafter/."""
 
     drafter: dict[str, Any]
-    run: Any  # a run's folder, a list of them, or None
+    run: Annotated[list[str], SEVERAL] | None  # runs' folders
     compare: list[str]
     tree: dict[str, Any]
 
     def runs(self) -> list[str]:
         """Return the folders of `run`."""
-        return list(listed(self.run))
+        return self.run or []
 
 
 @dataclass(frozen=True)
@@ -79,37 +72,13 @@ class Selection:
 class Conditions:
     """The conditions of decoding: every temperature with every batch size and request rate."""
 
-    temperature: Any  # a number or a list of them
-    batch_size: Any  # likewise
-    request_rate: Any  # a number, None, or a list of them
-
-    def temperatures(self) -> list[float]:
-        """Return the temperatures as a list."""
-        temperatures = items_of("temperature", self.temperature, is_number, "give a number, or a list of them")
-        return [float(temperature) for temperature in temperatures]
-
-    def batch_sizes(self) -> list[int]:
-        """Return the batch sizes as a list."""
-
-        def counts(size: Any) -> bool:
-            return is_number(size) and size >= 1 and size == int(size)
-
-        sizes = items_of("batch_size", self.batch_size, counts, "give 1 or more, whole numbers")
-        return [int(size) for size in sizes]
-
-    def request_rates(self) -> list[float | None]:
-        """Return the request rates as a list; None if requests do not arrive at a rate."""
-
-        def is_rate(rate: Any) -> bool:
-            return rate is None or (is_number(rate) and 0 < rate < math.inf)
-
-        remedy = "give requests per second, a number above 0, or null, or a list"
-        rates = items_of("request_rate", self.request_rate, is_rate, remedy)
-        return [None if rate is None else float(rate) for rate in rates]
+    temperature: Annotated[list[Amount], SEVERAL]
+    batch_size: Annotated[list[Count], SEVERAL]
+    request_rate: Annotated[list[Positive | None], SEVERAL]  # None: a request comes when one before it has ended
 
     def conditions(self) -> Iterator[tuple[float, int, float | None]]:
         """Yield every temperature with every batch size and request rate."""
-        return product(self.temperatures(), self.batch_sizes(), self.request_rates())
+        return product(self.temperature, self.batch_size, self.request_rate)
 
 
 @dataclass(frozen=True)
@@ -138,7 +107,7 @@ class TuneConfig(DraftersConfig, DecodingConfig):
 class EvalConfig(TuneConfig, Selection):
     """An evaluation: conf/eval.yaml, with all keys at one level; a component takes the base class that it needs."""
 
-    workload: Any  # a name, a list of them, or None
+    workload: Annotated[list[str], SEVERAL] | None
     out: str | None
     model: dict[str, Any]
     dtype: Annotated[str, OneOf(("auto", *DTYPES))]
@@ -147,7 +116,7 @@ class EvalConfig(TuneConfig, Selection):
         float, Within(0, 0.25, above=True, below=True)
     ]  # the negative control's total variation is at most p (1 - p)
     hf: bool
-    tier: Any  # one of TIERS or a list of them
+    tier: Annotated[list[Annotated[str, OneOf(TIERS)]], SEVERAL]
     text: Annotated[str, OneOf(TEXTS)]
     tune: bool
 
@@ -155,16 +124,9 @@ class EvalConfig(TuneConfig, Selection):
         """Refuse values out of range, or contradictory ones."""
         if not self.drafter:
             raise ValueError("drafter is empty: name at least one drafter, or plain")
-        for key, kind in (("run", "a run's folder"), ("workload", "a name, a file or a Hub data set")):
-            if not all(isinstance(name, str) for name in listed(getattr(self, key))):
-                raise ValueError(f"{key} is {getattr(self, key)!r}: give {kind}, or a list of them")
-        for temperature in self.temperatures():
+        for temperature in self.temperature:
             self.settings(temperature)
-        self.batch_sizes()
-        self.request_rates()
-        tiers = listed(self.tier)
-        if not tiers or not set(tiers) <= set(TIERS) or len(set(tiers)) < len(tiers):
-            raise ValueError(f"tier is {self.tier!r}: choose {', '.join(TIERS)}, or a list of them, each once")
+        tiers = self.tier
         if tiers == [LIVE] and self.text == RECORDED:
             raise ValueError("text=recorded is for teacher forcing: add teacher_forced to tier=live")
         if LIVE not in tiers and (others := [name for name in self.drafter if name != "head"]):
@@ -176,50 +138,26 @@ class EvalConfig(TuneConfig, Selection):
                 "tier=teacher_forced takes the target's probs as they are: leave repetition_penalty=1 and "
                 "min_new_tokens=0, or choose tier=live"
             )
-        if self.tune:
-            self._check_tune()
-
-    def _check_tune(self) -> None:
+        if not self.tune:
+            return
         if list(self.drafter) != ["head"]:
             raise ValueError(
                 f"drafter is {', '.join(self.drafter)}: tune=true finds the tree of a head, set drafter=head"
             )
-        if self.engine.compile_drafts:
-            raise ValueError("tune=true times the parts of drafts as they are: leave engine.compile_drafts=false")
         if len(self.runs()) != 1 or self.compare:
             raise ValueError("tune=true takes the head of one run: give run=outputs/NAME, and no compare")
-        if self.temperatures() != [0.0] or self.repetition_penalty != 1 or is_lossy(self.rule):
+        greedy = self.temperature == [0.0] and self.repetition_penalty == 1 and not is_lossy(self.rule)
+        if not greedy or self.min_new_tokens or self.request_rate != [None] or self.engine.compile_drafts:
             raise ValueError(
-                "tune=true replays greedy text: leave temperature=0, repetition_penalty=1 and a rule that is not lossy"
+                "tune=true replays greedy text in full batches: leave temperature=0, repetition_penalty=1, "
+                "min_new_tokens=0, request_rate=null, engine.compile_drafts=false and a rule that is not lossy"
             )
-        if self.request_rate is not None:
-            raise ValueError(f"request_rate is {self.request_rate!r}: tune=true times full batches, leave it null")
-        if self.min_new_tokens:
-            raise ValueError(f"min_new_tokens is {self.min_new_tokens}: tune=true lets answers end where they do")
 
     def tiers(self) -> list[str]:
         """Return the configured tiers, without those that cannot be measured."""
-        return [tier for tier in listed(self.tier) if tier != TEACHER_FORCED or self.can_be_teacher_forced]
+        return [tier for tier in self.tier if tier != TEACHER_FORCED or self.can_be_teacher_forced]
 
 
 def eval_config(**values: Any) -> EvalConfig:
     """Return conf/eval.yaml with these values replaced, for callers without Hydra."""
     return from_yaml(EvalConfig, "eval", **{"drafter": {"head": {}}, **values})
-
-
-def items_of(key: str, value: Any, right: Callable[[Any], bool], remedy: str) -> list[Any]:
-    """Return a value or a list of values as a list; refuse an empty list and wrong items."""
-    items = value if isinstance(value, list) else [value]
-    if not items or not all(map(right, items)):
-        raise ValueError(f"{key} is {value!r}: {remedy}")
-    return items
-
-
-def is_number(value: Any) -> bool:
-    """Whether a value is a number, not a boolean."""
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-def listed(value: Any) -> list[Any]:
-    """Return a list as it is, a single value as a list of one, and None as an empty one."""
-    return value if isinstance(value, list) else [] if value is None else [value]

@@ -3,6 +3,7 @@
 import json
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -37,11 +38,8 @@ def training(heads: Mapping[str, Path]) -> dict[str, dict[str, Records]]:
 def records(file: Path) -> Iterator[dict[str, Any]]:
     """Yield a run's records; a line that a killed run was writing is left out."""
     for line in file.read_text(encoding="utf-8").splitlines():
-        try:
-            record = json.loads(line)
-        except json.JSONDecodeError:
-            continue
-        yield record
+        with suppress(json.JSONDecodeError):
+            yield json.loads(line)
 
 
 def curves(records: Records) -> dict[str, Records]:
@@ -69,31 +67,26 @@ def trees(runs: Runs, drafters: Mapping[str, Drafter]) -> dict[str, dict[str, An
     summaries = {}
     for name, drafter in drafters.items():
         steps = [step for repeats in runs[name] for step in median_run(repeats).steps]
+        counts = Counter(step.ranks[:depth] for step in steps for depth in range(1, len(step.ranks) + 1))
+        often = sorted(counts, key=lambda path: (-counts[path], len(path), path))[:NODES]
+        paths, accepted = list(map(list, often)), [counts[path] / len(steps) for path in often]
         if any(step.drafted for step in steps):
-            counts = Counter(step.ranks[:depth] for step in steps for depth in range(1, len(step.ranks) + 1))
-            often = sorted(counts, key=lambda path: (-counts[path], len(path), path))[:NODES]
-            summaries[name] = {
-                "label": drafter.tree,
-                "steps": len(steps),
-                "paths": [list(path) for path in often],
-                "accepted": [counts[path] / len(steps) for path in often],
-            }
+            summaries[name] = {"label": drafter.tree, "steps": len(steps), "paths": paths, "accepted": accepted}
     return summaries
 
 
 def answers(runs: Runs, drafters: Sequence[str], prompts: Sequence[Prompt], tokenizer: Any) -> Records:
-    """Return the drafters' answers to the first prompts, each by its first repeat.
-
-    Returns:
-        By prompt and drafter the prompt's end, and the `pieces`.
-    """
-    records = []
-    for index, prompt in enumerate(prompts[:ANSWERS]):
-        question = visible(str(tokenizer.decode(prompt.token))[-QUESTION:])
-        for name in drafters:
-            read = pieces(runs[name][index][0], tokenizer)
-            records.append({"drafter": name, "prompt": prompt.id, "question": question, "pieces": read})
-    return records
+    """Return by prompt and drafter the end of the first prompts, and the `pieces` of the first answer."""
+    return [
+        {
+            "drafter": name,
+            "prompt": prompt.id,
+            "question": visible(str(tokenizer.decode(prompt.token))[-QUESTION:]),
+            "pieces": pieces(runs[name][index][0], tokenizer),
+        }
+        for index, prompt in enumerate(prompts[:ANSWERS])
+        for name in drafters
+    ]
 
 
 def pieces(run: Generation, tokenizer: Any) -> Records:

@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor
 
 from data.text.prompts import Prompt
@@ -38,7 +38,7 @@ from eval.measures.results import BASELINE
 from heads.common.progress import progress, tick
 from inference.batch import Batch, acquire, needed_entries, release
 from inference.decode import Generation, RequestParams, autoregress
-from inference.protocol import Drafted, Drafter
+from inference.protocol import Drafter
 from inference.request import Request
 from inference.target.cache import TargetCache
 from inference.target.target import Target
@@ -55,7 +55,7 @@ def check(
     Greedily every prompt runs once. All are compared with what transformers' own `generate` writes; so is the baseline,
     which the drafters' engine decodes. Above 0 a chi-square test reveals a total variation of `total_variation`.
     """
-    sizes = config.batch_sizes()
+    sizes = config.batch_size
     if not drafters and sizes == [1]:
         return {}, []
     setup = Setup(target, drafters, prompts, config.settings(0.0, logit_gaps=True))
@@ -66,7 +66,7 @@ def check(
         for name, runs_of in decoded_once(setup, size).items():
             verdict = gate(reference, runs_of, ids, target.dtype)
             gates[labelled(name, size)] = replace(verdict, lossy=name != BASELINE and is_lossy(config.rule))
-    hot = [temperature for temperature in config.temperatures() if temperature > 0] if drafters else []
+    hot = [temperature for temperature in config.temperature if temperature > 0] if drafters else []
     tests, sampled = len(hot) * len(drafters), []
     for temperature in hot:
         sampled += sampled_gates(setup._replace(settings=config.settings(temperature)), total_variation, tests, sizes)
@@ -79,28 +79,14 @@ TOGETHER = 16  # sequences at a prefix in one step of the engine, where memory a
 
 
 class Prefix(NamedTuple):
-    """A text to sample after: a prompt and its answer so far, what is drafted there, and the target's probs."""
+    """A text to sample after: a prompt and its answer so far, and the target's probs there."""
 
     prompt: list[int]
     answer: list[int]
-    drafted: Drafted
     draws: bool  # whether children are sampled on the host, by a model with a state of its own
     probs: Float[Tensor, "V"]
     cells: Cells
-
-    def usable(self, tv: float) -> bool:
-        """Whether there is a draft, and the broken rule is off by more than a total variation."""
-        best = float(self.probs.max())
-        return len(self.children()) > 0 and self.cells.freedom > 0 and best * (1 - best) > tv
-
-    def children(self) -> Int[Tensor, "K"]:
-        """Return the tokens drafted at depth 1."""
-        (token, *_), (parent, *_) = self.drafted.tree
-        return token[(parent == 0) & (token >= 0)].unique()
-
-    def mass(self) -> float:
-        """Return the target's probability of the tokens drafted at depth 1."""
-        return float(self.probs[self.children()].sum())
+    mass: float  # the target's probability of the tokens drafted at depth 1
 
 
 def sampled_gates(setup: Setup, tv: float, tests: int, sizes: Sequence[int] = (1,)) -> list[SampledGate]:
@@ -134,16 +120,14 @@ def coupled_check(
     how: RequestParams,
 ) -> Gate:
     """Compare runs under coupled noise; a near tie is one of probs over noise."""
-
-    def compared(ours: Generation, theirs: Generation, prompt: Prompt) -> tuple[Divergence | None, bool]:
-        parted = divergence(ours, theirs, prompt.id)
-        if parted is None:
-            return None, False
-        both = parted.plain is not None and parted.drafted is not None
-        gap = coupled_gap(target, prompt.token, ours.tokens[: parted.position], how) if both else None
-        return replace(parted, gap=gap), gap is not None and gap < EPSILON[target.dtype]
-
-    return gate_of(compared(*runs) for runs in zip(baseline, drafted, prompts, strict=True))
+    compared: list[tuple[Divergence | None, bool]] = []
+    for ours, theirs, prompt in zip(baseline, drafted, prompts, strict=True):
+        parted, gap = divergence(ours, theirs, prompt.id), None
+        if parted is not None and parted.plain is not None and parted.drafted is not None:
+            gap = coupled_gap(target, prompt.token, ours.tokens[: parted.position], how)
+        tied = gap is not None and gap < EPSILON[target.dtype]
+        compared.append((None if parted is None else replace(parted, gap=gap), tied))
+    return gate_of(compared)
 
 
 @torch.inference_mode()
@@ -178,10 +162,10 @@ def chi_square_test(
     alpha: float,
 ) -> tuple[ChiSquareTest | None, str]:
     """Sample next tokens after a few prefixes and test them against the target's probs; or return why not."""
-    usable = [prefix for text in candidates if (prefix := _prefix(target, drafter, *text, settings)).usable(tv)]
+    usable = [prefix for text in candidates if (prefix := _prefix(target, drafter, *text, settings, tv)) is not None]
     if any(prefix.draws for prefix in usable):
         return None, "no draws: its drafts are drawn by a model with a state of its own"
-    prefixes = sorted(usable, key=Prefix.mass, reverse=True)[:PREFIXES]
+    prefixes = sorted(usable, key=lambda prefix: prefix.mass, reverse=True)[:PREFIXES]
     if not prefixes:
         return None, "no draws: at no prompt was anything drafted where the target has a choice"
     count = losslessness.samples_for([prefix.cells for prefix in prefixes], tv, alpha)
@@ -216,14 +200,14 @@ def _entered(
     target: Target, drafter: Drafter, prompt: list[int], answer: list[int], settings: RequestParams, size: int
 ) -> tuple[Batch, list[Request]]:
     """Return a batch in which each of `size` sequences is at a text."""
-    max_draft_depth = [*prompt, *answer], replace(settings, max_new_tokens=1, min_new_tokens=0)
-    batch = acquire(target, drafter, size, [max_draft_depth])
-    batch.reserve(needed_entries(target, *max_draft_depth))
-    token, requests = torch.tensor(max_draft_depth[0], device=target.device), list[Request]()
+    text, one_more = [*prompt, *answer], replace(settings, max_new_tokens=1, min_new_tokens=0)
+    batch = acquire(target, drafter, size, [(text, one_more)])
+    batch.reserve(needed_entries(target, text, one_more))
+    token, requests = torch.tensor(text, device=target.device), list[Request]()
     for slot in range(batch.size):
         requests.append(_request(target, prompt, answer, settings, batch.cache.allocate(slot)))
         out = target.prefill(token[:-1], requests[slot].cache, batch.drafts.traits.feature_layers)
-        batch.drafts.start_sequence(slot, max_draft_depth[0], out)
+        batch.drafts.start_sequence(slot, text, out)
     batch.slots = [*requests]
     return batch, requests
 
@@ -236,14 +220,20 @@ def _left(batch: Batch) -> None:
     release(batch.target, batch.drafter, batch)
 
 
-def _prefix(target: Target, drafter: Drafter, prompt: list[int], answer: list[int], settings: RequestParams) -> Prefix:
-    """Draft once after a text, and return the target's probs there."""
+def _prefix(
+    target: Target, drafter: Drafter, prompt: list[int], answer: list[int], settings: RequestParams, tv: float
+) -> Prefix | None:
+    """Draft once after a text; None without a draft, or where the broken rule is off by at most a total variation."""
     batch, requests = _entered(target, drafter, prompt, answer, settings, 1)
     _, drafted = batch.device_step.sample(requests)
     draws = batch.device_step.plan.sampled is not None and not batch.drafts.traits.on_device
     probs = _probs(_request(target, prompt, answer, settings, target.cache()))
     _left(batch)
-    return Prefix(prompt, answer, drafted, draws, probs, losslessness.cells(probs))
+    (token, *_), (parent, *_) = drafted.tree
+    children, cells, best = token[(parent == 0) & (token >= 0)].unique(), losslessness.cells(probs), float(probs.max())
+    if not len(children) or not cells.freedom or best * (1 - best) <= tv:
+        return None
+    return Prefix(prompt, answer, draws, probs, cells, float(probs[children].sum()))
 
 
 def _samples(

@@ -17,11 +17,11 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 from transformers import GenerationConfig
+from transformers.generation.streamers import BaseStreamer
 
 from data.text.prompts import Prompt
 from eval.measures import metrics
 from eval.measures.losslessness import UNCHECKED, Gate, labelled
-from eval.measures.machine import synchronize
 from eval.measures.results import (
     BASELINE,
     DrafterInfo,
@@ -35,7 +35,7 @@ from eval.measures.results import (
 )
 from heads.common.progress import progress
 from inference.batch import Batch, acquire, release
-from inference.decode import Generation, RequestParams, autoregress, speculate
+from inference.decode import Generation, RequestParams, speculate
 from inference.drafters.plain import Baseline
 from inference.protocol import Drafter
 from inference.target.target import Target
@@ -43,7 +43,7 @@ from inference.target.target import Target
 T = TypeVar("T")
 HF = "hf"  # transformers' own generate, by its name among the drafters
 
-Runner = Callable[[list[int]], Generation]
+Runner = Callable[[Any], Any]  # of a prompt's tokens, or of those of all prompts of a batch
 Runs = dict[str, list[list[Generation]]]  # name -> prompt -> repeats
 
 
@@ -75,28 +75,13 @@ def measure(setup: Setup, repeats: int, warmup: Sequence[Prompt], hf: bool, batc
     """
     target, drafters, prompts, settings = setup
     assert not {BASELINE, HF} & set(drafters), "a drafter has a baseline's name"
-    if batch_size > 1:
-        all_drafters, tokens = setup.all_drafters(), [prompt.token for prompt in prompts]
-        warm_up(setup, warmup, batch_size)
-
-        def answers(name: str, *_: Any) -> Sequence[Generation]:
-            return speculate(target, all_drafters[name], tokens, settings, batch_size=batch_size)
-
-        return in_turns(list(all_drafters), answers, [range(len(prompts))], repeats, settings.seed, setup.resets())
-    runners: dict[str, Runner] = {BASELINE: partial(autoregress, target, settings=settings)}
-    for name, drafter in drafters.items():
-        runners[name] = partial(speculate, target, drafter, settings=settings)
-    if hf:
+    runners: dict[str, Runner] = {
+        name: partial(speculate, target, drafter, settings=settings, batch_size=batch_size)
+        for name, drafter in setup.all_drafters().items()
+    }
+    if hf and batch_size == 1:
         runners[HF] = partial(hf_generate, target, settings=settings)
-    return interleave(runners, prompts, repeats, warmup, settings.seed, setup.resets())
-
-
-def warm_up(setup: Setup, prompts: Sequence[Prompt], batch_size: int) -> None:
-    """Let every drafter decode further prompts, if there are any, in a full batch, untimed."""
-    tokens = [prompt.token for prompt in prompts] * batch_size
-    for drafter in setup.all_drafters().values() if tokens else ():
-        some = tokens[: max(batch_size, len(prompts))]
-        speculate(setup.target, drafter, some, setup.settings, batch_size=batch_size)
+    return interleave(runners, prompts, repeats, warmup, settings.seed, setup.resets(), batch_size)
 
 
 def interleave(
@@ -106,16 +91,26 @@ def interleave(
     warmup: Sequence[Prompt],
     seed: int,
     begin: Sequence[Callable[[], None]] = (),
+    batch_size: int = 1,
 ) -> Runs:
-    """Call every runner on each prompt, as `in_turns`; `warmup` prompts pay for lazy initialisation."""
-    for prompt in warmup:
-        for run in runners.values():
-            run(prompt.token)
+    """Call every runner on each prompt, or in batches on all at once, as `in_turns`.
+
+    `warmup` prompts pay for lazy initialisation; in batches they fill one.
+    """
+    tokens = [prompt.token for prompt in prompts]
+    further: list[Any] = [prompt.token for prompt in warmup]
+    if batch_size > 1:
+        further = [(further * batch_size)[: max(batch_size, len(further))]] * bool(further)
+    for run in further:
+        for runner in runners.values():
+            runner(run)
 
     def answer(name: str, indices: Sequence[int], _: int) -> list[Generation]:
-        return [runners[name](prompts[index].token) for index in indices]
+        return runners[name](tokens) if batch_size > 1 else [runners[name](tokens[index]) for index in indices]
 
-    return in_turns(list(runners), answer, [[index] for index in range(len(prompts))], repeats, seed, begin)
+    every = range(len(prompts))
+    batches = [every] if batch_size > 1 else [[index] for index in every]
+    return in_turns(list(runners), answer, batches, repeats, seed, begin)
 
 
 def in_turns(
@@ -180,15 +175,20 @@ def paired(runs: Runs, drafters: Sequence[str], measurement: Measurement) -> lis
     Each prompt's median run counts, as in the report's rows. Empty with one drafter, or one prompt.
     """
     middle = medians({name: runs[name] for name in drafters})
-    whole = next(measurement.parts(len(next(iter(runs.values())))))
-    decoded = {name: metrics.decoding(of_prompts) for name, of_prompts in middle.items()}
-    passes = {name: [(run.tokens, run.steps) for run in map(metrics.passes, middle[name])] for name in middle}
+    whole = next(measurement.parts(len(runs[drafters[0]])))
+    pairs = {
+        name: {
+            "tau": [(run.tokens, run.steps) for run in map(metrics.passes, of_prompts)],
+            "tokens_per_second": metrics.decoding(of_prompts),
+        }
+        for name, of_prompts in middle.items()
+    }
     shared = {key: getattr(measurement, key) for key in ("workload", "temperature", "batch_size")}
     records = []
     for name in drafters[1:]:
         both = {
-            key: metrics.difference(values[name], values[drafters[0]], measurement.seed, whole.groups)
-            for key, values in (("tau", passes), ("tokens_per_second", decoded))
+            key: metrics.difference(values, pairs[drafters[0]][key], measurement.seed, whole.groups)
+            for key, values in pairs[name].items()
         }
         if None not in both.values():
             records.append({"drafter": name, "base": drafters[0], **shared, "prompts": len(whole.indices), **both})
@@ -223,57 +223,57 @@ def timed(run: Generation) -> MeasuredRequest:
     )
 
 
+class TokenClock(BaseStreamer):
+    """The times at which `generate` hands on the prompt, before its prefill, and then each token."""
+
+    def __init__(self) -> None:
+        self.times: list[float] = []
+
+    def put(self, value: Any) -> None:
+        """Note the time."""
+        self.times.append(time.perf_counter())
+
+    def end(self) -> None:
+        """Do nothing."""
+
+
 @torch.inference_mode()
 def hf_generate(target: Target, prompt: list[int], settings: RequestParams) -> Generation:
     """Run HF's greedy `generate` on the target's model with the repetition penalty, timed like our engine.
 
-    `generate` does not report the end of its prefill, so a second call that stops after one token is subtracted. The
-    runs have no steps. They run in inference mode, like our engine, which is faster than `no_grad`.
+    The runs have no steps. They run in inference mode, like our engine, which is faster than `no_grad`.
     """
-    penalty = settings.sampling.repetition_penalty
-    _, _, prefill_s = _timed_generate(target, prompt, 1, penalty, 0)
-    most = min(settings.max_new_tokens, target.context - len(prompt))
-    least = min(settings.min_new_tokens, most)
-    tokens, gaps, total_s = _timed_generate(target, prompt, most, penalty, least, scores=settings.logit_gaps)
-    decode_s = max(total_s - prefill_s, 0.0) if len(tokens) > 1 else 0.0
-    finish = "eos" if tokens[-1] in target.eos else "length"
-    sources = ["prefill"] + ["bonus"] * (len(tokens) - 1)
-    return Generation(tokens, sources, logit_gaps=gaps, prefill_s=prefill_s, decode_s=decode_s, finish=finish)
-
-
-def _timed_generate(
-    target: Target, prompt: list[int], count: int, penalty: float, least: int, *, scores: bool = False
-) -> tuple[list[int], list[float], float]:
-    """Return the tokens that `generate` adds to the prompt, from `least` to `count`, and the seconds of the call.
-
-    With `scores`, between them the gap between the two largest logits of each token.
-    """
-    eos = sorted(target.eos)
+    eos, most = sorted(target.eos), min(settings.max_new_tokens, target.context - len(prompt))
     # Without sampling values the checkpoint's would be used, with a warning.
     configure: Any = GenerationConfig
-    settings = configure(
-        max_new_tokens=count,
-        min_new_tokens=least,
+    config = configure(
+        max_new_tokens=most,
+        min_new_tokens=min(settings.min_new_tokens, most),
         do_sample=False,
         temperature=1.0,
         top_p=1.0,
         top_k=50,
-        repetition_penalty=penalty,
+        repetition_penalty=settings.sampling.repetition_penalty,
         use_cache=True,
         eos_token_id=eos or None,
         pad_token_id=eos[0] if eos else 0,
         return_dict_in_generate=True,
-        output_scores=scores,
+        output_scores=settings.logit_gaps,
     )
-    token = torch.tensor([prompt], device=target.device)
-    synchronize(target.device)
-    start = time.perf_counter()
+    token, clock = torch.tensor([prompt], device=target.device), TokenClock()
     generate: Any = target.model.generate  # transformers types it on a mixin that AutoModel's classes do not show
-    out = generate(token, attention_mask=torch.ones_like(token), generation_config=settings)
-    synchronize(target.device)
-    seconds = time.perf_counter() - start
+    out = generate(token, attention_mask=torch.ones_like(token), generation_config=config, streamer=clock)
+    begin, first, *_, last = (*clock.times, clock.times[-1])
+    tokens = out.sequences[0, len(prompt) :].tolist()
     best_two = [row[0].float().topk(2).values.tolist() for row in out.scores or ()]
-    return out.sequences[0, len(prompt) :].tolist(), [first - second for first, second in best_two], seconds
+    return Generation(
+        tokens,
+        ["prefill"] + ["bonus"] * (len(tokens) - 1),
+        logit_gaps=[best - second for best, second in best_two],
+        prefill_s=first - begin,
+        decode_s=last - first,
+        finish="eos" if tokens[-1] in target.eos else "length",
+    )
 
 
 class Served(NamedTuple):

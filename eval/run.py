@@ -138,7 +138,7 @@ def timed_rows(
             how = setup, config.repeats, workload.warmup
             rounds = None if rate is None else measure_rate(*how, size, rate)
             runs = measure(*how, hf, size) if rounds is None else generations(rounds)
-            if (size, rate) == (config.batch_sizes()[0], config.request_rates()[0]):
+            if (size, rate) == (config.batch_size[0], config.request_rate[0]):
                 measured.texts.append(answered_texts(workload, target, setup.settings, runs[BASELINE]))
             checks = [check for check in sampled if check.temperature == temperature]
             measurement = workload.measurement(

@@ -13,11 +13,12 @@ from eval.inputs.drafters import check_drafters, find_heads, model_of, own_promp
 from eval.inputs.workloads import Workload, named_apart, prompt_counts, read_workload, workload_names
 from eval.measures.machine import provenance
 from eval.measures.results import TEACHER_FORCED
-from eval.tune import is_tuned
+from eval.tune import TUNED
 from heads.common.files import check_writable
 from heads.common.progress import Bar, say
 from heads.common.untrusted import visible
-from heads.formats.hub import made_for
+from heads.formats.hub import made_for, schedule_of
+from heads.formats.store import CONFIG
 from inference.decode import autoregress
 from inference.target.config import ModelConfig, device_named, fast_dtype
 from inference.target.loading import configuration, note_dtype
@@ -47,9 +48,14 @@ def prepared(config: EvalConfig) -> tuple[ModelConfig, list[str], Path]:
 
 
 def folder_for(out: str | None, runs: Sequence[str], drafters: Sequence[str]) -> Path:
-    """Return the report's folder: the user's, else the first run's, else one under outputs/."""
+    """Return the report's folder: the user's, else the first run's, else one under outputs/, also for a head itself."""
+    if out:
+        return Path(out).expanduser()
     first = Path(runs[0]).expanduser() if runs else Path("-".join(drafters))
-    return Path(out).expanduser() if out else first if first.is_dir() else Path("outputs") / first.name
+    if first.is_dir() and not (first / CONFIG).is_file():
+        return first
+    whole = first.resolve()  # a head's folder is replaced when it is saved, or is in git
+    return Path("outputs") / (whole.parent.name if whole.name == "head" else first.name or whole.name)
 
 
 def replacing(out: Path) -> str:
@@ -102,24 +108,19 @@ def remarks_of(config: EvalConfig, target: Target) -> list[str]:
         remarks.append(
             f"the target is sharded among {distributed.get_world_size()} processes, which all decode the same"
         )
-    remarks += _half_tuned(config)
-    for name, folder in find_heads([*config.runs(), *config.compare]).items() if target.sibling else ():
+    heads = find_heads([*config.runs(), *config.compare]) if target.sibling or "head" in config.drafter else {}
+    if "head" in config.drafter and all(value is None for value in config.tree.values()):
+        tuned = [name for name, at in heads.items() if (at.parent / TUNED).is_file() or schedule_of(at, {}) is not None]
+        others = ", ".join(name for name in heads if name not in tuned)
+        if tuned and others:
+            remarks.append(
+                f"the tree of {', '.join(tuned)} was tuned, that of {others} was not: tune it too, by tune=true"
+            )
+    for name, folder in heads.items() if target.sibling else ():
         saved = made_for(folder)
         if saved is not None and saved.fingerprint != target.spec.fingerprint:
             remarks.append(f"{name} was made for {saved} and is measured on {target.spec}")
     return remarks
-
-
-def _half_tuned(config: EvalConfig) -> list[str]:
-    """Return a warning if some heads' trees were tuned and others' were not."""
-    if "head" not in config.drafter or any(value is not None for value in config.tree.values()):
-        return []
-    heads = find_heads([*config.runs(), *config.compare])
-    tuned = [name for name, folder in heads.items() if is_tuned(folder)]
-    others = ", ".join(name for name in heads if name not in tuned)
-    if not tuned or not others:
-        return []
-    return [f"the tree of {', '.join(tuned)} was tuned, that of {others} was not: tune it too, by tune=true"]
 
 
 def described(target: Target) -> dict[str, Any]:

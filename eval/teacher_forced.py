@@ -19,7 +19,6 @@ from eval.config import DecodingConfig, Selection
 from eval.inputs.workloads import Text, Workload, check_known, of_answer, read_log
 from eval.measures.metrics import SpecDecodingStats, counted, median_run
 from eval.measures.results import TEACHER_FORCED, DrafterInfo, MeasuredRequest, ResultRow, result
-from eval.trees import acceptance
 from heads.base import DepthOutput, Features, NewRows
 from heads.common.progress import progress
 from heads.modules.vocab import scatter_logits
@@ -86,14 +85,12 @@ def rank_text(
     rank = torch.stack([ranks(guess, token[begin:], d) for d, guess in enumerate(logits, 1)], 1)
     grown: dict[str, list[TreeAcceptance]] = {growth_key(tree): [] for tree in largest}
     state, done, root = None, 0, text.start
-    seen = torch.zeros(1, 1, target.embeddings.vocab_size, dtype=torch.bool, device=target.device)
     while largest and root < len(text.token) - 1:  # the positions before it are committed
         following = token[None, done + 1 : root + 1]
         hidden, last = features.hidden[:, done:root], features.last_hidden[:, done:root]
         rows = Features(following, hidden, last, torch.zeros_like(following))
         state, level = head.extend(state, NewRows(rows, following))
-        seen[..., token[done : root + 1]] = True
-        roots = DraftInputs(token[None, root : root + 1], sampling, None if sampling.repetition_penalty == 1 else seen)
+        roots = DraftInputs(token[None, root : root + 1], sampling, None)
         done = root
         for tree in largest:
             tokens = text.token[root + 1 : root + 1 + depth]
@@ -286,7 +283,7 @@ def generate_answers(
     """Let the target answer the prompts at every temperature."""
     texts_of = []
     for workload in workloads:
-        for temperature in config.temperatures():
+        for temperature in config.temperature:
             settings = config.settings(temperature)
             prompts = progress(workload.prompts, "writing the texts")
             runs = [[autoregress(target, prompt.token, settings)] for prompt in prompts]
@@ -302,7 +299,7 @@ def recorded_texts(
     for name in names:
         workload = read_log(name, target, selection, config.max_new_tokens)
         texts = [within_context(text, id_, name, target, selection.truncate) for id_, _, text in workload.prompts]
-        texts_of += [WorkloadTexts(workload, temperature, texts) for temperature in config.temperatures()]
+        texts_of += [WorkloadTexts(workload, temperature, texts) for temperature in config.temperature]
     return texts_of
 
 
@@ -362,6 +359,15 @@ def teacher_forced_rows(
             rows += [result(info, subset, subset.of(requests)) for subset in measurement.parts(len(requests))]
             by_head.setdefault(name, {"workload": workload.name, "temperature": temperature, **statistics})
     return rows, by_head
+
+
+def acceptance(rank: Int[Tensor, "T D"], ranks: int) -> Float[Tensor, "D K"]:
+    """Return the frequency of the first K = `ranks` ranks among the text's tokens, by depth.
+
+    `rank` is that of the token d positions after the root among the head's guesses for it; negative after the last one.
+    """
+    counts = torch.stack([(rank == k).sum(0) for k in range(ranks)], 1).double()
+    return counts / (rank >= 0).sum(0).clamp_min(1)[:, None]
 
 
 def rank_statistics(records: Sequence[RankedText], depth: int) -> Statistics:

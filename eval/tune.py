@@ -3,7 +3,8 @@
 Each kind of tree is a family. Half of the target's recorded texts choose: all trees are replayed on them, and their
 steps are timed in the engine; those of the most promising trees are timed again for longer. The best tree of each
 family is timed against the baseline on the other half. At further batch sizes the best chain and the best tree are
-timed, and the winners make a schedule.
+timed, and the winners make a schedule. The static tree with the highest acceptance is found by Sequoia's dynamic
+programming over acceptance by depth and rank. A tree's size is its drafted nodes, without the root.
 """
 
 import json
@@ -13,14 +14,15 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import count, cycle
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
+from jaxtyping import Float
 from rich.console import Console
-from rich.table import Table
+from torch import Tensor
 
 from data.text.prompts import Prompt
-from eval.config import TuneConfig
+from eval.config import TuneConfig, TunerConfig
 from eval.inputs.workloads import cycled, write
 from eval.live import Setup, decoded_once, measure, rows
 from eval.measures.losslessness import WITHHELD, differs, gate, labelled
@@ -29,22 +31,23 @@ from eval.measures.metrics import together
 from eval.measures.results import BASELINE, Measurement, ResultRow
 from eval.report.render import rich_table
 from eval.report.write import SERVING, is_served, serving_config
-from eval.teacher_forced import RankedText, passes_along, rank_text
-from eval.trees import CHAIN, acceptance, largest, proposed
+from eval.teacher_forced import RankedText, acceptance, passes_along, rank_text
 from heads.common.files import atomic_write
 from heads.common.progress import Bar, progress
-from heads.formats.hub import kind_of, resolve_head, schedule_of
+from heads.formats.hub import kind_of, resolve_head
 from heads.formats.published import is_published
 from heads.formats.store import SCHEDULE, read_config, save_tree
 from inference.batch import Batch, batch_of
 from inference.decode import RequestParams
-from inference.drafters.head import HeadBatch, HeadDrafter, load_for, saved_tree
+from inference.drafters.head import HeadDrafter, load_for, saved_tree
 from inference.drafters.plain import Baseline
 from inference.drafters.policy import Schedule, Scheduled, TreeConfig, scheduled
 from inference.protocol import Drafter
 from inference.target.target import Target
 
 TUNED = "tune.json"
+OWN = "as it is"  # the family of the head's present tree
+CHAIN = "chain"
 FINALISTS = 3  # trees of each family whose steps are timed again
 AGAIN = 8  # factor of the samples for that
 PER_BASELINE = 4  # steps with a draft for each step of the baseline
@@ -90,11 +93,6 @@ class Candidate:
         """The measured speedup, 0 without one."""
         return 0.0 if self.measured is None else self.measured.speedup or 0.0
 
-    @property
-    def error(self) -> float | None:
-        """The relative error of the predicted speedup."""
-        return self.predicted.speedup / self.gain - 1 if self.gain else None
-
 
 @dataclass(frozen=True)
 class AtBatch:
@@ -128,12 +126,8 @@ class Tuning:
 
     def write(self, out: Path) -> None:
         """Write tune.json, and vLLM's schedule of the fastest chains, which engines draft, if it serves the head."""
-        batches = [
-            {**asdict(at), "best": at.best and asdict(at.best),
-             "candidates": [{**asdict(one), "error": one.error} for one in at.candidates]}
-            for at in self.batches
-        ]  # fmt: skip
-        content = {"schema": 4, **asdict(self), "batches": batches}
+        batches = [{**asdict(at), "best": at.best and asdict(at.best)} for at in self.batches]
+        content = {"schema": 5, **asdict(self), "batches": batches}
         atomic_write(out / TUNED, (json.dumps(content, indent=2) + "\n").encode())
         (out / SERVING).unlink(missing_ok=True)
         if is_served(self.settings["head"]):
@@ -145,33 +139,26 @@ class Tuning:
 
     def show(self, console: Console) -> None:
         """Print the candidates and the verdicts."""
+        headers = ["family", "tree", "predicted tau", "tok/s", "speedup", "measured tau", "tok/s", "speedup"]
         for at in self.batches:
-            console.print(candidate_table(at))
+            body = []
+            for one in at.candidates:
+                expected, row = one.predicted, one.measured
+                cells = [f"{expected.tau:.2f}", f"{expected.tokens_per_second:.1f}", f"{expected.speedup:.2f}"]
+                cells += (
+                    ["", "", ""]
+                    if row is None
+                    else [
+                        f"{row.tau or 0:.2f}",
+                        f"{row.tokens_per_second or 0:.1f}",
+                        f"{row.speedup:.2f}" if row.speedup else WITHHELD,
+                    ]
+                )
+                body.append([one.family, one.tree.label, *cells])
+            rate = "" if at.baseline is None else f", baseline {at.baseline:.1f} tokens/s"
+            console.print(rich_table(f"trees at batch size {at.batch}{rate}", headers, body))
         for at in self.batches:
             console.print(at.verdict, soft_wrap=True, markup=False)
-
-
-def is_tuned(head: Path) -> bool:
-    """Return whether the tree of a run's head was tuned."""
-    return (head.parent / TUNED).is_file() or schedule_of(head, {}) is not None
-
-
-def candidate_table(at: AtBatch) -> Table:
-    """Return the candidates at a batch size, a row each."""
-    body = []
-    for one in at.candidates:
-        expected, row = one.predicted, one.measured
-        cells = [f"{expected.tau:.2f}", f"{expected.tokens_per_second:.1f}", f"{expected.speedup:.2f}"]
-        if row is None:
-            cells += ["", "", ""]
-        else:
-            cells += [f"{row.tau or 0:.2f}", f"{row.tokens_per_second or 0:.1f}"]
-            cells += [f"{row.speedup:.2f}" if row.speedup else WITHHELD]
-        cells.append("" if one.error is None else f"{100 * one.error:+.1f} %")
-        body.append([one.family, one.tree.label, *cells])
-    rate = "" if at.baseline is None else f", baseline {at.baseline:.1f} tokens/s"
-    headers = "family, tree, predicted tau, tok/s, speedup, measured tau, tok/s, speedup, off by"
-    return rich_table(f"trees at batch size {at.batch}{rate}", headers.split(", "), body)
 
 
 def halves(items: Sequence[T]) -> tuple[list[T], list[T]]:
@@ -190,7 +177,7 @@ def tune(config: TuneConfig, target: Target, prompts: Sequence[Prompt]) -> Tunin
             verify.
     """
     grid = config.tuner.within(target.context)
-    settings, sizes, (run,) = config.settings(0.0), sorted(set(config.batch_sizes())), config.runs()
+    settings, sizes, (run,) = config.settings(0.0), sorted(set(config.batch_size)), config.runs()
     # Fails now, not after minutes, if the target takes no batch.
     Batch(target, Baseline(target.device), sizes[-1])
     folder = resolve_head(run)
@@ -249,25 +236,6 @@ def tau_along(records: Sequence[RankedText], tree: TreeConfig) -> float:
     return passes.tokens / passes.steps
 
 
-class RotatingBatch(HeadBatch):
-    """A head that drafts the tree of a given index, so that the steps of all trees are timed in one batch."""
-
-    index = 0
-
-    def choose(self, running: int) -> None:
-        """Choose the tree by the index: the schedule has a line for each."""
-        super().choose(1 + self.index)
-
-
-class Rotation(HeadDrafter):
-    """A drafter whose batch is a `RotatingBatch`."""
-
-    def batch(self, size: int) -> RotatingBatch:
-        """Return what drafts for up to `size` sequences."""
-        self.drafts = RotatingBatch(self.head, self.schedule, size)
-        return self.drafts
-
-
 @torch.inference_mode()
 def step_seconds(
     target: Target,
@@ -283,19 +251,21 @@ def step_seconds(
     Each tree drafts for a step, in a new random order each time, and the baseline decodes in between: a machine that
     slows down for a while slows all of them. The first step of each tree, which is slower, is not counted.
     """
-    rotation = Rotation(head, trees[0], "rotation", Schedule([Scheduled(1 + i, tree) for i, tree in enumerate(trees)]))
+    schedule = Schedule([Scheduled(1 + i, tree) for i, tree in enumerate(trees)])  # a line for each tree
     seconds: list[list[float]] = [[] for _ in trees]
     of_baseline: list[float] = []
     shuffle, steps = random.Random(settings.seed), count()
     with target.uncaptured(), Bar((1 + samples) * len(trees), f"timing steps, batch size {batch}") as bar:
         baseline = timed_steps(batch_of(target, Baseline(target.device), batch), prompts, settings)
-        drafting = timed_steps(batch_of(target, rotation, batch), prompts, settings)
+        rotating = batch_of(target, HeadDrafter(head, trees[0], "trees", schedule), batch)
+        drafting, drafts = timed_steps(rotating, prompts, settings), cast(Any, rotating.drafts)
+        choose = drafts.choose
         next(baseline)
         for turn in range(1 + samples):
             for index in shuffle.sample(range(len(trees)), len(trees)):
                 if next(steps) % PER_BASELINE == 0:
                     of_baseline.append(next(baseline))
-                rotation.drafts.index = index
+                drafts.choose = lambda _, line=1 + index: choose(line)
                 spent = next(drafting)
                 seconds[index] += [spent] if turn else []
                 bar.show(bar.done + 1)
@@ -402,3 +372,106 @@ def settings_of(config: TuneConfig, target: Target, texts: dict[str, int]) -> di
         "tuner": asdict(config.tuner),
         "provenance": provenance(),
     }
+
+
+@dataclass(frozen=True)
+class StaticTrees:
+    """The best static trees of every size.
+
+    chosen[d][r][m] is the size of the subtree under the child of rank r, of a node at depth d, when m nodes are left
+    for the children of ranks 0 … r.
+    """
+
+    value: list[float]  # value[n] is the expected number of accepted tokens of the best tree of at most n nodes
+    chosen: list[list[list[int]]]
+
+    def paths(self, nodes: int) -> list[list[int]]:
+        """Return the best tree of at most this many nodes as rank paths, by depth."""
+        return sorted(self._below(0, nodes, []), key=lambda path: (len(path), path))
+
+    def _below(self, depth: int, nodes: int, path: list[int]) -> list[list[int]]:
+        paths_below: list[list[int]] = []
+        if depth == len(self.chosen):
+            return paths_below
+        for rank in reversed(range(len(self.chosen[depth]))):
+            size = self.chosen[depth][rank][nodes]
+            if size:
+                child = [*path, rank]
+                paths_below += [child, *self._below(depth + 1, size - 1, child)]
+            nodes -= size
+        return paths_below
+
+
+def best_static(acceptance: Float[Tensor, "D K"], nodes: int) -> StaticTrees:
+    """Find the best static tree of every size by Sequoia's dynamic programming (arXiv 2402.12374).
+
+    Sequoia's acceptance depends on the rank; here on the depth too, since heads get worse with it. As in Sequoia, a
+    node's acceptance depends on the path to it only by its length.
+
+    Args:
+        acceptance: the probability that the target's token has rank k among the children of a node at depth d - 1,
+            given that the node is accepted.
+        nodes: the greatest size.
+    """
+    depths, ranks = acceptance.shape
+    size = torch.arange(nodes + 1)
+    rest = size[:, None] - size  # [m, y]: the nodes left of m when a subtree takes y
+    below = torch.zeros(nodes + 1, dtype=torch.float64)  # the best value of m nodes under a node one level down
+    chosen: list[list[list[int]]] = []
+    for depth in reversed(range(depths)):
+        best, sizes = torch.zeros(nodes + 1, dtype=torch.float64), []
+        for rank in range(ranks):
+            gain = torch.zeros(nodes + 1, dtype=torch.float64)
+            gain[1:] = acceptance[depth, rank].double() * (1 + below[:-1])
+            total = torch.where(rest >= 0, best[rest.clamp_min(0)] + gain, float("-inf"))
+            subtree = total.argmax(1)
+            best = total.gather(1, subtree[:, None])[:, 0]
+            sizes.append(subtree.tolist())
+        below = best
+        chosen.insert(0, sizes)
+    return StaticTrees(below.tolist(), chosen)
+
+
+def levelled(table: Float[Tensor, "D K"]) -> Float[Tensor, "D K"]:
+    """Return the nearest acceptance table that does not increase with rank.
+
+    By chance a few texts may have a token of rank 3 and none of rank 2, and a tree would skip rank 2.
+    """
+    from scipy.optimize import isotonic_regression  # late: half a second that a refusal would wait for
+
+    rows = [isotonic_regression(row, increasing=False).x.tolist() for row in table.numpy()]
+    return torch.tensor(rows, dtype=table.dtype)
+
+
+def largest(grid: TunerConfig, current: TreeConfig, depth: int) -> list[TreeConfig]:
+    """Return the trees to grow at every token: the largest of each kind and top_k, which contains the others."""
+    nodes = max(current.nodes, *grid.nodes)
+    wide = sorted({*grid.top_k, *([current.top_k] if current.kind == "dynamic" else [])})
+    dynamic = [TreeConfig("dynamic", depth, top_k, nodes, [], []) for top_k in wide]
+    return [*dynamic, TreeConfig("best_first", depth, 0, nodes, [], [])]
+
+
+def proposed(
+    grid: TunerConfig, table: Float[Tensor, "D K"], current: TreeConfig, deepest: int, takes_trees: bool
+) -> dict[str, list[TreeConfig]]:
+    """Return the trees to try, by family; only chains if the target verifies only chains.
+
+    `table` is the acceptance by depth and rank, `current` the head's present tree, `deepest` the head's depth.
+    """
+    depths = [depth for depth in grid.depths if depth <= deepest] or [deepest]
+    families = {CHAIN: [TreeConfig("chain", depth, 0, 0, [], []) for depth in depths]}
+    if takes_trees:
+        static = best_static(levelled(table[: max(depths)]), max(grid.nodes))
+        shapes = {str(paths): paths for paths in map(static.paths, grid.nodes) if paths}
+        families["static"] = [TreeConfig("static", 0, 0, 0, paths, []) for paths in shapes.values()]
+        sizes = [(depth, nodes) for depth in depths for nodes in grid.nodes if depth <= nodes]
+        families["dynamic"] = [
+            TreeConfig("dynamic", depth, top_k, nodes, [], [])
+            for depth, nodes in sizes
+            for top_k in grid.top_k
+            if nodes <= top_k + (depth - 1) * top_k**2
+        ]
+        families["best_first"] = [TreeConfig("best_first", depth, 0, nodes, [], []) for depth, nodes in sizes]
+    if takes_trees or current.kind == CHAIN:
+        families[OWN] = [current]
+    return {name: trees for name, trees in families.items() if trees}

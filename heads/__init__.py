@@ -100,7 +100,7 @@ def with_head(cfg: DictConfig) -> DictConfig:
 def head_config(values: Any) -> HeadConfig:
     """Return the Config of the head that `name` chooses in values of YAML or of a file; refuse unknown ones."""
     name = values.get("name") if isinstance(values, Mapping) else None
-    if name not in HEADS:
+    if name not in [*HEADS]:
         raise ValueError(f"head.name is {shown(name)}: choose one of {', '.join(HEADS)}")
     kind: Any = HEADS[name]
     config: HeadConfig = typed(kind.Config, values, "head")

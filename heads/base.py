@@ -20,7 +20,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from heads.common.ranges import Amount, Count, Positive, Width
+from heads.common.ranges import Amount, Count, LmHead, Positive, Width
 
 NamedTensors = dict[str, Tensor]  # of a module, a checkpoint or a file, by name
 
@@ -234,7 +234,7 @@ class LayerConfig:
     rope_theta: Positive
     rope_scaling: dict[str, Any] | None
     norm_eps: Amount
-    lm_head: str
+    lm_head: LmHead
     draft_vocab: Count | None
 
 
@@ -313,8 +313,6 @@ def embedding_of(embeddings: Embeddings, token: Int[Tensor, "*n"] | None = None)
 
 def to_device(x: Tensor, device: torch.device) -> Tensor:
     """Return a tensor on a device; a copy to a GPU is asynchronous."""
-    if device.type == "cpu" or x.device.type != "cpu":
+    if device.type != "cuda" or x.device.type != "cpu":
         return x.to(device)
-    if device.type != "cuda":
-        return x.to(device, non_blocking=True)
     return x.pin_memory().to(device, non_blocking=True)

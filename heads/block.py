@@ -41,23 +41,10 @@ from heads.base import (
 from heads.common.ranges import Count, Parts, Width
 from heads.modules.attention import KeyValue, attend_rows
 from heads.modules.fusion import DFLASH_LAYERS, Fusion, chosen_layers
-from heads.modules.kv_cache import KVCache
+from heads.modules.kv_cache import KVCache, mask_blocks_after, mask_blocks_after_roots
 from heads.modules.layers import DecoderLayer, LayerInputs, LayerSpec, RMSNorm
-from heads.modules.mask_blocks import mask_blocks_after, mask_blocks_after_roots
 from heads.modules.vocab import DraftLmHead, VocabularyLinear, draft_vocabulary
 from heads.rows import last_rows
-
-
-def _mask(token: int | None, embeddings: Embeddings) -> nn.Parameter:
-    """Return the input of masked positions: a trained vector, or the target's embedding of a token."""
-    if token is None:
-        return nn.Parameter(torch.randn(embeddings.hidden_size) * 0.02)
-    if not -embeddings.vocab_size <= token < embeddings.vocab_size:
-        raise ValueError(f"head.mask_token is {token}: the target has {embeddings.vocab_size} tokens; give one of them")
-    vector = nn.Parameter(torch.empty(embeddings.hidden_size), requires_grad=False)
-    if not vector.is_meta:  # a meta tensor has no values
-        vector.data.copy_(embedding_of(embeddings, torch.tensor(token % embeddings.vocab_size)))
-    return vector
 
 
 class GroupedConv(nn.Module):
@@ -150,7 +137,7 @@ class Domino(nn.Module):
 
     def __init__(self, width: int, inner: int, rank: int, size: int) -> None:
         super().__init__()
-        self.width, self.inner = width, inner
+        self.inner = inner
         self.gru = nn.GRUCell(width, inner, bias=False)
         self.down = nn.Linear(width + inner, rank, bias=False)
         self.up = VocabularyLinear(rank, size, bias=False)
@@ -169,20 +156,6 @@ class Domino(nn.Module):
             return logits
         state = torch.cat([hidden.expand(*memory.shape[:-1], -1), memory], -1)
         return logits + self.up(functional.silu(self.down(state)))
-
-    def begin(self, block_hidden: Float[Tensor, "B S D"], embedding: Float[Tensor, "B 1 D"]) -> Float[Tensor, "B 1 Y"]:
-        """Return the root's state: the states of all positions, and the GRU's after the root token."""
-        return torch.cat([block_hidden.flatten(1)[:, None], self.advance(embedding, None).to(block_hidden.dtype)], -1)
-
-    def grow(self, node: Float[Tensor, "B N Y"], embedding: Float[Tensor, "B N D"]) -> Float[Tensor, "B N Y"]:
-        """Return the nodes' states from their parents' states and their tokens."""
-        memory = self.advance(embedding, node[..., -self.inner :])
-        return torch.cat([node[..., : -self.inner], memory.to(node.dtype)], -1)
-
-    def split(self, node: Float[Tensor, "B N Y"], depth: int) -> tuple[Float[Tensor, "B 1 D"], Float[Tensor, "B N G"]]:
-        """Return the state of one position, which all nodes share, and each node's state of the GRU."""
-        end = depth * self.width
-        return node[:, :1, end - self.width : end], node[..., -self.inner :]
 
 
 class Block(HeadModule):
@@ -217,8 +190,6 @@ class Block(HeadModule):
                 raise ValueError("head.domino corrects depths from the second on: give head.depths of 2 or more")
             if self.selector_rank is not None and self.draft_vocab is not None:
                 raise ValueError("head.selector_rank selects among the whole vocabulary: give head.draft_vocab=null")
-            if self.conv is not None and self.conv > self.depths + (not self.from_anchor):
-                raise ValueError(f"head.conv is {self.conv}: give at most the positions of a block, one a depth")
 
     has_kv_cache = True
 
@@ -232,7 +203,13 @@ class Block(HeadModule):
         self.feature_layers = chosen_layers(config.feature_layers, DFLASH_LAYERS, embeddings.num_layers)
         self.fusion = Fusion(width, len(self.feature_layers), eps, normed=False)
         self.hidden_norm = RMSNorm(width, eps)
-        self.mask = _mask(config.mask_token, embeddings)
+        token, vocab_size = config.mask_token, embeddings.vocab_size
+        if token is not None and not -vocab_size <= token < vocab_size:
+            raise ValueError(f"head.mask_token is {token}: the target has {vocab_size} tokens; give one of them")
+        start = torch.randn(width) * 0.02 if token is None else torch.empty(width)
+        self.mask = nn.Parameter(start, requires_grad=token is None)
+        if token is not None and not start.is_meta:  # a meta tensor has no values
+            self.mask.data.copy_(embedding_of(embeddings, torch.tensor(token % vocab_size)))
         kind: Any = DecoderLayer
         if config.conv is not None:
             if width % config.conv_group:
@@ -244,7 +221,7 @@ class Block(HeadModule):
         self.norm = RMSNorm(width, eps)
         self.vocab = draft_vocabulary(config.draft_vocab, embeddings.vocab_size)
         self.lm_head = DraftLmHead(embeddings, config.lm_head, self.vocab)
-        size, rank = embeddings.vocab_size if self.vocab is None else len(self.vocab.ids), config.markov_rank
+        size, rank = vocab_size if self.vocab is None else len(self.vocab.ids), config.markov_rank
         self.before = None if rank is None else nn.Embedding(embeddings.vocab_size, rank)
         self.bias = None if rank is None else VocabularyLinear(rank, size, bias=False)
         if self.bias is not None:
@@ -314,16 +291,12 @@ class Block(HeadModule):
             if self.domino is not None:
                 before = memory = self.domino.advance(self.embeddings.embed(token), memory)
             full = state if before is None else torch.cat([state, before.to(state.dtype)], -1)
-            drafts.append(self._draft(rows.scatter_rows(full, blocks.anchor, features.token.shape[1])))
+            full = rows.scatter_rows(full, blocks.anchor, features.token.shape[1])
+            confidence, width = None, state.shape[-1]
+            if self.confidence is not None:
+                confidence = self.confidence(full[..., : self.confidence.in_features])[..., 0]
+            drafts.append(DepthOutput(full, None, confidence, None if before is None else full[..., :width]))
         return drafts
-
-    def _draft(self, state: Float[Tensor, "B T X"]) -> DepthOutput:
-        """Return one depth's output from the states of all rows."""
-        width = self.embeddings.hidden_size
-        confidence = None
-        if self.confidence is not None:
-            confidence = self.confidence(state[..., : self.confidence.in_features])[..., 0]
-        return DepthOutput(state, None, confidence, None if state.shape[-1] == width else state[..., :width])
 
     def extend(self, state: KVCache | None, new: NewRows) -> tuple[KVCache, LevelOutput]:
         """Append verified rows, and draft a block from each sequence's root."""
@@ -339,20 +312,25 @@ class Block(HeadModule):
         for i, layer in enumerate(self.layers):
             x = layer(x, LayerInputs(position, cache.longest + self.size, partial(attend, i)))
         states = self.norm(x)[:, self.idle :]
-        if self.domino is not None:
-            states = self.domino.begin(states, self.embeddings.embed(root))
+        if self.domino is not None:  # the states of all positions, and the GRU's after the root token
+            memory = self.domino.advance(self.embeddings.embed(root), None)
+            states = torch.cat([states.flatten(1)[:, None], memory.to(states.dtype)], -1)
         return cache, self._level(states, root, 1)
 
     def expand(self, state: KVCache, level: LevelOutput, nodes: LevelNodes) -> LevelOutput:
         """Score the next depth; the logits depend on the last token of the path, with `domino` on all of it."""
         hidden = level.hidden
         if self.domino is not None:
-            hidden = self.domino.grow(rows.gather_parents(hidden, nodes.parent), self.embeddings.embed(nodes.token))
+            hidden, inner = rows.gather_parents(hidden, nodes.parent), self.domino.inner
+            memory = self.domino.advance(self.embeddings.embed(nodes.token), hidden[..., -inner:])
+            hidden = torch.cat([hidden[..., :-inner], memory.to(hidden.dtype)], -1)
         return self._level(hidden, nodes.token, nodes.depth + 1)
 
     def _level(self, block_hidden: Float[Tensor, "B K D"], token: Int[Tensor, "B N"], depth: int) -> LevelOutput:
-        if self.domino is not None:
-            return LevelOutput(self.corrected(*self.domino.split(block_hidden, depth), depth), block_hidden)
+        if self.domino is not None:  # all nodes share the position's state, and each has its own state of the GRU
+            width = self.embeddings.hidden_size
+            hidden = block_hidden[:, :1, (depth - 1) * width : depth * width]
+            return LevelOutput(self.corrected(hidden, block_hidden[..., -self.domino.inner :], depth), block_hidden)
         hidden = block_hidden[:, depth - 1 : depth]
         logits = self.corrected(hidden, self.context_of(hidden, token), depth)
         return LevelOutput(logits.expand(-1, token.shape[1], -1), block_hidden)

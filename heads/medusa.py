@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from heads.base import DepthOutput, Embeddings, Features, HeadModule, LevelNodes, LevelOutput, NewRows
-from heads.common.ranges import Count, Parts
+from heads.common.ranges import Count, LmHead, Parts
 from heads.modules.vocab import DraftLmHead, draft_vocabulary
 from heads.rows import gather_rows, last_rows, scatter_rows
 
@@ -34,12 +34,12 @@ class Medusa(HeadModule):
 
     @dataclass(frozen=True)
     class Config:
-        """Hyperparameters; `lm_head` is one of `DraftLmHead.KINDS`, of rank `lm_head_rank` where that is given."""
+        """Hyperparameters; an own lm_head may be of rank `lm_head_rank`."""
 
         name: str
         heads: Parts
         layers: Parts
-        lm_head: str
+        lm_head: LmHead
         lm_head_rank: Count | None
         draft_vocab: Count | None
 

@@ -17,12 +17,11 @@ from torch import Tensor, nn
 
 from heads import rows
 from heads.base import DepthOutput, Embeddings, Features, LevelNodes, LevelOutput, NewRows, embedding_of
-from heads.common.ranges import Parts
+from heads.common.ranges import LmHead, Parts
 from heads.eagle3 import Eagle3, FusedConfig
 from heads.modules.attention import KeyValue, attend_rows, pattern
-from heads.modules.kv_cache import KVCache
+from heads.modules.kv_cache import KVCache, mask_blocks_after, mask_blocks_after_roots
 from heads.modules.layers import LayerInputs
-from heads.modules.mask_blocks import mask_blocks_after, mask_blocks_after_roots
 
 
 class PEagle(Eagle3):
@@ -37,13 +36,7 @@ class PEagle(Eagle3):
 
         depths: Parts
         mask_token: int
-        embedding: str
-
-        def __post_init__(self) -> None:
-            """Refuse two norms before fc, and an unknown kind of embedding."""
-            super().__post_init__()
-            if self.embedding not in ("shared", "own"):
-                raise ValueError(f"head.embedding is {self.embedding!r}: choose shared or own")
+        embedding: LmHead
 
     def __init__(self, config: Config, embeddings: Embeddings) -> None:
         super().__init__(config, embeddings)
@@ -86,10 +79,12 @@ class PEagle(Eagle3):
             return drafts
         slots = mask_blocks_after(features.document, anchors, depths - 1, length, causal=True)
 
-        def attend(i: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-            return attend_rows(query, context[i], [(key, value)], slots.attn_pattern)
-
-        pre_logits = self.slots(self.by_layer(slots.position.flatten(1), max_position, attend))
+        inputs = self.by_layer(
+            slots.position.flatten(1),
+            max_position,
+            lambda i, q, k, v: attend_rows(q, context[i], [(k, v)], slots.attn_pattern),
+        )
+        pre_logits = self.slots(inputs)
         states = pre_logits.unflatten(1, (-1, depths - 1)).unbind(2)
         return drafts + [DepthOutput(rows.scatter_rows(state, slots.anchor, position.shape[1])) for state in states]
 

@@ -65,11 +65,10 @@ class ServedConfig(Conditions, ServersConfig):
     def __post_init__(self) -> None:
         """Refuse values that are out of their range, or that contradict each other."""
         super().__post_init__()
-        temperatures, _, _ = self.temperatures(), self.batch_sizes(), self.request_rates()
         if self.baseline is not None:
             if base_url(self.baseline) == base_url(self.url):
                 raise ValueError("baseline is url itself: serve the model without speculation at another port")
-            if 0.0 not in temperatures:
+            if 0.0 not in self.temperature:
                 raise ValueError(
                     f"temperature is {self.temperature!r}: texts can be compared at 0 only, so give temperature=[0,…] "
                     "or no baseline"

@@ -38,7 +38,6 @@ from heads.formats.published.plan import as_states
 
 SETUP = "start vLLM as docs/data_features.md has it"
 NEAR = 0.5  # how far, in standard deviations, the logit of a server's token may be below our largest
-Result = list[Tensor]  # tokens, and their states
 TOKENS, STATES = "token_ids", "hidden_states"
 FLOATS = torch.bfloat16, torch.float16, torch.float32
 LOCK = ".lock"  # suffix of a lock file
@@ -137,32 +136,6 @@ def lock_of(file: Path) -> Path:
     return file.with_name(file.name + LOCK)
 
 
-class SharedFolder:
-    """Reads the files of vLLM's ExampleHiddenStatesConnector, under this machine's path of their folder."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.has_read = False  # whether a file has been found there
-
-    def read(self, answer: dict[str, Any], seconds: float) -> Result:
-        """Wait for a file; return its tensors and remove it."""
-        path = answer.get("hidden_states_path")
-        if not isinstance(path, str):
-            raise ValueError(f"features.vllm={self.folder}: a server's answer names no file of hidden states; {SETUP}")
-        file = inside(self.folder, Path(path).name)
-        if not (self.has_read or file.exists() or lock_of(file).exists()):
-            raise ValueError(f"features.vllm={self.folder}: a server has written {path}, which is not there; {SETUP}")
-        try:
-            result = read_tensors(file, seconds, TOKENS, STATES)
-            self.has_read = True
-            return result
-        except ValueError as error:
-            raise EndpointError("file", str(error), retry=True) from error
-        finally:
-            _remove(file)
-            _remove(lock_of(file))
-
-
 def _remove(file: Path) -> None:
     try:
         file.unlink(missing_ok=True)
@@ -181,7 +154,8 @@ class VllmServers:
         key = os.environ.get(self.endpoint.api_key_env)
         self.clients = [Client(url, self.endpoint, key, "features.url", "features.endpoint") for url in config.url]
         self.urls = [client.url for client in self.clients]
-        self.reader = SharedFolder(Path(str(config.vllm)))
+        self.folder = Path(str(config.vllm))  # where the servers write, by this machine's path
+        self.has_read = False  # whether a file has been found there
         self.models: list[str] = []  # the names by which the servers serve the target
         self.name = (
             f"headstart-{uuid.uuid4().hex}"  # the prefix of each request's name, which is part of its file's name
@@ -229,7 +203,7 @@ class VllmServers:
 
     def sweep(self) -> None:
         """Remove files that arrived after their requests had failed."""
-        for file in self.reader.folder.glob(f"*{self.name}*"):
+        for file in self.folder.glob(f"*{self.name}*"):
             _remove(file)
 
     def _ask(self, piece: Piece, number: int, *, shows_token: bool = False) -> tuple[Float[Tensor, "T L D"], Any]:
@@ -241,7 +215,20 @@ class VllmServers:
         }  # fmt: skip
         reply = self.clients[turn].once("POST", "/completions", body)
         answer = reply.get("kv_transfer_params")
-        token, states = self.reader.read(answer if isinstance(answer, dict) else {}, self.endpoint.timeout)
+        path = answer.get("hidden_states_path") if isinstance(answer, dict) else None
+        if not isinstance(path, str):
+            raise ValueError(f"features.vllm={self.folder}: a server's answer names no file of hidden states; {SETUP}")
+        file = inside(self.folder, Path(path).name)
+        if not (self.has_read or file.exists() or lock_of(file).exists()):
+            raise ValueError(f"features.vllm={self.folder}: a server has written {path}, which is not there; {SETUP}")
+        try:
+            token, states = read_tensors(file, self.endpoint.timeout, TOKENS, STATES)
+            self.has_read = True
+        except ValueError as error:
+            raise EndpointError("file", str(error), retry=True) from error
+        finally:
+            _remove(file)
+            _remove(lock_of(file))
         where = f"{self.urls[turn]}: sequence {piece.sequence_index} from position {piece.start} on"
         if token.tolist() != list(piece.token):
             raise ValueError(f"{where}: the states that it sent are those of other tokens; {SETUP}")
@@ -274,7 +261,13 @@ class ServedFeatures(ReadAhead[list[ArrivingSequence]]):
 
     def begin(self, batch: Batch) -> list[ArrivingSequence]:
         """Request a micro-batch's documents."""
-        return [self._arriving(index) for index in batch.index.clamp_min(0).tolist()]  # or a filler's
+        length, width, pin = self.batches.packed.token.shape[1], self.servers.width, self.device.type == "cuda"
+        zeros, arriving = partial(torch.zeros, dtype=self.request.dtype, pin_memory=pin), list[ArrivingSequence]()
+        for index in batch.index.clamp_min(0).tolist():  # or a filler's
+            states = States(zeros(1, length, len(self.request.layers), width), zeros(1, length, width))
+            documents = [self._pool.submit(self._fetch, piece, states) for piece in pieces(self.batches.packed, index)]
+            arriving.append(ArrivingSequence(index, states, documents))
+        return arriving
 
     def finish(self, batch: Batch, job: list[ArrivingSequence]) -> Features:
         """Wait for a micro-batch's states and return its features."""
@@ -288,13 +281,6 @@ class ServedFeatures(ReadAhead[list[ArrivingSequence]]):
         self._pool.shutdown(cancel_futures=True)
         self.servers.sweep()
         return f"features: {self.served} sequences served"
-
-    def _arriving(self, index: int) -> ArrivingSequence:
-        length, width, pin = self.batches.packed.token.shape[1], self.servers.width, self.device.type == "cuda"
-        zeros = partial(torch.zeros, dtype=self.request.dtype, pin_memory=pin)
-        states = States(zeros(1, length, len(self.request.layers), width), zeros(1, length, width))
-        documents = [self._pool.submit(self._fetch, piece, states) for piece in pieces(self.batches.packed, index)]
-        return ArrivingSequence(index, states, documents)
 
     def _fetch(self, piece: Piece, into: States) -> None:
         """Write a document's states to its positions in the sequence."""

@@ -105,12 +105,11 @@ class Filters:
                     self.counts.duplicates += 1
                     continue
                 self._seen.add(key)
-            if self._words is not None and self._forbidden:
-                texts = [content_text(message) for message in record.messages if message["role"] != "system"]
-                texts.append(record.text)
-                if any(gram in self._forbidden for text in texts for gram in _grams(text, self._words)):
-                    self.counts.contaminated += 1
-                    continue
+            texts = [content_text(message) for message in record.messages if message["role"] != "system"]
+            grams = (gram for text in (*texts, record.text) for gram in _grams(text, self._words or 0))
+            if self._forbidden and any(gram in self._forbidden for gram in grams):
+                self.counts.contaminated += 1
+                continue
             self.counts.kept[record.source] += 1
             yield record
 

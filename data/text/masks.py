@@ -10,7 +10,7 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate, chain, pairwise
+from itertools import chain, pairwise
 from typing import NamedTuple
 
 from transformers import PreTrainedTokenizerBase
@@ -160,8 +160,16 @@ def samples_of(
             samples = _plain(record, tokenizer, config.max_tokens, drop_counts)
         else:
             turns = joined(turns_of(record, tokenizer, config, drop_counts))
-            pairs = [(turn, _masked(turn, tokenizer)) for turn in turns]
-            masked = [(token, mask) for turn, (token, mask) in pairs if any(mask) or not turn.cut]
+            masked = []
+            for turn in turns:
+                token, mask = _end_turns(*_mask(turn.text, turn.spans, tokenizer), tokenizer)
+                if turn.cut:  # without the end token of an answer that was cut off
+                    starts = [start for start, _ in turn.spans]
+                    ends = [(end, min((s for s in starts if s > end), default=len(turn.text))) for end in turn.cut]
+                    _, written = _mask(turn.text, ends, tokenizer)
+                    token, mask = token[: len(written)], [int(a and not b) for a, b in zip(mask, written, strict=False)]
+                if any(mask) or not turn.cut:
+                    masked.append((token, mask))
             if not masked:
                 message = "the chat template writes nothing of its answer; remove the sample"
                 raise BadSampleError("an answer that the chat template leaves out", message)
@@ -196,26 +204,24 @@ def samples_of(
 
 def bad_sample(error: ValueError) -> BadSampleError:
     """Return a template's or an encoding's error as a record's error."""
+    if isinstance(error, BadSampleError):
+        return error
     if isinstance(error, UnicodeEncodeError):
         half = ascii(error.object[error.start])
         return BadSampleError("no text", f"it holds half a surrogate pair, {half}, which is no text; fix or remove it")
-    if isinstance(error, RenderError):
-        return BadSampleError("refused by the chat template", f"{error}; fix or remove the record")
-    assert isinstance(error, BadSampleError)
-    return error
+    return BadSampleError("refused by the chat template", f"{error}; fix or remove the record")
 
 
 def check_vocabulary(token: list[int], tokenizer: PreTrainedTokenizerBase) -> None:
     """Refuse tokens outside of the tokenizer's vocabulary."""
-    last = last_token(tokenizer)
-    unknown = next((number for number in token if not 0 <= number <= last), None)
-    if unknown is not None:
-        message = f"token {unknown} is not among the tokenizer's 0 to {last}; give the model.path that wrote it"
-        raise BadSampleError("token of another vocabulary", message)
-    media = media_tokens(tokenizer)
-    if media and (seen := next((number for number in token if number in media), None)) is not None:
-        message = f"token {seen} ({media[seen]}) is more than text, and only text is read; remove the record"
-        raise BadSampleError("more than text", message)
+    last, media = last_token(tokenizer), media_tokens(tokenizer)
+    for number in token:
+        if not 0 <= number <= last:
+            message = f"token {number} is not among the tokenizer's 0 to {last}; give the model.path that wrote it"
+            raise BadSampleError("token of another vocabulary", message)
+        if number in media:
+            message = f"token {number} ({media[number]}) is more than text, and only text is read; remove the record"
+            raise BadSampleError("more than text", message)
 
 
 def counts_line(drop_counts: Counter[str]) -> str:
@@ -229,13 +235,12 @@ def _plain(
     if not record.text.strip():
         drop_counts["dropped, no question and no text"] += 1
         return []
-    token = text_ids(record.text, tokenizer)
+    token, eos = text_ids(record.text, tokenizer), tokenizer.eos_token_id
     drop_counts[CUT_OFF] += not record.ended
-    if record.ended and tokenizer.eos_token_id is not None and token[-1:] != [tokenizer.eos_token_id]:
-        token = [*token, tokenizer.eos_token_id]
+    if record.ended and eos is not None and token[-1:] != [eos]:
+        token = [*token, eos]
     pieces = [token[start : start + max_tokens] for start in range(0, len(token), max_tokens)]
-    names = [record.id if start == 0 else f"{record.id}#{start}" for start in range(len(pieces))]
-    return [Sample(name, piece, [1] * len(piece)) for name, piece in zip(names, pieces, strict=True)]
+    return [Sample(f"{record.id}#{i}" if i else record.id, piece, [1] * len(piece)) for i, piece in enumerate(pieces)]
 
 
 def _samples(
@@ -298,8 +303,9 @@ def _has_other_calls(message: Message, answer: str) -> bool:
     """Whether a message has tool calls that a rendered answer does not contain besides its reasoning and its text."""
     for text in (reasoning_of(message), content_text(without(message))):
         answer = answer.replace(text.strip(), "", 1)
-    calls = [call.get("function") or call for call in message.get("tool_calls") or ()]
-    return any(str(call.get("name")) not in answer for call in calls)
+    return any(
+        str((call.get("function") or call).get("name")) not in answer for call in message.get("tool_calls") or ()
+    )
 
 
 def _turn(record: Record, tokenizer: PreTrainedTokenizerBase, cut: bool) -> Turn:
@@ -394,46 +400,22 @@ def joined(turns: list[Turn]) -> list[Turn]:
     return texts[::-1]
 
 
-def _masked(turn: Turn, tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:
-    """Return a text's tokens and loss mask, with the end token of each answer that was not cut off."""
-    text, spans, cut = turn
-    token, mask = _end_turns(*_mask(text, spans, tokenizer), tokenizer)
-    if not cut:
-        return token, mask
-    ends = [(end, min((start for start, _ in spans if start > end), default=len(text))) for end in cut]
-    _, template = _mask(text, ends, tokenizer)
-    return token[: len(template)], [int(on and not off) for on, off in zip(mask, template, strict=False)]
-
-
 def _mask(text: str, spans: list[Span], tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:
-    """Return the text's tokens, and 1 for each token that is entirely in a span."""
-    edges = [0, *chain.from_iterable(spans), len(text)]
-    # Pieces whose tokens join to the whole's give the boundaries, much faster than encoding prefixes.
-    whole, *pieces = encode([text, *(text[a:b] for a, b in pairwise(edges))], tokenizer)
-    bounds = list(accumulate(len(piece) for piece in pieces))
-    if whole != list(chain.from_iterable(pieces)):
-        prefixes = encode(
-            [text[:edge] for edge in edges[1:]], tokenizer
-        )  # SentencePiece encodes a text's start differently
-        bounds = [len(prefix) for prefix in prefixes]
-        if any(whole[: len(prefix)] != prefix for prefix in prefixes):
-            return _by_characters(text, spans, tokenizer)
-    mask = [0] * len(whole)
-    for start, end in zip(bounds[::2], bounds[1::2], strict=False):
-        mask[start:end] = [1] * (end - start)
-    return whole, mask
-
-
-def _by_characters(text: str, spans: list[Span], tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:
-    """Mask by characters where tokens span an answer's edge: the target never writes such a token."""
-    if not tokenizer.is_fast:
+    """Return the text's tokens, and 1 for each that is entirely in a span: the target writes none across an edge."""
+    if tokenizer.is_fast:
+        token, offsets = encode_spans(text, tokenizer)
+        return token, [int(any(a <= start and end <= b for a, b in spans)) for start, end in offsets]
+    # A slow tokenizer does not tell its tokens' characters: the text up to each edge is encoded.
+    token, *prefixes = encode([text, *(text[:edge] for edge in chain.from_iterable(spans))], tokenizer)
+    if any(token[: len(prefix)] != prefix for prefix in prefixes):
         raise BadSampleError(
             "tokens across an answer's edge",
             "its tokens span the edge of an answer, and the tokenizer does not tell their characters; "
             "use the model's fast tokenizer (tokenizer.json)",
         )
-    token, offsets = encode_spans(text, tokenizer)
-    return token, [int(any(a <= start and end <= b for a, b in spans)) for start, end in offsets]
+    bounds = list(map(len, prefixes))
+    trained = [range(start, end) for start, end in zip(bounds[::2], bounds[1::2], strict=True)]
+    return token, [int(any(index in span for span in trained)) for index in range(len(token))]
 
 
 def _end_turns(token: list[int], mask: list[int], tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:
@@ -445,17 +427,12 @@ def _end_turns(token: list[int], mask: list[int], tokenizer: PreTrainedTokenizer
     token, mask = list(token), list(mask)
     for end in [i for i, (on, following) in enumerate(pairwise([*mask, 0]), 1) if on and not following]:
         last = end - 1
-        while (
-            last > 0
-            and mask[last - 1]
-            and token[last] not in special
-            and not str(tokenizer.decode(token[last])).strip()
-        ):
+        while last > 0 and mask[last - 1] and token[last] not in special:
+            if str(tokenizer.decode(token[last])).strip():
+                break
             last -= 1
         if token[last] in special:
             mask[last + 1 : end] = [0] * (end - last - 1)
-        elif eos is not None and end == len(token):
-            token, mask = [*token, eos], [*mask, 1]
-        elif eos is not None and token[end] == eos:
-            mask[end] = 1
+        elif eos is not None and token[end : end + 1] in ([], [eos]):
+            token[end : end + 1], mask[end : end + 1] = [eos], [1]
     return token, mask

@@ -132,10 +132,18 @@ def load_training(
 
 def load_prompts(path: str, tokenizer: PreTrainedTokenizerBase, limit: int | None) -> list[Prompt]:
     """Return the prompts of a file or Hub data set: saved ones unchanged, questions of chats, pieces of texts."""
+    return [
+        one if isinstance(one, Prompt) else prompt_of(one, tokenizer, f"{one.source}: ")
+        for one in islice(read_prompts(path), limit)
+    ]
+
+
+def read_prompts(path: str) -> Iterator[Prompt | Record]:
+    """Yield the saved prompts, or the records, of a file or Hub data set."""
     source = open_source(path, split="")
     if set(next(iter(source))) == set(Prompt._fields):
-        return [Prompt.read(record, index, path) for index, record in enumerate(islice(source, limit))]
-    return [prompt_of(record, tokenizer, f"{record.source}: ") for record in islice(read_all(source), limit)]
+        return (Prompt.read(record, index, path) for index, record in enumerate(source))
+    return read_all(source)
 
 
 def locate(name: str) -> str:
@@ -160,16 +168,10 @@ def records_to_answer(config: DataConfig, limit: int | None) -> list[Record]:
     """Return the training records for the target to answer, at most the smaller limit."""
     limits = [value for value in (limit, config.limit) if value is not None]
     records, counts = training_records(divide(open_sources(config), config), config), Counter[str]()
-    pairs = islice(_usable(records, config, counts, _check), min(limits, default=None))
-    usable = [record for record, _ in pairs]
+    usable = list(islice((record for record, _ in _usable(records, config, counts)), min(limits, default=None)))
     if counts:
         log.warning("%s: of its records, %s", config.named, counts_line(counts))
     return usable
-
-
-def _check(record: Record) -> None:
-    if record.error is not None:
-        raise record.error
 
 
 def _prepare(
@@ -178,8 +180,8 @@ def _prepare(
     """Return the held-out prompts, the counts (updated by the iterator), and an iterator of the samples."""
     parts = divide(sources, config)
     dropped = Counter[str]()
-    pairs = list(_usable(held_out_records(parts), config, dropped, partial(_prompt, tokenizer=tokenizer)))
-    withheld, held_out = [record for record, _ in pairs], [prompt for _, prompt in pairs]
+    pairs = list(_usable(held_out_records(parts), config, dropped, tokenizer))
+    withheld, held_out = [record for record, _ in pairs], [prompt for _, prompt in pairs if prompt is not None]
     others = [prompt for name in evaluation for prompt in load_prompts(name, tokenizer, None)]
     filters = Filters(config, withheld, [prompt.text for prompt in held_out + others])
     counts = filters.counts
@@ -225,12 +227,17 @@ def _prepare(
 
 
 def _usable(
-    records: Iterator[Record], config: DataConfig, drop_counts: Counter[str], use: Callable[[Record], T]
-) -> Iterator[tuple[Record, T]]:
-    """Yield records with their uses; with data.on_bad=drop count and skip bad ones."""
+    records: Iterator[Record],
+    config: DataConfig,
+    drop_counts: Counter[str],
+    tokenizer: PreTrainedTokenizerBase | None = None,
+) -> Iterator[tuple[Record, Prompt | None]]:
+    """Yield records, with a tokenizer their prompts too; with data.on_bad=drop count and skip bad ones."""
     for record in records:
         try:
-            yield record, use(record)
+            if record.error is not None:
+                raise record.error
+            yield record, None if tokenizer is None else _prompt(record, tokenizer)
         except BAD as error:
             left_out = isinstance(error, LeftOutError)
             if config.on_bad == "fail" and not left_out:
@@ -359,14 +366,7 @@ class CachedSamples(Sequence[Sample]):
         return len(self._table)
 
     def __getitem__(self, index: Any) -> Any:
-        if isinstance(index, slice):
-            return [self[i] for i in range(*index.indices(len(self)))]
         return Sample(**self._table[index])
-
-    def __iter__(self) -> Iterator[Sample]:
-        """Iterate over the samples, with BATCH of them in memory at a time."""
-        for rows in self._table.iter(batch_size=BATCH):
-            yield from map(Sample, rows["id"], rows["token"], rows["loss_mask"])
 
     def arrays(self) -> Iterator[tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]]:
         """Yield each sample's tokens and mask as views of the mapped file."""

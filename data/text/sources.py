@@ -81,7 +81,12 @@ class Files:
         if not self.streaming:
             hashes = [content_hash(file) for file in self.files]
             record["sha256"] = hashes[0] if len(hashes) == 1 else hashlib.sha256("".join(hashes).encode()).hexdigest()
-        written = [settings for settings in map(_answer_settings, self.files) if settings]
+        written = []
+        for meta in (file.with_name(file.name + META) for file in self.files):
+            metadata = parsed_file(meta, "restore it, or remove it") if meta.is_file() else None
+            settings = metadata.get("settings") if isinstance(metadata, dict) else None
+            if isinstance(settings, dict):
+                written.append(redacted_values({key: value for key, value in settings.items() if key != "data"}))
         if written:
             record["answers"] = written[0] if all(other == written[0] for other in written) else {"by": "several"}
         return record
@@ -108,11 +113,6 @@ class Hub:
     def provenance(self) -> dict[str, Any]:
         """Return the name and the revision."""
         return {"name": self.name, "revision": self.revision}
-
-    def ends(self, count: int) -> tuple[int, list[Raw]]:
-        """Return the table's number of records, and the last `count` of them, without reading the others."""
-        size = len(self.table)
-        return size, [without_nulls(self.table[i]) for i in range(max(0, size - count), size)]
 
 
 Source = Files | Hub
@@ -168,11 +168,8 @@ def open_source(
             raise ValueError(f"{path}: no file's name holds the split {split}; set data.split")
         return Files(name, tuple(chosen), streaming, where)
     if glob.has_magic(name):
-        matches = [file for file in map(Path, glob.glob(str(path), recursive=True)) if file.is_file()]
-        unique = {
-            file.resolve(): file for file in sorted(matches) if not _is_beside(file)
-        }  # `**/` may find a file twice
-        matched = tuple(sorted(unique.values()))
+        found = set(map(Path, glob.glob(str(path), recursive=True)))  # `**/` may find a file twice
+        matched = tuple(sorted(file for file in found if file.is_file() and not _is_beside(file)))
         if not matched:
             raise ValueError(f"{name}: no file matches; give a pattern that does")
         return Files(name, matched, streaming, where)
@@ -191,14 +188,6 @@ def open_source(
         missing = "neither a file here nor a Hub dataset, name or name:config, that loads"
         raise ValueError(f"{name}: {missing}: {one_line(error)}") from error
     return Hub(name, table, f"{revision}/{split}", where)
-
-
-def check_sources(config: DataConfig) -> None:
-    """Refuse missing data or prompts, as `check_source` does."""
-    for name in config.paths:
-        check_source(name, config.split)
-    if config.prompts:
-        check_source(config.prompts)
 
 
 def check_source(name: str, split: str = "") -> None:
@@ -246,19 +235,6 @@ def _is_beside(file: Path) -> bool:
     return any(folder.suffix == PARTS and (folder / SETTINGS).is_file() for folder in file.parents)
 
 
-def _answer_settings(file: Path) -> dict[str, Any]:
-    """Return the settings of a file's answers from the metadata next to it, or empty."""
-    meta = file.with_name(file.name + META)
-    if not meta.is_file():
-        return {}
-    metadata = parsed_file(meta, "restore it, or remove it")
-    settings = metadata.get("settings") if isinstance(metadata, dict) else None
-    if not isinstance(settings, dict):
-        return {}
-    redacted: dict[str, Any] = redacted_values({key: value for key, value in settings.items() if key != "data"})
-    return redacted
-
-
 def read_all(source: Source) -> Iterator[Record]:
     """Yield every record of a source of prompts."""
     name = source.name
@@ -292,32 +268,26 @@ def divide(sources: Sequence[Source], config: DataConfig) -> list[Part]:
     a streamed source. With `data.prompts` all records are trained on.
     """
     parts = []
-    for source, count in zip(sources, held_out_shares(config), strict=True):
+    for i, source in enumerate(sources):
+        even, left = divmod(0 if config.prompts else config.held_out, len(sources))
+        count = even + (i < left)
         if count == 0:
             parts.append(Part(source, 0, None, []))
         elif config.streaming:
             parts.append(Part(source, count, None, list(enumerate(islice(source, count)))))
         else:
             if isinstance(source, Hub) and not source.where:
-                size, last = source.ends(count)
+                size = len(source.table)
+                last = [(at, without_nulls(source.table[at])) for at in range(max(0, size - count), size)]
             else:  # a file is read to its end
-                numbered = deque(enumerate(source), maxlen=count)
-                size, last = numbered[-1][0] + 1, [record for _, record in numbered]
-            check_some_left(source.name, size, count, config)
-            parts.append(Part(source, 0, size - count, list(enumerate(last, size - count))))
+                last = list(deque(enumerate(source), maxlen=count))
+                size = last[-1][0] + 1
+            if size <= count:
+                raise ValueError(
+                    f"{source.name}: {size} records, data.held_out={config.held_out} leaves none; lower it"
+                )
+            parts.append(Part(source, 0, size - count, last))
     return parts
-
-
-def held_out_shares(config: DataConfig) -> list[int]:
-    """Return the number of held-out records of each source of `data.path`."""
-    held_out, count = 0 if config.prompts else config.held_out, len(config.paths)
-    return [held_out // count + (i < held_out % count) for i in range(count)]
-
-
-def check_some_left(name: str, size: int, count: int, config: DataConfig) -> None:
-    """Refuse to hold out all `size` records of a source."""
-    if size <= count:
-        raise ValueError(f"{name}: {size} records, data.held_out={config.held_out} leaves none; lower it")
 
 
 def training_records(parts: Sequence[Part], config: DataConfig) -> Iterator[Record]:

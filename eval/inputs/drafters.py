@@ -7,7 +7,7 @@ from typing import Any
 
 from eval.config import DraftersConfig
 from heads.common.typed import build
-from heads.common.untrusted import names_code, parse_yaml
+from heads.common.untrusted import names_code, parse_yaml, parsed_file
 from heads.formats.hub import kind_of, resolve_head, target_path
 from heads.formats.published import is_published
 from heads.formats.store import read_config
@@ -28,11 +28,8 @@ def find_heads(runs: list[str]) -> dict[str, Path]:
     """Return the runs' head folders by their names in the report: the head's kind, and its run if two share a kind.
 
     Raises:
-        ValueError: a run has no head, or is given twice.
+        ValueError: a run has no head.
     """
-    repeated = sorted({run for run in runs if runs.count(run) > 1})
-    if repeated:
-        raise ValueError(f"run {', '.join(repeated)} is given twice: leave one out of run and compare")
     folders = {run: resolve_head(run) for run in runs}
     kinds = {run: kind_of(folder) for run, folder in folders.items()}
     unique = {run for run, kind in kinds.items() if list(kinds.values()).count(kind) == 1}
@@ -82,10 +79,7 @@ def _trained_model(run: str) -> dict[str, Any]:
     if file is None:
         saved = {} if is_published(folder) else read_config(folder)["target"]
         return {"path": saved["name"], "adapter": saved.get("adapter")} if saved else {}
-    try:
-        config = parse_yaml(file.read_bytes())
-    except ValueError as error:
-        raise ValueError(f"{file} is damaged ({error}): restore it, or give model=… and remove it") from error
+    config = parsed_file(file, "restore it, or give model=… and remove it", parse_yaml)
     model = config.get("model") if isinstance(config, dict) else None
     if not isinstance(model, dict):
         raise ValueError(f"{file} has no model: restore it, or give model=…")

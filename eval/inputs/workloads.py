@@ -9,16 +9,16 @@ from dataclasses import dataclass, replace
 from itertools import cycle, islice, zip_longest
 from operator import itemgetter
 from pathlib import Path
-from typing import Any, Generic, NamedTuple, Protocol, TypeVar, runtime_checkable
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from data.config import DataConfig
 from data.text.masks import samples_of
 from data.text.parts import Message, content_text
-from data.text.prompts import WORKLOADS, Prompt, before_answers, locate, prompt_of, split_text
-from data.text.records import Pretokenized, Record, parse, readable
-from data.text.sources import check_source, open_source
+from data.text.prompts import WORKLOADS, Prompt, before_answers, locate, prompt_of, read_prompts, split_text
+from data.text.records import Pretokenized, Record
+from data.text.sources import check_source
 from data.text.template import encode, render, with_opening
-from eval.config import Selection, listed
+from eval.config import Selection
 from eval.measures import metrics
 from eval.measures.results import Measurement
 from inference.decode import RequestParams, autoregress
@@ -70,16 +70,15 @@ def recorded(record: Record, target: Target, turns: str, most: int) -> Iterator[
     """Yield the first or all answers of a log's record, each after all messages before it, cut to `most` tokens.
 
     Tokens that the record gives are taken as they are. Other chats have those of the whole chat as the template renders
-    it, and an answer is what training would mask as one, its end token included. Without a template the texts follow
-    one another.
+    it, and an answer is what training would mask as one, its end token included.
 
     Raises:
         ValueError: it has no answer, or none that can be distinguished from its prompt.
     """
     answers = list(_answers(record, target))
+    if not answers:
+        raise ValueError(f"record {record.id}: {NO_ANSWER}")
     for turn, (token, start) in enumerate(answers if turns == "all" else answers[:1], 1):
-        if len(token) == start:
-            raise ValueError(f"record {record.id}: {NO_ANSWER}")
         if not start:
             raise ValueError(f"record {record.id}: its answer follows nothing: give its prompt too")
         id_ = f"{record.id}.{turn}" if turns == "all" and len(answers) > 1 else record.id
@@ -88,56 +87,39 @@ def recorded(record: Record, target: Target, turns: str, most: int) -> Iterator[
 
 def _answers(record: Record, target: Target) -> Iterator[tuple[list[int], int]]:
     """Yield the tokens up to the end of each answer, and the index of the answer's first."""
-    if record.pretokenized:
-        spans = [(document, span) for document in record.pretokenized for span in document.answers()]
-        if not spans:
-            raise ValueError(f"record {record.id}: {NO_ANSWER}")
-        yield from ((document.token[:end], start) for document, (start, end) in spans)
-        return
     tokenizer: Any = target.tokenizer
-    if not record.messages:
-        prompt = prompt_of(record, tokenizer).token
-        _, rest = split_text(record.text, tokenizer)
+    documents = list(record.pretokenized)
+    if not record.messages and not documents:
+        prompt, rest = split_text(record.text, tokenizer)
         if not rest:
             raise ValueError(f"record {record.id}: a text of {len(prompt)} token has no answer")
         yield prompt + rest, len(prompt)
-    elif all(message["role"] != "assistant" for message in record.messages):
-        raise ValueError(f"record {record.id}: {NO_ANSWER}")
-    elif tokenizer.chat_template:
+    elif not tokenizer.chat_template and not documents:  # the texts follow one another
+        before: list[str] = []
+        for message in record.messages:
+            if message["role"] == "assistant":
+                prompt = text_ids("\n\n".join(before), tokenizer)
+                answer = tokenize(tokenizer, content_text(message), add_special_tokens=False)["input_ids"]
+                yield prompt + answer + sorted(target.eos)[:1], len(prompt)
+            before.append(content_text(message))
+    elif not documents:
         dropped: Counter[str] = Counter()
-        samples = samples_of(record, tokenizer, "workload", _masking(), dropped)
+        samples = samples_of(record, tokenizer, f"record {record.id}", MASKING, dropped)
         if not samples:
             cause = next(iter(+dropped), "no answer").removeprefix("dropped, ")
-            raise ValueError(f"record {record.id}: no answer can be told from its prompt ({cause}): fix it")
-        for sample in samples:
-            yield from (
-                (sample.token[:end], start) for start, end in Pretokenized(sample.token, sample.loss_mask).answers()
-            )
-    else:
-        yield from _joined(record.messages, target)
+            why = NO_ANSWER if cause == "no answer" else f"no answer can be told from its prompt ({cause}): fix it"
+            raise ValueError(f"record {record.id}: {why}")
+        documents = [Pretokenized(sample.token, sample.loss_mask) for sample in samples]
+    for document in documents:
+        yield from ((document.token[:end], start) for start, end in document.answers())
 
 
-def _joined(messages: Sequence[Message], target: Target) -> Iterator[tuple[list[int], int]]:
-    """Yield the answers of a chat for a tokenizer without a template, its texts one after another."""
-    tokenizer: Any = target.tokenizer
-    before: list[str] = []
-    for message in messages:
-        if message["role"] == "assistant":
-            prompt = text_ids("\n\n".join(before), tokenizer)
-            answer = tokenize(tokenizer, content_text(message), add_special_tokens=False)["input_ids"]
-            yield prompt + answer + sorted(target.eos)[:1], len(prompt)
-        before.append(content_text(message))
-
-
-def _masking() -> DataConfig:
-    """Return the settings of loss masks here: all answers whole, records without one left out."""
-    return DataConfig(
-        path="workload", weights=None, seed=0, streaming=False, split="", length=2, limit=None, prompts="", held_out=0,
-        max_tokens=2**31, min_tokens=1, dedup=False, contamination=None, cache=None, turns="all", reasoning="keep",
-        on_bad="drop", where=None,
-    )  # fmt: skip
-
-
+# Settings of loss masks here: all answers whole, records without one left out.
+MASKING = DataConfig(
+    path="workload", weights=None, seed=0, streaming=False, split="", length=2, limit=None, prompts="", held_out=0,
+    max_tokens=2**31, min_tokens=1, dedup=False, contamination=None, cache=None, turns="all", reasoning="keep",
+    on_bad="drop", where=None,
+)  # fmt: skip
 # With fewer, most generations would end at the context's limit.
 MIN_ANSWER_TOKENS = 8
 SEARCHED = 10_000  # the most records among which prompts of all categories are searched
@@ -147,16 +129,7 @@ Readable = Record | Prompt
 Indexed = tuple[int, Readable]
 
 
-@runtime_checkable
-class Categorized(Protocol):
-    """A measured item with a category: a prompt, a recorded text, a request."""
-
-    @property
-    def category(self) -> str:
-        """Its category; may be empty."""
-
-
-P = TypeVar("P", bound=Categorized)
+P = TypeVar("P", bound=Any)  # a measured item with a category: a prompt, a recorded text, a request
 T = TypeVar("T")
 
 
@@ -224,7 +197,15 @@ def read_workload(name: str, target: Target, selection: Selection, answer: Answe
     """
 
     def read(record: Readable, turns: str) -> Iterator[Prompt]:
-        return (fit(prompt, target, selection.truncate) for prompt in _prompts(record, target, turns, answer))
+        if isinstance(record, Prompt):
+            prompts: Iterable[Prompt] = [record]
+        elif record.pretokenized:
+            prompts = before_answers(record, turns)
+        elif turns == "first" or sum(message["role"] == "user" for message in record.messages) < 2:
+            prompts = [prompt_of(record, target.tokenizer)]
+        else:
+            prompts = _turns(record, target, answer)
+        return (fit(prompt, target, selection.truncate) for prompt in prompts)
 
     return gathered(name, selection, read, lambda prompt: tuple(prompt.token))
 
@@ -254,10 +235,16 @@ def gathered(
     Prompts of equal `content` count as one.
     """
     most = selection.prompts + selection.warmup
-    records = list(_records(locate(name), SEARCHED if selection.balanced else most))
+    found = islice(read_prompts(locate(name)), SEARCHED if selection.balanced else most)
+    records: list[Indexed] = list(enumerate(found))
     if not records:
         raise ValueError(f"workload {name} has no prompts: give a file with one prompt a line")
-    selected = in_turn(records, most) if selection.balanced else records
+    selected = records
+    if selection.balanced:  # the first of each category, then the second, and so on
+        groups: dict[str, list[Indexed]] = {}
+        for index, record in records:
+            groups.setdefault(record.category, []).append((index, record))
+        selected = [one for turn in zip_longest(*groups.values()) for one in turn if one is not None][:most]
     measured, spare = sorted(selected[: selection.prompts], key=itemgetter(0)), selected[selection.prompts : most]
     indexed = [(index, prompt) for index, record in measured for prompt in _named(name, record, read, selection.turns)]
     prompts = [prompt for _, prompt in indexed]
@@ -295,14 +282,6 @@ def check_known(tokens: Sequence[Any], where: str, target: Target) -> None:
         )
 
 
-def in_turn(records: Sequence[Indexed], count: int) -> list[Indexed]:
-    """Return records of all categories in turn: the first of each, then the second, and so on."""
-    groups: dict[str, list[Indexed]] = {}
-    for index, record in records:
-        groups.setdefault(record.category, []).append((index, record))
-    return [record for turn in zip_longest(*groups.values()) for record in turn if record is not None][:count]
-
-
 def short_name(name: str) -> str:
     """Return a workload's name in reports: its key, a file's name without its folder, or the Hub's name."""
     path = Path(name).expanduser()
@@ -314,46 +293,27 @@ def workload_names(given: Any) -> list[str]:
     """Return the names of workloads, one or a list of them.
 
     Raises:
-        ValueError: none of them is there, one is given twice, or is no source of text.
+        ValueError: none of them is there, or one is no source of text.
     """
-    names = [str(name) for name in listed(given) if name]
+    names = [str(name) for name in (given if isinstance(given, list) else [given]) if name]
     if not names:
         raise ValueError("workload is missing: give a name, a file or a Hub data set")
-    named_apart(names)
     for name in names:
         check_source(locate(name))
     return names
 
 
 def named_apart(names: Sequence[str]) -> list[str]:
-    """Return the workloads' names in reports; files with equal names keep their paths.
-
-    Raises:
-        ValueError: one is given twice.
-    """
-    sources = [located.resolve() if (located := Path(locate(name)).expanduser()).exists() else name for name in names]
-    if repeated := sorted({name for name, source in zip(names, sources, strict=True) if sources.count(source) > 1}):
-        raise ValueError(f"workload {', '.join(repeated)} is given twice: leave one out")
-    short = [short_name(name) for name in names]
+    """Return the workloads' names in reports; files with equal names keep their paths."""
+    short = list(map(short_name, names))
     return [name if short.count(one) > 1 else one for name, one in zip(names, short, strict=True)]
-
-
-def _records(path: str, limit: int) -> Iterator[Indexed]:
-    """Yield the workload's first records with their indices."""
-    source, seen = open_source(path, split=""), set[str]()
-    for index, raw in enumerate(islice(source, limit)):
-        if set(raw) == set(Prompt._fields):
-            yield index, Prompt.read(raw, index, path)
-            continue
-        read = parse(readable(raw, index, path), index, path)
-        name = f"{read.id}@{index}" if read.id in seen else read.id
-        seen.add(name)
-        yield index, read._replace(id=name)
 
 
 def _named(name: str, record: Readable, read: Callable[[Readable, str], Iterable[P]], turns: str) -> Iterator[P]:
     """Yield what `read` makes of a record; errors name the workload."""
     try:
+        if isinstance(record, Record) and record.error is not None:
+            raise ValueError(f"record {record.id} {record.error.message}")
         yield from read(record, turns)
     except UnicodeEncodeError as error:
         raise ValueError(
@@ -363,18 +323,6 @@ def _named(name: str, record: Readable, read: Callable[[Readable, str], Iterable
         raise ValueError(f"workload {name}, prompt {record.id}: {error}; fix or remove the record") from error
     except ValueError as error:
         raise ValueError(f"workload {name}, {error}") from error
-
-
-def _prompts(record: Readable, target: Target, turns: str, answer: Answer) -> Iterator[Prompt]:
-    """Yield a record's prompts: its first question, or every one after all messages before it."""
-    if isinstance(record, Prompt):
-        yield record
-    elif record.pretokenized:
-        yield from before_answers(record, turns)
-    elif turns == "first" or sum(message["role"] == "user" for message in record.messages) < 2:
-        yield prompt_of(record, target.tokenizer)
-    else:
-        yield from _turns(record, target, answer)
 
 
 def _turns(record: Record, target: Target, answer: Answer) -> Iterator[Prompt]:

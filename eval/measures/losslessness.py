@@ -188,19 +188,12 @@ class Gate:
 
     def as_dict(self) -> dict[str, Any]:
         """Return the record of the report's JSON."""
-        ties = {"ties": self.ties} if self.ties else {}
-        return {**self.counts(), "passed": self.passed, "first": self.first, **ties}
+        return {**asdict(self), "passed": self.passed}
 
     @classmethod
     def read(cls, record: Any) -> "Gate":
-        """Return the check in a record; one that failed without a failure is that of a lossy rule.
-
-        Raises:
-            ValueError, KeyError, TypeError or AttributeError: for what `as_dict` does not write.
-        """
-        gate = typed(cls, {key: record[key] for key in (*COUNTS, "first")})
-        ties = tuple(typed(Divergence, tie) for tie in record.get("ties", []))
-        return replace(gate, ties=ties, lossy=gate.passed and not record["passed"])
+        """Return the check in a record; a ValueError or AttributeError for what `as_dict` does not write."""
+        return typed(cls, {key: value for key, value in record.items() if key != "passed"})
 
     def among(self, indices: Sequence[int]) -> "Gate":
         """Return the check of some of the prompts, by their indices; one without details is returned as it is."""
@@ -229,32 +222,12 @@ class SampledGate:
 
     def as_dict(self) -> dict[str, Any]:
         """Return the record of the report's JSON."""
-        test = self.distribution
-        coupled = self.coupled.counts() | {"first": self.coupled.first, "ties": self.coupled.ties}
-        return {
-            "drafter": self.drafter,
-            "temperature": self.temperature,
-            "passed": self.passed,
-            "coupled": coupled | {"batch_sizes": self.batch_sizes, "failed_at": self.failed_at},
-            "law": None if test is None else asdict(test) | {"control_caught": test.caught},
-            "why_no_law": self.why,
-        }
+        return {**asdict(self), "passed": self.passed}
 
     @classmethod
     def read(cls, record: Any) -> "SampledGate":
         """Return the check in a record; raises what `Gate.read` does."""
-        equal, test = record["coupled"], record["law"]
-        if test is not None:
-            test = typed(ChiSquareTest, {key: value for key, value in test.items() if key != "control_caught"})
-        return cls(
-            drafter=str(record["drafter"]),
-            temperature=float(record["temperature"]),
-            coupled=Gate.read({**equal, "passed": equal["checked"] > 0 and not equal["failed"]}),
-            distribution=test,
-            why=str(record["why_no_law"]),
-            batch_sizes=tuple(equal["batch_sizes"]),
-            failed_at=equal["failed_at"],
-        )
+        return typed(cls, {key: value for key, value in record.items() if key != "passed"})
 
     def __str__(self) -> str:
         several = f" at batch sizes {', '.join(map(str, self.batch_sizes))}" if self.batch_sizes != (1,) else ""

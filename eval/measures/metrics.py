@@ -89,13 +89,13 @@ def pooled(requests: Sequence[SpecDecodingStats], whole: SpecDecodingStats | Non
     total = together(requests) if whole is None else whole
     reached = [count for count in total.by_depth if count > 0]  # they fall: no pass came deeper than the first 0
     tau = ratio(total.tokens, total.steps)
-    tau_mean = _mean([ratio(request.tokens, request.steps) for request in requests])
+    taus = [request.tokens / request.steps for request in requests if request.steps > 0]
     drafted = total.drafted or 0
     return Acceptance(
         steps=round(total.steps),
         tokens=round(total.tokens),
         tau=tau,
-        tau_request_mean=tau_mean,
+        tau_request_mean=ratio(math.fsum(taus), len(taus)),
         accepted_by_depth=[count / total.steps for count in reached],
         conditional_by_depth=[count / above for above, count in pairwise([total.steps, *reached])],
         draft_tokens=round(drafted),
@@ -115,11 +115,6 @@ def together(requests: Sequence[SpecDecodingStats]) -> SpecDecodingStats:
         accepted=math.fsum(request.accepted for request in requests),
         by_depth=tuple(math.fsum(counts) for counts in zip_longest(*by_depth, fillvalue=0)),
     )
-
-
-def _mean(values: Sequence[float | None]) -> float | None:
-    measured = [value for value in values if value is not None]
-    return ratio(math.fsum(measured), len(measured))
 
 
 def quantiles(values: Sequence[float | None]) -> dict[str, float]:

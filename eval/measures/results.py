@@ -64,12 +64,6 @@ class ResultRow:
     tier: str = LIVE
     request_rate: float | None = None
 
-    @property
-    def has_speedup(self) -> bool:
-        """Whether it has a number that only lossless drafters get."""
-        speedups = {self.speedup, self.speedup_ci, self.speedup_hf, self.whole_speedup, self.whole_speedup_ci}
-        return speedups != {None}
-
 
 @dataclass(frozen=True)
 class Measurement:

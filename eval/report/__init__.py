@@ -3,6 +3,5 @@
 write.py      the report and its files; reading and comparing reports
 view.py       a result as text, and its speedup breakdown: from τ to the speedup
 sections.py   the sections in their order, each with sentences, a table or a plot
-plots.py      the five plots
 render.py     terminal, Markdown and page
 """

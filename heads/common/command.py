@@ -89,8 +89,7 @@ def mistake(error: Exception, words: Sequence[str], config: str) -> str:
     cause = str(error.__cause__).partition("\n")[0] if isinstance(error.__cause__, OmegaConfBaseException) else ""
     message = f"{str(error).partition('Config search path:')[0].rstrip()} {cause}"
     if isinstance(error, MissingConfigException):
-        whole = str(error.missing_cfg_file)
-        group, _, name = whole.rpartition("/") if options(whole.rpartition("/")[0]) else whole.partition("/")
+        group, _, name = str(error.missing_cfg_file).partition("/")
         if not options(group):
             return message
         advice = f"choose one of {', '.join(options(group))}"

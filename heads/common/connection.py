@@ -35,7 +35,13 @@ def check_reachable(repo: str, kind: str = "model") -> None:
         raise ValueError("no such folder, nor a Hub id OWNER/NAME")
     before = constants.is_offline_mode()
     why = _unreachable()
-    if why and not _downloaded(repo, kind):
+    # Of a data set `datasets` has another cache, of tables: its folders are org___some_name of org/SomeName.
+    tables, plain = Path(os.environ.get("HF_DATASETS_CACHE") or Path(constants.HF_HOME, "datasets")), repo.lower()
+    plain = plain.replace("/", "").replace("_", "")
+    downloaded = Path(constants.HF_HUB_CACHE, repo_folder_name(repo_id=repo, repo_type=kind)).is_dir() or (
+        kind == "dataset" and any(folder.name.replace("_", "").lower() == plain for folder in tables.glob("*"))
+    )
+    if why and not downloaded:
         raise ValueError(f"neither here nor downloaded before, and {why}, or give a path of this machine")
     if why and not before:
         log.warning("%s is taken as it was downloaded before: %s", repo, why)
@@ -58,12 +64,3 @@ def _unreachable() -> str | None:
         constants.HF_HUB_OFFLINE = True
         return f"{constants.ENDPOINT} cannot be reached ({one_line(error)}): connect"
     return None
-
-
-def _downloaded(repo: str, kind: str) -> bool:
-    """Whether the Hub's cache holds something of a repository; of a data set `datasets` has another one, of tables."""
-    if Path(constants.HF_HUB_CACHE, repo_folder_name(repo_id=repo, repo_type=kind)).is_dir():
-        return True
-    tables = Path(os.environ.get("HF_DATASETS_CACHE") or Path(constants.HF_HOME, "datasets"))
-    plain = repo.replace("/", "").replace("_", "").lower()  # its folders are org___some_name of org/SomeName
-    return kind == "dataset" and any(folder.name.replace("_", "").lower() == plain for folder in tables.glob("*"))

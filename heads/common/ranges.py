@@ -30,9 +30,11 @@ class OneOf(NamedTuple):
         return None if value in self.names else f"choose {', '.join(self.names)}"
 
 
+SEVERAL = OneOf(())  # marks a list for which a single value may be given; it is not empty
 MACHINE = Within(-(2**63), 2**63 - 1)  # the range of every number whose type states no other
 LARGEST = 2**31 - 1  # no tensor dimension of ours is larger
 
+LmHead = Annotated[str, OneOf(("shared", "own"))]  # the target's, or the head's own
 Count = Annotated[int, Within(1, LARGEST)]
 Number = Annotated[int, Within(0, LARGEST)]
 Parts = Annotated[int, Within(1, 256)]  # layers, heads or depths of a draft head

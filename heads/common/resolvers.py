@@ -20,11 +20,6 @@ def register_resolvers() -> None:
         OmegaConf.register_new_resolver(name, resolver, replace=True)
 
 
-def _by_device(cpu: object, gpu: object, kind: str | None = None) -> object:
-    """Return the first value for a CPU, else the second: for a named type of device, or this machine's."""
-    return cpu if kind == "cpu" or (kind is None and not cuda.is_available()) else gpu
-
-
 def _cache_folder(name: str) -> str:
     """Return a folder under HEADSTART_CACHE, which is ~/.cache/headstart unless the environment says otherwise."""
     users = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
@@ -46,7 +41,8 @@ RESOLVERS: dict[str, Callable[..., object]] = {
     "stem": lambda path: os.path.basename(os.path.abspath(path)).removesuffix(".gguf"),  # names a run after its model
     # A preset's prompts belong to the preset's data, not to data of the user's own.
     "if_same": lambda a, b, value: value if a == b else "",
-    "by_device": _by_device,
+    # the first value for a CPU, else the second: for a named type of device, or this machine's
+    "by_device": lambda cpu, gpu, kind=None: cpu if (kind or ("" if cuda.is_available() else "cpu")) == "cpu" else gpu,
     "cache_folder": _cache_folder,
     "digest": _digest,  # names a run after all of its values
     "made": _created,  # creates a folder for a library that does not

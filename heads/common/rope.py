@@ -47,12 +47,11 @@ class Rope(NamedTuple):
             kind = scaling.get("rope_type")
             if kind not in SCALINGS:
                 raise ValueError(f"head.rope_scaling.rope_type is {kind!r}: choose one of {', '.join(SCALINGS)}")
-            numbers = {name: scaling.get(name) for name in SCALINGS[kind]}
-            missing = [name for name, value in numbers.items() if not (isinstance(value, int | float) and value > 0)]
-            if missing:
-                raise ValueError(
-                    f"head.rope_scaling has no number {missing[0]} above 0, which rope_type={kind} needs: give it"
-                )
+            for name in SCALINGS[kind]:
+                if not isinstance(scaling.get(name), int | float) or scaling[name] <= 0:
+                    raise ValueError(
+                        f"head.rope_scaling has no number {name} above 0, which rope_type={kind} needs: give it"
+                    )
             if kind == "llama3" and scaling["high_freq_factor"] <= scaling["low_freq_factor"]:
                 raise ValueError("head.rope_scaling.high_freq_factor is not above low_freq_factor: give a larger one")
         return cls(config.rope_theta, scaling)

@@ -9,7 +9,6 @@ import math
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import transformers
@@ -21,7 +20,6 @@ from heads.common import gguf
 from heads.common.connection import check_reachable
 from heads.common.errors import one_line
 from heads.common.ranges import LARGEST
-from heads.common.rope import positions_of
 from heads.common.untrusted import entries, parse_json, regular, shown
 
 DEEP = 20  # layers of a target next to which one decoder layer for each drafted token is cheap
@@ -114,10 +112,18 @@ def read_target_values(path: str, trust_remote_code: bool, cached_alone: bool) -
             if not cached_alone:
                 check_reachable(path)
             values, _ = PreTrainedConfig.get_config_dict(path, local_files_only=cached_alone)
-        _check(values, trust_remote_code)
+        if not isinstance(values, dict):
+            raise ValueError(f"its config.json is {shown(values)}, expected a mapping")
+        for key, value in entries(values):
+            if PARTS.search(key.rpartition(".")[2]) and isinstance(value, int | float) and not value <= MOST_PARTS:
+                raise ValueError(f"{key} is {shown(value)} in its config.json, at most {MOST_PARTS} are made")
+            if "_implementation" in key and isinstance(value, str) and value not in OURS and not trust_remote_code:
+                raise ValueError(
+                    f"its config.json names code to run by the key {key}, {shown(value)}: remove the key, or trust it "
+                    "with model.trust_remote_code=true"
+                )
     except UNFIT as error:
         raise ValueError(reason(error)) from error
-    assert isinstance(values, dict)
     return values
 
 
@@ -196,61 +202,23 @@ def best_head(path: str, shape: Mapping[str, Any] | None, trust_remote_code: boo
         if not all(isinstance(size, int) for size in sizes):
             config = read_target_config(path, trust_remote_code).get_text_config()
             sizes = [getattr(config, name) for name in SIZES[:3]]
-        scaled, fits = _is_scaled(text), _takes_mimo(text)
     except UNFIT as error:
         raise ValueError(f"model.path={path}: {reason(error)}") from error
     layers, width, vocab = sizes
     target = 12 * layers * width**2 + vocab * width  # of a dense one, about
     # An mlp has a table, an lm_head and a projection for each of four depths, an mtp a decoder layer and a projection.
     trained = {"mlp": 4 * (2 * vocab * width + width**2), "mtp": 14 * width**2}
-    head, served = "mtp", "vLLM serves it" if fits else "no engine is known to serve it for this target"
-    why = f"since it drafts best for a target of {layers} layers"
-    if layers < DEEP and trained["mlp"] <= max(target // SHARE, trained["mtp"]):
-        head, served = "mlp", "no engine serves it"
+    serving = "engine=NAME takes one that an engine loads"
+    if layers >= DEEP:
+        return "mtp", f"since it drafts best for a target of {layers} layers; {serving}"
+    if trained["mlp"] <= max(target // SHARE, trained["mtp"]):
         why = f"since a pass of this target, {layers} layers, costs little more than a layer of a head"
-    elif layers < DEEP:
-        prices = f"{trained['mlp'] / 1e6:,.0f}M parameters for a target of {target / 1e6:,.0f}M"
-        why = f"since mlp would train about {prices}"
-    if scaled:
-        return head, f"{why}; no engine serves a head of this target, which scales its embedding or logits"
-    return head, f"{why}; {served}; most engines serve eagle3"
-
-
-def _is_scaled(text: Mapping[str, Any]) -> bool:
-    """Whether a target scales its embedding or logits, which engines do not know when they draft, by its config.json.
-
-    No key says so of Gemma's embedding.
-    """
-    capped = text.get("final_logit_softcapping") is not None
-    return capped or logit_factor(SimpleNamespace(**text)) != 1 or str(text.get("model_type")).startswith("gemma")
-
-
-def _takes_mimo(text: Mapping[str, Any]) -> bool:
-    """Whether vLLM makes MiMo's module (heads/formats/published/mimo.py) as head=mtp is for a target's config.json."""
-    width, heads = text.get("hidden_size"), text.get("num_attention_heads")
-    if not isinstance(width, int) or not isinstance(heads, int):
-        return False
-    head_dim = text.get("head_dim") or text.get("qk_rope_head_dim") or width // heads
-    # To read positions takes an import of seconds, and without this key all dimensions are rotated.
-    rope = positions_of(text) if "partial_rotary_factor" in str(text) else None
-    return heads * head_dim == width and (rope is None or rope.share == 1)
+        return "mlp", f"{why}; {serving}"
+    prices = f"{trained['mlp'] / 1e6:,.0f}M parameters for a target of {target / 1e6:,.0f}M"
+    return "mtp", f"since mlp would train about {prices}; {serving}"
 
 
 def check_sequence_length(length: int, context: int, name: str) -> None:
     """Refuse packed sequences longer than the target's context length."""
     if length > context:
         raise ValueError(f"data.length is {length}, but {name} reads at most {context} tokens: give {context} or less")
-
-
-def _check(values: Any, trust_remote_code: bool) -> None:
-    """Refuse values of a config.json that transformers must not read, naming the key."""
-    if not isinstance(values, dict):
-        raise ValueError(f"its config.json is {shown(values)}, expected a mapping")
-    for key, value in entries(values):
-        if PARTS.search(key.rpartition(".")[2]) and isinstance(value, int | float) and not value <= MOST_PARTS:
-            raise ValueError(f"{key} is {shown(value)} in its config.json, at most {MOST_PARTS} are made")
-        if "_implementation" in key and isinstance(value, str) and value not in OURS and not trust_remote_code:
-            raise ValueError(
-                f"its config.json names code to run by the key {key}, {shown(value)}: remove the key, or trust it with "
-                "model.trust_remote_code=true"
-            )

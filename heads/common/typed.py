@@ -10,7 +10,7 @@ from typing import Annotated, Any, TypeVar, Union, get_args, get_origin, get_typ
 from omegaconf import BooleanNode, DictConfig, FloatNode, IntegerNode, OmegaConf, StringNode
 from omegaconf.errors import OmegaConfBaseException
 
-from heads.common.ranges import MACHINE, OneOf, Within
+from heads.common.ranges import MACHINE, SEVERAL, OneOf, Within
 from heads.common.resolvers import ROOT
 from heads.common.untrusted import CUT, shown
 
@@ -79,6 +79,12 @@ def convert(hint: Any, value: Any, key: str, within: Within | OneOf = MACHINE) -
     """Convert a value to a type; refuse numbers out of range and names outside the choices, with the key."""
     if get_origin(hint) is Annotated:
         hint, within = get_args(hint)
+        if within is SEVERAL:
+            if not isinstance(value, list):
+                return [convert(get_args(hint)[0], value, key)]
+            if not value:
+                raise ValueError(f"{key} is empty: give at least one value")
+            within = MACHINE
     origin, inner = get_origin(hint), get_args(hint)
     if origin in (Union, UnionType):
         option = next(option for option in inner if option is not NoneType)
@@ -87,12 +93,12 @@ def convert(hint: Any, value: Any, key: str, within: Within | OneOf = MACHINE) -
         return build(hint, value, key)
     if hint in SCALARS:
         return convert_scalar(hint, value, key, within)
-    if hint is not Any:
-        return convert_items(origin, inner, value, key, within)
-    if isinstance(value, dict | list):
-        return convert_items(type(value), (Any, Any), value, key, within)
-    check(value, MACHINE, key)
-    return value
+    if hint is Any and not isinstance(value, dict | list):
+        check(value, MACHINE, key)
+        return value
+    if hint is Any:
+        origin, inner = type(value), (Any, Any)
+    return convert_items(origin, inner, value, key, within)
 
 
 def convert_items(kind: Any, inner: tuple[Any, ...], value: Any, key: str, within: Within | OneOf) -> Any:
@@ -143,5 +149,6 @@ def nearest(word: str, names: Iterable[str]) -> str:
     siblings = [name.removeprefix(parent + dot) for name in every if name.startswith(parent + dot)]
     near = [name for name in every if name.endswith(f".{word}")]
     near = near or [parent + dot + name for name in get_close_matches(last, siblings, 2)]
-    near = near if near or siblings else get_close_matches(word, every, 2, 0.8)
+    if not near and not siblings:  # another command may have the option within a section
+        near = get_close_matches(word, every, 2, 0.8) or [name for name in every if f".{name}".endswith(f".{last}")][:2]
     return f"do you mean {' or '.join(near)}?" if near else ""

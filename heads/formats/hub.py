@@ -80,13 +80,8 @@ def load_found(folder: Path, embeddings: Embeddings, spec: TargetSpec) -> nn.Mod
 
     For an adapter, load its base head in fp32 and merge the adapter.
     """
-    if (folder / lora.CONFIG).is_file():
-        return _adapted(folder, embeddings, spec)
-    return load_published(folder, embeddings) if is_published(folder) else load_head(folder, embeddings, spec)
-
-
-def _adapted(folder: Path, embeddings: Embeddings, spec: TargetSpec) -> nn.Module:
-    """Load the head that an adapter names and merge the adapter into it."""
+    if not (folder / lora.CONFIG).is_file():
+        return load_published(folder, embeddings) if is_published(folder) else load_head(folder, embeddings, spec)
     content = read_config(folder)
     assert_same_target(folder, typed(TargetSpec, content["target"]), spec)
     adapter = lora.read_adapter(folder)

@@ -47,12 +47,11 @@ def read_adapter(folder: Path) -> Adapter:
     config = parsed_file(path, REMEDY)
     config = config if isinstance(config, dict) else {}
     base, rank, alpha = (config.get(key, 0) for key in ("base_model_name_or_path", "r", "lora_alpha"))
-    if config.get("peft_type") != "LORA" or not isinstance(base, str) or {type(rank), type(alpha)} != {int} or not rank:
+    sized = all(type(size) is int and 0 < abs(size) <= LARGEST for size in (rank, alpha or 1))
+    if config.get("peft_type") != "LORA" or not isinstance(base, str) or not sized:
         raise ValueError(f"{path}: not a head's adapter, which has peft_type LORA, whole r and lora_alpha, and a base")
     if odd := next((key for key in FURTHER if config.get(key)), None):
         raise ValueError(f"{path}: {odd} is {shown(config[odd])}; of adapters, only plain low-rank factors are read")
-    if max(abs(rank), abs(alpha)) > LARGEST:
-        raise ValueError(f"{path}: r is {shown(rank)} and lora_alpha {shown(alpha)}, which no adapter has; {REMEDY}")
     path, factors = folder / WEIGHTS, dict[str, tuple[Tensor, Tensor]]()
     tensors = read_weights(path)
     for name in [name.removesuffix(DOWN) for name in tensors if name.endswith(DOWN)]:

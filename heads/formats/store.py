@@ -14,6 +14,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+import heads
 from heads import HEADS
 from heads.base import DraftVocabulary, Embeddings
 from heads.common.errors import one_line
@@ -76,8 +77,7 @@ def save_head(folder: Path, head: nn.Module, spec: TargetSpec, tree: dict[str, A
         OSError: the disk is full or the folder cannot be written.
     """
     config: Any = head.config
-    name = next(name for name, kind in HEADS.items() if type(head) is kind)
-    content = {"head": {"name": name, **asdict(config)}, "target": asdict(spec), "tree": tree}
+    content = {"head": asdict(config), "target": asdict(spec), "tree": tree}
     write_folder(folder, content, head.state_dict())
 
 
@@ -138,7 +138,8 @@ def load_head(folder: Path, embeddings: Embeddings, spec: TargetSpec) -> nn.Modu
 
 def read_head(folder: Path, content: dict[str, Any], embeddings: Embeddings) -> nn.Module:
     """Load a head, given its config.json, without a check of the target; refuse tensors that do not fit."""
-    kind, config = _kind(folder, content), head_config(folder, content)
+    config = head_config(folder, content)
+    kind: Any = HEADS[config.name]
     check_fit(last_good(folder) / WEIGHTS, meta_state_dict(kind, config, embeddings, f"{folder}/{CONFIG}: "), CONFIG)
     head: nn.Module = kind(config, embeddings)
     fill(head, folder)
@@ -201,25 +202,18 @@ def read_tensors(folder: Path) -> dict[str, Tensor]:
     return tensors
 
 
-def _kind(folder: Path, content: dict[str, Any]) -> Any:
-    head = content["head"]
-    name = head.get("name") if isinstance(head, dict) else None
-    if not isinstance(name, str) or name not in HEADS:
-        raise ValueError(f"{folder}: head.name is {shown(name)} in its {CONFIG}; known heads: {', '.join(HEADS)}")
-    return HEADS[name]
-
-
 def head_config(folder: Path, content: dict[str, Any]) -> Any:
     """Return the head's typed configuration."""
-    schema = _kind(folder, content).Config
-    names = {field.name for field in fields(schema)}
+    values = content["head"]
+    name = values.get("name") if isinstance(values, dict) else None
     try:
-        earlier = {key: value for key, value in EARLIER.items() if key in names}
-        retired = RETIRED.get(content["head"]["name"], ())
-        values = {k: v for k, v in content["head"].items() if (k != "name" or k in names) and k not in retired}
-        return typed(schema, earlier | values)
+        if name in [*HEADS]:
+            kind: Any = HEADS[name]
+            earlier = {field.name: EARLIER[field.name] for field in fields(kind.Config) if field.name in EARLIER}
+            values = earlier | {key: value for key, value in values.items() if key not in RETIRED.get(name, ())}
+        return heads.head_config(values)
     except ValueError as error:
-        raise ValueError(f"{folder}/{CONFIG}: head.{error}") from None
+        raise ValueError(f"{folder}/{CONFIG}: {error}") from None
 
 
 def assert_same_target(folder: Path, saved: TargetSpec, target: TargetSpec) -> None:

@@ -23,7 +23,6 @@ DTYPES = {
     "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
 }  # fmt: skip
 LARGEST, DEEPEST = 1 << 40, 8  # the largest dimension of a tensor, and the most dimensions
-LONGEST = 1 << 22  # bytes of a header, enough for tens of thousands of tensors
 FEW = 16  # values of each parameter that a fingerprint reads
 
 
@@ -40,14 +39,9 @@ def header(path: Path) -> dict[str, Entry]:
     Raises:
         ValueError: the file is missing, truncated or damaged, or holds a type or shape that no head is made of.
     """
-    with _whole(path):
-        with regular(path).open("rb") as file:
-            size = int.from_bytes(file.read(8), "little")  # size of the header that follows
-        if size > LONGEST:
-            raise ValueError(f"{path}: a header of {size} bytes, more than the tensors of any head need; save it again")
-        with safe_open(path, "pt") as opened:
-            slices = {name: opened.get_slice(name) for name in list(opened.keys())}
-            entries = {name: (tuple(slice_.get_shape()), str(slice_.get_dtype())) for name, slice_ in slices.items()}
+    with _whole(path), safe_open(regular(path), "pt") as opened:
+        slices = {name: opened.get_slice(name) for name in list(opened.keys())}
+        entries = {name: (tuple(slice_.get_shape()), str(slice_.get_dtype())) for name, slice_ in slices.items()}
     for name, (shape, dtype) in entries.items():
         if len(shape) > DEEPEST or any(size > LARGEST for size in shape):
             raise ValueError(

@@ -6,7 +6,6 @@ tree_attention.py  masked attention of few queries on CUDA, its keys split
 tree_kernels.py    its Triton kernels
 flex.py            the same attention as the next file's in one kernel of a device, and its mask
 attention.py       training-time-test attention over packed sequences: exact, block-wise, in linear memory
-mask_blocks.py     blocks of masked positions after anchors in training and after roots, and their attention
 autoregressive.py  unroll, extend and expand of heads that draft one token after another
 kv_cache.py        the head's KV cache of verified rows, and how far back it looks
 fusion.py          which target layers a head reads by default, and how their states are fused into one

@@ -16,7 +16,7 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from heads.modules.flex import block_mask, columns, kernel
@@ -33,22 +33,9 @@ class Pattern:
     first: Int[Tensor, "B N"]
     upto: Int[Tensor, "B N"] | None = None  # None if query n is row n and attends up to itself
     distinct: bool = False  # whether `upto` increases every `size` queries
-    reach: int | None = None  # without `upto`, how many rows a query looks back; None: all
     size: int = 1  # queries in a group, which share their drafted rows
     causal: bool = False  # whether a query ignores the drafted rows of later queries
-    earlier: "Pattern | None" = None  # a pattern whose intervals begin no earlier; it saves the host a read
     masks: dict[int, Any] = field(default_factory=dict)  # the fused kernel's masks, by the number of keys
-
-    def context_mask(self, block: "QueryBlock") -> Bool[Tensor, "B N S"]:
-        """Return the mask of a block's queries over the context."""
-        column = torch.arange(block.least, block.most, device=self.first.device)
-        queries = slice(block.begin, block.end)
-        return (column >= self.first[:, queries, None]) & (column <= self.last[:, queries, None])
-
-    def seen_drafted(self, block: "QueryBlock", count: int) -> Bool[Tensor, "N n"]:
-        """Return the mask of a block's queries over `count` drafted rows, `size` a step."""
-        slot = torch.arange(block.begin, block.end, device=self.first.device) % self.size
-        return torch.arange(count, device=slot.device) % self.size <= slot[:, None]
 
     @cached_property
     def last(self) -> Int[Tensor, "B N"]:
@@ -60,22 +47,16 @@ class Pattern:
     def blocks(self, length: int) -> list["QueryBlock"]:
         """Return the blocks of queries over a context of `length` rows, each with its range of rows."""
         blocks = []
+        # Each block's first context row: documents do not see each other.
+        lows = torch.stack([block.min() for block in self.first.split(BLOCK, 1)]).tolist()
         for i, begin in enumerate(range(0, self.first.shape[1], BLOCK)):
             end = min(begin + BLOCK, self.first.shape[1])
             most = end if self.upto is None else length
             if self.distinct:  # later queries have later last rows
                 most -= (self.first.shape[1] - end) // self.size
-            least = self.lows[i] if self.reach is None else max(self.lows[i], begin - self.reach)
             # A query without context rows is scored with one, and masked.
-            blocks.append(QueryBlock(begin, end, min(least, most - 1), most))
+            blocks.append(QueryBlock(begin, end, min(lows[i], most - 1), most))
         return blocks
-
-    @cached_property
-    def lows(self) -> list[int]:
-        """A lower bound of each block's first context row: documents do not see each other."""
-        if self.earlier is not None:
-            return self.earlier.lows
-        return [int(low) for low in torch.stack([block.min() for block in self.first.split(BLOCK, 1)]).tolist()]
 
     def bounds(self) -> Int[Tensor, "4 B N"]:
         """Return each query's first and last row, in the context and then among the drafted rows.
@@ -112,11 +93,7 @@ class QueryBlock(NamedTuple):
 
 
 def pattern(
-    position: Int[Tensor, "B N"],
-    length: int | None,
-    ahead: int = 0,
-    earlier: Pattern | None = None,
-    row: Int[Tensor, "B N"] | None = None,
+    position: Int[Tensor, "B N"], length: int | None, ahead: int = 0, row: Int[Tensor, "B N"] | None = None
 ) -> Pattern:
     """Return the pattern of rows drafted `ahead` positions after row t.
 
@@ -124,14 +101,12 @@ def pattern(
         position: the rows' positions within their documents, 0, 1, 2, … each.
         length: the size of the attention window, the row itself included; None for all.
         ahead: the drafted row's distance from row t.
-        earlier: the pattern of the same rows at a smaller distance.
         row: the rows, in order; None for all of the context.
     """
     back = position if length is None else position.clamp_max(length - 1 - ahead)
     if row is not None:
-        return Pattern(row - back, row, distinct=True, earlier=earlier)
-    row = torch.arange(position.shape[1], device=position.device)
-    return Pattern(row - back, reach=None if length is None else max(length - 1 - ahead, 0), earlier=earlier)
+        return Pattern(row - back, row, distinct=True)
+    return Pattern(torch.arange(position.shape[1], device=position.device) - back)
 
 
 def attend_rows(
@@ -263,13 +238,18 @@ def _scores(
     scale, never = q.shape[-1] ** -0.5 / math.log(2), float("-inf")
     # The queries are scaled, and the rest is in place: scores are by far the largest tensor.
     s = ((_fold(q) * scale) @ key[:, :, block.least : block.most].mT).view(*q.shape[:-1], -1)
-    s += torch.zeros_like(s[:, 0, 0]).masked_fill_(~attn_pattern.context_mask(block), never)[:, None, None]
+    column, queries = torch.arange(block.least, block.most, device=q.device), slice(block.begin, block.end)
+    seen = column >= attn_pattern.first[:, queries, None]
+    seen &= column <= attn_pattern.last[:, queries, None]
+    s += torch.zeros_like(s[:, 0, 0]).masked_fill_(~seen, never)[:, None, None]
     if not drafted:
         return s, s.new_zeros((*s.shape[:-1], 0))
     s_drafted = torch.stack([(q * k).sum(-1) * scale for k in drafted], -1)
-    return s, s_drafted.masked_fill(
-        ~attn_pattern.seen_drafted(block, len(drafted)), never
-    ) if attn_pattern.causal else s_drafted
+    if attn_pattern.causal:
+        slot = torch.arange(block.begin, block.end, device=q.device) % attn_pattern.size
+        later = torch.arange(len(drafted), device=q.device) % attn_pattern.size > slot[:, None]
+        s_drafted = s_drafted.masked_fill(later, never)
+    return s, s_drafted
 
 
 def _fold(x: Float[Tensor, "B G r N E"]) -> Float[Tensor, "B G M E"]:

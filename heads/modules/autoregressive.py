@@ -65,12 +65,12 @@ class Recurrent(nn.Module):
         state = self.initial_states(features)
         context = list(self.inject(state, every, max_position))
         drafted: list[list[KeyValue]] = [[] for _ in range(self.num_attention_layers)]
-        injected, drafts, attn_pattern = bool(context), [], None
+        injected, drafts = bool(context), []
         position = rows.gather_rows(every, anchors)
         if injected:
             state = rows.gather_rows(state, anchors)
         for depth in range(1, depths + 1):
-            attn_pattern = pattern(position, self.config.length, depth - 1, attn_pattern, anchors)
+            attn_pattern = pattern(position, self.config.length, depth - 1, anchors)
             is_context = depth == 1 and not injected  # whether later rows attend to these rows
             by_all = (
                 pattern(every, self.config.length) if is_context and self.num_attention_layers > 1 else attn_pattern
@@ -118,9 +118,8 @@ class Recurrent(nn.Module):
                 some = None if count is None else (count - first).clamp(0, SPARE)
                 rows_of_piece = new._replace(token=token[:, piece], counts=some)
                 pieces.append(self.append_verified(cache, start[:, piece], rows_of_piece, position[:, piece]))
-            return torch.cat([hidden for hidden, _ in pieces], 1), torch.cat(
-                [pre_logits for _, pre_logits in pieces], 1
-            )
+            hidden, pre_logits = (torch.cat(parts, 1) for parts in zip(*pieces, strict=True))
+            return hidden, pre_logits
         # A whole prompt needs no mask, whose size is quadratic.
         attn_mask = None if cache.fresh else cache.attn_mask(position, position[:, -1])[:, None]
 
@@ -163,10 +162,8 @@ class RecurrentHead(HeadModule, Recurrent):
         position = cache.begin(token.shape[1], len(token))
         context = self.inject(start, position, cache.longest)
         if not context:
-            hidden, pre_logits = self.append_verified(cache, start, new, position)
-            return cache, LevelOutput(
-                self.compute_logits(rows.last_rows(pre_logits, count), 1), rows.last_rows(hidden, count)
-            )
+            hidden, pre_logits = (rows.last_rows(x, count) for x in self.append_verified(cache, start, new, position))
+            return cache, LevelOutput(self.compute_logits(pre_logits, 1), hidden)
         for layer, pair in enumerate(context):
             cache.append(layer, *pair, position)
         cache.length[: len(token)] += token.shape[1] if count is None else count
@@ -193,10 +190,10 @@ class RecurrentHead(HeadModule, Recurrent):
         position = (last + nodes.depth)[:, None].expand(-1, token.shape[1])
         attn_mask = torch.cat([cache.attn_mask(position, last), mask], -1)[:, None]
         earlier = mask.shape[2] - token.shape[1]
-
-        def attend(i: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-            return grouped_attention(query, *cache.draft(i, key, value, earlier), attn_mask)
-
-        inputs = self.by_layer(position, cache.longest + mask.shape[2], attend)
+        inputs = self.by_layer(
+            position,
+            cache.longest + mask.shape[2],
+            lambda i, q, k, v: grouped_attention(q, *cache.draft(i, k, v, earlier), attn_mask),
+        )
         hidden, pre_logits = self.advance(token, above, inputs)
         return LevelOutput(self.compute_logits(pre_logits, 1), hidden)

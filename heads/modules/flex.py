@@ -86,8 +86,17 @@ def block_mask(bounds: Int[Tensor, "4 B N"], column: Int[Tensor, "S"]) -> Any:
     from torch.nn.attention.flex_attention import BlockMask
 
     first, upto, least, most = bounds.to(torch.int32).unbind()
-
-    some, every = _tiles(bounds, column)
+    low, high = (end[..., None] for end in _extremes(bounds))
+    never, true = torch.iinfo(column.dtype).max, column >= 0
+    true_low, drafted_low = (_extremes(column.where(kind, never))[0] for kind in (true, ~true))
+    true_high, drafted_high = (_extremes(column.where(kind, -never))[1] for kind in (true, ~true))
+    # Tiles with some unmasked pair, and tiles with all pairs unmasked.
+    some = (true_high >= low[0]) & (true_low <= high[1]) | (drafted_high >= low[2]) & (drafted_low <= high[3])
+    smallest, largest = _extremes(column)
+    whole_queries, whole_keys = (
+        torch.arange(-(-size // TILE), device=column.device) < size // TILE for size in (bounds.shape[2], len(column))
+    )
+    every = (smallest >= high[0]) & (largest <= low[1]) & whole_queries[:, None] & whole_keys
     counts, indices = _listed(some & ~every)
     # A lambda, since torch cannot compile jaxtyping's checks of arguments.
     return BlockMask.from_kv_blocks(
@@ -95,23 +104,6 @@ def block_mask(bounds: Int[Tensor, "4 B N"], column: Int[Tensor, "S"]) -> Any:
         mask_mod=lambda b, _head, n, key: ((column[key] >= first[b, n]) & (column[key] <= upto[b, n]))
         | ((column[key] >= least[b, n]) & (column[key] <= most[b, n])),
     )  # fmt: skip
-
-
-def _tiles(
-    bounds: Int[Tensor, "4 B N"], column: Int[Tensor, "S"]
-) -> tuple[Bool[Tensor, "B n s"], Bool[Tensor, "B n s"]]:
-    """Return the tiles with some unmasked pair, and the tiles with all pairs unmasked."""
-    low, high = (end[..., None] for end in _extremes(bounds))
-    never, true = torch.iinfo(column.dtype).max, column >= 0
-    true_low, drafted_low = (_extremes(column.where(kind, never))[0] for kind in (true, ~true))
-    true_high, drafted_high = (_extremes(column.where(kind, -never))[1] for kind in (true, ~true))
-    some = (true_high >= low[0]) & (true_low <= high[1]) | (drafted_high >= low[2]) & (drafted_low <= high[3])
-    smallest, largest = _extremes(column)
-    every = (smallest >= high[0]) & (largest <= low[1])
-    whole_queries, whole_keys = (
-        torch.arange(-(-size // TILE), device=column.device) < size // TILE for size in (bounds.shape[2], len(column))
-    )
-    return some, every & whole_queries[:, None] & whole_keys
 
 
 def _extremes(x: Int[Tensor, "*n S"]) -> tuple[Int[Tensor, "*n s"], Int[Tensor, "*n s"]]:

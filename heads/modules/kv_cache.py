@@ -3,16 +3,22 @@
 A sliding window of `length` rows as in Longformer (arXiv 2004.05150), in training and in decoding: attention depends on
 rotary positions only by their distance, and a head that was trained on sequences of `length` tokens has seen no larger
 one. Earlier rows are overwritten. A `length` of None is no window.
+
+Also the blocks of masked positions that parallel heads draft from: after each anchor row in training, after each root
+in decoding.
 """
 
+from collections.abc import Callable
 from copy import copy
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from heads.modules.attention import KeyValue
-from heads.modules.layers import Attention
+from heads import rows
+from heads.modules.attention import KeyValue, Pattern
+from heads.modules.layers import Attention, grouped_attention
 
 SPARE = 64  # entries of the ring buffer beyond the window: the most rows that one call may write
 UNBOUNDED = 1 << 40  # the ring size of a cache without a window
@@ -80,11 +86,8 @@ class KVCache:
     ) -> KeyValue:
         """Write rows at their positions; return the keys and values of all entries."""
         if position.shape[1] > self.ring_size:  # a long prompt: no later row attends to its first rows
-            key, value, position = (
-                key[:, :, -self.ring_size :],
-                value[:, :, -self.ring_size :],
-                position[:, -self.ring_size :],
-            )
+            key, value = (x[:, :, -self.ring_size :] for x in (key, value))
+            position = position[:, -self.ring_size :]
         sequence, entry = torch.arange(len(position), device=position.device)[:, None], position % self.ring_size
         sequence = sequence + self.first
         for buffer, new in zip(self._fit(layer, key, value, self.num_entries), (key, value), strict=True):
@@ -127,10 +130,10 @@ class KVCache:
         if layer == len(self.layers):
             self.layers.append((self._buffer(key, end), self._buffer(value, end)))
         elif end > self.layers[layer][0].shape[2]:
-            old, new = self.layers[layer], tuple(self._buffer(buffer, end) for buffer in self.layers[layer])
-            for before, after in zip(old, new, strict=True):
+            key, value = (self._buffer(buffer, end) for buffer in self.layers[layer])
+            for before, after in zip(self.layers[layer], (key, value), strict=True):
                 after[:, :, : before.shape[2]] = before
-            self.layers[layer] = new[0], new[1]
+            self.layers[layer] = key, value
         return self.layers[layer]
 
     def _buffer(self, like: Tensor, end: int) -> Tensor:
@@ -138,3 +141,45 @@ class KVCache:
         num_entries = self.reserved if end <= self.reserved else max(end, min(2 * end, self.ring_size) + SPARE)
         with torch.inference_mode(False):
             return like.new_zeros((self.size, like.shape[1], num_entries, like.shape[3]))
+
+
+class MaskBlocks(NamedTuple):
+    """A block of S positions after each of n anchors."""
+
+    anchor: Int[Tensor, "B n"]  # the rows before the blocks
+    position: Int[Tensor, "B n S"]  # of the S positions
+    attn_pattern: Pattern  # rows up to the anchor within the head's length, and the same block
+
+
+def mask_blocks_after(
+    document: Int[Tensor, "B T"], anchors: Int[Tensor, "B n"] | None, size: int, length: int | None, *, causal: bool
+) -> MaskBlocks:
+    """Return a block of `size` positions after each anchor, None for every row.
+
+    A position attends to the last `length` rows, None for all; if `causal` not to later positions of its block.
+    """
+    position = rows.positions(document)
+    every = torch.arange(position.shape[1], device=position.device).expand_as(position)
+    anchor = every if anchors is None else anchors
+    start = position.gather(1, anchor)[..., None]
+    at = start + 1 + torch.arange(size, device=anchor.device)
+    row = anchor[..., None].expand_as(at)
+    first = row - start
+    if length is not None:
+        first = torch.maximum(first, row + (at - start) - length + 1)
+    return MaskBlocks(anchor, at, Pattern(first.flatten(1), row.flatten(1), distinct=True, size=size, causal=causal))
+
+
+def mask_blocks_after_roots(
+    cache: KVCache, sequences: int, size: int, *, causal: bool
+) -> tuple[Int[Tensor, "B S"], Callable[..., Tensor]]:
+    """Return the rotary positions of a block after each root, and the attention function of its layers.
+
+    Keys and values of the block are written to the cache as drafted rows. `causal` as in `mask_blocks_after`.
+    """
+    length = cache.length[:sequences]
+    position = length[:, None] + torch.arange(size, device=length.device)
+    block = torch.ones(size, size, dtype=torch.bool, device=length.device)
+    block = (block.tril() if causal else block).expand(sequences, -1, -1)
+    attn_mask = torch.cat([cache.attn_mask(position, length - 1), block], -1)[:, None]
+    return position, lambda layer, q, k, v: grouped_attention(q, *cache.draft(layer, k, v, 0), attn_mask)

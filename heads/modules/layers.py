@@ -73,7 +73,17 @@ class Recomputing(nn.Module):
         return function(*inputs)
 
 
-class RMSNorm(Recomputing):
+class Checkpointed(Recomputing):
+    """A module of one state whose forward pass, `apply_to`, is checkpointed."""
+
+    apply_to: Callable[[Tensor], Tensor]
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Apply the module."""
+        return self.checkpointed(self.apply_to, x)
+
+
+class RMSNorm(Checkpointed):
     """Root-mean-square norm (Zhang and Sennrich, 2019), computed in fp32."""
 
     def __init__(self, width: int, eps: float) -> None:
@@ -81,12 +91,8 @@ class RMSNorm(Recomputing):
         self.weight = nn.Parameter(torch.ones(width))
         self.eps = eps
 
-    def forward(self, x: Float[Tensor, "*n D"]) -> Float[Tensor, "*n D"]:
-        """Normalise the last dimension."""
-        return self.checkpointed(self.apply_to, x)
-
     def apply_to(self, x: Float[Tensor, "*n D"]) -> Float[Tensor, "*n D"]:
-        """Apply the norm, keeping its activations."""
+        """Normalise the last dimension."""
         wide = x if x.dtype == torch.float64 else x.float()
         return self.weight * functional.rms_norm(wide, self.weight.shape, eps=self.eps).to(x.dtype)
 
@@ -176,7 +182,7 @@ class Attention(Recomputing):
         return x.view(*x.shape[:2], -1, self.dims.head_dim).transpose(1, 2)
 
 
-class SwiGLU(Recomputing):
+class SwiGLU(Checkpointed):
     """Gated feed-forward layer (Shazeer, 2020)."""
 
     def __init__(self, width: int, inner: int) -> None:
@@ -185,12 +191,8 @@ class SwiGLU(Recomputing):
         self.up_proj = nn.Linear(width, inner, bias=False)
         self.down_proj = nn.Linear(inner, width, bias=False)
 
-    def forward(self, x: Float[Tensor, "*n D"]) -> Float[Tensor, "*n D"]:
-        """Apply the layer."""
-        return self.checkpointed(self.apply_to, x)
-
     def apply_to(self, x: Float[Tensor, "*n D"]) -> Float[Tensor, "*n D"]:
-        """Apply the layer, keeping its activations."""
+        """Apply the layer."""
         return self.down_proj(functional.silu(self.gate_proj(x)) * self.up_proj(x))
 
 

@@ -81,12 +81,6 @@ def units(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def piece_length(blocks: int, keys: int, at_once: int) -> int:
-    """Return the number of keys of a piece, in whole steps, so that the blocks fill the device."""
-    pieces = min(PIECES, -(-FILLED * at_once // blocks))
-    return -(-keys // (pieces * STEP)) * STEP
-
-
 def padded(size: int) -> int:
     """Return a block's size for a number of heads or rows: a power of two, which its matmuls need."""
     return max(16, 1 << (size - 1).bit_length())
@@ -112,7 +106,8 @@ def tree_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scal
     share = heads // groups
     rows = min(padded(share * queries), ROWS)
     sequence_groups, blocks = batch * groups, -(-share * queries // rows)
-    piece = piece_length(sequence_groups * blocks, keys, units(query.device))
+    pieces = min(PIECES, -(-FILLED * units(query.device) // (sequence_groups * blocks)))  # that fill the device
+    piece = -(-keys // (pieces * STEP)) * STEP
     pieces = -(-keys // piece)
     out = query.new_empty(batch, queries, heads, values).transpose(1, 2)
     parts = torch.empty(batch, heads, queries, pieces, values, dtype=torch.float32, device=query.device)

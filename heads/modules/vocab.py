@@ -42,17 +42,16 @@ class GradientSum:
 
     def add(self, d_logits: Float[Tensor, "W n"], hidden: Float[Tensor, "n D"]) -> None:
         """Add a product in place; it is rounded once on devices that are not in SUMS_WIDE."""
-        first = self.total is None
+        beta = 0 if self.total is None else 1
         if self.total is None:
             self.total = d_logits.new_empty(len(d_logits), hidden.shape[1], dtype=self.dtype)
-        beta = 0 if first else 1
         if d_logits.dtype == self.dtype:  # with `out`, an overload that autocast does not change
             torch.addmm(self.total, d_logits, hidden, beta=beta, out=self.total)
         elif d_logits.device.type in SUMS_WIDE:
             torch.addmm(self.total, d_logits, hidden, beta=beta, out_dtype=self.dtype, out=self.total)
         else:
             product = d_logits @ hidden
-            self.total = self.total.copy_(product) if first else self.total.add_(product)
+            self.total = self.total.add_(product) if beta else self.total.copy_(product)
 
 
 class SummedGradient(nn.Module):
@@ -119,8 +118,6 @@ class DraftLmHead(SummedGradient):
     full matrix, or a product of two matrices of rank `rank`, which starts at the best approximation.
     """
 
-    KINDS = ("shared", "own")
-
     def __init__(
         self,
         embeddings: Embeddings,
@@ -130,8 +127,6 @@ class DraftLmHead(SummedGradient):
         bias: bool = False,
     ) -> None:
         super().__init__()
-        if kind not in self.KINDS:
-            raise ValueError(f"head.lm_head is {kind!r}: choose {' or '.join(self.KINDS)}")
         if rank is not None and kind == "shared":
             raise ValueError(f"head.lm_head_rank is {rank}: give null with lm_head=shared, or lm_head=own")
         self._embeddings, self._vocab = (embeddings,), (vocab,)  # in tuples, so that neither becomes a submodule

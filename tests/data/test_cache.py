@@ -55,7 +55,6 @@ def test_cached_data_are_the_data_and_tokenised_once(
     samples = data.samples
     assert isinstance(samples, CachedSamples)
     assert (len(samples), samples[0], samples[-1]) == (57, plain.samples[0], plain.samples[-1])
-    assert samples[24:-9:3] == plain.samples[24:-9:3]
     with pytest.raises(IndexError):
         samples[57]
     arrays = [(token.tolist(), mask.tolist()) for token, mask in samples.arrays()]

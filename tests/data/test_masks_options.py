@@ -198,13 +198,11 @@ def test_reasoning_that_a_template_makes_of_content_is_masked(tagged: bool) -> N
     assert "<|channel|>analysis<|message|>Look it up.<|end|><|start|>assistant⟦ to=" in marked(cut, tokenizer)
 
 
-def test_a_tokenizer_that_begins_every_text_its_own_way_shows_edges_by_prefixes(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_slow_tokenizer_shows_edges_by_prefixes(monkeypatch: pytest.MonkeyPatch) -> None:
     tokenizer = trained("sentencepiece")
     text, spans = "the cat:the old\nmat", [(8, 15)]
-    expected = masks._by_characters(text, spans, tokenizer)
-    monkeypatch.setattr(masks, "_by_characters", None)
+    expected = masks._mask(text, spans, tokenizer)
+    monkeypatch.setattr(PreTrainedTokenizerFast, "is_fast", False)
     assert masks._mask(text, spans, tokenizer) == expected
     assert 0 < sum(expected[1]) < len(expected[1])
 

@@ -6,10 +6,11 @@ import pytest
 import torch
 
 from eval import tune
-from eval.trees import acceptance, best_static, levelled
-from eval.tune import RotatingBatch, step_seconds, typical
+from eval.teacher_forced import acceptance
+from eval.tune import best_static, levelled, step_seconds, typical
 from inference.batch import Batch
 from inference.decode import RequestParams, autoregress
+from inference.drafters.head import HeadBatch
 from inference.drafters.policy import TreeConfig
 from inference.request import Request
 from inference.verification.sample import GREEDY
@@ -95,7 +96,7 @@ def test_every_trees_step_is_timed_on_the_text_of_the_baseline(monkeypatch: pyte
     def counted(self: Batch) -> None:
         running = self.running
         step(self)
-        name = self.drafts.policy.label if isinstance(self.drafts, RotatingBatch) else "baseline"
+        name = self.drafts.policy.label if isinstance(self.drafts, HeadBatch) else "baseline"
         spent = {"baseline": 1.0, **{tree.label: 2.0 + i for i, tree in enumerate(TREES)}}[name]
         first = (name, batch) not in steps
         steps.append((name, len(running)))

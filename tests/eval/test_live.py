@@ -118,12 +118,9 @@ def test_hf_generate_emits_plain_decodings_tokens() -> None:
 
 
 def test_hf_decoding_is_timed_without_its_prefill(monkeypatch: pytest.MonkeyPatch) -> None:
-    seconds = {1: 2.0, 9: 5.0}  # a prefill of 2, and eight more tokens in 3
-    monkeypatch.setattr(
-        live, "_timed_generate", lambda _target, _prompt, count, *_, **__: ([7] * count, [], seconds[count])
-    )
-    target = StubTarget(eos=frozenset({1}))
-    run = live.hf_generate(target, [0], RequestParams(9, GREEDY))
+    times = iter([1.0, 3.0, *(3 + 3 / 8 * token for token in range(1, 9))])  # a prefill of 2, eight more tokens in 3
+    monkeypatch.setattr(live.time, "perf_counter", lambda: next(times))
+    run = live.hf_generate(toys.target(), toys.prompt(0), RequestParams(9, GREEDY))
     assert (run.prefill_s, run.decode_s, len(run.tokens)) == (2.0, 3.0, 9)
 
 

@@ -61,7 +61,7 @@ def test_right_rules_pass_and_the_control_is_caught() -> None:
         assert found.distribution.caught
         assert (found.distribution.tv, found.distribution.alpha) == (TV, 1e-3 / 2)
         assert "broken control caught" in str(found)
-        assert found.as_dict()["law"]["control_caught"] is True
+        assert found.as_dict()["distribution"]["control_p"] < found.as_dict()["distribution"]["alpha"]
 
 
 def sampled_test(
@@ -221,7 +221,7 @@ def test_what_is_broken_only_in_batches_is_red_and_the_first_batch_size_named(mo
     assert found.coupled.counts() == {"checked": 3, "identical": 1, "near_tie": 0, "failed": 2}
     assert found.coupled.verdicts == ("identical", "failed", "failed")
     assert "; batch size 3, prompt p1, position 3: token" in str(found)
-    assert found.as_dict()["coupled"]["failed_at"] == 3
+    assert found.as_dict()["failed_at"] == 3
     (alone,) = sampled_gates(Setup(target, heads("dynamic"), PROMPTS, HOT), TV, 1)
     assert alone.passed
 

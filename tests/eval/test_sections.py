@@ -9,7 +9,7 @@ import pytest
 from eval.measures.losslessness import Gate
 from eval.measures.metrics import SpecDecodingStats
 from eval.measures.results import MeasuredRequest, ResultRow
-from eval.report import plots, sections
+from eval.report import sections
 from eval.report.render import grid
 from eval.report.sections import paying
 from eval.report.view import STAGES, acceptance_gain, results_of, speedup_breakdown, with_breakdowns
@@ -44,12 +44,12 @@ def test_the_batch_sizes_at_which_drafts_pay_are_named_and_plotted() -> None:
         "loses at batch size 4 (0.95 [0.85, 1.05])"
     )
     assert f"- {line}" in markdown(made).split("## Under load")[1]
-    drawn = plots.speedup_by_batch(results)
+    drawn = sections.batch_plot(results)
     assert drawn is not None
     values = [(point["batch size"], point["speedup"], point["low"]) for point in drawn.spec["data"]["values"]]
     assert values == [(1, 1.5, 1.4), (2, 1.2, 1.1), (4, 0.95, 0.85)]
     single = results_of(report(*PLAIN[:1], *EAGLE[:1]).as_dict())
-    assert (paying(single), plots.speedup_by_batch(single)) == ([], None)
+    assert (paying(single), sections.batch_plot(single)) == ([], None)
 
 
 def test_batches_of_other_conditions_and_rates_are_other_draft_settings() -> None:
@@ -104,7 +104,7 @@ def content(**changes: Any) -> dict[str, Any]:
     return made.as_dict()
 
 
-def data(shown: plots.Plot | None) -> list[tuple[Any, ...]]:
+def data(shown: sections.Plot | None) -> list[tuple[Any, ...]]:
     """Return the values of a plot's records."""
     assert shown
     return [tuple(record.values()) for record in shown.spec["data"]["values"]]
@@ -113,12 +113,12 @@ def data(shown: plots.Plot | None) -> list[tuple[Any, ...]]:
 def test_plots_show_each_number_at_its_depth_step_and_drafter() -> None:
     report = content()
     results = results_of(report)
-    assert data(plots.learning_curve(report["training"])) == [
+    assert data(sections.learning_curve(report["training"])) == [
         ("eagle, loss", 5, 3.0), ("eagle, loss", 9, 2.0), (9, 2.0, 1.5, 2.5, "eagle, τ"),
     ]  # fmt: skip
-    assert [values[1:] for values in data(plots.acceptance(results))] == [(1, 0.75, 0.75), (2, 0.28, 0.37)]
-    assert data(plots.speedup(results)) == [("eagle", "eagle", ROW.speedup, *ROW.speedup_ci)]
-    assert data(plots.time_of_pass(results))[3:] == [
+    assert [values[1:] for values in data(sections.acceptance_plot(results))] == [(1, 0.75, 0.75), (2, 0.28, 0.37)]
+    assert data(sections.speedup_plot(results)) == [("eagle", "eagle", ROW.speedup, *ROW.speedup_ci)]
+    assert data(sections.time_plot(results))[3:] == [
         ("eagle", part, i, pytest.approx(ms))
         for i, (part, ms) in enumerate((("verify", 20), ("draft", 10), ("other", 1)))
     ]

@@ -10,8 +10,17 @@ import torch
 from eval.inputs.workloads import Text, of_answer, write
 from eval.measures.metrics import SpecDecodingStats
 from eval.measures.results import TEACHER_FORCED, DrafterInfo, MeasuredRequest, Measurement, ResultRow, result
-from eval.teacher_forced import Overlap, RankedText, expected, overlap, rank_text, ranks, replay, tree_acceptance
-from eval.trees import acceptance
+from eval.teacher_forced import (
+    Overlap,
+    RankedText,
+    acceptance,
+    expected,
+    overlap,
+    rank_text,
+    ranks,
+    replay,
+    tree_acceptance,
+)
 from heads import HEADS
 from heads.base import Features
 from inference.decode import RequestParams, speculate

@@ -9,13 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from eval import live, trees, tune
+from eval import live, tune
 from eval.config import EvalConfig, eval_config
 from eval.measures.results import BASELINE
 from eval.report.write import SERVING
 from eval.run import tuned
-from eval.trees import OWN, proposed
-from eval.tune import TUNED, AtBatch, Candidate, Prediction, Tuning, concluded, halves, keep
+from eval.tune import OWN, TUNED, AtBatch, Candidate, Prediction, Tuning, concluded, halves, keep, proposed
 from heads.common.typed import typed
 from heads.formats.store import save_head
 from inference.decode import Generation
@@ -69,24 +68,22 @@ def faster(monkeypatch: pytest.MonkeyPatch, seconds: Callable[[int], float]) -> 
         return 1.0, [2 * seconds(args[-1])] * len(trees)
 
     monkeypatch.setattr(tune, "step_seconds", foreseen)
-    for name in ("speculate", "autoregress"):
-        decode = getattr(live, name)
+    decode: Any = live.speculate
 
-        def run(target: Target, *args: Any, decode: Any = decode, **kwargs: Any) -> Any:
-            made: Generation | list[Generation] = decode(target, *args, **kwargs)
-            alone = decode.__name__ == "autoregress" or args[0].name == BASELINE
-            for each in made if isinstance(made, list) else [made]:
-                each.decode_s = 1.0 if alone else seconds(kwargs.get("batch_size", 1))
-            return made
+    def run(target: Target, *args: Any, **kwargs: Any) -> Any:
+        made: Generation | list[Generation] = decode(target, *args, **kwargs)
+        for each in made if isinstance(made, list) else [made]:
+            each.decode_s = 1.0 if args[0].name == BASELINE else seconds(kwargs.get("batch_size", 1))
+        return made
 
-        monkeypatch.setattr(live, name, run)
+    monkeypatch.setattr(live, "speculate", run)
 
 
 def test_the_winner_is_written_and_the_rest_of_the_config_stays(
     run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     faster(monkeypatch, lambda _: 0.5)
-    monkeypatch.setattr(trees, "OWN", "chain")  # without the head's own tree, any winner is another
+    monkeypatch.setattr(tune, "OWN", "chain")  # without the head's own tree, any winner is another
     before = config_of(run)
     weights = (run / "head" / "model.safetensors").read_bytes()
     assert tuned(configured(run, tuner=SMALL, prompts=1, tree={"kind": "chain", "depth": 3}))
@@ -110,10 +107,9 @@ def test_every_number_is_in_the_file_and_predicted_tau_is_the_measured_one(run: 
     for one in timed.values():
         assert one["predicted"]["tau"] == pytest.approx(one["measured"]["tau"])
         assert one["measured"]["lossless"] == {"checked": 1, "identical": 1, "near_tie": 0, "failed": 0}
-        assert one["error"] == pytest.approx(one["predicted"]["speedup"] / one["measured"]["speedup"] - 1)
     worth = [one for one in timed.values() if one["measured"]["speedup"] > 1]
     best = max(worth, key=lambda one: one["measured"]["speedup"], default=None)
-    assert alone["best"] == (best and {k: v for k, v in best.items() if k != "error"})
+    assert alone["best"] == best
 
 
 def test_where_speculation_loses_plain_decoding_is_recommended_and_nothing_written(
@@ -134,7 +130,8 @@ def test_a_tree_that_changes_tokens_is_not_written_and_fails_the_command(
 
     def wrong(*args: Any, **kwargs: Any) -> Generation:
         made = speculate(*args, **kwargs)
-        made.tokens[-1] = (made.tokens[-1] + 1) % toys.VOCAB
+        if args[1].name != BASELINE:
+            made.tokens[-1] = (made.tokens[-1] + 1) % toys.VOCAB
         return made
 
     monkeypatch.setattr(live, "speculate", wrong)
@@ -264,14 +261,14 @@ def test_the_fastest_by_measurement_is_chosen_whatever_was_predicted(run: Path) 
     ("values", "named"),
     [
         ({"drafter": {"head": {}, "suffix": {}}}, "drafter=head"),
-        ({"engine": {"compile": False, "compile_drafts": True}}, "leave engine.compile_drafts=false"),
+        ({"engine": {"compile": False, "compile_drafts": True}}, "engine.compile_drafts=false"),
         ({"run": None}, "run=outputs/NAME"),
         ({"run": ["a", "b"]}, "one run"),
         ({"compare": ["b"]}, "no compare"),
         ({"temperature": 1.0}, "temperature=0"),
         ({"repetition_penalty": 1.1}, "repetition_penalty=1"),
-        ({"request_rate": 2}, "request_rate is 2: tune=true"),
-        ({"min_new_tokens": 2}, "min_new_tokens is 2: tune=true"),
+        ({"request_rate": 2}, "request_rate=null"),
+        ({"min_new_tokens": 2}, "min_new_tokens=0"),
         ({"tuner": GRID | {"depths": []}}, "tuner.depths is empty"),
         ({"tuner": GRID | {"nodes": [0]}}, "tuner.nodes"),
     ],

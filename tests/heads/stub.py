@@ -34,6 +34,7 @@ class Stub(nn.Module):
 
     @dataclass(frozen=True)
     class Config:
+        name: str
         width: int
         rate: float | None
         layers: list[int]
@@ -47,7 +48,7 @@ class Stub(nn.Module):
 
 def head(seed: int = 0, width: int = 5) -> Stub:
     torch.manual_seed(seed)
-    made = Stub(Stub.Config(width, None, [1, 2]), TinyEnds())
+    made = Stub(Stub.Config("stub", width, None, [1, 2]), TinyEnds())
     made.count += seed + 7
     return made
 

@@ -87,6 +87,7 @@ def test_a_mistake_in_the_overrides_is_one_line_without_their_values(
         ("train", "trainer.stpes", "trainer.steps or trainer.spike"),
         ("train", "steps", "trainer.steps"),
         ("generate", "promt", "prompt"),
+        ("eval", "eval.hf", "hf"),  # as train/run.py names it
     ],
 )
 def test_a_misspelt_key_gets_the_nearest_names(config: str, word: str, names: str) -> None:
@@ -218,29 +219,6 @@ def test_the_best_head_is_taken_where_none_is_named(config: str, tmp_path: Path)
         assert (
             best_line(cfg) == "head=best: eagle3 head.feature_norm=false head.norm_output=false, which llamacpp loads"
         )
-
-
-@pytest.mark.parametrize(
-    ("values", "served"),
-    [
-        ({}, "vLLM serves it; most engines serve eagle3"),
-        ({"qk_rope_head_dim": 64}, "no engine is known to serve it for this target; most engines serve eagle3"),
-        ({"head_dim": 32, "qk_rope_head_dim": 64}, "vLLM serves it; most engines serve eagle3"),
-        ({"head_dim": 64}, "no engine is known to serve it for this target; most engines serve eagle3"),
-        ({"partial_rotary_factor": 0.5}, "no engine is known to serve it for this target; most engines serve eagle3"),
-        ({"num_hidden_layers": 2, "vocab_size": 9}, "no engine serves it; most engines serve eagle3"),
-        ({"logits_scaling": 8.0}, "no engine serves a head of this target, which scales its embedding or logits"),
-        (
-            {"final_logit_softcapping": 30.0},
-            "no engine serves a head of this target, which scales its embedding or logits",
-        ),
-        ({"model_type": "gemma3_text"}, "no engine serves a head of this target, which scales its embedding or logits"),
-    ],
-)
-def test_the_best_heads_line_says_which_engine_serves_it(values: dict[str, Any], served: str, tmp_path: Path) -> None:
-    sizes = {"model_type": "llama", "num_hidden_layers": 24, "hidden_size": 128, "vocab_size": 256}
-    (tmp_path / "config.json").write_text(json.dumps(sizes | {"num_attention_heads": 4} | values))
-    assert best_head(str(tmp_path), None, False)[1].endswith(f"; {served}")
 
 
 def test_no_best_head_is_guessed(monkeypatch: pytest.MonkeyPatch) -> None:

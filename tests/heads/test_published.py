@@ -94,7 +94,7 @@ def test_a_missing_a_foreign_and_a_wrong_tensor_are_named(case: str, tmp_path: P
     name = next(name for name in tensors if name.endswith(short))
     without = {key: tensor for key, tensor in tensors.items() if key != name}
     assert re.search(rf"missing.*{re.escape(short)}|{re.escape(short)}.*missing", refused(tmp_path, without, config))
-    assert "unknown extra.weight" in refused(tmp_path, {**tensors, "extra.weight": torch.ones(2)}, config)
+    assert "unknown ['extra.weight']" in refused(tmp_path, {**tensors, "extra.weight": torch.ones(2)}, config)
     wide = {**tensors, name: torch.cat([tensors[name], tensors[name]])}
     message = refused(tmp_path, wide, config)
     assert re.search(r"\(\d+,.* expected \(\d+,|has \d+ rows, expected \d+|missing", message)

@@ -456,7 +456,7 @@ def test_a_stream_that_a_gateway_held_back_has_no_time_of_its_first_token(
         ({"baseline": "http://h:1/v1/"}, "baseline is url itself"),
         ({"baseline": "http://h:2", "temperature": 1.0}, "texts can be compared at 0 only"),
         ({"client": {"timeout": 0.0}}, "client.timeout is 0.0: give a number above 0"),
-        ({"request_rate": 0}, "request_rate is 0: give requests per second"),
+        ({"request_rate": 0}, "request_rate is 0.0: give a number above 0"),
         ({"batch_size": []}, "batch_size is"),
     ],
 )

@@ -130,14 +130,12 @@ class Head:
         )
         ids = self.weights.get("vocab.ids")
         if f"{name}.weight" not in self.weights:  # shared with the model
-            weight, bias = self.lm_head.weight, self.lm_head.bias
-            rows = slice(None) if ids is None else ids
-            logits = functional.linear(state, weight[rows], None if bias is None else bias[rows])
+            logits = self.lm_head(state)
+            logits = logits if ids is None else logits[:, ids]
         else:
-            down = f"{name}.down"
-            logits = linear(
-                self.weights, name, linear(self.weights, down, state) if f"{down}.weight" in self.weights else state
-            )
+            if f"{name}.down.weight" in self.weights:
+                state = linear(self.weights, f"{name}.down", state)
+            logits = linear(self.weights, name, state)
         if ids is None:
             return logits
         return logits.new_full((1, self.lm_head.weight.shape[0]), -math.inf).index_copy(1, ids, logits)
@@ -194,21 +192,15 @@ def decode(model: Any, head: Head, ids: Tensor, count: int, prepared: dict[str, 
         criteria.max_length or sys.maxsize,
         getattr(model.config.get_text_config(), "max_position_embeddings", sys.maxsize),
     )
-    cache, argument = (
-        DynamicCache(),
-        "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values",
-    )
+    cache, arguments = DynamicCache(), inspect.signature(model.forward).parameters
+    argument = next(name for name in reversed(CACHE) if name in arguments)
     states: list[Tensor] = []
     hook = head.lm_head.register_forward_pre_hook(lambda _module, inputs: states.append(inputs[0]))
     pending, drafts, passes, done = ids, list[tuple[Tensor, Tensor]](), 0, False
     try:
         while not done:
             tokens = torch.cat([pending, *(token[None] for token, _ in drafts)], 1)
-            more = (
-                {argument: cache, "logits_to_keep": len(drafts) + 1}
-                if model._supports_logits_to_keep()
-                else {argument: cache}
-            )
+            more = {argument: cache} | ({"logits_to_keep": len(drafts) + 1} if model._supports_logits_to_keep() else {})
             states.clear()
             logits = model(input_ids=tokens, use_cache=True, return_dict=True, **more).logits[:, -len(drafts) - 1 :]
             hidden = states[-1][0, -len(drafts) - 1 :]  # now: a logits processor may run the model too

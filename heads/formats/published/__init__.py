@@ -22,7 +22,7 @@ dflash.py     DFlash, DSpark and DFlash2: vLLM, SGLang; Domino: SGLang
 """
 
 import re
-from collections.abc import Callable, Set
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -43,10 +43,6 @@ class Format(NamedTuple):
     head: str
     signature: tuple[str, ...]
     read: Callable[[PublishedHead, Embeddings], TensorMapping]
-
-    def matches(self, names: Set[str]) -> bool:
-        """Return whether tensors of these names match this format."""
-        return all(any(re.fullmatch(pattern, name) for name in names) for pattern in self.signature)
 
 
 FORMATS = {
@@ -71,29 +67,22 @@ def load_published(folder: Path, embeddings: Embeddings) -> nn.Module:
         ValueError: the format is unknown, a file damaged, a tensor missing, unknown or of another shape, or the head
             has an unsupported option: one line that names it.
     """
-    format_of(folder)  # by the names alone, before tensors are read
-    return read_published(PublishedHead(folder, config_of(folder), without_prefix(stored_tensors(folder))), embeddings)
-
-
-def read_published(source: PublishedHead, embeddings: Embeddings) -> nn.Module:
-    """Load a published head from the content of its files, with the errors of `load_published`."""
+    read = FORMATS[format_of(folder)].read  # by the names, before tensors are read
+    source = PublishedHead(folder, config_of(folder), without_prefix(stored_tensors(folder)))
     try:
-        plan = FORMATS[_matching(source.folder, source.tensors.keys())].read(source, embeddings)
+        plan = read(source, embeddings)
     except (TypeError, AttributeError, KeyError, IndexError) as error:  # a value or a tensor of an unexpected type
         raise ValueError(
-            f"{source.folder}: config.json or a tensor is not as its format has it ({one_line(error)})"
+            f"{folder}: config.json or a tensor is not as its format has it ({one_line(error)})"
         ) from error
     return assemble(source, plan, embeddings)
 
 
 def format_of(folder: Path) -> str:
     """Return the name of a published head's format, by its tensor names; refuse one that is not in FORMATS."""
-    return _matching(folder, names_of(folder))
-
-
-def _matching(folder: Path, names: Set[str]) -> str:
-    for name, format_name in FORMATS.items():
-        if format_name.matches(names):
+    names = names_of(folder)
+    for name, candidate in FORMATS.items():
+        if all(any(re.fullmatch(pattern, one) for one in names) for pattern in candidate.signature):
             return name
     some = ", ".join(sorted(names)[:3])
     raise ValueError(f"{folder}: tensors such as {some} are of no published head known here: {', '.join(FORMATS)}")

@@ -13,7 +13,6 @@ token less than the block has positions.
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from heads.base import Embeddings, embedding_of
 from heads.formats.published.exporting import EngineClass, Export, ExportedHead
@@ -51,51 +50,44 @@ NAMES = {
     "confidence.bias": "confidence_head.proj.bias",
 }
 SIGNATURE = (r"fc\.weight", r"hidden_norm\.weight", r"layers\.0\.self_attn\.q_proj\.weight")
-CONV, KERNEL = "layers.{}.{}_conv.{}", "kernel_projection.weight"
+CONV = "layers.0.attention_conv.{}"
 ROUNDED = 2**-8  # relative rounding error of a value trained in bf16
 OURS = ("mask", "vocab.ids", "lm_head.weight")  # tensors with another layout in the format
-# For each optional part its key in config.json, and one of its tensors.
+# For each optional part its key in config.json, and one of its tensors by our name.
 PARTS = {
-    "markov_rank": NAMES["before.weight"],
-    "enable_confidence_head": NAMES["confidence.weight"],
-    "selector_rank": NAMES["selector.projection.weight"],
-    "conv_kernel_size": CONV.format(0, "attention", "base_kernel"),
+    "markov_rank": "before.weight",
+    "enable_confidence_head": "confidence.weight",
+    "selector_rank": "selector.projection.weight",
+    "conv_kernel_size": CONV.format("base_kernel"),
 }
 
 
 def read(source: PublishedHead, embeddings: Embeddings) -> TensorMapping:
     """Return the plan that maps the tensors."""
-    options = source.config | (source.config.get("dflash_config") or {})
+    options, stored = source.config | (source.config.get("dflash_config") or {}), source.tensors
+    ours = {name: stored[foreign] for name, foreign in NAMES.items() if foreign in stored}
     check_width(source, "fc.weight", embeddings)
-    if options.get("markov_head_type") not in (None, "vanilla"):
-        raise source.refusal(f"markov_head_type={options['markov_head_type']}")
-    if options.get("use_swa"):
-        raise source.refusal("a sliding window (use_swa)")
-    for key, plain in (("output_multiplier", 1.0), ("final_logit_softcapping", 0.0)):
-        if options.get(key) not in (None, plain):
+    plain = {"markov_head_type": "vanilla", "use_swa": False, "output_multiplier": 1.0, "final_logit_softcapping": 0.0}
+    for key, value in plain.items():
+        if options.get(key) not in (None, value):
             raise source.refusal(f"{key}={options[key]}")
     if not isinstance(options.get("block_size"), int):
         raise source.error("config.json does not say block_size; download it again")
-    for key, name in PARTS.items():
+    parts = PARTS | ({"projector_type": "domino.gru.weight_hh"} if options.get("projector_type") == "domino" else {})
+    for key, name in parts.items():
         if options.get(key):
-            source.tensor(name, key)
+            source.tensor(NAMES.get(name, name), key)
     ids = drafted_by_offsets(source, embeddings)
-    markov = source.tensors.get(NAMES["before.weight"])
-    inner, rank = (source.tensors.get(NAMES[f"domino.{name}"]) for name in ("gru.weight_hh", "down.weight"))
-    if options.get("projector_type") == "domino":
-        source.tensor(NAMES["domino.gru.weight_hh"], "projector_type")
-    if inner is not None and options.get("pure_draft_prefix_len") != 1:
+    domino, markov, selector = (ours.get(f"{name}.weight") for name in ("domino.down", "before", "selector.projection"))
+    if domino is not None and options.get("pure_draft_prefix_len") != 1:
         raise source.refusal(f"pure_draft_prefix_len={options.get('pure_draft_prefix_len')}")
-    terms = {
-        "domino": None if inner is None else inner.shape[1],
-        "domino_rank": 1 if rank is None else len(rank),
-    } | _dflash2(source, options)
-    anchor = options.get("shift_label" if terms["domino"] else "sample_from_anchor", markov is not None)
-    layers = source.count(r"layers\.(\d+)\.self_attn\.q_proj\.weight$")
+    if selector is not None and not isinstance(options.get("selector_top_k"), int):
+        raise source.error("config.json does not say selector_top_k; download it again")
+    anchor = options.get("sample_from_anchor" if domino is None else "shift_label", markov is not None)
     token, feature_layers = options.get("mask_token_id"), options.get(BLOCK_OUTPUTS)
     if not isinstance(token, int) or not 0 <= token < embeddings.vocab_size:
         raise source.error(f"mask_token_id is {token}, not one of the target's {embeddings.vocab_size} tokens")
-    fc, confidence = source.tensors["fc.weight"], source.tensors.get(NAMES["confidence.weight"])
+    fc, confidence = stored["fc.weight"], ours.get("confidence.weight")
     filled = {"mask": embedding_of(embeddings, torch.tensor(token)).to("cpu", fc.dtype)}
     if markov is not None and confidence is not None and confidence.shape[1] == len(fc):
         # It does not read the Markov state: zeros stand for that.
@@ -104,36 +96,31 @@ def read(source: PublishedHead, embeddings: Embeddings) -> TensorMapping:
         feature_layers = as_outputs(options[BLOCK_STATES])
     if feature_layers is None and fc.shape[1] != DFLASH_LAYERS * embeddings.hidden_size:
         raise source.error(f"config.json does not say {BLOCK_OUTPUTS}, and fc.weight does not join the default five")
+    conv: dict[str, int | None] = {"conv": None, "conv_group": 1}
+    if CONV.format("base_kernel") in stored:
+        _, taps, width = source.tensor(CONV.format("base_kernel")).shape
+        groups = len(source.tensor(CONV.format("kernel_projection.weight"))) // (2 * taps)
+        conv = {"conv": taps, "conv_group": width // max(groups, 1)}
     config = {
         "depths": options["block_size"] - (0 if anchor else 1),
-        "layers": layers,
+        "layers": source.count(r"layers\.(\d+)\.self_attn\.q_proj\.weight$"),
         "feature_layers": feature_layers,
         "causal": bool(options.get("is_causal", options.get("causal_head") or options.get("causal"))),
         "from_anchor": bool(anchor),
         "markov_rank": None if markov is None else markov.shape[1],
+        "domino": None if domino is None else domino.shape[1] - len(fc),
+        "domino_rank": 1 if domino is None else len(domino),
+        "selector_rank": None if selector is None else len(selector),
+        "selector_top_k": options.get("selector_top_k") or 1,
         "confidence": confidence is not None,
         "mask_token": token,
-        "qk_norm": "layers.0.self_attn.q_norm.weight" in source.tensors,
-        "lm_head": "own" if "lm_head.weight" in source.tensors else "shared",
-        **terms,
+        "qk_norm": "layers.0.self_attn.q_norm.weight" in stored,
+        "lm_head": "own" if "lm_head.weight" in stored else "shared",
+        **conv,
         **decoder(source, "layers.0.", embeddings, sliding=True),
     }
-    unread = {OFFSETS, KNOWN, *(NAMES[name] for name in filled if name in NAMES)} & source.tensors.keys()
+    unread = {OFFSETS, KNOWN, *(NAMES[name] for name in filled if name in NAMES)} & stored.keys()
     return TensorMapping("block", config, lambda name: NAMES.get(name, name), filled, unread, ids)
-
-
-def _dflash2(source: PublishedHead, options: dict[str, Any]) -> dict[str, Any]:
-    """Return the options of DFlash2."""
-    rank = source.tensors.get(NAMES["selector.projection.weight"])
-    base, added = (source.tensors.get(CONV.format(0, "attention", name)) for name in ("base_kernel", KERNEL))
-    top_k = options.get("selector_top_k")
-    if rank is not None and not isinstance(top_k, int):
-        raise source.error("config.json does not say selector_top_k; download it again")
-    conv: dict[str, int | None] = {"conv": None, "conv_group": 1}
-    if base is not None and added is not None:
-        taps = base.shape[1]
-        conv = {"conv": taps, "conv_group": base.shape[2] * 2 * taps // max(len(added), 1)}
-    return {"selector_rank": None if rank is None else len(rank), "selector_top_k": top_k or 1, **conv}
 
 
 def engines(source: Export) -> ExportedHead:
@@ -156,24 +143,18 @@ def engines(source: Export) -> ExportedHead:
         raise source.refusal(
             "one of conv and selector_rank", "and DFlash2 has both; train with head.conv=2 head.selector_rank=256"
         )
-    if options.conv is not None and options.from_anchor:
-        raise source.refusal(
-            "from_anchor=true", "and DFlash2 drafts from its mask slots; train with head.from_anchor=false"
-        )
     if markov is None and options.domino is None and options.from_anchor:
         raise source.refusal(
-            "from_anchor=true", "and DFlash drafts from its mask slots alone; train with head.from_anchor=false"
+            "from_anchor=true", "and DFlash drafts from its mask slots; train with head.from_anchor=false"
         )
     outputs, order = source.outputs()
     architectures = [DSPARK] if markov else [DFLASH2] if options.selector_rank else CLASS.architectures
-    why = "and the format has the target's embedding of a token there"
-    if source.config.mask_token is None:
-        raise source.refusal("a mask slot that was trained", why)
-    token = int(source.config.mask_token) % source.embeddings.vocab_size
-    mask: Tensor = source.tensors["mask"]
+    token, mask = (options.mask_token or 0) % source.embeddings.vocab_size, source.tensors["mask"]
     row = embedding_of(source.embeddings, torch.tensor(token)).to(mask.device, torch.float32)
-    if not mask.is_meta and not torch.allclose(mask.float(), row, rtol=ROUNDED, atol=1e-7):
-        raise source.refusal(f"a mask slot that is not the target's embedding of token {token}", why)
+    same = mask.is_meta or torch.allclose(mask.float(), row, rtol=ROUNDED, atol=1e-7)
+    if options.mask_token is None or not same:
+        what = "was trained" if options.mask_token is None else f"is not the target's embedding of token {token}"
+        raise source.refusal(f"a mask slot that {what}", "and the format has the target's embedding of a token there")
     terms: dict[str, Any] = {}
     if options.domino is not None:
         terms = {"projector_type": "domino", "pure_draft_prefix_len": 1, "shift_label": options.from_anchor}

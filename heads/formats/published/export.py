@@ -7,7 +7,6 @@ from typing import Any
 
 from torch import nn
 
-from heads import HEADS
 from heads.formats import custom_generate
 from heads.formats.published import dflash, eagle, eagle3, eagle4, gguf, hydra, medusa, mimo, peagle
 from heads.formats.published.exporting import Export, ExportedHead, TargetFacts
@@ -101,11 +100,11 @@ def export(head: nn.Module, format_name: str, served: TargetFacts, folder: Path)
     write_files(folder, foreign.config, tensors)
 
 
-def refusals(head: nn.Module, served: TargetFacts) -> dict[str, str]:
+def refusals(head: Any, served: TargetFacts) -> dict[str, str]:
     """Return, by format among READERS, the reason why it refuses this head; formats of other kinds are left out."""
     reasons = {}
     for format_name in READERS:
-        if (writer := FORMATS[format_name].get(_name_of(head))) is not None:
+        if (writer := FORMATS[format_name].get(head.config.name)) is not None:
             try:
                 writer(Export(format_name, head, served))
             except ValueError as error:
@@ -115,9 +114,9 @@ def refusals(head: nn.Module, served: TargetFacts) -> dict[str, str]:
     return reasons
 
 
-def _writer(head: nn.Module, format_name: str) -> Callable[[Export], ExportedHead]:
+def _writer(head: Any, format_name: str) -> Callable[[Export], ExportedHead]:
     """Return the function that exports this kind of head to a format; refuse a format of other kinds."""
-    if (name := _name_of(head)) in FORMATS[format_name]:
+    if (name := head.config.name) in FORMATS[format_name]:
         return FORMATS[format_name][name]
     others = ", ".join(other for other, heads in FORMATS.items() if name in heads)
     if not others:
@@ -126,10 +125,6 @@ def _writer(head: nn.Module, format_name: str) -> Callable[[Export], ExportedHea
             "own engine decodes with this one"
         )
     raise ValueError(f"format={format_name}: not one of a head of kind {name}, which can take the form of {others}")
-
-
-def _name_of(head: nn.Module) -> str:
-    return next(name for name, kind in HEADS.items() if type(head) is kind)
 
 
 def assert_known(format_name: str) -> None:

@@ -28,7 +28,6 @@ from heads.modules.fusion import EAGLE3_LAYERS
 FILE = "head.gguf"
 VERSION = 2  # version of GGUF's quantisation formats
 TOKENIZER, MASK = "tokenizer.", "tokenizer.ggml.mask_token_id"  # prefix of the copied keys, and the head's own key
-LENGTH = "max_position_embeddings"
 IN_LAYER = {
     "input_layernorm": "attn_norm", "hidden_norm": "attn_norm_2", "post_attention_layernorm": "ffn_norm",
     "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
@@ -41,6 +40,14 @@ AT_TOP = {
     "confidence_head.proj": "conf_proj",
 }  # fmt: skip
 ROTATED = {"self_attn.q_proj": "num_attention_heads", "self_attn.k_proj": "num_key_value_heads"}
+SIZES = {  # the architecture's keys, and those of config.json
+    "block_count": "num_hidden_layers", "context_length": "max_position_embeddings", "embedding_length": "hidden_size",
+    "feed_forward_length": "intermediate_size", "vocab_size": "vocab_size",
+    "attention.head_count": "num_attention_heads", "attention.head_count_kv": "num_key_value_heads",
+    "attention.key_length": "head_dim", "attention.value_length": "head_dim",
+    "attention.layer_norm_rms_epsilon": "rms_norm_eps", "rope.dimension_count": "head_dim",
+    "rope.freq_base": "rope_theta",
+}  # fmt: skip
 LAYER = re.compile(r"layers\.(\d+)\.(.*)")
 
 
@@ -81,14 +88,22 @@ def write(folder: Path, tokenizer: dict[str, Any]) -> None:
     kind = "eagle3" if STATES in config else "dflash"
     writer = library.GGUFWriter(folder / FILE, kind)
     writer.add_quantization_version(VERSION)
+    adders = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
     for key, value in _settings(kind, config, tensors).items():
-        _add(writer, f"{kind}.{key}", value)
+        adders.get(type(value), writer.add_array)(f"{kind}.{key}", value)
     for key, field in tokenizer.items():
         writer.add_key_value(key, field.contents(), field.types[0], field.types[-1] if len(field.types) > 1 else None)
     if kind == "dflash":
         writer.add_uint32(MASK, config["dflash_config"]["mask_token_id"])
+    kinds = library.GGMLQuantizationType
+    stored = {torch.bfloat16: kinds.BF16, torch.float16: kinds.F16}
     for name, tensor in _renamed(kind, config, tensors).items():
-        _add_tensor(library, writer, name, tensor)
+        if tensor.is_floating_point():  # a matrix in its dtype, a vector in fp32, as llama.cpp needs them
+            as_written = stored.get(tensor.dtype, kinds.F32) if tensor.ndim > 1 else kinds.F32
+            quantised = library.quants.quantize(tensor.float().numpy(), as_written)
+            writer.add_tensor(name, quantised, raw_dtype=as_written)
+        else:
+            writer.add_tensor(name, tensor.numpy(), raw_dtype=kinds.I64)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -104,20 +119,7 @@ def _library() -> Any:
 
 def _settings(kind: str, config: dict[str, Any], tensors: dict[str, Tensor]) -> dict[str, Any]:
     """Return the architecture's keys, without the architecture's prefix."""
-    settings = {
-        "block_count": config["num_hidden_layers"],
-        **({"context_length": config[LENGTH]} if LENGTH in config else {}),
-        "embedding_length": config["hidden_size"],
-        "feed_forward_length": config["intermediate_size"],
-        "vocab_size": config["vocab_size"],
-        "attention.head_count": config["num_attention_heads"],
-        "attention.head_count_kv": config["num_key_value_heads"],
-        "attention.key_length": config["head_dim"],
-        "attention.value_length": config["head_dim"],
-        "attention.layer_norm_rms_epsilon": float(config["rms_norm_eps"]),
-        "rope.dimension_count": config["head_dim"],
-        "rope.freq_base": float(config["rope_theta"]),
-    }
+    settings = {key: config[name] for key, name in SIZES.items() if name in config}
     scaling = config["rope_scaling"] or {}
     if scaling.get("rope_type") in ("linear", "yarn"):
         settings |= {"rope.scaling.type": scaling["rope_type"], "rope.scaling.factor": float(scaling["factor"])}
@@ -133,11 +135,6 @@ def _settings(kind: str, config: dict[str, Any], tensors: dict[str, Tensor]) -> 
         settings["sample_from_anchor"] = block["sample_from_anchor"]
         settings["has_confidence_head"] = "confidence_head.proj.weight" in tensors
     return settings
-
-
-def _add(writer: Any, key: str, value: Any) -> None:
-    kinds = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
-    kinds.get(type(value), writer.add_array)(key, value)
 
 
 def tokenizer_of(target: Path, size: int, ids: Mapping[str, int]) -> dict[str, Any]:
@@ -200,14 +197,3 @@ def _renamed(kind: str, config: dict[str, Any], tensors: dict[str, Tensor]) -> d
         plain, slow = (rope.frequency(config["head_dim"])[0] for rope in ropes)
         renamed["rope_freqs.weight"] = plain / slow
     return renamed
-
-
-def _add_tensor(library: Any, writer: Any, name: str, tensor: Tensor) -> None:
-    """Add a tensor: a matrix in its dtype, a vector in fp32, as llama.cpp needs them."""
-    kinds = library.GGMLQuantizationType
-    if not tensor.is_floating_point():
-        writer.add_tensor(name, tensor.numpy(), raw_dtype=kinds.I64)
-        return
-    names = {torch.bfloat16: kinds.BF16, torch.float16: kinds.F16}
-    kind = names.get(tensor.dtype, kinds.F32) if tensor.ndim > 1 else kinds.F32
-    writer.add_tensor(name, library.quants.quantize(tensor.float().numpy(), kind), raw_dtype=kind)

@@ -10,7 +10,6 @@ import re
 from functools import partial
 
 import torch
-from torch import Tensor
 
 from heads.base import Embeddings, LayerDims, embedding_of, resolve_layer_dims
 from heads.common.rope import SAID, Rope, positions_of
@@ -31,11 +30,6 @@ def their_name(name: str, block_numbers: list[int], lm_head: str) -> str:
     if out := re.fullmatch(r"lm_heads\.(\d+)\.(.*)", name):
         return lm_head.format(out[1]) + out[2]
     return re.sub(r"^prefix\.", PREFIX, name).replace(f"{PREFIX}layer.", f"{PREFIX}layers.0.")
-
-
-def _block_numbers(layers: int, prefix: bool) -> list[int]:
-    """Return the numbers of a head's blocks in its Sequential."""
-    return list(range(1, 2 * layers, 2) if prefix else range(layers))
 
 
 def read(source: PublishedHead, embeddings: Embeddings) -> TensorMapping:
@@ -65,18 +59,14 @@ def read(source: PublishedHead, embeddings: Embeddings) -> TensorMapping:
     }
     rename = partial(their_name, block_numbers=block_numbers, lm_head=lm_head)
     unread = set(duplicates) if tied else set()
-    return TensorMapping("hydra", numbers | _layer(source, embeddings, prefix), rename, {}, unread, None)
-
-
-def _layer(source: PublishedHead, embeddings: Embeddings, prefix: bool) -> dict[str, object]:
-    """Return the prefix layer's dimensions, the target's where config.json gives none."""
-    if prefix:
+    layer: dict[str, object] = dict.fromkeys(("length", "num_heads", "num_kv_heads", "head_dim", "intermediate_size"))
+    layer |= {"rope_theta": PLAIN.theta, "rope_scaling": None, "norm_eps": EPS}
+    if prefix:  # of the target's dimensions where config.json gives none
         target = embeddings.config.to_dict()
-        taken = ["rms_norm_eps", *(() if positions_of(source.config) else SAID)]
-        config = {key: target[key] for key in taken if key in target} | source.config
-        return decoder(source._replace(config=config), f"{PREFIX}layers.0.", embeddings)
-    none = dict.fromkeys(("length", "num_heads", "num_kv_heads", "head_dim", "intermediate_size"))
-    return {**none, "rope_theta": PLAIN.theta, "rope_scaling": None, "norm_eps": EPS}
+        taken = ["rms_norm_eps", *(() if positions_of(config) else SAID)]
+        config = {key: target[key] for key in taken if key in target} | config
+        layer = decoder(source._replace(config=config), f"{PREFIX}layers.0.", embeddings)
+    return TensorMapping("hydra", numbers | layer, rename, {}, unread, None)
 
 
 def _duplicates(heads: int, block_numbers: list[int]) -> dict[str, str]:
@@ -113,12 +103,8 @@ def authors(source: Export) -> ExportedHead:
             if mine != theirs:
                 raise source.refusal(f"{name}={mine}", f"and the authors' code takes {theirs}, the target's own")
         config |= source.decoder()
-    return ExportedHead(config, _tensors(source))
-
-
-def _tensors(source: Export) -> dict[str, Tensor]:
-    options, lm_head = source.config, LM_HEAD[source.config.prefix]
-    block_numbers = _block_numbers(options.layers, options.prefix)
+    lm_head = LM_HEAD[options.prefix]
+    block_numbers = list(range(1, 2 * options.layers, 2) if options.prefix else range(options.layers))
     tensors = {name: tensor for name, tensor in source.tensors.items() if not name.startswith("lm_heads.")}
     renamed = {their_name(name, block_numbers, lm_head): tensor for name, tensor in tensors.items()}
     if options.tied:
@@ -128,4 +114,5 @@ def _tensors(source: Export) -> dict[str, Tensor]:
         renamed[lm_head.format(i) + "weight"] = weight
         bias = source.tensors.get(f"lm_heads.{i}.bias")
         renamed[lm_head.format(i) + "bias"] = torch.zeros_like(weight[:, 0]) if bias is None else bias
-    return renamed | ({PREFIX + EMBEDDING: embedding_of(source.embeddings)} if options.prefix else {})
+    embedding = {PREFIX + EMBEDDING: embedding_of(source.embeddings)} if options.prefix else {}
+    return ExportedHead(config, renamed | embedding)

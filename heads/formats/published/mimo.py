@@ -55,7 +55,30 @@ def engines(source: Export) -> ExportedHead:
     if source.format_name == "sglang":
         source.refuse(qk_norm=False)
     config = source.engine_config(CLASS, 1) | {COUNT: 1, "qk_norm": source.config.qk_norm}
-    _check_sizes(source, config)
+    width, heads, head_dim = (config[key] for key in ("hidden_size", "num_attention_heads", "head_dim"))
+    if head_dim * heads != width:
+        raise source.refusal(
+            f"{heads} heads of {head_dim}", f"and engines make them {width // heads} wide; train head=eagle3, or for "
+            f"format=sglang with head.head_dim={width // heads}"
+        )  # fmt: skip
+    if source.format_name == "vllm":
+        target = source.served.config
+        positions = positions_of(config)
+        rope = positions_of(target) or positions
+        if rope is not None and rope.share != 1:
+            raise source.refusal(
+                "positions over all of its width", f"and vLLM takes the target's partial_rotary_factor={rope.share:g}; "
+                "export it with format=sglang"
+            )  # fmt: skip
+        ours = {**resolve_layer_dims(source.config, source.embeddings)._asdict(), "positions": positions}
+        theirs = {**source.embeddings.layer_dims._asdict(), "positions": rope}
+        ours["norm_eps"] = config["rms_norm_eps"]
+        theirs["norm_eps"] = target.get("rms_norm_eps", ours["norm_eps"])
+        if other := next((name for name, value in ours.items() if value != theirs[name]), None):
+            raise source.refusal(
+                f"{other} {ours[other]}",
+                f"and vLLM takes the target's, {theirs[other]}; train with init=auto and sizes of null",
+            )
     tensors = {f"model.{their_name(name)}": tensor for name, tensor in source.tensors.items()}
     projection = f"model.{LAYER}input_proj.weight"
     tensors[projection] = swapped(tensors[projection])
@@ -68,32 +91,3 @@ def engines(source: Export) -> ExportedHead:
 def overrides(config: dict[str, Any]) -> dict[str, Any]:
     """Return the keys that vLLM needs in the target's config.json to make this module (`--hf-overrides`)."""
     return {COUNT: 1} | ({"qk_norm": True} if config.get("qk_norm") else {})
-
-
-def _check_sizes(source: Export, config: dict[str, Any]) -> None:
-    """Refuse dimensions and rotary positions that no engine, or not vLLM, supports."""
-    width, heads, head_dim = (config[key] for key in ("hidden_size", "num_attention_heads", "head_dim"))
-    if head_dim * heads != width:
-        raise source.refusal(
-            f"{heads} heads of {head_dim}", f"and engines make them {width // heads} wide; train head=eagle3, or for "
-            f"format=sglang with head.head_dim={width // heads}"
-        )  # fmt: skip
-    if source.format_name != "vllm":
-        return
-    target, shape = source.served.config, resolve_layer_dims(source.config, source.embeddings)
-    rope = positions_of(target)
-    if rope is not None and rope.share != 1:
-        raise source.refusal(
-            "positions over all of its width", f"and vLLM takes the target's partial_rotary_factor={rope.share:g}; "
-            "export it with format=sglang"
-        )  # fmt: skip
-    pairs: dict[str, tuple[Any, Any]] = {
-        name: (getattr(shape, name), size) for name, size in source.embeddings.layer_dims._asdict().items()
-    }
-    pairs["norm_eps"] = (config["rms_norm_eps"], target.get("rms_norm_eps", config["rms_norm_eps"]))
-    pairs["positions"] = (positions_of(config), rope or positions_of(config))
-    for name, (ours, theirs) in pairs.items():
-        if ours != theirs:
-            raise source.refusal(
-                f"{name} {ours}", f"and vLLM takes the target's, {theirs}; train with init=auto and sizes of null"
-            )

@@ -20,7 +20,11 @@ def read(source: PublishedHead, embeddings: Embeddings) -> TensorMapping:
     heads = 1 + max(int(match[2]) for match in steps.values())
     # Two projections remain: the first reads the target's feature, the others the previous state.
     duplicates = {name for name, match in steps.items() if int(match[2]) > (match[1] == "proj")}
-    tied = heads > 1 and all(_is_copy(source, steps[name]) for name in duplicates)
+    tied = heads > 1
+    for name in duplicates:
+        match = steps[name]
+        first = source.tensors.get(f"{match[1]}.{int(match[1] == 'proj')}.{match[3]}")
+        tied = tied and first is not None and torch.equal(source.tensors[name], first)
     recorded = source.config.get("n_predict")
     if tied and not duplicates and isinstance(recorded, int):
         heads = max(heads, recorded)  # tensors written once do not tell the number of steps
@@ -37,8 +41,3 @@ def read(source: PublishedHead, embeddings: Embeddings) -> TensorMapping:
         "scale_input": bool(source.config.get("scale_input")),
     }
     return TensorMapping("mlp", config, lambda name: name, {}, duplicates if tied else set(), None)
-
-
-def _is_copy(source: PublishedHead, match: re.Match[str]) -> bool:
-    first = f"{match[1]}.{int(match[1] == 'proj')}.{match[3]}"
-    return first in source.tensors and torch.equal(source.tensors[match[0]], source.tensors[first])

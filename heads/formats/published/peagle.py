@@ -6,7 +6,6 @@ vLLM and speculators read it. speculators trains the embedding too, which engine
 import logging
 
 import torch
-from torch import Tensor
 
 from heads.base import Embeddings, embedding_of
 from heads.formats.published import eagle3
@@ -28,10 +27,11 @@ def read(source: PublishedHead, embeddings: Embeddings) -> TensorMapping:
     token = next((source.config[key] for key in MASK_TOKENS if source.config.get(key) is not None), None)
     if not isinstance(token, int) or not 0 <= token < embeddings.vocab_size:
         raise source.error(f"mask_token_id is {token}, not one of the target's {embeddings.vocab_size} tokens")
-    filled, embedding = {MASK: source.tensor(MASK).reshape(-1, embeddings.hidden_size)}, _embedding(source, embeddings)
-    if embedding is not None:
-        filled[OWN] = embedding
-    kind = "shared" if embedding is None else "own"
+    filled, kind = {MASK: source.tensor(MASK).reshape(-1, embeddings.hidden_size)}, "shared"
+    table = embedding_of(embeddings)
+    for name, stored in source.tensors.items():  # of another shape it is refused later
+        if name.endswith(EMBEDDING) and stored.shape == table.shape and not torch.equal(table.to(stored), stored):
+            filled[OWN], kind = stored, "own"
     of_eagle3 = {key: value for key, value in plan.config.items() if key not in RETIRED["peagle"]}
     methods = (source.config.get("speculators_config") or {}).get("proposal_methods") or [{}]
     depths = methods[0].get("speculative_tokens")
@@ -39,14 +39,6 @@ def read(source: PublishedHead, embeddings: Embeddings) -> TensorMapping:
         log.warning("%s: config.json does not say how many tokens are drafted; %d is taken", source.folder, DEPTHS)
     config = {**of_eagle3, "depths": (DEPTHS if depths is None else depths), "mask_token": token, "embedding": kind}
     return plan._replace(head="peagle", config=config, filled=filled, unread=plan.unread | {MASK})
-
-
-def _embedding(source: PublishedHead, embeddings: Embeddings) -> Tensor | None:
-    """Return the embedding trained with the head; None if it is the target's, or not in the file."""
-    stored = next((tensor for name, tensor in source.tensors.items() if name.endswith(EMBEDDING)), None)
-    if stored is None or stored.shape != (embeddings.vocab_size, embeddings.hidden_size):  # which is refused later
-        return None
-    return None if torch.equal(embedding_of(embeddings).to(stored.device, stored.dtype), stored) else stored
 
 
 def engines(source: Export) -> ExportedHead:

@@ -13,6 +13,7 @@ from heads import HEADS
 from heads.base import Embeddings, embedding_of
 from heads.common.rope import Rope, positions_of
 from heads.common.typed import typed
+from heads.common.untrusted import shown
 from heads.formats.weights import meta_state_dict
 
 STATES = "eagle_aux_hidden_state_layer_ids"  # hidden states at the top level, outputs within `eagle_config`
@@ -83,7 +84,20 @@ class TensorMapping(NamedTuple):
 
 def assemble(source: PublishedHead, plan: TensorMapping, embeddings: Embeddings) -> nn.Module:
     """Return the head in the file's dtypes; refuse a tensor that is missing, unknown, misshapen or not finite."""
-    checked = _checked_embeddings(source, embeddings, trained=plan.config.get("embedding") == "own")
+    # Embeddings that were not trained are compared with the target's, which replaces them.
+    tables = {name: tensor for name, tensor in source.tensors.items() if name.endswith(EMBEDDING)}
+    table_shape = (embeddings.vocab_size, embeddings.hidden_size)
+    for name, table in tables.items():
+        if tuple(table.shape) != table_shape:
+            raise source.error(
+                f"{name} is {tuple(table.shape)}, expected {table_shape}, the target's own; choose the head's target "
+                "with model.path"
+            )
+        if plan.config.get("embedding") != "own" and not is_targets_embedding(table, embeddings):
+            log.warning(
+                "%s: %s is not the target's embedding, which is read in its place: the head may draft worse than where "
+                "its own is read; choose the head's own target with model.path if this is not it", source.folder, name,
+            )  # fmt: skip
     kind: Any = HEADS[plan.head]
     try:
         drafts = None if plan.ids is None else len(plan.ids)
@@ -95,11 +109,13 @@ def assemble(source: PublishedHead, plan: TensorMapping, embeddings: Embeddings)
     if plan.ids is not None:
         filled["vocab.ids"], order = plan.ids.sort()
     read = {name: plan.rename(name) for name in expected_tensors if name not in filled}
-    given = source.tensors.keys() - plan.unread - checked
+    given = source.tensors.keys() - plan.unread - tables.keys()
     missing, unknown = sorted(set(read.values()) - given), sorted(given - set(read.values()))
     if missing or unknown:
-        differing = [f"{what} {_few(names)}" for what, names in (("missing", missing), ("unknown", unknown)) if names]
-        raise source.error(f"the tensors are not those of the {plan.head} head in its config: {'; '.join(differing)}")
+        raise source.error(
+            f"the tensors are not those of the {plan.head} head in its config: missing {shown(missing)}, unknown "
+            f"{shown(unknown)}"
+        )
     loaded: dict[str, Tensor] = {}
     for name, mine in expected_tensors.items():
         tensor = filled[name] if name in filled else source.tensors[read[name]]
@@ -166,7 +182,16 @@ def decoder(source: PublishedHead, layer: str, embeddings: Embeddings, *, slidin
     config = source.config
     alike = sliding and set(config.get("layer_types") or ()) == {"sliding_attention"}
     length = config.get("sliding_window") if alike else None
-    _check_options(source, layer, sliding=isinstance(length, int))
+    for name in sorted(source.tensors):
+        if name.startswith(layer) and name.endswith("_proj.bias"):
+            raise source.refusal(f"a bias in its layer, {name} (attention_bias, qkv_bias)")
+    if config.get("hidden_act") not in ACTIVATIONS:
+        raise source.refusal(f"hidden_act={config['hidden_act']}")
+    slides = config.get("use_sliding_window") or "sliding_attention" in (config.get("layer_types") or ())
+    if slides and not isinstance(length, int):
+        raise source.refusal("a sliding window (layer_types, use_sliding_window)")
+    if config.get("logit_scale", 1.0) != 1.0:
+        raise source.refusal(f"logit_scale={config['logit_scale']}")
     rows, kv_rows = (len(source.tensor(f"{layer}self_attn.{name}_proj.weight")) for name in "qk")
     normed = source.tensors.get(f"{layer}self_attn.q_norm.weight")
     width = (
@@ -196,20 +221,6 @@ def decoder(source: PublishedHead, layer: str, embeddings: Embeddings, *, slidin
     }
 
 
-def _check_options(source: PublishedHead, layer: str, *, sliding: bool) -> None:
-    """Refuse options that the shared decoder layer lacks, such as a sliding window unless `sliding` allows it."""
-    config = source.config
-    for name in sorted(source.tensors):
-        if name.startswith(layer) and name.endswith("_proj.bias"):
-            raise source.refusal(f"a bias in its layer, {name} (attention_bias, qkv_bias)")
-    if config.get("hidden_act") not in ACTIVATIONS:
-        raise source.refusal(f"hidden_act={config['hidden_act']}")
-    if not sliding and (config.get("use_sliding_window") or "sliding_attention" in (config.get("layer_types") or ())):
-        raise source.refusal("a sliding window (layer_types, use_sliding_window)")
-    if config.get("logit_scale", 1.0) != 1.0:
-        raise source.refusal(f"logit_scale={config['logit_scale']}")
-
-
 def is_targets_embedding(table: Tensor, embeddings: Embeddings) -> bool:
     """Return whether a table (V, D) is the target's embedding, except for rounding and some targets' scale."""
     parts = torch.arange(len(table)).split(4096)  # the whole in fp32 may take gigabytes
@@ -217,24 +228,3 @@ def is_targets_embedding(table: Tensor, embeddings: Embeddings) -> bool:
     scale, scatter = first.norm() / table[parts[0]].float().norm(), float(first.std())
     rows = ((table[ids].float() * scale, embedding_of(embeddings, ids).float().cpu()) for ids in parts)
     return all(torch.allclose(ours, theirs, rtol=2e-2, atol=2e-2 * scatter) for ours, theirs in rows)
-
-
-def _checked_embeddings(source: PublishedHead, embeddings: Embeddings, *, trained: bool) -> set[str]:
-    """Return the names of embeddings; those not `trained` are compared with the target's, which replaces them."""
-    names = {name for name in source.tensors if name.endswith(EMBEDDING)}
-    expected = (embeddings.vocab_size, embeddings.hidden_size)
-    for name in names:
-        if (shape := tuple(source.tensors[name].shape)) != expected:
-            raise source.error(
-                f"{name} is {shape}, expected {expected}, the target's own; choose the head's target with model.path"
-            )
-        if not trained and not is_targets_embedding(source.tensors[name], embeddings):
-            log.warning(
-                "%s: %s is not the target's embedding, which is read in its place: the head may draft worse than where "
-                "its own is read; choose the head's own target with model.path if this is not it", source.folder, name,
-            )  # fmt: skip
-    return names
-
-
-def _few(names: list[str]) -> str:
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
