@@ -35,7 +35,7 @@ def convert(folder: Path, served: dict[str, Any], target: str, say: Callable[[st
         ValueError: the converter failed; the last line that it wrote.
     """
     out = folder.with_name(f"{folder.name}-openvino")
-    models = {"target": (target, TASK[:2]), "head": (str(folder), TASK)}
+    models = {"head": (str(folder), TASK), "target": (target, TASK[:2])}  # the small one, which may fail, first
     commands = [
         [CLI, "export", "openvino", "-m", model, *words, str(out / name)] for name, (model, words) in models.items()
     ]
