@@ -50,10 +50,10 @@ $(SERVED): $(addprefix tests/serving/,requirements.txt versions.txt engines.txt 
 	rm -r $(SERVING)/wheels
 	@touch $(SERVED)
 
-# torchvision, which optimum-intel asks for and no language model needs, must be of torch's own build.
+# torchvision, which optimum-intel asks for and no language model needs, must be of torch's own build; a newer one lifts torch.
 $(INTEL)/.installed: tests/serving/intel.txt | $(SERVED)
 	$(call environment,$(INTEL))
-	$(INTEL)/bin/python -m pip install -r $<
+	$(INTEL)/bin/python -m pip install torch==$(TORCH) -r $<
 	$(INTEL)/bin/python -m pip uninstall --yes torchvision
 	@touch $@
 

@@ -12,7 +12,7 @@ pass of the frozen target. Batches and anchors depend on seed and step.
 
 import os
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Annotated

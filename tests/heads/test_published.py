@@ -206,10 +206,12 @@ def test_specforges_norm_output_is_the_norm_before_the_lm_head(
     nested: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     head, tensors, config = eagle3_authors()
-    said = {**config, "norm_output": True, **({"eagle_config": {"return_hidden_post_norm": True}} if nested else {})}
+    modelopt = {"eagle_config": {"return_hidden_post_norm": True, "next_layer_regular": True}}
+    said = {**config, "norm_output": True, **(modelopt if nested else {})}
     with caplog.at_level(logging.WARNING):
         loaded = load_published(publish(tmp_path, tensors, said), toys.target().embeddings)
     assert ("SpecForge's norm before the lm_head" in caplog.text) is not nested
+    assert ("trains with a second norm of the state" in caplog.text) is nested
     *_, expected = drafts(head)
     *_, found = drafts(loaded)
     assert torch.equal(expected, found) is not nested

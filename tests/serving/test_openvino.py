@@ -55,7 +55,7 @@ def converted(run_with: Callable[..., Path], tmp_path_factory: pytest.TempPathFa
             printed = command("train/publish.py", *said, f"out={out}", PATH=path, HF_HUB_OFFLINE="1")
             todo = [line for line in printed.splitlines() if line.startswith(("optimum-cli", "sed"))]
             assert len(todo) == (0 if converter else 3 - (words is DFLASH))
-            for line in todo[1:]:
+            for line in (each for each in todo if not each.endswith("/target")):
                 environment = {"HOME": str(root), "PATH": PATH, "HF_HUB_OFFLINE": "1"}
                 subprocess.run(["/bin/bash", "-c", line], check=True, capture_output=True, env=environment)
         return out

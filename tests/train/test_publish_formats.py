@@ -89,7 +89,7 @@ def test_openvinos_models_are_converted_or_the_commands_said(
     written = out.with_name("publish-openvino") / "head" / "openvino_model.xml"
     assert written.read_text() == '\n\t<rt_info><hidden_layers_list value="1 11 20" />'
     converter.write_text("#!/bin/sh\necho no class >&2\nexit 3\n")
-    with pytest.raises(ValueError, match=r"examples/tiny .*/target: exit status 3 \(no class\)"):
+    with pytest.raises(ValueError, match=r"publish .*/head: exit status 3 \(no class\)"):
         publish(config(made, "openvino"), HfApi())
     again = publish(config(out, "vllm", target=str(TARGET), out=str(tmp_path / "vllm")), HfApi())
     loaded: list[Any] = [load_found(each, target.embeddings, target.spec) for each in (out, again)]

@@ -245,7 +245,7 @@ def convert(folder: Path, served: Json, target: str, say: Callable[[str], object
         ValueError: the converter failed; the last line that it wrote.
     """
     out = folder.with_name(f"{folder.name}-openvino")
-    models = {"target": (target, TASK[:2]), "head": (str(folder), TASK)}
+    models = {"head": (str(folder), TASK), "target": (target, TASK[:2])}  # the small one, which may fail, first
     commands = [
         [CLI, "export", "openvino", "-m", model, *words, str(out / name)] for name, (model, words) in models.items()
     ]

@@ -70,6 +70,9 @@ def read(source: PublishedHead, embeddings: Embeddings, *, sliding: bool = False
     joined = source.tensors["fc.weight"].shape[1] // embeddings.hidden_size
     layers = 1 + source.count(r"layers\.([1-9]\d*)\.self_attn\.q_proj\.weight$")
     normed = source.count(r"fc_norm\.(\d+)\.weight$") > 0
+    if "next_layer_regular" in nested and source.tensors[f"{first}input_layernorm.weight"].std() > 0:
+        log.warning("%s: NVIDIA modelopt, which wrote it, trains with a second norm of the state, input_layernorm, "
+                    "that no engine has: it drafts worse than in its training", source.folder)  # fmt: skip
     joint = f"{JOINT}.weight" in source.tensors or any(where.get("norm_before_fc") for where in (source.config, nested))
     ids = drafted_by_offsets(source, embeddings)
     if source.config.get("fc_norm"):
