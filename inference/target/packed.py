@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 KINDS = torch.float32, torch.bfloat16
 MAX_ROWS = 64  # a larger product hides the copy
+MIN_SIZE = 2**17  # numbers of a weight; of a smaller one the call costs more than the product
 PACKED: WeakKeyDictionary[nn.Module, tuple[tuple[int, int], Tensor]] = WeakKeyDictionary()
 
 
@@ -28,7 +29,9 @@ def pack(module: nn.Module) -> None:
 
 def is_packable(weight: Tensor) -> bool:
     """Whether oneDNN has a fast product for a weight of this kind."""
-    if weight.device.type != "cpu" or weight.dtype not in KINDS or not torch.backends.mkldnn.is_available():
+    if weight.device.type != "cpu" or weight.dtype not in KINDS or weight.numel() < MIN_SIZE:
+        return False
+    if not torch.backends.mkldnn.is_available():
         return False
     return weight.dtype != torch.bfloat16 or torch.ops.mkldnn._is_mkldnn_bf16_supported()
 

@@ -12,7 +12,7 @@ from inference.target.packed import PACKED, is_packable, pack
 @pytest.fixture(params=[torch.bfloat16, torch.float32])
 def layers(request: pytest.FixtureRequest) -> tuple[nn.Linear, nn.Linear]:
     """Return a packed layer and its unpacked copy."""
-    plain = nn.Linear(96, 160, dtype=request.param)
+    plain = nn.Linear(96, 2048, dtype=request.param)
     if not is_packable(plain.weight):
         pytest.skip("oneDNN has no bfloat16 on this machine")
     packed = deepcopy(plain)
