@@ -72,7 +72,7 @@ class TargetEmbeddings(nn.Module):
             logits = self._traced(hidden, ids)
         else:
             logits = self._rows(ids)(hidden)
-        logits = logits.unflatten(0, shape) if len(shape) != 1 else logits
+        logits = logits.reshape(*shape, logits.shape[-1])
         logits = logits if self.factor == 1 else logits * self.factor
         return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
 
