@@ -26,18 +26,14 @@ from eval.report.write import row_of
 from heads import HEADS
 from heads.common.command import command
 from heads.common.errors import one_line
-from heads.common.progress import progress
 from heads.common.ranges import Count
 from heads.common.typed import typed
 from heads.common.untrusted import visible
 from heads.formats.hub import load_found, sibling_spec
 from heads.formats.published.export import assert_known
 from heads.formats.store import CONFIG
-from inference.decode import RequestParams, speculate
-from inference.drafters.head import HeadDrafter
 from inference.drafters.policy import TreeConfig, check_tree
 from inference.target.target import Target
-from inference.verification.sample import GREEDY
 from ops.examine import (
     OWN,
     WRONG,
@@ -53,6 +49,7 @@ from ops.examine import (
     written,
     wrong,
 )
+from train.release.hub import decoded
 
 BUNDLED, NAME = "tiny", "acceptance"
 NOTHING = 1.05  # τ below which a head is useless
@@ -112,11 +109,10 @@ def acceptance(head: Examined, target: Target, loaded: Any, config: DoctorConfig
     Raises:
         ValueError: the workload that is given cannot be read.
     """
-    drafting = loaded.to(device=target.device, dtype=target.dtype).eval()
-    kind = next(name for name, class_ in HEADS.items() if type(drafting) is class_)
+    kind = next(name for name, class_ in HEADS.items() if type(loaded) is class_)
     workload = config.workload or head.prompts or BUNDLED
     reported = _row(head, kind, short_name(workload)) if target.takes_trees else None
-    chain = TreeConfig("chain", min(config.depth, drafting.max_depth), 0, 0, [], [])
+    chain = TreeConfig("chain", min(config.depth, loaded.max_depth), 0, 0, [], [])
     tree = chain if reported is None else _tree(head, reported.tree) or chain
     try:
         check_tree(target, tree, kind)
@@ -126,10 +122,9 @@ def acceptance(head: Examined, target: Target, loaded: Any, config: DoctorConfig
             raise
         return unknown(NAME, f"nothing to measure on ({error})")
     limit = head.report["settings"].get("max_new_tokens") if reported is not None else None
-    settings = RequestParams(min(limit or config.max_new_tokens, config.max_new_tokens), GREEDY)
     prompts = [prompt.token for prompt in read.prompts]
-    drafter = HeadDrafter(drafting, tree, kind)
-    generations = [speculate(target, drafter, prompt, settings) for prompt in progress(prompts, "decoding")]
+    tokens = min(limit or config.max_new_tokens, config.max_new_tokens)
+    generations = decoded(target, loaded, tree, prompts, tokens)
     tau = metrics.acceptance(generations).tau or 1.0  # answers of one token have no step
     bounds = metrics.tau_interval(generations, 0, metrics.clustered(prompts)) or (tau, tau)
     here = f"τ {_shown(tau, bounds)} on {len(prompts)} prompts of {read.name}, tree {tree.label}"

@@ -258,7 +258,7 @@ class Stepper:
         self.stall += self.source.stall - stall
         logged = bad is not None or (step + 1) % trainer.log_every == 0
         record = {**numbers, "lr": self.rate(step), **({} if bad is None else {"skipped": True})}
-        return Step(record={**record, **self.cost(step)} if logged else None, bad=bad)
+        return Step(record={**record, **self.cost()} if logged else None, bad=bad)
 
     def micro_batches(self, step: int) -> tuple[list[MicroBatch], int]:
         """Return a step's micro-batches, the rollout's included, and the target's tokens for the rollout."""
@@ -282,7 +282,7 @@ class Stepper:
         grad_norm /= self.accelerator.num_processes
         return {**first, **metrics, "grad_norm": grad_norm, "rows": int(rows)}
 
-    def cost(self, step: int) -> Json:
+    def cost(self) -> Json:
         """Return the cost per step since the last record: rates of all processes, other numbers of this one."""
         steps, rows, stall = self.steps, self.rows, self.stall
         self.steps, self.rows, self.stall = 0, 0, 0.0

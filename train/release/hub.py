@@ -107,6 +107,13 @@ def files_of(folder: Path) -> list[str]:
 SLACK = 0.05  # relative difference of τ: a format may round a product of two of the head's matrices
 
 
+def decoded(target: Target, head: Any, tree: TreeConfig, prompts: list[list[int]], tokens: int) -> list[Generation]:
+    """Return the greedy answers to prompts, of `tokens` at most, with a head's drafts."""
+    drafter = HeadDrafter(head.to(device=target.device, dtype=target.dtype).eval(), tree, "head")
+    settings = RequestParams(tokens, GREEDY)
+    return [speculate(target, drafter, prompt, settings) for prompt in progress(prompts, "decoding")]
+
+
 def trial_of(run: Path, config: PublishConfig) -> Callable[..., str] | str:
     """Return the check of a written head, or the reason why this machine cannot; refuse another target's head.
 
@@ -135,15 +142,11 @@ def trial_of(run: Path, config: PublishConfig) -> Callable[..., str] | str:
     if not prompts:
         return "no prompt of the run leaves room in the target's context"
 
-    def decoded(head: Any) -> list[Generation]:
-        drafter = HeadDrafter(head.to(device=target.device, dtype=target.dtype).eval(), tree, "head")
-        settings = RequestParams(config.verify_tokens, GREEDY)
-        return [speculate(target, drafter, prompt, settings) for prompt in progress(prompts, "decoding")]
-
-    reference = decoded(trained)
+    reference = decoded(target, trained, tree, prompts, config.verify_tokens)
 
     def check(folder: Path, complaint: str, remedy: str = "") -> str:
-        generations = decoded(load_found(folder, target.embeddings, target.spec))
+        head = load_found(folder, target.embeddings, target.spec)
+        generations = decoded(target, head, tree, prompts, config.verify_tokens)
         tau, before = (metrics.acceptance(results).tau or 0.0 for results in (generations, reference))
         same = [result.tokens for result in generations] == [result.tokens for result in reference]
         if not same or abs(tau - before) > SLACK * before:
