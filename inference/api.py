@@ -132,15 +132,14 @@ def generate(
     ids = text_ids(prompt, target.tokenizer) if isinstance(prompt, str) else prompt
     stream, pieces = TextStream(target.tokenizer), list[str]()
 
-    def show(piece: str, origin: str) -> None:
-        pieces.append(piece)
-        if piece and on_text is not None:
-            on_text(piece, origin)
-
     def receive(tokens: list[int], origins: list[str]) -> None:
         for token, origin in zip(tokens, origins, strict=True):
-            show(stream.push(token), origin)
+            pieces.append(stream.push(token))
+            if pieces[-1] and on_text is not None:
+                on_text(pieces[-1], origin)
 
     generation = speculate(target, drafter, ids, settings or configured().request(), receive)
-    show(stream.rest(), "bonus")
+    if (rest := stream.rest()) and on_text is not None:
+        on_text(rest, "bonus")
+    pieces.append(rest)
     return "".join(pieces), generation

@@ -73,7 +73,18 @@ class Vocabulary:
 
     def follow(self, token: list[int]) -> list[int]:
         """Return for each token its one counterpart, or its text spelled longest token first."""
-        return [token_id for t in token for token_id in ([self.one[t]] if t in self.one else self._spell(t))]
+        found = list[int]()
+        for t in token:
+            rest, spelled = ("", [self.one[t]]) if t in self.one else (self.texts.get(t, ""), [])
+            while rest:
+                length = next((n for n in range(len(rest), 0, -1) if rest[:n] in self.ids), None)
+                if length is None:  # the assistant cannot read it and goes on without
+                    spelled = []
+                    break
+                spelled.append(self.ids[rest[:length]])
+                rest = rest[length:]
+            found += spelled
+        return found
 
     def to_assistant(self, token: Int[Tensor, "N"]) -> Int[Tensor, "N"]:
         """Return the counterparts; a token without one has no probability, and its node's answer no use."""
@@ -86,16 +97,6 @@ class Vocabulary:
         scattered = logits.new_full((len(logits), self.size), float("-inf"))
         scattered[:, self.ours] = logits[:, self.theirs]
         return scattered
-
-    def _spell(self, token: int) -> list[int]:
-        rest, spelled = self.texts.get(token, ""), []
-        while rest:
-            length = next((n for n in range(len(rest), 0, -1) if rest[:n] in self.ids), None)
-            if length is None:
-                return []  # the assistant cannot read it and goes on without
-            spelled.append(self.ids[rest[:length]])
-            rest = rest[length:]
-        return spelled
 
 
 def token_texts(model: Target) -> dict[int, str]:

@@ -330,16 +330,6 @@ RULES = {
 COUPLED = "coupled"
 
 
-def check_rule(rule: str, lossy: bool) -> None:
-    """Refuse a rule that does not exist, and a lossy one that is not asked for as such."""
-    if rule != AUTO and rule not in RULES:
-        raise ValueError(f"rule is {rule!r}: choose {AUTO} or one of {', '.join(RULES)}")
-    if is_lossy(rule) and not lossy:
-        raise ValueError(
-            f"rule={rule} changes the target's distribution: set lossy=true to allow it, or choose rule={AUTO}"
-        )
-
-
 def is_lossy(rule: str) -> bool:
     """Return whether a rule changes the target's distribution."""
     return rule != AUTO and RULES[rule].bar is not None

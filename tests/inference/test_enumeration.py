@@ -10,7 +10,7 @@ from torch import Tensor
 
 from inference.verification.rules import RULES
 from inference.verification.sample import Sampling, distribution
-from inference.verification.tree import DraftTree, paths
+from inference.verification.tree import DraftTree
 from tests import oracle
 from tests.enumeration import (
     EXACT,
@@ -32,7 +32,7 @@ from tests.enumeration import (
     verify,
     verify_on_device,
 )
-from tests.oracle import PathNode, Rng
+from tests.oracle import PathNode, Rng, paths
 
 T1 = SAMPLINGS["T1"]
 Found = tuple[list[int], int]
