@@ -106,8 +106,9 @@ def loaded(config: GenerateConfig, target: Target | None = None) -> tuple[Target
 def target_of(config: GenerateConfig, folder: Path | None) -> ModelConfig:
     """Return the target to load: what is configured, of a head in a folder its own."""
     model = {key: value for key, value in config.model.items() if value is not None}
-    names_target = folder is not None and not is_published(folder)  # a published head does not name its target
-    saved = read_config(folder)["target"] if folder and names_target else {"name": config.fallback}
+    saved = {"name": config.fallback}
+    if folder is not None and not is_published(folder):  # a published head does not name its target
+        saved = read_config(folder)["target"]
     if saved.get("adapter") is not None:
         model = {"adapter": saved["adapter"], **model}
     target = model_config(**{"path": target_path(saved["name"]), **model})

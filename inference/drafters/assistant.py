@@ -105,7 +105,7 @@ def token_texts(model: Target) -> dict[int, str]:
     "Ġthe" of a byte-level BPE, "▁the" of a sentencepiece model and the word "the" of a word-level one are all " the".
     """
     tokenizer, special = model.tokenizer, {*_special(model.tokenizer).values()}
-    before = list(tokenizer("the", add_special_tokens=False)["input_ids"])[-1:]
+    before = tokenizer("the", add_special_tokens=False).input_ids[-1:]
     shown, tokens = len(decode(tokenizer, before)), sorted({*tokenizer.get_vocab().values()} - special)
     texts = {t: decode(tokenizer, [*before, t])[shown:] for t in tokens if t < model.embeddings.vocab_size}
     return {t: text for t, text in texts.items() if text and UNFINISHED not in text}
@@ -238,8 +238,7 @@ class AssistantState(DrafterState):
 
     def expand(self, state: Any, level: LevelOutput, nodes: LevelNodes) -> LevelOutput:
         """Score one more tree level, as `DraftHead.expand` says; the keys and values live in the assistant's cache."""
-        above = [self.nodes[parent] for parent in nodes.parent[0].tolist()]
-        return self.answer(self.branch(nodes.token[0], above))
+        return self.answer(self.branch(nodes.token[0], [self.nodes[parent] for parent in nodes.parent[0].tolist()]))
 
     def branch(self, token: Int[Tensor, "N"], above: list[int]) -> Float[Tensor, "N A"]:
         """Run a new node of the target's tokens under each of the nodes `above`; return the assistant's own logits.

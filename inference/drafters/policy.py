@@ -434,6 +434,8 @@ def by_confidence(
         parent = index // width
         nodes = growth.add(token, parent)
         scores.append(reached)
+        if step + 1 == depth:
+            break
         if is_dynamic:
             chosen = reached.topk(min(config.top_k, reached.shape[1])).indices
         else:  # scores fall along a level, so those to expand come first
@@ -443,7 +445,7 @@ def by_confidence(
             if allow_host_sync and count:
                 count = int((reached >= best[:, -1:]).sum(1).max())
             chosen = torch.arange(count, device=token.device).expand(len(token), -1)
-        if step + 1 == depth or not chosen.shape[1]:
+        if not chosen.shape[1]:
             break
         growth.descend(*(rows.gather(1, chosen) for rows in (token, parent, nodes)))
         score = reached.gather(1, chosen)

@@ -144,11 +144,6 @@ def typical(p: Float[Tensor, "B N V"]) -> Float[Tensor, "B N"]:
     return (DELTA * torch.exp(-entropy)).clamp_max(EPSILON)
 
 
-def threshold(p: Float[Tensor, "B N V"]) -> Float[Tensor, "B N"]:
-    """LOSSY. Return one bar after every node."""
-    return p.new_full(p.shape[:-1], THRESHOLD)
-
-
 def lenient(
     tree: DraftTree, p: Float[Tensor, "B N V"], bar: Callable[[Float[Tensor, "B N V"]], Float[Tensor, "B N"]]
 ) -> Bool[Tensor, "B N"]:
@@ -325,7 +320,7 @@ RULES = {
     "traversal": Rule(False, traversal),
     "coupled": Rule(),
     "typical": Rule(bar=typical),
-    "threshold": Rule(bar=threshold),
+    "threshold": Rule(bar=lambda p: p.new_full(p.shape[:-1], THRESHOLD)),  # LOSSY: one bar after every node
 }
 COUPLED = "coupled"
 
