@@ -24,7 +24,7 @@ from heads.common.progress import progress
 from heads.modules.vocab import scatter_logits
 from inference.decode import Generation, RequestParams, autoregress
 from inference.drafters.head import HeadDrafter
-from inference.drafters.policy import BY_CONFIDENCE, TreeConfig, candidates
+from inference.drafters.policy import BY_CONFIDENCE, TreeConfig, by_confidence
 from inference.protocol import Drafter, DraftInputs
 from inference.target.target import Target
 from inference.verification.sample import GREEDY, Sampling, distribution
@@ -94,8 +94,9 @@ def rank_text(
         done = root
         for tree in largest:
             tokens = text.token[root + 1 : root + 1 + depth]
-            tree_and_score = candidates(head, state, level, tree, roots, depth)
-            grown[growth_key(tree)].append(tree_acceptance(*tree_and_score, tokens, min(depth, tree.depth)))
+            growth, score = by_confidence(head, state, level, tree, roots, min(depth, head.max_depth))
+            whole = DraftTree(*(row[0] for row in growth.whole()))
+            grown[growth_key(tree)].append(tree_acceptance(whole, score[0], tokens, min(depth, tree.depth)))
         root += 1
         if steps_alone:
             accepted = accepted_of(grown[growth_key(tree)][-1], tree, text.limit - (root - text.start) - 1)[0]

@@ -106,8 +106,9 @@ def loaded(config: GenerateConfig, target: Target | None = None) -> tuple[Target
 def target_of(config: GenerateConfig, folder: Path | None) -> ModelConfig:
     """Return the target to load: what is configured, of a head in a folder its own."""
     model = {key: value for key, value in config.model.items() if value is not None}
-    names_target = folder is not None and not is_published(folder)  # a published head does not name its target
-    saved = read_config(folder)["target"] if folder and names_target else {"name": config.fallback}
+    saved = {"name": config.fallback}
+    if folder is not None and not is_published(folder):  # a published head does not name its target
+        saved = read_config(folder)["target"]
     if saved.get("adapter") is not None:
         model = {"adapter": saved["adapter"], **model}
     target = model_config(**{"path": target_path(saved["name"]), **model})
@@ -132,15 +133,14 @@ def generate(
     ids = text_ids(prompt, target.tokenizer) if isinstance(prompt, str) else prompt
     stream, pieces = TextStream(target.tokenizer), list[str]()
 
-    def show(piece: str, origin: str) -> None:
-        pieces.append(piece)
-        if piece and on_text is not None:
-            on_text(piece, origin)
-
     def receive(tokens: list[int], origins: list[str]) -> None:
         for token, origin in zip(tokens, origins, strict=True):
-            show(stream.push(token), origin)
+            pieces.append(stream.push(token))
+            if pieces[-1] and on_text is not None:
+                on_text(pieces[-1], origin)
 
     generation = speculate(target, drafter, ids, settings or configured().request(), receive)
-    show(stream.rest(), "bonus")
+    if (rest := stream.rest()) and on_text is not None:
+        on_text(rest, "bonus")
+    pieces.append(rest)
     return "".join(pieces), generation

@@ -7,6 +7,7 @@ from threading import Lock
 
 import torch
 
+from heads.common.errors import one_line
 from heads.common.progress import tick
 from inference.protocol import DraftBatch, Drafter
 from inference.request import Generation, Request, RequestParams
@@ -38,14 +39,6 @@ class Service:
         """Put another drafter for the same target into service."""
         with self.lock:
             self.drafter = drafter
-
-    def refuse(self, drafter: Drafter, error: Exception, former: Drafter) -> None:
-        """Put a batch's former drafter back in place of one that failed, unless a third one is in service by now."""
-        with self.lock:
-            if self.drafter is drafter:
-                self.drafter = self.working = former
-        cause = str(error).strip().split("\n")[0]
-        log.warning("%s is put back: %s fails (%s)", former.name, drafter.name, cause)
 
 
 TREE_ENTRIES = 64  # entries of the cache behind a text, for trees of sources that do not say how many they need
@@ -131,7 +124,8 @@ class Batch:
             if (last := self.slots.pop()) is not None:
                 from_slot, slot = len(self.slots), self.slots.index(None)
                 self.slots[slot] = last
-                self.cache.move(from_slot, slot)
+                self.cache.active[from_slot].move(slot)
+                self.cache.active[slot] = self.cache.active[from_slot]
                 self.drafts.move(from_slot, slot, self.cache.active[slot].length)
         del self.cache.active[len(self.slots) :]
 
@@ -142,7 +136,10 @@ class Batch:
         try:
             self.swap(drafter)
         except (AssertionError, AttributeError, LookupError, OSError, RuntimeError, TypeError, ValueError) as error:
-            self.service.refuse(drafter, error, self.drafter)
+            with self.service.lock:  # unless a third one is in service by now
+                if self.service.drafter is drafter:
+                    self.service.drafter = self.service.working = self.drafter
+            log.warning("%s is put back: %s fails (%s)", self.drafter.name, drafter.name, one_line(error))
         else:
             self.service.working = drafter
 

@@ -71,7 +71,8 @@ class Drafted(NamedTuple):
 class Context(NamedTuple):
     """What the host drafts a sequence from: its tokens, how the target is sampled, the randomness, and the depth left.
 
-    No node or look-ahead token may be deeper than `max_draft_depth`: there the target's context or the answer ends.
+    No node may be deeper than `max_draft_depth`: there the target's context or the answer ends, and deeper look-ahead
+    tokens run at its position.
     `cache` holds the target's entries before the last token. Only a drafter that drafts with the target itself writes
     to it: entries behind the committed ones, which it drops again.
     """

@@ -16,7 +16,7 @@ from inference.target.cache import TargetCache
 from inference.target.model import TargetOutput
 from inference.target.target import Target, check_prompt
 from inference.verification.rng import Draws, exponential_noise, seed_key
-from inference.verification.rules import COUPLED, check_rule
+from inference.verification.rules import AUTO, COUPLED, RULES, is_lossy
 from inference.verification.sample import Sampling, distribution, penalize
 from inference.verification.tree import DraftTree
 
@@ -49,7 +49,12 @@ class RequestParams:
 
     def __post_init__(self) -> None:
         """Check the rule and the lengths."""
-        check_rule(self.rule, self.lossy)
+        if self.rule not in (AUTO, *RULES):
+            raise ValueError(f"rule is {self.rule!r}: choose {AUTO} or one of {', '.join(RULES)}")
+        if is_lossy(self.rule) and not self.lossy:
+            raise ValueError(
+                f"rule={self.rule} changes the target's distribution: set lossy=true to allow it, or choose rule={AUTO}"
+            )
         given: Any = self.stop
         if isinstance(given, str) or "" in given:  # of a string each letter would be one
             raise ValueError(f"stop is {given!r}: give a tuple of strings, none of them empty")
@@ -206,13 +211,6 @@ class Request:
             max_draft_depth = self.target.switch.max_draft_depth(prefix, max_draft_depth)
         sampling, coupled = self.settings.sampling, self.settings.rule == COUPLED
         return Context(self.context, sampling, Draws(self.key, len(self.context), coupled), max_draft_depth, self.cache)
-
-    def renew(self) -> None:
-        """Recompute all cache entries under the other side of the rope's switch, the root in their pass."""
-        prefix = self.cache.length
-        self.cache.keep(0, [])
-        self.target.prefill(torch.tensor(self.context, device=self.target.device), self.cache)
-        self.cache.keep(prefix, [])
 
     @property
     def left(self) -> tuple[int, int]:

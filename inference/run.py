@@ -10,7 +10,7 @@ from pathlib import Path
 if __name__ == "__main__":  # the checkout's root in place of inference/, so that its files shadow no module
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 from omegaconf import DictConfig
 from rich.console import Console
@@ -48,15 +48,6 @@ def chat_ids(messages: list[dict[str, str]], tokenizer: PreTrainedTokenizerBase)
     return list(tokenize(tokenizer, text, add_special_tokens=False)["input_ids"])
 
 
-def painted(console: Console) -> Callable[[str, str], None]:
-    """Return a function that prints a piece in its source's colour: no wrapping, no markup, no control characters."""
-
-    def show(text: str, source: str) -> None:
-        console.out(visible(text), style=STYLES[source], highlight=False, end="")
-
-    return show
-
-
 def summary(generation: Generation) -> str:
     """Return one line of numbers: τ and the speed of decoding, without the prefill and its token."""
     if not generation.steps:
@@ -73,7 +64,11 @@ def answer(
     target: Target, drafter: Drafter, ids: list[int], settings: RequestParams, console: Console
 ) -> tuple[str, Generation]:
     """Decode one prompt, print it meanwhile and a summary after it; return its text and numbers."""
-    text, generation = api.generate(target, drafter, ids, settings, painted(console))
+
+    def show(piece: str, source: str) -> None:
+        console.out(visible(piece), style=STYLES[source], highlight=False, end="")  # no markup, no control characters
+
+    text, generation = api.generate(target, drafter, ids, settings, show)
     console.print()
     console.print(Text(summary(generation), style="dim"), soft_wrap=True)
     return text, generation

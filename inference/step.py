@@ -10,7 +10,7 @@ import time
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -95,25 +95,31 @@ class DeviceStep:
         self.static = target.device.type == "cuda" and steady
         self.graphs = Graphs(target.device) if target.captures and steady else None
         self.compiled_stages = StageCache()
-        self.slots: Slots | None = None
-        self.eos_mask: Tensor | None = None  # which tokens "V" end an answer
         self.masks_eos = False  # whether an answer of these may not end at once
         self.current: list[Request] = []  # whose state the slots hold
         self.masked = False  # whether sequences take no part in the pass at hand
         self.penalises = False  # whether it penalises seen tokens
 
+    @cached_property
+    def slots(self) -> Slots:
+        """The buffers of all slots."""
+        size, vocab_size, on = self.cache.storage.size, self.target.embeddings.vocab_size, self.target.device
+        with torch.inference_mode(False):  # compiled stages write to no inference tensor
+            numbers = torch.zeros(6, size, dtype=torch.long, device=on)
+            return Slots._make([*numbers, torch.zeros(size, vocab_size, dtype=torch.bool, device=on)])
+
+    @cached_property
+    def eos_mask(self) -> Bool[Tensor, "V"]:
+        """Which tokens end an answer."""
+        mask = torch.zeros(self.target.embeddings.vocab_size, dtype=torch.bool, device=self.target.device)
+        mask[sorted(self.target.eos)] = True
+        return mask
+
     def load_slots(self, requests: Sequence[Request]) -> None:
         """Write the state of sequences to the slots: others came or left."""
-        size, vocab_size, on = self.cache.storage.size, self.target.embeddings.vocab_size, self.target.device
-        if self.slots is None:
-            with torch.inference_mode(False):  # compiled stages write to no inference tensor
-                numbers = torch.zeros(6, size, dtype=torch.long, device=on)
-                self.slots = Slots._make([*numbers, torch.zeros(size, vocab_size, dtype=torch.bool, device=on)])
-                self.eos_mask = torch.zeros(vocab_size, dtype=torch.bool, device=on)
-                self.eos_mask[sorted(self.target.eos)] = True
         values = [[one.context[-1], one.cache.length, *one.left, 1, one.key] for one in requests]
-        values += [[0, 1, 0, 0, 0, 0]] * (size - len(values))  # idle: of no entry at all came NaN
-        for buffer, column in zip(self.slots[:6], torch.tensor(values, device=on).T, strict=True):
+        values += [[0, 1, 0, 0, 0, 0]] * (len(self.slots.root) - len(values))  # idle: of no entry at all came NaN
+        for buffer, column in zip(self.slots[:6], torch.tensor(values, device=self.target.device).T, strict=True):
             buffer.copy_(column)
         for slot, request in enumerate(requests):
             if (seen_tokens := request.seen_tokens()) is not None:
@@ -191,7 +197,6 @@ class DeviceStep:
 
     def active(self, requests: Sequence[Request]) -> Slots:
         """Return the slots of the pass at hand."""
-        assert self.slots is not None
         if self.static or len(requests) == len(self.slots.root):
             return self.slots
         return Slots(*(buffer[: len(requests)] for buffer in self.slots))
@@ -204,8 +209,11 @@ class DeviceStep:
         timer.mark(None)
         for slot in group:
             if switch is not None and switch.recomputes(requests[slot].cache.length):
-                requests[slot].renew()
-        assert self.slots is not None
+                cache = requests[slot].cache  # its entries are computed again, under the other side of the switch
+                prefix, text = cache.length, torch.tensor(requests[slot].context, device=self.target.device)
+                cache.keep(0, [])
+                self.target.prefill(text, cache)
+                cache.keep(prefix, [])
         mixed = len(group) < len(requests)
         contexts = [request.begin() if slot in group else None for slot, request in enumerate(requests)]
         if mixed or self.masked:
@@ -221,8 +229,7 @@ class DeviceStep:
         for has_q in {True, *(self.plan.has_q or ())}:
             self.rule(settings, has_q=has_q)  # refuses what it does not fit
         slots = self.active(requests)
-        if self.captures:
-            assert self.graphs is not None
+        if self.static and self.graphs is not None:
             self.graphs.keep(self.held_tensors())
         if self.compiles:
             self.compiled_stages.keep([*self.held_tensors(), *self.target.embeddings.kept_rows()])
@@ -230,7 +237,6 @@ class DeviceStep:
 
     def held_tensors(self) -> list[Tensor]:
         """Return the tensors that stages read and write in place."""
-        assert self.slots is not None
         rows = self.drafts.traits.rows
         return [*self.slots, *self.cache.storage.blocks, *([] if rows is None else rows.tensors())]
 
@@ -287,10 +293,9 @@ class DeviceStep:
         run = stage
         if self.compiles and stage in (DeviceStep.draft, DeviceStep.extend):
             run = partial(self.compiled_stages, (stage, *self.key), compiled(stage, self.target.device.type))
-        if not self.captures:
-            return run(self, *args)
-        assert self.graphs is not None
-        return self.graphs((stage, *self.key), run, self, *args)
+        if self.static and self.graphs is not None:
+            return self.graphs((stage, *self.key), run, self, *args)
+        return run(self, *args)
 
     def draft(self, slots: Slots, kv_length: int, settings: RequestParams) -> Drafted:
         """Draft a tree for each sequence."""
@@ -374,7 +379,6 @@ class DeviceStep:
             seen_tokens = slots.seen_tokens[:, None].expand(-1, logits.shape[1], -1).scatter(2, path.clamp_min(0), True)
             logits = penalize(logits, seen_tokens, sampling)
         if self.masks_eos:
-            assert self.eos_mask is not None
             early = (drafted.depth < slots.min_tokens_left[:, None])[..., None]
             logits = logits.masked_fill(early & self.eos_mask, float("-inf"))
         return logits

@@ -73,7 +73,18 @@ class Vocabulary:
 
     def follow(self, token: list[int]) -> list[int]:
         """Return for each token its one counterpart, or its text spelled longest token first."""
-        return [token_id for t in token for token_id in ([self.one[t]] if t in self.one else self._spell(t))]
+        found = list[int]()
+        for t in token:
+            rest, spelled = ("", [self.one[t]]) if t in self.one else (self.texts.get(t, ""), [])
+            while rest:
+                length = next((n for n in range(len(rest), 0, -1) if rest[:n] in self.ids), None)
+                if length is None:  # the assistant cannot read it and goes on without
+                    spelled = []
+                    break
+                spelled.append(self.ids[rest[:length]])
+                rest = rest[length:]
+            found += spelled
+        return found
 
     def to_assistant(self, token: Int[Tensor, "N"]) -> Int[Tensor, "N"]:
         """Return the counterparts; a token without one has no probability, and its node's answer no use."""
@@ -87,16 +98,6 @@ class Vocabulary:
         scattered[:, self.ours] = logits[:, self.theirs]
         return scattered
 
-    def _spell(self, token: int) -> list[int]:
-        rest, spelled = self.texts.get(token, ""), []
-        while rest:
-            length = next((n for n in range(len(rest), 0, -1) if rest[:n] in self.ids), None)
-            if length is None:
-                return []  # the assistant cannot read it and goes on without
-            spelled.append(self.ids[rest[:length]])
-            rest = rest[length:]
-        return spelled
-
 
 def token_texts(model: Target) -> dict[int, str]:
     """Return what tokens but special ones add in the middle of a text, without those of a part of a character.
@@ -104,7 +105,7 @@ def token_texts(model: Target) -> dict[int, str]:
     "Ġthe" of a byte-level BPE, "▁the" of a sentencepiece model and the word "the" of a word-level one are all " the".
     """
     tokenizer, special = model.tokenizer, {*_special(model.tokenizer).values()}
-    before = list(tokenizer("the", add_special_tokens=False)["input_ids"])[-1:]
+    before = tokenizer("the", add_special_tokens=False).input_ids[-1:]
     shown, tokens = len(decode(tokenizer, before)), sorted({*tokenizer.get_vocab().values()} - special)
     texts = {t: decode(tokenizer, [*before, t])[shown:] for t in tokens if t < model.embeddings.vocab_size}
     return {t: text for t, text in texts.items() if text and UNFINISHED not in text}
@@ -237,8 +238,7 @@ class AssistantState(DrafterState):
 
     def expand(self, state: Any, level: LevelOutput, nodes: LevelNodes) -> LevelOutput:
         """Score one more tree level, as `DraftHead.expand` says; the keys and values live in the assistant's cache."""
-        above = [self.nodes[parent] for parent in nodes.parent[0].tolist()]
-        return self.answer(self.branch(nodes.token[0], above))
+        return self.answer(self.branch(nodes.token[0], [self.nodes[parent] for parent in nodes.parent[0].tolist()]))
 
     def branch(self, token: Int[Tensor, "N"], above: list[int]) -> Float[Tensor, "N A"]:
         """Run a new node of the target's tokens under each of the nodes `above`; return the assistant's own logits.

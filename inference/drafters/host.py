@@ -65,31 +65,25 @@ class HostBatch(DraftBatch):
     """The states of a batch's sequences, and what they propose in the step at hand."""
 
     def __init__(self, sources: Sequence[HostDrafter]) -> None:
-        self.free = list(sources)
         self.traits = DraftTraits(False, sources[0].reads_logits, sources[0].single)
-        self.slots: list[tuple[HostDrafter, DrafterState] | None] = [None] * len(sources)
+        self.slots: list[tuple[HostDrafter, DrafterState | None]] = [(source, None) for source in reversed(sources)]
         self.proposals: list[Proposal | None] = []  # by slot
 
     def start_sequence(self, slot: int, token: list[int], features: TargetOutput) -> None:
-        """Begin a sequence, by the source of the one that has left its slot if there was one."""
-        pair = self.slots[slot]
-        source = self.free.pop() if pair is None else pair[0]
+        """Begin a sequence."""
+        source = self.slots[slot][0]
         state = source.start(token[:-1])
         state.update(CommittedTokens(token[-1:]))
         self.slots[slot] = source, state
 
     def move(self, from_slot: int, slot: int, length: int) -> None:
-        """Move a sequence's state."""
-        left, self.slots[slot], self.slots[from_slot] = self.slots[slot], self.slots[from_slot], None
-        if left is not None:
-            self.free.append(left[0])
+        """Move a sequence's state with its source."""
+        self.slots[slot], self.slots[from_slot] = self.slots[from_slot], self.slots[slot]
 
     def begin(self, contexts: Sequence[Context | None], longest: int) -> DraftPlan:
         """Let the sequences propose."""
-        pairs = zip(self.slots, contexts, strict=False)
-        return self.planned(
-            [None if context is None or pair is None else pair[1].propose(context) for pair, context in pairs]
-        )
+        states = zip([state for _, state in self.slots], contexts, strict=False)
+        return self.planned([state.propose(context) if state and context else None for state, context in states])
 
     def planned(self, proposals: list[Proposal | None]) -> DraftPlan:
         """Return the plan of a step's proposals; where there is none, the root is verified."""
@@ -155,10 +149,10 @@ class HostBatch(DraftBatch):
 
     def learn(self, slot: int, token: list[int], path: list[int], logits: Float[Tensor, "M V"] | None) -> None:
         """Tell a sequence's state what became of its proposal."""
-        proposal, pair = self.proposals[slot], self.slots[slot]
-        assert pair is not None
+        proposal, state = self.proposals[slot], self.slots[slot][1]
+        assert state is not None
         verified = None if proposal is None else Verified(proposal.tree, path)
         if proposal is not None and verified is not None and logits is not None:
             ahead = None if proposal.look_ahead is None else logits[self.size :][: len(proposal.look_ahead.token)]
             verified = verified._replace(logits=logits[: len(proposal.tree.token)], look_ahead=ahead)
-        pair[1].update(CommittedTokens(token, verified))
+        state.update(CommittedTokens(token, verified))

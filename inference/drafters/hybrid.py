@@ -91,9 +91,7 @@ class HybridBatch(HostBatch):
 
     def record(self, slot: int) -> Record:
         """Return what both drafters have been worth to a sequence's slot."""
-        pair = self.slots[slot]
-        assert pair is not None
-        return self.drafters[id(pair[0])].record
+        return self.drafters[id(self.slots[slot][0])].record
 
     def begin(self, contexts: Sequence[Context | None], longest: int) -> DraftPlan:
         """Take the lookups that promise more; the others are drafted for, unless there are none."""

@@ -91,7 +91,16 @@ class Window(DrafterState):
         # Towards the end of the answer the columns that would reach beyond it fall away.
         width = max(0, min(len(self.levels[0]), max_draft_depth - self.config.ngram + 3))
         self.levels = [level[:width] for level in self.levels]
-        tree = merge(root, [rest[:max_draft_depth] for rest in reversed(self.pool.get(root, {}))])
+        token, parent, node_of = [root], [-1], dict[tuple[int, int], int]()
+        for ngram in reversed(self.pool.get(root, {})):  # common beginnings once
+            node = 0
+            for drafted in ngram[:max_draft_depth]:
+                if (node, drafted) not in node_of:
+                    node_of[node, drafted] = len(token)
+                    token.append(drafted)
+                    parent.append(node)
+                node = node_of[node, drafted]
+        tree = DraftTree(torch.tensor(token), torch.tensor(parent))
         if width == 0:
             return Proposal(tree)
         self.levels[0][0] = root
@@ -109,18 +118,3 @@ def window(levels: int, width: int, nodes: int) -> tuple[Int[Tensor, "R"], Bool[
     above = (column == column[:, None]) & (level <= level[:, None])
     root = (torch.arange(nodes) == 0).expand(len(index), -1)
     return level + column, torch.cat([root, before | above], 1)
-
-
-def merge(root: int, sequences: list[tuple[int, ...]]) -> DraftTree:
-    """Return the tree of all the sequences, common beginnings once."""
-    token, parent = [root], [-1]
-    node_of: dict[tuple[int, int], int] = {}
-    for sequence in sequences:
-        node = 0
-        for drafted in sequence:
-            if (node, drafted) not in node_of:
-                node_of[node, drafted] = len(token)
-                token.append(drafted)
-                parent.append(node)
-            node = node_of[node, drafted]
-    return DraftTree(torch.tensor(token), torch.tensor(parent))

@@ -3,7 +3,7 @@
     chain    one node a depth.
     static   a list of rank paths: (0, 2) is the third child of the root's first child (Medusa, EAGLE-1).
     dynamic  EAGLE-2 (arXiv 2406.16858): expand the most probable nodes of each level, keep the best of all.
-    best_first  the most probable nodes of all, within a budget (OPT-Tree, arXiv 2406.17276; see `_by_confidence`).
+    best_first  the most probable nodes of all, within a budget (OPT-Tree, arXiv 2406.17276; see `by_confidence`).
     sampled  a fixed number of children a depth, sampled without replacement; their probs q go on to verification.
 
 LevelNodes of different parents are compared by probabilities that greedy decoding sharpens (`inverse_temperature_of`).
@@ -330,13 +330,13 @@ def grow_batch(
     expands all nodes.
     """
     if config.kind in BY_CONFIDENCE:
-        growth, scores = _by_confidence(
+        growth, scores = by_confidence(
             head, state, level, config, roots, head.max_depth, allow_host_sync=allow_host_sync
         )
         if not allow_host_sync or bool((max_draft_depth < len(growth.sizes) - 1).any()):
             depths = [level.new_full(level.shape[1:], depth) for depth, level in enumerate(growth.token)]
             scores = scores.masked_fill(torch.cat(depths) > max_draft_depth[:, None], float("-inf"))
-        tree = trees.best_n(growth.whole(), scores, config.nodes)[0]
+        tree = trees.best_n(growth.whole(), scores, config.nodes)
         return tree, trees.ancestors(tree), None
     samples = None if config.kind == "static" else roots.samples
     q: list[Tensor] = []  # not list[Tensor](), which dynamo does not trace
@@ -399,19 +399,7 @@ def _shape(paths: tuple[tuple[int, ...], ...], device: torch.device) -> tuple[li
     return levels, trees.ancestors(DraftTree(torch.zeros_like(parent), parent))[None]
 
 
-def candidates(
-    head: Expander, state: Any, level: LevelOutput, config: TreeConfig, roots: DraftInputs, depth: int
-) -> tuple[DraftTree, Float[Tensor, "N"]]:
-    """Return all that a dynamic or best_first tree of one root drafts before it is cut, and the scores it is cut by.
-
-    The scores are the nodes' cumulative log-probabilities as nodes are compared (`inverse_temperature_of`), 0 at the
-    root.
-    """
-    growth, scores = _by_confidence(head, state, level, config, roots, min(depth, head.max_depth))
-    return DraftTree(*(row[0] for row in growth.whole())), scores[0]
-
-
-def _by_confidence(
+def by_confidence(
     head: Expander,
     state: Any,
     level: LevelOutput,
@@ -446,6 +434,8 @@ def _by_confidence(
         parent = index // width
         nodes = growth.add(token, parent)
         scores.append(reached)
+        if step + 1 == depth:
+            break
         if is_dynamic:
             chosen = reached.topk(min(config.top_k, reached.shape[1])).indices
         else:  # scores fall along a level, so those to expand come first
@@ -455,7 +445,7 @@ def _by_confidence(
             if allow_host_sync and count:
                 count = int((reached >= best[:, -1:]).sum(1).max())
             chosen = torch.arange(count, device=token.device).expand(len(token), -1)
-        if step + 1 == depth or not chosen.shape[1]:
+        if not chosen.shape[1]:
             break
         growth.descend(*(rows.gather(1, chosen) for rows in (token, parent, nodes)))
         score = reached.gather(1, chosen)

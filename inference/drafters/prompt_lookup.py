@@ -57,7 +57,12 @@ class TextIndex(DrafterState):
     def propose(self, context: Context) -> Proposal:
         """Copy what followed the longest n-gram that occurred before."""
         self.extend(context.token[len(self.text) :])
-        draft = self.lookup(min(self.drafter.config.tokens, context.max_draft_depth))
+        count, draft = min(self.drafter.config.tokens, context.max_draft_depth), list[int]()
+        starts = (self.after.get(tuple(self.text[-n:])) for n in self.drafter.sizes)
+        if (start := next((one for one in starts if one is not None), None)) is not None:
+            draft = self.text[start : start + count]
+            # After the end nothing can be accepted, and the end itself comes as well as the pass's own token.
+            draft = draft[: next((i for i, token in enumerate(draft) if token in self.drafter.eos), len(draft))]
         return Proposal(chain(torch.tensor([context.token[-1], *draft])))
 
     def extend(self, tokens: list[int]) -> None:
@@ -71,14 +76,3 @@ class TextIndex(DrafterState):
                     if not (first and gram in after):
                         after[gram] = end
             text.append(token)
-
-    def lookup(self, count: int) -> list[int]:
-        """Return up to `count` tokens that may follow the text, none from the end of the answer on."""
-        for n in self.drafter.sizes:
-            start = self.after.get(tuple(self.text[-n:]))
-            if start is not None:
-                draft = self.text[start : start + count]
-                # After the end nothing can be accepted, and the end itself comes as well as the pass's own token.
-                end = next((i for i, token in enumerate(draft) if token in self.drafter.eos), len(draft))
-                return draft[:end]
-        return []

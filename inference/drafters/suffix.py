@@ -211,8 +211,8 @@ class Suffix(HostDrafter):
             self.past.start()
             self.past.extend(output)
             while self.past.nodes > self.config.memory_nodes:
-                texts = self.past.texts
-                self.past = SuffixTree.of(self.config.depth, texts[-(len(texts) // 2) :] if texts[1:] else [])
+                newer = self.past.texts[(len(self.past.texts) + 1) // 2 :]
+                self.past = SuffixTree.of(self.config.depth, newer)
 
 
 class SuffixState(DrafterState):

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cache, partial
+from itertools import groupby
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -24,7 +25,7 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
 from heads.base import to_device
-from heads.modules import flex, tree_attention
+from heads.modules import flex
 from heads.modules.attention import pattern
 from heads.modules.layers import grouped_attention
 
@@ -76,12 +77,13 @@ def packing(model: "transformers.PreTrainedModel") -> Packing | None:
 
 def spans_of(document: Int[Tensor, "B T"]) -> list[Span]:
     """Return the documents of packed sequences, padding as one."""
-    first = torch.ones_like(document, dtype=torch.bool)
-    first[:, 1:] = document[:, 1:] != document[:, :-1]
-    starts = first.flatten().nonzero()[:, 0].tolist()
-    length = document.shape[1]
-    stops = [*starts[1:], document.numel()]
-    return [Span(a // length, a % length, (b - 1) % length + 1) for a, b in zip(starts, stops, strict=True)]
+    spans = []
+    for row, ids in enumerate(document.tolist()):
+        begin = 0
+        for _, same in groupby(ids):
+            spans.append(Span(row, begin, begin + len([*same])))
+            begin = spans[-1].end
+    return spans
 
 
 class Documents:
@@ -222,13 +224,6 @@ def repeated(
 def takes_groups(query: Tensor, *, masked: bool) -> bool:
     """Whether a memory-linear kernel supports grouped queries: on CUDA only without a mask, in 16 bits."""
     return query.device.type != "cuda" or (query.dtype in HALF and not masked)
-
-
-def use_kernels(device: torch.device) -> None:
-    """Disable cuDNN's attention, whose plans take tens of milliseconds a new length; prepare our kernel."""
-    if device.type == "cuda":
-        torch.backends.cuda.enable_cudnn_sdp(False)
-        tree_attention.prepare(device)
 
 
 class Ragged(NamedTuple):

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, TypeVar
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Int
 from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedConfig
 from transformers.cache_utils import (
@@ -42,16 +42,6 @@ class KVSpec(NamedTuple):
     width: int
     dtype: torch.dtype
     device: torch.device
-
-    @classmethod
-    def of(cls, states: Float[Tensor, "B G T E"]) -> "KVSpec":
-        """Return the spec of keys or values."""
-        return cls(states.shape[1], states.shape[3], states.dtype, states.device)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of one entry."""
-        return self.groups * self.width * self.dtype.itemsize
 
 
 # The specs of each layer's keys and values, for the layers that a first pass caches.
@@ -131,7 +121,7 @@ class Storage:
         """Bytes of all layers' keys and values by device, allocated or not."""
         total = Counter[torch.device]()
         for spec in (spec for pair in self.layout.values() for spec in pair):
-            total[spec.device] += spec.nbytes * self.size * self.capacity
+            total[spec.device] += spec.groups * spec.width * spec.dtype.itemsize * self.size * self.capacity
         return total
 
     def reserve(self, capacity: int) -> None:
@@ -150,7 +140,8 @@ class Storage:
         if end > self.capacity:
             self.reserve(2 * end)
         if layer not in self.layers:
-            self.layout.setdefault(layer, (KVSpec.of(keys), KVSpec.of(values)))
+            key, value = (KVSpec(one.shape[1], one.shape[3], one.dtype, one.device) for one in (keys, values))
+            self.layout.setdefault(layer, (key, value))
             self._add({i: specs for i, specs in self.layout.items() if i not in self.layers})
         return self.layers[layer]
 
@@ -283,11 +274,6 @@ class BatchCache:
         assert slot < self.storage.size
         self.active[slot : slot + 1] = [self.make(self.storage, slot)]
         return self.active[slot]
-
-    def move(self, from_slot: int, slot: int) -> None:
-        """Move a sequence to a vacant slot."""
-        self.active[from_slot].move(slot)
-        self.active[slot] = self.active[from_slot]
 
 
 class Call(NamedTuple):

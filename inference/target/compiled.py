@@ -56,6 +56,7 @@ class Compiled:
         self.target, self.layer_calls = target, dict[nn.Module, Any]()
         target.few_sizes = True
         allow_forms()
+        self.failure = f"{target.name}: torch.compile fails on its passes", "engine.compile"
         self.compiled = torch.compile(self.forward, fullgraph=True, backend=BACKEND)
 
     def __call__(
@@ -71,34 +72,25 @@ class Compiled:
         if attn_mask is None:
             attn_mask = torch.ones(*token.shape, batch_pass.end, dtype=torch.bool, device=token.device)
         mask = self.target.attention_mask(attn_mask, position, key_position)
-        if batch_pass.steady:
-            with self.compiling(), self.compiled_layers():
-                return self.target.forward(token, position, mask, batch_pass, layers)
+        if batch_pass.steady:  # its decoder layers are compiled; prompts, of any length, run uncompiled
+            for layer in self.target.decoder_layers:  # equal layers share inductor's code
+                if layer not in self.layer_calls:
+                    layer.compile(fullgraph=True, backend=BACKEND)
+                    self.layer_calls[layer] = layer._compiled_call_impl
+                layer._compiled_call_impl = self.layer_calls[layer]
+            try:
+                with compiling(*self.failure):
+                    return self.target.forward(token, position, mask, batch_pass, layers)
+            finally:
+                for layer in self.target.decoder_layers:
+                    layer._compiled_call_impl = None
         for tensor in (token, position, batch_pass.write_index, *_tensors(mask)):
             for dim in range(tensor.dim()):
                 torch._dynamo.maybe_mark_dynamic(tensor, dim)
-        with self.compiling():
+        with compiling(*self.failure):
             return self.compiled(
                 token, position, mask, batch_pass.keys, batch_pass.values, batch_pass.write_index, layers
             )
-
-    @contextmanager
-    def compiled_layers(self) -> Iterator[None]:
-        """Run the decoder layers compiled for a while; prompts, of any length, run uncompiled."""
-        for layer in self.target.decoder_layers:  # equal layers share inductor's code
-            if layer not in self.layer_calls:
-                layer.compile(fullgraph=True, backend=BACKEND)
-                self.layer_calls[layer] = layer._compiled_call_impl
-            layer._compiled_call_impl = self.layer_calls[layer]
-        try:
-            yield
-        finally:
-            for layer in self.target.decoder_layers:
-                layer._compiled_call_impl = None
-
-    def compiling(self) -> AbstractContextManager[None]:
-        """See `compiling`."""
-        return compiling(f"{self.target.name}: torch.compile fails on its passes", "engine.compile")
 
     def forward(
         self,

@@ -49,14 +49,13 @@ class EmbeddingsOnly:
         """
         chosen_device = device_named(device)
         kind = dtype_named(dtype, chosen_device, path, trust_remote_code)
-        remote = {"trust_remote_code": trust_remote_code}
         try:
             tokenizer = load_tokenizer(path, trust_remote_code)
             config: Any = read_target_config(path, trust_remote_code)
             if getattr(config, "quantization_config", None) is not None:
                 raise ValueError("its weights are quantised")
             with torch.device("meta"):
-                model = transformers.AutoModelForCausalLM.from_config(config, **remote)
+                model = transformers.AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
             model.tie_weights()
             count = model.config.get_text_config().num_hidden_layers
             parts = [model.get_input_embeddings(), model.get_output_embeddings(), final_norm(model.base_model, count)]

@@ -56,16 +56,14 @@ def _llm_int8(_dtype: torch.dtype) -> Any:
     return transformers.BitsAndBytesConfig(load_in_8bit=True, llm_int8_threshold=0.0)
 
 
-def _nf4(dtype: torch.dtype) -> Any:
-    return transformers.BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=dtype)
-
-
 # transformers' configuration of each method.
 METHODS: dict[str, Callable[[torch.dtype], Any]] = {
     "int8": lambda _: transformers.QuantoConfig(weights="int8"),
     "torchao_int8": _torchao,
     "bnb_int8": _llm_int8,
-    "bnb_nf4": _nf4,
+    "bnb_nf4": lambda dtype: transformers.BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=dtype
+    ),
 }
 
 

@@ -19,6 +19,7 @@ from transformers import PreTrainedTokenizerBase
 from heads import rows
 from heads.base import Features, to_device
 from heads.common.target_config import EXPERTS, cache_argument, context_of
+from heads.modules import tree_attention
 from inference.target import loading
 from inference.target.attention import (
     ATTENTION,
@@ -32,7 +33,6 @@ from inference.target.attention import (
     attention_as,
     group_attention,
     spans_of,
-    use_kernels,
 )
 from inference.target.cache import BatchCache, BatchPass, Layout, RecurrentCache, Storage, TargetCache, recurrence
 from inference.target.checkpoint import fingerprint
@@ -177,8 +177,17 @@ class TargetModel:
         self.placed = placed
         self.device, self.dtype, self.embeddings = self.placed.device, model.dtype, self.placed.embeddings
         self.base: nn.Module = model.base_model
-        self.decoder_layers = _decoder_layers(self.base, self.config.num_hidden_layers)
-        use_kernels(self.device)
+        count, lists = (
+            self.config.num_hidden_layers,
+            (one for one in self.base.modules() if isinstance(one, nn.ModuleList)),
+        )
+        layers = next((one for one in lists if len(one) == count), None)
+        if layers is None:
+            raise ValueError(f"{self.architecture}: no stack of {count} decoder layers found; choose another target")
+        self.decoder_layers = layers
+        if self.device.type == "cuda":  # cuDNN's attention takes tens of milliseconds to plan for each new length
+            torch.backends.cuda.enable_cudnn_sdp(False)
+            tree_attention.prepare(self.device)
         fix_rope(model)
         if getattr(model, "_supports_attention_backend", False):
             group_attention(self.config)
@@ -392,15 +401,6 @@ class TargetModel:
     def _additive(self, attn_mask: Tensor) -> Tensor:
         shut = torch.finfo(self.dtype).min
         return torch.zeros_like(attn_mask, dtype=self.dtype).masked_fill_(~attn_mask, shut)[:, None]
-
-
-def _decoder_layers(base: nn.Module, count: int) -> nn.ModuleList:
-    for module in base.modules():
-        if isinstance(module, nn.ModuleList) and len(module) == count:
-            return module
-    raise ValueError(
-        f"{type(base).__name__}: no stack of {count} decoder layers found; this architecture is not supported"
-    )
 
 
 Stub = Callable[[Tensor], Tensor]

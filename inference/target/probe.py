@@ -46,13 +46,13 @@ def check(target: TargetModel) -> bool:
             even a chain cannot be verified.
     """
     window: Any = getattr(target.config, APPLIED, None)
-    if window is None or not getattr(target.model, "_supports_attention_backend", False):
-        return _check(target)
-    setattr(target.config, APPLIED, min(window, PROMPT))
+    if window is not None and getattr(target.model, "_supports_attention_backend", False):
+        setattr(target.config, APPLIED, min(window, PROMPT))
     try:
         return _check(target)
     finally:
-        setattr(target.config, APPLIED, window)
+        if window is not None:
+            setattr(target.config, APPLIED, window)
 
 
 def _check(target: TargetModel) -> bool:

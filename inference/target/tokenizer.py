@@ -84,9 +84,9 @@ def _why(error: Exception) -> str:
 UNFINISHED = "\ufffd"
 
 
-def decode(tokenizer: PreTrainedTokenizerBase, token: list[int], special: bool = False) -> str:
-    """Return the text of tokens as it is, that of special tokens only if wanted."""
-    return str(tokenizer.decode(token, skip_special_tokens=not special, clean_up_tokenization_spaces=False))
+def decode(tokenizer: PreTrainedTokenizerBase, token: list[int]) -> str:
+    """Return the text of tokens as it is, without special tokens."""
+    return str(tokenizer.decode(token, skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
 
 class TextStream:
@@ -96,8 +96,8 @@ class TextStream:
     last but one piece of text are decoded again.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, special: bool = False) -> None:
-        self.tokenizer, self.special = tokenizer, special
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self.tokenizer = tokenizer
         self.tokens: list[int] = []
         self.begin = self.shown = 0  # tokens[begin:shown] is the last piece shown, the context of the next
 
@@ -113,5 +113,5 @@ class TextStream:
     def rest(self) -> str:
         """Return the text that is held back."""
         shown, tokens = self.tokens[self.begin : self.shown], self.tokens[self.begin :]
-        before, whole = (decode(self.tokenizer, some, self.special) for some in (shown, tokens))
+        before, whole = (decode(self.tokenizer, some) for some in (shown, tokens))
         return whole[len(before) :]

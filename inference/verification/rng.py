@@ -56,11 +56,6 @@ class Samples:
         """Take the roots' keys."""
         self.root, self.taken = root, 0
 
-    def take(self, count: int) -> int:
-        """Return the number of the first of the next `count` samples."""
-        self.taken += count
-        return self.taken - count
-
     def sample(self, probs: Float[Tensor, "B K V"]) -> Int[Tensor, "B K"]:
         """Sample one token from each row."""
         numbers = uniform(self.root[:, None], self._numbers(probs.shape[1]))
@@ -83,8 +78,8 @@ class Samples:
         return torch.where(best.values > 0, best.indices, -1)
 
     def _numbers(self, count: int) -> Int[Tensor, "K"]:
-        first = self.take(count)
-        return torch.arange(first, first + count, device=self.root.device)
+        self.taken += count
+        return torch.arange(self.taken - count, self.taken, device=self.root.device)
 
 
 BITS = 32

@@ -144,11 +144,6 @@ def typical(p: Float[Tensor, "B N V"]) -> Float[Tensor, "B N"]:
     return (DELTA * torch.exp(-entropy)).clamp_max(EPSILON)
 
 
-def threshold(p: Float[Tensor, "B N V"]) -> Float[Tensor, "B N"]:
-    """LOSSY. Return one bar after every node."""
-    return p.new_full(p.shape[:-1], THRESHOLD)
-
-
 def lenient(
     tree: DraftTree, p: Float[Tensor, "B N V"], bar: Callable[[Float[Tensor, "B N V"]], Float[Tensor, "B N"]]
 ) -> Bool[Tensor, "B N"]:
@@ -325,19 +320,9 @@ RULES = {
     "traversal": Rule(False, traversal),
     "coupled": Rule(),
     "typical": Rule(bar=typical),
-    "threshold": Rule(bar=threshold),
+    "threshold": Rule(bar=lambda p: p.new_full(p.shape[:-1], THRESHOLD)),  # LOSSY: one bar after every node
 }
 COUPLED = "coupled"
-
-
-def check_rule(rule: str, lossy: bool) -> None:
-    """Refuse a rule that does not exist, and a lossy one that is not asked for as such."""
-    if rule != AUTO and rule not in RULES:
-        raise ValueError(f"rule is {rule!r}: choose {AUTO} or one of {', '.join(RULES)}")
-    if is_lossy(rule) and not lossy:
-        raise ValueError(
-            f"rule={rule} changes the target's distribution: set lossy=true to allow it, or choose rule={AUTO}"
-        )
 
 
 def is_lossy(rule: str) -> bool:

@@ -101,8 +101,8 @@ def keep(tree: DraftTree, selected: Bool[Tensor, "N"]) -> tuple[DraftTree, Int[T
     return DraftTree(tree.token[index], torch.where(parent < 0, parent, renumber[parent.clamp_min(0)])), index
 
 
-def best_n(tree: DraftTree, score: Float[Tensor, "*b N"], count: int) -> tuple[DraftTree, Int[Tensor, "*b K"]]:
-    """Return the root and the `count` best-scored other nodes, and their old indices; of several trees side by side.
+def best_n(tree: DraftTree, score: Float[Tensor, "*b N"], count: int) -> DraftTree:
+    """Return the root and the `count` best-scored other nodes; of several trees side by side.
 
     Scores must not rise from parent to child (cumulative probabilities do not), so the best nodes form a tree; ties
     go to the earlier node, which is the ancestor.
@@ -114,4 +114,4 @@ def best_n(tree: DraftTree, score: Float[Tensor, "*b N"], count: int) -> tuple[D
     new_index.scatter_(-1, index, torch.arange(index.shape[-1], device=index.device).expand_as(index))
     parent = tree.parent.gather(-1, index)
     above = torch.where(parent < 0, parent, new_index.gather(-1, parent.clamp_min(0)))
-    return DraftTree(tree.token.gather(-1, index), above), index
+    return DraftTree(tree.token.gather(-1, index), above)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from heads.base import DraftVocabulary, LevelNodes, LevelOutput
-from inference.drafters.policy import TreeConfig, candidates, grow, grow_batch
+from inference.drafters.policy import TreeConfig, by_confidence, grow, grow_batch
 from inference.protocol import Context, DraftInputs
 from inference.verification import tree as trees
 from inference.verification.rng import DRAFT_KEY, Draws, Samples, exponential_noise, hash_key, seed_key
@@ -281,7 +281,8 @@ def test_it_takes_one_call_a_level_and_only_where_a_better_node_may_be() -> None
 def test_what_a_larger_budget_drafts_holds_every_smaller_tree() -> None:
     head, context = Table(False), contexts("greedy")[0]
     level, budget = head.level([[(1,)]]), TreeConfig("best_first", 5, 0, 40, [], [])
-    everything, score = candidates(head, None, level, budget, on_device([context], "greedy"), DEEPEST)
+    growth, (score,) = by_confidence(head, None, level, budget, on_device([context], "greedy"), DEEPEST)
+    everything = DraftTree(*(row[0] for row in growth.whole()))
     for nodes in (3, 8, 20):
         alone = grow(head, None, level, replace(budget, nodes=nodes), context)
-        assert sorted(paths(trees.best_n(everything, score, nodes)[0])) == sorted(paths(alone.tree))
+        assert sorted(paths(trees.best_n(everything, score, nodes))) == sorted(paths(alone.tree))

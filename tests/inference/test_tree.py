@@ -55,8 +55,8 @@ def test_keep_drops_descendants_too() -> None:
 
 def test_best_n_is_a_tree_even_with_ties() -> None:
     score = torch.tensor([0.0, -1.0, -0.5, -1.0, -0.5, -0.5, -0.5])
-    kept, index = trees.best_n(TREE, score, 3)
-    assert index.tolist() == [0, 2, 4, 5]
+    kept = trees.best_n(TREE, score, 3)
+    assert kept.token.tolist() == [10, 12, 14, 15]
     assert kept.parent.tolist() == [-1, 0, 1, 1]
 
 

@@ -9,6 +9,7 @@ positions at once, and a drafted token costs what is left of the weights that de
 import json
 import random
 from dataclasses import asdict, dataclass
+from itertools import product
 from pathlib import Path
 from typing import Annotated, NamedTuple
 
@@ -179,12 +180,12 @@ def recorded(target: Target, prompt: list[int], answer: list[int]) -> Text:
 
 def search(target: Target, texts: list[Text], settings: SearchSettings) -> tuple[Skips, Rating]:
     """Return the best set of skips found, and its rating: random changes from the empty set on, if they rate better."""
-    order, best, size = random.Random(settings.seed), Skips((), ()), len(target.decoder_layers)
+    order, best = random.Random(settings.seed), Skips((), ())
     ratings = {best: rate(target, best, texts, settings.depth)}
+    parts = [*product((0, 1), range(len(target.decoder_layers)))]  # attention and MLP of each layer
     for _ in range(settings.evaluations - 1):
-        count = order.choice((1, order.randint(1, 2 * size)))  # to a near set, or a far one
-        changed = order.sample(range(2 * size), count)
-        flips = ({i for i in changed if i < size}, {i - size for i in changed if i >= size})
+        changed = order.sample(parts, order.choice((1, order.randint(1, len(parts)))))  # to a near set, or a far one
+        flips = ({layer for kind, layer in changed if kind == which} for which in (0, 1))
         skips = Skips(*(tuple(sorted({*old} ^ new)) for old, new in zip(best, flips, strict=True)))
         if skips not in ratings:
             ratings[skips] = rate(target, skips, texts, settings.depth)

@@ -18,7 +18,7 @@ from inference.drafters.host import HostDrafter
 from inference.protocol import CommittedTokens, Context, Proposal
 from inference.target.target import Target
 
-WORKERS = ThreadPoolExecutor(thread_name_prefix="mirror")
+WORKERS = ThreadPoolExecutor()
 Outcome = tuple[int, ...]  # the tokens that a verification commits: the accepted ones, then the target's own
 
 
@@ -49,15 +49,14 @@ class MirrorState(AssistantState):
 
     def __init__(self, drafter: Mirror, prompt: list[int]) -> None:
         super().__init__(drafter.assistant, prompt)
-        self.most, self.tried, self.accepted = drafter.config.outcomes, 4, 3
+        self.most, self.tried, self.accepted, self.drafted = drafter.config.outcomes, 4, 3, 0
         self.work: Future[dict[Outcome, Proposal]] | None = None
         self.ready: Proposal | None = None
 
     def update(self, commit: CommittedTokens) -> None:
         """Take over what was prepared for this outcome, or let the assistant read on."""
-        if commit.verified is not None:
-            self.accepted += len(commit.token) - 1
-            self.tried += len(commit.verified.tree.token) - 1
+        self.accepted += len(commit.token) - 1
+        self.tried += self.drafted
         self.ready = self.work.result().get(tuple(commit.token)) if self.work else None
         self.work = None
         if self.ready is None:
@@ -69,6 +68,7 @@ class MirrorState(AssistantState):
         """Hand out the prepared chain, or draft one; then draft on in the background."""
         proposal = self.ready or super().propose(context)
         chain = proposal.tree.token[1:].tolist()
+        self.drafted = len(chain)
         if chain and self.most:
             self.work = WORKERS.submit(self.ahead, chain, context._replace(token=[*context.token]))
         return proposal
@@ -99,5 +99,5 @@ class MirrorState(AssistantState):
         probs[range(len(chain)), chain] = 0
         probs[:-1] *= (1 - rate) / probs[:-1].sum(-1, keepdim=True).clamp_min(1e-9)
         probs *= rate ** torch.arange(len(probs), device=probs.device)[:, None]
-        best = probs.flatten().topk(min(self.most, probs.numel())).indices.tolist()
-        return [(*chain[: index // probs.shape[1]], index % probs.shape[1]) for index in best]
+        best, size = probs.flatten().topk(min(self.most, probs.numel())).indices, probs.shape[1]
+        return [(*chain[: index // size], index % size) for index in best.tolist()]

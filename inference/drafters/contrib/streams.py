@@ -3,7 +3,8 @@
 Behind a node of a pass stand its streams, one position further each. Where the top `layers` decoder layers begin,
 stream j takes on the node's hidden state plus a learned embedding of j. In these layers low-rank adapters (LoRA, arXiv
 2106.09685) act only on the streams' rows, and the target's final norm and lm_head give stream j's probs of the token
-j + 1 positions after the node's. The paper tunes the target with its streams; here no row of the target's own changes.
+j + 1 positions after the node's. Below these layers the streams' rows run along and are not read. The paper tunes the
+target with its streams; here no row of the target's own changes.
 
 Every node of a tree is verified with its streams behind it as look-ahead tokens, so the pass that accepts a node has
 drafted what may follow its bonus token already. Streams know nothing of each other's tokens, as Medusa's heads do not,
