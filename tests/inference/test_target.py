@@ -27,7 +27,7 @@ from data.batches import check_known, pack
 from data.text.masks import Sample, samples_of
 from data.text.prompts import Prompt, prompt_of
 from data.text.records import parse
-from eval.inputs.workloads import _masking
+from eval.inputs.workloads import MASKING
 from inference.run import chat_ids
 from inference.target import probe
 from inference.target.checkpoint import fingerprint
@@ -265,7 +265,7 @@ def test_what_a_template_raises_is_one_line(template: str) -> None:
     tokenizer = tokenizer_with(template)
     for render in (
         lambda: prompt_of(RECORD, tokenizer),
-        lambda: samples_of(RECORD, tokenizer, "f", replace(_masking(), on_bad="fail"), Counter()),
+        lambda: samples_of(RECORD, tokenizer, "f", replace(MASKING, on_bad="fail"), Counter()),
         lambda: chat_ids([{"role": "user", "content": "a"}], tokenizer),
     ):
         with pytest.raises(ValueError, match=r"the chat template of toy (refuses it|is broken): .") as caught:
