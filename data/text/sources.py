@@ -168,8 +168,8 @@ def open_source(
             raise ValueError(f"{path}: no file's name holds the split {split}; set data.split")
         return Files(name, tuple(chosen), streaming, where)
     if glob.has_magic(name):
-        found = set(map(Path, glob.glob(str(path), recursive=True)))  # `**/` may find a file twice
-        matched = tuple(sorted(file for file in found if file.is_file() and not _is_beside(file)))
+        paths = set(map(Path, glob.glob(str(path), recursive=True)))  # `**/` may find a file twice
+        matched = tuple(sorted(file for file in paths if file.is_file() and not _is_beside(file)))
         if not matched:
             raise ValueError(f"{name}: no file matches; give a pattern that does")
         return Files(name, matched, streaming, where)

@@ -235,8 +235,8 @@ def gathered(
     Prompts of equal `content` count as one.
     """
     most = selection.prompts + selection.warmup
-    found = islice(read_prompts(locate(name)), SEARCHED if selection.balanced else most)
-    records: list[Indexed] = list(enumerate(found))
+    readable_records = islice(read_prompts(locate(name)), SEARCHED if selection.balanced else most)
+    records: list[Indexed] = list(enumerate(readable_records))
     if not records:
         raise ValueError(f"workload {name} has no prompts: give a file with one prompt a line")
     selected = records

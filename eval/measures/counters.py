@@ -62,35 +62,33 @@ def samples(page: str) -> Iterator[tuple[str, dict[str, str], float]]:
 
 def read_counters(page: str) -> Counters | None:
     """Read a metrics page's counters of speculation, summed over engines and ranks; None for other servers' pages."""
-    page_samples = list(samples(page))
-    prefixes = {name.partition(":")[0] for name, _, _ in page_samples}
-    engine = next((name for name in ENGINES if name in prefixes), None)
-    if engine is None:
-        return None
     values: dict[str, list[float]] = {}
     positions: dict[int, float] = {}
-    for name, labels, value in page_samples:
+    for name, labels, value in samples(page):
         values.setdefault(name, []).append(value)
         position = labels.get("position", "")
         if (
-            name == f"{engine}:spec_decode_num_accepted_tokens_per_pos"
+            name.endswith(":spec_decode_num_accepted_tokens_per_pos")
             and position.isdecimal()
             and len(position) <= DIGITS
         ):
             positions[int(position)] = positions.get(int(position), 0.0) + value
-    totals = {name: sum(column) for name, column in values.items()}
-    drafts = totals.get(DRAFTS[engine])
+    engine = next((name for name in ENGINES if any(key.startswith(f"{name}:") for key in values)), None)
+    if engine is None:
+        return None
+    total = {name: sum(column) for name, column in values.items()}.get
+    drafts = total(DRAFTS[engine])
     widths = {value for value in values.get("sglang:spec_num_draft_tokens", []) if value > 0}
     return Counters(
         engine=engine,
         drafts=None if engine == LLAMA and not drafts else drafts,  # llama.cpp has it, as 0, without speculation too
-        draft_tokens=totals.get(f"{engine}:spec_decode_num_draft_tokens"),
-        accepted=totals.get(f"{engine}:spec_decode_num_accepted_tokens"),
+        draft_tokens=total(f"{engine}:spec_decode_num_draft_tokens"),
+        accepted=total(f"{engine}:spec_decode_num_accepted_tokens"),
         by_depth=tuple(positions.get(position, 0.0) for position in range(max(positions, default=-1) + 1)),
         width=widths.pop() if len(widths) == 1 else None,
-        finished=totals.get(FINISHED[engine]),
+        finished=total(FINISHED[engine]),
         started=values[START][0] if START in values else None,
-        generated=totals.get(f"{engine}:generation_tokens"),
+        generated=total(f"{engine}:generation_tokens"),
     )
 
 

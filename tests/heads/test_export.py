@@ -253,7 +253,7 @@ def test_every_format_and_head_is_tried() -> None:
         ("block", {**BLOCK, "markov_rank": 4}, "vllm", "markov_rank with from_anchor=false"),
         ("block", {**BLOCK, "domino": 12}, "vllm", "domino=12, which SGLang alone runs"),
         ("block", {**BLOCK, "conv": 2}, "vllm", "one of conv and selector_rank, and DFlash2 has both"),
-        ("block", {**BLOCK, **DFLASH2, "from_anchor": True}, "sglang", "from_anchor=true, and DFlash2 drafts from its"),
+        ("block", {**BLOCK, **DFLASH2, "from_anchor": True}, "sglang", "from_anchor=true, and DFlash drafts from its"),
         ("mlp", {}, "vllm", "no engine loads a head of kind mlp; train head=eagle3"),
         ("medusa", {}, "sglang", "kind medusa, which can take the form of vllm, medusa"),
     ],

@@ -243,7 +243,7 @@ def test_specforges_norm_output_is_the_norm_before_the_lm_head(
         (dspark, {"markov_head_type": "rnn"}, "markov_head_type"),
         (dflash, {"dflash_config": {"target_layer_ids": [0, 2]}}, "mask_token_id"),
         (dflash, {"block_size": None}, "block_size"),
-        (dflash, {"dflash_config": {"use_swa": True}}, "a sliding window (use_swa)"),
+        (dflash, {"dflash_config": {"use_swa": True}}, "use_swa=True"),
         (dflash, {"dflash_config": {"mask_token_id": 40, "target_layer_ids": [0, 2]}}, "mask_token_id is 40"),
         (dflash, {"dflash_config": {"mask_token_id": 7}}, "does not join the default five"),
         (domino, {"dflash_config": {"mask_token_id": 7, "target_layer_ids": [0, 2]}}, "pure_draft_prefix_len=None"),
