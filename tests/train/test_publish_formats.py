@@ -95,6 +95,9 @@ def test_openvinos_models_are_converted_or_the_commands_said(
     loaded: list[Any] = [load_found(each, target.embeddings, target.spec) for each in (out, again)]
     assert loaded[0].config == loaded[1].config
     assert all(torch.equal(a, b) for a, b in zip(*(each.state_dict().values() for each in loaded), strict=True))
+    (out / "tokenizer_reference.json").write_text('{"tokenizer_sha256": "another"}')
+    with pytest.raises(ValueError, match=r"tiny: its tokenizer.json is not .*, by .*/tokenizer_reference.json$"):
+        publish(config(out, "openvino", target=str(TARGET), out=str(tmp_path / "other")), HfApi())
 
 
 def test_what_cannot_be_exported_is_one_line_and_leaves_no_folder(tmp_path: Path, target: EmbeddingsOnly) -> None:

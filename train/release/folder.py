@@ -115,6 +115,13 @@ def tokenizer_sha256(model: str) -> str | None:
     return content_hash(local) if local.is_file() else None
 
 
+def assert_tokenizer(trained: str | None, path: str, of: str) -> None:
+    """Refuse a target whose tokenizer.json has another hash than that of the head's training, if both are known."""
+    given = tokenizer_sha256(path)
+    if trained is not None and given not in (None, trained):
+        raise ValueError(f"target={path}: its tokenizer.json is not the one that the head was trained with, by {of}")
+
+
 def portable(text: str) -> str:
     """Return the text without this machine's paths: the checkout's are relative, the home is ~."""
     home = Path.home()
@@ -153,6 +160,8 @@ def write_format(head: Path, config: PublishConfig, model: str, adapter: str | N
     Refuse another target, and a format that cannot hold this head.
     """
     path, tokenizer = config.target or target_path(model), None
+    published = head / TOKENIZER
+    assert_tokenizer(_read(published, parse_json).get("tokenizer_sha256"), path, str(published))
     target = _load(path, adapter)
     name = next(filter(on_hub, (model, path)), Path(path).name)
     served = TargetFacts(name, target.config.to_dict(), DTYPES[config.dtype], config.draft_tokens)
@@ -204,6 +213,7 @@ def copy_with_head(run: Path, out: Path, config: PublishConfig) -> None:
         raise ValueError(f"target={path}: {error}") from error
     layout = layout_of(values, path)  # refuses before the weights are downloaded
     target = _load(path, None)
+    assert_tokenizer(tokenizer_sha256(spec["name"]), path, spec["name"])
     head = load_head(folder, target.embeddings, target.spec)
     assert isinstance(head, Mtp)
     assert_served(head, path)
