@@ -78,16 +78,20 @@ class HeadBatch(DraftBatch, DraftRows):
 
     def choose(self, running: int) -> None:
         """Choose the tree for a number of running sequences."""
-        self.policy = policy = self.schedule.at(running)
+        self.policy = policy = None if self.paused else self.schedule.at(running)
         self.plan = DraftPlan(max_nodes=self.traits.max_nodes, key=id(policy))
         if policy is not None:
             deepest, sampled = min(policy.deepest, self.head.max_depth), sampled_shape(policy, self.head.max_depth)
             self.plan = self.plan._replace(deepest=deepest, chain=policy.kind == "chain", sampled=sampled)
 
     def resumes(self, running: int) -> bool:
-        """Return whether a step of `running` sequences is the first one with a draft after some without."""
-        resumes = self.paused and self.schedule.at(running) is not None
-        self.paused = self.schedule.at(running) is None
+        """Return whether a step of `running` sequences is the first one with a draft after some without.
+
+        All sequences start again then, so a request that comes and goes may not bring it about: drafts pause until a
+        fifth of the sequences has gone.
+        """
+        pauses = self.schedule.at(running + self.paused * (running // 4)) is None
+        resumes, self.paused = self.paused and not pauses, pauses
         return resumes
 
     def begin(self, contexts: Sequence[Context | None], longest: int) -> DraftPlan:

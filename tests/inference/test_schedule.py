@@ -105,6 +105,13 @@ def test_a_paused_step_reads_once_and_moves_no_buffer(monkeypatch: pytest.Monkey
     assert addresses() == before
 
 
+def test_a_request_that_comes_and_goes_at_the_border_starts_no_text_again() -> None:
+    source = drafter("eagle", toys.target("llama", DOUBLE), scheduled([(1, CHAIN), (9, None)]))
+    drafts = source.batch(12)
+    resumed = [drafts.resumes(running) for running in (8, 9, 8, 9, 8, 7, 8, 9, 6)]
+    assert resumed == [False, False, False, False, False, True, False, False, True]
+
+
 def test_a_head_that_never_drafts_decodes_as_the_baseline_does() -> None:
     target = toys.target("llama", DOUBLE)
     source = drafter("eagle", target, scheduled([(4, None)]))
