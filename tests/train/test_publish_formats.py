@@ -96,7 +96,7 @@ def test_openvinos_models_are_converted_or_the_commands_said(
     assert loaded[0].config == loaded[1].config
     assert all(torch.equal(a, b) for a, b in zip(*(each.state_dict().values() for each in loaded), strict=True))
     (out / "tokenizer_reference.json").write_text('{"tokenizer_sha256": "another"}')
-    with pytest.raises(ValueError, match=r"tiny: its tokenizer.json is not .*, by .*/tokenizer_reference.json$"):
+    with pytest.raises(ValueError, match=r"tiny: its tokenizer.json is not .*/tokenizer_reference.json,"):
         publish(config(out, "openvino", target=str(TARGET), out=str(tmp_path / "other")), HfApi())
 
 

@@ -119,7 +119,7 @@ def assert_tokenizer(trained: str | None, path: str, of: str) -> None:
     """Refuse a target whose tokenizer.json has another hash than that of the head's training, if both are known."""
     given = tokenizer_sha256(path)
     if trained is not None and given not in (None, trained):
-        raise ValueError(f"target={path}: its tokenizer.json is not the one that the head was trained with, by {of}")
+        raise ValueError(f"target={path}: its tokenizer.json is not that of {of}, which the head is for")
 
 
 def portable(text: str) -> str:
@@ -161,7 +161,7 @@ def write_format(head: Path, config: PublishConfig, model: str, adapter: str | N
     """
     path, tokenizer = config.target or target_path(model), None
     published = head / TOKENIZER
-    assert_tokenizer(_read(published, parse_json).get("tokenizer_sha256"), path, str(published))
+    assert_tokenizer(_read(published, parse_json).get("tokenizer_sha256"), path, f"the target in {published}")
     target = _load(path, adapter)
     name = next(filter(on_hub, (model, path)), Path(path).name)
     served = TargetFacts(name, target.config.to_dict(), DTYPES[config.dtype], config.draft_tokens)
