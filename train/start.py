@@ -125,7 +125,8 @@ PROJECTIONS = ("q_proj", "k_proj", "v_proj")
 # Parameters whose inputs differ in EAGLE-3: its projections read an embedding and the state.
 WIDER = tuple(f"block.self_attn.{name}.weight" for name in PROJECTIONS)
 REFITTED = ("block.input_layernorm.weight", *WIDER)
-TOKENS_PER_INPUT, RIDGE = 64, 1e-2  # constants of `solved`; the ridge is relative to the inputs' mean square
+TOKENS_PER_INPUT = 8, 64  # of `solved`, the fewest and the most: of fewer it learns the rows by heart
+RIDGE = 1e-2  # relative to the inputs' mean square
 
 
 def resolve_init(
@@ -266,7 +267,7 @@ def fit_init(head: Any, init: str | None, target: Any, batches: Batches, steps: 
 
     The target's layer reads the state of the layer below at the next position, which a draft cannot know. It is
     predicted from the head's inputs, the token there and the states before, over rows of the first tenth of the
-    training's `steps` at most.
+    training's `steps`, within TOKENS_PER_INPUT.
 
     An MTP module has one projection for it. In EAGLE and EAGLE-3 the prediction is folded into queries, keys and
     values, since EAGLE's attention has no norm before it and EAGLE-3's reads two states. EAGLE feeds back final-normed
@@ -354,7 +355,8 @@ def solved(
     top = (target.embeddings.num_layers - 2, target.embeddings.num_layers - 1)
     # Sums of inputs times inputs, and times labels.
     sums: Any = weight.new_zeros(count, count + width, dtype=torch.float64)
-    steps = min(limit, math.ceil(TOKENS_PER_INPUT * count / batches.step_tokens))
+    least, most = (math.ceil(tokens * count / batches.step_tokens) for tokens in TOKENS_PER_INPUT)
+    steps = min(max(limit, least), most)
     try:
         for batch in (batch for step in progress(range(steps), "fitting the head's start") for batch in batches(step)):
             tick()

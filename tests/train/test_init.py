@@ -31,7 +31,7 @@ LAYERS = "head.feature_layers=[0,1,2]"
 @pytest.fixture(autouse=True)
 def few_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fit on a quarter of the rows: the toys' texts come again and again."""
-    monkeypatch.setattr(start, "TOKENS_PER_INPUT", 16)
+    monkeypatch.setattr(start, "TOKENS_PER_INPUT", (4, 16))
 
 
 def run(*overrides: str) -> RunConfig:
@@ -100,7 +100,11 @@ class Both(Batches):
 
 
 @pytest.mark.parametrize(
-    ("extra", "limit"), [(("head.layer=target", "head.raw_state=true"), 1000), (("head.feature_layers=[0,1]",), 3)]
+    ("extra", "limit"),
+    [
+        (("head.layer=target", "head.raw_state=true"), 1000),
+        (("head.feature_layers=[0,1]",), 3),
+    ],
 )
 def test_its_projection_is_fitted_to_what_that_layer_reads(extra: tuple[str, ...], limit: int) -> None:
     """Over all documents' rows but their last ones, as plain least squares has it; processes add up their sums."""
@@ -114,7 +118,7 @@ def test_its_projection_is_fitted_to_what_that_layer_reads(extra: tuple[str, ...
     fitted = heads[0].eh_proj.weight
     assert torch.allclose(heads[1].eh_proj.weight, fitted, rtol=0, atol=1e-5)
 
-    steps = min(limit, start.TOKENS_PER_INPUT * fitted.shape[1] // (4 * 32))
+    steps = min(limit, start.TOKENS_PER_INPUT[1] * fitted.shape[1] // (4 * 32))
     row = torch.cat([Batches(packed, 4, 4, 0, 0, 1).sequences(step) for step in range(steps)])
     below = target.embeddings.num_layers - 2
     inputs, wanted = [], []
@@ -133,6 +137,18 @@ def test_its_projection_is_fitted_to_what_that_layer_reads(extra: tuple[str, ...
 
     best = torch.linalg.lstsq(torch.cat(inputs).double(), torch.cat(wanted).double()).solution.T.float()
     assert error(best) <= error(fitted) < 1.01 * error(best) < 0.9 * error(before)
+
+
+def test_a_short_training_is_fitted_to_more_rows_than_a_tenth_of_its_own() -> None:
+    """Of fewer rows than inputs the fit learns the rows by heart, and the second step begins at nothing."""
+    target, asked = toys.target(), run("head=mtp", "init=last_layer")
+    packed = pack([Sample(str(i), toys.prompt(i, 6 + i), [1] * (6 + i)) for i in range(26)], 32)
+    heads: list[Any] = [started(asked, target) for _ in range(3)]
+    for head, steps in zip(heads, (3, 20, 40), strict=True):
+        fit_init(head, "last_layer", target, Batches(packed, 4, 2, 0, 0, 1), steps)
+    short, double, longer = (head.eh_proj.weight for head in heads)
+    assert torch.equal(short, double)  # 4 * 64 inputs are 2 steps of 128 tokens
+    assert not torch.equal(short, longer)
 
 
 def test_eagle3_starts_as_the_last_layer_on_what_it_has_in_place_of_that_layers_input() -> None:
