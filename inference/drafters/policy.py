@@ -437,7 +437,7 @@ def by_confidence(
         if step + 1 == depth:
             break
         if is_dynamic:
-            chosen = reached.topk(min(config.top_k, reached.shape[1])).indices
+            score, chosen = reached.topk(min(config.top_k, reached.shape[1]))
         else:  # scores fall along a level, so those to expand come first
             best = torch.cat([best, reached], 1)
             best = best.topk(min(config.nodes - 1, best.shape[1])).values
@@ -445,10 +445,10 @@ def by_confidence(
             if allow_host_sync and count:
                 count = int((reached >= best[:, -1:]).sum(1).max())
             chosen = torch.arange(count, device=token.device).expand(len(token), -1)
+            score = reached[:, :count]
         if not chosen.shape[1]:
             break
         growth.descend(*(rows.gather(1, chosen) for rows in (token, parent, nodes)))
-        score = reached.gather(1, chosen)
     return growth, torch.cat(scores, 1)
 
 
