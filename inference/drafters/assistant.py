@@ -73,7 +73,7 @@ class Vocabulary:
 
     def follow(self, token: list[int]) -> list[int]:
         """Return for each token its one counterpart, or its text spelled longest token first."""
-        found = list[int]()
+        own_tokens = list[int]()
         for t in token:
             rest, spelled = ("", [self.one[t]]) if t in self.one else (self.texts.get(t, ""), [])
             while rest:
@@ -83,8 +83,8 @@ class Vocabulary:
                     break
                 spelled.append(self.ids[rest[:length]])
                 rest = rest[length:]
-            found += spelled
-        return found
+            own_tokens += spelled
+        return own_tokens
 
     def to_assistant(self, token: Int[Tensor, "N"]) -> Int[Tensor, "N"]:
         """Return the counterparts; a token without one has no probability, and its node's answer no use."""

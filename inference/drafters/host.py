@@ -127,8 +127,8 @@ class HostBatch(DraftBatch):
             given = [None if proposal is None else proposal.q for proposal in self.proposals]
             rows = len({*self.plan.sampled} - {-1})
             none = next(one for one in given if one is not None)[:0]
-            drawn = [none if one is None else one for one in given]
-            q = torch.stack([pad(one, (0, 0, 0, rows - len(one)), value=1.0) for one in drawn]).to(device)
+            sampled_from = [none if one is None else one for one in given]
+            q = torch.stack([pad(one, (0, 0, 0, rows - len(one)), value=1.0) for one in sampled_from]).to(device)
         if not self.look_ahead_size:
             return Drafted(tree, mask, q)
         more = (0, self.look_ahead_size)
