@@ -137,10 +137,13 @@ class DeviceStep:
         """Decode one step of the sequences that share a pass."""
         drafted, result, out, accepted = self.run(requests, group)
         rows = result.tolist()  # the one place where the host waits for the device
-        begin, width = time.perf_counter(), accepted.path.shape[1]
-        live, steps = list[int](), dict[int, Step]()
+        begin = time.perf_counter()
+        width = accepted.path.shape[1]
+        live = list[int]()
+        steps = dict[int, Step]()
         for slot in group:
-            request, row = requests[slot], rows[slot]
+            request = requests[slot]
+            row = rows[slot]
             steps[slot] = self.emit(request, row, width)
             if steps[slot].drafted:
                 has_q = self.plan.has_q is None or self.plan.has_q[slot]
@@ -155,7 +158,8 @@ class DeviceStep:
             most = width if self.compiles else max(row[0] for row in rows)
             self.commit(self.active(requests), out, accepted, most)
         for slot in live:
-            token, path = rows[slot][2:][: rows[slot][0]], rows[slot][2 + width :][: rows[slot][0]]
+            token = rows[slot][2:][: rows[slot][0]]
+            path = rows[slot][2 + width :][: rows[slot][0]]
             self.drafts.learn(slot, token, path, None if out.logits is None else out.logits[slot])
             if requests[slot].settings.keep_passes:
                 self.keep_pass(requests[slot], slot, drafted, out, path, token)
@@ -188,7 +192,8 @@ class DeviceStep:
         """Return the slots of sequences that share a pass: sampled alike, and on one side of a rope's switch."""
         if len(requests) != len(self.current) or any(a is not b for a, b in zip(requests, self.current, strict=True)):
             self.load_slots(requests)
-        switch, groups = self.target.switch, defaultdict[Any, list[int]](list)
+        switch = self.target.switch
+        groups = defaultdict[Any, list[int]](list)
         for slot, request in enumerate(requests):
             how = request.settings
             side = switch is not None and request.cache.length >= switch.length
@@ -210,7 +215,8 @@ class DeviceStep:
         for slot in group:
             if switch is not None and switch.recomputes(requests[slot].cache.length):
                 cache = requests[slot].cache  # its entries are computed again, under the other side of the switch
-                prefix, text = cache.length, torch.tensor(requests[slot].context, device=self.target.device)
+                prefix = cache.length
+                text = torch.tensor(requests[slot].context, device=self.target.device)
                 cache.keep(0, [])
                 self.target.prefill(text, cache)
                 cache.keep(prefix, [])
@@ -262,7 +268,8 @@ class DeviceStep:
         """Return how many entries attention reads, in static shapes; else how many there are before a tree."""
         if not self.static:
             return longest
-        end, capacity = longest + self.plan.max_nodes, self.cache.storage.capacity
+        end = longest + self.plan.max_nodes
+        capacity = self.cache.storage.capacity
         return end if end > capacity else min(round_up_kv_length(end), capacity)
 
     @property
@@ -304,7 +311,8 @@ class DeviceStep:
             samples = Samples(hash_key(hash_key(slots.key, DRAFT_KEY), slots.length + 1))
         elif sampling.temperature > 0 and self.plan.deepest:
             position = slots.length[:, None] + 1 + torch.arange(self.plan.deepest + 1, device=slots.root.device)
-            key, vocab_size = slots.key[:, None].expand_as(position), self.target.embeddings.vocab_size
+            key = slots.key[:, None].expand_as(position)
+            vocab_size = self.target.embeddings.vocab_size
             noise = exponential_noise(key, position, vocab_size)
         seen = slots.seen_tokens[:, None] if sampling.repetition_penalty != 1 else None
         roots = DraftInputs(slots.root[:, None], sampling, seen, noise, samples)
@@ -315,7 +323,8 @@ class DeviceStep:
 
     def rule(self, settings: RequestParams, *, has_q: bool = True) -> str:
         """Return the key of the rule that drafts are verified by; `has_q` are those of the shape that is sampled."""
-        greedy, drafts = settings.sampling.temperature == 0, self.plan
+        greedy = settings.sampling.temperature == 0
+        drafts = self.plan
         if not drafts.deepest:
             return "match"
         parents = None if greedy or settings.rule == rules.COUPLED or not has_q else drafts.sampled
@@ -343,7 +352,8 @@ class DeviceStep:
         # Nodes that are too deep are run at the last position, and never accepted; idle slots at the first.
         position = slots.length[:, None] + torch.minimum(depth, slots.max_draft_depth[:, None])
         position = position * slots.active[:, None]
-        token, layers = tree.token.clamp_min(0), self.drafts.traits.feature_layers
+        token = tree.token.clamp_min(0)
+        layers = self.drafts.traits.feature_layers
         proposal = self.plan.proposal
         if count == 1 and not self.static and (self.target.compiled is None or proposal is not None):
             cache = self.cache.active[0]
@@ -420,7 +430,8 @@ class DeviceStep:
                     present &= tree.parent != LOOK_AHEAD
                 accepted = self.accepted(slots, drafted, present, logits, settings)
                 accepted = accepted._replace(committed=accepted.committed * slots.active)
-                ranks, count = rules.ranks(tree).gather(1, accepted.path), present.sum(1) - 1
+                ranks = rules.ranks(tree).gather(1, accepted.path)
+                count = present.sum(1) - 1
             results = [accepted.committed[:, None], count[:, None], accepted.token, accepted.path, ranks]
         if settings.logit_gaps:
             best_two = logits.take_along_dim(accepted.path[..., None], 1).float().topk(2).values
@@ -437,7 +448,8 @@ class DeviceStep:
     ) -> Accepted:
         """Verify drafts by the rule for them."""
         tree, above, plan, sampling = drafted.tree, drafted.ancestor_mask, self.plan, settings.sampling
-        rule, greedy = rules.RULES[self.rule(settings)], sampling.temperature == 0
+        rule = rules.RULES[self.rule(settings)]
+        greedy = sampling.temperature == 0
         choose = partial(self.choose, slots, drafted, processed_logits, sampling)
         assert drafted.depth is not None
         if greedy and rule.bar is None:
@@ -452,17 +464,20 @@ class DeviceStep:
             last, token = rules.walk(tree, present, choose, plan.deepest, allow_host_sync=self.may_read)
         if not greedy and drafted.q is not None and rule.on_device is not None:
             assert plan.sampled is not None
-            p, key = distribution(processed_logits, sampling), hash_key(slots.key, ACCEPT_KEY)
+            p = distribution(processed_logits, sampling)
+            key = hash_key(slots.key, ACCEPT_KEY)
             uniforms = uniform(hash_key(key, slots.length + 1)[:, None], torch.arange(p.shape[1], device=p.device))
             draft = rules.Sampled(plan.sampled, tree.token, present, drafted.q)
             sampled, probs = rule.on_device(draft, p, uniforms, self.may_read)
             position = slots.length + 1 + drafted.depth.gather(1, sampled[:, None])[:, 0]
             after = (probs / exponential_noise(slots.key, position, p.shape[-1])).argmax(-1)
             if all(plan.has_q or ()):
-                last, token = sampled, after
+                last = sampled
+                token = after
             else:
                 has_q = torch.tensor(plan.has_q, device=p.device)
-                last, token = torch.where(has_q, sampled, last), torch.where(has_q, after, token)
+                last = torch.where(has_q, sampled, last)
+                token = torch.where(has_q, after, token)
         return rules.accepted(tree, above, last, token, plan.deepest)
 
     def commit(
@@ -490,7 +505,8 @@ class DeviceStep:
     def advance(self, slots: Slots, out: TargetOutput, accepted: Accepted, max_committed: int) -> Features | None:
         """Compact the cache to the accepted paths and move the slots on; return the rows that drafts learn of."""
         step = torch.arange(max_committed, device=accepted.path.device)
-        path, token = accepted.path[:, :max_committed], accepted.token[:, :max_committed]
+        path = accepted.path[:, :max_committed]
+        token = accepted.token[:, :max_committed]
         row = torch.arange(len(path), device=step.device)[:, None]
         if not self.plan.chain:
             begin = slots.length[:, None]
@@ -535,6 +551,7 @@ class DeviceStep:
         tree = DraftTree(drafted.tree.token[at], drafted.tree.parent[at])
         nodes, index = trees.keep(tree, (tree.token >= 0) & (depth[at] <= request.left[0] + len(token)))
         rows = TargetOutput(out.hidden[at : at + 1, path], out.last_hidden[at : at + 1, path], None)
-        following, old = torch.tensor(token, device=index.device), index.tolist()
+        following = torch.tensor(token, device=index.device)
+        old = index.tolist()
         kept_path = [old.index(node) for node in path]
         request.generation.target_passes.append(Pass(following, rows, nodes, kept_path, out.last_hidden[at, index]))

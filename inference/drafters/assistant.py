@@ -50,7 +50,8 @@ class Vocabulary:
             self.texts = token_texts(target)
             self.ids = {text: token for token, text in token_texts(assistant).items()}  # byte tokens come first
             ours = {text: token for token, text in self.texts.items()}
-            special, others = _special(self.source), _special(self.destination)
+            special = _special(self.source)
+            others = _special(self.destination)
             pairs = {token: self.ids[text] for text, token in ours.items() if text in self.ids}
             pairs |= {token: others[name] for name, token in special.items() if name in others}
             ends = self.source.eos_token_id, self.destination.eos_token_id
@@ -73,7 +74,7 @@ class Vocabulary:
 
     def follow(self, token: list[int]) -> list[int]:
         """Return for each token its one counterpart, or its text spelled longest token first."""
-        found = list[int]()
+        own_tokens = list[int]()
         for t in token:
             rest, spelled = ("", [self.one[t]]) if t in self.one else (self.texts.get(t, ""), [])
             while rest:
@@ -83,8 +84,8 @@ class Vocabulary:
                     break
                 spelled.append(self.ids[rest[:length]])
                 rest = rest[length:]
-            found += spelled
-        return found
+            own_tokens += spelled
+        return own_tokens
 
     def to_assistant(self, token: Int[Tensor, "N"]) -> Int[Tensor, "N"]:
         """Return the counterparts; a token without one has no probability, and its node's answer no use."""
@@ -104,9 +105,11 @@ def token_texts(model: Target) -> dict[int, str]:
 
     "Ġthe" of a byte-level BPE, "▁the" of a sentencepiece model and the word "the" of a word-level one are all " the".
     """
-    tokenizer, special = model.tokenizer, {*_special(model.tokenizer).values()}
+    tokenizer = model.tokenizer
+    special = {*_special(model.tokenizer).values()}
     before = tokenizer("the", add_special_tokens=False).input_ids[-1:]
-    shown, tokens = len(decode(tokenizer, before)), sorted({*tokenizer.get_vocab().values()} - special)
+    shown = len(decode(tokenizer, before))
+    tokens = sorted({*tokenizer.get_vocab().values()} - special)
     texts = {t: decode(tokenizer, [*before, t])[shown:] for t in tokens if t < model.embeddings.vocab_size}
     return {t: text for t, text in texts.items() if text and UNFINISHED not in text}
 
@@ -246,8 +249,10 @@ class AssistantState(DrafterState):
         ROOT is the last token read.
         """
         own_token = self.vocabulary.to_assistant(token)
-        model, device = self.model, self.model.device
-        first, text = len(self.path), len(self.token)
+        model = self.model
+        device = self.model.device
+        first = len(self.path)
+        text = len(self.token)
         self.nodes = list(range(first, first + len(above)))
         for node, parent, t in zip(self.nodes, above, own_token.tolist(), strict=True):
             self.below[parent, t] = node

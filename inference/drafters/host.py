@@ -113,7 +113,8 @@ class HostBatch(DraftBatch):
     ) -> Drafted:
         """Return the proposals, padded to the largest, with look-ahead tokens behind the nodes."""
         device, size, count = roots.token.device, self.size, len(self.proposals)
-        token, parent = torch.full((count, size), -1), torch.zeros(count, size, dtype=torch.long)
+        token = torch.full((count, size), -1)
+        parent = torch.zeros(count, size, dtype=torch.long)
         for b, proposal in enumerate(self.proposals):
             if proposal is not None:
                 tree = proposal.tree
@@ -127,8 +128,8 @@ class HostBatch(DraftBatch):
             given = [None if proposal is None else proposal.q for proposal in self.proposals]
             rows = len({*self.plan.sampled} - {-1})
             none = next(one for one in given if one is not None)[:0]
-            drawn = [none if one is None else one for one in given]
-            q = torch.stack([pad(one, (0, 0, 0, rows - len(one)), value=1.0) for one in drawn]).to(device)
+            sampled_from = [none if one is None else one for one in given]
+            q = torch.stack([pad(one, (0, 0, 0, rows - len(one)), value=1.0) for one in sampled_from]).to(device)
         if not self.look_ahead_size:
             return Drafted(tree, mask, q)
         more = (0, self.look_ahead_size)
@@ -138,7 +139,8 @@ class HostBatch(DraftBatch):
         depth = mask.sum(-1) - 1
         for b, proposal in enumerate(self.proposals):
             if proposal is not None and proposal.look_ahead is not None:
-                ahead, nodes = proposal.look_ahead, len(proposal.tree.token)
+                ahead = proposal.look_ahead
+                nodes = len(proposal.tree.token)
                 behind = slice(size, size + len(ahead.token))
                 tree.token[b, behind], depth[b, behind] = ahead.token, ahead.offset
                 mask[b, behind, :nodes], mask[b, behind, behind] = (
@@ -149,7 +151,8 @@ class HostBatch(DraftBatch):
 
     def learn(self, slot: int, token: list[int], path: list[int], logits: Float[Tensor, "M V"] | None) -> None:
         """Tell a sequence's state what became of its proposal."""
-        proposal, state = self.proposals[slot], self.slots[slot][1]
+        proposal = self.proposals[slot]
+        state = self.slots[slot][1]
         assert state is not None
         verified = None if proposal is None else Verified(proposal.tree, path)
         if proposal is not None and verified is not None and logits is not None:

@@ -200,7 +200,8 @@ class TreeBuilder:
         self, head: Expander, state: Any, level: LevelOutput, roots: DraftInputs, *, full: bool = False
     ) -> None:
         self.head, self.state, self.level, self.roots = head, state, level, roots
-        count, device = len(roots.token), roots.token.device
+        count = len(roots.token)
+        device = roots.token.device
         noisy = roots.noise is not None
         self.ids = None if head.vocab is None or full or noisy else head.vocab.ids  # of what `logits` are of
         self.token, self.seen_tokens = [roots.token], roots.seen_tokens  # the tokens before each node of the level
@@ -290,14 +291,17 @@ def sample_chains(
     A chain ends after a token of `end`, or one that the head at temperature 1 gives less than `least`, and never
     without it: it stays a sample of its q.
     """
-    device, seen = level.logits.device, [context.seen_tokens(level.logits) for context in contexts]
+    device = level.logits.device
+    seen = [context.seen_tokens(level.logits) for context in contexts]
     penalised = torch.cat([one for one in seen if one is not None], 1) if seen[0] is not None else None
     root = torch.zeros(1, 1, dtype=torch.long, device=device)
     growth = TreeBuilder(head, None, level, DraftInputs(root, contexts[0].sampling, penalised))
     growth.ancestors = growth.ancestors.expand(1, len(contexts), 0)
-    chains, running = [([context.token[-1]], list[Tensor]()) for context in contexts], [*range(len(contexts))]
+    chains = [([context.token[-1]], list[Tensor]()) for context in contexts]
+    running = [*range(len(contexts))]
     while running:
-        live, probs = [], distribution(growth.logits()[0], contexts[0].sampling)
+        live = []
+        probs = distribution(growth.logits()[0], contexts[0].sampling)
         for node, index in enumerate(running):
             context, (token, q) = contexts[index], chains[index]
             q.append(probs[node : node + 1])
@@ -418,7 +422,8 @@ def by_confidence(
     level, and ends where no node is left to expand. Of several sequences each expands as many as the one with the
     most: the others' are never among their best.
     """
-    growth, depth = TreeBuilder(head, state, level, roots), min(depth, config.deepest)
+    growth = TreeBuilder(head, state, level, roots)
+    depth = min(depth, config.deepest)
     score = torch.zeros(growth.nodes.shape, device=growth.nodes.device)  # cumulative log-probs of the level's nodes
     scores, best = [score], score[:, :0]  # of all nodes, and the nodes - 1 best so far
     is_dynamic = config.kind == "dynamic"
@@ -426,7 +431,8 @@ def by_confidence(
         log_probs = growth.log_probs()
         width = min(config.top_k if is_dynamic else config.nodes, log_probs.shape[-1])
         top = log_probs.topk(width)
-        reached, token = (score[..., None] + top.values).flatten(1), growth.tokens(top.indices).flatten(1)
+        reached = (score[..., None] + top.values).flatten(1)
+        token = growth.tokens(top.indices).flatten(1)
         index = torch.arange(reached.shape[1], device=token.device).expand_as(token)
         if not is_dynamic:
             reached, index = reached.topk(min(config.nodes, reached.shape[1]))
@@ -437,7 +443,7 @@ def by_confidence(
         if step + 1 == depth:
             break
         if is_dynamic:
-            chosen = reached.topk(min(config.top_k, reached.shape[1])).indices
+            score, chosen = reached.topk(min(config.top_k, reached.shape[1]))
         else:  # scores fall along a level, so those to expand come first
             best = torch.cat([best, reached], 1)
             best = best.topk(min(config.nodes - 1, best.shape[1])).values
@@ -445,10 +451,10 @@ def by_confidence(
             if allow_host_sync and count:
                 count = int((reached >= best[:, -1:]).sum(1).max())
             chosen = torch.arange(count, device=token.device).expand(len(token), -1)
+            score = reached[:, :count]
         if not chosen.shape[1]:
             break
         growth.descend(*(rows.gather(1, chosen) for rows in (token, parent, nodes)))
-        score = reached.gather(1, chosen)
     return growth, torch.cat(scores, 1)
 
 

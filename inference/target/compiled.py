@@ -163,10 +163,10 @@ class Kept:
         """Forget all keys unless the tensors are where they were."""
         if self.addresses != (addresses := [tensor.data_ptr() for tensor in tensors]):
             self.addresses = addresses
-            self.forget()
+            self.reset()
 
-    def forget(self) -> None:
-        """Forget all keys."""
+    def reset(self) -> None:
+        """Drop all keys."""
         self.known.clear()
 
 
@@ -206,9 +206,9 @@ class Graphs(Kept):
         self.captured: dict[Any, tuple[Any, Any]] = {}
         super().__init__()
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         """Drop all graphs."""
-        super().forget()
+        super().reset()
         self.pool = None
         self.captured.clear()
 

@@ -97,7 +97,8 @@ def check_quantized(path: str, configured: PreTrainedConfig, quantize: str | Non
         algorithm = described.get("quant_algo") if isinstance(described, dict) else None
         name = algorithm and f"{shown(algorithm)} ({MODELOPT})"
     elif not (saved.get("load_in_8bit") or saved.get("load_in_4bit")):  # older configs name no method
-        method, algorithm = saved.get("quant_method"), saved.get("quant_algo")
+        method = saved.get("quant_method")
+        algorithm = saved.get("quant_algo")
         if method not in [*AUTO_QUANTIZATION_CONFIG_MAPPING]:
             name = f"quant_method={shown(method)}" + ("" if algorithm is None else f" quant_algo={shown(algorithm)}")
     if name is not None:
@@ -242,7 +243,8 @@ def method_of(model: "transformers.PreTrainedModel") -> str | None:
     return str(getattr(method, "value", method))
 
 
-ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+ADAPTER_CONFIG = "adapter_config.json"
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
 ADAPTER_NUMBERS = (
     "r",
     "alpha",
@@ -323,7 +325,8 @@ def adapter_fingerprint(base: str, folder: Path) -> str:
     The merged weights would not do: merged in bf16 and in fp32 they differ in their last bits. Refuse a tensor that
     cannot be merged.
     """
-    config, few = parse_json((folder / ADAPTER_CONFIG).read_bytes()), {}
+    config = parse_json((folder / ADAPTER_CONFIG).read_bytes())
+    few = {}
     if not isinstance(config, dict):
         raise ValueError(f"its {ADAPTER_CONFIG} is {shown(config)}, expected a mapping")
     with safe_open(folder / ADAPTER_WEIGHTS, "pt") as opened:

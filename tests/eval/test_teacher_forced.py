@@ -150,7 +150,7 @@ def test_of_equal_scores_the_earlier_node_is_kept_as_a_tree_is_cut() -> None:
     score = torch.tensor([0.0, -1.0, -1.0, -1.0])
     assert [tree_acceptance(tree, score, text, 2).needed[2] for text in ([5], [6], [6, 7])] == [[1], [2], [2, 3]]
     for text, needed in ((5, 1), (6, 2), (7, 3)):
-        kept = [text in best_n(tree, score, budget)[0].token.tolist() for budget in (1, 2, 3)]
+        kept = [text in best_n(tree, score, budget).token.tolist() for budget in (1, 2, 3)]
         assert kept == [budget >= needed for budget in (1, 2, 3)]
 
 

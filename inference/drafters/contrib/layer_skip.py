@@ -164,7 +164,8 @@ def rate(target: Target, skips: Skips, texts: list[Text], deepest: int) -> Ratin
         seen = torch.cat([column < position[:, None], itself], 1)
         right.append(thinned.run(token[position], position, seen, cache).argmax(-1) == token[position + 1])
         cache.keep(len(token), [])
-    share, tau = float(torch.cat(right).double().mean()), 1.0
+    share = float(torch.cat(right).double().mean())
+    tau = 1.0
     for depth in range(1, deepest + 1):
         tau += share**depth
         best = max(best, Rating(tau / (1 + depth * thinned.cost), depth, tau, thinned.cost))
@@ -173,14 +174,16 @@ def rate(target: Target, skips: Skips, texts: list[Text], deepest: int) -> Ratin
 
 def recorded(target: Target, prompt: list[int], answer: list[int]) -> Text:
     """Return a text with its rows in a cache, which `rate` reads again and again."""
-    token, cache = torch.tensor(prompt + answer, device=target.device), target.cache()
+    token = torch.tensor(prompt + answer, device=target.device)
+    cache = target.cache()
     target.prefill(token, cache)
     return token, len(prompt), cache
 
 
 def search(target: Target, texts: list[Text], settings: SearchSettings) -> tuple[Skips, Rating]:
     """Return the best set of skips found, and its rating: random changes from the empty set on, if they rate better."""
-    order, best = random.Random(settings.seed), Skips((), ())
+    order = random.Random(settings.seed)
+    best = Skips((), ())
     ratings = {best: rate(target, best, texts, settings.depth)}
     parts = [*product((0, 1), range(len(target.decoder_layers)))]  # attention and MLP of each layer
     for _ in range(settings.evaluations - 1):

@@ -95,9 +95,11 @@ class MirrorState(AssistantState):
 
         After a rejection that is its guess among the other tokens.
         """
-        rate, probs = self.accepted / self.tried, logits.float().softmax(-1)
+        rate = self.accepted / self.tried
+        probs = logits.float().softmax(-1)
         probs[range(len(chain)), chain] = 0
         probs[:-1] *= (1 - rate) / probs[:-1].sum(-1, keepdim=True).clamp_min(1e-9)
         probs *= rate ** torch.arange(len(probs), device=probs.device)[:, None]
-        best, size = probs.flatten().topk(min(self.most, probs.numel())).indices, probs.shape[1]
+        best = probs.flatten().topk(min(self.most, probs.numel())).indices
+        size = probs.shape[1]
         return [(*chain[: index // size], index % size) for index in best.tolist()]

@@ -93,14 +93,16 @@ class Streams(nn.Module):
         """
         source = anchor.repeat_interleave(self.config.streams, 1)
         index = torch.arange(source.shape[1], device=source.device)
-        row, stream = index // self.config.streams, index % self.config.streams
+        row = index // self.config.streams
+        stream = index % self.config.streams
         among = ((row == row[:, None]) & (index <= index[:, None])).expand(len(source), -1, -1)
         seen = visible.gather(1, source[:, :, None].expand(-1, -1, visible.shape[2]))
         return source, offset.gather(1, source) + stream + 1, torch.cat([seen, among], 2), self.stack(source, stream)
 
     def stack(self, source: Int[Tensor, "B R"], stream: Int[Tensor, "R"]) -> Forward:
         """Return a decoder stack whose last R rows are the streams (counted from 0) of the rows `source`."""
-        count, scale = source.shape[1], self.config.alpha / self.config.rank
+        count = source.shape[1]
+        scale = self.config.alpha / self.config.rank
 
         def begin(forward: Forward, hidden: Tensor, *args: Any, **inputs: Any) -> Any:
             begun = hidden.gather(1, source[:, :, None].expand(-1, -1, hidden.shape[2]))
@@ -110,7 +112,8 @@ class Streams(nn.Module):
         def adapted(forward: Forward, adapter: Any, x: Tensor) -> Tensor:
             if x.ndim != 3:
                 raise ValueError("streams.modules: some read no rows one by one (of experts?), name only attention's")
-            result, added = forward(x), adapter.up(adapter.down(x[:, -count:].to(adapter.down.weight.dtype)))
+            result = forward(x)
+            added = adapter.up(adapter.down(x[:, -count:].to(adapter.down.weight.dtype)))
             result[:, -count:].add_(added.to(result.dtype), alpha=scale)
             return result
 
@@ -138,7 +141,8 @@ class Streams(nn.Module):
         # A stream behind the context has no teacher, and learned positions end there.
         position = torch.cat([position, behind], 1).clamp_max(self.target.context - 1)
         tokens = torch.cat([token, token.gather(1, source)], 1)
-        states, logits = self.target.run(tokens, position, attn_mask, None, stack=stack), self.target.embeddings.logits
+        states = self.target.run(tokens, position, attn_mask, None, stack=stack)
+        logits = self.target.embeddings.logits
         rows_of_target, streams = states.last_hidden.split([width, source.shape[1]], 1)
         with torch.no_grad():
             taught = torch.stack([rows.teacher(rows_of_target, d) for d in range(1, self.config.streams + 1)], 2)
@@ -196,7 +200,8 @@ class StreamsState(DrafterState):
             self.max_depth = min(len(self.logits), context.max_draft_depth)
             level = LevelOutput(self.logits[None, :1], self.logits[None, :1, :0])
             proposal = grow(self, None, level, self.config, context)
-        token, visible = proposal.tree.token, trees.ancestors(proposal.tree)[None]
+        token = proposal.tree.token
+        visible = trees.ancestors(proposal.tree)[None]
         node = torch.arange(len(token), device=token.device)[None]
         source, offset, seen, stack = self.streams.behind(node, visible.sum(-1) - 1, visible)
         return proposal._replace(look_ahead=LookAhead(token[source[0]].clamp_min(0), offset[0], seen[0], stack))
