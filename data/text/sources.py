@@ -85,7 +85,7 @@ class Files:
         for meta in (file.with_name(file.name + META) for file in self.files):
             metadata = parsed_file(meta, "restore it, or remove it") if meta.is_file() else None
             settings = metadata.get("settings") if isinstance(metadata, dict) else None
-            if isinstance(settings, dict):
+            if isinstance(settings, dict) and settings:
                 written.append(redacted_values({key: value for key, value in settings.items() if key != "data"}))
         if written:
             record["answers"] = written[0] if all(other == written[0] for other in written) else {"by": "several"}
@@ -168,8 +168,9 @@ def open_source(
             raise ValueError(f"{path}: no file's name holds the split {split}; set data.split")
         return Files(name, tuple(chosen), streaming, where)
     if glob.has_magic(name):
-        paths = set(map(Path, glob.glob(str(path), recursive=True)))  # `**/` may find a file twice
-        matched = tuple(sorted(file for file in paths if file.is_file() and not _is_beside(file)))
+        paths = sorted(file for file in map(Path, glob.glob(str(path), recursive=True)) if file.is_file())
+        # A link, or `**/`, may find a file twice.
+        matched = tuple(sorted({file.resolve(): file for file in paths if not _is_beside(file)}.values()))
         if not matched:
             raise ValueError(f"{name}: no file matches; give a pattern that does")
         return Files(name, matched, streaming, where)

@@ -47,16 +47,19 @@ class Pattern:
     def blocks(self, length: int) -> list["QueryBlock"]:
         """Return the blocks of queries over a context of `length` rows, each with its range of rows."""
         blocks = []
-        # Each block's first context row: documents do not see each other.
-        lows = torch.stack([block.min() for block in self.first.split(BLOCK, 1)]).tolist()
         for i, begin in enumerate(range(0, self.first.shape[1], BLOCK)):
             end = min(begin + BLOCK, self.first.shape[1])
             most = end if self.upto is None else length
             if self.distinct:  # later queries have later last rows
                 most -= (self.first.shape[1] - end) // self.size
             # A query without context rows is scored with one, and masked.
-            blocks.append(QueryBlock(begin, end, min(lows[i], most - 1), most))
+            blocks.append(QueryBlock(begin, end, min(self.lows[i], most - 1), most))
         return blocks
+
+    @cached_property
+    def lows(self) -> list[int]:
+        """Each block's first context row: documents do not see each other."""
+        return [int(low) for low in torch.stack([block.min() for block in self.first.split(BLOCK, 1)]).tolist()]
 
     def bounds(self) -> Int[Tensor, "4 B N"]:
         """Return each query's first and last row, in the context and then among the drafted rows.

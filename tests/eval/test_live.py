@@ -85,7 +85,7 @@ def test_the_warm_up_comes_first_and_does_not_count() -> None:
 def test_a_batch_is_warmed_up_by_full_batches_of_every_source(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[tuple[str, list[int], int]] = []
 
-    def speculate(_: Any, drafter: Baseline, prompts: list[list[int]], __: Any, batch_size: int) -> list[Generation]:
+    def speculate(_: Any, drafter: Baseline, prompts: list[list[int]], batch_size: int, **__: Any) -> list[Generation]:
         calls.append((drafter.name, [token for (token,) in prompts], batch_size))
         return [generation(2) for _ in prompts]
 

@@ -125,9 +125,9 @@ def test_the_gate_runs_with_the_rule_and_the_rows_name_it(
     asked = []
     speculate = live.speculate
 
-    def noted(*args: Any, settings: RequestParams) -> Generation:
+    def noted(*args: Any, settings: RequestParams, **kwargs: Any) -> Any:
         asked.append((settings.rule, settings.sampling))
-        return speculate(*args, settings=settings)
+        return speculate(*args, settings=settings, **kwargs)
 
     monkeypatch.setattr(live, "speculate", noted)
     values = {"rule": "coupled", "temperature": [0, 1.0], "repetition_penalty": 1.3, "min_p": 0.01, "prompts": 1}

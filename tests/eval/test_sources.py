@@ -43,8 +43,6 @@ def test_heads_are_called_by_kind_and_by_run_where_that_is_not_enough(tmp_path: 
     a, b, c = (trained(tmp_path / run, kind) for run, kind in (("a", "eagle"), ("b", "medusa"), ("c", "eagle")))
     assert list(find_heads([a, b])) == ["eagle", "medusa"]
     assert list(find_heads([a, b, c])) == [f"eagle {a}", "medusa", f"eagle {c}"]
-    with pytest.raises(ValueError, match="twice"):
-        find_heads([a, a])
 
 
 def test_a_none_changes_nothing() -> None:
@@ -103,9 +101,9 @@ def test_no_target_at_all_is_an_error(tmp_path: Path) -> None:
         ("model: {path: x, pathe: y}", r"model\.pathe is not a known key"),
         ("model: {path: [x]}", r"model\.path: \['x'\] is not a text"),
         ("model: {path: '${oc.env:HOME}'}", "an interpolation is not allowed"),
-        ("model: !!python/object/apply:os.mkdir [ran]", "is damaged .*python/object"),
-        ("a: &a [1]\nmodel: {path: x, devices: *a}", "is damaged .*alias"),
-        ("model:\n  path: /models/mine\n  na", "is damaged"),
+        ("model: !!python/object/apply:os.mkdir [ran]", "damaged .*python/object"),
+        ("a: &a [1]\nmodel: {path: x, devices: *a}", "damaged .*alias"),
+        ("model:\n  path: /models/mine\n  na", "damaged"),
     ],
 )
 def test_a_config_from_outside_is_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, told: str) -> None:

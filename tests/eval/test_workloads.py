@@ -248,7 +248,7 @@ def mess(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 BAD = {
-    "shape.jsonl": 'shape.jsonl: record 1 is of no known shape: {"foo": 1} The shapes read are {"messages"',
+    "shape.jsonl": 'workload shape.jsonl, record 1 is of no known shape: {"foo": 1} The shapes read are {"messages"',
     "empty.jsonl": "empty.jsonl: holds no records",
     "log.jsonl.gz": "log.jsonl.gz: cannot be read (Not a gzipped file",
     "cut.jsonl.gz": "cut.jsonl.gz: cannot be read (Compressed file ended",
