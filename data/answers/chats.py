@@ -177,7 +177,7 @@ class Conversation(Talk):
             return False
         calls = [json.dumps(call, ensure_ascii=False) for call in reply.tool_calls]
         readable = all(round_trips(piece, self.tokenizer) for piece in (text, reasoning))
-        if not readable or not all(is_text(call, self.tokenizer) for call in calls):
+        if not readable or not all(round_trips(call, self.tokenizer, exact=False) for call in calls):
             self.cause = "round_trip"
             return False
         message: Message = {"role": "assistant", "content": text}
@@ -263,19 +263,11 @@ def turns_of(messages: list[Message]) -> list[list[Message]]:
     return turns
 
 
-def round_trips(text: str, tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Whether a text survives encoding and decoding, except outer blanks, and has no special token."""
-    if not is_text(text, tokenizer):
-        return False
-    return (
-        str(tokenizer.decode(encode([text], tokenizer)[0], clean_up_tokenization_spaces=False)).strip() == text.strip()
-    )
-
-
-def is_text(text: str, tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Whether a string has no lone surrogate, and the tokenizer finds no special token in it."""
+def round_trips(text: str, tokenizer: PreTrainedTokenizerBase, *, exact: bool = True) -> bool:
+    """Whether a text has no lone surrogate and no special token, and is, but for outer blanks, decoded as it was."""
     try:
         (token,) = encode([text], tokenizer)
     except UnicodeEncodeError:
         return False
-    return not turn_end_tokens(tokenizer) & set(token)
+    decoded = str(tokenizer.decode(token, clean_up_tokenization_spaces=False)) if exact else text
+    return decoded.strip() == text.strip() and not turn_end_tokens(tokenizer) & set(token)

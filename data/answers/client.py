@@ -25,7 +25,7 @@ from data.text.records import logged_answers
 from heads.common.errors import HIDDEN, redacted
 from heads.common.progress import tick
 from heads.common.ranges import Amount, Count, Number, Positive
-from heads.common.untrusted import parse_json
+from heads.common.untrusted import parse_json, visible
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -83,11 +83,11 @@ def check_url(key: str, url: str) -> None:
 class EndpointError(Exception):
     """A failed request: its cause in one word, the server's words, whether to retry, and after how many seconds.
 
-    The detail is written to files, so secrets are redacted and lone surrogates escaped.
+    The detail is written to files, so secrets are redacted and lone surrogates replaced.
     """
 
     def __init__(self, cause: str, detail: str, retry: bool = False, after: float | None = None) -> None:
-        text = redacted(" ".join(detail[:CHUNK].split())).encode(errors="backslashreplace").decode()[:SHOWN]
+        text = redacted(visible(" ".join(detail[:CHUNK].split())))[:SHOWN]
         self.cause, self.detail, self.retry, self.after = cause, text, retry, after
         super().__init__(f"{cause}: {self.detail}")
 
@@ -104,8 +104,7 @@ class Client:
         without_template: str = "",
     ) -> None:  # fmt: skip
         self.by, self.options, self.without_template = by, options, without_template
-        if key is not None and not (key.isascii() and key.isprintable()):
-            raise ValueError(f"${config.api_key_env} holds what is no key: give printable ASCII only")
+        key = (key or "").strip()  # a file that held it ends in a newline
         self.url, self.config, self.key = url.rstrip("/"), config, key or HIDDEN
         headers = {"Authorization": f"Bearer {key}"} if key else {}
         self.http = httpx.Client(headers=headers, limits=httpx.Limits(max_connections=None))  # concurrency bounds them
@@ -203,7 +202,7 @@ class Client:
         text = content[:CHUNK].decode(errors="replace").replace(self.key, HIDDEN)  # some servers echo the key
         if response.status_code in REMEDIES:
             remedy = REMEDIES[response.status_code].format(by=self.by, options=self.options)
-            words = "a page" if text.lstrip().startswith("<") else " ".join(text.split())[:SHOWN]
+            words = " ".join(text.split())[:SHOWN]
             raise ValueError(f"{self.url}{path}: {response.status_code} ({words}); {remedy}")
         if response.status_code != 200:
             seconds = response.headers.get("Retry-After", "")  # of a date our own pause is used
@@ -247,31 +246,23 @@ def read_reply(data: Mapping[str, Any], model: str) -> Reply:
             isinstance(text, str) and isinstance(reasoning, str)
         ):
             raise TypeError
-        complete = calls if finish != "length" else []  # the last call may be cut off anywhere
-        return Reply(text, finish != "length", reasoning, tuple(map(read_call, complete)))
+        read = []
+        for call in calls if finish != "length" else []:  # the last call may be cut off anywhere
+            function = dict(call["function"])
+            if isinstance(arguments := function["arguments"], str):  # chat templates take an object
+                function["arguments"] = parse_json(arguments, NESTED) if arguments.strip() else {}
+            if not isinstance(function["name"], str):
+                raise TypeError
+            read.append({"type": "function", "function": function})
+        return Reply(text, finish != "length", reasoning, tuple(read))
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise EndpointError("content", json.dumps(data)) from error
-
-
-def read_call(call: Any) -> dict[str, Any]:
-    """Convert a tool call for chat templates: arguments as an object, not as JSON, and empty if there are none."""
-    function = dict(call["function"])
-    if isinstance(arguments := function["arguments"], str):
-        function["arguments"] = parse_json(arguments, NESTED) if arguments.strip() else {}
-    if not isinstance(function["name"], str):
-        raise TypeError
-    return {"type": "function", "function": function}
 
 
 class Endpoint:
     """An answerer that sends chats to a served target, several at a time; a later call answers failed chats."""
 
     def __init__(self, client: Client, tokenizer: PreTrainedTokenizerBase, settings: AnswerSettings) -> None:
-        if not tokenizer.chat_template:
-            raise ValueError(
-                f"by={client.url}: the tokenizer of {tokenizer.name_or_path} has no chat template, and an endpoint "
-                "answers chats; give model.path= of the model that is served, or by=engine"
-            )
         self.client, self.tokenizer, self.settings = client, tokenizer, settings
         self.template = settings.options(tokenizer)
         self.lock = threading.Lock()  # guards the tokenizer, which is not thread-safe
@@ -334,7 +325,10 @@ class Endpoint:
     def _converse(self, talk: Talk) -> Outcome:
         """Request every answer of a chat, and return the chat's outcome."""
         if not isinstance(talk, Conversation):
-            raise ValueError(f"record {talk.id} is no chat, and an endpoint answers chats; remove it, or use by=engine")
+            raise ValueError(
+                f"record {talk.id} is no chat, or the tokenizer of {self.tokenizer.name_or_path} has no chat template, "
+                "and an endpoint answers chats; remove it, give model.path= of the model that is served, or by=engine"
+            )
         try:
             while True:
                 with self.lock:

@@ -13,7 +13,6 @@ process answers its share of the chats; a job that was stopped resumes, and its 
 """
 
 import glob
-import hashlib
 import json
 import logging
 import os
@@ -116,13 +115,6 @@ class Answers:
                     entries[line["id"]] = Entry(file, start, end, line["answers"], line["cause"], left_out)
         return entries, {id_: cause for id_, cause in failures.items() if id_ not in entries}
 
-    def part(self, rank: int, world: int) -> IO[bytes]:
-        """Open this process's part after its last complete line."""
-        file = (self.parts / f"{rank:05d}-of-{world:05d}.jsonl").open("a+b")
-        file.seek(0)
-        file.truncate(sum(len(line) for line in file if line.endswith(b"\n")))
-        return file
-
     def merge(self, ids: Sequence[str], settings: dict[str, Any], notes: dict[str, Any]) -> dict[str, Any]:
         """Merge all parts into one file in the order of `ids`, then other chats; write and return its provenance.
 
@@ -146,30 +138,28 @@ class Answers:
                 f"{self.out}: none of {prompts} chats was answered: "
                 + "; ".join(f"{count} {cause} ({CAUSES.get(cause, 'the endpoint')})" for cause, count in why.items())
             )
-        sha256 = self._join([entries[id_] for id_ in answered])
-        answers = sum(entries[id_].answers for id_ in answered)
-        totals = {"prompts": prompts, "chats": len(answered), "answers": answers, **counts}
-        meta = {"schema": SCHEMA, "settings": settings, **notes, "counts": totals, **causes, "sha256": sha256}
-        atomic_write(self.meta, (json.dumps(meta, indent=1, ensure_ascii=False) + "\n").encode(errors=ESCAPED))
-        shutil.rmtree(self.parts)
-        return meta
-
-    def _join(self, entries: list[Entry]) -> str:
-        """Write the merged file atomically, and return its SHA-256."""
-        digest = hashlib.sha256()
 
         def lines() -> Iterator[bytes]:
             with ExitStack() as stack:
-                files = {file: stack.enter_context(file.open("rb")) for file in {entry.file for entry in entries}}
-                for entry in entries:
+                files = {file: stack.enter_context(file.open("rb")) for file in {entries[id_].file for id_ in answered}}
+                for entry in (entries[id_] for id_ in answered):
                     files[entry.file].seek(entry.start)
-                    line = files[entry.file].read(entry.end - entry.start)
-                    line = _encoded(json.loads(line)["chat"])
-                    digest.update(line)
-                    yield line
+                    yield _encoded(json.loads(files[entry.file].read(entry.end - entry.start))["chat"])
 
         atomic_write(self.out, lines())
-        return digest.hexdigest()
+        answers = sum(entries[id_].answers for id_ in answered)
+        totals = {"prompts": prompts, "chats": len(answered), "answers": answers, **counts}
+        meta = {
+            "schema": SCHEMA,
+            "settings": settings,
+            **notes,
+            "counts": totals,
+            **causes,
+            "sha256": content_hash(self.out),
+        }
+        atomic_write(self.meta, (json.dumps(meta, indent=1, ensure_ascii=False) + "\n").encode(errors=ESCAPED))
+        shutil.rmtree(self.parts)
+        return meta
 
 
 def append(outcome: Outcome, file: IO[bytes]) -> None:
@@ -230,11 +220,6 @@ def write_answers(work: Work, answerer: Answerer, out: Path, worker: Worker = AL
             no chat was answered; or the answerer stops.
     """
     work.settings.options(answerer.tokenizer)
-    if answerer.context <= work.settings.max_new_tokens:
-        raise ValueError(
-            f"max_new_tokens={work.settings.max_new_tokens} leaves no room for a prompt in the target's context of "
-            f"{answerer.context} tokens; lower it"
-        )
     answers = Answers(out)
     settings = redacted_values({**answerer.describe(), "data": work.source, **asdict(work.settings)})
 
@@ -266,7 +251,9 @@ def _answer(work: Work, answerer: Answerer, answers: Answers, worker: Worker) ->
     records = [record for record in work.records[worker.rank :: worker.world] if record.id not in finished]
     talks = (talk_of(record, answerer.tokenizer, work.settings, answerer.context) for record in records)
     outcomes = answerer.answer(talks) if records else iter(())
-    with answers.part(worker.rank, worker.world) as file:
+    with (answers.parts / f"{worker.rank:05d}-of-{worker.world:05d}.jsonl").open("a+b") as file:
+        file.seek(0)
+        file.truncate(sum(len(line) for line in file if line.endswith(b"\n")))
         for number, outcome in enumerate(progress(outcomes, "answering chats", len(records)), 1):
             append(outcome, file)
             if number % work.sync_every == 0:
