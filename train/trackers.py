@@ -10,7 +10,7 @@ import logging
 import math
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -52,14 +52,10 @@ class Jsonl:
     """
 
     def __init__(self, out: Path, start: int, config: Json) -> None:
-        path, earlier, odd = out / METRICS, b"", 0
+        path, earlier = out / METRICS, b""
         for line in path.read_bytes().splitlines() if path.exists() else ():
-            try:
+            with suppress(ValueError, TypeError, KeyError):
                 earlier += line + b"\n" if int(parse_json(line)["step"]) <= start else b""
-            except (ValueError, TypeError, KeyError):
-                odd += 1
-        if odd:
-            log.warning("%s: lines that hold no step are left out: %d", path, odd)
         atomic_write(path, earlier)
         self.file = path.open("ab", buffering=0)  # unbuffered: a killed run loses no line
 
@@ -113,8 +109,7 @@ class TensorBoard:
     def __init__(self, out: Path, start: int, config: Json) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        writer: Any = SummaryWriter
-        self.writer: Any = writer(log_dir=str(out / "tensorboard"), purge_step=start + 1 if start else None)
+        self.writer: Any = SummaryWriter(log_dir=str(out / "tensorboard"), purge_step=start + 1 if start else None)
 
     def log(self, record: Json) -> None:
         """Add the numbers at the record's step."""
@@ -124,9 +119,8 @@ class TensorBoard:
     def conclude(self, record: Json, report: list[Path]) -> None:
         """Add the final numbers, and the report that is text."""
         self.log(record)
-        for file in report:
-            if file.suffix == ".md":
-                self.writer.add_text("report", file.read_text(encoding="utf-8"), record["step"])
+        for file in (file for file in report if file.suffix == ".md"):
+            self.writer.add_text("report", file.read_text(encoding="utf-8"), record["step"])
 
     def close(self) -> None:
         """Flush and close the writer."""
@@ -178,9 +172,7 @@ class Tracker:
 
     def log(self, record: Json) -> None:
         """Log a record, which has at least `step`."""
-        for name, sink in list(self.sinks.items()):
-            with dropping(self.sinks, name, say):
-                sink.log(record)
+        self._each(lambda sink: sink.log(record))
         if "tau" in record:
             self.tau = f"  τ {record['tau']:.2f}"
         else:
@@ -190,6 +182,9 @@ class Tracker:
 
     def close(self) -> None:
         """Close the trackers."""
+        self._each(lambda sink: sink.close())
+
+    def _each(self, act: Callable[[Sink], None]) -> None:
         for name, sink in list(self.sinks.items()):
             with dropping(self.sinks, name, say):
-                sink.close()
+                act(sink)

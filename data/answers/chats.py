@@ -6,7 +6,7 @@ Our engine and an endpoint use the same class, so both keep, refuse and count th
 import json
 import re
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Annotated, Any, NamedTuple, Protocol, runtime_checkable
 
@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 
 from data.text.masks import OPENED, THOUGHT, is_plain, split_reasoning
 from data.text.parts import Message
-from data.text.prompts import prompt_of
+from data.text.prompts import Prompt, prompt_of
 from data.text.records import LoggedAnswer, Record
 from data.text.template import encode, render, turn_end_tokens, with_opening
 from heads.common.ranges import Amount, Count, Number, Within
@@ -90,31 +90,72 @@ class Outcome(NamedTuple):
     detail: str = ""  # the failure's message
 
 
-class Conversation:
-    """A chat that is being answered: `ask` and `take` in turn until `ask` returns None, then `outcome`.
-
-    Recorded answers and tool results are dropped, system prompts and tool definitions stay.
-    """
+class Talk:
+    """A record that is being answered: `ask` and `take` in turn until `ask` returns None, then `outcome`."""
 
     def __init__(
         self, record: Record, tokenizer: PreTrainedTokenizerBase, settings: AnswerSettings, context: int
     ) -> None:
-        self.id, self.tools = record.id, list(record.tools)
-        self.tokenizer, self.settings = tokenizer, settings
-        self.room = context - settings.max_new_tokens
-        self.options: Mapping[str, Any] = settings.options(tokenizer)
-        self.turns = deque(turns_of(with_opening(record.messages, tokenizer, record.tools)))
-        self.cause = "" if self.turns else "no_question"
-        self.messages: list[Message] = []  # up to the last answer
-        self.prompt: list[Message] = []  # and with the current turn
+        self.record, self.id, self.tokenizer, self.settings = record, record.id, tokenizer, settings
+        self.max_prompt = context - settings.max_new_tokens
+        self.cause = ""
+        self.answers = 0
+        self.chat: dict[str, Any] = {}  # the record to train on, up to the last answer
         self.logged: list[LoggedAnswer] = []
-        self.answers, self.opened = 0, False
 
     def ask(self) -> list[int] | None:
-        """Return the tokens of the chat with the next turn; None after the last one."""
-        if self.cause or not self.turns:
+        """Return the tokens of the next prompt; None after the last one."""
+        token = None if self.cause else self.next_prompt()
+        if token is not None and len(token) > self.max_prompt:
+            self.cause, token = "context", None
+        return token
+
+    def take(self, reply: Reply) -> None:
+        """Add the answer, or set the cause for which the record ends before it."""
+        if not reply.finished:
+            self.cause = "unfinished"
+        if (reply.finished or self.settings.keep_unfinished) and self.add(reply):
+            self.logged += [reply.logged] if reply.logged else []
+            self.answers += 1
+
+    def next_prompt(self) -> list[int] | None:
+        """Return the tokens of the next prompt, of any length; None after the last one."""
+        raise NotImplementedError
+
+    def add(self, reply: Reply) -> bool:
+        """Add a reply's answer to `chat` and return True, or set the cause and return False."""
+        raise NotImplementedError
+
+    def outcome(self) -> Outcome:
+        """Return the record up to its last answer."""
+        tokens = {"tokens": [answer._asdict() for answer in self.logged]} if self.logged else {}
+        return Outcome(
+            self.id, {"id": self.id, **self.chat, **tokens} if self.answers else None, self.answers, self.cause
+        )
+
+    def seed(self) -> int:
+        """Return the seed of the next answer."""
+        return hashed(f"{self.settings.seed} {self.id} {self.answers}")
+
+
+class Conversation(Talk):
+    """A chat. Recorded answers and tool results are dropped, system prompts and tool definitions stay."""
+
+    def __init__(
+        self, record: Record, tokenizer: PreTrainedTokenizerBase, settings: AnswerSettings, context: int
+    ) -> None:
+        super().__init__(record, tokenizer, settings, context)
+        self.tools, self.options = list(record.tools), settings.options(tokenizer)
+        self.turns = deque(turns_of(with_opening(record.messages, tokenizer, record.tools)))
+        self.cause = "" if self.turns else "no_question"
+        self.prompt: list[Message] = []  # up to the current turn
+        self.opened = False
+
+    def next_prompt(self) -> list[int] | None:
+        """Return the tokens of the chat with the next turn."""
+        if not self.turns:
             return None
-        self.prompt = [*self.messages, *self.turns.popleft()]
+        self.prompt = [*self.chat.get("messages", []), *self.turns.popleft()]
         try:
             rendered = render(self.prompt, self.tokenizer, True, self.tools, self.options)
             rendered.encode()  # refuses lone surrogates
@@ -122,31 +163,23 @@ class Conversation:
             self.cause = "refused"
             return None
         self.opened = OPENED.search(rendered) is not None
-        (token,) = encode([rendered], self.tokenizer)
-        if len(token) > self.room:
-            self.cause = "context"
-            return None
-        return token
+        return encode([rendered], self.tokenizer)[0]
 
-    def take(self, reply: Reply) -> None:
-        """Add the answer, or set the cause for which the chat ends before it."""
+    def add(self, reply: Reply) -> bool:
+        """Add the answer as a message."""
         reasoning, text = reply.reasoning, reply.text
         if not reasoning:
             reasoning, text = split_reasoning(text, self.opened)
         if self.opened and not (reasoning or reply.finished or THOUGHT in reply.text):
             reasoning, text = text, ""  # cut off in the reasoning that the template opened
-        if not reply.finished:
-            self.cause = "unfinished"
-            if not self.settings.keep_unfinished:
-                return
         if not (text.strip() or reply.tool_calls or (reasoning.strip() and not reply.finished)):
             self.cause = self.cause or "empty"
-            return
+            return False
         calls = [json.dumps(call, ensure_ascii=False) for call in reply.tool_calls]
         readable = all(round_trips(piece, self.tokenizer) for piece in (text, reasoning))
-        if not readable or not all(is_text(call, self.tokenizer) for call in calls):
+        if not readable or not all(round_trips(call, self.tokenizer, exact=False) for call in calls):
             self.cause = "round_trip"
-            return
+            return False
         message: Message = {"role": "assistant", "content": text}
         if reasoning.strip():
             message["reasoning_content"] = reasoning
@@ -155,81 +188,43 @@ class Conversation:
         if reply.tool_calls:
             message["tool_calls"] = list(reply.tool_calls)
             self.cause = self.cause or ("called" if self.turns else "")
-        self.messages = [*self.prompt, message]
-        self.logged += [reply.logged] if reply.logged else []
-        self.answers += 1
-
-    def outcome(self) -> Outcome:
-        """Return the chat up to its last answer."""
-        if not self.answers:
-            return Outcome(self.id, None, 0, self.cause)
-        chat = {"id": self.id, "messages": self.messages} | ({"tools": self.tools} if self.tools else {})
-        chat |= logged(self.logged)
-        return Outcome(self.id, chat, self.answers, self.cause)
-
-    def seed(self) -> int:
-        """Return the seed of the next answer."""
-        return hashed(f"{self.settings.seed} {self.id} {self.answers}")
+        self.chat = {"messages": [*self.prompt, message]} | ({"tools": self.tools} if self.tools else {})
+        return True
 
 
-class Document:
+class Document(Talk):
     """A plain text whose first half the target continues, or a chat's first question without a chat template."""
 
-    def __init__(
-        self, record: Record, tokenizer: PreTrainedTokenizerBase, settings: AnswerSettings, context: int
-    ) -> None:
-        self.id, self.tokenizer, self.settings = record.id, tokenizer, settings
-        self.room = context - settings.max_new_tokens
-        self.answer, self.text, self.prompted = "", "", False
-        self.ended: dict[str, str] = {}
-        self.logged: list[LoggedAnswer] = []
-        self.cause = "" if record.text.strip() or turns_of(record.messages) else "no_question"
-        try:
-            self.prompt = prompt_of(record, tokenizer)
-        except ValueError:
-            self.cause = self.cause or "refused"
+    prompt: Prompt | None = None
 
-    def ask(self) -> list[int] | None:
+    def next_prompt(self) -> list[int] | None:
         """Return the prompt, once."""
-        if self.prompted or self.cause:
+        if self.prompt is not None:
             return None
-        self.prompted = True
-        if len(self.prompt.token) > self.room:
-            self.cause = "context"
+        try:
+            self.prompt = prompt_of(self.record, self.tokenizer)
+        except ValueError:
+            has_text = self.record.text.strip() or turns_of(self.record.messages)
+            self.cause = "refused" if has_text else "no_question"
             return None
         return self.prompt.token
 
-    def take(self, reply: Reply) -> None:
-        """Add the continuation, or set the cause for which it is left out."""
-        if not reply.finished:
-            self.cause = "unfinished"
-            if not self.settings.keep_unfinished:
-                return
+    def add(self, reply: Reply) -> bool:
+        """Add the continuation; with a chat template only the whole text, since readers would see a chat."""
+        assert self.prompt is not None
         # Decoded together: many tokenizers drop the space before a text's first word.
         text = str(self.tokenizer.decode([*self.prompt.token, *reply.token], skip_special_tokens=True))
         if not reply.text.strip():
             self.cause = self.cause or "empty"
-        elif not round_trips(reply.text, self.tokenizer):
+            return False
+        if not round_trips(reply.text, self.tokenizer):
             self.cause = "round_trip"
-        else:
-            self.answer, self.text = reply.text, text if reply.finished else text.rstrip(UNFINISHED)
-            self.logged = [reply.logged] if reply.logged else []
-            self.ended = {} if reply.finished else {"finish_reason": "length"}
-
-    def outcome(self) -> Outcome:
-        """Return prompt, answer and text; with a chat template only the text, since readers would see a chat."""
-        if not self.answer:
-            return Outcome(self.id, None, 0, self.cause)
-        parts = {} if self.tokenizer.chat_template else {"prompt": self.prompt.text, "answer": self.answer}
-        chat = {"id": self.id, **parts, "text": self.text, **self.ended, **logged(self.logged)}
-        return Outcome(self.id, chat, 1, self.cause)
-
-    def seed(self) -> int:
-        """Return the seed of the answer."""
-        return hashed(f"{self.settings.seed} {self.id} 0")
-
-
-Talk = Conversation | Document
+            return False
+        self.chat = {} if self.tokenizer.chat_template else {"prompt": self.prompt.text, "answer": reply.text}
+        self.chat["text"] = text if reply.finished else text.rstrip(UNFINISHED)
+        if not reply.finished:
+            self.chat["finish_reason"] = "length"
+        return True
 
 
 def talk_of(record: Record, tokenizer: PreTrainedTokenizerBase, settings: AnswerSettings, context: int) -> Talk:
@@ -254,11 +249,6 @@ class Answerer(Protocol):
         ...
 
 
-def logged(answers: list[LoggedAnswer]) -> dict[str, Any]:
-    """Return the field of a chat with its answers' tokens; empty without any."""
-    return {"tokens": [answer._asdict() for answer in answers]} if answers else {}
-
-
 def turns_of(messages: list[Message]) -> list[list[Message]]:
     """Return the messages before each answer, without answers and tool results."""
     turns: list[list[Message]] = []
@@ -273,18 +263,11 @@ def turns_of(messages: list[Message]) -> list[list[Message]]:
     return turns
 
 
-def round_trips(text: str, tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Whether a text survives encoding and decoding, except outer blanks, and has no special token."""
-    if not is_text(text, tokenizer):
-        return False
-    (token,) = encode([text], tokenizer)
-    return str(tokenizer.decode(token, clean_up_tokenization_spaces=False)).strip() == text.strip()
-
-
-def is_text(text: str, tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Whether a string has no lone surrogate, and the tokenizer finds no special token in it."""
+def round_trips(text: str, tokenizer: PreTrainedTokenizerBase, *, exact: bool = True) -> bool:
+    """Whether a text has no lone surrogate and no special token, and is, but for outer blanks, decoded as it was."""
     try:
         (token,) = encode([text], tokenizer)
     except UnicodeEncodeError:
         return False
-    return not turn_end_tokens(tokenizer) & set(token)
+    decoded = str(tokenizer.decode(token, clean_up_tokenization_spaces=False)) if exact else text
+    return decoded.strip() == text.strip() and not turn_end_tokens(tokenizer) & set(token)

@@ -25,7 +25,7 @@ from data.text.records import logged_answers
 from heads.common.errors import HIDDEN, redacted
 from heads.common.progress import tick
 from heads.common.ranges import Amount, Count, Number, Positive
-from heads.common.untrusted import parse_json
+from heads.common.untrusted import parse_json, visible
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -83,11 +83,11 @@ def check_url(key: str, url: str) -> None:
 class EndpointError(Exception):
     """A failed request: its cause in one word, the server's words, whether to retry, and after how many seconds.
 
-    The detail is written to files, so secrets are redacted and lone surrogates escaped.
+    The detail is written to files, so secrets are redacted and lone surrogates replaced.
     """
 
     def __init__(self, cause: str, detail: str, retry: bool = False, after: float | None = None) -> None:
-        text = redacted(" ".join(detail[:CHUNK].split())).encode(errors="backslashreplace").decode()[:SHOWN]
+        text = redacted(visible(" ".join(detail[:CHUNK].split())))[:SHOWN]
         self.cause, self.detail, self.retry, self.after = cause, text, retry, after
         super().__init__(f"{cause}: {self.detail}")
 
@@ -104,8 +104,7 @@ class Client:
         without_template: str = "",
     ) -> None:  # fmt: skip
         self.by, self.options, self.without_template = by, options, without_template
-        if key is not None and not (key.isascii() and key.isprintable()):
-            raise ValueError(f"${config.api_key_env} holds what is no key: give printable ASCII only")
+        key = (key or "").strip()  # a file that held it ends in a newline
         self.url, self.config, self.key = url.rstrip("/"), config, key or HIDDEN
         headers = {"Authorization": f"Bearer {key}"} if key else {}
         self.http = httpx.Client(headers=headers, limits=httpx.Limits(max_connections=None))  # concurrency bounds them
@@ -123,14 +122,11 @@ class Client:
             raise ValueError(
                 f"{self.url}/models: {failure.cause} ({failure.detail}); start the endpoint, or correct {self.by}="
             ) from failure
-        entries = data["data"] if isinstance(data.get("data"), list) else []
-        cards = [card for card in entries if isinstance(card, dict)]
-        models = {name: card for card in cards if isinstance(name := card.get("id"), str) and name.isprintable()}
-        name = self.config.model
-        if name is None and len(models) == 1:
-            (name,) = models
-        if name is None or name not in models:
-            missing = "" if name is None else f", not {name}"
+        cards = data["data"] if isinstance(data.get("data"), list) else []
+        models = {str(card["id"]): card for card in cards if isinstance(card, dict) and "id" in card}
+        name = self.config.model or (next(iter(models)) if len(models) == 1 else "")
+        if name not in models:
+            missing = f", not {name}" if name else ""
             names = ", ".join(models)[:SHOWN] or "no model"
             raise ValueError(f"{self.url} serves {names}{missing}; name what it serves: {self.options}.model=NAME")
         context = models[name].get("max_model_len")
@@ -206,12 +202,10 @@ class Client:
         text = content[:CHUNK].decode(errors="replace").replace(self.key, HIDDEN)  # some servers echo the key
         if response.status_code in REMEDIES:
             remedy = REMEDIES[response.status_code].format(by=self.by, options=self.options)
-            words = "a page" if text.lstrip().startswith("<") else " ".join(text.split())[:SHOWN]
+            words = " ".join(text.split())[:SHOWN]
             raise ValueError(f"{self.url}{path}: {response.status_code} ({words}); {remedy}")
         if response.status_code != 200:
-            seconds = response.headers.get(
-                "Retry-After", ""
-            )  # for a date, which HTTP allows too, our own pause is used
+            seconds = response.headers.get("Retry-After", "")  # of a date our own pause is used
             after = float(seconds) if seconds.isdigit() else None
             temporary = response.status_code in TEMPORARY or response.status_code >= 500
             if self.without_template and "chat template" in text:
@@ -236,48 +230,39 @@ def read_reply(data: Mapping[str, Any], model: str) -> Reply:
     """Read the answer in a chat completion; refuse another model's, several choices, no text, odd finish reasons."""
     if data.get("model") != model:
         raise EndpointError("wrong_model", f"the reply is {data.get('model')!r}'s")
-    choices = data.get("choices")
-    if not isinstance(choices, list) or len(choices) != 1 or not isinstance(choices[0], dict):
-        raise EndpointError("choices", json.dumps(data))
-    message, finish = choices[0].get("message"), choices[0].get("finish_reason")
+    try:
+        (choice,) = data["choices"]
+        message, finish = choice["message"], choice["finish_reason"]
+    except (KeyError, TypeError, ValueError) as error:
+        raise EndpointError("choices", json.dumps(data)) from error
     if finish not in FINISH_REASONS:
         raise EndpointError("finish_reason", f"it is {finish!r}")
-    if not isinstance(message, dict) or message.get("role", "assistant") != "assistant":
-        raise EndpointError("content", json.dumps(data))
-    calls, text = message.get("tool_calls") or [], message.get("content")
-    reasoning = message.get("reasoning_content") or message.get("reasoning") or ""
-    if text is None and (calls or finish == "length"):
-        text = ""  # the reasoning has used all the tokens, or the answer is a tool call
-    if not isinstance(text, str) or not isinstance(reasoning, str) or not isinstance(calls, list):
-        raise EndpointError("content", json.dumps(data))
-    complete = calls if finish != "length" else []  # the last call may be cut off anywhere
-    return Reply(text, finish != "length", reasoning, tuple(read_call(call) for call in complete))
-
-
-def read_call(call: Any) -> dict[str, Any]:
-    """Convert a tool call for chat templates: arguments as an object, not as JSON; refuse one without."""
     try:
-        function = dict(call["function"])
-        name, arguments = function["name"], function["arguments"]
-        if not isinstance(name, str):
+        calls, text = message.get("tool_calls") or [], message.get("content")
+        reasoning = message.get("reasoning_content") or message.get("reasoning") or ""
+        if text is None and (calls or finish == "length"):
+            text = ""  # the reasoning has used all the tokens, or the answer is a tool call
+        if message.get("role", "assistant") != "assistant" or not (
+            isinstance(text, str) and isinstance(reasoning, str)
+        ):
             raise TypeError
-        function["arguments"] = arguments
-        if isinstance(arguments, str):  # empty if the function takes none
-            function["arguments"] = parse_json(arguments.encode(), NESTED) if arguments.strip() else {}
-        return {"type": "function", "function": function}
-    except (KeyError, TypeError, ValueError) as error:
-        raise EndpointError("content", f"a malformed tool call: {call!r}") from error
+        read = []
+        for call in calls if finish != "length" else []:  # the last call may be cut off anywhere
+            function = dict(call["function"])
+            if isinstance(arguments := function["arguments"], str):  # chat templates take an object
+                function["arguments"] = parse_json(arguments, NESTED) if arguments.strip() else {}
+            if not isinstance(function["name"], str):
+                raise TypeError
+            read.append({"type": "function", "function": function})
+        return Reply(text, finish != "length", reasoning, tuple(read))
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise EndpointError("content", json.dumps(data)) from error
 
 
 class Endpoint:
     """An answerer that sends chats to a served target, several at a time; a later call answers failed chats."""
 
     def __init__(self, client: Client, tokenizer: PreTrainedTokenizerBase, settings: AnswerSettings) -> None:
-        if not tokenizer.chat_template:
-            raise ValueError(
-                f"by={client.url}: the tokenizer of {tokenizer.name_or_path} has no chat template, and an endpoint "
-                "answers chats; give model.path= of the model that is served, or by=engine"
-            )
         self.client, self.tokenizer, self.settings = client, tokenizer, settings
         self.template = settings.options(tokenizer)
         self.lock = threading.Lock()  # guards the tokenizer, which is not thread-safe
@@ -293,12 +278,13 @@ class Endpoint:
         """
         source, failures = iter(talks), 0
         stopped: ValueError | KeyboardInterrupt | None = None
+        running: set[Future[Outcome]] = set()
         with ThreadPoolExecutor(self.client.config.concurrency) as pool:
-            running: set[Future[Outcome]] = set()
             try:
                 while True:
-                    room = 0 if stopped else self.client.config.concurrency - len(running)
-                    running |= {pool.submit(self._converse, talk) for talk in islice(source, room)}
+                    if not stopped:
+                        free = self.client.config.concurrency - len(running)
+                        running |= {pool.submit(self._converse, talk) for talk in islice(source, free)}
                     if not running:
                         break
                     try:
@@ -308,10 +294,11 @@ class Endpoint:
                         log.warning("stopping: waiting for the %d requests in flight", len(running))
                         done, stopped = set(), interrupt
                     for future in done:
-                        if isinstance(error := future.exception(), ValueError):
+                        try:
+                            outcome = future.result()
+                        except ValueError as error:
                             stopped = stopped or error
                             continue
-                        outcome = future.result()
                         failures = failures + 1 if outcome.failed else 0
                         yield outcome
                         if failures >= MOST_FAILURES:
@@ -338,7 +325,10 @@ class Endpoint:
     def _converse(self, talk: Talk) -> Outcome:
         """Request every answer of a chat, and return the chat's outcome."""
         if not isinstance(talk, Conversation):
-            raise ValueError(f"record {talk.id} is no chat, and an endpoint answers chats; remove it, or use by=engine")
+            raise ValueError(
+                f"record {talk.id} is no chat, or the tokenizer of {self.tokenizer.name_or_path} has no chat template, "
+                "and an endpoint answers chats; remove it, give model.path= of the model that is served, or by=engine"
+            )
         try:
             while True:
                 with self.lock:

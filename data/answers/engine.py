@@ -8,7 +8,7 @@ rounding, which may flip a near tie.
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -28,13 +28,7 @@ from inference.target.tokenizer import UNFINISHED
 from inference.verification.rules import COUPLED
 from inference.verification.sample import Sampling
 
-
-class Answering(NamedTuple):
-    """A chat whose answer is being decoded, the prompt's tokens, and the answer's generation."""
-
-    talk: Talk
-    prompt: list[int]
-    generation: Generation
+Answering = tuple[Talk, list[int], Generation]  # a chat, its prompt's tokens, and the answer that is being decoded
 
 
 class Engine:
@@ -70,13 +64,13 @@ class Engine:
                     continue
                 request = RequestParams(self.settings.max_new_tokens, self.sampling, seed=talk.seed(), rule=COUPLED)
                 with torch.inference_mode():
-                    answering.append(Answering(talk, token, self.batch.admit(0, token, request)))
+                    answering.append((talk, token, self.batch.admit(0, token, request)))
                 self._release(answering, waiting)
             if not answering:
                 return
             with torch.inference_mode():
                 self.batch.step()
-            tick(f"{self.tokens + sum(len(entry.generation.tokens) for entry in answering):,} tokens")
+            tick(f"{self.tokens + sum(len(generation.tokens) for *_, generation in answering):,} tokens")
             self._release(answering, waiting)
 
     def describe(self) -> dict[str, Any]:
@@ -85,9 +79,9 @@ class Engine:
         return {"by": "engine", "target": {**spec, "dtype": str(self.target.dtype)}}
 
     @torch.inference_mode()
-    def _release(self, answering: list["Answering"], waiting: deque[Talk]) -> None:
+    def _release(self, answering: list[Answering], waiting: deque[Talk]) -> None:
         """Pass finished answers to their chats and free their slots."""
-        for talk, prompt, generation in [entry for entry in answering if entry.generation.finish]:
+        for talk, prompt, generation in [entry for entry in answering if entry[2].finish]:
             finished = generation.finish == "eos"
             token = generation.tokens[:-1] if finished else generation.tokens
             text = str(self.tokenizer.decode(token, clean_up_tokenization_spaces=False))
@@ -95,7 +89,7 @@ class Engine:
             talk.take(Reply(text if finished else text.rstrip(UNFINISHED), finished, token=tuple(token), logged=logged))
             waiting.append(talk)
             self.tokens += len(generation.tokens)
-        answering[:] = [entry for entry in answering if not entry.generation.finish]
+        answering[:] = [entry for entry in answering if not entry[2].finish]
         self.batch.release()
 
 

@@ -12,9 +12,7 @@ to each of the user's turns in view of its earlier ones; for a plain text `{"id"
 process answers its share of the chats; a job that was stopped resumes, and its file is the same.
 """
 
-import errno
 import glob
-import hashlib
 import json
 import logging
 import os
@@ -38,20 +36,18 @@ from heads.common.untrusted import parsed_file
 log = logging.getLogger(__name__)
 SCHEMA = 1
 ESCAPED = "backslashreplace"  # of lone surrogates
-FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 DAMAGED = "remove it, and name another file"
 
 
 class Entry(NamedTuple):
-    """A finished chat: its line's file and bytes, its outcome; `merged` if the file is the merged one."""
+    """A finished chat: its line's file and bytes, and its outcome."""
 
     file: Path
     start: int
     end: int
-    merged: bool
-    answers: int = 0
-    cause: str = ""
-    left_out: bool = False
+    answers: int
+    cause: str
+    left_out: bool
 
 
 class Answers:
@@ -65,8 +61,8 @@ class Answers:
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Hold the lock of the parts; refuse if another job has it, or the disk is full."""
-        with self._disk_errors(), claim(self.parts / "lock", wait=False) as free:
+        """Hold the lock of the parts; refuse if another job has it."""
+        with claim(self.parts / "lock", wait=False) as free:
             if not free:
                 raise ValueError(f"{self.out}: another job is writing it; wait for it, or name another file")
             try:
@@ -76,12 +72,12 @@ class Answers:
                     shutil.rmtree(self.parts)  # the job did not begin
 
     def begin(self, settings: dict[str, Any]) -> None:
-        """Write the settings that affect the answers; refuse existing answers with other or unknown settings."""
+        """Write the settings that affect the answers; refuse existing answers with other or unknown settings.
+
+        The chats of a merged file become a part again, whose name sorts first: later parts know more.
+        """
         earlier = self.settings if self.settings.is_file() else self.meta
-        if not earlier.is_file():
-            if self.out.exists():
-                raise ValueError(f"{self.out}: is there without {self.meta.name}, so not ours; name another file")
-        else:
+        if earlier.is_file():
             before = parsed_file(earlier, DAMAGED)["settings"]
             differing = sorted(key for key in before.keys() | settings.keys() if before.get(key) != settings.get(key))
             if differing:
@@ -90,14 +86,25 @@ class Answers:
                     f"{self.out}: was begun with {json.dumps(was)}, now asked for with {json.dumps(now)}; name another "
                     f"file, or remove {self.out.name}*"
                 )
+        elif self.out.exists():
+            raise ValueError(f"{self.out}: is there without {self.meta.name}, so not ours; name another file")
+        if self.out.is_file() and self.meta.is_file():
+            atomic_write(self.parts / "00000-of-00000.jsonl", map(_encoded, self._merged()))
         atomic_write(self.settings, json.dumps({"settings": settings}).encode())
+
+    def _merged(self) -> Iterator[dict[str, Any]]:
+        """Yield the outcomes that the merged file and its provenance hold."""
+        meta = parsed_file(self.meta, DAMAGED)
+        for cause, ids in meta["left_out"].items():
+            yield from (Outcome(id_, None, 0, cause)._asdict() for id_ in ids)
+        shortened = {id_: cause for cause, ids in meta["shortened"].items() for id_ in ids}
+        for _, _, chat in _lines(self.out):
+            answers = sum(message["role"] == "assistant" for message in chat.get("messages", [])) or 1
+            yield Outcome(chat["id"], chat, answers, shortened.get(chat["id"], ""))._asdict()
 
     def finished(self) -> tuple[dict[str, Entry], dict[str, str]]:
         """Return the entries of all processes' finished chats by id, and the causes of those that failed only."""
-        meta = parsed_file(self.meta, DAMAGED) if self.meta.is_file() else {"left_out": {}, "shortened": {}}
-        entries = {
-            id_: Entry(self.meta, 0, 0, False, 0, cause, True) for cause, ids in meta["left_out"].items() for id_ in ids
-        }
+        entries: dict[str, Entry] = {}
         failures: dict[str, str] = {}
         for file in sorted(self.parts.glob("*-of-*.jsonl")):
             for start, end, line in _lines(file):
@@ -105,36 +112,8 @@ class Answers:
                     failures[line["id"]] = line["cause"]
                 else:
                     left_out = line["chat"] is None
-                    entries[line["id"]] = Entry(file, start, end, False, line["answers"], line["cause"], left_out)
-        if self.out.is_file():
-            shortened = {id_: cause for cause, ids in meta["shortened"].items() for id_ in ids}
-            for start, end, line in _lines(self.out):
-                count = sum(message["role"] == "assistant" for message in line.get("messages", [])) or 1
-                entry = entries.get(line["id"])  # a merge was killed before it wrote the causes
-                cause = shortened.get(line["id"], entry.cause if entry else "")
-                entries[line["id"]] = Entry(self.out, start, end, True, count, cause)
+                    entries[line["id"]] = Entry(file, start, end, line["answers"], line["cause"], left_out)
         return entries, {id_: cause for id_, cause in failures.items() if id_ not in entries}
-
-    @contextmanager
-    def _disk_errors(self) -> Iterator[None]:
-        """Turn errors of a full disk into a message with the file and the remedy."""
-        try:
-            yield
-        except OSError as error:
-            if error.errno not in FULL:
-                raise
-            raise ValueError(
-                f"{self.out}: cannot be written ({error.strerror}); finished answers are kept: free space, and the "
-                "same command goes on"
-            ) from error
-
-    @contextmanager
-    def part(self, rank: int, world: int) -> Iterator[IO[bytes]]:
-        """Open this process's part after its last complete line; refuse a full disk."""
-        with self._disk_errors(), (self.parts / f"{rank:05d}-of-{world:05d}.jsonl").open("a+b") as file:
-            file.seek(0)
-            file.truncate(sum(len(line) for line in file if line.endswith(b"\n")))
-            yield file
 
     def merge(self, ids: Sequence[str], settings: dict[str, Any], notes: dict[str, Any]) -> dict[str, Any]:
         """Merge all parts into one file in the order of `ids`, then other chats; write and return its provenance.
@@ -146,11 +125,11 @@ class Answers:
         prompts = len({*ids, *entries, *failures})  # an earlier call may have had more prompts
         order = [id_ for id_ in ids if id_ in entries] + sorted(entries.keys() - set(ids))
         answered = [id_ for id_ in order if not entries[id_].left_out]
-        causes = {
-            "shortened": _by_cause({id_: entries[id_].cause for id_ in answered}),
-            "left_out": _by_cause({id_: entries[id_].cause for id_ in order if entries[id_].left_out}),
-            "failed": _by_cause(failures),
-        }
+        found = [("left_out" if entries[id_].left_out else "shortened", entries[id_].cause, id_) for id_ in order]
+        causes: dict[str, dict[str, list[str]]] = {"shortened": {}, "left_out": {}, "failed": {}}
+        for kind, cause, id_ in [*found, *(("failed", cause, id_) for id_, cause in failures.items())]:
+            if cause:
+                causes[kind].setdefault(cause, []).append(id_)
         counts = {kind: {cause: len(group) for cause, group in groups.items()} for kind, groups in causes.items()}
         if not answered:
             shutil.rmtree(self.parts)
@@ -159,45 +138,34 @@ class Answers:
                 f"{self.out}: none of {prompts} chats was answered: "
                 + "; ".join(f"{count} {cause} ({CAUSES.get(cause, 'the endpoint')})" for cause, count in why.items())
             )
-        sha256 = self._join([entries[id_] for id_ in answered])
-        answers = sum(entries[id_].answers for id_ in answered)
-        totals = {"prompts": prompts, "chats": len(answered), "answers": answers, **counts}
-        meta = {"schema": SCHEMA, "settings": settings, **notes, "counts": totals, **causes, "sha256": sha256}
-        atomic_write(self.meta, (json.dumps(meta, indent=1, ensure_ascii=False) + "\n").encode(errors=ESCAPED))
-        shutil.rmtree(self.parts)
-        return meta
-
-    def _join(self, entries: list[Entry]) -> str:
-        """Write the merged file atomically, and return its SHA-256."""
-        digest = hashlib.sha256()
 
         def lines() -> Iterator[bytes]:
             with ExitStack() as stack:
-                files = {file: stack.enter_context(file.open("rb")) for file in {entry.file for entry in entries}}
-                for entry in entries:
+                files = {file: stack.enter_context(file.open("rb")) for file in {entries[id_].file for id_ in answered}}
+                for entry in (entries[id_] for id_ in answered):
                     files[entry.file].seek(entry.start)
-                    line = files[entry.file].read(entry.end - entry.start)
-                    line = line if entry.merged else _encoded(json.loads(line)["chat"])
-                    digest.update(line)
-                    yield line
+                    yield _encoded(json.loads(files[entry.file].read(entry.end - entry.start))["chat"])
 
         atomic_write(self.out, lines())
-        return digest.hexdigest()
+        answers = sum(entries[id_].answers for id_ in answered)
+        totals = {"prompts": prompts, "chats": len(answered), "answers": answers, **counts}
+        meta = {
+            "schema": SCHEMA,
+            "settings": settings,
+            **notes,
+            "counts": totals,
+            **causes,
+            "sha256": content_hash(self.out),
+        }
+        atomic_write(self.meta, (json.dumps(meta, indent=1, ensure_ascii=False) + "\n").encode(errors=ESCAPED))
+        shutil.rmtree(self.parts)
+        return meta
 
 
 def append(outcome: Outcome, file: IO[bytes]) -> None:
     """Append an outcome to a part, unbuffered, with an fsync every few chats."""
     file.write(_encoded(outcome._asdict()))
     file.flush()
-
-
-def _by_cause(causes: dict[str, str]) -> dict[str, list[str]]:
-    """Group ids by their cause, without those whose cause is empty."""
-    grouped: dict[str, list[str]] = {}
-    for id_, cause in causes.items():
-        if cause:
-            grouped.setdefault(cause, []).append(id_)
-    return grouped
 
 
 def _encoded(value: dict[str, Any]) -> bytes:
@@ -252,11 +220,6 @@ def write_answers(work: Work, answerer: Answerer, out: Path, worker: Worker = AL
             no chat was answered; or the answerer stops.
     """
     work.settings.options(answerer.tokenizer)
-    if answerer.context <= work.settings.max_new_tokens:
-        raise ValueError(
-            f"max_new_tokens={work.settings.max_new_tokens} leaves no room for a prompt in the target's context of "
-            f"{answerer.context} tokens; lower it"
-        )
     answers = Answers(out)
     settings = redacted_values({**answerer.describe(), "data": work.source, **asdict(work.settings)})
 
@@ -288,7 +251,9 @@ def _answer(work: Work, answerer: Answerer, answers: Answers, worker: Worker) ->
     records = [record for record in work.records[worker.rank :: worker.world] if record.id not in finished]
     talks = (talk_of(record, answerer.tokenizer, work.settings, answerer.context) for record in records)
     outcomes = answerer.answer(talks) if records else iter(())
-    with answers.part(worker.rank, worker.world) as file:
+    with (answers.parts / f"{worker.rank:05d}-of-{worker.world:05d}.jsonl").open("a+b") as file:
+        file.seek(0)
+        file.truncate(sum(len(line) for line in file if line.endswith(b"\n")))
         for number, outcome in enumerate(progress(outcomes, "answering chats", len(records)), 1):
             append(outcome, file)
             if number % work.sync_every == 0:

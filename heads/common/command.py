@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.types import Quote, QuotedString
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from hydra.types import RunMode
 from omegaconf import DictConfig
@@ -36,7 +37,7 @@ STATUSES = (0, 1, 2, 3)  # that commands end with: done, failed or an alarm, a m
 def command(config: str) -> Callable[[Callable[[DictConfig], object]], Callable[[], None]]:
     """Return a decorator that turns a function of a configuration into a command, which composes conf/CONFIG.yaml.
 
-    A mistake in the overrides ends it with one line, which shows none of their values, and exit status 2.
+    A mistake in the overrides ends it with one line, and exit status 2.
     """
 
     def decorate(task: Callable[[DictConfig], object]) -> Callable[[], None]:
@@ -81,7 +82,7 @@ def ending_alone() -> Iterator[None]:
 
 
 def mistake(error: Exception, words: Sequence[str], config: str) -> str:
-    """Describe the mistake in the overrides, without their values but for the name of a missing option."""
+    """Describe the mistake in the overrides."""
     if isinstance(error, OverrideParseException):
         key, sign, _ = error.override.partition("=")
         which = f"the override {key}=…" if sign else "a word without a ="
@@ -104,16 +105,12 @@ def mistake(error: Exception, words: Sequence[str], config: str) -> str:
             return f"{key} is not a known key: +{key}=… adds one"
         advice = nearest(key, allowed) or "--help lists them, with head=NAME that head's too"
         return f"{key} is not a known key: {advice}"
-    given = [value for word in words for value in re.split(r"[\s,'\"]+", word.partition("=")[2])]
-    for value in sorted({*given, *(value.strip("()[]{}") for value in given)} - {""}, key=len, reverse=True):
-        message = re.sub(rf"(?<![\w.]){re.escape(value)}(?!\.?\w)", "…", message)
     return message
 
 
 def quoted(value: object) -> str:
     """Return a value as an override's, in quotes: Hydra reads back what it is, whatever characters it has."""
-    doubled = re.sub(r"(\\*)('|$)", lambda match: match[1] * 2 + (r"\'" if match[2] else ""), str(value))
-    return f"'{doubled}'"
+    return str(QuotedString(str(value), Quote.single).with_quotes())
 
 
 class Entry(NamedTuple):

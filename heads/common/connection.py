@@ -34,16 +34,11 @@ def check_reachable(repo: str, kind: str = "model") -> None:
     if not NAME.fullmatch(repo):
         raise ValueError("no such folder, nor a Hub id OWNER/NAME")
     before = constants.is_offline_mode()
-    why = _unreachable()
-    # Of a data set `datasets` has another cache, of tables: its folders are org___some_name of org/SomeName.
-    tables, plain = Path(os.environ.get("HF_DATASETS_CACHE") or Path(constants.HF_HOME, "datasets")), repo.lower()
-    plain = plain.replace("/", "").replace("_", "")
-    downloaded = Path(constants.HF_HUB_CACHE, repo_folder_name(repo_id=repo, repo_type=kind)).is_dir() or (
-        kind == "dataset" and any(folder.name.replace("_", "").lower() == plain for folder in tables.glob("*"))
-    )
-    if why and not downloaded:
+    if not (why := _unreachable()):
+        return
+    if not Path(constants.HF_HUB_CACHE, repo_folder_name(repo_id=repo, repo_type=kind)).is_dir():
         raise ValueError(f"neither here nor downloaded before, and {why}, or give a path of this machine")
-    if why and not before:
+    if not before:
         log.warning("%s is taken as it was downloaded before: %s", repo, why)
 
 

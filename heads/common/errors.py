@@ -152,11 +152,11 @@ def user_errors() -> Iterator[None]:
         if os.environ.get("HEADSTART_DEBUG") == "1":
             raise
         if isinstance(error, KeyboardInterrupt):
-            number = signal.SIGTERM if isinstance(error, TerminatedError) else signal.SIGINT
+            terminated = isinstance(error, TerminatedError)
             if is_reporting_rank():
-                name = "SIGTERM" if number == signal.SIGTERM else "Ctrl-C"
-                print("; ".join([f"stopped by {name}", *error.args]), file=sys.stderr)
-            raise SystemExit(128 + number) from None
+                stop = f"stopped by {'SIGTERM' if terminated else 'Ctrl-C'}"
+                print("; ".join([stop, *error.args]), file=sys.stderr)
+            raise SystemExit(128 + (signal.SIGTERM if terminated else signal.SIGINT)) from None
         if not (isinstance(error, ValueError | OSError) or panicked(error)):
             raise
         print(f"error: {one_line(error)}", file=sys.stderr)

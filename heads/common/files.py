@@ -110,9 +110,8 @@ def atomic_write(path: Path, content: bytes | Iterator[bytes | memoryview]) -> N
             os.fsync(file.fileno())
         os.replace(partial, path)
         flush(path.parent)
-    except BaseException:  # also of a signal
+    finally:
         partial.unlink(missing_ok=True)
-        raise
 
 
 def write_json(path: Path, content: object) -> None:

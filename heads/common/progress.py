@@ -79,31 +79,25 @@ class Bar:
                 BARS.stop()
 
     def show(self, done: int, note: str = "") -> None:
-        """Show that so much is done, with further numbers in a note."""
+        """Show how much is done, with further numbers in a note: without a terminal as a line, if it is time."""
         self.done, self.note = done, note
         if self.on_terminal:
             BARS.update(self.task, completed=done, note=note)
-        self.tick()
-
-    def tick(self) -> None:
-        """Print a line without a terminal, if it is time."""
-        if time.monotonic() - Bar.last >= PAUSE:
-            Bar.last = time.monotonic()
-            if not self.on_terminal:
-                say(self.line(Bar.last - self.begun))
-
-    def line(self, seconds: float) -> str:
-        """Return what is done after `seconds`, the rate, and the time that is left at it."""
-        count = self.done - self.first
-        parts = [f"{self.done} of {self.total}" if self.total is not None else f"{self.done}" * bool(count), self.note]
+        if time.monotonic() - Bar.last < PAUSE:
+            return
+        Bar.last = time.monotonic()
+        if self.on_terminal:
+            return
+        count, seconds = done - self.first, Bar.last - self.begun
+        parts = [f"{done} of {self.total}" if self.total is not None else f"{done}" * bool(count), note]
         if count <= 0:
             parts.append(f"{timedelta(seconds=round(seconds))} so far")
         else:
             rate = count / seconds
             parts.append(f"{rate:,.1f}/s" if rate >= 1 else f"{60 * rate:.1f}/min")
             if self.total is not None:
-                parts.append(f"{timedelta(seconds=round((self.total - self.done) / rate))} left")
-        return f"{self.label}: " + ", ".join(filter(None, parts))
+                parts.append(f"{timedelta(seconds=round((self.total - done) / rate))} left")
+        say(f"{self.label}: " + ", ".join(filter(None, parts)))
 
 
 def progress(work: Iterable[T], label: str, total: int | None = None) -> Iterator[T]:
@@ -128,7 +122,7 @@ def waiting(label: str) -> Iterator[None]:
 
     def report() -> None:
         while not ended.wait(PAUSE):
-            bar.tick()
+            bar.show(0)
 
     if ours := constants.HF_HUB_DISABLE_PROGRESS_BARS is None:
         disable_progress_bars()  # of huggingface_hub: some are written into a log too

@@ -7,7 +7,6 @@ Hub that is named there as an attention. So it must describe a model of possible
 import inspect
 import math
 import re
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -164,10 +163,6 @@ def sequence_length(path: str, length: int) -> int:
     A target that has still to be downloaded is not known here; `check_sequence_length` runs once it is.
     """
     try:
-        values = read_target_values(path, trust_remote_code=False, cached_alone=True)
-        written = values.get("text_config", values).get("max_position_embeddings")
-        if isinstance(written, int) and written > 0:
-            return min(length, written)
         return min(length, context_of(read_target_config(path, trust_remote_code=False, cached_alone=True)))
     except ValueError:
         return length
@@ -186,25 +181,18 @@ def up_to_width(path: str, rank: int) -> int:
         return rank
 
 
-def best_head(path: str, shape: Mapping[str, Any] | None, trust_remote_code: bool) -> tuple[str, str]:
+def best_head(path: str, shape: Any, trust_remote_code: bool) -> tuple[str, str]:
     """Return the recommended head for a target (docs/heads.md, "Which head"), and the reason in words.
 
     A target with few layers gets mlp, unless mlp trains more than a tenth of the target's parameters and more than mtp.
     `shape` holds the target's dimensions as in conf/model, so that no download is needed.
     """
     try:
-        if shape is not None and shape["of"] == path:
-            values = dict(shape)
-        else:
-            values = read_target_values(path, trust_remote_code, cached_alone=False)
-        text = values.get("text_config", values)
-        sizes = [text.get(name) for name in SIZES[:3]]
-        if not all(isinstance(size, int) for size in sizes):
-            config = read_target_config(path, trust_remote_code).get_text_config()
-            sizes = [getattr(config, name) for name in SIZES[:3]]
+        own = shape is None or shape.of != path
+        text = read_target_config(path, trust_remote_code).get_text_config() if own else shape
+        layers, width, vocab = (getattr(text, name) for name in SIZES[:3])
     except UNFIT as error:
         raise ValueError(f"model.path={path}: {reason(error)}") from error
-    layers, width, vocab = sizes
     target = 12 * layers * width**2 + vocab * width  # of a dense one, about
     # An mlp has a table, an lm_head and a projection for each of four depths, an mtp a decoder layer and a projection.
     trained = {"mlp": 4 * (2 * vocab * width + width**2), "mtp": 14 * width**2}

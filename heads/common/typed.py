@@ -77,6 +77,10 @@ def build(schema: Any, values: Any, prefix: str, ready: Mapping[str, object] = M
 
 def convert(hint: Any, value: Any, key: str, within: Within | OneOf = MACHINE) -> Any:
     """Convert a value to a type; refuse numbers out of range and names outside the choices, with the key."""
+    if get_origin(hint) in (Union, UnionType):
+        if value is None and NoneType in get_args(hint):
+            return None
+        hint = next(option for option in get_args(hint) if option is not NoneType)
     if get_origin(hint) is Annotated:
         hint, within = get_args(hint)
         if within is SEVERAL:
@@ -86,45 +90,33 @@ def convert(hint: Any, value: Any, key: str, within: Within | OneOf = MACHINE) -
                 raise ValueError(f"{key} is empty: give at least one value")
             within = MACHINE
     origin, inner = get_origin(hint), get_args(hint)
-    if origin in (Union, UnionType):
-        option = next(option for option in inner if option is not NoneType)
-        return None if value is None and NoneType in inner else convert(option, value, key, within)
     if is_dataclass(hint):
         return build(hint, value, key)
-    if hint in SCALARS:
-        return convert_scalar(hint, value, key, within)
-    if hint is Any and not isinstance(value, dict | list):
-        check(value, MACHINE, key)
-        return value
+    if hint in SCALARS or (hint is Any and not isinstance(value, dict | list)):
+        check(value, MACHINE, key)  # first, because OmegaConf cannot convert numbers that are too large
+        if hint is Any or type(value) is hint:
+            scalar = value
+        else:
+            try:
+                scalar = SCALARS[hint][0](value, is_optional=False)._value()
+            except OmegaConfBaseException:
+                scalar = None
+        if hint is not Any and scalar in (None, UNSET):
+            raise ValueError(f"{key}: {shown(value)} is not {SCALARS[hint][1]}")
+        check(scalar, within, key)
+        return scalar
     if hint is Any:
         origin, inner = type(value), (Any, Any)
-    return convert_items(origin, inner, value, key, within)
-
-
-def convert_items(kind: Any, inner: tuple[Any, ...], value: Any, key: str, within: Within | OneOf) -> Any:
-    """Return a list, tuple or dict of converted items, whose types are `inner`."""
-    if kind is dict and isinstance(value, dict):
+    if origin is dict:
+        if not isinstance(value, dict):
+            raise ValueError(f"{key} is {shown(value)}, expected a mapping")
         return {convert(inner[0], k, key): convert(inner[1], v, join(key, k), within) for k, v in value.items()}
-    if kind is dict or not isinstance(value, list | tuple):
-        raise ValueError(f"{key} is {shown(value)}, expected a {'mapping' if kind is dict else 'list'}")
-    hints = inner if kind is tuple and ... not in inner else inner[:1] * len(value)
+    if not isinstance(value, list | tuple):
+        raise ValueError(f"{key} is {shown(value)}, expected a list")
+    hints = inner if origin is tuple and ... not in inner else inner[:1] * len(value)
     if len(hints) != len(value):
         raise ValueError(f"{key} is {shown(value)}, expected a list of {len(hints)}")
-    return kind(convert(hints[i], item, f"{key}[{i}]", within) for i, item in enumerate(value))
-
-
-def convert_scalar(kind: type, value: Any, key: str, within: Within | OneOf) -> Any:
-    """Return a number, a text or a truth value, read as OmegaConf reads it."""
-    node, expected = SCALARS[kind]
-    check(value, MACHINE, key)  # first, because OmegaConf cannot convert numbers that are too large
-    try:
-        scalar = value if type(value) is kind else node(value, is_optional=False)._value()
-    except OmegaConfBaseException:
-        scalar = None
-    if scalar is None or scalar == UNSET:
-        raise ValueError(f"{key}: {shown(value)} is not {expected}")
-    check(scalar, within, key)
-    return scalar
+    return origin(convert(hints[i], item, f"{key}[{i}]", within) for i, item in enumerate(value))
 
 
 def check(value: Any, within: Within | OneOf, key: str) -> None:
@@ -145,10 +137,8 @@ def join(prefix: str, key: Any) -> str:
 def nearest(word: str, names: Iterable[str]) -> str:
     """Return the question after the names nearest to a misspelt one, or to its end; empty if none is near."""
     every = sorted(set(names))
-    parent, dot, last = word.rpartition(".")
-    siblings = [name.removeprefix(parent + dot) for name in every if name.startswith(parent + dot)]
-    near = [name for name in every if name.endswith(f".{word}")]
-    near = near or [parent + dot + name for name in get_close_matches(last, siblings, 2)]
-    if not near and not siblings:  # another command may have the option within a section
-        near = get_close_matches(word, every, 2, 0.8) or [name for name in every if f".{name}".endswith(f".{last}")][:2]
+    parent, _, last = word.rpartition(".")
+    near = [name for name in every if name.endswith(f".{word}")] or get_close_matches(word, every, 2, 0.75)
+    if not near and not any(name.startswith(f"{parent}.") for name in every):  # another command's section
+        near = [name for name in every if f".{name}".endswith(f".{last}")][:2]
     return f"do you mean {' or '.join(near)}?" if near else ""

@@ -60,7 +60,7 @@ def parse_yaml(content: bytes) -> Any:
             depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
             if depth > DEEPEST:
                 raise ValueError(TOO_DEEP)
-        return shallow(yaml.safe_load(text))
+        return yaml.safe_load(text)
     except RecursionError:
         raise ValueError(TOO_DEEP) from None
     except (yaml.YAMLError, ValueError, TypeError, AttributeError, LookupError, OverflowError) as error:

@@ -176,5 +176,6 @@ def test_plain_text_behind_a_chat_template_stays_plain(bare: PreTrainedTokenizer
     assert made.outcome().chat == {"id": "a", "text": "w1 w2 w5"}
     assert made.ask() is None
     made = talk(record, bare)
+    made.ask()
     made.take(Reply("é", False, token=tuple(bare("éé")["input_ids"][:-1])))
     assert made.outcome().chat["text"] == made.prompt.text + "é"  # half a character was cut off

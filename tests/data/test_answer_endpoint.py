@@ -179,7 +179,11 @@ def test_the_context_is_the_servers_where_it_tells(server: Server, tmp_path: Pat
 
 
 def test_plain_texts_and_plain_targets_are_refused(server: Server, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="record 7 is no chat, and an endpoint answers chats"):
+    with pytest.raises(
+        ValueError, match=r"record 7 is no chat, or .* has no chat template, and an endpoint answers chats"
+    ):
         ask(server, tmp_path / "a", [parse({"id": 7, "text": "w1 w2"}, 0, "f")])
-    with pytest.raises(ValueError, match="has no chat template, and an endpoint answers chats"):
-        Endpoint(connect(server), words(None), settings())
+    with pytest.raises(
+        ValueError, match=r"record x is no chat, or .* has no chat template, and an endpoint answers chats"
+    ):
+        write_answers(work([chat("x", "w1")]), Endpoint(connect(server), words(None), settings()), tmp_path / "b")

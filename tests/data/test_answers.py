@@ -147,8 +147,6 @@ def test_a_turn_that_does_not_fit_ends_the_chat_there(tmp_path: Path) -> None:
     assert (noted["shortened"]["context"], noted["left_out"]) == (["1"], {"context": ["0"]})
     with pytest.raises(ValueError, match=r"none of 1 chats was answered: 1 context \(the next prompt leaves no room"):
         answer(tmp_path / "b", settings(max_new_tokens=20), chats[:1])
-    with pytest.raises(ValueError, match="max_new_tokens=96 leaves no room for a prompt in the target's context of 96"):
-        answer(tmp_path / "c", settings(max_new_tokens=96))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "a.meta.json"]
 
 

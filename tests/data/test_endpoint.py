@@ -94,7 +94,6 @@ def test_a_lie_or_a_lasting_failure_leaves_the_chat_for_the_next_call(
         ({"data": [{"id": "a"}]}, "b", "serves a, not b; name what it serves"),
         ({"data": [{"id": f"m{i}"} for i in range(99)]}, None, "serves m0, m1, [m0-9, ]{152}; name what it serves"),
         ({"models": 1}, None, "serves no model; name"),
-        ({"data": [{"id": "\ud83d"}, {"id": 1}]}, None, "serves no model; name"),
         ([1], None, "/models: not_json"),
     ],
 )
@@ -123,9 +122,9 @@ def test_a_key_is_not_shown_and_a_refused_one_stops_the_job_at_once(server: Serv
     server.script = [serve.status(400, "Incorrect API key provided: my-own-key")]
     with pytest.raises(EndpointError, match=r"provided: \[redacted\]"):
         connect(server, "my-own-key").request("POST", "/chat/completions", BODY)
-    with pytest.raises(ValueError, match=r"\$KEY holds what is no key") as error:
-        connect(server, "sk-secret\n")
-    assert "secret" not in str(error.value)
+    server.script = [serve.honest]
+    connect(server, "sk-secret\n").request("POST", "/chat/completions", BODY)
+    assert server.headers[-1]["Authorization"] == "Bearer sk-secret"
     for status in (401, 403):
         server.bodies, server.script = [], [serve.honest, serve.status(status, "no such key")]
         with pytest.raises(ValueError, match=rf"completions: {status} \(no such key\); set the key in the environment"):

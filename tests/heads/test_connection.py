@@ -19,7 +19,6 @@ def connected(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
-    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "datasets"))
 
 
 @pytest.fixture
@@ -31,7 +30,7 @@ def silent() -> Iterator[str]:
 
 @pytest.mark.parametrize("kind", ["model", "dataset"])
 def test_what_was_not_downloaded_is_refused(kind: str, tmp_path: Path) -> None:
-    other = {"model": "datasets/org___name", "dataset": "hub/models--org--name"}[kind]
+    other = {"model": "hub/datasets--org--name", "dataset": "hub/models--org--name"}[kind]
     (tmp_path / other).mkdir(parents=True)
     for _ in range(2):
         with pytest.raises(ValueError, match=r"^neither here nor downloaded before, and http://127\.0\.0\.1:9 cannot"):
@@ -56,9 +55,8 @@ def test_who_wants_no_connection_is_asked_for_none(monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.parametrize(
     ("kind", "folder"),
-    [("model", "hub/models--org--SomeName"), ("dataset", "hub/datasets--org--SomeName"),
-     ("dataset", "datasets/org___some_name")],
-)  # fmt: skip
+    [("model", "hub/models--org--SomeName"), ("dataset", "hub/datasets--org--SomeName")],
+)
 def test_what_was_downloaded_is_taken_and_said_once(
     kind: str, folder: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

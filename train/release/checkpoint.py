@@ -5,6 +5,7 @@ system; small files are copies, which can be edited without changing the target'
 """
 
 import json
+import math
 import os
 import shutil
 from contextlib import suppress
@@ -12,16 +13,15 @@ from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
-from torch import Tensor
 
 from heads.common.errors import one_line
 from heads.common.files import replacing
 from heads.common.typed import Json
-from heads.common.untrusted import parse_json, parsed_file
-from heads.formats.mtp_layouts import COUNT, FAMILIES, Layout
+from heads.common.untrusted import parsed_file
+from heads.formats.mtp_layouts import COUNT, Layout
 from heads.formats.published.exporting import written
 from heads.formats.store import CONFIG, INDEX, WEIGHTS
-from heads.formats.weights import DTYPES
+from heads.formats.weights import header
 from heads.mtp import TARGET, Mtp
 from inference.target.checkpoint import tensor_files
 
@@ -30,8 +30,6 @@ MODULE = "model-mtp.safetensors"
 RENAMED = {WEIGHTS: "model-target.safetensors", MODULE: "model-target-mtp.safetensors"}
 AS_TRAINED = {"layer": TARGET, "feature_layers": None, "lm_head": "shared", "draft_vocab": None}
 SMALL = 1 << 26  # bytes; smaller files are copied, never linked
-
-Shards = dict[Path, dict[str, Json]]  # the target's files, each with its tensors by name
 
 
 def write_copy(head: Mtp, checkpoint: str, layout: Layout, out: Path) -> None:
@@ -43,11 +41,11 @@ def write_copy(head: Mtp, checkpoint: str, layout: Layout, out: Path) -> None:
     """
     try:
         files = tensor_files(checkpoint)
-        shards = {path: _entries(path) for path in sorted({*files.values()})}
+        shards = {path: header(path) for path in sorted({*files.values()})}
         lost = sorted(name for name, path in files.items() if name not in shards[path])
         if lost:
             raise ValueError(f"its index names {lost[0]}, which its file does not hold")
-    except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
+    except (OSError, ValueError, SafetensorError) as error:
         raise ValueError(
             f"{checkpoint}: not a whole checkpoint ({one_line(error)}); download it again, or give another target"
         ) from error
@@ -68,56 +66,32 @@ def write_copy(head: Mtp, checkpoint: str, layout: Layout, out: Path) -> None:
     tensors = layout.write(head.state_dict(), layers, split=split)
     like = {name: name.replace(inner, last, 1) for name in tensors}  # the last layer's tensor of the same kind
     odd = {name for name in entries if name.startswith(last)} ^ {one for one in like.values() if one in entries}
-    odd |= {one for name, one in like.items() if one in entries and entries[one]["shape"] != [*tensors[name].shape]}
+    odd |= {one for name, one in like.items() if one in entries and entries[one].shape != tensors[name].shape}
     if odd:
         raise ValueError(f"{checkpoint}: the head's layer is not built like its last one ({min(odd)}); train it again")
     usual = entries[f"{last}input_layernorm.weight"]
-    stored = {name: entries.get(one, usual)["dtype"] for name, one in like.items()}
-    tensors = {name: tensor.to(DTYPES[stored[name]]).contiguous() for name, tensor in tensors.items()}
+    tensors = {name: tensor.to(entries.get(like[name], usual).dtype).contiguous() for name, tensor in tensors.items()}
     with replacing(out) as new:
-        _write(folder, shards, tensors, {**config, COUNT: 1}, new)
-
-
-def layout_of(config: Json, checkpoint: str) -> Layout:
-    """Return the layout of the MTP module in the target's family; refuse a family without one or not supported."""
-    name = (config.get("architectures") or ["?"])[0]
-    if name not in FAMILIES:
-        raise ValueError(
-            f"format=checkpoint: {checkpoint} is a {name}, in which engines look for no module that could be written "
-            f"(known: {', '.join(FAMILIES)}); format=vllm serves a Llama or Qwen with head.layer=llama"
-        )
-    if config.get("quantization_config"):
-        raise ValueError(
-            f"format=checkpoint: {checkpoint} is quantised, and engines would take its module so too; give its "
-            "unquantised checkpoint as target"
-        )
-    if (config.get(COUNT) or 1) != 1:
-        raise ValueError(
-            f"format=checkpoint: {checkpoint} has {config[COUNT]} modules, which draft one after another, and the "
-            "head is one for all depths"
-        )
-    return FAMILIES[name]
-
-
-def _write(folder: Path, shards: Shards, tensors: dict[str, Tensor], config: Json, new: Path) -> None:
-    brought = shutil.ignore_patterns(".*", "*.safetensors", CONFIG, INDEX)
-    shutil.copytree(folder, new, ignore=brought, copy_function=_bring, dirs_exist_ok=True)
-    where, total = dict.fromkeys(tensors, MODULE), sum(tensor.nbytes for tensor in tensors.values())
-    for path, entries in shards.items():
-        name, unchanged = RENAMED.get(path.name, path.name), entries.keys() - tensors
-        where |= dict.fromkeys(unchanged, name)
-        total += sum(end - begin for begin, end in (entries[tensor]["data_offsets"] for tensor in unchanged))
-        if len(unchanged) == len(entries):
-            _bring(path, new / name)
-        elif unchanged:
-            with safe_open(path, "pt") as opened:
-                save_file(
-                    {tensor: opened.get_tensor(tensor) for tensor in unchanged}, new / name, metadata={"format": "pt"}
-                )
-    save_file(tensors, new / MODULE, metadata={"format": "pt"})
-    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(where.items()))}
-    for name, content in ((CONFIG, config), (INDEX, index)):
-        (new / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+        brought = shutil.ignore_patterns(".*", "*.safetensors", CONFIG, INDEX)
+        shutil.copytree(folder, new, ignore=brought, copy_function=_bring, dirs_exist_ok=True)
+        where, total = dict.fromkeys(tensors, MODULE), sum(tensor.nbytes for tensor in tensors.values())
+        for path, held in shards.items():
+            name, unchanged = RENAMED.get(path.name, path.name), held.keys() - tensors
+            where |= dict.fromkeys(unchanged, name)
+            total += sum(math.prod(entries[tensor].shape) * entries[tensor].dtype.itemsize for tensor in unchanged)
+            if len(unchanged) == len(held):
+                _bring(path, new / name)
+            elif unchanged:
+                with safe_open(path, "pt") as opened:
+                    save_file(
+                        {tensor: opened.get_tensor(tensor) for tensor in unchanged},
+                        new / name,
+                        metadata={"format": "pt"},
+                    )
+        save_file(tensors, new / MODULE, metadata={"format": "pt"})
+        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(where.items()))}
+        for name, content in ((CONFIG, {**config, COUNT: 1}), (INDEX, index)):
+            (new / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
 def _bring(source: str | Path, new: str | Path) -> None:
@@ -128,11 +102,3 @@ def _bring(source: str | Path, new: str | Path) -> None:
             os.link(path, new)
             return
     shutil.copyfile(path, new)
-
-
-def _entries(path: Path) -> dict[str, Json]:
-    """Return a file's tensors, each with dtype, shape and offsets; refuse a truncated or damaged file."""
-    with safe_open(path, "pt") as opened, path.open("rb") as file:
-        names = set(opened.keys())
-        entries = parse_json(file.read(int.from_bytes(file.read(8), "little")))
-    return {name: entries[name] for name in names}

@@ -16,8 +16,7 @@ import shlex
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +36,7 @@ from heads.common.typed import Json
 from heads.common.untrusted import parse_json, parse_yaml, parsed_file
 from heads.formats import custom_generate, lora
 from heads.formats.hub import base_head, load_found, on_hub, target_path
+from heads.formats.mtp_layouts import COUNT, FAMILIES
 from heads.formats.published import gguf
 from heads.formats.published.export import TargetFacts, export, refusals, unserved
 from heads.formats.published.plan import STATES
@@ -46,7 +46,7 @@ from inference.target.config import DTYPES
 from inference.target.embeddings_only import EmbeddingsOnly
 from inference.target.target import Target
 from train.release.card import card, view
-from train.release.checkpoint import layout_of, write_copy
+from train.release.checkpoint import write_copy
 from train.release.config import TEMPLATE, PublishConfig
 from train.release.hub import files_of
 
@@ -68,7 +68,7 @@ def write_folder(run: Path, out: Path, config: PublishConfig) -> Json:
     The head's files lie at its top, so that the folder, and so the repository, loads as a head.
 
     Raises:
-        ValueError: the head or a file beside it is a link or damaged, cannot take the format, or holds a token of the
+        ValueError: the head or a file next to it is a link or damaged, cannot take the format, or holds a token of the
             Hub; or `out` holds something else. The folder is then as it was.
         OSError: the disk is full or the folder cannot be written.
     """
@@ -86,7 +86,26 @@ def write_folder(run: Path, out: Path, config: PublishConfig) -> Json:
     provenance = _read(run / ORIGIN, parse_json)
     reference = {"base_model": name if on_hub(name) else Path(name).name, "tokenizer_sha256": tokenizer_sha256(name)}
     reference |= {key: provenance[key] for key in (TEMPLATE,) if key in provenance}
-    with exported(head, config) as (source, refused):
+    with tempfile.TemporaryDirectory() as temporary:
+        source, refused = head, dict[str, str]()
+        if config.format or config.base:
+            source = Path(temporary) / "head"
+        if config.format:
+            refused = write_format(head, config, name, content["target"].get("adapter"), source)
+        elif config.base:
+            peft = provenance.get("peft")
+            rank = peft.get("rank") if isinstance(peft, dict) else None
+            if not isinstance(rank, int) or rank < 1:
+                raise ValueError(
+                    f"base={config.base}: {run} has not adapted a head by peft=lora; publish it without base"
+                )
+            target = _load(config.target or target_path(name), content["target"].get("adapter"))
+            trained: Any = load_head(head, target.embeddings, target.spec)
+            before = base_head(config.base, trained.config, target.embeddings, target.spec)
+            factors = lora.adapter_files(config.base, before.state_dict(), trained.state_dict(), rank)
+            source.mkdir()
+            for file, data in {**factors, CONFIG: (head / CONFIG).read_bytes()}.items():
+                (source / file).write_bytes(data)
         files = {TOKENIZER: json.dumps(reference, indent=2) + "\n"}
         files |= {name: (run / name).read_text(encoding="utf-8") for name in COPIED if (run / name).is_file()}
         files[CONFIG] = (source / CONFIG).read_text(encoding="utf-8")
@@ -109,10 +128,8 @@ def write_folder(run: Path, out: Path, config: PublishConfig) -> Json:
 def tokenizer_sha256(model: str) -> str | None:
     """Return the hash of the target's tokenizer.json if it is on this machine, without network access."""
     local = Path(target_path(model)) / "tokenizer.json"
-    if not local.is_file() and on_hub(model):
-        cached = try_to_load_from_cache(model, "tokenizer.json")
-        local = Path(cached) if isinstance(cached, str) else local
-    return content_hash(local) if local.is_file() else None
+    file = local if local.is_file() or not on_hub(model) else try_to_load_from_cache(model, local.name)
+    return content_hash(Path(file)) if isinstance(file, str | Path) and Path(file).is_file() else None
 
 
 def assert_tokenizer(trained: str | None, path: str, of: str) -> None:
@@ -133,25 +150,6 @@ def _read(path: Path, parse: Callable[[bytes], Any]) -> Json:
     """Return the mapping in a file of the run, empty without the file."""
     content = parsed_file(path, "restore it, or remove it", parse) if path.is_file() else {}
     return content if isinstance(content, dict) else {}
-
-
-@contextmanager
-def exported(head: Path, config: PublishConfig) -> Iterator[tuple[Path, dict[str, str]]]:
-    """Within the block, provide the folder to publish: the head exported, as an adapter, or as it is.
-
-    The second value is the exported head's `refusals`. Refuse another target, and a format that cannot hold this head.
-    """
-    if config.format is None and config.base is None:
-        yield head, {}
-        return
-    with tempfile.TemporaryDirectory() as temporary:
-        folder = Path(temporary) / "head"
-        if config.format is None:
-            _write_adapter(head, config, folder)
-            yield folder, {}
-            return
-        spec = read_config(head)["target"]
-        yield folder, write_format(head, config, spec["name"], spec.get("adapter"), folder)
 
 
 def write_format(head: Path, config: PublishConfig, model: str, adapter: str | None, folder: Path) -> dict[str, str]:
@@ -178,22 +176,6 @@ def write_format(head: Path, config: PublishConfig, model: str, adapter: str | N
     return refusals(trained, served)
 
 
-def _write_adapter(head: Path, config: PublishConfig, folder: Path) -> None:
-    """Write a run's head as a LoRA adapter of its base on the Hub; refuse a run without LoRA."""
-    base, spec = str(config.base), read_config(head)["target"]
-    peft = _read(head.parent / ORIGIN, parse_json).get("peft")
-    rank = peft.get("rank") if isinstance(peft, dict) else None
-    if not isinstance(rank, int) or rank < 1:
-        raise ValueError(f"base={base}: {head.parent} has not adapted a head by peft=lora; publish it without base")
-    target = _load(config.target or target_path(spec["name"]), spec.get("adapter"))
-    trained: Any = load_head(head, target.embeddings, target.spec)
-    before = base_head(base, trained.config, target.embeddings, target.spec)
-    files = lora.adapter_files(base, before.state_dict(), trained.state_dict(), rank)
-    folder.mkdir()
-    for name, data in {**files, CONFIG: (head / CONFIG).read_bytes()}.items():
-        (folder / name).write_bytes(data)
-
-
 def copy_with_head(run: Path, out: Path, config: PublishConfig) -> None:
     """Write format=checkpoint; refuse a head or a target that does not fit it."""
     folder = last_good(run / "head")
@@ -201,23 +183,33 @@ def copy_with_head(run: Path, out: Path, config: PublishConfig) -> None:
     spec, kind = content["target"], content["head"]["name"]
     if kind != "mtp":
         raise ValueError(f"format=checkpoint: not one of a head of kind {kind}; give a run of head=mtp")
-    if spec.get("adapter"):
-        raise ValueError(
-            f"format=checkpoint: the head is for {spec['name']} with adapter {spec['adapter']}; merge the adapter into "
-            "a checkpoint and train on that"
-        )
     path = config.target or target_path(spec["name"])
     try:
         values = read_target_values(path, False, cached_alone=False)
     except ValueError as error:
         raise ValueError(f"target={path}: {error}") from error
-    layout = layout_of(values, path)  # refuses before the weights are downloaded
+    name = (values.get("architectures") or ["?"])[0]  # what follows refuses before the weights are downloaded
+    if name not in FAMILIES:
+        raise ValueError(
+            f"format=checkpoint: {path} is a {name}, in which engines look for no module that could be written "
+            f"(known: {', '.join(FAMILIES)}); format=vllm serves a Llama or Qwen with head.layer=llama"
+        )
+    if values.get("quantization_config"):
+        raise ValueError(
+            f"format=checkpoint: {path} is quantised, and engines would take its module so too; give its "
+            "unquantised checkpoint as target"
+        )
+    if (values.get(COUNT) or 1) != 1:
+        raise ValueError(
+            f"format=checkpoint: {path} has {values[COUNT]} modules, which draft one after another, and the "
+            "head is one for all depths"
+        )
     target = _load(path, None)
     assert_tokenizer(tokenizer_sha256(spec["name"]), path, spec["name"])
     head = load_head(folder, target.embeddings, target.spec)
     assert isinstance(head, Mtp)
     assert_served(head, path)
-    write_copy(head, path, layout, out)
+    write_copy(head, path, FAMILIES[name], out)
 
 
 def _load(path: str, adapter: str | None) -> Target | EmbeddingsOnly:
@@ -255,9 +247,10 @@ def convert(folder: Path, served: Json, target: str, say: Callable[[str], object
         ValueError: the converter failed; the last line that it wrote.
     """
     out = folder.with_name(f"{folder.name}-openvino")
-    models = {"head": (str(folder), TASK), "target": (target, TASK[:2])}  # the small one, which may fail, first
-    commands = [
-        [CLI, "export", "openvino", "-m", model, *words, str(out / name)] for name, (model, words) in models.items()
+    export_model = [CLI, "export", "openvino", "-m"]
+    commands = [  # of the head first, which is small and may fail
+        [*export_model, str(folder), *TASK, str(out / "head")],
+        [*export_model, target, *TASK[:2], str(out / "target")],
     ]
     layers = " ".join(map(str, served.get("eagle_config", {}).get(STATES, [])))
     file, entry = out / "head" / MODEL, f'<{KEY} value="{layers}" />'
