@@ -124,9 +124,7 @@ def attend_rows(
     # Under autocast normed queries and keys are wider than values; the products use the values' dtype.
     dtype = context[1].dtype
     query, pairs = query.to(dtype), [(key.to(dtype), value.to(dtype)) for key, value in (context, *drafted)]
-    if runs_fused(query, context[1]):
-        return attend_fused(query, pairs, attn_pattern)
-    return attend_blocks(query, pairs, attn_pattern)
+    return (attend_fused if runs_fused(query, context[1]) else attend_blocks)(query, pairs, attn_pattern)
 
 
 def attend_fused(
@@ -134,14 +132,8 @@ def attend_fused(
 ) -> Float[Tensor, "B H N F"]:
     """Attend to the context (the first of `pairs`) and to drafted rows (the others) by one kernel."""
     mask = attn_pattern.mask(pairs[0][0].shape[2], len(pairs) - 1)
-    key, value = joined(pairs)
-    return kernel()(query, key, value, block_mask=mask, enable_gqa=query.shape[1] != key.shape[1])
-
-
-def joined(pairs: list[KeyValue]) -> KeyValue:
-    """Return the concatenated keys and values of all pairs."""
     key, value = (torch.cat(halves, 2) for halves in zip(*pairs, strict=True))
-    return key, value
+    return kernel()(query, key, value, block_mask=mask, enable_gqa=query.shape[1] != key.shape[1])
 
 
 def attend_blocks(
@@ -239,8 +231,7 @@ def _scores(
     # The queries are scaled, and the rest is in place: scores are by far the largest tensor.
     s = ((_fold(q) * scale) @ key[:, :, block.least : block.most].mT).view(*q.shape[:-1], -1)
     column, queries = torch.arange(block.least, block.most, device=q.device), slice(block.begin, block.end)
-    seen = column >= attn_pattern.first[:, queries, None]
-    seen &= column <= attn_pattern.last[:, queries, None]
+    seen = (column >= attn_pattern.first[:, queries, None]) & (column <= attn_pattern.last[:, queries, None])
     s += torch.zeros_like(s[:, 0, 0]).masked_fill_(~seen, never)[:, None, None]
     if not drafted:
         return s, s.new_zeros((*s.shape[:-1], 0))
