@@ -79,11 +79,11 @@ def listed(engines: Sequence[str]) -> str:
 def written(findings: Sequence[Finding]) -> str:
     """Return the findings as lines for the terminal, and their counts."""
     wide, name = max(map(len, VERDICTS)), max(len(finding.check) for finding in findings)
-    lines = []
+    lines, margin = [], " " * (wide + name + 4)
     for verdict, check, says, costs, remedy, _ in findings:
         lines.append(f"{verdict:{wide}}  {check:{name}}  {says}")
         if verdict == WRONG:
-            lines += [f"{'':{wide + name + 4}}{what}: {text}" for what, text in (("costs", costs), ("remedy", remedy))]
+            lines += [f"{margin}costs: {costs}", f"{margin}remedy: {remedy}"]
     verdicts = [finding.verdict for finding in findings]
     return "\n".join([*lines, ", ".join(f"{verdicts.count(verdict)} {verdict}" for verdict in VERDICTS)])
 
@@ -368,8 +368,7 @@ def _positions(head: Examined, target: AnyTarget) -> Finding:
 
 
 def _keys(rope: Rope) -> str:
-    scaling = "null" if rope.scaling is None else json.dumps(rope.scaling)
-    return f'"rope_theta": {rope.theta:g} and "rope_scaling": {scaling}'
+    return f'"rope_theta": {rope.theta:g} and "rope_scaling": {json.dumps(rope.scaling)}'
 
 
 def _shown(rope: Rope) -> str:
@@ -391,7 +390,7 @@ def records(head: Examined, target: AnyTarget, sibling: bool) -> Findings:
         )  # fmt: skip
     else:
         yield ok("target", f"{path}, by its fingerprint")
-    template = next((record[TEMPLATE] for record in (head.origin, head.reference) if TEMPLATE in record), MISSING)
+    template = {**head.reference, **head.origin}.get(TEMPLATE, MISSING)
     for name, trained, current, remedy in (
         ("tokenizer", head.reference.get("tokenizer_sha256") or MISSING, tokenizer_sha256(path), "use the training's"),
         ("chat template", template, template_sha256(target.tokenizer), "serve the training's (--chat-template)"),

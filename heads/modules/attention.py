@@ -19,7 +19,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from heads.modules.flex import block_mask, columns, kernel
+from heads.modules.flex import block_mask, kernel
 from heads.modules.flex import runs as runs_fused
 
 KeyValue = tuple[Tensor, Tensor]
@@ -35,7 +35,7 @@ class Pattern:
     distinct: bool = False  # whether `upto` increases every `size` queries
     size: int = 1  # queries in a group, which share their drafted rows
     causal: bool = False  # whether a query ignores the drafted rows of later queries
-    masks: dict[int, Any] = field(default_factory=dict)  # the fused kernel's masks, by the number of keys
+    masks: dict[tuple[int, int], Any] = field(default_factory=dict)  # the fused kernel's, by length and steps
 
     @cached_property
     def last(self) -> Int[Tensor, "B N"]:
@@ -76,11 +76,9 @@ class Pattern:
 
     def mask(self, length: int, steps: int) -> Any:
         """Return the fused kernel's mask over `length` context rows and the rows of `steps` drafted steps."""
-        queries = self.first.shape[1]
-        key = length + steps * queries
-        if key not in self.masks:
-            self.masks[key] = block_mask(self.bounds(), columns(length, queries, steps, self.first.device))
-        return self.masks[key]
+        if (length, steps) not in self.masks:
+            self.masks[length, steps] = block_mask(self.bounds(), length, steps)
+        return self.masks[length, steps]
 
 
 class QueryBlock(NamedTuple):

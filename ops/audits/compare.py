@@ -17,6 +17,7 @@ from typing import Annotated, Any, Literal, NamedTuple, NoReturn, cast
 
 from data.answers.client import EndpointError, base_url
 from eval.measures.losslessness import shared_length
+from heads.common.errors import one_line
 from heads.common.progress import Bar
 from heads.common.ranges import Amount, Count, NewTokens, Positive, Within
 from heads.common.typed import Json
@@ -122,16 +123,15 @@ class Asker:
                     list(islice(begun, CANCEL_AFTER))
                 return [Reply(error="cancelled")]
             return read_replies(((time.perf_counter() - begin, event) for event in events), server.model)
-        except EndpointError as failure:
-            if failure.cause == "timeout":
+        except (EndpointError, ValueError) as failure:  # a ValueError: the server refuses the key, or lacks the path
+            cause = getattr(failure, "cause", "")
+            if cause == "timeout":
                 self._seconds_left()
-            if failure.cause in ("unreachable", "timeout") and not server.alive():
+            if cause in ("unreachable", "timeout") and not server.alive():
                 if side == AUDITED and self.in_flight > 1 and self.sides[BASELINE].alive():
                     self.crash = self.crash or (question, self.in_flight)
-                self._end(f"a server went away: {server.url}: {failure.cause} ({failure.detail})")
-            return [Reply(error=visible(str(failure)))]
-        except ValueError as refusal:  # the server refuses the key, or lacks the path of this feature
-            return [Reply(error=visible(" ".join(str(refusal).split())))]
+                self._end(f"a server went away: {server.url}: {one_line(failure)}")
+            return [Reply(error=visible(one_line(failure)))]
 
     def one(self, side: str, question: Question, cancel: bool = False) -> Reply:
         """Return the only choice of a reply."""
