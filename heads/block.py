@@ -48,35 +48,35 @@ from heads.rows import last_rows
 
 
 class GroupedConv(nn.Module):
-    """Two causal convolutions over a block's positions, before and after a sublayer.
+    """Two causal convolutions over the positions of blocks of `size`, before and after a sublayer.
 
     The kernel is a learned weight for each channel plus a weight for each group of channels that is computed from the
     sublayer's input. Both start as the identity.
     """
 
-    def __init__(self, width: int, taps: int, group: int) -> None:
+    def __init__(self, width: int, size: int, taps: int, group: int) -> None:
         super().__init__()
+        self.size = size
         self.base_kernel = nn.Parameter(torch.zeros(2, taps, width))
         self.kernel_projection = nn.Linear(width, 2 * taps * (width // group), bias=False)
         with torch.no_grad():
             self.base_kernel[:, 0] = 1.0
             self.kernel_projection.weight.zero_()
 
-    def kernels(self, x: Float[Tensor, "*n S D"]) -> Float[Tensor, "2 *n S k g c"]:
-        """Return the kernels before and after a sublayer with input `x`."""
+    def forward(self, x: Float[Tensor, "B T D"], layer: Any, *args: Any) -> Float[Tensor, "B T D"]:
+        """Apply a sublayer between its two convolutions."""
         taps = self.base_kernel.shape[1]
-        added = self.kernel_projection(x).unflatten(-1, (2, taps, -1))
+        added = self.kernel_projection(x.unflatten(1, (-1, self.size))).unflatten(-1, (2, taps, -1))
         base = self.base_kernel.unflatten(-1, (added.shape[-1], -1))
-        return torch.stack([base[i] + added[..., i, :, :, None] for i in range(2)])
 
+        def convolve(x: Tensor, i: int) -> Tensor:
+            """Return each position's sum over itself and earlier positions, weighted by its own kernel."""
+            kernel = base[i] + added[..., i, :, :, None]
+            groups = x.unflatten(1, (-1, self.size)).unflatten(-1, kernel.shape[-2:])
+            shifted = [functional.pad(groups, (0, 0, 0, 0, tap, 0))[:, :, : self.size] for tap in range(taps)]
+            return (torch.stack(shifted, -3) * kernel).sum(-3).flatten(-2).flatten(1, 2)
 
-def convolve(x: Float[Tensor, "*n S D"], kernel: Float[Tensor, "*n S k g c"]) -> Float[Tensor, "*n S D"]:
-    """Return each position's sum over itself and earlier positions, weighted by its own kernel."""
-    groups = x.unflatten(-1, kernel.shape[-2:])
-    shifted = [
-        functional.pad(groups, (0, 0, 0, 0, tap, 0))[..., : x.shape[-2], :, :] for tap in range(kernel.shape[-3])
-    ]
-    return (torch.stack(shifted, -3) * kernel).sum(-3).flatten(-2)
+        return convolve(layer(convolve(x, 0), *args), 1)
 
 
 class ConvDecoderLayer(DecoderLayer):
@@ -84,20 +84,12 @@ class ConvDecoderLayer(DecoderLayer):
 
     def __init__(self, spec: LayerSpec, *, size: int, taps: int, group: int) -> None:
         super().__init__(spec)
-        self.size = size
-        self.attention_conv, self.mlp_conv = (GroupedConv(spec.width, taps, group) for _ in range(2))
+        self.attention_conv, self.mlp_conv = (GroupedConv(spec.width, size, taps, group) for _ in range(2))
 
     def forward(self, x: Float[Tensor, "B T D"], inputs: LayerInputs) -> Float[Tensor, "B T D"]:
         """Apply the layer with the caller's attention pattern."""
-        x = x + self.between(self.attention_conv, self.input_layernorm(x), self.self_attn, inputs)
-        return x + self.between(self.mlp_conv, self.post_attention_layernorm(x), self.mlp)
-
-    def between(self, conv: GroupedConv, x: Float[Tensor, "B T D"], layer: Any, *args: Any) -> Float[Tensor, "B T D"]:
-        """Apply a sublayer between its two convolutions."""
-        x = x.unflatten(1, (-1, self.size))
-        before, behind = conv.kernels(x)
-        out: Tensor = layer(convolve(x, before).flatten(1, 2), *args)
-        return convolve(out.unflatten(1, (-1, self.size)), behind).flatten(1, 2)
+        x = x + self.attention_conv(self.input_layernorm(x), self.self_attn, inputs)
+        return x + self.mlp_conv(self.post_attention_layernorm(x), self.mlp)
 
 
 class Selector(nn.Module):
@@ -113,8 +105,8 @@ class Selector(nn.Module):
         self.predecessor = nn.Embedding(size, rank)
         self.projection = nn.Linear(width, rank, bias=False)
         self.successor = nn.Embedding(size, rank)
-        nn.init.normal_(self.predecessor.weight, std=0.02)
-        nn.init.normal_(self.successor.weight, std=0.02)
+        for embedding in (self.predecessor, self.successor):
+            nn.init.normal_(embedding.weight, std=0.02)
 
     def context(self, hidden: Float[Tensor, "*#n D"], token: Int[Tensor, "*n"]) -> Float[Tensor, "*n R"]:
         """Return A[p] * P(h) of a position's state h and the token p before it."""
@@ -186,8 +178,6 @@ class Block(HeadModule):
             terms = [name for name in ("markov_rank", "domino", "selector_rank") if getattr(self, name) is not None]
             if len(terms) > 1:
                 raise ValueError(f"head.{terms[0]} and head.{terms[1]} correct the same logits: give one of them")
-            if self.domino is not None and self.depths == 1:
-                raise ValueError("head.domino corrects depths from the second on: give head.depths of 2 or more")
             if self.selector_rank is not None and self.draft_vocab is not None:
                 raise ValueError("head.selector_rank selects among the whole vocabulary: give head.draft_vocab=null")
 
@@ -210,14 +200,12 @@ class Block(HeadModule):
         self.mask = nn.Parameter(start, requires_grad=token is None)
         if token is not None and not start.is_meta:  # a meta tensor has no values
             self.mask.data.copy_(embedding_of(embeddings, torch.tensor(token % vocab_size)))
-        kind: Any = DecoderLayer
-        if config.conv is not None:
-            if width % config.conv_group:
-                raise ValueError(
-                    f"head.conv_group is {config.conv_group}: give a divisor of the target's width, {width}"
-                )
-            kind = partial(ConvDecoderLayer, size=self.size, taps=config.conv, group=config.conv_group)
-        self.layers = nn.ModuleList(kind(spec) for _ in range(config.layers))
+        self.layers = nn.ModuleList(
+            DecoderLayer(spec)
+            if config.conv is None
+            else ConvDecoderLayer(spec, size=self.size, taps=config.conv, group=config.conv_group)
+            for _ in range(config.layers)
+        )
         self.norm = RMSNorm(width, eps)
         self.vocab = draft_vocabulary(config.draft_vocab, embeddings.vocab_size)
         self.lm_head = DraftLmHead(embeddings, config.lm_head, self.vocab)
@@ -292,10 +280,10 @@ class Block(HeadModule):
                 before = memory = self.domino.advance(self.embeddings.embed(token), memory)
             full = state if before is None else torch.cat([state, before.to(state.dtype)], -1)
             full = rows.scatter_rows(full, blocks.anchor, features.token.shape[1])
-            confidence, width = None, state.shape[-1]
-            if self.confidence is not None:
-                confidence = self.confidence(full[..., : self.confidence.in_features])[..., 0]
-            drafts.append(DepthOutput(full, None, confidence, None if before is None else full[..., :width]))
+            scorer = self.confidence
+            confidence = None if scorer is None else scorer(full[..., : scorer.in_features])[..., 0]
+            base = None if before is None else full[..., : state.shape[-1]]
+            drafts.append(DepthOutput(full, None, confidence, base))
         return drafts
 
     def extend(self, state: KVCache | None, new: NewRows) -> tuple[KVCache, LevelOutput]:

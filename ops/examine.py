@@ -55,6 +55,7 @@ class Finding(NamedTuple):
 
 
 Findings = Iterator[Finding]
+AnyTarget = Target | EmbeddingsOnly
 
 
 # What is right, what cannot be known here, and what is wrong.
@@ -78,11 +79,11 @@ def listed(engines: Sequence[str]) -> str:
 def written(findings: Sequence[Finding]) -> str:
     """Return the findings as lines for the terminal, and their counts."""
     wide, name = max(map(len, VERDICTS)), max(len(finding.check) for finding in findings)
-    lines = []
+    lines, margin = [], " " * (wide + name + 4)
     for verdict, check, says, costs, remedy, _ in findings:
         lines.append(f"{verdict:{wide}}  {check:{name}}  {says}")
         if verdict == WRONG:
-            lines += [f"{'':{wide + name + 4}}{what}: {text}" for what, text in (("costs", costs), ("remedy", remedy))]
+            lines += [f"{margin}costs: {costs}", f"{margin}remedy: {remedy}"]
     verdicts = [finding.verdict for finding in findings]
     return "\n".join([*lines, ", ".join(f"{verdicts.count(verdict)} {verdict}" for verdict in VERDICTS)])
 
@@ -142,13 +143,12 @@ class Examined:
     @property
     def said_target(self) -> str | None:
         """The target named in the head's files, None without one."""
-        names = (
-            section(self.config, "target").get("name"),
-            section(section(self.config, "speculators_config"), "verifier").get("name_or_path"),
-            self.config.get("base_model_name_or_path"),
-            self.reference.get("base_model"),
+        return (
+            section(self.config, "target").get("name")
+            or section(section(self.config, "speculators_config"), "verifier").get("name_or_path")
+            or self.config.get("base_model_name_or_path")
+            or self.reference.get("base_model")
         )
-        return next((str(name) for name in names if name), None)
 
 
 def section(values: Json, key: str) -> Json:
@@ -174,18 +174,17 @@ def read(run_or_repo: str) -> Examined:
 
 def _mapping(paths: list[Path], parse: Callable[[Path], Any]) -> Json:
     """Return the content of the first existing file; empty, with a warning, if it is damaged."""
-    path = next((path for path in paths if path.is_file()), None)
-    if path is None:
-        return {}
-    try:
-        content = parse(path)
-    except (OSError, ValueError) as error:
-        log.warning("%s", one_line(error))
-        return {}
-    return content if isinstance(content, dict) else {}
+    for path in filter(Path.is_file, paths):
+        try:
+            content = parse(path)
+            return content if isinstance(content, dict) else {}
+        except (OSError, ValueError) as error:
+            log.warning("%s", one_line(error))
+            break
+    return {}
 
 
-def load_target(given: str | None, head: Examined, dtype: str, measure: bool) -> tuple[Target | EmbeddingsOnly, str]:
+def load_target(given: str | None, head: Examined, dtype: str, measure: bool) -> tuple[AnyTarget, str]:
     """Load the given target, else the one in the head's files; return it, and the reason if its layers are missing.
 
     Raises:
@@ -204,8 +203,7 @@ def load_target(given: str | None, head: Examined, dtype: str, measure: bool) ->
     try:
         return EmbeddingsOnly.load(path, "float32", "cpu", False), why
     except ValueError as error:
-        problem = one_line(error).replace("model.path=", "target=", 1)
-        raise ValueError(f"{problem}; give target=FOLDER or target=OWNER/NAME") from None
+        raise ValueError(one_line(error).replace("model.path=", "target=", 1)) from None
 
 
 CLASSES = {"eagle3": eagle3.CLASS, "eagle": eagle.CLASS, "medusa": medusa.CLASS, "dflash": dflash.CLASS,
@@ -219,47 +217,59 @@ UNFILLED = "makes biases that no tensor fills: they stay as memory happened to b
 MODELOPT = {"rope_type": "yarn", "factor": 32, "original_max_position_embeddings": 2048}
 
 
-class Key(NamedTuple):
-    """A key of config.json, or a tensor, that engines read."""
+def key(name: str, actual: Any, right: Any, engines: dict[str, str], remedy: str = "") -> Finding:
+    """Compare a key of config.json, or a tensor, with the value that matches the training.
 
-    name: str
-    actual: Any  # its value; if missing, the engines' default, or MISSING
-    right: Any  # the value that matches the training
-    engines: dict[str, str]  # engine -> the effect of another value
-    remedy: str = ""  # empty: set it to the right value
+    A missing key has the engines' default, or MISSING. `engines` has the effect of another value on each engine that
+    reads it; without a `remedy` it is to set the right value.
+    """
+    value = actual if actual in (THERE, MISSING) else json.dumps(actual, default=str).strip('"')
+    if actual == right and type(actual) is type(right):
+        return ok(name, f"{value}, read by {listed([*engines])}")
+    costs = "; ".join(f"{listed([engine])} {what}" for engine, what in engines.items())
+    return wrong(name, value, costs, remedy or f'set "{name}" to {json.dumps(right)} in {CONFIG}', tuple(engines))
 
 
-def table(head: Examined, loaded: Any, target: Target | EmbeddingsOnly) -> Iterator[Key]:
-    """Yield the keys that engines read of a head in a form of theirs."""
+def readings(head: Examined, loaded: Any, target: AnyTarget) -> Findings:
+    """Yield a finding for each key that engines read; none of them reads our own form."""
     get, layer, tensors, format_name = head.config.get, head.layer, head.tensors, head.format_name
-    has = {name: THERE if name in tensors else MISSING for name in ("fc.bias", "lm_head.weight")}
-    model_type = get("model_type", MISSING)
-    yield Key(
-        "model_type", model_type, CLASSES[format_name].model_type if model_type in (MISSING, None) else model_type,
-        {"sglang": "refuses the head"},
-    )  # fmt: skip
+    if format_name == OWN:
+        yield ok("architectures", "headstart's own form, which engines do not load: export it with format=…")
+        return
+    if format_name == "eagle4" and get("architectures") == eagle4.CLASS.architectures:
+        yield ok(
+            "architectures", "format=eagle4, for EAGLE-4's plug-ins; engines themselves load format=vllm and others"
+        )
+        return
+    if format_name not in CLASSES or not (get("architectures") or format_name in ("eagle3", "dflash")):
+        yield ok("architectures", "the authors' own layout, for their code and headstart")
+        return
+    yield _architectures(head)
+    if format_name != "medusa":
+        yield _positions(head, target)
+    model_type = get("model_type") or MISSING
+    right = CLASSES[format_name].model_type if model_type == MISSING else model_type
+    yield key("model_type", model_type, right, {"sglang": "refuses the head"})
     if format_name == "medusa":
-        yield Key(
-            "medusa_fc_bias", get("medusa_fc_bias", False), "blocks.0.layers.0.bias" in tensors,
-            {"vllm": "drops the blocks' biases"},
-        )  # fmt: skip
+        biased = "blocks.0.layers.0.bias" in tensors
+        yield key("medusa_fc_bias", get("medusa_fc_bias", False), biased, {"vllm": "drops the blocks' biases"})
         return
     dtype = str(next(t.dtype for t in tensors.values() if t.is_floating_point())).removeprefix("torch.")
-    yield Key(
+    yield key(
         "torch_dtype", get("torch_dtype", get("dtype", MISSING)), dtype,
         {"sglang": "casts the tensors to it, and to float16 where it is missing, whose range features overflow"},
     )  # fmt: skip
     length, context = layer.get("max_position_embeddings", LENGTH), context_of(target.config)
-    if context != UNBOUNDED and isinstance(length, int):
-        yield Key(
+    if context != UNBOUNDED:
+        yield key(
             "max_position_embeddings", length, max(length, context),
             {"vllm": "before 0.32 caps the context that it serves there", "sglang": "crashes or slows down beyond it"},
         )  # fmt: skip
     for name in ("bias", "attention_bias", "mlp_bias"):
-        yield Key(name, get(name, False), False, {"vllm": UNFILLED, "sglang": UNFILLED})
-    prefixed = any(name.startswith("model.") for name in head.stored)
+        yield key(name, get(name, False), False, dict.fromkeys(("vllm", "sglang"), UNFILLED))
     if format_name != "mimo":
-        yield Key(
+        prefixed = any(name.startswith("model.") for name in head.stored)
+        yield key(
             "model.*", THERE if prefixed else MISSING, MISSING,
             {"vllm": "stops at the first", "sglang": "loads none of an EAGLE-1 head, and drafts from random weights"},
             f"take model. from the front of every name in {WEIGHTS}",
@@ -267,97 +277,57 @@ def table(head: Examined, loaded: Any, target: Target | EmbeddingsOnly) -> Itera
     shipped = next((tensor for name, tensor in tensors.items() if name.endswith(EMBEDDING)), None)
     if shipped is not None and peagle.MASK not in tensors:
         whose = "the target's" if is_targets_embedding(shipped, target.embeddings) else "another than the target's"
-        yield Key(
+        yield key(
             EMBEDDING, whose, "the target's",
             {"vllm": "drafts from it, and SGLang from the target's"},
             f"remove it from {WEIGHTS}: engines take the target's",
         )  # fmt: skip
     if format_name == "eagle":
-        yield Key(
-            "lm_head.weight", has["lm_head.weight"], MISSING,
+        yield key(
+            "lm_head.weight", THERE if "lm_head.weight" in tensors else MISSING, MISSING,
             {"vllm": "refuses the head", "sglang": "takes the target's in its place"},
             f"remove it from {WEIGHTS}; where it was trained, train with head.lm_head=shared",
         )  # fmt: skip
-        remedy = f"add {len(tensors['fc.weight'])} zeros of that name to {WEIGHTS}"
-        yield Key("fc.bias", has["fc.bias"], THERE, {"sglang": "makes it random"}, remedy)
-        zero = has["fc.bias"] == MISSING or not bool(tensors["fc.bias"].any())
-        yield Key(
-            "fc.bias", "zero" if zero else "not zero", "zero", {"vllm": "drops it"},
+        remedy, bias = f"add {len(tensors['fc.weight'])} zeros of that name to {WEIGHTS}", tensors.get("fc.bias")
+        yield key("fc.bias", MISSING if bias is None else THERE, THERE, {"sglang": "makes it random"}, remedy)
+        yield key(
+            "fc.bias", "zero" if bias is None or not bias.any() else "not zero", "zero", {"vllm": "drops it"},
             "train with head.bias=false, or serve it in SGLang (format=sglang)",
         )  # fmt: skip
-    if format_name in ("eagle3", "dflash"):
-        yield Key(
-            "tie_word_embeddings", get("tie_word_embeddings", False), False,
-            {"sglang": "puts the embedding in the lm_head's place: accepts nothing, or stops at its shape"},
-        )  # fmt: skip
-        yield from _layers(head, loaded, target)
-    if format_name == "eagle3":
-        rows = len(tensors["lm_head.weight"]) if has["lm_head.weight"] == THERE else None
-        yield Key(
-            "draft_vocab_size", get("draft_vocab_size", MISSING), rows,
-            {"vllm": "stops at the shape of lm_head", "sglang": "stops without the key, or makes an lm_head at random",
-             "trtllm": "takes the head for another method"},
-        )  # fmt: skip
-        residual = "takes the residual before the norm all the same: acceptance falls, without an error"
-        yield Key(
-            "norm_before_residual", get("norm_before_residual", False), False,
-            {"sglang": residual, "trtllm": residual},
-            "serve it in vLLM, or train with head.norm_before_residual=false",
-        )  # fmt: skip
-        fed = "feeds the normed output back, which from depth 2 on is not what it was trained on"
-        yield Key(
-            "norm_output", bool(get("norm_output")), getattr(loaded, "feeds_normed", False),
-            {"vllm": fed, "sglang": fed, "trtllm": fed},
-        )  # fmt: skip
-
-
-def _layers(head: Examined, loaded: Any, target: Target | EmbeddingsOnly) -> Iterator[Key]:
-    """Yield the keys of the target's layers: of the outputs from 0 in some, of states in others, the embedding first.
-
-    The expected layers are those of the training's config.yaml, if present.
-    """
+    if format_name not in ("eagle3", "dflash"):
+        return
+    yield key(
+        "tie_word_embeddings", get("tie_word_embeddings", False), False,
+        {"sglang": "puts the embedding in the lm_head's place: accepts nothing, or stops at its shape"},
+    )  # fmt: skip
+    # The target's layers: outputs from 0 in some keys, in others states, of which the embedding is the first.
     layers, count = [*loaded.feature_layers], target.spec.num_layers
     if "feature_layers" in head.trained and len(layers) > 1:
         layers = sorted(chosen_layers(head.trained["feature_layers"], len(layers), count))
-    if head.format_name == "eagle3":
-        nested, default = section(head.config, "eagle_config").get(STATES), default_layers(EAGLE3_LAYERS, count)
-        read = dict.fromkeys(("vllm", "speculators"), OTHER_LAYERS)
-        yield Key(STATES, head.config.get(STATES) or as_states(default), as_states(layers), read)
-        yield Key(f"eagle_config.{STATES}", nested or default, layers, {"sglang": OTHER_LAYERS})
+    if format_name == "dflash":
+        block, states = section(head.config, "dflash_config").get(BLOCK_OUTPUTS, MISSING), as_states(layers)
+        read = {"sglang": f"stops without it, else {OTHER_LAYERS}", "vllm": OTHER_LAYERS}
+        yield key(f"dflash_config.{BLOCK_OUTPUTS}", block, layers, read)
+        yield key(BLOCK_STATES, get(BLOCK_STATES) or states, states, {"speculators": OTHER_LAYERS})
         return
-    block, states = section(head.config, "dflash_config").get(BLOCK_OUTPUTS, MISSING), head.config.get(BLOCK_STATES)
-    read = {"sglang": f"stops without it, else {OTHER_LAYERS}", "vllm": OTHER_LAYERS}
-    yield Key(f"dflash_config.{BLOCK_OUTPUTS}", block, layers, read)
-    yield Key(BLOCK_STATES, states or as_states(layers), as_states(layers), {"speculators": OTHER_LAYERS})
-
-
-def readings(head: Examined, loaded: Any, target: Target | EmbeddingsOnly) -> Findings:
-    """Yield a finding for each key that engines read; none of them reads our own form."""
-    if head.format_name == OWN:
-        yield ok("architectures", "headstart's own form, which engines do not load: export it with format=…")
-        return
-    if head.format_name == "eagle4" and head.config.get("architectures") == eagle4.CLASS.architectures:
-        yield ok(
-            "architectures", "format=eagle4, for EAGLE-4's plug-ins; engines themselves load format=vllm and others"
-        )
-        return
-    if head.format_name not in CLASSES or not (
-        head.config.get("architectures") or head.format_name in ("eagle3", "dflash")
-    ):
-        yield ok("architectures", "the authors' own layout, for their code and headstart")
-        return
-    yield _architectures(head)
-    if head.format_name != "medusa":
-        yield _positions(head, target)
-    for name, actual, right, engines, remedy in table(head, loaded, target):
-        value = actual if actual in (THERE, MISSING) else json.dumps(actual, default=str).strip('"')
-        if actual == right and type(actual) is type(right):
-            yield ok(name, f"{value}, read by {listed([*engines])}")
-        else:
-            costs = "; ".join(f"{listed([engine])} {what}" for engine, what in engines.items())
-            yield wrong(
-                name, value, costs, remedy or f'set "{name}" to {json.dumps(right)} in {CONFIG}', tuple(engines)
-            )
+    nested, default = section(head.config, "eagle_config").get(STATES), default_layers(EAGLE3_LAYERS, count)
+    read = dict.fromkeys(("vllm", "speculators"), OTHER_LAYERS)
+    yield key(STATES, get(STATES) or as_states(default), as_states(layers), read)
+    yield key(f"eagle_config.{STATES}", nested or default, layers, {"sglang": OTHER_LAYERS})
+    rows = len(tensors["lm_head.weight"]) if "lm_head.weight" in tensors else None
+    yield key(
+        "draft_vocab_size", get("draft_vocab_size", MISSING), rows,
+        {"vllm": "stops at the shape of lm_head", "sglang": "stops without the key, or makes an lm_head at random",
+         "trtllm": "takes the head for another method"},
+    )  # fmt: skip
+    residual = "takes the residual before the norm all the same: acceptance falls, without an error"
+    yield key(
+        "norm_before_residual", get("norm_before_residual", False), False,
+        {"sglang": residual, "trtllm": residual}, "serve it in vLLM, or train with head.norm_before_residual=false",
+    )  # fmt: skip
+    fed = "feeds the normed output back, which from depth 2 on is not what it was trained on"
+    normed = getattr(loaded, "feeds_normed", False)
+    yield key("norm_output", bool(get("norm_output")), normed, dict.fromkeys(("vllm", "sglang", "trtllm"), fed))
 
 
 def _architectures(head: Examined) -> Finding:
@@ -365,7 +335,7 @@ def _architectures(head: Examined) -> Finding:
 
     An engine that does not know a draft model's name stops; a whole model's name it takes for the whole model.
     """
-    names, served = [str(name) for name in head.config.get("architectures") or []], CLASSES[head.format_name]
+    names, served = head.config.get("architectures") or [], CLASSES[head.format_name]
     unaware = [engine for engine, pattern in served.found.items() if not any(re.fullmatch(pattern, n) for n in names)]
     if not unaware:
         return ok("architectures", ", ".join(names))
@@ -376,17 +346,17 @@ def _architectures(head: Examined) -> Finding:
     return Finding(verdict, "architectures", says, costs, remedy, tuple(unaware))
 
 
-def _positions(head: Examined, target: Target | EmbeddingsOnly) -> Finding:
+def _positions(head: Examined, target: AnyTarget) -> Finding:
     """Compare the rotary positions of both keys with each other, with the training's and with the target's."""
     declared, theirs = positions_of(head.layer) or PLAIN, positions_of(target.config.to_dict())
     older = positions_of({key: value for key, value in head.layer.items() if key != "rope_parameters"})
     trained = positions_of(head.trained)
     costs = "attention is turned by other angles than in training: acceptance falls with the distance, without an error"
-    if older is not None and older != declared:
+    if older not in (None, declared):
         says = f"rope_parameters says {_shown(declared)} and rope_theta with rope_scaling {_shown(older)}"
         costs = f"engines on transformers 5 read the one, older ones the other; in one of them {costs}"
         return wrong("rope", says, costs, f"set both to {_shown(trained or theirs or declared)}")
-    if trained is not None and trained != declared:
+    if trained not in (None, declared):
         says = f"{CONFIG} says {_shown(declared)}, the training's config.yaml {_shown(trained)}"
         return wrong("rope", says, costs, f"set {_keys(trained)} in {CONFIG}")
     if trained is not None or theirs is None or theirs == declared:
@@ -398,8 +368,7 @@ def _positions(head: Examined, target: Target | EmbeddingsOnly) -> Finding:
 
 
 def _keys(rope: Rope) -> str:
-    scaling = "null" if rope.scaling is None else json.dumps(rope.scaling)
-    return f'"rope_theta": {rope.theta:g} and "rope_scaling": {scaling}'
+    return f'"rope_theta": {rope.theta:g} and "rope_scaling": {json.dumps(rope.scaling)}'
 
 
 def _shown(rope: Rope) -> str:
@@ -407,7 +376,7 @@ def _shown(rope: Rope) -> str:
     return f"theta {rope.theta:g}{scaling}" + ("" if rope.share == 1 else f" over {rope.share:g} of the width")
 
 
-def records(head: Examined, target: Target | EmbeddingsOnly, sibling: bool) -> Findings:
+def records(head: Examined, target: AnyTarget, sibling: bool) -> Findings:
     """Compare what the training recorded of its target with the target: weights, tokenizer, chat template."""
     path, now = target.spec.name, target.spec.fingerprint
     fingerprint = section(head.config if head.format_name == OWN else head.report, "target").get("fingerprint")
@@ -421,7 +390,7 @@ def records(head: Examined, target: Target | EmbeddingsOnly, sibling: bool) -> F
         )  # fmt: skip
     else:
         yield ok("target", f"{path}, by its fingerprint")
-    template = next((record[TEMPLATE] for record in (head.origin, head.reference) if TEMPLATE in record), MISSING)
+    template = {**head.reference, **head.origin}.get(TEMPLATE, MISSING)
     for name, trained, current, remedy in (
         ("tokenizer", head.reference.get("tokenizer_sha256") or MISSING, tokenizer_sha256(path), "use the training's"),
         ("chat template", template, template_sha256(target.tokenizer), "serve the training's (--chat-template)"),

@@ -27,9 +27,7 @@ BASELINE_KEY = "baseline"  # the option of a server without a drafter
 POLL_S, LAG_S = 0.02, 5.0  # between two readings of counters that lag behind the answers, and for how long at most
 PAGE_S = 30.0  # timeout of a server's own pages
 STREAMED = {"stream": True, "stream_options": {"include_usage": True}}
-LONGEST = 2**20  # characters of a reply
 LEAST = -9999.0  # a logprob, as vLLM writes that of a token that cannot come
-MOST = 2**31  # tokens that a server counts
 # A stream came at once if N tokens or more needed less than either after the first: a gateway held it back.
 AT_ONCE, AT_ONCE_SHARE, AT_ONCE_S = 16, 0.01, 0.0005  # tokens, share of the latency, seconds a token
 
@@ -73,8 +71,7 @@ def joined(reply: Reply, choice: Record, seconds: float) -> Reply:
     text = "".join(filter(None, (reasoning, message.get("content"), choice.get("text"))))
     calls = dict(enumerate(reply.calls))
     for position, call in enumerate(message.get("tool_calls") or []):
-        index, function = call.get("index"), call.get("function") or {}
-        index = position if index is None else index
+        index, function = call.get("index", position), call.get("function") or {}
         name, arguments = calls.get(index, ("", ""))
         calls[index] = name + (function.get("name") or ""), arguments + (function.get("arguments") or "")
     return reply._replace(
@@ -108,12 +105,11 @@ def read_replies(events: Events, model: str) -> Replies:
                 choices[index] = joined(choices.get(index, Reply()), choice, end)
         except (AttributeError, TypeError) as error:
             raise EndpointError("choices", str(event["choices"])) from error
-        if sum(len(choice.text) for choice in choices.values()) > LONGEST:  # a server that does not end its answer
-            raise EndpointError("too_large", f"the reply has more than {LONGEST} characters")
     if not choices:
         raise EndpointError("choices", "the reply has no choice")
-    counts = (usage.get(f"{key}_tokens") for key in ("prompt", "completion"))
-    prompt, completion = (n if type(n) is int and 0 <= n < MOST else None for n in counts)
+    prompt, completion = (
+        n if type(n := usage.get(f"{key}_tokens")) is int else None for key in ("prompt", "completion")
+    )
     replies, tokens = [], completion or 0
     for _, reply in sorted(choices.items()):
         first = reply.ttft_s or end
@@ -125,26 +121,23 @@ def read_replies(events: Events, model: str) -> Replies:
 
 def read_tokens(logprobs: Any) -> list[Token]:
     """Return the tokens in a choice's logprobs, of chats or completions; empty if malformed."""
-    if not isinstance(logprobs, dict):
-        return []
-
-    def read(token: Any, value: Any) -> tuple[bytes, float]:
-        """Read a token, of which bytes are listed where it is half a character, and its logprob."""
-        text = bytes(token) if isinstance(token, list) else str(token).encode()
-        return text, float(min(max(value, LEAST), -LEAST))
 
     def entry(one: Record) -> tuple[bytes, float]:
-        return read(one["bytes"] if isinstance(one.get("bytes"), list) else one["token"], one["logprob"])
+        """Read a token, of which bytes are listed where it is half a character, and its logprob."""
+        listed = one.get("bytes")
+        return bytes(listed) if isinstance(listed, list) else str(one["token"]).encode(), max(one["logprob"], LEAST)
 
     try:
-        if isinstance(logprobs.get("content"), list):
-            return [Token(*entry(one), dict(map(entry, one.get("top_logprobs") or []))) for one in logprobs["content"]]
-        tops = logprobs.get("top_logprobs") or [None] * len(logprobs["tokens"])
-        columns = zip(logprobs["tokens"], logprobs["token_logprobs"], tops, strict=True)
-        return [
-            Token(*read(text, value), dict(read(*alternative) for alternative in (top or {}).items()))
-            for text, value, top in columns
-        ]
+        content = logprobs.get("content")
+        if not isinstance(content, list):  # of completions: a column each, converted to a chat's entries
+            tops = logprobs.get("top_logprobs") or [None] * len(logprobs["tokens"])
+            columns = zip(logprobs["tokens"], logprobs["token_logprobs"], tops, strict=True)
+            content = [
+                {"token": token, "logprob": value,
+                 "top_logprobs": [{"token": other, "logprob": least} for other, least in (top or {}).items()]}
+                for token, value, top in columns
+            ]  # fmt: skip
+        return [Token(*entry(one), dict(map(entry, one.get("top_logprobs") or []))) for one in content]
     except (KeyError, TypeError, ValueError, AttributeError):
         return []
 
@@ -156,11 +149,6 @@ class Question(NamedTuple):
     path: str
     body: Record
     category: str = ""
-
-    @property
-    def chat(self) -> bool:
-        """Whether it is a chat."""
-        return "messages" in self.body
 
     @property
     def prompt(self) -> str:
@@ -235,10 +223,10 @@ class Answer(MeasuredRequest):
 
     def weighted(self, weight: float) -> "Answer":
         """Return it with the share of its seconds that counts where requests are concurrent."""
-        decoding = None if self.decoding is None else (self.decoding[0], self.decoding[1] * weight)
+        decoding = self.decoding and (self.decoding[0], self.decoding[1] * weight)
         end_to_end = self.end_to_end[0], self.end_to_end[1] * weight
-        prefill_s = None if self.prefill_s is None else self.prefill_s * weight
         seconds = {key: spent * weight for key, spent in self.seconds.items()}
+        prefill_s = self.prefill_s and self.prefill_s * weight
         return replace(self, decoding=decoding, end_to_end=end_to_end, prefill_s=prefill_s, seconds=seconds)
 
 
@@ -298,8 +286,8 @@ class ServersConfig:
 
     def __post_init__(self) -> None:
         """Refuse a URL that is none."""
-        for key, url in (("url", self.url), ("baseline", self.baseline or self.url)):
-            check_url(key, url)
+        check_url("url", self.url)
+        check_url("baseline", self.baseline or self.url)
 
 
 class Metrics:
@@ -344,8 +332,7 @@ class Server(Metrics):
         advice = "client.chat=false asks a model without a chat template"
         self.client = Client(self.url + API, how, self.secret, key, "client", advice)
         self.model, _ = within(self.client, PAGE_S).served()
-        reading = self.reading()
-        self.engine = reading.engine if reading is not None else ""
+        self.engine = getattr(self.reading(), "engine", "")
 
     def send(self, request: Question, settings: Record) -> Answer:
         """Send a request, once, and return the answer; refuse a missing or malformed one."""
@@ -386,9 +373,8 @@ class Server(Metrics):
             return replace(answer, arrived=arrived, waits={**waits, "queue_s": queue_s})
 
         with ThreadPoolExecutor(in_flight) as pool:
-            arrivals = when if when is not None else [None] * len(requests)
             answers = []
-            for answer in pool.map(send, requests, arrivals):  # a failure cancels others
+            for answer in pool.map(send, requests, when or itertools.repeat(None)):  # a failure cancels others
                 answers.append(answer)
                 tick()
         wall = time.perf_counter() - begin
@@ -408,19 +394,18 @@ class Server(Metrics):
                 "--disable-log-stats, SGLang with --enable-metrics, llama.cpp with --metrics"
             )
         decoded = sum(int(answer.decoded) for answer in answers)
-        deadline, count, ended, after = time.monotonic() + LAG_S, len(answers), -1, before
-        while ended < count:  # counters lag behind the answers
-            reading = self.counters()
-            if reading is None or restarted(before, reading):
+        deadline, count = time.monotonic() + LAG_S, len(answers)
+        while True:  # counters lag behind the answers
+            after = self.counters()
+            if after is None or restarted(before, after):
                 raise ValueError(
                     f"{self.url}/metrics: its counters began again while it was measured: the server restarted, or "
                     "several share this URL; measure one server, again from the start"
                 )
-            after = reading
             ended = count if after.finished is None else round(after.finished - (before.finished or 0))
-            if time.monotonic() > deadline:
+            if ended >= count or time.monotonic() > deadline:
                 break
-            time.sleep(POLL_S if ended < count else 0)
+            time.sleep(POLL_S)
         if ended != count:
             raise ValueError(
                 f"{self.url}/metrics counted {ended} requests where {count} were sent: give a server without other "

@@ -19,7 +19,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from heads.modules.flex import block_mask, columns, kernel
+from heads.modules.flex import block_mask, kernel
 from heads.modules.flex import runs as runs_fused
 
 KeyValue = tuple[Tensor, Tensor]
@@ -35,7 +35,7 @@ class Pattern:
     distinct: bool = False  # whether `upto` increases every `size` queries
     size: int = 1  # queries in a group, which share their drafted rows
     causal: bool = False  # whether a query ignores the drafted rows of later queries
-    masks: dict[int, Any] = field(default_factory=dict)  # the fused kernel's masks, by the number of keys
+    masks: dict[tuple[int, int], Any] = field(default_factory=dict)  # the fused kernel's, by length and steps
 
     @cached_property
     def last(self) -> Int[Tensor, "B N"]:
@@ -79,11 +79,9 @@ class Pattern:
 
     def mask(self, length: int, steps: int) -> Any:
         """Return the fused kernel's mask over `length` context rows and the rows of `steps` drafted steps."""
-        queries = self.first.shape[1]
-        key = length + steps * queries
-        if key not in self.masks:
-            self.masks[key] = block_mask(self.bounds(), columns(length, queries, steps, self.first.device))
-        return self.masks[key]
+        if (length, steps) not in self.masks:
+            self.masks[length, steps] = block_mask(self.bounds(), length, steps)
+        return self.masks[length, steps]
 
 
 class QueryBlock(NamedTuple):
@@ -127,9 +125,7 @@ def attend_rows(
     # Under autocast normed queries and keys are wider than values; the products use the values' dtype.
     dtype = context[1].dtype
     query, pairs = query.to(dtype), [(key.to(dtype), value.to(dtype)) for key, value in (context, *drafted)]
-    if runs_fused(query, context[1]):
-        return attend_fused(query, pairs, attn_pattern)
-    return attend_blocks(query, pairs, attn_pattern)
+    return (attend_fused if runs_fused(query, context[1]) else attend_blocks)(query, pairs, attn_pattern)
 
 
 def attend_fused(
@@ -137,14 +133,8 @@ def attend_fused(
 ) -> Float[Tensor, "B H N F"]:
     """Attend to the context (the first of `pairs`) and to drafted rows (the others) by one kernel."""
     mask = attn_pattern.mask(pairs[0][0].shape[2], len(pairs) - 1)
-    key, value = joined(pairs)
-    return kernel()(query, key, value, block_mask=mask, enable_gqa=query.shape[1] != key.shape[1])
-
-
-def joined(pairs: list[KeyValue]) -> KeyValue:
-    """Return the concatenated keys and values of all pairs."""
     key, value = (torch.cat(halves, 2) for halves in zip(*pairs, strict=True))
-    return key, value
+    return kernel()(query, key, value, block_mask=mask, enable_gqa=query.shape[1] != key.shape[1])
 
 
 def attend_blocks(
@@ -242,8 +232,7 @@ def _scores(
     # The queries are scaled, and the rest is in place: scores are by far the largest tensor.
     s = ((_fold(q) * scale) @ key[:, :, block.least : block.most].mT).view(*q.shape[:-1], -1)
     column, queries = torch.arange(block.least, block.most, device=q.device), slice(block.begin, block.end)
-    seen = column >= attn_pattern.first[:, queries, None]
-    seen &= column <= attn_pattern.last[:, queries, None]
+    seen = (column >= attn_pattern.first[:, queries, None]) & (column <= attn_pattern.last[:, queries, None])
     s += torch.zeros_like(s[:, 0, 0]).masked_fill_(~seen, never)[:, None, None]
     if not drafted:
         return s, s.new_zeros((*s.shape[:-1], 0))

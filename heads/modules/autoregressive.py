@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from heads import rows
 from heads.base import DepthOutput, Features, HeadModule, LevelNodes, LevelOutput, NewRows
-from heads.modules.attention import KeyValue, attend_rows, pattern
+from heads.modules.attention import KeyValue, Pattern, attend_rows, pattern
 from heads.modules.kv_cache import SPARE, KVCache
 from heads.modules.layers import LayerInputs, grouped_attention
 
@@ -67,39 +67,28 @@ class Recurrent(nn.Module):
         drafted: list[list[KeyValue]] = [[] for _ in range(self.num_attention_layers)]
         injected, drafts = bool(context), []
         position = rows.gather_rows(every, anchors)
+
+        def attend(
+            is_context: bool, patterns: list[Pattern], i: int, query: Tensor, key: Tensor, value: Tensor
+        ) -> Tensor:
+            (context if is_context else drafted[i]).append((key, value))
+            return attend_rows(query, context[i], drafted[i], patterns[i])
+
         if injected:
             state = rows.gather_rows(state, anchors)
         for depth in range(1, depths + 1):
             attn_pattern = pattern(position, self.config.length, depth - 1, anchors)
             is_context = depth == 1 and not injected  # whether later rows attend to these rows
-            by_all = (
-                pattern(every, self.config.length) if is_context and self.num_attention_layers > 1 else attn_pattern
-            )
-
-            def attend(
-                i: int,
-                query: Tensor,
-                key: Tensor,
-                value: Tensor,
-                is_context: bool = is_context,
-                attn_pattern: Any = attn_pattern,
-                by_all: Any = by_all,
-            ) -> Tensor:
-                if is_context:
-                    context.append((key, value))
-                else:
-                    drafted[i].append((key, value))
-                return attend_rows(
-                    query, context[i], drafted[i], attn_pattern if i + 1 == self.num_attention_layers else by_all
-                )
-
+            others = self.num_attention_layers - 1
+            by_all = pattern(every, self.config.length) if is_context and others else attn_pattern
+            by_step = partial(attend, is_context, [by_all] * others + [attn_pattern])
             token = rows.drafted_token(features.token, depth, features.path)
             entering = state.detach() if self.detach and depth > 1 else state
             if is_context:
-                inputs = self.by_layer(every, max_position, attend, anchors)
+                inputs = self.by_layer(every, max_position, by_step, anchors)
             else:
                 token = rows.gather_rows(token, anchors)
-                inputs = self.by_layer(position + depth - 1, max_position, attend)
+                inputs = self.by_layer(position + depth - 1, max_position, by_step)
             state, pre_logits = self.advance(token, entering, inputs)
             scored = rows.scatter_rows(pre_logits, anchors, length)
             predicted = scored if state is pre_logits else rows.scatter_rows(state, anchors, length)
@@ -113,11 +102,11 @@ class Recurrent(nn.Module):
         token, count = new.token, new.counts
         if not cache.fresh and cache.window is not None and token.shape[1] > SPARE:
             pieces = []
-            for first in range(0, token.shape[1], SPARE):
-                piece = slice(first, first + SPARE)
-                some = None if count is None else (count - first).clamp(0, SPARE)
-                rows_of_piece = new._replace(token=token[:, piece], counts=some)
-                pieces.append(self.append_verified(cache, start[:, piece], rows_of_piece, position[:, piece]))
+            for i, (part, before, at) in enumerate(
+                zip(*(x.split(SPARE, 1) for x in (token, start, position)), strict=True)
+            ):
+                counts = None if count is None else (count - i * SPARE).clamp(0, SPARE)
+                pieces.append(self.append_verified(cache, before, new._replace(token=part, counts=counts), at))
             hidden, pre_logits = (torch.cat(parts, 1) for parts in zip(*pieces, strict=True))
             return hidden, pre_logits
         # A whole prompt needs no mask, whose size is quadratic.

@@ -70,21 +70,17 @@ def kernel() -> Callable[..., Tensor]:
     return limited
 
 
-def columns(length: int, queries: int, steps: int, device: torch.device) -> Int[Tensor, "S"]:
-    """Return each key's number: verified rows count from 0, the rows drafted for query n are -1 - n."""
-    drafted = -1 - torch.arange(queries, device=device, dtype=torch.int32)
-    return torch.cat([torch.arange(length, device=device, dtype=torch.int32), drafted.repeat(steps)])
-
-
-def block_mask(bounds: Int[Tensor, "4 B N"], column: Int[Tensor, "S"]) -> Any:
+def block_mask(bounds: Int[Tensor, "4 B N"], length: int, steps: int) -> Any:
     """Return flex_attention's block mask of queries that attend to two intervals of keys.
 
-    Args:
-        bounds: each query's first and last verified row, and first and last drafted row, by number.
-        column: the keys' numbers (`columns`).
+    The keys are `length` verified rows, which are numbered from 0, and the rows of `steps` drafted steps, of which the
+    one drafted for query n has the number -1 - n. `bounds` has each query's first and last verified row, and first and
+    last drafted row, by number.
     """
     from torch.nn.attention.flex_attention import BlockMask
 
+    drafted = -1 - torch.arange(bounds.shape[2], device=bounds.device, dtype=torch.int32)
+    column = torch.cat([torch.arange(length, device=bounds.device, dtype=torch.int32), drafted.repeat(steps)])
     first, upto, least, most = bounds.to(torch.int32).unbind()
     low, high = (end[..., None] for end in _extremes(bounds))
     never, true = torch.iinfo(column.dtype).max, column >= 0

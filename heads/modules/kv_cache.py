@@ -57,11 +57,8 @@ class KVCache:
 
     def nbytes(self, head: nn.Module) -> int:
         """Return the reserved bytes of a head's keys and values, allocated or not."""
-        layers = [layer for layer in head.modules() if isinstance(layer, Attention)]
-        entry = sum(
-            2 * layer.dims.num_kv_heads * layer.dims.head_dim * layer.k_proj.weight.itemsize for layer in layers
-        )
-        return entry * self.size * self.reserved
+        weights = [layer.k_proj.weight for layer in head.modules() if isinstance(layer, Attention)]
+        return 2 * self.size * self.reserved * sum(len(weight) * weight.itemsize for weight in weights)
 
     @property
     def num_entries(self) -> int:
@@ -85,9 +82,9 @@ class KVCache:
         self, layer: int, key: Float[Tensor, "B G T E"], value: Float[Tensor, "B G T F"], position: Int[Tensor, "B T"]
     ) -> KeyValue:
         """Write rows at their positions; return the keys and values of all entries."""
-        if position.shape[1] > self.ring_size:  # a long prompt: no later row attends to its first rows
-            key, value = (x[:, :, -self.ring_size :] for x in (key, value))
-            position = position[:, -self.ring_size :]
+        # No later row attends to the first rows of a longer prompt.
+        newest = slice(-self.ring_size, None)
+        key, value, position = key[:, :, newest], value[:, :, newest], position[:, newest]
         sequence, entry = torch.arange(len(position), device=position.device)[:, None], position % self.ring_size
         sequence = sequence + self.first
         for buffer, new in zip(self._fit(layer, key, value, self.num_entries), (key, value), strict=True):
@@ -111,7 +108,7 @@ class KVCache:
     def drafted(self, layer: int, sequences: int, count: int) -> KeyValue:
         """Return copies of the first drafted rows."""
         key, value = self._first(layer, sequences, self.num_entries + count)
-        return key[:, :, self.num_entries :].clone(), value[:, :, self.num_entries :].clone()
+        return key[:, :, -count:].clone(), value[:, :, -count:].clone()
 
     def move(self, from_slot: int, slot: int) -> None:
         """Move a sequence into another slot."""
@@ -159,9 +156,8 @@ def mask_blocks_after(
     A position attends to the last `length` rows, None for all; if `causal` not to later positions of its block.
     """
     position = rows.positions(document)
-    every = torch.arange(position.shape[1], device=position.device).expand_as(position)
-    anchor = every if anchors is None else anchors
-    start = position.gather(1, anchor)[..., None]
+    anchor = torch.arange(position.shape[1], device=position.device).expand_as(position) if anchors is None else anchors
+    start = rows.gather_rows(position, anchors)[..., None]
     at = start + 1 + torch.arange(size, device=anchor.device)
     row = anchor[..., None].expand_as(at)
     first = row - start

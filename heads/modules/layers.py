@@ -8,6 +8,7 @@ width (F the values', where that differs), X input width, D model width.
 
 import copy
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -130,15 +131,15 @@ class Attention(Recomputing):
         super().__init__()
         self.dims = dims = spec.dims
         self.rotary = Rotary(dims.head_dim, spec.rope)
-        self.q_proj = nn.Linear(input_width, dims.num_heads * dims.head_dim, bias=False)
-        self.k_proj = nn.Linear(input_width, dims.num_kv_heads * dims.head_dim, bias=False)
-        self.v_proj = nn.Linear(input_width, dims.num_kv_heads * dims.head_dim, bias=False)
-        self.o_proj = nn.Linear(dims.num_heads * dims.head_dim, spec.width, bias=False)
-        self.q_norm = RMSNorm(dims.head_dim, spec.eps) if spec.qk_norm else nn.Identity()
-        self.k_norm = RMSNorm(dims.head_dim, spec.eps) if spec.qk_norm else nn.Identity()
+        inner, kv_inner = dims.num_heads * dims.head_dim, dims.num_kv_heads * dims.head_dim
+        self.q_proj = nn.Linear(input_width, inner, bias=False)
+        self.k_proj, self.v_proj = (nn.Linear(input_width, kv_inner, bias=False) for _ in range(2))
+        self.o_proj = nn.Linear(inner, spec.width, bias=False)
+        self.q_norm, self.k_norm = (
+            RMSNorm(dims.head_dim, spec.eps) if spec.qk_norm else nn.Identity() for _ in range(2)
+        )
         if spec.injects:
-            self.k_inject = nn.Linear(spec.width, dims.num_kv_heads * dims.head_dim, bias=False)
-            self.v_inject = nn.Linear(spec.width, dims.num_kv_heads * dims.head_dim, bias=False)
+            self.k_inject, self.v_inject = (nn.Linear(spec.width, kv_inner, bias=False) for _ in range(2))
 
     def forward(self, x: Float[Tensor, "B T X"], inputs: LayerInputs) -> Float[Tensor, "B N D"]:
         """Project, rotate, attend by `attend(query, key, value)` and project back."""
@@ -218,13 +219,11 @@ def compile_layers(head: nn.Module) -> bool:
     One compiled layer serves all depths. Attention differs from depth to depth and is a separate kernel, so it stays
     outside of the compiled parts.
     """
-    layers = [layer for layer in head.modules() if any(isinstance(child, Attention) for child in layer.children())]
-    for layer in layers:
+    pairs = [(layer, child) for layer in head.modules() for child in layer.children() if isinstance(child, Attention)]
+    for layer, attention in pairs:
         layer.compile()
-        for child in layer.children():
-            if isinstance(child, Attention):
-                vars(child)["apart"] = torch.compiler.disable(Attention.apart)
-    return bool(layers)
+        vars(attention)["apart"] = torch.compiler.disable(Attention.apart)
+    return bool(pairs)
 
 
 class TargetLayer(nn.Module):
@@ -260,10 +259,10 @@ class TargetLayer(nn.Module):
 
     def norm(self) -> nn.Module:
         """Return a new norm of the layer's class; refuse a layer without a norm of one weight."""
-        norms = [child for child in self.layer.children() if [p.ndim for p in child.parameters()] == [1]]
-        if not norms:
-            raise _unfit("it has no norm of one weight")
-        return copy.deepcopy(norms[0])
+        for child in self.layer.children():
+            if [p.ndim for p in child.parameters()] == [1]:
+                return copy.deepcopy(child)
+        raise _unfit("it has no norm of one weight")
 
     def forward(self, x: Float[Tensor, "B T D"], inputs: LayerInputs) -> Float[Tensor, "B N D"]:
         """Apply the layer with the caller's attention pattern."""
@@ -271,8 +270,6 @@ class TargetLayer(nn.Module):
         rotary = self._rotary[0].to(x.device)(x, position)
 
         def attend_from(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-            if queries is None:
-                return attend(query, key, value)
             query = gather_rows(query.transpose(1, 2), queries).transpose(1, 2)
             out = attend(query, key, value).transpose(1, 2)
             return scatter_rows(out.flatten(2), queries, x.shape[1]).unflatten(2, out.shape[2:]).transpose(1, 2)
@@ -283,11 +280,10 @@ class TargetLayer(nn.Module):
     @torch.no_grad()
     def check(self) -> None:
         """Run the layer on two rows; refuse one that needs other inputs."""
-        weight = next(p for p in self.layer.parameters() if p.ndim == 2)
-        x = weight.new_zeros(1, 2, self.width)
+        x = next(self.layer.parameters()).new_zeros(1, 2, self.width)
         position = torch.arange(2, device=x.device)[None]
         try:
-            self(x, LayerInputs(position, 2, lambda q, k, v: grouped_attention(q, k, v, None)))
+            self(x, LayerInputs(position, 2, partial(grouped_attention, mask=None)))
         except (ValueError, TypeError, AttributeError, KeyError, RuntimeError) as error:
             raise _unfit(one_line(error)) from error
 

@@ -68,7 +68,7 @@ def takes(
         return False
     queries, width = query.shape[2], padded(max(query.shape[-1], value.shape[-1]))
     small = queries <= MAX_QUERIES and width <= MAX_WIDTH and query.dtype in DTYPES
-    alike = query.dtype == key.dtype == value.dtype and query.device == key.device == value.device == mask.device
+    alike = query.dtype == key.dtype == value.dtype
     fits = shared_bytes(ROWS, width, query.itemsize, mask.itemsize, 1) <= SHARED[query.device.index]
     shaped = mask.shape[1:] == (1, queries, key.shape[2]) and mask.shape[0] in (1, query.shape[0])
     learns = torch.is_grad_enabled() and any(states.requires_grad for states in (query, key, value, mask))

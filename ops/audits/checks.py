@@ -7,10 +7,10 @@ property that the baseline violates too is noted, but is no fault of speculation
 import json
 import re
 import time
-from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import takewhile
+from statistics import fmean
 from typing import Any
 
 from data.answers.client import FINISH_REASONS
@@ -28,7 +28,7 @@ from ops.audits.compare import (
     violation,
     with_logprobs,
 )
-from ops.served import Question, Replies, Reply
+from ops.served import Question, Reply
 
 Pairs = Iterator[tuple[Question, Reply]]
 GROUPS = 4  # groups of prompts with a shared prefix, half in either order
@@ -45,69 +45,62 @@ def identity(audit: Audit) -> Finding:
     """Ask one question at a time, twice: with cold and with warm caches, both servers in turn."""
     for side in SIDES:  # a server's first request is not timed
         audit.asker.one(side, audit.question("warm-up", "Hello", max_tokens=8))
-    replies: dict[str, Replies] = {side: [] for side in SIDES}
+    pairs = []
     for index, question in enumerate(audit.questions * 2):
         # In either order: a server on the same machine that has just answered still takes its cores.
-        for side in SIDES if (index + (index >= len(audit.questions))) % 2 else SIDES[::-1]:
-            replies[side].append(audit.asker.one(side, question))
-        audit.add_reference(question, replies[BASELINE][-1])
-    for side, several in replies.items():
-        audit.time(side, 1, several, sum(reply.latency_s for reply in several))
+        order = SIDES if (index + (index >= len(audit.questions))) % 2 else SIDES[::-1]
+        replies = {side: audit.asker.one(side, question) for side in order}
+        for side, reply in replies.items():
+            audit.time(side, 1, [reply], reply.latency_s)
+        audit.add_reference(question, replies[BASELINE])
+        pairs.append((question, replies[AUDITED]))
     audit.calibrate(audit.questions)
-    return judged(audit, zip(audit.questions * 2, replies[AUDITED], strict=True))
+    return judged(audit, pairs)
 
 
 def prefix_cache(audit: Audit) -> Finding:
     """Ask x, y and x again behind a prefix that both share, and y, x, y behind another."""
     before: dict[str, tuple[Question, ...]] = {}
-
-    def pairs() -> Pairs:
-        for group in range(GROUPS):
-            prefix = f"Notes, page {audit.config.seed}-{group}. {filler(SHARED, group)}\n\n"
-            x, y = (
-                audit.question(f"prefix {group}{name}", prefix + tail)
-                for name, tail in zip("xy", TAILS if group % 2 == 0 else TAILS[::-1], strict=True)
-            )
-            before[x.id], before[y.id] = (x, y), (x,)
-            yield from in_order(audit, [x, y, x])
-
-    return judged(audit, pairs(), "stale_cache", before)
+    pairs = list[tuple[Question, Reply]]()
+    for group in range(GROUPS):
+        prefix = f"Notes, page {audit.config.seed}-{group}. {filler(SHARED, group)}\n\n"
+        tails = TAILS if group % 2 == 0 else TAILS[::-1]
+        x, y = (audit.question(f"prefix {group}{i}", prefix + tail) for i, tail in enumerate(tails))
+        before[x.id], before[y.id] = (x, y), (x,)
+        pairs += in_order(audit, [x, y, x])
+    return judged(audit, pairs, "stale_cache", before)
 
 
 def conversations(audit: Audit) -> Finding:
     """Ask follow-up questions, with the baseline's answers as the earlier messages."""
-
-    def pairs() -> Pairs:
-        for index, question in enumerate(audit.questions[:DIALOGUES]):
-            history = [question.prompt, audit.asker.one(BASELINE, question).text]
-            for turn, follow_up in enumerate(FOLLOW_UPS, 2):
-                turned = audit.question(f"dialogue {index}, turn {turn}", follow_up, *history)
-                yield from in_order(audit, [turned])
-                history += [follow_up, audit.texts.get(turned.prompt, "")]
-
-    return judged(audit, pairs(), "history")
+    pairs = list[tuple[Question, Reply]]()
+    for index, question in enumerate(audit.questions[:DIALOGUES]):
+        history = [question.prompt, audit.asker.one(BASELINE, question).text]
+        for turn, follow_up in enumerate(FOLLOW_UPS, 2):
+            turned = audit.question(f"dialogue {index}, turn {turn}", follow_up, *history)
+            pairs += in_order(audit, [turned])
+            history += [follow_up, audit.texts.get(turned.prompt, "")]
+    return judged(audit, pairs, "history")
 
 
 def chunk_borders(audit: Audit) -> Finding:
-    """Ask prompts with token counts around engines' chunk sizes of chunked prefill."""
-    pairs = (pair for border in audit.config.borders for pair in in_order(audit, around(audit, border)))
-    return judged(audit, pairs, "prompt_chunk")
+    """Ask prompts with token counts around engines' chunk sizes of chunked prefill, if the baseline counts tokens."""
 
-
-def around(audit: Audit, border: int) -> list[Question]:
-    """Return prompts of about `border` tokens by the baseline's count; empty if it does not count."""
-
-    def prompt(words: int) -> Question:
+    def prompt(border: int, words: int) -> Question:
         text = f"Page {audit.config.seed}-{border}: {filler(words, border)}. Continue."
         return audit.question(f"border {border}, {words} words", text)
 
-    words = border // 2
-    for _ in range(3):
-        count = audit.asker.one(BASELINE, prompt(words).having("probe", max_tokens=1)).prompt_tokens
-        if count is None:
-            return []
-        words += round((border - count) * min(1.0, words / count))
-    return [prompt(words + more) for more in AROUND]
+    pairs = list[tuple[Question, Reply]]()
+    for border in audit.config.borders:
+        words = border // 2
+        for _ in range(3):
+            count = audit.asker.one(BASELINE, prompt(border, words).having("probe", max_tokens=1)).prompt_tokens
+            if count is None:
+                break
+            words += round((border - count) * min(1.0, words / count))
+        else:
+            pairs += in_order(audit, [prompt(border, words + more) for more in AROUND])
+    return judged(audit, pairs, "prompt_chunk")
 
 
 def side_by_side(audit: Audit) -> Finding:
@@ -127,21 +120,21 @@ def cancelled(audit: Audit) -> Finding:
 
 def streaming(audit: Audit) -> Finding:
     """Ask without streaming: the texts must be the same."""
-
-    def pairs() -> Pairs:
-        for question in audit.questions[:MANY]:
-            whole = unstreamed(question)
-            audit.add_reference(question, audit.asker.one(BASELINE, whole))
-            yield question, audit.asker.one(AUDITED, whole)
-
-    finding = judged(audit, pairs(), "streaming")
+    pairs = []
+    for question in audit.questions[:MANY]:
+        whole = unstreamed(question)
+        audit.add_reference(question, audit.asker.one(BASELINE, whole))
+        pairs.append((question, audit.asker.one(AUDITED, whole)))
+    finding = judged(audit, pairs, "streaming")
     return replace(finding, differences=[d._replace(question=unstreamed(d.question)) for d in finding.differences])
 
 
 def penalties(audit: Audit) -> Finding:
     """Ask with presence and frequency penalties."""
-    fields = {"presence_penalty": 0.6, "frequency_penalty": 0.4}
-    questions = [question.having("with penalties", **fields) for question in audit.questions[:MANY]]
+    questions = [
+        question.having("with penalties", presence_penalty=0.6, frequency_penalty=0.4)
+        for question in audit.questions[:MANY]
+    ]
     return judged(audit, in_order(audit, questions), "penalty")
 
 
@@ -155,13 +148,13 @@ def in_order(audit: Audit, questions: Sequence[Question]) -> Pairs:
 
 def together(audit: Audit, questions: Sequence[Question], in_flight: int, cancel: Collection[int] = ()) -> Pairs:
     """Ask both servers several questions at a time; yield the audited server's complete answers."""
-    replies = {}
+    replies = []
     for side in (BASELINE, AUDITED):
         begin = time.perf_counter()
-        replies[side] = audit.asker.all(side, questions, in_flight, cancel)
+        replies.append(audit.asker.all(side, questions, in_flight, cancel))
         if not cancel:
-            audit.time(side, in_flight, replies[side], time.perf_counter() - begin)
-    for i, (question, theirs, ours) in enumerate(zip(questions, replies[BASELINE], replies[AUDITED], strict=True)):
+            audit.time(side, in_flight, replies[-1], time.perf_counter() - begin)
+    for i, (question, theirs, ours) in enumerate(zip(questions, *replies, strict=True)):
         if i not in cancel:
             audit.add_reference(question, theirs)
             yield question, ours
@@ -199,25 +192,25 @@ def limits(audit: Audit) -> Finding:
     def holds(question: Question, ours: Reply, theirs: Reply) -> str | None:
         limit, count = question.body["max_tokens"], ours.completion_tokens
         if ours.text == theirs.text:  # the count is a separate check
-            if ours.finish == theirs.finish or theirs.finish not in FINISH_REASONS:
-                return None
-            return f"the baseline's text of {limit} tokens, finish_reason {ours.finish} and not {theirs.finish}"
-        if count is None:
-            return None
-        if count == limit or (count < limit and ours.finish == "stop"):
-            short = theirs.text.startswith(ours.text) and ours.finish == "length"
-            return f"{limit} tokens: {ours.text!r} is cut short" if short else None
-        return f"{count} tokens where max_tokens is {limit}, finish_reason {ours.finish}"
+            odd = ours.finish != theirs.finish and theirs.finish in FINISH_REASONS
+            note = f"the baseline's text of {limit} tokens, finish_reason {ours.finish} and not {theirs.finish}"
+        elif count is not None and (count > limit or (count < limit and ours.finish != "stop")):
+            odd, note = True, f"{count} tokens where max_tokens is {limit}, finish_reason {ours.finish}"
+        else:
+            odd = count is not None and ours.finish == "length" and theirs.text.startswith(ours.text)
+            note = f"{limit} tokens: {ours.text!r} is cut short"
+        return note if odd else None
 
     return checked(audit, "limit", questions, holds)
 
 
 def stop_strings(audit: Audit) -> Finding:
     """Ask to stop at a string in the middle of an answer."""
-    questions = []
-    for question in audit.questions[:MANY]:
-        if (stop := stop_in(audit.answers[question.content][0].text)) is not None:
-            questions.append(question.having("with a stop string", stop=[stop]))
+    questions = [
+        question.having("with a stop string", stop=[stop])
+        for question in audit.questions[:MANY]
+        if (stop := stop_in(audit.answers[question.content][0].text)) is not None
+    ]
 
     def holds(question: Question, ours: Reply, theirs: Reply) -> str | None:
         (stop,) = question.body["stop"]
@@ -251,8 +244,8 @@ def usage(audit: Audit) -> Finding:
 
 def logprobs_hold(audit: Audit) -> Finding:
     """Compare the logprobs with the text, and with the baseline's of the same tokens."""
-    questions = [with_logprobs(question) for question in audit.questions[:MANY]]
-    questions = [*questions, *map(unstreamed, questions)]
+    questions = [*map(with_logprobs, audit.questions[:MANY])]
+    questions += map(unstreamed, questions[:])
 
     def holds(_: Question, ours: Reply, theirs: Reply) -> str | None:
         if not theirs.tokens:
@@ -281,21 +274,19 @@ def apart(note: str, most: float, values: Sequence[tuple[int, float, float]]) ->
 
     They differ by more than `most` in one pair, or by more than a quarter of it in the mean.
     """
-    gaps = [abs(one - other) for _, one, other in values]
-    if not gaps or (max(gaps) <= most and sum(gaps) / len(gaps) <= most / 4):
+    gaps = [abs(one - other) for _, one, other in values] or [0.0]
+    if max(gaps) <= most and fmean(gaps) <= most / 4:
         return None
     return note.format(*values[gaps.index(max(gaps))])
 
 
 def listed(one: Mapping[bytes, float], other: Mapping[bytes, float]) -> list[tuple[float, float]]:
     """Pair the logprobs of two top lists; a token missing in one list is below that list's last."""
-    if not one or not other:
-        return []
-    least = min(one.values()), min(other.values())
-    return [
-        (one.get(token, min(least[0], value)), other.get(token, min(least[1], value)))
-        for token, value in {**one, **other}.items()
-    ]
+    pairs = []
+    for token, value in {**one, **other}.items() if one and other else ():
+        ours, theirs = (top.get(token, min(value, *top.values())) for top in (one, other))
+        pairs.append((ours, theirs))
+    return pairs
 
 
 def schemas(audit: Audit) -> Finding:
@@ -340,30 +331,25 @@ def parsed(text: str) -> Any:
 
 def checked(audit: Audit, fault: str, questions: Sequence[Question], holds: Holds) -> Finding:
     """Return the finding on a property; a violation counts where the baseline, asked twice, holds it."""
-    counts: Counter[str] = Counter()
-    differences: list[Difference] = []
-    errors: list[str] = []
-
+    held, shared, differences, error = 0, 0, list[Difference](), "no such questions"
     for question in questions:
         theirs, ours = (audit.asker.one(side, question) for side in (BASELINE, AUDITED))
         if theirs.error:
-            errors.append(theirs.error)
+            error = f"the baseline does not offer it: {theirs.error}"
             continue
         broken = f"it fails: {ours.error}" if ours.error else holds(question, ours, theirs)
         if broken is None:
-            counts["held"] += 1
+            held += 1
             continue
         again = audit.asker.one(BASELINE, question)
         if any(reply.error or holds(question, reply, theirs) for reply in (theirs, again)):
-            counts["shared"] += 1
+            shared += 1
         else:
             look = "error" if ours.error else fault
             differences.append(violation(question, ours.content, theirs.content, look, broken))
-    count, shared = counts.total() + len(differences), counts["shared"]
-    if not count:
-        error = f"the baseline does not offer it: {errors[-1]}" if errors else "no such questions"
+    if not (count := held + shared + len(differences)):
         return Finding("not_offered", error)
-    summary = f"{counts['held']} of {count} replies hold"
+    summary = f"{held} of {count} replies hold"
     summary += f"; {shared} violations are the baseline's too" if shared else ""
     if shared == count:
         return Finding("not_offered", f"the baseline does not hold it: {summary}")

@@ -12,11 +12,12 @@ from collections.abc import Collection, Generator, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import cycle, islice
 from typing import Annotated, Any, Literal, NamedTuple, NoReturn, cast
 
 from data.answers.client import EndpointError, base_url
 from eval.measures.losslessness import shared_length
+from heads.common.errors import one_line
 from heads.common.progress import Bar
 from heads.common.ranges import Amount, Count, NewTokens, Positive, Within
 from heads.common.typed import Json
@@ -122,16 +123,15 @@ class Asker:
                     list(islice(begun, CANCEL_AFTER))
                 return [Reply(error="cancelled")]
             return read_replies(((time.perf_counter() - begin, event) for event in events), server.model)
-        except EndpointError as failure:
-            if failure.cause == "timeout":
+        except (EndpointError, ValueError) as failure:  # a ValueError: the server refuses the key, or lacks the path
+            cause = getattr(failure, "cause", "")
+            if cause == "timeout":
                 self._seconds_left()
-            if failure.cause in ("unreachable", "timeout") and not server.alive():
+            if cause in ("unreachable", "timeout") and not server.alive():
                 if side == AUDITED and self.in_flight > 1 and self.sides[BASELINE].alive():
                     self.crash = self.crash or (question, self.in_flight)
-                self._end(f"a server went away: {server.url}: {failure.cause} ({failure.detail})")
-            return [Reply(error=visible(str(failure)))]
-        except ValueError as refusal:  # the server refuses the key, or lacks the path of this feature
-            return [Reply(error=visible(" ".join(str(refusal).split())))]
+                self._end(f"a server went away: {server.url}: {one_line(failure)}")
+            return [Reply(error=visible(one_line(failure)))]
 
     def one(self, side: str, question: Question, cancel: bool = False) -> Reply:
         """Return the only choice of a reply."""
@@ -251,15 +251,12 @@ class Audit:
         left = first_difference(ours.text, nearest.text)
         gaps = (gap_at(reply, ours.text, question.body) for reply in explained)
         at, gap = max(gaps, default=(left, None), key=lambda seen: (seen[0], seen[1] is not None))
-        kind: Kind = "unexplained" if gap is None or isinstance(gap, Bound) else "near_tie"
-        fault = ""
-        if gap is None:
-            at = left
-        elif gap > self.near_tie and left <= at:  # beyond, the baseline's own answers differ
-            kind, fault = "fault", self._looks(question, ours, nearest.text, at)
-        elif gap > self.near_tie:
-            kind = "unexplained"
-        return Difference(question, ours.content, nearest.content, at, gap, kind, fault)
+        if gap is not None and gap > self.near_tie and left <= at:  # beyond, the baseline's own answers differ
+            fault = self._looks(question, ours, nearest.text, at)
+            return Difference(question, ours.content, nearest.content, at, gap, "fault", fault)
+        unexplained = gap is None or isinstance(gap, Bound) or gap > self.near_tie
+        kind: Kind = "unexplained" if unexplained else "near_tie"
+        return Difference(question, ours.content, nearest.content, left if gap is None else at, gap, kind)
 
     def _explained(self, question: Question) -> Replies:
         """Return the baseline's answers with logprobs; empty for a server without logprobs."""
@@ -294,14 +291,12 @@ def judged(
     `fault` is the fault that a failure of this check suggests; `before` holds, by question id, the questions asked
     before.
     """
-    pairs = [*answers]
-    answered = [pair for pair in pairs if not any(reply.error for reply in audit.answers[pair[0].content])]
-    if not answered:
-        errors = (reply.error for question, _ in pairs for reply in audit.answers[question.content] if reply.error)
-        error = next(errors, "no such questions")
-        return Finding("not_offered", f"the baseline does not answer: {error}")
-    differences = []
-    for question, reply in answered:
+    differences, count, error = list[Difference](), 0, "no such questions"
+    for question, reply in [*answers]:  # all are asked before any is compared
+        if errors := [theirs.error for theirs in audit.answers[question.content] if theirs.error]:
+            error = errors[0]
+            continue
+        count += 1
         difference = audit.difference(question, reply)
         if difference is not None and difference.kind == "fault":
             telling = difference.fault != "leak" or in_flight > 1  # else the text may come from a cache
@@ -309,11 +304,13 @@ def judged(
             earlier = (before or {}).get(question.id, ())
             difference = difference._replace(fault=look, before=earlier, in_flight=in_flight)
         differences += [] if difference is None else [difference]
+    if not count:
+        return Finding("not_offered", f"the baseline does not answer: {error}")
     counts = Counter(difference.kind for difference in differences)
     parts = [f"{counts[kind]} {words}" for kind, words in VERBS.items() if counts[kind]]
-    summary = "; ".join([f"{len(answered) - len(differences)} of {len(answered)} answers are the baseline's", *parts])
+    summary = "; ".join([f"{count - len(differences)} of {count} answers are the baseline's", *parts])
     status: Status = "failed" if counts["fault"] else "undecided" if counts["unexplained"] else "passed"
-    return Finding(status, summary, differences, {"answers": len(answered)})
+    return Finding(status, summary, differences, {"answers": count})
 
 
 def violation(question: Question, ours: str, theirs: str, fault: str, note: str) -> Difference:
@@ -325,14 +322,14 @@ def ask_text(id_: str, text: str, chat: bool, *before: str, **fields: Any) -> Qu
     """Return a question with a user's text; `before` holds the conversation's earlier messages, the user's first."""
     if not chat:
         return Question(id_, "/completions", {"prompt": "\n\n".join([*before, text]), **fields})
-    roles = ("user", "assistant")
-    messages = [{"role": roles[i % 2], "content": content} for i, content in enumerate([*before, text])]
+    turns = zip(cycle(("user", "assistant")), [*before, text], strict=False)
+    messages = [{"role": role, "content": content} for role, content in turns]
     return Question(id_, "/chat/completions", {"messages": messages, **fields})
 
 
 def with_logprobs(question: Question) -> Question:
     """Return the same question, asked with logprobs."""
-    fields = {"logprobs": True, "top_logprobs": LOGPROBS} if question.chat else {"logprobs": LOGPROBS}
+    fields = {"logprobs": True, "top_logprobs": LOGPROBS} if "messages" in question.body else {"logprobs": LOGPROBS}
     return question.having("with logprobs", **fields)
 
 
@@ -366,13 +363,11 @@ def gap_at(theirs: Reply, ours: str, body: Record) -> tuple[int, float | None]:
 def lead(token: Token, rest: bytes) -> float | None:
     """Return a token's lead over the one with which `rest` goes on, or over the next one where nothing goes on."""
     others = {text: value for text, value in token.top.items() if text != token.text}
+    going_on = [text for text in others if text and rest.startswith(text)]
     if not others:
         return None
-    if not rest:
-        return token.logprob - max(others.values())
-    going_on = [text for text in others if text and rest.startswith(text)]
-    if going_on:
-        return token.logprob - others[max(going_on, key=len)]
+    if not rest or going_on:
+        return token.logprob - (others[max(going_on, key=len)] if going_on else max(others.values()))
     return Bound(token.logprob - min(others.values()))
 
 

@@ -14,11 +14,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ops.audits.compare import AUDITED, BASELINE, SIDES, Audit, Difference, Finding, violation
+from eval.inputs.workloads import cycled
+from ops.audits.compare import AUDITED, BASELINE, SIDES, Audit, Finding, violation
 from ops.served import Question, Replies, Reply
 
 Array = NDArray[Any]
-Sides = tuple[list[str], list[str]]  # the audited server's answers to a prompt, and as many of the baseline's
+Sides = Sequence[Sequence[str]]  # the audited server's answers to a prompt, and as many of the baseline's
 
 PROMPTS = 4
 OPENING = 8  # words of an answer whose beginnings are compared
@@ -28,8 +29,7 @@ CHUNK, EXTREMES = 2_000, 100  # permutations at a time; the number as extreme as
 SUSPECT = 0.05  # p-value below which more samples are taken
 AGAIN = 4  # factor of the further samples
 ROUNDING = 1e-9  # relative rounding error of the statistic
-SETTINGS = {"sampling": {"temperature": 1.0}, "sampling_top_p": {"temperature": 1.0, "top_p": 0.4}}
-LOOKS = {"sampling": "distribution", "sampling_top_p": "top_p"}
+LOOKS = {"sampling": "distribution", "sampling_top_p": "top_p"}  # check -> fault
 ENOUGH = 4  # words in which two answers of one seed agree: rounding parts longer ones
 SEEDS = 48
 
@@ -40,11 +40,11 @@ def sampling(audit: Audit, check: str) -> Finding:
     If they seem to differ, AGAIN times as many new samples decide.
     """
     config = audit.config
-    settings = {**SETTINGS[check], "max_tokens": config.sample_tokens}
+    settings = {"temperature": 1.0, "max_tokens": config.sample_tokens}
+    settings |= {"top_p": 0.4} if check == "sampling_top_p" else {}
     questions = [question.having("sampled", **settings) for question in audit.questions[:PROMPTS]]
-    rng, level = np.random.default_rng(config.seed), config.alpha / len(SETTINGS)
-    in_flight = min(IN_FLIGHT, max(config.concurrency))
-    ps, summaries = list[float](), list[str]()
+    rng, level = np.random.default_rng(config.seed), config.alpha / len(LOOKS)
+    in_flight, summaries = min(IN_FLIGHT, max(config.concurrency)), list[str]()
     for first, count in ((0, config.samples), (2 * config.samples, AGAIN * config.samples)):
         replies = []  # prompt -> server -> answers, each with a seed of its own
         for question in questions:
@@ -52,8 +52,7 @@ def sampling(audit: Audit, check: str) -> Finding:
                 question.having(f"sample {seed}", seed=seed)
                 for seed in range(config.seed + first, config.seed + first + 2 * count)
             ]
-            pairs = zip(SIDES, (seeded[:count], seeded[count:]), strict=True)
-            replies.append([audit.asker.all(side, several, in_flight) for side, several in pairs])
+            replies.append([audit.asker.all(side, seeded[i::2], in_flight) for i, side in enumerate(SIDES)])
         ours, theirs = ([reply.error for sides in replies for reply in sides[i] if reply.error] for i in range(2))
         if theirs:
             note = f"the baseline fails with these settings: {theirs[0]}"
@@ -61,18 +60,18 @@ def sampling(audit: Audit, check: str) -> Finding:
         if ours:
             note = f"it fails: {ours[0]}"
             return Finding("failed", note, [violation(questions[0], "", "", "error", note)])
-        texts = [([one.text for one in ours], [one.text for one in theirs]) for ours, theirs in replies]
-        ps.append(p_value(texts, level, rng))
-        summaries.append(f"{count} answers of each server to each of {len(texts)} prompts: p = {ps[-1]:.2g}")
-        if ps[-1] > SUSPECT:
+        texts = [[[reply.text for reply in side] for side in sides] for sides in replies]
+        p = p_value(texts, level, rng)
+        summaries.append(f"{count} answers of each server to each of {len(texts)} prompts: p = {p:.2g}")
+        if p > SUSPECT:
             break
-    finding = Finding("passed", "; ".join(summaries), [], {"p": ps})
-    if len(ps) == 2 and ps[-1] <= level:
-        clearest = int(np.argmax([form_of(kernel_of(*pair)) for pair in texts]))
-        shown = ["\n".join(side[:5]) for side in texts[clearest]]
-        finding.status = "failed"
-        finding.differences = [Difference(questions[clearest], shown[0], shown[1], 0, None, "fault", LOOKS[check])]
-    return finding
+    if p > level:
+        return Finding("passed", "; ".join(summaries))
+    clearest = int(np.argmax([form_of(kernel_of(*pair)) for pair in texts]))
+    shown = ["\n".join(side[:5]) for side in texts[clearest]]
+    return Finding(
+        "failed", "; ".join(summaries), [violation(questions[clearest], shown[0], shown[1], LOOKS[check], "")]
+    )
 
 
 def words_of(text: str) -> list[str]:
@@ -122,43 +121,38 @@ def p_value(texts: Sequence[Sides], level: float, rng: np.random.Generator) -> f
 
 def _seeded(audit: Audit, **fields: Any) -> list[Question]:
     """Return SEEDS questions, each with a seed."""
-    prompts = audit.questions
     fields |= {"temperature": 1.0, "max_tokens": 2 * ENOUGH}
     return [
-        prompts[i % len(prompts)].having(f"with seed {i}", seed=audit.config.seed + i, **fields) for i in range(SEEDS)
+        question.having(f"with seed {i}", seed=audit.config.seed + i, **fields)
+        for i, question in enumerate(cycled(audit.questions, SEEDS))
     ]
 
 
 def seeds(audit: Audit) -> Finding:
     """Ask twice with the same seed at temperature 1: the answers must agree as often as the baseline's."""
+    from scipy.stats import fisher_exact  # late: half a second that a refusal would wait for
+
     questions = _seeded(audit)
-    pairs = [{side: [audit.asker.one(side, question) for _ in range(2)] for side in SIDES} for question in questions]
+    pairs = [[[audit.asker.one(side, question) for _ in range(2)] for side in SIDES] for question in questions]
 
     def alike(one: Reply, other: Reply) -> bool:
         """Whether two answers begin with the same words."""
         return not (one.error or other.error) and words_of(one.text)[:ENOUGH] == words_of(other.text)[:ENOUGH]
 
-    ours, theirs = ([alike(*pair[side]) for pair in pairs] for side in SIDES)
+    ours, theirs = ([alike(*answers) for answers in side] for side in zip(*pairs, strict=True))
     if not any(theirs):
         return Finding("not_offered", "the baseline takes no seed")
     summary = (
         f"asked again with their seed, {sum(ours)} of {len(ours)} answers begin alike, {sum(theirs)} of the baseline's"
     )
-    if fewer(ours, theirs) > audit.config.alpha / 10:
+    table = [[sum(alike), SEEDS - sum(alike)] for alike in (ours, theirs)]
+    if fisher_exact(table, "less").pvalue > audit.config.alpha / 10:
         return Finding("passed", summary)
     first = ours.index(False)
-    one, other = pairs[first][AUDITED]
+    one, other = pairs[first][0]
     error = one.error or other.error
     look, note = ("error", f"it fails: {error}") if error else ("seed", "the same seed, asked again")
     return Finding("failed", summary, [violation(questions[first], other.content, one.content, look, note)])
-
-
-def fewer(ones: Sequence[bool], others: Sequence[bool]) -> float:
-    """Return the one-sided p-value that the first are true less often than the others."""
-    from scipy.stats import fisher_exact  # late: half a second that a refusal would wait for
-
-    table = [[sum(values), len(values) - sum(values)] for values in (ones, others)]
-    return float(fisher_exact(table, "less").pvalue)
 
 
 def choices(audit: Audit) -> Finding:
@@ -170,8 +164,10 @@ def choices(audit: Audit) -> Finding:
     if any(len(theirs) != 2 for *_, theirs in trials):
         return Finding("not_offered", "the baseline does not answer n=2")
     wrong = [(*trial, *broken) for trial in trials if (broken := wrong_choices(*trial[1:]))]
-    sides = ([ours for _, ours, _ in trials], [theirs for *_, theirs in trials])
-    copied = [all(len({reply.text for reply in replies}) == 1 for replies in side) for side in sides]
+    copied = [
+        all(len({reply.text for reply in replies}) == 1 for replies in side)
+        for side in ([ours for _, ours, _ in trials], [theirs for *_, theirs in trials])
+    ]
     if not wrong and copied == [True, False]:
         wrong = [(*trials[0], "choices", "both choices are the same text, always")]
     differences = [

@@ -236,9 +236,7 @@ def test_a_selector_keeps_other_tokens_in_order_below_all_candidates() -> None:
     [
         ("block", {"markov_rank": 4, "domino": 4}, "head.markov_rank and head.domino correct the same logits"),
         ("block", {"domino": 4, "selector_rank": 4}, "head.domino and head.selector_rank correct the same logits"),
-        ("block", {"domino": 4, "depths": 1}, "head.domino corrects depths from the second on"),
         ("block", {"selector_rank": 4, "draft_vocab": 30}, "head.selector_rank selects among the whole vocabulary"),
-        ("block", {"conv": 2, "conv_group": 5}, "head.conv_group is 5: give a divisor"),
         ("eagle3", {"feature_norm": True, "joint_norm": True}, "give one norm before fc"),
         ("mtp", {"raw_state": True, "feature_layers": [1]}, "head.raw_state=true reads only the target's last layer"),
     ],
