@@ -18,7 +18,7 @@ from eval.extras import METRICS, records
 from eval.measures.results import LIVE
 from eval.report import sections
 from eval.report.render import grid
-from eval.report.view import Result, results_of, without_ending
+from eval.report.view import results_of, without_ending
 from heads.common.typed import Json
 from heads.formats import custom_generate
 from heads.formats.hub import REPO, on_hub
@@ -71,13 +71,21 @@ def view(
         | {"name": Path(name).name if Path(name).is_absolute() else name}
         for name, read in counts.get("records", {}).items()
     ]
+    whole = [result for result in mine if result.row.get("request_rate") is None]  # a rate's speedup is of latencies
+    fastest = max((result.row["speedup"] for result in whole if result.row["speedup"] is not None), default=1)
+    drawbacks = []
+    if any(result.failed for result in whole):
+        drawbacks.append("It is not lossless in its own report, which therefore gives it no speedup.")
+    if fastest < 1:
+        best = f"{fastest:.2f} times the same engine without drafts at best"
+        drawbacks.append(f"It is slower than decoding without it in its own report: {best}.")
     return {
         "config": config, "head": head, "tree": content["tree"], "target": {**target, "name": base},
         "hub": hub, "path": base if hub else f"path/to/{base}",  # of the target in command lines
         "served": served, "refused": refused, "overrides": mimo.overrides(served),
         "forms": [form for form, kinds in FORMATS.items() if kind in kinds and form != config.format],
         "decodes": config.format is None and config.base is None and bool(custom_generate.files(head)),
-        "warning": misleading(config.repo, kind), "drawbacks": drawbacks(mine), "mine": mine,
+        "warning": misleading(config.repo, kind), "drawbacks": drawbacks, "mine": mine,
         "results": grid(table.titles, cells) if cells else "",
         "wide": any(not result.row["tree"].startswith("chain") for result in mine),
         "gate": {key: sum(counted[key] for counted in gates) for key in GATE},
@@ -139,18 +147,6 @@ def metadata(shown: Json) -> ModelCardData:
         model_name=config.repo.split("/")[1] if measured else None,
         eval_results=measured or None,
     )
-
-
-def drawbacks(mine: list[Result]) -> list[str]:
-    """Return the weaknesses of the head in the run's own report, in sentences."""
-    whole = [result for result in mine if result.row.get("request_rate") is None]  # a rate's speedup is of latencies
-    speedups = [result.row["speedup"] for result in whole if result.row["speedup"] is not None]
-    sentences = ["It is not lossless in its own report, which therefore gives it no speedup."]
-    sentences *= any(result.failed for result in whole)
-    if speedups and max(speedups) < 1:
-        best = f"{max(speedups):.2f} times the same engine without drafts at best"
-        sentences.append(f"It is slower than decoding without it in its own report: {best}.")
-    return sentences
 
 
 def misleading(repo: str, kind: str) -> str | None:

@@ -85,7 +85,8 @@ def write_folder(run: Path, out: Path, config: PublishConfig) -> Json:
     name, report = content["target"]["name"], run / "report.json"
     provenance = _read(run / ORIGIN, parse_json)
     reference = {"base_model": name if on_hub(name) else Path(name).name, "tokenizer_sha256": tokenizer_sha256(name)}
-    reference |= {key: provenance[key] for key in (TEMPLATE,) if key in provenance}
+    if TEMPLATE in provenance:
+        reference[TEMPLATE] = provenance[TEMPLATE]
     with tempfile.TemporaryDirectory() as temporary:
         source, refused = head, dict[str, str]()
         if config.format or config.base:
