@@ -10,7 +10,7 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import chain, pairwise
+from itertools import accumulate, chain, pairwise
 from typing import NamedTuple
 
 from transformers import PreTrainedTokenizerBase
@@ -401,21 +401,34 @@ def joined(turns: list[Turn]) -> list[Turn]:
 
 
 def _mask(text: str, spans: list[Span], tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:
-    """Return the text's tokens, and 1 for each that is entirely in a span: the target writes none across an edge."""
-    if tokenizer.is_fast:
-        token, offsets = encode_spans(text, tokenizer)
-        return token, [int(any(a <= start and end <= b for a, b in spans)) for start, end in offsets]
-    # A slow tokenizer does not tell its tokens' characters: the text up to each edge is encoded.
-    token, *prefixes = encode([text, *(text[:edge] for edge in chain.from_iterable(spans))], tokenizer)
-    if any(token[: len(prefix)] != prefix for prefix in prefixes):
+    """Return the text's tokens, and 1 for each token that is entirely in a span."""
+    edges = [0, *chain.from_iterable(spans), len(text)]
+    # Pieces whose tokens join to the whole's give the boundaries, much faster than encoding prefixes.
+    whole, *pieces = encode([text, *(text[a:b] for a, b in pairwise(edges))], tokenizer)
+    bounds = list(accumulate(len(piece) for piece in pieces))
+    if whole != list(chain.from_iterable(pieces)):
+        prefixes = encode(
+            [text[:edge] for edge in edges[1:]], tokenizer
+        )  # SentencePiece encodes a text's start differently
+        bounds = [len(prefix) for prefix in prefixes]
+        if any(whole[: len(prefix)] != prefix for prefix in prefixes):
+            return _by_characters(text, spans, tokenizer)
+    mask = [0] * len(whole)
+    for start, end in zip(bounds[::2], bounds[1::2], strict=False):
+        mask[start:end] = [1] * (end - start)
+    return whole, mask
+
+
+def _by_characters(text: str, spans: list[Span], tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:
+    """Mask by characters where tokens span an answer's edge: the target never writes such a token."""
+    if not tokenizer.is_fast:
         raise BadSampleError(
             "tokens across an answer's edge",
             "its tokens span the edge of an answer, and the tokenizer does not tell their characters; "
             "use the model's fast tokenizer (tokenizer.json)",
         )
-    bounds = list(map(len, prefixes))
-    trained = [range(start, end) for start, end in zip(bounds[::2], bounds[1::2], strict=True)]
-    return token, [int(any(index in span for span in trained)) for index in range(len(token))]
+    token, offsets = encode_spans(text, tokenizer)
+    return token, [int(any(a <= start and end <= b for a, b in spans)) for start, end in offsets]
 
 
 def _end_turns(token: list[int], mask: list[int], tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:

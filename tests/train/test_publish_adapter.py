@@ -129,7 +129,7 @@ def test_what_is_no_adapter_is_not_published(run: Path, hub: Hub, target: Embedd
 CHANGES: list[tuple[dict[str, Any], str]] = [
     ({"r": 0}, "not a head's adapter"),
     ({"use_dora": True}, "use_dora is True"),
-    ({"lora_alpha": -(1 << 21)}, "which no adapter has"),
+    ({"lora_alpha": -(1 << 21)}, "not a head's adapter"),
     ({"rank_pattern": {"(a+)+b": 8}}, "rank_pattern"),
     ({"base_model_name_or_path": "/etc"}, "no name of the Hub"),
     ({"base_model_name_or_path": REPO}, "an adapter itself"),
