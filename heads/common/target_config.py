@@ -188,8 +188,8 @@ def best_head(path: str, shape: Any, trust_remote_code: bool) -> tuple[str, str]
     `shape` holds the target's dimensions as in conf/model, so that no download is needed.
     """
     try:
-        own = shape is None or shape.of != path
-        text = read_target_config(path, trust_remote_code).get_text_config() if own else shape
+        reads_files = shape is None or shape.of != path
+        text = read_target_config(path, trust_remote_code).get_text_config() if reads_files else shape
         layers, width, vocab = (getattr(text, name) for name in SIZES[:3])
     except UNFIT as error:
         raise ValueError(f"model.path={path}: {reason(error)}") from error

@@ -102,11 +102,11 @@ class Recurrent(nn.Module):
         token, count = new.token, new.counts
         if not cache.fresh and cache.window is not None and token.shape[1] > SPARE:
             pieces = []
-            for i, (part, before, at) in enumerate(
+            for i, (tokens, before, at) in enumerate(
                 zip(*(x.split(SPARE, 1) for x in (token, start, position)), strict=True)
             ):
                 counts = None if count is None else (count - i * SPARE).clamp(0, SPARE)
-                pieces.append(self.append_verified(cache, before, new._replace(token=part, counts=counts), at))
+                pieces.append(self.append_verified(cache, before, new._replace(token=tokens, counts=counts), at))
             hidden, pre_logits = (torch.cat(parts, 1) for parts in zip(*pieces, strict=True))
             return hidden, pre_logits
         # A whole prompt needs no mask, whose size is quadratic.

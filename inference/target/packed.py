@@ -43,9 +43,9 @@ def forward(layer: nn.Linear, x: Tensor) -> Tensor:
         return nn.Linear.forward(layer, x)
     weight = layer.weight
     state = weight.data_ptr(), 0 if weight.is_inference() else weight._version  # a weight may be written in place
-    kept = PACKED.get(layer)
-    if kept is None or kept[0] != state:
+    entry = PACKED.get(layer)
+    if entry is None or entry[0] != state:
         mkldnn: Any = torch.ops.mkldnn
-        kept = PACKED[layer] = state, mkldnn._reorder_linear_weight(weight.detach(), MAX_ROWS)
-    out: Tensor = torch.ops.mkldnn._linear_pointwise(x, kept[1], layer.bias, "none", [], "")
+        entry = PACKED[layer] = state, mkldnn._reorder_linear_weight(weight.detach(), MAX_ROWS)
+    out: Tensor = torch.ops.mkldnn._linear_pointwise(x, entry[1], layer.bias, "none", [], "")
     return out
