@@ -125,9 +125,9 @@ class Answers:
         prompts = len({*ids, *entries, *failures})  # an earlier call may have had more prompts
         order = [id_ for id_ in ids if id_ in entries] + sorted(entries.keys() - set(ids))
         answered = [id_ for id_ in order if not entries[id_].left_out]
-        settled = [("left_out" if entries[id_].left_out else "shortened", entries[id_].cause, id_) for id_ in order]
+        reasons = [("left_out" if entries[id_].left_out else "shortened", entries[id_].cause, id_) for id_ in order]
         causes: dict[str, dict[str, list[str]]] = {"shortened": {}, "left_out": {}, "failed": {}}
-        for kind, cause, id_ in [*settled, *(("failed", cause, id_) for id_, cause in failures.items())]:
+        for kind, cause, id_ in [*reasons, *(("failed", cause, id_) for id_, cause in failures.items())]:
             if cause:
                 causes[kind].setdefault(cause, []).append(id_)
         counts = {kind: {cause: len(group) for cause, group in groups.items()} for kind, groups in causes.items()}

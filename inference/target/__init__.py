@@ -7,6 +7,7 @@ embeddings_only.py  a target without its decoder layers
 loading.py          loading by transformers, quantisation, and PEFT adapters
 tokenizer.py        text to tokens and back, chat templates, and the tokens that end an answer
 placement.py        placement: replicated, tensor-parallel, over several devices, offloaded
+packed.py           packed weights of linear layers on a CPU
 attention.py        attention: grouped-query without repeated keys and values, and over packed documents
 checkpoint.py       tensors on disk, and the fingerprint
 cache.py            the KV cache, compacted after acceptance, and recurrent states, which are replayed
