@@ -15,7 +15,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-os.environ["TORCHDYNAMO_DISABLE"] = "1"  # SpecForge compiles its norms
+if __name__ == "__main__":
+    os.environ["TORCHDYNAMO_DISABLE"] = "1"  # SpecForge compiles its norms
 
 import torch
 from safetensors.torch import load_file, save_file

@@ -313,6 +313,6 @@ def embedding_of(embeddings: Embeddings, token: Int[Tensor, "*n"] | None = None)
 
 def to_device(x: Tensor, device: torch.device) -> Tensor:
     """Return a tensor on a device; a copy to a GPU is asynchronous."""
-    if device.type != "cuda" or x.device.type != "cpu":
+    if device.type == "cpu" or x.device.type != "cpu":
         return x.to(device)
-    return x.pin_memory().to(device, non_blocking=True)
+    return (x.pin_memory() if device.type == "cuda" else x).to(device, non_blocking=True)
