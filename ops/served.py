@@ -285,7 +285,7 @@ class ServersConfig:
     seed: Number
 
     def __post_init__(self) -> None:
-        """Refuse a URL that is none."""
+        """Refuse what is not a URL."""
         check_url("url", self.url)
         check_url("baseline", self.baseline or self.url)
 

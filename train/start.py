@@ -125,7 +125,7 @@ PROJECTIONS = ("q_proj", "k_proj", "v_proj")
 # Parameters whose inputs differ in EAGLE-3: its projections read an embedding and the state.
 WIDER = tuple(f"block.self_attn.{name}.weight" for name in PROJECTIONS)
 REFITTED = ("block.input_layernorm.weight", *WIDER)
-TOKENS_PER_INPUT = 8, 64  # of `solved`, the fewest and the most: of fewer it learns the rows by heart
+TOKENS_PER_INPUT = 8, 64  # fewest and most in `solved`, which overfits to fewer
 RIDGE = 1e-2  # relative to the inputs' mean square
 
 

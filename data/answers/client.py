@@ -205,7 +205,7 @@ class Client:
             words = " ".join(text.split())[:SHOWN]
             raise ValueError(f"{self.url}{path}: {response.status_code} ({words}); {remedy}")
         if response.status_code != 200:
-            seconds = response.headers.get("Retry-After", "")  # of a date our own pause is used
+            seconds = response.headers.get("Retry-After", "")  # our own pause replaces a date
             after = float(seconds) if seconds.isdigit() else None
             temporary = response.status_code in TEMPORARY or response.status_code >= 500
             if self.without_template and "chat template" in text:

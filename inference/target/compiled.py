@@ -202,7 +202,7 @@ class Graphs(Kept):
     def __init__(self, device: torch.device) -> None:
         self.device, self.able = device, True
         self.pool: Any = None
-        self.stream: Any = None  # of all captures: memory of the pool is used again on the stream that it was used on
+        self.stream: Any = None  # all captures share it: the pool's memory is reused on its own stream only
         self.captured: dict[Any, tuple[Any, Any]] = {}
         super().__init__()
 

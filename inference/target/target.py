@@ -35,11 +35,11 @@ class Target(TargetModel):
         placed: Placed | None = None,
     ) -> None:
         super().__init__(model, tokenizer, name, adapter, placed)
-        pack(model)
         self.takes_trees = probe.check(self)
         self.packing = packing(model)
         if self.packing is not None and not probe.packs(self):
             self.packing = None
+        pack(model)  # after the checks, whose few rows would pack a target that only trains a head
 
     @classmethod
     def load(

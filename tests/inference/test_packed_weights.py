@@ -6,7 +6,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from heads.common.resolvers import ROOT
+from inference.decode import speculate
+from inference.drafters.plain import Baseline
+from inference.request import RequestParams
 from inference.target.packed import PACKED, is_packable, pack
+from inference.target.target import Target
+from inference.verification.sample import GREEDY
 
 
 @pytest.fixture(params=[torch.bfloat16, torch.float32])
@@ -47,3 +53,11 @@ def test_gradients_go_by_the_plain_layer(layers: tuple[nn.Linear, nn.Linear]) ->
     grads = [torch.autograd.grad(layer(x).float().square().sum(), x)[0] for layer in layers]
     assert torch.equal(*grads)
     assert layers[0] not in PACKED
+
+
+def test_a_target_is_packed_when_it_decodes_and_not_when_it_is_loaded() -> None:
+    """A training on a CPU only reads features, and would hold all weights twice."""
+    target = Target.load(str(ROOT / "examples" / "tiny"), "float32", "cpu")
+    assert target.embeddings.lm_head not in PACKED
+    speculate(target, Baseline(target.device), [1, 2, 3], RequestParams(2, GREEDY))
+    assert target.embeddings.lm_head in PACKED

@@ -140,7 +140,7 @@ def test_its_projection_is_fitted_to_what_that_layer_reads(extra: tuple[str, ...
 
 
 def test_a_short_training_is_fitted_to_more_rows_than_a_tenth_of_its_own() -> None:
-    """Of fewer rows than inputs the fit learns the rows by heart, and the second step begins at nothing."""
+    """The fit overfits to fewer rows than inputs: accuracy falls to nothing in the second step."""
     target, asked = toys.target(), run("head=mtp", "init=last_layer")
     packed = pack([Sample(str(i), toys.prompt(i, 6 + i), [1] * (6 + i)) for i in range(26)], 32)
     heads: list[Any] = [started(asked, target) for _ in range(3)]

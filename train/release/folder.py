@@ -249,7 +249,7 @@ def convert(folder: Path, served: Json, target: str, say: Callable[[str], object
     """
     out = folder.with_name(f"{folder.name}-openvino")
     export_model = [CLI, "export", "openvino", "-m"]
-    commands = [  # of the head first, which is small and may fail
+    commands = [  # the head's first, which is small and may fail
         [*export_model, str(folder), *TASK, str(out / "head")],
         [*export_model, target, *TASK[:2], str(out / "target")],
     ]

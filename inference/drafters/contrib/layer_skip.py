@@ -51,7 +51,7 @@ class SelfDrafter(HostDrafter, DrafterState):
         assert context.cache is not None
         last = torch.tensor([context.token[-1:]], device=self.thinned.target.device)
         self.cache, self.prefix, self.max_depth = context.cache, context.cache.length, context.max_draft_depth
-        self.position = torch.arange(self.prefix, device=last.device)[None]  # of all cached rows
+        self.position = torch.arange(self.prefix, device=last.device)[None]  # the cached rows' positions
         level = self.expand(None, None, LevelNodes(last, last, last.new_zeros(1, 1, 0, dtype=torch.bool), 0))
         proposal = grow(self, None, level, self.config, context, self.least)
         self.cache.keep(self.prefix, [])
