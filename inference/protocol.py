@@ -245,7 +245,7 @@ class DraftBatch(Protocol):
         """Return the planned trees for sequences with equal sampling parameters.
 
         Args:
-            max_draft_depth: the depth limit of each sequence; deeper nodes are drafted only where others lack.
+            max_draft_depth: the depth limit of each sequence; verification ignores deeper nodes.
             longest: the number of rows of the longest sequence, or an upper bound.
             allow_host_sync: whether the host may wait for the device.
         """
