@@ -15,7 +15,7 @@ from inference.target.config import fast_dtype
 from train.config import TrainerConfig
 from train.distributed.strategy import held
 
-FUSED = ("cuda",)  # devices with a fused update, which also counts steps
+FUSED = ("cuda",)  # devices with a fused update, whose step counter is on the device
 
 
 def adamw(parameters: list[nn.Parameter], config: TrainerConfig) -> torch.optim.AdamW:
@@ -93,9 +93,9 @@ class MuonAndAdamW:
 
 
 def hidden_matrices(head: Any) -> list[nn.Parameter]:
-    """Return the trained hidden matrices: not embeddings and lm_heads.
+    """Return the trained hidden matrices: those that are not embeddings or lm_heads.
 
-    Modules are told apart by class, since a draft vocabulary may be as large as the hidden size; an adapter's matrix
+    Modules are distinguished by class, since a draft vocabulary may be as large as the hidden size; an adapter's matrix
     over the vocabulary counts as an lm_head.
     """
     sizes = {head.embeddings.vocab_size, *([] if head.vocab is None else [len(head.vocab.ids)])}
@@ -119,8 +119,8 @@ def optimizer(head: nn.Module, config: TrainerConfig) -> torch.optim.Optimizer |
 def learning_rate(step: int, config: TrainerConfig) -> float:
     """Return the learning rate of step `step` (from 0): linear warm-up, then a cosine to `min_lr` of the peak.
 
-    With a `cooldown` below 1 the rate is constant before the cosine, which takes that share of the steps at the end: a
-    run may be lengthened from any checkpoint before it (Hägele et al., arXiv 2405.18392). There is no scheduler state.
+    With a `cooldown` below 1 the rate is constant before the cosine, which takes that share of the steps at the end, so
+    a run can be lengthened from a checkpoint before it (Hägele et al., arXiv 2405.18392). There is no scheduler state.
     """
     warmup = max(1, round(config.warmup * config.steps))
     if step < warmup:
@@ -131,7 +131,7 @@ def learning_rate(step: int, config: TrainerConfig) -> float:
 
 
 def same_rates(config: TrainerConfig, schedule: Json, steps: int) -> bool:
-    """Whether the first steps have the same rates under another `schedule`: its steps, warm-up and cooldown."""
+    """Return whether the first steps have the same rates under another `schedule` of steps, warm-up and cooldown."""
     other = replace(config, **schedule)
     return all(learning_rate(step, other) == learning_rate(step, config) for step in range(steps))
 
