@@ -220,7 +220,6 @@ def test_every_format_and_head_is_tried() -> None:
         ("block", {**BLOCK, "markov_rank": 4}, "openvino", "markov_rank=4"),
         ("eagle", {}, "vllm", "bias of fc, .*head.bias=false"),
         ("eagle", {"lm_head": "own"}, "sglang", "lm_head=own, .*head.lm_head=shared"),
-        ("eagle", {"draft_vocab": 30}, "vllm", "draft_vocab=30, .*head.draft_vocab=null"),
         ("mtp", {"feature_layers": [1, 3]}, "vllm", "feature_layers=.*head.feature_layers=null"),
         ("mtp", {"qk_norm": True}, "sglang", "qk_norm=true"),
         ("mtp", {"intermediate_size": 24}, "vllm", "intermediate_size 24, and .* 48; .*init=auto"),
@@ -306,10 +305,16 @@ def test_a_scaled_embedding_and_scaled_logits_change_no_draft_of_an_engine(
 
 
 @pytest.mark.parametrize(
-    ("kind", "form"), [("eagle", "sglang"), ("mtp", "vllm"), ("medusa", "vllm"), ("hydra", "hydra")]
-)
-def test_a_limit_beyond_the_vocabulary_is_none(kind: str, form: str, tmp_path: Path) -> None:
-    exported(made(kind, draft_vocab=32000), form, tmp_path / "limit")
+    ("kind", "form", "limit"),
+    [
+        ("eagle", "sglang", 30), ("eagle", "eagle", 30), ("mtp", "vllm", 30),
+        ("medusa", "vllm", 32000), ("hydra", "hydra", 32000),
+    ],
+)  # fmt: skip
+def test_a_limit_is_none_beyond_the_vocabulary_or_with_a_shared_lm_head(
+    kind: str, form: str, limit: int, tmp_path: Path
+) -> None:
+    exported(made(kind, draft_vocab=limit), form, tmp_path / "limit")
     exported(made(kind, draft_vocab=None), form, tmp_path / "none")
     for name in ("config.json", "model.safetensors"):
         assert (tmp_path / "limit" / name).read_bytes() == (tmp_path / "none" / name).read_bytes()
