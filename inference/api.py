@@ -43,7 +43,7 @@ OnText = Callable[[str, str], object]  # a piece of text and its origin: "prefil
 
 @dataclass(frozen=True)
 class GenerateConfig(RequestConfig):
-    """conf/generate.yaml; `model` and `tree` are what differs from the head's own, a None differs in nothing."""
+    """The configuration in conf/generate.yaml; `model` and `tree` override the head's saved values, None keeps them."""
 
     run: str | None
     prompt: str | None
@@ -55,16 +55,16 @@ class GenerateConfig(RequestConfig):
     tree: dict[str, Any]
 
     def __post_init__(self) -> None:
-        self.request()  # what it cannot hold, it says before anything is loaded
+        self.request()  # an invalid value fails before anything is loaded
 
     def request(self) -> RequestParams:
-        """Return how to decode."""
+        """Return the request's parameters."""
         return self.settings(self.temperature, stop=self.stop)
 
 
 @cache
 def configured(*overrides: str) -> GenerateConfig:
-    """Return conf/generate.yaml with overrides."""
+    """Return the configuration of conf/generate.yaml with overrides."""
     register_resolvers()
     with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
         try:
@@ -76,8 +76,8 @@ def configured(*overrides: str) -> GenerateConfig:
 def load(run: str | None = None, *overrides: str, target: Target | None = None) -> tuple[Target, Drafter]:
     """Return a frozen target, and the drafter of a run's or published folder or of OWNER/NAME on the Hub.
 
-    Without a run the drafter is the baseline's. The overrides are those of `headstart generate`, such as "tree=chain"
-    and "model.dtype=bfloat16". A target that is given is the one that is returned: another drafter for it is loaded.
+    Without a run the drafter is the baseline. The overrides are those of `headstart generate`, such as "tree=chain" and
+    "model.dtype=bfloat16". If `target` is given, it is returned, and only the drafter is loaded.
 
     Raises:
         ValueError: a head or a target cannot be found or loaded, or they do not belong together.
@@ -86,14 +86,14 @@ def load(run: str | None = None, *overrides: str, target: Target | None = None) 
 
 
 def loaded(config: GenerateConfig, target: Target | None = None) -> tuple[Target, Drafter]:
-    """Return the target, loaded unless it is given, and the drafter: the head, or the baseline where there is no run.
+    """Return the target, loaded unless it is given, and the drafter: the head, or the baseline without a run.
 
     Raises:
         ValueError: a head or a target cannot be found or loaded, or they do not belong together.
     """
     folder = resolve_head(config.run) if config.run else None
     if folder is not None:
-        saved_tree(folder, config.tree)  # says what is wrong with it before the target is loaded
+        saved_tree(folder, config.tree)  # an invalid tree fails before the target is loaded
     if target is None:
         target, name = Target.of(target_of(config, folder)), "head"
     else:
@@ -104,7 +104,7 @@ def loaded(config: GenerateConfig, target: Target | None = None) -> tuple[Target
 
 
 def target_of(config: GenerateConfig, folder: Path | None) -> ModelConfig:
-    """Return the target to load: what is configured, of a head in a folder its own."""
+    """Return the configuration of the target to load: the overrides over the target that the head was trained for."""
     model = {key: value for key, value in config.model.items() if value is not None}
     saved = {"name": config.fallback}
     if folder is not None and not is_published(folder):  # a published head does not name its target
@@ -122,13 +122,13 @@ def generate(
     target: Target, drafter: Drafter | Service, prompt: str | list[int], settings: RequestParams | None = None,
     on_text: OnText | None = None,
 ) -> tuple[str, Generation]:  # fmt: skip
-    """Decode one prompt, text or tokens; return its text and its tokens with their numbers.
+    """Decode one prompt, text or tokens; return the generated text and its `Generation`.
 
-    `on_text` gets every piece as it comes, whole characters with the origin of the last token. Without settings those
-    of conf/generate.yaml hold. `inference.decode.speculate` decodes batches.
+    `on_text` receives pieces of whole characters while they are decoded, each with the origin of its last token. The
+    default settings are those of conf/generate.yaml. `inference.decode.speculate` decodes batches.
 
     Raises:
-        ValueError: as `speculate`.
+        ValueError: the prompt or a parameter is invalid; see `speculate`.
     """
     ids = text_ids(prompt, target.tokenizer) if isinstance(prompt, str) else prompt
     stream, pieces = TextStream(target.tokenizer), list[str]()

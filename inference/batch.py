@@ -1,4 +1,4 @@
-"""A continuous batch: sequences that enter and leave one by one, and one target pass over all that are in it."""
+"""Continuous batching: sequences join and leave one by one, and a step is one target pass over the current ones."""
 
 import logging
 from collections import Counter
@@ -21,14 +21,14 @@ log = logging.getLogger(__name__)
 
 
 class Service:
-    """Holds the drafter in service; `speculate` and `generate` take it in a drafter's place.
+    """A drafter that can be swapped while requests run; `speculate` and `generate` accept it as a drafter.
 
-    `swap` may be called at any time, from `on_tokens` or from another thread too: decoding continues with the new
-    drafter at its next pass, running requests included. No text changes: the target decides every token.
+    `swap` may be called at any time, also from `on_tokens` or another thread: decoding uses the new drafter from its
+    next pass on, for running requests too. The text does not change: the target decides every token.
 
     Attributes:
-        drafter: the one in service, for every batch from its next step on.
-        working: the last one that a batch took.
+        drafter: the drafter that every batch uses from its next step on.
+        working: the last drafter that a batch has swapped in without an error.
     """
 
     def __init__(self, drafter: Drafter) -> None:
@@ -36,22 +36,22 @@ class Service:
         self.lock = Lock()
 
     def swap(self, drafter: Drafter) -> None:
-        """Put another drafter for the same target into service."""
+        """Replace the drafter by another one for the same target."""
         with self.lock:
             self.drafter = drafter
 
 
-TREE_ENTRIES = 64  # entries of the cache behind a text, for trees of sources that do not say how many they need
-MAX_IDLE_BATCHES = 8  # batches, with their graphs and caches, that wait for more requests: one for each drafter
-TRIAL = RequestParams(3, GREEDY, min_new_tokens=3)  # of a drafter that is to take another's place
+TREE_ENTRIES = 64  # least cache entries after a text for a tree; drafters on the host do not state their trees' sizes
+MAX_IDLE_BATCHES = 8  # idle batches kept for reuse with their graphs and caches, one for each drafter
+TRIAL = RequestParams(3, GREEDY, min_new_tokens=3)  # decoded by a drafter before it is swapped in
 
 
 class Batch:
-    """The sequences being decoded, by their slots of the cache.
+    """A continuous batch: the sequences being decoded, by slot.
 
     Attributes:
-        drafter: the draft source that `drafts` is of, where a service may replace it.
-        service: which it follows; None: it stays.
+        drafter: the drafter that made `drafts`; a service may replace it.
+        service: the service whose drafter the batch uses; None if the drafter is fixed.
     """
 
     service: Service | None = None
@@ -71,7 +71,7 @@ class Batch:
 
     @property
     def nbytes(self) -> Counter[torch.device]:
-        """Bytes by device of the target's and the head's keys and values, whether they are allocated yet or not."""
+        """Bytes by device of the target's and the head's KV caches, allocated or not."""
         total = self.cache.storage.nbytes
         if (rows := self.drafts.traits.rows) is not None:
             total[self.target.device] += rows.nbytes
@@ -79,16 +79,16 @@ class Batch:
 
     @property
     def running(self) -> list[Request]:
-        """The sequences being decoded, by slot."""
+        """The running sequences, by slot."""
         return [request for request in self.slots if request is not None]
 
     @property
     def free(self) -> int:
-        """How many more there may be."""
+        """Number of free slots."""
         return self.size - len(self.running)
 
     def admit(self, request_index: int, prompt: list[int], settings: RequestParams) -> Generation:
-        """Prefill a request's prompt; return what will hold its answer."""
+        """Prefill a request's prompt; return its generation, which later steps extend."""
         if self.service is not None and settings.rule not in (AUTO, COUPLED) and not is_lossy(settings.rule):
             raise ValueError(
                 f"rule={settings.rule} is not for every tree, and a Service may change the drafter: choose rule={AUTO} "
@@ -105,21 +105,21 @@ class Batch:
         return request.generation
 
     def reserve(self, capacity: int) -> None:
-        """Have room for texts of `capacity` tokens and a tree behind each, so that decoding grows nothing."""
+        """Allocate caches for texts of `capacity` tokens and a tree after each, so that decoding never reallocates."""
         self.capacity, traits = max(self.capacity, capacity), self.drafts.traits
         self.cache.storage.reserve(self.capacity + max(TREE_ENTRIES, traits.max_nodes) if self.capacity else 0)
         if traits.rows is not None:
             traits.rows.reserve(round_up_kv_length(self.cache.storage.capacity))
 
     def release(self) -> None:
-        """Let finished sequences go; the next ones to be admitted take their slots."""
+        """Free the slots of finished sequences."""
         for slot, request in enumerate(self.slots):
             if request is not None and request.generation.finish:
                 request.generation.latency_s = request.clock() - request.began
                 self.slots[slot] = None
 
     def fill_vacant(self) -> None:
-        """Let the last sequences take the slots that nobody was admitted to."""
+        """Move the last sequences into free slots, so that running sequences have the first slots."""
         while None in self.slots:
             if (last := self.slots.pop()) is not None:
                 from_slot, slot = len(self.slots), self.slots.index(None)
@@ -130,13 +130,13 @@ class Batch:
         del self.cache.active[len(self.slots) :]
 
     def follow(self) -> None:
-        """Go on with the drafter that is in service; with the one at hand if that fails."""
+        """Swap in the service's drafter if it has changed; if that fails, keep the current one and put it back."""
         if self.service is None or (drafter := self.service.drafter) is self.drafter:
             return
         try:
             self.swap(drafter)
         except (AssertionError, AttributeError, LookupError, OSError, RuntimeError, TypeError, ValueError) as error:
-            with self.service.lock:  # unless a third one is in service by now
+            with self.service.lock:  # unless the service was swapped again meanwhile
                 if self.service.drafter is drafter:
                     self.service.drafter = self.service.working = self.drafter
             log.warning("%s is put back: %s fails (%s)", self.drafter.name, drafter.name, one_line(error))
@@ -145,12 +145,13 @@ class Batch:
 
     @torch.inference_mode()
     def swap(self, drafter: Drafter) -> None:
-        """Let another drafter propose from the next step on: it takes in every running text as it would a prompt.
+        """Use another drafter from the next step on: it prefills every running text.
 
-        It first decodes a few tokens in a batch of its own. Where it fails, then or on a text, nothing has changed.
+        It first decodes a few tokens in a separate batch. If that or a prefill fails, this batch is unchanged.
 
         Raises:
-            ValueError: its tree is larger than the target's context; or whatever error is its own.
+            ValueError: its tree is larger than the target's context, or it drafts for one sequence only; other errors
+                are the drafter's.
         """
         self.release()
         self.fill_vacant()
@@ -169,7 +170,7 @@ class Batch:
         self.reserve(self.capacity)
 
     def start(self, drafts: DraftBatch) -> None:
-        """Let drafts take in every running text as they would a prompt."""
+        """Prefill every running text into a draft batch."""
         for slot, request in enumerate(self.running):
             token = torch.tensor(request.context[:-1], device=self.target.device)
             out = self.target.prefill(token, self.target.cache(len(token)), drafts.traits.feature_layers)
@@ -188,7 +189,7 @@ class Batch:
 def batch_of(
     target: Target, drafter: Drafter | Service, size: int, requests: Sequence[tuple[list[int], RequestParams]] = ()
 ) -> Batch:
-    """Return a batch of `size` slots with room for the longest of some requests."""
+    """Return a batch of `size` slots with caches for the longest of the requests."""
     service, source = (drafter, drafter.working) if isinstance(drafter, Service) else (None, drafter)
     batch = Batch(target, source, size, max((needed_entries(target, *request) for request in requests), default=0))
     batch.service = service
@@ -198,7 +199,7 @@ def batch_of(
 def acquire(
     target: Target, drafter: Drafter | Service, size: int, requests: Sequence[tuple[list[int], RequestParams]]
 ) -> Batch:
-    """Return a batch for requests: the one that was given back for this drafter, if it has as many slots."""
+    """Return a batch for requests: the idle one of this drafter if its size matches, else a new one."""
     idle: Batch | None = target.idle.pop(drafter, None)
     if idle is not None and idle.cache.storage.size == size:
         return idle
@@ -208,14 +209,14 @@ def acquire(
     except ValueError:
         if not target.idle:
             raise
-        target.idle.clear()  # they may have left no memory
+        target.idle.clear()  # idle batches may hold the memory that is missing
         return batch_of(target, drafter, size, requests)
 
 
 def release(target: Target, drafter: Drafter | Service, batch: Batch) -> None:
-    """Keep a batch whose requests are done, if it holds graphs, which would have to be captured again.
+    """Keep a finished batch for reuse if it has captured graphs.
 
-    Batches wait while at least as much memory is free as they take, the last ones longest.
+    Idle batches are dropped, oldest first, while they take more memory than is free.
     """
     if batch.device_step.graphs is None or not batch.device_step.graphs.captured:
         return
@@ -225,11 +226,11 @@ def release(target: Target, drafter: Drafter | Service, batch: Batch) -> None:
 
 
 def crowded(batches: Iterable[Batch]) -> bool:
-    """Whether batches take more of a device's memory than is free of it."""
+    """Whether batches take more memory of a device than is free there."""
     taken = sum((batch.nbytes for batch in batches), Counter[torch.device]())
     return any(nbytes > free_memory(device) for device, nbytes in taken.items())
 
 
 def needed_entries(target: Target, prompt: list[int], settings: RequestParams) -> int:
-    """Return how many entries of the cache a request's text needs."""
+    """Return the number of cache entries that a request's text needs."""
     return min(len(prompt) + settings.max_new_tokens, target.context)

@@ -1,4 +1,4 @@
-"""Speculative decoding, and autoregressive decoding, which is the same with empty drafts: the calls for a service."""
+"""Speculative and autoregressive decoding in one engine: the baseline is speculation with empty drafts."""
 
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -16,7 +16,7 @@ from inference.target.target import Target, check_prompt
 __all__ = ["Generation", "RequestParams", "Step", "autoregress", "speculate"]
 
 OnTokens = Callable[[list[int], list[str]], None]  # new tokens and their origins: "prefill", "draft", "bonus"
-OnBatchTokens = Callable[[int, list[int], list[str]], None]  # the same, with the prompt's index before them
+OnBatchTokens = Callable[[int, list[int], list[str]], None]  # the prompt's index, then as `OnTokens`
 
 
 @overload
@@ -46,14 +46,14 @@ def speculate(
 ) -> Any:
     """Decode one prompt or several with a drafter; each output is distributed as the target's own.
 
-    Several are decoded `batch_size` at a time: a sequence that ends leaves, and the next prompt takes its slot. Each
-    has its own settings, seed and state; every slot has a clone of the drafter, so that none learns from the others.
+    Several prompts are decoded `batch_size` at a time: when a sequence ends, the next prompt takes its slot. Each
+    request has its own settings, seed and state; each slot has its own clone of a drafter with memory.
 
     Args:
         target: the frozen target.
-        drafter: the drafter, or the service that holds it; its feature layers are read from every pass.
+        drafter: the drafter, or the `Service` that holds it.
         prompts: token ids of one prompt, or of several.
-        settings: length, sampling, stops, seed, rule; for several prompts also one for each.
+        settings: the request's parameters; for several prompts one for all, or a list with one each.
         on_tokens: called after every pass with the new tokens and their origins ("prefill", "draft", "bonus"); for
             several prompts the prompt's index comes first.
         batch_size: sequences in one target pass.
@@ -62,9 +62,9 @@ def speculate(
         One generation, or those of all prompts in their order.
 
     Raises:
-        ValueError: no or an empty prompt, one that fills the target's context or holds unknown tokens; settings for
-            another number of prompts; a batch size below 1; a tree that the context cannot hold; a rule that is not
-            right for the drafts; or a batch on a target whose attention takes no mask of ours.
+        ValueError: no prompt or an empty one, one that fills the target's context or has unknown tokens; settings for
+            another number of prompts; a batch size below 1; a tree larger than the context; a rule that does not
+            support the drafts; or a batch on a target whose attention ignores a custom mask.
     """
     if batch_size < 1:
         raise ValueError(f"batch_size is {batch_size}: give 1 or more")
@@ -112,7 +112,7 @@ def _several(
         if on_tokens is not None:
             for request in batch.running:
                 begin, generation = reported[request.request_index], request.generation
-                if len(generation.tokens) > begin:  # while another is admitted, the others have nothing new
+                if len(generation.tokens) > begin:  # admitting a request gives the others no tokens
                     on_tokens(request.request_index, generation.tokens[begin:], generation.origins[begin:])
                     reported[request.request_index] = len(generation.tokens)
         batch.release()

@@ -1,4 +1,4 @@
-"""Drafters: a `Drafter` is the model, a `DraftBatch` drafts for the sequences of a batch; and what they exchange."""
+"""The protocol of drafters: `Drafter` is the model, `DraftBatch` drafts for a batch; the records that they exchange."""
 
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol, Self, runtime_checkable
@@ -18,23 +18,23 @@ GREEDY_INVERSE_TEMPERATURE = 2.0  # chosen by benchmarks/ranking.py (docs/engine
 
 
 def inverse_temperature_of(sampling: Sampling) -> float:
-    """Return what draft logits are multiplied by before nodes of different parents are compared.
+    """Return the factor of the draft logits when nodes of different parents are compared.
 
-    Greedy decoding accepts the target's best token whatever its probability: a draft's best guess is then right more
-    often than its own probability says, which is trained to be the target's.
+    Greedy decoding accepts the target's best token at any probability, so a draft's best guess is accepted more often
+    than its probability, which is trained to equal the target's.
     """
     return GREEDY_INVERSE_TEMPERATURE if sampling.temperature == 0 else 1.0
 
 
 class DraftInputs(NamedTuple):
-    """The roots of B trees, and how the tokens that may follow them are ranked or sampled.
+    """The roots of B trees, and the parameters for ranking or sampling their nodes.
 
     Attributes:
         token: the roots' tokens.
-        sampling: of the target, for all alike.
-        seen_tokens: which tokens are in each prefix, where a penalty asks for it.
-        noise: of the P positions below each root, under which tokens are ranked if they are coupled.
-        samples: what the children of a fixed shape are sampled by, where they are.
+        sampling: the target's sampling parameters, equal for all trees.
+        seen_tokens: mask of the tokens in each prefix; None without a repetition penalty.
+        noise: exponential noise of the P positions after each root, if drafts are coupled: tokens are ranked with it.
+        samples: random samples for the children in a fixed shape; None if they are ranked.
     """
 
     token: Int[Tensor, "B 1"]
@@ -45,14 +45,14 @@ class DraftInputs(NamedTuple):
 
 
 class Drafted(NamedTuple):
-    """What was drafted for B sequences.
+    """The drafts of B sequences.
 
     Attributes:
-        tree: their trees "B N".
-        ancestor_mask: what each node sees of them: its ancestors, and itself.
-        q: the probs that children were sampled from, of the M nodes with children; None where none were sampled.
-        depth: of each node; None: as many nodes as it sees above it.
-        noise: the roots' (see `DraftInputs`).
+        tree: the trees "B N".
+        ancestor_mask: mask of each node's ancestors and itself.
+        q: the probs that children were sampled from, for the M nodes with children; None if they were ranked.
+        depth: depth of each node; None if it is the number of its ancestors.
+        noise: the noise of `DraftInputs`.
     """
 
     tree: DraftTree
@@ -62,19 +62,19 @@ class Drafted(NamedTuple):
     noise: Float[Tensor, "B P V"] | None = None
 
     def first(self, count: int) -> "Drafted":
-        """Return what was drafted for the first sequences."""
+        """Return the drafts of the first sequences."""
         ancestor_mask = self.ancestor_mask if len(self.ancestor_mask) == 1 else self.ancestor_mask[:count]
         q, depth, noise = (None if rows is None else rows[:count] for rows in self[2:])
         return Drafted(DraftTree(*(rows[:count] for rows in self.tree)), ancestor_mask, q, depth, noise)
 
 
 class Context(NamedTuple):
-    """What the host drafts a sequence from: its tokens, how the target is sampled, the randomness, and the depth left.
+    """The input of a drafter on the host: a sequence's tokens, sampling parameters, random numbers and depth limit.
 
-    No node may be deeper than `max_draft_depth`: there the target's context or the answer ends, and deeper look-ahead
-    tokens run at its position.
-    `cache` holds the target's entries before the last token. Only a drafter that drafts with the target itself writes
-    to it: entries behind the committed ones, which it drops again.
+    No node is deeper than `max_draft_depth`, where the target's context or the answer ends; deeper look-ahead tokens
+    run at the position of that depth.
+    `cache` has the target's entries before the last token. Only a drafter that runs the target itself writes to it,
+    after the committed entries, and drops its entries again.
     """
 
     token: list[int]
@@ -84,7 +84,7 @@ class Context(NamedTuple):
     cache: TargetCache | None = None
 
     def seen_tokens(self, like: Float[Tensor, "*n V"]) -> Bool[Tensor, "1 1 V"] | None:
-        """Return which tokens stand in the text, where a penalty asks for it, for logits `like`."""
+        """Return the mask of the text's tokens for logits `like`; None without a repetition penalty."""
         if self.sampling.repetition_penalty == 1:
             return None
         seen = torch.zeros(1, 1, like.shape[-1], dtype=torch.bool, device=like.device)
@@ -92,7 +92,7 @@ class Context(NamedTuple):
         return seen
 
     def roots(self, like: Float[Tensor, "*n V"], deepest: int) -> DraftInputs:
-        """Return this sequence's root for a tree of a depth, with what its tokens are ranked by, for logits `like`."""
+        """Return the draft inputs of this sequence for a tree of depth `deepest` and logits `like`."""
         token, seen_tokens = torch.tensor([self.token[-1:]], device=like.device), self.seen_tokens(like)
         noise = samples = None
         if self.sampling.temperature > 0 and self.draws.coupled:
@@ -118,7 +118,7 @@ class Proposal(NamedTuple):
 class Verified(NamedTuple):
     """A verified proposal: tree, accepted path from the root on, the target's logits at nodes and look-ahead tokens.
 
-    There are logits for a drafter that reads them (`HostDrafter.reads_logits`).
+    Logits are None unless the drafter reads them (`HostDrafter.reads_logits`).
     """
 
     tree: DraftTree
@@ -128,7 +128,7 @@ class Verified(NamedTuple):
 
 
 class CommittedTokens(NamedTuple):
-    """The tokens that a target pass committed, and what became of the proposal, None after a prefill."""
+    """The tokens that a target pass committed, and the verified proposal, None after a prefill."""
 
     token: list[int]
     verified: Verified | None = None
@@ -136,21 +136,21 @@ class CommittedTokens(NamedTuple):
 
 @runtime_checkable
 class DraftRows(Protocol):
-    """The verified rows that a batch's drafter learns from, by slot.
+    """The verified rows that a batch's drafter reads, by slot.
 
     Attributes:
-        feature_layers: the target layers whose outputs are rows.
+        feature_layers: the target layers whose outputs it reads.
     """
 
     feature_layers: tuple[int, ...]
 
     @property
     def nbytes(self) -> int:
-        """Bytes of their keys and values, on the target's device, for as many rows as are reserved."""
+        """Bytes of the keys and values of the reserved rows, on the target's device."""
         ...
 
     def reserve(self, capacity: int) -> None:
-        """Take note of how many rows any sequence may have, before one starts."""
+        """Set the number of rows that a sequence may have, before one starts."""
         ...
 
     def tensors(self) -> list[Tensor]:
@@ -158,19 +158,19 @@ class DraftRows(Protocol):
         ...
 
     def commit(self, features: Features, count: Int[Tensor, "B"]) -> None:
-        """Take in the first `count` of T verified rows of each sequence; they are those of the verification pass."""
+        """Append the first `count` of T verified rows of each sequence, from the verification pass."""
         ...
 
 
 class DraftTraits(NamedTuple):
-    """What holds for all steps of a batch.
+    """Constants of a draft batch.
 
     Attributes:
         on_device: whether drafts are a function of tensors, which can be captured or compiled.
         reads_logits: whether `learn` reads the target's logits.
         single: whether it drafts for one sequence at a time: a batch then has one slot.
-        max_nodes: the most nodes of a tree, the root included; of a drafter on the host each step says it.
-        rows: the rows that it learns from; None: it learns nothing from features.
+        max_nodes: the most nodes of a tree, the root included; drafters on the host state it in each step's plan.
+        rows: the verified rows that it reads; None if it reads no features.
     """
 
     on_device: bool = True
@@ -181,22 +181,22 @@ class DraftTraits(NamedTuple):
 
     @property
     def feature_layers(self) -> tuple[int, ...]:
-        """The target layers whose outputs are read."""
+        """The target layers whose outputs the drafter reads."""
         return () if self.rows is None else self.rows.feature_layers
 
 
 class DraftPlan(NamedTuple):
-    """What is drafted in one step.
+    """The plan of one step's drafts.
 
     Attributes:
-        deepest: the depth of the deepest node of a tree; 0: nothing is drafted.
+        deepest: the greatest depth of a node; 0 if nothing is drafted.
         max_nodes: the most nodes of a tree, the root included.
-        chain: whether the trees are chains, so that an accepted path is their beginning.
-        sampled: the parents of the nodes of the shape whose children are sampled where roots say so, the root's -1;
-            None: all trees are filled by rank.
-        has_q: which sequences' children are, or might be, if the host has sampled for some.
-        proposal: the draft of a `single` drafter.
-        key: tells the trees from those of other steps.
+        chain: whether the trees are chains, so that an accepted path is a prefix of them.
+        sampled: parents of the nodes in a shape that is sampled if roots have samples, -1 for the root; None if all
+            trees are filled by rank.
+        has_q: for each sequence, whether its children are sampled or it has none; None if all are equal.
+        proposal: the proposal of a `single` drafter.
+        key: id of the tree's policy, part of the graph key.
     """
 
     deepest: int = 0
@@ -210,60 +210,60 @@ class DraftPlan(NamedTuple):
 
 @runtime_checkable
 class DraftBatch(Protocol):
-    """Drafting for the sequences of a batch, by slot. By default no sequence has a state, and nothing is drafted.
+    """Drafts for the sequences of a batch, by slot. The defaults keep no state and draft nothing.
 
     Attributes:
-        traits: what holds for all steps.
+        traits: constants of the batch.
     """
 
     traits: DraftTraits = DraftTraits()
 
     def start_sequence(self, slot: int, token: list[int], features: TargetOutput) -> None:
-        """Take in a prompt and the token behind it, with the target's outputs for the prompt."""
+        """Prefill a prompt and the token after it, with the target's outputs for the prompt."""
         return
 
     def move(self, from_slot: int, slot: int, length: int) -> None:
-        """Move the last sequence, with `length` rows, to a slot whose own has left."""
+        """Move the last sequence, with `length` rows, to a free slot."""
         return
 
     def resumes(self, running: int) -> bool:
-        """Return whether the sequences must be started again before a step of `running` ones; asked once a step."""
+        """Return whether the `running` sequences must be prefilled again before a step; called once a step."""
         return False
 
     def begin(self, contexts: Sequence[Context | None], longest: int) -> DraftPlan:
-        """Begin a step: choose its trees, or draft them if the host does.
+        """Begin a step: choose its trees; a drafter on the host also drafts them.
 
         Args:
-            contexts: of each sequence; None of one that does not take part.
-            longest: how many rows the longest of them has.
+            contexts: the context of each sequence; None for an idle one.
+            longest: the number of rows of the longest sequence.
         """
         return DraftPlan()
 
     def draft_trees(
         self, roots: DraftInputs, max_draft_depth: Int[Tensor, "B"], longest: int, *, allow_host_sync: bool
     ) -> Drafted:
-        """Return the planned trees for sequences that are sampled alike.
+        """Return the planned trees for sequences with equal sampling parameters.
 
         Args:
-            max_draft_depth: below it no node is drafted if another can be.
-            longest: how many rows the longest sequence has, or may have.
-            allow_host_sync: whether the host may read from the device meanwhile.
+            max_draft_depth: the depth limit of each sequence; verification ignores deeper nodes.
+            longest: the number of rows of the longest sequence, or an upper bound.
+            allow_host_sync: whether the host may wait for the device.
         """
         ...
 
     def learn(self, slot: int, token: list[int], path: list[int], logits: Float[Tensor, "M V"] | None) -> None:
-        """Take in what the host has read: the committed tokens, the accepted nodes, and the logits of the pass."""
+        """Update a sequence's state with the committed tokens, the accepted nodes, and the logits of the pass."""
         return
 
 
 @runtime_checkable
 class Drafter(Protocol):
-    """A drafter: weights, configuration, and what it remembers of earlier sequences.
+    """A drafter: weights, configuration, and memory of earlier sequences.
 
     Attributes:
-        name: what reports and errors call it.
+        name: its name in reports and errors.
         tree: the shape of its proposals, for reports.
-        head: the trained head that drafts, whose acceptance teacher forcing can measure.
+        head: the draft head, whose acceptance teacher forcing can measure; None for other drafters.
     """
 
     name: str
@@ -271,13 +271,13 @@ class Drafter(Protocol):
     head: DraftHead | None = None
 
     def reset(self) -> None:
-        """Forget earlier sequences; by default nothing outlives one."""
+        """Forget earlier sequences; by default there is no such memory."""
         return
 
     def clone(self) -> Self:
-        """Return a drafter with the same weights and a memory of its own."""
+        """Return a drafter with the same weights and separate memory."""
         return self
 
     def batch(self, size: int) -> DraftBatch:
-        """Return what drafts for up to `size` sequences."""
+        """Return the draft batch for up to `size` sequences."""
         ...

@@ -1,4 +1,4 @@
-"""A request that is decoded: its settings, its text so far, where it ends, and its result."""
+"""A request: its parameters, its text so far, its limits and stops, and its result."""
 
 import time
 from collections import defaultdict
@@ -23,14 +23,14 @@ from inference.verification.tree import DraftTree
 
 @dataclass(frozen=True)
 class RequestParams:
-    """The request settings of one prompt.
+    """The parameters of one request.
 
     Attributes:
         logit_gaps: whether to record the target's top-2 logit gap at every emitted token.
         rule: a key of `inference.verification.rules.RULES`, or auto for the one that accepts most of each draft.
         lossy: whether the rule may change the target's distribution.
-        keep_passes: whether to keep what the target's passes computed.
-        min_new_tokens: tokens before which an end of the answer has no probability.
+        keep_passes: whether to keep the outputs of the target's passes.
+        min_new_tokens: the number of tokens until which end tokens are masked.
 
     Raises:
         ValueError: an unknown rule, or a lossy one that is not allowed; max_new_tokens below 1, or min_new_tokens not
@@ -56,7 +56,7 @@ class RequestParams:
                 f"rule={self.rule} changes the target's distribution: set lossy=true to allow it, or choose rule={AUTO}"
             )
         given: Any = self.stop
-        if isinstance(given, str) or "" in given:  # of a string each letter would be one
+        if isinstance(given, str) or "" in given:  # a string would be a tuple of letters
             raise ValueError(f"stop is {given!r}: give a tuple of strings, none of them empty")
         if self.max_new_tokens < 1:
             raise ValueError(f"max_new_tokens is {self.max_new_tokens}: give 1 or more")
@@ -68,7 +68,7 @@ class RequestParams:
 
 @dataclass(frozen=True)
 class RequestConfig:
-    """What commands say of their requests besides the temperature; their YAML says what each key means."""
+    """The request's parameters of a command, without the temperature; the command's YAML explains the keys."""
 
     max_new_tokens: int
     min_new_tokens: int
@@ -81,11 +81,11 @@ class RequestConfig:
     seed: int
 
     def sampling(self, temperature: float) -> Sampling:
-        """Return the sampling settings at a temperature."""
+        """Return the sampling parameters at a temperature."""
         return Sampling(temperature, self.top_k, self.top_p, self.min_p, self.repetition_penalty)
 
     def settings(self, temperature: float, logit_gaps: bool = False, stop: Sequence[str] = ()) -> RequestParams:
-        """Return the request settings at a temperature."""
+        """Return the request's parameters at a temperature."""
         return RequestParams(
             self.max_new_tokens,
             self.sampling(temperature),
@@ -101,7 +101,7 @@ class RequestConfig:
 class Step(NamedTuple):
     """One target pass: nodes drafted, drafted tokens accepted, tokens committed after stops, seconds, and the rule.
 
-    `ranks` holds for every accepted node its rank among its siblings, in the order in which they were drafted.
+    `ranks` has the rank of every accepted node among its siblings, in drafting order.
     """
 
     drafted: int
@@ -131,8 +131,8 @@ class Pass(NamedTuple):
 class Generation:
     """The result of one prompt. The prefill's token is in `tokens` but in no step: τ = (len(tokens) - 1) / len(steps).
 
-    In a batch, `decode_s` counts the sequence's share of the passes that it was in, so that the shares of all sum up to
-    the time that passed; `latency_s` is what its user waited, from its prefill on.
+    In a batch, `decode_s` is the sequence's share of the time of its passes: the shares of all sequences sum up to the
+    elapsed time. `latency_s` is the time from the start of its prefill to its end.
     """
 
     tokens: list[int] = field(default_factory=list)
@@ -152,7 +152,7 @@ class Generation:
 
 
 class Request:
-    """A request that is decoded: its text so far, its limits and stops, and its result."""
+    """A running request: its text so far, its limits and stops, and its result."""
 
     def __init__(
         self, target: Target, prompt: list[int], settings: RequestParams, cache: TargetCache, request_index: int = 0
@@ -163,7 +163,7 @@ class Request:
         self.limit = min(settings.max_new_tokens, target.context - len(prompt))
         self.context = list(prompt)
         self.generation = Generation()
-        self.key = seed_key(settings.seed)  # of all randomness
+        self.key = seed_key(settings.seed)  # random key of the request
         self.began = time.perf_counter()
 
     @torch.inference_mode()
@@ -185,7 +185,7 @@ class Request:
         return out
 
     def processed(self, logits: Float[Tensor, "1 V"]) -> Float[Tensor, "1 V"]:
-        """Return the next token's logits as they are sampled: penalised, and no end before its time."""
+        """Return the next token's logits after the repetition penalty; end tokens are masked until min_new_tokens."""
         seen = self.seen_tokens()
         if seen is not None:
             logits = penalize(logits, seen[None], self.settings.sampling)
@@ -194,18 +194,18 @@ class Request:
         return logits
 
     def noise(self, logits: Float[Tensor, "1 V"]) -> Float[Tensor, "1 V"]:
-        """Return the noise of the next token's position."""
+        """Return the exponential noise at the next token's position."""
         key, position = torch.tensor([[self.key], [len(self.context)]], device=logits.device)
         return exponential_noise(key, position, logits.shape[-1])
 
     def clock(self) -> float:
-        """Return seconds, after the device has finished what it was given."""
+        """Return the time in seconds, after the device has finished its work."""
         if self.target.device.type == "cuda":
             torch.cuda.synchronize(self.target.device)
         return time.perf_counter()
 
     def begin(self) -> Context:
-        """Return what a step's draft may read."""
+        """Return the context that a drafter on the host reads."""
         max_draft_depth, prefix = self.left[0], self.cache.length
         if self.target.switch is not None:
             max_draft_depth = self.target.switch.max_draft_depth(prefix, max_draft_depth)
@@ -214,12 +214,12 @@ class Request:
 
     @property
     def left(self) -> tuple[int, int]:
-        """How many drafted tokens may still be accepted, and how many tokens must come before an end may."""
+        """The drafted tokens that may still be accepted, and the tokens that are left until min_new_tokens."""
         count = len(self.generation.tokens)
         return self.limit - count - 1, self.settings.min_new_tokens - count
 
     def seen_tokens(self) -> Tensor | None:
-        """Return which tokens stand in the context, where a penalty asks for it."""
+        """Return the mask of the tokens that occur in the context; None without a repetition penalty."""
         if self.settings.sampling.repetition_penalty == 1:
             return None
         seen = torch.zeros(self.target.embeddings.vocab_size, dtype=torch.bool, device=self.target.device)
@@ -227,7 +227,7 @@ class Request:
         return seen
 
     def emit(self, tokens: list[int], origins: list[str], gaps: list[float]) -> int:
-        """Append tokens up to the first end of the answer; return how many were taken."""
+        """Append tokens up to the end of the answer; return how many were appended."""
         generation, before = self.generation, len(self.generation.tokens)
         for i, token in enumerate(tokens):
             generation.tokens.append(token)
@@ -247,7 +247,7 @@ class Request:
         return taken
 
     def stopped(self) -> bool:
-        """Whether the text so far holds a stop string; a token adds a byte or more, so its last ones suffice."""
+        """Whether the text has a stop string; only the last tokens are decoded, since each adds a byte or more."""
         if not self.settings.stop:
             return False
         tail = max(len(stop.encode()) for stop in self.settings.stop) + 8
@@ -256,14 +256,14 @@ class Request:
 
 
 class PhaseTimer:
-    """The laps since the last `seconds`."""
+    """Measures the seconds of each phase of a step, on a GPU by CUDA events."""
 
     def __init__(self, device: torch.device) -> None:
         self.device, self.events = device, device.type == "cuda"
         self.marks: list[tuple[str | None, Any]] = []
 
     def mark(self, ended: str | None) -> None:
-        """End a lap, which was spent on what has `ended`; None: on nothing that counts."""
+        """End the current phase, whose name is `ended`; None drops its time."""
         if not self.events:
             self.marks.append((ended, time.perf_counter()))
             return
@@ -272,7 +272,7 @@ class PhaseTimer:
         self.marks.append((ended, event))
 
     def seconds(self) -> dict[str, float]:
-        """Return the sums of the laps that have ended, of a device those that it has passed; others come next time."""
+        """Return the seconds of each ended phase; those that a GPU has not finished are returned by the next call."""
         sums: defaultdict[str, float] = defaultdict(float)
         while len(self.marks) > 1 and (not self.events or self.marks[1][1].query()):
             (_, first), (ended, last) = self.marks[:2]

@@ -63,7 +63,7 @@ def summary(generation: Generation) -> str:
 def answer(
     target: Target, drafter: Drafter, ids: list[int], settings: RequestParams, console: Console
 ) -> tuple[str, Generation]:
-    """Decode one prompt, print it meanwhile and a summary after it; return its text and numbers."""
+    """Decode one prompt, stream it, and print a summary; return the text and the generation."""
 
     def show(piece: str, source: str) -> None:
         console.out(visible(piece), style=STYLES[source], highlight=False, end="")  # no markup, no control characters
@@ -75,7 +75,7 @@ def answer(
 
 
 def converse(target: Target, drafter: Drafter, lines: Iterable[str], settings: RequestParams, console: Console) -> None:
-    """Answer line after line, each in view of all before it; empty lines are skipped."""
+    """Answer each line as the next turn of one chat; empty lines are skipped."""
     messages: list[dict[str, str]] = []
     for line in lines:
         if line.strip():
@@ -85,7 +85,7 @@ def converse(target: Target, drafter: Drafter, lines: Iterable[str], settings: R
 
 
 def typed_lines(console: Console) -> Iterable[str]:
-    """Yield what the user types or pipes in, line by line, after a sign where it is a person."""
+    """Yield the lines of stdin, on a terminal after a prompt sign."""
     while True:
         if sys.stdin.isatty():
             console.out("> ", end="")

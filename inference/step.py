@@ -1,8 +1,8 @@
-"""One decoding step of a batch, whatever drafts: draft, forward pass, acceptance, compaction, what the drafts learn.
+"""One decoding step for a batch: draft, verify forward, accept, compact the KV cache, update the drafter.
 
-What a step decides stays on the device, in buffers of all slots that are written in place, and its shapes follow from
-only the tree's policy and the sizes at hand. The host reads one small tensor a step: how many tokens each sequence
-commits, and which. The tests compare it with a loop over one sequence (tests/oracle.py), whose randomness is the same.
+The state of a step stays on the device, in buffers over all slots that are written in place, and its shapes depend only
+on the tree's policy and the current sizes. The host reads one small tensor a step: how many tokens each sequence
+commits, and which. The tests compare it with a loop over one sequence with the same random numbers (tests/oracle.py).
 """
 
 import struct
@@ -42,10 +42,10 @@ class Slots(NamedTuple):
         root: the last committed token, which the target has not seen.
         length: entries in the target's cache.
         max_draft_depth: drafted tokens that may still be accepted.
-        min_tokens_left: tokens before which no end of the answer may come.
-        active: 1 of a sequence, 0 of an idle slot.
-        key: of all randomness.
-        seen_tokens: which tokens stand in the text, where a penalty asks for it.
+        min_tokens_left: tokens left until min_new_tokens; end tokens are masked until then.
+        active: 1 for a sequence, 0 for an idle slot.
+        key: random key of the request.
+        seen_tokens: mask of the tokens that occur in the text, if there is a repetition penalty.
     """
 
     root: Int[Tensor, "B"]
@@ -58,14 +58,14 @@ class Slots(NamedTuple):
 
 
 class GraphKey(NamedTuple):
-    """What tells the shapes and branches of a step's stages from those of others.
+    """The key of a step's stages: equal keys mean equal shapes and branches.
 
     Attributes:
-        head_kv_length: entries of its KV cache that the head reads.
-        sampling, rule, logit_gaps: of the settings.
-        masks_eos: whether an answer may not end yet.
-        masked: whether some sequences take no part.
-        policy: which tree is drafted.
+        head_kv_length: number of KV cache entries that the head reads.
+        sampling, rule, logit_gaps: from the request's parameters.
+        masks_eos: whether a request sets min_new_tokens.
+        masked: whether slots are idle.
+        policy: id of the tree's policy.
     """
 
     head_kv_length: int
@@ -78,14 +78,14 @@ class GraphKey(NamedTuple):
 
 
 class DeviceStep:
-    """The steps of a batch.
+    """Runs decoding steps for a batch.
 
     Attributes:
-        static: whether shapes stay the same from step to step, as graphs want it: attention reads up to a stride's end,
-            all slots take part, and the host reads what was committed when everything is done. Else it reads first,
-            and no more is computed than was committed.
-        graphs: what captures the stages, None: they run as they are.
-        compiled_stages: of the compiled stages.
+        static: whether shapes are equal in all steps, as CUDA graphs need: attention reads a multiple of a stride, all
+            slots run, and the host reads the committed tokens at the end. Otherwise it reads them first, and only
+            committed rows are computed.
+        graphs: CUDA graphs of the stages; None if they are not captured.
+        compiled_stages: cache of the compiled stages.
     """
 
     def __init__(self, target: Target, cache: BatchCache, drafts: DraftBatch, name: str) -> None:
@@ -95,30 +95,31 @@ class DeviceStep:
         self.static = target.device.type == "cuda" and steady
         self.graphs = Graphs(target.device) if target.captures and steady else None
         self.compiled_stages = StageCache()
-        self.masks_eos = False  # whether an answer of these may not end at once
-        self.current: list[Request] = []  # whose state the slots hold
-        self.masked = False  # whether sequences take no part in the pass at hand
-        self.penalises = False  # whether it penalises seen tokens
+        self.masks_eos = False  # whether a request sets min_new_tokens
+        self.current: list[Request] = []  # the requests in the slots
+        self.masked = False  # whether slots are idle in the current pass
+        self.penalises = False  # whether it has a repetition penalty
 
     @cached_property
     def slots(self) -> Slots:
         """The buffers of all slots."""
         size, vocab_size, on = self.cache.storage.size, self.target.embeddings.vocab_size, self.target.device
-        with torch.inference_mode(False):  # compiled stages write to no inference tensor
+        with torch.inference_mode(False):  # compiled stages cannot write to inference tensors
             numbers = torch.zeros(6, size, dtype=torch.long, device=on)
             return Slots._make([*numbers, torch.zeros(size, vocab_size, dtype=torch.bool, device=on)])
 
     @cached_property
     def eos_mask(self) -> Bool[Tensor, "V"]:
-        """Which tokens end an answer."""
+        """Mask of the end tokens."""
         mask = torch.zeros(self.target.embeddings.vocab_size, dtype=torch.bool, device=self.target.device)
         mask[sorted(self.target.eos)] = True
         return mask
 
     def load_slots(self, requests: Sequence[Request]) -> None:
-        """Write the state of sequences to the slots: others came or left."""
+        """Write the requests' state to the slots, after requests have joined or left."""
         values = [[one.context[-1], one.cache.length, *one.left, 1, one.key] for one in requests]
-        values += [[0, 1, 0, 0, 0, 0]] * (len(self.slots.root) - len(values))  # idle: of no entry at all came NaN
+        # An idle slot has length 1: attention over no keys gives NaN.
+        values += [[0, 1, 0, 0, 0, 0]] * (len(self.slots.root) - len(values))
         for buffer, column in zip(self.slots[:6], torch.tensor(values, device=self.target.device).T, strict=True):
             buffer.copy_(column)
         for slot, request in enumerate(requests):
@@ -129,14 +130,14 @@ class DeviceStep:
 
     @torch.inference_mode()
     def step(self, requests: Sequence[Request]) -> None:
-        """Decode one step of sequences, in the order of their slots."""
+        """Decode one step of requests, which are in the order of their slots."""
         for group in self.groups(requests):
             self.step_of(requests, group)
 
     def step_of(self, requests: Sequence[Request], group: list[int]) -> None:
-        """Decode one step of the sequences that share a pass."""
+        """Decode one step of a group of requests in one pass."""
         drafted, result, out, accepted = self.run(requests, group)
-        rows = result.tolist()  # the one place where the host waits for the device
+        rows = result.tolist()  # the only place where the host waits for the device
         begin = time.perf_counter()
         width = accepted.path.shape[1]
         live = list[int]()
@@ -153,7 +154,7 @@ class DeviceStep:
             if not request.generation.finish:
                 live.append(slot)
         emitting = time.perf_counter() - begin
-        self.timer.mark(None)  # what the host did since is counted by its own clock
+        self.timer.mark(None)  # the host's time since then is measured from `begin`
         if live and not self.static:
             most = width if self.compiles else max(row[0] for row in rows)
             self.commit(self.active(requests), out, accepted, most)
@@ -165,7 +166,7 @@ class DeviceStep:
                 self.keep_pass(requests[slot], slot, drafted, out, path, token)
         self.timer.mark("draft")
         seconds = self.timer.seconds()
-        seconds["other"] += emitting  # meanwhile a device waits
+        seconds["other"] += emitting  # the device is idle meanwhile
         draft, verified, other = (seconds[name] / len(group) for name in ("draft", "verify", "other"))
         for slot, step in steps.items():
             generation = requests[slot].generation
@@ -174,9 +175,9 @@ class DeviceStep:
 
     @torch.inference_mode()
     def sample(self, requests: Sequence[Request]) -> tuple[list[int], Drafted]:
-        """Return the first tokens that a step of sequences which are sampled alike would commit, and the last drafts.
+        """Return the first token that a step would commit for each request, and the last group's drafts, uncommitted.
 
-        Nothing is committed.
+        The requests have equal sampling parameters.
         """
         self.load_slots(requests)
         tokens: list[int] = []
@@ -189,7 +190,7 @@ class DeviceStep:
         return tokens, drafted
 
     def groups(self, requests: Sequence[Request]) -> list[list[int]]:
-        """Return the slots of sequences that share a pass: sampled alike, and on one side of a rope's switch."""
+        """Return the slots by pass: with equal sampling parameters, and on one side of longrope's switch."""
         if len(requests) != len(self.current) or any(a is not b for a, b in zip(requests, self.current, strict=True)):
             self.load_slots(requests)
         switch = self.target.switch
@@ -201,7 +202,7 @@ class DeviceStep:
         return list(groups.values())
 
     def active(self, requests: Sequence[Request]) -> Slots:
-        """Return the slots of the pass at hand."""
+        """Return the slots of the current pass."""
         if self.static or len(requests) == len(self.slots.root):
             return self.slots
         return Slots(*(buffer[: len(requests)] for buffer in self.slots))
@@ -209,12 +210,12 @@ class DeviceStep:
     def run(
         self, requests: Sequence[Request], group: list[int], *, commits: bool = True
     ) -> tuple[Drafted, Int[Tensor, "B X"], TargetOutput, Accepted]:
-        """Run a step of some sequences; return what was drafted, what the host reads, and what is left to commit."""
+        """Run a step of a group; return the drafts, the host's tensor, the target's output and the accepted paths."""
         settings, timer, switch = requests[group[0]].settings, PhaseTimer(self.target.device), self.target.switch
         timer.mark(None)
         for slot in group:
             if switch is not None and switch.recomputes(requests[slot].cache.length):
-                cache = requests[slot].cache  # its entries are computed again, under the other side of the switch
+                cache = requests[slot].cache  # recompute its entries on the other side of the switch
                 prefix = cache.length
                 text = torch.tensor(requests[slot].context, device=self.target.device)
                 cache.keep(0, [])
@@ -233,7 +234,7 @@ class DeviceStep:
         self.plan = self.drafts.begin(contexts, longest)
         check_size(self.target, self.plan.max_nodes, self.name)
         for has_q in {True, *(self.plan.has_q or ())}:
-            self.rule(settings, has_q=has_q)  # refuses what it does not fit
+            self.rule(settings, has_q=has_q)  # raises if the rule does not support the drafts
         slots = self.active(requests)
         if self.static and self.graphs is not None:
             self.graphs.keep(self.held_tensors())
@@ -242,7 +243,7 @@ class DeviceStep:
         return self.on_device(slots, self.kv_length(longest), settings, timer, commits=commits)
 
     def held_tensors(self) -> list[Tensor]:
-        """Return the tensors that stages read and write in place."""
+        """Return the buffers that stages read and write in place."""
         rows = self.drafts.traits.rows
         return [*self.slots, *self.cache.storage.blocks, *([] if rows is None else rows.tensors())]
 
@@ -257,7 +258,7 @@ class DeviceStep:
         if self.compiles:
             drafted = drafted.first(len(slots.root))
         phase_timer.mark("draft")
-        inner = None if self.captures else phase_timer  # no graph holds the time that passes in it
+        inner = None if self.captures else phase_timer  # no time can be measured inside a graph
         out, result, accepted = self.launch(DeviceStep.evaluate, slots, drafted, kv_length, settings, inner)
         phase_timer.mark("verify" if self.captures else "other")
         if self.static and commits:
@@ -265,7 +266,7 @@ class DeviceStep:
         return drafted, result, out, accepted
 
     def kv_length(self, longest: int) -> int:
-        """Return how many entries attention reads, in static shapes; else how many there are before a tree."""
+        """Return the number of entries that attention reads; if shapes are not static, the number before the tree."""
         if not self.static:
             return longest
         end = longest + self.plan.max_nodes
@@ -274,29 +275,29 @@ class DeviceStep:
 
     @property
     def may_read(self) -> bool:
-        """Whether the host may look at what stages compute, to leave out the rest: a device would be waited for."""
+        """Whether the host may read a stage's intermediate results, to skip work: on a GPU it would have to wait."""
         return not self.static and self.target.device.type == "cpu"
 
     @property
     def compiles(self) -> bool:
-        """Whether the head's stages are compiled. Their shapes then stay the same too, and take in all slots."""
+        """Whether the head's stages are compiled; their shapes are then fixed too, and include all slots."""
         return self.target.compiles_drafts and self.drafts.traits.on_device and self.plan.deepest > 0
 
     @property
     def captures(self) -> bool:
-        """Whether the stages are captured in graphs, whose shapes must stay the same."""
+        """Whether the stages are captured in CUDA graphs, which need fixed shapes."""
         return self.static and self.graphs is not None
 
     def graph_key(self, kv_length: int, settings: RequestParams) -> GraphKey:
-        """Return what tells the shapes and branches of a step's stages from those of others."""
-        # Compiled shapes are few: the head reads all entries that a sequence may come to have.
+        """Return the key of the step's stages."""
+        # For few compiled shapes, the head reads the whole capacity.
         padded = self.compiles and not self.static
         head_kv_length = round_up_kv_length(self.cache.storage.capacity) if padded else kv_length
         sampling, rule, gaps = settings.sampling, settings.rule, settings.logit_gaps
         return GraphKey(head_kv_length, sampling, rule, gaps, self.masks_eos, self.masked, self.plan.key)
 
     def launch(self, stage: Stage, *args: Any) -> Any:
-        """Run a stage of a step under its graph key."""
+        """Run a stage, compiled or captured under the step's key."""
         run = stage
         if self.compiles and stage in (DeviceStep.draft, DeviceStep.extend):
             run = partial(self.compiled_stages, (stage, *self.key), compiled(stage, self.target.device.type))
@@ -322,7 +323,7 @@ class DeviceStep:
         return drafted._replace(depth=depth.expand_as(drafted.tree.token), noise=noise)
 
     def rule(self, settings: RequestParams, *, has_q: bool = True) -> str:
-        """Return the key of the rule that drafts are verified by; `has_q` are those of the shape that is sampled."""
+        """Return the rule that verifies the drafts; `has_q` says whether their children may be sampled from q."""
         greedy = settings.sampling.temperature == 0
         drafts = self.plan
         if not drafts.deepest:
@@ -334,7 +335,7 @@ class DeviceStep:
     def evaluate(
         self, slots: Slots, drafted: Drafted, kv_length: int, settings: RequestParams, phase_timer: PhaseTimer | None
     ) -> tuple[TargetOutput, Int[Tensor, "B X"], Accepted]:
-        """Run the target over the trees and choose what is accepted: one stage, for logits are too large to keep."""
+        """Run the target over the trees and verify them: one stage, since the logits are too large to keep."""
         out = self.forward(slots, drafted, kv_length)
         logits = self.target.embeddings.logits(out.last_hidden) if out.logits is None else out.logits
         processed_logits = self.processed(slots, drafted, logits, settings.sampling)
@@ -345,11 +346,11 @@ class DeviceStep:
         )
 
     def forward(self, slots: Slots, drafted: Drafted, kv_length: int) -> TargetOutput:
-        """Run the target over the trees, whose entries come behind each sequence's own."""
+        """Run the target over the trees; their entries follow each sequence's committed ones."""
         tree, ancestor_mask, depth = drafted.tree, drafted.ancestor_mask, drafted.depth
         assert depth is not None
         count, size = tree.token.shape
-        # Nodes that are too deep are run at the last position, and never accepted; idle slots at the first.
+        # Nodes beyond max_draft_depth run at its position and are never accepted; idle slots run at position 0.
         position = slots.length[:, None] + torch.minimum(depth, slots.max_draft_depth[:, None])
         position = position * slots.active[:, None]
         token = tree.token.clamp_min(0)
@@ -359,7 +360,7 @@ class DeviceStep:
             cache = self.cache.active[0]
             attn_mask = None
             if size > 1:
-                cache.snapshot()  # a root is never taken back: the baseline pays for no copy
+                cache.snapshot()  # a root is never rolled back, so the baseline needs no copy
                 if self.target.takes_trees:
                     attn_mask = torch.cat([ancestor_mask.new_ones(1, size, kv_length), ancestor_mask], 2)
                 elif not self.plan.chain:
@@ -381,10 +382,10 @@ class DeviceStep:
     def processed(
         self, slots: Slots, drafted: Drafted, logits: Float[Tensor, "B N V"], sampling: Sampling
     ) -> Float[Tensor, "B N V"]:
-        """Return the logits as each node's own prefix has them: penalised, and no end before its time."""
+        """Return the logits after the repetition penalty; end tokens are masked until min_new_tokens."""
         assert drafted.depth is not None
         if sampling.repetition_penalty != 1:
-            # The root is seen in any case.
+            # Nodes off the path are replaced by the root, which is among the seen tokens.
             path = torch.where(drafted.ancestor_mask, drafted.tree.token[:, None], slots.root[:, None, None])
             seen_tokens = slots.seen_tokens[:, None].expand(-1, logits.shape[1], -1).scatter(2, path.clamp_min(0), True)
             logits = penalize(logits, seen_tokens, sampling)
@@ -402,7 +403,7 @@ class DeviceStep:
         node: Int[Tensor, "B"],
         depth: int | Int[Tensor, "B"],
     ) -> Int[Tensor, "B"]:
-        """Return the target's tokens after nodes at a depth: the winners under the noise of the next positions."""
+        """Return the target's tokens after nodes at a depth, sampled with the noise of the next positions."""
         logits = logits[torch.arange(len(node), device=node.device), node]
         if sampling.temperature == 0:
             return argmax(logits)
@@ -413,7 +414,7 @@ class DeviceStep:
     def accept(
         self, slots: Slots, drafted: Drafted, logits: Float[Tensor, "B N V"], settings: RequestParams
     ) -> tuple[Int[Tensor, "B X"], Accepted]:
-        """Return what the host reads of a step, and the accepted paths."""
+        """Verify the drafts; return the tensor for the host, and the accepted paths."""
         tree, deepest, greedy = drafted.tree, self.plan.deepest, settings.sampling.temperature == 0
         if not deepest:  # nothing to accept
             root = torch.zeros_like(slots.root[:, None])
@@ -446,7 +447,7 @@ class DeviceStep:
         processed_logits: Float[Tensor, "B N V"],
         settings: RequestParams,
     ) -> Accepted:
-        """Verify drafts by the rule for them."""
+        """Run the verification rule; return the accepted paths."""
         tree, above, plan, sampling = drafted.tree, drafted.ancestor_mask, self.plan, settings.sampling
         rule = rules.RULES[self.rule(settings)]
         greedy = sampling.temperature == 0
@@ -456,7 +457,7 @@ class DeviceStep:
             best = argmax(processed_logits)
             last = rules.follow(tree, above, present, tree.token == best.gather(1, tree.parent.clamp_min(0)))
             token = best.gather(1, last[:, None])[:, 0]
-        elif rule.bar is not None:  # one-hot probs leave nothing to be lenient about: they are judged at temperature 1
+        elif rule.bar is not None:  # at temperature 0 a lossy rule reads the probs at temperature 1
             p = distribution(processed_logits, replace(sampling, temperature=1.0) if greedy else sampling)
             last = rules.follow(tree, above, present, rules.lenient(tree, p, rule.bar))
             token = choose(last, drafted.depth.gather(1, last[:, None])[:, 0])
@@ -487,9 +488,9 @@ class DeviceStep:
         accepted: Accepted,
         max_committed: int,
     ) -> None:
-        """Move the slots on by what was accepted, and hand the drafts their rows.
+        """Advance the slots by the accepted tokens, and append the accepted rows to the drafter.
 
-        `max_committed` is at least how many tokens any sequence commits.
+        `max_committed` is an upper bound of the tokens that a sequence commits.
         """
         count = accepted.committed
         features = self.launch(DeviceStep.advance, slots, out, accepted, max_committed)
@@ -503,7 +504,7 @@ class DeviceStep:
         self.timer.mark("draft")
 
     def advance(self, slots: Slots, out: TargetOutput, accepted: Accepted, max_committed: int) -> Features | None:
-        """Compact the cache to the accepted paths and move the slots on; return the rows that drafts learn of."""
+        """Compact the cache to the accepted paths and advance the slots; return the drafter's rows, if it reads any."""
         step = torch.arange(max_committed, device=accepted.path.device)
         path = accepted.path[:, :max_committed]
         token = accepted.token[:, :max_committed]
@@ -525,19 +526,19 @@ class DeviceStep:
         return Features(token, out.hidden[row, path], out.last_hidden[row, path], torch.zeros_like(token))
 
     def extend(self, features: Features, count: Int[Tensor, "B"]) -> None:
-        """Hand the drafts the accepted rows."""
+        """Append the accepted rows to the drafter."""
         assert self.drafts.traits.rows is not None
         self.drafts.traits.rows.commit(features, count)
 
     def emit(self, request: Request, row: list[int], width: int) -> Step:
-        """Emit what a sequence has committed; return its step, without seconds.
+        """Append the committed tokens to a request; return its step, without seconds.
 
-        The row holds two counts, then tokens, path and ranks of a `width` each, then gaps.
+        `row` has two counts, then tokens, path and ranks of `width` each, then logit gaps.
         """
         (count, drafted), rest = row[:2], row[2:]
         token, ranks, bits = rest[:count], rest[2 * width : 3 * width], rest[3 * width :][:count]
         gaps = list(struct.unpack(f"{len(bits)}f", struct.pack(f"{len(bits)}i", *bits))) if bits else []
-        request.cache.keep(len(request.context) - 1, [*range(count)])  # where they are, or will be
+        request.cache.keep(len(request.context) - 1, [*range(count)])  # the indices after compaction
         committed = request.emit(token, ["draft"] * (count - 1) + ["bonus"], gaps)
         accepted = min(count - 1, committed)
         return Step(drafted, accepted, committed, 0.0, 0.0, 0.0, rules.NOTHING, tuple(ranks[1 : accepted + 1]))
@@ -545,7 +546,7 @@ class DeviceStep:
     def keep_pass(
         self, request: Request, at: int, drafted: Drafted, out: TargetOutput, path: list[int], token: list[int]
     ) -> None:
-        """Keep what the target computed in a step, without padding."""
+        """Keep the target's output in a step for one request, without padding."""
         depth = drafted.depth
         assert depth is not None
         tree = DraftTree(drafted.tree.token[at], drafted.tree.parent[at])

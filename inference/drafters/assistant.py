@@ -1,8 +1,7 @@
 """A smaller causal LM drafts: speculative sampling (Leviathan et al., arXiv 2211.17192; Chen et al., arXiv 2302.01318).
 
-Any model that transformers loads, with the target's tokenizer or, by the tokens that both know (TLI, arXiv 2502.05202),
-with another. It reads and drafts level by level as heads do, so that every tree policy takes it; a chain may besides
-stop early.
+Any model that transformers loads, with the target's tokenizer or, over the shared tokens (TLI, arXiv 2502.05202), with
+another. It drafts level by level as heads do, so that every tree policy applies; a chain may also stop early.
 """
 
 from collections.abc import Sequence
@@ -24,16 +23,16 @@ from inference.target.target import Target
 from inference.target.tokenizer import UNFINISHED, decode
 from inference.verification.tree import root
 
-ROOT = -1  # the number of the last token read, above the drafted nodes
+ROOT = -1  # index of the last token read, the parent of the first drafted nodes
 
 
 class Vocabulary:
-    """How an assistant reads and writes: by the tokens that it shares with the target.
+    """The map between the target's tokens and the assistant's.
 
-    With the target's own tokenizer (`match=same`) these are all, but for what pads one of the lm_heads. With another
-    one (`match=tli`) it is token-level intersection (Timor et al., arXiv 2502.05202): q is renormalised over the tokens
-    that both know, and so is a distribution of the target's tokens: p/q verification stays exact. What the target
-    writes outside is spelled with the assistant's tokens.
+    With the target's own tokenizer (`match=same`) all tokens are shared, except padding of one of the lm_heads. With
+    another one (`match=tli`) it is token-level intersection (Timor et al., arXiv 2502.05202): q is renormalised over
+    the shared tokens, so it is a distribution of the target's tokens and p/q verification stays exact. The target's
+    other tokens are spelled with the assistant's.
 
     Raises:
         ValueError: the tokenizers differ, or share no token.
@@ -65,7 +64,7 @@ class Vocabulary:
         self.counterpart[self.ours] = self.theirs
 
     def prompt(self, token: list[int]) -> list[int]:
-        """Encode the prompt's text, as the assistant was trained to read it: behind its first token, if it has one."""
+        """Encode the prompt's text as the assistant was trained to read it: after its BOS token, if it has one."""
         if self.is_same:
             return self.follow(token)
         first = self.destination("a")["input_ids"][:1]
@@ -79,7 +78,7 @@ class Vocabulary:
             rest, spelled = ("", [self.one[t]]) if t in self.one else (self.texts.get(t, ""), [])
             while rest:
                 length = next((n for n in range(len(rest), 0, -1) if rest[:n] in self.ids), None)
-                if length is None:  # the assistant cannot read it and goes on without
+                if length is None:  # the assistant cannot spell it: it is left out
                     spelled = []
                     break
                 spelled.append(self.ids[rest[:length]])
@@ -88,11 +87,11 @@ class Vocabulary:
         return own_tokens
 
     def to_assistant(self, token: Int[Tensor, "N"]) -> Int[Tensor, "N"]:
-        """Return the counterparts; a token without one has no probability, and its node's answer no use."""
+        """Return the counterparts; one without is 0: its probability is 0, and its node's logits are not used."""
         return self.counterpart[token.to(self.counterpart.device)]
 
     def to_target(self, logits: Float[Tensor, "N A"]) -> Float[Tensor, "N V"]:
-        """Put the shared columns where the target has them."""
+        """Return the logits at the target's ids, -inf for tokens that are not shared."""
         if self.is_same and logits.shape[1] == self.size:
             return logits
         scattered = logits.new_full((len(logits), self.size), float("-inf"))
@@ -101,7 +100,7 @@ class Vocabulary:
 
 
 def token_texts(model: Target) -> dict[int, str]:
-    """Return what tokens but special ones add in the middle of a text, without those of a part of a character.
+    """Return the text that each token adds inside a text, without special tokens and parts of characters.
 
     "Ġthe" of a byte-level BPE, "▁the" of a sentencepiece model and the word "the" of a word-level one are all " the".
     """
@@ -120,14 +119,14 @@ def _special(tokenizer: PreTrainedTokenizerBase) -> dict[str, int]:
 
 
 class Assistant(HostDrafter):
-    """Another causal LM as a draft source."""
+    """Another causal LM as the drafter."""
 
     @dataclass(frozen=True)
     class Config:
-        """The model, where a null takes the target's dtype or device, and how it drafts.
+        """The model, with the target's dtype or device for a null, its vocabulary and its tree policy.
 
-        On another device than the target's, tokens go there and logits come back at every pass. A chain stops after a
-        token that the assistant itself, at temperature 1, gives less than `confidence`.
+        On another device than the target's, tokens and logits are copied at every pass. A chain stops after a token
+        whose probability at temperature 1 is below `confidence`.
         """
 
         model: str
@@ -172,7 +171,7 @@ class Assistant(HostDrafter):
 
 
 class AssistantState(DrafterState):
-    """An assistant reading one sequence along: its text, and behind it in its KV cache the drafted nodes of one tree.
+    """An assistant's state for one sequence: its KV cache has the text and then the drafted nodes of one tree.
 
     Nodes are numbered in order of expansion. It is an `Expander`, so that every tree policy grows from it.
     """
@@ -182,36 +181,36 @@ class AssistantState(DrafterState):
     def __init__(self, drafter: Assistant, prompt: list[int]) -> None:
         self.config, self.vocabulary, self.device = drafter.config, drafter.vocabulary, drafter.device
         self.model, self.eos, self.cache = drafter.model, drafter.eos, drafter.model.cache()
-        self.token: list[int] = []  # that are read
+        self.token: list[int] = []  # the text in the KV cache
         self.drop_drafts()
         self.text = self.vocabulary.prompt(prompt)
-        self.level: LevelOutput | None = None  # under the next root
-        self.max_depth = 0  # of the tree at hand: how deep both contexts let it be
+        self.level: LevelOutput | None = None  # at the next root
+        self.max_depth = 0  # depth limit of the current tree, from the contexts of both models
 
     def drop_drafts(self) -> None:
         """Forget the drafted nodes."""
-        self.below: dict[tuple[int, int], int] = {}  # (node above, token) -> node
-        self.path: list[list[int]] = []  # each node's nodes from the top down, its own the last
-        self.nodes = [ROOT]  # of the last level
+        self.below: dict[tuple[int, int], int] = {}  # (parent, token) -> node
+        self.path: list[list[int]] = []  # each node's path from the root on, itself the last
+        self.nodes = [ROOT]  # the nodes of the last level
 
     @torch.inference_mode()
     def update(self, commit: CommittedTokens) -> None:
-        """Read on: what was drafted, accepted and expanded is in the cache already."""
+        """Prefill the committed tokens; accepted nodes that were expanded are in the cache already."""
         self.text += self.vocabulary.follow(commit.token)
         fits = 0 < len(self.text) <= self.model.context
         self.level = self.answer(self.read(self.text)) if fits else None
 
     def read(self, token: list[int]) -> Float[Tensor, "1 A"]:
-        """Take `token`, one or more, as the whole text from now on; return the assistant's logits of what follows.
+        """Make `token`, one or more, the whole text; return the assistant's logits of the next token.
 
-        Reading on keeps what still stands of the text and the drafted nodes, so that a pass runs over only what is
-        missing: after a verification the tokens that no expanded node holds, the next root among them.
+        The common prefix of the text and the drafted nodes that match are kept, so that a pass runs over only the
+        missing tokens: after a verification those that no expanded node has, the next root included.
         """
         common = len(self.token)
         if token[:common] != self.token:
             common = next(i for i in range(common) if self.token[i : i + 1] != token[i : i + 1])
         common = min(common, len(token) - 1)  # the last one is run for its logits in any case
-        nodes: list[int] = []  # the expanded ones that hold what comes next, from the root down
+        nodes: list[int] = []  # the expanded nodes with the next tokens, from the root on
         for t in token[common:-1] if common == len(self.token) else ():
             node = self.below.get((nodes[-1] if nodes else ROOT, t))
             if node is None:
@@ -227,7 +226,7 @@ class AssistantState(DrafterState):
 
     @torch.inference_mode()
     def propose(self, context: Context) -> Proposal:
-        """Grow the tree; where the text is over the assistant's own context, draft nothing."""
+        """Grow the tree; draft nothing if the text is longer than the assistant's context."""
         self.max_depth = min(context.max_draft_depth, self.model.context - len(self.text))
         if self.level is None or self.max_depth < 1:
             return Proposal(root(context.token[-1], self.device))
@@ -236,17 +235,17 @@ class AssistantState(DrafterState):
         return grow(self, None, self.level, self.config.tree, context)
 
     def chains(self, level: LevelOutput, contexts: Sequence[Context]) -> list[Proposal]:
-        """Sample a chain under each node of a level, up to an end of the answer or a token that is doubted."""
+        """Sample a chain after each node of a level, up to an end token or a token below `confidence`."""
         return sample_chains(self, level, self.config.tree.depth, contexts, self.config.confidence, self.eos)
 
     def expand(self, state: Any, level: LevelOutput, nodes: LevelNodes) -> LevelOutput:
-        """Score one more tree level, as `DraftHead.expand` says; the keys and values live in the assistant's cache."""
+        """Score one more tree level (see `DraftHead.expand`); the keys and values are in the assistant's cache."""
         return self.answer(self.branch(nodes.token[0], [self.nodes[parent] for parent in nodes.parent[0].tolist()]))
 
     def branch(self, token: Int[Tensor, "N"], above: list[int]) -> Float[Tensor, "N A"]:
-        """Run a new node of the target's tokens under each of the nodes `above`; return the assistant's own logits.
+        """Run a new node with a token of the target after each node of `above`; return the assistant's own logits.
 
-        ROOT is the last token read.
+        ROOT in `above` is the last token read.
         """
         own_token = self.vocabulary.to_assistant(token)
         model = self.model
@@ -261,7 +260,7 @@ class AssistantState(DrafterState):
         key_position = torch.cat([torch.arange(text, device=device), text - 1 + depth])[None]
         position = key_position[:, self.cache.length :]
         attn_mask = None
-        # A chain sees all that is before it, which needs no attention that takes a mask.
+        # A chain attends to everything before it, which needs no mask.
         if any(len(self.path[node]) < len(self.path) for node in self.nodes):
             attn_mask = torch.zeros(1, len(above), text + len(self.path), dtype=torch.bool, device=device)
             attn_mask[..., :text] = True

@@ -38,10 +38,10 @@ from inference.target.target import Target
 
 
 class HeadDrafter(Drafter):
-    """A head, and the policy by which its trees grow; with a schedule, one for each number of sequences.
+    """A head with its tree policy, or with a schedule of policies by the number of sequences.
 
     Attributes:
-        policy: with a schedule, the tree that the head was saved with.
+        policy: the tree that the head was saved with, also if there is a schedule.
     """
 
     head: DraftHead
@@ -53,15 +53,15 @@ class HeadDrafter(Drafter):
         self.tree = self.schedule.label
 
     def batch(self, size: int) -> "HeadBatch":
-        """Return what drafts for up to `size` sequences, whose rows share one KV cache."""
+        """Return the draft batch for up to `size` sequences, whose rows share one KV cache."""
         return HeadBatch(self.head, self.schedule, size)
 
 
 class HeadBatch(DraftBatch, DraftRows):
-    """A head drafting for several sequences: the first slots of one KV cache, and the level under each one's root.
+    """Drafts by a head for several sequences: one KV cache over all slots, and the head's output at each root.
 
-    Both are buffers of all slots, written in place. Where the step at hand has no `policy`, nothing is drafted, and its
-    rows are not taken in: before the next draft the sequences start again (`resumes`).
+    Both are buffers over all slots, written in place. In a step without a `policy` nothing is drafted and no rows are
+    appended, so before the next draft the sequences are prefilled again (`resumes`).
     """
 
     def __init__(self, head: DraftHead, schedule: Schedule, size: int) -> None:
@@ -69,7 +69,7 @@ class HeadBatch(DraftBatch, DraftRows):
         self.feature_layers = head.feature_layers
         self.traits = DraftTraits(max_nodes=max(map(most_nodes, schedule.trees), default=1), rows=self)
         self.capacity = 0
-        self.paused = False  # whether rows were left out since the sequences have started
+        self.paused = False  # whether rows are missing since the last prefill
         self.cache: KVCache | None = None
         self.buffers: LevelOutput | None = None
         modules: Any = head
@@ -85,10 +85,10 @@ class HeadBatch(DraftBatch, DraftRows):
             self.plan = self.plan._replace(deepest=deepest, chain=policy.kind == "chain", sampled=sampled)
 
     def resumes(self, running: int) -> bool:
-        """Return whether a step of `running` sequences is the first one with a draft after some without.
+        """Return whether a step of `running` sequences is the first one with a draft after steps without.
 
-        All sequences start again then, so a request that comes and goes may not bring it about: drafts pause until a
-        fifth of the sequences has gone.
+        All sequences are then prefilled again, so one request that joins and leaves must not cause it: drafts pause
+        until a fifth of the sequences has left.
         """
         pauses = self.schedule.at(running + self.paused * (running // 4)) is None
         resumes, self.paused = self.paused and not pauses, pauses
@@ -101,13 +101,13 @@ class HeadBatch(DraftBatch, DraftRows):
         return self.plan
 
     def level(self, count: int) -> LevelOutput:
-        """Return the roots' level of the first sequences."""
+        """Return the head's outputs at the roots of the first sequences."""
         assert self.buffers is not None, "draft before a prompt"
         return self.buffers.each(lambda buffer: buffer[:count])
 
     @torch.inference_mode()
     def start_sequence(self, slot: int, token: list[int], features: TargetOutput) -> None:
-        """Commit a prompt's rows in a slot."""
+        """Prefill a prompt's rows in a slot."""
         following = torch.tensor([token[1:]], device=features.hidden.device)
         if self.cache is None and self.head.has_kv_cache:
             self.cache = self.new_cache(following.device)
@@ -115,23 +115,23 @@ class HeadBatch(DraftBatch, DraftRows):
         cache = None if self.cache is None else self.cache.for_new_sequence(slot)
         _, level = self.head.extend(cache, NewRows(rows, following))
         if self.buffers is None:
-            with torch.inference_mode(False):  # compiled stages write to no inference tensor
+            with torch.inference_mode(False):  # compiled stages cannot write to inference tensors
                 self.buffers = level.each(lambda row: row.new_zeros(self.size, *row.shape[1:]))
         self.buffers.each(lambda buffer, row: buffer[slot : slot + 1].copy_(row), level)
 
     def new_cache(self, device: torch.device) -> KVCache:
-        """Return an empty cache with room for the texts' rows and a tree's."""
+        """Return an empty cache for the rows of the texts and of a tree."""
         return KVCache(self.size, getattr(self.head.config, "length", None), device, self.capacity, self.spare)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the head's keys and values, whether they are allocated yet or not."""
+        """Bytes of the head's KV cache, allocated or not."""
         head: Any = self.head
         return self.new_cache(torch.device("meta")).nbytes(head) if self.head.has_kv_cache else 0
 
     @property
     def spare(self) -> int:
-        """How many rows a tree, or a block's slots, take behind committed ones of which not all are accepted."""
+        """Rows of the cache after a text: those of a tree or of a block, and those appended but not accepted."""
         trees = self.schedule.trees
         drafted = max([self.head.max_depth + 1, *map(expanded, trees)])
         committed = [min(tree.deepest, self.head.max_depth) + 1 for tree in trees]
@@ -139,9 +139,9 @@ class HeadBatch(DraftBatch, DraftRows):
 
     @torch.inference_mode()
     def move(self, from_slot: int, slot: int, length: int) -> None:
-        """Move the last sequence, with `length` rows, to a vacant slot."""
+        """Move the last sequence, with `length` rows, to a free slot."""
         assert self.buffers is not None
-        if self.cache is not None:  # what moves are all rows that there are
+        if self.cache is not None:  # every row is moved
             self.hold(max(self.cache.longest, length))
             self.cache.move(from_slot, slot)
         self.buffers.each(lambda buffer: buffer[slot : slot + 1].copy_(buffer[from_slot : from_slot + 1]))
@@ -149,7 +149,7 @@ class HeadBatch(DraftBatch, DraftRows):
     def draft_trees(
         self, roots: DraftInputs, max_draft_depth: Int[Tensor, "B"], longest: int, *, allow_host_sync: bool
     ) -> Drafted:
-        """Grow a tree for each sequence by rank, or by sampling where the roots say so."""
+        """Grow a tree for each sequence by rank, or by sampling if the roots have samples."""
         if self.policy is None:
             return root_trees(roots.token)
         self.hold(longest)
@@ -161,11 +161,11 @@ class HeadBatch(DraftBatch, DraftRows):
         )
 
     def reserve(self, capacity: int) -> None:
-        """Take note of how many rows any sequence may have, before one enters."""
+        """Set the number of rows that a sequence may have, before one starts."""
         self.capacity = max(self.capacity, capacity)
 
     def tensors(self) -> list[Tensor]:
-        """Return the KV cache's buffers, the roots' level, and the rotary tables."""
+        """Return the buffers of the KV cache and of the outputs at the roots, and the rotary tables."""
         assert self.buffers is not None
         tables = [attention.rotary.table for attention in self.attentions]
         level = [self.buffers.logits, self.buffers.hidden, *self.buffers.root]
@@ -173,17 +173,17 @@ class HeadBatch(DraftBatch, DraftRows):
         return [*level, *tables, *caches]
 
     def hold(self, longest: int) -> None:
-        """Tell the KV cache how long the longest sequence is."""
+        """Set the length of the longest sequence in the KV cache."""
         if self.cache is not None:
             self.cache.longest = longest
 
     def commit(self, features: Features, count: Int[Tensor, "B"]) -> None:
-        """Take in verified rows, but for those of a step without a draft."""
+        """Append verified rows, except in a step without a draft."""
         if self.plan.deepest:
             self.extend(features, count)
 
     def extend(self, features: Features, count: Int[Tensor, "B"]) -> None:
-        """Commit rows of all sequences; the level of one that has none stays."""
+        """Append rows of all sequences; a sequence without rows keeps the outputs at its root."""
         _, level = self.head.extend(self.cache, NewRows(features, features.token, count))
 
         def write(buffer: Tensor, new: Tensor) -> Tensor:
@@ -195,7 +195,7 @@ class HeadBatch(DraftBatch, DraftRows):
 
 
 def saved_tree(folder: Path, given: Mapping[str, Any]) -> TreeConfig:
-    """Return the tree that a head was saved with, but for what is given; a None gives nothing."""
+    """Return the tree that a head was saved with, with given values in place of its own; None keeps one."""
     return saved_trees(folder, given)[0]
 
 
@@ -203,7 +203,7 @@ def saved_trees(folder: Path, given: Mapping[str, Any]) -> tuple[TreeConfig, Sch
     """Return the tree of `saved_tree`, and the schedule that a head was saved with, which a given tree replaces.
 
     Raises:
-        ValueError: a published head, which brings no tree, and none is given; or one of them is none.
+        ValueError: a published head has no tree, and none is given; or a tree or schedule is invalid.
     """
     values, lines = tree_of(folder, given), schedule_of(folder, given)
     try:
@@ -214,7 +214,7 @@ def saved_trees(folder: Path, given: Mapping[str, Any]) -> tuple[TreeConfig, Sch
 
 
 def load_for(folder: Path, target: Target) -> Any:
-    """Return a folder's head on a target's device and in its dtype; refuse one that may not draft for it."""
+    """Return a folder's head on a target's device and in its dtype; refuse one that must not draft for it."""
     spec = sibling_spec(folder, target.spec, "drafts for") if target.sibling else target.spec
     return load_found(folder, target.embeddings, spec).to(device=target.device, dtype=target.dtype).eval()
 
@@ -223,12 +223,12 @@ def load_drafter(folder: Path, given: Mapping[str, Any], target: Target, name: s
     """Return the head of a folder as a drafter for a target, on its device and in its dtype.
 
     Args:
-        given: of its tree, as `saved_tree`.
-        target: which it was trained for; where `target.sibling` says so, another checkpoint of the same shape.
-        name: what reports and errors call it.
+        given: values of its tree in place of the saved ones.
+        target: the target that it was trained for, or with `target.sibling` another checkpoint of the same shape.
+        name: its name in reports and errors.
 
     Raises:
-        ValueError: it is damaged or of another target, or its tree is larger than the target's context.
+        ValueError: it is damaged or was trained for another target, or its tree is larger than the target's context.
     """
     head = load_for(folder, target)
     pack(head)
@@ -245,13 +245,13 @@ class MtpDrafter(HeadDrafter):
     """The multi-token-prediction module of the target's own checkpoint, which transformers leaves out.
 
     heads/formats/mtp_layouts.py names the layouts that are read; recurrent targets verify only chains. The module's
-    decoder layer is of the target's own kind: one with rotary attention, over all that comes before, and no recurrent
-    state. Of several modules only the first is used, for every depth.
+    decoder layer is one of the target's architecture: rotary attention over the whole prefix, and no recurrent state.
+    If there are several modules, only the first is used, at every depth.
     """
 
     @dataclass(frozen=True)
     class Config:
-        """Where the module lies (None: where the target was loaded from), and the tree it grows."""
+        """The checkpoint with the module (None: the target's own), and the tree policy."""
 
         checkpoint: str | None
         tree: TreeConfig
@@ -289,20 +289,20 @@ def load_mtp(target: Target, checkpoint: str) -> Mtp:
     try:
         opened: dict[Path, Any] = {file: safe_open(file, "pt") for file in {files[theirs] for theirs in names}}
         tensors = layout.read({ours: opened[files[theirs]].get_tensor(theirs) for theirs, ours in names.items()})
-    except (OSError, SafetensorError, RuntimeError, IndexError) as error:  # of experts too, which do not stack
+    except (OSError, SafetensorError, RuntimeError, IndexError) as error:  # also if experts do not stack
         raise ValueError(
             f"drafter.mtp: the module in {checkpoint} is damaged ({one_line(error)}); download it again"
         ) from error
     try:
         if target.recurrence is not None and layers - 1 in target.recurrence.mixers:
             raise ValueError("the target's last layer cannot run by itself (it keeps a recurrent state)")
-        # The layer's numbers are the target's.
+        # The layer's sizes are the target's.
         sizes = None, None, None, None, None, 10000.0, None, 0.0
         config = Mtp.Config("mtp", *sizes, "shared", None, TARGET, layout.raw_state, False, None)
         with torch.device("meta"):
             head = Mtp(config, target.embeddings)
         last = target.decoder_layers[-1].state_dict().items()
-        wide = {BLOCK + name for name, tensor in last if tensor.dtype == torch.float32}  # a router's, for one
+        wide = {BLOCK + name for name, tensor in last if tensor.dtype == torch.float32}  # such as a router's
         for name, tensor in tensors.items():
             tensors[name] = tensor.to(target.device, torch.float32 if name in wide else target.dtype)
         try:

@@ -1,4 +1,4 @@
-"""Drafters that work on the host, a sequence at a time: a batch of their trees is padded into one tensor."""
+"""Drafters on the host: they draft for one sequence at a time, and a batch pads their trees into one tensor."""
 
 from collections.abc import Sequence
 from typing import Protocol, runtime_checkable
@@ -27,25 +27,25 @@ from inference.verification.tree import LOOK_AHEAD, DraftTree
 
 @runtime_checkable
 class DrafterState(Protocol):
-    """The drafting of one sequence."""
+    """A drafter's state for one sequence."""
 
     def propose(self, context: Context) -> Proposal:
-        """Draft what may follow the last token."""
+        """Return a draft after the last token."""
         ...
 
     def update(self, commit: CommittedTokens) -> None:
-        """Take in what was committed; by default there is nothing to learn from it."""
+        """Update the state with the committed tokens; by default there is nothing to update."""
         return
 
 
 @runtime_checkable
 class HostDrafter(Drafter, Protocol):
-    """A source with a state for each sequence.
+    """A drafter on the host, with a state for each sequence.
 
     Attributes:
-        expects_acceptance: whether its proposals say how many tokens are expected to be accepted.
+        expects_acceptance: whether its proposals set `expected`.
         reads_logits: whether its states read the target's logits.
-        single: whether it drafts for one sequence at a time: its pass runs through other layers.
+        single: whether a batch has one slot, because its pass runs another decoder stack.
     """
 
     expects_acceptance: bool = False
@@ -53,21 +53,21 @@ class HostDrafter(Drafter, Protocol):
     single: bool = False
 
     def start(self, prompt: list[int]) -> DrafterState:
-        """Begin a sequence; a source with a memory may now remember the text of the one before."""
+        """Begin a sequence; a drafter with memory may now store the text of the one before."""
         ...
 
     def batch(self, size: int) -> "HostBatch":
-        """Return what drafts for up to `size` sequences, each by a clone of its size: none learns from the others."""
+        """Return the draft batch for up to `size` sequences; each slot has its own clone of the drafter."""
         return HostBatch([self, *(self.clone() for _ in range(size - 1))])
 
 
 class HostBatch(DraftBatch):
-    """The states of a batch's sequences, and what they propose in the step at hand."""
+    """The states of a batch's sequences, and their proposals in the current step."""
 
     def __init__(self, sources: Sequence[HostDrafter]) -> None:
         self.traits = DraftTraits(False, sources[0].reads_logits, sources[0].single)
         self.slots: list[tuple[HostDrafter, DrafterState | None]] = [(source, None) for source in reversed(sources)]
-        self.proposals: list[Proposal | None] = []  # by slot
+        self.proposals: list[Proposal | None] = []  # one per slot
 
     def start_sequence(self, slot: int, token: list[int], features: TargetOutput) -> None:
         """Begin a sequence."""
@@ -77,16 +77,16 @@ class HostBatch(DraftBatch):
         self.slots[slot] = source, state
 
     def move(self, from_slot: int, slot: int, length: int) -> None:
-        """Move a sequence's state with its source."""
+        """Move a sequence's state with its drafter."""
         self.slots[slot], self.slots[from_slot] = self.slots[from_slot], self.slots[slot]
 
     def begin(self, contexts: Sequence[Context | None], longest: int) -> DraftPlan:
-        """Let the sequences propose."""
+        """Collect the sequences' proposals."""
         states = zip([state for _, state in self.slots], contexts, strict=False)
         return self.planned([state.propose(context) if state and context else None for state, context in states])
 
     def planned(self, proposals: list[Proposal | None]) -> DraftPlan:
-        """Return the plan of a step's proposals; where there is none, the root is verified."""
+        """Return the plan of a step's proposals; for a sequence without one only the root is verified."""
         self.proposals = proposals
         proposed = [proposal for proposal in proposals if proposal is not None]
         parents = [[-1], *(proposal.tree.parent.tolist() for proposal in proposed)]
@@ -102,7 +102,7 @@ class HostBatch(DraftBatch):
             max(depths),
             self.size + self.look_ahead_size,
             all(one == [*range(-1, len(one) - 1)] for one in parents),
-            max(shapes, key=len, default=None),  # the others are its beginnings
+            max(shapes, key=len, default=None),  # the longest topology; the others are prefixes of it
             [one is None or one.q is not None or len(one.tree.token) == 1 for one in proposals],
             proposals[0] if self.traits.single else None,
         )
@@ -111,7 +111,7 @@ class HostBatch(DraftBatch):
     def draft_trees(
         self, roots: DraftInputs, max_draft_depth: Int[Tensor, "B"], longest: int, *, allow_host_sync: bool
     ) -> Drafted:
-        """Return the proposals, padded to the largest, with look-ahead tokens behind the nodes."""
+        """Return the proposals, padded to the largest, with look-ahead tokens after the nodes."""
         device, size, count = roots.token.device, self.size, len(self.proposals)
         token = torch.full((count, size), -1)
         parent = torch.zeros(count, size, dtype=torch.long)
@@ -134,7 +134,7 @@ class HostBatch(DraftBatch):
             return Drafted(tree, mask, q)
         more = (0, self.look_ahead_size)
         tree = DraftTree(pad(tree.token, more, value=-1), pad(tree.parent, more, value=LOOK_AHEAD))
-        itself = torch.eye(self.plan.max_nodes, dtype=torch.bool, device=device)  # what sees nothing would be NaN
+        itself = torch.eye(self.plan.max_nodes, dtype=torch.bool, device=device)  # attention over no keys gives NaN
         mask = pad(mask, (*more, *more)) | itself
         depth = mask.sum(-1) - 1
         for b, proposal in enumerate(self.proposals):
@@ -150,7 +150,7 @@ class HostBatch(DraftBatch):
         return Drafted(tree, mask, q, depth)
 
     def learn(self, slot: int, token: list[int], path: list[int], logits: Float[Tensor, "M V"] | None) -> None:
-        """Tell a sequence's state what became of its proposal."""
+        """Update a sequence's state with its verified proposal."""
         proposal = self.proposals[slot]
         state = self.slots[slot][1]
         assert state is not None

@@ -1,9 +1,9 @@
-"""A model-free draft where it promises more accepted tokens than the head has been giving, else the head's tree.
+"""A model-free draft if its expected acceptance is higher than the head's recent acceptance, else the head's tree.
 
-The rule of SuffixDecoding's hybrid (arXiv 2411.04975): a repetition found in the text is longer and cheaper than what
-any head drafts, and rarer. Both sides are counted in expected accepted tokens: the model-free drafter states its own
-for each draft, corrected by what its drafts have turned out to be worth, and the head's is what the target accepted of
-its drafts lately, so that where the text decides, the head need not draft at all.
+The rule of SuffixDecoding's hybrid (arXiv 2411.04975): a draft from repeated text is longer and cheaper than a head's,
+and rarer. The two are compared by expected accepted tokens. The model-free drafter states this number for each draft;
+it is corrected by the acceptance of its past drafts. The head's number is the mean acceptance of its recent drafts. If
+all sequences use the model-free draft, the head does not draft.
 """
 
 from collections.abc import Sequence
@@ -24,19 +24,19 @@ from inference.verification.tree import DraftTree, agreed
 
 @dataclass
 class Record:
-    """What both drafters have been worth, in running means of tokens."""
+    """Running means of the tokens that were accepted of both drafters' drafts."""
 
-    accepted: float  # of the head's drafts
-    lookup_expected: float = 1.0  # what the lookup expected to be accepted of its drafts
-    lookup_accepted: float = 1.0  # what was, or would have been
+    accepted: float  # tokens accepted of the head's drafts
+    lookup_expected: float = 1.0  # tokens that the lookup expected to be accepted
+    lookup_accepted: float = 1.0  # tokens that were, or would have been
 
 
 class Hybrid(Drafter):
-    """Chooses between two drafters before each pass; both see everything that is committed."""
+    """Chooses between two drafters before each pass; both are updated with all committed tokens."""
 
     @dataclass(frozen=True)
     class Config:
-        """How both records are taken: the head's first value, and the weight of the newest draft; the lookup."""
+        """The head's initial acceptance, the weight of the newest draft in the means, and the lookup's options."""
 
         expected: Amount
         weight: Annotated[float, Within(0, 1, above=True)]
@@ -60,12 +60,12 @@ class Hybrid(Drafter):
         return other
 
     def batch(self, size: int) -> "HybridBatch":
-        """Return what drafts for up to `size` sequences, each by a lookup and records of its own."""
+        """Return the draft batch for up to `size` sequences; each slot has its own lookup and record."""
         return HybridBatch(self, size)
 
 
 class HybridBatch(HostBatch):
-    """The lookups of a batch's sequences, and what drafts for those that take none of them."""
+    """The lookups of a batch's sequences, and the draft batch for sequences that do not use theirs."""
 
     def __init__(self, drafter: Hybrid, size: int) -> None:
         drafters = [drafter, *(drafter.clone() for _ in range(size - 1))]
@@ -76,7 +76,7 @@ class HybridBatch(HostBatch):
         self.looked_up: list[Proposal | None] = []
 
     def start_sequence(self, slot: int, token: list[int], features: TargetOutput) -> None:
-        """Begin a sequence with both."""
+        """Begin a sequence with both drafters."""
         super().start_sequence(slot, token, features)
         self.main.start_sequence(slot, token, features)
 
@@ -86,15 +86,15 @@ class HybridBatch(HostBatch):
         self.main.move(from_slot, slot, length)
 
     def resumes(self, running: int) -> bool:
-        """Return whether the sequences must be started again for the other drafter."""
+        """Return whether the sequences must be prefilled again for the other drafter."""
         return self.main.resumes(running)
 
     def record(self, slot: int) -> Record:
-        """Return what both drafters have been worth to a sequence's slot."""
+        """Return the record of a slot."""
         return self.drafters[id(self.slots[slot][0])].record
 
     def begin(self, contexts: Sequence[Context | None], longest: int) -> DraftPlan:
-        """Take the lookups that promise more; the others are drafted for, unless there are none."""
+        """Choose the lookups of higher expected acceptance; the other drafter drafts for the rest, if there is one."""
         plan = super().begin(contexts, longest)
         self.looked_up, taken = self.proposals, list[Proposal | None]()
         for slot, proposal in enumerate(self.looked_up):
@@ -120,7 +120,7 @@ class HybridBatch(HostBatch):
     def draft_trees(
         self, roots: DraftInputs, max_draft_depth: Int[Tensor, "B"], longest: int, *, allow_host_sync: bool
     ) -> Drafted:
-        """Return the lookups that were taken, and the others' trees, all padded to the largest."""
+        """Return the chosen lookups and the other sequences' trees, all padded to the largest."""
         taken = [proposal is not None for proposal in self.proposals]
         if not any(taken):
             return self.main.draft_trees(roots, max_draft_depth, longest, allow_host_sync=allow_host_sync)
@@ -135,9 +135,9 @@ class HybridBatch(HostBatch):
         return Drafted(tree, torch.where(which[..., None], mask, others[2]), theirs.q)
 
     def learn(self, slot: int, token: list[int], path: list[int], logits: Float[Tensor, "M V"] | None) -> None:
-        """Let both drafters learn, the head's record if it drafted, and the lookup's in any case.
+        """Update both drafters, the head's record if it drafted, and the lookup's record.
 
-        What the lookup would have had accepted shows in the text; behind a short commit it is seen in part only.
+        The acceptance of an unused lookup follows from the committed tokens; a short commit shows only part of it.
         """
         record, looked_up, weight = self.record(slot), self.looked_up[slot], self.weight
         if self.proposals[slot] is None:
@@ -151,7 +151,7 @@ class HybridBatch(HostBatch):
 
 
 def padded(drafted: Drafted, size: int) -> tuple[Int[Tensor, "B N"], Int[Tensor, "B N"], Bool[Tensor, "#B N N"]]:
-    """Return tokens, parents and what is seen of trees of a size."""
+    """Return tokens, parents and ancestor masks, padded to a size."""
     more = (0, size - drafted.tree.token.shape[1])
     mask = pad(drafted.ancestor_mask, (*more, *more)) | torch.eye(
         size, dtype=torch.bool, device=drafted.tree.token.device

@@ -17,7 +17,7 @@ from inference.verification.tree import DraftTree, LookAhead
 
 
 class Lookahead(HostDrafter):
-    """Sends a window of guesses along in every pass and drafts from the n-grams that it has turned up."""
+    """Runs a window of guesses as look-ahead tokens of every pass, and drafts the n-grams that it has completed."""
 
     reads_logits = True
 
@@ -43,11 +43,11 @@ class Lookahead(HostDrafter):
 class Window(DrafterState):
     """One sequence's window of guesses, and the n-grams that it has completed.
 
-    The window has `ngram` - 1 levels of `window` columns. The token of level j in column i stands i + j positions after
-    the root; level 0 begins with the root itself. It follows the root, level 0 up to its column, and the levels
-    above it in its column. What the target writes below the last level completes an n-gram down each column and
-    becomes the last level, and level 0 leaves. At temperatures above 0 the window still takes the argmax;
-    what is drafted from it is verified like any other guess.
+    The window has `ngram` - 1 levels of `window` columns. The token of level j in column i is i + j positions after the
+    root; level 0 starts with the root itself. A token attends to the root, to level 0 up to its column, and to the
+    levels above it in its column. The target's tokens after the last level complete an n-gram in each column and
+    become the last level, and level 0 is dropped. At temperatures above 0 the window still takes the argmax; its
+    drafts are verified like any other.
 
     Memory: `guesses` n-grams for each token of the vocabulary at most, and at most `window` more with each pass.
     """
@@ -74,25 +74,25 @@ class Window(DrafterState):
 
     @torch.inference_mode()
     def update(self, commit: CommittedTokens) -> None:
-        """Take the n-grams that the pass completed, and move the window on by one level."""
+        """Collect the n-grams that the pass completed, and shift the window by one level."""
         if commit.verified is None or commit.verified.look_ahead is None:
             return
         width = len(self.levels[0])
         written = commit.verified.look_ahead[-width:].argmax(-1).tolist()
-        if self.passes >= self.config.ngram - 2:  # before, the columns hold random tokens below their first
+        if self.passes >= self.config.ngram - 2:  # until then the columns have random tokens below their first
             for column in zip(*self.levels, written, strict=True):
                 self.collect(list(column))
         self.levels = [*self.levels[1:], written]
         self.passes += 1
 
     def propose(self, context: Context) -> Proposal:
-        """Draft the root's n-grams as one tree, the latest first, and send the window along."""
+        """Draft the root's n-grams as one tree, the latest first, with the window as look-ahead tokens."""
         root, max_draft_depth = context.token[-1], context.max_draft_depth
-        # Towards the end of the answer the columns that would reach beyond it fall away.
+        # Columns beyond the end of the answer are dropped.
         width = max(0, min(len(self.levels[0]), max_draft_depth - self.config.ngram + 3))
         self.levels = [level[:width] for level in self.levels]
         token, parent, node_of = [root], [-1], dict[tuple[int, int], int]()
-        for ngram in reversed(self.pool.get(root, {})):  # common beginnings once
+        for ngram in reversed(self.pool.get(root, {})):  # common prefixes once
             node = 0
             for drafted in ngram[:max_draft_depth]:
                 if (node, drafted) not in node_of:
@@ -111,7 +111,7 @@ class Window(DrafterState):
 
 @lru_cache(maxsize=1024)
 def window(levels: int, width: int, nodes: int) -> tuple[Int[Tensor, "R"], Bool[Tensor, "R M"]]:
-    """Return each look-ahead token's distance from the root, level by level, and which nodes and tokens it sees."""
+    """Return each look-ahead token's distance from the root, level by level, and its mask over nodes and tokens."""
     index = torch.arange(1, levels * width)
     level, column = index // width, index % width
     before = (level == 0) & (column <= column[:, None])

@@ -9,7 +9,7 @@ from inference.verification.tree import DraftTree
 
 
 class Baseline(Drafter, DraftBatch):
-    """The baseline; neither a sequence nor a batch has a state, and all of a device are equal: they share a batch."""
+    """The baseline. It has no state; all baselines of a device are equal, so that they share an idle batch."""
 
     name, tree = "plain", "root"
 
@@ -29,7 +29,7 @@ class Baseline(Drafter, DraftBatch):
     def draft_trees(
         self, roots: DraftInputs, max_draft_depth: Int[Tensor, "B"], longest: int, *, allow_host_sync: bool
     ) -> Drafted:
-        """Return the roots."""
+        """Return trees of only the roots."""
         return root_trees(roots.token)
 
 

@@ -1,15 +1,15 @@
-"""How a tree grows from a head: a fixed shape filled by rank, the same shape filled by sampling, or by confidence.
+"""Tree policies: a fixed shape filled by rank or by sampling, or a shape that follows the head's confidence.
 
-    chain    one node a depth.
+    chain    one node per depth.
     static   a list of rank paths: (0, 2) is the third child of the root's first child (Medusa, EAGLE-1).
     dynamic  EAGLE-2 (arXiv 2406.16858): expand the most probable nodes of each level, keep the best of all.
     best_first  the most probable nodes of all, within a budget (OPT-Tree, arXiv 2406.17276; see `by_confidence`).
-    sampled  a fixed number of children a depth, sampled without replacement; their probs q go on to verification.
+    sampled  a fixed number of children per depth, sampled without replacement; verification reads their probs q.
 
-LevelNodes of different parents are compared by probabilities that greedy decoding sharpens (`inverse_temperature_of`).
+Nodes of different parents are compared by probabilities, which greedy decoding sharpens (`inverse_temperature_of`).
 At temperature 0 a sampled shape is filled by rank. Above it a chain is sampled: one sampled child with p/q verification
 is accepted more often than one greedy child. No shape depends on a sampled token: that would change q. With coupled
-noise (arXiv 2408.07978) every shape is filled by rank, of the logits with the noise of their position added.
+noise (arXiv 2408.07978) every shape is filled by the rank of the logits plus the noise of their position.
 """
 
 import logging
@@ -35,7 +35,7 @@ from inference.verification import tree as trees
 from inference.verification.sample import distribution, penalize
 from inference.verification.tree import DraftTree
 
-# The kinds, and what each reads.
+# The kinds of trees, and the fields that each reads.
 KINDS = {
     "chain": ("depth",),
     "static": ("paths",),
@@ -43,14 +43,14 @@ KINDS = {
     "best_first": ("depth", "nodes"),
     "sampled": ("widths",),
 }
-LARGEST = 1 << 14  # nodes of a tree, or the children of a node: far more than a target pass is worth
-DEEPEST = 1 << 10  # of its nodes
+LARGEST = 1 << 14  # most nodes of a tree, or children of a node
+DEEPEST = 1 << 10  # most levels of a tree
 BY_CONFIDENCE = ("dynamic", "best_first")  # the kinds whose shape follows the head's confidence
 
 
 @dataclass(frozen=True)
 class TreeConfig:
-    """A tree policy; of the other fields it reads those that `KINDS` names."""
+    """A tree policy; `KINDS` has the fields that each kind reads."""
 
     kind: Annotated[str, OneOf(tuple(KINDS))]
     depth: Annotated[int, Within(0, DEEPEST)]
@@ -63,7 +63,7 @@ class TreeConfig:
         for name in KINDS[self.kind]:
             if not (value := getattr(self, name)):
                 raise ValueError(f"tree.{name} is {value}: a {self.kind} tree needs it, at least 1")
-        # Whose file it may be: a tree beyond any use would take the memory.
+        # The file may be anyone's: a huge tree would take all memory.
         count = max(len(self.paths), sum(accumulate(self.widths, lambda a, b: min(a * b, LARGEST + 1))))
         if count > LARGEST or max(map(len, (self.widths, *self.paths))) > DEEPEST:
             name = "widths" if self.widths else "paths"
@@ -105,7 +105,7 @@ def most_nodes(tree: TreeConfig) -> int:
 
 
 def expanded(tree: TreeConfig) -> int:
-    """Return the most nodes that a head expands for a policy's tree; of a confident one more than the tree has."""
+    """Return the most nodes that a head expands for a policy's tree; by confidence more than the tree has."""
     if tree.kind in BY_CONFIDENCE:
         return tree.depth * (tree.top_k if tree.kind == "dynamic" else tree.nodes)
     return most_nodes(tree)
@@ -113,7 +113,7 @@ def expanded(tree: TreeConfig) -> int:
 
 @dataclass(frozen=True)
 class Scheduled:
-    """A line of a schedule: from `batch_size` running sequences on, `tree` is drafted; None: nothing is."""
+    """A line of a schedule: `tree` is drafted from `batch_size` running sequences on; None drafts nothing."""
 
     batch_size: Count
     tree: TreeConfig | None
@@ -121,7 +121,7 @@ class Scheduled:
 
 @dataclass(frozen=True)
 class Schedule:
-    """Which tree is drafted by how many sequences share a pass: the line of the largest size that is reached holds."""
+    """The tree by the number of running sequences: the line with the largest size that is reached applies."""
 
     lines: list[Scheduled]
 
@@ -132,7 +132,7 @@ class Schedule:
 
     @property
     def trees(self) -> list[TreeConfig]:
-        """Its trees, without the lines that have none."""
+        """The trees of its lines."""
         return [line.tree for line in self.lines if line.tree is not None]
 
     @property
@@ -151,15 +151,15 @@ class Schedule:
 
 
 def always(tree: TreeConfig) -> Schedule:
-    """Return the schedule of one tree, whatever the number of sequences."""
+    """Return the schedule of one tree for any number of sequences."""
     return Schedule([Scheduled(1, tree)])
 
 
 def scheduled(best: Sequence[tuple[int, TreeConfig | None]]) -> Schedule:
-    """Return the schedule of the best trees at some batch sizes: a size's tree holds up to the next, the first's below.
+    """Return the schedule of the best trees at some batch sizes: each applies up to the next, the first also below.
 
     Args:
-        best: size and tree, by size; None where no tree pays.
+        best: pairs of batch size and tree, in order of size; None where no tree is faster than the baseline.
     """
     lines: list[Scheduled] = []
     for size, tree in best:
@@ -173,14 +173,14 @@ log = logging.getLogger(__name__)
 
 @runtime_checkable
 class Expander(Protocol):
-    """What a tree grows from: the part of `DraftHead` that drafts."""
+    """The part of `DraftHead` from which a tree grows."""
 
     max_depth: int
-    if TYPE_CHECKING:  # as there
+    if TYPE_CHECKING:  # a head has an attribute
 
         @property
         def vocab(self) -> DraftVocabulary | None:
-            """The tokens that logits are of, None for all."""
+            """The draft vocabulary; None for the whole one."""
             ...
 
     def expand(self, state: Any, level: LevelOutput, nodes: LevelNodes) -> LevelOutput:
@@ -189,11 +189,11 @@ class Expander(Protocol):
 
 
 class TreeBuilder:
-    """The trees that are being grown, one a sequence: their nodes so far, and which of them the head has expanded.
+    """Grows one tree per sequence: the nodes so far, and the level that the head has expanded last.
 
-    All have as many nodes a level. Drafts are ranked and sampled under the processors that the target is sampled with,
-    as far as a rank notices them. Ranks are those among the tokens that the head drafts; what is sampled, or ranked
-    under noise, is of the whole vocabulary (`full`), since probs and noise are.
+    All trees have equally many nodes per level. Drafts are ranked and sampled with the target's logit processors, as
+    far as these change a rank. Ranks are over the head's draft vocabulary; samples, and ranks under noise, are over
+    the whole vocabulary (`full`), as probs and noise are.
     """
 
     def __init__(
@@ -203,15 +203,15 @@ class TreeBuilder:
         count = len(roots.token)
         device = roots.token.device
         noisy = roots.noise is not None
-        self.ids = None if head.vocab is None or full or noisy else head.vocab.ids  # of what `logits` are of
-        self.token, self.seen_tokens = [roots.token], roots.seen_tokens  # the tokens before each node of the level
+        self.ids = None if head.vocab is None or full or noisy else head.vocab.ids  # token ids of `logits`
+        self.token, self.seen_tokens = [roots.token], roots.seen_tokens  # mask of the tokens before each node
         self.parent = [torch.full((count, 1), -1, device=device)]
         self.nodes = torch.zeros(count, 1, dtype=torch.long, device=device)  # tree indices of the level's nodes
-        self.sizes, self.depth = [1], 0  # how many nodes the trees have down to each depth; the level's depth
+        self.sizes, self.depth = [1], 0  # nodes down to each depth; the level's depth
         self.ancestors: Bool[Tensor, "B N M"] = torch.zeros(count, 1, 0, dtype=torch.bool, device=device)
 
     def logits(self) -> Float[Tensor, "B N W"]:
-        """Return the level's logits, penalised."""
+        """Return the level's logits after the repetition penalty."""
         logits = self.level.logits if self.ids is not None else scatter_logits(self.head.vocab, self.level.logits)
         if self.seen_tokens is None:
             return logits
@@ -220,7 +220,7 @@ class TreeBuilder:
         )
 
     def scores(self) -> Float[Tensor, "B N W"]:
-        """Return what the level's tokens are ranked by: their logits, or the probs with their noise if coupled."""
+        """Return the scores that rank the level's tokens: logits, or log-probs plus noise if coupled."""
         if self.roots.noise is None:
             return self.logits()
         noise = self.roots.noise[:, self.depth : self.depth + 1]
@@ -243,7 +243,7 @@ class TreeBuilder:
         return torch.arange(start, self.sizes[-1], device=token.device).expand_as(token)
 
     def descend(self, token: Int[Tensor, "B K"], parent: Int[Tensor, "B K"], nodes: Int[Tensor, "B K"]) -> None:
-        """Let the head expand these nodes (parents: indices into the current level); they become the level."""
+        """Expand nodes with the head (parents: indices into the current level); they become the current level."""
         itself = torch.eye(token.shape[1], dtype=torch.bool, device=token.device).expand(len(token), -1, -1)
         self.ancestors = torch.cat([gather_parents(self.ancestors, parent), itself], -1)
         self.depth += 1
@@ -253,16 +253,16 @@ class TreeBuilder:
             self.seen_tokens = gather_parents(self.seen_tokens, parent).scatter(2, token[..., None], True)
 
     def whole(self) -> DraftTree:
-        """Return the trees as grown so far, side by side "B N"."""
+        """Return the trees so far, batched "B N"."""
         return DraftTree(torch.cat(self.token, 1), torch.cat(self.parent, 1))
 
 
 def grow(
     head: Expander, state: Any, level: LevelOutput, config: TreeConfig, context: Context, least: float = 0.0
 ) -> Proposal:
-    """Grow a tree for one sequence that the host drafts for, down to the head's own `max_depth`.
+    """Grow a tree for one sequence on the host, down to the head's `max_depth`.
 
-    With `least` it is a sampled chain, which ends after a token that the head doubts (`sample_chains`).
+    With `least` it is a sampled chain, which ends after a token of lower probability (`sample_chains`).
     """
     if head.max_depth < 1:
         return Proposal(trees.root(context.token[-1], level.logits.device))
@@ -273,7 +273,7 @@ def grow(
     max_draft_depth = torch.tensor([head.max_depth], device=full.device)
     (token, parent), _, q = grow_batch(head, state, level, config, roots, max_draft_depth, allow_host_sync=True)
     tree = DraftTree(token[0], parent[0])
-    if q is None:  # else the shape is fixed
+    if q is None:  # a sampled shape is fixed
         tree, _ = trees.keep(tree, tree.token >= 0)
     return Proposal(tree, None if q is None else q[0])
 
@@ -286,10 +286,10 @@ def sample_chains(
     least: float = 0.0,
     end: frozenset[int] = frozenset(),
 ) -> list[Proposal]:
-    """Sample a chain of at most `depth` tokens under each node of a level, in one call of the head a depth.
+    """Sample a chain of at most `depth` tokens after each node of a level, with one call of the head per depth.
 
-    A chain ends after a token of `end`, or one that the head at temperature 1 gives less than `least`, and never
-    without it: it stays a sample of its q.
+    A chain ends after a token of `end`, or one whose probability at temperature 1 is below `least`. That token is part
+    of the chain, so that the chain is a sample of its q.
     """
     device = level.logits.device
     seen = [context.seen_tokens(level.logits) for context in contexts]
@@ -326,12 +326,12 @@ def grow_batch(
     *,
     allow_host_sync: bool,
 ) -> tuple[DraftTree, Bool[Tensor, "#B N N"], Float[Tensor, "B M V"] | None]:
-    """Return the trees "B N" of B sequences that rank alike, their nodes' ancestors, and q if children were sampled.
+    """Return the trees "B N" of B sequences, their ancestor masks, and q if children were sampled.
 
-    `max_draft_depth` is each sequence's limit; deeper nodes are included only where there are not enough others. A
-    token of -1 is padding, of a level with fewer candidates. The M rows of q are those of the nodes with children.
-    `allow_host_sync` says that the host may read, to leave out what need not be computed; else a best_first tree
-    expands all nodes.
+    All sequences have equal sampling parameters. `max_draft_depth` is each sequence's limit; deeper nodes are included
+    only if there are too few others. A token of -1 is padding, in a level with fewer candidates. The M rows of q are
+    those of the nodes with children. With `allow_host_sync` the host may read scores to expand fewer nodes; otherwise a
+    best_first tree expands all nodes.
     """
     if config.kind in BY_CONFIDENCE:
         growth, scores = by_confidence(
@@ -363,7 +363,7 @@ def grow_batch(
 
 
 def sampled_shape(config: TreeConfig, max_depth: int) -> tuple[int, ...] | None:
-    """Return the parents of a policy's nodes down to a depth, if they are sampled wherever there is a choice."""
+    """Return the parents of a policy's nodes down to a depth; None if the policy never samples."""
     fixed = config.kind == "static" or config.kind in BY_CONFIDENCE
     return None if fixed else _parents(_paths(config, max_depth))
 
@@ -373,13 +373,13 @@ def _paths(config: TreeConfig, max_depth: int) -> tuple[tuple[int, ...], ...]:
 
 
 def _parents(paths: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
-    """Return the parents of a fixed shape's nodes: of the root and then of `paths`."""
+    """Return the parents of a fixed shape's nodes: the root's, then those of `paths`."""
     index = {path: node for node, path in enumerate(((), *paths))}
     return (-1, *(index[path[:-1]] for path in paths))
 
 
 class ShapeLevel(NamedTuple):
-    """One level of a fixed shape: the nodes' parents among those expanded above, their ranks, which are expanded."""
+    """One level of a fixed shape: most children, parents among the nodes expanded above, ranks, and nodes to expand."""
 
     width: int
     parent: Int[Tensor, "K"]
@@ -389,7 +389,7 @@ class ShapeLevel(NamedTuple):
 
 @cache
 def _shape(paths: tuple[tuple[int, ...], ...], device: torch.device) -> tuple[list[ShapeLevel], Bool[Tensor, "1 N N"]]:
-    """Return the levels of a fixed shape, and its nodes' ancestors, the root's first: tensors that are made once."""
+    """Return the levels of a fixed shape, and its ancestor mask with the root's first; both are cached."""
     levels: list[ShapeLevel] = []  # not list[ShapeLevel](), which dynamo does not trace
     above: list[tuple[int, ...]] = [()]
     parents = {path[:-1] for path in paths}
@@ -413,19 +413,19 @@ def by_confidence(
     *,
     allow_host_sync: bool = True,
 ) -> tuple[TreeBuilder, Float[Tensor, "B N"]]:
-    """Draft the nodes that are the most probable by the head, a whole level at a time; return with them their scores.
+    """Draft the most probable nodes by the head, a whole level at a time; return the trees and the nodes' scores.
 
     A dynamic tree expands the `top_k` most probable nodes of each level. Best-first search expands the most probable
     node not yet expanded until the budget is spent, which yields the `nodes` most probable nodes of the whole tree. No
     child is more probable than its parent, so a node's children can be among them only if fewer than `nodes` - 1 of
-    the nodes known so far are better than it. To expand exactly those of each level finds the same tree in one call a
-    level, and ends where no node is left to expand. Of several sequences each expands as many as the one with the
-    most: the others' are never among their best.
+    the nodes scored so far are better than it. To expand exactly those of each level finds the same tree in one call a
+    level, and ends where no node is left to expand. In a batch, all sequences expand as many nodes as the one with the
+    most: the surplus nodes are never among the best.
     """
     growth = TreeBuilder(head, state, level, roots)
     depth = min(depth, config.deepest)
     score = torch.zeros(growth.nodes.shape, device=growth.nodes.device)  # cumulative log-probs of the level's nodes
-    scores, best = [score], score[:, :0]  # of all nodes, and the nodes - 1 best so far
+    scores, best = [score], score[:, :0]  # scores of all nodes; the best nodes - 1 of them
     is_dynamic = config.kind == "dynamic"
     for step in range(depth):
         log_probs = growth.log_probs()
@@ -444,7 +444,7 @@ def by_confidence(
             break
         if is_dynamic:
             score, chosen = reached.topk(min(config.top_k, reached.shape[1]))
-        else:  # scores fall along a level, so those to expand come first
+        else:  # scores descend in a level, so the nodes to expand come first
             best = torch.cat([best, reached], 1)
             best = best.topk(min(config.nodes - 1, best.shape[1])).values
             count = reached.shape[1] if best.shape[1] else 0
@@ -464,7 +464,7 @@ def check_tree(target: Target, tree: TreeConfig, name: str) -> None:
 
 
 def verifiable(target: Target, tree: TreeConfig) -> TreeConfig:
-    """Return a policy's tree, or with a warning a chain as deep in its place where the target verifies only chains."""
+    """Return a policy, or with a warning a chain of equal depth if the target verifies only chains."""
     if tree.kind == "chain" or target.takes_trees:
         return tree
     chain = TreeConfig("chain", tree.deepest, 0, 0, [], [])

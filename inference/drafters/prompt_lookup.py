@@ -1,4 +1,4 @@
-"""Prompt lookup: what followed the last tokens earlier in the prompt or the output (Saxena, 2023; HF; vLLM `ngram`)."""
+"""Prompt lookup: the tokens after an earlier occurrence of the last n-gram (Saxena, 2023; HF; vLLM `ngram`)."""
 
 from dataclasses import dataclass
 from typing import Annotated
@@ -17,7 +17,7 @@ class PromptLookup(HostDrafter):
 
     @dataclass(frozen=True)
     class Config:
-        """The lengths of n-grams that are tried, how many tokens are drafted, and which occurrence they follow."""
+        """The n-gram lengths to try, the number of tokens to draft, and the occurrence to copy from."""
 
         ngram_min: Count
         ngram_max: Count
@@ -42,31 +42,31 @@ class PromptLookup(HostDrafter):
 
 
 class TextIndex(DrafterState):
-    """The text of one sequence, and an index from its n-grams to what followed them.
+    """The text of one sequence, and an index of the tokens after its n-grams.
 
-    The index grows with the text, so a step costs a few lookups whatever the context's length. Memory: one entry for
-    each length of n-gram and token of the text at most.
+    The index grows with the text, so a step costs a few lookups at any context length. Memory: at most one entry for
+    each n-gram length and token of the text.
     """
 
     def __init__(self, drafter: PromptLookup, prompt: list[int]) -> None:
         self.drafter = drafter
         self.text: list[int] = []
-        self.after: dict[tuple[int, ...], int] = {}  # where the text goes on after an n-gram
+        self.after: dict[tuple[int, ...], int] = {}  # the index of the token after an n-gram
         self.extend(prompt)
 
     def propose(self, context: Context) -> Proposal:
-        """Copy what followed the longest n-gram that occurred before."""
+        """Copy the tokens after the longest n-gram that occurred before."""
         self.extend(context.token[len(self.text) :])
         count, draft = min(self.drafter.config.tokens, context.max_draft_depth), list[int]()
         starts = (self.after.get(tuple(self.text[-n:])) for n in self.drafter.sizes)
         if (start := next((one for one in starts if one is not None), None)) is not None:
             draft = self.text[start : start + count]
-            # After the end nothing can be accepted, and the end itself comes as well as the pass's own token.
+            # No token after an end token can be accepted, and the end token can be the pass's bonus token.
             draft = draft[: next((i for i, token in enumerate(draft) if token in self.drafter.eos), len(draft))]
         return Proposal(chain(torch.tensor([context.token[-1], *draft])))
 
     def extend(self, tokens: list[int]) -> None:
-        """Append tokens; an n-gram is indexed once a token follows it, so that the text's end never finds itself."""
+        """Append tokens; an n-gram is indexed once a token follows it, so that the last one does not match itself."""
         text, after, first = self.text, self.after, self.drafter.config.match == "first"
         for token in tokens:
             end = len(text)

@@ -1,4 +1,4 @@
-"""Token Recycling (Luo et al., arXiv 2408.08696): what the target last found likely after each token."""
+"""Token Recycling (Luo et al., arXiv 2408.08696): the target's latest top candidates after each token."""
 
 import copy
 from dataclasses import dataclass
@@ -21,16 +21,16 @@ FOLD = 256  # tokens in a row of the folded vocabulary
 class Recycling(HostDrafter):
     """Fills a fixed tree, level by level, from the target's top candidates after each token.
 
-    Every node of a verified tree, the rejected ones too, renews its token's row with the target's logits there; of
-    equal tokens the last node counts. A token that was not met yet has no candidates. Memory: `candidates` token
-    ids for each token that was met, at most the vocabulary.
+    Every node of a verified tree, rejected ones included, updates its token's candidates from the target's logits; of
+    equal tokens the last node counts. An unseen token has no candidates. Memory: `candidates` token ids for each seen
+    token, at most the vocabulary.
     """
 
     reads_logits = True
 
     @dataclass(frozen=True)
     class Config:
-        """How many candidates are kept for each token, whether across requests, and the tree as rank paths."""
+        """The number of candidates for each token, whether they last across requests, and the tree as rank paths."""
 
         candidates: Count
         memory: bool
@@ -43,7 +43,7 @@ class Recycling(HostDrafter):
             raise ValueError(f"drafter.{name}.paths: a rank runs from 0 to candidates - 1, {config.candidates - 1}")
         self.config, self.name, self.tree, paths = config, name, tree.label, tree.shape()
         index = {path: node for node, path in enumerate([(), *paths])}
-        self.nodes = [(len(path), index[path[:-1]], path[-1]) for path in paths]  # depth, parent, rank of each
+        self.nodes = [(len(path), index[path[:-1]], path[-1]) for path in paths]  # depth, parent, rank
         self.remembers = config.memory
         self.candidates: dict[int, list[int]] = {}
 
@@ -70,17 +70,17 @@ class RecyclingState(DrafterState):
 
     @torch.inference_mode()
     def update(self, commit: CommittedTokens) -> None:
-        """Renew the candidates of all tokens in the verified tree."""
+        """Update the candidates of all tokens in the verified tree."""
         if commit.verified is None or commit.verified.logits is None:
             return
-        # On the host, where trees are filled: for so few numbers a tensor's operations cost more than they do.
+        # On the host, where trees are filled: Python is faster than tensor operations for so few numbers.
         top = top_tokens(commit.verified.logits, self.drafter.config.candidates).tolist()
         self.candidates.update(zip(commit.verified.tree.token.tolist(), top, strict=True))
 
     def propose(self, context: Context) -> Proposal:
         """Fill the tree from its root on."""
         token, parent = [context.token[-1]], [-1]
-        index: dict[int, int] = {0: 0}  # of the shape's nodes in the tree
+        index: dict[int, int] = {0: 0}  # node of the shape -> node of the tree
         for node, (depth, above, rank) in enumerate(self.drafter.nodes, 1):
             if depth > context.max_draft_depth:
                 break
@@ -95,8 +95,8 @@ class RecyclingState(DrafterState):
 def top_tokens(logits: Float[Tensor, "N V"], count: int) -> Int[Tensor, "N K"]:
     """Return the top `count` tokens of each row, the best first.
 
-    On a CPU a maximum is cheap and a search for the k largest is not. So the columns of the vocabulary, folded into
-    rows of `FOLD`, are searched by their maxima: only those that are among the `count` highest can hold what is sought.
+    On a CPU a maximum is cheaper than a top-k. So the vocabulary is folded into rows of `FOLD`, and only the columns
+    with the `count` highest maxima are searched: no other column can have a top token.
     """
     whole = logits.shape[1] // FOLD * FOLD
     if logits.device.type != "cpu" or whole < 32 * FOLD or count > FOLD:

@@ -1,4 +1,4 @@
-"""Every drafter that needs no trained head, by the name of its file in conf/drafter/."""
+"""The drafters that conf/drafter/ configures, by name."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -17,7 +17,7 @@ from inference.drafters.suffix import Suffix
 from inference.protocol import Drafter
 from inference.target.target import Target
 
-# Each has a `Config` and is made of one, the target and a name.
+# Each class has a `Config`, and takes one, the target and a name.
 DRAFTERS: dict[str, Any] = {
     "assistant": Assistant,
     "early_exit": EarlyExit,
@@ -36,7 +36,7 @@ def make(name: str, options: Mapping[str, Any], target: Target) -> Drafter:
     """Return a drafter with its options.
 
     Args:
-        name: what reports call it.
+        name: its name in reports.
         options: its configuration; `source`, where it differs from the name, is a key of DRAFTERS.
         target: the target that it drafts for.
 

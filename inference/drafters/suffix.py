@@ -1,4 +1,4 @@
-"""SuffixDecoding (Oliaro et al., arXiv 2411.04975): what most often followed the longest known suffixes of the text."""
+"""SuffixDecoding (Oliaro et al., arXiv 2411.04975): the most frequent continuations of the text's suffixes."""
 
 import copy
 import sys
@@ -14,13 +14,13 @@ from inference.protocol import Context, Proposal
 from inference.target.target import Target
 from inference.verification.tree import chain
 
-OPEN = sys.maxsize  # the end of an edge that goes on to its text's end, however far that grows
+OPEN = sys.maxsize  # the end of an edge that grows with its text
 
 
 class Node:
-    """An edge and the node at its end: `text[start:end]`, which continues the substrings above it `count` times.
+    """An edge and the node at its end: `text[start:end]`, which occurs `count` times after the edges above it.
 
-    `best` is the child that occurs most often, of equals the one that occurred last; the root has no use for it.
+    `best` is the most frequent child, of equals the latest; the root does not need it.
     """
 
     __slots__ = ("best", "children", "count", "end", "start", "text")
@@ -32,23 +32,23 @@ class Node:
 
     @property
     def length(self) -> int:
-        """How many tokens the edge holds now."""
+        """Number of tokens on the edge so far."""
         return min(self.end, len(self.text)) - self.start
 
     def promote(self, child: "Node") -> None:
-        """Let a child whose count has just risen lead if none is more frequent."""
+        """Make a child whose count has just risen the best one if none is more frequent."""
         if self.best is None or child.count >= self.best.count:
             self.best = child
 
 
 class Locus(NamedTuple):
-    """Where a substring ends in the tree: after `used` tokens of a node's edge."""
+    """The end of a substring in the tree: after `used` tokens of a node's edge."""
 
     node: Node
     used: int
 
     def follow(self, token: int) -> "Locus | None":
-        """Return the locus one token further, None where that never occurred."""
+        """Return the locus after one more token; None if that never occurred."""
         node, used = self
         if used < node.length:
             return Locus(node, used + 1) if node.text[node.start + used] == token else None
@@ -57,9 +57,9 @@ class Locus(NamedTuple):
 
 
 class SuffixTree:
-    """Counts every substring of at most `depth` tokens: how often it occurs in the texts, overlaps included.
+    """Counts the occurrences of every substring of at most `depth` tokens, overlaps included.
 
-    Edges carry stretches of text (path compression).
+    Edges have several tokens (path compression).
 
     Appending a token costs one step for each repeated suffix of the text, at most `depth`. Nodes: at most two for each
     token and repeated suffix, and about two a token altogether.
@@ -107,7 +107,7 @@ class SuffixTree:
             else:
                 reached.append(self._descend(node, child, token))
         self.active = reached[: self.depth - 1]
-        if len(reached) == self.depth:  # below the depth nothing is counted, and nothing would be taken back
+        if len(reached) == self.depth:  # deeper substrings are not counted
             deepest = reached[-1]
             self.nodes -= _size(deepest) - 1
             deepest.children, deepest.best = {}, None
@@ -119,7 +119,7 @@ class SuffixTree:
             node.promote(child)
             return child
         if node is not self.root and node.count == child.count + 1:
-            # All that reached this node went on with the token, so the boundary moves down the edge: no new node.
+            # Every occurrence of this node continues with the token, so its edge takes over the token: no new node.
             node.end += 1
             del node.children[token]
         else:
@@ -136,9 +136,9 @@ class SuffixTree:
         return node
 
     def advance(self, loci: list[Locus], token: int) -> list[Locus]:
-        """Return where the suffixes of some other text end, shortest first, once `token` has followed it.
+        """Return the loci of another text's suffixes after `token`, shortest first.
 
-        `loci` are the same before the token, [] for an empty text.
+        `loci` are those before the token, [] for an empty text.
         """
         followed = (locus.follow(token) for locus in [Locus(self.root, 0), *loci])
         return [locus for locus in followed if locus is not None][: self.depth - 1]
@@ -153,21 +153,21 @@ def _size(node: Node) -> int:
 
 
 class Suffix(HostDrafter):
-    """Drafts from two counted suffix trees: of this request, prompt and output, and of past requests' outputs.
+    """Drafts from two suffix trees with counts: this request's prompt and output, and past requests' outputs.
 
-    Every suffix of the text that occurs in a tree may be continued, by a budget that grows with its length; the
-    continuation with the highest score stands, this request's before the past's.
+    Every suffix of the text that occurs in a tree may be continued, up to a budget that grows with its length; the
+    continuation with the highest score is drafted, of equal ones this request's.
 
-    Memory: the request's tree grows linearly with its text. The past's holds at most `memory_nodes` nodes of about
-    0.3 KB; beyond it the older half of the outputs is forgotten. What a request's last pass commits is not remembered:
-    the engine does not report it.
+    Memory: the request's tree grows linearly with its text. The past's has at most `memory_nodes` nodes of about 0.3
+    KB; beyond it the older half of the outputs is dropped. The tokens of a request's last pass are not stored: the
+    engine does not report them.
     """
 
     expects_acceptance = True
 
     @dataclass(frozen=True)
     class Config:
-        """Depth of the trees, budget of a draft, and the past's use."""
+        """Depth of the trees, budget of a draft, and the use of past outputs."""
 
         depth: Annotated[int, Within(2, LARGEST)]
         tokens: Count
@@ -182,7 +182,7 @@ class Suffix(HostDrafter):
         self.tree = f"path-{config.tokens}"
         self.remembers = config.memory
         self.past = SuffixTree(config.depth)
-        self.current: SuffixState | None = None  # the sequence whose output comes next into the past's tree
+        self.current: SuffixState | None = None  # the sequence to add to the past's tree next
 
     def start(self, prompt: list[int]) -> "SuffixState":
         """Remember the last request's output and index a new prompt."""
@@ -204,7 +204,7 @@ class Suffix(HostDrafter):
         return other
 
     def _remember(self) -> None:
-        """Take the output of the last sequence into the past's tree."""
+        """Add the output of the last sequence to the past's tree."""
         output = [] if self.current is None else self.current.text[self.current.answer :]
         self.current = None
         if self.remembers and output:
@@ -216,11 +216,11 @@ class Suffix(HostDrafter):
 
 
 class SuffixState(DrafterState):
-    """One request's text with its suffix tree, and where its suffixes end in the past's tree."""
+    """One request's text with its suffix tree, and the loci of its suffixes in the past's tree."""
 
     def __init__(self, drafter: Suffix, prompt: list[int]) -> None:
         self.drafter, self.config = drafter, drafter.config
-        self.answer = len(prompt)  # where the output begins that will be remembered
+        self.answer = len(prompt)  # the start of the output that will be stored
         self.past_matches: list[Locus] = []
         self.suffixes = SuffixTree(self.config.depth)
         self.suffixes.start()
@@ -228,12 +228,12 @@ class SuffixState(DrafterState):
         self.extend(prompt)
 
     def reset(self) -> None:
-        """Leave the past's old tree; the text so far will not be remembered either."""
+        """Drop the loci in the past's old tree; the text so far will not be stored either."""
         self.past_matches = []
         self.answer = len(self.text)
 
     def propose(self, context: Context) -> Proposal:
-        """Return the draft of the highest score."""
+        """Return the draft with the highest score."""
         self.extend(context.token[len(self.text) :])
         token, score = list[int](), 0.0
         for matches in ([Locus(node, node.length) for node in self.suffixes.active], self.past_matches):
@@ -243,16 +243,16 @@ class SuffixState(DrafterState):
     def extend(self, tokens: list[int]) -> None:
         """Append tokens to the text, its tree, and the search in the past's tree."""
         self.suffixes.extend(tokens)
-        if len(tokens) > self.config.depth:  # what came before no longer matters
+        if len(tokens) > self.config.depth:  # earlier tokens no longer matter
             self.past_matches, tokens = [], tokens[-self.config.depth :]
         for token in tokens:
             self.past_matches = self.drafter.past.advance(self.past_matches, token)
 
     def improve(self, token: list[int], score: float, matches: list[Locus], most: int) -> tuple[list[int], float]:
-        """Return the best draft from the loci where suffixes of the text end, shortest first, or the one at hand.
+        """Return the best draft from the loci of the text's suffixes, shortest first, or the given one.
 
-        A draft follows the most frequent child while its path stays likely enough; its score is how many of its tokens
-        the counts expect to be accepted. Of equal scores the longer match's stands, and the one at hand before all.
+        A draft follows the most frequent child while the path's probability is at least `min_probability`; its score is
+        the expected number of accepted tokens. Of equal scores the given draft's wins, then the longer match's.
         """
         config, longest = self.config, len(matches) + 1
         most = min(config.tokens, most)
@@ -260,7 +260,7 @@ class SuffixState(DrafterState):
             (min(most, int(config.factor * length + config.offset), config.depth - length), length)
             for length in range(1, longest)
         ]
-        # A drafted token scores 1 at most: where much repeats, the first draft leaves most others no chance.
+        # A token scores at most 1, so a budget below the best score cannot win.
         for budget, length in sorted(budgets, reverse=True):
             if budget < max(score, 1):
                 break

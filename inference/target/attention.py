@@ -56,7 +56,7 @@ class Packing(NamedTuple):
     windows: tuple[int | None, ...]
 
     def needed(self, spans: list[Span], rows: int) -> bool:
-        """Whether attention must be restricted to documents: it would see others, or make a mask."""
+        """Whether attention must be restricted to documents: otherwise it would cross them, or need a mask."""
         longest = max(span.end - span.begin for span in spans)
         return len(spans) > rows or any(window is not None and window < longest for window in self.windows)
 
@@ -238,7 +238,7 @@ class Ragged(NamedTuple):
 
     @classmethod
     def of(cls, sizes: Sequence[int], lengths: Sequence[int]) -> "Ragged":
-        """Return the fastest layout for trees of these sizes behind these cached lengths."""
+        """Return the fastest layout for trees of these sizes after caches of these lengths."""
 
         def cost(width: int) -> int:
             behind = [size - width + TAIL for size in sizes if size > width]
@@ -310,7 +310,7 @@ def attend_in_groups(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Attend without repeated keys and values; without groups or a mask as transformers does."""
+    """Attend without repeated keys and values; without groups or without a mask as transformers does."""
     plain = attention_mask is None and query.shape[2] > 1
     ungrouped = query.shape[1] == key.shape[1] or (attention_mask is not None and attention_mask.shape[1] > 1)
     if plain or ungrouped or dropout or any(kwargs.get(name) is not None for name in OTHER):

@@ -1,7 +1,7 @@
 """The target's KV cache, of one sequence or of a batch: the only file that knows transformers' cache classes.
 
 An entry holds the keys and values of one token. All layers of equal spec share one tensor over layers, sequences and
-entries. It is allocated once for the requests at hand, so nothing grows or is copied during decoding; entries are
+entries. It is allocated once for the current requests, so nothing grows or is copied during decoding; entries are
 compacted in all layers at once. Each sequence has a slot and fills it from entry 0 on, so sequences may differ in
 length; a slot is also a `TargetCache`, for the prefill.
 
@@ -29,10 +29,10 @@ from transformers.cache_utils import (
 )
 
 T = TypeVar("T")
-STRIDE = 256  # entries between the sizes that padded passes may have
+STRIDE = 256  # padded passes read a multiple of this many entries
 GRAIN = 64  # capacities are multiples of it, so attention can be split into equal pieces
 STATE = ("conv_states", "recurrent_states", "has_previous_state")  # the attributes of a layer that a pass changes
-LEAST = 2048  # the least of few capacities: when a storage grows, graphs are captured again
+LEAST = 2048  # least capacity with `few_sizes`: when a storage grows, graphs are captured again
 
 
 class KVSpec(NamedTuple):
@@ -63,7 +63,7 @@ class BatchLayer(DynamicLayer):
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
         """Write each sequence's new entries and return all entries up to the end."""
-        slot, write_index = (index.to(key_states.device) for index in (self.slot, self.write_index))  # of this layer
+        slot, write_index = (index.to(key_states.device) for index in (self.slot, self.write_index))  # to its device
         for buffer, states in zip(self.both, (key_states, value_states), strict=True):
             buffer[slot, :, write_index] = states.transpose(1, 2)
         keys, values = (buffer[:, :, : self.end] for buffer in self.both)
@@ -77,8 +77,8 @@ class BatchLayer(DynamicLayer):
 class BatchPass(NamedTuple):
     """One pass over the first sequences of a batch: all buffers, the entries to write, and the end of attention.
 
-    A `steady` pass is one of many of the same shapes, captured in a graph. With `slot` its T tokens are
-    in one row, each with the slot of its sequence (`attention.Ragged`).
+    A `steady` pass has fixed shapes, and is captured in a graph. With `slot` its T tokens are in one row, each with the
+    slot of its sequence (`attention.Ragged`).
     """
 
     keys: list[Tensor]
@@ -108,7 +108,7 @@ class Storage:
     Attributes:
         layers: each layer's keys and values, views "B G C E".
         capacity: C, the entries of a sequence; `reserve` raises it, and a longer sequence doubles it.
-        few_sizes: whether capacities are few, as compiled passes want them.
+        few_sizes: whether capacities have only few values, for compiled passes.
     """
 
     def __init__(self, size: int, layout: Layout, few_sizes: bool = False) -> None:
@@ -154,13 +154,13 @@ class Storage:
         *,
         steady: bool = False,
     ) -> tuple[BatchPass, Bool[Tensor, "B N S"], Int[Tensor, "B S"]]:
-        """Return a pass over trees whose entries come behind each sequence's own `length` ones.
+        """Return a pass over trees whose entries follow each sequence's first `length` ones.
 
-        With it which of the first S = `end` entries each node sees, nothing behind its tree, and the entries'
+        Also return the mask of the first S = `end` entries for each node, false after its tree, and the entries'
         positions.
         """
         size = depth.shape[1]
-        column = torch.arange(end, device=length.device) - length[:, None]  # counted from the root's
+        column = torch.arange(end, device=length.device) - length[:, None]  # relative to the root
         node, within = column.clamp(0, size - 1), (column >= 0) & (column < size)
         on_path = ancestor_mask.expand(len(length), -1, -1).gather(2, node[:, None].expand(-1, size, -1))
         seen = (column < 0)[:, None] | (within[:, None] & on_path)
@@ -252,7 +252,7 @@ class TargetCache:
 
     @torch.inference_mode()
     def move(self, slot: int) -> None:
-        """Move to another slot of the batch, which is vacant."""
+        """Move to a free slot of the batch."""
         self.storage.move(self.slot, slot, self.length)
         for layer in self.hf.layers:
             assert isinstance(layer, SequenceLayer)
@@ -400,7 +400,7 @@ class RecurrentCache(TargetCache):
 
 
 def _states(args: tuple[Any, ...], kwargs: dict[str, Any]) -> States | None:
-    """Return the cache among a module's arguments, if it is ours."""
+    """Return the `States` among a module's arguments, if there is one."""
     return next((value for value in (*args, *kwargs.values()) if isinstance(value, States)), None)
 
 

@@ -49,7 +49,7 @@ def tensor_files(checkpoint: str) -> dict[str, Path]:
 
 
 def all_tensor_files(checkpoint: str) -> dict[str, Path]:
-    """Return the same, with tensors that the index leaves out, as some do an MTP module's.
+    """Return the files of `tensor_files` and of tensors that the index omits, as some do for an MTP module.
 
     Shards next to a single model.safetensors are of another save, and are not read.
     """
@@ -91,7 +91,7 @@ def stored_names(model: "transformers.PreTrainedModel", files: Collection[str]) 
         for converter in converters
         for index, pattern in enumerate(converter.source_patterns)
     }
-    first: dict[str, tuple[int, str]] = {}  # by the index among the joined tensors, then by the expert
+    first: dict[str, tuple[int, str]] = {}  # (index among the joined tensors, stored name)
     for stored in set(files) - parameters.keys():
         name, pattern = rename_source_key(stored, renamings, converters, model.base_model_prefix, parameters)
         index, steps = (0, []) if pattern is None else parts[pattern]
@@ -105,7 +105,7 @@ def check_files(checkpoint: str, config: PreTrainedConfig) -> None:
 
     Raises:
         ValueError: they are far too small, or hold an adapter, which transformers would load unasked.
-        OSError, ValueError, KeyError, SafetensorError: as `tensor_files`.
+        OSError, ValueError, KeyError, SafetensorError: see `tensor_files`.
     """
     if cached_file(checkpoint, ADAPTER, _raise_exceptions_for_missing_entries=False) is not None:
         raise ValueError(f"it holds an {ADAPTER} too: move the adapter out, and give it as model.adapter")

@@ -4,7 +4,7 @@ Two graphs serve all passes of one sequence, one for a single token and one for 
 batches: the numbers of nodes, entries and sequences are symbolic. On a GPU a device step captures its own passes in
 static shapes: there only the decoder layers are compiled.
 
-A stage is a method of the step whose tensors are buffers that stay, or what the stage before it gave, and whose shapes
+A stage is a method of the step. Its tensors are persistent buffers or results of the stage before it, and its shapes
 follow from the step's key. So it can be compiled once, and a graph of it that is captured once serves all later steps.
 """
 
@@ -72,7 +72,7 @@ class Compiled:
         if attn_mask is None:
             attn_mask = torch.ones(*token.shape, batch_pass.end, dtype=torch.bool, device=token.device)
         mask = self.target.attention_mask(attn_mask, position, key_position)
-        if batch_pass.steady:  # its decoder layers are compiled; prompts, of any length, run uncompiled
+        if batch_pass.steady:  # only decoder layers are compiled; prompts run uncompiled
             for layer in self.target.decoder_layers:  # equal layers share inductor's code
                 if layer not in self.layer_calls:
                     layer.compile(fullgraph=True, backend=BACKEND)
@@ -130,8 +130,8 @@ def _tensors(mask: Any) -> list[Tensor]:
 Stage = Callable[..., Any]
 
 
-# Launching a draft's many small kernels from Python would take longer than they do.
-OPTIONS: dict[str, dict[str, Any]] = {"cpu": {"cpp_wrapper": True}}  # of the compiler, by kind of device
+# Launching a draft's many small kernels from Python takes longer than running them.
+OPTIONS: dict[str, dict[str, Any]] = {"cpu": {"cpp_wrapper": True}}  # compiler options by kind of device
 
 
 @cache
@@ -153,14 +153,14 @@ def compiled(stage: Stage, kind: str) -> Stage:
 
 
 class Kept:
-    """What holds for a step's stages as long as the tensors that they read and write are where they were."""
+    """A set of keys of stages that is valid while the tensors of the stages have the same addresses."""
 
     def __init__(self) -> None:
         self.known: set[Any] = set()
         self.addresses: list[int] = []
 
     def keep(self, tensors: Sequence[Tensor]) -> None:
-        """Forget all keys unless the tensors are where they were."""
+        """Drop all keys if the addresses of the tensors have changed."""
         if self.addresses != (addresses := [tensor.data_ptr() for tensor in tensors]):
             self.addresses = addresses
             self.reset()
@@ -171,20 +171,20 @@ class Kept:
 
 
 class StageCache(Kept):
-    """Calls of compiled stages, whose guards dynamo evaluates in full only in a key's first call.
+    """Calls of compiled stages; dynamo evaluates all guards only in a key's first call.
 
-    Most of them ask attributes of the step what its key and the addresses of its buffers say already; later calls
-    evaluate those that tell one graph from another. No other thread of the process may compile meanwhile: how guards
-    are evaluated is one setting of torch for all.
+    Most guards check attributes of the step that follow from its key and the addresses of its buffers; later calls
+    evaluate only those that distinguish graphs. No other thread of the process must compile meanwhile: the evaluation
+    of guards is a global setting of torch.
     """
 
     def __call__(self, key: Any, run: Stage, *args: Any) -> Any:
-        """Run a compiled stage; its key tells its shapes and branches from all others."""
+        """Run a compiled stage; equal keys mean equal shapes and branches."""
         if key in self.known:
             try:
                 with torch.compiler.set_stance(skip_guard_eval_unsafe=True):
                     return run(*args)
-            except RuntimeError as error:  # no graph is for this call: nothing has run
+            except RuntimeError as error:  # no graph matches this call, and nothing has run
                 if "skip_guard_eval_unsafe" not in str(error):
                     raise
         result = run(*args)
@@ -196,7 +196,7 @@ class Graphs(Kept):
     """The stages of a step as CUDA graphs: the first call of a key runs a stage, the second captures it, others replay.
 
     The first one also makes tables and chooses kernels, which a capture cannot. All stages of a key are captured in the
-    same step, so that each reads what the captured one before it writes. Once a capture fails, stages run as they are.
+    same step, so that each reads the output of the captured one before it. After a failed capture, stages run eagerly.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -213,7 +213,7 @@ class Graphs(Kept):
         self.captured.clear()
 
     def __call__(self, key: Any, stage: Stage, *args: Any) -> Any:
-        """Run a stage; what it returns is written over by the next call with this key."""
+        """Run a stage; the next call with this key overwrites its result."""
         if key in self.known and key not in self.captured and self.able:
             try:
                 self.captured[key] = self.capture(stage, *args)
@@ -228,7 +228,7 @@ class Graphs(Kept):
         return result
 
     def capture(self, stage: Stage, *args: Any) -> tuple[Any, Any]:
-        """Capture a stage, which does not run it; return the graph and what it will write its results to."""
+        """Capture a stage without running it; return the graph and its output tensors."""
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.device(self.device):
             self.pool = torch.cuda.graph_pool_handle() if self.pool is None else self.pool
@@ -237,7 +237,7 @@ class Graphs(Kept):
             try:
                 with torch.cuda.graph(graph, pool=self.pool, stream=self.stream, capture_error_mode="thread_local"):
                     result = stage(*args)
-            except RuntimeError:  # what torch leaves as it is where a capture cannot be ended
+            except RuntimeError:  # torch does not undo this after a failed capture
                 torch.cuda.set_stream(before)
                 with suppress(RuntimeError):
                     torch._C._cuda_endAllocateToPool(before.device_index, self.pool)

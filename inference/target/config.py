@@ -11,7 +11,7 @@ from inference.target.loading import AS_IT_IS, METHODS, note_dtype
 from inference.target.placement import AUTO, OFFLOADS, PLACEMENTS, REPLICATE, Placement
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
-# The values of a target without a file in conf/model: one that a published head or a caller names.
+# Defaults for a target without a file in conf/model, which a published head or a caller names.
 UNSAID: dict[str, Any] = {
     "name": "", "path": "", "dtype": "auto", "quantize": None, "adapter": None, "device": None,
     "placement": "replicate", "tensor_parallel": None, "devices": None, "offload": "cpu", "memory_gb": None,
@@ -92,7 +92,7 @@ def device_named(name: str | None) -> torch.device:
 
 
 def use_device(name: str | None) -> torch.device:
-    """Return a device as `device_named`, and make it the current GPU: accelerate uses that in a single process."""
+    """Return the device of `device_named`, and make it the current GPU: accelerate uses that in a single process."""
     device = device_named(name)
     if device.type == "cuda" and name != "cuda" and name is not None:
         torch.cuda.set_device(device)

@@ -1,4 +1,4 @@
-"""A target's embedding and lm_head, which heads read besides its features."""
+"""A target's embedding and lm_head, which heads read in addition to its features."""
 
 from typing import Any
 
@@ -16,7 +16,7 @@ from inference.target.packed import pack
 
 
 class TargetEmbeddings(nn.Module):
-    """The target's embedding and lm_head, frozen; heads read them besides the features."""
+    """The target's embedding and lm_head, frozen."""
 
     def __init__(self, model: "transformers.PreTrainedModel") -> None:
         super().__init__()
@@ -46,9 +46,9 @@ class TargetEmbeddings(nn.Module):
             )
 
     def beyond_tables(self) -> list[str]:
-        """Return what the target does besides reading the tables of its embedding and lm_head.
+        """Return the operations of the target's embedding and lm_head other than reading their tables.
 
-        The classes tell, so the weights may be on the meta device.
+        It reads only their classes, so the weights may be on the meta device.
         """
         linear = type(self.lm_head).forward is nn.Linear.forward
         done = {
@@ -78,7 +78,7 @@ class TargetEmbeddings(nn.Module):
 
     def _rows(self, ids: Int[Tensor, "W"]) -> nn.Linear:
         """Return the lm_head's rows of these tokens, cached at fixed addresses for CUDA graphs."""
-        # Equality is not read from the device: a buffer that is changed in place has a new version.
+        # The version of a buffer changes with its values, which need not be read from the device.
         version = 0 if ids.is_inference() else ids._version
         read, rows = self._all_rows.get(ids, (None, None))
         if read != version:

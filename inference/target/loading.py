@@ -68,7 +68,7 @@ METHODS: dict[str, Callable[[torch.dtype], Any]] = {
 
 
 def check_method(quantize: str | None) -> None:
-    """Refuse an unknown method; a missing library is transformers' to name."""
+    """Refuse an unknown method; transformers reports a missing library."""
     if quantize not in (None, AS_IT_IS, *METHODS):
         raise ValueError(f"model.quantize is {quantize!r}: choose one of {AS_IT_IS}, {', '.join(METHODS)}")
 
@@ -134,7 +134,7 @@ def load(
     with _errors(path):
         path = dequantised(path)
         tokenizer = _tokenizer(path, trust_remote_code)
-        cached_file(path, MODELOPT, _raise_exceptions_for_missing_entries=False)  # else only the cache is read
+        cached_file(path, MODELOPT, _raise_exceptions_for_missing_entries=False)  # `check_quantized` reads the cache
     quantized = check_quantized(path, configured, quantize)
     placement.check(where, quantized, None, device)
     with _errors(path):
@@ -144,7 +144,7 @@ def load(
         placed = bool(options)
         if quantize in METHODS:
             options["quantization_config"] = METHODS[quantize](dtype)
-        if trust_remote_code:  # whose configuration is not built here
+        if trust_remote_code:  # remote code's configuration is not built here
             tensor_files(path)
         else:
             check_files(path, configured)
@@ -157,7 +157,7 @@ def load(
             logging.getLogger(f"transformers.{name}").setLevel(logging.ERROR)
         transformers.logging.disable_progress_bar()
         if sys.stderr.isatty():
-            enable_progress_bars()  # of the Hub
+            enable_progress_bars()  # the Hub's
         loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(
             path, dtype=dtype, output_loading_info=True, **options
         )
@@ -291,7 +291,7 @@ def merge_adapter(
     """Merge an adapter into the model that is loaded from `path`.
 
     Raises:
-        ValueError: it is of another model or of a kind that cannot be merged, or the checkpoint is quantised.
+        ValueError: it is another model's or of a kind that cannot be merged, or the checkpoint is quantised.
     """
     if method_of(model) is not None:
         raise ValueError(
@@ -320,9 +320,9 @@ def merge_adapter(
 
 
 def adapter_fingerprint(base: str, folder: Path) -> str:
-    """Hash the base model's adapter_fingerprint, a few values of each of the adapter's tensors, and their scales.
+    """Hash the base model's fingerprint, a few values of each of the adapter's tensors, and their scales.
 
-    The merged weights would not do: merged in bf16 and in fp32 they differ in their last bits. Refuse a tensor that
+    The merged weights are not hashed, because in bf16 and in fp32 they differ in their last bits. Refuse a tensor that
     cannot be merged.
     """
     config = parse_json((folder / ADAPTER_CONFIG).read_bytes())

@@ -66,7 +66,7 @@ class LongropeSwitch(NamedTuple):
         return self.recomputed and prefix == self.length
 
     def max_draft_depth(self, prefix: int, max_draft_depth: int) -> int:
-        """Return how deep a tree behind `prefix` rows may be, at most `max_draft_depth`."""
+        """Return the depth limit of a tree after `prefix` rows, at most `max_draft_depth`."""
         if self.recomputes(prefix):
             return 0
         return min(max_draft_depth, self.length - 1 - prefix) if prefix < self.length else max_draft_depth
@@ -142,9 +142,9 @@ class TargetModel:
     Attributes:
         packing: how its attention runs over packed documents without a mask; None if it needs one.
         takes_trees: whether its attention honours a tree's or a batch's mask; else only chains are verified, one
-            sequence at a time. `Target` proves it.
+            sequence at a time. `Target` checks it.
         takes_ragged: whether a batch's pass may leave out padding (`Ragged`).
-        incompatibility: why it does not; None if it does.
+        incompatibility: the reason if `takes_trees` is false.
         compiled: the compiled verification passes; None if they are not compiled.
         compiles_drafts: whether heads' drafting is compiled.
         switch: the switch of its longrope; None without one.
@@ -156,7 +156,7 @@ class TargetModel:
             quantised layers, where the host may read.
         whole: whether its weights are on one device, not quantised, and without experts.
         sibling: whether heads of another checkpoint of the same architecture and sizes may draft for it.
-        idle: by drafter, batches that wait for more requests (inference/batch.py).
+        idle: batches that wait for more requests, by drafter (inference/batch.py).
     """
 
     def __init__(
@@ -210,7 +210,7 @@ class TargetModel:
         self.compiles_drafts = False
         self.recurrence = recurrence(self.config, self.decoder_layers)
         self.layout: Layout = {}
-        self.few_sizes = False  # of caches, as compiled passes want them
+        self.few_sizes = False  # whether caches have few capacities, for compiled passes
         self.packing: Packing | None = None
         self.switch = switch_of(model)
         self.incompatibility = f"its attention takes no mask of ours ({self.architecture})"
@@ -218,7 +218,7 @@ class TargetModel:
         self.takes_ragged = False
 
     def check_masks(self, consequence: str) -> None:
-        """Refuse a target whose attention takes no mask of ours; say what follows."""
+        """Refuse a target whose attention ignores a custom mask; the error names the consequence."""
         if not self.takes_trees:
             raise ValueError(f"{self.name}: {self.incompatibility}, {consequence}")
 
@@ -239,7 +239,7 @@ class TargetModel:
 
         `layers` are the decoder layers to return, here and in every pass below.
 
-        If passes take all processes, all must call this equally often, each with its own sequences.
+        If passes need all processes, all must call this equally often, each with its own sequences.
         """
         spans = spans_of(document)  # read on the host, where training has them, without waiting for the device
         token, document = to_device(token, self.device), to_device(document, self.device)
@@ -256,7 +256,7 @@ class TargetModel:
     def own_features(
         self, token: Tensor, document: Tensor, layers: tuple[int, ...], spans: list[Span] | None = None
     ) -> Features:
-        """Return the features of packed sequences that all processes of a pass have alike."""
+        """Return the features of packed sequences that are equal in all processes of a pass."""
         position, spans = rows.positions(document), spans_of(document) if spans is None else spans
         if self.recurrence is not None:
             return self._unpacked(token, document, layers, spans)
@@ -425,10 +425,10 @@ def sublayers(layer: nn.Module) -> tuple[nn.Module, nn.Module]:
 class Thinned:
     """A target whose skipped modules return their input, or zeros, during a pass; no modeling code is copied.
 
-    `cost` is that of a drafted token in target passes: the share of the weights, lm_head included, that it reads.
+    `cost` is the cost of a drafted token in target passes: the share of the weights, lm_head included, that it reads.
 
     Raises:
-        ValueError: its attention takes no mask of ours, or a layer is of other parts.
+        ValueError: its attention ignores a custom mask, or a layer has other parts.
     """
 
     def __init__(self, target: TargetModel, skips: Skips) -> None:
@@ -469,8 +469,8 @@ class Thinned:
     ) -> Float[Tensor, "N V"]:
         """Append rows to the cache of the layers whose attention runs, and return their logits.
 
-        `attn_mask` says which of the cached rows and of these each row attends to. `key_position` are the positions of
-        all these; None for 0, 1, 2, … The layers' lengths differ until the caller evens them out.
+        `attn_mask` has the cached and new rows that each row attends to, `key_position` the positions of all these;
+        None for 0, 1, 2, … The layers' cache lengths differ until the caller truncates them.
         """
         with forwards_replaced(self.forwards):
             out = self.target.run(token[None], position[None], attn_mask[None], cache, key_position=key_position)

@@ -232,17 +232,17 @@ Rows = Callable[[Tensor, Tensor, Tensor], Any]
 class Placed(NamedTuple):
     """A placed target."""
 
-    device: torch.device  # of features, embeddings and tokens; layers may be elsewhere
-    embeddings: TargetEmbeddings  # not sharded, on that device
-    fingerprint: str  # of the weights, the same under every placement
+    device: torch.device  # the device of features, embeddings and tokens; layers may be elsewhere
+    embeddings: TargetEmbeddings  # embedding and lm_head, not sharded, on that device
+    fingerprint: str  # hash of the weights, equal under every placement
     group: distributed.ProcessGroup | None  # this process's tensor-parallel group; None without one
-    needs_all_ranks: bool  # whether every pass takes all processes
+    needs_all_ranks: bool  # whether every pass needs all processes
 
 
 def placed(
     model: "transformers.PreTrainedModel", where: Placement, path: str, device: torch.device, trust: bool
 ) -> Placed:
-    """Return a placed model that transformers has distributed; every process calls it if passes take all of them.
+    """Return a placed model that transformers has distributed; every process calls it if passes need all of them.
 
     Raises:
         ValueError: sharding was asked for and nothing is sharded.
@@ -325,12 +325,12 @@ def _is_sharded(weight: Any) -> bool:
 
 
 def by_turns(group: distributed.ProcessGroup, run: Rows, token: Tensor, document: Tensor) -> Any:
-    """Run this process's packed sequences through passes that take all processes of a group.
+    """Run this process's packed sequences through passes that need all processes of a group.
 
     Each process of the group has its own sequences (data parallelism of the head). In turn, all of them run one
     process's sequences, and that process keeps the result. So no work is done twice, and no process holds more than one
-    turn's features besides its own. `run` takes tokens and documents "B T", and the documents on the host; B and T may
-    differ by process. The host waits twice, for the shapes and for the documents, however large the group is.
+    turn's features and its own. `run` takes tokens and documents "B T", and the documents on the host; B and T may
+    differ by process. The host waits twice, for the shapes and for the documents, at any size of the group.
     """
     mine, own_result = distributed.get_rank(group), None
     shape = to_device(torch.tensor(token.shape), token.device)
@@ -344,7 +344,7 @@ def by_turns(group: distributed.ProcessGroup, run: Rows, token: Tensor, document
         result = run(token, document, on_host[turn, :size].view(form))
         if turn == mine:
             own_result = result
-        del result  # else it would take memory during the next turn
+        del result  # free its memory before the next turn
     return own_result
 
 

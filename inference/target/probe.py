@@ -4,7 +4,7 @@ A wrong final norm or an ignored mask costs acceptance or losslessness without a
 prompt that is longer than the target's windows and chunks. A window that is too long to run is shortened during the
 check if our mask applies it; if the attention applies it itself, its masks are not trusted.
 
-The hidden states after every layer are compared, to tell rounding from a wrong mask: with a right mask the logits of
+The hidden states after every layer are compared, to separate rounding from a wrong mask: with a right mask logits of
 Gemma 3 270M in bf16 differ by up to 0.28 of their standard deviation and its hidden states by 0.04; with a wrong mask
 the hidden states differ by 0.5 (docs/targets.md, "Rounding and masks").
 """
@@ -135,7 +135,7 @@ def _is_exact(check: Check, target: TargetModel, prompt: Tensor, drafted: DraftT
     try:
         return check(target, prompt, drafted)
     except UNFIT:
-        return False  # an attention that rejects a 4-d mask; a chain needs none
+        return False  # the attention rejects a 4-d mask; a chain needs none
 
 
 @torch.no_grad()
@@ -157,7 +157,7 @@ def packs(target: TargetModel) -> bool:
 def _tree_is_exact(target: TargetModel, prompt: Tensor, drafted: DraftTree) -> bool:
     """Compare a tree pass with sequential passes of its paths, and the compacted cache with a fresh prefill."""
     layers = tuple(range(len(target.decoder_layers)))
-    # Of a tree its first path and its last one, whose entries are farthest from their positions.
+    # The first path of the tree, and the last one, whose entries are farthest from their positions.
     for path in [[0, 1], [0, int(drafted.parent[-1]), len(drafted.token) - 1]]:
         cache = target.cache()
         target.prefill(prompt, cache)

@@ -39,7 +39,7 @@ class Target(TargetModel):
         self.packing = packing(model)
         if self.packing is not None and not probe.packs(self):
             self.packing = None
-        pack(model)  # after the checks, whose few rows would pack a target that only trains a head
+        pack(model)  # after the checks, whose small passes would pack a target that only trains a head
 
     @classmethod
     def load(
@@ -91,7 +91,7 @@ class Target(TargetModel):
         """Compile heads' drafting and the verification passes; prefill stays uncompiled.
 
         Raises:
-            ValueError: its attention takes no mask of ours, without which the passes have too many forms.
+            ValueError: its attention ignores a custom mask, so that the passes have too many shapes.
         """
         if not drafts_alone:
             self.compiled = Compiled(self)
@@ -137,10 +137,10 @@ def check_prompt(target: Target, prompt: list[int]) -> None:
 
 
 def check_size(target: Target, nodes: int, name: str) -> None:
-    """Check that a tree of `nodes` nodes, the root included, fits into the context, which a cache must be able to hold.
+    """Check that a tree of `nodes` nodes, the root included, fits into the target's context.
 
     Raises:
-        ValueError: naming what drafts it.
+        ValueError: it does not; the error names its drafter.
     """
     if nodes > target.context:
         raise ValueError(
@@ -150,10 +150,10 @@ def check_size(target: Target, nodes: int, name: str) -> None:
 
 
 def check_memory(nbytes: Mapping[torch.device, int], name: str, size: int) -> None:
-    """Check that a batch's keys and values fit into what is free of each CUDA device's memory.
+    """Check that a batch's keys and values fit into the free memory of each CUDA device.
 
     Raises:
-        ValueError: they do not; a mistake of the batch's size is then one of the first line, and not of the last.
+        ValueError: they do not: a batch that is too large fails before decoding starts.
     """
     for device, needed in nbytes.items():
         if needed > (free := free_memory(device)):

@@ -35,20 +35,20 @@ def text_ids(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     An end token that some tokenizers append (add_eos_token) is left out: a target writes nothing after it.
 
     Raises:
-        UnicodeEncodeError, ValueError: as `tokenize`.
+        UnicodeEncodeError, ValueError: see `tokenize`.
     """
     token = list(tokenize(tokenizer, text)["input_ids"])
-    if token[:2] == [tokenizer.bos_token_id] * 2:  # the text ends with the token that the tokenizer adds
+    if token[:2] == [tokenizer.bos_token_id] * 2:  # the text starts with the token that the tokenizer adds
         token = token[1:]
     if token[-1:] != [tokenizer.eos_token_id]:
         return token
     without_special = list(tokenize(tokenizer, text, add_special_tokens=False)["input_ids"])
     before = token[:-1]
-    appended = before[len(before) - len(without_special) :] == without_special  # else it is the text's own
+    appended = before[len(before) - len(without_special) :] == without_special  # otherwise the text has it
     return before if before and appended else token
 
 
-BROKEN = (TemplateSyntaxError, SyntaxError)  # the latter from Python, whose own limits nested blocks meet
+BROKEN = (TemplateSyntaxError, SyntaxError)  # Python raises the latter for blocks that are nested too deeply
 RAISED = (
     TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RuntimeError, MemoryError,
     AssertionError, NameError,
@@ -77,7 +77,7 @@ def rendering(tokenizer: PreTrainedTokenizerBase) -> Iterator[None]:
 
 
 def _why(error: Exception) -> str:
-    kind = "" if type(error) is TemplateError else f"{type(error).__name__}: "  # what raise_exception raises
+    kind = "" if type(error) is TemplateError else f"{type(error).__name__}: "  # raised by a template's raise_exception
     return kind + one_line(error)[:CUT] if str(error) else type(error).__name__
 
 
@@ -92,8 +92,8 @@ def decode(tokenizer: PreTrainedTokenizerBase, token: list[int]) -> str:
 class TextStream:
     """Decodes one token at a time and never shows part of a character.
 
-    A token is decoded together with those before it, because what it reads depends on them; only the tokens since the
-    last but one piece of text are decoded again.
+    A token is decoded together with those before it, because its text depends on them; only the tokens since the last
+    but one piece of text are decoded again.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -111,7 +111,7 @@ class TextStream:
         return piece
 
     def rest(self) -> str:
-        """Return the text that is held back."""
+        """Return the text that has not been shown."""
         shown, tokens = self.tokens[self.begin : self.shown], self.tokens[self.begin :]
         before, whole = (decode(self.tokenizer, some) for some in (shown, tokens))
         return whole[len(before) :]

@@ -11,15 +11,15 @@ from torch import Tensor
 from inference.verification.sample import Sampling, distribution
 
 CACHED_ROWS = 4  # rows of a large vocabulary that a CPU's cache holds
-ROWS = 256  # distributions that are summed up in fp64 at a time: of 15,000 over a large vocabulary none would fit
+ROWS = 256  # distributions summed up in fp64 at a time: 15,000 over a large vocabulary do not fit into memory
 
 
 class Draws:
-    """The randomness of one sequence's draft on the host: numbered samples of its root, or the noise of positions.
+    """The random numbers of one sequence's draft on the host: numbered samples of its root, or the noise of positions.
 
-    Samples are independent of what verification reads and of what was drafted at other roots, so that every draft is a
-    sample of its q. If `coupled`, the noise is that of the target's own tokens (arXiv 2408.07978): a draft that races
-    its probs against it often meets them.
+    Samples are independent of the numbers of verification and of drafts at other roots, so that every draft is a sample
+    of its q. If `coupled`, the noise is the one that samples the target's tokens (arXiv 2408.07978), so that a draft
+    sampled with it often equals them.
     """
 
     def __init__(self, key: int, position: int, coupled: bool) -> None:
@@ -45,7 +45,7 @@ class Draws:
         return exponential_noise(torch.full_like(position, self.key), position, probs.shape[-1])
 
     def at(self, position: int) -> "Draws":
-        """Return the randomness of a draft that begins at another position: the same, whoever asks and when."""
+        """Return the random numbers of a draft at another position, which do not depend on when this is called."""
         return Draws(self.key, position, self.coupled)
 
 
@@ -59,7 +59,7 @@ class Samples:
     def sample(self, probs: Float[Tensor, "B K V"]) -> Int[Tensor, "B K"]:
         """Sample one token from each row."""
         numbers = uniform(self.root[:, None], self._numbers(probs.shape[1]))
-        tokens = []  # at the points of the rows' cumulative sums: one random number a row in place of V
+        tokens = []  # inverse transform sampling: one random number per row instead of V
         for some, where in zip(probs.flatten(0, 1).split(ROWS), numbers.view(-1, 1).split(ROWS), strict=True):
             total = some.cumsum(-1, dtype=torch.float64)
             tokens.append(torch.searchsorted(total, where * total[:, -1:], right=True)[:, 0])
@@ -68,7 +68,7 @@ class Samples:
     def sample_distinct(self, probs: Float[Tensor, "B K V"], count: int) -> Int[Tensor, "B K C"]:
         """Sample `count` tokens from each row without replacement, in order; -1 once none is left.
 
-        By probs over exponential noise, equal to Gumbel top-k (Kool et al., 2019).
+        The tokens with the highest probs over exponential noise, which is Gumbel top-k (Kool et al., 2019).
         """
         if count == 1:
             return self.sample(probs)[..., None]
@@ -84,11 +84,11 @@ class Samples:
 
 BITS = 32
 MASK = (1 << BITS) - 1
-DRAFT_KEY, ACCEPT_KEY = MASK, MASK - 1  # the keys of other numbers than the noise of positions, which are smaller
+DRAFT_KEY, ACCEPT_KEY = MASK, MASK - 1  # keys of the other random numbers; positions are smaller
 
 
 def seed_key(seed: int) -> int:
-    """Return what counter-based numbers take for a seed: those of neighbouring seeds have nothing in common."""
+    """Return the random key of a seed; keys of neighbouring seeds are unrelated."""
     return hashed(str(seed)) & MASK
 
 
@@ -106,8 +106,8 @@ def uniform(key: Any, counter: Any) -> Any:
 def exponential_noise(key: Int[Tensor, "*b"], position: Int[Tensor, "*b"], size: int) -> Float[Tensor, "*b V"]:
     """Return exponential noise for `size` tokens at absolute positions: a function of only key, position and token.
 
-    A hash of the three takes a generator's place, so that one call serves any number of sequences and positions, on
-    every kind of device alike (Salmon et al., 2011, on counter-based random numbers).
+    A hash of the three replaces a generator, so that one call serves any number of sequences and positions and every
+    kind of device gives equal numbers (Salmon et al., 2011, on counter-based random numbers).
     """
     keys = hash_key(key, position).int()
     token = _mixed(torch.arange(size, device=keys.device)).int()
@@ -117,7 +117,7 @@ def exponential_noise(key: Int[Tensor, "*b"], position: Int[Tensor, "*b"], size:
         bits = token ^ some_keys
         for shift, factor in ((16, 0x21F0AAAD), (15, 0x735A2D97), (15, 1)):
             bits.bitwise_xor_((bits >> shift).bitwise_and_((1 << BITS - shift) - 1)).mul_(factor)
-        # log(u) is log1p(u - 1), and 1 - u has all bits of fp32 where the noise is small, which is where it decides.
+        # log(u) is log1p(u - 1), and 1 - u has all bits of fp32 where the noise is small and decides.
         some.copy_(bits.bitwise_not_()).add_(0.5).mul_(0.5**BITS)
         some.sub_(some.floor()).clamp_max_(1 - 2**-24).neg_().log1p_().neg_()
     return noise
@@ -135,7 +135,7 @@ def sampled(
 
 
 def in_cache(*rows: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Split tensors along their first dimension: on a CPU into a few rows, whose intermediates stay in its cache."""
+    """Split tensors along their first dimension: on a CPU into blocks whose intermediates fit into its cache."""
     few = rows[0].device.type == "cpu" and not torch.compiler.is_compiling()
     return zip(*(tensor.split(CACHED_ROWS if few else max(len(tensor), 1)) for tensor in rows), strict=True)
 
@@ -148,5 +148,5 @@ def _mixed(x: Any) -> Any:
 
 
 def hashed(key: str) -> int:
-    """Return a seed for a key: generators that are seeded with neighbouring numbers may begin alike."""
+    """Return a seed for a string, by a hash: generators with neighbouring seeds may start with similar numbers."""
     return int.from_bytes(hashlib.blake2b(key.encode(), digest_size=8).digest(), "little")

@@ -1,8 +1,8 @@
-"""The verification rules, for the trees of a batch at once: which drafted path stands, and what the next token is.
+"""The verification rules for a batch of trees: they return the accepted path and the token after it.
 
 The host reads nothing here unless `allow_host_sync`. Shapes depend only on the trees' sizes. The rules of sampled
-drafts walk a fixed shape, which the host knows: it visits all nodes, and masks say which of them each sequence comes
-to. `RULES` says which drafts each rule is right for. At temperature 0 the target's distribution is one-hot and every
+drafts walk a fixed shape, which the host knows: they visit all nodes, and masks mark the nodes that each sequence
+reaches. `RULES` says which drafts each rule supports. At temperature 0 the target's distribution is one-hot and every
 lossless rule is the same walk along its best tokens.
 """
 
@@ -17,7 +17,7 @@ from torch import Tensor
 from inference.verification.sample import residual, without
 from inference.verification.tree import DraftTree
 
-# Medusa's typical acceptance, the published epsilon and delta (arXiv 2401.10774); and a fixed bar, as engines offer it.
+# Medusa's typical acceptance, the published epsilon and delta (arXiv 2401.10774); and a fixed threshold, as in engines.
 EPSILON, DELTA = 0.09, 0.3
 THRESHOLD = 0.3
 LEAST = 1e-30  # replaces a probability of 0 under a logarithm
@@ -26,22 +26,22 @@ LEAST = 1e-30  # replaces a probability of 0 under a logarithm
 class Accepted(NamedTuple):
     """The accepted paths of B trees that are at most P - 1 deep."""
 
-    path: Int[Tensor, "B P"]  # each tree's accepted nodes from the root on; behind them the last one again
-    committed: Int[Tensor, "B"]  # how many there are, which is how many tokens are committed
-    token: Int[Tensor, "B P"]  # the committed tokens: those of the accepted nodes but for the root, then the next one
+    path: Int[Tensor, "B P"]  # accepted nodes from the root on, padded with the last one
+    committed: Int[Tensor, "B"]  # number of accepted nodes, the root included, and of committed tokens
+    token: Int[Tensor, "B P"]  # committed tokens: the accepted drafts, then the bonus token
 
 
 class Sampled(NamedTuple):
     """B drafts of one fixed shape whose children were sampled."""
 
-    parents: Sequence[int]  # of the shape's nodes; the root's is -1, and parents come before children
+    parents: Sequence[int]  # parent of each node of the shape, -1 for the root; parents come before children
     token: Int[Tensor, "B N"]  # the nodes' tokens
-    present: Bool[Tensor, "B N"]  # which nodes there are
+    present: Bool[Tensor, "B N"]  # mask of the drafted nodes
     q: Float[Tensor, "B M V"]  # the probs that the children of the M nodes with children were sampled from, in order
 
 
 class LastAccepted(NamedTuple):
-    """Of each sequence the last accepted node, and the probs that the next token is sampled from."""
+    """The last accepted node of each sequence, and the probs that the next token is sampled from."""
 
     last: Int[Tensor, "B"]
     probs: Float[Tensor, "B V"]
@@ -50,17 +50,17 @@ class LastAccepted(NamedTuple):
 def present(
     tree: DraftTree, ancestor_mask: Bool[Tensor, "#B N N"], depth: Int[Tensor, "B N"], max_draft_depth: Int[Tensor, "B"]
 ) -> Bool[Tensor, "B N"]:
-    """Return the mask of drafted nodes: no padding (token -1) nor below it, and not too deep."""
+    """Return the mask of drafted nodes: no padding (token -1), no descendants of padding, no nodes too deep."""
     return ~(ancestor_mask & (tree.token < 0)[:, None]).any(-1) & (depth <= max_draft_depth[:, None])
 
 
 def follow(
     tree: DraftTree, ancestor_mask: Bool[Tensor, "#B N N"], present: Bool[Tensor, "B N"], right: Bool[Tensor, "B N"]
 ) -> Int[Tensor, "B"]:
-    """Return the deepest node of the longest path of right nodes.
+    """Return the deepest node of the longest path of `right` nodes.
 
-    `ancestor_mask` marks each node's ancestors, itself included, `present` the nodes that are drafted, `right` those
-    whose token may follow their parent's.
+    `ancestor_mask` marks each node's ancestors, itself included, `present` the drafted nodes, `right` the nodes whose
+    token the target accepts after their parent's.
     """
     alive = ~(ancestor_mask & ~(right | (tree.parent < 0))[:, None]).any(-1) & present
     return torch.where(alive, ancestor_mask.sum(-1) - 1, -1).argmax(1)
@@ -69,14 +69,14 @@ def follow(
 def follow_on_host(
     tree: DraftTree, best: Int[Tensor, "1 N"], max_draft_depth: Int[Tensor, "1"], deepest: int
 ) -> tuple[Accepted, Int[Tensor, "1 P"], Int[Tensor, "1"]]:
-    """Return what the target's best tokens accept of one tree, the ranks of its path, and how many nodes are drafted.
+    """Return the path that the target's best tokens accept in one tree, its ranks, and the number of drafted nodes.
 
-    For one tree this walk in Python takes a third of the time of the sixty small operations in its place.
+    For one tree this walk in Python takes a third of the time of the sixty small tensor operations that it replaces.
     """
     (tokens,), (parents,), (following,) = torch.stack([tree.token, tree.parent, best]).tolist()
     most, depth, child = int(max_draft_depth), [0], dict[tuple[int, int], int]()
     for node, (token, parent) in enumerate(zip(tokens[1:], parents[1:], strict=True), 1):
-        # What hangs below padding is padding; look-ahead tokens hang nowhere.
+        # Descendants of padding are padding; look-ahead tokens have no parent in the tree.
         reached = depth[parent] + 1 if token >= 0 and parent >= 0 else most + 1
         depth.append(reached)
         if reached <= most:
@@ -103,10 +103,10 @@ def walk(
     *,
     allow_host_sync: bool,
 ) -> tuple[Int[Tensor, "B"], Int[Tensor, "B"]]:
-    """Walk down each tree while the token that `choose` names after a node was drafted there, the first of equal ones.
+    """Walk down each tree while a child, the first of equal ones, has the token that `choose` returns after a node.
 
-    So a distribution is made only of the nodes on the accepted paths, one a depth, down to `deepest`. `allow_host_sync`
-    says that the host may read, to end where all paths have. Returns the last nodes, and the tokens after them.
+    So probs are computed only for nodes on the accepted paths, one per depth, down to `deepest`. With `allow_host_sync`
+    the host reads whether all paths have ended. Returns the last nodes, and the tokens after them.
     """
     node = torch.zeros_like(tree.token[:, 0])
     walks, token = torch.ones_like(node, dtype=torch.bool), node
@@ -127,7 +127,7 @@ def accepted(
     token: Int[Tensor, "B"],
     deepest: int,
 ) -> Accepted:
-    """Return the paths to the last accepted nodes, and their tokens with the `token` that comes next."""
+    """Return the paths to the last accepted nodes, and their tokens followed by `token`."""
     size, last = tree.token.shape[-1], last[:, None]
     on_path = ancestor_mask.expand(len(last), -1, -1).take_along_dim(last[..., None], 1)[:, 0]
     node = torch.arange(size, device=on_path.device)
@@ -139,7 +139,7 @@ def accepted(
 
 
 def typical(p: Float[Tensor, "B N V"]) -> Float[Tensor, "B N"]:
-    """LOSSY. Return Medusa's bar after each node: what the entropy of the target's distribution makes likely enough."""
+    """LOSSY. Return Medusa's probability threshold after each node, from the entropy of the target's distribution."""
     entropy = -(p * p.clamp_min(LEAST).log()).sum(-1)
     return (DELTA * torch.exp(-entropy)).clamp_max(EPSILON)
 
@@ -147,7 +147,7 @@ def typical(p: Float[Tensor, "B N V"]) -> Float[Tensor, "B N"]:
 def lenient(
     tree: DraftTree, p: Float[Tensor, "B N V"], bar: Callable[[Float[Tensor, "B N V"]], Float[Tensor, "B N"]]
 ) -> Bool[Tensor, "B N"]:
-    """LOSSY. Return which nodes' tokens are above the bar of what they follow."""
+    """LOSSY. Return the mask of nodes whose token is above the threshold after their parent."""
     parent, row = tree.parent.clamp_min(0), torch.arange(len(p), device=p.device)[:, None]
     return p[row, parent, tree.token.clamp_min(0)] > bar(p).gather(1, parent)
 
@@ -169,7 +169,7 @@ class AcceptDraws:
 def recursive(
     draft: Sampled, p: Float[Tensor, "B N V"], uniforms: Float[Tensor, "B N"], allow_host_sync: bool = False
 ) -> LastAccepted:
-    """Recursive rejection: siblings in sampled order, each against what rejections have left of the target's probs.
+    """Recursive rejection sampling: siblings in sampled order, each against the residual of the target's probs.
 
     Siblings are sampled without replacement (Sequoia, arXiv 2402.12374); on a chain it is speculative sampling (arXiv
     2211.17192, 2302.01318).
@@ -177,7 +177,7 @@ def recursive(
     Args:
         p: the target's probs after each node.
         uniforms: uniform numbers, as many as there are nodes.
-        allow_host_sync: whether the host may read, to leave out what no sequence comes to.
+        allow_host_sync: whether the host may read, to skip nodes that no sequence reaches.
     """
     draws, rows = AcceptDraws(uniforms, torch.zeros_like(draft.token[:, 0])), _rows(draft.parents)
     last, target, left = torch.zeros_like(draws.used_uniforms), p[:, 0], draft.q[:, 0]
@@ -200,20 +200,20 @@ def recursive(
 
 @dataclass
 class PathNode:
-    """A node on the path that traversal verification looks at, for B sequences."""
+    """A node on the current path of traversal verification, for B sequences."""
 
-    reached: Bool[Tensor, "B"]  # which sequences come to it, or would if they had not accepted a path before
-    alpha: Float[Tensor, "B"]  # probability that the path up to here is accepted, given what was rejected below it
-    target: Float[Tensor, "B V"]  # what is left of p after rejections
-    left: Float[Tensor, "B V"] | None  # what is left of q; of a node without children nothing
+    reached: Bool[Tensor, "B"]  # mask of sequences that reach it, or would without an earlier accepted path
+    alpha: Float[Tensor, "B"]  # probability that the path up to here is accepted, given the rejections below it
+    target: Float[Tensor, "B V"]  # residual of p after rejections
+    left: Float[Tensor, "B V"] | None  # residual of q; None without children
 
     def reject(self, token: Int[Tensor, "B 1"], rejected: Bool[Tensor, "B"], distinct: bool) -> None:
-        """Take into account that the child with a token, and all below it, was rejected; maybe others must differ."""
+        """Update the residuals after a child with a token was rejected; `distinct` if it has later siblings."""
         assert self.left is not None
         rest = (self.alpha[:, None] * self.target - self.left).clamp_min(0)
         mass = rest.sum(-1)
-        # The parentheses keep an alpha of 1 at exactly 1, on which the root relies. Where nothing is left, in exact
-        # arithmetic alpha is below 1: what is sure to be accepted rejects no child without a residual.
+        # The parentheses keep an alpha of 1 at exactly 1, as the root needs. If no mass is left, alpha is below 1 in
+        # exact arithmetic: a node that is accepted for certain has a residual after a rejection.
         alpha = torch.where(mass > 0, mass / (mass + (1 - self.alpha)), (self.alpha >= 1).to(mass.dtype))
         self.target = torch.where((rejected & (mass > 0))[:, None], rest / mass[:, None], self.target)
         self.alpha = torch.where(rejected, alpha, self.alpha)
@@ -224,11 +224,11 @@ class PathNode:
 def traversal(
     draft: Sampled, p: Float[Tensor, "B N V"], uniforms: Float[Tensor, "B N"], allow_host_sync: bool = False
 ) -> LastAccepted:
-    """Traversal verification (arXiv 2505.12398), from the leaves up: a path stands or falls as a whole.
+    """Traversal verification (arXiv 2505.12398), from the leaves up: a path is accepted or rejected as a whole.
 
     A rejected leaf is deleted, its parent keeps the residuals of p and q, and the next leaf is tried. On a chain it is
-    block verification (arXiv 2403.10444). The root's alpha is 1, so it is accepted at the latest. Arguments as of
-    `recursive`.
+    block verification (arXiv 2403.10444). The root's alpha is 1, so it is accepted if no other path is. The arguments
+    are those of `recursive`.
     """
     draws, rows = AcceptDraws(uniforms, torch.zeros_like(draft.token[:, 0])), _rows(draft.parents)
     last, probs = torch.zeros_like(draws.used_uniforms), p[:, 0]
@@ -253,14 +253,14 @@ def traversal(
             last, undecided = last.masked_fill(stands, node), undecided & ~stands
             if not frames or (allow_host_sync and not undecided.any()):
                 break
-            rejected = frames[-1].reached & draft.present[:, node] & undecided  # also where it was not reached
+            rejected = frames[-1].reached & draft.present[:, node] & undecided  # also if it was not reached
             if not allow_host_sync or rejected.any():
                 frames[-1].reject(token, rejected, more[node])
     return LastAccepted(last, probs)
 
 
 def _followed(parents: Sequence[int]) -> list[bool]:
-    """Return which nodes have siblings behind them."""
+    """Return for each node whether it has later siblings."""
     return [parent in parents[node + 1 :] for node, parent in enumerate(parents)]
 
 
@@ -270,7 +270,7 @@ def _rows(parents: Sequence[int]) -> dict[int, int]:
 
 
 def _walk(parents: Sequence[int]) -> Iterator[tuple[int, bool]]:
-    """Yield each node when a walk in depth comes to it, true, and when it leaves it, false."""
+    """Yield the nodes of a depth-first walk, each with true when it is entered and with false when it is left."""
     below: list[list[int]] = [[] for _ in parents]
     for node, parent in enumerate(parents[1:], 1):
         below[parent].append(node)
@@ -298,17 +298,17 @@ AUTO, GREEDY_WALK, NOTHING = "auto", "greedy", "none"
 
 @dataclass(frozen=True)
 class Rule:
-    """A rule, and the drafts that it is right for; one without functions walks along the target's own samples.
+    """A verification rule, and the drafts that it supports; a rule without functions follows the target's own samples.
 
-    Right for all drafts that do not depend on what is sampled here. Of drafts chosen without sampling each is accepted
-    with its probability under p, as speculative sampling does from point masses. With coupled noise it is right for
-    all, and drafter-invariant decoding (arXiv 2408.07978).
+    `match`, `point_mass` and `coupled` follow them; they differ in how the draft was made (`DeviceStep.draft`). A node
+    of a draft that is independent of these samples is accepted with its probability under p, as in speculative sampling
+    from a point mass. With coupled noise the text does not depend on the drafter (arXiv 2408.07978).
     """
 
-    chain: bool = False  # whether it takes at most one child a node
-    # Of a rule that needs drafts sampled from known probs q; without, any choice will do.
+    chain: bool = False  # whether it verifies only chains
+    # Verification of drafts that are sampled from known probs q; None if any draft is supported.
     on_device: Callable[[Sampled, Tensor, Tensor, bool], LastAccepted] | None = None
-    bar: Callable[[Tensor], Tensor] | None = None  # of a rule that changes the target's distribution
+    bar: Callable[[Tensor], Tensor] | None = None  # probability threshold of a lossy rule
 
 
 RULES = {
@@ -320,7 +320,7 @@ RULES = {
     "traversal": Rule(False, traversal),
     "coupled": Rule(),
     "typical": Rule(bar=typical),
-    "threshold": Rule(bar=lambda p: p.new_full(p.shape[:-1], THRESHOLD)),  # LOSSY: one bar after every node
+    "threshold": Rule(bar=lambda p: p.new_full(p.shape[:-1], THRESHOLD)),  # LOSSY: one threshold for all nodes
 }
 COUPLED = "coupled"
 
@@ -331,15 +331,15 @@ def is_lossy(rule: str) -> bool:
 
 
 def emits_samples(rule: str) -> bool:
-    """Return whether a rule emits what the target samples, drafts or not: then the text is that of the baseline.
+    """Return whether a rule emits the target's own samples, so that the text is the baseline's.
 
-    The other lossless rules sample again where they reject: the text is another, of the same distribution.
+    The other lossless rules sample again after a rejection: the text is another sample of the same distribution.
     """
     return rule in (GREEDY_WALK, NOTHING) or (rule in RULES and RULES[rule] == Rule())
 
 
 def label(rule: str) -> str:
-    """Return what reports call a rule."""
+    """Return a rule's name in reports."""
     return f"{rule} (lossy)" if is_lossy(rule) else rule
 
 
@@ -349,10 +349,10 @@ def is_chain(parents: Sequence[int]) -> bool:
 
 
 def fitting(rule: str, chain: bool, sampled: bool, greedy: bool) -> str:
-    """Return the rule for a draft: the one that accepts most for auto (`benchmarks/rules.py` measures them).
+    """Return the rule for a draft; auto is the one that accepts most (`benchmarks/rules.py` measures them).
 
     Raises:
-        ValueError: a rule that is not right for the draft. At temperature 0 any choice of drafts will do.
+        ValueError: the rule does not support the draft; at temperature 0 only a chain rule on a tree does not.
     """
     if rule == AUTO and not sampled:
         return "point_mass"

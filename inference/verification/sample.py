@@ -1,6 +1,6 @@
-"""From logits to the probabilities that are sampled from, in the order of transformers' processors.
+"""Sampling probabilities of logits, with transformers' logit processors in their order.
 
-The repetition penalty on the raw logits, then temperature, top-k, top-p, min-p.
+The order is the repetition penalty on the raw logits, temperature, top-k, top-p, min-p.
 """
 
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ RANGES = {
 
 @dataclass(frozen=True)
 class Sampling:
-    """How tokens are sampled; the same for target and draft, for drafting, verification and the bonus token alike."""
+    """The sampling parameters, the same for drafting, verification and the bonus token."""
 
     temperature: float
     top_k: int  # 0 keeps all tokens
@@ -46,8 +46,8 @@ def distribution(logits: Float[Tensor, "*n V"], sampling: Sampling) -> Float[Ten
     """Return the probabilities of the next token, in fp32 (fp64 stays).
 
     Temperature 0 is one-hot at the largest logit. Top-k keeps ties with the k-th logit; top-p keeps the
-    smallest set of most likely tokens that reaches p (Holtzman et al., 2020); min-p keeps what has that share of the
-    best token's probability (arXiv 2407.01082). The repetition penalty is `penalize`'s: it reads more than logits.
+    smallest set of most likely tokens that reaches p (Holtzman et al., 2020); min-p keeps tokens with at least that
+    share of the best token's probability (arXiv 2407.01082). `penalize` applies the repetition penalty.
     """
     logits = logits if logits.dtype == torch.float64 else logits.float()
     if sampling.temperature == 0:
@@ -68,7 +68,7 @@ def distribution(logits: Float[Tensor, "*n V"], sampling: Sampling) -> Float[Ten
 def _nucleus(probs: Float[Tensor, "*n V"], top_p: float) -> Float[Tensor, "*n V"]:
     """Return the probabilities of the most likely tokens that together reach p."""
     best, index = probs.topk(min(FIRST, probs.shape[-1]))
-    # To look makes a host wait for its device, and is no part of a graph.
+    # Reading the sum makes the host wait for the device, and cannot be captured in a graph.
     looks = probs.device.type == "cpu" and not torch.compiler.is_compiling()
     if not looks or best.sum(-1).min() < top_p:
         best, index = probs.sort(descending=True, stable=True)
@@ -82,8 +82,8 @@ def penalize(
 ) -> Float[Tensor, "*n V"]:
     """Return the logits with those of `seen_tokens` pulled down, in fp32; fp64 stays (arXiv 1909.05858).
 
-    As in transformers a positive logit is divided by the penalty and a negative one multiplied, once however often the
-    token stands in the prompt or the answer.
+    As in transformers a positive logit is divided by the penalty and a negative one multiplied, once for any number of
+    occurrences in the prompt and the answer.
     """
     logits = logits if logits.dtype == torch.float64 else logits.float()
     penalty = sampling.repetition_penalty
@@ -94,7 +94,7 @@ def residual(target: Float[Tensor, "*n V"], draft: Float[Tensor, "*n V"]) -> Flo
     """Return the residual of the target's probs after a rejected draft."""
     left = (target - draft).clamp_min(0)
     total = left.sum(-1, keepdim=True)
-    # Equal distributions never reject in exact arithmetic; where rounding did, nothing is left and p stands.
+    # Equal distributions never reject in exact arithmetic; after a rounding error nothing is left and p is returned.
     return torch.where(total > 0, left / total, target)
 
 

@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-LOOK_AHEAD = -2  # the parent of a token that is no node and only shares the pass
+LOOK_AHEAD = -2  # the parent of a look-ahead token, which is not a node
 
 
 class DraftTree(NamedTuple):
@@ -46,10 +46,10 @@ def chain(token: Int[Tensor, "N"]) -> DraftTree:
 
 
 def ancestors(tree: DraftTree) -> Bool[Tensor, "*b N N"]:
-    """Return for each node which nodes lie on its path from the root, itself included; of several trees side by side.
+    """Return the mask of each node's ancestors, itself included; trees may be batched.
 
-    By doubling: who is known to see `reach` nodes upwards sees, with what the last of them sees, twice as many. So the
-    host need not know the tree, for which it would have to wait until a device has drafted it.
+    By doubling: a node's mask of `reach` ancestors, joined with the mask of the last of them, has twice as many. So the
+    host need not read the tree, for which it would have to wait for the device.
     """
     size = tree.parent.shape[-1]
     mask = torch.eye(size, dtype=torch.bool, device=tree.parent.device).expand(*tree.parent.shape, -1)
@@ -81,7 +81,7 @@ def children(tree: DraftTree) -> list[list[int]]:
 
 
 def agreed(tree: DraftTree, following: list[int]) -> int:
-    """Return how many of the following tokens lie on a path of the tree."""
+    """Return the number of following tokens that are on a path of the tree."""
     node, below, token = 0, children(tree), tree.token.tolist()
     for count, expected in enumerate(following):
         child = next((child for child in below[node] if token[child] == expected), None)
@@ -102,7 +102,7 @@ def keep(tree: DraftTree, selected: Bool[Tensor, "N"]) -> tuple[DraftTree, Int[T
 
 
 def best_n(tree: DraftTree, score: Float[Tensor, "*b N"], count: int) -> DraftTree:
-    """Return the root and the `count` best-scored other nodes; of several trees side by side.
+    """Return the tree of the root and the `count` best-scored other nodes; trees may be batched.
 
     Scores must not rise from parent to child (cumulative probabilities do not), so the best nodes form a tree; ties
     go to the earlier node, which is the ancestor.

@@ -1,9 +1,9 @@
 """The target drafts without some layers: Draft & Verify (arXiv 2309.08168), SWIFT (arXiv 2410.06916), LayerSkip.
 
-The drafted rows see the committed ones in the target's own cache; their keys and values are dropped before verification
-writes its own. Which attention and MLP sub-layers are skipped, a search on the user's prompts finds. It rates a
-candidate without decoding: the drafts that it would make are read off recorded greedy answers in one pass, all
-positions at once, and a drafted token costs what is left of the weights that decoding reads.
+Drafted rows attend to the committed ones in the target's cache; their keys and values are dropped before verification
+writes its own. A search on the user's prompts chooses the attention and MLP sub-layers to skip. It rates a candidate
+without decoding: one pass over recorded greedy answers gives its drafts at all positions, and a drafted token costs the
+share of the weights that it reads.
 """
 
 import json
@@ -33,7 +33,7 @@ Text = tuple[Tensor, int, TargetCache]  # a prompt with the target's greedy answ
 
 
 class SelfDrafter(HostDrafter, DrafterState):
-    """The thinned target drafts; its state is the target's cache, and a tree grows from it as from a head."""
+    """Drafts with the target without some layers, as a head drafts; its state is the target's cache."""
 
     vocab = None
 
@@ -42,12 +42,12 @@ class SelfDrafter(HostDrafter, DrafterState):
         self.tree = tree.label
 
     def start(self, prompt: list[int]) -> "SelfDrafter":
-        """Return the state of any sequence: none of its own."""
+        """Return itself: no sequence has another state."""
         return self
 
     @torch.inference_mode()
     def propose(self, context: Context) -> Proposal:
-        """Grow the tree, from rows behind those of the cache, and drop these rows."""
+        """Grow the tree with rows after those of the cache, and drop these rows."""
         assert context.cache is not None
         last = torch.tensor([context.token[-1:]], device=self.thinned.target.device)
         self.cache, self.prefix, self.max_depth = context.cache, context.cache.length, context.max_draft_depth
@@ -58,7 +58,7 @@ class SelfDrafter(HostDrafter, DrafterState):
         return proposal
 
     def expand(self, state: None, level: LevelOutput | None, nodes: LevelNodes) -> LevelOutput:
-        """Run the next tree level; every node sees the root besides what its mask says."""
+        """Run the next tree level; every node attends to the root and to the nodes of its mask."""
         mask = nodes.mask[0]
         position = torch.full_like(nodes.token, self.prefix + nodes.depth)
         self.position = torch.cat([self.position, position], 1)
@@ -70,12 +70,12 @@ class SelfDrafter(HostDrafter, DrafterState):
 class EarlyExit(SelfDrafter):
     """LayerSkip (Elhoushi et al., arXiv 2404.16710): the first layers draft, with the final norm and the lm_head.
 
-    Lossless for every target; one that was not trained to exit early is rarely followed.
+    Lossless for every target; one that was not trained to exit early rarely accepts a draft.
     """
 
     @dataclass(frozen=True)
     class Config:
-        """How many layers draft, and the tree they grow."""
+        """The number of layers that draft, and the tree policy."""
 
         exit_layer: Count
         tree: TreeConfig
@@ -92,7 +92,7 @@ class EarlyExit(SelfDrafter):
 
 @dataclass(frozen=True)
 class SkipFile:
-    """What is kept of a search: the target, the skipped sub-layers, how to draft with them, and what was measured."""
+    """The file of a search: the target, the skipped sub-layers, depth and stop of a draft, and the measurements."""
 
     format: Annotated[int, Within(FORMAT, FORMAT)]
     target: TargetSpec
@@ -114,7 +114,7 @@ class LayerSkip(SelfDrafter):
 
     @dataclass(frozen=True)
     class Config:
-        """The file that the search wrote, and what differs from its depth and stop; None differs in nothing."""
+        """The file of a search, and depth and stop in place of the file's; None keeps the file's."""
 
         skips: str
         depth: Count | None
@@ -130,9 +130,9 @@ class LayerSkip(SelfDrafter):
 
 
 class Rating(NamedTuple):
-    """What a set of skips promises at its best depth: speed against the baseline, tokens per pass, the draft's cost.
+    """The estimate for a set of skips at its best depth: speedup, depth, tokens per pass, cost of a drafted token.
 
-    `speed` takes a verification pass to cost what a plain one does.
+    `speed` assumes that a verification pass costs as much as a baseline pass.
     """
 
     speed: float
@@ -143,7 +143,7 @@ class Rating(NamedTuple):
 
 @dataclass(frozen=True)
 class SearchSettings:
-    """The greatest depth, how many candidates to rate, and the order's seed."""
+    """The greatest depth, the number of candidates to rate, and the random seed."""
 
     depth: Count
     evaluations: Annotated[int, Within(2, LARGEST)]
@@ -151,10 +151,10 @@ class SearchSettings:
 
 
 def rate(target: Target, skips: Skips, texts: list[Text], deepest: int) -> Rating:
-    """Rate a set of skips at the best depth, by its share of right guesses (Leviathan et al., arXiv 2211.17192).
+    """Rate a set of skips at the best depth, by its share of correct guesses (Leviathan et al., arXiv 2211.17192).
 
-    One pass a text: a copy of each row runs through the thinned layers and sees the full rows before it and itself, as
-    the first row of a draft does. That deeper drafts, which also see drafted rows, do no worse is assumed.
+    One pass per text: a copy of each row runs through the remaining layers and attends to the full rows before it and
+    to itself, as the first row of a draft does. Deeper drafts, which also attend to drafted rows, are assumed as good.
     """
     thinned, right, best = Thinned(target, skips), list[Tensor](), Rating(0.0, 0, 0.0, 0.0)
     for token, prompt, cache in texts:
@@ -173,7 +173,7 @@ def rate(target: Target, skips: Skips, texts: list[Text], deepest: int) -> Ratin
 
 
 def recorded(target: Target, prompt: list[int], answer: list[int]) -> Text:
-    """Return a text with its rows in a cache, which `rate` reads again and again."""
+    """Return a text with its prefilled cache, which `rate` reads many times."""
     token = torch.tensor(prompt + answer, device=target.device)
     cache = target.cache()
     target.prefill(token, cache)
@@ -187,7 +187,7 @@ def search(target: Target, texts: list[Text], settings: SearchSettings) -> tuple
     ratings = {best: rate(target, best, texts, settings.depth)}
     parts = [*product((0, 1), range(len(target.decoder_layers)))]  # attention and MLP of each layer
     for _ in range(settings.evaluations - 1):
-        changed = order.sample(parts, order.choice((1, order.randint(1, len(parts)))))  # to a near set, or a far one
+        changed = order.sample(parts, order.choice((1, order.randint(1, len(parts)))))  # a small change, or a large one
         flips = ({layer for kind, layer in changed if kind == which} for which in (0, 1))
         skips = Skips(*(tuple(sorted({*old} ^ new)) for old, new in zip(best, flips, strict=True)))
         if skips not in ratings:

@@ -1,8 +1,8 @@
 """Mirror speculative decoding (arXiv 2510.13161): an assistant on another device drafts while the target verifies.
 
-The most probable outcomes of the verification are drafted on from, all of them level by level in one pass of the
-assistant; when the target's answer is among them, the next draft is there at once. Drafts depend only on the text and
-the seed, so what was prepared is what would have been drafted: preparing changes only the time that a step takes.
+The assistant drafts after the most probable outcomes of the verification, level by level with one pass for all of them;
+if the actual outcome is among them, the next draft is ready. Drafts depend only on the text and the seed, so a prepared
+draft equals the one that would be drafted later: preparing changes only the time of a step.
 """
 
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -19,7 +19,7 @@ from inference.protocol import CommittedTokens, Context, Proposal
 from inference.target.target import Target
 
 WORKERS = ThreadPoolExecutor()
-Outcome = tuple[int, ...]  # the tokens that a verification commits: the accepted ones, then the target's own
+Outcome = tuple[int, ...]  # the tokens that a verification commits: accepted drafts, then the bonus token
 
 
 class Mirror(HostDrafter):
@@ -27,7 +27,7 @@ class Mirror(HostDrafter):
 
     @dataclass(frozen=True)
     class Config:
-        """The assistant, which drafts chains, and for how many outcomes it drafts ahead."""
+        """The number of outcomes to draft after, and the assistant, which drafts chains."""
 
         outcomes: Number
         assistant: Assistant.Config
@@ -54,7 +54,7 @@ class MirrorState(AssistantState):
         self.ready: Proposal | None = None
 
     def update(self, commit: CommittedTokens) -> None:
-        """Take over what was prepared for this outcome, or let the assistant read on."""
+        """Use the chain prepared for this outcome, or prefill the assistant."""
         self.accepted += len(commit.token) - 1
         self.tried += self.drafted
         self.ready = self.work.result().get(tuple(commit.token)) if self.work else None
@@ -65,7 +65,7 @@ class MirrorState(AssistantState):
             self.text += self.vocabulary.follow(commit.token)
 
     def propose(self, context: Context) -> Proposal:
-        """Hand out the prepared chain, or draft one; then draft on in the background."""
+        """Return the prepared chain, or draft one; then prepare the next in the background."""
         proposal = self.ready or super().propose(context)
         chain = proposal.tree.token[1:].tolist()
         self.drafted = len(chain)
@@ -91,9 +91,9 @@ class MirrorState(AssistantState):
         return dict(zip(outcomes, self.chains(level, contexts), strict=True))
 
     def outcomes(self, chain: list[int], logits: Float[Tensor, "N V"]) -> list[Outcome]:
-        """Return the most probable outcomes: as many accepted as lately, then the assistant's guess of what follows.
+        """Return the most probable outcomes, by the recent acceptance rate and the assistant's probs of the next token.
 
-        After a rejection that is its guess among the other tokens.
+        After a rejection the next token is another one than the rejected.
         """
         rate = self.accepted / self.tried
         probs = logits.float().softmax(-1)

@@ -1,15 +1,15 @@
 """Speculative streams (Bhendawade et al., arXiv 2402.11131) next to a frozen target: the module, and the drafter.
 
-Behind a node of a pass stand its streams, one position further each. Where the top `layers` decoder layers begin,
-stream j takes on the node's hidden state plus a learned embedding of j. In these layers low-rank adapters (LoRA, arXiv
-2106.09685) act only on the streams' rows, and the target's final norm and lm_head give stream j's probs of the token
-j + 1 positions after the node's. Below these layers the streams' rows run along and are not read. The paper tunes the
-target with its streams; here no row of the target's own changes.
+Each node of a pass is followed by its streams, one position further each. At the first of the top `layers` decoder
+layers, stream j starts as the node's hidden state plus a learned embedding of j. In these layers low-rank adapters
+(LoRA, arXiv 2106.09685) act only on the streams' rows, and the target's final norm and lm_head give stream j's probs of
+the token j + 1 positions after the node's. Below these layers the streams' rows are computed but not read. The paper
+fine-tunes the target with its streams; here the target's own rows do not change.
 
-Every node of a tree is verified with its streams behind it as look-ahead tokens, so the pass that accepts a node has
-drafted what may follow its bonus token already. Streams know nothing of each other's tokens, as Medusa's heads do not,
-so a tree grows from the product of their probs. The prefill takes no look-ahead tokens: the first step drafts nothing
-and only brings the streams of its root along.
+Every node of a tree is verified with its streams as look-ahead tokens, so the pass that accepts a node has already
+drafted the tokens after its bonus token. Streams do not see each other's tokens, like Medusa's heads, so a tree grows
+from the product of their probs. The prefill has no look-ahead tokens: the first step drafts nothing and only runs the
+streams of its root.
 
 Shape letters: B rows of a batch, T positions, A anchors, the rows that have streams, G streams of each, R = A G.
 """
@@ -39,14 +39,14 @@ from inference.target.target import Target
 from inference.verification import tree as trees
 from inference.verification.tree import LookAhead
 
-KIND = "streams"  # what a run's folder calls them
+KIND = "streams"  # the streams' name in a run's folder
 Forward = Callable[..., Any]
 
 
 class Streams(nn.Module):
-    """The streams of one target: their embeddings and adapters, which are all that is trained and saved.
+    """The embeddings and adapters of the streams of one target; only these are trained and saved.
 
-    Only in a pass with streams do they act on the target's layers.
+    They act on the target's layers only in a pass with streams.
 
     Raises:
         ValueError: the configuration does not fit the target.
@@ -54,7 +54,7 @@ class Streams(nn.Module):
 
     @dataclass(frozen=True)
     class Config:
-        """How many streams, through how many of the top layers, and their adapters' rank, scale and linear layers."""
+        """The number of streams and of top layers, and the adapters' rank, scale and linear layers."""
 
         streams: Count
         layers: Count | None  # None: all
@@ -66,7 +66,7 @@ class Streams(nn.Module):
         super().__init__()
         target.check_masks("so no stream can ride along")
         self.config, self.target = config, target
-        self.top = [*target.decoder_layers][-(config.layers or 0) :]  # a list: the target's layers are no submodules
+        self.top = [*target.decoder_layers][-(config.layers or 0) :]  # a list: they must not become submodules
         linears = {one for layer in self.top for one in layer.modules() if isinstance(one, nn.Linear | Conv1D)}
         self.linears = {
             name.replace(".", "/"): module
@@ -87,9 +87,9 @@ class Streams(nn.Module):
     def behind(
         self, anchor: Int[Tensor, "B A"], offset: Int[Tensor, "B N"], visible: Bool[Tensor, "B N N"]
     ) -> tuple[Int[Tensor, "B R"], Int[Tensor, "B R"], Bool[Tensor, "B R M"], Forward]:
-        """Return the streams behind the rows `anchor` of N: their rows, offsets, visible rows, and the stack to run.
+        """Return the streams of the rows `anchor` of N: their rows, offsets, masks, and the decoder stack to run.
 
-        A stream sees what its row sees, and its row's streams up to itself.
+        A stream attends to the keys of its row, and to its row's streams up to itself.
         """
         source = anchor.repeat_interleave(self.config.streams, 1)
         index = torch.arange(source.shape[1], device=source.device)
@@ -138,7 +138,7 @@ class Streams(nn.Module):
         position, visible, width = rows.positions(document), rows.visible(document), token.shape[1]
         source, behind, seen, stack = self.behind(anchor, position, visible)
         attn_mask = torch.cat([nn.functional.pad(visible, (0, source.shape[1])), seen], 1)
-        # A stream behind the context has no teacher, and learned positions end there.
+        # A stream beyond the context has no teacher, and learned positions end there.
         position = torch.cat([position, behind], 1).clamp_max(self.target.context - 1)
         tokens = torch.cat([token, token.gather(1, source)], 1)
         states = self.target.run(tokens, position, attn_mask, None, stack=stack)
@@ -151,13 +151,13 @@ class Streams(nn.Module):
 
 
 class StreamsDrafter(HostDrafter):
-    """Drafts from the streams of the node that was accepted last."""
+    """Drafts from the streams of the last accepted node."""
 
     reads_logits = single = True
 
     @dataclass(frozen=True)
     class Config:
-        """The run that trained the streams, and the tree that is grown from them."""
+        """The run that trained the streams, and the tree policy."""
 
         run: str
         tree: TreeConfig
@@ -178,7 +178,7 @@ class StreamsDrafter(HostDrafter):
 
 
 class StreamsState(DrafterState):
-    """One sequence: the logits of the streams that were accepted last, from which a tree grows."""
+    """A sequence's state: the logits of the last accepted node's streams, from which a tree grows."""
 
     vocab = None
 
@@ -187,14 +187,14 @@ class StreamsState(DrafterState):
         self.logits: Float[Tensor, "G V"] | None = None
 
     def update(self, commit: CommittedTokens) -> None:
-        """Keep the streams of the node that was accepted last."""
+        """Keep the streams of the last accepted node."""
         verified = commit.verified
         if verified is not None and verified.look_ahead is not None:
             self.logits = verified.look_ahead.unflatten(0, (len(verified.tree.token), -1))[verified.path[-1]]
 
     @torch.inference_mode()
     def propose(self, context: Context) -> Proposal:
-        """Grow the tree that the last pass has drafted, and let the streams of its nodes ride along."""
+        """Grow a tree from the streams of the last pass, with the streams of its nodes as look-ahead tokens."""
         proposal = Proposal(trees.root(context.token[-1], self.streams.target.device))
         if self.logits is not None:
             self.max_depth = min(len(self.logits), context.max_draft_depth)
@@ -207,7 +207,7 @@ class StreamsState(DrafterState):
         return proposal._replace(look_ahead=LookAhead(token[source[0]].clamp_min(0), offset[0], seen[0], stack))
 
     def expand(self, state: None, level: LevelOutput, nodes: LevelNodes) -> LevelOutput:
-        """Score the next depth, the same under every node: streams know nothing of the tokens drafted before."""
+        """Return the next depth's logits, equal for every node: streams do not see the tokens drafted before."""
         assert self.logits is not None
         logits = self.logits[nodes.depth].expand(1, nodes.token.shape[1], -1)
         return LevelOutput(logits, logits[..., :0])
