@@ -102,7 +102,7 @@ BUGS = [
     ),
     Bug(
         "data/batches.py",
-        "count = -(-self.sequences_per_step // self.world)  # of",
+        "count = -(-self.sequences_per_step // self.world)  # sequences of",
         "count = self.sequences_per_step // self.world  # rows",
         ["tests/data/test_batches.py"],
     ),
