@@ -49,7 +49,7 @@ from train.distributed import processes
 from train.distributed.processes import RunLock, on_main
 from train.loop import AcceptanceEvaluator, KeptHead, Loop
 from train.plan import plan
-from train.resolve import check_out, clear_out, in_words
+from train.resolve import check_out, clear_out, describe_choices
 from train.rollouts import Rollouts
 from train.start import AUTO, STARTS, adapt, fit_init, init_head, resolve_init
 from train.step import Loss, Stepper, in_dtype
@@ -167,7 +167,7 @@ def build(run: RunConfig, accelerator: Accelerator, lock: RunLock) -> Loop:
         if (unserved := export.unserved(head.config, target.embeddings.beyond_tables())) is not None:
             tell(unserved)
         if not run.alone_on_cpu:
-            tell(in_words(plan(run)))
+            tell(describe_choices(plan(run)))
 
     on_main(accelerator, begin)
     logging.disable(logging.NOTSET)

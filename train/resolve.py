@@ -407,7 +407,7 @@ def table(planned: Plan) -> Group:
     if planned.hours is None:
         totals["hours"] = f"not known: device={device.name} has no peak; give device.tflops"
     else:
-        totals[f"time at an assumed {device.mfu:.0%} of {device.name}'s peak"] = spoken(planned.hours)
+        totals[f"time at an assumed {device.mfu:.0%} of {device.name}'s peak"] = format_hours(planned.hours)
         if device.type != "cpu":
             totals["GPU hours"] = f"{planned.hours * run.launcher.world:,.1f}"
         if run.features.mode == "stored":
@@ -428,7 +428,7 @@ def table(planned: Plan) -> Group:
     else:
         verdict = "it does not fit with any change: take more or larger devices, or another head"
     unserved = export.unserved(run.head, planned.shape.target.beyond_tables())
-    lines = filter(None, (in_words(planned), unserved, verdict))
+    lines = filter(None, (describe_choices(planned), unserved, verdict))
     return Group(*tables, *(escape(visible(line)) for line in lines))
 
 
@@ -446,12 +446,12 @@ def gib(size: float) -> str:
     return f"{size / GIB:,.2f} GiB" if size >= 2**27 else f"{size / 2**20:,.1f} MiB"
 
 
-def spoken(hours: float) -> str:
+def format_hours(hours: float) -> str:
     """Format a time in hours, minutes or seconds."""
     return f"{hours:,.1f} h" if hours >= 1 else f"{60 * hours:.0f} min" if hours >= 1 / 30 else f"{3600 * hours:.0f} s"
 
 
-def in_words(planned: Plan) -> str:
+def describe_choices(planned: Plan) -> str:
     """Return the chosen values in one line, as overrides."""
     run, launcher = planned.run, planned.run.launcher
     nodes = f"{launcher.num_nodes} x " if launcher.num_nodes > 1 else ""

@@ -21,7 +21,7 @@ from tests.train import jobs
 from train.build import executable_micro_batch
 from train.config import RunConfig, run_config
 from train.plan import GIB, MARGIN, SAFE, Plan, _target_shape, plan, target_shape
-from train.resolve import gib, in_words, remedy, spoken, table
+from train.resolve import describe_choices, format_hours, gib, remedy, table
 from train.step import Loss
 
 VICUNA: dict[str, Any] = {"vocab_size": 32000, "tie_word_embeddings": False}
@@ -361,14 +361,14 @@ def test_a_plan_says_its_data_and_that_a_step_has_no_row_for_each_process() -> N
     few, enough = (
         plan(run(*words, "plan=true", f"trainer.batch_tokens={rows * 64}", "data.length=64")) for rows in (2, 4)
     )
-    assert "=128 is 2 sequences for 4 processes, so some have nothing to do: give 256 or more" in in_words(few)
-    assert "trainer.batch_tokens" not in in_words(enough)
+    assert "=128 is 2 sequences for 4 processes, so some have nothing to do: give 256 or more" in describe_choices(few)
+    assert "trainer.batch_tokens" not in describe_choices(enough)
     alone = plan(run(*words[:-1], "plan=true", "trainer.batch_tokens=256", "data.length=64"))
     assert enough.hours == pytest.approx(alone.hours, rel=0.1), "by the CPU that they share"
     text = shown(few)
     for part in (few.run.data.path, "128 tokens in sequences of 64", "without plan=true the same command runs it"):
         assert part in text
-    assert [spoken(hours) for hours in (1.0, 0.999, 1 / 30, 0.0333)] == ["1.0 h", "60 min", "2 min", "120 s"]
+    assert [format_hours(hours) for hours in (1.0, 0.999, 1 / 30, 0.0333)] == ["1.0 h", "60 min", "2 min", "120 s"]
     assert [gib(2**27), gib(2**27 - 1)] == ["0.12 GiB", "128.0 MiB"]
 
 
@@ -465,7 +465,7 @@ def test_layers_go_to_a_host_that_holds_them_and_else_stay_in_their_files(
     for host, disk in ((streamed.host.peak / SAFE + 1e7, "cpu"), (streamed.host.peak / SAFE - 1e7, "disk")):
         at_a_machine(monkeypatch, host)
         placed = automatic(*words, small)
-        assert f"model.placement=offload model.offload={disk} " in in_words(plan(placed))
+        assert f"model.placement=offload model.offload={disk} " in describe_choices(plan(placed))
         assert plan(placed).utilization <= 1
     # A placement that is given stays, and the plan says what to change.
     at_a_machine(monkeypatch, streamed.host.peak - 1)
