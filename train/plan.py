@@ -2,7 +2,7 @@
 
 A device holds the process's own memory, the target, the head with its optimiser, and the widest stage of a step: the
 target's forward pass or the head's step. The final evaluation comes after all of these are freed. Every token is
-counted as trained, in one epoch. A run's actual need is within MARGIN of its plan (docs/training_plan.md).
+counted as trained, in one epoch. A run's actual need is within ESTIMATE_ERROR of its plan (docs/training_plan.md).
 """
 
 import json
@@ -41,9 +41,9 @@ from train.optim import hidden_matrices
 from train.start import adapt
 
 GIB = 2**30
-MARGIN = 0.15  # relative error of a plan, from measurements
-SAFE = 1 - MARGIN  # share of a device's memory that a plan's choices may use
-AHEAD = 2  # layers of a gathered or offloaded target that are on a device at once
+ESTIMATE_ERROR = 0.15  # relative error of a plan, from measurements
+MAX_UTILISATION = 1 - ESTIMATE_ERROR  # share of a device's memory that a plan's choices may use
+PREFETCH_LAYERS = 2  # layers of a gathered or offloaded target that are on a device at once
 ROW_BYTES = 9  # bytes of a packed token: id, document and mask
 HOST_BASE = 1.5  # GiB of host memory per process with torch's CUDA libraries
 # Bytes per weight, scales included: by `model.quantize`, and by a checkpoint's quant_method if it states no bits.
@@ -288,14 +288,14 @@ class Plan(NamedTuple):
 def plan(run: RunConfig) -> Plan:
     """Return the plan of a run; nothing is loaded or written.
 
-    If `trainer.micro_tokens` is null, a micro-batch is the largest power of two of sequences that fits in SAFE of the
-    device. If one sequence already fills the device, as a final evaluation may, it is all sequences of a process.
+    If `trainer.micro_tokens` is null, a micro-batch is the largest power of two of sequences within MAX_UTILISATION
+    of the device. If one sequence already fills the device, as the final evaluation may, it is all of a process.
     """
     given, world = run.trainer.micro_tokens, run.launcher.world
     if given is not None:
         return _plan(run, min(-(-run.sequences_per_step // world), given // run.data.length))
     micro_batch_size, least = 1 << max(0, (run.sequences_per_step // world).bit_length() - 1), _plan(run, 1)
-    limit = max(least.memory.peak, SAFE * (least.memory.capacity or 0))
+    limit = max(least.memory.peak, MAX_UTILISATION * (least.memory.capacity or 0))
     while (planned := _plan(run, micro_batch_size)).memory.peak > limit:
         micro_batch_size //= 2
     return planned
@@ -365,17 +365,17 @@ def target_state(run: RunConfig, shape: TargetShape, layers: int, item: int) -> 
     `layers` is the bytes of all layers, 0 if they are not loaded; `item` the bytes per value of embedding and lm_head.
     """
     where, launcher = run.model.where, run.launcher
-    ahead, gathered, host, parts, there = AHEAD * layers // shape.target.num_layers, 0, 0, 1, layers
+    prefetched, gathered, host, parts, there = PREFETCH_LAYERS * layers // shape.target.num_layers, 0, 0, 1, layers
     if where.placement == TENSOR_PARALLEL:
         parts = run.model.tensor_parallel or launcher.local
     elif where.placement == FSDP:
-        parts, gathered = launcher.world, ahead
+        parts, gathered = launcher.world, prefetched
     elif where.placement == DEVICE_MAP:
         mine = (where.devices or range(run.device.count or launcher.local))[:: launcher.local]
         there = layers // len(mine) if 0 in mine else 0  # the devices of a process share its layers evenly
     elif where.placement == OFFLOAD:
         stay = min(layers, int((where.memory_gb or 0) * GB))
-        there, host = min(layers, stay + ahead), 0 if where.offload == "disk" else layers - stay
+        there, host = min(layers, stay + prefetched), 0 if where.offload == "disk" else layers - stay
     ends = item * shape.embeddings
     # transformers' own shard of embedding and lm_head, which trainers do not read
     shard = ends // parts if layers and parts > 1 else 0

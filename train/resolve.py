@@ -1,8 +1,8 @@
 """`resolve`: the run of a composed configuration, checked before anything is loaded, every open value filled in once.
 
-Given values stay. Placement and strategy are the fastest whose plan takes at most SAFE of every device, and of the
-host's memory if known. The micro-batch stays open: its size is the plan's, and a trial on the device can reduce it
-(train/build.py).
+Given values stay. Placement and strategy are the fastest whose plan takes at most MAX_UTILISATION of every device, and
+of the host's memory if known. The micro-batch stays open: its size is the plan's, and a trial on the device can reduce
+it (train/build.py).
 """
 
 import math
@@ -57,7 +57,7 @@ from inference.target.placement import (
 from train.config import HERE, IGNORE, DeviceConfig, JobConfig, RunConfig, checked, run_config
 from train.distributed import processes
 from train.distributed.launch import launched, on_node, world
-from train.plan import GIB, SAFE, Plan, plan, target_shape
+from train.plan import GIB, MAX_UTILISATION, Plan, plan, target_shape
 from train.start import STARTS, check_init, check_kind, continued
 
 GATE = "float32"  # dtype of the losslessness check if the target fits in it: 16-bit rounding blurs the comparison
@@ -206,7 +206,7 @@ def resolve_placement(run: RunConfig) -> RunConfig:
         except ValueError as error:
             errors.append(error)
             continue
-        if share <= SAFE:
+        if share <= MAX_UTILISATION:
             break
     if not shares:
         raise errors[0]
@@ -214,7 +214,7 @@ def resolve_placement(run: RunConfig) -> RunConfig:
     if run.eval.gate_dtype != AUTO:
         return run
     exact = replace(run, eval=replace(run.eval, gate_dtype=GATE))
-    if not run.eval.prompts or run.alone_on_cpu or plan(exact).utilization <= SAFE:
+    if not run.eval.prompts or run.alone_on_cpu or plan(exact).utilization <= MAX_UTILISATION:
         return exact
     fast = fast_dtype(torch.device(str(run.device.type)))
     names = (run.eval.dtype, run.model.dtype, *(name for name, dtype in DTYPES.items() if dtype == fast))
