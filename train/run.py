@@ -39,7 +39,7 @@ BEST = "best"  # a file of conf/head/
 def main(cfg: DictConfig) -> float | None:
     """Plan, launch or train; return the best τ, which a sweep may maximise."""
     with user_errors(), launch.main_first():
-        launch.take_over(cfg.launcher, accelerator_count(cfg.model.device))
+        launch.apply_launch_environment(cfg.launcher, accelerator_count(cfg.model.device))
         launch.check_mode()
     with ending_alone(), user_errors(), launch.main_first():
         run = resolve(cfg)
@@ -47,10 +47,10 @@ def main(cfg: DictConfig) -> float | None:
         sweep.check(run.trainer.eval_prompts, waits=not queued)
         words = launch.overrides()
         if run.plan is True:
-            by_hand = launch.by_hand(run.launcher, sys.argv[0], words, on_cpu=run.device.type == "cpu")
+            per_node = launch.command_for_nodes(run.launcher, sys.argv[0], words, on_cpu=run.device.type == "cpu")
             if launch.is_main():
                 Console().print(table(plan(run)), highlight=False)
-                print(by_hand, end="")
+                print(per_node, end="")
             return None
         if launch.needs_processes(run.launcher):
             if HydraConfig.get().runtime.choices.get("head") == BEST:  # so that processes do not choose it again
