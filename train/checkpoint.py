@@ -107,14 +107,14 @@ def commit(partial: Path, final: Path, world: int, names: list[str], content: Js
     flush(final.parent)
 
 
-def tidy(folder: Path, keep: int, best: int) -> None:
+def delete_old_checkpoints(folder: Path, keep: int, best: int) -> None:
     """Remove all checkpoints but the newest `keep` and that of step `best`."""
     for old in checkpoints(folder)[:-keep]:
         if step_of(old) != best:
             shutil.rmtree(old, ignore_errors=True)
 
 
-def complaint(path: Path, rank: int, world: int) -> str:
+def defect(path: Path, rank: int, world: int) -> str:
     """Return the defect of a checkpoint, empty if intact; each process checks every `world`-th shard."""
     try:
         index = read_checked(path / INDEX)
@@ -291,8 +291,8 @@ class Saver:
         paths: list[Path] = control.broadcast(checkpoints(self.folder))
         wrong: list[str] = []
         for path in reversed(paths):
-            complaints = self.complaints(path)
-            if not complaints:
+            defects = self.defects(path)
+            if not defects:
                 if wrong:
                     control.warn(f"{'; '.join(wrong)}; going on from {path.name}")
                     for damaged in paths[paths.index(path) + 1 :] if control.rank == 0 else ():
@@ -301,15 +301,15 @@ class Saver:
                         os.replace(damaged, aside)
                 self.saved = step_of(path)
                 return path
-            wrong += complaints
+            wrong += defects
         if paths:
             control.abort(f"no checkpoint loads ({wrong[0]}); start again with overwrite=true")
         return None
 
-    def complaints(self, path: Path) -> list[str]:
+    def defects(self, path: Path) -> list[str]:
         """Return the defects of a checkpoint, empty if it is intact; a collective call."""
         control = self.control
-        return [text for text in control.gather(complaint(path, control.rank, control.world)) if text]
+        return [text for text in control.gather(defect(path, control.rank, control.world)) if text]
 
     def _wait(self) -> str:
         """Wait for the pending save of all processes; return its first error, empty if it succeeded."""
@@ -338,7 +338,7 @@ class Saver:
                 if self.metrics.exists():
                     flush(self.metrics)
                 commit(partial, final, control.world, names, content)
-                tidy(self.folder, self.keep, best)
+                delete_old_checkpoints(self.folder, self.keep, best)
         except REFUSED as error:
             if control.rank == 0:
                 shutil.rmtree(partial, ignore_errors=True)

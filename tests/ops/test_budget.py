@@ -154,7 +154,7 @@ class Stage:
         for step in range(begin + 1, steps + 1):
             if step % int(given.get("trainer.save_every", 100)) == 0 or step == steps:
                 checkpoint.folder_of(folder / "checkpoints", step).mkdir(parents=True)
-                checkpoint.tidy(folder / "checkpoints", int(given.get("trainer.keep", 2)), 0)
+                checkpoint.delete_old_checkpoints(folder / "checkpoints", int(given.get("trainer.keep", 2)), 0)
         self.taken += steps - begin
         (folder / "metrics.jsonl").write_text("\n".join(json.dumps({"step_seconds": 0.5}) for _ in range(steps)))
         (folder / "config.yaml").write_text("init: auto\n")
