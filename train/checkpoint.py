@@ -44,7 +44,7 @@ from heads.common.untrusted import inside
 from heads.formats.store import RETIRED
 from train.config import TrainerConfig
 from train.distributed.processes import ProcessControl
-from train.distributed.strategy import counts_on, held, put, put_master, whole, zero_stage
+from train.distributed.strategy import counts_on, local_shard, whole, write_local_shard, write_master_shard, zero_stage
 from train.optim import Ema, trained_state
 
 FORMAT = 2
@@ -163,7 +163,7 @@ class TrainState:
         kind, rest, key = split(name)
         p = self.head.state_dict(keep_vars=True)[rest]
         if kind == "weight":
-            value = whole(p, held(p))
+            value = whole(p, local_shard(p))
         elif kind == "average":
             value = whole(p, self.average.weights[rest])
         elif zero_stage(p) and key != "step":
@@ -189,20 +189,20 @@ class TrainState:
         if value.ndim and value.shape != shape:
             raise RuntimeError(f"{name} is {tuple(value.shape)}, and its parameter {tuple(shape)}")
         if kind == "weight":
-            put(p, held(p), value)
+            write_local_shard(p, local_shard(p), value)
             if zero_stage(p) and p.requires_grad:
-                put_master(p, value)
+                write_master_shard(p, value)
         elif kind == "average":
-            put(p, self.average.weights[rest], value)
+            write_local_shard(p, self.average.weights[rest], value)
         elif not value.ndim:
             for state in self._states(p):
                 state[key] = value.to(counts_on(self._optimizer(p), p), copy=True)
         elif zero_stage(p):
-            put_master(p, value, key)
+            write_master_shard(p, value, key)
         else:
             (state,) = self._states(p)
             state[key] = torch.empty_like(p)
-            put(p, state[key], value)
+            write_local_shard(p, state[key], value)
 
     def weights(self) -> NamedTensors:
         """Return the whole weights to evaluate and save, on the CPU: the EMA's if there is one."""

@@ -13,7 +13,7 @@ from heads.common.typed import Json
 from heads.modules.vocab import SummedGradient
 from inference.target.config import fast_dtype
 from train.config import TrainerConfig
-from train.distributed.strategy import held
+from train.distributed.strategy import local_shard
 
 FUSED = ("cuda",)  # devices with a fused update, whose step counter is on the device
 
@@ -151,14 +151,14 @@ class Ema:
         self.decay = decay
         self.weights: NamedTensors = {}
         if decay:
-            self.weights = {k: held(v).clone() for k, v in trained_state(module).items()}
+            self.weights = {k: local_shard(v).clone() for k, v in trained_state(module).items()}
 
     @torch.no_grad()
     def update(self, module: nn.Module) -> None:
         """Update the average with the current weights."""
         if self.decay:
             for name, value in trained_state(module).items():
-                self.weights[name].lerp_(held(value), 1 - self.decay)
+                self.weights[name].lerp_(local_shard(value), 1 - self.decay)
 
 
 def trained_state(module: nn.Module) -> NamedTensors:
