@@ -180,7 +180,7 @@ class Loop:
         """Run all steps, on SIGTERM write a checkpoint and exit with status 143; refuse a full disk or memory."""
         with self.tracker.bar, self.control.listening(), self.control.guarded():
             try:
-                self.advance()
+                self.run_steps()
             except OSError as error:
                 raise ValueError(f"{self.out}: {one_line(error)}; free space and resume=true goes on") from error
             except (RuntimeError, MemoryError) as error:
@@ -198,7 +198,7 @@ class Loop:
                     say(f"{skipped} bad steps skipped; their batches are in {self.out / BAD}")
                 self.tracker.close()
 
-    def advance(self) -> None:
+    def run_steps(self) -> None:
         """Run the remaining steps, with measurements and checkpoints."""
         trainer, done = self.trainer, self.start
         late = bool(done) and self.due(done) and self.progress["measured"] < done

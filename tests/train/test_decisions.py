@@ -60,7 +60,7 @@ def test_the_best_step_has_a_checkpoint_though_none_is_due() -> None:
     loop.start, loop.saver, loop.save, loop.write_cost = 0, SimpleNamespace(finish=list), saved.append, str
     loop.train_step = loop.measure = lambda _: None  # the best step is 4, as `run_of` has it
     loop.due, loop.exhausted = partial(Loop.due, loop), partial(Loop.exhausted, loop)
-    Loop.advance(loop)
+    Loop.run_steps(loop)
     assert saved == [4, 7, 10]
 
 
