@@ -190,7 +190,7 @@ def executable_micro_batch(
         state = [torch.empty_like(p) for p in head.parameters() if p.requires_grad for _ in range(2)]
         (batch, *_) = Batches(packed, size, size, run.trainer.seed, 0, 1)(0)
         batch = replace(batch, loss_mask=torch.ones_like(batch.loss_mask))
-        anchors, weight = loss.sampled(batch, batch.index)
+        anchors, weight = loss.sample_rows(batch, batch.index)
         shape, dtype = (*batch.token.shape, len(head.feature_layers) + 1, head.embeddings.hidden_size), target.dtype
         for _ in range(2):
             if isinstance(target, Target) and run.features.runs_target:

@@ -112,7 +112,7 @@ class StreamsLoss(nn.Module):
         super().__init__()
         self.head, self.every, self.decay, self.autocast = streams, run.every, run.decay, autocast
 
-    def sampled(self, batch: Batch, keys: Tensor) -> tuple[Tensor, LossWeights]:
+    def sample_rows(self, batch: Batch, keys: Tensor) -> tuple[Tensor, LossWeights]:
         """Return the anchors of a micro-batch in this step, and the weight of each of their streams."""
         row, valid = anchors(batch, self.every, self.head.config.streams, keys)
         trained = valid.permute(2, 0, 1)
