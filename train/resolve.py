@@ -58,7 +58,7 @@ from train.config import HERE, IGNORE, DeviceConfig, JobConfig, RunConfig, check
 from train.distributed import processes
 from train.distributed.launch import launched, on_node, world
 from train.plan import GIB, MAX_UTILISATION, Plan, plan, target_shape
-from train.start import STARTS, check_init, check_kind, continued
+from train.start import STARTS, check_init, check_kind, resolve_saved_config
 
 GATE = "float32"  # dtype of the losslessness check if the target fits in it: 16-bit rounding blurs the comparison
 PRUNED = 32000  # EAGLE-3's draft vocabulary
@@ -94,7 +94,7 @@ def resolve(cfg: DictConfig) -> RunConfig:
             folder = resolve_head(init)
             check_kind(run.head, kind_of(folder), init)
             if not is_published(folder):
-                config = continued(run.head, head_config(folder, read_config(folder)), init)
+                config = resolve_saved_config(run.head, head_config(folder, read_config(folder)), init)
     if run.engine is not None and config is not None:
         shape = target_shape(run.model)
         with torch.device("meta"):
