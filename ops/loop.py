@@ -24,7 +24,7 @@ if __name__ == "__main__":
 from omegaconf import DictConfig
 
 from data.text.prompts import before_answers
-from data.text.records import parse, readable
+from data.text.records import parse, to_known_shape
 from eval.inputs.drafters import model_of
 from eval.measures.losslessness import FailedChecks
 from eval.measures.results import BASELINE, LIVE
@@ -329,7 +329,7 @@ def requests_of(lines: Iterator[bytes], name: str) -> Iterator[tuple[bytes, str]
     """Yield a log's lines that have an answer, each with its prompt; lines of unknown shape are left out."""
     for index, line in enumerate(lines):
         try:
-            entry = parse(readable(json_object(line), index, name), index, name)
+            entry = parse(to_known_shape(json_object(line), index, name), index, name)
         except ValueError:
             continue
         roles = [message["role"] for message in entry.messages]

@@ -36,7 +36,7 @@ from omegaconf import DictConfig
 
 from data.answers.client import check_url
 from data.text.files import OPENERS
-from data.text.records import parse, readable, reply_in
+from data.text.records import parse, reply_in, to_known_shape
 from eval.config import TURNS
 from eval.inputs.drafters import model_of
 from eval.inputs.workloads import recorded
@@ -365,7 +365,7 @@ def player(run: str, given: Record, tree: Record, config: WatcherConfig, name: s
         target = Target.of(model_of(run, given))
         return target, load_drafter(folder, tree, target, "head")
 
-    return lambda raw, number: replayed(*load(), config, readable(raw, number, name), number, name)
+    return lambda raw, number: replayed(*load(), config, to_known_shape(raw, number, name), number, name)
 
 
 def replayed(
