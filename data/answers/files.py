@@ -23,7 +23,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
-from data.answers.chats import CAUSES, Answerer, AnswerSettings, Outcome, talk_of
+from data.answers.chats import CAUSES, Answerer, AnswerSettings, Outcome, start_chat
 from data.config import DataConfig
 from data.text.files import META, PARTS, SETTINGS, content_hash
 from data.text.records import Record
@@ -249,8 +249,8 @@ def _answer(work: Work, answerer: Answerer, answers: Answers, worker: Worker) ->
     """Answer this process's chats that are not finished yet, and return how many of all chats were finished."""
     finished, _ = answers.finished()
     records = [record for record in work.records[worker.rank :: worker.world] if record.id not in finished]
-    talks = (talk_of(record, answerer.tokenizer, work.settings, answerer.context) for record in records)
-    outcomes = answerer.answer(talks) if records else iter(())
+    chats = (start_chat(record, answerer.tokenizer, work.settings, answerer.context) for record in records)
+    outcomes = answerer.answer(chats) if records else iter(())
     with (answers.parts / f"{worker.rank:05d}-of-{worker.world:05d}.jsonl").open("a+b") as file:
         file.seek(0)
         file.truncate(sum(len(line) for line in file if line.endswith(b"\n")))
