@@ -10,7 +10,7 @@ from torch import distributed
 from data.text.prompts import Prompt
 from eval.config import EngineConfig, EvalConfig
 from eval.inputs.drafters import check_drafters, find_heads, model_of, own_prompts
-from eval.inputs.workloads import Workload, named_apart, prompt_counts, read_workload, workload_names
+from eval.inputs.workloads import Workload, distinct_names, prompt_counts, read_workload, workload_names
 from eval.measures.machine import provenance
 from eval.measures.results import TEACHER_FORCED
 from eval.tune import TUNED
@@ -94,7 +94,7 @@ def read(config: EvalConfig, target: Target, names: Sequence[str]) -> list[Workl
         bar.show(bar.done + 1)
         return str(target.tokenizer.decode(autoregress(target, token, settings).tokens, skip_special_tokens=True))
 
-    named = zip(names, named_apart(names), strict=True)
+    named = zip(names, distinct_names(names), strict=True)
     with Bar(None, "answering the dialogues") as bar:
         return [replace(read_workload(name, target, config, answer), name=shown) for name, shown in named]
 

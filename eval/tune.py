@@ -27,7 +27,7 @@ from eval.inputs.workloads import cycled, write
 from eval.live import Setup, decoded_once, measure, rows
 from eval.measures.losslessness import WITHHELD, differs, gate, labelled
 from eval.measures.machine import device_facts, provenance, synchronize
-from eval.measures.metrics import together
+from eval.measures.metrics import sum_counts
 from eval.measures.results import BASELINE, Measurement, ResultRow
 from eval.report.render import rich_table
 from eval.report.write import SERVING, is_served, serving_config
@@ -232,7 +232,7 @@ def tune(config: TuneConfig, target: Target, prompts: Sequence[Prompt]) -> Tunin
 
 def tau_along(records: Sequence[RankedText], tree: TreeConfig) -> float:
     """Return τ of decoding recorded texts with a tree."""
-    passes = together([passes_along(record, tree) for record in records])
+    passes = sum_counts([passes_along(record, tree) for record in records])
     return passes.tokens / passes.steps
 
 

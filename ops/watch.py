@@ -41,7 +41,7 @@ from eval.config import TURNS
 from eval.inputs.drafters import model_of
 from eval.inputs.workloads import recorded
 from eval.measures.counters import ENGINES, between, decoded_between, of_reply, restarted
-from eval.measures.metrics import SpecDecodingStats, counted, together
+from eval.measures.metrics import SpecDecodingStats, counted, sum_counts
 from eval.teacher_forced import passes_along, rank_text, within_context
 from heads.common.command import command, ending_alone
 from heads.common.errors import user_errors
@@ -383,7 +383,7 @@ def replayed(
         within_context(answer.text, entry.id, name, target, truncate=True)
         for answer in recorded(entry, target, config.turns, config.max_new_tokens)
     ]
-    return together(
+    return sum_counts(
         [passes_along(rank_text(target, drafter.head, text, grown, depth, steps_alone=True), tree) for text in texts]
     )
 
