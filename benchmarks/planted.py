@@ -162,8 +162,8 @@ BUGS = [
     ),
     Bug(
         "eval/tune.py",
-        "Prediction(one.held, step",
-        "Prediction(one.chosen, step",
+        "one.held_out_tau, step, batch",
+        "one.chosen, step, batch",
         ["tests/eval/test_tune.py"],
     ),
     Bug(
