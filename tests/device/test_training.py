@@ -109,7 +109,9 @@ def test_the_attention_of_drafted_rows_is_that_of_the_blocks(
     inputs = [torch.randn(2, heads, rows, 64).to(dtype) for heads, rows in sizes]
     upstream, results = torch.randn(2, 6, queries, 64).to(dtype), []
     for on, wide in ((device, dtype), (torch.device("cpu"), torch.float64)):
-        here = replace(seen, first=seen.first.to(on), upto=None if seen.upto is None else seen.upto.to(on), masks={})
+        here = replace(
+            seen, first=seen.first.to(on), last_row=None if seen.last_row is None else seen.last_row.to(on), masks={}
+        )
         query, *halves = leaves = [x.to(on, wide).requires_grad_() for x in inputs]
         pairs = list(zip(halves[::2], halves[1::2], strict=True))
         assert flex.runs(query, halves[1]) == (on.type == "cuda")
