@@ -21,7 +21,7 @@ from heads import rows
 from heads.base import DepthOutput, DraftHead, Features, to_device
 from heads.eagle4 import CandidateLmHead
 from heads.modules.argmax import argmax
-from heads.modules.vocab import SummedGradient
+from heads.modules.vocab import AccumulatingModule
 from inference.verification.rng import BITS, hash_key, seed_key
 from train.losses import LOSSES, NOT_OF_LOGITS, READ_P, LossInputs, ObjectiveConfig, TeacherProbs
 
@@ -310,9 +310,9 @@ class _Chunked(torch.autograd.Function):
         sums = work.weight.new_zeros(len(work.config.losses) + 1, depths)
         module: Any = work.head
         input_index = {id(x): i for i, x in enumerate(inputs[count:], count)}
-        lm_heads = [m for m in module.modules() if isinstance(m, SummedGradient) and id(m.weight) in input_index]
+        lm_heads = [m for m in module.modules() if isinstance(m, AccumulatingModule) and id(m.weight) in input_index]
         with ExitStack() as stack:
-            added = [stack.enter_context(lm_head.adding()) for lm_head in lm_heads]
+            added = [stack.enter_context(lm_head.accumulate_gradient()) for lm_head in lm_heads]
             for teacher, by_depth in work.chunks:
                 probs = work.teacher_probs(teacher, reuse_memory=True)
                 for d, pick in enumerate(by_depth):

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from heads.base import NamedTensors
 from heads.common.typed import Json
-from heads.modules.vocab import SummedGradient
+from heads.modules.vocab import AccumulatingModule
 from inference.target.config import fast_dtype
 from train.config import TrainerConfig
 from train.distributed.strategy import local_shard
@@ -102,7 +102,7 @@ def hidden_matrices(head: Any) -> list[nn.Parameter]:
     over_tokens = tuple(
         f"{name.removesuffix('.base_layer')}."
         for name, module in head.named_modules()
-        if isinstance(module, (nn.Embedding, SummedGradient))
+        if isinstance(module, (nn.Embedding, AccumulatingModule))
     )
     return [
         p for name, p in head.named_parameters()

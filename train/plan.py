@@ -25,7 +25,7 @@ from heads.common.target_config import UNFIT, experts_of, read_target_config, re
 from heads.medusa import Medusa
 from heads.modules.autoregressive import Recurrent
 from heads.modules.layers import Attention, Recomputing, SwiGLU
-from heads.modules.vocab import SummedGradient
+from heads.modules.vocab import AccumulatingModule
 from heads.peagle import PEagle
 from inference.target.attention import packing
 from inference.target.cache import recurrence
@@ -168,7 +168,7 @@ def head_cost(run: RunConfig, target: TargetEmbeddings, micro_batch_size: int, d
     for module, rows in computed(head, tokens, drafted, depths):
         saved += rows * per_row(module, item, (experts_of(target.config) or (1, 1))[1], run.trainer.recompute)
         for inner in module.modules():
-            if isinstance(inner, nn.Linear | SummedGradient) and inner.weight is not None:
+            if isinstance(inner, nn.Linear | AccumulatingModule) and inner.weight is not None:
                 flops += (8 if run.trainer.recompute else 6) * rows * inner.weight.numel()
             elif isinstance(inner, Attention):
                 flops += 14 * keys * rows * inner.q_proj.out_features
@@ -187,7 +187,7 @@ def head_cost(run: RunConfig, target: TargetEmbeddings, micro_batch_size: int, d
     taught = TEACHER * target.vocab_size * (chunk if head.vocab is None else min(chunk, TEACHER_ROWS))
     loss = drafts + PROB * size * chunk + max(taught, (LOGIT + LOSS * further) * size * chunk * drafted // teachers)
     parameters, count = parameter_count(head) + frozen_count(head), parameter_count(head)
-    lm_heads = [module.weight for module in head.modules() if isinstance(module, SummedGradient)]
+    lm_heads = [module.weight for module in head.modules() if isinstance(module, AccumulatingModule)]
     owned = sum(weight.numel() for weight in lm_heads if weight is not None and weight.requires_grad)
     saved, loss = saved + (2 * parameters if item == 2 else 0), loss + 4 * owned
     shared = 2 / 3 * width * size if any(weight is None for weight in lm_heads) else 0  # without the weight's gradient
@@ -218,7 +218,7 @@ def per_row(module: Any, item: int, chosen: int, recompute: bool) -> float:
     A linear layer keeps its input and output, a norm its input in fp32 and its result, a gated MLP its product, and
     attention its output; under `recompute` gated MLPs and norms keep only their input.
     """
-    if isinstance(module, SummedGradient):  # an lm_head is scored in chunks
+    if isinstance(module, AccumulatingModule):  # an lm_head is scored in chunks
         return 0
     if isinstance(module, nn.Linear):
         return item * (module.in_features + module.out_features)
