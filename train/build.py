@@ -164,8 +164,8 @@ def build(run: RunConfig, accelerator: Accelerator, lock: RunLock) -> Loop:
         prepare_out(run, values, lock, settings, data, origin)
         started = f"starts from {init}, whose numbers replace those of head={run.head.name}; " if init else ""
         tell(f"{run.name}: {started}{sizes(head, data, packed)}")
-        if (unserved := export.unserved(head.config, target.embeddings.beyond_tables())) is not None:
-            tell(unserved)
+        if (mismatch := export.engine_mismatch(head.config, target.embeddings.beyond_tables())) is not None:
+            tell(mismatch)
         if not run.alone_on_cpu:
             tell(describe_choices(plan(run)))
 

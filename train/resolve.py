@@ -427,8 +427,8 @@ def table(planned: Plan) -> Group:
         verdict = f"it does not fit; with this it does: {words}"
     else:
         verdict = "it does not fit with any change: take more or larger devices, or another head"
-    unserved = export.unserved(run.head, planned.shape.target.beyond_tables())
-    lines = filter(None, (describe_choices(planned), unserved, verdict))
+    mismatch = export.engine_mismatch(run.head, planned.shape.target.beyond_tables())
+    lines = filter(None, (describe_choices(planned), mismatch, verdict))
     return Group(*tables, *(escape(visible(line)) for line in lines))
 
 
