@@ -37,7 +37,7 @@ def gguf_file(path: str) -> Path | None:
     return files[0]
 
 
-def located(path: str) -> tuple[str, dict[str, str]]:
+def resolve_gguf(path: str) -> tuple[str, dict[str, str]]:
     """Return a model's folder or Hub name, and from_pretrained's extra arguments for a GGUF file.
 
     A file that has been dequantised is read as an ordinary folder.
@@ -63,7 +63,7 @@ def dequantised(path: str) -> str:
         ValueError: transformers does not know the architecture, or a quantisation in the file.
         OSError: the disk is full or the folder cannot be written.
     """
-    folder, given = located(path)
+    folder, given = resolve_gguf(path)
     if not given:
         return folder
     new = _folder(Path(folder, given["gguf_file"]))
