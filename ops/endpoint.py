@@ -40,8 +40,8 @@ from eval.measures.results import (
 )
 from eval.report.write import Report
 from eval.run import publish
-from heads.common.command import command, ending_alone
-from heads.common.errors import keeping, user_errors
+from heads.common.command import command, exit_this_run
+from heads.common.errors import report_on_interrupt, user_errors
 from heads.common.files import check_writable
 from heads.common.ranges import Count, Number, OneOf
 from heads.common.typed import typed
@@ -213,11 +213,11 @@ def _row(name: str, runs: Runs, subset: Subset, requests: Sequence[MeasuredReque
 @command("ops/endpoint")
 def main(cfg: DictConfig) -> None:
     """Measure, and write the report; exit with 1 if texts differ from the baseline's, 2 for invalid input."""
-    with ending_alone(), user_errors():
+    with exit_this_run(), user_errors():
         config = typed(ServedConfig, cfg)
         out = Path(config.out).expanduser()
         check_writable(out, "out")
-        with keeping(lambda: "nothing was written; the same command measures again"):
+        with report_on_interrupt(lambda: "nothing was written; the same command measures again"):
             report = measure(config)
             publish(report, out)
         if not report.passed:

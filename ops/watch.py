@@ -43,7 +43,7 @@ from eval.inputs.workloads import recorded
 from eval.measures.counters import ENGINES, between, decoded_between, of_reply, restarted
 from eval.measures.metrics import SpecDecodingStats, counted, sum_counts
 from eval.teacher_forced import passes_along, rank_text, within_context
-from heads.common.command import command, ending_alone
+from heads.common.command import command, exit_this_run
 from heads.common.errors import user_errors
 from heads.common.ranges import Count, Decay, NewTokens, OneOf, Positive, Within
 from heads.common.typed import Json, typed
@@ -391,7 +391,7 @@ def replayed(
 @command("ops/watch")
 def main(cfg: DictConfig) -> None:
     """Watch; exit with 0 without an alarm, 1 with one, 2 for invalid input, 3 if nothing could be compared yet."""
-    with ending_alone(), user_errors():
+    with exit_this_run(), user_errors():
         raise SystemExit(follow(typed(WatchConfig, cfg)))
 
 

@@ -32,7 +32,7 @@ from data.batches import Batch, Batches, check_known, pack
 from data.features.source import LiveFeatures
 from data.text.prompts import load_training
 from heads.base import Features, NamedTensors, to_device
-from heads.common.command import command, ending_alone
+from heads.common.command import command, exit_this_run
 from heads.common.errors import user_errors
 from heads.common.progress import tell
 from heads.common.ranges import Count, Within
@@ -220,7 +220,7 @@ def main(cfg: DictConfig) -> None:
     """Compose, check, and launch or train."""
     with launch.main_first():
         launch.check_mode()
-    with ending_alone(), user_errors(), launch.main_first():
+    with exit_this_run(), user_errors(), launch.main_first():
         run = streams_config(cfg)
         if launch.needs_processes(run.launcher):
             raise SystemExit(launch.start(run.launcher, os.path.abspath(__file__), launch.overrides()))

@@ -28,7 +28,7 @@ from data.config import DataConfig
 from data.text.files import META, PARTS, SETTINGS, content_hash
 from data.text.records import Record
 from data.text.sources import open_source
-from heads.common.errors import keeping, redacted_values
+from heads.common.errors import redacted_values, report_on_interrupt
 from heads.common.files import atomic_write, claim
 from heads.common.progress import progress
 from heads.common.untrusted import parsed_file
@@ -232,7 +232,7 @@ def write_answers(work: Work, answerer: Answerer, out: Path, worker: Worker = AL
         _answer(work, answerer, answers, worker)
         worker.wait()
         return None
-    with keeping(kept), answers.locked():
+    with report_on_interrupt(kept), answers.locked():
         answers.begin(settings)
         worker.wait()
         earlier = _answer(work, answerer, answers, worker)
