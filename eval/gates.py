@@ -35,7 +35,7 @@ from eval.measures.losslessness import (
     worst,
 )
 from eval.measures.results import BASELINE
-from heads.common.progress import progress, tick
+from heads.common.progress import progress, update_bar
 from inference.batch import Batch, acquire, needed_entries, release
 from inference.decode import Generation, RequestParams, autoregress
 from inference.protocol import Drafter
@@ -254,7 +254,7 @@ def _samples(
             batch, requests = _entered(target, drafter, prefix.prompt, prefix.answer, settings, size)
             sampled, drafts = list[int](), True
             while len(sampled) < count and drafts:
-                tick()
+                update_bar()
                 for slot, request in enumerate(requests):
                     request.key = seed_key(hashed(f"{seeds} {len(sampled) + slot}"))
                 sampled += batch.device_step.sample(requests)[0]

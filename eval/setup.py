@@ -15,7 +15,7 @@ from eval.measures.machine import provenance
 from eval.measures.results import TEACHER_FORCED
 from eval.tune import TUNED
 from heads.common.files import check_writable
-from heads.common.progress import Bar, say
+from heads.common.progress import Bar, print_above_bars
 from heads.common.untrusted import visible
 from heads.formats.hub import made_for, schedule_of
 from heads.formats.store import CONFIG
@@ -42,7 +42,7 @@ def prepared(config: EvalConfig) -> tuple[ModelConfig, list[str], Path]:
     device_named(model.device)
     check_writable(out, "out")
     replaced = "" if config.tune else replacing(out)
-    say(visible(f"evaluation on {', '.join(names)} with {model.path}, to {out}{replaced}"))
+    print_above_bars(visible(f"evaluation on {', '.join(names)} with {model.path}, to {out}{replaced}"))
     configuration(model.path, model.trust_remote_code)
     return model, names, out
 

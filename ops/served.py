@@ -18,7 +18,7 @@ from eval.inputs.workloads import Readable, Workload, collect_prompts
 from eval.measures.counters import SGLANG, Counters, between, of_reply, read_counters, restarted, verified
 from eval.measures.metrics import Pair, SpecDecodingStats, sum_counts
 from eval.measures.results import UNTIMED, MeasuredRequest
-from heads.common.progress import tick
+from heads.common.progress import update_bar
 from heads.common.ranges import Count, NewTokens, Number, Positive
 from heads.common.typed import Json
 
@@ -376,7 +376,7 @@ class Server(Metrics):
             answers = []
             for answer in pool.map(send, requests, when or itertools.repeat(None)):  # a failure cancels the others
                 answers.append(answer)
-                tick()
+                update_bar()
         wall = time.perf_counter() - begin
         if in_flight > 1:
             weight = wall / sum(answer.end_to_end[1] for answer in answers)

@@ -33,7 +33,7 @@ from eval.measures.machine import revision
 from heads.base import DraftHead, Features, parameter_count, to_device
 from heads.common.errors import redacted_values, redacted_words
 from heads.common.files import atomic_write, write_json
-from heads.common.progress import tell
+from heads.common.progress import print_line
 from heads.common.target_config import context_of
 from heads.common.typed import Json
 from heads.formats.published import export
@@ -163,11 +163,11 @@ def build(run: RunConfig, accelerator: Accelerator, lock: RunLock) -> Loop:
         settings = checkpoint.settings(run.trainer, trained, target.spec.fingerprint, batches)
         prepare_out(run, values, lock, settings, data, origin)
         started = f"starts from {init}, whose numbers replace those of head={run.head.name}; " if init else ""
-        tell(f"{run.name}: {started}{sizes(head, data, packed)}")
+        print_line(f"{run.name}: {started}{sizes(head, data, packed)}")
         if (mismatch := export.engine_mismatch(head.config, target.embeddings.beyond_tables())) is not None:
-            tell(mismatch)
+            print_line(mismatch)
         if not run.alone_on_cpu:
-            tell(describe_choices(plan(run)))
+            print_line(describe_choices(plan(run)))
 
     on_main(accelerator, begin)
     logging.disable(logging.NOTSET)
@@ -277,7 +277,7 @@ def prepare_out(
     if run.resume:
         checkpoint.check(out, settings)
         if not checkpoint.checkpoints(out / "checkpoints"):
-            tell(f"{out}: nothing to resume, begins at step 0")
+            print_line(f"{out}: nothing to resume, begins at step 0")
     out.mkdir(parents=True, exist_ok=True)
     lock.take()
     check_out(run)  # again: another run may have written there meanwhile
@@ -291,7 +291,7 @@ def prepare_out(
     else:  # prompts of a failed start may now be trained on
         (out / "prompts.jsonl").unlink(missing_ok=True)
     write_json(out / "provenance.json", redacted_values(origin))
-    tell(data.counts.line(run.data))
+    print_line(data.counts.line(run.data))
 
 
 def provenance(world: int, strategy: str, data: TrainingData, tokenizer: PreTrainedTokenizerBase) -> Json:

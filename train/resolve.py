@@ -31,7 +31,7 @@ from eval.measures.results import LIVE
 from heads import HEADS, best_line
 from heads.base import HeadConfig
 from heads.common.files import check_writable
-from heads.common.progress import say
+from heads.common.progress import print_above_bars
 from heads.common.resolvers import ROOT
 from heads.common.target_config import check_sequence_length, context_of
 from heads.common.typed import Json, typed
@@ -102,7 +102,7 @@ def resolve(cfg: DictConfig) -> RunConfig:
         facts = TargetFacts(run.model.path, shape.config.to_dict(), torch.bfloat16, 1)
         export.check(head, run.engine, facts, shape.target.beyond_tables())
     if best := best_line(cfg):
-        say(best)
+        print_above_bars(best)
     return run
 
 

@@ -21,7 +21,7 @@ from torch.nn import functional
 from data.batches import Batches
 from heads import HEADS
 from heads.base import HeadConfig, NamedTensors, to_device
-from heads.common.progress import progress, tick
+from heads.common.progress import progress, update_bar
 from heads.common.ranges import Count, Decay, Width
 from heads.common.rope import Rope, positions_of
 from heads.common.typed import Json, typed
@@ -363,7 +363,7 @@ def fit_linear(
     steps = min(max(limit, least), most)
     try:
         for batch in (batch for step in progress(range(steps), "fitting the head's start") for batch in batches(step)):
-            tick()
+            update_bar()
             features = target.features(batch.token, batch.document, (*head.feature_layers, *top))
             hidden, last, document = features.hidden.to(weight), features.last_hidden.to(weight), features.document
             head.unroll(features._replace(hidden=hidden[:, :, : -len(top)], last_hidden=last), 1)

@@ -34,7 +34,7 @@ from data.text.prompts import load_training
 from heads.base import Features, NamedTensors, to_device
 from heads.common.command import command, exit_this_run
 from heads.common.errors import user_errors
-from heads.common.progress import tell
+from heads.common.progress import print_line
 from heads.common.ranges import Count, Within
 from heads.common.target_config import check_sequence_length, context_of
 from heads.common.typed import typed
@@ -200,7 +200,7 @@ def job(run: StreamsRunConfig, accelerator: Accelerator, lock: RunLock) -> None:
         origin = provenance(accelerator.num_processes, run.launcher.strategy, data, target.tokenizer)
         settings = checkpoint.settings(run.trainer, {"streams": run.streams}, target.spec.fingerprint, batches)
         prepare_out(run, values_of(run), lock, settings, data, origin, KIND)
-        tell(f"{run.name}: {sizes(streams, data, packed)}")
+        print_line(f"{run.name}: {sizes(streams, data, packed)}")
 
     on_main(accelerator, begin)
     held_out = [prompt.token for prompt in data.held_out]

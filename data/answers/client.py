@@ -23,7 +23,7 @@ from data.answers.chats import AnswerSettings, Conversation, OngoingChat, Outcom
 from data.text.files import CHUNK
 from data.text.records import logged_answers
 from heads.common.errors import HIDDEN, redacted
-from heads.common.progress import tick
+from heads.common.progress import update_bar
 from heads.common.ranges import Amount, Count, Number, Positive
 from heads.common.untrusted import parse_json, visible
 
@@ -290,7 +290,7 @@ class Endpoint:
                         break
                     try:
                         done, running = wait(running, timeout=1.0, return_when=FIRST_COMPLETED)
-                        tick()
+                        update_bar()
                     except KeyboardInterrupt as interrupt:
                         log.warning("stopping: waiting for the %d requests in flight", len(running))
                         done, stopped = set(), interrupt

@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 
 from data.answers.chats import AnswerSettings, OngoingChat, Outcome, Reply
 from data.text.records import LoggedAnswer
-from heads.common.progress import tick
+from heads.common.progress import update_bar
 from heads.formats.hub import resolve_head
 from inference.batch import batch_of
 from inference.drafters.head import load_drafter, saved_tree
@@ -70,7 +70,7 @@ class Engine:
                 return
             with torch.inference_mode():
                 self.batch.step()
-            tick(f"{self.tokens + sum(len(generation.tokens) for *_, generation in answering):,} tokens")
+            update_bar(f"{self.tokens + sum(len(generation.tokens) for *_, generation in answering):,} tokens")
             self._release(answering, waiting)
 
     def describe(self) -> dict[str, Any]:

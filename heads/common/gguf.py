@@ -15,7 +15,7 @@ from huggingface_hub import constants
 from transformers import PreTrainedConfig
 
 from heads.common.files import claim, replacing
-from heads.common.progress import CONSOLE, say, waiting
+from heads.common.progress import CONSOLE, print_above_bars, waiting
 
 SUFFIX = ".gguf"
 
@@ -73,7 +73,7 @@ def dequantised(path: str) -> str:
     )
     with claim(new.with_suffix(".lock"), wait=True):
         if not new.is_dir():
-            say(f"{path}: dequantised to bfloat16 once, in {new}")
+            print_above_bars(f"{path}: dequantised to bfloat16 once, in {new}")
             if not CONSOLE.is_terminal:
                 transformers.logging.disable_progress_bar()
             with waiting("dequantising"), replacing(new) as written:
