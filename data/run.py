@@ -168,7 +168,7 @@ def main(cfg: DictConfig) -> None:
     if extracts:
         named = with_head(cfg)
         head = head_config(named.head)
-    job = typed(JobConfig, named, ready={"head": head})
+    job = typed(JobConfig, named, built_fields={"head": head})
     check(job)
     if extracts and (best := best_line(cfg)):
         print_above_bars(best)

@@ -349,7 +349,7 @@ def main(cfg: DictConfig) -> None:
     """Choose the head and train it within the budget, or plan its candidates."""
     training, options = split_config(cfg)
     run = run_config(training)
-    config = typed(BudgetConfig, options, ready={"budget": Budget.read(options.budget)})
+    config = typed(BudgetConfig, options, built_fields={"budget": Budget.read(options.budget)})
     words = shared_words(overrides(), config.log)
     if run.plan is True:
         for candidate in config.forecast.candidates:

@@ -331,7 +331,7 @@ def test_a_budget_is_spent_on_real_trainings(tmp_path: Path, capfd: pytest.Captu
     mine = ["budget=1e9", "forecast.candidates=[medusa,mlp]", "forecast.warmup=2", "forecast.prompts=8",
             "forecast.tokens=8"]  # fmt: skip
     training, own = split_config(compose("ops/budget", [*words, *mine]))
-    run, config = run_config(training), typed(BudgetConfig, own, ready={"budget": Budget.read(own.budget)})
+    run, config = run_config(training), typed(BudgetConfig, own, built_fields={"budget": Budget.read(own.budget)})
     forecast = Forecast(run, config, words, lambda more: run_command("train/run.py", [*words, *more]))
     forecast.finish(chosen := forecast.choose())
     assert len(forecast.state["points"][chosen]) == 4
