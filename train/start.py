@@ -452,7 +452,7 @@ def mismatch(config: Any, start: NamedTensors, target: Target) -> str | None:
     different = f"a layer of {target.name} is not built like the head's ({name})"
     if not isinstance(config, Mtp.Config):
         return different
-    alike = "perhaps head.layer=target"
+    remedy = "perhaps head.layer=target"
     if re.search(r"self_attn\.[qk]_norm\.", odd[0]):
-        alike = f"head.qk_norm={'true' if odd[0] in start else 'false'}"
-    return f"{different}; {alike} makes them alike"
+        remedy = f"head.qk_norm={'true' if odd[0] in start else 'false'}"
+    return f"{different}; {remedy} makes them equal"

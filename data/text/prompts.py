@@ -181,11 +181,11 @@ def _prepare(
     parts = divide(sources, config)
     dropped = Counter[str]()
     pairs = list(_usable(held_out_records(parts), config, dropped, tokenizer))
-    withheld, held_out = [record for record, _ in pairs], [prompt for _, prompt in pairs if prompt is not None]
+    reserved, held_out = [record for record, _ in pairs], [prompt for _, prompt in pairs if prompt is not None]
     others = [prompt for name in evaluation for prompt in load_prompts(name, tokenizer, None)]
-    filters = Filters(config, withheld, [prompt.text for prompt in held_out + others])
+    filters = Filters(config, reserved, [prompt.text for prompt in held_out + others])
     counts = filters.counts
-    counts.held_out, counts.chats = len(withheld), dropped
+    counts.held_out, counts.chats = len(reserved), dropped
     records = training_records(parts, config)
     if config.contamination is not None:
         records = (with_text(record, tokenizer) for record in records)
