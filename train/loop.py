@@ -253,7 +253,7 @@ class Loop:
             if self.accelerator.is_main_process:
                 why += f"; its batch is in {keep_batch(self.out / BAD, self.source.batches, step, why)}"
             if remedy := self.stepper.guard.stops():
-                self.progress |= {key: self.progress[key] - 1 for key in ("skipped", "in_a_row")}  # as before this step
+                self.progress |= {key: self.progress[key] - 1 for key in ("skipped", "in_a_row")}  # undo this step
                 self.save(step)
                 self.saver.finish()
                 self.control.abort(f"stopped before step {step + 1}: {why}; {remedy}")

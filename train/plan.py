@@ -207,7 +207,7 @@ def computed(head: Any, tokens: int, drafted: int, depths: int) -> list[tuple[An
             modules.append((module, rows))
         elif isinstance(module, nn.ModuleList):  # one module per depth, or a few that the depths share
             modules.append((module, drafted * depths / len(module)))
-    layers: Any = head.layers if isinstance(head, Block) else ()  # which also project the context
+    layers: Any = head.layers if isinstance(head, Block) else ()  # their k_proj and v_proj also project the context
     attentions = [layer.self_attn for layer in layers]
     return modules + [(linear, tokens) for a in attentions for linear in (a.k_proj, a.v_proj)]
 
