@@ -69,7 +69,7 @@ class TargetShape:
     inner: int  # number of all other parameters, in layers and norms
     active: int  # number of the `inner` parameters that a token passes through
     packs: bool  # whether attention runs per document, without a mask of quadratic size
-    apart: bool  # whether embedding and lm_head load without the layers, as plain weights
+    loads_alone: bool  # whether embedding and lm_head load without the layers, as plain weights
 
     def working(self, tokens: int, length: int, item: int, features: int, group: int = 1) -> int:
         """Return a pass's temporary bytes, with `item` bytes per value and a `group` of devices that share a layer."""
@@ -309,7 +309,7 @@ def _plan(run: RunConfig, micro_batch_size: int) -> Plan:
     value = 2 if trainer.precision == "bf16" or (trainer.precision == AUTO and fast == torch.bfloat16) else 4
     cost = head_cost(run, shape.target, micro_batch_size, kind, value)
     # A quantised checkpoint's embeddings do not load without its layers, nor embeddings that compute with buffers.
-    loaded = run.reads_target or saved_quantization(shape.config) is not None or not shape.apart
+    loaded = run.reads_target or saved_quantization(shape.config) is not None or not shape.loads_alone
     layers = round(shape.weight_bytes(run.model.quantize, item, kind) * shape.inner) if loaded else 0
     target, gathered, offloaded = target_state(run, shape, layers, item)
     evaluation, host_evaluation = 0, 0
