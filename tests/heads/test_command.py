@@ -19,7 +19,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from heads import HEADS, best_line, with_head
-from heads.common.command import CONF, help_text, keys, mistake, quoted
+from heads.common.command import CONF, describe_override_error, help_text, keys, quoted
 from heads.common.resolvers import register_resolvers
 from heads.common.target_config import EXPERTS, best_head, experts_of, logit_factor
 from heads.common.typed import nearest
@@ -114,7 +114,7 @@ def test_a_mistake_in_a_trainings_words_says_what_to_give(words: list[str], mess
         pytest.raises((HydraException, OmegaConfBaseException)) as caught,
     ):
         compose("train", words)
-    assert message in mistake(caught.value, words, "train")
+    assert message in describe_override_error(caught.value, words, "train")
 
 
 def test_the_help_lists_the_keys_of_the_head_that_is_named() -> None:

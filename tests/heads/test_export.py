@@ -12,7 +12,7 @@ import torch
 
 from heads import ENGINES, HEADS
 from heads.formats.published import load_published
-from heads.formats.published.export import FORMATS, check, export, unserved
+from heads.formats.published.export import FORMATS, check, engine_mismatch, export
 from heads.modules.layers import LayerSpec
 from tests import families, toys
 from tests.heads import foreign
@@ -298,10 +298,10 @@ def test_a_scaled_embedding_and_scaled_logits_change_no_draft_of_an_engine(
     if of.embeddings.softcap is not None:
         theirs = [of.embeddings.softcap * torch.tanh(logits / of.embeddings.softcap) for logits in theirs]
     assert_same(theirs, ours)
-    assert unserved(head.config, of.embeddings.beyond_tables()) is None
+    assert engine_mismatch(head.config, of.embeddings.beyond_tables()) is None
     assert set(of.embeddings.beyond_tables()) - {"a bias of its logits"}
     block = made("block", feature_layers=[0, 1], markov_rank=4).config
-    assert "with head=block" in str(unserved(block, of.embeddings.beyond_tables()))
+    assert "with head=block" in str(engine_mismatch(block, of.embeddings.beyond_tables()))
 
 
 @pytest.mark.parametrize(
