@@ -41,7 +41,8 @@ def prepared(config: EvalConfig) -> tuple[ModelConfig, list[str], Path]:
         out /= model.name  # the run's own report is of its own target
     device_named(model.device)
     check_writable(out, "out")
-    replaced = "" if config.tune else replacing(out)
+    has_report = (out / "report.json").exists() and not config.tune
+    replaced = ", in place of the report there; out=FOLDER writes elsewhere" if has_report else ""
     say(visible(f"evaluation on {', '.join(names)} with {model.path}, to {out}{replaced}"))
     configuration(model.path, model.trust_remote_code)
     return model, names, out
@@ -56,11 +57,6 @@ def folder_for(out: str | None, runs: Sequence[str], drafters: Sequence[str]) ->
         return first
     whole = first.resolve()  # a head's folder is replaced when it is saved, or is in git
     return Path("outputs") / (whole.parent.name if whole.name == "head" else first.name or whole.name)
-
-
-def replacing(out: Path) -> str:
-    """Return a note that a folder's report is replaced; empty if there is none."""
-    return ", in place of the report there; out=FOLDER writes elsewhere" if (out / "report.json").exists() else ""
 
 
 def load_target(model: ModelConfig, dtype: str, engine: EngineConfig) -> Target:

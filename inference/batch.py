@@ -2,11 +2,12 @@
 
 import logging
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from threading import Lock
 
 import torch
 
+from heads.base import Tokens
 from heads.common.errors import one_line
 from heads.common.progress import tick
 from inference.protocol import DraftBatch, Drafter
@@ -87,7 +88,7 @@ class Batch:
         """How many more there may be."""
         return self.size - len(self.running)
 
-    def admit(self, request_index: int, prompt: list[int], settings: RequestParams) -> Generation:
+    def admit(self, request_index: int, prompt: Tokens, settings: RequestParams) -> Generation:
         """Prefill a request's prompt; return what will hold its answer."""
         if self.service is not None and settings.rule not in (AUTO, COUPLED) and not is_lossy(settings.rule):
             raise ValueError(
@@ -186,7 +187,7 @@ class Batch:
 
 
 def batch_of(
-    target: Target, drafter: Drafter | Service, size: int, requests: Sequence[tuple[list[int], RequestParams]] = ()
+    target: Target, drafter: Drafter | Service, size: int, requests: Sequence[tuple[Tokens, RequestParams]] = ()
 ) -> Batch:
     """Return a batch of `size` slots with room for the longest of some requests."""
     service, source = (drafter, drafter.working) if isinstance(drafter, Service) else (None, drafter)
@@ -196,7 +197,7 @@ def batch_of(
 
 
 def acquire(
-    target: Target, drafter: Drafter | Service, size: int, requests: Sequence[tuple[list[int], RequestParams]]
+    target: Target, drafter: Drafter | Service, size: int, requests: Sequence[tuple[Tokens, RequestParams]]
 ) -> Batch:
     """Return a batch for requests: the one that was given back for this drafter, if it has as many slots."""
     idle: Batch | None = target.idle.pop(drafter, None)
@@ -220,14 +221,12 @@ def release(target: Target, drafter: Drafter | Service, batch: Batch) -> None:
     if batch.device_step.graphs is None or not batch.device_step.graphs.captured:
         return
     target.idle[drafter] = batch
-    while target.idle and (len(target.idle) > MAX_IDLE_BATCHES or crowded(target.idle.values())):
+    while target.idle:
+        taken = sum((idle.nbytes for idle in target.idle.values()), Counter[torch.device]())
+        crowded = any(nbytes > free_memory(device) for device, nbytes in taken.items())
+        if not crowded and len(target.idle) <= MAX_IDLE_BATCHES:
+            break
         del target.idle[next(iter(target.idle))]
-
-
-def crowded(batches: Iterable[Batch]) -> bool:
-    """Whether batches take more of a device's memory than is free of it."""
-    taken = sum((batch.nbytes for batch in batches), Counter[torch.device]())
-    return any(nbytes > free_memory(device) for device, nbytes in taken.items())
 
 
 def needed_entries(target: Target, prompt: list[int], settings: RequestParams) -> int:

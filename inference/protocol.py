@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from heads.base import DraftHead, Features
+from heads.base import DraftHead, Features, Layers, Tokens
 from inference.target.cache import TargetCache
 from inference.target.model import TargetOutput
 from inference.verification.rng import Draws, Samples
@@ -77,7 +77,7 @@ class Context(NamedTuple):
     to it: entries behind the committed ones, which it drops again.
     """
 
-    token: list[int]
+    token: Tokens
     sampling: Sampling
     draws: Draws
     max_draft_depth: int
@@ -130,7 +130,7 @@ class Verified(NamedTuple):
 class CommittedTokens(NamedTuple):
     """The tokens that a target pass committed, and what became of the proposal, None after a prefill."""
 
-    token: list[int]
+    token: Tokens
     verified: Verified | None = None
 
 
@@ -142,7 +142,7 @@ class DraftRows(Protocol):
         feature_layers: the target layers whose outputs are rows.
     """
 
-    feature_layers: tuple[int, ...]
+    feature_layers: Layers
 
     @property
     def nbytes(self) -> int:
@@ -180,7 +180,7 @@ class DraftTraits(NamedTuple):
     rows: DraftRows | None = None
 
     @property
-    def feature_layers(self) -> tuple[int, ...]:
+    def feature_layers(self) -> Layers:
         """The target layers whose outputs are read."""
         return () if self.rows is None else self.rows.feature_layers
 
@@ -218,7 +218,7 @@ class DraftBatch(Protocol):
 
     traits: DraftTraits = DraftTraits()
 
-    def start_sequence(self, slot: int, token: list[int], features: TargetOutput) -> None:
+    def start_sequence(self, slot: int, token: Tokens, features: TargetOutput) -> None:
         """Take in a prompt and the token behind it, with the target's outputs for the prompt."""
         return
 
@@ -251,7 +251,7 @@ class DraftBatch(Protocol):
         """
         ...
 
-    def learn(self, slot: int, token: list[int], path: list[int], logits: Float[Tensor, "M V"] | None) -> None:
+    def learn(self, slot: int, token: Tokens, path: list[int], logits: Float[Tensor, "M V"] | None) -> None:
         """Take in what the host has read: the committed tokens, the accepted nodes, and the logits of the pass."""
         return
 

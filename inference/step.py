@@ -14,11 +14,11 @@ from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Int
 from torch import Tensor
 from torch.nn.functional import pad
 
-from heads.base import Features
+from heads.base import Features, Tokens
 from heads.modules.argmax import argmax
 from inference.protocol import DraftBatch, Drafted, DraftInputs, DraftPlan
 from inference.request import Pass, PhaseTimer, Request, RequestParams, Step
@@ -30,7 +30,7 @@ from inference.target.target import Target, check_size
 from inference.verification import rules
 from inference.verification import tree as trees
 from inference.verification.rng import ACCEPT_KEY, DRAFT_KEY, Samples, exponential_noise, hash_key, sampled, uniform
-from inference.verification.rules import Accepted
+from inference.verification.rules import Accepted, NodeProbs, PerSequence
 from inference.verification.sample import Sampling, distribution, penalize
 from inference.verification.tree import LOOK_AHEAD, DraftTree
 
@@ -48,33 +48,13 @@ class Slots(NamedTuple):
         seen_tokens: which tokens stand in the text, where a penalty asks for it.
     """
 
-    root: Int[Tensor, "B"]
-    length: Int[Tensor, "B"]
-    max_draft_depth: Int[Tensor, "B"]
-    min_tokens_left: Int[Tensor, "B"]
-    active: Int[Tensor, "B"]
-    key: Int[Tensor, "B"]
+    root: PerSequence
+    length: PerSequence
+    max_draft_depth: PerSequence
+    min_tokens_left: PerSequence
+    active: PerSequence
+    key: PerSequence
     seen_tokens: Bool[Tensor, "B V"]
-
-
-class GraphKey(NamedTuple):
-    """What tells the shapes and branches of a step's stages from those of others.
-
-    Attributes:
-        head_kv_length: entries of its KV cache that the head reads.
-        sampling, rule, logit_gaps: of the settings.
-        masks_eos: whether an answer may not end yet.
-        masked: whether some sequences take no part.
-        policy: which tree is drafted.
-    """
-
-    head_kv_length: int
-    sampling: Sampling
-    rule: str
-    logit_gaps: bool
-    masks_eos: bool
-    masked: bool
-    policy: int
 
 
 class DeviceStep:
@@ -173,13 +153,13 @@ class DeviceStep:
             generation.decode_s += draft + verified + other
 
     @torch.inference_mode()
-    def sample(self, requests: Sequence[Request]) -> tuple[list[int], Drafted]:
+    def sample(self, requests: Sequence[Request]) -> tuple[Tokens, Drafted]:
         """Return the first tokens that a step of sequences which are sampled alike would commit, and the last drafts.
 
         Nothing is committed.
         """
         self.load_slots(requests)
-        tokens: list[int] = []
+        tokens: Tokens = []
         for group in self.groups(requests):
             drafted, result, *_ = self.run(requests, group, commits=False)
             tokens += [row[2] for row in result.tolist()[: len(group)]]
@@ -251,9 +231,14 @@ class DeviceStep:
     ) -> tuple[Drafted, Int[Tensor, "B X"], TargetOutput, Accepted]:
         """Run a step's stages."""
         self.penalises, self.timer = settings.sampling.repetition_penalty != 1, phase_timer
-        self.key = self.graph_key(kv_length, settings)
+        # Compiled shapes are few: the head reads all entries that a sequence may come to have.
+        padded = self.compiles and not self.static
+        head_kv_length = round_up_kv_length(self.cache.storage.capacity) if padded else kv_length
+        sampling, rule, gaps = settings.sampling, settings.rule, settings.logit_gaps
+        # What tells the shapes and branches of the stages from those of other steps.
+        self.key = head_kv_length, sampling, rule, gaps, self.masks_eos, self.masked, self.plan.key
         among = self.slots if self.compiles else slots
-        drafted = self.launch(DeviceStep.draft, among, self.key.head_kv_length, settings)
+        drafted = self.launch(DeviceStep.draft, among, head_kv_length, settings)
         if self.compiles:
             drafted = drafted.first(len(slots.root))
         phase_timer.mark("draft")
@@ -287,16 +272,8 @@ class DeviceStep:
         """Whether the stages are captured in graphs, whose shapes must stay the same."""
         return self.static and self.graphs is not None
 
-    def graph_key(self, kv_length: int, settings: RequestParams) -> GraphKey:
-        """Return what tells the shapes and branches of a step's stages from those of others."""
-        # Compiled shapes are few: the head reads all entries that a sequence may come to have.
-        padded = self.compiles and not self.static
-        head_kv_length = round_up_kv_length(self.cache.storage.capacity) if padded else kv_length
-        sampling, rule, gaps = settings.sampling, settings.rule, settings.logit_gaps
-        return GraphKey(head_kv_length, sampling, rule, gaps, self.masks_eos, self.masked, self.plan.key)
-
     def launch(self, stage: Stage, *args: Any) -> Any:
-        """Run a stage of a step under its graph key."""
+        """Run a stage of a step under its key."""
         run = stage
         if self.compiles and stage in (DeviceStep.draft, DeviceStep.extend):
             run = partial(self.compiled_stages, (stage, *self.key), compiled(stage, self.target.device.type))
@@ -378,9 +355,7 @@ class DeviceStep:
                 return self.target.run_ragged(layout, token, position, attn_mask, batch_pass, layers, key_position)
         return self.target.run(token, position, attn_mask, batch_pass, layers, key_position)
 
-    def processed(
-        self, slots: Slots, drafted: Drafted, logits: Float[Tensor, "B N V"], sampling: Sampling
-    ) -> Float[Tensor, "B N V"]:
+    def processed(self, slots: Slots, drafted: Drafted, logits: NodeProbs, sampling: Sampling) -> NodeProbs:
         """Return the logits as each node's own prefix has them: penalised, and no end before its time."""
         assert drafted.depth is not None
         if sampling.repetition_penalty != 1:
@@ -397,11 +372,11 @@ class DeviceStep:
         self,
         slots: Slots,
         drafted: Drafted,
-        logits: Float[Tensor, "B N V"],
+        logits: NodeProbs,
         sampling: Sampling,
-        node: Int[Tensor, "B"],
-        depth: int | Int[Tensor, "B"],
-    ) -> Int[Tensor, "B"]:
+        node: PerSequence,
+        depth: int | PerSequence,
+    ) -> PerSequence:
         """Return the target's tokens after nodes at a depth: the winners under the noise of the next positions."""
         logits = logits[torch.arange(len(node), device=node.device), node]
         if sampling.temperature == 0:
@@ -411,7 +386,7 @@ class DeviceStep:
         return (distribution(logits, sampling) / drafted.noise[:, depth]).argmax(-1)
 
     def accept(
-        self, slots: Slots, drafted: Drafted, logits: Float[Tensor, "B N V"], settings: RequestParams
+        self, slots: Slots, drafted: Drafted, logits: NodeProbs, settings: RequestParams
     ) -> tuple[Int[Tensor, "B X"], Accepted]:
         """Return what the host reads of a step, and the accepted paths."""
         tree, deepest, greedy = drafted.tree, self.plan.deepest, settings.sampling.temperature == 0
@@ -443,7 +418,7 @@ class DeviceStep:
         slots: Slots,
         drafted: Drafted,
         present: Bool[Tensor, "B N"],
-        processed_logits: Float[Tensor, "B N V"],
+        processed_logits: NodeProbs,
         settings: RequestParams,
     ) -> Accepted:
         """Verify drafts by the rule for them."""
@@ -524,7 +499,7 @@ class DeviceStep:
             return None
         return Features(token, out.hidden[row, path], out.last_hidden[row, path], torch.zeros_like(token))
 
-    def extend(self, features: Features, count: Int[Tensor, "B"]) -> None:
+    def extend(self, features: Features, count: PerSequence) -> None:
         """Hand the drafts the accepted rows."""
         assert self.drafts.traits.rows is not None
         self.drafts.traits.rows.commit(features, count)
@@ -543,7 +518,7 @@ class DeviceStep:
         return Step(drafted, accepted, committed, 0.0, 0.0, 0.0, rules.NOTHING, tuple(ranks[1 : accepted + 1]))
 
     def keep_pass(
-        self, request: Request, at: int, drafted: Drafted, out: TargetOutput, path: list[int], token: list[int]
+        self, request: Request, at: int, drafted: Drafted, out: TargetOutput, path: list[int], token: Tokens
     ) -> None:
         """Keep what the target computed in a step, without padding."""
         depth = drafted.depth

@@ -32,7 +32,8 @@ from data.answers.client import Client, EndpointError
 from data.batches import Batch, Batches, Packed
 from data.features.source import FeaturesConfig, ReadAhead
 from data.features.store import FeatureRequest, States
-from heads.base import Embeddings, Features, to_device
+from data.text.shapes import at
+from heads.base import Embeddings, Features, Layers, to_device
 from heads.common.untrusted import inside, regular
 from heads.formats.published.plan import as_states
 
@@ -75,7 +76,7 @@ class LayerIds(NamedTuple):
     last: int
 
     @classmethod
-    def of(cls, ids: list[int], layers: tuple[int, ...], num_layers: int) -> "LayerIds":
+    def of(cls, ids: list[int], layers: Layers, num_layers: int) -> "LayerIds":
         """Find our layers among vLLM's ids; refuse ids without one of them."""
         states = as_states(layers)
         needed = list(dict.fromkeys([*states, num_layers]))
@@ -214,8 +215,7 @@ class VllmServers:
             "request_id": f"{self.name}-{uuid.uuid4().hex}", "return_token_ids": shows_token, **self.endpoint.extra,
         }  # fmt: skip
         reply = self.clients[turn].once("POST", "/completions", body)
-        answer = reply.get("kv_transfer_params")
-        path = answer.get("hidden_states_path") if isinstance(answer, dict) else None
+        path = at(reply, "kv_transfer_params/hidden_states_path")
         if not isinstance(path, str):
             raise ValueError(f"features.vllm={self.folder}: a server's answer names no file of hidden states; {SETUP}")
         file = inside(self.folder, Path(path).name)

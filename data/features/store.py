@@ -30,7 +30,7 @@ from safetensors.torch import save
 from torch import Tensor
 
 from data.batches import Packed
-from heads.base import Features
+from heads.base import Features, Layers
 from heads.common.files import atomic_write, claim, read_checked, write_checked
 from heads.common.ranges import Count, Number, OneOf
 from heads.common.typed import typed
@@ -50,12 +50,13 @@ MUST_AGREE = {
 }  # fmt: skip
 
 SequenceTensors = dict[str, Tensor]
+PackedRows = Int[Tensor, "B T"]
 
 
 class FeatureRequest(NamedTuple):
     """The requested features: feature layers and dtype."""
 
-    layers: tuple[int, ...]
+    layers: Layers
     dtype: torch.dtype
 
 
@@ -70,7 +71,7 @@ class StoreSpec:
     target: str  # the target's fingerprint
     name: str  # the target's name, for messages
     quantize: str | None  # how the target's weights were quantised
-    layers: tuple[int, ...]  # the feature layers, as `heads.base` counts them
+    layers: Layers  # the feature layers, as `heads.base` counts them
     width: Count  # of the target
     vocab: Count  # of the target
     data: str  # the fingerprint of the packed sequences
@@ -82,7 +83,8 @@ class StoreSpec:
     @property
     def sequence_bytes(self) -> int:
         """Bytes of a sequence on disk, without the overhead of its shard and entry."""
-        return self.length * (len(self.layers) + 1) * size(self.width, self.dtype)
+        vector = self.width * DTYPES[self.dtype].itemsize + (SCALE_BYTES if self.dtype == "fp8" else 0)
+        return self.length * (len(self.layers) + 1) * vector
 
     def shard(self, number: int) -> list[int]:
         """Return the sequences of an extraction's shard."""
@@ -274,11 +276,6 @@ def decode(coded: Coded, dtype: torch.dtype) -> Float[Tensor, "*n D"]:
     return (coded.value.float() * coded.scale[..., None]).to(dtype)
 
 
-def size(width: int, dtype: str) -> int:
-    """Return the bytes of a vector of `width` values."""
-    return width * DTYPES[dtype].itemsize + (SCALE_BYTES if dtype == "fp8" else 0)
-
-
 class States(NamedTuple):
     """Hidden states of packed sequences: those of the feature layers, and the last one after the final norm."""
 
@@ -306,14 +303,12 @@ class Copying(NamedTuple):
         return self.sequences
 
 
-def compute(
-    target: Target, token: Int[Tensor, "B T"], document: Int[Tensor, "B T"], spec: StoreSpec
-) -> SequenceTensors:
+def compute(target: Target, token: PackedRows, document: PackedRows, spec: StoreSpec) -> SequenceTensors:
     """Return packed sequences' tensors for a store, by a forward pass of the target."""
     return start(target, token, document, spec).result()
 
 
-def start(target: Target, token: Int[Tensor, "B T"], document: Int[Tensor, "B T"], spec: StoreSpec) -> Copying:
+def start(target: Target, token: PackedRows, document: PackedRows, spec: StoreSpec) -> Copying:
     """Do what `compute` does, asynchronously on a GPU."""
     features = target.features(token, document, spec.layers)
     return copying(States(features.hidden, features.last_hidden), spec)
@@ -340,8 +335,8 @@ def copying(states: States, spec: StoreSpec) -> Copying:
 
 def decode_sequences(
     sequences: SequenceTensors,
-    token: Int[Tensor, "B T"],
-    document: Int[Tensor, "B T"],
+    token: PackedRows,
+    document: PackedRows,
     request: FeatureRequest,
     spec: StoreSpec,
 ) -> Features:

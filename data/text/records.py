@@ -1,12 +1,12 @@
 """Parsing of raw records of many shapes into one type: a chat, a plain text, or a document whose tokens are given."""
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from itertools import groupby
 from typing import Any, NamedTuple
 
 from data.text.parts import CUT, BadSampleError, LeftOutError, Message
-from data.text.shapes import ANSWERS, QUESTIONS, SHAPES, Chat, chat_of
+from data.text.shapes import ANSWERS, QUESTIONS, SHAPES, Chat, Raw, at, chat_of
 
 IDS = (
     *("id", "question_id", "task_id", "conversation_id", "prompt_id", "custom_id"),
@@ -65,7 +65,7 @@ class Pretokenized(NamedTuple):
             start = end
 
 
-def exact_tokens(raw: dict[str, Any], where: str) -> tuple[Pretokenized, ...]:
+def exact_tokens(raw: Raw, where: str) -> tuple[Pretokenized, ...]:
     """Return the documents whose tokens a record gives, none for text; refuse anything but lists of numbers."""
     if all(raw.get(key) is not None for key in MASKED):
         token, mask = (_ids(raw, key, where) for key in MASKED)
@@ -82,7 +82,7 @@ def exact_tokens(raw: dict[str, Any], where: str) -> tuple[Pretokenized, ...]:
     return tuple(documents)
 
 
-def logged_answers(raw: Mapping[str, Any], where: str) -> Iterator[LoggedAnswer]:
+def logged_answers(raw: Raw, where: str) -> Iterator[LoggedAnswer]:
     """Yield the tokens of each prompt and answer in a log's record or a reply; refuse anything but numbers."""
     reply = reply_in(raw)
     choices = [choice for key in CHOICES if isinstance(reply.get(key), list) for choice in reply[key]]
@@ -91,20 +91,19 @@ def logged_answers(raw: Mapping[str, Any], where: str) -> Iterator[LoggedAnswer]
         holders = (holder for holder in (answer, reply, raw, raw.get("request")) if isinstance(holder, dict))
         asking = next(((holder, name) for holder in holders for name in PROMPT if holder.get(name) is not None), None)
         if key is not None and asking is not None:
-            metadata, answered = answer.get("meta_info"), _ids(answer, key, where)
-            count = metadata.get("completion_tokens") if isinstance(metadata, dict) else None
+            count, answered = at(answer, "meta_info/completion_tokens"), _ids(answer, key, where)
             if type(count) is int and count > 0:
                 answered = answered[-count:]  # some of SGLang's begin with the prompt's end
             yield LoggedAnswer(_ids(*asking, where), answered)
 
 
-def reply_in(raw: Mapping[str, Any]) -> Mapping[str, Any]:
+def reply_in(raw: Raw) -> Raw:
     """Return the reply in a log's record, which may be next to its request, as in batches."""
-    reply: Mapping[str, Any] = raw["response"] if isinstance(raw.get("response"), dict) else raw
+    reply: Raw = raw["response"] if isinstance(raw.get("response"), dict) else raw
     return reply["body"] if isinstance(reply.get("body"), dict) else reply
 
 
-def _ids(holder: Mapping[str, Any], key: str, where: str) -> list[int]:
+def _ids(holder: Raw, key: str, where: str) -> list[int]:
     value = holder[key]
     if not isinstance(value, list) or not all(type(token) is int for token in value):
         raise ValueError(f"{where}: {key} is no list of token numbers: fix or remove the record")
@@ -118,7 +117,7 @@ class Record(NamedTuple):
     category: str  # its own, or empty
     messages: list[Message]  # a chat's, with OpenAI's keys and role names; empty for a plain text
     text: str  # a plain text, or a chat's text if the record has it
-    tools: tuple[dict[str, Any], ...] = ()  # the functions that the assistant may call, as OpenAI has them
+    tools: tuple[Raw, ...] = ()  # the functions that the assistant may call, as OpenAI has them
     source: str = ""  # the name of its source
     pretokenized: tuple[Pretokenized, ...] = ()  # its given tokens, which replace the text
     shape: str = ""  # the name of the shape it was read as
@@ -128,7 +127,7 @@ class Record(NamedTuple):
     error: BadSampleError | None = None  # why it cannot be used
 
 
-def parse(raw: dict[str, Any], index: int, path: str) -> Record:
+def parse(raw: Raw, index: int, path: str) -> Record:
     """Parse one raw record, whose shape is known by its keys.
 
     Records without an answer are chats of one user message: prompts.
@@ -142,7 +141,7 @@ def parse(raw: dict[str, Any], index: int, path: str) -> Record:
     return record
 
 
-def read(raw: dict[str, Any], index: int, path: str) -> Record:
+def read(raw: Raw, index: int, path: str) -> Record:
     """Parse one raw record; a record that cannot be used has an `error`.
 
     It is of unknown shape (then it is shown, abbreviated), or has no text or no answer.
@@ -171,7 +170,7 @@ def read(raw: dict[str, Any], index: int, path: str) -> Record:
     return Record(name, category, *whole, chat.shape, chat.model, chat.notes, ended, fault)
 
 
-def _unknown(raw: dict[str, Any]) -> BadSampleError:
+def _unknown(raw: Raw) -> BadSampleError:
     shown = json.dumps(raw, ensure_ascii=False, sort_keys=True, default=str)
     shown = shown if len(shown) <= SHOWN else shown[:SHOWN] + "…"
     return BadSampleError("of no known shape", f"is of no known shape: {shown} The shapes read are {KNOWN}")
@@ -182,7 +181,7 @@ def label(value: Any) -> str:
     return str(value).encode("utf-8", "replace").decode()
 
 
-def readable(raw: dict[str, Any], index: int, path: str) -> dict[str, Any]:
+def readable(raw: Raw, index: int, path: str) -> Raw:
     """Convert a published set's record to a shape that `parse` reads; return others unchanged.
 
     CNN/DM has an article and its highlights, question sets have lists of answers, dialogues without answers have turns.

@@ -33,9 +33,11 @@ from data.text.files import (
 )
 from data.text.parts import LeftOutError
 from data.text.records import Record, read, readable
+from data.text.shapes import at
 from data.text.transcripts import batches_joined, is_wanted, records_in
 from heads.common.connection import check_reachable
 from heads.common.errors import one_line, redacted_values
+from heads.common.typed import Json
 from heads.common.untrusted import parsed_file, regular
 
 T = TypeVar("T")
@@ -72,19 +74,18 @@ class Files:
             return repr([(str(file.resolve()), stat.st_size, stat.st_mtime_ns) for file, stat in stats])
         return repr([(kind_of(file), content_hash(file)) for file in self.files])
 
-    def provenance(self) -> dict[str, Any]:
+    def provenance(self) -> Json:
         """Return the number of files, their hash if they are read to the end, and the settings of their answers.
 
         The hash of several files is that of the list of their hashes. The settings are in the metadata next to a file.
         """
-        record: dict[str, Any] = {"name": self.name, "files": len(self.files)}
+        record: Json = {"name": self.name, "files": len(self.files)}
         if not self.streaming:
             hashes = [content_hash(file) for file in self.files]
             record["sha256"] = hashes[0] if len(hashes) == 1 else hashlib.sha256("".join(hashes).encode()).hexdigest()
         written = []
         for meta in (file.with_name(file.name + META) for file in self.files):
-            metadata = parsed_file(meta, "restore it, or remove it") if meta.is_file() else None
-            settings = metadata.get("settings") if isinstance(metadata, dict) else None
+            settings = at(parsed_file(meta, "restore it, or remove it") if meta.is_file() else None, "settings")
             if isinstance(settings, dict) and settings:
                 written.append(redacted_values({key: value for key, value in settings.items() if key != "data"}))
         if written:
@@ -110,7 +111,7 @@ class Hub:
         """Return the name and the revision or fingerprint."""
         return repr((self.name, self.revision))
 
-    def provenance(self) -> dict[str, Any]:
+    def provenance(self) -> Json:
         """Return the name and the revision."""
         return {"name": self.name, "revision": self.revision}
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from data.text.shapes import Raw, at
 
+Records = list[Raw]
 CLAUDE_CODE = ("parentUuid", "leafUuid", "messageId", "sessionId")  # a line of any of its types has one of these
 CODEX = ("session_meta", "response_item", "event_msg", "turn_context", "compacted")
 SYNTHETIC = "<synthetic>"  # the model's name in a line that Claude Code itself wrote
@@ -51,7 +52,7 @@ def records_in(lines: Iterable[Raw]) -> Iterator[Raw]:
             yield from group
 
 
-def _claude_code(lines: list[Raw]) -> Iterator[Raw]:
+def _claude_code(lines: Records) -> Iterator[Raw]:
     """Yield each branch of a transcript, whose lines name their parents, as a chat; a turn is trained in one of them.
 
     The branch with the most of the assistant's lines comes first, and later ones have the turns that they share with it
@@ -60,7 +61,7 @@ def _claude_code(lines: list[Raw]) -> Iterator[Raw]:
     """
     nodes = {line["uuid"]: line for line in lines if line.get("uuid")}
     spoken = {uuid: line["message"] for uuid, line in nodes.items() if isinstance(line.get("message"), dict)}
-    parts: dict[str, list[Raw]] = {}
+    parts: dict[str, Records] = {}
     for uuid, message in spoken.items():
         content = message.get("content") or []
         parts[uuid] = [{"type": "text", "text": content}] if isinstance(content, str) else list(content)
@@ -83,7 +84,7 @@ def _claude_code(lines: list[Raw]) -> Iterator[Raw]:
     branches = [path_to(uuid) for uuid in nodes if uuid in ends]
     trained: set[str] = set()
     for branch in sorted(branches, key=lambda path: len(path.keys() & written), reverse=True):
-        messages: list[Raw] = []
+        messages: Records = []
         by_id: dict[str, Raw] = {}
         missing = dict(results)
         for uuid in [uuid for uuid in reversed(branch) if uuid in spoken and uuid not in client]:
@@ -97,7 +98,7 @@ def _claude_code(lines: list[Raw]) -> Iterator[Raw]:
                 missing.pop(piece.get("tool_use_id"), None)
         if all(message.get("role") != "assistant" or "weight" in message for message in messages):
             continue
-        chat: list[Raw] = []
+        chat: Records = []
         for message in messages:
             aside = [missing[piece["id"]] for piece in message["content"] if piece.get("id") in missing]
             chat += [message, *([{"role": "user", "content": aside}] if aside else [])]
@@ -115,10 +116,10 @@ def _claude_code(lines: list[Raw]) -> Iterator[Raw]:
         yield {**last, "id": last.get("sessionId"), "model": model, "claude_code": {"messages": chat, "notes": notes}}
 
 
-def _codex(lines: list[Raw]) -> Iterator[Raw]:
+def _codex(lines: Records) -> Iterator[Raw]:
     """Yield a session as a chat, and one more after each compaction, which replaces the chat."""
     meta: Raw = {}
-    items: list[Raw] = []
+    items: Records = []
     for line in [*lines, {"type": "session_meta", "payload": {}}]:
         kind, payload = line.get("type"), line.get("payload") or {}
         if kind in ("session_meta", "compacted"):
@@ -134,10 +135,10 @@ def _codex(lines: list[Raw]) -> Iterator[Raw]:
             items.append(payload)
 
 
-def _spans(lines: list[Raw]) -> Iterator[Raw]:
+def _spans(lines: Records) -> Iterator[Raw]:
     """Yield the spans of an OTLP export that hold a chat, with their attributes as a dict."""
 
-    def inner(holders: Iterable[Raw], *names: str) -> list[Raw]:
+    def inner(holders: Iterable[Raw], *names: str) -> Records:
         return [item for holder in holders for name in names for item in holder.get(name, ())]
 
     scopes = inner(inner(lines, "resourceSpans", "resource_spans"), "scopeSpans", "scope_spans")
@@ -150,7 +151,7 @@ def _spans(lines: list[Raw]) -> Iterator[Raw]:
             yield flat
 
 
-def _span(lines: list[Raw]) -> Iterator[Raw]:
+def _span(lines: Records) -> Iterator[Raw]:
     """Yield a span; messages in a field each, as OpenLLMetry and OpenInference write them, become lists."""
     (raw,) = lines
     given: dict[str, Any] = raw["attributes"]

@@ -146,8 +146,11 @@ class MeasuredRequest:
         return metrics.ratio(self.decoding[0], latency - first)
 
 
+Requests = Sequence[MeasuredRequest]
+
+
 def result(
-    drafter: DrafterInfo, subset: Subset, requests: Sequence[MeasuredRequest], whole: SpecDecodingStats | None = None
+    drafter: DrafterInfo, subset: Subset, requests: Requests, whole: SpecDecodingStats | None = None
 ) -> ResultRow:
     """Return a drafter's result on a subset of a measurement, without a speedup, which `with_speedups` adds.
 
@@ -187,9 +190,9 @@ def result(
 def with_speedups(
     row: ResultRow,
     subset: Subset,
-    requests: Sequence[MeasuredRequest],
-    base: Sequence[MeasuredRequest],
-    hf: Sequence[MeasuredRequest] | None,
+    requests: Requests,
+    base: Requests,
+    hf: Requests | None,
 ) -> ResultRow:
     """Return a result with the columns that only a lossless drafter has.
 
@@ -209,15 +212,13 @@ def with_speedups(
     )
 
 
-def _known(requests: Sequence[MeasuredRequest], key: str) -> list[Any]:
+def _known(requests: Requests, key: str) -> list[Any]:
     """Return a field of each request; none where not all are known."""
     values = [getattr(request, key) for request in requests]
     return [] if None in values else values
 
 
-def by_request(
-    requests: Sequence[MeasuredRequest], base: Sequence[MeasuredRequest] | None = None
-) -> dict[str, dict[str, float]]:
+def by_request(requests: Requests, base: Requests | None = None) -> dict[str, dict[str, float]]:
     """Return the quantiles over the requests of τ, tokens per second, waits and, over `base`, the speedup."""
     values: dict[str, list[float | None]] = {
         "tau": [metrics.ratio(counts.tokens, counts.steps) for counts in _known(requests, "passes")],

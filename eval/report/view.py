@@ -218,19 +218,3 @@ def acceptance_gain(conditional: Sequence[float]) -> float:
     better = [fraction + (1 - fraction) * TENTH for fraction in conditional]
     ours, theirs = (1.0 + sum(accumulate(fractions, mul)) for fractions in (better, conditional))
     return ours / theirs
-
-
-def breakdown_sentence(name: str, breakdown: Record) -> str:
-    """Return the speedup breakdown of a result in words."""
-    stages, gain = breakdown["rungs"], breakdown["less"][breakdown["most"]]
-    before = dict(zip(COSTS, stages.values(), strict=False))
-    left = {
-        cost: f"{stages[cost]:.2f}" + " (cheaper than the baseline's)" * (stages[cost] > before[cost]) for cost in COSTS
-    }
-    return (
-        f"{name} commits {stages['ideal']:.2f} tokens per pass, the speedup if a pass cost a step of the baseline. The "
-        f"dearer passes leave {left['verification']}; drafting leaves {left['draft']}; the rest of the step leaves the "
-        f"measured {left['overhead']}. The greatest gain would come from {REMEDIES[breakdown['most']]}: {gain:.2f} if "
-        f"that loss were a tenth smaller. An oracle that drafts only accepted tokens, at no cost, would reach "
-        f"{breakdown['oracle']:.2f}."
-    )

@@ -6,11 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from jaxtyping import Int
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from heads.base import DraftHead, Features, LevelOutput, NewRows
+from heads.base import DraftHead, Features, LevelOutput, NewRows, Tokens
 from heads.common.errors import one_line
 from heads.common.typed import typed
 from heads.formats.hub import load_found, schedule_of, sibling_spec, tree_of
@@ -21,8 +20,8 @@ from heads.mtp import TARGET, Mtp
 from inference.drafters.plain import root_trees
 from inference.drafters.policy import (
     Schedule,
+    Scheduled,
     TreeConfig,
-    always,
     check_tree,
     expanded,
     grow_batch,
@@ -35,6 +34,7 @@ from inference.target.checkpoint import all_tensor_files
 from inference.target.model import TargetOutput
 from inference.target.packed import pack
 from inference.target.target import Target
+from inference.verification.rules import PerSequence
 
 
 class HeadDrafter(Drafter):
@@ -49,7 +49,7 @@ class HeadDrafter(Drafter):
 
     def __init__(self, head: DraftHead, policy: TreeConfig, name: str, schedule: Schedule | None = None) -> None:
         self.head, self.policy, self.name = head, policy, name
-        self.schedule = always(policy) if schedule is None else schedule
+        self.schedule = schedule or Schedule([Scheduled(1, policy)])
         self.tree = self.schedule.label
 
     def batch(self, size: int) -> "HeadBatch":
@@ -100,13 +100,8 @@ class HeadBatch(DraftBatch, DraftRows):
         self.hold(longest)  # a hybrid may commit rows to a head that did not draft
         return self.plan
 
-    def level(self, count: int) -> LevelOutput:
-        """Return the roots' level of the first sequences."""
-        assert self.buffers is not None, "draft before a prompt"
-        return self.buffers.each(lambda buffer: buffer[:count])
-
     @torch.inference_mode()
-    def start_sequence(self, slot: int, token: list[int], features: TargetOutput) -> None:
+    def start_sequence(self, slot: int, token: Tokens, features: TargetOutput) -> None:
         """Commit a prompt's rows in a slot."""
         following = torch.tensor([token[1:]], device=features.hidden.device)
         if self.cache is None and self.head.has_kv_cache:
@@ -147,13 +142,14 @@ class HeadBatch(DraftBatch, DraftRows):
         self.buffers.each(lambda buffer: buffer[slot : slot + 1].copy_(buffer[from_slot : from_slot + 1]))
 
     def draft_trees(
-        self, roots: DraftInputs, max_draft_depth: Int[Tensor, "B"], longest: int, *, allow_host_sync: bool
+        self, roots: DraftInputs, max_draft_depth: PerSequence, longest: int, *, allow_host_sync: bool
     ) -> Drafted:
         """Grow a tree for each sequence by rank, or by sampling where the roots say so."""
         if self.policy is None:
             return root_trees(roots.token)
         self.hold(longest)
-        level = self.level(len(max_draft_depth))
+        assert self.buffers is not None, "draft before a prompt"
+        level = self.buffers.each(lambda buffer: buffer[: len(max_draft_depth)])
         return Drafted(
             *grow_batch(
                 self.head, self.cache, level, self.policy, roots, max_draft_depth, allow_host_sync=allow_host_sync
@@ -177,12 +173,12 @@ class HeadBatch(DraftBatch, DraftRows):
         if self.cache is not None:
             self.cache.longest = longest
 
-    def commit(self, features: Features, count: Int[Tensor, "B"]) -> None:
+    def commit(self, features: Features, count: PerSequence) -> None:
         """Take in verified rows, but for those of a step without a draft."""
         if self.plan.deepest:
             self.extend(features, count)
 
-    def extend(self, features: Features, count: Int[Tensor, "B"]) -> None:
+    def extend(self, features: Features, count: PerSequence) -> None:
         """Commit rows of all sequences; the level of one that has none stays."""
         _, level = self.head.extend(self.cache, NewRows(features, features.token, count))
 

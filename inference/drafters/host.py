@@ -8,6 +8,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn.functional import pad
 
+from heads.base import Tokens
 from inference.protocol import (
     CommittedTokens,
     Context,
@@ -52,7 +53,7 @@ class HostDrafter(Drafter, Protocol):
     reads_logits: bool = False
     single: bool = False
 
-    def start(self, prompt: list[int]) -> DrafterState:
+    def start(self, prompt: Tokens) -> DrafterState:
         """Begin a sequence; a source with a memory may now remember the text of the one before."""
         ...
 
@@ -69,7 +70,7 @@ class HostBatch(DraftBatch):
         self.slots: list[tuple[HostDrafter, DrafterState | None]] = [(source, None) for source in reversed(sources)]
         self.proposals: list[Proposal | None] = []  # by slot
 
-    def start_sequence(self, slot: int, token: list[int], features: TargetOutput) -> None:
+    def start_sequence(self, slot: int, token: Tokens, features: TargetOutput) -> None:
         """Begin a sequence."""
         source = self.slots[slot][0]
         state = source.start(token[:-1])
@@ -149,7 +150,7 @@ class HostBatch(DraftBatch):
                 )
         return Drafted(tree, mask, q, depth)
 
-    def learn(self, slot: int, token: list[int], path: list[int], logits: Float[Tensor, "M V"] | None) -> None:
+    def learn(self, slot: int, token: Tokens, path: list[int], logits: Float[Tensor, "M V"] | None) -> None:
         """Tell a sequence's state what became of its proposal."""
         proposal = self.proposals[slot]
         state = self.slots[slot][1]

@@ -17,7 +17,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedTokenizerBase
 
 from heads import rows
-from heads.base import Features, to_device
+from heads.base import Features, Layers, to_device
 from heads.common.target_config import EXPERTS, cache_argument, context_of
 from heads.modules import tree_attention
 from inference.target import loading
@@ -125,7 +125,7 @@ class LayerOutputs:
 
     def __init__(self, layers: Iterable[nn.Module]) -> None:
         self.outputs: list[Tensor | None] | None = None
-        self.wanted: tuple[int, ...] = ()
+        self.wanted: Layers = ()
         for layer in layers:
             layer.register_forward_hook(self.note)
 
@@ -234,7 +234,7 @@ class TargetModel:
         return BatchCache(Storage(size, self.layout, self.few_sizes), make)
 
     @torch.no_grad()
-    def features(self, token: Int[Tensor, "B T"], document: Int[Tensor, "B T"], layers: tuple[int, ...]) -> Features:
+    def features(self, token: Int[Tensor, "B T"], document: Int[Tensor, "B T"], layers: Layers) -> Features:
         """Return the features of packed sequences; documents do not see each other and each starts at position 0.
 
         `layers` are the decoder layers to return, here and in every pass below.
@@ -254,7 +254,7 @@ class TargetModel:
         )
 
     def own_features(
-        self, token: Tensor, document: Tensor, layers: tuple[int, ...], spans: list[Span] | None = None
+        self, token: Tensor, document: Tensor, layers: Layers, spans: list[Span] | None = None
     ) -> Features:
         """Return the features of packed sequences that all processes of a pass have alike."""
         position, spans = rows.positions(document), spans_of(document) if spans is None else spans
@@ -271,7 +271,7 @@ class TargetModel:
             out = self.run(token, position, attn_mask, None, layers)
         return Features(token, out.hidden, out.last_hidden, document)
 
-    def _unpacked(self, token: Tensor, document: Tensor, layers: tuple[int, ...], spans: list[Span]) -> Features:
+    def _unpacked(self, token: Tensor, document: Tensor, layers: Layers, spans: list[Span]) -> Features:
         """Return the features of documents that run unpacked, since recurrent states would cross documents.
 
         Padding is after a document, where its tokens do not see it. No pass has more tokens than the packed sequences,
@@ -298,14 +298,14 @@ class TargetModel:
         return Features(token, hidden, last, document)
 
     @torch.inference_mode()
-    def prefill(self, token: Int[Tensor, "T"], cache: TargetCache, layers: tuple[int, ...] = ()) -> TargetOutput:
+    def prefill(self, token: Int[Tensor, "T"], cache: TargetCache, layers: Layers = ()) -> TargetOutput:
         """Append a sequence of committed tokens; return the logits of the last one (R = 1)."""
         position = torch.arange(cache.length, cache.length + len(token), device=self.device)
         out = self.run(token[None], position[None], None, cache, layers)
         return out._replace(logits=self.embeddings.logits(out.last_hidden[:, -1:]))
 
     @torch.inference_mode()
-    def score(self, drafted: DraftTree, cache: TargetCache, layers: tuple[int, ...] = ()) -> TargetOutput:
+    def score(self, drafted: DraftTree, cache: TargetCache, layers: Layers = ()) -> TargetOutput:
         """Score a tree in one pass: append its N nodes to the cache; return all logits.
 
         The caller then compacts the cache to the accepted path.
@@ -321,7 +321,7 @@ class TargetModel:
         position: Int[Tensor, "B T"],
         attn_mask: Bool[Tensor, "B T S"] | None,
         cache: TargetCache | BatchPass | None,
-        layers: tuple[int, ...] = (),
+        layers: Layers = (),
         key_position: Int[Tensor, "B S"] | None = None,
         stack: Callable[..., Any] | None = None,
     ) -> TargetOutput:
@@ -347,7 +347,7 @@ class TargetModel:
         position: Int[Tensor, "B N"],
         attn_mask: Bool[Tensor, "B N S"],
         cache: BatchPass,
-        layers: tuple[int, ...],
+        layers: Layers,
         key_position: Int[Tensor, "B S"],
     ) -> TargetOutput:
         """Run the rows of a layout; return the outputs and logits of all nodes, an absent one has those of the root."""
@@ -365,7 +365,7 @@ class TargetModel:
         position: Tensor,
         mask: Any,
         cache: TargetCache | BatchPass | None,
-        layers: tuple[int, ...],
+        layers: Layers,
         stack: Callable[..., Any] | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Run the decoder stack with a mask in transformers' format; return the outputs of `layers` and the last."""
@@ -409,8 +409,8 @@ Stub = Callable[[Tensor], Tensor]
 class Skips(NamedTuple):
     """The decoder layers whose attention is skipped, and those whose MLP is."""
 
-    attention: tuple[int, ...]
-    mlp: tuple[int, ...]
+    attention: Layers
+    mlp: Layers
 
 
 def sublayers(layer: nn.Module) -> tuple[nn.Module, nn.Module]:

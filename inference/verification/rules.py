@@ -22,12 +22,19 @@ EPSILON, DELTA = 0.09, 0.3
 THRESHOLD = 0.3
 LEAST = 1e-30  # replaces a probability of 0 under a logarithm
 
+PerSequence = Int[Tensor, "B"]
+NodeMask = Bool[Tensor, "B N"]
+AncestorMask = Bool[Tensor, "#B N N"]  # each node's ancestors, itself included
+PerNode = Float[Tensor, "B N"]
+Probs = Float[Tensor, "B V"]
+NodeProbs = Float[Tensor, "B N V"]
+
 
 class Accepted(NamedTuple):
     """The accepted paths of B trees that are at most P - 1 deep."""
 
     path: Int[Tensor, "B P"]  # each tree's accepted nodes from the root on; behind them the last one again
-    committed: Int[Tensor, "B"]  # how many there are, which is how many tokens are committed
+    committed: PerSequence  # how many there are, which is how many tokens are committed
     token: Int[Tensor, "B P"]  # the committed tokens: those of the accepted nodes but for the root, then the next one
 
 
@@ -36,27 +43,25 @@ class Sampled(NamedTuple):
 
     parents: Sequence[int]  # of the shape's nodes; the root's is -1, and parents come before children
     token: Int[Tensor, "B N"]  # the nodes' tokens
-    present: Bool[Tensor, "B N"]  # which nodes there are
+    present: NodeMask  # which nodes there are
     q: Float[Tensor, "B M V"]  # the probs that the children of the M nodes with children were sampled from, in order
 
 
 class LastAccepted(NamedTuple):
     """Of each sequence the last accepted node, and the probs that the next token is sampled from."""
 
-    last: Int[Tensor, "B"]
-    probs: Float[Tensor, "B V"]
+    last: PerSequence
+    probs: Probs
 
 
 def present(
-    tree: DraftTree, ancestor_mask: Bool[Tensor, "#B N N"], depth: Int[Tensor, "B N"], max_draft_depth: Int[Tensor, "B"]
-) -> Bool[Tensor, "B N"]:
+    tree: DraftTree, ancestor_mask: AncestorMask, depth: Int[Tensor, "B N"], max_draft_depth: PerSequence
+) -> NodeMask:
     """Return the mask of drafted nodes: no padding (token -1) nor below it, and not too deep."""
     return ~(ancestor_mask & (tree.token < 0)[:, None]).any(-1) & (depth <= max_draft_depth[:, None])
 
 
-def follow(
-    tree: DraftTree, ancestor_mask: Bool[Tensor, "#B N N"], present: Bool[Tensor, "B N"], right: Bool[Tensor, "B N"]
-) -> Int[Tensor, "B"]:
+def follow(tree: DraftTree, ancestor_mask: AncestorMask, present: NodeMask, right: NodeMask) -> PerSequence:
     """Return the deepest node of the longest path of right nodes.
 
     `ancestor_mask` marks each node's ancestors, itself included, `present` the nodes that are drafted, `right` those
@@ -97,12 +102,12 @@ def follow_on_host(
 
 def walk(
     tree: DraftTree,
-    present: Bool[Tensor, "B N"],
-    choose: Callable[[Int[Tensor, "B"], int], Int[Tensor, "B"]],
+    present: NodeMask,
+    choose: Callable[[PerSequence, int], PerSequence],
     deepest: int,
     *,
     allow_host_sync: bool,
-) -> tuple[Int[Tensor, "B"], Int[Tensor, "B"]]:
+) -> tuple[PerSequence, PerSequence]:
     """Walk down each tree while the token that `choose` names after a node was drafted there, the first of equal ones.
 
     So a distribution is made only of the nodes on the accepted paths, one a depth, down to `deepest`. `allow_host_sync`
@@ -122,9 +127,9 @@ def walk(
 
 def accepted(
     tree: DraftTree,
-    ancestor_mask: Bool[Tensor, "#B N N"],
-    last: Int[Tensor, "B"],
-    token: Int[Tensor, "B"],
+    ancestor_mask: AncestorMask,
+    last: PerSequence,
+    token: PerSequence,
     deepest: int,
 ) -> Accepted:
     """Return the paths to the last accepted nodes, and their tokens with the `token` that comes next."""
@@ -138,15 +143,13 @@ def accepted(
     return Accepted(path, count, torch.where(ends, token[:, None], after))
 
 
-def typical(p: Float[Tensor, "B N V"]) -> Float[Tensor, "B N"]:
+def typical(p: NodeProbs) -> PerNode:
     """LOSSY. Return Medusa's bar after each node: what the entropy of the target's distribution makes likely enough."""
     entropy = -(p * p.clamp_min(LEAST).log()).sum(-1)
     return (DELTA * torch.exp(-entropy)).clamp_max(EPSILON)
 
 
-def lenient(
-    tree: DraftTree, p: Float[Tensor, "B N V"], bar: Callable[[Float[Tensor, "B N V"]], Float[Tensor, "B N"]]
-) -> Bool[Tensor, "B N"]:
+def lenient(tree: DraftTree, p: NodeProbs, bar: Callable[[NodeProbs], PerNode]) -> NodeMask:
     """LOSSY. Return which nodes' tokens are above the bar of what they follow."""
     parent, row = tree.parent.clamp_min(0), torch.arange(len(p), device=p.device)[:, None]
     return p[row, parent, tree.token.clamp_min(0)] > bar(p).gather(1, parent)
@@ -156,8 +159,8 @@ def lenient(
 class AcceptDraws:
     """Uniform numbers "B N": each sequence uses its next one where it tests a node."""
 
-    uniforms: Float[Tensor, "B N"]
-    used_uniforms: Int[Tensor, "B"]
+    uniforms: PerNode
+    used_uniforms: PerSequence
 
     def sample(self, probability: Float[Tensor, "B"], tested: Bool[Tensor, "B"]) -> Bool[Tensor, "B"]:
         """Return true with the given probability where a node is tested, else false."""
@@ -166,9 +169,7 @@ class AcceptDraws:
         return tested & (uniforms < probability)
 
 
-def recursive(
-    draft: Sampled, p: Float[Tensor, "B N V"], uniforms: Float[Tensor, "B N"], allow_host_sync: bool = False
-) -> LastAccepted:
+def recursive(draft: Sampled, p: NodeProbs, uniforms: PerNode, allow_host_sync: bool = False) -> LastAccepted:
     """Recursive rejection: siblings in sampled order, each against what rejections have left of the target's probs.
 
     Siblings are sampled without replacement (Sequoia, arXiv 2402.12374); on a chain it is speculative sampling (arXiv
@@ -204,8 +205,8 @@ class PathNode:
 
     reached: Bool[Tensor, "B"]  # which sequences come to it, or would if they had not accepted a path before
     alpha: Float[Tensor, "B"]  # probability that the path up to here is accepted, given what was rejected below it
-    target: Float[Tensor, "B V"]  # what is left of p after rejections
-    left: Float[Tensor, "B V"] | None  # what is left of q; of a node without children nothing
+    target: Probs  # what is left of p after rejections
+    left: Probs | None  # what is left of q; of a node without children nothing
 
     def reject(self, token: Int[Tensor, "B 1"], rejected: Bool[Tensor, "B"], distinct: bool) -> None:
         """Take into account that the child with a token, and all below it, was rejected; maybe others must differ."""
@@ -221,9 +222,7 @@ class PathNode:
             self.left = torch.where(rejected[:, None], without(self.left, token), self.left)
 
 
-def traversal(
-    draft: Sampled, p: Float[Tensor, "B N V"], uniforms: Float[Tensor, "B N"], allow_host_sync: bool = False
-) -> LastAccepted:
+def traversal(draft: Sampled, p: NodeProbs, uniforms: PerNode, allow_host_sync: bool = False) -> LastAccepted:
     """Traversal verification (arXiv 2505.12398), from the leaves up: a path stands or falls as a whole.
 
     A rejected leaf is deleted, its parent keeps the residuals of p and q, and the next leaf is tried. On a chain it is
@@ -282,7 +281,7 @@ def _walk(parents: Sequence[int]) -> Iterator[tuple[int, bool]]:
             waiting += [visit for child in reversed(below[node]) for visit in ((child, False), (child, True))]
 
 
-def _ratio(target: Float[Tensor, "B V"], draft: Float[Tensor, "B V"], token: Int[Tensor, "B 1"]) -> Float[Tensor, "B"]:
+def _ratio(target: Probs, draft: Probs, token: Int[Tensor, "B 1"]) -> Float[Tensor, "B"]:
     """Return p / q of a token."""
     return (target.gather(1, token) / draft.gather(1, token))[:, 0]
 
