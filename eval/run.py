@@ -20,22 +20,16 @@ from eval.config import RECORDED, EvalConfig
 from eval.extras import answers, training, trees
 from eval.gates import check
 from eval.inputs.drafters import Drafters, find_heads, load_drafters
-from eval.inputs.workloads import Workload, load_workload
+from eval.inputs.workloads import Workload, load_workload, prompt_counts
 from eval.live import Setup, generations, measure, measure_rate, paired, queued_rows, requests_of, rows
 from eval.measures.losslessness import Gate, SampledGate
-from eval.measures.machine import device_facts, peak_memory
+from eval.measures.machine import device_facts, peak_memory, provenance
 from eval.measures.results import BASELINE, LIVE, TEACHER_FORCED, ResultRow
 from eval.report.render import terminal
 from eval.report.sections import compared, sentence
 from eval.report.write import READ, SERVING, Report
-from eval.setup import described, devices_of, dtype_for, load_target, prepared, read, remarks_of, settings_of
-from eval.teacher_forced import (
-    WorkloadTexts,
-    answered_texts,
-    generate_answers,
-    recorded_texts,
-    teacher_forced_rows,
-)
+from eval.setup import described, devices_of, dtype_for, load_target, prepared, read, remarks_of
+from eval.teacher_forced import WorkloadTexts, answered_texts, generate_answers, recorded_texts, teacher_forced_rows
 from eval.tune import TUNED, tune
 from heads.common.command import command, ending_alone
 from heads.common.errors import keeping, user_errors
@@ -46,6 +40,10 @@ from inference.target.target import Target
 from inference.verification.rules import is_lossy
 
 PIPE_WIDTH = 140
+SETTINGS = (
+    *("max_new_tokens", "min_new_tokens", "top_k", "top_p", "min_p", "repetition_penalty", "rule", "lossy", "seed"),
+    *("gate_dtype", "repeats", "warmup", "truncate", "turns", "balanced", "gate_tv"),
+)
 
 
 def evaluate(config: EvalConfig, *, writes: bool = True) -> Report:
@@ -96,7 +94,13 @@ def measured(config: EvalConfig, model: ModelConfig, names: Sequence[str]) -> Re
     return Report(
         target={"name": model.name, "path": model.path, **described(target)},
         device=device_facts(target.device, target.dtype) | devices_of(target),
-        settings=settings_of(config, workloads),
+        settings={
+            **prompt_counts(workloads),
+            **{key: getattr(config, key) for key in SETTINGS},  # that the results depend on
+            **({"text": config.text} if TEACHER_FORCED in config.tiers() else {}),
+            "engine": config.engine.label,
+            "provenance": provenance(),
+        },
         gates=gates,
         rows=rows,
         sampled=sampled,

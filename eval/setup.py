@@ -10,9 +10,7 @@ from torch import distributed
 from data.text.prompts import Prompt
 from eval.config import EngineConfig, EvalConfig
 from eval.inputs.drafters import check_drafters, find_heads, model_of, own_prompts
-from eval.inputs.workloads import Workload, named_apart, prompt_counts, read_workload, workload_names
-from eval.measures.machine import provenance
-from eval.measures.results import TEACHER_FORCED
+from eval.inputs.workloads import Workload, named_apart, read_workload, workload_names
 from eval.tune import TUNED
 from heads.common.files import check_writable
 from heads.common.progress import Bar, say
@@ -132,16 +130,3 @@ def devices_of(target: Target) -> dict[str, int]:
     here = {parameter.device for parameter in target.model.parameters() if parameter.device.type not in ("cpu", "meta")}
     count = max(len(here), 1) * (distributed.get_world_size() if target.placed.needs_all_ranks else 1)
     return {"count": count} if count > 1 else {}
-
-
-def settings_of(config: EvalConfig, workloads: Sequence[Workload[Any]]) -> dict[str, Any]:
-    """Return the settings that the results depend on, apart from models and machine."""
-    sampling = ("top_k", "top_p", "min_p", "repetition_penalty", "rule", "lossy", "seed")
-    protocol = ("gate_dtype", "repeats", "warmup", "truncate", "turns", "balanced", "gate_tv")
-    return {
-        **prompt_counts(workloads),
-        **{key: getattr(config, key) for key in ("max_new_tokens", "min_new_tokens", *sampling, *protocol)},
-        **({"text": config.text} if TEACHER_FORCED in config.tiers() else {}),
-        "engine": config.engine.label,
-        "provenance": provenance(),
-    }

@@ -61,6 +61,12 @@ class Drafted(NamedTuple):
     depth: Int[Tensor, "B N"] | None = None
     noise: Float[Tensor, "B P V"] | None = None
 
+    @property
+    def node_depth(self) -> Int[Tensor, "B N"]:
+        """The depth of each node, once it is known."""
+        assert self.depth is not None
+        return self.depth
+
     def first(self, count: int) -> "Drafted":
         """Return what was drafted for the first sequences."""
         ancestor_mask = self.ancestor_mask if len(self.ancestor_mask) == 1 else self.ancestor_mask[:count]

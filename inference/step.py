@@ -141,8 +141,15 @@ class DeviceStep:
             token = rows[slot][2:][: rows[slot][0]]
             path = rows[slot][2 + width :][: rows[slot][0]]
             self.drafts.learn(slot, token, path, None if out.logits is None else out.logits[slot])
-            if requests[slot].settings.keep_passes:
-                self.keep_pass(requests[slot], slot, drafted, out, path, token)
+            if requests[slot].settings.keep_passes:  # what the target computed, without padding
+                tree = DraftTree(drafted.tree.token[slot], drafted.tree.parent[slot])
+                present = (tree.token >= 0) & (drafted.node_depth[slot] <= requests[slot].left[0] + len(token))
+                nodes, index = trees.keep(tree, present)
+                kept = TargetOutput(out.hidden[slot : slot + 1, path], out.last_hidden[slot : slot + 1, path], None)
+                following, old = torch.tensor(token, device=index.device), index.tolist()
+                kept_path = [old.index(node) for node in path]
+                kept_pass = Pass(following, kept, nodes, kept_path, out.last_hidden[slot, index])
+                requests[slot].generation.target_passes.append(kept_pass)
         self.timer.mark("draft")
         seconds = self.timer.seconds()
         seconds["other"] += emitting  # meanwhile a device waits
@@ -323,8 +330,7 @@ class DeviceStep:
 
     def forward(self, slots: Slots, drafted: Drafted, kv_length: int) -> TargetOutput:
         """Run the target over the trees, whose entries come behind each sequence's own."""
-        tree, ancestor_mask, depth = drafted.tree, drafted.ancestor_mask, drafted.depth
-        assert depth is not None
+        tree, ancestor_mask, depth = drafted.tree, drafted.ancestor_mask, drafted.node_depth
         count, size = tree.token.shape
         # Nodes that are too deep are run at the last position, and never accepted; idle slots at the first.
         position = slots.length[:, None] + torch.minimum(depth, slots.max_draft_depth[:, None])
@@ -357,14 +363,13 @@ class DeviceStep:
 
     def processed(self, slots: Slots, drafted: Drafted, logits: NodeProbs, sampling: Sampling) -> NodeProbs:
         """Return the logits as each node's own prefix has them: penalised, and no end before its time."""
-        assert drafted.depth is not None
         if sampling.repetition_penalty != 1:
             # The root is seen in any case.
             path = torch.where(drafted.ancestor_mask, drafted.tree.token[:, None], slots.root[:, None, None])
             seen_tokens = slots.seen_tokens[:, None].expand(-1, logits.shape[1], -1).scatter(2, path.clamp_min(0), True)
             logits = penalize(logits, seen_tokens, sampling)
         if self.masks_eos:
-            early = (drafted.depth < slots.min_tokens_left[:, None])[..., None]
+            early = (drafted.node_depth < slots.min_tokens_left[:, None])[..., None]
             logits = logits.masked_fill(early & self.eos_mask, float("-inf"))
         return logits
 
@@ -399,8 +404,7 @@ class DeviceStep:
             if greedy and self.may_read and len(tree.token) == 1 and not rules.is_lossy(settings.rule):
                 accepted, ranks, count = rules.follow_on_host(tree, argmax(logits), slots.max_draft_depth, deepest)
             else:
-                assert drafted.depth is not None
-                present = rules.present(tree, drafted.ancestor_mask, drafted.depth, slots.max_draft_depth)
+                present = rules.present(tree, drafted.ancestor_mask, drafted.node_depth, slots.max_draft_depth)
                 if not self.drafts.traits.on_device:
                     present &= tree.parent != LOOK_AHEAD
                 accepted = self.accepted(slots, drafted, present, logits, settings)
@@ -426,7 +430,6 @@ class DeviceStep:
         rule = rules.RULES[self.rule(settings)]
         greedy = sampling.temperature == 0
         choose = partial(self.choose, slots, drafted, processed_logits, sampling)
-        assert drafted.depth is not None
         if greedy and rule.bar is None:
             best = argmax(processed_logits)
             last = rules.follow(tree, above, present, tree.token == best.gather(1, tree.parent.clamp_min(0)))
@@ -434,7 +437,7 @@ class DeviceStep:
         elif rule.bar is not None:  # one-hot probs leave nothing to be lenient about: they are judged at temperature 1
             p = distribution(processed_logits, replace(sampling, temperature=1.0) if greedy else sampling)
             last = rules.follow(tree, above, present, rules.lenient(tree, p, rule.bar))
-            token = choose(last, drafted.depth.gather(1, last[:, None])[:, 0])
+            token = choose(last, drafted.node_depth.gather(1, last[:, None])[:, 0])
         elif drafted.q is None or rule.on_device is None or not all(plan.has_q or ()):
             last, token = rules.walk(tree, present, choose, plan.deepest, allow_host_sync=self.may_read)
         if not greedy and drafted.q is not None and rule.on_device is not None:
@@ -444,7 +447,7 @@ class DeviceStep:
             uniforms = uniform(hash_key(key, slots.length + 1)[:, None], torch.arange(p.shape[1], device=p.device))
             draft = rules.Sampled(plan.sampled, tree.token, present, drafted.q)
             sampled, probs = rule.on_device(draft, p, uniforms, self.may_read)
-            position = slots.length + 1 + drafted.depth.gather(1, sampled[:, None])[:, 0]
+            position = slots.length + 1 + drafted.node_depth.gather(1, sampled[:, None])[:, 0]
             after = (probs / exponential_noise(slots.key, position, p.shape[-1])).argmax(-1)
             if all(plan.has_q or ()):
                 last = sampled
@@ -455,13 +458,7 @@ class DeviceStep:
                 token = torch.where(has_q, after, token)
         return rules.accepted(tree, above, last, token, plan.deepest)
 
-    def commit(
-        self,
-        slots: Slots,
-        out: TargetOutput,
-        accepted: Accepted,
-        max_committed: int,
-    ) -> None:
+    def commit(self, slots: Slots, out: TargetOutput, accepted: Accepted, max_committed: int) -> None:
         """Move the slots on by what was accepted, and hand the drafts their rows.
 
         `max_committed` is at least how many tokens any sequence commits.
@@ -516,17 +513,3 @@ class DeviceStep:
         committed = request.emit(token, ["draft"] * (count - 1) + ["bonus"], gaps)
         accepted = min(count - 1, committed)
         return Step(drafted, accepted, committed, 0.0, 0.0, 0.0, rules.NOTHING, tuple(ranks[1 : accepted + 1]))
-
-    def keep_pass(
-        self, request: Request, at: int, drafted: Drafted, out: TargetOutput, path: list[int], token: Tokens
-    ) -> None:
-        """Keep what the target computed in a step, without padding."""
-        depth = drafted.depth
-        assert depth is not None
-        tree = DraftTree(drafted.tree.token[at], drafted.tree.parent[at])
-        nodes, index = trees.keep(tree, (tree.token >= 0) & (depth[at] <= request.left[0] + len(token)))
-        rows = TargetOutput(out.hidden[at : at + 1, path], out.last_hidden[at : at + 1, path], None)
-        following = torch.tensor(token, device=index.device)
-        old = index.tolist()
-        kept_path = [old.index(node) for node in path]
-        request.generation.target_passes.append(Pass(following, rows, nodes, kept_path, out.last_hidden[at, index]))

@@ -309,13 +309,8 @@ def compute(target: Target, token: PackedRows, document: PackedRows, spec: Store
 
 
 def start(target: Target, token: PackedRows, document: PackedRows, spec: StoreSpec) -> Copying:
-    """Do what `compute` does, asynchronously on a GPU."""
-    features = target.features(token, document, spec.layers)
-    return copying(States(features.hidden, features.last_hidden), spec)
-
-
-def copying(states: States, spec: StoreSpec) -> Copying:
-    """Encode hidden states on their device, and start copying them to the host."""
+    """Do what `compute` does, asynchronously on a GPU: states are encoded there, and copied to the host."""
+    states = target.features(token, document, spec.layers)
     bounds = [bound for x in (states.hidden, states.last_hidden) if x.numel() for bound in x.aminmax()]
     finite, on_gpu = torch.stack(bounds).isfinite().all(), states.last_hidden.device.type == "cuda"
 
@@ -334,11 +329,7 @@ def copying(states: States, spec: StoreSpec) -> Copying:
 
 
 def decode_sequences(
-    sequences: SequenceTensors,
-    token: PackedRows,
-    document: PackedRows,
-    request: FeatureRequest,
-    spec: StoreSpec,
+    sequences: SequenceTensors, token: PackedRows, document: PackedRows, request: FeatureRequest, spec: StoreSpec
 ) -> Features:
     """Decode stored sequences to features with the requested layers, on their device."""
     if request.layers:

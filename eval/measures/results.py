@@ -122,7 +122,7 @@ class MeasuredRequest:
     end_to_end: Pair | None = None  # all tokens, and the seconds from the beginning of the prefill on
     prefill_s: float | None = None
     seconds: Mapping[str, float] = field(default_factory=lambda: UNTIMED)  # the steps' time, by activity
-    waits: Mapping[str, float | None] = field(default_factory=dict)
+    waits: Mapping[str, Any] = field(default_factory=dict)
     arrived: float = 0.0  # seconds from the round's first arrival, under a request rate
 
     @property
@@ -133,9 +133,7 @@ class MeasuredRequest:
     @property
     def latency_s(self) -> float:
         """Its latency, which was measured."""
-        latency_s = self.waits["latency_s"]
-        assert latency_s is not None
-        return latency_s
+        return float(self.waits["latency_s"])
 
     @property
     def user_speed(self) -> float | None:
@@ -187,13 +185,7 @@ def result(
     )
 
 
-def with_speedups(
-    row: ResultRow,
-    subset: Subset,
-    requests: Requests,
-    base: Requests,
-    hf: Requests | None,
-) -> ResultRow:
+def with_speedups(row: ResultRow, subset: Subset, requests: Requests, base: Requests, hf: Requests | None) -> ResultRow:
     """Return a result with the columns that only a lossless drafter has.
 
     `requests` are those that it was built from, `base` and `hf` the same ones by the baseline and by HF generate.

@@ -9,7 +9,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from heads.base import DraftHead, Features, LevelOutput, NewRows, Tokens
+from heads.base import DraftHead, Features, NewRows, Tokens
 from heads.common.errors import one_line
 from heads.common.typed import typed
 from heads.formats.hub import load_found, schedule_of, sibling_spec, tree_of
@@ -71,7 +71,7 @@ class HeadBatch(DraftBatch, DraftRows):
         self.capacity = 0
         self.paused = False  # whether rows were left out since the sequences have started
         self.cache: KVCache | None = None
-        self.buffers: LevelOutput | None = None
+        self.buffers: Any = None
         modules: Any = head
         self.attentions = [module for module in modules.modules() if isinstance(module, Attention)]
         self.choose(1)
@@ -135,7 +135,6 @@ class HeadBatch(DraftBatch, DraftRows):
     @torch.inference_mode()
     def move(self, from_slot: int, slot: int, length: int) -> None:
         """Move the last sequence, with `length` rows, to a vacant slot."""
-        assert self.buffers is not None
         if self.cache is not None:  # what moves are all rows that there are
             self.hold(max(self.cache.longest, length))
             self.cache.move(from_slot, slot)
@@ -148,7 +147,6 @@ class HeadBatch(DraftBatch, DraftRows):
         if self.policy is None:
             return root_trees(roots.token)
         self.hold(longest)
-        assert self.buffers is not None, "draft before a prompt"
         level = self.buffers.each(lambda buffer: buffer[: len(max_draft_depth)])
         return Drafted(
             *grow_batch(
@@ -162,7 +160,6 @@ class HeadBatch(DraftBatch, DraftRows):
 
     def tensors(self) -> list[Tensor]:
         """Return the KV cache's buffers, the roots' level, and the rotary tables."""
-        assert self.buffers is not None
         tables = [attention.rotary.table for attention in self.attentions]
         level = [self.buffers.logits, self.buffers.hidden, *self.buffers.root]
         caches = [] if self.cache is None else self.cache.tensors()
@@ -186,7 +183,6 @@ class HeadBatch(DraftBatch, DraftRows):
             old = buffer[: len(new)]
             return old.copy_(torch.where(count.view(-1, *[1] * (new.ndim - 1)) > 0, new, old))
 
-        assert self.buffers is not None
         self.buffers.each(write, level)
 
 

@@ -87,20 +87,6 @@ def switch_of(model: "transformers.PreTrainedModel") -> LongropeSwitch | None:
     return LongropeSwitch(min(lengths), recomputes and hasattr(config, "original_max_position_embeddings"))
 
 
-def fix_rope(model: nn.Module) -> None:
-    """Fix the frequencies of dynamic NTK scaling, which change only beyond the context, where no sequence goes.
-
-    Otherwise the host would read the positions of every pass from the device.
-    """
-    module: Any
-    for module in model.modules():
-        kind = getattr(module, "rope_type", None)  # some have one for a kind of layer
-        if isinstance(kind, dict):
-            module.rope_type = {name: "default" if one == "dynamic" else one for name, one in kind.items()}
-        elif kind == "dynamic":
-            module.rope_type = "default"
-
-
 @contextmanager
 def forwards_replaced(forwards: Mapping[nn.Module, Callable[..., Any]]) -> Iterator[None]:
     """Replace modules' forward methods for a while."""
@@ -188,7 +174,15 @@ class TargetModel:
         if self.device.type == "cuda":  # cuDNN's attention takes tens of milliseconds to plan for each new length
             torch.backends.cuda.enable_cudnn_sdp(False)
             tree_attention.prepare(self.device)
-        fix_rope(model)
+        # Dynamic NTK scaling changes frequencies only beyond the context, where no sequence goes; else the host would
+        # read the positions of every pass from the device.
+        module: Any
+        for module in model.modules():
+            kind = getattr(module, "rope_type", None)  # some have one for a kind of layer
+            if isinstance(kind, dict):
+                module.rope_type = {name: "default" if one == "dynamic" else one for name, one in kind.items()}
+            elif kind == "dynamic":
+                module.rope_type = "default"
         if getattr(model, "_supports_attention_backend", False):
             group_attention(self.config)
         self._cache_argument = cache_argument(self.base)
@@ -277,7 +271,7 @@ class TargetModel:
         Padding is after a document, where its tokens do not see it. No pass has more tokens than the packed sequences,
         or than the longest document.
         """
-        hidden = last = None
+        whole: list[Tensor] = []  # the outputs in the packed rows
         groups: list[list[Span]] = []
         for span in sorted(spans, key=lambda span: span.begin - span.end):  # longest first
             if groups and (len(groups[-1]) + 1) * (groups[-1][0].end - groups[-1][0].begin) <= token.numel():
@@ -288,14 +282,12 @@ class TargetModel:
             padded = pad_sequence([token[span.row, span.begin : span.end] for span in group], batch_first=True)
             position = torch.arange(padded.shape[1], device=self.device).expand_as(padded)
             out = self.run(padded, position, None, None, layers)
-            if hidden is None or last is None:
-                hidden, last = (states.new_zeros(*token.shape, *states.shape[2:]) for states in out[:2])
+            states = out.hidden, out.last_hidden
+            whole = whole or [one.new_zeros(*token.shape, *one.shape[2:]) for one in states]
             for row, span in enumerate(group):
-                where, count = (span.row, slice(span.begin, span.end)), span.end - span.begin
-                hidden[where], last[where] = out.hidden[row, :count], out.last_hidden[row, :count]
-        assert hidden is not None
-        assert last is not None
-        return Features(token, hidden, last, document)
+                for packed, one in zip(whole, states, strict=True):
+                    packed[span.row, span.begin : span.end] = one[row, : span.end - span.begin]
+        return Features(token, *whole, document)
 
     @torch.inference_mode()
     def prefill(self, token: Int[Tensor, "T"], cache: TargetCache, layers: Layers = ()) -> TargetOutput:
@@ -413,15 +405,6 @@ class Skips(NamedTuple):
     mlp: Layers
 
 
-def sublayers(layer: nn.Module) -> tuple[nn.Module, nn.Module]:
-    """Return a decoder layer's attention (the module with a layer index) and its MLP; refuse one without these."""
-    heavy = [child for child in layer.children() if any(p.ndim > 1 for p in child.parameters())]
-    parts = {hasattr(child, "layer_idx"): child for child in heavy}
-    if not len(heavy) == len(parts) == 2:
-        raise ValueError(f"{type(layer).__name__} is not made of one attention and one MLP: nothing can be skipped")
-    return parts[True], parts[False]
-
-
 class Thinned:
     """A target whose skipped modules return their input, or zeros, during a pass; no modeling code is copied.
 
@@ -437,7 +420,15 @@ class Thinned:
         whole = {*skips.attention} & {*skips.mlp}
         stubs: dict[nn.Module, Stub] = {target.decoder_layers[i]: Tensor.contiguous for i in whole}
         for which, indices in enumerate(skips):
-            stubs |= {sublayers(target.decoder_layers[i])[which]: torch.zeros_like for i in indices if i not in whole}
+            for i in {*indices} - whole:
+                layer = target.decoder_layers[i]
+                heavy = [child for child in layer.children() if any(p.ndim > 1 for p in child.parameters())]
+                parts = {hasattr(child, "layer_idx"): child for child in heavy}  # the attention has a layer index
+                if not len(heavy) == len(parts) == 2:
+                    raise ValueError(
+                        f"{type(layer).__name__} is not made of one attention and one MLP: nothing can be skipped"
+                    )
+                stubs[parts[which == 0]] = torch.zeros_like
         with ExitStack() as hooks:  # a pass shows whether a module returns a tuple
             for module, stub in stubs.items():
                 hooks.enter_context(module.register_forward_hook(partial(self.replace, stub)))

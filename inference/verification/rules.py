@@ -126,11 +126,7 @@ def walk(
 
 
 def accepted(
-    tree: DraftTree,
-    ancestor_mask: AncestorMask,
-    last: PerSequence,
-    token: PerSequence,
-    deepest: int,
+    tree: DraftTree, ancestor_mask: AncestorMask, last: PerSequence, token: PerSequence, deepest: int
 ) -> Accepted:
     """Return the paths to the last accepted nodes, and their tokens with the `token` that comes next."""
     size, last = tree.token.shape[-1], last[:, None]
