@@ -77,7 +77,7 @@ def answer(
 def converse(target: Target, drafter: Drafter, lines: Iterable[str], settings: RequestParams, console: Console) -> None:
     """Answer line after line, each in view of all before it; empty lines are skipped, a person is shown a sign."""
     messages: list[dict[str, str]] = []
-    sign = "> " if lines is sys.stdin and sys.stdin.isatty() else ""
+    sign = "> " if sys.stdin.isatty() and lines is sys.stdin else ""
     console.out(sign, end="")
     for line in lines:
         if line.strip():

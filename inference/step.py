@@ -30,7 +30,7 @@ from inference.target.target import Target, check_size
 from inference.verification import rules
 from inference.verification import tree as trees
 from inference.verification.rng import ACCEPT_KEY, DRAFT_KEY, Samples, exponential_noise, hash_key, sampled, uniform
-from inference.verification.rules import Accepted, NodeProbs, PerSequence
+from inference.verification.rules import Accepted, NodeMask, NodeProbs, PerSequence
 from inference.verification.sample import Sampling, distribution, penalize
 from inference.verification.tree import LOOK_AHEAD, DraftTree
 
@@ -73,7 +73,7 @@ class DeviceStep:
         self.plan, on_device = DraftPlan(), drafts.traits.on_device
         steady = on_device and target.takes_trees and target.switch is None
         self.static = target.device.type == "cuda" and steady
-        self.graphs = Graphs(target.device) if target.captures and steady else None
+        self.graphs: Any = Graphs(target.device) if target.captures and steady else None
         self.compiled_stages = StageCache()
         self.masks_eos = False  # whether an answer of these may not end at once
         self.current: list[Request] = []  # whose state the slots hold
@@ -222,7 +222,7 @@ class DeviceStep:
         for has_q in {True, *(self.plan.has_q or ())}:
             self.rule(settings, has_q=has_q)  # refuses what it does not fit
         slots = self.active(requests)
-        if self.static and self.graphs is not None:
+        if self.captures:
             self.graphs.keep(self.held_tensors())
         if self.compiles:
             self.compiled_stages.keep([*self.held_tensors(), *self.target.embeddings.kept_rows()])
@@ -284,7 +284,7 @@ class DeviceStep:
         run = stage
         if self.compiles and stage in (DeviceStep.draft, DeviceStep.extend):
             run = partial(self.compiled_stages, (stage, *self.key), compiled(stage, self.target.device.type))
-        if self.static and self.graphs is not None:
+        if self.captures:
             return self.graphs((stage, *self.key), run, self, *args)
         return run(self, *args)
 
@@ -421,7 +421,7 @@ class DeviceStep:
         self,
         slots: Slots,
         drafted: Drafted,
-        present: Bool[Tensor, "B N"],
+        present: NodeMask,
         processed_logits: NodeProbs,
         settings: RequestParams,
     ) -> Accepted:

@@ -42,6 +42,7 @@ from heads.common.untrusted import parsed_file, regular
 
 T = TypeVar("T")
 
+Where = Mapping[str, Any]  # as data.where says
 EVALUATION_SPLITS = ("test", "validation", "train")
 SPLIT_WORDS = {  # `datasets`' names
     "train": ("train", "training"),
@@ -59,7 +60,7 @@ class Files:
     name: str
     files: tuple[Path, ...]
     streaming: bool
-    where: Mapping[str, Any] = field(default_factory=dict)
+    where: Where = field(default_factory=dict)
     left_out: Counter[str] = field(default_factory=Counter)  # of it, by cause
 
     def __iter__(self) -> Iterator[Raw]:
@@ -100,7 +101,7 @@ class Hub:
     name: str
     table: Any
     revision: str
-    where: Mapping[str, Any] = field(default_factory=dict)
+    where: Where = field(default_factory=dict)
     left_out: Counter[str] = field(default_factory=Counter)  # of it, by cause
 
     def __iter__(self) -> Iterator[Raw]:
@@ -134,9 +135,7 @@ def _wanted(records: Iterator[Raw], source: Source) -> Iterator[Raw]:
         raise ValueError(f"{source.name}: holds no records{left}; give a file or dataset with at least one")
 
 
-def open_source(
-    name: str, split: str, streaming: bool = False, where: Mapping[str, Any] = MappingProxyType({})
-) -> Source:
+def open_source(name: str, split: str, streaming: bool = False, where: Where = MappingProxyType({})) -> Source:
     """Return the source of a name: a file, a folder, a glob, or a Hub data set as `name` or `name:config`.
 
     Args:

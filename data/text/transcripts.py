@@ -12,6 +12,7 @@ from typing import Any
 from data.text.shapes import Raw, at
 
 Records = list[Raw]
+Yielded = Iterator[Raw]
 CLAUDE_CODE = ("parentUuid", "leafUuid", "messageId", "sessionId")  # a line of any of its types has one of these
 CODEX = ("session_meta", "response_item", "event_msg", "turn_context", "compacted")
 SYNTHETIC = "<synthetic>"  # the model's name in a line that Claude Code itself wrote
@@ -28,7 +29,7 @@ SIGNS = {"<=": operator.le, ">=": operator.ge, "<": operator.lt, ">": operator.g
 SIGNED = re.compile(rf"({'|'.join(SIGNS)})\s*(.*)")
 
 
-def records_in(lines: Iterable[Raw]) -> Iterator[Raw]:
+def records_in(lines: Iterable[Raw]) -> Yielded:
     """Yield a file's records: a transcript's chats, an export's spans, and anything else as it is.
 
     A transcript is held in memory whole.
@@ -52,7 +53,7 @@ def records_in(lines: Iterable[Raw]) -> Iterator[Raw]:
             yield from group
 
 
-def _claude_code(lines: Records) -> Iterator[Raw]:
+def _claude_code(lines: Records) -> Yielded:
     """Yield each branch of a transcript, whose lines name their parents, as a chat; a turn is trained in one of them.
 
     The branch with the most of the assistant's lines comes first, and later ones have the turns that they share with it
@@ -116,7 +117,7 @@ def _claude_code(lines: Records) -> Iterator[Raw]:
         yield {**last, "id": last.get("sessionId"), "model": model, "claude_code": {"messages": chat, "notes": notes}}
 
 
-def _codex(lines: Records) -> Iterator[Raw]:
+def _codex(lines: Records) -> Yielded:
     """Yield a session as a chat, and one more after each compaction, which replaces the chat."""
     meta: Raw = {}
     items: Records = []
@@ -135,7 +136,7 @@ def _codex(lines: Records) -> Iterator[Raw]:
             items.append(payload)
 
 
-def _spans(lines: Records) -> Iterator[Raw]:
+def _spans(lines: Records) -> Yielded:
     """Yield the spans of an OTLP export that hold a chat, with their attributes as a dict."""
 
     def inner(holders: Iterable[Raw], *names: str) -> Records:
@@ -151,7 +152,7 @@ def _spans(lines: Records) -> Iterator[Raw]:
             yield flat
 
 
-def _span(lines: Records) -> Iterator[Raw]:
+def _span(lines: Records) -> Yielded:
     """Yield a span; messages in a field each, as OpenLLMetry and OpenInference write them, become lists."""
     (raw,) = lines
     given: dict[str, Any] = raw["attributes"]
@@ -188,7 +189,7 @@ def _value(value: Raw) -> Any:
     return inner
 
 
-def batches_joined(records: Iterable[Raw]) -> Iterator[Raw]:
+def batches_joined(records: Iterable[Raw]) -> Yielded:
     """Yield records, the requests of OpenAI's batches with their replies, which other files hold.
 
     Raises:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from eval.measures.losslessness import Gate, SampledGate
+from eval.measures.losslessness import Gate, SampledGate, in_words
 from eval.measures.metrics import LEVEL, PARTS
 from eval.measures.results import BASELINE, ENDPOINT, LIVE
 from eval.report.view import (
@@ -81,13 +81,13 @@ def number(title: str, key: str, digits: int | None = 2, per: str | None = None,
 
 
 LABEL: Column = ("drafter", lambda result: result.label)
-T: Column = ("T", lambda result: result.temperature)
+T = number("T", "temperature", None)
 TREE = number("tree", "tree")
 TAU: Column = (f"τ {INTERVAL}", lambda result: result.tau)
 DEPTHS: Column = ("P(a≥1) P(a≥2) …", lambda result: result.accepted)
 SPEED: Column = ("tok/s", lambda result: result.speed)
 SPEEDUP: Column = (f"speedup {INTERVAL}", lambda result: result.speedup)
-LOSSLESS: Column = ("lossless", lambda result: result.lossless)
+LOSSLESS: Column = ("lossless", lambda result: in_words(result.row.get("lossless")))
 HF: Column = ("vs HF", lambda result: result.hide_if_gate_failed(shown(result.row["speedup_hf"])))
 RESULTS = [LABEL, T, TREE, number("rule", "rule"), TAU, DEPTHS, SPEED, SPEEDUP, HF, LOSSLESS]
 SWEEP = [T, TAU, DEPTHS, SPEEDUP, LOSSLESS]  # columns for the runs of a multirun

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from data.text.files import kind_of
-from eval.measures.losslessness import WITHHELD, FailedChecks, in_words, labelled
+from eval.measures.losslessness import WITHHELD, FailedChecks, labelled
 from eval.measures.results import BASELINE, LIVE
 
 Record = Mapping[str, Any]  # a row, or all of report.json
@@ -28,11 +28,6 @@ class Result:
     overall: bool  # whether it is of a whole workload, and live if anything was live
     clocked: bool  # whether it is live, or nothing was live
     failed: bool  # whether it failed a losslessness check
-
-    @property
-    def temperature(self) -> str:
-        """The temperature."""
-        return f"{self.row['temperature']:g}"
 
     @property
     def tau(self) -> str:
@@ -61,11 +56,6 @@ class Result:
         """The denominator of the speedup."""
         rated = self.row.get("request_rate") is not None
         return "the baseline's mean latency over its own" if rated else "times the same engine without drafts"
-
-    @property
-    def lossless(self) -> str:
-        """The counts of its losslessness check."""
-        return in_words(self.row.get("lossless"))
 
     def ratio(self, key: str) -> str:
         """Return a ratio over the baseline with its interval; a slowdown is labelled."""

@@ -36,6 +36,8 @@ from inference.target.packed import pack
 from inference.target.target import Target
 from inference.verification.rules import PerSequence
 
+Given = Mapping[str, Any]  # what a user says of a tree; a None says nothing
+
 
 class HeadDrafter(Drafter):
     """A head, and the policy by which its trees grow; with a schedule, one for each number of sequences.
@@ -186,12 +188,12 @@ class HeadBatch(DraftBatch, DraftRows):
         self.buffers.each(write, level)
 
 
-def saved_tree(folder: Path, given: Mapping[str, Any]) -> TreeConfig:
+def saved_tree(folder: Path, given: Given) -> TreeConfig:
     """Return the tree that a head was saved with, but for what is given; a None gives nothing."""
     return saved_trees(folder, given)[0]
 
 
-def saved_trees(folder: Path, given: Mapping[str, Any]) -> tuple[TreeConfig, Schedule | None]:
+def saved_trees(folder: Path, given: Given) -> tuple[TreeConfig, Schedule | None]:
     """Return the tree of `saved_tree`, and the schedule that a head was saved with, which a given tree replaces.
 
     Raises:
@@ -211,7 +213,7 @@ def load_for(folder: Path, target: Target) -> Any:
     return load_found(folder, target.embeddings, spec).to(device=target.device, dtype=target.dtype).eval()
 
 
-def load_drafter(folder: Path, given: Mapping[str, Any], target: Target, name: str) -> HeadDrafter:
+def load_drafter(folder: Path, given: Given, target: Target, name: str) -> HeadDrafter:
     """Return the head of a folder as a drafter for a target, on its device and in its dtype.
 
     Args:

@@ -42,6 +42,8 @@ from inference.target.placement import Placed, by_turns
 from inference.verification import tree
 from inference.verification.tree import DraftTree
 
+TokenRows = Int[Tensor, "B T"]
+
 
 class TargetOutput(NamedTuple):
     """The output of a target pass: hidden states of the feature layers, the final-normed last one, and logits."""
@@ -228,7 +230,7 @@ class TargetModel:
         return BatchCache(Storage(size, self.layout, self.few_sizes), make)
 
     @torch.no_grad()
-    def features(self, token: Int[Tensor, "B T"], document: Int[Tensor, "B T"], layers: Layers) -> Features:
+    def features(self, token: TokenRows, document: TokenRows, layers: Layers) -> Features:
         """Return the features of packed sequences; documents do not see each other and each starts at position 0.
 
         `layers` are the decoder layers to return, here and in every pass below.
@@ -309,8 +311,8 @@ class TargetModel:
 
     def run(
         self,
-        token: Int[Tensor, "B T"],
-        position: Int[Tensor, "B T"],
+        token: TokenRows,
+        position: TokenRows,
         attn_mask: Bool[Tensor, "B T S"] | None,
         cache: TargetCache | BatchPass | None,
         layers: Layers = (),

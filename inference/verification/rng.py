@@ -10,6 +10,7 @@ from torch import Tensor
 
 from inference.verification.sample import Sampling, distribution
 
+PerSequence = Int[Tensor, "B"]
 CACHED_ROWS = 4  # rows of a large vocabulary that a CPU's cache holds
 ROWS = 256  # distributions that are summed up in fp64 at a time: of 15,000 over a large vocabulary none would fit
 
@@ -52,7 +53,7 @@ class Draws:
 class Samples:
     """Samples at the roots of B sequences, by number: those of a sequence do not depend on its batch."""
 
-    def __init__(self, root: Int[Tensor, "B"]) -> None:
+    def __init__(self, root: PerSequence) -> None:
         """Take the roots' keys."""
         self.root, self.taken = root, 0
 
@@ -124,9 +125,7 @@ def exponential_noise(key: Int[Tensor, "*b"], position: Int[Tensor, "*b"], size:
     return noise
 
 
-def sampled(
-    logits: Float[Tensor, "B V"], sampling: Sampling, key: Int[Tensor, "B"], position: Int[Tensor, "B"]
-) -> Int[Tensor, "B"]:
+def sampled(logits: Float[Tensor, "B V"], sampling: Sampling, key: PerSequence, position: PerSequence) -> PerSequence:
     """Return the target's token of each row under the noise of its position."""
     tokens = []
     for some, keys, positions in in_cache(logits, key, position):
