@@ -1,7 +1,7 @@
 """Drafters: a `Drafter` is the model, a `DraftBatch` drafts for the sequences of a batch; and what they exchange."""
 
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol, Self, runtime_checkable
+from typing import NamedTuple, Protocol, TypeVar, runtime_checkable
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -14,6 +14,7 @@ from inference.verification.rng import Draws, Samples
 from inference.verification.sample import Sampling
 from inference.verification.tree import DraftTree, LookAhead
 
+AnyDrafter = TypeVar("AnyDrafter")
 GREEDY_INVERSE_TEMPERATURE = 2.0  # chosen by benchmarks/ranking.py (docs/engine.md)
 
 
@@ -280,7 +281,7 @@ class Drafter(Protocol):
         """Forget earlier sequences; by default nothing outlives one."""
         return
 
-    def clone(self) -> Self:
+    def clone(self: AnyDrafter) -> AnyDrafter:
         """Return a drafter with the same weights and a memory of its own."""
         return self
 
