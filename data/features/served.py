@@ -238,12 +238,8 @@ class VllmServers:
         return states, None
 
 
-class ArrivingSequence(NamedTuple):
-    """A packed sequence: its states on the host, the last one before the final norm, and its pending documents."""
-
-    sequence_index: int
-    states: States
-    documents: list[Future[None]]
+# A packed sequence's index, its states on the host, the last one before the final norm, and its pending documents.
+ArrivingSequence = tuple[int, States, list[Future[None]]]
 
 
 class ServedFeatures(ReadAhead[list[ArrivingSequence]]):
@@ -266,7 +262,7 @@ class ServedFeatures(ReadAhead[list[ArrivingSequence]]):
         for index in batch.index.clamp_min(0).tolist():  # or a filler's
             states = States(zeros(1, length, len(self.request.layers), width), zeros(1, length, width))
             documents = [self._pool.submit(self._fetch, piece, states) for piece in pieces(self.batches.packed, index)]
-            arriving.append(ArrivingSequence(index, states, documents))
+            arriving.append((index, states, documents))
         return arriving
 
     def finish(self, batch: Batch, job: list[ArrivingSequence]) -> Features:
@@ -290,17 +286,18 @@ class ServedFeatures(ReadAhead[list[ArrivingSequence]]):
 
     def _whole(self, sequence: ArrivingSequence) -> States:
         """Wait for a sequence's states and return them on the device."""
+        sequence_index, arrived, documents = sequence
         begin = time.perf_counter()
         try:
-            for document in sequence.documents:
+            for document in documents:
                 document.result()
         except EndpointError as failure:
             raise ValueError(
                 f"{', '.join(self.servers.urls)}: {failure.cause} ({failure.detail}), so sequence "
-                f"{sequence.sequence_index} has no states; start the server again, and resume=true goes on"
+                f"{sequence_index} has no states; start the server again, and resume=true goes on"
             ) from failure
         finally:
             self.stall += time.perf_counter() - begin
         self.served += 1
-        hidden, last = (to_device(states, self.device) for states in sequence.states)
+        hidden, last = (to_device(states, self.device) for states in arrived)
         return States(hidden, normed(last, self.norm).to(self.request.dtype))

@@ -47,11 +47,8 @@ class Sampled(NamedTuple):
     q: Float[Tensor, "B M V"]  # the probs that the children of the M nodes with children were sampled from, in order
 
 
-class LastAccepted(NamedTuple):
-    """Of each sequence the last accepted node, and the probs that the next token is sampled from."""
-
-    last: PerSequence
-    probs: Probs
+# Of each sequence the last accepted node, and the probs that the next token is sampled from.
+LastAccepted = tuple[PerSequence, Probs]
 
 
 def present(
@@ -192,7 +189,7 @@ def recursive(draft: Sampled, p: NodeProbs, uniforms: PerNode, allow_host_sync: 
         if node in rows:
             left = torch.where(stand, draft.q[:, rows[node]], left)
         last = last.masked_fill(stands, node)
-    return LastAccepted(last, target)
+    return last, target
 
 
 @dataclass
@@ -251,7 +248,7 @@ def traversal(draft: Sampled, p: NodeProbs, uniforms: PerNode, allow_host_sync: 
             rejected = frames[-1].reached & draft.present[:, node] & undecided  # also where it was not reached
             if not allow_host_sync or rejected.any():
                 frames[-1].reject(token, rejected, more[node])
-    return LastAccepted(last, probs)
+    return last, probs
 
 
 def _followed(parents: Sequence[int]) -> list[bool]:
