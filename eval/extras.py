@@ -32,15 +32,15 @@ def training(heads: Mapping[str, Path]) -> dict[str, dict[str, Records]]:
         `tau`: each measurement by the verifier, with its interval.
     """
     files = {name: folder.parent / METRICS for name, folder in heads.items() if folder.name == "head"}
-    found = {}
+    by_name = {}
     for name, file in files.items():
         if file.is_file():
             records: Records = []
             for line in file.read_text(encoding="utf-8").splitlines():
                 with suppress(json.JSONDecodeError):  # of a line that a killed run was writing
                     records.append(json.loads(line))
-            found[name] = curves(records)
-    return found
+            by_name[name] = curves(records)
+    return by_name
 
 
 def curves(records: Records) -> dict[str, Records]:

@@ -80,12 +80,12 @@ def speculate(
     if is_single and not shared:
         raise ValueError("settings is a list, but the prompt is one: give its settings, or a list of prompts")
     listed_prompts = [prompts] if is_single else prompts
-    each = [settings] * len(listed_prompts) if shared else list(settings)
-    if len(each) != len(listed_prompts):
+    several = [settings] * len(listed_prompts) if shared else list(settings)
+    if len(several) != len(listed_prompts):
         raise ValueError(
-            f"there are {len(each)} settings for {len(listed_prompts)} prompts: give one for all, or one each"
+            f"there are {len(several)} settings for {len(listed_prompts)} prompts: give one for all, or one each"
         )
-    requests: list[tuple[Tokens, RequestParams]] = list(zip(listed_prompts, each, strict=True))
+    requests: list[tuple[Tokens, RequestParams]] = list(zip(listed_prompts, several, strict=True))
     for prompt, _ in requests:
         check_prompt(target, prompt)
     batch = acquire(target, drafter, min(batch_size, len(requests)), requests)

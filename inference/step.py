@@ -145,10 +145,11 @@ class DeviceStep:
                 tree = DraftTree(drafted.tree.token[slot], drafted.tree.parent[slot])
                 present = (tree.token >= 0) & (drafted.node_depth[slot] <= requests[slot].left[0] + len(token))
                 nodes, index = trees.keep(tree, present)
-                kept = TargetOutput(out.hidden[slot : slot + 1, path], out.last_hidden[slot : slot + 1, path], None)
+                row_of = slice(slot, slot + 1), path
+                rows_of_path = TargetOutput(out.hidden[row_of], out.last_hidden[row_of], None)
                 following, old = torch.tensor(token, device=index.device), index.tolist()
                 kept_path = [old.index(node) for node in path]
-                kept_pass = Pass(following, kept, nodes, kept_path, out.last_hidden[slot, index])
+                kept_pass = Pass(following, rows_of_path, nodes, kept_path, out.last_hidden[slot, index])
                 requests[slot].generation.target_passes.append(kept_pass)
         self.timer.mark("draft")
         seconds = self.timer.seconds()

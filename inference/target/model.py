@@ -289,7 +289,8 @@ class TargetModel:
             for row, span in enumerate(group):
                 for packed, one in zip(whole, states, strict=True):
                     packed[span.row, span.begin : span.end] = one[row, : span.end - span.begin]
-        return Features(token, *whole, document)
+        hidden, last = whole
+        return Features(token, hidden, last, document)
 
     @torch.inference_mode()
     def prefill(self, token: Int[Tensor, "T"], cache: TargetCache, layers: Layers = ()) -> TargetOutput:
