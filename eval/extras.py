@@ -2,7 +2,7 @@
 
 import json
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from statistics import fmean
@@ -32,15 +32,14 @@ def training(heads: Mapping[str, Path]) -> dict[str, dict[str, Records]]:
         `tau`: each measurement by the verifier, with its interval.
     """
     files = {name: folder.parent / METRICS for name, folder in heads.items() if folder.name == "head"}
-    by_name = {}
-    for name, file in files.items():
-        if file.is_file():
-            records: Records = []
-            for line in file.read_text(encoding="utf-8").splitlines():
-                with suppress(json.JSONDecodeError):  # of a line that a killed run was writing
-                    records.append(json.loads(line))
-            by_name[name] = curves(records)
-    return by_name
+    return {name: curves(list(records(file))) for name, file in files.items() if file.is_file()}
+
+
+def records(file: Path) -> Iterator[dict[str, Any]]:
+    """Yield a run's records; a line that a killed run was writing is left out."""
+    for line in file.read_text(encoding="utf-8").splitlines():
+        with suppress(json.JSONDecodeError):
+            yield json.loads(line)
 
 
 def curves(records: Records) -> dict[str, Records]:

@@ -83,8 +83,7 @@ class StoreSpec:
     @property
     def sequence_bytes(self) -> int:
         """Bytes of a sequence on disk, without the overhead of its shard and entry."""
-        vector = self.width * DTYPES[self.dtype].itemsize + (SCALE_BYTES if self.dtype == "fp8" else 0)
-        return self.length * (len(self.layers) + 1) * vector
+        return self.length * (len(self.layers) + 1) * size(self.width, self.dtype)
 
     def shard(self, number: int) -> list[int]:
         """Return the sequences of an extraction's shard."""
@@ -274,6 +273,11 @@ def decode(coded: Coded, dtype: torch.dtype) -> Float[Tensor, "*n D"]:
     if coded.scale is None:
         return coded.value.to(dtype)
     return (coded.value.float() * coded.scale[..., None]).to(dtype)
+
+
+def size(width: int, dtype: str) -> int:
+    """Return the bytes of a vector of `width` values."""
+    return width * DTYPES[dtype].itemsize + (SCALE_BYTES if dtype == "fp8" else 0)
 
 
 class States(NamedTuple):

@@ -1,7 +1,7 @@
 """Parsing of raw records of many shapes into one type: a chat, a plain text, or a document whose tokens are given."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import groupby
 from typing import Any, NamedTuple
 
@@ -97,9 +97,9 @@ def logged_answers(raw: Raw, where: str) -> Iterator[LoggedAnswer]:
             yield LoggedAnswer(_ids(*asking, where), answered)
 
 
-def reply_in(raw: Raw) -> Raw:
+def reply_in(raw: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the reply in a log's record, which may be next to its request, as in batches."""
-    reply: Raw = raw["response"] if isinstance(raw.get("response"), dict) else raw
+    reply: Mapping[str, Any] = raw["response"] if isinstance(raw.get("response"), dict) else raw
     return reply["body"] if isinstance(reply.get("body"), dict) else reply
 
 
