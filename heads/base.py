@@ -22,7 +22,9 @@ from torch import Tensor, nn
 
 from heads.common.ranges import Amount, Count, LmHead, Positive, Width
 
-NamedTensors = dict[str, Tensor]  # tensors by name, of a module, a checkpoint or a file
+NamedTensors = dict[str, Tensor]  # of a module, a checkpoint or a file, by name
+Tokens = list[int]  # a text's
+Layers = tuple[int, ...]  # the feature layers that are read
 
 
 @runtime_checkable

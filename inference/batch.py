@@ -2,11 +2,12 @@
 
 import logging
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from threading import Lock
 
 import torch
 
+from heads.base import Tokens
 from heads.common.errors import one_line
 from heads.common.progress import update_bar
 from inference.protocol import DraftBatch, Drafter
@@ -87,8 +88,8 @@ class Batch:
         """Number of free slots."""
         return self.size - len(self.running)
 
-    def admit(self, request_index: int, prompt: list[int], settings: RequestParams) -> Generation:
-        """Prefill a request's prompt; return its generation, which later steps extend."""
+    def admit(self, request_index: int, prompt: Tokens, settings: RequestParams) -> Generation:
+        """Prefill a request's prompt; return what will hold its answer."""
         if self.service is not None and settings.rule not in (AUTO, COUPLED) and not is_lossy(settings.rule):
             raise ValueError(
                 f"rule={settings.rule} is not for every tree, and a Service may change the drafter: choose rule={AUTO} "
@@ -187,7 +188,7 @@ class Batch:
 
 
 def batch_of(
-    target: Target, drafter: Drafter | Service, size: int, requests: Sequence[tuple[list[int], RequestParams]] = ()
+    target: Target, drafter: Drafter | Service, size: int, requests: Sequence[tuple[Tokens, RequestParams]] = ()
 ) -> Batch:
     """Return a batch of `size` slots with caches for the longest of the requests."""
     service, source = (drafter, drafter.working) if isinstance(drafter, Service) else (None, drafter)
@@ -197,7 +198,7 @@ def batch_of(
 
 
 def acquire(
-    target: Target, drafter: Drafter | Service, size: int, requests: Sequence[tuple[list[int], RequestParams]]
+    target: Target, drafter: Drafter | Service, size: int, requests: Sequence[tuple[Tokens, RequestParams]]
 ) -> Batch:
     """Return a batch for requests: the idle one of this drafter if its size matches, else a new one."""
     idle: Batch | None = target.idle.pop(drafter, None)
@@ -221,14 +222,12 @@ def release(target: Target, drafter: Drafter | Service, batch: Batch) -> None:
     if batch.device_step.graphs is None or not batch.device_step.graphs.captured:
         return
     target.idle[drafter] = batch
-    while target.idle and (len(target.idle) > MAX_IDLE_BATCHES or crowded(target.idle.values())):
+    while target.idle:
+        taken = sum((idle.nbytes for idle in target.idle.values()), Counter[torch.device]())
+        crowded = any(nbytes > free_memory(device) for device, nbytes in taken.items())
+        if not crowded and len(target.idle) <= MAX_IDLE_BATCHES:
+            break
         del target.idle[next(iter(target.idle))]
-
-
-def crowded(batches: Iterable[Batch]) -> bool:
-    """Whether batches take more memory of a device than is free there."""
-    taken = sum((batch.nbytes for batch in batches), Counter[torch.device]())
-    return any(nbytes > free_memory(device) for device, nbytes in taken.items())
 
 
 def needed_entries(target: Target, prompt: list[int], settings: RequestParams) -> int:

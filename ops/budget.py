@@ -61,8 +61,9 @@ def predict(
 ) -> tuple[float, float, float]:
     """Return τ after `at` tokens by a power function through at least three points, and the interval's ends.
 
-    The interval is that of a new measurement at the level LEVEL, from the covariance of the three parameters and the
-    last standard error.
+    The interval is that of a new measurement, of the level LEVEL: by the covariance of the three numbers, and by the
+    last standard error. Student's t with as many degrees of freedom as points takes the normal distribution's place:
+    so few points cannot show how far the curve is from a power function.
 
     Args:
         tokens: the trained tokens of each point, increasing.
@@ -71,7 +72,8 @@ def predict(
         at: a number of tokens, at least the last point's.
         bound: the maximum tokens that a pass can commit.
     """
-    from scipy.optimize import curve_fit  # late: the import takes half a second that other runs do not need
+    from scipy.optimize import curve_fit  # late: half a second that no other run needs
+    from scipy.stats import t
 
     x, y = np.asarray(tokens, dtype=float) / tokens[-1], np.asarray(tau, dtype=float)
     rise = max(float(y[-1] - y[0]), 0.01)
@@ -83,7 +85,7 @@ def predict(
     ratio, (_, rise, exponent) = at / tokens[-1], values
     gradient = np.array([1.0, -(ratio**-exponent), rise * ratio**-exponent * math.log(ratio)])
     middle = float(power_function(np.array(ratio), *values))
-    half = NormalDist().inv_cdf((1 + LEVEL) / 2) * math.sqrt(gradient @ covariance @ gradient + sigma[-1] ** 2)
+    half = t.ppf((1 + LEVEL) / 2, len(tokens)) * math.sqrt(gradient @ covariance @ gradient + sigma[-1] ** 2)
     middle, low, high = (min(max(end, 1.0), bound) for end in (middle, middle - half, middle + half))
     return middle, low, high
 

@@ -43,6 +43,7 @@ THINK, THOUGHT = "<think>", "</think>"  # tags of a reasoning block, which serve
 CUT_OFF = "with an answer that was cut off, trained without an end"
 OPENING_DROPPED = "with a turn of the assistant before the first question, which the chat template refuses"
 OPENED = re.compile(rf"{OPEN}\s*\Z")
+Masked = tuple[list[int], list[int]]  # tokens, and their loss mask
 
 
 def reasoning_of(message: Message) -> str:
@@ -243,9 +244,7 @@ def _plain(
     return [Sample(f"{record.id}#{i}" if i else record.id, piece, [1] * len(piece)) for i, piece in enumerate(pieces)]
 
 
-def _samples(
-    id_: str, masked: Sequence[tuple[list[int], list[int]]], max_tokens: int, drop_counts: Counter[str]
-) -> list[Sample]:
+def _samples(id_: str, masked: Sequence[Masked], max_tokens: int, drop_counts: Counter[str]) -> list[Sample]:
     """Return masked documents as samples, cut at max_tokens."""
     names = [id_ if len(masked) == 1 else f"{id_}#{number}" for number in range(len(masked))]
     samples: list[Sample] = []
@@ -400,7 +399,7 @@ def joined(turns: list[Turn]) -> list[Turn]:
     return texts[::-1]
 
 
-def _mask(text: str, spans: list[Span], tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:
+def _mask(text: str, spans: list[Span], tokenizer: PreTrainedTokenizerBase) -> Masked:
     """Return the text's tokens, and 1 for each token that is entirely in a span."""
     edges = [0, *chain.from_iterable(spans), len(text)]
     # Encoding the pieces between edges gives the boundaries if their tokens join to the whole's: faster than prefixes.
@@ -419,8 +418,8 @@ def _mask(text: str, spans: list[Span], tokenizer: PreTrainedTokenizerBase) -> t
     return whole, mask
 
 
-def _by_characters(text: str, spans: list[Span], tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:
-    """Mask by characters; a token across an answer's edge is not trained, since the target never writes it."""
+def _by_characters(text: str, spans: list[Span], tokenizer: PreTrainedTokenizerBase) -> Masked:
+    """Mask by characters where tokens span an answer's edge: the target never writes such a token."""
     if not tokenizer.is_fast:
         raise BadSampleError(
             "tokens across an answer's edge",
@@ -431,7 +430,7 @@ def _by_characters(text: str, spans: list[Span], tokenizer: PreTrainedTokenizerB
     return token, [int(any(a <= start and end <= b for a, b in spans)) for start, end in offsets]
 
 
-def _end_turns(token: list[int], mask: list[int], tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:
+def _end_turns(token: list[int], mask: list[int], tokenizer: PreTrainedTokenizerBase) -> Masked:
     """End every answer with the token that ends the target's turn.
 
     Templates may add a newline after it, which the target never samples, or omit the token until the next turn.

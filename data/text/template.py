@@ -16,6 +16,7 @@ from data.text.parts import Message, content_text, parsed
 from inference.target.tokenizer import RenderError, rendering, tokenize
 
 T = TypeVar("T")
+Messages = list[Message]
 Span = tuple[int, int]
 
 COMMENT = re.compile(r"\{#.*?#\}", re.DOTALL)
@@ -37,7 +38,7 @@ def template_sha256(tokenizer: PreTrainedTokenizerBase) -> str | None:
 
 
 def render(
-    messages: list[Message],
+    messages: Messages,
     tokenizer: PreTrainedTokenizerBase,
     generation_prompt: bool,
     tools: Sequence[Message] = (),
@@ -51,7 +52,7 @@ def render(
         ValueError: the template cannot render; RenderError if the chat is the cause.
     """
 
-    def call(chat: list[Message]) -> str:
+    def call(chat: Messages) -> str:
         values = {"chat_template": _template(tokenizer, tools), "add_generation_prompt": generation_prompt}
         rendered = tokenizer.apply_chat_template(
             chat, list(tools) or None, tokenize=False, **{**DATE, **options, **values}
@@ -62,7 +63,7 @@ def render(
 
 
 def render_tagged(
-    messages: list[Message], tokenizer: PreTrainedTokenizerBase, tools: Sequence[Message] = ()
+    messages: Messages, tokenizer: PreTrainedTokenizerBase, tools: Sequence[Message] = ()
 ) -> tuple[str, list[Span] | None]:
     """Return the chat as `render` does, and the start and end of each {% generation %} block in it.
 
@@ -71,7 +72,7 @@ def render_tagged(
     if GENERATION.search(COMMENT.sub("", _template(tokenizer, tools))) is None:
         return render(messages, tokenizer, False, tools), None
 
-    def call(chat: list[Message]) -> tuple[str, list[Span]]:
+    def call(chat: Messages) -> tuple[str, list[Span]]:
         output: Any = render_jinja_template(
             conversations=[chat],
             tools=list(tools) or None,
@@ -85,10 +86,8 @@ def render_tagged(
     return _as_it_takes_them(messages, tokenizer, call)
 
 
-def _as_it_takes_them(
-    messages: list[Message], tokenizer: PreTrainedTokenizerBase, call: Callable[[list[Message]], T]
-) -> T:
-    """Call a template with tool calls' arguments as objects, which transformers documents, or else as JSON text.
+def _as_it_takes_them(messages: Messages, tokenizer: PreTrainedTokenizerBase, call: Callable[[Messages], T]) -> T:
+    """Call a template with the arguments of tool calls as objects, as its documentation asks, else as JSON text.
 
     Some templates (DeepSeek-V3) concatenate them with strings. Content in parts is passed as text: a template that only
     knows text would print the list.
@@ -115,10 +114,8 @@ def _writes_developer(tokenizer: PreTrainedTokenizerBase) -> bool:
         return False
 
 
-def with_opening(
-    messages: list[Message], tokenizer: PreTrainedTokenizerBase, tools: Sequence[Message] = ()
-) -> list[Message]:
-    """Return a chat with the assistant's turns before the first question, if the chat template renders them."""
+def with_opening(messages: Messages, tokenizer: PreTrainedTokenizerBase, tools: Sequence[Message] = ()) -> Messages:
+    """Return a chat with the assistant's turns before the first question, where the chat template writes them."""
     first = next((i for i, message in enumerate(messages) if message["role"] == "user"), len(messages))
     opening = [message for message in messages[:first] if message["role"] == "assistant"]
     if not opening:

@@ -11,7 +11,9 @@ from typing import Any
 
 from data.text.shapes import Raw, at
 
-CLAUDE_CODE = ("parentUuid", "leafUuid", "messageId", "sessionId")  # keys, one of which is in each line
+Records = list[Raw]
+Yielded = Iterator[Raw]
+CLAUDE_CODE = ("parentUuid", "leafUuid", "messageId", "sessionId")  # a line of any of its types has one of these
 CODEX = ("session_meta", "response_item", "event_msg", "turn_context", "compacted")
 SYNTHETIC = "<synthetic>"  # model name of lines that Claude Code itself wrote
 SNAPSHOT = "ghost_snapshot"  # an item for Codex's own use
@@ -27,8 +29,8 @@ SIGNS = {"<=": operator.le, ">=": operator.ge, "<": operator.lt, ">": operator.g
 SIGNED = re.compile(rf"({'|'.join(SIGNS)})\s*(.*)")
 
 
-def records_in(lines: Iterable[Raw]) -> Iterator[Raw]:
-    """Yield a file's records: a transcript's chats, an export's spans, any other line unchanged.
+def records_in(lines: Iterable[Raw]) -> Yielded:
+    """Yield a file's records: a transcript's chats, an export's spans, and anything else as it is.
 
     A transcript is held in memory whole.
     """
@@ -51,8 +53,8 @@ def records_in(lines: Iterable[Raw]) -> Iterator[Raw]:
             yield from group
 
 
-def _claude_code(lines: list[Raw]) -> Iterator[Raw]:
-    """Yield each branch of a transcript, whose lines name their parents, as a chat; a turn is trained once.
+def _claude_code(lines: Records) -> Yielded:
+    """Yield each branch of a transcript, whose lines name their parents, as a chat; a turn is trained in one of them.
 
     The branch with the most assistant lines comes first; later branches have the turns shared with it as context. A
     sidechain is a subagent's chat, without the lines before it. Lines with the same message id are one message. Of
@@ -60,7 +62,7 @@ def _claude_code(lines: list[Raw]) -> Iterator[Raw]:
     """
     nodes = {line["uuid"]: line for line in lines if line.get("uuid")}
     spoken = {uuid: line["message"] for uuid, line in nodes.items() if isinstance(line.get("message"), dict)}
-    parts: dict[str, list[Raw]] = {}
+    parts: dict[str, Records] = {}
     for uuid, message in spoken.items():
         content = message.get("content") or []
         parts[uuid] = [{"type": "text", "text": content}] if isinstance(content, str) else list(content)
@@ -83,7 +85,7 @@ def _claude_code(lines: list[Raw]) -> Iterator[Raw]:
     branches = [path_to(uuid) for uuid in nodes if uuid in ends]
     trained: set[str] = set()
     for branch in sorted(branches, key=lambda path: len(path.keys() & written), reverse=True):
-        messages: list[Raw] = []
+        messages: Records = []
         by_id: dict[str, Raw] = {}
         missing = dict(results)
         for uuid in [uuid for uuid in reversed(branch) if uuid in spoken and uuid not in client]:
@@ -97,7 +99,7 @@ def _claude_code(lines: list[Raw]) -> Iterator[Raw]:
                 missing.pop(piece.get("tool_use_id"), None)
         if all(message.get("role") != "assistant" or "weight" in message for message in messages):
             continue
-        chat: list[Raw] = []
+        chat: Records = []
         for message in messages:
             aside = [missing[piece["id"]] for piece in message["content"] if piece.get("id") in missing]
             chat += [message, *([{"role": "user", "content": aside}] if aside else [])]
@@ -115,10 +117,10 @@ def _claude_code(lines: list[Raw]) -> Iterator[Raw]:
         yield {**last, "id": last.get("sessionId"), "model": model, "claude_code": {"messages": chat, "notes": notes}}
 
 
-def _codex(lines: list[Raw]) -> Iterator[Raw]:
-    """Yield a session as a chat, and another chat after each compaction, which replaces the messages."""
+def _codex(lines: Records) -> Yielded:
+    """Yield a session as a chat, and one more after each compaction, which replaces the chat."""
     meta: Raw = {}
-    items: list[Raw] = []
+    items: Records = []
     for line in [*lines, {"type": "session_meta", "payload": {}}]:
         kind, payload = line.get("type"), line.get("payload") or {}
         if kind in ("session_meta", "compacted"):
@@ -134,10 +136,10 @@ def _codex(lines: list[Raw]) -> Iterator[Raw]:
             items.append(payload)
 
 
-def _spans(lines: list[Raw]) -> Iterator[Raw]:
-    """Yield the spans of an OTLP export that contain a chat, with their attributes as a dict."""
+def _spans(lines: Records) -> Yielded:
+    """Yield the spans of an OTLP export that hold a chat, with their attributes as a dict."""
 
-    def inner(holders: Iterable[Raw], *names: str) -> list[Raw]:
+    def inner(holders: Iterable[Raw], *names: str) -> Records:
         return [item for holder in holders for name in names for item in holder.get(name, ())]
 
     scopes = inner(inner(lines, "resourceSpans", "resource_spans"), "scopeSpans", "scope_spans")
@@ -150,8 +152,8 @@ def _spans(lines: list[Raw]) -> Iterator[Raw]:
             yield flat
 
 
-def _span(lines: list[Raw]) -> Iterator[Raw]:
-    """Yield a span; messages in one field each (OpenLLMetry, OpenInference) become lists."""
+def _span(lines: Records) -> Yielded:
+    """Yield a span; messages in a field each, as OpenLLMetry and OpenInference write them, become lists."""
     (raw,) = lines
     given: dict[str, Any] = raw["attributes"]
     tree: Raw = {}
@@ -187,8 +189,8 @@ def _value(value: Raw) -> Any:
     return inner
 
 
-def batches_joined(records: Iterable[Raw]) -> Iterator[Raw]:
-    """Yield records, with requests of OpenAI's batches joined to their replies from the other file.
+def batches_joined(records: Iterable[Raw]) -> Yielded:
+    """Yield records, the requests of OpenAI's batches with their replies, which other files hold.
 
     Raises:
         ValueError: two requests or two replies have the same custom_id.

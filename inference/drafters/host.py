@@ -8,6 +8,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn.functional import pad
 
+from heads.base import Tokens
 from inference.protocol import (
     CommittedTokens,
     Context,
@@ -52,8 +53,8 @@ class HostDrafter(Drafter, Protocol):
     reads_logits: bool = False
     single: bool = False
 
-    def start(self, prompt: list[int]) -> DrafterState:
-        """Begin a sequence; a drafter with memory may now store the text of the one before."""
+    def start(self, prompt: Tokens) -> DrafterState:
+        """Begin a sequence; a source with a memory may now remember the text of the one before."""
         ...
 
     def batch(self, size: int) -> "HostBatch":
@@ -69,7 +70,7 @@ class HostBatch(DraftBatch):
         self.slots: list[tuple[HostDrafter, DrafterState | None]] = [(source, None) for source in reversed(sources)]
         self.proposals: list[Proposal | None] = []  # one per slot
 
-    def start_sequence(self, slot: int, token: list[int], features: TargetOutput) -> None:
+    def start_sequence(self, slot: int, token: Tokens, features: TargetOutput) -> None:
         """Begin a sequence."""
         source = self.slots[slot][0]
         state = source.start(token[:-1])
@@ -149,8 +150,8 @@ class HostBatch(DraftBatch):
                 )
         return Drafted(tree, mask, q, depth)
 
-    def learn(self, slot: int, token: list[int], path: list[int], logits: Float[Tensor, "M V"] | None) -> None:
-        """Update a sequence's state with its verified proposal."""
+    def learn(self, slot: int, token: Tokens, path: list[int], logits: Float[Tensor, "M V"] | None) -> None:
+        """Tell a sequence's state what became of its proposal."""
         proposal = self.proposals[slot]
         state = self.slots[slot][1]
         assert state is not None

@@ -22,13 +22,20 @@ EPSILON, DELTA = 0.09, 0.3
 THRESHOLD = 0.3
 LEAST = 1e-30  # replaces a probability of 0 under a logarithm
 
+PerSequence = Int[Tensor, "B"]
+NodeMask = Bool[Tensor, "B N"]
+AncestorMask = Bool[Tensor, "#B N N"]  # each node's ancestors, itself included
+PerNode = Float[Tensor, "B N"]
+Probs = Float[Tensor, "B V"]
+NodeProbs = Float[Tensor, "B N V"]
+
 
 class Accepted(NamedTuple):
     """The accepted paths of B trees that are at most P - 1 deep."""
 
-    path: Int[Tensor, "B P"]  # accepted nodes from the root on, padded with the last one
-    committed: Int[Tensor, "B"]  # number of accepted nodes, the root included, and of committed tokens
-    token: Int[Tensor, "B P"]  # committed tokens: the accepted drafts, then the bonus token
+    path: Int[Tensor, "B P"]  # each tree's accepted nodes from the root on; behind them the last one again
+    committed: PerSequence  # how many there are, which is how many tokens are committed
+    token: Int[Tensor, "B P"]  # the committed tokens: those of the accepted nodes but for the root, then the next one
 
 
 class Sampled(NamedTuple):
@@ -36,28 +43,23 @@ class Sampled(NamedTuple):
 
     parents: Sequence[int]  # parent of each node of the shape, -1 for the root; parents come before children
     token: Int[Tensor, "B N"]  # the nodes' tokens
-    present: Bool[Tensor, "B N"]  # mask of the drafted nodes
+    present: NodeMask  # which nodes there are
     q: Float[Tensor, "B M V"]  # the probs that the children of the M nodes with children were sampled from, in order
 
 
-class LastAccepted(NamedTuple):
-    """The last accepted node of each sequence, and the probs that the next token is sampled from."""
-
-    last: Int[Tensor, "B"]
-    probs: Float[Tensor, "B V"]
+# Of each sequence the last accepted node, and the probs that the next token is sampled from.
+LastAccepted = tuple[PerSequence, Probs]
 
 
 def present(
-    tree: DraftTree, ancestor_mask: Bool[Tensor, "#B N N"], depth: Int[Tensor, "B N"], max_draft_depth: Int[Tensor, "B"]
-) -> Bool[Tensor, "B N"]:
-    """Return the mask of drafted nodes: no padding (token -1), no descendants of padding, no nodes too deep."""
+    tree: DraftTree, ancestor_mask: AncestorMask, depth: Int[Tensor, "B N"], max_draft_depth: PerSequence
+) -> NodeMask:
+    """Return the mask of drafted nodes: no padding (token -1) nor below it, and not too deep."""
     return ~(ancestor_mask & (tree.token < 0)[:, None]).any(-1) & (depth <= max_draft_depth[:, None])
 
 
-def follow(
-    tree: DraftTree, ancestor_mask: Bool[Tensor, "#B N N"], present: Bool[Tensor, "B N"], right: Bool[Tensor, "B N"]
-) -> Int[Tensor, "B"]:
-    """Return the deepest node of the longest path of `right` nodes.
+def follow(tree: DraftTree, ancestor_mask: AncestorMask, present: NodeMask, right: NodeMask) -> PerSequence:
+    """Return the deepest node of the longest path of right nodes.
 
     `ancestor_mask` marks each node's ancestors, itself included, `present` the drafted nodes, `right` the nodes whose
     token the target accepts after their parent's.
@@ -97,13 +99,13 @@ def follow_on_host(
 
 def walk(
     tree: DraftTree,
-    present: Bool[Tensor, "B N"],
-    choose: Callable[[Int[Tensor, "B"], int], Int[Tensor, "B"]],
+    present: NodeMask,
+    choose: Callable[[PerSequence, int], PerSequence],
     deepest: int,
     *,
     allow_host_sync: bool,
-) -> tuple[Int[Tensor, "B"], Int[Tensor, "B"]]:
-    """Walk down each tree while a child, the first of equal ones, has the token that `choose` returns after a node.
+) -> tuple[PerSequence, PerSequence]:
+    """Walk down each tree while the token that `choose` names after a node was drafted there, the first of equal ones.
 
     So probs are computed only for nodes on the accepted paths, one per depth, down to `deepest`. With `allow_host_sync`
     the host reads whether all paths have ended. Returns the last nodes, and the tokens after them.
@@ -121,11 +123,7 @@ def walk(
 
 
 def accepted(
-    tree: DraftTree,
-    ancestor_mask: Bool[Tensor, "#B N N"],
-    last: Int[Tensor, "B"],
-    token: Int[Tensor, "B"],
-    deepest: int,
+    tree: DraftTree, ancestor_mask: AncestorMask, last: PerSequence, token: PerSequence, deepest: int
 ) -> Accepted:
     """Return the paths to the last accepted nodes, and their tokens followed by `token`."""
     size, last = tree.token.shape[-1], last[:, None]
@@ -138,16 +136,14 @@ def accepted(
     return Accepted(path, count, torch.where(ends, token[:, None], after))
 
 
-def typical(p: Float[Tensor, "B N V"]) -> Float[Tensor, "B N"]:
-    """LOSSY. Return Medusa's probability threshold after each node, from the entropy of the target's distribution."""
+def typical(p: NodeProbs) -> PerNode:
+    """LOSSY. Return Medusa's bar after each node: what the entropy of the target's distribution makes likely enough."""
     entropy = -(p * p.clamp_min(LEAST).log()).sum(-1)
     return (DELTA * torch.exp(-entropy)).clamp_max(EPSILON)
 
 
-def lenient(
-    tree: DraftTree, p: Float[Tensor, "B N V"], bar: Callable[[Float[Tensor, "B N V"]], Float[Tensor, "B N"]]
-) -> Bool[Tensor, "B N"]:
-    """LOSSY. Return the mask of nodes whose token is above the threshold after their parent."""
+def lenient(tree: DraftTree, p: NodeProbs, bar: Callable[[NodeProbs], PerNode]) -> NodeMask:
+    """LOSSY. Return which nodes' tokens are above the bar of what they follow."""
     parent, row = tree.parent.clamp_min(0), torch.arange(len(p), device=p.device)[:, None]
     return p[row, parent, tree.token.clamp_min(0)] > bar(p).gather(1, parent)
 
@@ -156,8 +152,8 @@ def lenient(
 class AcceptDraws:
     """Uniform numbers "B N": each sequence uses its next one where it tests a node."""
 
-    uniforms: Float[Tensor, "B N"]
-    used_uniforms: Int[Tensor, "B"]
+    uniforms: PerNode
+    used_uniforms: PerSequence
 
     def sample(self, probability: Float[Tensor, "B"], tested: Bool[Tensor, "B"]) -> Bool[Tensor, "B"]:
         """Return true with the given probability where a node is tested, else false."""
@@ -166,10 +162,8 @@ class AcceptDraws:
         return tested & (uniforms < probability)
 
 
-def recursive(
-    draft: Sampled, p: Float[Tensor, "B N V"], uniforms: Float[Tensor, "B N"], allow_host_sync: bool = False
-) -> LastAccepted:
-    """Recursive rejection sampling: siblings in sampled order, each against the residual of the target's probs.
+def recursive(draft: Sampled, p: NodeProbs, uniforms: PerNode, allow_host_sync: bool = False) -> LastAccepted:
+    """Recursive rejection: siblings in sampled order, each against what rejections have left of the target's probs.
 
     Siblings are sampled without replacement (Sequoia, arXiv 2402.12374); on a chain it is speculative sampling (arXiv
     2211.17192, 2302.01318).
@@ -195,17 +189,17 @@ def recursive(
         if node in rows:
             left = torch.where(stand, draft.q[:, rows[node]], left)
         last = last.masked_fill(stands, node)
-    return LastAccepted(last, target)
+    return last, target
 
 
 @dataclass
 class PathNode:
     """A node on the current path of traversal verification, for B sequences."""
 
-    reached: Bool[Tensor, "B"]  # mask of sequences that reach it, or would without an earlier accepted path
-    alpha: Float[Tensor, "B"]  # probability that the path up to here is accepted, given the rejections below it
-    target: Float[Tensor, "B V"]  # residual of p after rejections
-    left: Float[Tensor, "B V"] | None  # residual of q; None without children
+    reached: Bool[Tensor, "B"]  # which sequences come to it, or would if they had not accepted a path before
+    alpha: Float[Tensor, "B"]  # probability that the path up to here is accepted, given what was rejected below it
+    target: Probs  # what is left of p after rejections
+    left: Probs | None  # what is left of q; of a node without children nothing
 
     def reject(self, token: Int[Tensor, "B 1"], rejected: Bool[Tensor, "B"], distinct: bool) -> None:
         """Update the residuals after a child with a token was rejected; `distinct` if it has later siblings."""
@@ -221,10 +215,8 @@ class PathNode:
             self.left = torch.where(rejected[:, None], without(self.left, token), self.left)
 
 
-def traversal(
-    draft: Sampled, p: Float[Tensor, "B N V"], uniforms: Float[Tensor, "B N"], allow_host_sync: bool = False
-) -> LastAccepted:
-    """Traversal verification (arXiv 2505.12398), from the leaves up: a path is accepted or rejected as a whole.
+def traversal(draft: Sampled, p: NodeProbs, uniforms: PerNode, allow_host_sync: bool = False) -> LastAccepted:
+    """Traversal verification (arXiv 2505.12398), from the leaves up: a path stands or falls as a whole.
 
     A rejected leaf is deleted, its parent keeps the residuals of p and q, and the next leaf is tried. On a chain it is
     block verification (arXiv 2403.10444). The root's alpha is 1, so it is accepted if no other path is. The arguments
@@ -256,7 +248,7 @@ def traversal(
             rejected = frames[-1].reached & draft.present[:, node] & undecided  # also if it was not reached
             if not allow_host_sync or rejected.any():
                 frames[-1].reject(token, rejected, more[node])
-    return LastAccepted(last, probs)
+    return last, probs
 
 
 def _followed(parents: Sequence[int]) -> list[bool]:
@@ -282,7 +274,7 @@ def _walk(parents: Sequence[int]) -> Iterator[tuple[int, bool]]:
             waiting += [visit for child in reversed(below[node]) for visit in ((child, False), (child, True))]
 
 
-def _ratio(target: Float[Tensor, "B V"], draft: Float[Tensor, "B V"], token: Int[Tensor, "B 1"]) -> Float[Tensor, "B"]:
+def _ratio(target: Probs, draft: Probs, token: Int[Tensor, "B 1"]) -> Float[Tensor, "B"]:
     """Return p / q of a token."""
     return (target.gather(1, token) / draft.gather(1, token))[:, 0]
 

@@ -16,7 +16,7 @@ from typing import Annotated, NamedTuple
 import torch
 from torch import Tensor
 
-from heads.base import LevelNodes, LevelOutput
+from heads.base import LevelNodes, LevelOutput, Tokens
 from heads.common.ranges import LARGEST, Count, Decay, Within
 from heads.common.typed import typed
 from heads.common.untrusted import parsed_file
@@ -41,8 +41,8 @@ class SelfDrafter(HostDrafter, DrafterState):
         self.thinned, self.config, self.name, self.least = Thinned(target, skips), tree, name, least
         self.tree = tree.label
 
-    def start(self, prompt: list[int]) -> "SelfDrafter":
-        """Return itself: no sequence has another state."""
+    def start(self, prompt: Tokens) -> "SelfDrafter":
+        """Return the state of any sequence: none of its own."""
         return self
 
     @torch.inference_mode()
@@ -172,8 +172,8 @@ def rate(target: Target, skips: Skips, texts: list[Text], deepest: int) -> Ratin
     return best
 
 
-def recorded(target: Target, prompt: list[int], answer: list[int]) -> Text:
-    """Return a text with its prefilled cache, which `rate` reads many times."""
+def recorded(target: Target, prompt: Tokens, answer: Tokens) -> Text:
+    """Return a text with its rows in a cache, which `rate` reads again and again."""
     token = torch.tensor(prompt + answer, device=target.device)
     cache = target.cache()
     target.prefill(token, cache)
