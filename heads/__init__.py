@@ -27,7 +27,7 @@ from heads.base import HeadConfig
 from heads.block import Block
 from heads.common.resolvers import ROOT
 from heads.common.target_config import best_head
-from heads.common.typed import typed
+from heads.common.typed import Json, typed
 from heads.common.untrusted import shown
 from heads.eagle import Eagle, Hass
 from heads.eagle3 import Eagle3
@@ -44,7 +44,7 @@ HEADS = {
 }  # fmt: skip
 BEST, AUTO = "best", "auto"
 # The engines of `engine=`, each with the head that `head=best` becomes there, and the options that it needs.
-SERVED: dict[str, Any] = {"name": "eagle3"}
+SERVED: Json = {"name": "eagle3"}
 WITHOUT_NORMS = {**SERVED, "feature_norm": False, "norm_output": False}  # which are EAGLE-3.1's
 ENGINES = {
     "vllm": SERVED, "sglang": SERVED, "trtllm": SERVED, "llamacpp": WITHOUT_NORMS, "openvino": WITHOUT_NORMS,

@@ -21,15 +21,22 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from heads.common.ranges import Amount, Count, LmHead, Positive, Width
+from heads.common.typed import Json
 
 NamedTensors = dict[str, Tensor]  # of a module, a checkpoint or a file, by name
+Sequences = Int[Tensor, "B T"]  # a whole number for each row: its token, document or position
+Rows = Float[Tensor, "B T D"]  # a state for each row
+Anchors = Int[Tensor, "B n"] | None  # the rows to draft from, in order; None for all
+States = Float[Tensor, "*n D"]
+Logits = Float[Tensor, "*n W"]  # over the head's own vocabulary
+Advanced = tuple[Float[Tensor, "B N D"], Float[Tensor, "B N D"]]  # a step's states, and its lm_head's inputs
 
 
 @runtime_checkable
 class HeadConfig(Protocol):
     """A head's configuration: a dataclass that names its kind, a key of `heads.HEADS`."""
 
-    __dataclass_fields__: ClassVar[dict[str, Any]]
+    __dataclass_fields__: ClassVar[Json]
 
     @property
     def name(self) -> str:
@@ -43,10 +50,10 @@ class Features(NamedTuple):
     Documents are packed one after another; tokens of different documents never see each other. Padding is document -1.
     """
 
-    token: Int[Tensor, "B T"]
+    token: Sequences
     hidden: Float[Tensor, "B T L D"]
-    last_hidden: Float[Tensor, "B T D"]
-    document: Int[Tensor, "B T"]
+    last_hidden: Rows
+    document: Sequences
     path: Int[Tensor, "B T d"] | None = None  # the row whose token row t drafts at each depth; None: t + depth
 
 
@@ -58,7 +65,7 @@ class DraftVocabulary(nn.Module):
     def __init__(self, size: int, full_size: int) -> None:
         super().__init__()
         self.full_size = full_size
-        self.register_buffer("ids", torch.arange(size))
+        self.register_buffer("ids", torch.arange(size, device="cpu"))  # where a head is outlined too
 
     def choose(self, counts: Int[Tensor, "V"]) -> None:
         """Choose the most frequent tokens; ties go to the lower ids."""
@@ -78,7 +85,7 @@ class DraftVocabulary(nn.Module):
         at = torch.searchsorted(self.ids, token).clamp_max(len(self.ids) - 1)
         return torch.where(self.ids[at] == token, at, -1)
 
-    def scatter(self, logits: Float[Tensor, "*n W"]) -> Float[Tensor, "*n V"]:
+    def scatter(self, logits: Logits) -> Float[Tensor, "*n V"]:
         """Return logits over the whole vocabulary: minus infinity outside the pruned one."""
         full = logits.new_full((*logits.shape[:-1], self.full_size), float("-inf"))
         full[..., self.ids] = logits
@@ -113,7 +120,7 @@ class DepthOutput(NamedTuple):
     """
 
     state: Float[Tensor, "B T X"]
-    feature: Float[Tensor, "B T D"] | None = None
+    feature: Rows | None = None
     confidence: Float[Tensor, "B T"] | None = None
     base_state: Float[Tensor, "B T Y"] | None = None
 
@@ -122,7 +129,7 @@ class NewRows(NamedTuple):
     """T verified rows of B sequences, which continue each sequence's committed rows."""
 
     features: Features
-    token: Int[Tensor, "B T"]  # token t+1 of row t; the last one is the root of the next tree
+    token: Sequences  # token t+1 of row t; the last one is the root of the next tree
     counts: Int[Tensor, "B"] | None = None  # rows of each sequence, at least one; None for T, as in a first call
 
 
@@ -158,11 +165,11 @@ class Embeddings(Protocol):
     layer_dims: LayerDims
     config: Any  # the target's (text) configuration, as transformers has it
 
-    def embed(self, token: Int[Tensor, "*n"]) -> Float[Tensor, "*n D"]:
+    def embed(self, token: Int[Tensor, "*n"]) -> States:
         """Return the target's input embeddings of `token`."""
         ...
 
-    def logits(self, hidden: Float[Tensor, "*n D"], ids: Int[Tensor, "W"] | None = None) -> Float[Tensor, "*n W"]:
+    def logits(self, hidden: States, ids: Int[Tensor, "W"] | None = None) -> Logits:
         """Return the target's logits of final-normed hidden states; with `ids` only those of these tokens."""
         ...
 
@@ -191,7 +198,7 @@ class DraftHead(Protocol):
         """The target's embedding and lm_head."""
         ...
 
-    def unroll(self, features: Features, depths: int, anchors: Int[Tensor, "B n"] | None = None) -> list[DepthOutput]:
+    def unroll(self, features: Features, depths: int, anchors: Anchors = None) -> list[DepthOutput]:
         """Training: draft depths 1 … `depths` from all rows at once, as `extend` and `expand` would step by step.
 
         A row's drafted tokens are those of its `features.path`, else of the sequence (`rows.drafted_token`). `anchors`
@@ -199,7 +206,7 @@ class DraftHead(Protocol):
         """
         ...
 
-    def compute_logits(self, state: Float[Tensor, "*n X"], depth: int) -> Float[Tensor, "*n W"]:
+    def compute_logits(self, state: Float[Tensor, "*n X"], depth: int) -> Logits:
         """Return the logits of a depth's states, over the head's own vocabulary."""
         ...
 
@@ -232,7 +239,7 @@ class LayerConfig:
     head_dim: Width | None
     intermediate_size: Width | None
     rope_theta: Positive
-    rope_scaling: dict[str, Any] | None
+    rope_scaling: Json | None
     norm_eps: Amount
     lm_head: LmHead
     draft_vocab: Count | None
@@ -252,6 +259,8 @@ class HeadModule(nn.Module):
         super().__init__()
         self.config = config
         self._embeddings = (embeddings,)  # in a tuple: a submodule would be trained and saved
+        size, full_size = config.draft_vocab, embeddings.vocab_size
+        self.vocab = None if size is None or size >= full_size else DraftVocabulary(size, full_size)
 
     @property
     def embeddings(self) -> Embeddings:
@@ -295,6 +304,11 @@ def resolve_layer_dims(config: Any, embeddings: Embeddings) -> LayerDims:
     return dims
 
 
+def draft_size(head: Any) -> int:
+    """Return the number of tokens that a head's logits are over."""
+    return head.embeddings.vocab_size if head.vocab is None else len(head.vocab.ids)
+
+
 def parameter_count(head: nn.Module) -> int:
     """Number of trainable parameters."""
     return sum(p.numel() for p in head.parameters() if p.requires_grad)
@@ -305,7 +319,15 @@ def frozen_count(head: nn.Module) -> int:
     return sum(p.numel() for p in head.parameters() if not p.requires_grad)
 
 
-def embedding_of(embeddings: Embeddings, token: Int[Tensor, "*n"] | None = None) -> Float[Tensor, "*n D"]:
+def token_id(token: int, embeddings: Embeddings) -> int:
+    """Return the id of a head's masked token, which is counted from the vocabulary's end where it is negative."""
+    size = embeddings.vocab_size
+    if not -size <= token < size:
+        raise ValueError(f"head.mask_token is {token}: the target has {size} tokens; give one of them")
+    return token % size
+
+
+def embedding_of(embeddings: Embeddings, token: Int[Tensor, "*n"] | None = None) -> States:
     """Return the target's embedding of these tokens, or the whole table, to copy or to compare with."""
     chosen = torch.arange(embeddings.vocab_size) if token is None else token
     return embeddings.embed(chosen.to(embeddings.lm_head_weight().device)).detach()

@@ -16,10 +16,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from jaxtyping import Float
 from torch import Tensor, nn
 
-from heads.base import DraftVocabulary, Embeddings
+from heads.base import DraftVocabulary, Embeddings, Logits, States
 from heads.common.ranges import Count, Width
 from heads.eagle3 import Eagle3
 from heads.modules.vocab import DraftLmHead, VocabularyLinear
@@ -42,12 +41,12 @@ class CandidateLmHead(DraftLmHead):
         self.candidate_down.weight.copy_(main.T)
         self.candidate_up.weight.copy_(self.weight @ main)
 
-    def scores(self, hidden: Float[Tensor, "*n D"]) -> Float[Tensor, "*n W"]:
+    def scores(self, hidden: States) -> Logits:
         """Return the low-rank scores, by which candidates are chosen."""
         low: Tensor = self.candidate_up(self.candidate_down(hidden))
         return low
 
-    def forward(self, hidden: Float[Tensor, "*n D"]) -> Float[Tensor, "*n W"]:
+    def forward(self, hidden: States) -> Logits:
         """Return the logits; in decoding those of tokens that are no candidates are minus infinity."""
         if self.training:
             return super().forward(hidden)

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from heads import rows
-from heads.base import DepthOutput, DraftHead, Features, to_device
+from heads.base import Anchors, DepthOutput, DraftHead, Features, Sequences, draft_size, to_device
 from heads.eagle4 import CandidateLmHead
 from heads.modules.argmax import argmax
 from heads.modules.vocab import SummedGradient
@@ -35,9 +35,7 @@ def row_keys(seed: int, step: int, index: Int[Tensor, "B"]) -> Int[Tensor, "B"]:
     return keys
 
 
-def sample_anchors(
-    has_loss: Bool[Tensor, "B T"], count: int | None, keys: Int[Tensor, "B"]
-) -> Int[Tensor, "B n"] | None:
+def sample_anchors(has_loss: Bool[Tensor, "B T"], count: int | None, keys: Int[Tensor, "B"]) -> Anchors:
     """Sample `count` anchor rows of each packed sequence, rows with a loss first; None for `trained_rows`."""
     length = has_loss.shape[1]
     if count is None or count >= length:
@@ -47,7 +45,7 @@ def sample_anchors(
     return (order + (has_loss.long() << BITS)).topk(count).indices.sort().values
 
 
-def trained_rows(has_loss: Bool[Tensor, "B T"]) -> Int[Tensor, "B n"] | None:
+def trained_rows(has_loss: Bool[Tensor, "B T"]) -> Anchors:
     """Return each packed sequence's rows with a loss, in order, filled up to a common number; None for all rows.
 
     The number is a multiple of 1/16 of the length, so that shapes are few.
@@ -128,7 +126,7 @@ def chunk_rows(head: Any, device: str, count: int) -> int:
     """Return the number of teacher rows of a chunk on a device; all depths together have `count` rows."""
     if device != "cpu":
         return min(ROWS, 1 << max(0, (count // SHARE).bit_length() - 1))  # a power of two, like batches
-    size = head.embeddings.vocab_size if head.vocab is None else len(head.vocab.ids)
+    size = draft_size(head)
     trains_lm_head = any(p.requires_grad and p.ndim == 2 and len(p) == size for p in head.parameters())
     return max(1, min(ROWS, CPU_LOGITS * (2 if trains_lm_head else 1) // head.embeddings.vocab_size))
 
@@ -364,14 +362,14 @@ class LossWeights(NamedTuple):
         return LossWeights(self.trained, self.row * factor, self.normalizer * factor)
 
 
-def trainable(document: Int[Tensor, "B T"], mask: Int[Tensor, "B T"], depths: int) -> Bool[Tensor, "d B T"]:
+def trainable(document: Sequences, mask: Sequences, depths: int) -> Bool[Tensor, "d B T"]:
     """Return the rows that can be trained at each depth; `mask` is 1 at tokens that the target would write."""
     return torch.stack([rows.valid(document, mask, d) for d in range(1, depths + 1)])
 
 
 def loss_weights(
-    document: Int[Tensor, "B T"],
-    mask: Int[Tensor, "B T"],
+    document: Sequences,
+    mask: Sequences,
     anchors: Bool[Tensor, "B T"] | None,
     config: ObjectiveConfig,
     has_loss: Bool[Tensor, "d B T"] | None = None,

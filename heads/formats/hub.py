@@ -18,7 +18,7 @@ from heads.common.connection import TRANSPORT, check_reachable
 from heads.common.errors import one_line
 from heads.common.files import last_good
 from heads.common.resolvers import ROOT
-from heads.common.typed import typed
+from heads.common.typed import Json, typed
 from heads.formats import lora
 from heads.formats.published import FORMATS, format_of, is_published, load_published
 from heads.formats.published.files import SAFE, further_files
@@ -131,7 +131,7 @@ def kind_of(folder: Path) -> str:
     return FORMATS[format_of(folder)].head if is_published(folder) else str(read_config(folder)["head"]["name"])
 
 
-def tree_of(folder: Path, given: Mapping[str, Any]) -> dict[str, Any]:
+def tree_of(folder: Path, given: Mapping[str, Any]) -> Json:
     """Return the tree saved with a head, overridden by `given` values that are not None; refuse if both are missing."""
     chosen = {key: value for key, value in given.items() if value is not None}
     if not is_published(folder):

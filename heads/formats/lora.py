@@ -7,13 +7,15 @@ and no pattern of the adapter's configuration is matched.
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from safetensors.torch import save
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
+from heads.base import NamedTensors
+from heads.common.typed import Json
 from heads.common.untrusted import parsed_file, shown
 from heads.formats.weights import read_weights
 
@@ -84,7 +86,7 @@ def adapter_files(base: str, before: Mapping[str, Tensor], after: Mapping[str, T
     Raises:
         ValueError: a weight's change has a higher rank.
     """
-    tensors: dict[str, Tensor] = {}
+    tensors: NamedTensors = {}
     for name in sorted(before.keys() | after.keys()):
         if name not in before or name not in after or before[name].shape != after[name].shape:
             raise ValueError(f"base={base}: another kind of head than the run's: only one has {name} in that shape")
@@ -105,6 +107,6 @@ def adapter_files(base: str, before: Mapping[str, Tensor], after: Mapping[str, T
     if not tensors:
         raise ValueError(f"base={base}: the run's head has the same weights: there is nothing to publish")
     layers = sorted({name.removeprefix(PREFIX).rsplit(".", 2)[0] for name in tensors})
-    config: dict[str, Any] = {"peft_type": "LORA", "base_model_name_or_path": base, "r": rank, "lora_alpha": rank}
+    config: Json = {"peft_type": "LORA", "base_model_name_or_path": base, "r": rank, "lora_alpha": rank}
     config |= {"target_modules": layers, "lora_dropout": 0.0, "bias": "none", "inference_mode": True}
     return {CONFIG: json.dumps(config, indent=2).encode() + b"\n", WEIGHTS: save(tensors, {"format": "pt"})}

@@ -12,6 +12,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from heads.base import NamedTensors
+
 BLOCK, PROJECTION = "block.layer.", "eh_proj.weight"  # parts of tensor names in heads/mtp.py
 EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(gate_proj|up_proj|down_proj)\.weight")
 SHARED = ("embed_tokens.weight", "shared_head.head.weight")  # copies of the target's own tensors
@@ -45,16 +47,16 @@ class Layout(NamedTuple):
             if name in renamed or (name.startswith(inner) and name not in shared)
         }
 
-    def read(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def read(self, tensors: Mapping[str, Tensor]) -> NamedTensors:
         """Convert a checkpoint's tensors to our names and layout."""
         return self._turned(fused(tensors))
 
-    def write(self, tensors: Mapping[str, Tensor], layers: int, *, split: bool) -> dict[str, Tensor]:
+    def write(self, tensors: Mapping[str, Tensor], layers: int, *, split: bool) -> NamedTensors:
         """Convert our tensors to a checkpoint's names and layout, with separate experts if `split`."""
         turned = self._turned(dict(tensors))
         return {self.theirs(name, layers): tensor for name, tensor in (apart(turned) if split else turned).items()}
 
-    def _turned(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    def _turned(self, tensors: NamedTensors) -> NamedTensors:
         if not self.state_first or PROJECTION not in tensors:
             return tensors
         return tensors | {PROJECTION: swapped(tensors[PROJECTION])}
@@ -103,7 +105,7 @@ def layout_of(names: Iterable[str], layers: int) -> Layout | None:
     return next((one for one in LAYOUTS.values() if one.theirs(PROJECTION, layers) in available), None)
 
 
-def fused(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def fused(tensors: Mapping[str, Tensor]) -> NamedTensors:
     """Stack a checkpoint's separate experts as in transformers: gate above up, and down."""
     experts: dict[str, dict[str, dict[int, Tensor]]] = {}
     stacked = {}
@@ -122,7 +124,7 @@ def fused(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return stacked
 
 
-def apart(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def apart(tensors: Mapping[str, Tensor]) -> NamedTensors:
     """Split stacked experts, the inverse of `fused`."""
     split = {}
     for name, tensor in tensors.items():

@@ -13,7 +13,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from heads.base import Embeddings
+from heads.base import Embeddings, NamedTensors
 from heads.common.errors import one_line
 from heads.common.untrusted import CUT, parse_json, plain_name, regular, shown
 
@@ -52,7 +52,7 @@ def header(path: Path) -> dict[str, Entry]:
     return {name: Entry(shape, DTYPES[dtype]) for name, (shape, dtype) in entries.items()}
 
 
-def read_weights(path: Path) -> dict[str, Tensor]:
+def read_weights(path: Path) -> NamedTensors:
     """Return a file's tensors, after the checks of `header`."""
     names = header(path)
     with _whole(path), safe_open(path, "pt") as opened:
@@ -90,7 +90,7 @@ def digest(few: Mapping[str, Tensor], start: str = "") -> str:
     return sha256.hexdigest()[:32]
 
 
-def meta_state_dict(kind: Any, config: Any, embeddings: Embeddings, where: str) -> dict[str, Tensor]:
+def meta_state_dict(kind: Any, config: Any, embeddings: Embeddings, where: str) -> NamedTensors:
     """Return a head's tensors on the meta device, to check a file before allocating the head.
 
     Raises:
@@ -98,7 +98,7 @@ def meta_state_dict(kind: Any, config: Any, embeddings: Embeddings, where: str) 
     """
     try:
         with torch.device("meta"):
-            tensors: dict[str, Tensor] = kind(config, embeddings).state_dict()
+            tensors: NamedTensors = kind(config, embeddings).state_dict()
     except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RuntimeError, AssertionError) as error:
         raise ValueError(f"{where}no head can be made of it: {one_line(error)[:CUT]}") from error
     return tensors

@@ -10,11 +10,24 @@ from functools import partial
 from typing import Any
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor, nn
 
 from heads import rows
-from heads.base import DepthOutput, Features, HeadModule, LevelNodes, LevelOutput, NewRows
+from heads.base import (
+    Advanced,
+    Anchors,
+    DepthOutput,
+    Features,
+    HeadModule,
+    LevelNodes,
+    LevelOutput,
+    Logits,
+    NewRows,
+    Rows,
+    Sequences,
+    States,
+)
 from heads.modules.attention import KeyValue, Pattern, attend_rows, pattern
 from heads.modules.kv_cache import SPARE, KVCache
 from heads.modules.layers import LayerInputs, grouped_attention
@@ -36,26 +49,22 @@ class Recurrent(nn.Module):
     predicts = True
     detach = False
 
-    def initial_states(self, features: Features) -> Float[Tensor, "B T D"]:
+    def initial_states(self, features: Features) -> Rows:
         """Return the states before depth 1: the target's features."""
         return features.last_hidden
 
-    def inject(
-        self, start: Float[Tensor, "B T D"], position: Int[Tensor, "B T"], max_position: int
-    ) -> tuple[KeyValue, ...]:
+    def inject(self, start: Rows, position: Sequences, max_position: int) -> tuple[KeyValue, ...]:
         """Return each layer's keys and values of the context, from the states of `initial_states`.
 
         Empty if later rows attend to the rows of depth 1 instead.
         """
         return ()
 
-    def advance(
-        self, token: Int[Tensor, "B T"], state: Float[Tensor, "B T D"], inputs: list[LayerInputs]
-    ) -> tuple[Float[Tensor, "B N D"], Float[Tensor, "B N D"]]:
+    def advance(self, token: Sequences, state: Rows, inputs: list[LayerInputs]) -> Advanced:
         """Return the states after `state` and `token`, and the inputs of `compute_logits`."""
         raise NotImplementedError
 
-    def unroll(self, features: Features, depths: int, anchors: Int[Tensor, "B n"] | None = None) -> list[DepthOutput]:
+    def unroll(self, features: Features, depths: int, anchors: Anchors = None) -> list[DepthOutput]:
         """Draft from all rows, or from `anchors`; depths after the first read the head's own states.
 
         The last layer computes only keys and values of the other rows, at depth 1.
@@ -95,9 +104,7 @@ class Recurrent(nn.Module):
             drafts.append(DepthOutput(scored, predicted if self.predicts else None))
         return drafts
 
-    def append_verified(
-        self, cache: KVCache, start: Float[Tensor, "B T D"], new: NewRows, position: Int[Tensor, "B T"]
-    ) -> tuple[Tensor, Tensor]:
+    def append_verified(self, cache: KVCache, start: Rows, new: NewRows, position: Sequences) -> tuple[Tensor, Tensor]:
         """Append verified rows with the states `start` before them; return the result of `advance`."""
         token, count = new.token, new.counts
         if not cache.fresh and cache.window is not None and token.shape[1] > SPARE:
@@ -119,12 +126,12 @@ class Recurrent(nn.Module):
             return grouped_attention(query, *both, attn_mask)
 
         hidden, pre_logits = self.advance(token, start, self.by_layer(position, cache.longest, attend))
-        cache.length[: len(token)] += token.shape[1] if count is None else count
+        cache.commit(new)
         return hidden, pre_logits
 
     def by_layer(
         self,
-        position: Int[Tensor, "B T"],
+        position: Sequences,
         max_position: int,
         attend: Callable[..., Tensor],
         queries: Tensor | None = None,
@@ -140,22 +147,21 @@ class RecurrentHead(HeadModule, Recurrent):
     max_depth, has_kv_cache = 64, True
     lm_head: nn.Module
 
-    def compute_logits(self, state: Float[Tensor, "*n D"], depth: int) -> Float[Tensor, "*n W"]:
+    def compute_logits(self, state: States, depth: int) -> Logits:
         """Return the logits of the second output of `advance`."""
         return self.lm_head(state)
 
     def extend(self, state: KVCache | None, new: NewRows) -> tuple[KVCache, LevelOutput]:
         """Append verified rows with the target's features and score the roots' children."""
         start, token, count = self.initial_states(new.features), new.token, new.counts
-        cache = KVCache(len(token), self.config.length, token.device) if state is None else state
-        position = cache.begin(token.shape[1], len(token))
+        cache, position = KVCache.opened(state, self.config.length, token)
         context = self.inject(start, position, cache.longest)
         if not context:
             hidden, pre_logits = (rows.last_rows(x, count) for x in self.append_verified(cache, start, new, position))
             return cache, LevelOutput(self.compute_logits(pre_logits, 1), hidden)
         for layer, pair in enumerate(context):
             cache.append(layer, *pair, position)
-        cache.length[: len(token)] += token.shape[1] if count is None else count
+        cache.commit(new)
         above, root = rows.last_rows(start, count), rows.last_rows(token, count)
         only_root = torch.ones(len(token), 1, 1, dtype=torch.bool, device=token.device)
         # The root's row is drafted, like any other row.

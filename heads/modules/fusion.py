@@ -4,6 +4,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from heads.base import Rows
 from heads.modules.layers import RMSNorm
 
 EAGLE3_LAYERS, DFLASH_LAYERS = 3, 5  # how many layers each fuses
@@ -53,7 +54,7 @@ class Fusion(nn.Module):
         self.norms = nn.ModuleList(RMSNorm(width, eps) for _ in range(layers if normed else 0))
         self.joint_norm = RMSNorm(layers * width, eps) if joint else None
 
-    def forward(self, hidden: Float[Tensor, "B T L D"]) -> Float[Tensor, "B T D"]:
+    def forward(self, hidden: Float[Tensor, "B T L D"]) -> Rows:
         """Return the fused states."""
         if self.norms:
             hidden = torch.stack([norm(hidden[..., i, :]) for i, norm in enumerate(self.norms)], -2)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from heads.base import Embeddings, LayerDims, resolve_layer_dims
+from heads.base import Embeddings, LayerDims, Rows, Sequences, States, resolve_layer_dims
 from heads.common.errors import one_line
 from heads.common.rope import Rope, Rotary
 from heads.rows import gather_rows, scatter_rows
@@ -31,7 +31,7 @@ ATTENTION = "headstart"  # the name of our attention function in transformers
 class LayerInputs(NamedTuple):
     """A decoder layer's inputs besides the states of T rows."""
 
-    position: Int[Tensor, "B T"]
+    position: Sequences
     max_position: int  # an upper bound of the positions
     attend: Attend
     queries: Int[Tensor, "B N"] | None = None  # the rows whose output is needed; None for all, N = T
@@ -92,7 +92,7 @@ class RMSNorm(Checkpointed):
         self.weight = nn.Parameter(torch.ones(width))
         self.eps = eps
 
-    def apply_to(self, x: Float[Tensor, "*n D"]) -> Float[Tensor, "*n D"]:
+    def apply_to(self, x: States) -> States:
         """Normalise the last dimension."""
         wide = x if x.dtype == torch.float64 else x.float()
         return self.weight * functional.rms_norm(wide, self.weight.shape, eps=self.eps).to(x.dtype)
@@ -155,7 +155,7 @@ class Attention(Recomputing):
     def project(
         self,
         x: Float[Tensor, "B T X"],
-        position: Int[Tensor, "B T"],
+        position: Sequences,
         max_position: int,
         queries: Int[Tensor, "B N"] | None,
     ) -> tuple[Tensor, ...]:
@@ -172,7 +172,7 @@ class Attention(Recomputing):
         return both[:, : query.shape[1]], both[:, query.shape[1] :], value
 
     def key_value(
-        self, c: Float[Tensor, "B T C"], position: Int[Tensor, "B T"], max_position: int, *, inject: bool = False
+        self, c: Float[Tensor, "B T C"], position: Sequences, max_position: int, *, inject: bool = False
     ) -> tuple[Float[Tensor, "B G T E"], Float[Tensor, "B G T E"]]:
         """Return keys and values of injected states, by the input's projections or separate ones."""
         k_proj, v_proj = (self.k_inject, self.v_inject) if inject else (self.k_proj, self.v_proj)
@@ -192,7 +192,7 @@ class SwiGLU(Checkpointed):
         self.up_proj = nn.Linear(width, inner, bias=False)
         self.down_proj = nn.Linear(inner, width, bias=False)
 
-    def apply_to(self, x: Float[Tensor, "*n D"]) -> Float[Tensor, "*n D"]:
+    def apply_to(self, x: States) -> States:
         """Apply the layer."""
         return self.down_proj(functional.silu(self.gate_proj(x)) * self.up_proj(x))
 
@@ -207,7 +207,7 @@ class DecoderLayer(nn.Module):
         self.post_attention_layernorm = RMSNorm(spec.width, spec.eps)
         self.mlp = SwiGLU(spec.width, spec.dims.intermediate_size)
 
-    def forward(self, x: Float[Tensor, "B T D"], inputs: LayerInputs) -> Float[Tensor, "B N D"]:
+    def forward(self, x: Rows, inputs: LayerInputs) -> Float[Tensor, "B N D"]:
         """Apply the layer with the caller's attention pattern."""
         x = gather_rows(x, inputs.queries) + self.self_attn(self.input_layernorm(x), inputs)
         return x + self.mlp(self.post_attention_layernorm(x))
@@ -264,7 +264,7 @@ class TargetLayer(nn.Module):
                 return copy.deepcopy(child)
         raise _unfit("it has no norm of one weight")
 
-    def forward(self, x: Float[Tensor, "B T D"], inputs: LayerInputs) -> Float[Tensor, "B N D"]:
+    def forward(self, x: Rows, inputs: LayerInputs) -> Float[Tensor, "B N D"]:
         """Apply the layer with the caller's attention pattern."""
         position, _, attend, queries = inputs
         rotary = self._rotary[0].to(x.device)(x, position)

@@ -23,6 +23,7 @@ from torch.distributed import all_gather, get_rank, get_world_size
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
+from heads.base import NamedTensors
 from train.config import LauncherConfig
 
 MakeOptimizer = Callable[[nn.Module], Any]
@@ -92,7 +93,7 @@ class Rooted(nn.Module):
         super().__init__()
         self.loss = loss
 
-    def forward(self, zero: Tensor, *inputs: Any) -> tuple[Tensor, dict[str, Tensor]]:
+    def forward(self, zero: Tensor, *inputs: Any) -> tuple[Tensor, NamedTensors]:
         """Return the loss."""
         loss, sums = self.loss(*inputs)
         return loss + zero, sums

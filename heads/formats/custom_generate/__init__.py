@@ -4,13 +4,14 @@ generate.py  the file that is published
 """
 
 from pathlib import Path
-from typing import Any
+
+from heads.common.typed import Json
 
 FOLDER = "custom_generate"
 KINDS = ("medusa", "hydra", "mlp")
 
 
-def files(head: dict[str, Any]) -> dict[str, str]:
+def files(head: Json) -> dict[str, str]:
     """Return the code files to publish with a `head` of config.json, by name; empty if engines load it."""
     if head["name"] not in KINDS or head.get("prefix"):
         return {}

@@ -46,12 +46,13 @@ SHARED = (
     TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper, MinPLogitsWarper, RepetitionPenaltyLogitsProcessor,
 )  # fmt: skip
 
+Json = dict[str, Any]
 Weights = dict[str, Tensor]
 Embed = Callable[[Tensor], Tensor]  # token ids (1,) to embeddings (1, D)
 States = Generator[Tensor, Tensor, None]  # yields the state (1, D) that lm_head d reads, is sent the token of depth d
 
 
-def medusa(config: dict[str, Any], weights: Weights, _embed: Embed, last: Tensor, _token: Tensor) -> States:
+def medusa(config: Json, weights: Weights, _embed: Embed, last: Tensor, _token: Tensor) -> States:
     """Medusa: residual blocks on the last state (1, D), one stack a depth (Cai et al., arXiv 2401.10774)."""
     for depth in range(config["heads"]):
         state = last
@@ -60,7 +61,7 @@ def medusa(config: dict[str, Any], weights: Weights, _embed: Embed, last: Tensor
         yield state
 
 
-def hydra(config: dict[str, Any], weights: Weights, embed: Embed, last: Tensor, token: Tensor) -> States:
+def hydra(config: Json, weights: Weights, embed: Embed, last: Tensor, token: Tensor) -> States:
     """Hydra: residual blocks on the last state and the drafted tokens' embeddings (Ankner et al., arXiv 2402.05109)."""
     for depth in range(config["heads"]):
         last = torch.cat([last, embed(token)], -1)
@@ -73,7 +74,7 @@ def hydra(config: dict[str, Any], weights: Weights, embed: Embed, last: Tensor, 
         token = yield state
 
 
-def mlp(config: dict[str, Any], weights: Weights, _embed: Embed, last: Tensor, token: Tensor) -> States:
+def mlp(config: Json, weights: Weights, _embed: Embed, last: Tensor, token: Tensor) -> States:
     """The MLP speculator: a state that each drafted token is mixed into (Wertheimer et al., arXiv 2404.19124)."""
     state, share = last, 0.5 ** (0.5 / config["heads"])
     if config["scale_input"]:
@@ -103,7 +104,7 @@ class Head:
         ValueError: the folder has no such head, or the head is one of another model.
     """
 
-    def __init__(self, where: str, model: Any, hub: dict[str, Any]) -> None:
+    def __init__(self, where: str, model: Any, hub: Json) -> None:
         content = json.loads(Path(str(cached_file(where, "config.json", **hub))).read_text())
         self.config, sizes = content.get("head", {}), model.config.get_text_config()
         if self.config.get("name") not in HEADS:
@@ -183,7 +184,7 @@ def choose(scores: Tensor, draft: tuple[Tensor, Tensor] | None, sample: bool) ->
     return torch.multinomial(p, 1), False
 
 
-def decode(model: Any, head: Head, ids: Tensor, count: int, prepared: dict[str, Any]) -> tuple[Tensor, int]:
+def decode(model: Any, head: Head, ids: Tensor, count: int, prepared: Json) -> tuple[Tensor, int]:
     """Continue ids (1, T) to their end; return them and the number of passes that scored a draft."""
     processors, criteria, streamer = (prepared[name] for name in ("logits_processor", "stopping_criteria", "streamer"))
     sample = prepared["generation_config"].do_sample

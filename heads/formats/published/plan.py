@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from heads import HEADS
-from heads.base import Embeddings, embedding_of
+from heads.base import Embeddings, NamedTensors, embedding_of
 from heads.common.rope import Rope, positions_of
-from heads.common.typed import typed
+from heads.common.typed import Json, typed
 from heads.common.untrusted import shown
 from heads.formats.weights import meta_state_dict
 
@@ -46,8 +46,8 @@ class PublishedHead(NamedTuple):
     """A published head: its config.json, and its tensors without a common prefix of their names."""
 
     folder: Path
-    config: dict[str, Any]
-    tensors: dict[str, Tensor]
+    config: Json
+    tensors: NamedTensors
 
     def tensor(self, name: str, key: str | None = None) -> Tensor:
         """Return one tensor, whose presence `key` of config.json implies; refuse a folder without it."""
@@ -66,6 +66,12 @@ class PublishedHead(NamedTuple):
             f"the head has {what}, which heads here do not; loaded without it, it would draft something else"
         )
 
+    def mask_token(self, token: Any, embeddings: Embeddings) -> int:
+        """Return a masked position's token, by config.json; refuse one that the target has not."""
+        if not isinstance(token, int) or not 0 <= token < embeddings.vocab_size:
+            raise self.error(f"mask_token_id is {token}, not one of the target's {embeddings.vocab_size} tokens")
+        return token
+
     def count(self, pattern: str) -> int:
         """Return the number of distinct values of the pattern's first group over the names."""
         return len({match[1] for name in self.tensors if (match := re.match(pattern, name))})
@@ -75,9 +81,9 @@ class TensorMapping(NamedTuple):
     """The mapping of a published folder to a head."""
 
     head: str  # a name in HEADS
-    config: dict[str, Any]  # the head's configuration without its name and vocabulary size
+    config: Json  # the head's configuration without its name and vocabulary size
     rename: Callable[[str], str]  # a tensor's name in the head to its name in the file
-    filled: dict[str, Tensor]  # tensors of the head that the file does not hold as they are
+    filled: NamedTensors  # tensors of the head that the file does not hold as they are
     unread: set[str]  # tensor names in the file that are ignored
     ids: Tensor | None  # the drafted tokens in the order of the lm_head's rows, None for the whole vocabulary
 
@@ -116,7 +122,7 @@ def assemble(source: PublishedHead, plan: TensorMapping, embeddings: Embeddings)
             f"the tensors are not those of the {plan.head} head in its config: missing {shown(missing)}, unknown "
             f"{shown(unknown)}"
         )
-    loaded: dict[str, Tensor] = {}
+    loaded: NamedTensors = {}
     for name, mine in expected_tensors.items():
         tensor = filled[name] if name in filled else source.tensors[read[name]]
         foreign = read.get(name, name)
@@ -171,7 +177,7 @@ def check_width(source: PublishedHead, name: str, embeddings: Embeddings) -> Non
         )
 
 
-def decoder(source: PublishedHead, layer: str, embeddings: Embeddings, *, sliding: bool = False) -> dict[str, Any]:
+def decoder(source: PublishedHead, layer: str, embeddings: Embeddings, *, sliding: bool = False) -> Json:
     """Return the decoder layers' dimensions for a head's configuration, the target's where config.json gives none.
 
     `layer` is the prefix of a layer's tensors, with its dot; `sliding` allows one sliding window for all layers.
