@@ -7,6 +7,7 @@ formats/   heads on disk and on the Hub: our own format, those that other projec
 modules/   shared modules: attention, decoder layers, positions, the draft vocabulary, the KV cache
 base.py    the protocol of a draft head, its records, the legend of rows and depths
 rows.py    the only index arithmetic on rows and depths
+shapes.py  the shapes that many signatures have
 eagle.py   EAGLE-1/2: one decoder layer that extrapolates the target's features; HASS, trained on those that it drafts
 eagle3.py  EAGLE-3 and 3.1: features of several layers, only tokens fed back
 eagle4.py  EAGLE-4: EAGLE-3.1 with a low-rank candidate head
@@ -87,7 +88,7 @@ def with_head(cfg: DictConfig) -> DictConfig:
         else:
             options = {"name": best_head(cfg.model.path, cfg.model.shape, cfg.model.trust_remote_code)[0]}
         cfg.head = OmegaConf.merge(OmegaConf.load(ROOT / "conf" / "head" / f"{options['name']}.yaml"), options)
-    training: Any = OmegaConf.to_container(cfg.head.pop("training", OmegaConf.create()), resolve=False)
+    training = OmegaConf.to_container(cfg.head.pop("training", OmegaConf.create()), resolve=False)
     for section, values in training.items():
         for key, value in values.items() if section in cfg else ():
             if key == "losses":
@@ -102,6 +103,5 @@ def head_config(values: Any) -> HeadConfig:
     name = values.get("name") if isinstance(values, Mapping) else None
     if name not in [*HEADS]:
         raise ValueError(f"head.name is {shown(name)}: choose one of {', '.join(HEADS)}")
-    kind: Any = HEADS[name]
-    config: HeadConfig = typed(kind.Config, values, "head")
-    return config
+    kind = HEADS[name]
+    return typed(kind.Config, values, "head")

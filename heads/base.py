@@ -22,14 +22,9 @@ from torch import Tensor, nn
 
 from heads.common.ranges import Amount, Count, LmHead, Positive, Width
 from heads.common.typed import Json
+from heads.shapes import Anchors, Logits, Rows, Sequences, States, TokenIds
 
 NamedTensors = dict[str, Tensor]  # of a module, a checkpoint or a file, by name
-Sequences = Int[Tensor, "B T"]  # a whole number for each row: its token, document or position
-Rows = Float[Tensor, "B T D"]  # a state for each row
-Anchors = Int[Tensor, "B n"] | None  # the rows to draft from, in order; None for all
-States = Float[Tensor, "*n D"]
-Logits = Float[Tensor, "*n W"]  # over the head's own vocabulary
-Advanced = tuple[Float[Tensor, "B N D"], Float[Tensor, "B N D"]]  # a step's states, and its lm_head's inputs
 
 
 @runtime_checkable
@@ -80,7 +75,7 @@ class DraftVocabulary(nn.Module):
                 "ascending order; save or download it again"
             )
 
-    def index_of(self, token: Int[Tensor, "*n"]) -> Int[Tensor, "*n"]:
+    def index_of(self, token: TokenIds) -> TokenIds:
         """Return the tokens' indices in the pruned vocabulary, -1 for the tokens outside it."""
         at = torch.searchsorted(self.ids, token).clamp_max(len(self.ids) - 1)
         return torch.where(self.ids[at] == token, at, -1)
@@ -165,7 +160,7 @@ class Embeddings(Protocol):
     layer_dims: LayerDims
     config: Any  # the target's (text) configuration, as transformers has it
 
-    def embed(self, token: Int[Tensor, "*n"]) -> States:
+    def embed(self, token: TokenIds) -> States:
         """Return the target's input embeddings of `token`."""
         ...
 
@@ -277,7 +272,7 @@ class HeadModule(nn.Module):
 
 def layer_dims_of(config: Any) -> LayerDims:
     """Return the dimensions of a decoder layer from a model's (text) configuration; refuse layers without attention."""
-    heads: int | None = getattr(config, "num_attention_heads", None)
+    heads = getattr(config, "num_attention_heads", None)
     if heads is None:
         raise ValueError(
             f"headstart does not run {config.model_type} models (they have no attention, whose entries count a cache's "
@@ -327,7 +322,7 @@ def token_id(token: int, embeddings: Embeddings) -> int:
     return token % size
 
 
-def embedding_of(embeddings: Embeddings, token: Int[Tensor, "*n"] | None = None) -> States:
+def embedding_of(embeddings: Embeddings, token: TokenIds | None = None) -> States:
     """Return the target's embedding of these tokens, or the whole table, to copy or to compare with."""
     chosen = torch.arange(embeddings.vocab_size) if token is None else token
     return embeddings.embed(chosen.to(embeddings.lm_head_weight().device)).detach()

@@ -28,7 +28,6 @@ from torch.nn import functional
 
 from heads import rows
 from heads.base import (
-    Anchors,
     DepthOutput,
     Embeddings,
     Features,
@@ -36,11 +35,7 @@ from heads.base import (
     LayerConfig,
     LevelNodes,
     LevelOutput,
-    Logits,
     NewRows,
-    Rows,
-    Sequences,
-    States,
     draft_size,
     embedding_of,
     token_id,
@@ -52,6 +47,7 @@ from heads.modules.kv_cache import KVCache, mask_blocks_after, mask_blocks_after
 from heads.modules.layers import DecoderLayer, LayerInputs, LayerSpec, RMSNorm
 from heads.modules.vocab import DraftLmHead, VocabularyLinear
 from heads.rows import last_rows
+from heads.shapes import Anchors, Logits, Rows, Sequences, States, TokenIds
 
 
 class GroupedConv(nn.Module):
@@ -115,7 +111,7 @@ class Selector(nn.Module):
         for embedding in (self.predecessor, self.successor):
             nn.init.normal_(embedding.weight, std=0.02)
 
-    def context(self, hidden: Float[Tensor, "*#n D"], token: Int[Tensor, "*n"]) -> Float[Tensor, "*n R"]:
+    def context(self, hidden: Float[Tensor, "*#n D"], token: TokenIds) -> Float[Tensor, "*n R"]:
         """Return A[p] * P(h) of a position's state h and the token p before it."""
         return self.predecessor(token).to(hidden.dtype) * self.projection(hidden)
 
@@ -144,7 +140,7 @@ class Domino(nn.Module):
     def advance(self, embedding: States, memory: Float[Tensor, "*n G"] | None) -> Float[Tensor, "*n G"]:
         """Return the GRU's state after one more token; `memory` is the state before, None for the first token."""
         flat = embedding.to(self.gru.weight_ih.dtype).flatten(0, -2)
-        new: Tensor = self.gru(flat, None if memory is None else memory.flatten(0, -2))
+        new = self.gru(flat, None if memory is None else memory.flatten(0, -2))
         return new.unflatten(0, embedding.shape[:-1])
 
     def forward(
@@ -226,15 +222,15 @@ class Block(HeadModule):
     def context(self, hidden: Float[Tensor, "B T L D"], position: Sequences, max_position: int) -> tuple[KeyValue, ...]:
         """Return every layer's keys and values from the target's features."""
         fused = self.hidden_norm(self.fusion(hidden))
-        layers: Any = self.layers
+        layers = self.layers
         return tuple(layer.self_attn.key_value(fused, position, max_position) for layer in layers)
 
-    def block_inputs(self, root: Int[Tensor, "*n"]) -> Float[Tensor, "*n S D"]:
+    def block_inputs(self, root: TokenIds) -> Float[Tensor, "*n S D"]:
         """Return the input embeddings of the blocks of these root tokens."""
         embedding = self.embeddings.embed(root).to(self.mask.dtype)[..., None, :]
         return torch.cat([embedding, self.mask.expand(*root.shape, self.size - 1, -1)], -2)
 
-    def context_of(self, hidden: Float[Tensor, "*#n D"], token: Int[Tensor, "*n"]) -> Float[Tensor, "*n X"] | None:
+    def context_of(self, hidden: Float[Tensor, "*#n D"], token: TokenIds) -> Float[Tensor, "*n X"] | None:
         """Return the context of the logits' correction by the token before, None without a correction."""
         if self.before is not None:
             return self.before(token).to(hidden.dtype)

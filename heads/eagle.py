@@ -11,11 +11,12 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from heads.base import Advanced, Embeddings, LayerConfig, Rows, Sequences
+from heads.base import Embeddings, LayerConfig
 from heads.common.ranges import Parts
 from heads.modules.autoregressive import RecurrentHead
 from heads.modules.layers import DecoderLayer, LayerInputs, LayerSpec
 from heads.modules.vocab import DraftLmHead
+from heads.shapes import Advanced, Rows, Sequences
 
 
 class Eagle(RecurrentHead):

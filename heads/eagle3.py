@@ -12,13 +12,12 @@ fused features, not of the layer's own input.
 """
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor, nn
 
-from heads.base import Advanced, Embeddings, Features, LayerConfig, Rows, Sequences, States
+from heads.base import Embeddings, Features, LayerConfig
 from heads.common.ranges import Parts
 from heads.modules.attention import KeyValue
 from heads.modules.autoregressive import RecurrentHead
@@ -26,6 +25,7 @@ from heads.modules.fusion import EAGLE3_LAYERS, Fusion, chosen_layers
 from heads.modules.layers import Attention, DecoderLayer, LayerInputs, LayerSpec, RMSNorm, SwiGLU
 from heads.modules.vocab import DraftLmHead
 from heads.rows import gather_rows
+from heads.shapes import Advanced, Rows, Sequences, States, TokenIds
 
 
 class WideDecoderLayer(nn.Module):
@@ -94,7 +94,7 @@ class Eagle3(RecurrentHead):
         self.norm = RMSNorm(width, eps)
         self.lm_head = DraftLmHead(embeddings, config.lm_head, self.vocab)
 
-    def embed(self, token: Int[Tensor, "*n"]) -> States:
+    def embed(self, token: TokenIds) -> States:
         """Return the embeddings of tokens."""
         return self.embeddings.embed(token)
 
@@ -107,7 +107,7 @@ class Eagle3(RecurrentHead):
         if self.inject_norm is None:
             return ()
         fused = self.inject_norm(start)
-        layers: Any = [self.first, *self.layers]
+        layers = [self.first, *self.layers]
         return tuple(layer.self_attn.key_value(fused, position, max_position, inject=True) for layer in layers)
 
     def advance(self, token: Sequences, state: Rows, inputs: list[LayerInputs]) -> Advanced:

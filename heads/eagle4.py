@@ -16,12 +16,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from heads.base import DraftVocabulary, Embeddings, Logits, States
+from heads.base import DraftVocabulary, Embeddings
 from heads.common.ranges import Count, Width
 from heads.eagle3 import Eagle3
 from heads.modules.vocab import DraftLmHead, VocabularyLinear
+from heads.shapes import Logits, States
 
 
 class CandidateLmHead(DraftLmHead):
@@ -43,8 +44,7 @@ class CandidateLmHead(DraftLmHead):
 
     def scores(self, hidden: States) -> Logits:
         """Return the low-rank scores, by which candidates are chosen."""
-        low: Tensor = self.candidate_up(self.candidate_down(hidden))
-        return low
+        return self.candidate_up(self.candidate_down(hidden))
 
     def forward(self, hidden: States) -> Logits:
         """Return the logits; in decoding those of tokens that are no candidates are minus infinity."""

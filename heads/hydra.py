@@ -10,25 +10,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn import functional
 
-from heads.base import (
-    Advanced,
-    Anchors,
-    DepthOutput,
-    Embeddings,
-    Features,
-    HeadModule,
-    LayerConfig,
-    LevelNodes,
-    LevelOutput,
-    Logits,
-    NewRows,
-    Rows,
-    States,
-)
+from heads.base import DepthOutput, Embeddings, Features, HeadModule, LayerConfig, LevelNodes, LevelOutput, NewRows
 from heads.common.ranges import Count, Parts
 from heads.medusa import ResidualBlock
 from heads.modules.autoregressive import Recurrent
@@ -36,6 +22,7 @@ from heads.modules.kv_cache import KVCache
 from heads.modules.layers import DecoderLayer, LayerInputs, LayerSpec, RMSNorm
 from heads.modules.vocab import DraftLmHead
 from heads.rows import drafted_token, gather_parents, gather_rows, last_rows, scatter_rows
+from heads.shapes import Advanced, Anchors, Logits, Rows, States, TokenIds
 
 
 class EntryBlock(nn.Module):
@@ -117,7 +104,7 @@ class Hydra(HeadModule):
         """Return head `depth`'s logits of its own states, counted from 1."""
         return self.lm_heads[depth - 1](state)
 
-    def joined(self, before: Float[Tensor, "*n X"], token: Int[Tensor, "*n"]) -> Float[Tensor, "*n Y"]:
+    def joined(self, before: Float[Tensor, "*n X"], token: TokenIds) -> Float[Tensor, "*n Y"]:
         """Return a head's input with one more token."""
         return torch.cat([before, self.embeddings.embed(token).to(before.dtype)], -1)
 

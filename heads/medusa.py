@@ -9,21 +9,11 @@ from dataclasses import dataclass
 from torch import nn
 from torch.nn import functional
 
-from heads.base import (
-    Anchors,
-    DepthOutput,
-    Embeddings,
-    Features,
-    HeadModule,
-    LevelNodes,
-    LevelOutput,
-    Logits,
-    NewRows,
-    States,
-)
+from heads.base import DepthOutput, Embeddings, Features, HeadModule, LevelNodes, LevelOutput, NewRows
 from heads.common.ranges import Count, LmHead, Parts
 from heads.modules.vocab import DraftLmHead
 from heads.rows import gather_rows, last_rows, scatter_rows
+from heads.shapes import Anchors, Logits, States
 
 
 class ResidualBlock(nn.Module):

@@ -17,12 +17,13 @@ from typing import Annotated
 import torch
 from torch import nn
 
-from heads.base import Advanced, Embeddings, Features, LayerConfig, Rows, Sequences
+from heads.base import Embeddings, Features, LayerConfig
 from heads.common.ranges import OneOf
 from heads.modules.autoregressive import RecurrentHead
 from heads.modules.fusion import Fusion, chosen_layers
 from heads.modules.layers import DecoderLayer, LayerInputs, LayerSpec, RMSNorm, TargetLayer
 from heads.modules.vocab import DraftLmHead
+from heads.shapes import Advanced, Rows, Sequences
 
 LLAMA, TARGET = "llama", "target"  # kinds of decoder layer
 

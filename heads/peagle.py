@@ -12,27 +12,17 @@ the deeper ones (COD sampling), which saves memory and trains deep positions les
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor, nn
 
 from heads import rows
-from heads.base import (
-    Anchors,
-    DepthOutput,
-    Embeddings,
-    Features,
-    LevelNodes,
-    LevelOutput,
-    NewRows,
-    States,
-    embedding_of,
-    token_id,
-)
+from heads.base import DepthOutput, Embeddings, Features, LevelNodes, LevelOutput, NewRows, embedding_of, token_id
 from heads.common.ranges import LmHead, Parts
 from heads.eagle3 import Eagle3, FusedConfig
 from heads.modules.attention import KeyValue, attend_rows, pattern
 from heads.modules.kv_cache import KVCache, mask_blocks_after, mask_blocks_after_roots
 from heads.modules.layers import LayerInputs
+from heads.shapes import Anchors, States, TokenIds
 
 
 class PEagle(Eagle3):
@@ -60,7 +50,7 @@ class PEagle(Eagle3):
             if not self.embedding.weight.is_meta:  # a meta tensor has no values to start from
                 self.embedding.weight.data.copy_(embedding_of(embeddings))
 
-    def embed(self, token: Int[Tensor, "*n"]) -> States:
+    def embed(self, token: TokenIds) -> States:
         """Return the embeddings of tokens."""
         return self.embeddings.embed(token) if self.embedding is None else self.embedding(token)
 

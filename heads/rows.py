@@ -4,7 +4,7 @@ import torch
 from jaxtyping import Bool, Int, Shaped
 from torch import Tensor
 
-from heads.base import Anchors, Sequences
+from heads.shapes import Anchors, Sequences
 
 
 def positions(document: Sequences) -> Sequences:

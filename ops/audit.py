@@ -4,11 +4,11 @@ import sys
 from pathlib import Path
 
 if __name__ == "__main__":  # a script's own folder would hide the checkout's root
-    sys.path[0] = str(Path(__file__).resolve().parents[1])
+    sys.path[0] += "/.."
 
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from datetime import datetime, timezone
 from functools import partial
@@ -53,7 +53,7 @@ WAVERING = 4.0  # nats; rounding cannot explain a larger threshold of near ties
 ASKED = ("url", "baseline", "client", "out", "workload", "questions")  # configuration keys of no check
 JSON, PAGE, REPRODUCTION = "audit.json", "audit.html", "reproduce.py"
 # Ordered so that a fault found by one check may also fail the later ones.
-CHECKS: dict[str, Callable[[Audit], Finding]] = {
+CHECKS = {
     "identity": checks.identity,
     "prefix_cache": checks.prefix_cache,
     "conversations": checks.conversations,

@@ -124,7 +124,7 @@ def build(run: RunConfig, accelerator: Accelerator, lock: RunLock) -> Loop:
     target = load_target(run.model, str(accelerator.device), whole=run.reads_target)
     tree = verifiable(target, run.tree) if isinstance(target, Target) else run.tree
     config, init = resolve_init(init, run.head, target)
-    head: Any = init_head(config, init, target, run.base).to(accelerator.device)
+    head = init_head(config, init, target, run.base).to(accelerator.device)
     if run.engine is not None:
         facts = TargetFacts(run.model.path, target.config.to_dict(), torch.bfloat16, 1)
         export.check(head, run.engine, facts, target.embeddings.beyond_tables())
@@ -216,7 +216,7 @@ def executable_micro_batch(
                 f"{run.name}: one sequence of data.length={run.data.length} does not fit this device: lower it, or "
                 "give trainer.recompute=true or a smaller head"
             ) from error
-    sizes: Any = accelerator.gather(torch.tensor([size], device=device))
+    sizes = accelerator.gather(torch.tensor([size], device=device))
     return int(sizes.min())
 
 
@@ -325,5 +325,4 @@ def sizes(head: Any, data: TrainingData, packed: Packed) -> str:
 
 def values_of(run: Any) -> Json:
     """Return a run's configuration without secrets, for trackers and config.yaml."""
-    values: Json = redacted_values(asdict(run))
-    return values
+    return redacted_values(asdict(run))

@@ -135,7 +135,7 @@ def complaint(path: Path, rank: int, world: int) -> str:
 def tensors(path: Path) -> Iterator[tuple[str, Tensor]]:
     """Yield the tensors of a checkpoint without a `complaint`, on every process in the same order."""
     index = read_checked(path / INDEX)
-    shards: Json = {shard: safe_open(inside(path, shard), framework="pt") for shard in index["shards"]}
+    shards = {shard: safe_open(inside(path, shard), framework="pt") for shard in index["shards"]}
     for name, about in index["tensors"].items():
         yield name, shards[about["shard"]].get_tensor(name)
 
@@ -171,8 +171,7 @@ class TrainState:
             value = safe_get_full_optimizer_state(p, key)
         else:
             value = whole(p, self._states(p)[0][key])
-        copy: Tensor = value.detach().to("cpu", copy=True).contiguous()
-        return copy
+        return value.detach().to("cpu", copy=True).contiguous()
 
     @torch.no_grad()
     def write(self, name: str, value: Tensor) -> None:
@@ -220,7 +219,7 @@ class TrainState:
 
     def _optimizer(self, parameter: Tensor) -> Any:
         """Return the optimiser of one parameter."""
-        plain: Any = getattr(self.optimizer, "optimizer", self.optimizer)  # DeepSpeed wraps it
+        plain = getattr(self.optimizer, "optimizer", self.optimizer)  # DeepSpeed wraps it
         for optimizer in getattr(plain, "optimizers", [plain]):
             if zero_stage(parameter) or any(
                 parameter is p for group in optimizer.param_groups for p in group["params"]
@@ -287,7 +286,7 @@ class Saver:
     def newest(self) -> Path | None:
         """Return the newest good checkpoint, None without any; warn of newer damaged ones, and refuse if all are."""
         control = self.control
-        paths: list[Path] = control.broadcast(checkpoints(self.folder))
+        paths = control.broadcast(checkpoints(self.folder))
         wrong: list[str] = []
         for path in reversed(paths):
             complaints = self.complaints(path)
@@ -422,8 +421,7 @@ def first_init(out: Path, head: str) -> str | None:
     """
     config = OmegaConf.load(out / "config.yaml")
     refuse_changed(out, {"head.name": OmegaConf.select(config, "head.name", default=head)}, {"head.name": head})
-    init: str | None = OmegaConf.select(config, "init")
-    return init
+    return OmegaConf.select(config, "init")
 
 
 def differences(then: Json, now: Json) -> str:
@@ -437,8 +435,7 @@ def differences(then: Json, now: Json) -> str:
 
 def plain(values: Json) -> Json:
     """Return values after a round trip through JSON, so that they compare with those of a checkpoint."""
-    decoded: Json = json.loads(json.dumps(values))
-    return decoded
+    return json.loads(json.dumps(values))
 
 
 def restore(state: TrainState, path: Path) -> None:

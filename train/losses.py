@@ -5,7 +5,6 @@ tokens, at rows whose most likely token is one of them (EAGLE-3); acceptance los
 """
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Annotated
@@ -239,7 +238,7 @@ def _scores(x: LossInputs) -> PerToken:
     return x.scores
 
 
-LOSSES: dict[str, Callable[[LossInputs, ObjectiveConfig], Tensor]] = {
+LOSSES = {
     "ce": ce, "soft_ce": soft_ce, "kl": kl, "reverse_kl": reverse_kl, "jsd": jsd, "tv": tv, "nla": nla, "lk": lk,
     "top_k": top_k, "smooth_l1": smooth_l1, "confidence": confidence, "candidates": candidates, "missed": missed,
 }  # fmt: skip

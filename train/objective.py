@@ -18,10 +18,11 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from heads import rows
-from heads.base import Anchors, DepthOutput, DraftHead, Features, Sequences, draft_size, to_device
+from heads.base import DepthOutput, DraftHead, Features, draft_size, to_device
 from heads.eagle4 import CandidateLmHead
 from heads.modules.argmax import argmax
 from heads.modules.vocab import SummedGradient
+from heads.shapes import Anchors, Sequences
 from inference.verification.rng import BITS, hash_key, seed_key
 from train.losses import LOSSES, NOT_OF_LOGITS, READ_P, LossInputs, ObjectiveConfig, TeacherProbs
 
@@ -31,8 +32,7 @@ VALUES = {"cpu": 2**15, "cuda": 2**22}  # numbers hashed at a time, for a CPU's 
 
 def row_keys(seed: int, step: int, index: Int[Tensor, "B"]) -> Int[Tensor, "B"]:
     """Return the random keys of a step's packed sequences."""
-    keys: Tensor = hash_key(hash_key(seed_key(seed), step), index)
-    return keys
+    return hash_key(hash_key(seed_key(seed), step), index)
 
 
 def sample_anchors(has_loss: Bool[Tensor, "B T"], count: int | None, keys: Int[Tensor, "B"]) -> Anchors:
@@ -88,7 +88,7 @@ TEACHER_ROWS = 512  # rows at a time with logits over the whole vocabulary, for 
 
 
 def objective(
-    head: DraftHead,
+    head: Any,
     drafts: list[DepthOutput],
     features: Features,
     weight: Float[Tensor, "d B T"],
@@ -99,14 +99,12 @@ def objective(
     """Return the weighted loss, and unweighted sums of each loss and of accuracy at each depth.
 
     Args:
-        head: its `compute_logits` computes logits from the drafts' states.
+        head: a module and `DraftHead`, whose `compute_logits` computes logits from the drafts' states.
         features: the batch; `last_hidden` gives the teacher through the target's lm_head.
         chunks: the rows to score, by `chunked`.
         base_loss_share: the share of `base_state` in the losses of logits, if the head has one.
     """
-    flat: list[list[Tensor | None]] = [
-        [None if field is None else field.flatten(0, 1) for field in draft] for draft in drafts
-    ]
+    flat = [[None if field is None else field.flatten(0, 1) for field in draft] for draft in drafts]
     if not base_loss_share:
         flat = [[*fields[:-1], None] for fields in flat]
     work = LossContext(head, features, weight.flatten(1), config, chunks, labels(head, features), base_loss_share)
@@ -115,8 +113,7 @@ def objective(
     else:
         depth_weight = config.depth_decay ** torch.arange(len(drafts), device=weight.device)[:, None]
     work = work._replace(weight=work.weight * depth_weight)
-    module: Any = head
-    trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    trained = [parameter for parameter in head.parameters() if parameter.requires_grad]
     apply: Any = _Chunked.apply
     loss, sums = apply(work, len(drafts), *(field for fields in flat for field in fields), *trained)
     return loss, dict(zip([*config.losses, "accuracy"], sums, strict=True))
@@ -204,14 +201,13 @@ def chunked(
     if trained.device == device:
         return chunks
     vectors, layout = tree_flatten(chunks)
-    copied: Chunks = tree_unflatten(to_device(torch.cat(vectors), device).split([*map(len, vectors)]), layout)
-    return copied
+    return tree_unflatten(to_device(torch.cat(vectors), device).split([*map(len, vectors)]), layout)
 
 
 class LossContext(NamedTuple):
     """A flattened batch to score; computes the loss of a chunk of its rows."""
 
-    head: DraftHead
+    head: Any
     features: Features
     weight: Float[Tensor, "d N"]
     config: ObjectiveConfig
@@ -248,7 +244,7 @@ class LossContext(NamedTuple):
         assert state is not None
         logits = self.head.compute_logits(state, d + 1)
         dtype = torch.promote_types(logits.dtype, torch.float32)
-        lm_head: Any = getattr(self.head, "lm_head", None)
+        lm_head = getattr(self.head, "lm_head", None)
         has_candidates = isinstance(lm_head, CandidateLmHead)
         return LossInputs(
             probs,
@@ -300,15 +296,14 @@ class _Chunked(torch.autograd.Function):
         count = depths * FIELDS
         needs_grad = ctx.needs_input_grad[2:]
         trained = [x for x in inputs[count:] if x is not None]
-        grads: list[Any] = [
+        grads = [
             torch.zeros_like(x) if x is not None and needed and i < count else None
             for i, (x, needed) in enumerate(zip(inputs, needs_grad, strict=True))
         ]
         losses = work.weight.new_zeros(())
         sums = work.weight.new_zeros(len(work.config.losses) + 1, depths)
-        module: Any = work.head
         input_index = {id(x): i for i, x in enumerate(inputs[count:], count)}
-        lm_heads = [m for m in module.modules() if isinstance(m, SummedGradient) and id(m.weight) in input_index]
+        lm_heads = [m for m in work.head.modules() if isinstance(m, SummedGradient) and id(m.weight) in input_index]
         with ExitStack() as stack:
             added = [stack.enter_context(lm_head.adding()) for lm_head in lm_heads]
             for teacher, by_depth in work.chunks:
@@ -324,7 +319,7 @@ class _Chunked(torch.autograd.Function):
                         loss, depth_sums = work.depth(d, fields, pick, probs)
                     losses, sums[:, d] = losses + loss.detach(), sums[:, d] + depth_sums
                     targets = [*leaves.values(), *trained]
-                    partial: Any = torch.autograd.grad(loss, targets, allow_unused=True) if loss.requires_grad else ()
+                    partial = torch.autograd.grad(loss, targets, allow_unused=True) if loss.requires_grad else ()
                     where = [*leaves, *range(count, len(inputs))]
                     for i, grad in zip(where, partial, strict=bool(partial)):
                         if grad is not None and i < count:

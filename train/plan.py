@@ -126,7 +126,7 @@ def _target_shape(path: str, trust_remote_code: bool, given: str) -> TargetShape
         built.tie_weights()
     except UNFIT as error:
         raise ValueError(f"model.path={path}: no model can be made of its config.json ({reason(error)})") from error
-    text: Any = config.get_text_config()
+    text = config.get_text_config()
     ends = built.get_input_embeddings(), built.get_output_embeddings()
     embeddings = {id(module.weight): module.weight.numel() for module in ends}
     inner = {name: p.numel() for name, p in built.named_parameters() if id(p) not in embeddings}
@@ -181,7 +181,7 @@ def head_cost(run: RunConfig, target: TargetEmbeddings, micro_batch_size: int, d
     Values of products have `item` bytes. Refuse a head that does not fit the target, or the objective's depths.
     """
     with torch.device("meta"):
-        head: Any = HEADS[run.head.name](run.head, target)
+        head = HEADS[run.head.name](run.head, target)
         whole = parameter_count(head)
         adapt(head, run.peft)
     depths, anchors, tokens = run.objective.depths, run.objective.anchors, micro_batch_size * run.data.length
@@ -234,7 +234,7 @@ def computed(head: Any, tokens: int, drafted: int, depths: int) -> list[tuple[An
             modules.append((module, rows))
         elif isinstance(module, nn.ModuleList):  # one a depth, or a few that all depths share
             modules.append((module, drafted * depths / len(module)))
-    layers: Any = head.layers if isinstance(head, Block) else ()  # whose keys and values are the context's too
+    layers = head.layers if isinstance(head, Block) else ()  # whose keys and values are the context's too
     attentions = [layer.self_attn for layer in layers]
     return modules + [(linear, tokens) for a in attentions for linear in (a.k_proj, a.v_proj)]
 
@@ -251,7 +251,7 @@ def per_row(module: Any, item: int, chosen: int, recompute: bool) -> float:
         return item * (module.in_features + module.out_features)
     if isinstance(module, SwiGLU) and recompute:
         return 4 * module.gate_proj.in_features
-    repeat: int = getattr(module, "repeat", 1)  # times that a tied block runs
+    repeat = getattr(module, "repeat", 1)  # times that a tied block runs
     saved = repeat * sum(per_row(child, item, chosen, recompute) for child in module.children())
     norm = item if recompute and isinstance(module, Recomputing) else 4 + item
     if isinstance(getattr(module, "down_proj", None), nn.Linear):

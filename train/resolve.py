@@ -12,7 +12,6 @@ import time
 from dataclasses import asdict, replace
 from itertools import product
 from pathlib import Path
-from typing import Any
 
 import psutil
 import torch
@@ -29,7 +28,6 @@ from eval.config import eval_config
 from eval.inputs.drafters import find_heads
 from eval.measures.results import LIVE
 from heads import HEADS, best_line
-from heads.base import HeadConfig
 from heads.common.files import check_writable
 from heads.common.progress import say
 from heads.common.resolvers import ROOT
@@ -86,7 +84,7 @@ def resolve(cfg: DictConfig) -> RunConfig:
     run = resolve_placement(run)
     if run.plan is False:
         check_fits(run)
-    config: HeadConfig | None = run.head
+    config = run.head
     init = str(run.init)
     if run.init not in STARTS:
         config = None  # of a head on the Hub, or of another project, it is read with the weights
@@ -98,7 +96,7 @@ def resolve(cfg: DictConfig) -> RunConfig:
     if run.engine is not None and config is not None:
         shape = target_shape(run.model)
         with torch.device("meta"):
-            head: Any = HEADS[config.name](config, shape.target)
+            head = HEADS[config.name](config, shape.target)
         facts = TargetFacts(run.model.path, shape.config.to_dict(), torch.bfloat16, 1)
         export.check(head, run.engine, facts, shape.target.beyond_tables())
     if best := best_line(cfg):
@@ -156,7 +154,7 @@ def resolve_device(device: DeviceConfig, requested: str | None) -> DeviceConfig:
 
 def preset(name: str) -> DeviceConfig:
     """Return a device of conf/device."""
-    values: Any = OmegaConf.merge(*(OmegaConf.load(DEVICES / f"{file}.yaml") for file in (HERE, name)))
+    values = OmegaConf.merge(*(OmegaConf.load(DEVICES / f"{file}.yaml") for file in (HERE, name)))
     values.pop("defaults", None)
     return typed(DeviceConfig, values)
 
@@ -189,8 +187,8 @@ def resolve_placement(run: RunConfig) -> RunConfig:
     shares: dict[float, RunConfig] = {}
     errors: list[ValueError] = []
     several = run.launcher.world > 1
-    placements: tuple[str, ...] = (run.model.placement,)
-    strategies: tuple[str, ...] = (run.launcher.strategy,)
+    placements = (run.model.placement,)
+    strategies = (run.launcher.strategy,)
     if run.model.placement == AUTO:
         placements = (REPLICATE, *TOGETHER * several, *(DEVICE_MAP, OFFLOAD) * (not run.alone_on_cpu))
     if run.launcher.strategy == AUTO:
@@ -255,7 +253,7 @@ def checked_plan(run: RunConfig) -> Plan:
     """Return a plan; refuse what loading the target would refuse, and what its configuration rules out."""
     planned = plan(checked(run))
     model, where, launcher = run.model, run.model.where, run.launcher
-    config: Any = planned.shape.config
+    config = planned.shape.config
     text = config.get_text_config()
     group = model.tensor_parallel or launcher.local
     check_init(run.peft, run.head, run.init, where.placement)
@@ -332,7 +330,7 @@ def remedy(run: RunConfig) -> str | None:
     }
 
     def utilization(words: str) -> float:
-        sections: Any = OmegaConf.from_dotlist(words.replace("features=stored", STORED).split())
+        sections = OmegaConf.from_dotlist(words.replace("features=stored", STORED).split())
         changed = replace(run, **{key: replace(getattr(run, key), **sections[key]) for key in sections})
         try:
             return checked_plan(changed).utilization
@@ -383,7 +381,7 @@ def evaluation(run: RunConfig) -> Json:
     Where a pass takes all processes only the tier `live` is measured: each measures by its own clock what other trees
     would cost.
     """
-    model: Json = {"trust_remote_code": run.model.trust_remote_code}
+    model = {"trust_remote_code": run.model.trust_remote_code}
     settings = asdict(run.eval)
     if run.model.where.needs_all_ranks:
         model["placement"], settings["tier"] = run.model.placement, [LIVE]
@@ -395,7 +393,7 @@ def evaluation(run: RunConfig) -> Json:
 def table(planned: Plan) -> Group:
     """Return a plan as tables for the terminal; if it does not fit, with overrides that make it."""
     run, cost, device, trainer = planned.run, planned.cost, planned.run.device, planned.run.trainer
-    totals: Json = {
+    totals = {
         "data": visible(run.data.named), "target parameters": planned.shape.embeddings + planned.shape.inner,
         "active parameters": planned.shape.active + planned.shape.embeddings, "head parameters": cost.whole,
         "trained parameters": cost.trained, "steps": trainer.steps, "tokens": trainer.steps * trainer.batch_tokens,

@@ -89,7 +89,7 @@ class Loss(nn.Module):
         names = dict.fromkeys([*config.losses, *drafted], 0.0)  # a metric is the unweighted mean over all rows
         self.config = replace(config, losses=names | config.losses)
         self.rollout_config = replace(config, losses=names | drafted)
-        unroll: Any = head.unroll
+        unroll = head.unroll
         self.progress = 0.0  # the fraction of all steps that are done
         whole = compiled and not compile_layers(head)  # heads without decoder layers are fast enough
         self.unroll = torch.compile(unroll) if whole else unroll
@@ -101,7 +101,7 @@ class Loss(nn.Module):
 
         Without `chunks` they are read from the weight, for which the host waits for the accelerator.
         """
-        head: Any = self.head
+        head = self.head
         if chunks is None:
             chunks = self.chunks(weight > 0, weight.device, features.path)
         with torch.autocast(weight.device.type, torch.bfloat16, enabled=self.autocast):
@@ -145,7 +145,7 @@ class Guard:
 
     def check(self, loss: float, norm: float) -> str | None:
         """Record a step's loss and gradient norm; return why it is bad, or None."""
-        recent: list[float] = self.progress["recent"]
+        recent = self.progress["recent"]
         usual, reason = statistics.median(recent) if len(recent) == WINDOW else math.inf, None
         if not math.isfinite(loss):
             reason = f"its loss is {loss}"
@@ -219,10 +219,10 @@ class Stepper:
         batches = [micro.batch for micro in micro_batches]
         keys = [row_keys(trainer.seed, step, batch.index) for batch in batches]
         sampled = [self.loss.sampled(*inputs) for inputs in zip(batches, keys, strict=True)]
-        mine: Any = sum(torch.stack([weight.normalizer, weight.trained.sum((1, 2))]) for _, weight in sampled)
+        mine = sum(torch.stack([weight.normalizer, weight.trained.sum((1, 2))]) for _, weight in sampled)
         mine = torch.cat([mine, torch.full_like(mine[:1], rollout_tokens)])
         mark("data")
-        shared: Any = self.accelerator.reduce(to_device(mine, device), "sum")
+        shared = self.accelerator.reduce(to_device(mine, device), "sum")
         normalizer, trained = shared[:2].clamp_min(1)
         mark("wait")
         totals: NamedTensors = {}
@@ -274,10 +274,10 @@ class Stepper:
         """Return the step's numbers over all processes: the only read of the host."""
         depths = len(trained)
         mine = torch.cat([*totals.values(), norm.reshape(1).to(trained.dtype)])
-        packed: Any = self.accelerator.reduce(mine, "sum")
+        packed = self.accelerator.reduce(mine, "sum")
         packed[depths:-1] /= trained.repeat(len(totals) - 1)
         *means, grad_norm, rows = torch.cat([packed, trained[:1]]).tolist()
-        metrics: Json = {name: means[i * depths : (i + 1) * depths] for i, name in enumerate(totals)}
+        metrics = {name: means[i * depths : (i + 1) * depths] for i, name in enumerate(totals)}
         first = {"loss": metrics.pop("loss")[0], "accuracy": metrics.pop("accuracy")}
         grad_norm /= self.accelerator.num_processes
         return {**first, **metrics, "grad_norm": grad_norm, "rows": int(rows)}
@@ -306,7 +306,7 @@ class Stepper:
 
     def counted(self, step: int, *, halted: Callable[[], bool]) -> Step | None:
         """Take a step and count its floating-point operations over all processes, the target's included."""
-        counter: Any = Flops
+        counter = Flops
         with counter() as count, torch.compiler.set_stance("force_eager"):  # compiled operations cannot be counted
             taken = self(step, halted=halted)
         if taken is not None:

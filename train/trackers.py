@@ -130,7 +130,7 @@ class TensorBoard:
 Sink = Jsonl | Wandb | TensorBoard  # its methods may fail
 
 # Each takes the run's folder, the number of steps done before, and the configuration.
-TRACKERS: dict[str, Callable[[Path, int, Json], Sink]] = {
+TRACKERS = {
     "jsonl": Jsonl,
     "tensorboard": TensorBoard,
     "wandb": partial(Wandb, offline=False),
@@ -155,7 +155,7 @@ def conclude(out: Path, trackers: list[str], config: Json, record: Json) -> None
     report = [file for name in REPORT if (file := out / name).exists()]
     for name in {*trackers} - {"jsonl"}:  # which has only steps
         with dropping({}, name, log.warning):
-            sink: Any = TRACKERS[name](out, record["step"], config)
+            sink = TRACKERS[name](out, record["step"], config)
             sink.conclude(record, report)
             sink.close()
 

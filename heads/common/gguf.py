@@ -52,8 +52,7 @@ def located(path: str) -> tuple[str, dict[str, str]]:
 @cache
 def metadata(folder: str, gguf_file: str) -> dict[str, Any]:
     """Return the values that a GGUF file's config.json would have; reading a vocabulary takes seconds."""
-    values: dict[str, Any] = PreTrainedConfig.get_config_dict(folder, gguf_file=gguf_file)[0]
-    return values
+    return PreTrainedConfig.get_config_dict(folder, gguf_file=gguf_file)[0]
 
 
 def dequantised(path: str) -> str:
@@ -79,7 +78,7 @@ def dequantised(path: str) -> str:
             with waiting("dequantising"), replacing(new) as written:
                 tokenizer = transformers.AutoTokenizer.from_pretrained(folder, **given)
                 tokenizer.save_pretrained(written)
-                model: Any = transformers.AutoModelForCausalLM.from_pretrained(
+                model = transformers.AutoModelForCausalLM.from_pretrained(
                     folder, dtype=torch.bfloat16, **given, **options
                 )
                 model.save_pretrained(written)

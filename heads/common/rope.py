@@ -43,7 +43,7 @@ class Rope(NamedTuple):
     @classmethod
     def of(cls, config: Any) -> "Rope":
         """Return the rotary positions of a head's configuration; refuse a scaling not in SCALINGS or incomplete."""
-        scaling: Json | None = config.rope_scaling
+        scaling = config.rope_scaling
         if scaling is not None:
             kind = scaling.get("rope_type")
             if kind not in SCALINGS:
@@ -94,7 +94,7 @@ def positions_of(config: Mapping[str, Any]) -> Rope | None:
         if by_kind:
             declared[key] = declared[key].get(kind) or by_kind[0]
     try:
-        read: Any = transformers.LlamaConfig(
+        read = transformers.LlamaConfig(
             **declared, **{key: config[key] for key in LENGTHS if config.get(key) is not None}
         )
         read.standardize_rope_params()  # again, as models do: a length outside `rope_parameters` overrides one inside

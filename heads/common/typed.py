@@ -36,7 +36,7 @@ def typed(schema: type[T], cfg: object, prefix: str = "", ready: Mapping[str, ob
         ValueError: an unknown key, a wrong type, a missing value or a number out of range, in one line with the key's
             full name.
     """
-    values: Any = cfg
+    values = cfg
     if isinstance(cfg, DictConfig):
         prefix = cfg._get_full_key(None)
         try:
@@ -48,13 +48,12 @@ def typed(schema: type[T], cfg: object, prefix: str = "", ready: Mapping[str, ob
         raise ValueError(
             f"{join(prefix, held[0])} is {shown(cfg[held[0]])}: an interpolation is not allowed here, give the value"
         )
-    built: T = build(schema, values, prefix, ready)
-    return built
+    return build(schema, values, prefix, ready)
 
 
 def from_yaml(schema: type[T], config: str, **values: Any) -> T:
     """Build the dataclass of conf/CONFIG.yaml with these values instead of its own, for callers without Hydra."""
-    read: Any = OmegaConf.to_container(OmegaConf.load(ROOT / "conf" / f"{config}.yaml"))
+    read = OmegaConf.to_container(OmegaConf.load(ROOT / "conf" / f"{config}.yaml"))
     return typed(schema, {key: value for key, value in {**read, **values}.items() if key not in ("defaults", "hydra")})
 
 

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from heads.base import NamedTensors
-from heads.common.typed import Json
 from heads.common.untrusted import parsed_file, shown
 from heads.formats.weights import read_weights
 
@@ -107,6 +106,6 @@ def adapter_files(base: str, before: Mapping[str, Tensor], after: Mapping[str, T
     if not tensors:
         raise ValueError(f"base={base}: the run's head has the same weights: there is nothing to publish")
     layers = sorted({name.removeprefix(PREFIX).rsplit(".", 2)[0] for name in tensors})
-    config: Json = {"peft_type": "LORA", "base_model_name_or_path": base, "r": rank, "lora_alpha": rank}
+    config = {"peft_type": "LORA", "base_model_name_or_path": base, "r": rank, "lora_alpha": rank}
     config |= {"target_modules": layers, "lora_dropout": 0.0, "bias": "none", "inference_mode": True}
     return {CONFIG: json.dumps(config, indent=2).encode() + b"\n", WEIGHTS: save(tensors, {"format": "pt"})}

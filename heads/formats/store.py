@@ -76,7 +76,7 @@ def save_head(folder: Path, head: nn.Module, spec: TargetSpec, tree: Json) -> No
         ValueError: a weight is not finite.
         OSError: the disk is full or the folder cannot be written.
     """
-    config: Any = head.config
+    config = head.config
     content = {"head": asdict(config), "target": asdict(spec), "tree": tree}
     write_folder(folder, content, head.state_dict())
 
@@ -139,16 +139,16 @@ def load_head(folder: Path, embeddings: Embeddings, spec: TargetSpec) -> nn.Modu
 def read_head(folder: Path, content: Json, embeddings: Embeddings) -> nn.Module:
     """Load a head, given its config.json, without a check of the target; refuse tensors that do not fit."""
     config = head_config(folder, content)
-    kind: Any = HEADS[config.name]
+    kind = HEADS[config.name]
     check_fit(last_good(folder) / WEIGHTS, meta_state_dict(kind, config, embeddings, f"{folder}/{CONFIG}: "), CONFIG)
-    head: nn.Module = kind(config, embeddings)
+    head = kind(config, embeddings)
     fill(head, folder)
     return head
 
 
 def fill(module: nn.Module, folder: Path) -> None:
     """Load a folder's tensors into a module, in the file's dtypes; refuse damaged, missing and unknown tensors."""
-    parameters: NamedTensors = module.state_dict(keep_vars=True)
+    parameters = module.state_dict(keep_vars=True)
     check_fit(last_good(folder) / WEIGHTS, parameters, CONFIG)
     tensors = read_tensors(folder)
     for name, tensor in tensors.items():
@@ -208,7 +208,7 @@ def head_config(folder: Path, content: Json) -> Any:
     name = values.get("name") if isinstance(values, dict) else None
     try:
         if name in [*HEADS]:
-            kind: Any = HEADS[name]
+            kind = HEADS[name]
             earlier = {field.name: EARLIER[field.name] for field in fields(kind.Config) if field.name in EARLIER}
             values = earlier | {key: value for key, value in values.items() if key not in RETIRED.get(name, ())}
         return heads.head_config(values)

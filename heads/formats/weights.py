@@ -62,7 +62,7 @@ def read_weights(path: Path) -> NamedTensors:
 def shards(index: Path) -> dict[str, str]:
     """Return the file of each tensor by an untrusted index, whose files must be in its folder."""
     try:
-        files: dict[str, str] = parse_json(index.read_bytes())["weight_map"]
+        files = parse_json(index.read_bytes())["weight_map"]
         odd = [file for file in files.values() if not (plain_name(file) and file.endswith(".safetensors"))]
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{index}: damaged ({one_line(error)}); download it again") from None
@@ -98,7 +98,7 @@ def meta_state_dict(kind: Any, config: Any, embeddings: Embeddings, where: str) 
     """
     try:
         with torch.device("meta"):
-            tensors: NamedTensors = kind(config, embeddings).state_dict()
+            tensors = kind(config, embeddings).state_dict()
     except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RuntimeError, AssertionError) as error:
         raise ValueError(f"{where}no head can be made of it: {one_line(error)[:CUT]}") from error
     return tensors

@@ -141,12 +141,11 @@ def attend_blocks(
     query: Float[Tensor, "B H N E"], pairs: list[KeyValue], attn_pattern: Pattern
 ) -> Float[Tensor, "B H N F"]:
     """Attend as `attend_fused` does, block by block, on every device and in every dtype: its reference."""
-    apply: Any = _Rows.apply
     drafted = [
         half for pair in pairs[1:] for halves in zip(*map(attn_pattern.shared, pair), strict=True) for half in halves
     ]
-    out: Tensor = apply(attn_pattern, query, *pairs[0], *drafted)
-    return out
+    apply: Any = _Rows.apply
+    return apply(attn_pattern, query, *pairs[0], *drafted)
 
 
 class _Rows(torch.autograd.Function):

@@ -14,23 +14,11 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from heads import rows
-from heads.base import (
-    Advanced,
-    Anchors,
-    DepthOutput,
-    Features,
-    HeadModule,
-    LevelNodes,
-    LevelOutput,
-    Logits,
-    NewRows,
-    Rows,
-    Sequences,
-    States,
-)
+from heads.base import DepthOutput, Features, HeadModule, LevelNodes, LevelOutput, NewRows
 from heads.modules.attention import KeyValue, Pattern, attend_rows, pattern
 from heads.modules.kv_cache import SPARE, KVCache
 from heads.modules.layers import LayerInputs, grouped_attention
+from heads.shapes import Advanced, Anchors, Logits, Rows, Sequences, States
 
 
 class Recurrent(nn.Module):
@@ -73,7 +61,7 @@ class Recurrent(nn.Module):
         length, max_position = every.shape[1], every.shape[1] + depths
         state = self.initial_states(features)
         context = list(self.inject(state, every, max_position))
-        drafted: list[list[KeyValue]] = [[] for _ in range(self.num_attention_layers)]
+        drafted = [[] for _ in range(self.num_attention_layers)]
         injected, drafts = bool(context), []
         position = rows.gather_rows(every, anchors)
 

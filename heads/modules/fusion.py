@@ -4,8 +4,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from heads.base import Rows
 from heads.modules.layers import RMSNorm
+from heads.shapes import Rows
 
 EAGLE3_LAYERS, DFLASH_LAYERS = 3, 5  # how many layers each fuses
 

@@ -17,9 +17,10 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from heads import rows
-from heads.base import Anchors, NewRows, Sequences
+from heads.base import NewRows
 from heads.modules.attention import KeyValue, Pattern
 from heads.modules.layers import Attention, grouped_attention
+from heads.shapes import Anchors, Sequences
 
 SPARE = 64  # entries of the ring buffer beyond the window: the most rows that one call may write
 UNBOUNDED = 1 << 40  # the ring size of a cache without a window

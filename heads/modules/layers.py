@@ -17,10 +17,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from heads.base import Embeddings, LayerDims, Rows, Sequences, States, resolve_layer_dims
+from heads.base import Embeddings, LayerDims, resolve_layer_dims
 from heads.common.errors import one_line
 from heads.common.rope import Rope, Rotary
 from heads.rows import gather_rows, scatter_rows
+from heads.shapes import Rows, Sequences, States
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 # tree_attention.py, once a target is on a device for which it has a kernel: heads are published without it.
@@ -113,8 +114,7 @@ def grouped_attention(
     heads, groups = query.shape[1], key.shape[1]
     if mask is not None and masked_kernel is not None and masked_kernel.takes(query, key, value, mask):
         scale = query.shape[-1] ** -0.5 if scale is None else scale
-        out: Tensor = masked_kernel.tree_attention(query, key, value, mask, scale)
-        return out
+        return masked_kernel.tree_attention(query, key, value, mask, scale)
     if heads == groups:
         return functional.scaled_dot_product_attention(query, key, value, mask, scale=scale)
     folded = query.unflatten(1, (groups, -1)).flatten(2, 3)
@@ -238,13 +238,13 @@ class TargetLayer(nn.Module):
         transformers.AttentionInterface.register(ATTENTION, _attend)
         trusted = type(config).__module__.startswith("transformers_modules")  # or its code would not have run so far
         with torch.device("meta"):
-            model: Any = transformers.AutoModelForCausalLM.from_config(copy.deepcopy(config), trust_remote_code=trusted)
+            model = transformers.AutoModelForCausalLM.from_config(copy.deepcopy(config), trust_remote_code=trusted)
         stacks = (m for m in model.base_model.modules() if isinstance(m, nn.ModuleList))
         self.layer = next(stack for stack in stacks if len(stack) == config.num_hidden_layers)[-1].to(
             torch.get_default_dtype()
         )
         for module in self.layer.modules():
-            settings: Any = getattr(module, "config", None)
+            settings = getattr(module, "config", None)
             if settings is not None:
                 settings._attn_implementation = ATTENTION
         self.width: int = config.hidden_size
@@ -300,5 +300,5 @@ def _attend(
         raise ValueError(f"its attention has a {odd[0]}")
     width = query.shape[-1]
     scale = kwargs.get("scaling") or width**-0.5
-    out: Tensor = kwargs["attend"](query * (scale * width**0.5), key, value)
+    out = kwargs["attend"](query * (scale * width**0.5), key, value)
     return out.transpose(1, 2).contiguous(), None

@@ -14,7 +14,8 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.nn import functional
 
-from heads.base import DraftVocabulary, Embeddings, Logits, States
+from heads.base import DraftVocabulary, Embeddings
+from heads.shapes import Logits, States
 
 SUMS_WIDE = ("cuda",)  # devices that add 16-bit products to an fp32 sum without rounding
 
@@ -60,7 +61,7 @@ class SummedGradient(nn.Module):
         if self.gradient is None or not torch.is_grad_enabled():
             return functional.linear(hidden, self.weight, bias)
         apply: Any = _Adding.apply
-        logits: Tensor = apply(hidden.to(self.gradient.operand.dtype), self.weight, self.gradient)
+        logits = apply(hidden.to(self.gradient.operand.dtype), self.weight, self.gradient)
         return logits if bias is None else logits + bias
 
     @contextmanager

@@ -187,7 +187,7 @@ REPEATED = 2.0  # seconds; a launcher forwards a signal that its processes have 
 
 def on_main(accelerator: Accelerator, action: Callable[[], None]) -> None:
     """Run an action on the main process only; a user's error is a ValueError there, and the other processes exit."""
-    failed: list[Any] = [None]
+    failed = [None]
     if accelerator.is_main_process:
         try:
             action()
@@ -223,7 +223,7 @@ class ProcessControl:
         """Return every process's item, on every process."""
         if self._group is None:
             return [item]
-        items: list[Any] = [None] * self.world
+        items = [None] * self.world
         dist.all_gather_object(items, item, group=self._group)
         return items
 

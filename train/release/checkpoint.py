@@ -16,7 +16,6 @@ from safetensors.torch import save_file
 
 from heads.common.errors import one_line
 from heads.common.files import replacing
-from heads.common.typed import Json
 from heads.common.untrusted import parsed_file
 from heads.formats.mtp_layouts import COUNT, Layout
 from heads.formats.published.exporting import written
@@ -52,7 +51,7 @@ def write_copy(head: Mtp, checkpoint: str, layout: Layout, out: Path) -> None:
     folder, layers, out = next(iter(shards)).parent, head.embeddings.num_layers, out.resolve()
     if out.exists() and not (out / MODULE).is_file():
         raise ValueError(f"{out}: is there, and no earlier copy; give another out=FOLDER")
-    config: Json = parsed_file((folder / CONFIG).resolve(), "download it again")
+    config = parsed_file((folder / CONFIG).resolve(), "download it again")
     for key, value in {**AS_TRAINED, "raw_state": layout.raw_state}.items():
         if (actual := getattr(head.config, key)) != value:
             raise ValueError(

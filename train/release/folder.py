@@ -101,7 +101,7 @@ def write_folder(run: Path, out: Path, config: PublishConfig) -> Json:
                     f"base={config.base}: {run} has not adapted a head by peft=lora; publish it without base"
                 )
             target = _load(config.target or target_path(name), content["target"].get("adapter"))
-            trained: Any = load_head(head, target.embeddings, target.spec)
+            trained = load_head(head, target.embeddings, target.spec)
             before = base_head(config.base, trained.config, target.embeddings, target.spec)
             factors = lora.adapter_files(config.base, before.state_dict(), trained.state_dict(), rank)
             source.mkdir()
@@ -164,7 +164,7 @@ def write_format(head: Path, config: PublishConfig, model: str, adapter: str | N
     target = _load(path, adapter)
     name = next(filter(on_hub, (model, path)), Path(path).name)
     served = TargetFacts(name, target.config.to_dict(), DTYPES[config.dtype], config.draft_tokens)
-    trained: Any = load_found(head, target.embeddings, target.spec)
+    trained = load_found(head, target.embeddings, target.spec)
     assert_served(trained, path)
     if config.format == GGUF:
         file = gguf_file(path) if config.gguf is None else Path(config.gguf).expanduser()

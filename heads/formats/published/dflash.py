@@ -93,7 +93,7 @@ def read(source: PublishedHead, embeddings: Embeddings) -> TensorMapping:
         feature_layers = as_outputs(options[BLOCK_STATES])
     if feature_layers is None and fc.shape[1] != DFLASH_LAYERS * embeddings.hidden_size:
         raise source.error(f"config.json does not say {BLOCK_OUTPUTS}, and fc.weight does not join the default five")
-    conv: dict[str, int | None] = {"conv": None, "conv_group": 1}
+    conv = {"conv": None, "conv_group": 1}
     if CONV.format("base_kernel") in stored:
         _, taps, width = source.tensor(CONV.format("base_kernel")).shape
         groups = len(source.tensor(CONV.format("kernel_projection.weight"))) // (2 * taps)

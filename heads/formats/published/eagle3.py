@@ -13,7 +13,6 @@ import re
 import torch
 
 from heads.base import Embeddings, NamedTensors, draft_size
-from heads.common.typed import Json
 from heads.formats.published.exporting import EngineClass, Export, ExportedHead
 from heads.formats.published.plan import (
     KNOWN,
@@ -60,7 +59,7 @@ def their_name(name: str, first: str) -> str:
 def read(source: PublishedHead, embeddings: Embeddings, *, sliding: bool = False) -> TensorMapping:
     """Return the plan that maps the tensors; `sliding` allows a sliding window."""
     first = next(first for first in (MIDDLE, FIRST) if f"{first}hidden_norm.weight" in source.tensors)
-    nested: Json = source.config.get("eagle_config") or {}
+    nested = source.config.get("eagle_config") or {}
     if nested.get("use_aux_hidden_state") is False:
         raise source.refusal("features of the last layer alone (use_aux_hidden_state=false)")
     if source.config.get("parallel_drafting") and "mask_hidden" not in source.tensors:
@@ -115,7 +114,7 @@ def feature_layers(source: PublishedHead, joined: int, embeddings: Embeddings) -
     Raises:
         ValueError: config.json contradicts itself, or names no layers although fc does not join three.
     """
-    nested: Json = source.config.get("eagle_config") or {}
+    nested = source.config.get("eagle_config") or {}
     states, outputs = source.config.get(STATES), nested.get(STATES)
     if states is None and outputs is None:
         states = nested.get("layer_ids")

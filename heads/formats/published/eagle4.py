@@ -6,7 +6,6 @@ other engines get the head without its factors: an EAGLE-3.1 head, which drafts 
 """
 
 from heads.base import Embeddings, draft_size, embedding_of
-from heads.common.typed import Json
 from heads.formats.published import eagle3
 from heads.formats.published.exporting import EngineClass, Export, ExportedHead
 from heads.formats.published.plan import EMBEDDING, STATES, PublishedHead, TensorMapping
@@ -20,7 +19,7 @@ CLASS = EngineClass(["LlamaForCausalLMEagle4"], "llama", {})
 def read(source: PublishedHead, embeddings: Embeddings) -> TensorMapping:
     """Return the plan that maps the tensors."""
     plan = eagle3.read(source, embeddings, sliding=True)
-    candidate_head: Json = source.config.get("efficient_lm_head_config") or {}
+    candidate_head = source.config.get("efficient_lm_head_config") or {}
     if candidate_head.get("type", "low_rank") != "low_rank":
         raise source.refusal(
             f"a candidate head of another kind (efficient_lm_head_config.type={candidate_head['type']})"

@@ -84,7 +84,7 @@ def write(folder: Path, tokenizer: Json) -> None:
         OSError: the disk is full or the folder cannot be written.
     """
     library = _library()
-    config: Json = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+    config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
     tensors = load_file(folder / WEIGHTS)
     kind = "eagle3" if STATES in config else "dflash"
     writer = library.GGUFWriter(folder / FILE, kind)

@@ -104,7 +104,7 @@ def assemble(source: PublishedHead, plan: TensorMapping, embeddings: Embeddings)
                 "%s: %s is not the target's embedding, which is read in its place: the head may draft worse than where "
                 "its own is read; choose the head's own target with model.path if this is not it", source.folder, name,
             )  # fmt: skip
-    kind: Any = HEADS[plan.head]
+    kind = HEADS[plan.head]
     try:
         drafts = None if plan.ids is None else len(plan.ids)
         config = typed(kind.Config, {"name": plan.head, "draft_vocab": drafts, **plan.config})
@@ -134,7 +134,7 @@ def assemble(source: PublishedHead, plan: TensorMapping, embeddings: Embeddings)
         if order is not None and name not in filled and OVER_VOCABULARY.match(name):
             tensor = tensor[order]
         loaded[name] = tensor.clone(memory_format=torch.contiguous_format)
-    head: nn.Module = kind(config, embeddings)  # memory is allocated only after the checks of the file
+    head = kind(config, embeddings)  # memory is allocated only after the checks of the file
     for name, parameter in head.state_dict(keep_vars=True).items():
         parameter.data = loaded[name]
     return head
