@@ -69,7 +69,7 @@ class DraftVocabulary(nn.Module):
 
     def check(self, where: str) -> None:
         """Refuse loaded ids that are not different tokens of the vocabulary in ascending order; `where` is the file."""
-        if bool((self.ids.diff() <= 0).any()) or int(self.ids[0]) < 0 or int(self.ids[-1]) >= self.full_size:
+        if (self.ids.diff() <= 0).any() or self.ids[0] < 0 or self.ids[-1] >= self.full_size:
             raise ValueError(
                 f"{where}: vocab.ids are not {len(self.ids)} different tokens of the target's {self.full_size} in "
                 "ascending order; save or download it again"

@@ -82,13 +82,6 @@ class TeacherProbs:
         """Return the log of the W tokens' total probability."""
         return self.log_p.logsumexp(-1, keepdim=True)
 
-    def keep_p(self, *, whole: bool) -> None:
-        """Turn log-probs into probs in place, for losses that read only probs; `whole`: no pruned vocabulary."""
-        if not whole:
-            self.log_mass = self.log_mass  # cached before its input is overwritten
-        self.p = self.log_p.exp_()
-        del self.log_p
-
     def top_k(self, k: int) -> tuple[Float[Tensor, "n k"], Int[Tensor, "n k"]]:
         """Return probabilities and indices of the `k` most likely tokens, computed once."""
         if k not in self._top_k:

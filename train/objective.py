@@ -222,21 +222,19 @@ class LossContext(NamedTuple):
         Logits over the whole vocabulary are computed for TEACHER_ROWS rows at a time. With `reuse_memory` the probs
         overwrite log-probs that no loss reads.
         """
-        size = len(teacher) if self.head.vocab is None else TEACHER_ROWS
-        pieces = [self._teacher_probs(piece) for piece in teacher.split(max(1, size))]
-        log_p, best = pieces[0] if len(pieces) == 1 else map(torch.cat, zip(*pieces, strict=True))
-        probs = TeacherProbs(log_p, best)
+        embeddings, vocab, pieces = self.head.embeddings, self.head.vocab, []
+        for piece in teacher.split(max(1, len(teacher) if vocab is None else TEACHER_ROWS)):
+            logits = embeddings.logits(self.features.last_hidden.flatten(0, 1)[piece])
+            log_p = logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
+            best = argmax(log_p)
+            pieces.append((log_p, best) if vocab is None else (log_p[:, vocab.ids], vocab.index_of(best)))
+        probs = TeacherProbs(*(pieces[0] if len(pieces) == 1 else map(torch.cat, zip(*pieces, strict=True))))
         if reuse_memory and READ_P.issuperset(self.config.losses):
-            probs.keep_p(whole=self.head.vocab is None)
+            if vocab is not None:
+                probs.log_mass = probs.log_mass  # cached before its input is overwritten
+            probs.p = probs.log_p.exp_()
+            del probs.log_p
         return probs
-
-    def _teacher_probs(self, teacher: Int[Tensor, "n"]) -> tuple[Float[Tensor, "n W"], Int[Tensor, "n"]]:
-        """Return the log-probs of the draft vocabulary, and the index of the most likely token there or -1."""
-        embeddings, vocab = self.head.embeddings, self.head.vocab
-        logits = embeddings.logits(self.features.last_hidden.flatten(0, 1)[teacher])
-        log_p = logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
-        best = argmax(log_p)
-        return (log_p, best) if vocab is None else (log_p[:, vocab.ids], vocab.index_of(best))
 
     def rows(self, d: int, fields: Sequence[Tensor | None], pick: DepthRows, probs: TeacherProbs) -> LossInputs:
         """Return the losses' inputs for the picked rows of depth `d` + 1; `fields` are `DepthOutput`'s."""

@@ -17,7 +17,7 @@ from huggingface_hub import HfApi, get_token
 from omegaconf import DictConfig
 
 from heads.common.command import command
-from heads.common.connection import check_connected
+from heads.common.connection import unreachable
 from heads.common.errors import keeping
 from heads.common.files import last_good
 from heads.common.typed import typed
@@ -72,7 +72,8 @@ def publish(config: PublishConfig, api: HfApi, say: Callable[[str], object] = pr
         target = "" if shown["hub"] else f", and the target's folder where it says {shown['path']}"
         say(f"dry_run: nothing was uploaded; where that card says {repo} give {out}{target}")
         return out
-    check_connected(repo)
+    if why := unreachable():  # before anyone waits for an upload
+        raise ValueError(f"{repo}: {why}")
     trial = trial_of(run, config)
     if callable(trial) and (config.format or config.base):  # an exported head is tried before it is uploaded
         remedy = "; nothing was uploaded, publish without format and base, or with dtype=float32"

@@ -34,7 +34,7 @@ def check_reachable(repo: str, kind: str = "model") -> None:
     if not NAME.fullmatch(repo):
         raise ValueError("no such folder, nor a Hub id OWNER/NAME")
     before = constants.is_offline_mode()
-    if not (why := _unreachable()):
+    if not (why := unreachable()):
         return
     if not Path(constants.HF_HUB_CACHE, repo_folder_name(repo_id=repo, repo_type=kind)).is_dir():
         raise ValueError(f"neither here nor downloaded before, and {why}, or give a path of this machine")
@@ -42,13 +42,7 @@ def check_reachable(repo: str, kind: str = "model") -> None:
         log.warning("%s is taken as it was downloaded before: %s", repo, why)
 
 
-def check_connected(repo: str) -> None:
-    """Refuse to send to a repository where the Hub cannot be reached, before anyone waits for it."""
-    if why := _unreachable():
-        raise ValueError(f"{repo}: {why}")
-
-
-def _unreachable() -> str | None:
+def unreachable() -> str | None:
     """Return why the Hub is not asked, with the remedy; None if it answers."""
     if constants.is_offline_mode():
         chosen = os.environ.get("HF_HUB_OFFLINE") or os.environ.get("TRANSFORMERS_OFFLINE")

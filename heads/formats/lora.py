@@ -72,7 +72,7 @@ def merge(head: nn.Module, adapter: Adapter, folder: Path) -> nn.Module:
         if name not in weights or weights[name].shape != (len(up), down.shape[1]):
             raise ValueError(f"{folder}: adapts {shown(name)}, which {adapter.base} has not in that shape; {REMEDY}")
         weights[name] += adapter.scale * up @ down
-        if not bool(weights[name].isfinite().all()):
+        if not weights[name].isfinite().all():
             raise ValueError(f"{folder}: {shown(name)} holds values that are not finite once adapted; {REMEDY}")
     return head
 
@@ -90,7 +90,7 @@ def adapter_files(base: str, before: Mapping[str, Tensor], after: Mapping[str, T
         if name not in before or name not in after or before[name].shape != after[name].shape:
             raise ValueError(f"base={base}: another kind of head than the run's: only one has {name} in that shape")
         change = after[name].double() - before[name].double()
-        if not bool(change.any()):
+        if not change.any():
             continue
         if change.ndim != 2 or not name.endswith(".weight"):
             raise ValueError(f"base={base}: {name} differs from the run's, and is no matrix that LoRA adapts")

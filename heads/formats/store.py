@@ -133,11 +133,6 @@ def load_head(folder: Path, embeddings: Embeddings, spec: TargetSpec) -> nn.Modu
     """Load a head for its target, on the CPU in its saved dtype; refuse a damaged head or another target's."""
     content = read_config(folder)
     assert_same_target(folder, typed(TargetSpec, content["target"]), spec)
-    return read_head(folder, content, embeddings)
-
-
-def read_head(folder: Path, content: Json, embeddings: Embeddings) -> nn.Module:
-    """Load a head, given its config.json, without a check of the target; refuse tensors that do not fit."""
     config = head_config(folder, content)
     kind = HEADS[config.name]
     check_fit(last_good(folder) / WEIGHTS, meta_state_dict(kind, config, embeddings, f"{folder}/{CONFIG}: "), CONFIG)
@@ -235,5 +230,5 @@ def assert_same_target(folder: Path, saved: TargetSpec, target: TargetSpec) -> N
 def assert_finite(tensors: NamedTensors, folder: Path, remedy: str) -> None:
     """Refuse weights that are not finite, naming the first, with the remedy."""
     for name, tensor in tensors.items():
-        if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
+        if tensor.is_floating_point() and not torch.isfinite(tensor).all():
             raise ValueError(f"{folder}: {name} holds values that are not finite; {remedy}")

@@ -177,10 +177,10 @@ def choose(scores: Tensor, draft: tuple[Tensor, Tensor] | None, sample: bool) ->
     p = scores.softmax(-1)
     if draft is not None:
         token, q = draft
-        if bool(torch.rand((), device=p.device) * q[token] < p[token]):
+        if torch.rand((), device=p.device) * q[token] < p[token]:
             return token, True
         rest = (p - q).clamp_min(0)
-        p = rest if bool(rest.sum() > 0) else p  # p and q are equal but for rounding
+        p = rest if rest.sum() > 0 else p  # p and q are equal but for rounding
     return torch.multinomial(p, 1), False
 
 

@@ -129,7 +129,7 @@ def assemble(source: PublishedHead, plan: TensorMapping, embeddings: Embeddings)
         if tensor.shape != mine.shape or tensor.is_floating_point() != mine.is_floating_point():
             actual, expected = f"{tuple(tensor.shape)} {tensor.dtype}", f"{tuple(mine.shape)} {mine.dtype}"
             raise source.error(f"{foreign} is {actual}, expected {expected}; choose the head's own target (model.path)")
-        if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
+        if tensor.is_floating_point() and not torch.isfinite(tensor).all():
             raise source.error(f"{foreign} holds values that are not finite; download it again")
         if order is not None and name not in filled and OVER_VOCABULARY.match(name):
             tensor = tensor[order]
