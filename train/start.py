@@ -332,12 +332,7 @@ class LayerStates(NamedTuple):
 
 
 def solved(
-    head: Any,
-    target: Any,
-    batches: Batches,
-    limit: int,
-    linear: nn.Linear,
-    labels_of: Callable[[LayerStates], States],
+    head: Any, target: Any, batches: Batches, limit: int, linear: nn.Linear, labels_of: Callable[[LayerStates], States]
 ) -> Float[Tensor, "D I"]:
     """Return the weight that maps a linear layer's inputs to labels with the least squared error.
 

@@ -118,11 +118,7 @@ class Recurrent(nn.Module):
         return hidden, pre_logits
 
     def by_layer(
-        self,
-        position: Sequences,
-        max_position: int,
-        attend: Callable[..., Tensor],
-        queries: Tensor | None = None,
+        self, position: Sequences, max_position: int, attend: Callable[..., Tensor], queries: Tensor | None = None
     ) -> list[LayerInputs]:
         """Return each layer's inputs; `attend` takes the layer's index first, `queries` are the last layer's."""
         inputs = [LayerInputs(position, max_position, partial(attend, i)) for i in range(self.num_attention_layers)]

@@ -153,11 +153,7 @@ class Attention(Recomputing):
         return attend(*states)
 
     def project(
-        self,
-        x: Float[Tensor, "B T X"],
-        position: Sequences,
-        max_position: int,
-        queries: Int[Tensor, "B N"] | None,
+        self, x: Float[Tensor, "B T X"], position: Sequences, max_position: int, queries: Int[Tensor, "B N"] | None
     ) -> tuple[Tensor, ...]:
         """Return the rotated queries of some rows, and all keys and values."""
         query, key, value = self.q_proj(gather_rows(x, queries)), self.k_proj(x), self.v_proj(x)

@@ -107,6 +107,5 @@ def _written(source: Export, config: Json, block: str, lm_heads: int) -> Exporte
     """Export the head with this number of lm_heads, in one of the two formats' names."""
     lm_head = LM_HEAD[block].format(layers=source.config.layers)
     return ExportedHead(
-        config,
-        _blocks(source, block) | {lm_head.format(i): source.read_out(f"lm_heads.{i}") for i in range(lm_heads)},
+        config, _blocks(source, block) | {lm_head.format(i): source.read_out(f"lm_heads.{i}") for i in range(lm_heads)}
     )
