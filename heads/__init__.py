@@ -54,11 +54,7 @@ ENGINES = {
 
 
 def best_line(cfg: DictConfig) -> str | None:
-    """Return a line that says which head `head=best` is for a composed configuration's target, None if one is named.
-
-    Raises:
-        ValueError: the target's config.json cannot be read.
-    """
+    """Return a line on what `head=best` is for a target, None for another head; refuse an unread target."""
     name = cfg.head.name
     if name != BEST:
         return None

@@ -252,11 +252,7 @@ class Forecast:
         return list(cost)
 
     def choose(self) -> str:
-        """Train all candidates, then the faster half of them for longer, until one has enough points; return it.
-
-        Raises:
-            ValueError: the budget is too small for the first round.
-        """
+        """Train all candidates, then the faster half for longer, and so on to one; refuse too small a budget."""
         running, config = self.probe(), self.config
         cost, fixed, points = (self.state[key] for key in ("cost", "fixed", "points"))
         rounds = max(config.points, math.ceil(math.log2(len(running))) + 1)

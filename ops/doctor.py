@@ -75,11 +75,7 @@ class DoctorConfig:
 
 
 def examine(config: DoctorConfig) -> list[Finding]:
-    """Return the findings on a head, in order; a head that does not load has that one finding.
-
-    Raises:
-        ValueError: there is no such head, target or workload.
-    """
+    """Return the findings on a head, in order: one if it does not load. Refuse a missing head, target or workload."""
     head = read(config.run)
     target, why = load_target(config.target, head, config.dtype, config.measure)
     try:
@@ -103,11 +99,7 @@ def examine(config: DoctorConfig) -> list[Finding]:
 
 
 def acceptance(head: Examined, target: Target, loaded: Any, config: DoctorConfig) -> Finding:
-    """Decode greedily, with the tree and limit of the card where it has them, and compare τ with the card's.
-
-    Raises:
-        ValueError: the workload that is given cannot be read.
-    """
+    """Decode greedily, with the card's tree and limit where it has them, and compare τ; refuse an unread workload."""
     kind = next(name for name, class_ in HEADS.items() if type(loaded) is class_)
     workload = config.workload or head.prompts or BUNDLED
     reported = _row(head, kind, short_name(workload)) if target.takes_trees else None

@@ -62,12 +62,7 @@ SAME = ("target", "quantize", "width", "vocab", "length", "data", "rows", "layer
 def source_for(
     config: FeaturesConfig, target: Target | EmbeddingsOnly, head: DraftHead, batches: Batches
 ) -> FeatureSource:
-    """Return a run's feature source.
-
-    Raises:
-        ValueError: the store is of something else, lacks sequences that may not be computed, or layers that the head
-            reads.
-    """
+    """Return a run's feature source; refuse a store of something else, or one that lacks sequences or layers."""
     if config.mode == "live":
         assert isinstance(target, Target)
         return LiveFeatures(target, batches, head.feature_layers)

@@ -74,11 +74,7 @@ def note_of(partial: Path, rank: int) -> Path:
 
 
 def write_shard(partial: Path, rank: int, world: int, tensors: NamedTensors) -> None:
-    """Write a process's tensors and then its note: the shard's tensors and checksum.
-
-    Raises:
-        OSError, SafetensorError: the disk refused.
-    """
+    """Write a process's tensors and then its note: the shard's tensors and checksum."""
     partial.mkdir(parents=True, exist_ok=True)
     shard = partial / f"rank-{rank:05d}-of-{world:05d}.safetensors"
     save_file(tensors, shard)
@@ -175,12 +171,7 @@ class TrainState:
 
     @torch.no_grad()
     def write(self, name: str, value: Tensor) -> None:
-        """Load one tensor; a collective call with the same name and value.
-
-        Raises:
-            KeyError: the head or its optimiser has no such tensor.
-            RuntimeError: it has another shape.
-        """
+        """Load one tensor; a collective call with the same name and value. Its errors are those of `restore`."""
         kind, rest, key = split(name)
         p = self.head.state_dict(keep_vars=True)[rest]
         shape = vars(p).get("ds_shape", p.shape)
@@ -439,13 +430,7 @@ def plain(values: Json) -> Json:
 
 
 def restore(state: TrainState, path: Path) -> None:
-    """Load a checkpoint's tensors into a run's state.
-
-    Raises:
-        KeyError: the run has other tensors.
-        RuntimeError: one has another shape.
-        ValueError: one cannot be read.
-    """
+    """Load a checkpoint's tensors into a run's state; a KeyError or RuntimeError is of other tensors or shapes."""
     names = {name for name in state.names() if not name.startswith("state/")}  # none before the first step
     for name, value in tensors(path):
         names.discard(name)

@@ -44,11 +44,7 @@ def find_pickle(name: str) -> Path:
 
 
 def convert(pickle: Path, out: Path) -> Path:
-    """Write a folder with the pickle's tensors as safetensors and its config.json, atomically.
-
-    Raises:
-        ValueError: the folder is there, or the pickle is damaged or holds more than tensors.
-    """
+    """Write a folder with the pickle's tensors and config.json, atomically; refuse more than tensors."""
     if out.exists():
         raise ValueError(f"out={out}: is there already; name another folder")
     try:

@@ -33,11 +33,7 @@ __all__ = ["PublishConfig", "publish"]
 
 
 def publish(config: PublishConfig, api: HfApi, say: Callable[[str], object] = print) -> Path:
-    """Write the folder and, unless `dry_run`, push and verify it; return the folder.
-
-    Raises:
-        ValueError: there is no run or no head, the Hub refuses or cannot be reached, or the download differs.
-    """
+    """Write the folder and, unless `dry_run`, push and verify it; return it. Refuse a run without a head."""
     run, repo = Path(config.run).expanduser(), config.repo
     out = Path(config.out).expanduser() if config.out else run / "publish"
     if not last_good(run / "head").is_dir():  # a published head, such as another project's, is only written in a format

@@ -21,11 +21,7 @@ SUFFIX = ".gguf"
 
 
 def gguf_file(path: str) -> Path | None:
-    """Return the GGUF file that a model's path names, itself or as its folder's only weights; None without one.
-
-    Raises:
-        ValueError: the folder holds several, or the file is a part of one.
-    """
+    """Return the GGUF file that a path names or its folder holds, None without one; refuse several and parts."""
     given = Path(path)
     files = [given] if given.is_file() else sorted(given.glob(f"*{SUFFIX}")) if given.is_dir() else []
     if not files or files[0].suffix != SUFFIX or any(given.glob("*.safetensors")):
@@ -56,12 +52,7 @@ def metadata(folder: str, gguf_file: str) -> dict[str, Any]:
 
 
 def dequantised(path: str) -> str:
-    """Return a model's folder or Hub name; of a GGUF file the folder with its weights, which is made where it is not.
-
-    Raises:
-        ValueError: transformers does not know the architecture, or a quantisation in the file.
-        OSError: the disk is full or the folder cannot be written.
-    """
+    """Return a model's folder or Hub name; of a GGUF file the folder with its weights, made where it is not."""
     folder, given = located(path)
     if not given:
         return folder

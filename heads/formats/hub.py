@@ -39,11 +39,7 @@ REPO = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 
 
 def resolve_head(run_or_repo: str) -> Path:
-    """Return the folder of a head for `load_found`: a run's folder, a published one, or a download by Hub id.
-
-    Raises:
-        ValueError: there is no head, or the download fails.
-    """
+    """Return the folder of a head: a run's, a published one's, or a download's; refuse a name without a head."""
     path = Path(run_or_repo).expanduser()
     if last_good(path).is_dir():
         for folder in (path / "head", path):
@@ -89,11 +85,7 @@ def load_found(folder: Path, embeddings: Embeddings, spec: TargetSpec) -> nn.Mod
 
 
 def base_head(name: str, config: HeadConfig, embeddings: Embeddings, spec: TargetSpec) -> nn.Module:
-    """Return the base head of an adapter in fp32, always from the Hub.
-
-    Raises:
-        ValueError: the name is not a Hub id, or belongs to a head of another configuration, or to an adapter.
-    """
+    """Return an adapter's base head in fp32, always from the Hub; refuse another configuration, and an adapter."""
     if not REPO.fullmatch(name):
         raise ValueError(f"base={name[:80]}: no name of the Hub, OWNER/NAME, where the base of an adapter is")
     folder = _downloaded_head(name)

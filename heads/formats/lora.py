@@ -39,11 +39,7 @@ class Adapter(NamedTuple):
 
 
 def read_adapter(folder: Path) -> Adapter:
-    """Return the adapter in a folder.
-
-    Raises:
-        ValueError: the adapter is damaged, or holds more than low-rank factors.
-    """
+    """Return the adapter in a folder; refuse a damaged one, or more than low-rank factors."""
     path = folder / CONFIG
     config = parsed_file(path, REMEDY)
     config = config if isinstance(config, dict) else {}

@@ -70,34 +70,20 @@ MUST_AGREE = {
 
 
 def save_head(folder: Path, head: nn.Module, spec: TargetSpec, tree: Json) -> None:
-    """Write a head's folder, with its target and draft tree, atomically.
-
-    Raises:
-        ValueError: a weight is not finite.
-        OSError: the disk is full or the folder cannot be written.
-    """
+    """Write a head's folder, with its target and draft tree, atomically; refuse weights that are not finite."""
     config = head.config
     content = {"head": asdict(config), "target": asdict(spec), "tree": tree}
     write_folder(folder, content, head.state_dict())
 
 
 def write_folder(folder: Path, content: Json, tensors: NamedTensors) -> None:
-    """Write config.json with this content and its format, and the tensors, atomically.
-
-    Raises:
-        ValueError: a value is not finite.
-        OSError: the disk is full or the folder cannot be written.
-    """
+    """Write config.json with this content and its format, and the tensors, atomically; refuse NaN and infinity."""
     assert_finite(tensors, folder, "what was saved last is kept; lower trainer.lr and train again")
     write_files(folder, {"format": FORMAT, **content}, tensors)
 
 
 def write_files(folder: Path, content: Json, tensors: NamedTensors) -> None:
-    """Write config.json and the tensors atomically.
-
-    Raises:
-        OSError: the disk is full or the folder cannot be written.
-    """
+    """Write config.json and the tensors atomically; an OSError says that the disk refused."""
     # Copies: safetensors takes no two tensors that share memory.
     tensors = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
     try:
@@ -117,7 +103,6 @@ def save_tree(folder: Path, tree: Json, schedule: list[Json] | None = None) -> N
 
     Raises:
         ValueError: the folder has no head.
-        OSError: the file cannot be written.
     """
     content = {**read_config(folder), "tree": tree, SCHEDULE: schedule}
     if schedule is None:

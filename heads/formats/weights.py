@@ -34,11 +34,7 @@ class Entry(NamedTuple):
 
 
 def header(path: Path) -> dict[str, Entry]:
-    """Return the shapes and types of a file's tensors, without reading them.
-
-    Raises:
-        ValueError: the file is missing, truncated or damaged, or holds a type or shape that no head is made of.
-    """
+    """Return the shapes and types of a file's tensors, without reading them; refuse a damaged file and odd tensors."""
     with _whole(path), safe_open(regular(path), "pt") as opened:
         slices = {name: opened.get_slice(name) for name in list(opened.keys())}
         entries = {name: (tuple(slice_.get_shape()), str(slice_.get_dtype())) for name, slice_ in slices.items()}
@@ -91,11 +87,7 @@ def digest(few: Mapping[str, Tensor], start: str = "") -> str:
 
 
 def meta_state_dict(kind: Any, config: Any, embeddings: Embeddings, where: str) -> NamedTensors:
-    """Return a head's tensors on the meta device, to check a file before allocating the head.
-
-    Raises:
-        ValueError: the configuration builds no head; the message begins with `where`.
-    """
+    """Return a head's tensors on the meta device, to check a file by; refuse, from `where` on, what builds no head."""
     try:
         with torch.device("meta"):
             tensors = kind(config, embeddings).state_dict()

@@ -260,12 +260,7 @@ class ProcessControl:
 
     @contextmanager
     def guarded(self) -> Iterator[None]:
-        """Turn the failure or time-out of a collective into a one-line error.
-
-        Raises:
-            ValueError: on the main process.
-            SystemExit: on the others; if the main one is lost, torch's launcher names it.
-        """
+        """Turn a failed collective into one line: a ValueError on the main process, on the others a SystemExit."""
         try:
             yield
         except RuntimeError as error:

@@ -32,12 +32,7 @@ SMALL = 1 << 26  # bytes; smaller files are copied, never linked
 
 
 def write_copy(head: Mtp, checkpoint: str, layout: Layout, out: Path) -> None:
-    """Write a copy of the target's checkpoint with this head as its MTP module, atomically.
-
-    Raises:
-        ValueError: the head is not of a kind that fits, or the checkpoint is incomplete; raised before any write.
-        OSError: the disk refused.
-    """
+    """Write a copy of the target's checkpoint with this head as its MTP module, whole; refuse what does not fit."""
     try:
         files = tensor_files(checkpoint)
         shards = {path: header(path) for path in sorted({*files.values()})}

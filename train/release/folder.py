@@ -70,7 +70,6 @@ def write_folder(run: Path, out: Path, config: PublishConfig) -> Json:
     Raises:
         ValueError: the head or a file next to it is a link or damaged, cannot take the format, or holds a token of the
             Hub; or `out` holds something else. The folder is then as it was.
-        OSError: the disk is full or the folder cannot be written.
     """
     head = last_good(run / "head")
     for path in (head, head / CONFIG, head / WEIGHTS, *(run / name for name in (*COPIED, ORIGIN, METRICS))):

@@ -98,11 +98,7 @@ def linear(weights: Weights, name: str, x: Tensor) -> Tensor:
 
 
 class Head:
-    """A head's folder or repository, read for a model, in the model's dtype and on its device.
-
-    Raises:
-        ValueError: the folder has no such head, or the head is one of another model.
-    """
+    """A head's folder or repository, read for a model, in its dtype, on its device; refuse another model's."""
 
     def __init__(self, where: str, model: Any, hub: Json) -> None:
         content = json.loads(Path(str(cached_file(where, "config.json", **hub))).read_text())

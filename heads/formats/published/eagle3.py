@@ -109,11 +109,7 @@ def read(source: PublishedHead, embeddings: Embeddings, *, sliding: bool = False
 
 
 def feature_layers(source: PublishedHead, joined: int, embeddings: Embeddings) -> list[int] | None:
-    """Return the feature layers, `joined` of which fc concatenates; None for the default three.
-
-    Raises:
-        ValueError: config.json contradicts itself, or names no layers although fc does not join three.
-    """
+    """Return the feature layers, `joined` of which fc reads, None for the default three; refuse contradictions."""
     nested = source.config.get("eagle_config") or {}
     states, outputs = source.config.get(STATES), nested.get(STATES)
     if states is None and outputs is None:

@@ -93,11 +93,7 @@ class Export(NamedTuple):
         return {OFFSETS: ids - torch.arange(len(ids), device=ids.device), KNOWN: mask}
 
     def outputs(self) -> tuple[list[int], list[int]]:
-        """Return the feature layers in increasing order, and the index of each in the head.
-
-        Raises:
-            ValueError: the target's last layer is among them.
-        """
+        """Return the feature layers in increasing order, and their indices in the head; refuse the last layer."""
         layers = self.head.feature_layers
         order = sorted(range(len(layers)), key=lambda i: layers[i])
         if (last := layers[order[-1]]) > self.embeddings.num_layers - 2:

@@ -43,11 +43,7 @@ def config_of(folder: Path) -> Json:
 
 
 def names_of(folder: Path) -> set[str]:
-    """Return the tensor names without prefix; a pickle next to safetensors is ignored.
-
-    Raises:
-        ValueError: a file is missing, truncated or damaged, or there are only pickles.
-    """
+    """Return the tensor names without prefix; a pickle next to safetensors is ignored, and refused alone."""
     return {PREFIX.sub("", name) for name in _sharded(folder) or weights.header(_weights(folder))}
 
 

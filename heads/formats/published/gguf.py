@@ -78,11 +78,7 @@ def _check_yarn(source: Export) -> None:
 
 
 def write(folder: Path, tokenizer: Json) -> None:
-    """Write FILE into an exported folder, with the tokenizer fields that `tokenizer_of` returns.
-
-    Raises:
-        OSError: the disk is full or the folder cannot be written.
-    """
+    """Write FILE into an exported folder, with the tokenizer fields that `tokenizer_of` returns."""
     library = _library()
     config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
     tensors = load_file(folder / WEIGHTS)

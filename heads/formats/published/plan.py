@@ -149,11 +149,7 @@ def drafted(source: PublishedHead, ids: Tensor, what: str, embeddings: Embedding
 
 
 def drafted_by_offsets(source: PublishedHead, embeddings: Embeddings) -> Tensor | None:
-    """Return the draft vocabulary by d2t and t2d, None without them: draft id i is target id i + d2t[i].
-
-    Raises:
-        ValueError: the two disagree, d2t does not hold such offsets, or a reduced lm_head has no d2t.
-    """
+    """Return the draft vocabulary, i + d2t[i], None without d2t; refuse what t2d or the lm_head denies."""
     if OFFSETS not in source.tensors:
         lm_head = source.tensors.get("lm_head.weight")
         if lm_head is not None and len(lm_head) == source.config.get("draft_vocab_size") != embeddings.vocab_size:
