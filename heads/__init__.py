@@ -84,7 +84,7 @@ def with_head(cfg: DictConfig) -> DictConfig:
         else:
             options = {"name": best_head(cfg.model.path, cfg.model.shape, cfg.model.trust_remote_code)[0]}
         cfg.head = OmegaConf.merge(OmegaConf.load(ROOT / "conf" / "head" / f"{options['name']}.yaml"), options)
-    training = OmegaConf.to_container(cfg.head.pop("training", OmegaConf.create()), resolve=False)
+    training: Any = OmegaConf.to_container(cfg.head.pop("training", OmegaConf.create()), resolve=False)
     for section, values in training.items():
         for key, value in values.items() if section in cfg else ():
             if key == "losses":
@@ -99,5 +99,5 @@ def head_config(values: Any) -> HeadConfig:
     name = values.get("name") if isinstance(values, Mapping) else None
     if name not in [*HEADS]:
         raise ValueError(f"head.name is {shown(name)}: choose one of {', '.join(HEADS)}")
-    kind = HEADS[name]
+    kind: Any = HEADS[name]
     return typed(kind.Config, values, "head")

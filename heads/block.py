@@ -222,7 +222,7 @@ class Block(HeadModule):
     def context(self, hidden: Float[Tensor, "B T L D"], position: Sequences, max_position: int) -> tuple[KeyValue, ...]:
         """Return every layer's keys and values from the target's features."""
         fused = self.hidden_norm(self.fusion(hidden))
-        layers = self.layers
+        layers: Any = self.layers
         return tuple(layer.self_attn.key_value(fused, position, max_position) for layer in layers)
 
     def block_inputs(self, root: TokenIds) -> Float[Tensor, "*n S D"]:

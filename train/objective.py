@@ -242,7 +242,7 @@ class LossContext(NamedTuple):
         assert state is not None
         logits = self.head.compute_logits(state, d + 1)
         dtype = torch.promote_types(logits.dtype, torch.float32)
-        lm_head = getattr(self.head, "lm_head", None)
+        lm_head: Any = getattr(self.head, "lm_head", None)
         has_candidates = isinstance(lm_head, CandidateLmHead)
         return LossInputs(
             probs,
@@ -294,7 +294,7 @@ class _Chunked(torch.autograd.Function):
         count = depths * FIELDS
         needs_grad = ctx.needs_input_grad[2:]
         trained = [x for x in inputs[count:] if x is not None]
-        grads = [
+        grads: list[Any] = [
             torch.zeros_like(x) if x is not None and needed and i < count else None
             for i, (x, needed) in enumerate(zip(inputs, needs_grad, strict=True))
         ]
@@ -317,7 +317,7 @@ class _Chunked(torch.autograd.Function):
                         loss, depth_sums = work.depth(d, fields, pick, probs)
                     losses, sums[:, d] = losses + loss.detach(), sums[:, d] + depth_sums
                     targets = [*leaves.values(), *trained]
-                    partial = torch.autograd.grad(loss, targets, allow_unused=True) if loss.requires_grad else ()
+                    partial: Any = torch.autograd.grad(loss, targets, allow_unused=True) if loss.requires_grad else ()
                     where = [*leaves, *range(count, len(inputs))]
                     for i, grad in zip(where, partial, strict=bool(partial)):
                         if grad is not None and i < count:

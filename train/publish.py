@@ -61,9 +61,8 @@ def publish(config: PublishConfig, api: HfApi, say: Callable[[str], object] = pr
         convert(out, shown["served"], config.target or target_path(model), say)
     say(f"{out}: {', '.join(files_of(out))}")
     say(f"how to serve it: {out / 'README.md'}")
-    for remark in (shown["warning"], *shown["drawbacks"]):
-        if remark:
-            print(visible(f"warning: {repo}: {remark}"), file=sys.stderr)
+    for drawback in shown["drawbacks"]:
+        print(visible(f"warning: {repo}: {drawback}"), file=sys.stderr)
     if config.dry_run:
         target = "" if shown["hub"] else f", and the target's folder where it says {shown['path']}"
         say(f"dry_run: nothing was uploaded; where that card says {repo} give {out}{target}")

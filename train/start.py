@@ -198,7 +198,7 @@ def init_head(
     if init is None:
         return kind(config, target.embeddings)
     folder = resolve_head(init)
-    loaded = load_found(folder, target.embeddings, sibling_spec(folder, target.spec, "is trained on for"))
+    loaded: Any = load_found(folder, target.embeddings, sibling_spec(folder, target.spec, "is trained on for"))
     head = kind(continued(config, loaded.config, init), target.embeddings)
     weights = loaded.state_dict()  # in fp32, whatever the file's dtype
     head.load_state_dict(weights, strict=not isinstance(head, Eagle4))  # whose candidate head may come or go
@@ -219,7 +219,7 @@ def continued(config: HeadConfig, saved: HeadConfig, init: str) -> HeadConfig:
 
 def check_kind(config: HeadConfig, kind: str, init: str) -> None:
     """Refuse to start a head from one of another kind; EAGLE-4's may start from EAGLE-3's."""
-    loaded = HEADS[kind]
+    loaded: Any = HEADS[kind]
     if loaded.Config is not type(config) and not (isinstance(config, Eagle4.Config) and kind == "eagle3"):
         raise ValueError(
             f"init={init} is a head of kind {kind}, whose objective is not that of {config.name}: give head={kind}, "
@@ -278,7 +278,7 @@ def fit_init(head: Any, init: str | None, target: Any, batches: Batches, steps: 
         head.eh_proj.weight.copy_(solve(head.eh_proj, lambda states: states.below))
         return
     layer = last_layer(head.config, target)
-    block = head.layers[0] if isinstance(head, Eagle) else head.first
+    block: Any = head.layers[0] if isinstance(head, Eagle) else head.first
     residual = block.self_attn.o_proj, block.mlp.down_proj
     if isinstance(head, Eagle):  # fit fc, and scale the layer to the target's final norm
         gain = final_gain(target, batches).to(head.fc.weight)
@@ -306,7 +306,7 @@ def final_gain(target: Any, batches: Batches) -> Float[Tensor, "D"]:
     First tokens of documents are left out: their states in large targets may be hundreds of times as large as others
     (massive activations, arXiv 2402.17762).
     """
-    sums = 0.0
+    sums: Any = 0.0
     for batch in batches(0):
         features = target.features(batch.token, batch.document, (target.embeddings.num_layers - 1,))
         later = (positions(batch.document) > 0) & (batch.document >= 0) & (batch.index >= 0)[:, None]

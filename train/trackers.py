@@ -155,7 +155,7 @@ def conclude(out: Path, trackers: list[str], config: Json, record: Json) -> None
     report = [file for name in REPORT if (file := out / name).exists()]
     for name in {*trackers} - {"jsonl"}:  # which has only steps
         with dropping({}, name, log.warning):
-            sink = TRACKERS[name](out, record["step"], config)
+            sink: Any = TRACKERS[name](out, record["step"], config)
             sink.conclude(record, report)
             sink.close()
 

@@ -94,7 +94,7 @@ def positions_of(config: Mapping[str, Any]) -> Rope | None:
         if by_kind:
             declared[key] = declared[key].get(kind) or by_kind[0]
     try:
-        read = transformers.LlamaConfig(
+        read: Any = transformers.LlamaConfig(
             **declared, **{key: config[key] for key in LENGTHS if config.get(key) is not None}
         )
         read.standardize_rope_params()  # again, as models do: a length outside `rope_parameters` overrides one inside

@@ -80,7 +80,7 @@ def has_text_tower(values: dict[str, Any]) -> bool:
 
 def text_tower(config: PreTrainedConfig) -> PreTrainedConfig:
     """Return the text tower's configuration, with three values of the whole model: its class, dtype and end tokens."""
-    text = config.get_text_config()
+    text: Any = config.get_text_config()
     if text.model_type in TOWER_TYPES:
         rope = {key: value for key, value in text.rope_parameters.items() if not key.startswith("mrope")}
         shape = text.to_dict() | {"rope_parameters": rope} | TOWER_TYPES[text.model_type]

@@ -53,7 +53,7 @@ def typed(schema: type[T], cfg: object, prefix: str = "", ready: Mapping[str, ob
 
 def from_yaml(schema: type[T], config: str, **values: Any) -> T:
     """Build the dataclass of conf/CONFIG.yaml with these values instead of its own, for callers without Hydra."""
-    read = OmegaConf.to_container(OmegaConf.load(ROOT / "conf" / f"{config}.yaml"))
+    read: Any = OmegaConf.to_container(OmegaConf.load(ROOT / "conf" / f"{config}.yaml"))
     return typed(schema, {key: value for key, value in {**read, **values}.items() if key not in ("defaults", "hydra")})
 
 

@@ -91,7 +91,7 @@ def base_head(name: str, config: HeadConfig, embeddings: Embeddings, spec: Targe
     folder = _downloaded_head(name)
     if (folder / lora.CONFIG).is_file():
         raise ValueError(f"base={name}: an adapter itself; publish the whole head, without base")
-    loaded = load_found(folder, embeddings, sibling_spec(folder, spec, "is adapted for"))
+    loaded: Any = load_found(folder, embeddings, sibling_spec(folder, spec, "is adapted for"))
     if type(loaded.config) is not type(config) or replace(loaded.config, name=config.name) != config:
         raise ValueError(f"base={name}: a head of another configuration than the one adapted; name the one it began as")
     kind = HEADS[config.name]

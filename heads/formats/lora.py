@@ -5,7 +5,6 @@ and no pattern of the adapter's configuration is matched.
 """
 
 import json
-from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -73,7 +72,7 @@ def merge(head: nn.Module, adapter: Adapter, folder: Path) -> nn.Module:
     return head
 
 
-def adapter_files(base: str, before: Mapping[str, Tensor], after: Mapping[str, Tensor], rank: int) -> dict[str, bytes]:
+def adapter_files(base: str, before: NamedTensors, after: NamedTensors, rank: int) -> dict[str, bytes]:
     """Return the files of the adapter that turns the weights `before` into `after`, in fp32.
 
     The factors come from the singular value decomposition of each weight's change.

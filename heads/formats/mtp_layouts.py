@@ -6,7 +6,7 @@ mimo    `model.mtp_layers.0.*`: MiMo, whose projection reads the state first, as
 """
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
@@ -47,11 +47,11 @@ class Layout(NamedTuple):
             if name in renamed or (name.startswith(inner) and name not in shared)
         }
 
-    def read(self, tensors: Mapping[str, Tensor]) -> NamedTensors:
+    def read(self, tensors: NamedTensors) -> NamedTensors:
         """Convert a checkpoint's tensors to our names and layout."""
         return self._turned(fused(tensors))
 
-    def write(self, tensors: Mapping[str, Tensor], layers: int, *, split: bool) -> NamedTensors:
+    def write(self, tensors: NamedTensors, layers: int, *, split: bool) -> NamedTensors:
         """Convert our tensors to a checkpoint's names and layout, with separate experts if `split`."""
         turned = self._turned(dict(tensors))
         return {self.theirs(name, layers): tensor for name, tensor in (apart(turned) if split else turned).items()}
@@ -105,7 +105,7 @@ def layout_of(names: Iterable[str], layers: int) -> Layout | None:
     return next((one for one in LAYOUTS.values() if one.theirs(PROJECTION, layers) in available), None)
 
 
-def fused(tensors: Mapping[str, Tensor]) -> NamedTensors:
+def fused(tensors: NamedTensors) -> NamedTensors:
     """Stack a checkpoint's separate experts as in transformers: gate above up, and down."""
     experts: dict[str, dict[str, dict[int, Tensor]]] = {}
     stacked = {}
@@ -124,7 +124,7 @@ def fused(tensors: Mapping[str, Tensor]) -> NamedTensors:
     return stacked
 
 
-def apart(tensors: Mapping[str, Tensor]) -> NamedTensors:
+def apart(tensors: NamedTensors) -> NamedTensors:
     """Split stacked experts, the inverse of `fused`."""
     split = {}
     for name, tensor in tensors.items():

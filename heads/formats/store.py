@@ -71,7 +71,7 @@ MUST_AGREE = {
 
 def save_head(folder: Path, head: nn.Module, spec: TargetSpec, tree: Json) -> None:
     """Write a head's folder, with its target and draft tree, atomically; refuse weights that are not finite."""
-    config = head.config
+    config: Any = head.config
     content = {"head": asdict(config), "target": asdict(spec), "tree": tree}
     write_folder(folder, content, head.state_dict())
 
@@ -188,7 +188,7 @@ def head_config(folder: Path, content: Json) -> Any:
     name = values.get("name") if isinstance(values, dict) else None
     try:
         if name in [*HEADS]:
-            kind = HEADS[name]
+            kind: Any = HEADS[name]
             earlier = {field.name: EARLIER[field.name] for field in fields(kind.Config) if field.name in EARLIER}
             values = earlier | {key: value for key, value in values.items() if key not in RETIRED.get(name, ())}
         return heads.head_config(values)

@@ -4,14 +4,13 @@ A header or a configuration may claim any size; memory is allocated only for wha
 """
 
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
-from torch import Tensor
 
 from heads.base import Embeddings, NamedTensors
 from heads.common.errors import one_line
@@ -78,7 +77,7 @@ def _whole(path: Path) -> Iterator[None]:
         ) from None
 
 
-def digest(few: Mapping[str, Tensor], start: str = "") -> str:
+def digest(few: NamedTensors, start: str = "") -> str:
     """Hash a string and the first values of named parameters, in bf16 so that all float dtypes agree."""
     sha256 = hashlib.sha256(start.encode())
     for name in sorted(few):
@@ -96,7 +95,7 @@ def meta_state_dict(kind: Any, config: Any, embeddings: Embeddings, where: str) 
     return tensors
 
 
-def check_fit(path: Path, expected: Mapping[str, Tensor], name_of: str) -> None:
+def check_fit(path: Path, expected: NamedTensors, name_of: str) -> None:
     """Refuse a file that does not hold exactly these tensors and shapes, naming the first difference."""
     entries = header(path)
     missing, unknown = sorted(expected.keys() - entries.keys()), sorted(entries.keys() - expected.keys())

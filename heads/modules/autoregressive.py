@@ -61,7 +61,7 @@ class Recurrent(nn.Module):
         length, max_position = every.shape[1], every.shape[1] + depths
         state = self.initial_states(features)
         context = list(self.inject(state, every, max_position))
-        drafted = [[] for _ in range(self.num_attention_layers)]
+        drafted: list[list[KeyValue]] = [[] for _ in range(self.num_attention_layers)]
         injected, drafts = bool(context), []
         position = rows.gather_rows(every, anchors)
 

@@ -255,7 +255,7 @@ class Audit:
             fault = self._looks(question, ours, nearest.text, at)
             return Difference(question, ours.content, nearest.content, at, gap, "fault", fault)
         unexplained = gap is None or isinstance(gap, Bound) or gap > self.near_tie
-        kind = "unexplained" if unexplained else "near_tie"
+        kind: Kind = "unexplained" if unexplained else "near_tie"
         return Difference(question, ours.content, nearest.content, left if gap is None else at, gap, kind)
 
     def _explained(self, question: Question) -> Replies:
@@ -309,7 +309,7 @@ def judged(
     counts = Counter(difference.kind for difference in differences)
     parts = [f"{counts[kind]} {words}" for kind, words in VERBS.items() if counts[kind]]
     summary = "; ".join([f"{count - len(differences)} of {count} answers are the baseline's", *parts])
-    status = "failed" if counts["fault"] else "undecided" if counts["unexplained"] else "passed"
+    status: Status = "failed" if counts["fault"] else "undecided" if counts["unexplained"] else "passed"
     return Finding(status, summary, differences, {"answers": count})
 
 

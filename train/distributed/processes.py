@@ -187,7 +187,7 @@ REPEATED = 2.0  # seconds; a launcher forwards a signal that its processes have 
 
 def on_main(accelerator: Accelerator, action: Callable[[], None]) -> None:
     """Run an action on the main process only; a user's error is a ValueError there, and the other processes exit."""
-    failed = [None]
+    failed: list[Any] = [None]
     if accelerator.is_main_process:
         try:
             action()

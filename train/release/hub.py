@@ -81,7 +81,7 @@ def push(folder: Path, repo: str, before: str, ours: Sequence[str], api: HfApi) 
     size = sum((folder / name).stat().st_size for name in names)
     with waiting(f"uploading {size / 1e6:,.0f} MB to {repo}"), hub_errors(repo, "uploading"):
         there = filter_repo_objects(api.list_repo_files(repo, revision=before), allow_patterns=list(ours))
-        operations = [CommitOperationDelete(name) for name in there if name not in names]
+        operations: list[Any] = [CommitOperationDelete(name) for name in there if name not in names]
         operations += [CommitOperationAdd(name, str(folder / name)) for name in names]
         return str(api.create_commit(repo, operations, commit_message=MESSAGE, parent_commit=before).oid)
 

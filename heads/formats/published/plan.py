@@ -104,7 +104,7 @@ def assemble(source: PublishedHead, plan: TensorMapping, embeddings: Embeddings)
                 "%s: %s is not the target's embedding, which is read in its place: the head may draft worse than where "
                 "its own is read; choose the head's own target with model.path if this is not it", source.folder, name,
             )  # fmt: skip
-    kind = HEADS[plan.head]
+    kind: Any = HEADS[plan.head]
     try:
         drafts = None if plan.ids is None else len(plan.ids)
         config = typed(kind.Config, {"name": plan.head, "draft_vocab": drafts, **plan.config})
