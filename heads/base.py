@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from heads.common.ranges import Amount, Count, LmHead, Positive, Width
 from heads.common.typed import Json
-from heads.shapes import Anchors, Logits, Rows, Sequences, States, TokenIds
+from heads.shapes import Anchors, Logits, Nodes, NodeStates, Rows, Sequences, States, TokenIds
 
 NamedTensors = dict[str, Tensor]  # of a module, a checkpoint or a file, by name
 
@@ -96,7 +96,7 @@ class LevelOutput(NamedTuple):
     """
 
     logits: Float[Tensor, "B N W"]
-    hidden: Float[Tensor, "B N D"]
+    hidden: NodeStates
     root: tuple[Tensor, ...] = ()
 
     def each(self, function: Callable[..., Tensor], *others: "LevelOutput") -> "LevelOutput":
@@ -135,8 +135,8 @@ class LevelNodes(NamedTuple):
     the root, which is a committed row.
     """
 
-    token: Int[Tensor, "B N"]
-    parent: Int[Tensor, "B N"]  # each node's parent, an index into the level before
+    token: Nodes
+    parent: Nodes  # each node's parent, an index into the level before
     mask: Bool[Tensor, "B N M"]
     depth: int
 

@@ -22,7 +22,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -47,7 +47,7 @@ from heads.modules.kv_cache import KVCache, mask_blocks_after, mask_blocks_after
 from heads.modules.layers import DecoderLayer, LayerInputs, LayerSpec, RMSNorm
 from heads.modules.vocab import DraftLmHead, VocabularyLinear
 from heads.rows import last_rows
-from heads.shapes import Anchors, Logits, Rows, Sequences, States, TokenIds
+from heads.shapes import Anchors, Logits, Nodes, Rows, Sequences, States, TokenIds
 
 
 class GroupedConv(nn.Module):
@@ -309,7 +309,7 @@ class Block(HeadModule):
             hidden = torch.cat([hidden[..., :-inner], memory.to(hidden.dtype)], -1)
         return self._level(hidden, nodes.token, nodes.depth + 1)
 
-    def _level(self, block_hidden: Float[Tensor, "B K D"], token: Int[Tensor, "B N"], depth: int) -> LevelOutput:
+    def _level(self, block_hidden: Float[Tensor, "B K D"], token: Nodes, depth: int) -> LevelOutput:
         if self.domino is not None:  # all nodes share the position's state, and each has its own state of the GRU
             width = self.embeddings.hidden_size
             hidden = block_hidden[:, :1, (depth - 1) * width : depth * width]

@@ -14,8 +14,7 @@ fused features, not of the layer's own input.
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Float
-from torch import Tensor, nn
+from torch import nn
 
 from heads.base import Embeddings, Features, LayerConfig
 from heads.common.ranges import Parts
@@ -25,7 +24,7 @@ from heads.modules.fusion import EAGLE3_LAYERS, Fusion, chosen_layers
 from heads.modules.layers import Attention, DecoderLayer, LayerInputs, LayerSpec, RMSNorm, SwiGLU
 from heads.modules.vocab import DraftLmHead
 from heads.rows import gather_rows
-from heads.shapes import Advanced, Rows, Sequences, States, TokenIds
+from heads.shapes import Advanced, NodeStates, Rows, Sequences, States, TokenIds
 
 
 class WideDecoderLayer(nn.Module):
@@ -43,7 +42,7 @@ class WideDecoderLayer(nn.Module):
         self.post_attention_layernorm = RMSNorm(spec.width, spec.eps)
         self.mlp = SwiGLU(spec.width, spec.dims.intermediate_size)
 
-    def forward(self, embedding: Rows, state: Rows, inputs: LayerInputs) -> Float[Tensor, "B N D"]:
+    def forward(self, embedding: Rows, state: Rows, inputs: LayerInputs) -> NodeStates:
         """Apply the layer with the caller's attention pattern."""
         normed = self.hidden_norm(state)
         both = torch.cat([self.input_layernorm(embedding), normed], -1)

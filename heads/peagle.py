@@ -22,7 +22,7 @@ from heads.eagle3 import Eagle3, FusedConfig
 from heads.modules.attention import KeyValue, attend_rows, pattern
 from heads.modules.kv_cache import KVCache, mask_blocks_after, mask_blocks_after_roots
 from heads.modules.layers import LayerInputs
-from heads.shapes import Anchors, States, TokenIds
+from heads.shapes import Anchors, NodeStates, States, TokenIds
 
 
 class PEagle(Eagle3):
@@ -54,7 +54,7 @@ class PEagle(Eagle3):
         """Return the embeddings of tokens."""
         return self.embeddings.embed(token) if self.embedding is None else self.embedding(token)
 
-    def slots(self, inputs: list[LayerInputs]) -> Float[Tensor, "B N D"]:
+    def slots(self, inputs: list[LayerInputs]) -> NodeStates:
         """Return the masked positions' inputs of `compute_logits`."""
         token = torch.full_like(inputs[0].position, self.mask_token)
         state = self.fusion(self.mask_hidden[None, None]).expand(*token.shape, -1)

@@ -4,7 +4,7 @@ import torch
 from jaxtyping import Bool, Int, Shaped
 from torch import Tensor
 
-from heads.shapes import Anchors, Sequences
+from heads.shapes import Anchors, Nodes, Sequences
 
 
 def positions(document: Sequences) -> Sequences:
@@ -56,7 +56,7 @@ def _flat(row: Int[Tensor, "B n"], length: int) -> Int[Tensor, "N"]:
     return (row + length * torch.arange(len(row), device=row.device)[:, None]).flatten()
 
 
-def gather_parents(x: Shaped[Tensor, "B K D"], parent: Int[Tensor, "B N"]) -> Shaped[Tensor, "B N D"]:
+def gather_parents(x: Shaped[Tensor, "B K D"], parent: Nodes) -> Shaped[Tensor, "B N D"]:
     """Return each node's entry of `x` at its parent."""
     return x[torch.arange(len(x), device=x.device)[:, None], parent]
 

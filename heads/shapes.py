@@ -9,4 +9,6 @@ Anchors = Int[Tensor, "B n"] | None  # the rows to draft from, in order; None fo
 States = Float[Tensor, "*n D"]
 TokenIds = Int[Tensor, "*n"]
 Logits = Float[Tensor, "*n W"]  # over the head's own vocabulary
-Advanced = tuple[Float[Tensor, "B N D"], Float[Tensor, "B N D"]]  # a step's states, and its lm_head's inputs
+Nodes = Int[Tensor, "B N"]  # a whole number for each node of a level, or each query
+NodeStates = Float[Tensor, "B N D"]
+Advanced = tuple[NodeStates, NodeStates]  # a step's states, and its lm_head's inputs

@@ -131,7 +131,7 @@ def complaint(path: Path, rank: int, world: int) -> str:
 def tensors(path: Path) -> Iterator[tuple[str, Tensor]]:
     """Yield the tensors of a checkpoint without a `complaint`, on every process in the same order."""
     index = read_checked(path / INDEX)
-    shards = {shard: safe_open(inside(path, shard), framework="pt") for shard in index["shards"]}
+    shards: Json = {shard: safe_open(inside(path, shard), framework="pt") for shard in index["shards"]}
     for name, about in index["tensors"].items():
         yield name, shards[about["shard"]].get_tensor(name)
 

@@ -268,11 +268,8 @@ class Loop:
             "frozen_parameters": self.stepper.sizes[1],
             "steps": steps,
             "tokens": steps * self.source.batches.step_tokens + progress["rollout_tokens"],
-            "rollout_tokens": progress["rollout_tokens"],
             "flops": None if (flops := progress["flops"]) is None else flops * steps,
-            "skipped": progress["skipped"],
-            "best_tau": progress["best_tau"],
-            "seconds": progress["seconds"],
+            **{key: progress[key] for key in ("rollout_tokens", "skipped", "best_tau", "seconds")},
             "stall_seconds": progress["stall"],
             "save_seconds": self.saver.seconds,
         }

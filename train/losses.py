@@ -17,6 +17,7 @@ from torch.nn import functional
 from heads.common.ranges import Amount, Count, Fraction, NewTokens, Number, OneOf, Parts, Positive
 
 PerRow = Float[Tensor, "R"]
+RowIndex = Int[Tensor, "R"]
 PerToken = Float[Tensor, "R W"]
 
 
@@ -99,9 +100,9 @@ class LossInputs:
     """The losses' inputs: R trained rows of one depth; None for features or acceptance that are not predicted."""
 
     teacher: TeacherProbs  # the target's distribution at n rows
-    teacher_index: Int[Tensor, "R"]  # each row's teacher among them
+    teacher_index: RowIndex  # each row's teacher among them
     log_q: PerToken  # the draft's log-probs over the same W tokens
-    label: Int[Tensor, "R"]  # the label as an index into the W tokens, -1 if it is not one of them
+    label: RowIndex  # the label as an index into the W tokens, -1 if it is not one of them
     feature: Float[Tensor, "R D"] | None  # the predicted feature
     true_feature: Float[Tensor, "R D"] | None  # the target's feature
     confidence: PerRow | None  # the predicted logit of the draft's acceptance
@@ -110,7 +111,7 @@ class LossInputs:
     candidates: int = 0  # how many it chooses
 
     @cached_property
-    def best(self) -> Int[Tensor, "R"]:
+    def best(self) -> RowIndex:
         """Return the target's most likely token, -1 outside the draft vocabulary."""
         return self.teacher.best[self.teacher_index]
 
@@ -138,7 +139,7 @@ class LossInputs:
         return torch.minimum(self.log_p, self.log_q).exp().sum(-1)
 
 
-def gathered(x: Shaped[Tensor, "n W"], index: Int[Tensor, "R"]) -> Shaped[Tensor, "R W"]:
+def gathered(x: Shaped[Tensor, "n W"], index: RowIndex) -> Shaped[Tensor, "R W"]:
     """Return rows of x by ascending index, or x itself if these are all: a copy costs as much as a loss."""
     return x if len(index) == len(x) else x.index_select(0, index)
 

@@ -24,7 +24,7 @@ from heads.modules.argmax import argmax
 from heads.modules.vocab import SummedGradient
 from heads.shapes import Anchors, Sequences
 from inference.verification.rng import BITS, hash_key, seed_key
-from train.losses import LOSSES, NOT_OF_LOGITS, READ_P, LossInputs, ObjectiveConfig, TeacherProbs
+from train.losses import LOSSES, NOT_OF_LOGITS, READ_P, LossInputs, ObjectiveConfig, RowIndex, TeacherProbs
 
 ANCHORS, NOISE = range(2)  # the uses of a sequence's random numbers
 VALUES = {"cpu": 2**15, "cuda": 2**22}  # numbers hashed at a time, for a CPU's cache and a GPU's memory
@@ -162,9 +162,9 @@ def dpace(work: "LossContext", states: list[Tensor]) -> Float[Tensor, "d N"]:
 class DepthRows(NamedTuple):
     """The trained rows `source` of one depth, whose `teacher` rows are in a chunk at `position`."""
 
-    teacher: Int[Tensor, "R"]
-    position: Int[Tensor, "R"]
-    source: Int[Tensor, "R"]
+    teacher: RowIndex
+    position: RowIndex
+    source: RowIndex
 
 
 class Chunk(NamedTuple):
@@ -349,10 +349,6 @@ class LossWeights(NamedTuple):
     trained: Bool[Tensor, "d B T"]
     row: Float[Tensor, "d B T"]
     normalizer: Float[Tensor, "d"]
-
-    def times(self, factor: float) -> "LossWeights":
-        """Return weights in which each row counts as `factor` rows."""
-        return LossWeights(self.trained, self.row * factor, self.normalizer * factor)
 
 
 def trainable(document: Sequences, mask: Sequences, depths: int) -> Bool[Tensor, "d B T"]:

@@ -149,6 +149,7 @@ def plain_shape(config: Any, norms: int) -> TargetShape:
         embedding = nn.Embedding.from_pretrained(torch.empty(config.vocab_size, width))
         lm_head = nn.Linear(width, config.vocab_size, bias=False)
     ends = {"get_input_embeddings": lambda: embedding, "get_output_embeddings": lambda: lm_head}
+    model: Any = SimpleNamespace(config=config, **ends)
     available, chosen = experts_of(config) or (1, 1)
     feed = config.moe_intermediate_size if available > 1 else dims.intermediate_size
     attention = 2 * width * dims.head_dim * (dims.num_heads + dims.num_kv_heads) + norms * dims.head_dim
@@ -157,7 +158,7 @@ def plain_shape(config: Any, norms: int) -> TargetShape:
         width + layers * (attention + 2 * width + router + 3 * width * feed * count) for count in (available, chosen)
     )
     return TargetShape(
-        config, TargetEmbeddings(SimpleNamespace(config=config, **ends)), chosen * feed,
+        config, TargetEmbeddings(model), chosen * feed,
         embedding.weight.numel() * (1 if config.tie_word_embeddings else 2), inner, active, packs=True, apart=True,
     )  # fmt: skip
 
@@ -234,7 +235,7 @@ def computed(head: Any, tokens: int, drafted: int, depths: int) -> list[tuple[An
             modules.append((module, rows))
         elif isinstance(module, nn.ModuleList):  # one a depth, or a few that all depths share
             modules.append((module, drafted * depths / len(module)))
-    layers = head.layers if isinstance(head, Block) else ()  # whose keys and values are the context's too
+    layers: Any = head.layers if isinstance(head, Block) else ()  # whose keys and values are the context's too
     attentions = [layer.self_attn for layer in layers]
     return modules + [(linear, tokens) for a in attentions for linear in (a.k_proj, a.v_proj)]
 

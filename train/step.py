@@ -128,7 +128,10 @@ class Loss(nn.Module):
         weight = loss_weights(batch.document, batch.loss_mask, chosen, self.config, trained)
         if anchors is None and batch.path is None:
             anchors = trained_rows(has_loss)
-        return anchors, weight if batch.path is None else weight.times(self.config.on_policy.weight)
+        if batch.path is not None:  # each row counts as so many rows
+            factor = self.config.on_policy.weight
+            weight = weight._replace(row=weight.row * factor, normalizer=weight.normalizer * factor)
+        return anchors, weight
 
 
 @dataclass

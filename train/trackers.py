@@ -130,7 +130,7 @@ class TensorBoard:
 Sink = Jsonl | Wandb | TensorBoard  # its methods may fail
 
 # Each takes the run's folder, the number of steps done before, and the configuration.
-TRACKERS = {
+TRACKERS: dict[str, Callable[..., Sink]] = {
     "jsonl": Jsonl,
     "tensorboard": TensorBoard,
     "wandb": partial(Wandb, offline=False),

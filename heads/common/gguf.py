@@ -15,7 +15,7 @@ from huggingface_hub import constants
 from transformers import PreTrainedConfig
 
 from heads.common.files import claim, replacing
-from heads.common.progress import CONSOLE, say, waiting
+from heads.common.progress import CONSOLE, say
 
 SUFFIX = ".gguf"
 
@@ -66,7 +66,7 @@ def dequantised(path: str) -> str:
             say(f"{path}: dequantised to bfloat16 once, in {new}")
             if not CONSOLE.is_terminal:
                 transformers.logging.disable_progress_bar()
-            with waiting("dequantising"), replacing(new) as written:
+            with replacing(new) as written:
                 tokenizer = transformers.AutoTokenizer.from_pretrained(folder, **given)
                 tokenizer.save_pretrained(written)
                 model = transformers.AutoModelForCausalLM.from_pretrained(

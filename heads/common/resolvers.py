@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 from omegaconf import OmegaConf
@@ -35,7 +36,7 @@ def _created(folder: str) -> str:
     return folder
 
 
-RESOLVERS = {
+RESOLVERS: dict[str, Callable[..., object]] = {
     "root": lambda path: str(ROOT / path),  # a path in the checkout, so that every command works from any directory
     "stem": lambda path: os.path.basename(os.path.abspath(path)).removesuffix(".gguf"),  # names a run after its model
     # A preset's prompts belong to the preset's data, not to data of the user's own.

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from heads.modules.flex import block_mask, kernel
 from heads.modules.flex import runs as runs_fused
+from heads.shapes import Nodes
 
 KeyValue = tuple[Tensor, Tensor]
 BLOCK = 128  # queries at a time
@@ -30,15 +31,15 @@ BLOCK = 128  # queries at a time
 class Pattern:
     """The attention pattern of N queries: each attends to rows `first` to `upto` of the context, both included."""
 
-    first: Int[Tensor, "B N"]
-    upto: Int[Tensor, "B N"] | None = None  # None if query n is row n and attends up to itself
+    first: Nodes
+    upto: Nodes | None = None  # None if query n is row n and attends up to itself
     distinct: bool = False  # whether `upto` increases every `size` queries
     size: int = 1  # queries in a group, which share their drafted rows
     causal: bool = False  # whether a query ignores the drafted rows of later queries
     masks: dict[tuple[int, int], Any] = field(default_factory=dict)  # the fused kernel's, by length and steps
 
     @cached_property
-    def last(self) -> Int[Tensor, "B N"]:
+    def last(self) -> Nodes:
         """The last context row of each query."""
         if self.upto is not None:
             return self.upto
@@ -93,9 +94,7 @@ class QueryBlock(NamedTuple):
     most: int
 
 
-def pattern(
-    position: Int[Tensor, "B N"], length: int | None, ahead: int = 0, row: Int[Tensor, "B N"] | None = None
-) -> Pattern:
+def pattern(position: Nodes, length: int | None, ahead: int = 0, row: Nodes | None = None) -> Pattern:
     """Return the pattern of rows drafted `ahead` positions after row t.
 
     Args:

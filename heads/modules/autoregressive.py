@@ -10,7 +10,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from jaxtyping import Float
 from torch import Tensor, nn
 
 from heads import rows
@@ -18,7 +17,7 @@ from heads.base import DepthOutput, Features, HeadModule, LevelNodes, LevelOutpu
 from heads.modules.attention import KeyValue, Pattern, attend_rows, pattern
 from heads.modules.kv_cache import SPARE, KVCache
 from heads.modules.layers import LayerInputs, grouped_attention
-from heads.shapes import Advanced, Anchors, Logits, Rows, Sequences, States
+from heads.shapes import Advanced, Anchors, Logits, NodeStates, Rows, Sequences, States
 
 
 class Recurrent(nn.Module):
@@ -162,7 +161,7 @@ class RecurrentHead(HeadModule, Recurrent):
             state.draft(layer, level.root[2 * layer], level.root[2 * layer + 1], 0)
         return self._draft(state, nodes, rows.gather_parents(level.hidden, nodes.parent))
 
-    def _draft(self, cache: KVCache, nodes: LevelNodes, above: Float[Tensor, "B N D"]) -> LevelOutput:
+    def _draft(self, cache: KVCache, nodes: LevelNodes, above: NodeStates) -> LevelOutput:
         """Score drafted rows; `above` are their parents' states."""
         token, mask = nodes.token, nodes.mask
         last = cache.length[: len(token)] - 1

@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from jaxtyping import Float, Int, Shaped
+from jaxtyping import Float, Shaped
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
@@ -21,7 +21,7 @@ from heads.base import Embeddings, LayerDims, resolve_layer_dims
 from heads.common.errors import one_line
 from heads.common.rope import Rope, Rotary
 from heads.rows import gather_rows, scatter_rows
-from heads.shapes import Rows, Sequences, States
+from heads.shapes import Nodes, NodeStates, Rows, Sequences, States
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 # tree_attention.py, once a target is on a device for which it has a kernel: heads are published without it.
@@ -35,7 +35,7 @@ class LayerInputs(NamedTuple):
     position: Sequences
     max_position: int  # an upper bound of the positions
     attend: Attend
-    queries: Int[Tensor, "B N"] | None = None  # the rows whose output is needed; None for all, N = T
+    queries: Nodes | None = None  # the rows whose output is needed; None for all, N = T
 
 
 class LayerSpec(NamedTuple):
@@ -141,7 +141,7 @@ class Attention(Recomputing):
         if spec.injects:
             self.k_inject, self.v_inject = (nn.Linear(spec.width, kv_inner, bias=False) for _ in range(2))
 
-    def forward(self, x: Float[Tensor, "B T X"], inputs: LayerInputs) -> Float[Tensor, "B N D"]:
+    def forward(self, x: Float[Tensor, "B T X"], inputs: LayerInputs) -> NodeStates:
         """Project, rotate, attend by `attend(query, key, value)` and project back."""
         position, max_position, attend, queries = inputs
         out = self.apart(attend, *self.checkpointed(self.project, x, position, max_position, queries))
@@ -153,7 +153,7 @@ class Attention(Recomputing):
         return attend(*states)
 
     def project(
-        self, x: Float[Tensor, "B T X"], position: Sequences, max_position: int, queries: Int[Tensor, "B N"] | None
+        self, x: Float[Tensor, "B T X"], position: Sequences, max_position: int, queries: Nodes | None
     ) -> tuple[Tensor, ...]:
         """Return the rotated queries of some rows, and all keys and values."""
         query, key, value = self.q_proj(gather_rows(x, queries)), self.k_proj(x), self.v_proj(x)
@@ -203,7 +203,7 @@ class DecoderLayer(nn.Module):
         self.post_attention_layernorm = RMSNorm(spec.width, spec.eps)
         self.mlp = SwiGLU(spec.width, spec.dims.intermediate_size)
 
-    def forward(self, x: Rows, inputs: LayerInputs) -> Float[Tensor, "B N D"]:
+    def forward(self, x: Rows, inputs: LayerInputs) -> NodeStates:
         """Apply the layer with the caller's attention pattern."""
         x = gather_rows(x, inputs.queries) + self.self_attn(self.input_layernorm(x), inputs)
         return x + self.mlp(self.post_attention_layernorm(x))
@@ -260,7 +260,7 @@ class TargetLayer(nn.Module):
                 return copy.deepcopy(child)
         raise _unfit("it has no norm of one weight")
 
-    def forward(self, x: Rows, inputs: LayerInputs) -> Float[Tensor, "B N D"]:
+    def forward(self, x: Rows, inputs: LayerInputs) -> NodeStates:
         """Apply the layer with the caller's attention pattern."""
         position, _, attend, queries = inputs
         rotary = self._rotary[0].to(x.device)(x, position)

@@ -29,7 +29,6 @@ from eval.report.write import SERVING as SCHEDULE
 from eval.report.write import read_report
 from heads.common.files import last_good, replacing
 from heads.common.gguf import gguf_file
-from heads.common.progress import waiting
 from heads.common.resolvers import ROOT
 from heads.common.target_config import read_target_values
 from heads.common.typed import Json
@@ -100,7 +99,7 @@ def write_folder(run: Path, out: Path, config: PublishConfig) -> Json:
                     f"base={config.base}: {run} has not adapted a head by peft=lora; publish it without base"
                 )
             target = _load(config.target or target_path(name), content["target"].get("adapter"))
-            trained = load_head(head, target.embeddings, target.spec)
+            trained: Any = load_head(head, target.embeddings, target.spec)
             before = base_head(config.base, trained.config, target.embeddings, target.spec)
             factors = lora.adapter_files(config.base, before.state_dict(), trained.state_dict(), rank)
             source.mkdir()
@@ -263,8 +262,7 @@ def convert(folder: Path, served: Json, target: str, say: Callable[[str], object
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     shutil.rmtree(out, ignore_errors=True)
     for command in commands:
-        with waiting(f"{command[0]} converts target and head"):
-            done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+        done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
         if done.returncode:
             why = (done.stderr.strip() or "no message").splitlines()[-1]
             raise ValueError(f"{shlex.join(command)}: exit status {done.returncode} ({why})")

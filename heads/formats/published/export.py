@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 Writers = dict[str, Callable[[Export], ExportedHead]]
 ENGINES: Writers = {"eagle": eagle.engines, "hass": eagle.engines, "eagle3": eagle3.engines, "block": dflash.engines,
                     "eagle4": eagle4.without_candidates, "mtp": mimo.engines}  # fmt: skip
-FORMATS = {
+FORMATS: dict[str, Writers] = {
     "vllm": {**ENGINES, "medusa": medusa.engines, "peagle": peagle.engines},
     "sglang": ENGINES,
     "gguf": {"eagle3": gguf.of_eagle3, "block": gguf.of_block},
