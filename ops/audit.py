@@ -53,7 +53,7 @@ WAVERING = 4.0  # nats; rounding cannot explain a larger threshold of near ties
 ASKED = ("url", "baseline", "client", "out", "workload", "questions")  # configuration keys of no check
 JSON, PAGE, REPRODUCTION = "audit.json", "audit.html", "reproduce.py"
 # Ordered so that a fault found by one check may also fail the later ones.
-CHECKS = {
+CHECKS: dict[str, Callable[[Audit], Finding]] = {
     "identity": checks.identity,
     "prefix_cache": checks.prefix_cache,
     "conversations": checks.conversations,

@@ -145,7 +145,7 @@ def _runs(
     when = [None if rate is None else arrivals(count, rate, gaps) for _ in range(repeats)]
     for server in servers.values() if job.warmup else ():
         server.send_all(job.warmup, settings, in_flight, None)
-    passes = {name: [] for name in servers}
+    passes: dict[str, list[SpecDecodingStats]] = {name: [] for name in servers}
 
     def answer(name: str, batch: Sequence[int], number: int) -> list[Answer]:
         answers, counts = servers[name].send_all([job.prompts[i] for i in batch], settings, in_flight, when[number])

@@ -93,7 +93,7 @@ log = logging.getLogger(__name__)
 OWN = "headstart"  # the form of our own heads; other forms are keys of heads.formats.published.FORMATS
 
 _parsed = partial(parsed_file, remedy="download or write it again")
-RECORDS = {
+RECORDS: dict[str, Callable[[Path], Any]] = {
     "report.json": read_report, "tokenizer_reference.json": _parsed, "provenance.json": _parsed,
     "config.yaml": partial(_parsed, parse=parse_yaml),
 }  # fmt: skip

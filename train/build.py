@@ -119,7 +119,7 @@ def build(run: RunConfig, accelerator: Accelerator, lock: RunLock) -> Loop:
     target = load_target(run.model, str(accelerator.device), whole=run.reads_target)
     tree = verifiable(target, run.tree) if isinstance(target, Target) else run.tree
     config, init = resolve_init(init, run.head, target)
-    head = init_head(config, init, target, run.base).to(accelerator.device)
+    head: Any = init_head(config, init, target, run.base).to(accelerator.device)
     if run.engine is not None:
         facts = TargetFacts(run.model.path, target.config.to_dict(), torch.bfloat16, 1)
         export.check(head, run.engine, facts, target.embeddings.beyond_tables())

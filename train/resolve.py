@@ -84,7 +84,7 @@ def resolve(cfg: DictConfig) -> RunConfig:
     run = resolve_placement(run)
     if run.plan is False:
         check_fits(run)
-    config = run.head
+    config: HeadConfig | None = run.head
     init = str(run.init)
     if run.init not in STARTS:
         config = None  # of a head on the Hub, or of another project, it is read with the weights
@@ -154,7 +154,7 @@ def resolve_device(device: DeviceConfig, requested: str | None) -> DeviceConfig:
 
 def preset(name: str) -> DeviceConfig:
     """Return a device of conf/device."""
-    values = OmegaConf.merge(*(OmegaConf.load(DEVICES / f"{file}.yaml") for file in (HERE, name)))
+    values: Any = OmegaConf.merge(*(OmegaConf.load(DEVICES / f"{file}.yaml") for file in (HERE, name)))
     values.pop("defaults", None)
     return typed(DeviceConfig, values)
 
@@ -187,8 +187,8 @@ def resolve_placement(run: RunConfig) -> RunConfig:
     shares: dict[float, RunConfig] = {}
     errors: list[ValueError] = []
     several = run.launcher.world > 1
-    placements = (run.model.placement,)
-    strategies = (run.launcher.strategy,)
+    placements: tuple[str, ...] = (run.model.placement,)
+    strategies: tuple[str, ...] = (run.launcher.strategy,)
     if run.model.placement == AUTO:
         placements = (REPLICATE, *TOGETHER * several, *(DEVICE_MAP, OFFLOAD) * (not run.alone_on_cpu))
     if run.launcher.strategy == AUTO:
@@ -330,7 +330,7 @@ def remedy(run: RunConfig) -> str | None:
     }
 
     def utilization(words: str) -> float:
-        sections = OmegaConf.from_dotlist(words.replace("features=stored", STORED).split())
+        sections: Any = OmegaConf.from_dotlist(words.replace("features=stored", STORED).split())
         changed = replace(run, **{key: replace(getattr(run, key), **sections[key]) for key in sections})
         try:
             return checked_plan(changed).utilization
@@ -381,7 +381,7 @@ def evaluation(run: RunConfig) -> Json:
     Where a pass takes all processes only the tier `live` is measured: each measures by its own clock what other trees
     would cost.
     """
-    model = {"trust_remote_code": run.model.trust_remote_code}
+    model: Json = {"trust_remote_code": run.model.trust_remote_code}
     settings = asdict(run.eval)
     if run.model.where.needs_all_ranks:
         model["placement"], settings["tier"] = run.model.placement, [LIVE]

@@ -89,7 +89,7 @@ class Loss(nn.Module):
         names = dict.fromkeys([*config.losses, *drafted], 0.0)  # a metric is the unweighted mean over all rows
         self.config = replace(config, losses=names | config.losses)
         self.rollout_config = replace(config, losses=names | drafted)
-        unroll = head.unroll
+        unroll: Any = head.unroll
         self.progress = 0.0  # the fraction of all steps that are done
         whole = compiled and not compile_layers(head)  # heads without decoder layers are fast enough
         self.unroll = torch.compile(unroll) if whole else unroll
@@ -222,7 +222,7 @@ class Stepper:
         batches = [micro.batch for micro in micro_batches]
         keys = [row_keys(trainer.seed, step, batch.index) for batch in batches]
         sampled = [self.loss.sampled(*inputs) for inputs in zip(batches, keys, strict=True)]
-        mine = sum(torch.stack([weight.normalizer, weight.trained.sum((1, 2))]) for _, weight in sampled)
+        mine: Any = sum(torch.stack([weight.normalizer, weight.trained.sum((1, 2))]) for _, weight in sampled)
         mine = torch.cat([mine, torch.full_like(mine[:1], rollout_tokens)])
         mark("data")
         shared = self.accelerator.reduce(to_device(mine, device), "sum")
@@ -309,7 +309,7 @@ class Stepper:
 
     def counted(self, step: int, *, halted: Callable[[], bool]) -> Step | None:
         """Take a step and count its floating-point operations over all processes, the target's included."""
-        counter = Flops
+        counter: Any = Flops
         with counter() as count, torch.compiler.set_stance("force_eager"):  # compiled operations cannot be counted
             taken = self(step, halted=halted)
         if taken is not None:
