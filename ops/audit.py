@@ -8,7 +8,7 @@ if __name__ == "__main__":  # a script's own folder would hide the checkout's ro
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from datetime import datetime, timezone
 from functools import partial

@@ -12,6 +12,7 @@ import time
 from dataclasses import asdict, replace
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import psutil
 import torch
@@ -28,6 +29,7 @@ from eval.config import eval_config
 from eval.inputs.drafters import find_heads
 from eval.measures.results import LIVE
 from heads import HEADS, best_line
+from heads.base import HeadConfig
 from heads.common.files import check_writable
 from heads.common.progress import say
 from heads.common.resolvers import ROOT
