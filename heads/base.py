@@ -36,7 +36,6 @@ class HeadConfig(Protocol):
     @property
     def name(self) -> str:
         """The kind."""
-        ...
 
 
 class Features(NamedTuple):
@@ -162,15 +161,12 @@ class Embeddings(Protocol):
 
     def embed(self, token: TokenIds) -> States:
         """Return the target's input embeddings of `token`."""
-        ...
 
     def logits(self, hidden: States, ids: Int[Tensor, "W"] | None = None) -> Logits:
         """Return the target's logits of final-normed hidden states; with `ids` only those of these tokens."""
-        ...
 
     def lm_head_weight(self) -> Float[Tensor, "V D"]:
         """Return the weight of the lm_head; a head may start its own lm_head from it."""
-        ...
 
 
 @runtime_checkable
@@ -191,7 +187,6 @@ class DraftHead(Protocol):
     @property
     def embeddings(self) -> Embeddings:
         """The target's embedding and lm_head."""
-        ...
 
     def unroll(self, features: Features, depths: int, anchors: Anchors = None) -> list[DepthOutput]:
         """Training: draft depths 1 … `depths` from all rows at once, as `extend` and `expand` would step by step.
@@ -199,11 +194,9 @@ class DraftHead(Protocol):
         A row's drafted tokens are those of its `features.path`, else of the sequence (`rows.drafted_token`). `anchors`
         are the rows to draft from, in order, None for all; the output for other rows is undefined.
         """
-        ...
 
     def compute_logits(self, state: Float[Tensor, "*n X"], depth: int) -> Logits:
         """Return the logits of a depth's states, over the head's own vocabulary."""
-        ...
 
     def extend(self, state: Any, new: NewRows) -> tuple[Any, LevelOutput]:
         """Decoding: append verified rows of B sequences and score the roots' children, as SGLang's draft_extend does.
@@ -213,14 +206,12 @@ class DraftHead(Protocol):
         Returns:
             The state, and the roots' level: N = 1, the logits of depth 1.
         """
-        ...
 
     def expand(self, state: Any, level: LevelOutput, nodes: LevelNodes) -> LevelOutput:
         """Decoding: score one more tree level of B sequences, all nodes at once: an expansion step of EAGLE-2.
 
         The state of the committed rows does not change; `level` is the previous level, at first the roots'.
         """
-        ...
 
 
 @dataclass(frozen=True)
