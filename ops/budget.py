@@ -23,7 +23,7 @@ from statistics import NormalDist
 from typing import Annotated, Any
 
 if __name__ == "__main__":
-    sys.path[0] = str(Path(__file__).resolve().parents[1])
+    sys.path[0] += "/.."
 
 import numpy as np
 from numpy.typing import NDArray
@@ -254,11 +254,7 @@ class Forecast:
         return list(cost)
 
     def choose(self) -> str:
-        """Train all candidates, then the faster half for longer, and so on, until one has enough points; return it.
-
-        Raises:
-            ValueError: the budget is too small for the first round.
-        """
+        """Train all candidates, then the faster half for longer, and so on to one; refuse too small a budget."""
         running, config = self.probe(), self.config
         cost, fixed, points = (self.state[key] for key in ("cost", "fixed", "points"))
         rounds = max(config.points, math.ceil(math.log2(len(running))) + 1)

@@ -86,8 +86,6 @@ def check_quantized(path: str, configured: PreTrainedConfig, quantize: str | Non
         ValueError: they are quantised already and `quantize` is set, or in a way that transformers does not know: it
             would load FP8 weights without their scales.
     """
-    from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
-
     quantize, saved, name = None if quantize == AS_IT_IS else quantize, saved_quantization(configured), None
     if saved is None:
         folder, _ = resolve_gguf(path)  # or the Hub's cache
@@ -97,6 +95,8 @@ def check_quantized(path: str, configured: PreTrainedConfig, quantize: str | Non
         algorithm = described.get("quant_algo") if isinstance(described, dict) else None
         name = algorithm and f"{shown(algorithm)} ({MODELOPT})"
     elif not (saved.get("load_in_8bit") or saved.get("load_in_4bit")):  # older configs name no method
+        from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING  # late: it imports all quantisers
+
         method = saved.get("quant_method")
         algorithm = saved.get("quant_algo")
         if method not in [*AUTO_QUANTIZATION_CONFIG_MAPPING]:
