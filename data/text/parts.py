@@ -201,8 +201,8 @@ def _messages(raw: Message) -> Iterator[Message]:
     for piece in [*parts, *legacy]:
         _take(piece, by_kind)
     calls = [_call(call) for call in parsed(raw.get("tool_calls")) or ()]
-    ids = {call.get("id") for call in calls}  # LangChain has a call both in its content and beside it
-    calls = [call for call in map(_call, by_kind.get("call", ())) if call.get("id") not in ids] + calls
+    listed = {call.get("id") for call in calls}  # LangChain has a call both in its content and beside it
+    calls = [call for call in map(_call, by_kind.get("call", ())) if call.get("id") not in listed] + calls
     for result in by_kind.get("result", ()):
         ids = next(({"tool_call_id": result[key]} for key in IDS if result.get(key)), {})
         named = {"name": result["name"]} if result.get("name") else {}
@@ -241,8 +241,10 @@ def _steps(raw: Message) -> Iterator[Message]:
                 content.append(piece)
                 continue
             name = tool.get("toolName") or piece["type"].removeprefix("tool-")
-            given = next((tool[key] for key in ("input", "args", "rawInput") if tool.get(key) is not None), {})
-            content.append({"type": "tool-call", "toolCallId": tool["toolCallId"], "toolName": name, "input": given})
+            arguments = next((tool[key] for key in ("input", "args", "rawInput") if tool.get(key) is not None), None)
+            content.append(
+                {"type": "tool-call", "toolCallId": tool["toolCallId"], "toolName": name, "input": arguments or {}}
+            )
             output = next((tool[key] for key in ("output", "result", "errorText") if key in tool), None)
             if output is not None:
                 value = output if isinstance(output, str) else {"type": "json", "value": output}

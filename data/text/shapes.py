@@ -119,7 +119,10 @@ class Chat(NamedTuple):
 def at(value: Any, path: str) -> Any:
     """Return the value at a path of a record, or None."""
     for name in path.split("/") if path else ():
-        value = opened(value.get(name)) if isinstance(value, dict) else None
+        value = value.get(name) if isinstance(value, dict) else None
+        if value is None:
+            return None
+        value = opened(value)
     return value
 
 

@@ -210,7 +210,7 @@ def _span(lines: list[Raw]) -> Iterator[Raw]:
 def _listed(value: Any) -> Any:
     """Return a value with lists in place of dicts by number, and an item's message or tool call in its place."""
     if isinstance(value, str):  # OpenLLMetry writes content in parts as JSON
-        parts = parsed(value) if value.startswith("[") else None
+        parts: Any = parsed(value) if value.startswith("[") else None
         return parts if _are_records(parts) and all(item.get("type") in PARTS for item in parts) else value
     if not isinstance(value, dict | list):
         return value
