@@ -6,7 +6,7 @@ it is found by rendering the chat up to the answer's start and end. Tokens alway
 
 import dataclasses
 import re
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -399,10 +399,20 @@ def joined(turns: list[Turn]) -> list[Turn]:
     return texts[::-1]
 
 
-def _mask(text: str, spans: list[Span], tokenizer: PreTrainedTokenizerBase) -> Masked:
-    """Return the text's tokens, and 1 for each token that is entirely in a span."""
+def _mask(text: str, spans: list[Span], tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:
+    """Return the text's tokens, and 1 for each token that is entirely in a span; the target writes no other.
+
+    Raises:
+        BadSampleError: a token spans an answer's edge, and the tokenizer does not tell the characters of tokens.
+    """
+    if tokenizer.is_fast:
+        token, starts, ends = encode_spans(text, tokenizer)
+        mask = [0] * len(token)
+        for start, end in spans:
+            first, last = bisect_left(starts, start), bisect_right(ends, end)
+            mask[first:last] = [1] * (last - first)
+        return token, mask
     edges = [0, *chain.from_iterable(spans), len(text)]
-    # Encoding the pieces between edges gives the boundaries if their tokens join to the whole's: faster than prefixes.
     whole, *pieces = encode([text, *(text[a:b] for a, b in pairwise(edges))], tokenizer)
     bounds = list(accumulate(len(piece) for piece in pieces))
     if whole != list(chain.from_iterable(pieces)):
@@ -411,26 +421,18 @@ def _mask(text: str, spans: list[Span], tokenizer: PreTrainedTokenizerBase) -> M
         )  # SentencePiece encodes the start of a text differently
         bounds = [len(prefix) for prefix in prefixes]
         if any(whole[: len(prefix)] != prefix for prefix in prefixes):
-            return _by_characters(text, spans, tokenizer)
+            raise BadSampleError(
+                "tokens across an answer's edge",
+                "its tokens span the edge of an answer, and the tokenizer does not tell their characters; "
+                "use the model's fast tokenizer (tokenizer.json)",
+            )
     mask = [0] * len(whole)
     for start, end in zip(bounds[::2], bounds[1::2], strict=False):
         mask[start:end] = [1] * (end - start)
     return whole, mask
 
 
-def _by_characters(text: str, spans: list[Span], tokenizer: PreTrainedTokenizerBase) -> Masked:
-    """Mask by characters where tokens span an answer's edge: the target never writes such a token."""
-    if not tokenizer.is_fast:
-        raise BadSampleError(
-            "tokens across an answer's edge",
-            "its tokens span the edge of an answer, and the tokenizer does not tell their characters; "
-            "use the model's fast tokenizer (tokenizer.json)",
-        )
-    token, offsets = encode_spans(text, tokenizer)
-    return token, [int(any(a <= start and end <= b for a, b in spans)) for start, end in offsets]
-
-
-def _end_turns(token: list[int], mask: list[int], tokenizer: PreTrainedTokenizerBase) -> Masked:
+def _end_turns(token: list[int], mask: list[int], tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:
     """End every answer with the token that ends the target's turn.
 
     Templates may add a newline after it, which the target never samples, or omit the token until the next turn.

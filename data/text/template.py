@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from functools import lru_cache
+from itertools import accumulate
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar
 
@@ -69,7 +70,7 @@ def render_tagged(
 
     The spans are None for a template without such blocks.
     """
-    if GENERATION.search(COMMENT.sub("", _template(tokenizer, tools))) is None:
+    if not _is_tagged(_template(tokenizer, tools)):
         return render(messages, tokenizer, False, tools), None
 
     def call(chat: Messages) -> tuple[str, list[Span]]:
@@ -145,9 +146,18 @@ def _call(call: Message, read: Callable[[str], Any]) -> Message:
 
 
 def _template(tokenizer: PreTrainedTokenizerBase, tools: Sequence[Message]) -> str:
-    """Return the template with a constant date instead of calls for the current time, which it cannot be given."""
-    template = tokenizer.get_chat_template(tools=list(tools) or None)
+    """Return the template with a constant day instead of its calls of the clock: it takes no clock of ours."""
+    return _of_a_day(tokenizer.get_chat_template(tools=list(tools) or None))
+
+
+@lru_cache(maxsize=8)
+def _of_a_day(template: str) -> str:
     return NOW.sub(lambda call: repr(TEMPLATE_DAY.strftime(call[2])), template)
+
+
+@lru_cache(maxsize=8)
+def _is_tagged(template: str) -> bool:
+    return GENERATION.search(COMMENT.sub("", template)) is not None
 
 
 def encode(rendered: list[str], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
@@ -156,17 +166,17 @@ def encode(rendered: list[str], tokenizer: PreTrainedTokenizerBase) -> list[list
     return list(encoded["input_ids"])
 
 
-def encode_spans(text: str, tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[Span]]:
-    """Return a rendered chat's tokens and character spans; characters between two tokens belong to the later one.
+def encode_spans(text: str, tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int], list[int]]:
+    """Return a rendered chat's tokens, and where the characters of each start and end, in their order.
 
-    Byte-level tokenizers exclude the space before a word from its token's span.
+    Characters between two tokens are the later one's: byte-level tokenizers leave the space before a word out.
     """
-    encoded: Any = tokenize(tokenizer, text, add_special_tokens=False, return_offsets_mapping=True)
-    spans, reached = [], 0
-    for start, end in encoded["offset_mapping"]:
-        spans.append((min(start, reached), end))
-        reached = max(reached, end)
-    return list(encoded["input_ids"]), spans
+    left_out = {"return_attention_mask": False, "return_token_type_ids": False}
+    encoded: Any = tokenize(tokenizer, text, add_special_tokens=False, return_offsets_mapping=True, **left_out)
+    offsets = encoded["offset_mapping"]
+    reached = [0, *accumulate((end for _, end in offsets), max)]
+    starts = [min(start, before) for (start, _), before in zip(offsets, reached, strict=False)]
+    return list(encoded["input_ids"]), starts, reached[1:]
 
 
 @lru_cache(maxsize=8)
