@@ -36,7 +36,7 @@ from eval.measures.losslessness import (
 )
 from eval.measures.results import BASELINE
 from heads.base import Tokens
-from heads.common.progress import progress, tick
+from heads.common.progress import progress, update_bar
 from inference.batch import Batch, acquire, needed_entries, release
 from inference.decode import Generation, RequestParams, autoregress
 from inference.protocol import Drafter

@@ -30,8 +30,8 @@ from eval.report.write import READ, SERVING, Report
 from eval.setup import described, devices_of, dtype_for, load_target, prepared, read, remarks_of
 from eval.teacher_forced import WorkloadTexts, answered_texts, generate_answers, recorded_texts, teacher_forced_rows
 from eval.tune import TUNED, tune
-from heads.common.command import command, ending_alone
-from heads.common.errors import keeping, user_errors
+from heads.common.command import command, exit_this_run
+from heads.common.errors import report_on_interrupt, user_errors
 from heads.common.typed import Json, typed
 from heads.common.untrusted import visible
 from inference.target.config import ModelConfig

@@ -10,7 +10,7 @@ from torch import distributed
 from data.text.prompts import Prompt
 from eval.config import EngineConfig, EvalConfig
 from eval.inputs.drafters import check_drafters, find_heads, model_of, own_prompts
-from eval.inputs.workloads import Workload, named_apart, read_workload, workload_names
+from eval.inputs.workloads import Workload, distinct_names, read_workload, workload_names
 from eval.tune import TUNED
 from heads.common.files import check_writable
 from heads.common.progress import Bar, print_above_bars
@@ -41,7 +41,7 @@ def prepared(config: EvalConfig) -> tuple[ModelConfig, list[str], Path]:
     check_writable(out, "out")
     has_report = (out / "report.json").exists() and not config.tune
     replaced = ", in place of the report there; out=FOLDER writes elsewhere" if has_report else ""
-    say(visible(f"evaluation on {', '.join(names)} with {model.path}, to {out}{replaced}"))
+    print_above_bars(visible(f"evaluation on {', '.join(names)} with {model.path}, to {out}{replaced}"))
     configuration(model.path, model.trust_remote_code)
     return model, names, out
 

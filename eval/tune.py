@@ -425,7 +425,7 @@ def proposed(
     depths = [depth for depth in grid.depths if depth <= deepest] or [deepest]
     families = {CHAIN: [TreeConfig("chain", depth, 0, 0, [], []) for depth in depths]}
     if takes_trees:
-        static = best_static(levelled(table[: max(depths)]), max(grid.nodes))
+        static = best_static(non_increasing(table[: max(depths)]), max(grid.nodes))
         shapes = {str(paths): paths for nodes in grid.nodes if (paths := sorted(static[:nodes], key=len))}
         families["static"] = [TreeConfig("static", 0, 0, 0, paths, []) for paths in shapes.values()]
         sizes = [(depth, nodes) for depth in depths for nodes in grid.nodes if depth <= nodes]

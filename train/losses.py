@@ -139,7 +139,7 @@ class LossInputs:
         return torch.minimum(self.log_p, self.log_q).exp().sum(-1)
 
 
-def gathered(x: Shaped[Tensor, "n W"], index: RowIndex) -> Shaped[Tensor, "R W"]:
+def take_rows(x: Shaped[Tensor, "n W"], index: RowIndex) -> Shaped[Tensor, "R W"]:
     """Return rows of x by ascending index, or x itself if these are all: a copy costs as much as a loss."""
     return x if len(index) == len(x) else x.index_select(0, index)
 

@@ -18,7 +18,7 @@ from omegaconf import DictConfig
 
 from heads.common.command import command
 from heads.common.connection import unreachable
-from heads.common.errors import keeping
+from heads.common.errors import report_on_interrupt
 from heads.common.files import last_good
 from heads.common.typed import typed
 from heads.common.untrusted import visible

@@ -57,8 +57,8 @@ from inference.target.placement import (
 from train.config import HERE, IGNORE, DeviceConfig, JobConfig, RunConfig, checked, run_config
 from train.distributed import processes
 from train.distributed.launch import launched, on_node, world
-from train.plan import GIB, PLAIN, SAFE, Plan, plan, target_shape
-from train.start import STARTS, check_init, check_kind, continued
+from train.plan import GIB, MAX_UTILISATION, PLAIN, Plan, plan, target_shape
+from train.start import STARTS, check_init, check_kind, resolve_saved_config
 
 GATE = "float32"  # dtype of the losslessness check if the target fits in it: 16-bit rounding blurs the comparison
 PRUNED = 32000  # EAGLE-3's draft vocabulary

@@ -20,7 +20,7 @@ from rich.console import Console
 
 from eval.config import eval_config
 from eval.measures.results import BASELINE
-from heads.common.command import command, ending_alone
+from heads.common.command import command, exit_this_run
 from heads.common.errors import keeping, user_errors
 from train import checkpoint, sweep
 from train.build import among_processes, build, values_of

@@ -199,7 +199,7 @@ def init_head(
         return kind(config, target.embeddings)
     folder = resolve_head(init)
     loaded: Any = load_found(folder, target.embeddings, sibling_spec(folder, target.spec, "is trained on for"))
-    head = kind(continued(config, loaded.config, init), target.embeddings)
+    head = kind(resolve_saved_config(config, loaded.config, init), target.embeddings)
     weights = loaded.state_dict()  # in fp32, whatever the file's dtype
     head.load_state_dict(weights, strict=not isinstance(head, Eagle4))  # a candidate head may be missing
     if head.state_dict().keys() - weights.keys():  # a new candidate head starts from the loaded lm_head
@@ -335,7 +335,7 @@ class LayerStates(NamedTuple):
     state: States  # the input of the head's final norm, if it has one
 
 
-def solved(
+def fit_linear(
     head: Any, target: Any, batches: Batches, limit: int, linear: nn.Linear, labels_of: Callable[[LayerStates], States]
 ) -> Float[Tensor, "D I"]:
     """Return the weight that maps a linear layer's inputs at depth 1 to labels with the least squared error.

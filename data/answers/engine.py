@@ -29,7 +29,7 @@ from inference.verification.rules import COUPLED
 from inference.verification.sample import Sampling
 
 Options = Mapping[str, Any]  # of a drafter, or of a tree
-Answering = tuple[Talk, list[int], Generation]  # a chat, its prompt's tokens, and the answer that is being decoded
+Answering = tuple[OngoingChat, list[int], Generation]  # with the prompt's tokens and the answer being decoded
 
 
 class Engine:

@@ -239,7 +239,7 @@ class VllmServers:
 
 
 # A packed sequence's index, its states on the host, the last one before the final norm, and its pending documents.
-ArrivingSequence = tuple[int, States, list[Future[None]]]
+PendingSequence = tuple[int, States, list[Future[None]]]
 
 
 class ServedFeatures(ReadAhead[list[PendingSequence]]):
@@ -262,8 +262,8 @@ class ServedFeatures(ReadAhead[list[PendingSequence]]):
         for index in batch.index.clamp_min(0).tolist():  # -1 pads with the first sequence
             states = States(zeros(1, length, len(self.request.layers), width), zeros(1, length, width))
             documents = [self._pool.submit(self._fetch, piece, states) for piece in pieces(self.batches.packed, index)]
-            arriving.append((index, states, documents))
-        return arriving
+            pending.append((index, states, documents))
+        return pending
 
     def finish(self, batch: Batch, job: list[PendingSequence]) -> Features:
         """Wait for a micro-batch's states and return its features."""

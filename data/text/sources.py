@@ -32,7 +32,7 @@ from data.text.files import (
     without_nulls,
 )
 from data.text.parts import LeftOutError
-from data.text.records import Record, read, readable
+from data.text.records import Record, read, to_known_shape
 from data.text.shapes import at
 from data.text.transcripts import batches_joined, is_wanted, records_in
 from heads.common.connection import check_reachable

@@ -15,7 +15,7 @@ from huggingface_hub import constants
 from transformers import PreTrainedConfig
 
 from heads.common.files import claim, replacing
-from heads.common.progress import CONSOLE, say
+from heads.common.progress import CONSOLE, print_above_bars
 
 SUFFIX = ".gguf"
 
@@ -53,7 +53,7 @@ def metadata(folder: str, gguf_file: str) -> dict[str, Any]:
 
 def dequantised(path: str) -> str:
     """Return a model's folder or Hub name; of a GGUF file the folder with its weights, made where it is not."""
-    folder, given = located(path)
+    folder, given = resolve_gguf(path)
     if not given:
         return folder
     new = _folder(Path(folder, given["gguf_file"]))

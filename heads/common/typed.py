@@ -50,7 +50,7 @@ def typed(
         raise ValueError(
             f"{join(prefix, held[0])} is {shown(cfg[held[0]])}: an interpolation is not allowed here, give the value"
         )
-    return build(schema, values, prefix, ready)
+    return build(schema, values, prefix, built_fields)
 
 
 def from_yaml(schema: type[T], config: str, **values: Any) -> T:

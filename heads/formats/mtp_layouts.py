@@ -107,7 +107,7 @@ def layout_of(names: Iterable[str], layers: int) -> Layout | None:
     return next((one for one in LAYOUTS.values() if one.theirs(PROJECTION, layers) in available), None)
 
 
-def fused(tensors: NamedTensors) -> NamedTensors:
+def stack_experts(tensors: NamedTensors) -> NamedTensors:
     """Stack a checkpoint's separate experts as in transformers: gate above up, and down."""
     experts: dict[str, dict[str, dict[int, Tensor]]] = {}
     stacked = {}
@@ -126,7 +126,7 @@ def fused(tensors: NamedTensors) -> NamedTensors:
     return stacked
 
 
-def apart(tensors: NamedTensors) -> NamedTensors:
+def split_experts(tensors: NamedTensors) -> NamedTensors:
     """Split stacked experts, the inverse of `fused`."""
     split = {}
     for name, tensor in tensors.items():

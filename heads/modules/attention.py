@@ -32,8 +32,8 @@ class Pattern:
     """The attention pattern of N queries: each attends to rows `first` to `last_row` of the context, both included."""
 
     first: Nodes
-    upto: Nodes | None = None  # None if query n is row n and attends up to itself
-    distinct: bool = False  # whether `upto` increases every `size` queries
+    last_row: Nodes | None = None  # None if query n is row n and attends up to itself
+    increasing: bool = False  # whether `last_row` increases every `size` queries
     size: int = 1  # queries in a group, which share their drafted rows
     causal: bool = False  # whether later queries' drafted rows are masked
     masks: dict[tuple[int, int], Any] = field(default_factory=dict)  # (length, steps) -> mask of the fused kernel
@@ -41,8 +41,8 @@ class Pattern:
     @cached_property
     def last(self) -> Nodes:
         """The last context row of each query."""
-        if self.upto is not None:
-            return self.upto
+        if self.last_row is not None:
+            return self.last_row
         return torch.arange(self.first.shape[1], device=self.first.device).expand_as(self.first)
 
     def blocks(self, length: int) -> list["QueryBlock"]:
@@ -143,7 +143,7 @@ def attend_blocks(
     drafted = [
         half for pair in pairs[1:] for halves in zip(*map(attn_pattern.shared, pair), strict=True) for half in halves
     ]
-    apply: Any = _Rows.apply
+    apply: Any = _BlockwiseAttention.apply
     return apply(attn_pattern, query, *pairs[0], *drafted)
 
 

@@ -60,7 +60,7 @@ class AccumulatingModule(nn.Module):
         """Return the logits."""
         if self.gradient is None or not torch.is_grad_enabled():
             return functional.linear(hidden, self.weight, bias)
-        apply: Any = _Adding.apply
+        apply: Any = _AccumulatingProduct.apply
         logits = apply(hidden.to(self.gradient.operand.dtype), self.weight, self.gradient)
         return logits if bias is None else logits + bias
 

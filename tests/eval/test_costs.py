@@ -76,10 +76,10 @@ def test_no_rank_counts_more_than_a_better_one() -> None:
 
 
 def test_a_chance_hit_of_a_low_rank_draws_no_lone_node_there() -> None:
-    """Of ten tokens one had rank 3 and none rank 1 or 2: the raw table drafts ranks 0 and 3, the levelled one not."""
+    """Of ten tokens one had rank 3 and none rank 1 or 2: the raw table drafts ranks 0 and 3, the even one not."""
     table = torch.tensor([[0.9, 0.0, 0.0, 0.1]], dtype=torch.float64)
     assert best_static(table, 2) == [[0], [3]]
-    assert best_static(levelled(table), 2) == [[0], [1]]
+    assert best_static(non_increasing(table), 2) == [[0], [1]]
 
 
 SETTINGS = RequestParams(12, GREEDY)

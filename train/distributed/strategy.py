@@ -244,7 +244,7 @@ def write_master_shard(p: Tensor, value: Tensor, key: str | None = None) -> None
     extra = () if key is None else (key,)
     if zero_stage(p) == 3:
         put_local = utils.safe_set_local_fp32_param if key is None else utils.safe_set_local_optimizer_state
-        put_local(p, local_slice(value, held(p)).to(held(p).device), *extra)
+        put_local(p, local_slice(value, local_shard(p)).to(local_shard(p).device), *extra)
     else:
         put_full = utils.safe_set_full_fp32_param if key is None else utils.safe_set_full_optimizer_state
         put_full(p, value.to(p.device), *extra)
