@@ -159,7 +159,8 @@ def plain_shape(config: Any, norms: int) -> TargetShape:
     )
     return TargetShape(
         config, TargetEmbeddings(model), chosen * feed,
-        embedding.weight.numel() * (1 if config.tie_word_embeddings else 2), inner, active, packs=True, apart=True,
+        embedding.weight.numel() * (1 if config.tie_word_embeddings else 2), inner, active, packs=True,
+        loads_alone=True,
     )  # fmt: skip
 
 
