@@ -69,11 +69,8 @@ def with_head(cfg: DictConfig) -> DictConfig:
     """Return a composed configuration with its head named and the head's own training values filled in.
 
     `head=best` becomes a head that `engine` loads, without one the head that suits `model`, by the target's
-    config.json. `head.training` holds the values of
-    `objective` and `trainer` where these are `auto`, and the losses that those of `objective` are added to.
-
-    Raises:
-        ValueError: the target's config.json cannot be read.
+    config.json. `head.training` holds the values of `objective` and `trainer` where these are `auto`, and the losses
+    that those of `objective` are added to. Refuse a target whose config.json cannot be read.
     """
     cfg = cfg.copy()
     OmegaConf.set_struct(cfg, False)

@@ -342,10 +342,8 @@ def requests_of(lines: Iterator[bytes], name: str) -> Iterator[tuple[bytes, str]
 def split(log: Path, since: int, loop: LoopConfig, folder: Path) -> dict[str, int]:
     """Write a log's old and new requests, each in two parts by time, for training and comparison; return counts.
 
-    The proof leaves out a request whose prompt is trained on, with another answer or in the same dialogue.
-
-    Raises:
-        ValueError: too few of them can be used, or are left for the comparison.
+    The proof leaves out a request whose prompt is trained on, with another answer or in the same dialogue. Refuse a log
+    of which too few can be used, or are left for the comparison.
     """
     lines = list(growing(log, follow=False, poll=1.0))
     counts: dict[str, int] = {}

@@ -216,10 +216,8 @@ def follow(config: WatchConfig) -> int:
 def windows(server: Metrics, config: WatchConfig) -> Iterator[SpecDecodingStats]:
     """Yield windows of a server's counters, each of `config.passes` passes or more, other clients' among them.
 
-    A restart begins a new window. A server may be away for `config.away` seconds.
-
-    Raises:
-        ValueError: it has no counters, answers without drafts, or stays away.
+    A restart begins a new window. Refuse a server without counters or drafts, or away for more than `config.away`
+    seconds.
     """
     before, last = server.counters(), time.monotonic()
     if before is None:
@@ -252,10 +250,7 @@ def growing(path: Path, *, follow: bool, poll: float) -> Iterator[bytes]:
     """Yield the lines of a file, and those that are added to it; an incomplete one waits for its end.
 
     Where another file takes its name, the rest of the old one comes first; one that was cut begins again. Without
-    `follow` it ends where the file does.
-
-    Raises:
-        ValueError: there is no such file at first, or it is packed.
+    `follow` it ends where the file does. Refuse a missing or packed file at first.
     """
     check_log(path)
     file = path.open("rb")
@@ -344,10 +339,8 @@ def counts_in(raw: Record) -> SpecDecodingStats | None:
 def player(run: str, given: Record, tree: Record, config: WatcherConfig, name: str) -> Replay:
     """Return the replay of a run's head along the log of a name; target and head are loaded with its first record.
 
-    `given` and `tree` have what the user says of the target and of the head's tree, None what is left as it is.
-
-    Raises:
-        ValueError: no such run, a run without a head, or a tree that the head cannot draft.
+    `given` and `tree` have what the user says of the target and of the head's tree, None what is left as it is. Refuse
+    a run without a head, and a tree that the head cannot draft.
     """
     folder = resolve_head(run)
     saved_tree(folder, tree)

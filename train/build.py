@@ -103,13 +103,10 @@ def among_processes(run: Any, job: Callable[[Any, Accelerator, RunLock], None]) 
 
 
 def build(run: RunConfig, accelerator: Accelerator, lock: RunLock) -> Loop:
-    """Load the target, the head and the data, create the output folder, and return the loop that trains the head.
+    """Load target, head and data, create the output folder, and return the loop; refuse what does not fit together.
 
     Three decisions need the loaded target: whether it verifies trees, the initial weights of `init=auto`, and the
     micro-batch that runs on this device.
-
-    Raises:
-        ValueError: target, head, data or an earlier run in the folder do not fit each other.
     """
     if not accelerator.is_main_process:
         logging.disable(logging.WARNING)  # only the first process warns

@@ -245,9 +245,7 @@ class Saver:
         """Wait for the save before, copy the state, and start writing it; wait for this one too if that before failed.
 
         `content` goes to state.json next to the step; the checkpoint of step `best`, with the best τ, is never deleted.
-
-        Raises:
-            ValueError: the disk has refused twice in a row; earlier checkpoints still load.
+        Refuse to go on where the disk has refused twice in a row.
         """
         begin = time.perf_counter()
         failed = self._wait()

@@ -23,11 +23,8 @@ PATIENCE = 2.5  # seconds that the Hub has to answer: a refusal takes five with 
 def check_reachable(repo: str, kind: str = "model") -> None:
     """Have the libraries ask only the Hub's cache, as with HF_HUB_OFFLINE=1, where the Hub cannot be reached.
 
-    Otherwise they try each file again and again, for a minute; of a path they say how the Hub's names are written.
-
-    Raises:
-        ValueError: this is no repository's name, or the cache does not hold it, a "model" or "dataset"; one line,
-            without the name.
+    Otherwise they try each file again and again, for a minute. Refuse what is no repository's name and, without the
+    Hub, a "model" or "dataset" that the cache does not hold; in one line, without the name.
     """
     if kind == "model" and Path(repo).is_file():
         raise ValueError("is a file; give its folder")

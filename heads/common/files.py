@@ -137,12 +137,9 @@ def checksum(content: dict[str, Any]) -> str:
 
 @contextmanager
 def claim(path: Path, *, wait: bool) -> Iterator[bool]:
-    """Hold a file's lock for a block, and yield whether it was acquired; with `wait` it always is.
+    """Hold a file's lock for a block, and yield whether it was acquired; with `wait` it always is. Links are refused.
 
     The kernel releases it when the process exits or is killed. The empty file stays: removing it would let two hold it.
-
-    Raises:
-        OSError: it cannot be opened, or is a link.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     with os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666), "ab") as file:

@@ -62,9 +62,7 @@ TOKEN = re.compile(r"\bhf_(?:(?:jwt|oauth)_[\w.-]{20,}|[A-Za-z0-9]{20,})")
 
 
 def write_folder(run: Path, out: Path, config: PublishConfig) -> Json:
-    """Write the folder, and return the values of its card (`card.view`).
-
-    The head's files lie at its top, so that the folder, and so the repository, loads as a head.
+    """Write the folder, whose files lie at the top so that it loads as a head; return its card's values (`card.view`).
 
     Raises:
         ValueError: the head or a file next to it is a link or damaged, cannot take the format, or holds a token of the
