@@ -61,15 +61,9 @@ def predict(
 ) -> tuple[float, float, float]:
     """Return τ after `at` tokens by a power function through three points or more, and the ends of its interval.
 
-    The interval is that of a new measurement, of the level LEVEL: by the covariance of the three numbers, and by the
-    last standard error.
-
-    Args:
-        tokens: trained tokens of each point, increasing.
-        tau: τ at each point.
-        error: Standard errors of τ.
-        at: a number of tokens, not below the last point's.
-        bound: the most tokens that a pass can commit.
+    The points are trained tokens, increasing, τ and its standard error; `bound` is the most tokens that a pass can
+    commit. The interval is that of a new measurement, of the level LEVEL: by the covariance of the three numbers, and
+    by the last standard error.
     """
     from scipy.optimize import curve_fit  # late: half a second that no other run needs
 
@@ -152,13 +146,9 @@ class BudgetConfig:
 
 
 class Forecast:
-    """The trainings of a run within its budget; `state` is the content of `forecast.json`.
+    """The trainings of a run, apart from its head, within its budget; `state` is the content of `forecast.json`.
 
-    Args:
-        run: the run, apart from its head.
-        config: its budget and candidates.
-        words: the overrides that all trainings have in common.
-        train: runs a training with further overrides, to its end.
+    `words` are the overrides that all trainings have in common; `train` runs one with further overrides, to its end.
     """
 
     def __init__(self, run: RunConfig, config: BudgetConfig, words: Words, train: Train) -> None:

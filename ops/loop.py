@@ -112,15 +112,9 @@ class State:
 def maintain(run: RunConfig, service: LoopJob, words: Words, train: Train) -> int:
     """Run the stages, continuing a stopped run; return 1 if an adapted head was not better, else 0.
 
-    Args:
-        run: the training that adapts the head; `out` is the maintenance's folder.
-        service: the head and its log.
-        words: the user's overrides of the training.
-        train: runs a training with overrides, to its end.
-
-    Raises:
-        ValueError: no log or head, a folder that cannot be written, another head than the folder's, or a log that
-            cannot be trained on.
+    `run` is the training that adapts the head, in the maintenance's folder, `words` its overrides by the user; `train`
+    runs one to its end. Refuse a missing log or head, another head than the folder's, and a log that cannot be trained
+    on.
     """
     if run.plan is True:
         raise ValueError("plan=true plans a training, and the loop may swap a head: leave it out")

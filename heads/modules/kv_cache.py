@@ -30,8 +30,7 @@ class KVCache:
     """Keys and values of up to `size` sequences, a pair of buffers "B G C E" a layer.
 
     A ring buffer: the row at position p is entry p % ring_size, so a sequence of any length needs `window` entries and
-        a
-    few. An entry's position follows from the sequence's length, and nothing is moved as it grows. Drafted rows are
+    a few. An entry's position follows from the sequence's length, and nothing is moved as it grows. Drafted rows are
     written after the entries in use, where the next tree overwrites them.
 
     Attributes:

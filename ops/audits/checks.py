@@ -19,6 +19,7 @@ from ops.audits.compare import (
     AUDITED,
     BASELINE,
     SIDES,
+    Asked,
     Audit,
     Difference,
     Finding,
@@ -30,7 +31,7 @@ from ops.audits.compare import (
 )
 from ops.served import Question, Reply
 
-Pairs = Iterator[tuple[Question, Reply]]
+Pairs = Iterator[Asked]
 GROUPS = 4  # groups of prompts with a shared prefix, half in either order
 SHARED = 220  # words of the shared prefix
 TAILS = ("What are the notes about?", "Write the first ten words of the notes, then the last ten.")
@@ -61,7 +62,7 @@ def identity(audit: Audit) -> Finding:
 def prefix_cache(audit: Audit) -> Finding:
     """Ask x, y and x again behind a prefix that both share, and y, x, y behind another."""
     before: dict[str, tuple[Question, ...]] = {}
-    pairs = list[tuple[Question, Reply]]()
+    pairs: list[Asked] = []
     for group in range(GROUPS):
         prefix = f"Notes, page {audit.config.seed}-{group}. {filler(SHARED, group)}\n\n"
         tails = TAILS if group % 2 == 0 else TAILS[::-1]
@@ -73,7 +74,7 @@ def prefix_cache(audit: Audit) -> Finding:
 
 def conversations(audit: Audit) -> Finding:
     """Ask follow-up questions, with the baseline's answers as the earlier messages."""
-    pairs = list[tuple[Question, Reply]]()
+    pairs: list[Asked] = []
     for index, question in enumerate(audit.questions[:DIALOGUES]):
         history = [question.prompt, audit.asker.one(BASELINE, question).text]
         for turn, follow_up in enumerate(FOLLOW_UPS, 2):
@@ -90,7 +91,7 @@ def chunk_borders(audit: Audit) -> Finding:
         text = f"Page {audit.config.seed}-{border}: {filler(words, border)}. Continue."
         return audit.question(f"border {border}, {words} words", text)
 
-    pairs = list[tuple[Question, Reply]]()
+    pairs: list[Asked] = []
     for border in audit.config.borders:
         words = border // 2
         for _ in range(3):

@@ -28,6 +28,7 @@ AUDITED, BASELINE = SIDES = ("audited", "baseline")
 LOGPROBS = 5  # most probable tokens per position
 CANCEL_AFTER = 2  # events of a cancelled stream
 Status = Literal["passed", "failed", "undecided", "not_offered", "not_run"]
+Asked = tuple[Question, Reply]
 Kind = Literal["fault", "near_tie", "unexplained"]
 VERBS: dict[Kind, str] = {
     "fault": "differ",
@@ -75,13 +76,9 @@ class EndedError(Exception):
 class Asker:
     """Client of both servers; its methods may be called from several threads.
 
-    Attributes:
-        ended: the reason why the audit ended early, empty until then.
-        crash: the question under which the audited server ended and the requests in flight, if those were several.
-
-    Raises:
-        EndedError: before a request beyond the budget, and where a server stopped answering. An error that a server
-            answers with is a reply.
+    `ended` is the reason why the audit ended early, empty until then; `crash` the question under which the audited
+    server ended and the requests in flight, if those were several. An EndedError comes before a request beyond the
+    budget, and where a server stopped answering; an error that a server answers with is a reply.
     """
 
     sides: Mapping[str, Server]
@@ -281,7 +278,7 @@ class Audit:
 
 def judged(
     audit: Audit,
-    answers: Iterable[tuple[Question, Reply]],
+    answers: Iterable[Asked],
     fault: str = "",
     before: Mapping[str, tuple[Question, ...]] | None = None,
     in_flight: int = 1,

@@ -232,16 +232,9 @@ KEY = "hidden_layers_list"
 
 
 def convert(folder: Path, served: Json, target: str, say: Callable[[str], object]) -> None:
-    """Convert an exported head and its target into a folder next to it, or say how if there is no `optimum-cli`.
+    """Convert an exported head, of the config.json `served`, and its target into a folder next to it; `say` prints.
 
-    Args:
-        folder: The exported head.
-        served: Its config.json.
-        target: The target's folder or Hub id.
-        say: What prints a line.
-
-    Raises:
-        ValueError: the converter failed; the last line that it wrote.
+    Without `optimum-cli` say how. Refuse with the converter's last line where it fails.
     """
     out = folder.with_name(f"{folder.name}-openvino")
     export_model = [CLI, "export", "openvino", "-m"]

@@ -60,10 +60,6 @@ def unserved(config: Any, beyond: Collection[str]) -> str | None:
 
     EAGLE-3, P-EAGLE and MTP norm the embedding first, which takes its scale away, and EAGLE-1's fc takes it in. The
     factor and the cap of the target's logits leave the best token the best; an lm_head of its own has learnt them.
-
-    Args:
-        config: The head's configuration.
-        beyond: The target's `beyond_tables`.
     """
     terms = any(getattr(config, key, None) for key in ("markov_rank", "domino", "selector_rank"))
     for what, matters in (
