@@ -234,10 +234,10 @@ def loop_of(
     stepper = Stepper(run.trainer, run.launcher, accelerator, loss, source, width, rollouts)
     weighed = {f"objective.{key}": value for key, value in asdict(run.objective).items()}
     trained = {"head": head.config, "peft": run.peft}
-    this_run = checkpoint.Identity(
-        checkpoint.settings(run.trainer, trained, target.spec.fingerprint, source.batches),
-        checkpoint.numerics(run.trainer, weighed, run.launcher.strategy, accelerator.num_processes),
-    )
+    this_run = {
+        "settings": checkpoint.settings(run.trainer, trained, target.spec.fingerprint, source.batches),
+        "arithmetic": checkpoint.numerics(run.trainer, weighed, run.launcher.strategy, accelerator.num_processes),
+    }
     return Loop(Path(run.out), stepper, kept_head, evaluator, this_run, resumes=run.resume, config=values)
 
 

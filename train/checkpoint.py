@@ -24,7 +24,7 @@ from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import transformers
@@ -352,13 +352,6 @@ STEERING = (
 )  # fmt: skip
 VERSIONS = {"torch": torch.__version__, "transformers": transformers.__version__}
 SHOWN = 60  # characters of a value in a message
-
-
-class Identity(NamedTuple):
-    """The settings that identify a run: on resume a change in `settings` is refused, one in `numerics` reported."""
-
-    settings: Json
-    numerics: Json
 
 
 def settings(trainer: TrainerConfig, sections: Json, target: str, batches: Batches) -> Json:
