@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from data.batches import Batch, Batches
-from data.features.source import FeatureSource, MicroBatch
+from data.features.source import FeatureSource
 from eval.measures.machine import peak_memory
 from heads.base import Features, NamedTensors, frozen_count, parameter_count, to_device
 from heads.common.files import atomic_write, write_json
@@ -218,7 +218,13 @@ class Stepper:
         mark(None)  # the time before this is not the step's
         trainer, device, stall = self.trainer, self.accelerator.device, self.source.stall
         self.loss.progress = step / trainer.steps
-        micro_batches, rollout_tokens = self.micro_batches(step)
+        micro_batches, rollout_tokens = self.source(step), 0
+        mark("data")
+        if self.rollouts is not None and self.rollouts.due(step):
+            given = [micro.batch for micro in micro_batches]
+            rollout, rollout_tokens = self.rollouts(step, given, self.state.weights())
+            micro_batches = [*micro_batches, *rollout]
+            mark("rollout")
         batches = [micro.batch for micro in micro_batches]
         keys = [row_keys(trainer.seed, step, batch.index) for batch in batches]
         sampled = [self.loss.sampled(*inputs) for inputs in zip(batches, keys, strict=True)]
@@ -262,16 +268,6 @@ class Stepper:
         logged = bad is not None or (step + 1) % trainer.log_every == 0
         record = {**numbers, "lr": self.rate(step), **({} if bad is None else {"skipped": True})}
         return Step(record={**record, **self.cost()} if logged else None, bad=bad)
-
-    def micro_batches(self, step: int) -> tuple[list[MicroBatch], int]:
-        """Return a step's micro-batches, the rollout's included, and the target's tokens for the rollout."""
-        given = self.source(step)
-        self.phase_timer.mark("data")
-        if self.rollouts is None or not self.rollouts.due(step):
-            return given, 0
-        rollout, read = self.rollouts(step, [micro.batch for micro in given], self.state.weights())
-        self.phase_timer.mark("rollout")
-        return [*given, *rollout], read
 
     def read(self, totals: NamedTensors, norm: Tensor, trained: Tensor) -> Json:
         """Return the step's numbers over all processes: the only read of the host."""

@@ -24,6 +24,7 @@ from ops.audits.compare import (
     Difference,
     Finding,
     ask_text,
+    gap_at,
     judged,
     unstreamed,
     violation,
@@ -55,7 +56,15 @@ def identity(audit: Audit) -> Finding:
             audit.time(side, 1, [reply], reply.latency_s)
         audit.add_reference(question, replies[BASELINE])
         pairs.append((question, replies[AUDITED]))
-    audit.calibrate(audit.questions)
+    gaps = [
+        gap_at(listed, reply.text, question.body)[1] or 0.0
+        for question in audit.questions
+        if len({reply.content for reply in audit.answers[question.content]}) > 1
+        for listed in audit.explained_by(question)
+        for reply in audit.answers[question.content]
+        if reply.text != listed.text and not reply.error
+    ]
+    audit.near_tie = max([audit.near_tie, *(2 * gap for gap in gaps)])  # the baseline's own answers are that far apart
     return judged(audit, pairs)
 
 

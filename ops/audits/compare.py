@@ -222,18 +222,6 @@ class Audit:
             self.texts.setdefault(question.prompt, reply.text)
         self.answers[question.content].append(reply)
 
-    def calibrate(self, questions: Iterable[Question]) -> None:
-        """Raise `near_tie` to twice the largest gap between the baseline's own answers."""
-        gaps = [
-            gap_at(listed, reply.text, question.body)[1] or 0.0
-            for question in questions
-            if len({reply.content for reply in self.answers[question.content]}) > 1
-            for listed in self._explained(question)
-            for reply in self.answers[question.content]
-            if reply.text != listed.text and not reply.error
-        ]
-        self.near_tie = max([self.near_tie, *(2 * gap for gap in gaps)])
-
     def difference(self, question: Question, ours: Reply) -> Difference | None:
         """Compare an answer with all of the baseline's to this question; None if it equals one of them."""
         theirs = self.answers[question.content]
@@ -241,7 +229,7 @@ class Audit:
             return None
         if ours.error:
             return violation(question, ours.content, theirs[0].content, "error", "")
-        explained = self._explained(question)
+        explained = self.explained_by(question)
         if ours.content in {reply.content for reply in explained}:
             return None
         nearest = max([*explained, *theirs], key=lambda reply: first_difference(ours.text, reply.text))
@@ -255,7 +243,7 @@ class Audit:
         kind: Kind = "unexplained" if unexplained else "near_tie"
         return Difference(question, ours.content, nearest.content, left if gap is None else at, gap, kind)
 
-    def _explained(self, question: Question) -> Replies:
+    def explained_by(self, question: Question) -> Replies:
         """Return the baseline's answers with logprobs; empty for a server without logprobs."""
         key = question.content
         if key not in self.explained:
