@@ -249,7 +249,15 @@ class Stepper:
             mark("head")
         norm = self.strategy.clip(trainer.clip)
         mark("optimiser")
-        numbers = self.read(totals, torch.as_tensor(norm, device=device), trained)
+        # The step's numbers over all processes: the only read of the host.
+        depths, norm = len(trained), torch.as_tensor(norm, device=device).reshape(1).to(trained.dtype)
+        packed = self.accelerator.reduce(torch.cat([*totals.values(), norm]), "sum")
+        packed[depths:-1] /= trained.repeat(len(totals) - 1)
+        *means, grad_norm, rows = torch.cat([packed, trained[:1]]).tolist()
+        metrics: Json = {name: means[i * depths : (i + 1) * depths] for i, name in enumerate(totals)}
+        first = {"loss": metrics.pop("loss")[0], "accuracy": metrics.pop("accuracy")}
+        grad_norm /= self.accelerator.num_processes
+        numbers = {**first, **metrics, "grad_norm": grad_norm, "rows": int(rows)}
         if self.rollouts is not None:
             numbers["rollout_tokens"] = int(shared[2, 0])
             self.progress["rollout_tokens"] += numbers["rollout_tokens"]
@@ -268,18 +276,6 @@ class Stepper:
         logged = bad is not None or (step + 1) % trainer.log_every == 0
         record = {**numbers, "lr": self.rate(step), **({} if bad is None else {"skipped": True})}
         return Step(record={**record, **self.cost()} if logged else None, bad=bad)
-
-    def read(self, totals: NamedTensors, norm: Tensor, trained: Tensor) -> Json:
-        """Return the step's numbers over all processes: the only read of the host."""
-        depths = len(trained)
-        mine = torch.cat([*totals.values(), norm.reshape(1).to(trained.dtype)])
-        packed = self.accelerator.reduce(mine, "sum")
-        packed[depths:-1] /= trained.repeat(len(totals) - 1)
-        *means, grad_norm, rows = torch.cat([packed, trained[:1]]).tolist()
-        metrics = {name: means[i * depths : (i + 1) * depths] for i, name in enumerate(totals)}
-        first = {"loss": metrics.pop("loss")[0], "accuracy": metrics.pop("accuracy")}
-        grad_norm /= self.accelerator.num_processes
-        return {**first, **metrics, "grad_norm": grad_norm, "rows": int(rows)}
 
     def cost(self) -> Json:
         """Return the cost per step since the last record: rates of all processes, other numbers of this one."""
