@@ -62,9 +62,7 @@ TOKEN = re.compile(r"\bhf_(?:(?:jwt|oauth)_[\w.-]{20,}|[A-Za-z0-9]{20,})")
 
 
 def write_folder(run: Path, out: Path, config: PublishConfig) -> Json:
-    """Write the folder, and return the values of its card (`card.view`).
-
-    The head's files are at the top level, so that the folder and the repository load as a head.
+    """Write the folder, whose files lie at the top so that it loads as a head; return its card's values (`card.view`).
 
     Raises:
         ValueError: the head or a file next to it is a link or damaged, cannot take the format, or holds a token of the
@@ -234,16 +232,9 @@ KEY = "hidden_layers_list"
 
 
 def convert(folder: Path, served: Json, target: str, say: Callable[[str], object]) -> None:
-    """Convert an exported head and its target into a folder next to it, or say how if there is no `optimum-cli`.
+    """Convert an exported head, of the config.json `served`, and its target into a folder next to it; `say` prints.
 
-    Args:
-        folder: The exported head.
-        served: Its config.json.
-        target: The target's folder or Hub id.
-        say: A function that prints a line.
-
-    Raises:
-        ValueError: the converter failed; the message is its last line.
+    Without `optimum-cli` say how. Refuse with the converter's last line where it fails.
     """
     out = folder.with_name(f"{folder.name}-openvino")
     export_model = [CLI, "export", "openvino", "-m"]
