@@ -241,7 +241,8 @@ def from_target(config: HeadConfig, init: str, target: Target, checkpoint: str) 
     """
     config = like_target(config, target)
     if init == CHECKPOINT:
-        loaded = load_mtp(target, checkpoint).state_dict().items()
+        module = load_mtp(target, checkpoint)
+        config, loaded = replace(config, raw_state=module.config.raw_state), module.state_dict().items()
         start: NamedTensors = {name.replace(BLOCK, _block(config)): value for name, value in loaded}
     else:
         start = last_layer(config, target)
