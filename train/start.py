@@ -230,8 +230,9 @@ def from_target(config: HeadConfig, init: str, target: Target, checkpoint: str) 
     """
     config = match_target(config, target)
     if init == CHECKPOINT:
-        loaded = load_mtp(target, checkpoint).state_dict().items()
-        start = {name.replace(BLOCK, _block(config)): value for name, value in loaded}
+        module = load_mtp(target, checkpoint)
+        config, loaded = replace(config, raw_state=module.config.raw_state), module.state_dict().items()
+        start: NamedTensors = {name.replace(BLOCK, _block(config)): value for name, value in loaded}
     else:
         start = last_layer(config, target)
     odd = mismatch(config, start, target) if init == CHECKPOINT else incompatibility(config, target)
