@@ -90,8 +90,8 @@ BUGS = [
     ),
     Bug(
         "inference/verification/sample.py",
-        "inside = best.cumsum(-1) - best < top_p",
-        "inside = best.cumsum(-1) <= top_p",
+        "inside = best.cumsum(-1) - best < sampling.top_p",
+        "inside = best.cumsum(-1) <= sampling.top_p",
         ["tests/inference/test_sample.py"],
     ),
     Bug(
@@ -228,8 +228,8 @@ BUGS = [
     ),
     Bug(
         "inference/drafters/policy.py",
-        "return (self.scores().float() * inverse_temperature_of(self.roots.sampling)).log_softmax(-1)",
-        "return self.scores().float().log_softmax(-1)",
+        "log_probs = (growth.scores().float() * inverse_temperature_of(roots.sampling)).log_softmax(-1)",
+        "log_probs = growth.scores().float().log_softmax(-1)",
         ["tests/inference/test_policy.py"],
     ),
     Bug(
@@ -239,9 +239,9 @@ BUGS = [
         ["tests/data/test_extraction.py"],
     ),
     Bug(
-        "train/objective.py",
-        "return LossWeights(self.trained, self.row * factor, self.normalizer * factor)",
-        "return LossWeights(self.trained, self.row * factor, self.normalizer)",
+        "train/step.py",
+        "weight._replace(row=weight.row * factor, normalizer=weight.normalizer * factor)",
+        "weight._replace(row=weight.row * factor)",
         ["tests/train/test_rollouts.py"],
     ),
     Bug(

@@ -75,7 +75,7 @@ class Conditions:
 
     temperature: Annotated[list[Amount], SEVERAL]
     batch_size: Grid
-    request_rate: Annotated[list[Positive | None], SEVERAL]  # None: a request comes when one before it has ended
+    request_rate: Annotated[list[Positive | None], SEVERAL]  # None: a request starts when an earlier one has ended
 
     def conditions(self) -> Iterator[tuple[float, int, float | None]]:
         """Yield every temperature with every batch size and request rate."""

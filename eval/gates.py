@@ -85,7 +85,7 @@ class Prefix(NamedTuple):
 
     prompt: Tokens
     answer: Tokens
-    draws: bool  # whether children are sampled on the host, by a model with a state of its own
+    draws: bool  # whether the host samples children, by a stateful model
     probs: Float[Tensor, "V"]
     cells: Cells
     drafted_prob: float  # the target's probability of all tokens drafted at depth 1
@@ -134,7 +134,7 @@ def coupled_check(
 
 @torch.inference_mode()
 def coupled_gap(target: Target, prompt: Tokens, answer: Tokens, how: RequestParams) -> float:
-    """Return the margin, in logits, of the winner of the coupled race after a text over the second."""
+    """Return the margin in logits between the two best tokens under coupled noise after a text."""
     request = _request(target, prompt, answer, how, target.cache())
     probs = _probs(request)
     first, second = (probs / request.noise(probs[None])[0]).double().topk(2).values.tolist()
@@ -142,7 +142,7 @@ def coupled_gap(target: Target, prompt: Tokens, answer: Tokens, how: RequestPara
 
 
 def texts(prompts: Sequence[Prompt], baseline: Sequence[Generation]) -> list[tuple[Tokens, Tokens]]:
-    """Return different prompts with their answers up to the smallest logit gap, the smallest gaps first."""
+    """Return different prompts with their answers up to the smallest logit gap, in order of the gap."""
     prefixes: list[tuple[float, tuple[Tokens, Tokens]]] = []
     for prompt, run in zip(prompts, baseline, strict=True):
         gaps = run.logit_gaps[1:]  # the first draft comes after one token of the answer
@@ -245,7 +245,7 @@ def _prefix(
 def _samples(
     target: Target, drafter: Drafter, prefix: Prefix, settings: RequestParams, seeds: str, count: int
 ) -> Tokens:
-    """Return first tokens as the engine's steps emit them by the rule in use; `seeds` is the key of all randomness.
+    """Return first tokens from the engine's steps under the rule in use; `seeds` is the key of all randomness.
 
     Several sequences at the prefix share a step, each with new seeds. A step has one sequence if the target takes no
     trees, if memory allows only one, or if nothing is drafted for several, as under a schedule.

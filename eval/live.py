@@ -250,7 +250,7 @@ def hf_generate(target: Target, prompt: Tokens, settings: RequestParams) -> Gene
     token, times = torch.tensor([prompt], device=target.device), list[float]()
     # It hands on the prompt, before its prefill, and then each token.
     clock = SimpleNamespace(put=lambda _: times.append(time.perf_counter()), end=lambda: None)
-    generate: Any = target.model.generate  # transformers types it on a mixin that AutoModel's classes do not show
+    generate: Any = target.model.generate  # transformers types it on a mixin that AutoModel lacks
     out = generate(token, attention_mask=torch.ones_like(token), generation_config=config, streamer=clock)
     begin, first, *_, last = (*times, times[-1])
     tokens = out.sequences[0, len(prompt) :].tolist()

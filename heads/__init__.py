@@ -8,7 +8,7 @@ modules/   shared modules: attention, decoder layers, positions, the draft vocab
 base.py    the protocol of a draft head, its records, the notation for rows and depths
 rows.py    the only index arithmetic on rows and depths
 shapes.py  the shapes that many signatures have
-eagle.py   EAGLE-1/2: one decoder layer that extrapolates the target's features; HASS, trained on those that it drafts
+eagle.py   EAGLE-1/2: one decoder layer that extrapolates the target's features; HASS, trained on its own features
 eagle3.py  EAGLE-3 and 3.1: features of several layers, only tokens fed back
 eagle4.py  EAGLE-4: EAGLE-3.1 with a low-rank candidate head
 medusa.py  Medusa: one residual head per depth
@@ -44,9 +44,9 @@ HEADS = {
     "block": Block, "peagle": PEagle, "eagle4": Eagle4,
 }  # fmt: skip
 BEST, AUTO = "best", "auto"
-# The engines of `engine=`, each with the head that `head=best` becomes there, and the options that it needs.
+# The head that `head=best` chooses for each engine of `engine=`, with the options that the engine needs.
 SERVED: Json = {"name": "eagle3"}
-WITHOUT_NORMS = {**SERVED, "feature_norm": False, "norm_output": False}  # which are EAGLE-3.1's
+WITHOUT_NORMS = {**SERVED, "feature_norm": False, "norm_output": False}  # they do not support EAGLE-3.1's norms
 ENGINES = {
     "vllm": SERVED, "sglang": SERVED, "trtllm": SERVED, "llamacpp": WITHOUT_NORMS, "openvino": WITHOUT_NORMS,
     "transformers": {"name": "mlp"},

@@ -24,7 +24,7 @@ from heads.common.ranges import Amount, Count, LmHead, Positive, Width
 from heads.common.typed import Json
 from heads.shapes import Anchors, Logits, Nodes, NodeStates, Rows, Sequences, States, TokenIds
 
-NamedTensors = dict[str, Tensor]  # of a module, a checkpoint or a file, by name
+NamedTensors = dict[str, Tensor]  # tensors by name, of a module, a checkpoint or a file
 Tokens = list[int]  # a text's
 Layers = tuple[int, ...]  # the feature layers that are read
 
@@ -37,7 +37,7 @@ class HeadConfig(Protocol):
 
     @property
     def name(self) -> str:
-        """The kind."""
+        """The head's kind, a key of `heads.HEADS`."""
 
 
 class Features(NamedTuple):
@@ -52,7 +52,7 @@ class Features(NamedTuple):
     hidden: Float[Tensor, "B T L D"]
     last_hidden: Rows
     document: Sequences
-    path: Int[Tensor, "B T d"] | None = None  # the row whose token row t drafts at each depth; None: t + depth
+    path: Int[Tensor, "B T d"] | None = None  # row of the token that row t drafts at each depth; None: t + depth
 
 
 class DraftVocabulary(nn.Module):
@@ -71,7 +71,7 @@ class DraftVocabulary(nn.Module):
         self.ids.copy_(order[: len(self.ids)].sort().values)
 
     def check(self, where: str) -> None:
-        """Refuse loaded ids that are not different tokens of the vocabulary in ascending order; `where` is the file."""
+        """Refuse ids from a file unless they are distinct tokens in ascending order; `where` is the file."""
         if (self.ids.diff() <= 0).any() or self.ids[0] < 0 or self.ids[-1] >= self.full_size:
             raise ValueError(
                 f"{where}: vocab.ids are not {len(self.ids)} different tokens of the target's {self.full_size} in "
@@ -128,7 +128,7 @@ class NewRows(NamedTuple):
 
     features: Features
     token: Sequences  # token t+1 of row t; the last one is the root of the next tree
-    counts: Int[Tensor, "B"] | None = None  # rows of each sequence, at least one; None for T, as in a first call
+    counts: Int[Tensor, "B"] | None = None  # rows of each sequence, at least one; None: T each, as in a first call
 
 
 class LevelNodes(NamedTuple):
@@ -316,7 +316,7 @@ def token_id(token: int, embeddings: Embeddings) -> int:
 
 
 def embedding_of(embeddings: Embeddings, token: TokenIds | None = None) -> States:
-    """Return the target's embedding of these tokens, or the whole table, to copy or to compare with."""
+    """Return the target's embeddings of `token`, or without it the whole embedding table."""
     chosen = torch.arange(embeddings.vocab_size) if token is None else token
     return embeddings.embed(chosen.to(embeddings.lm_head_weight().device)).detach()
 

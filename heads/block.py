@@ -231,7 +231,7 @@ class Block(HeadModule):
         return torch.cat([embedding, self.mask.expand(*root.shape, self.size - 1, -1)], -2)
 
     def context_of(self, hidden: Float[Tensor, "*#n D"], token: TokenIds) -> Float[Tensor, "*n X"] | None:
-        """Return the context of the logits' correction by the token before, None without a correction."""
+        """Return the context from which the previous token corrects the logits; None without a correction."""
         if self.before is not None:
             return self.before(token).to(hidden.dtype)
         return None if self.selector is None else self.selector.context(hidden, token)
@@ -249,7 +249,7 @@ class Block(HeadModule):
         return logits + self.bias(context)
 
     def compute_logits(self, state: Float[Tensor, "*n X"], depth: int) -> Logits:
-        """Return a depth's logits; states without a correction's context give uncorrected logits."""
+        """Return a depth's logits; states without a context for the correction give uncorrected logits."""
         width = self.embeddings.hidden_size
         context = state[..., width:] if state.shape[-1] > width else None
         return self.corrected(state[..., :width], context, depth)
@@ -310,7 +310,7 @@ class Block(HeadModule):
         return self._level(hidden, nodes.token, nodes.depth + 1)
 
     def _level(self, block_hidden: Float[Tensor, "B K D"], token: Nodes, depth: int) -> LevelOutput:
-        if self.domino is not None:  # all nodes share the position's state, and each has its own state of the GRU
+        if self.domino is not None:  # all nodes share the position's state; each node has its own GRU state
             width = self.embeddings.hidden_size
             hidden = block_hidden[:, :1, (depth - 1) * width : depth * width]
             return LevelOutput(self.corrected(hidden, block_hidden[..., -self.domino.inner :], depth), block_hidden)

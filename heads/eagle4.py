@@ -47,7 +47,7 @@ class CandidateLmHead(DraftLmHead):
         return self.candidate_up(self.candidate_down(hidden))
 
     def forward(self, hidden: States) -> Logits:
-        """Return the logits; in decoding those of tokens that are no candidates are minus infinity."""
+        """Return the logits; in decoding, tokens outside the candidates have minus infinity."""
         if self.training:
             return super().forward(hidden)
         chosen = self.scores(hidden).topk(self.count, -1).indices

@@ -101,7 +101,7 @@ class Hydra(HeadModule):
         )
 
     def compute_logits(self, state: States, depth: int) -> Logits:
-        """Return head `depth`'s logits of its own states, counted from 1."""
+        """Return the logits of head `depth`, counted from 1, for its own states."""
         return self.lm_heads[depth - 1](state)
 
     def append_token(self, before: Float[Tensor, "*n X"], token: TokenIds) -> Float[Tensor, "*n Y"]:

@@ -55,7 +55,7 @@ class Medusa(HeadModule):
         )
 
     def compute_logits(self, state: States, depth: int) -> Logits:
-        """Return head `depth`'s logits of its own states, counted from 1."""
+        """Return the logits of head `depth`, counted from 1, for its own states."""
         return self.lm_heads[depth - 1](state)
 
     def unroll(self, features: Features, depths: int, anchors: Anchors = None) -> list[DepthOutput]:

@@ -67,7 +67,7 @@ class Mtp(RecurrentHead):
             self.block.check()
 
     def initial_states(self, features: Features) -> Rows:
-        """Return the target's states: after or before its final norm, with other layers' states added by option."""
+        """Return the target's states: after or before its final norm, plus other layers' fused states if configured."""
         if self.config.raw_state:
             return features.hidden[:, :, 0]
         return features.last_hidden if self.fusion is None else features.last_hidden + self.fusion(features.hidden)

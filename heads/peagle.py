@@ -55,7 +55,7 @@ class PEagle(Eagle3):
         return self.embeddings.embed(token) if self.embedding is None else self.embedding(token)
 
     def slots(self, inputs: list[LayerInputs]) -> NodeStates:
-        """Return the masked positions' inputs of `compute_logits`."""
+        """Return the inputs for `compute_logits` at the masked positions."""
         token = torch.full_like(inputs[0].position, self.mask_token)
         state = self.fusion(self.mask_hidden[None, None]).expand(*token.shape, -1)
         return self.advance(token, state, inputs)[1]

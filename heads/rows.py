@@ -17,7 +17,7 @@ def positions(document: Sequences) -> Sequences:
 
 
 def visible(document: Sequences) -> Bool[Tensor, "B T T"]:
-    """Return the attention mask of packed documents: a row sees itself and the earlier rows of its document."""
+    """Return the attention mask of packed documents: a row attends to itself and the earlier rows of its document."""
     same = document[:, :, None] == document[:, None, :]
     return same & torch.ones_like(same[0]).tril()
 
@@ -57,7 +57,7 @@ def _flat(row: Int[Tensor, "B n"], length: int) -> Int[Tensor, "N"]:
 
 
 def gather_parents(x: Shaped[Tensor, "B K D"], parent: Nodes) -> Shaped[Tensor, "B N D"]:
-    """Return each node's entry of `x` at its parent."""
+    """Return the entry of `x` at each node's parent."""
     return x[torch.arange(len(x), device=x.device)[:, None], parent]
 
 

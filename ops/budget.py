@@ -65,7 +65,7 @@ def predict(
     commit. The interval is that of a new measurement, of the level LEVEL: by the covariance of the three numbers, and
     by the last standard error.
     """
-    from scipy.optimize import curve_fit  # late: half a second that no other run needs
+    from scipy.optimize import curve_fit  # late: the import takes half a second that other runs do not need
     from scipy.stats import t
 
     x, y = np.asarray(tokens, dtype=float) / tokens[-1], np.asarray(tau, dtype=float)

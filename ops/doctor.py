@@ -8,7 +8,7 @@ if something is wrong.
 
 import sys
 
-if __name__ == "__main__":  # the checkout's root instead of ops/, whose files could shadow modules
+if __name__ == "__main__":  # the checkout's root replaces ops/, whose files could shadow modules
     sys.path[0] += "/.."
 
 import re
@@ -81,10 +81,10 @@ class DoctorConfig:
 
 
 def examine(config: DoctorConfig) -> list[Finding]:
-    """Return the findings on a head, in order; a head that does not load has that one finding.
+    """Return the findings on a head, in order; a head that does not load has only that finding.
 
     Raises:
-        ValueError: there is no such head, target or workload.
+        ValueError: the head, target or workload is missing.
     """
     if (folder := Path(config.run).expanduser()).is_dir():
         with suppress(OSError, ValueError, SafetensorError):  # what is no target

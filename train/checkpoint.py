@@ -417,13 +417,13 @@ def differences(then: Json, now: Json) -> str:
 
 
 def plain(values: Json) -> Json:
-    """Return values after a round trip through JSON, so that they compare with those of a checkpoint."""
+    """Return values after a round trip through JSON, for comparison with a checkpoint's values."""
     return json.loads(json.dumps(values))
 
 
 def restore(state: TrainState, path: Path) -> None:
     """Load a checkpoint's tensors into a run's state; a KeyError or RuntimeError is of other tensors or shapes."""
-    names = {name for name in state.names() if not name.startswith("state/")}  # none before the first step
+    names = {name for name in state.names() if not name.startswith("state/")}  # a new optimiser has no state yet
     for name, value in tensors(path):
         names.discard(name)
         state.write(name, value)

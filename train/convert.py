@@ -12,7 +12,7 @@ import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 
-if __name__ == "__main__":  # the checkout's root instead of train/, whose files could shadow modules
+if __name__ == "__main__":  # the checkout's root replaces train/, whose files could shadow modules
     sys.path[0] += "/.."
 
 import torch

@@ -103,7 +103,7 @@ class LossInputs:
     teacher_index: RowIndex  # each row's teacher among them
     log_q: PerToken  # the draft's log-probs over the same W tokens
     label: RowIndex  # the label as an index into the W tokens, -1 if it is not one of them
-    feature: Float[Tensor, "R D"] | None  # the predicted feature
+    feature: Float[Tensor, "R D"] | None  # the head's predicted feature
     true_feature: Float[Tensor, "R D"] | None  # the target's feature
     confidence: PerRow | None  # the predicted logit of the draft's acceptance
     full_vocab: bool  # whether the head drafts the whole vocabulary
@@ -140,7 +140,7 @@ class LossInputs:
 
 
 def take_rows(x: Shaped[Tensor, "n W"], index: RowIndex) -> Shaped[Tensor, "R W"]:
-    """Return rows of x by ascending index, or x itself if these are all: a copy costs as much as a loss."""
+    """Return rows of x by ascending index, or x itself for all rows: a copy costs as much as a loss."""
     return x if len(index) == len(x) else x.index_select(0, index)
 
 

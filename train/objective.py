@@ -36,7 +36,7 @@ def row_keys(seed: int, step: int, index: Int[Tensor, "B"]) -> Int[Tensor, "B"]:
 
 
 def sample_anchors(has_loss: Bool[Tensor, "B T"], count: int | None, keys: Int[Tensor, "B"]) -> Anchors:
-    """Sample `count` anchor rows of each packed sequence, rows with a loss first; None for `trained_rows`."""
+    """Sample `count` anchor rows of each packed sequence, rows with a loss first; None means `trained_rows`."""
     length = has_loss.shape[1]
     if count is None or count >= length:
         return None
@@ -46,7 +46,7 @@ def sample_anchors(has_loss: Bool[Tensor, "B T"], count: int | None, keys: Int[T
 
 
 def trained_rows(has_loss: Bool[Tensor, "B T"]) -> Anchors:
-    """Return each packed sequence's rows with a loss, in order, filled up to a common number; None for all rows.
+    """Return each packed sequence's rows with a loss, in order, padded to a common number; None for all rows.
 
     The number is a multiple of 1/16 of the length, for few different shapes.
     """
@@ -122,7 +122,7 @@ def objective(
 def chunk_rows(head: Any, device: str, count: int) -> int:
     """Return the number of teacher rows of a chunk on a device; all depths together have `count` rows."""
     if device != "cpu":
-        return min(ROWS, 1 << max(0, (count // SHARE).bit_length() - 1))  # a power of two, like batches
+        return min(ROWS, 1 << max(0, (count // SHARE).bit_length() - 1))  # a power of two, as batch sizes are
     size = draft_size(head)
     trains_lm_head = any(p.requires_grad and p.ndim == 2 and len(p) == size for p in head.parameters())
     return max(1, min(ROWS, CPU_LOGITS * (2 if trains_lm_head else 1) // head.embeddings.vocab_size))

@@ -77,7 +77,7 @@ class MuonAndAdamW:
         self.optimizers: list[torch.optim.Optimizer] = []
         if inner:
             self.optimizers.append(Muon(inner, config.lr, config.weight_decay, momentum=config.momentum))
-        if others:  # none if only LoRA adapters are trained
+        if others:  # empty if only LoRA adapters are trained
             self.optimizers.append(adamw(others, config))
         self.param_groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
 

@@ -197,7 +197,7 @@ def head_cost(run: RunConfig, target: TargetEmbeddings, micro_batch_size: int, d
     slots = head.size if isinstance(head, Block) else depths - 1 if isinstance(head, PEagle) else 0
     copies = drafted * slots * (1 if device == "cuda" else slots)
     saved += copies * sum(2 * item * m.k_proj.out_features for m in head.modules() if isinstance(m, Attention))
-    # The states of all drafts, in fp32 as norms give them; Medusa's last blocks keep them anyway.
+    # The states of all drafts, in fp32 as norms return them; Medusa's last blocks keep them anyway.
     size, width = draft_size(head), target.hidden_size
     drafts = depths * tokens * width * (4 if any(hasattr(head, name) for name in ("norm", "ln")) else item)
     saved += 0 if isinstance(head, Medusa) else drafts
@@ -224,7 +224,7 @@ def computed(head: Any, tokens: int, drafted: int, depths: int) -> list[tuple[An
     for name, module in head.named_children():
         if name in ONCE or isinstance(head, Recurrent | Block):
             modules.append((module, tokens if name in ONCE else whole))
-        elif isinstance(module, nn.ModuleList):  # one a depth, or a few that all depths share
+        elif isinstance(module, nn.ModuleList):  # one module per depth, or a few that the depths share
             modules.append((module, drafted * depths / len(module)))
     # A block's keys and values are the context's too.
     attentions: list[Any] = [layer.self_attn for layer in (head.layers if isinstance(head, Block) else ())]

@@ -342,7 +342,7 @@ def fit_linear(
     ]
     weight, count, width = linear.weight, linear.in_features, target.embeddings.hidden_size
     top = (target.embeddings.num_layers - 2, target.embeddings.num_layers - 1)
-    # Sums of inputs times inputs, and times labels.
+    # Sums of inputs times inputs, and of inputs times labels.
     sums = weight.new_zeros(count, count + width, dtype=torch.float64)
     least, most = (math.ceil(tokens * count / batches.step_tokens) for tokens in TOKENS_PER_INPUT)
     steps = min(max(limit, least), most)

@@ -147,7 +147,7 @@ class Guard:
     progress: Json
 
     def check(self, loss: float, norm: float) -> str | None:
-        """Record a step's loss and gradient norm; return why it is bad, or None."""
+        """Record a step's loss and gradient norm; return why the step is bad, or None."""
         recent = self.progress["recent"]
         usual, reason = statistics.median(recent) if len(recent) == WINDOW else math.inf, None
         if not math.isfinite(loss):

@@ -129,7 +129,7 @@ class TensorBoard:
 
 Sink = Jsonl | Wandb | TensorBoard  # a tracker; its methods may fail
 
-# Each takes the run's folder, the number of steps done before, and the configuration.
+# Arguments: the run's folder, the number of finished steps, the configuration.
 TRACKERS: dict[str, Callable[..., Sink]] = {
     "jsonl": Jsonl,
     "tensorboard": TensorBoard,

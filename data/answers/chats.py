@@ -52,7 +52,7 @@ class AnswerSettings:
     template_args: Json | None
 
     def options(self, tokenizer: PreTrainedTokenizerBase) -> Json:
-        """Return the chat template's extra values; refuse one that it does not read."""
+        """Return the chat template's extra values; refuse a value that the template does not read."""
         thinking = {} if self.thinking is None else {"enable_thinking": self.thinking}
         options = {**thinking, **(self.template_args or {})}
         template = tokenizer.get_chat_template() if options and tokenizer.chat_template else ""

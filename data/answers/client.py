@@ -143,7 +143,7 @@ class Client:
         return self.retried(lambda _: self.once(method, path, body), self.config.retries)
 
     def once(self, method: str, path: str, body: Json | None) -> Json:
-        """Send a request once and return the reply's JSON object; it fails as `request` does."""
+        """Send a request once and return the reply's JSON object; raise what `request` raises."""
         with self._exchange(method, path, body) as response:
             return self._read_reply(response, path)
 
@@ -188,7 +188,7 @@ class Client:
 
     @contextmanager
     def _exchange(self, method: str, path: str, body: Json | None) -> Iterator[httpx.Response]:
-        """Send a request and yield the open response; a failing connection is an EndpointError."""
+        """Send a request and yield the open response; a failed connection raises an EndpointError."""
         try:
             with self.http.stream(method, self.url + path, json=body, timeout=self.config.timeout) as response:
                 yield response
@@ -216,7 +216,7 @@ class Client:
 
 
 def read_object(content: bytes | str) -> Json:
-    """Parse a JSON object; anything else is an EndpointError."""
+    """Parse a JSON object; anything else raises an EndpointError."""
     text = content[:CHUNK] if isinstance(content, str) else content[:CHUNK].decode(errors="replace")
     try:
         value = parse_json(content)

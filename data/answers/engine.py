@@ -95,7 +95,7 @@ class Engine:
 
 
 def check_drafter(options: Options, run: str | None, tree: Options) -> tuple[str, Any]:
-    """Return the configured drafter's name and options, checked without the target.
+    """Return the configured drafter's name and options, checked without loading the target.
 
     Args:
         options: the configuration's `drafter`: one drafter's name, and its options.

@@ -117,7 +117,7 @@ class Answers:
         return entries, {id_: cause for id_, cause in failures.items() if id_ not in entries}
 
     def merge(self, ids: Sequence[str], settings: Json, notes: Json) -> Json:
-        """Merge all parts into one file in the order of `ids`, then other chats; write and return its provenance.
+        """Merge all parts into one file in the order of `ids`, other chats last; write and return its provenance.
 
         Raises:
             ValueError: no chat has an answer.
@@ -199,7 +199,7 @@ class Work(NamedTuple):
 
     records: Sequence[Record]  # the chats and texts, in the order of the file
     source: Json  # identity of the prompts, by `source_of`
-    settings: AnswerSettings  # sampling and chat template
+    settings: AnswerSettings  # settings of sampling and chat template
     sync_every: int  # chats between two flushes to the device
     notes: Json  # further provenance, which may change on resume
 
@@ -259,7 +259,7 @@ def _answer(work: Work, answerer: Answerer, answers: Answers, worker: Worker) ->
 
 
 def source_of(config: DataConfig) -> Json:
-    """Return the prompts' identity: sources' names or files' hashes, mixture, split and held-out part."""
+    """Return the prompts' identity: names of sources or hashes of files, mixture, split and held-out part."""
 
     def identity(name: str) -> str:
         path = Path(name).expanduser()

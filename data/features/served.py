@@ -77,7 +77,7 @@ class LayerIds(NamedTuple):
 
     @classmethod
     def of(cls, ids: list[int], layers: Layers, num_layers: int) -> "LayerIds":
-        """Find our layers among vLLM's ids; refuse ids without one of them."""
+        """Find our layers among vLLM's ids; refuse ids that lack one of them."""
         states = as_states(layers)
         needed = list(dict.fromkeys([*states, num_layers]))
         if missing := [layer_id for layer_id in needed if layer_id not in ids]:

@@ -72,13 +72,13 @@ class StoreSpec:
     name: str  # the target's name, for messages
     quantize: str | None  # how the target's weights were quantised
     layers: Layers  # the feature layers, as `heads.base` counts them
-    width: Count  # of the target
-    vocab: Count  # of the target
-    data: str  # the fingerprint of the packed sequences
-    rows: Number  # how many packed sequences there are
-    length: Count  # tokens of a packed sequence
-    dtype: Annotated[str, OneOf(tuple(DTYPES))]  # of the hidden states
-    shard_rows: Count  # the most sequences of a shard
+    width: Count  # hidden size of the target
+    vocab: Count  # vocabulary size of the target
+    data: str  # fingerprint of the packed sequences
+    rows: Number  # number of packed sequences
+    length: Count  # tokens per packed sequence
+    dtype: Annotated[str, OneOf(tuple(DTYPES))]  # dtype of the hidden states
+    shard_rows: Count  # maximum number of sequences per shard
 
     @property
     def sequence_bytes(self) -> int:
@@ -308,7 +308,7 @@ class Copying(NamedTuple):
 
 
 def compute(target: Target, token: PackedRows, document: PackedRows, spec: StoreSpec) -> SequenceTensors:
-    """Return packed sequences' tensors for a store, by a forward pass of the target."""
+    """Return packed sequences' tensors for a store, computed by a forward pass of the target."""
     return start(target, token, document, spec).result()
 
 

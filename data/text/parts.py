@@ -44,7 +44,7 @@ FINISH = (
     *("incomplete_details", "generation_info", "response_metadata"),
 )
 WEIGHTS = ("weight", "training", "train", "loss")  # fields by which a message is not trained: OpenAI's; others'
-# Fields of a message that templates do not read: bookkeeping of replies, and fields that are renamed here.
+# Fields of a message that templates do not read: bookkeeping of replies, and fields renamed here.
 BOOKKEEPING = {
     "from", "value", "parts", "type", "id", "model", "usage", "status", "stop_reason", "stop_sequence",
     "stop_details", "phase", "container", "logprobs", "refusal", "annotations", "function_call", "tool_calls",
@@ -287,7 +287,7 @@ def _call(call: dict[str, Any]) -> Message:
         raise unread(f"{call.get('type', 'call')} without a name")
     names = "arguments", "input", "args"
     given = next((holder.pop(key) for holder in (function, call) for key in names if key in holder), None)
-    if given is not None:  # OpenAI has them as a string of JSON
+    if given is not None:  # OpenAI encodes them as JSON text
         function["arguments"] = parsed(given)
     ids = next(({"id": call[key]} for key in ("call_id", "id", "toolUseId", "toolCallId") if call.get(key)), {})
     return {"type": "function", **ids, "function": filled(function, GIVEN)}

@@ -66,7 +66,7 @@ class Pretokenized(NamedTuple):
 
 
 def exact_tokens(raw: Raw, where: str) -> tuple[Pretokenized, ...]:
-    """Return the documents whose tokens a record gives, none for text; refuse anything but lists of numbers."""
+    """Return the documents whose tokens a record gives, empty for text; refuse anything but lists of numbers."""
     if all(raw.get(key) is not None for key in MASKED):
         token, mask = (_ids(raw, key, where) for key in MASKED)
         return (Pretokenized(token, mask),)
@@ -83,7 +83,7 @@ def exact_tokens(raw: Raw, where: str) -> tuple[Pretokenized, ...]:
 
 
 def logged_answers(raw: Raw, where: str) -> Iterator[LoggedAnswer]:
-    """Yield the tokens of each prompt and answer in a log's record or a reply; refuse anything but numbers."""
+    """Yield the tokens of each prompt and answer in a log's record or a reply; refuse anything but lists of numbers."""
     reply = reply_in(raw)
     choices = [choice for key in CHOICES if isinstance(reply.get(key), list) for choice in reply[key]]
     for answer in [reply, *(choice for choice in choices if isinstance(choice, dict))]:
@@ -128,7 +128,7 @@ class Record(NamedTuple):
 
 
 def parse(raw: Raw, index: int, path: str) -> Record:
-    """Parse one raw record, whose shape is known by its keys.
+    """Parse one raw record, whose keys determine the shape.
 
     Records without an answer are chats of one user message: prompts.
 
@@ -182,7 +182,7 @@ def label(value: Any) -> str:
 
 
 def to_known_shape(raw: Raw, index: int, path: str) -> Raw:
-    """Convert a published set's record to a shape that `parse` reads; return others unchanged.
+    """Convert a published set's record to a shape that `parse` reads; return other records unchanged.
 
     CNN/DM has article and highlights, question sets have lists of answers, dialogues without answers have turns.
 

@@ -29,8 +29,8 @@ Raw = dict[str, Any]
 
 
 REPLIES = (*("response", "choices", "completion", "chosen", "preferred_output", "output", "gen_ai.output.messages"),)
-# Shapes of records, of which the first that fits counts: the name, and the paths of request and reply, names joined by
-# `/`. An empty request is the record itself; without a reply the request holds the whole chat.
+# Shapes of records; the first that matches counts. Each has a name and the paths of request and reply, with keys joined
+# by `/`. An empty request path means the record itself; without a reply path the request holds the whole chat.
 SHAPES = (
     ("Claude Code transcript", "claude_code", ""),
     ("Codex transcript", "codex", ""),
@@ -77,7 +77,7 @@ ERRORS = ("error", "errorCode", "error.type", "error_str", "exception")
 STATUS = ("status_code", "response_status", "status", "level", "type")
 FAILED = ("failed", "failure", "error", "cancelled")
 NO_ANSWER, FAILURE = "no answer", "an error in place of an answer"
-LOGGED = (  # the keys by which a JSON text is a request or a reply
+LOGGED = (  # keys by which a JSON text is recognised as a request or a reply
     *({name} for name in ("messages", "contents", "choices", "candidates", "generations")),
     *({"role", "content"}, {"model", "input"}, {"object", "output"}, {"output", "stopReason"}, {"message", "done"}),
 )
@@ -100,7 +100,7 @@ COUNTED = (  # the tokens of reasoning, by the reply's usage
 RENDERED = re.compile(  # what a chat template, or a client of an older API, writes between turns
     r"<\|(?:im_start|start_header_id|start|user|begin_of_text)\|>|\[INST\]|<start_of_turn>|\n\nHuman:|<\uff5cUser\uff5c>"
 )
-# Fields of a stream that are not deltas.
+# Fields of a stream that are replaced, not appended.
 WHOLE = ("role", "id", "type", "name", "finish_reason", "stop_reason", "stop_sequence", "format", "signature")
 SSE = ("data:", "event:", "id:", "retry:", ":")  # starts of a server-sent event's lines
 EVENTS = {"delta", "candidates", "done", "response"}  # the keys by which an object is a part of a stream
@@ -342,7 +342,7 @@ def _joined(reply: Any) -> Any:
         return reply
     message: Raw = {"role": "assistant"}
     blocks: dict[int, Raw] = {}
-    parts: list[Raw] = []  # of Gemini
+    parts: list[Raw] = []  # parts of Gemini's events
     ends: list[Any] = []  # of each event that may end the answer whether it does
     for event in events:
         response, delta = event.get("response"), event.get("delta")

@@ -61,7 +61,7 @@ class Files:
     files: tuple[Path, ...]
     streaming: bool
     where: Where = field(default_factory=dict)
-    left_out: Counter[str] = field(default_factory=Counter)  # of it, by cause
+    left_out: Counter[str] = field(default_factory=Counter)  # number of left-out records by cause
 
     def __iter__(self) -> Iterator[Raw]:
         """Yield the records that `where` selects; refuse an empty selection."""
@@ -76,7 +76,7 @@ class Files:
         return repr([(kind_of(file), content_hash(file)) for file in self.files])
 
     def provenance(self) -> Json:
-        """Return the number of files, their hash if they are read to the end, and the settings of their answers.
+        """Return the number of files, their hash if the files are read to the end, and the settings of their answers.
 
         The hash of several files is the hash of the list of their hashes. The settings come from a file's metadata
         file.
@@ -103,7 +103,7 @@ class Hub:
     table: Any
     revision: str
     where: Where = field(default_factory=dict)
-    left_out: Counter[str] = field(default_factory=Counter)  # of it, by cause
+    left_out: Counter[str] = field(default_factory=Counter)  # number of left-out records by cause
 
     def __iter__(self) -> Iterator[Raw]:
         """Yield the records that `where` selects; refuse an empty selection."""

@@ -88,7 +88,7 @@ def render_tagged(
 
 
 def _as_it_takes_them(messages: Messages, tokenizer: PreTrainedTokenizerBase, call: Callable[[Messages], T]) -> T:
-    """Call a template with the arguments of tool calls as objects, as its documentation asks, else as JSON text.
+    """Call a template with tool calls' arguments as objects, which transformers documents, or else as JSON text.
 
     Some templates (DeepSeek-V3) concatenate them with strings. Content in parts is passed as text: a template that only
     knows text would print the list.
@@ -116,7 +116,7 @@ def _writes_developer(tokenizer: PreTrainedTokenizerBase) -> bool:
 
 
 def with_opening(messages: Messages, tokenizer: PreTrainedTokenizerBase, tools: Sequence[Message] = ()) -> Messages:
-    """Return a chat with the assistant's turns before the first question, where the chat template writes them."""
+    """Return a chat with the assistant's turns before the first question, if the chat template renders them."""
     first = next((i for i, message in enumerate(messages) if message["role"] == "user"), len(messages))
     opening = [message for message in messages[:first] if message["role"] == "assistant"]
     if not opening:
@@ -146,7 +146,7 @@ def _call(call: Message, read: Callable[[str], Any]) -> Message:
 
 
 def _template(tokenizer: PreTrainedTokenizerBase, tools: Sequence[Message]) -> str:
-    """Return the template with a constant day instead of its calls of the clock: it takes no clock of ours."""
+    """Return the template with a constant date instead of calls for the current time, which it cannot be given."""
     return _of_a_day(tokenizer.get_chat_template(tools=list(tools) or None))
 
 

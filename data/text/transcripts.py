@@ -14,7 +14,7 @@ from data.text.shapes import Raw, at
 
 Records = list[Raw]
 Yielded = Iterator[Raw]
-CLAUDE_CODE = ("parentUuid", "leafUuid", "messageId", "sessionId")  # a line of any of its types has one of these
+CLAUDE_CODE = ("parentUuid", "leafUuid", "messageId", "sessionId")  # keys, one of which is in each line
 CODEX = ("session_meta", "response_item", "event_msg", "turn_context", "compacted")
 SYNTHETIC = "<synthetic>"  # model name of lines that Claude Code itself wrote
 SNAPSHOT = "ghost_snapshot"  # an item for Codex's own use
@@ -37,7 +37,7 @@ SIGNED = re.compile(rf"({'|'.join(SIGNS)})\s*(.*)")
 
 
 def records_in(lines: Iterable[Raw]) -> Yielded:
-    """Yield a file's records: a transcript's chats, an export's spans, and anything else as it is.
+    """Yield a file's records: a transcript's chats, an export's spans, any other line unchanged.
 
     A transcript is held in memory whole.
     """
@@ -70,7 +70,7 @@ def _are_records(value: Any) -> bool:
 
 
 def _claude_code(lines: list[Raw]) -> Iterator[Raw]:
-    """Yield each branch of a transcript, whose lines name their parents, as a chat; a turn is trained in one of them.
+    """Yield each branch of a transcript, whose lines name their parents, as a chat; a turn is trained once.
 
     The branch with the most assistant lines comes first; later branches have the turns shared with it as context. A
     sidechain is a subagent's chat, without the lines before it. Lines with the same message id are one message. Of
@@ -136,7 +136,7 @@ def _claude_code(lines: list[Raw]) -> Iterator[Raw]:
 
 
 def _codex(lines: Records) -> Yielded:
-    """Yield a session as a chat, and one more after each compaction, which replaces the chat."""
+    """Yield a session as a chat, and another chat after each compaction, which replaces the messages."""
     meta: Raw = {}
     items: Records = []
     for line in [*lines, {"type": "session_meta", "payload": {}}]:
@@ -158,7 +158,7 @@ def _codex(lines: Records) -> Yielded:
 
 
 def _spans(lines: Records) -> Yielded:
-    """Yield the spans of an OTLP export that hold a chat, with their attributes as a dict."""
+    """Yield the spans of an OTLP export that contain a chat, with their attributes as a dict."""
 
     def inner(holders: Iterable[Raw], *names: str) -> Records:
         return [item for holder in holders for name in names for item in holder.get(name, ())]
@@ -210,7 +210,7 @@ def _span(lines: list[Raw]) -> Iterator[Raw]:
 
 
 def _listed(value: Any) -> Any:
-    """Return a value with lists in place of dicts by number, and an item's message or tool call in its place."""
+    """Return a value with dicts keyed by numbers as lists, and items replaced by their message or tool call."""
     if isinstance(value, str):  # OpenLLMetry writes content in parts as JSON
         parts: Any = parsed(value) if value.startswith("[") else None
         return parts if _are_records(parts) and all(item.get("type") in PARTS for item in parts) else value
@@ -236,7 +236,7 @@ def _value(value: Raw) -> Any:
 
 
 def batches_joined(records: Iterable[Raw]) -> Yielded:
-    """Yield records, the requests of OpenAI's batches with their replies, which other files hold.
+    """Yield records, with requests of OpenAI's batches joined to their replies from the other file.
 
     Raises:
         ValueError: two requests or two replies have the same custom_id.

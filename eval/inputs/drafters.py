@@ -25,7 +25,7 @@ INHERITED = ("dtype", "device", "quantize", "adapter", "prompts", *(field.name f
 
 
 def find_heads(runs: list[str], others: Collection[str] = ()) -> dict[str, Path]:
-    """Return the runs' head folders by their names in the report: the head's kind, and its run if two share a kind.
+    """Return the head folders of runs by name in the report: the head's kind, with the run if two share a kind.
 
     So does the target's own module, if it is among the `others` that draft too.
 

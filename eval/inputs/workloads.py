@@ -39,7 +39,7 @@ class Text:
 
     @property
     def prompt(self) -> Tokens:
-        """The tokens before the answer."""
+        """Return the tokens before the answer."""
         return self.token[: self.start]
 
     @property
@@ -57,7 +57,7 @@ class RecordedText(NamedTuple):
 
 
 def write(target: Target, prompts: Sequence[Tokens], settings: RequestParams) -> list[Text]:
-    """Let the target answer autoregressively; answers of one token, which have no step, are left out."""
+    """Let the target answer autoregressively; leave out answers of one token, which have no step."""
     texts = [of_answer(target, prompt, autoregress(target, prompt, settings).tokens, settings) for prompt in prompts]
     return [text for text in texts if text.generated > 1]
 
@@ -87,7 +87,7 @@ def recorded(record: Record, target: Target, turns: str, most: int) -> Iterator[
 
 
 def _answers(record: Record, target: Target) -> Iterator[tuple[Tokens, int]]:
-    """Yield the tokens up to the end of each answer, and the index of the answer's first."""
+    """Yield the tokens up to the end of each answer, and the index of the answer's first token."""
     tokenizer: Any = target.tokenizer
     documents = list(record.pretokenized)
     if not record.messages and not documents:

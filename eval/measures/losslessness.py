@@ -171,13 +171,13 @@ class Check:
 
     @classmethod
     def read(cls, record: Any) -> Any:
-        """Return the check in a record; a ValueError or AttributeError for what `as_dict` does not write."""
+        """Parse a record; raise ValueError or AttributeError for one that `as_dict` does not write."""
         return typed(cls, {key: value for key, value in record.items() if key != "passed"})
 
 
 @dataclass(frozen=True)
 class Gate(Check):
-    """The result of a losslessness check over all prompts; every checked prompt is identical, a near tie, or failed.
+    """The result of a losslessness check over all prompts; every prompt is identical, a near tie, or failed.
 
     A `lossy` rule always fails: equal answers to a few prompts prove nothing.
     """

@@ -18,7 +18,7 @@ from heads.common.typed import Json
 
 
 def device_facts(device: torch.device, dtype: torch.dtype | None) -> Json:
-    """Return the device, the dtype (None: no model computed) and the versions, on which the speed depends."""
+    """Return the facts that speed depends on: device, dtype (None if no model ran) and versions."""
     return {
         "name": torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name(),
         "type": device.type,
@@ -73,7 +73,7 @@ def provenance() -> Json:
 
 
 def revision() -> Json:
-    """Return the code's revision and whether it was changed; where there is no git, the file REVISION."""
+    """Return the code's revision and whether files changed; without git, the content of REVISION."""
     commit, file = git("rev-parse", "HEAD"), ROOT / "REVISION"
     if commit is None and file.is_file():
         return {"revision": file.read_text(encoding="utf-8").strip() or None, "dirty": False}

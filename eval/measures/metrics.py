@@ -26,8 +26,8 @@ Interval = tuple[float, float]
 Number = int | float
 Pair = tuple[Number, Number]
 Runs = Sequence[Generation]  # one of each request
-Pairs = Sequence[Pair]  # tokens of each request, and their seconds
-Groups = Sequence[int] | None  # each request's group, such as the conversation that it is a turn of; None: its own
+Pairs = Sequence[Pair]  # (tokens, seconds) of each request
+Groups = Sequence[int] | None  # each request's group, for example its conversation; None: one group per request
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ def decoded(run: Generation) -> int:
 
 
 def acceptance(runs: Runs) -> Acceptance:
-    """Return the acceptance of one run a request."""
+    """Return the acceptance, given one run per request."""
     return pooled([passes(run) for run in runs])
 
 
@@ -128,18 +128,18 @@ def quantiles(values: Sequence[float | None]) -> dict[str, float]:
 
 
 def rules_used(runs: Runs) -> str:
-    """Return the rules that verified the drafts of a set of runs, for reading."""
+    """Return the rules that verified the drafts of a set of runs, as text."""
     used = {step.rule for run in runs for step in run.steps if step.drafted}
     return " + ".join(sorted(used)) or "none"
 
 
 def decoding(runs: Runs) -> Pairs:
-    """Return each run's tokens after the prefill's, and their seconds."""
+    """Return each run's tokens after the prefill's, with their seconds."""
     return [(decoded(run), run.decode_s) for run in runs]
 
 
 def end_to_end(runs: Runs) -> Pairs:
-    """Return each run's tokens, and the seconds from the beginning of its prefill on."""
+    """Return each run's tokens, with the seconds from the start of its prefill."""
     return [(len(run.tokens), run.prefill_s + run.decode_s) for run in runs]
 
 
@@ -156,12 +156,12 @@ def speed_ratio(pairs: Pairs, base: Pairs) -> float | None:
 
 
 def seconds(runs: Runs) -> dict[str, float]:
-    """Return the seconds of all steps together, by what they were spent on."""
+    """Return the seconds of all steps, by activity."""
     return {key: sum(getattr(step, f"{key}_s") for run in runs for step in run.steps) for key in PARTS}
 
 
 def tau_interval(runs: Runs, seed: int, groups: Groups = None) -> Interval | None:
-    """Return tau's confidence interval under resampling of the requests, those of a group together."""
+    """Return tau's confidence interval under resampling of the requests, groups as units."""
     return pooled_interval([passes(run) for run in runs], seed, groups)
 
 

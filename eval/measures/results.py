@@ -121,7 +121,7 @@ class MeasuredRequest:
     decoding: Pair | None = None  # the tokens after the first, with their seconds
     end_to_end: Pair | None = None  # all tokens, with the seconds from the start of the prefill
     prefill_s: float | None = None
-    seconds: Mapping[str, float] = field(default_factory=lambda: UNTIMED)  # the steps' time, by activity
+    seconds: Mapping[str, float] = field(default_factory=lambda: UNTIMED)  # the steps' seconds, by activity
     waits: Mapping[str, Any] = field(default_factory=dict)
     arrived: float = 0.0  # seconds from the round's first arrival, under a request rate
 
@@ -132,7 +132,7 @@ class MeasuredRequest:
 
     @property
     def latency_s(self) -> float:
-        """Its latency, which was measured."""
+        """Return the latency, which must have been measured."""
         return float(self.waits["latency_s"])
 
     @property
@@ -186,7 +186,7 @@ def result(
 
 
 def with_speedups(row: ResultRow, subset: Subset, requests: Requests, base: Requests, hf: Requests | None) -> ResultRow:
-    """Return a result with the columns that only a lossless drafter has.
+    """Return a result with the columns that are only for lossless drafters.
 
     `requests` are the result's; `base` and `hf` are the same requests by the baseline and by HF generate.
     """
@@ -205,7 +205,7 @@ def with_speedups(row: ResultRow, subset: Subset, requests: Requests, base: Requ
 
 
 def _known(requests: Requests, key: str) -> list[Any]:
-    """Return a field of each request; none where not all are known."""
+    """Return a field of each request; empty if one is unknown."""
     values = [getattr(request, key) for request in requests]
     return [] if None in values else values
 

@@ -41,7 +41,7 @@ def title(report: Record) -> str:
 
 
 def warnings_of(report: Record, failures: Texts) -> list[tuple[str, str]]:
-    """Return the kind and the text of each warning at the top."""
+    """Return the kind and text of each warning at the top of the page."""
     warned = [("Compare with care:", line) for line in report.get("warnings", [])]
     return [*(("Not lossless.", line) for line in failures), *warned]
 
@@ -53,7 +53,7 @@ def terminal(report: Record) -> Table:
 
 
 def rich_table(caption: str, header: Texts, body: Sequence[Texts]) -> Table:
-    """Return a table for the terminal, in whose cells rich looks for no markup."""
+    """Return a table for the terminal, with markup in cells disabled."""
     table = Table(title=Text(visible(caption)))
     for name in header:
         table.add_column(name, justify="left" if name in WORDS else "right")
@@ -63,7 +63,7 @@ def rich_table(caption: str, header: Texts, body: Sequence[Texts]) -> Table:
 
 
 def markdown(report: Record, failures: Texts) -> str:
-    """Return a report.json for reading, with a line for each failed losslessness check."""
+    """Return a report.json as Markdown, with a line for each failed losslessness check."""
 
     def line(text: str) -> str:
         return " ".join(text.split())  # so that a name cannot start a line
@@ -84,14 +84,14 @@ def markdown(report: Record, failures: Texts) -> str:
 
 
 def grid(header: Texts, body: Sequence[Texts]) -> str:
-    """Return a Markdown table; a name may hold what would end its cell or its line."""
+    """Return a Markdown table; names are escaped, since they could end a cell or a line."""
     lines = ([" ".join(text.split("\n")).replace("|", "\\|") for text in line] for line in (header, *body))
     first, *rest = (f"| {' | '.join(line)} |" for line in lines)
     return "\n".join([first, f"|{' --- |' * len(header)}", *rest])
 
 
 def page(report: Record, failures: Texts) -> str:
-    """Return the page of a report.json, with a line for each failed losslessness check; raises what `library` does."""
+    """Return the page of a report.json, with a line per failed losslessness check; raises what `library` raises."""
     environment = Environment(
         loader=FileSystemLoader(HERE), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )

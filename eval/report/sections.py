@@ -232,7 +232,7 @@ def compared(report: Record) -> list[str]:
 
 
 def why(report: Record) -> list[str]:
-    """Return the speedup breakdown of each drafter's first result in words."""
+    """Describe the speedup breakdown of each drafter's first result."""
     lines = []
     for result in headlines_of(report):
         if breakdown := result.row.get("ladder"):

@@ -40,7 +40,7 @@ def check_reachable(repo: str, kind: str = "model") -> None:
 
 
 def unreachable() -> str | None:
-    """Return why the Hub is not asked, with the remedy; None if it answers."""
+    """Return why the Hub is not used, with the remedy; None if it answers."""
     if constants.is_offline_mode():
         chosen = os.environ.get("HF_HUB_OFFLINE") or os.environ.get("TRANSFORMERS_OFFLINE")
         return "HF_HUB_OFFLINE is set: unset it" if chosen else f"{constants.ENDPOINT} cannot be reached: connect"

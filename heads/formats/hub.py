@@ -91,7 +91,7 @@ def base_head(name: str, config: HeadConfig, embeddings: Embeddings, spec: Targe
     """Return the base head of an adapter in fp32, always from the Hub: a head, or the MTP module of a model there.
 
     Raises:
-        ValueError: the name is not a Hub id, or belongs to a head of another configuration, or to an adapter.
+        ValueError: the name is not a Hub id, or names an adapter or a head of another configuration.
     """
     if not REPO.fullmatch(name):
         raise ValueError(f"base={name[:80]}: no name of the Hub, OWNER/NAME, where the base of an adapter is")
@@ -140,7 +140,7 @@ def kind_of(folder: Path) -> str:
 
 
 def tree_of(folder: Path, given: Mapping[str, Any]) -> Json:
-    """Return the tree saved with a head, overridden by `given` values that are not None; refuse if both are missing."""
+    """Return the tree saved with a head, overridden by the `given` values that are not None; refuse a missing value."""
     chosen = {key: value for key, value in given.items() if value is not None}
     if not is_published(folder):
         return {**read_config(folder)["tree"], **chosen}

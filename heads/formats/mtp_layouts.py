@@ -137,7 +137,7 @@ def prefixes(layers: int) -> tuple[str, ...]:
 
 
 def stack_experts(tensors: NamedTensors) -> NamedTensors:
-    """Stack a checkpoint's separate experts as in transformers: gate above up, and down."""
+    """Stack a checkpoint's separate experts as transformers does: gate and up in one tensor, down in another."""
     experts: dict[str, dict[str, dict[int, Tensor]]] = {}
     stacked = {}
     for name, tensor in tensors.items():

@@ -84,7 +84,7 @@ def write_folder(folder: Path, content: Json, tensors: NamedTensors) -> None:
 
 def write_files(folder: Path, content: Json, tensors: NamedTensors) -> None:
     """Write config.json and the tensors atomically; an OSError says that the disk refused."""
-    # Copies: safetensors takes no two tensors that share memory.
+    # copies, since safetensors rejects two tensors that share memory
     tensors = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
     try:
         with replacing(folder) as new:
@@ -99,7 +99,7 @@ def write_files(folder: Path, content: Json, tensors: NamedTensors) -> None:
 def save_tree(folder: Path, tree: Json, schedule: list[Json] | None = None) -> None:
     """Write another draft tree into a head's config.json, atomically; the head and its target stay. Refuse no head.
 
-    With a `schedule`, lines of `policy.Schedule`, the tree is that of one sequence, else of any number.
+    With a `schedule`, lines of `policy.Schedule`, `tree` applies to batch size 1, otherwise to any batch size.
     """
     content = {**read_config(folder), "tree": tree, SCHEDULE: schedule}
     if schedule is None:
@@ -137,7 +137,7 @@ def fill(module: nn.Module, folder: Path) -> None:
 
 
 def read_config(folder: Path) -> Json:
-    """Return a head's config.json, checked as far as possible without the target; refuse a missing one."""
+    """Return a head's config.json, checked as far as possible without the target; refuse a missing config.json."""
     content = read_folder(folder, "head", ("head", "target", "tree"), (SCHEDULE,))
     if not isinstance(content["tree"], dict):
         raise ValueError(f"{folder}/{CONFIG}: tree is {shown(content['tree'])}, expected a mapping")
@@ -146,7 +146,7 @@ def read_config(folder: Path) -> Json:
 
 
 def read_folder(folder: Path, kind: str, keys: tuple[str, ...], optional: tuple[str, ...] = ()) -> Json:
-    """Return a folder's config.json; refuse one with another format, without a target, or with other keys than these.
+    """Return a folder's config.json; refuse one with another format, without a target, or with keys other than these.
 
     `kind` is also the folder's name in a run's folder; the `optional` keys may be missing.
     """

@@ -78,7 +78,7 @@ def _whole(path: Path) -> Iterator[None]:
 
 
 def digest(few: NamedTensors, start: str = "") -> str:
-    """Hash a string and the first values of named parameters, in bf16 so that all float dtypes agree."""
+    """Hash a string and the first values of named parameters, in bf16, so that all float dtypes give the same hash."""
     sha256 = hashlib.sha256(start.encode())
     for name in sorted(few):
         sha256.update(name.encode() + few[name].to(torch.bfloat16).cpu().view(torch.int16).numpy().tobytes())

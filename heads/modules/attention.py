@@ -40,7 +40,7 @@ class Pattern:
 
     @cached_property
     def last(self) -> Nodes:
-        """The last context row of each query."""
+        """Return the last context row of each query."""
         if self.last_row is not None:
             return self.last_row
         return torch.arange(self.first.shape[1], device=self.first.device).expand_as(self.first)
@@ -139,7 +139,7 @@ def attend_fused(
 def attend_blocks(
     query: Float[Tensor, "B H N E"], pairs: list[KeyValue], attn_pattern: Pattern
 ) -> Float[Tensor, "B H N F"]:
-    """Attend as `attend_fused` does, block by block, on every device and in every dtype: its reference."""
+    """Attend as `attend_fused` does, block by block, on every device and in every dtype; the reference for it."""
     drafted = [
         half for pair in pairs[1:] for halves in zip(*map(attn_pattern.shared, pair), strict=True) for half in halves
     ]

@@ -48,7 +48,7 @@ class Recurrent(nn.Module):
         return ()
 
     def advance(self, token: Sequences, state: Rows, inputs: list[LayerInputs]) -> Advanced:
-        """Return the states after `state` and `token`, and the inputs of `compute_logits`."""
+        """Return the states after `state` and `token`, and the inputs for `compute_logits`."""
         raise NotImplementedError
 
     def unroll(self, features: Features, depths: int, anchors: Anchors = None) -> list[DepthOutput]:
@@ -92,7 +92,7 @@ class Recurrent(nn.Module):
         return drafts
 
     def append_verified(self, cache: KVCache, start: Rows, new: NewRows, position: Sequences) -> tuple[Tensor, Tensor]:
-        """Append verified rows with the states `start` before them; return the result of `advance`."""
+        """Append verified rows, whose previous states are `start`; return the result of `advance`."""
         token, count = new.token, new.counts
         if not cache.fresh and cache.window is not None and token.shape[1] > SPARE:
             pieces = []
@@ -131,7 +131,7 @@ class RecurrentHead(HeadModule, Recurrent):
     lm_head: nn.Module
 
     def compute_logits(self, state: States, depth: int) -> Logits:
-        """Return the logits of the second output of `advance`."""
+        """Return the logits of states, the second output of `advance`."""
         return self.lm_head(state)
 
     def extend(self, state: KVCache | None, new: NewRows) -> tuple[KVCache, LevelOutput]:

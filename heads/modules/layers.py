@@ -142,7 +142,7 @@ class Attention(Recomputing):
             self.k_inject, self.v_inject = (nn.Linear(spec.width, kv_inner, bias=False) for _ in range(2))
 
     def forward(self, x: Float[Tensor, "B T X"], inputs: LayerInputs) -> NodeStates:
-        """Project, rotate, attend by `attend(query, key, value)` and project back."""
+        """Project, rotate, call `attend(query, key, value)` and project back."""
         position, max_position, attend, queries = inputs
         out = self.call_attend(attend, *self.checkpointed(self.project, x, position, max_position, queries))
         return self.o_proj(out.transpose(1, 2).flatten(2))

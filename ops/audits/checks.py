@@ -33,7 +33,7 @@ from ops.audits.compare import (
 from ops.served import Question, Reply
 
 Pairs = Iterator[Asked]
-GROUPS = 4  # groups of prompts with a shared prefix, half in either order
+GROUPS = 4  # groups of prompts with a shared prefix, half in each order
 SHARED = 220  # words of the shared prefix
 TAILS = ("What are the notes about?", "Write the first ten words of the notes, then the last ten.")
 FOLLOW_UPS = ("Say that again in other words.", "Give an example of it.")

@@ -10,12 +10,10 @@ import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import pytest
 
-from data.answers import files as writing
-from data.answers.chats import Outcome
 from data.answers.files import Answers, write_answers
 from heads.common.command import command
 from tests.data.answering import Quick, quick_bytes, records, settings, work
@@ -40,12 +38,19 @@ def dies_at(event: int) -> Events:
 def around(happen: Events, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let every step that a kill could fall between be an event; a line of a part counts twice, once half written."""
 
-    def halves(outcome: Outcome, part: IO[bytes]) -> None:
-        line = (json.dumps(outcome._asdict(), ensure_ascii=False) + "\n").encode()
-        for piece in (line[: len(line) // 2], line[len(line) // 2 :]):
-            part.write(piece)
-            part.flush()
-            happen()
+    def opened(path: Path, mode: str = "r", *args: Any, **named: Any) -> Any:
+        file: Any = opening(path, mode, *args, **named)
+        write = file.write
+
+        def halves(line: bytes) -> None:
+            for piece in (line[: len(line) // 2], line[len(line) // 2 :]):
+                write(piece)
+                file.flush()
+                happen()
+
+        if mode == "a+b":
+            file.write = halves
+        return file
 
     def noisy(call: Callable[..., Any]) -> Callable[..., Any]:
         def made(*args: Any) -> Any:
@@ -56,7 +61,8 @@ def around(happen: Events, monkeypatch: pytest.MonkeyPatch) -> None:
 
         return made
 
-    monkeypatch.setattr(writing, "append", halves)
+    opening = Path.open
+    monkeypatch.setattr(Path, "open", opened)
     for module, name in ((os, "replace"), (os, "fsync"), (shutil, "rmtree")):
         monkeypatch.setattr(module, name, noisy(getattr(module, name)))
 

@@ -50,7 +50,7 @@ class Strategy:
         loss.backward()
 
     def clip(self, norm: float) -> Tensor:
-        """Clip the gradient to `norm`, 0 for no clipping; return the whole gradient's norm before."""
+        """Clip the gradient to `norm` (0: no clipping); return the whole gradient's norm before clipping."""
         before = nn.utils.clip_grad_norm_(self.module.parameters(), norm or torch.inf)
         return before.full_tensor() if hasattr(before, "full_tensor") else before
 
@@ -157,7 +157,7 @@ class Zero(Strategy):
         """Return the gradient's norm; the engine clips in its step."""
         if hasattr(self.optimizer, "scaled_global_norm"):
             return self.optimizer.scaled_global_norm()
-        norms = torch.stack(self.optimizer._get_norm_groups())  # a norm that is not finite is -1 here
+        norms = torch.stack(self.optimizer._get_norm_groups())  # here a norm of -1 means not finite
         return torch.where((norms >= 0).all(), norms.norm(), torch.inf)
 
     def step(self) -> None:

@@ -65,8 +65,8 @@ def write_folder(run: Path, out: Path, config: PublishConfig) -> Json:
     """Write the folder, whose files lie at the top so that it loads as a head; return its card's values (`card.view`).
 
     Raises:
-        ValueError: the head or a file next to it is a link or damaged, cannot take the format, or holds a token of the
-            Hub; or `out` holds something else. The folder is then as it was.
+        ValueError: the head or a file next to it is a link or damaged, cannot be written in the format, or holds a
+            token of the Hub; or `out` holds something else. The folder is then unchanged.
     """
     head = last_good(run / "head")
     for path in (head, head / CONFIG, head / WEIGHTS, *(run / name for name in (*COPIED, ORIGIN, METRICS))):

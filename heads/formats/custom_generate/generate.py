@@ -54,7 +54,7 @@ States = Generator[Tensor, Tensor, None]  # yields the state (1, D) that lm_head
 
 
 def medusa(config: Json, weights: Weights, _embed: Embed, last: Tensor, _token: Tensor) -> States:
-    """Medusa: residual blocks on the last state (1, D), one stack a depth (Cai et al., arXiv 2401.10774)."""
+    """Medusa: residual blocks on the last state (1, D), one stack per depth (Cai et al., arXiv 2401.10774)."""
     for depth in range(config["heads"]):
         state = last
         for i in range(config["layers"]):
@@ -139,7 +139,7 @@ class Head:
         return logits.new_full((1, self.lm_head.weight.shape[0]), -math.inf).index_copy(1, ids, logits)
 
     def draft(self, last: Tensor, ids: Tensor, count: int, processors: Any, sample: bool) -> list[Draft]:
-        """Return up to `count` drafted tokens (1,) behind ids (1, T) and their distributions (V,).
+        """Return up to `count` drafted tokens (1,) after ids (1, T), and their distributions (V,).
 
         `last` (1, D) is the model's state at the position before the last token.
         """
@@ -165,7 +165,7 @@ class SpeculativeOutput(GenerateDecoderOnlyOutput):
 
 
 def choose(scores: Tensor, draft: Draft | None, sample: bool) -> tuple[Tensor, bool]:
-    """Return the next token (1,) by the model's processed logits (V,), and whether it is the drafted one, accepted."""
+    """Return the next token (1,) from the model's processed logits (V,), and whether the draft was accepted."""
     if not sample:
         token = scores.argmax(keepdim=True)
         return token, draft is not None and bool(token == draft[0])
@@ -180,7 +180,7 @@ def choose(scores: Tensor, draft: Draft | None, sample: bool) -> tuple[Tensor, b
 
 
 def decode(model: Any, head: Head, ids: Tensor, count: int, prepared: Json) -> tuple[Tensor, int]:
-    """Continue ids (1, T) to their end; return them and the number of passes that scored a draft."""
+    """Decode after ids (1, T) to the end; return all tokens and the number of passes that scored a draft."""
     processors, criteria, streamer = (prepared[name] for name in ("logits_processor", "stopping_criteria", "streamer"))
     sample = prepared["generation_config"].do_sample
     shared = LogitsProcessorList(step for step in processors if isinstance(step, SHARED))

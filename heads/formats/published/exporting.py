@@ -28,7 +28,7 @@ class TargetFacts(NamedTuple):
 
     name: str  # the target, its Hub id or the last part of its folder
     config: Json  # the target's own config.json
-    dtype: torch.dtype  # of the exported tensors
+    dtype: torch.dtype  # dtype of the exported tensors
     draft_tokens: int  # drafted tokens per pass, for engines that read it from the repository
 
 
@@ -51,7 +51,7 @@ class Export(NamedTuple):
 
     @property
     def tensors(self) -> NamedTensors:
-        """Its tensors by our names."""
+        """The head's tensors by our names."""
         return self.head.state_dict()
 
     def weights(self) -> dict[str, Tensor]:
@@ -88,7 +88,7 @@ class Export(NamedTuple):
         return weight if down is None else (weight.double() @ down.double()).to(weight.dtype)
 
     def vocabulary(self) -> NamedTensors:
-        """Return the pruned vocabulary as offsets and mask (d2t, t2d), empty if the head drafts all tokens."""
+        """Return the pruned vocabulary as offsets and mask (d2t, t2d), empty for the whole vocabulary."""
         ids = self.tensors.get("vocab.ids")
         if ids is None:
             return {}
@@ -112,7 +112,7 @@ class Export(NamedTuple):
         return torch.cat([fc.chunk(len(order), -1)[i] for i in order], -1)
 
     def engine_config(self, kind: EngineClass, layers: int) -> Json:
-        """Return the keys of config.json by which engines choose a model class with these decoder layers."""
+        """Return the keys of config.json from which engines choose a model class with these decoder layers."""
         return {
             "architectures": kind.architectures,
             "model_type": kind.model_type,
@@ -123,7 +123,7 @@ class Export(NamedTuple):
         }
 
     def decoder(self) -> Json:
-        """Return the decoder layers' keys of config.json, as for a Llama."""
+        """Return the keys of config.json for the decoder layers, as in a Llama's."""
         config, embeddings = self.config, self.embeddings
         shape = resolve_layer_dims(config, embeddings)
         context = self.served.config.get("max_position_embeddings")

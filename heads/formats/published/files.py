@@ -27,7 +27,7 @@ def is_published(folder: Path) -> bool:
 def config_of(folder: Path) -> Json:
     """Return config.json, with the speculators format's dimensions of a layer at the top level; refuse a damaged file.
 
-    Foreign files may name code for transformers to run (`auto_map`): here single keys are read, none of which does.
+    Foreign files may name code for transformers to run (`auto_map`); the keys read here do not.
     """
     try:
         content = parse_json(regular(folder / CONFIG).read_bytes())
@@ -45,12 +45,12 @@ def names_of(folder: Path) -> set[str]:
 
 
 def without_prefix(tensors: NamedTensors) -> NamedTensors:
-    """Return tensors by their names without prefix."""
+    """Return tensors by their names without the common prefix."""
     return {PREFIX.sub("", name): tensor for name, tensor in tensors.items()}
 
 
 def stored_tensors(folder: Path) -> NamedTensors:
-    """Return the tensors by their names in the files, with the errors of `names_of`."""
+    """Return the tensors by their names in the files, and raise the errors of `names_of`."""
     files = {inside(folder, file) for file in _sharded(folder).values()} or {_weights(folder)}
     return {name: tensor for file in sorted(files) for name, tensor in weights.read_weights(file).items()}
 

@@ -115,7 +115,7 @@ def _library() -> Any:
 
 
 def _settings(kind: str, config: Json, tensors: NamedTensors) -> Json:
-    """Return the architecture's keys, without the architecture's prefix."""
+    """Return the architecture's keys without their prefix."""
     settings = {key: config[name] for key, name in SIZES.items() if name in config}
     scaling = config["rope_scaling"] or {}
     if scaling.get("rope_type") in ("linear", "yarn"):

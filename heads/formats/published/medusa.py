@@ -104,7 +104,7 @@ def _blocks(source: Export, block: str) -> NamedTensors:
 
 
 def _written(source: Export, config: Json, block: str, lm_heads: int) -> ExportedHead:
-    """Export the head with this number of lm_heads, in one of the two formats' names."""
+    """Export the head with `lm_heads` lm_heads, in the names of one of the two formats."""
     lm_head = LM_HEAD[block].format(layers=source.config.layers)
     return ExportedHead(
         config, _blocks(source, block) | {lm_head.format(i): source.read_out(f"lm_heads.{i}") for i in range(lm_heads)}

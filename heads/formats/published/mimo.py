@@ -89,5 +89,5 @@ def engines(source: Export) -> ExportedHead:
 
 
 def overrides(config: Json) -> Json:
-    """Return the keys that vLLM needs in the target's config.json to make this module (`--hf-overrides`)."""
+    """Return the keys that vLLM needs in the target's config.json to build this module (`--hf-overrides`)."""
     return {COUNT: 1} | ({"qk_norm": True} if config.get("qk_norm") else {})
