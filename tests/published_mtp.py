@@ -23,27 +23,25 @@ MIMO = {
 
 
 class Published(NamedTuple):
-    """A family in tests/families.py, its further values, its module's names, and whether norms scale by 1 + weight."""
+    """A family in tests/families.py, its further values, and its module's names; Qwen's norms scale by 1 + weight."""
 
     family: str
     more: dict[str, Any]
     outer: str
     names: dict[str, str]
-    inner: str
-    plus_one: bool = False
+
+    @property
+    def inner(self) -> str:
+        return f"{self.outer}layers.0." if self.names is APART else self.outer
 
 
 MODULES = {
-    "DeepSeek-V3": Published(
-        "deepseek_v3", {"n_group": 2, "topk_group": 1}, "model.layers.3.", BEHIND, "model.layers.3."
-    ),
-    "GLM-4.5": Published(
-        "glm4_moe", {"use_qk_norm": True, "attention_bias": True}, "model.layers.3.", BEHIND, "model.layers.3."
-    ),
-    "MiMo": Published("qwen2", {}, "model.mtp_layers.0.", MIMO, "model.mtp_layers.0."),
-    "Qwen3-Next": Published("qwen3_next", {}, "mtp.", APART, "mtp.layers.0.", plus_one=True),
-    "Qwen3.5": Published("qwen3_5", {}, "mtp.", APART, "mtp.layers.0.", plus_one=True),
-    "Qwen3.5 with experts": Published("qwen3_5_moe", {}, "mtp.", APART, "mtp.layers.0.", plus_one=True),
+    "DeepSeek-V3": Published("deepseek_v3", {"n_group": 2, "topk_group": 1}, "model.layers.3.", BEHIND),
+    "GLM-4.5": Published("glm4_moe", {"use_qk_norm": True, "attention_bias": True}, "model.layers.3.", BEHIND),
+    "MiMo": Published("qwen2", {}, "model.mtp_layers.0.", MIMO),
+    "Qwen3-Next": Published("qwen3_next", {}, "mtp.", APART),
+    "Qwen3.5": Published("qwen3_5", {}, "mtp.", APART),
+    "Qwen3.5 with experts": Published("qwen3_5_moe", {}, "mtp.", APART),
 }
 
 
@@ -60,7 +58,7 @@ def module(name: str, like: Target) -> dict[str, Tensor]:
     shapes |= {f"{published.outer}{part}.weight": torch.Size([width]) for part in published.names.values()}
     shapes[f"{published.outer}{published.names['project']}.weight"] = torch.Size([width, 2 * width])
     made = {part: 0.3 * torch.randn(shape, generator=generator).to(like.dtype) for part, shape in shapes.items()}
-    made = {part: tensor + (not published.plus_one) * ("norm" in part) for part, tensor in made.items()}
+    made = {part: tensor + (published.names is not APART and "norm" in part) for part, tensor in made.items()}
     return made if name == "Qwen3.5 with experts" else apart(made)
 
 
@@ -81,22 +79,22 @@ class Formulas:
     """A module's forward pass over one text, tensor by tensor."""
 
     def __init__(self, name: str, like: Target, tensors: dict[str, Tensor]) -> None:
-        self.published, self.config, self.embed = MODULES[name], like.config, like.embeddings.embed
-        self.tensors = tensors
-
-    def weight(self, part: str) -> Tensor:
-        return self.tensors[f"{self.published.inner}{part}"]
+        self.published, self.tensors = MODULES[name], tensors
+        self.config, self.embed = like.config, like.embeddings.embed
 
     def has(self, part: str) -> bool:
-        return f"{self.published.inner}{part}" in self.tensors
+        return self.published.inner + part in self.tensors
+
+    def weight(self, part: str) -> Tensor:
+        return self.tensors[self.published.inner + part]
 
     def linear(self, part: str, x: Tensor) -> Tensor:
         y = x @ self.weight(f"{part}.weight").T
         return y + self.weight(f"{part}.bias") if self.has(f"{part}.bias") else y
 
     def norm(self, x: Tensor, weight: Tensor, eps: float | None = None) -> Tensor:
-        eps = self.config.rms_norm_eps if eps is None else eps
-        return x / (x.square().mean(-1, keepdim=True) + eps).sqrt() * (weight + self.published.plus_one)
+        scale = (x.square().mean(-1, keepdim=True) + (eps or self.config.rms_norm_eps)).sqrt()
+        return x / scale * (weight + (self.published.names is APART))
 
     def outer(self, part: str) -> Tensor:
         return self.tensors[f"{self.published.outer}{self.published.names[part]}.weight"]
@@ -104,8 +102,7 @@ class Formulas:
     def entered(self, token: Tensor, state: Tensor) -> Tensor:
         """Return the layer's input: the next token's embedding and the state, which comes first in MiMo."""
         both = [self.norm(self.embed(token), self.outer("embedding")), self.norm(state, self.outer("state"))]
-        both = both[::-1] if self.published.names is MIMO else both
-        return torch.cat(both, -1) @ self.outer("project").T
+        return torch.cat(both[::-1] if self.published.names is MIMO else both, -1) @ self.outer("project").T
 
     def states(self, x: Tensor) -> Tensor:
         """Return the module's states of a text whose inputs have entered, the layer's and the final norm's."""

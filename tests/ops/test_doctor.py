@@ -290,12 +290,10 @@ def test_the_command_says_by_its_status_that_something_is_wrong(
 
 def test_a_target_without_the_module_that_it_promises_is_said(tmp_path: Path, ward: Ward) -> None:
     target = shutil.copytree(ward.target.name, tmp_path / "target")
-    config = json.loads((target / "config.json").read_text()) | {"num_nextn_predict_layers": 1}
-    (target / "config.json").write_text(json.dumps(config))
+    change(target, config=set_to(num_nextn_predict_layers=1))
     (fault,) = examine(asked(target, ward.target, False))
-    assert fault.verdict == WRONG
+    assert (fault.verdict, "base=BASE" in fault.remedy) == (WRONG, True)
     assert "num_nextn_predict_layers promises an MTP module, and its files hold none" in fault.says
-    assert "base=BASE" in fault.remedy
 
 
 @pytest.mark.parametrize(

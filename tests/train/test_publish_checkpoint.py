@@ -29,7 +29,6 @@ from tests import families, published_mtp, toys
 from tests.inference import test_loading as towers
 from tests.inference.test_adapter import adapter
 from tests.train import jobs
-from tests.train.jobs import ROOT
 from tests.train.publishing import config
 from train.publish import publish
 from train.release import checkpoint
@@ -147,7 +146,7 @@ def test_a_fine_tunes_lost_module_is_refreshed_measured_and_written_back(tmp_pat
     assert "promises an MTP module, and its files hold none" in " ".join(printed.split())
     drafters = [f"run={run}", "drafter=[head,mtp]", f"drafter.mtp.checkpoint={base}", f"out={tmp_path}/e"]
     limits = ["prompts=2", "max_new_tokens=12", "repeats=1", "warmup=0", "hf=false"]
-    subprocess.run([sys.executable, "eval/run.py", *drafters, *limits], cwd=ROOT, check=True)
+    subprocess.run([sys.executable, "eval/run.py", *drafters, *limits], cwd=jobs.ROOT, check=True)
     rows = json.loads((tmp_path / "e" / "report.json").read_text())["rows"]
     assert {row["drafter"] for row in rows} == {"plain", f"mtp {run}", "mtp"}
     stitched(run, out)
