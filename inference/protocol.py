@@ -167,7 +167,7 @@ class DraftTraits(NamedTuple):
 
     Attributes:
         on_device: whether drafts are a function of tensors, which can be captured or compiled.
-        reads_logits: whether `learn` reads the target's logits.
+        reads_logits: whether `update` reads the target's logits.
         single: whether it drafts for one sequence at a time: a batch then has one slot.
         max_nodes: the most nodes of a tree, the root included; drafters on the host state it in each step's plan.
         rows: the verified rows that it reads; None if it reads no features.
@@ -251,7 +251,7 @@ class DraftBatch(Protocol):
         """
         ...
 
-    def learn(self, slot: int, token: list[int], path: list[int], logits: Float[Tensor, "M V"] | None) -> None:
+    def update(self, slot: int, token: list[int], path: list[int], logits: Float[Tensor, "M V"] | None) -> None:
         """Update a sequence's state with the committed tokens, the accepted nodes, and the logits of the pass."""
         return
 

@@ -161,7 +161,7 @@ class DeviceStep:
         for slot in live:
             token = rows[slot][2:][: rows[slot][0]]
             path = rows[slot][2 + width :][: rows[slot][0]]
-            self.drafts.learn(slot, token, path, None if out.logits is None else out.logits[slot])
+            self.drafts.update(slot, token, path, None if out.logits is None else out.logits[slot])
             if requests[slot].settings.keep_passes:
                 self.keep_pass(requests[slot], slot, drafted, out, path, token)
         self.timer.mark("draft")

@@ -134,7 +134,7 @@ class HybridBatch(HostBatch):
         tree = DraftTree(torch.where(which, token, others[0]), torch.where(which, parent, others[1]))
         return Drafted(tree, torch.where(which[..., None], mask, others[2]), theirs.q)
 
-    def learn(self, slot: int, token: list[int], path: list[int], logits: Float[Tensor, "M V"] | None) -> None:
+    def update(self, slot: int, token: list[int], path: list[int], logits: Float[Tensor, "M V"] | None) -> None:
         """Update both drafters, the head's record if it drafted, and the lookup's record.
 
         The acceptance of an unused lookup follows from the committed tokens; a short commit shows only part of it.
@@ -146,8 +146,8 @@ class HybridBatch(HostBatch):
             accepted = agreed(looked_up.tree, token)
             record.lookup_expected += weight * (looked_up.expected - record.lookup_expected)
             record.lookup_accepted += weight * (accepted - record.lookup_accepted)
-        super().learn(slot, token, path, logits)
-        self.main.learn(slot, token, path, logits)
+        super().update(slot, token, path, logits)
+        self.main.update(slot, token, path, logits)
 
 
 def padded(drafted: Drafted, size: int) -> tuple[Int[Tensor, "B N"], Int[Tensor, "B N"], Bool[Tensor, "#B N N"]]:
