@@ -20,7 +20,7 @@ from inference.verification.sample import GREEDY
 log = logging.getLogger(__name__)
 
 
-class Service:
+class SwappableDrafter:
     """A drafter that can be swapped while requests run; `speculate` and `generate` accept it as a drafter.
 
     `swap` may be called at any time, also from `on_tokens` or another thread: decoding uses the new drafter from its
@@ -28,11 +28,11 @@ class Service:
 
     Attributes:
         drafter: the drafter that every batch uses from its next step on.
-        working: the last drafter that a batch has swapped in without an error.
+        last_good: the last drafter that a batch has swapped in without an error.
     """
 
     def __init__(self, drafter: Drafter) -> None:
-        self.drafter = self.working = drafter
+        self.drafter = self.last_good = drafter
         self.lock = Lock()
 
     def swap(self, drafter: Drafter) -> None:
@@ -50,11 +50,11 @@ class Batch:
     """A continuous batch: the sequences being decoded, by slot.
 
     Attributes:
-        drafter: the drafter that made `drafts`; a service may replace it.
-        service: the service whose drafter the batch uses; None if the drafter is fixed.
+        drafter: the drafter that made `drafts`; `swappable` may replace it.
+        swappable: the source of its drafter; None if the drafter is fixed.
     """
 
-    service: Service | None = None
+    swappable: SwappableDrafter | None = None
 
     def __init__(self, target: Target, drafter: Drafter, size: int, capacity: int = 0) -> None:
         if size > 1:
@@ -89,10 +89,10 @@ class Batch:
 
     def admit(self, request_index: int, prompt: list[int], settings: RequestParams) -> Generation:
         """Prefill a request's prompt; return its generation, which later steps extend."""
-        if self.service is not None and settings.rule not in (AUTO, COUPLED) and not is_lossy(settings.rule):
+        if self.swappable is not None and settings.rule not in (AUTO, COUPLED) and not is_lossy(settings.rule):
             raise ValueError(
-                f"rule={settings.rule} is not for every tree, and a Service may change the drafter: choose rule={AUTO} "
-                f"or rule={COUPLED}"
+                f"rule={settings.rule} is not for every tree, and a SwappableDrafter may change the drafter: choose "
+                f"rule={AUTO} or rule={COUPLED}"
             )
         self.follow()
         self.reserve(needed_entries(self.target, prompt, settings))
@@ -130,18 +130,18 @@ class Batch:
         del self.cache.active[len(self.slots) :]
 
     def follow(self) -> None:
-        """Swap in the service's drafter if it has changed; if that fails, keep the current one and put it back."""
-        if self.service is None or (drafter := self.service.drafter) is self.drafter:
+        """Swap in the drafter of `swappable` if it has changed; if that fails, keep the current one and put it back."""
+        if self.swappable is None or (drafter := self.swappable.drafter) is self.drafter:
             return
         try:
             self.swap(drafter)
         except (AssertionError, AttributeError, LookupError, OSError, RuntimeError, TypeError, ValueError) as error:
-            with self.service.lock:  # unless the service was swapped again meanwhile
-                if self.service.drafter is drafter:
-                    self.service.drafter = self.service.working = self.drafter
+            with self.swappable.lock:  # unless another thread has swapped again
+                if self.swappable.drafter is drafter:
+                    self.swappable.drafter = self.swappable.last_good = self.drafter
             log.warning("%s is put back: %s fails (%s)", self.drafter.name, drafter.name, one_line(error))
         else:
-            self.service.working = drafter
+            self.swappable.last_good = drafter
 
     @torch.inference_mode()
     def swap(self, drafter: Drafter) -> None:
@@ -187,17 +187,20 @@ class Batch:
 
 
 def batch_of(
-    target: Target, drafter: Drafter | Service, size: int, requests: Sequence[tuple[list[int], RequestParams]] = ()
+    target: Target,
+    drafter: Drafter | SwappableDrafter,
+    size: int,
+    requests: Sequence[tuple[list[int], RequestParams]] = (),
 ) -> Batch:
     """Return a batch of `size` slots with caches for the longest of the requests."""
-    service, source = (drafter, drafter.working) if isinstance(drafter, Service) else (None, drafter)
-    batch = Batch(target, source, size, max((needed_entries(target, *request) for request in requests), default=0))
-    batch.service = service
+    swappable, current = (drafter, drafter.last_good) if isinstance(drafter, SwappableDrafter) else (None, drafter)
+    batch = Batch(target, current, size, max((needed_entries(target, *request) for request in requests), default=0))
+    batch.swappable = swappable
     return batch
 
 
 def acquire(
-    target: Target, drafter: Drafter | Service, size: int, requests: Sequence[tuple[list[int], RequestParams]]
+    target: Target, drafter: Drafter | SwappableDrafter, size: int, requests: Sequence[tuple[list[int], RequestParams]]
 ) -> Batch:
     """Return a batch for requests: the idle one of this drafter if its size matches, else a new one."""
     idle: Batch | None = target.idle.pop(drafter, None)
@@ -213,7 +216,7 @@ def acquire(
         return batch_of(target, drafter, size, requests)
 
 
-def release(target: Target, drafter: Drafter | Service, batch: Batch) -> None:
+def release(target: Target, drafter: Drafter | SwappableDrafter, batch: Batch) -> None:
     """Keep a finished batch for reuse if it has captured graphs.
 
     Idle batches are dropped, oldest first, while they take more memory than is free.

@@ -7,7 +7,7 @@ from typing import Any, overload
 
 import torch
 
-from inference.batch import Service, acquire, release
+from inference.batch import SwappableDrafter, acquire, release
 from inference.drafters.plain import Baseline
 from inference.protocol import Drafter
 from inference.request import Generation, RequestParams, Step
@@ -22,7 +22,7 @@ OnBatchTokens = Callable[[int, list[int], list[str]], None]  # the prompt's inde
 @overload
 def speculate(
     target: Target,
-    drafter: Drafter | Service,
+    drafter: Drafter | SwappableDrafter,
     prompts: list[int],
     settings: RequestParams,
     on_tokens: OnTokens | None = None,
@@ -32,7 +32,7 @@ def speculate(
 @overload
 def speculate(
     target: Target,
-    drafter: Drafter | Service,
+    drafter: Drafter | SwappableDrafter,
     prompts: Sequence[list[int]],
     settings: RequestParams | Sequence[RequestParams],
     on_tokens: OnBatchTokens | None = None,
@@ -42,7 +42,12 @@ def speculate(
 
 @torch.inference_mode()
 def speculate(
-    target: Target, drafter: Drafter | Service, prompts: Any, settings: Any, on_tokens: Any = None, batch_size: int = 1
+    target: Target,
+    drafter: Drafter | SwappableDrafter,
+    prompts: Any,
+    settings: Any,
+    on_tokens: Any = None,
+    batch_size: int = 1,
 ) -> Any:
     """Decode one prompt or several with a drafter; each output is distributed as the target's own.
 
@@ -51,7 +56,7 @@ def speculate(
 
     Args:
         target: the frozen target.
-        drafter: the drafter, or the `Service` that holds it.
+        drafter: the drafter; a `SwappableDrafter` may be swapped meanwhile.
         prompts: token ids of one prompt, or of several.
         settings: the request's parameters; for several prompts one for all, or a list with one each.
         on_tokens: called after every pass with the new tokens and their origins ("prefill", "draft", "bonus"); for
@@ -91,7 +96,7 @@ def speculate(
 
 def _several(
     target: Target,
-    drafter: Drafter | Service,
+    drafter: Drafter | SwappableDrafter,
     requests: list[tuple[list[int], RequestParams]],
     on_tokens: OnBatchTokens | None,
     batch_size: int,
