@@ -206,8 +206,8 @@ def _entered(
     token, requests = torch.tensor(text, device=target.device), list[Request]()
     for slot in range(batch.size):
         requests.append(_request(target, prompt, answer, settings, batch.cache.allocate(slot)))
-        out = target.prefill(token[:-1], requests[slot].cache, batch.drafts.traits.feature_layers)
-        batch.drafts.start_sequence(slot, text, out)
+        out = target.prefill(token[:-1], requests[slot].cache, batch.draft_batch.traits.feature_layers)
+        batch.draft_batch.start_sequence(slot, text, out)
     batch.slots = [*requests]
     return batch, requests
 
@@ -226,7 +226,7 @@ def _prefix(
     """Draft once after a text; None without a draft, or where the broken rule is off by at most a total variation."""
     batch, requests = _entered(target, drafter, prompt, answer, settings, 1)
     _, drafted = batch.device_step.sample(requests)
-    draws = batch.device_step.plan.sampled is not None and not batch.drafts.traits.on_device
+    draws = batch.device_step.plan.sampled is not None and not batch.draft_batch.traits.on_device
     probs = _probs(_request(target, prompt, answer, settings, target.cache()))
     _left(batch)
     (token, *_), (parent, *_) = drafted.tree

@@ -258,7 +258,7 @@ def step_seconds(
     with target.uncaptured(), Bar((1 + samples) * len(trees), f"timing steps, batch size {batch}") as bar:
         baseline = timed_steps(batch_of(target, Baseline(target.device), batch), prompts, settings)
         rotating = batch_of(target, HeadDrafter(head, trees[0], "trees", schedule), batch)
-        drafting, drafts = timed_steps(rotating, prompts, settings), cast(Any, rotating.drafts)
+        drafting, drafts = timed_steps(rotating, prompts, settings), cast(Any, rotating.draft_batch)
         choose = drafts.choose
         next(baseline)
         for turn in range(1 + samples):

@@ -50,7 +50,7 @@ class Batch:
     """A continuous batch: the sequences being decoded, by slot.
 
     Attributes:
-        drafter: the drafter that made `drafts`; `swappable` may replace it.
+        drafter: the drafter that made `draft_batch`; `swappable` may replace it.
         swappable: the source of its drafter; None if the drafter is fixed.
     """
 
@@ -59,11 +59,11 @@ class Batch:
     def __init__(self, target: Target, drafter: Drafter, size: int, capacity: int = 0) -> None:
         if size > 1:
             target.check_masks("so sequences of different lengths cannot share a pass: give batch_size=1")
-        self.drafts = drafter.batch(size)
-        size = 1 if self.drafts.traits.single else size
+        self.draft_batch = drafter.batch(size)
+        size = 1 if self.draft_batch.traits.single else size
         self.target, self.drafter, self.size, self.capacity = target, drafter, size, 0
         self.cache = target.batch_cache(size)
-        self.device_step = DeviceStep(target, self.cache, self.drafts, drafter.name)
+        self.device_step = DeviceStep(target, self.cache, self.draft_batch, drafter.name)
         self.slots: list[Request | None] = []
         self.reserve(capacity)
         if not self.cache.storage.blocks:
@@ -73,7 +73,7 @@ class Batch:
     def nbytes(self) -> Counter[torch.device]:
         """Bytes by device of the target's and the head's KV caches, allocated or not."""
         total = self.cache.storage.nbytes
-        if (rows := self.drafts.traits.rows) is not None:
+        if (rows := self.draft_batch.traits.rows) is not None:
             total[self.target.device] += rows.nbytes
         return total
 
@@ -98,15 +98,15 @@ class Batch:
         self.reserve(needed_entries(self.target, prompt, settings))
         slot = self.slots.index(None) if None in self.slots else len(self.slots)
         request = Request(self.target, prompt, settings, self.cache.allocate(slot), request_index)
-        out = request.prefill(self.drafts.traits.feature_layers)
-        self.drafts.start_sequence(slot, request.context, out)
+        out = request.prefill(self.draft_batch.traits.feature_layers)
+        self.draft_batch.start_sequence(slot, request.context, out)
         request.generation.prefill_s = request.clock() - request.began
         self.slots[slot : slot + 1] = [request]
         return request.generation
 
     def reserve(self, capacity: int) -> None:
         """Allocate caches for texts of `capacity` tokens and a tree after each, so that decoding never reallocates."""
-        self.capacity, traits = max(self.capacity, capacity), self.drafts.traits
+        self.capacity, traits = max(self.capacity, capacity), self.draft_batch.traits
         self.cache.storage.reserve(self.capacity + max(TREE_ENTRIES, traits.max_nodes) if self.capacity else 0)
         if traits.rows is not None:
             traits.rows.reserve(round_up_kv_length(self.cache.storage.capacity))
@@ -126,7 +126,7 @@ class Batch:
                 self.slots[slot] = last
                 self.cache.active[from_slot].move(slot)
                 self.cache.active[slot] = self.cache.active[from_slot]
-                self.drafts.move(from_slot, slot, self.cache.active[slot].length)
+                self.draft_batch.move(from_slot, slot, self.cache.active[slot].length)
         del self.cache.active[len(self.slots) :]
 
     def follow(self) -> None:
@@ -158,31 +158,33 @@ class Batch:
         trial = Batch(self.target, drafter.clone(), 1)
         trial.admit(0, [0], TRIAL)
         trial.step()
-        drafts = drafter.batch(self.size)
-        check_size(self.target, drafts.traits.max_nodes, drafter.name)
-        if drafts.traits.single and self.size > 1:
+        draft_batch = drafter.batch(self.size)
+        check_size(self.target, draft_batch.traits.max_nodes, drafter.name)
+        if draft_batch.traits.single and self.size > 1:
             raise ValueError(f"{drafter.name} drafts for one sequence at a time: give batch_size=1")
-        if drafts.traits.rows is not None:
-            drafts.traits.rows.reserve(round_up_kv_length(self.cache.storage.capacity + drafts.traits.max_nodes))
-        self.start(drafts)
-        self.drafter, self.drafts = drafter, drafts
-        self.device_step = DeviceStep(self.target, self.cache, drafts, drafter.name)
+        if draft_batch.traits.rows is not None:
+            draft_batch.traits.rows.reserve(
+                round_up_kv_length(self.cache.storage.capacity + draft_batch.traits.max_nodes)
+            )
+        self.start(draft_batch)
+        self.drafter, self.draft_batch = drafter, draft_batch
+        self.device_step = DeviceStep(self.target, self.cache, draft_batch, drafter.name)
         self.reserve(self.capacity)
 
-    def start(self, drafts: DraftBatch) -> None:
+    def start(self, draft_batch: DraftBatch) -> None:
         """Prefill every running text into a draft batch."""
         for slot, request in enumerate(self.running):
             token = torch.tensor(request.context[:-1], device=self.target.device)
-            out = self.target.prefill(token, self.target.cache(len(token)), drafts.traits.feature_layers)
-            drafts.start_sequence(slot, request.context, out)
+            out = self.target.prefill(token, self.target.cache(len(token)), draft_batch.traits.feature_layers)
+            draft_batch.start_sequence(slot, request.context, out)
 
     def step(self) -> None:
         """Decode one step of all sequences."""
         tick()
         self.follow()
         self.fill_vacant()
-        if self.drafts.resumes(len(self.running)):
-            self.start(self.drafts)
+        if self.draft_batch.resumes(len(self.running)):
+            self.start(self.draft_batch)
         self.device_step.step(self.running)
 
 

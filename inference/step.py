@@ -88,9 +88,9 @@ class DeviceStep:
         compiled_stages: cache of the compiled stages.
     """
 
-    def __init__(self, target: Target, cache: BatchCache, drafts: DraftBatch, name: str) -> None:
-        self.target, self.cache, self.drafts, self.name = target, cache, drafts, name
-        self.plan, on_device = DraftPlan(), drafts.traits.on_device
+    def __init__(self, target: Target, cache: BatchCache, draft_batch: DraftBatch, name: str) -> None:
+        self.target, self.cache, self.draft_batch, self.name = target, cache, draft_batch, name
+        self.plan, on_device = DraftPlan(), draft_batch.traits.on_device
         steady = on_device and target.takes_trees and target.switch is None
         self.static = target.device.type == "cuda" and steady
         self.graphs = Graphs(target.device) if target.captures and steady else None
@@ -161,7 +161,7 @@ class DeviceStep:
         for slot in live:
             token = rows[slot][2:][: rows[slot][0]]
             path = rows[slot][2 + width :][: rows[slot][0]]
-            self.drafts.update(slot, token, path, None if out.logits is None else out.logits[slot])
+            self.draft_batch.update(slot, token, path, None if out.logits is None else out.logits[slot])
             if requests[slot].settings.keep_passes:
                 self.keep_pass(requests[slot], slot, drafted, out, path, token)
         self.timer.mark("draft")
@@ -231,7 +231,7 @@ class DeviceStep:
                 [0 if one is None else one.max_draft_depth for one in contexts]
             )
         longest = max(request.cache.length for request in requests)
-        self.plan = self.drafts.begin(contexts, longest)
+        self.plan = self.draft_batch.begin(contexts, longest)
         check_size(self.target, self.plan.max_nodes, self.name)
         for has_q in {True, *(self.plan.has_q or ())}:
             self.rule(settings, has_q=has_q)  # raises if the rule does not support the drafts
@@ -244,7 +244,7 @@ class DeviceStep:
 
     def held_tensors(self) -> list[Tensor]:
         """Return the buffers that stages read and write in place."""
-        rows = self.drafts.traits.rows
+        rows = self.draft_batch.traits.rows
         return [*self.slots, *self.cache.storage.blocks, *([] if rows is None else rows.tensors())]
 
     def on_device(
@@ -281,7 +281,7 @@ class DeviceStep:
     @property
     def compiles(self) -> bool:
         """Whether the head's stages are compiled; their shapes are then fixed too, and include all slots."""
-        return self.target.compiles_drafts and self.drafts.traits.on_device and self.plan.deepest > 0
+        return self.target.compiles_drafts and self.draft_batch.traits.on_device and self.plan.deepest > 0
 
     @property
     def captures(self) -> bool:
@@ -318,18 +318,18 @@ class DeviceStep:
         seen = slots.seen_tokens[:, None] if sampling.repetition_penalty != 1 else None
         roots = DraftInputs(slots.root[:, None], sampling, seen, noise, samples)
         may_read = not (self.static or self.compiles)
-        drafted = self.drafts.draft_trees(roots, slots.max_draft_depth, kv_length, allow_host_sync=may_read)
+        drafted = self.draft_batch.draft_trees(roots, slots.max_draft_depth, kv_length, allow_host_sync=may_read)
         depth = drafted.ancestor_mask.sum(-1) - 1 if drafted.depth is None else drafted.depth
         return drafted._replace(depth=depth.expand_as(drafted.tree.token), noise=noise)
 
     def rule(self, settings: RequestParams, *, has_q: bool = True) -> str:
         """Return the rule that verifies the drafts; `has_q` says whether their children may be sampled from q."""
         greedy = settings.sampling.temperature == 0
-        drafts = self.plan
-        if not drafts.deepest:
+        plan = self.plan
+        if not plan.deepest:
             return "match"
-        parents = None if greedy or settings.rule == rules.COUPLED or not has_q else drafts.sampled
-        chain = drafts.chain if parents is None else rules.is_chain(parents)
+        parents = None if greedy or settings.rule == rules.COUPLED or not has_q else plan.sampled
+        chain = plan.chain if parents is None else rules.is_chain(parents)
         return rules.fitting(settings.rule, chain, parents is not None, greedy)
 
     def evaluate(
@@ -341,7 +341,7 @@ class DeviceStep:
         processed_logits = self.processed(slots, drafted, logits, settings.sampling)
         if phase_timer is not None:
             phase_timer.mark("verify")
-        return out._replace(logits=logits if self.drafts.traits.reads_logits else None), *self.accept(
+        return out._replace(logits=logits if self.draft_batch.traits.reads_logits else None), *self.accept(
             slots, drafted, processed_logits, settings
         )
 
@@ -354,7 +354,7 @@ class DeviceStep:
         position = slots.length[:, None] + torch.minimum(depth, slots.max_draft_depth[:, None])
         position = position * slots.active[:, None]
         token = tree.token.clamp_min(0)
-        layers = self.drafts.traits.feature_layers
+        layers = self.draft_batch.traits.feature_layers
         proposal = self.plan.proposal
         if count == 1 and not self.static and (self.target.compiled is None or proposal is not None):
             cache = self.cache.active[0]
@@ -427,7 +427,7 @@ class DeviceStep:
             else:
                 assert drafted.depth is not None
                 present = rules.present(tree, drafted.ancestor_mask, drafted.depth, slots.max_draft_depth)
-                if not self.drafts.traits.on_device:
+                if not self.draft_batch.traits.on_device:
                     present &= tree.parent != LOOK_AHEAD
                 accepted = self.accepted(slots, drafted, present, logits, settings)
                 accepted = accepted._replace(committed=accepted.committed * slots.active)
@@ -521,14 +521,14 @@ class DeviceStep:
         if self.penalises:
             taken = step < accepted.committed[:, None]
             slots.seen_tokens.scatter_(1, torch.where(taken, token, slots.root[:, None]), True)
-        if self.drafts.traits.rows is None:
+        if self.draft_batch.traits.rows is None:
             return None
         return Features(token, out.hidden[row, path], out.last_hidden[row, path], torch.zeros_like(token))
 
     def extend(self, features: Features, count: Int[Tensor, "B"]) -> None:
         """Append the accepted rows to the drafter."""
-        assert self.drafts.traits.rows is not None
-        self.drafts.traits.rows.commit(features, count)
+        assert self.draft_batch.traits.rows is not None
+        self.draft_batch.traits.rows.commit(features, count)
 
     def emit(self, request: Request, row: list[int], width: int) -> Step:
         """Append the committed tokens to a request; return its step, without seconds.

@@ -184,7 +184,7 @@ BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "batch_memory.py"
 
 def buffers(batch: Batch) -> list[Tensor]:
     """Return all keys and values that are allocated."""
-    cache = getattr(batch.drafts, "cache", None)
+    cache = getattr(batch.draft_batch, "cache", None)
     return [*batch.cache.storage.blocks, *(half for pair in (cache.layers if cache else ()) for half in pair)]
 
 

@@ -93,8 +93,8 @@ def test_a_paused_step_reads_once_and_moves_no_buffer(monkeypatch: pytest.Monkey
         batch.admit(slot, toys.prompt(slot, 5 + slot), RequestParams(90, GREEDY))
 
     def addresses() -> list[int]:
-        halves = (half for pair in step.drafts.cache.layers for half in pair)
-        return [each.data_ptr() for each in (step.drafts.cache.length, *halves)]
+        halves = (half for pair in step.draft_batch.cache.layers for half in pair)
+        return [each.data_ptr() for each in (step.draft_batch.cache.length, *halves)]
 
     batch.step()
     before = addresses()

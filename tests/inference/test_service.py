@@ -121,10 +121,10 @@ def test_a_state_that_is_made_of_the_text_drafts_as_one_that_grew_with_it(name: 
     for _ in range(10):
         batch.step()
     step, (_, grown) = batch.device_step, batch.device_step.sample(batch.running)
-    step.drafts = drafter.batch(1)
+    step.draft_batch = drafter.batch(1)
     token = torch.tensor(batch.running[0].context)
-    out = target.prefill(token[:-1], target.cache(), step.drafts.traits.feature_layers)
-    step.drafts.start_sequence(0, token.tolist(), out)
+    out = target.prefill(token[:-1], target.cache(), step.draft_batch.traits.feature_layers)
+    step.draft_batch.start_sequence(0, token.tolist(), out)
     assert torch.equal(step.sample(batch.running)[1].tree.token, grown.tree.token)
 
 
