@@ -240,14 +240,14 @@ class DeviceStep:
             self.graphs.keep(self.held_tensors())
         if self.compiles:
             self.compiled_stages.keep([*self.held_tensors(), *self.target.embeddings.kept_rows()])
-        return self.on_device(slots, self.kv_length(longest), settings, timer, commits=commits)
+        return self.run_stages(slots, self.kv_length(longest), settings, timer, commits=commits)
 
     def held_tensors(self) -> list[Tensor]:
         """Return the buffers that stages read and write in place."""
         rows = self.draft_batch.traits.rows
         return [*self.slots, *self.cache.storage.blocks, *([] if rows is None else rows.tensors())]
 
-    def on_device(
+    def run_stages(
         self, slots: Slots, kv_length: int, settings: RequestParams, phase_timer: PhaseTimer, *, commits: bool = True
     ) -> tuple[Drafted, Int[Tensor, "B X"], TargetOutput, Accepted]:
         """Run a step's stages."""
@@ -341,7 +341,7 @@ class DeviceStep:
         processed_logits = self.processed(slots, drafted, logits, settings.sampling)
         if phase_timer is not None:
             phase_timer.mark("verify")
-        return out._replace(logits=logits if self.draft_batch.traits.reads_logits else None), *self.accept(
+        return out._replace(logits=logits if self.draft_batch.traits.reads_logits else None), *self.verify_drafts(
             slots, drafted, processed_logits, settings
         )
 
@@ -411,7 +411,7 @@ class DeviceStep:
             return sampled(logits, sampling, slots.key, slots.length + 1 + depth)
         return (distribution(logits, sampling) / drafted.noise[:, depth]).argmax(-1)
 
-    def accept(
+    def verify_drafts(
         self, slots: Slots, drafted: Drafted, logits: Float[Tensor, "B N V"], settings: RequestParams
     ) -> tuple[Int[Tensor, "B X"], Accepted]:
         """Verify the drafts; return the tensor for the host, and the accepted paths."""
@@ -429,7 +429,7 @@ class DeviceStep:
                 present = rules.present(tree, drafted.ancestor_mask, drafted.depth, slots.max_draft_depth)
                 if not self.draft_batch.traits.on_device:
                     present &= tree.parent != LOOK_AHEAD
-                accepted = self.accepted(slots, drafted, present, logits, settings)
+                accepted = self.run_rule(slots, drafted, present, logits, settings)
                 accepted = accepted._replace(committed=accepted.committed * slots.active)
                 ranks = rules.ranks(tree).gather(1, accepted.path)
                 count = present.sum(1) - 1
@@ -439,7 +439,7 @@ class DeviceStep:
             results.append((best_two[..., 0] - best_two[..., 1]).view(torch.int32).long())
         return torch.cat(results, 1), accepted
 
-    def accepted(
+    def run_rule(
         self,
         slots: Slots,
         drafted: Drafted,
@@ -461,15 +461,15 @@ class DeviceStep:
             p = distribution(processed_logits, replace(sampling, temperature=1.0) if greedy else sampling)
             last = rules.follow(tree, above, present, rules.lenient(tree, p, rule.bar))
             token = choose(last, drafted.depth.gather(1, last[:, None])[:, 0])
-        elif drafted.q is None or rule.on_device is None or not all(plan.has_q or ()):
+        elif drafted.q is None or rule.verify is None or not all(plan.has_q or ()):
             last, token = rules.walk(tree, present, choose, plan.deepest, allow_host_sync=self.may_read)
-        if not greedy and drafted.q is not None and rule.on_device is not None:
+        if not greedy and drafted.q is not None and rule.verify is not None:
             assert plan.sampled is not None
             p = distribution(processed_logits, sampling)
             key = hash_key(slots.key, ACCEPT_KEY)
             uniforms = uniform(hash_key(key, slots.length + 1)[:, None], torch.arange(p.shape[1], device=p.device))
             draft = rules.Sampled(plan.sampled, tree.token, present, drafted.q)
-            sampled, probs = rule.on_device(draft, p, uniforms, self.may_read)
+            sampled, probs = rule.verify(draft, p, uniforms, self.may_read)
             position = slots.length + 1 + drafted.depth.gather(1, sampled[:, None])[:, 0]
             after = (probs / exponential_noise(slots.key, position, p.shape[-1])).argmax(-1)
             if all(plan.has_q or ()):
@@ -479,7 +479,7 @@ class DeviceStep:
                 has_q = torch.tensor(plan.has_q, device=p.device)
                 last = torch.where(has_q, sampled, last)
                 token = torch.where(has_q, after, token)
-        return rules.accepted(tree, above, last, token, plan.deepest)
+        return rules.accepted_paths(tree, above, last, token, plan.deepest)
 
     def commit(
         self,

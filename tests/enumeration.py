@@ -55,7 +55,7 @@ def verify_on_device(
     depth, greedy = above.sum(-1) - 1, sampling.temperature == 0
     present, deepest = rules.present(batch, above, depth, torch.tensor([len(tree.token)])), int(depth.max())
     parents = tree.parent.tolist()
-    walk = RULES["match" if len(parents) == 1 else fitting(rule, is_chain(parents), q is not None, greedy)].on_device
+    walk = RULES["match" if len(parents) == 1 else fitting(rule, is_chain(parents), q is not None, greedy)].verify
     p = distribution(logits, sampling)
     if greedy:
         best = logits.max(-1).indices[None]
@@ -74,7 +74,7 @@ def verify_on_device(
             patch.setattr(rules, "AcceptDraws", lambda *_: Coins(rng))
             last, probs = walk(draft, p[None], torch.zeros(1, len(parents)), True)
         token = torch.tensor(rng.sample(probs))
-    found = rules.accepted(batch, above, last, token, deepest)
+    found = rules.accepted_paths(batch, above, last, token, deepest)
     count = int(found.committed)
     return found.path[0, :count].tolist(), int(found.token[0, count - 1])
 

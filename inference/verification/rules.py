@@ -120,7 +120,7 @@ def walk(
     return node, token
 
 
-def accepted(
+def accepted_paths(
     tree: DraftTree,
     ancestor_mask: Bool[Tensor, "#B N N"],
     last: Int[Tensor, "B"],
@@ -307,7 +307,7 @@ class Rule:
 
     chain: bool = False  # whether it verifies only chains
     # Verification of drafts that are sampled from known probs q; None if any draft is supported.
-    on_device: Callable[[Sampled, Tensor, Tensor, bool], LastAccepted] | None = None
+    verify: Callable[[Sampled, Tensor, Tensor, bool], LastAccepted] | None = None
     bar: Callable[[Tensor], Tensor] | None = None  # probability threshold of a lossy rule
 
 
@@ -363,7 +363,7 @@ def fitting(rule: str, chain: bool, sampled: bool, greedy: bool) -> str:
         raise ValueError(f"rule={rule} verifies chains, and this draft is a tree: choose rule={AUTO}, or tree=chain")
     if greedy:
         return rule
-    if entry.on_device is not None and not sampled:
+    if entry.verify is not None and not sampled:
         raise ValueError(
             f"rule={rule} needs drafts sampled from known probs, and these are chosen without sampling: choose "
             f"rule={AUTO}, or a chain or sampled tree"

@@ -39,7 +39,7 @@ def test_nothing_of_a_step_waits(name: str, tree: str, sampling: Sampling, targe
         torch.cuda.set_sync_debug_mode("error")
     try:
         with torch.inference_mode():
-            _, result, *_ = step.on_device(step.slots, kv_length, requests[0][1], PhaseTimer(device))
+            _, result, *_ = step.run_stages(step.slots, kv_length, requests[0][1], PhaseTimer(device))
     finally:
         if device.type == "cuda":
             torch.cuda.set_sync_debug_mode("default")

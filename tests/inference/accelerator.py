@@ -130,11 +130,11 @@ def counted(step: DeviceStep, sampling: str) -> dict[str, int]:
     settings = RequestParams(40, how, rule=rule, logit_gaps=True)
     step.eos_mask, step.masks_eos = torch.empty(step.target.embeddings.vocab_size, dtype=torch.bool, device=NAME), True
     with tables_made(), torch.inference_mode():
-        step.on_device(slots, step.kv_length(PROMPT), settings, PhaseTimer(step.target.device))
+        step.run_stages(slots, step.kv_length(PROMPT), settings, PhaseTimer(step.target.device))
     watch, parts = Watch(), Counting(step.target.device)
     parts.watch = watch
     with watch, torch.inference_mode():
-        told = step.on_device(slots, step.kv_length(PROMPT), settings, parts)[1]
+        told = step.run_stages(slots, step.kv_length(PROMPT), settings, parts)[1]
     return {"all": watch.counts.total(), "told": told.numel() // size, **parts.parts}
 
 
