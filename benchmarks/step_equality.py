@@ -93,12 +93,12 @@ def decoded(target: Target, drafter: HeadDrafter, requests: list[Request], size:
 def compare(target: Target, requests: list[Request], expected: list[Generation], answers: list[Generation]) -> Compared:
     """Count texts that are identical, that part at a near tie, and that differ, as the losslessness check does."""
     compared = Compared(Counter(tokens=sum(len(answer.tokens) for answer in answers)), [])
-    for (prompt, how), ours, theirs in zip(requests, expected, answers, strict=True):
-        name = str(how.seed)
-        if how.sampling.temperature == 0:
+    for (prompt, params), ours, theirs in zip(requests, expected, answers, strict=True):
+        name = str(params.seed)
+        if params.sampling.temperature == 0:
             verdict = gate([ours], [theirs], [name], target.dtype)
         else:
-            verdict = coupled_check(target, [ours], [theirs], [Prompt(name, prompt, "")], how)
+            verdict = coupled_check(target, [ours], [theirs], [Prompt(name, prompt, "")], params)
         [kind], [where] = verdict.verdicts, [*verdict.ties, verdict.first][:1]
         if where is None and (ours.finish, ours.origins) != (theirs.finish, theirs.origins):
             kind = "failed"

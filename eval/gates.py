@@ -117,26 +117,26 @@ def coupled_check(
     baseline: Sequence[Generation],
     drafted: Sequence[Generation],
     prompts: Sequence[Prompt],
-    how: RequestParams,
+    params: RequestParams,
 ) -> Gate:
     """Compare runs under coupled noise; a near tie is one of probs over noise."""
     compared: list[tuple[Divergence | None, bool]] = []
     for ours, theirs, prompt in zip(baseline, drafted, prompts, strict=True):
         parted, gap = divergence(ours, theirs, prompt.id), None
         if parted is not None and parted.plain is not None and parted.drafted is not None:
-            gap = coupled_gap(target, prompt.token, ours.tokens[: parted.position], how)
+            gap = coupled_gap(target, prompt.token, ours.tokens[: parted.position], params)
         tied = gap is not None and gap < EPSILON[target.dtype]
         compared.append((None if parted is None else replace(parted, gap=gap), tied))
     return gate_of(compared)
 
 
 @torch.inference_mode()
-def coupled_gap(target: Target, prompt: list[int], answer: list[int], how: RequestParams) -> float:
+def coupled_gap(target: Target, prompt: list[int], answer: list[int], params: RequestParams) -> float:
     """Return the margin, in logits, of the winner of the coupled race after a text over the second."""
-    request = _request(target, prompt, answer, how, target.cache())
+    request = _request(target, prompt, answer, params, target.cache())
     probs = _probs(request)
     first, second = (probs / request.noise(probs[None])[0]).double().topk(2).values.tolist()
-    return float(how.sampling.temperature * torch.log(torch.tensor(first / second))) if second > 0 else float("inf")
+    return float(params.sampling.temperature * torch.log(torch.tensor(first / second))) if second > 0 else float("inf")
 
 
 def texts(prompts: Sequence[Prompt], baseline: Sequence[Generation]) -> list[tuple[list[int], list[int]]]:
@@ -181,9 +181,11 @@ def chi_square_test(
     return ChiSquareTest(size, len(prefixes), freedom, total, p, tv, power, alpha, control_p), ""
 
 
-def _request(target: Target, prompt: list[int], answer: list[int], how: RequestParams, cache: TargetCache) -> Request:
+def _request(
+    target: Target, prompt: list[int], answer: list[int], params: RequestParams, cache: TargetCache
+) -> Request:
     """Return a request with the tokens of its answer so far."""
-    request = Request(target, prompt, how, cache)
+    request = Request(target, prompt, params, cache)
     request.context.extend(answer)
     request.generation.tokens.extend(answer)
     return request

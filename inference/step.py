@@ -196,9 +196,9 @@ class DeviceStep:
         switch = self.target.switch
         groups = defaultdict[Any, list[int]](list)
         for slot, request in enumerate(requests):
-            how = request.settings
+            params = request.settings
             side = switch is not None and request.cache.length >= switch.length
-            groups[how.sampling, how.rule, how.logit_gaps, side].append(slot)
+            groups[params.sampling, params.rule, params.logit_gaps, side].append(slot)
         return list(groups.values())
 
     def active(self, requests: Sequence[Request]) -> Slots:
