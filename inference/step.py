@@ -117,7 +117,10 @@ class DeviceStep:
 
     def load_slots(self, requests: Sequence[Request]) -> None:
         """Write the requests' state to the slots, after requests have joined or left."""
-        values = [[one.context[-1], one.cache.length, *one.left, 1, one.key] for one in requests]
+        values = [
+            [request.context[-1], request.cache.length, *request.remaining_limits, 1, request.key]
+            for request in requests
+        ]
         # An idle slot has length 1: attention over no keys gives NaN.
         values += [[0, 1, 0, 0, 0, 0]] * (len(self.slots.root) - len(values))
         for buffer, column in zip(self.slots[:6], torch.tensor(values, device=self.target.device).T, strict=True):
@@ -222,13 +225,13 @@ class DeviceStep:
                 self.target.prefill(text, cache)
                 cache.keep(prefix, [])
         mixed = len(group) < len(requests)
-        contexts = [request.begin() if slot in group else None for slot, request in enumerate(requests)]
+        contexts = [request.draft_context() if slot in group else None for slot, request in enumerate(requests)]
         if mixed or self.masked:
-            self.slots.active[: len(requests)] = torch.tensor([int(one is not None) for one in contexts])
+            self.slots.active[: len(requests)] = torch.tensor([int(context is not None) for context in contexts])
             self.masked = mixed
         if switch is not None:
             self.slots.max_draft_depth[: len(requests)] = torch.tensor(
-                [0 if one is None else one.max_draft_depth for one in contexts]
+                [0 if context is None else context.max_draft_depth for context in contexts]
             )
         longest = max(request.cache.length for request in requests)
         self.plan = self.draft_batch.begin(contexts, longest)
@@ -550,7 +553,7 @@ class DeviceStep:
         depth = drafted.depth
         assert depth is not None
         tree = DraftTree(drafted.tree.token[at], drafted.tree.parent[at])
-        nodes, index = trees.keep(tree, (tree.token >= 0) & (depth[at] <= request.left[0] + len(token)))
+        nodes, index = trees.keep(tree, (tree.token >= 0) & (depth[at] <= request.remaining_limits[0] + len(token)))
         rows = TargetOutput(out.hidden[at : at + 1, path], out.last_hidden[at : at + 1, path], None)
         following = torch.tensor(token, device=index.device)
         old = index.tolist()
