@@ -196,7 +196,7 @@ class DraftPlan(NamedTuple):
             trees are filled by rank.
         has_q: for each sequence, whether its children are sampled or it has none; None if all are equal.
         proposal: the proposal of a `single` drafter.
-        key: id of the tree's policy, part of the graph key.
+        tree_id: id of the tree policy, part of the graph key.
     """
 
     deepest: int = 0
@@ -205,7 +205,7 @@ class DraftPlan(NamedTuple):
     sampled: tuple[int, ...] | None = None
     has_q: Sequence[bool] | None = None
     proposal: Proposal | None = None
-    key: int = 0
+    tree_id: int = 0
 
 
 @runtime_checkable

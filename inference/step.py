@@ -65,7 +65,7 @@ class GraphKey(NamedTuple):
         sampling, rule, logit_gaps: from the request's parameters.
         masks_eos: whether a request sets min_new_tokens.
         masked: whether slots are idle.
-        policy: id of the tree's policy.
+        tree_id: id of the tree policy.
     """
 
     head_kv_length: int
@@ -74,7 +74,7 @@ class GraphKey(NamedTuple):
     logit_gaps: bool
     masks_eos: bool
     masked: bool
-    policy: int
+    tree_id: int
 
 
 class DeviceStep:
@@ -297,7 +297,7 @@ class DeviceStep:
         padded = self.compiles and not self.static
         head_kv_length = round_up_kv_length(self.cache.storage.capacity) if padded else kv_length
         sampling, rule, gaps = settings.sampling, settings.rule, settings.logit_gaps
-        return GraphKey(head_kv_length, sampling, rule, gaps, self.masks_eos, self.masked, self.plan.key)
+        return GraphKey(head_kv_length, sampling, rule, gaps, self.masks_eos, self.masked, self.plan.tree_id)
 
     def launch(self, stage: Stage, *args: Any) -> Any:
         """Run a stage, compiled or captured under the step's key."""

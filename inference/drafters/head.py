@@ -79,7 +79,7 @@ class HeadBatch(DraftBatch, DraftRows):
     def choose(self, running: int) -> None:
         """Choose the tree for a number of running sequences."""
         self.policy = policy = None if self.paused else self.schedule.at(running)
-        self.plan = DraftPlan(max_nodes=self.traits.max_nodes, key=id(policy))
+        self.plan = DraftPlan(max_nodes=self.traits.max_nodes, tree_id=id(policy))
         if policy is not None:
             deepest, sampled = min(policy.deepest, self.head.max_depth), sampled_shape(policy, self.head.max_depth)
             self.plan = self.plan._replace(deepest=deepest, chain=policy.kind == "chain", sampled=sampled)
