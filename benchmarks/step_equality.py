@@ -80,7 +80,7 @@ def decoded(target: Target, drafter: HeadDrafter, requests: list[Request], size:
     """Decode in a continuous batch of device steps."""
     batch, answers = batch_of(target, drafter, size, requests), dict[int, Generation]()
     assert batch.device_step is not None
-    batch.device_step.static = static
+    batch.device_step.fixed_shapes = static
     while len(answers) < len(requests) or batch.running:
         if len(answers) < len(requests) and batch.free:
             answers[len(answers)] = batch.admit(len(answers), *requests[len(answers)])

@@ -81,9 +81,9 @@ class DeviceStep:
     """Runs decoding steps for a batch.
 
     Attributes:
-        static: whether shapes are equal in all steps, as CUDA graphs need: attention reads a multiple of a stride, all
-            slots run, and the host reads the committed tokens at the end. Otherwise it reads them first, and only
-            committed rows are computed.
+        fixed_shapes: whether shapes are equal in all steps, as CUDA graphs need: attention reads a multiple of a
+            bucket, all slots run, and the host reads the committed tokens at the end. Otherwise it reads them first,
+            and only committed rows are computed.
         graphs: CUDA graphs of the stages; None if they are not captured.
         compiled_stages: cache of the compiled stages.
     """
@@ -91,9 +91,9 @@ class DeviceStep:
     def __init__(self, target: Target, cache: BatchCache, draft_batch: DraftBatch, name: str) -> None:
         self.target, self.cache, self.draft_batch, self.name = target, cache, draft_batch, name
         self.plan, on_device = DraftPlan(), draft_batch.traits.on_device
-        steady = on_device and target.takes_trees and target.switch is None
-        self.static = target.device.type == "cuda" and steady
-        self.graphs = Graphs(target.device) if target.captures and steady else None
+        fixed = on_device and target.takes_trees and target.switch is None
+        self.fixed_shapes = target.device.type == "cuda" and fixed
+        self.graphs = Graphs(target.device) if target.captures and fixed else None
         self.compiled_stages = StageCache()
         self.masks_eos = False  # whether a request sets min_new_tokens
         self.current: list[Request] = []  # the requests in the slots
@@ -158,7 +158,7 @@ class DeviceStep:
                 live.append(slot)
         emitting = time.perf_counter() - begin
         self.timer.mark(None)  # the host's time since then is measured from `begin`
-        if live and not self.static:
+        if live and not self.fixed_shapes:
             most = width if self.compiles else max(row[0] for row in rows)
             self.commit(self.active(requests), out, accepted, most)
         for slot in live:
@@ -206,7 +206,7 @@ class DeviceStep:
 
     def active(self, requests: Sequence[Request]) -> Slots:
         """Return the slots of the current pass."""
-        if self.static or len(requests) == len(self.slots.root):
+        if self.fixed_shapes or len(requests) == len(self.slots.root):
             return self.slots
         return Slots(*(buffer[: len(requests)] for buffer in self.slots))
 
@@ -239,7 +239,7 @@ class DeviceStep:
         for has_q in {True, *(self.plan.has_q or ())}:
             self.rule(settings, has_q=has_q)  # raises if the rule does not support the drafts
         slots = self.active(requests)
-        if self.static and self.graphs is not None:
+        if self.fixed_shapes and self.graphs is not None:
             self.graphs.keep(self.held_tensors())
         if self.compiles:
             self.compiled_stages.keep([*self.held_tensors(), *self.target.embeddings.kept_rows()])
@@ -264,13 +264,13 @@ class DeviceStep:
         inner = None if self.captures else phase_timer  # no time can be measured inside a graph
         out, result, accepted = self.launch(DeviceStep.evaluate, slots, drafted, kv_length, settings, inner)
         phase_timer.mark("verify" if self.captures else "other")
-        if self.static and commits:
+        if self.fixed_shapes and commits:
             self.commit(slots, out, accepted, accepted.path.shape[1])
         return drafted, result, out, accepted
 
     def kv_length(self, longest: int) -> int:
-        """Return the number of entries that attention reads; if shapes are not static, the number before the tree."""
-        if not self.static:
+        """Return the number of entries that attention reads; without fixed shapes, the number before the tree."""
+        if not self.fixed_shapes:
             return longest
         end = longest + self.plan.max_nodes
         capacity = self.cache.storage.capacity
@@ -279,7 +279,7 @@ class DeviceStep:
     @property
     def may_read(self) -> bool:
         """Whether the host may read a stage's intermediate results, to skip work: on a GPU it would have to wait."""
-        return not self.static and self.target.device.type == "cpu"
+        return not self.fixed_shapes and self.target.device.type == "cpu"
 
     @property
     def compiles(self) -> bool:
@@ -289,12 +289,12 @@ class DeviceStep:
     @property
     def captures(self) -> bool:
         """Whether the stages are captured in CUDA graphs, which need fixed shapes."""
-        return self.static and self.graphs is not None
+        return self.fixed_shapes and self.graphs is not None
 
     def graph_key(self, kv_length: int, settings: RequestParams) -> GraphKey:
         """Return the key of the step's stages."""
         # For few compiled shapes, the head reads the whole capacity.
-        padded = self.compiles and not self.static
+        padded = self.compiles and not self.fixed_shapes
         head_kv_length = round_up_kv_length(self.cache.storage.capacity) if padded else kv_length
         sampling, rule, gaps = settings.sampling, settings.rule, settings.logit_gaps
         return GraphKey(head_kv_length, sampling, rule, gaps, self.masks_eos, self.masked, self.plan.tree_id)
@@ -304,7 +304,7 @@ class DeviceStep:
         run = stage
         if self.compiles and stage in (DeviceStep.draft, DeviceStep.extend):
             run = partial(self.compiled_stages, (stage, *self.key), compiled(stage, self.target.device.type))
-        if self.static and self.graphs is not None:
+        if self.fixed_shapes and self.graphs is not None:
             return self.graphs((stage, *self.key), run, self, *args)
         return run(self, *args)
 
@@ -320,7 +320,7 @@ class DeviceStep:
             noise = exponential_noise(key, position, vocab_size)
         seen = slots.seen_tokens[:, None] if sampling.repetition_penalty != 1 else None
         roots = DraftInputs(slots.root[:, None], sampling, seen, noise, samples)
-        may_read = not (self.static or self.compiles)
+        may_read = not (self.fixed_shapes or self.compiles)
         drafted = self.draft_batch.draft_trees(roots, slots.max_draft_depth, kv_length, allow_host_sync=may_read)
         depth = drafted.ancestor_mask.sum(-1) - 1 if drafted.depth is None else drafted.depth
         return drafted._replace(depth=depth.expand_as(drafted.tree.token), noise=noise)
@@ -359,7 +359,7 @@ class DeviceStep:
         token = tree.token.clamp_min(0)
         layers = self.draft_batch.traits.feature_layers
         proposal = self.plan.proposal
-        if count == 1 and not self.static and (self.target.compiled is None or proposal is not None):
+        if count == 1 and not self.fixed_shapes and (self.target.compiled is None or proposal is not None):
             cache = self.cache.active[0]
             attn_mask = None
             if size > 1:
@@ -370,9 +370,9 @@ class DeviceStep:
                     raise ValueError(f"{self.target.name}: {self.target.incompatibility}; draft with tree=chain")
             stack = None if proposal is None or proposal.look_ahead is None else proposal.look_ahead.stack
             return self.target.run(token, position, attn_mask, cache, layers, stack=stack)
-        end = kv_length if self.static else kv_length + size
+        end = kv_length if self.fixed_shapes else kv_length + size
         batch_pass, attn_mask, key_position = self.cache.storage.behind(
-            slots.length, ancestor_mask, depth, end, steady=self.static
+            slots.length, ancestor_mask, depth, end, fixed_shapes=self.fixed_shapes
         )
         if self.may_read and size > 1 and self.target.takes_ragged and self.target.compiled is None:
             present = (tree.token >= 0) * slots.active[:, None]

@@ -77,7 +77,7 @@ class BatchLayer(DynamicLayer):
 class BatchPass(NamedTuple):
     """One pass over the first sequences of a batch: all buffers, the entries to write, and the end of attention.
 
-    A `steady` pass has fixed shapes, and is captured in a graph. With `slot` its T tokens are in one row, each with the
+    With `fixed_shapes` the pass is captured in a graph. With `slot` its T tokens are in one row, each with the
     slot of its sequence (`attention.Ragged`).
     """
 
@@ -85,7 +85,7 @@ class BatchPass(NamedTuple):
     values: list[Tensor]
     write_index: Int[Tensor, "B N"]
     end: int
-    steady: bool = False
+    fixed_shapes: bool = False
     slot: Int[Tensor, "1 T"] | None = None
 
     @property
@@ -152,7 +152,7 @@ class Storage:
         depth: Int[Tensor, "B N"],
         end: int,
         *,
-        steady: bool = False,
+        fixed_shapes: bool = False,
     ) -> tuple[BatchPass, Bool[Tensor, "B N S"], Int[Tensor, "B S"]]:
         """Return a pass over trees whose entries follow each sequence's first `length` ones.
 
@@ -167,7 +167,7 @@ class Storage:
         if end > self.capacity:
             self.reserve(2 * end)
         write_index, layers = length[:, None] + torch.arange(size, device=length.device), self.layers.values()
-        rows = BatchPass([keys for keys, _ in layers], [values for _, values in layers], write_index, end, steady)
+        rows = BatchPass([keys for keys, _ in layers], [values for _, values in layers], write_index, end, fixed_shapes)
         return rows, seen, length[:, None] + torch.where(within, depth.gather(1, node), column)
 
     def compact(self, slot: Int[Tensor, "B 1"], source: Int[Tensor, "B P"], goal: Int[Tensor, "B P"]) -> None:

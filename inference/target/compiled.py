@@ -72,7 +72,7 @@ class Compiled:
         if attn_mask is None:
             attn_mask = torch.ones(*token.shape, batch_pass.end, dtype=torch.bool, device=token.device)
         mask = self.target.attention_mask(attn_mask, position, key_position)
-        if batch_pass.steady:  # only decoder layers are compiled; prompts run uncompiled
+        if batch_pass.fixed_shapes:  # only decoder layers are compiled; prompts run uncompiled
             for layer in self.target.decoder_layers:  # equal layers share inductor's code
                 if layer not in self.layer_calls:
                     layer.compile(fullgraph=True, backend=BACKEND)

@@ -116,7 +116,7 @@ def step_of(target: Target, drafter: HeadDrafter, size: int) -> DeviceStep:
     for _ in range(size):
         cache.allocate()
     step = DeviceStep(target, cache, batch, drafter.name)
-    step.static, step.plan = True, batch.plan
+    step.fixed_shapes, step.plan = True, batch.plan
     return step
 
 

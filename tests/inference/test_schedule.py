@@ -36,7 +36,7 @@ def decoded(
 ) -> tuple[list[Generation], list[Taken]]:
     """Decode requests that come and go; return with each the trees of its steps."""
     batch = batch_of(target, source, size, requests)
-    batch.device_step.static = static
+    batch.device_step.fixed_shapes = static
     waiting, made, taken = list(enumerate(requests)), dict[int, Generation](), [Taken() for _ in requests]
     for turn in itertools.count():
         if waiting and batch.free and turn % 5 < 2:  # else the batch would be full all the time
@@ -88,7 +88,7 @@ def test_a_paused_step_reads_once_and_moves_no_buffer(monkeypatch: pytest.Monkey
     source = drafter("eagle3", target, scheduled([(1, CHAIN), (2, None)]))
     batch = batch_of(target, source, 2, [([0] * 9, RequestParams(90, GREEDY))])
     step: Any = batch.device_step
-    step.static = True
+    step.fixed_shapes = True
     for slot in range(2):
         batch.admit(slot, toys.prompt(slot, 5 + slot), RequestParams(90, GREEDY))
 

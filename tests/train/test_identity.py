@@ -122,7 +122,7 @@ def test_what_is_not_sampled_alike_shares_no_step_and_no_graph() -> None:
     """Whichever of the two comes first; what a sequence keeps for itself shares a step."""
     target, cache = SimpleNamespace(switch=None), SimpleNamespace(length=9)
     step: Any = SimpleNamespace(
-        compiles=False, static=True, masks_eos=False, masked=False, plan=DraftPlan(tree_id=1), target=target
+        compiles=False, fixed_shapes=True, masks_eos=False, masked=False, plan=DraftPlan(tree_id=1), target=target
     )
     one = RequestParams(9, Sampling(0.8, 5, 0.9, 0.1, 1.2))
 
