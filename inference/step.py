@@ -333,7 +333,7 @@ class DeviceStep:
             return "match"
         parents = None if greedy or settings.rule == rules.COUPLED or not has_q else plan.sampled
         chain = plan.chain if parents is None else rules.is_chain(parents)
-        return rules.fitting(settings.rule, chain, parents is not None, greedy)
+        return rules.resolve_rule(settings.rule, chain, parents is not None, greedy)
 
     def evaluate(
         self, slots: Slots, drafted: Drafted, kv_length: int, settings: RequestParams, phase_timer: PhaseTimer | None

@@ -26,7 +26,7 @@ from inference.protocol import Context, Proposal
 from inference.verification import rules
 from inference.verification import tree as trees
 from inference.verification.rng import Draws
-from inference.verification.rules import RULES, fitting, is_chain
+from inference.verification.rules import RULES, is_chain, resolve_rule
 from inference.verification.sample import Sampling, distribution, penalize
 from inference.verification.tree import DraftTree
 from tests.heads.stub import TinyEnds
@@ -43,7 +43,7 @@ Rule = Callable[[DraftTree, Tensor, Tensor | None, Rng], tuple[list[int], int]] 
 
 def verify(tree: DraftTree, p: Tensor, q: Tensor | None, rng: Rng, rule: str = "auto") -> tuple[list[int], int]:
     """Verify a draft by the oracle's rules, given the target's probs p after each node."""
-    return WALKS[fitting(rule, is_chain(tree.parent.tolist()), q is not None, False)](tree, p, q, rng)
+    return WALKS[resolve_rule(rule, is_chain(tree.parent.tolist()), q is not None, False)](tree, p, q, rng)
 
 
 def verify_on_device(
@@ -55,7 +55,7 @@ def verify_on_device(
     depth, greedy = above.sum(-1) - 1, sampling.temperature == 0
     present, deepest = rules.present(batch, above, depth, torch.tensor([len(tree.token)])), int(depth.max())
     parents = tree.parent.tolist()
-    walk = RULES["match" if len(parents) == 1 else fitting(rule, is_chain(parents), q is not None, greedy)].verify
+    walk = RULES["match" if len(parents) == 1 else resolve_rule(rule, is_chain(parents), q is not None, greedy)].verify
     p = distribution(logits, sampling)
     if greedy:
         best = logits.max(-1).indices[None]

@@ -29,10 +29,10 @@ from inference.verification.rules import (
     LEAST,
     NOTHING,
     THRESHOLD,
-    fitting,
     is_chain,
     is_lossy,
     label,
+    resolve_rule,
 )
 from inference.verification.sample import Sampling, distribution, penalize, residual, without
 from inference.verification.tree import DraftTree, LookAhead, children
@@ -194,7 +194,7 @@ def decide(
     if len(tree.token) == 1:
         rule, shown = "match", NOTHING
     else:
-        rule = fitting(rule, is_chain(tree.parent.tolist()), q is not None, sampling.temperature == 0)
+        rule = resolve_rule(rule, is_chain(tree.parent.tolist()), q is not None, sampling.temperature == 0)
         shown = label(rule)
     if sampling.temperature > 0:
         return Verdict(*WALKS[rule](tree, distribution(logits, sampling), q, rng), shown)

@@ -330,7 +330,7 @@ def is_lossy(rule: str) -> bool:
     return rule != AUTO and RULES[rule].bar is not None
 
 
-def emits_samples(rule: str) -> bool:
+def equals_baseline(rule: str) -> bool:
     """Return whether a rule emits the target's own samples, so that the text is the baseline's.
 
     The other lossless rules sample again after a rejection: the text is another sample of the same distribution.
@@ -348,7 +348,7 @@ def is_chain(parents: Sequence[int]) -> bool:
     return list(parents) == list(range(-1, len(parents) - 1))
 
 
-def fitting(rule: str, chain: bool, sampled: bool, greedy: bool) -> str:
+def resolve_rule(rule: str, chain: bool, sampled: bool, greedy: bool) -> str:
     """Return the rule for a draft; auto is the one that accepts most (`benchmarks/rules.py` measures them).
 
     Raises:

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from inference.decode import RequestParams, autoregress, speculate
 from inference.verification import rules
-from inference.verification.rules import RULES, fitting, is_chain
+from inference.verification.rules import RULES, is_chain, resolve_rule
 from inference.verification.sample import GREEDY, Sampling
 from inference.verification.tree import DraftTree, ancestors
 from tests import toys
@@ -26,7 +26,7 @@ TREE = DraftTree(torch.tensor([5, 1, 2]), torch.tensor([-1, 0, 0]))
 )
 def test_a_wrong_pairing_is_refused(rule: str, tree: DraftTree, drawn: bool, named: str) -> None:
     with pytest.raises(ValueError, match=rf"^rule={rule} .*{named}"):
-        fitting(rule, is_chain(tree.parent.tolist()), drawn, greedy=False)
+        resolve_rule(rule, is_chain(tree.parent.tolist()), drawn, greedy=False)
 
 
 @pytest.mark.parametrize(
@@ -101,8 +101,10 @@ def test_of_lenient_paths_of_one_length_the_first_drafted_stands(rule: str) -> N
 
 
 def test_rules_whose_text_is_the_targets_samples() -> None:
-    emitting = {rule for rule in (*RULES, rules.GREEDY_WALK, rules.NOTHING, "unheard-of") if rules.emits_samples(rule)}
-    assert emitting == {"match", "point_mass", "coupled", rules.GREEDY_WALK, rules.NOTHING}
+    emitting = {
+        rule for rule in (*RULES, rules.GREEDY_WALK, rules.NOTHING, "unheard-of") if rules.equals_baseline(rule)
+    }
+    assert same == {"match", "point_mass", "coupled", rules.GREEDY_WALK, rules.NOTHING}
 
 
 @pytest.mark.parametrize(("alpha", "left"), [(1.0, 1.0), (0.5, 0.0)])
