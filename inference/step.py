@@ -375,8 +375,8 @@ class DeviceStep:
             slots.length, ancestor_mask, depth, end, fixed_shapes=self.fixed_shapes
         )
         if self.may_read and size > 1 and self.target.takes_ragged and self.target.compiled is None:
-            present = (tree.token >= 0) * slots.active[:, None]
-            sizes = (present * torch.arange(1, size + 1)).amax(1).clamp_min(1).tolist()
+            valid = (tree.token >= 0) * slots.active[:, None]
+            sizes = (valid * torch.arange(1, size + 1)).amax(1).clamp_min(1).tolist()
             layout = Ragged.of(sizes, slots.length.tolist())
             if layout.tails:
                 return self.target.run_ragged(layout, token, position, attn_mask, batch_pass, layers, key_position)
@@ -429,13 +429,13 @@ class DeviceStep:
                 accepted, ranks, count = rules.follow_on_host(tree, argmax(logits), slots.max_draft_depth, deepest)
             else:
                 assert drafted.depth is not None
-                present = rules.present(tree, drafted.ancestor_mask, drafted.depth, slots.max_draft_depth)
+                valid = rules.valid_nodes(tree, drafted.ancestor_mask, drafted.depth, slots.max_draft_depth)
                 if not self.draft_batch.traits.on_device:
-                    present &= tree.parent != LOOK_AHEAD
-                accepted = self.run_rule(slots, drafted, present, logits, settings)
+                    valid &= tree.parent != LOOK_AHEAD
+                accepted = self.run_rule(slots, drafted, valid, logits, settings)
                 accepted = accepted._replace(committed=accepted.committed * slots.active)
                 ranks = rules.ranks(tree).gather(1, accepted.path)
-                count = present.sum(1) - 1
+                count = valid.sum(1) - 1
             results = [accepted.committed[:, None], count[:, None], accepted.token, accepted.path, ranks]
         if settings.logit_gaps:
             best_two = logits.take_along_dim(accepted.path[..., None], 1).float().topk(2).values
@@ -446,32 +446,32 @@ class DeviceStep:
         self,
         slots: Slots,
         drafted: Drafted,
-        present: Bool[Tensor, "B N"],
+        valid: Bool[Tensor, "B N"],
         processed_logits: Float[Tensor, "B N V"],
         settings: RequestParams,
     ) -> Accepted:
         """Run the verification rule; return the accepted paths."""
-        tree, above, plan, sampling = drafted.tree, drafted.ancestor_mask, self.plan, settings.sampling
+        tree, ancestor_mask, plan, sampling = drafted.tree, drafted.ancestor_mask, self.plan, settings.sampling
         rule = rules.RULES[self.rule(settings)]
         greedy = sampling.temperature == 0
         choose = partial(self.choose, slots, drafted, processed_logits, sampling)
         assert drafted.depth is not None
         if greedy and rule.bar is None:
             best = argmax(processed_logits)
-            last = rules.follow(tree, above, present, tree.token == best.gather(1, tree.parent.clamp_min(0)))
+            last = rules.follow(tree, ancestor_mask, valid, tree.token == best.gather(1, tree.parent.clamp_min(0)))
             token = best.gather(1, last[:, None])[:, 0]
         elif rule.bar is not None:  # at temperature 0 a lossy rule reads the probs at temperature 1
             p = distribution(processed_logits, replace(sampling, temperature=1.0) if greedy else sampling)
-            last = rules.follow(tree, above, present, rules.lenient(tree, p, rule.bar))
+            last = rules.follow(tree, ancestor_mask, valid, rules.lenient(tree, p, rule.bar))
             token = choose(last, drafted.depth.gather(1, last[:, None])[:, 0])
         elif drafted.q is None or rule.verify is None or not all(plan.has_q or ()):
-            last, token = rules.walk(tree, present, choose, plan.deepest, allow_host_sync=self.may_read)
+            last, token = rules.walk(tree, valid, choose, plan.deepest, allow_host_sync=self.may_read)
         if not greedy and drafted.q is not None and rule.verify is not None:
             assert plan.sampled is not None
             p = distribution(processed_logits, sampling)
             key = hash_key(slots.key, ACCEPT_KEY)
             uniforms = uniform(hash_key(key, slots.length + 1)[:, None], torch.arange(p.shape[1], device=p.device))
-            draft = rules.Sampled(plan.sampled, tree.token, present, drafted.q)
+            draft = rules.Sampled(plan.sampled, tree.token, valid, drafted.q)
             sampled, probs = rule.verify(draft, p, uniforms, self.may_read)
             position = slots.length + 1 + drafted.depth.gather(1, sampled[:, None])[:, 0]
             after = (probs / exponential_noise(slots.key, position, p.shape[-1])).argmax(-1)
@@ -482,7 +482,7 @@ class DeviceStep:
                 has_q = torch.tensor(plan.has_q, device=p.device)
                 last = torch.where(has_q, sampled, last)
                 token = torch.where(has_q, after, token)
-        return rules.accepted_paths(tree, above, last, token, plan.deepest)
+        return rules.accepted_paths(tree, ancestor_mask, last, token, plan.deepest)
 
     def commit(
         self,

@@ -36,7 +36,7 @@ class Sampled(NamedTuple):
 
     parents: Sequence[int]  # parent of each node of the shape, -1 for the root; parents come before children
     token: Int[Tensor, "B N"]  # the nodes' tokens
-    present: Bool[Tensor, "B N"]  # mask of the drafted nodes
+    valid: Bool[Tensor, "B N"]  # mask of the drafted nodes
     q: Float[Tensor, "B M V"]  # the probs that the children of the M nodes with children were sampled from, in order
 
 
@@ -47,7 +47,7 @@ class LastAccepted(NamedTuple):
     probs: Float[Tensor, "B V"]
 
 
-def present(
+def valid_nodes(
     tree: DraftTree, ancestor_mask: Bool[Tensor, "#B N N"], depth: Int[Tensor, "B N"], max_draft_depth: Int[Tensor, "B"]
 ) -> Bool[Tensor, "B N"]:
     """Return the mask of drafted nodes: no padding (token -1), no descendants of padding, no nodes too deep."""
@@ -55,14 +55,17 @@ def present(
 
 
 def follow(
-    tree: DraftTree, ancestor_mask: Bool[Tensor, "#B N N"], present: Bool[Tensor, "B N"], right: Bool[Tensor, "B N"]
+    tree: DraftTree,
+    ancestor_mask: Bool[Tensor, "#B N N"],
+    valid: Bool[Tensor, "B N"],
+    matches_target: Bool[Tensor, "B N"],
 ) -> Int[Tensor, "B"]:
-    """Return the deepest node of the longest path of `right` nodes.
+    """Return the deepest node of the longest path of `matches_target` nodes.
 
-    `ancestor_mask` marks each node's ancestors, itself included, `present` the drafted nodes, `right` the nodes whose
-    token the target accepts after their parent's.
+    `ancestor_mask` marks each node's ancestors, itself included, `valid` the drafted nodes, `matches_target` the nodes
+    that the target accepts after their parent.
     """
-    alive = ~(ancestor_mask & ~(right | (tree.parent < 0))[:, None]).any(-1) & present
+    alive = ~(ancestor_mask & ~(matches_target | (tree.parent < 0))[:, None]).any(-1) & valid
     return torch.where(alive, ancestor_mask.sum(-1) - 1, -1).argmax(1)
 
 
@@ -97,7 +100,7 @@ def follow_on_host(
 
 def walk(
     tree: DraftTree,
-    present: Bool[Tensor, "B N"],
+    valid: Bool[Tensor, "B N"],
     choose: Callable[[Int[Tensor, "B"], int], Int[Tensor, "B"]],
     deepest: int,
     *,
@@ -112,7 +115,7 @@ def walk(
     walks, token = torch.ones_like(node, dtype=torch.bool), node
     for depth in range(deepest + 1):
         token = torch.where(walks, choose(node, depth), token)
-        child = present & (tree.parent == node[:, None]) & (tree.token == token[:, None]) & walks[:, None]
+        child = valid & (tree.parent == node[:, None]) & (tree.token == token[:, None]) & walks[:, None]
         walks = child.any(1)
         if allow_host_sync and not bool(walks.any()):
             break
@@ -184,17 +187,17 @@ def recursive(
     tokens, more = draft.token.clamp_min(0), _followed(draft.parents)
     for node, parent in enumerate(draft.parents[1:], 1):
         token = tokens[:, node, None]
-        tested = (last == parent) & draft.present[:, node]
+        tested = (last == parent) & draft.valid[:, node]
         if allow_host_sync and not tested.any():
             continue
-        stands = draws.sample(_ratio(target, left, token), tested)
-        rejected, stand = (tested & ~stands)[:, None], stands[:, None]
-        target = torch.where(stand, p[:, node], torch.where(rejected, residual(target, left), target))
+        accepted = draws.sample(_ratio(target, left, token), tested)
+        rejected, column = (tested & ~accepted)[:, None], accepted[:, None]
+        target = torch.where(column, p[:, node], torch.where(rejected, residual(target, left), target))
         if more[node]:
             left = torch.where(rejected, without(left, token), left)
         if node in rows:
-            left = torch.where(stand, draft.q[:, rows[node]], left)
-        last = last.masked_fill(stands, node)
+            left = torch.where(column, draft.q[:, rows[node]], left)
+        last = last.masked_fill(accepted, node)
     return LastAccepted(last, target)
 
 
@@ -233,7 +236,7 @@ def traversal(
     draws, rows = AcceptDraws(uniforms, torch.zeros_like(draft.token[:, 0])), _rows(draft.parents)
     last, probs = torch.zeros_like(draws.used_uniforms), p[:, 0]
     tokens, more = draft.token.clamp_min(0), _followed(draft.parents)
-    undecided = draft.present[:, 0]
+    undecided = draft.valid[:, 0]
     frames: list[PathNode] = []
     for node, entering in _walk(draft.parents):
         token, left = tokens[:, node, None], draft.q[:, rows[node]] if node in rows else None
@@ -243,17 +246,17 @@ def traversal(
             top = frames[-1]
             assert top.left is not None
             alpha = (top.alpha * _ratio(top.target, top.left, token)).clamp_max(1)
-            reached = draft.present[:, node] & top.reached & (alpha > 0)
+            reached = draft.valid[:, node] & top.reached & (alpha > 0)
             frames.append(PathNode(reached, alpha, p[:, node], left))
         else:
             frame = frames.pop()
-            stands = draws.sample(frame.alpha, frame.reached & undecided)
-            if not allow_host_sync or stands.any():
-                probs = torch.where(stands[:, None], frame.target, probs)
-            last, undecided = last.masked_fill(stands, node), undecided & ~stands
+            accepted = draws.sample(frame.alpha, frame.reached & undecided)
+            if not allow_host_sync or accepted.any():
+                probs = torch.where(accepted[:, None], frame.target, probs)
+            last, undecided = last.masked_fill(accepted, node), undecided & ~accepted
             if not frames or (allow_host_sync and not undecided.any()):
                 break
-            rejected = frames[-1].reached & draft.present[:, node] & undecided  # also if it was not reached
+            rejected = frames[-1].reached & draft.valid[:, node] & undecided  # also if it was not reached
             if not allow_host_sync or rejected.any():
                 frames[-1].reject(token, rejected, more[node])
     return LastAccepted(last, probs)

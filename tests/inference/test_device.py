@@ -64,8 +64,8 @@ def drafted(config: TreeConfig, q: Tensor, seed: int) -> Sampled:
     tree = DraftTree(token, torch.tensor(parents).expand_as(token))
     ancestor_mask = ancestors(tree)
     room = torch.randint(5, (B,), generator=torch.Generator().manual_seed(seed))
-    present = rules.present(tree, ancestor_mask, ancestor_mask.sum(-1) - 1, room)
-    return Sampled(parents, token, present, q[:, : len(inner)])
+    valid = rules.valid_nodes(tree, ancestor_mask, ancestor_mask.sum(-1) - 1, room)
+    return Sampled(parents, token, valid, q[:, : len(inner)])
 
 
 def reference(rule: str, draft: Sampled, p: Tensor, seed: int, b: int) -> tuple[list[int], int]:
@@ -73,7 +73,7 @@ def reference(rule: str, draft: Sampled, p: Tensor, seed: int, b: int) -> tuple[
     whole = DraftTree(draft.token[b], torch.tensor(draft.parents))
     q = torch.zeros(len(draft.parents), V, dtype=p.dtype)
     q[sorted({*draft.parents} - {-1})] = draft.q[b]
-    tree, index = keep(whole, draft.present[b])
+    tree, index = keep(whole, draft.valid[b])
     path, token = WALKS[rule](tree, p[b][index], q[index], Coins(seed + b, START + 1))
     return index[path].tolist(), token
 
@@ -182,8 +182,8 @@ def test_one_tree_is_followed_on_the_host_as_many_are_on_the_device() -> None:
         ancestor_mask = ancestors(tree)
         depth, room = ancestor_mask.sum(-1) - 1, torch.tensor([case % 5])
         best, deepest = torch.randint(4, (1, size), generator=generator), int(depth.max())
-        present = rules.present(tree, ancestor_mask, depth, room)
-        last = rules.follow(tree, ancestor_mask, present, tree.token == best.gather(1, tree.parent.clamp_min(0)))
+        valid = rules.valid_nodes(tree, ancestor_mask, depth, room)
+        last = rules.follow(tree, ancestor_mask, valid, tree.token == best.gather(1, tree.parent.clamp_min(0)))
         accepted = rules.accepted_paths(tree, ancestor_mask, last, best[0, last], deepest)
         ranks = rules.ranks(tree).gather(1, accepted.path)
         one, its_ranks, count = rules.follow_on_host(tree, best, room, deepest)
@@ -192,7 +192,7 @@ def test_one_tree_is_followed_on_the_host_as_many_are_on_the_device() -> None:
         assert torch.equal(one.committed, accepted.committed)
         committed = int(one.committed)
         assert torch.equal(one.token[:, :committed], accepted.token[:, :committed])
-        assert int(count) == int(present.sum()) - 1
+        assert int(count) == int(valid.sum()) - 1
         lengths.add(committed)
     assert lengths >= {1, 2, 3, 4}
 

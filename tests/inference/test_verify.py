@@ -70,8 +70,8 @@ def last(tree: DraftTree, p: Tensor, rule: str) -> int:
     """Return the last accepted node by a lossy rule."""
     batch, bar = DraftTree(tree.token[None], tree.parent[None]), RULES[rule].bar
     assert bar is not None
-    present = torch.ones_like(batch.token, dtype=torch.bool)
-    return int(rules.follow(batch, ancestors(batch), present, rules.lenient(batch, p[None], bar)))
+    valid = torch.ones_like(batch.token, dtype=torch.bool)
+    return int(rules.follow(batch, ancestors(batch), valid, rules.lenient(batch, p[None], bar)))
 
 
 def test_typical_acceptance_takes_the_entropy_in_nats() -> None:
@@ -104,7 +104,7 @@ def test_rules_whose_text_is_the_targets_samples() -> None:
     emitting = {
         rule for rule in (*RULES, rules.GREEDY_WALK, rules.NOTHING, "unheard-of") if rules.equals_baseline(rule)
     }
-    assert same == {"match", "point_mass", "coupled", rules.GREEDY_WALK, rules.NOTHING}
+    assert emitting == {"match", "point_mass", "coupled", rules.GREEDY_WALK, rules.NOTHING}
 
 
 @pytest.mark.parametrize(("alpha", "left"), [(1.0, 1.0), (0.5, 0.0)])
