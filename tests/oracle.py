@@ -26,7 +26,7 @@ from inference.verification.rules import (
     DELTA,
     EPSILON,
     GREEDY_WALK,
-    LEAST,
+    MIN_PROB,
     NOTHING,
     THRESHOLD,
     is_chain,
@@ -150,7 +150,7 @@ def typical(tree: DraftTree, p: Tensor, _: Any, rng: Rng) -> Found:
     """Accept what the entropy of the target's distribution makes likely enough."""
 
     def bar(probs: Tensor) -> float:
-        entropy = -(probs * probs.clamp_min(LEAST).log()).sum()
+        entropy = -(probs * probs.clamp_min(MIN_PROB).log()).sum()
         return min(EPSILON, float(DELTA * torch.exp(-entropy)))
 
     return lenient(tree, p, rng, bar)

@@ -29,10 +29,10 @@ from transformers.cache_utils import (
 )
 
 T = TypeVar("T")
-STRIDE = 256  # padded passes read a multiple of this many entries
-GRAIN = 64  # capacities are multiples of it, so attention can be split into equal pieces
+KV_BUCKET = 256  # padded passes read a multiple of this many entries
+CAPACITY_MULTIPLE = 64  # capacities are multiples of it, so attention can be split into equal pieces
 STATE = ("conv_states", "recurrent_states", "has_previous_state")  # the attributes of a layer that a pass changes
-LEAST = 2048  # least capacity with `few_sizes`: when a storage grows, graphs are captured again
+MIN_CAPACITY = 2048  # least capacity with `few_sizes`: when a storage grows, graphs are captured again
 
 
 class KVSpec(NamedTuple):
@@ -99,7 +99,7 @@ class BatchPass(NamedTuple):
 
 def round_up_kv_length(end: int) -> int:
     """Round the number of entries up to one of a few sizes."""
-    return -(-end // STRIDE) * STRIDE
+    return -(-end // KV_BUCKET) * KV_BUCKET
 
 
 class Storage:
@@ -126,7 +126,11 @@ class Storage:
 
     def reserve(self, capacity: int) -> None:
         """Allocate at least `capacity` entries a sequence."""
-        capacity = max(round_up_kv_length(capacity), LEAST) if self.few_sizes else -(-capacity // GRAIN) * GRAIN
+        capacity = (
+            max(round_up_kv_length(capacity), MIN_CAPACITY)
+            if self.few_sizes
+            else -(-capacity // CAPACITY_MULTIPLE) * CAPACITY_MULTIPLE
+        )
         if capacity > self.capacity:
             self.capacity, old = capacity, self.layers
             self.blocks, self.layers = [], {}
@@ -170,10 +174,10 @@ class Storage:
         rows = BatchPass([keys for keys, _ in layers], [values for _, values in layers], write_index, end, fixed_shapes)
         return rows, seen, length[:, None] + torch.where(within, depth.gather(1, node), column)
 
-    def compact(self, slot: Int[Tensor, "B 1"], source: Int[Tensor, "B P"], goal: Int[Tensor, "B P"]) -> None:
-        """Copy each sequence's entries at `source` to `goal` in all layers; all reads come before the writes."""
+    def compact(self, slot: Int[Tensor, "B 1"], source: Int[Tensor, "B P"], dest: Int[Tensor, "B P"]) -> None:
+        """Copy each sequence's entries at `source` to `dest` in all layers; all reads come before the writes."""
         for block in self.blocks:
-            at, begin, end = (index.to(block.device) for index in (slot, source, goal))
+            at, begin, end = (index.to(block.device) for index in (slot, source, dest))
             block[:, at, :, end] = block[:, at, :, begin]
 
     def move(self, from_slot: int, slot: int, count: int) -> None:
@@ -240,8 +244,8 @@ class TargetCache:
     def keep(self, prefix: int, entries: list[int]) -> None:
         """Compact: keep the first `prefix` entries and then `entries` (counted from the prefix)."""
         if entries != list(range(len(entries))):
-            source, goal = torch.tensor([entries]), torch.arange(len(entries))[None]
-            self.storage.compact(torch.tensor([[self.slot]]), prefix + source, prefix + goal)
+            source, dest = torch.tensor([entries]), torch.arange(len(entries))[None]
+            self.storage.compact(torch.tensor([[self.slot]]), prefix + source, prefix + dest)
         self.set_length(prefix + len(entries))
 
     def set_length(self, length: int) -> None:

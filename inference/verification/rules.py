@@ -20,7 +20,7 @@ from inference.verification.tree import DraftTree
 # Medusa's typical acceptance, the published epsilon and delta (arXiv 2401.10774); and a fixed threshold, as in engines.
 EPSILON, DELTA = 0.09, 0.3
 THRESHOLD = 0.3
-LEAST = 1e-30  # replaces a probability of 0 under a logarithm
+MIN_PROB = 1e-30  # replaces a probability of 0 under a logarithm
 
 
 class Accepted(NamedTuple):
@@ -143,7 +143,7 @@ def accepted_paths(
 
 def typical(p: Float[Tensor, "B N V"]) -> Float[Tensor, "B N"]:
     """LOSSY. Return Medusa's probability threshold after each node, from the entropy of the target's distribution."""
-    entropy = -(p * p.clamp_min(LEAST).log()).sum(-1)
+    entropy = -(p * p.clamp_min(MIN_PROB).log()).sum(-1)
     return (DELTA * torch.exp(-entropy)).clamp_max(EPSILON)
 
 
