@@ -183,7 +183,7 @@ class Batch:
         tick()
         self.follow()
         self.fill_vacant()
-        if self.draft_batch.resumes(len(self.running)):
+        if self.draft_batch.needs_prefill(len(self.running)):
             self.start(self.draft_batch)
         self.device_step.step(self.running)
 

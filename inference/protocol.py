@@ -226,7 +226,7 @@ class DraftBatch(Protocol):
         """Move the last sequence, with `length` rows, to a free slot."""
         return
 
-    def resumes(self, running: int) -> bool:
+    def needs_prefill(self, running: int) -> bool:
         """Return whether the `running` sequences must be prefilled again before a step; called once a step."""
         return False
 

@@ -61,7 +61,7 @@ class HeadBatch(DraftBatch, DraftRows):
     """Drafts by a head for several sequences: one KV cache over all slots, and the head's output at each root.
 
     Both are buffers over all slots, written in place. In a step without a `policy` nothing is drafted and no rows are
-    appended, so before the next draft the sequences are prefilled again (`resumes`).
+    appended, so before the next draft the sequences are prefilled again (`needs_prefill`).
     """
 
     def __init__(self, head: DraftHead, schedule: Schedule, size: int) -> None:
@@ -84,15 +84,15 @@ class HeadBatch(DraftBatch, DraftRows):
             deepest, sampled = min(policy.deepest, self.head.max_depth), sampled_shape(policy, self.head.max_depth)
             self.plan = self.plan._replace(deepest=deepest, chain=policy.kind == "chain", sampled=sampled)
 
-    def resumes(self, running: int) -> bool:
+    def needs_prefill(self, running: int) -> bool:
         """Return whether a step of `running` sequences is the first one with a draft after steps without.
 
         All sequences are then prefilled again, so one request that joins and leaves must not cause it: drafts pause
         until a fifth of the sequences has left.
         """
         pauses = self.schedule.at(running + self.paused * (running // 4)) is None
-        resumes, self.paused = self.paused and not pauses, pauses
-        return resumes
+        needs_prefill, self.paused = self.paused and not pauses, pauses
+        return needs_prefill
 
     def begin(self, contexts: Sequence[Context | None], longest: int) -> DraftPlan:
         """Choose a step's tree."""

@@ -85,9 +85,9 @@ class HybridBatch(HostBatch):
         super().move(from_slot, slot, length)
         self.main.move(from_slot, slot, length)
 
-    def resumes(self, running: int) -> bool:
+    def needs_prefill(self, running: int) -> bool:
         """Return whether the sequences must be prefilled again for the other drafter."""
-        return self.main.resumes(running)
+        return self.main.needs_prefill(running)
 
     def record(self, slot: int) -> Record:
         """Return the record of a slot."""

@@ -108,7 +108,7 @@ def test_a_paused_step_reads_once_and_moves_no_buffer(monkeypatch: pytest.Monkey
 def test_a_request_that_comes_and_goes_at_the_border_starts_no_text_again() -> None:
     source = drafter("eagle", toys.target("llama", DOUBLE), scheduled([(1, CHAIN), (9, None)]))
     drafts = source.batch(12)
-    resumed = [drafts.resumes(running) for running in (8, 9, 8, 9, 8, 7, 8, 9, 6)]
+    resumed = [drafts.needs_prefill(running) for running in (8, 9, 8, 9, 8, 7, 8, 9, 6)]
     assert resumed == [False, False, False, False, False, True, False, False, True]
 
 
