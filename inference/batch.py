@@ -94,7 +94,7 @@ class Batch:
                 f"rule={settings.rule} is not for every tree, and a SwappableDrafter may change the drafter: choose "
                 f"rule={AUTO} or rule={COUPLED}"
             )
-        self.follow()
+        self.take_new_drafter()
         self.reserve(needed_entries(self.target, prompt, settings))
         slot = self.slots.index(None) if None in self.slots else len(self.slots)
         request = Request(self.target, prompt, settings, self.cache.allocate(slot), request_index)
@@ -118,7 +118,7 @@ class Batch:
                 request.generation.latency_s = request.clock() - request.began
                 self.slots[slot] = None
 
-    def fill_vacant(self) -> None:
+    def compact_slots(self) -> None:
         """Move the last sequences into free slots, so that running sequences have the first slots."""
         while None in self.slots:
             if (last := self.slots.pop()) is not None:
@@ -129,7 +129,7 @@ class Batch:
                 self.draft_batch.move(from_slot, slot, self.cache.active[slot].length)
         del self.cache.active[len(self.slots) :]
 
-    def follow(self) -> None:
+    def take_new_drafter(self) -> None:
         """Swap in the drafter of `swappable` if it has changed; if that fails, keep the current one and put it back."""
         if self.swappable is None or (drafter := self.swappable.drafter) is self.drafter:
             return
@@ -154,7 +154,7 @@ class Batch:
                 are the drafter's.
         """
         self.release()
-        self.fill_vacant()
+        self.compact_slots()
         trial = Batch(self.target, drafter.clone(), 1)
         trial.admit(0, [0], TRIAL)
         trial.step()
@@ -181,8 +181,8 @@ class Batch:
     def step(self) -> None:
         """Decode one step of all sequences."""
         tick()
-        self.follow()
-        self.fill_vacant()
+        self.take_new_drafter()
+        self.compact_slots()
         if self.draft_batch.needs_prefill(len(self.running)):
             self.start(self.draft_batch)
         self.device_step.step(self.running)

@@ -197,7 +197,7 @@ def test_a_drafter_that_fails_in_one_of_two_batches_is_out_of_service() -> None:
     batch.admit(0, toys.prompt(0, 9), RequestParams(9, GREEDY))
     swappable.swap(failing)
     swappable.last_good = failing  # in the other batch
-    batch.follow()
+    batch.take_new_drafter()
     assert (swappable.drafter, swappable.last_good) == (former, former)
 
 
