@@ -152,7 +152,7 @@ def compiled(stage: Stage, kind: str) -> Stage:
     return call
 
 
-class Kept:
+class StageKeys:
     """A set of keys of stages that is valid while the tensors of the stages have the same addresses."""
 
     def __init__(self) -> None:
@@ -170,7 +170,7 @@ class Kept:
         self.known.clear()
 
 
-class StageCache(Kept):
+class StageCache(StageKeys):
     """Calls of compiled stages; dynamo evaluates all guards only in a key's first call.
 
     Most guards check attributes of the step that follow from its key and the addresses of its buffers; later calls
@@ -192,7 +192,7 @@ class StageCache(Kept):
         return result
 
 
-class Graphs(Kept):
+class Graphs(StageKeys):
     """The stages of a step as CUDA graphs: the first call of a key runs a stage, the second captures it, others replay.
 
     The first one also makes tables and chooses kernels, which a capture cannot. All stages of a key are captured in the

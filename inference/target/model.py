@@ -406,7 +406,7 @@ class TargetModel:
 Stub = Callable[[Tensor], Tensor]
 
 
-class Skips(NamedTuple):
+class SkipSet(NamedTuple):
     """The decoder layers whose attention is skipped, and those whose MLP is."""
 
     attention: tuple[int, ...]
@@ -422,7 +422,7 @@ def sublayers(layer: nn.Module) -> tuple[nn.Module, nn.Module]:
     return parts[True], parts[False]
 
 
-class Thinned:
+class LayerSkippedTarget:
     """A target whose skipped modules return their input, or zeros, during a pass; no modeling code is copied.
 
     `cost` is the cost of a drafted token in target passes: the share of the weights, lm_head included, that it reads.
@@ -431,7 +431,7 @@ class Thinned:
         ValueError: its attention ignores a custom mask, or a layer has other parts.
     """
 
-    def __init__(self, target: TargetModel, skips: Skips) -> None:
+    def __init__(self, target: TargetModel, skips: SkipSet) -> None:
         target.check_masks("so parts of it cannot draft alone")
         self.target, self.forwards = target, dict[nn.Module, Callable[..., Any]]()
         whole = {*skips.attention} & {*skips.mlp}
