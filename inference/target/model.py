@@ -38,7 +38,7 @@ from inference.target.cache import BatchCache, BatchPass, Layout, RecurrentCache
 from inference.target.checkpoint import fingerprint
 from inference.target.embeddings import TargetEmbeddings
 from inference.target.loading import Adapter
-from inference.target.placement import Placed, by_turns
+from inference.target.placement import Placed, run_in_turns
 from inference.verification import tree
 from inference.verification.tree import DraftTree
 
@@ -246,7 +246,7 @@ class TargetModel:
         if self.placed.group is None:
             return self.own_features(token, document, layers, spans)
 
-        return by_turns(
+        return run_in_turns(
             self.placed.group,
             lambda token, document, on_host: self.own_features(token, document, layers, spans_of(on_host)),
             token,

@@ -324,7 +324,7 @@ def _is_sharded(weight: Any) -> bool:
     return isinstance(weight, DTensor)
 
 
-def by_turns(group: distributed.ProcessGroup, run: Rows, token: Tensor, document: Tensor) -> Any:
+def run_in_turns(group: distributed.ProcessGroup, run: Rows, token: Tensor, document: Tensor) -> Any:
     """Run this process's packed sequences through passes that need all processes of a group.
 
     Each process of the group has its own sequences (data parallelism of the head). In turn, all of them run one
