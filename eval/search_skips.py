@@ -27,7 +27,7 @@ from inference.drafters.contrib.layer_skip import (
     search,
 )
 from inference.target.config import ModelConfig
-from inference.target.placement import check_alone
+from inference.target.placement import check_single_process
 from inference.target.target import Target
 from inference.verification.sample import GREEDY
 
@@ -50,7 +50,7 @@ def find(job: JobConfig) -> Path:
     workload = job.workload or model.prompts
     if not workload:
         raise ValueError("workload is missing: give a name, a file or a Hub data set")
-    check_alone(model.where, "this search")
+    check_single_process(model.where, "this search")
     target = Target.of(model)
     prompts = [prompt.token for prompt in load_workload(workload, target, job.prompts)]
     params = RequestParams(job.max_new_tokens, GREEDY)

@@ -22,7 +22,7 @@ from heads.formats.store import CONFIG
 from inference.decode import autoregress
 from inference.target.config import ModelConfig, device_named, fast_dtype
 from inference.target.loading import configuration, note_dtype
-from inference.target.placement import check_alone
+from inference.target.placement import check_single_process
 from inference.target.target import Target
 
 
@@ -66,10 +66,10 @@ def replacing(out: Path) -> str:
 def load_target(model: ModelConfig, dtype: str, engine: EngineConfig) -> Target:
     """Load the target in a dtype (of weights that are not quantised), and compile it if configured."""
     if not distributed.is_initialized():  # else this is one of a training's processes
-        check_alone(model.where, "an evaluation")
+        check_single_process(model.where, "an evaluation")
     target = Target.of(model, dtype)
     if engine.compile or engine.compile_drafts:
-        target.compile(drafts_alone=not engine.compile)
+        target.compile(drafts_only=not engine.compile)
     return target
 
 

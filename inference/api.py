@@ -31,7 +31,7 @@ from inference.drafters.plain import Baseline
 from inference.protocol import Drafter
 from inference.request import RequestConfig
 from inference.target.config import ModelConfig, model_config
-from inference.target.placement import check_alone
+from inference.target.placement import check_single_process
 from inference.target.target import Target
 from inference.target.tokenizer import TextStream, text_ids
 from inference.verification.sample import GREEDY, Sampling
@@ -112,7 +112,7 @@ def target_of(config: GenerateConfig, folder: Path | None) -> ModelConfig:
     if saved.get("adapter") is not None:
         model = {"adapter": saved["adapter"], **model}
     target = model_config(**{"path": target_path(saved["name"]), **model})
-    check_alone(target.where, "decoding")
+    check_single_process(target.where, "decoding")
     if sys.stderr.isatty():
         sys.stderr.write(f"loading {visible(target.path)}\n")
     return target

@@ -71,7 +71,7 @@ class Placement:
 HERE = Placement(REPLICATE, None, None, "cpu", None)
 
 
-def check_alone(where: Placement, who: str) -> None:
+def check_single_process(where: Placement, who: str) -> None:
     """Refuse a placement that needs all processes in every pass, for a command that runs passes in one."""
     if where.needs_all_ranks:
         raise ValueError(
