@@ -277,7 +277,7 @@ class DeviceStep:
         return end if end > capacity else min(round_up_kv_length(end), capacity)
 
     @property
-    def may_read(self) -> bool:
+    def allows_host_sync(self) -> bool:
         """Whether the host may read a stage's intermediate results, to skip work: on a GPU it would have to wait."""
         return not self.fixed_shapes and self.target.device.type == "cpu"
 
@@ -320,8 +320,9 @@ class DeviceStep:
             noise = exponential_noise(key, position, vocab_size)
         seen = slots.seen_tokens[:, None] if sampling.repetition_penalty != 1 else None
         roots = DraftInputs(slots.root[:, None], sampling, seen, noise, samples)
-        may_read = not (self.fixed_shapes or self.compiles)
-        drafted = self.draft_batch.draft_trees(roots, slots.max_draft_depth, kv_length, allow_host_sync=may_read)
+        drafted = self.draft_batch.draft_trees(
+            roots, slots.max_draft_depth, kv_length, allow_host_sync=not (self.fixed_shapes or self.compiles)
+        )
         depth = drafted.ancestor_mask.sum(-1) - 1 if drafted.depth is None else drafted.depth
         return drafted._replace(depth=depth.expand_as(drafted.tree.token), noise=noise)
 
@@ -374,7 +375,7 @@ class DeviceStep:
         batch_pass, attn_mask, key_position = self.cache.storage.behind(
             slots.length, ancestor_mask, depth, end, fixed_shapes=self.fixed_shapes
         )
-        if self.may_read and size > 1 and self.target.takes_ragged and self.target.compiled is None:
+        if self.allows_host_sync and size > 1 and self.target.takes_ragged and self.target.compiled is None:
             valid = (tree.token >= 0) * slots.active[:, None]
             sizes = (valid * torch.arange(1, size + 1)).amax(1).clamp_min(1).tolist()
             layout = Ragged.of(sizes, slots.length.tolist())
@@ -425,7 +426,7 @@ class DeviceStep:
             accepted = Accepted(root, slots.active, token)
             results = [slots.active[:, None], root, token, root, root]
         else:
-            if greedy and self.may_read and len(tree.token) == 1 and not rules.is_lossy(settings.rule):
+            if greedy and self.allows_host_sync and len(tree.token) == 1 and not rules.is_lossy(settings.rule):
                 accepted, ranks, count = rules.follow_on_host(tree, argmax(logits), slots.max_draft_depth, deepest)
             else:
                 assert drafted.depth is not None
@@ -465,14 +466,14 @@ class DeviceStep:
             last = rules.follow(tree, ancestor_mask, valid, rules.lenient(tree, p, rule.bar))
             token = choose(last, drafted.depth.gather(1, last[:, None])[:, 0])
         elif drafted.q is None or rule.verify is None or not all(plan.has_q or ()):
-            last, token = rules.walk(tree, valid, choose, plan.deepest, allow_host_sync=self.may_read)
+            last, token = rules.walk(tree, valid, choose, plan.deepest, allow_host_sync=self.allows_host_sync)
         if not greedy and drafted.q is not None and rule.verify is not None:
             assert plan.sampled is not None
             p = distribution(processed_logits, sampling)
             key = hash_key(slots.key, ACCEPT_KEY)
             uniforms = uniform(hash_key(key, slots.length + 1)[:, None], torch.arange(p.shape[1], device=p.device))
             draft = rules.Sampled(plan.sampled, tree.token, valid, drafted.q)
-            sampled, probs = rule.verify(draft, p, uniforms, self.may_read)
+            sampled, probs = rule.verify(draft, p, uniforms, self.allows_host_sync)
             position = slots.length + 1 + drafted.depth.gather(1, sampled[:, None])[:, 0]
             after = (probs / exponential_noise(slots.key, position, p.shape[-1])).argmax(-1)
             if all(plan.has_q or ()):
