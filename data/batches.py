@@ -1,6 +1,6 @@
 """Packing and order: whole documents into sequences, sequences into the micro-batches of a step. Pure, given a seed.
 
-The sequences of a step depend only on the seed and the step number. So a run resumes from its step number, and the
+The sequences of a step depend only on the seed and the step number. So a run resumes from its step number, and its
 global batches are the same for any number of processes.
 """
 
@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerBase
 from data.text.masks import Sample
 from data.text.prompts import CachedSamples, Prompt
 
-Tokens = np.ndarray[Any, Any]  # a sample's tokens or mask, (T,)
+Tokens = np.ndarray[Any, Any]  # tokens or mask of a sample, (T,)
 
 
 class Packed(NamedTuple):
@@ -31,9 +31,9 @@ class Packed(NamedTuple):
 
 @dataclass(frozen=True)
 class Batch:
-    """A micro-batch; `index` is each sequence's index in `Packed`, -1 for a filler sequence, which has no mask.
+    """A micro-batch; `index` is each sequence's index in `Packed`, -1 for padding, a sequence without a mask.
 
-    A rollout's micro-batch has the `path` of `Features`, and the rows that are `trained` at each depth.
+    In a rollout, `path` is that of `Features`, and `trained` marks the rows that are trained at each depth.
     """
 
     token: Int[Tensor, "B T"]
@@ -45,9 +45,9 @@ class Batch:
 
 
 def pack(samples: Sequence[Sample], length: int) -> Packed:
-    """Pack documents into sequences of `length` tokens: best fit, longest first, which leaves little padding.
+    """Pack documents into sequences of `length` tokens: best fit, longest first, for little padding.
 
-    Documents that fit a sequence are not split; the pieces of a longer one are documents.
+    Documents that fit a sequence are not split; the pieces of a longer document count as documents.
     """
     pieces = [
         (token[start : start + length], mask[start : start + length])
@@ -71,7 +71,7 @@ def pack(samples: Sequence[Sample], length: int) -> Packed:
 
 
 def check_known(packed: Packed, prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase, vocabulary: int) -> None:
-    """Refuse data with tokens outside of the target's embedding: a tokenizer may have more."""
+    """Refuse data with tokens outside of the target's embedding: a tokenizer may have more tokens."""
     largest = {"the data": int(packed.token.max())}
     largest |= {f"prompt {prompt.id}, held out of the data,": max(prompt.token, default=0) for prompt in prompts}
     for where, last in largest.items():
@@ -92,10 +92,10 @@ def sample_arrays(samples: Sequence[Sample]) -> Iterator[tuple[Tokens, Tokens]]:
 
 
 def _best_fit(sizes: list[int], length: int) -> list[list[int]]:
-    """Put each size into the fullest sequence that still holds it, largest first; return each sequence's indices."""
+    """Put each size into the fullest sequence with room for it, largest first; return each sequence's indices."""
     sequences: list[list[int]] = []
     by_space: list[list[int]] = [[] for _ in range(length + 1)]
-    # Bit s is set where some sequence has s tokens left, so the fullest that fits is the lowest bit from the size on.
+    # Bit s is set if a sequence has s tokens left, so the fullest with room is the lowest set bit from `size` on.
     spaces = 0
     for piece in sorted(range(len(sizes)), key=lambda i: (-sizes[i], i)):
         fitting = spaces >> sizes[piece]
@@ -118,8 +118,8 @@ class Batches:
     """The micro-batches of one process, for any step.
 
     Sequences come from an endless stream, with a new permutation every epoch; step s takes the next
-    `sequences_per_step`. Rank r of `world` takes every world-th sequence of those, from r on, in micro-batches of
-    `micro_batch_size`. All ranks have equally many micro-batches.
+    `sequences_per_step`. Rank r of `world` takes every world-th of these sequences, from index r on, in micro-batches
+    of `micro_batch_size`. All ranks have the same number of micro-batches.
     """
 
     def __init__(
@@ -137,7 +137,7 @@ class Batches:
         return self.sequences_per_step * self.packed.token.shape[1]
 
     def sequences(self, step: int) -> Int[Tensor, " S"]:
-        """Return the indices of the sequences in a step's global batch, of all ranks."""
+        """Return the indices of the sequences in a step's global batch, over all ranks."""
         size = len(self.packed.token)
         position = torch.arange(step * self.sequences_per_step, (step + 1) * self.sequences_per_step)
         parts = []
@@ -152,12 +152,12 @@ class Batches:
     def __call__(self, step: int) -> list[Batch]:
         """Return this rank's micro-batches of optimiser step `step`, counted from 0."""
         mine = self.sequences(step)[self.rank :: self.world]
-        count = -(-self.sequences_per_step // self.world)  # of the rank with the most
+        count = -(-self.sequences_per_step // self.world)  # sequences of the rank with the most
         batches = [
             self._batch(mine[start : start + self.micro_batch_size])
             for start in range(0, len(mine), self.micro_batch_size)
         ]
-        # A filler trains nothing. It has a real sequence's tokens, since a forward pass over padding may give NaN.
+        # A padding sequence is not trained. It has real tokens, since a forward pass over padding tokens may give NaN.
         first = self._batch(torch.zeros(1, dtype=torch.long))
         filler = replace(first, loss_mask=torch.zeros_like(first.loss_mask), index=torch.full_like(first.index, -1))
         return batches + [filler] * (-(-count // self.micro_batch_size) - len(batches))

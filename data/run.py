@@ -48,13 +48,13 @@ from inference.target.loading import load_tokenizer
 from inference.target.placement import check_single_process
 from inference.target.target import Target
 
-PATIENCE = timedelta(days=30)  # the longest wait for the other processes' answers
+PATIENCE = timedelta(days=30)  # maximum wait for the other processes' answers
 JSON_LINES = (".jsonl", ".json")  # endings of files that data.path can read
 
 
 @dataclass(frozen=True)
 class JobConfig(AnswerSettings):
-    """The configuration of a call; conf/data.yaml explains the keys. `head` is None without an extraction."""
+    """The configuration of a call; conf/data.yaml explains the keys. `head` is None if no features are extracted."""
 
     model: ModelConfig
     data: DataConfig
@@ -78,7 +78,7 @@ class JobConfig(AnswerSettings):
             check_url("by", self.by)
 
     def settings(self) -> AnswerSettings:
-        """Return the sampling of the target's answers."""
+        """Return the sampling settings of the target's answers."""
         return AnswerSettings(**{field.name: getattr(self, field.name) for field in fields(AnswerSettings)})
 
 
@@ -137,7 +137,7 @@ def check(job: JobConfig) -> None:
 
 
 def show(samples: Sequence[Sample], count: int, length: int, tokenizer: PreTrainedTokenizerBase, out: Console) -> None:
-    """Print the first `count` samples with their trained tokens highlighted, and the coverage of each and of all."""
+    """Print the first `count` samples with their trained tokens highlighted, and the share of trained tokens."""
     for sample in samples[:count]:
         out.rule(Text(visible(f"{sample.id}: {coverage([sample])}")))
         brackets = not out.is_terminal
@@ -145,7 +145,7 @@ def show(samples: Sequence[Sample], count: int, length: int, tokenizer: PreTrain
         end, shown = 0, ""
         for on, run in groupby(sample.loss_mask):
             end += len(list(run))
-            whole = str(tokenizer.decode(sample.token[:end]))  # tokens may share a character, or a blank at their edge
+            whole = str(tokenizer.decode(sample.token[:end]))  # tokens may share a character or a blank at their edge
             string, shown = visible(whole[len(shown) :]), whole
             text.append(f"⟦{string}⟧" if on and brackets else string, style="bold green" if on else "dim")
         out.print(text)
@@ -176,7 +176,7 @@ def main(cfg: DictConfig) -> None:
 
 
 def run(job: JobConfig) -> None:
-    """Show samples, write answers, extract features, or several of these."""
+    """Show samples, write answers, or extract features, as configured."""
     if job.inspect > 0:
         tokenizer = load_tokenizer(job.model.path, job.model.trust_remote_code)
         most = max(job.inspect, job.limit or 0, 1)

@@ -50,7 +50,7 @@ def page() -> str:
     commands = [_section(f"`{command}`", CONF / name) for name, command in COMMANDS.items()]
     groups = [_group(CONF / name) for name in GROUPS]
     opening = (
-        "# Commands and overrides\n\nEvery value below is an override: `key=value` behind the command, a dot leading "
+        "# Commands and overrides\n\nEvery value below is an override: `key=value` after the command, a dot leading "
         "inwards, as in `trainer.steps=300`. A group's choice is `group=choice`. The values are the defaults."
     )
     return "\n\n".join([opening, *commands, "## Groups", *groups])

@@ -18,7 +18,7 @@ TURNS = ("first", "all")
 
 @dataclass(frozen=True)
 class TunerConfig:
-    """The tuner's grid: depths, children and budgets of trees; and how many steps of every tree are timed."""
+    """The tuner's grid: depths, children and budgets of trees, and the number of timed steps per tree."""
 
     depths: Annotated[list[Count], SEVERAL]
     top_k: Annotated[list[Count], SEVERAL]
@@ -26,7 +26,7 @@ class TunerConfig:
     samples: Count
 
     def within(self, context: int) -> "TunerConfig":
-        """Return the configuration with only the trees that fit into a target's context."""
+        """Return the configuration restricted to trees that fit in a target's context."""
         return replace(self, nodes=[nodes for nodes in self.nodes if nodes < context] or [1])
 
 
@@ -48,7 +48,7 @@ class DraftersConfig:
     """The drafters to measure, by name, each with the options of a file of conf/drafter/."""
 
     drafter: dict[str, Any]
-    run: Annotated[list[str], SEVERAL] | None  # runs' folders
+    run: Annotated[list[str], SEVERAL] | None  # folders of runs
     compare: list[str]
     tree: dict[str, Any]
 
@@ -59,7 +59,7 @@ class DraftersConfig:
 
 @dataclass(frozen=True)
 class Selection:
-    """The selection of a workload's prompts."""
+    """Which prompts of a workload are measured."""
 
     prompts: Count
     warmup: Number
@@ -74,7 +74,7 @@ class Conditions:
 
     temperature: Annotated[list[Amount], SEVERAL]
     batch_size: Annotated[list[Count], SEVERAL]
-    request_rate: Annotated[list[Positive | None], SEVERAL]  # None: a request comes when one before it has ended
+    request_rate: Annotated[list[Positive | None], SEVERAL]  # None: a request starts when an earlier one has ended
 
     def conditions(self) -> Iterator[tuple[float, int, float | None]]:
         """Yield every temperature with every batch size and request rate."""
@@ -90,7 +90,7 @@ class DecodingConfig(Conditions, RequestConfig):
 
     @property
     def can_be_teacher_forced(self) -> bool:
-        """Whether the target's next-token probs depend only on the tokens before, as teacher forcing assumes."""
+        """Return whether next-token probs depend only on the preceding tokens, as teacher forcing assumes."""
         return self.repetition_penalty == 1 and self.min_new_tokens == 0
 
 
@@ -114,7 +114,7 @@ class EvalConfig(TuneConfig, Selection):
     gate_dtype: Annotated[str, OneOf(tuple(DTYPES))]
     gate_tv: Annotated[
         float, Within(0, 0.25, above=True, below=True)
-    ]  # the negative control's total variation is at most p (1 - p)
+    ]  # since the negative control's total variation is at most p (1 - p)
     hf: bool
     tier: Annotated[list[Annotated[str, OneOf(TIERS)]], SEVERAL]
     text: Annotated[str, OneOf(TEXTS)]
@@ -154,7 +154,7 @@ class EvalConfig(TuneConfig, Selection):
             )
 
     def tiers(self) -> list[str]:
-        """Return the configured tiers, without those that cannot be measured."""
+        """Return the configured tiers, except tiers that cannot be measured."""
         return [tier for tier in self.tier if tier != TEACHER_FORCED or self.can_be_teacher_forced]
 
 

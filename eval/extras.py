@@ -1,4 +1,4 @@
-"""Extras of a report: training curves of its heads, acceptance of every tree node, sample answers."""
+"""Extra sections of a report: training curves of its heads, acceptance of every tree node, sample answers."""
 
 import json
 from collections import Counter
@@ -16,27 +16,27 @@ from inference.decode import Generation
 from inference.protocol import Drafter
 from inference.target.tokenizer import TextStream
 
-METRICS = "metrics.jsonl"  # a file of a run's folder, by train/trackers.py
-POINTS = 200  # points of a training curve
-NODES = 400  # nodes of a tree
-ANSWERS, QUESTION = 3, 1500  # sample answers of each drafter, characters of a prompt's end
+METRICS = "metrics.jsonl"  # a file of a run's folder, written by train/trackers.py
+POINTS = 200  # maximum points of a training curve
+NODES = 400  # maximum nodes of a tree
+ANSWERS, QUESTION = 3, 1500  # sample answers per drafter; characters shown of a prompt's end
 
 Records = list[dict[str, Any]]
 
 
 def training(heads: Mapping[str, Path]) -> dict[str, dict[str, Records]]:
-    """Return the training curves of the heads, given by their folders, whose run's folder has them.
+    """Return the training curves of heads, given their folders, from the runs' folders.
 
     Returns:
-        By name, `steps`: the means of the loss over stretches of steps, each at its last step;
-        `tau`: each measurement by the verifier, with its interval.
+        By name: `steps`, means of the loss over stretches of steps, each at its last step; `tau`, each measurement by
+        the verifier, with its interval.
     """
     files = {name: folder.parent / METRICS for name, folder in heads.items() if folder.name == "head"}
     return {name: curves(list(records(file))) for name, file in files.items() if file.is_file()}
 
 
 def records(file: Path) -> Iterator[dict[str, Any]]:
-    """Yield a run's records; a line that a killed run was writing is left out."""
+    """Yield a run's records; an incomplete last line of a killed run is skipped."""
     for line in file.read_text(encoding="utf-8").splitlines():
         with suppress(json.JSONDecodeError):
             yield json.loads(line)
@@ -57,12 +57,12 @@ def curves(records: Records) -> dict[str, Records]:
 
 
 def trees(runs: Runs, drafters: Mapping[str, Drafter]) -> dict[str, dict[str, Any]]:
-    """Return the trees of a session's drafters that drafted, and each node's acceptance.
+    """Return the trees that a session's drafters drafted, and each node's acceptance.
 
     Returns:
-        By name: the tree's `label`; `paths`, of the nodes accepted most often the ranks on the way from the root,
-        counted from 0 among the siblings; `accepted`, the share of the passes that accepted each; the number of
-        `steps`, which are the passes.
+        By name: the tree's `label`; `paths`, for the most often accepted nodes the ranks from the root, counted from 0
+        among siblings; `accepted`, the share of passes that accepted each node; the number of `steps`, which are the
+        passes.
     """
     summaries = {}
     for name, drafter in drafters.items():
@@ -76,7 +76,7 @@ def trees(runs: Runs, drafters: Mapping[str, Drafter]) -> dict[str, dict[str, An
 
 
 def answers(runs: Runs, drafters: Sequence[str], prompts: Sequence[Prompt], tokenizer: Any) -> Records:
-    """Return by prompt and drafter the end of the first prompts, and the `pieces` of the first answer."""
+    """Return, by prompt and drafter, the end of the first prompts and the `pieces` of the first answer."""
     return [
         {
             "drafter": name,
@@ -90,11 +90,11 @@ def answers(runs: Runs, drafters: Sequence[str], prompts: Sequence[Prompt], toke
 
 
 def pieces(run: Generation, tokenizer: Any) -> Records:
-    """Return a run's text in pieces of whole characters.
+    """Return a run's text, divided into pieces of whole characters.
 
     Returns:
-        Of each piece its `text`, and of its last token the `source` ("prefill", "draft" or "bonus") and the number of
-        the `step` that committed it, 0 for the prefill.
+        For each piece its `text`; for its last token the `source` ("prefill", "draft" or "bonus") and the number of the
+        `step` that committed it, 0 for the prefill.
     """
     passes = [0] + [index for index, step in enumerate(run.steps, 1) for _ in range(step.committed)]
     stream, records = TextStream(tokenizer), []

@@ -1,10 +1,10 @@
 """The losslessness checks of an evaluation: greedy tokens, sampled tokens and timed tokens.
 
-Above temperature 0, under coupled noise (arXiv 2408.07978), a token depends only on the text before it and the seed,
-so every drafter must emit the tokens of autoregressive decoding, one for one: that covers the engine. A rule's uniform
-numbers and residuals are covered by sampling: many steps after fixed prefixes, in the engine that decodes the drafts.
-Their first tokens must follow the target's probs there. As many samples of a rule that is known to be broken, which
-samples from p again after a rejection, must fail that test.
+Above temperature 0 with coupled noise (arXiv 2408.07978), a token depends only on the text before it and the seed, so
+every drafter must emit exactly the tokens of autoregressive decoding: this tests the engine. A rule's uniform numbers
+and residuals are tested by sampling: many decoding steps after fixed prefixes, in the engine that decodes the drafts.
+Their first tokens must follow the target's probs. As many samples of a rule that is known to be broken, which samples
+from p again after a rejection, must fail that test.
 """
 
 from collections.abc import Sequence
@@ -50,10 +50,11 @@ from inference.verification.sample import distribution
 def check(
     target: Target, drafters: Drafters, prompts: Sequence[Prompt], config: DecodingConfig, total_variation: float
 ) -> tuple[dict[str, Gate], list[SampledGate]]:
-    """Return the losslessness check of each drafter at each batch size, and at each temperature above 0.
+    """Return each drafter's losslessness check at each batch size, and at each temperature above 0.
 
-    Greedily every prompt runs once. All are compared with what transformers' own `generate` writes; so is the baseline,
-    which the drafters' engine decodes. Above 0 a chi-square test reveals a total variation of `total_variation`.
+    Greedily every prompt runs once, and all drafters are compared with transformers' own `generate`; so is the
+    baseline, which runs in the drafters' engine. Above 0 a chi-square test detects a total variation of
+    `total_variation`.
     """
     sizes = config.batch_size
     if not drafters and sizes == [1]:
@@ -73,28 +74,28 @@ def check(
     return gates, sampled
 
 
-PREFIXES = 2  # texts after which tokens are sampled
-CANDIDATES = 12  # texts considered for them
-TOGETHER = 16  # sequences at a prefix in one step of the engine, where memory allows
+PREFIXES = 2  # number of texts after which tokens are sampled
+CANDIDATES = 12  # number of texts considered as prefixes
+TOGETHER = 16  # sequences at a prefix per step of the engine, if memory allows
 
 
 class Prefix(NamedTuple):
-    """A text to sample after: a prompt and its answer so far, and the target's probs there."""
+    """A text to sample after: a prompt and its answer so far, and the target's probs after it."""
 
     prompt: list[int]
     answer: list[int]
-    draws: bool  # whether children are sampled on the host, by a model with a state of its own
+    draws: bool  # whether the host samples children, by a stateful model
     probs: Float[Tensor, "V"]
     cells: Cells
-    mass: float  # the target's probability of the tokens drafted at depth 1
+    mass: float  # the target's probability of all tokens drafted at depth 1
 
 
 def sampled_gates(setup: Setup, tv: float, tests: int, sizes: Sequence[int] = (1,)) -> list[SampledGate]:
-    """Return the verdict on every drafter at the settings' temperature, which is above 0.
+    """Return the result for every drafter at the settings' temperature, which is above 0.
 
-    Coupled tokens are compared with autoregressive decoding of each prompt, at batch size 1 and at all `sizes`:
-    a token's noise depends on its text and the seed, not on the rest of the batch. The chi-square test must detect a
-    total variation of `tv`; the `tests` of a report share the error probability.
+    Coupled tokens are compared with autoregressive decoding of each prompt, at batch size 1 and at all `sizes`: a
+    token's noise depends on its text and the seed, not on the batch. The chi-square test must detect a total variation
+    of `tv`; the `tests` of a report share the error probability.
     """
     target, drafters, prompts, settings = setup
     coupled = replace(settings, rule=COUPLED, lossy=False, logit_gaps=True)
@@ -119,7 +120,7 @@ def coupled_check(
     prompts: Sequence[Prompt],
     params: RequestParams,
 ) -> Gate:
-    """Compare runs under coupled noise; a near tie is one of probs over noise."""
+    """Compare runs under coupled noise; near ties are those of the noisy probs."""
     compared: list[tuple[Divergence | None, bool]] = []
     for ours, theirs, prompt in zip(baseline, drafted, prompts, strict=True):
         parted, gap = divergence(ours, theirs, prompt.id), None
@@ -132,7 +133,7 @@ def coupled_check(
 
 @torch.inference_mode()
 def coupled_gap(target: Target, prompt: list[int], answer: list[int], params: RequestParams) -> float:
-    """Return the margin, in logits, of the winner of the coupled race after a text over the second."""
+    """Return the margin in logits between the two best tokens under coupled noise after a text."""
     request = _request(target, prompt, answer, params, target.cache())
     probs = _probs(request)
     first, second = (probs / request.noise(probs[None])[0]).double().topk(2).values.tolist()
@@ -140,7 +141,7 @@ def coupled_gap(target: Target, prompt: list[int], answer: list[int], params: Re
 
 
 def texts(prompts: Sequence[Prompt], baseline: Sequence[Generation]) -> list[tuple[list[int], list[int]]]:
-    """Return different prompts with their answers up to the smallest logit gap, the smallest gaps first."""
+    """Return different prompts with their answers up to the smallest logit gap, in order of the gap."""
     prefixes: list[tuple[float, tuple[list[int], list[int]]]] = []
     for prompt, run in zip(prompts, baseline, strict=True):
         gaps = run.logit_gaps[1:]  # the first draft comes after one token of the answer
@@ -173,7 +174,7 @@ def chi_square_test(
     samples = Samples(torch.tensor([seed_key(hashed(f"{settings.seed} control"))], device=target.device))
     total = control = 0.0
     for index, prefix in enumerate(progress(prefixes, f"sampling tokens, {drafter.name}")):
-        seeds = f"{settings.seed} distribution {index}"  # its own: of numbers in common the statistics would be alike
+        seeds = f"{settings.seed} distribution {index}"  # shared random numbers would correlate statistics
         total += losslessness.statistic(prefix.cells, _samples(target, drafter, prefix, settings, seeds, count))
         control += losslessness.statistic(prefix.cells, resampled(prefix.probs, samples, count))
     p, control_p = losslessness.p_value(total, freedom), losslessness.p_value(control, freedom)
@@ -192,7 +193,7 @@ def _request(
 
 
 def _probs(request: Request) -> Float[Tensor, "V"]:
-    """Return the target's probs after a text, whose tokens all go to the cache."""
+    """Return the target's probs after a text; all its tokens enter the cache."""
     out = request.target.prefill(torch.tensor(request.context, device=request.target.device), request.cache)
     assert out.logits is not None
     return distribution(request.processed(out.logits[0]), request.settings.sampling)[0]
@@ -201,7 +202,7 @@ def _probs(request: Request) -> Float[Tensor, "V"]:
 def _entered(
     target: Target, drafter: Drafter, prompt: list[int], answer: list[int], settings: RequestParams, size: int
 ) -> tuple[Batch, list[Request]]:
-    """Return a batch in which each of `size` sequences is at a text."""
+    """Return a batch of `size` sequences, all at the end of a text."""
     text, one_more = [*prompt, *answer], replace(settings, max_new_tokens=1, min_new_tokens=0)
     batch = acquire(target, drafter, size, [(text, one_more)])
     batch.reserve(needed_entries(target, text, one_more))
@@ -215,7 +216,7 @@ def _entered(
 
 
 def _left(batch: Batch) -> None:
-    """Give a batch back."""
+    """Release a batch's slots."""
     for request in batch.running:
         request.generation.finish = "length"
     batch.release()
@@ -225,7 +226,7 @@ def _left(batch: Batch) -> None:
 def _prefix(
     target: Target, drafter: Drafter, prompt: list[int], answer: list[int], settings: RequestParams, tv: float
 ) -> Prefix | None:
-    """Draft once after a text; None without a draft, or where the broken rule is off by at most a total variation."""
+    """Draft once after a text; None without a draft, or if the broken rule's total variation is at most `tv`."""
     batch, requests = _entered(target, drafter, prompt, answer, settings, 1)
     _, drafted = batch.device_step.sample(requests)
     draws = batch.device_step.plan.sampled is not None and not batch.draft_batch.traits.on_device
@@ -241,10 +242,10 @@ def _prefix(
 def _samples(
     target: Target, drafter: Drafter, prefix: Prefix, settings: RequestParams, seeds: str, count: int
 ) -> list[int]:
-    """Return first tokens as the engine's steps emit them by the rule in use; `seeds` is the key of all randomness.
+    """Return first tokens from the engine's steps under the rule in use; `seeds` is the key of all randomness.
 
-    Several sequences at the prefix share a step, each with new seeds; it is one where the target takes no trees, where
-    memory refuses several, or where for several nothing is drafted, as a schedule may have it.
+    Several sequences at the prefix share a step, each with new seeds. A step has one sequence if the target takes no
+    trees, if memory allows only one, or if nothing is drafted for several, as under a schedule.
     """
     for size in (TOGETHER, 1) if target.takes_trees else (1,):
         with suppress(*((torch.OutOfMemoryError, ValueError) if size > 1 else ())):

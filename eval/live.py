@@ -1,8 +1,8 @@
 """Timing the baseline, every drafter and HF's own `generate` on the same prompts, interleaved in one process.
 
-Or under load: requests arrive at a rate (a Poisson process), whether or not the engine is free, and wait in a queue
-for a free slot. The baseline and every drafter get the same arrivals, so their latencies are compared request by
-request; tokens per second are not comparable, since the arrivals bound them.
+Under load, requests arrive at a rate (a Poisson process), whether or not the engine is free, and queue for a free slot.
+All drafters and the baseline get the same arrivals, so latencies are compared request by request. Tokens per second
+are not comparable, since the arrivals bound them.
 """
 
 import random
@@ -41,9 +41,9 @@ from inference.protocol import Drafter
 from inference.target.target import Target
 
 T = TypeVar("T")
-HF = "hf"  # transformers' own generate, by its name among the drafters
+HF = "hf"  # name of transformers' own generate among the drafters
 
-Runner = Callable[[Any], Any]  # of a prompt's tokens, or of those of all prompts of a batch
+Runner = Callable[[Any], Any]  # runs a prompt's tokens, or a batch's
 Runs = dict[str, list[list[Generation]]]  # name -> prompt -> repeats
 
 
@@ -56,22 +56,22 @@ class Setup(NamedTuple):
     settings: RequestParams
 
     def all_drafters(self) -> dict[str, Drafter]:
-        """Return the baseline and the drafters."""
+        """Return the baseline and the drafters by name."""
         return {BASELINE: Baseline(self.target.device), **self.drafters}
 
     def resets(self) -> list[Callable[[], None]]:
-        """Return the functions that clear every drafter's memory."""
+        """Return the functions that reset the drafters' memory."""
         return [drafter.reset for drafter in self.drafters.values()]
 
 
 def measure(setup: Setup, repeats: int, warmup: Sequence[Prompt], hf: bool, batch_size: int = 1) -> Runs:
     """Run autoregressive decoding, every drafter and (if `hf`) HF generate `repeats` times on each prompt.
 
-    In batches, a round is all prompts together, and HF generate is left out. The `warmup` prompts, which are different
-    ones, run first and untimed.
+    In batches, a round decodes all prompts together, and HF generate is left out. The `warmup` prompts, which are not
+    measured, run first.
 
-    A drafter with memory starts every round empty and learns from prompt to prompt, in the prompts' order: it never
-    sees a prompt that it has answered before.
+    A drafter with memory starts every round empty and learns from prompt to prompt, in the prompts' order, so it never
+    sees a prompt twice.
     """
     target, drafters, prompts, settings = setup
     assert not {BASELINE, HF} & set(drafters), "a drafter has a baseline's name"
@@ -93,9 +93,9 @@ def interleave(
     begin: Sequence[Callable[[], None]] = (),
     batch_size: int = 1,
 ) -> Runs:
-    """Call every runner on each prompt, or in batches on all at once, as `in_turns`.
+    """Call every runner on each prompt, or in batches on all prompts, in the order of `in_turns`.
 
-    `warmup` prompts pay for lazy initialisation; in batches they fill one.
+    `warmup` prompts run first for lazy initialisation; they fill one batch.
     """
     tokens = [prompt.token for prompt in prompts]
     further: list[Any] = [prompt.token for prompt in warmup]
@@ -121,10 +121,10 @@ def in_turns(
     seed: int,
     begin: Sequence[Callable[[], None]] = (),
 ) -> dict[str, list[list[T]]]:
-    """Return by name and prompt the answers of `repeats` rounds over all batches, in a new random order of names.
+    """Return, by name and prompt, the answers of `repeats` rounds over all batches, each in a random order of names.
 
     Clock rates, other processes and memory drift during a session; interleaving spreads the drift over all drafters.
-    `answer` takes a name, the indices of a batch's prompts and the round, before which `begin` is called.
+    `answer` takes a name, the indices of a batch's prompts and the round; `begin` is called before each round.
     """
     shuffle = random.Random(seed)
     runs: dict[str, list[list[T]]] = {name: [[] for batch in batches for _ in batch] for name in names}
@@ -139,7 +139,7 @@ def in_turns(
 
 
 def decoded_once(setup: Setup, batch_size: int) -> dict[str, list[Generation]]:
-    """Return one run of each prompt by the baseline and by every drafter, to compare tokens."""
+    """Return one run of each prompt by the baseline and by every drafter, whose tokens are compared."""
     runs = measure(setup, 1, (), hf=False, batch_size=batch_size)
     return {name: [repeats[0] for repeats in by_prompt] for name, by_prompt in runs.items()}
 
@@ -152,9 +152,9 @@ def medians(runs: Runs) -> dict[str, list[Generation]]:
 def rows(
     runs: Runs, drafters: Mapping[str, Drafter], gates: Mapping[str, Gate], measurement: Measurement
 ) -> list[ResultRow]:
-    """Assemble the report's rows of one session, the baseline first: all prompts together, then each category.
+    """Assemble the report's rows of one session, the baseline first: for all prompts, then for each category.
 
-    A drafter that did not pass its losslessness check, among `gates`, gets no speedup, at any temperature.
+    A drafter without a passed losslessness check in `gates` gets no speedup at any temperature.
     """
     middle = medians(runs)
     requests = {name: [timed(run) for run in runs_of] for name, runs_of in middle.items()}
@@ -170,9 +170,9 @@ def rows(
 
 
 def paired(runs: Runs, drafters: Sequence[str], measurement: Measurement) -> list[dict[str, Any]]:
-    """Return each drafter's difference to the first in τ and in tokens per second, over the same prompts.
+    """Return each drafter's difference from the first in τ and in tokens per second, over the same prompts.
 
-    Each prompt's median run counts, as in the report's rows. Empty with one drafter, or one prompt.
+    The median run of each prompt counts, as in the report's rows. Empty with one drafter or one prompt.
     """
     middle = medians({name: runs[name] for name in drafters})
     whole = next(measurement.parts(len(runs[drafters[0]])))
@@ -198,11 +198,11 @@ def paired(runs: Runs, drafters: Sequence[str], measurement: Measurement) -> lis
 def judged(
     row: ResultRow, subset: Subset, requests: Mapping[str, Sequence[MeasuredRequest]], gates: Mapping[str, Gate]
 ) -> ResultRow:
-    """Return a row with its losslessness check, and with its speedups if that did not fail."""
+    """Return a row with its losslessness check, and with speedups if the check did not fail."""
     measurement, gate = subset.measurement, gates.get(labelled(row.drafter, row.batch_size), UNCHECKED)
     shown = gate if measurement.temperature == 0 else measurement.coupled.get(row.drafter, UNCHECKED)
     row = replace(row, lossless=shown.among([measurement.start + index for index in subset.indices]).counts())
-    # At batch size 1 the baseline is the gate's reference.
+    # at batch size 1 the baseline is the reference of the check
     trusted = gate.passed or (row.drafter == BASELINE and not gate.checked)
     if not trusted or row.drafter in measurement.not_lossless or BASELINE not in requests:
         return row
@@ -212,7 +212,7 @@ def judged(
 
 
 def timed(run: Generation) -> MeasuredRequest:
-    """Return a run as a measured request."""
+    """Convert a run to a measured request."""
     return MeasuredRequest(
         passes=metrics.passes(run),
         decoding=metrics.decoding([run])[0],
@@ -224,27 +224,27 @@ def timed(run: Generation) -> MeasuredRequest:
 
 
 class TokenClock(BaseStreamer):
-    """The times at which `generate` hands on the prompt, before its prefill, and then each token."""
+    """A streamer that records when `generate` emits the prompt, before the prefill, and each token."""
 
     def __init__(self) -> None:
         self.times: list[float] = []
 
     def put(self, value: Any) -> None:
-        """Note the time."""
+        """Record the time."""
         self.times.append(time.perf_counter())
 
     def end(self) -> None:
-        """Do nothing."""
+        """Do nothing at the end."""
 
 
 @torch.inference_mode()
 def hf_generate(target: Target, prompt: list[int], settings: RequestParams) -> Generation:
     """Run HF's greedy `generate` on the target's model with the repetition penalty, timed like our engine.
 
-    The runs have no steps. They run in inference mode, like our engine, which is faster than `no_grad`.
+    The result has no steps. It runs in inference mode, like our engine, which is faster than `no_grad`.
     """
     eos, most = sorted(target.eos), min(settings.max_new_tokens, target.context - len(prompt))
-    # Without sampling values the checkpoint's would be used, with a warning.
+    # Without these values the checkpoint's sampling values would apply, with a warning.
     configure: Any = GenerationConfig
     config = configure(
         max_new_tokens=most,
@@ -261,7 +261,7 @@ def hf_generate(target: Target, prompt: list[int], settings: RequestParams) -> G
         output_scores=settings.logit_gaps,
     )
     token, clock = torch.tensor([prompt], device=target.device), TokenClock()
-    generate: Any = target.model.generate  # transformers types it on a mixin that AutoModel's classes do not show
+    generate: Any = target.model.generate  # transformers types it on a mixin that AutoModel lacks
     out = generate(token, attention_mask=torch.ones_like(token), generation_config=config, streamer=clock)
     begin, first, *_, last = (*clock.times, clock.times[-1])
     tokens = out.sequences[0, len(prompt) :].tolist()
@@ -279,13 +279,13 @@ def hf_generate(target: Target, prompt: list[int], settings: RequestParams) -> G
 class Served(NamedTuple):
     """An answered request, in seconds; `arrived` counts from the round's first arrival."""
 
-    generation: Generation  # its latency counts from the arrival
+    generation: Generation  # with the latency from the arrival
     arrived: float
-    queue_s: float  # from the arrival to the prefill
-    ttft_s: float  # from the arrival to the first token
+    queue_s: float  # seconds from the arrival to the prefill
+    ttft_s: float  # seconds from the arrival to the first token
 
     def request(self) -> MeasuredRequest:
-        """Return it as a measured request; waits count from its arrival."""
+        """Convert to a measured request; waits count from the arrival."""
         waits = {"latency_s": self.generation.latency_s, "ttft_s": self.ttft_s, "queue_s": self.queue_s}
         return replace(timed(self.generation), waits=waits, arrived=self.arrived)
 
@@ -308,8 +308,8 @@ def serve(
 ) -> list[Served]:
     """Answer requests in the order of arrival, `when` seconds from now, in an empty continuous batch.
 
-    A request that has arrived is admitted as soon as a slot is free, before the next pass. Without requests the engine
-    sleeps until the next arrival. Results are in the requests' order.
+    An arrived request is admitted as soon as a slot is free, before the next pass. Without requests the engine sleeps
+    until the next arrival. Results are in the order of the requests.
     """
     begin, waiting = clock(), deque(range(len(prompts)))
     running: list[int] = []
@@ -337,7 +337,7 @@ def serve(
 def measure_rate(setup: Setup, repeats: int, warmup: Sequence[Prompt], batch_size: int, request_rate: float) -> Rounds:
     """Let the baseline and every drafter answer all prompts as they arrive, in a new random order each round.
 
-    Each round has its own arrivals, the same for all drafters; another rate scales them. A drafter with memory starts
+    Each round has its own arrivals, the same for all drafters; a rate only scales them. A drafter with memory starts
     every round empty. The `warmup` prompts run before.
     """
     all_drafters, settings = setup.all_drafters(), setup.settings
@@ -349,7 +349,7 @@ def measure_rate(setup: Setup, repeats: int, warmup: Sequence[Prompt], batch_siz
     def served(name: str, prompts: Sequence[list[int]], times: Sequence[float]) -> list[Served]:
         batch = acquire(
             setup.target, all_drafters[name], size, requests
-        )  # with room for all, or its graphs would be dropped
+        )  # room for all requests, or the graphs would be dropped
         answered = serve(batch, prompts, times, settings)
         release(setup.target, all_drafters[name], batch)
         return answered
@@ -358,38 +358,38 @@ def measure_rate(setup: Setup, repeats: int, warmup: Sequence[Prompt], batch_siz
         return served(name, tokens, when[turn])
 
     for name in all_drafters if first else ():
-        count = max(size, len(first))  # a full batch at least
+        count = max(size, len(first))  # at least one full batch
         served(name, (first * count)[:count], [0.0] * count)
     return in_turns(list(all_drafters), answers, [range(len(tokens))], repeats, settings.seed, setup.resets())
 
 
 def generations(rounds: Rounds) -> Runs:
-    """Return the generations."""
+    """Return the generations of all rounds."""
     return {name: [[one.generation for one in repeats] for repeats in prompts] for name, prompts in rounds.items()}
 
 
 def requests_of(rounds: Rounds) -> dict[str, list[list[MeasuredRequest]]]:
-    """Return the measured requests."""
+    """Return the measured requests of all rounds."""
     return {name: [[one.request() for one in repeats] for repeats in prompts] for name, prompts in rounds.items()}
 
 
 def queued_rows(
     rows: Sequence[ResultRow], rounds: Mapping[str, Sequence[Sequence[MeasuredRequest]]], measurement: Measurement
 ) -> list[ResultRow]:
-    """Return the rows of a session under load, with its requests' waiting times, given them by drafter and prompt.
+    """Return the rows of a session under load with waiting times, given the requests by drafter and prompt.
 
-    Latencies are over all rounds, since each had other arrivals. A speedup is a ratio of mean latencies.
+    Latencies are over all rounds, since each round had other arrivals. A speedup is a ratio of mean latencies.
     """
     subsets = {subset.category: subset for subset in measurement.parts(len(rounds[BASELINE]))}
     queued = []
     for row in rows:
         subset = subsets[row.category]
         mine, baseline = (subset.of(rounds[name]) for name in (row.drafter, BASELINE))
-        # 1 over the total latency of each prompt, so that a ratio is a speed: higher is faster.
+        # The inverse of each prompt's total latency, so that a ratio is a speedup.
         fast, slow = ([(1, sum(one.latency_s for one in several)) for several in of] for of in (mine, baseline))
         requests = [*chain.from_iterable(mine)]
         cuts = by_request(requests)
-        cuts.pop("tokens_per_second", None)  # the arrivals bound them
+        cuts.pop("tokens_per_second", None)  # arrivals bound the throughput
         trusted, seed = row.whole_speedup is not None, measurement.seed
         queued.append(
             replace(

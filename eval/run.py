@@ -1,9 +1,9 @@
-"""python eval/run.py run=outputs/NAME: measure heads against the baseline, check that they are lossless, report."""
+"""python eval/run.py run=outputs/NAME: measure heads, check that they are lossless, report."""
 
 import sys
 from pathlib import Path
 
-if __name__ == "__main__":  # a script's own folder would hide the checkout's root
+if __name__ == "__main__":  # the checkout's root replaces the script's folder
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 import gc
@@ -49,10 +49,10 @@ PIPE_WIDTH = 140
 
 
 def evaluate(config: EvalConfig, *, writes: bool = True) -> Report:
-    """Measure as configured, and if it `writes` print the table and write report.json, report.md and report.html.
+    """Run the configured measurements; with `writes` print the table and write report.json, report.md and report.html.
 
-    For the live tier the gate compares every prompt's tokens in `gate_dtype`; then the target is loaded in its fast
-    dtype and timed. A drafter that fails the gate gets no speedup, only its acceptance.
+    For the live tier the losslessness check compares every prompt's tokens in `gate_dtype`; then the target is loaded
+    in its fast dtype and timed. A drafter that fails the check gets no speedup, only its acceptance.
 
     Returns:
         The report; `passed` decides the exit status.
@@ -75,14 +75,14 @@ def measured(config: EvalConfig, model: ModelConfig, names: Sequence[str]) -> Re
     dtype = dtype_for(config, model)
     target = load_target(model, config.gate_dtype if live else dtype, config.engine)
     workloads, remarks = read(config, target, names), remarks_of(config, target)
-    # A log without answers is refused before anything is measured.
+    # A log without answers is refused before any measurement.
     logs = recorded_texts(config, config, target, names) if config.text == RECORDED else []
     if live:
         prompts = [prompt for workload in workloads for prompt in workload.prompts]
         gates, sampled = check(target, load_drafters(config, target), prompts, config, config.gate_tv)
         if dtype != config.gate_dtype:
             del target
-            gc.collect()  # two copies of a large target may not fit
+            gc.collect()  # memory may not hold two copies of a large target
             target = load_target(model, dtype, config.engine)
     drafters = load_drafters(config, target)
     timed = timed_rows(config, target, workloads, drafters, gates, sampled) if live else Timed([], [], {})
@@ -105,7 +105,7 @@ def measured(config: EvalConfig, model: ModelConfig, names: Sequence[str]) -> Re
 
 
 class Timed(NamedTuple):
-    """The results of the live tier: rows, the baseline's texts, and the report's extras by key."""
+    """The live tier's results: rows, the baseline's texts, and the report's extras by key."""
 
     rows: list[ResultRow]
     texts: list[WorkloadTexts]
@@ -120,9 +120,9 @@ def timed_rows(
     gates: Mapping[str, Gate],
     sampled: Sequence[SampledGate],
 ) -> Timed:
-    """Measure all workloads, temperatures, batch sizes and rates, each in an interleaved session of its own.
+    """Measure all workloads, temperatures, batch sizes and rates, each in its own interleaved session.
 
-    The extras are training curves, and trees and answers of the first session.
+    The extras are training curves, and the trees and answers of the first session.
     """
     if target.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(target.device)
@@ -134,7 +134,7 @@ def timed_rows(
             setup = Setup(target, drafters, workload.prompts, config.settings(temperature))
             hf = (
                 config.hf and temperature == 0
-            )  # HF's generate is timed greedily, so only greedy rows are compared with it
+            )  # HF's generate is timed greedily, so it is compared with greedy rows only
             how = setup, config.repeats, workload.warmup
             rounds = None if rate is None else measure_rate(*how, size, rate)
             runs = measure(*how, hf, size) if rounds is None else generations(rounds)
@@ -147,7 +147,7 @@ def timed_rows(
                 config.seed,
                 memory_bytes=peak_memory(target.device),
                 start=start,
-                # Coupled noise replaces the rule, so it cannot test a lossy one.
+                # Coupled noise replaces the rule, so it cannot check a lossy one.
                 coupled={} if is_lossy(config.rule) else {check.drafter: check.coupled for check in checks},
                 not_lossless=frozenset(check.drafter for check in checks if not check.passed),
                 request_rate=rate,
@@ -172,7 +172,7 @@ def tuned(config: EvalConfig) -> bool:
     Returns whether every timed tree is lossless.
 
     Raises:
-        ValueError: no such run, model or workload, a head of another target, or a target that answers nothing.
+        ValueError: the run, model or workload is missing, the head is another target's, or all answers are empty.
     """
     model, names, out = prepared(config)
     if len(names) > 1:
@@ -180,7 +180,7 @@ def tuned(config: EvalConfig) -> bool:
     target = load_target(model, dtype_for(config, model), config.engine)
     prompts = load_workload(names[0], target, config.prompts, config.truncate)
     console = Console(width=None if sys.stdout.isatty() else PIPE_WIDTH)
-    with target.uncaptured():  # like the measured costs
+    with target.uncaptured():  # measured costs are without graphs too
         tuning = tune(config, target, prompts)
     tuning.write(out)
     tuning.show(console)
@@ -189,8 +189,8 @@ def tuned(config: EvalConfig) -> bool:
 
 
 def publish(report: Report, out: Path) -> None:
-    """Print the table, write the files and their paths, and list failed checks on stderr."""
-    # A pipe has no width of its own, and rich's guess would break the lines.
+    """Print the table, write the files and print their paths, and list failed checks on stderr."""
+    # rich guesses a pipe's width, and short lines would break.
     console = Console(width=None if sys.stdout.isatty() else PIPE_WIDTH)
     content = report.as_dict()
     console.print(terminal(content))
@@ -210,7 +210,7 @@ def publish(report: Report, out: Path) -> None:
 
 @command("eval")
 def main(cfg: DictConfig) -> None:
-    """Evaluate; exit with 1 if a drafter is not lossless, 2 for a mistake."""
+    """Evaluate; exit with 1 if a drafter is not lossless, 2 for invalid input."""
     with ending_alone(), user_errors():
         config = typed(EvalConfig, cfg)
         with keeping(lambda: "nothing was written; the same command measures again"):

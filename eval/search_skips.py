@@ -6,7 +6,7 @@ python eval/search_skips.py model.path=/my/model workload=my_prompts.jsonl out=s
 import sys
 from pathlib import Path
 
-if __name__ == "__main__":  # a script's own folder would hide the checkout's root
+if __name__ == "__main__":  # the checkout's root replaces the script's folder
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from dataclasses import dataclass
@@ -34,7 +34,7 @@ from inference.verification.sample import GREEDY
 
 @dataclass(frozen=True)
 class JobConfig:
-    """conf/search.yaml."""
+    """The type of conf/search.yaml."""
 
     model: ModelConfig
     out: str | None
@@ -45,7 +45,7 @@ class JobConfig:
 
 
 def find(job: JobConfig) -> Path:
-    """Search, print the result, write and return its file; refuse if no skip is faster."""
+    """Search, print the result, and write and return its file; refuse if no skip is faster."""
     model = job.model
     workload = job.workload or model.prompts
     if not workload:

@@ -1,4 +1,4 @@
-"""The setup of an evaluation: target, dtype, workloads, folder; and the conditions of its numbers."""
+"""The setup of an evaluation: target, dtype, workloads and folder, and the settings of the measurement."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, replace
@@ -30,7 +30,7 @@ def prepared(config: EvalConfig) -> tuple[ModelConfig, list[str], Path]:
     """Return the target to load, the workloads and the report's folder, checked before anything is loaded.
 
     Raises:
-        ValueError: naming the key and the remedy.
+        ValueError: a value is invalid; the message names the key and the remedy.
     """
     runs = config.runs()
     model = model_of(runs[0] if runs else None, config.model)
@@ -48,24 +48,24 @@ def prepared(config: EvalConfig) -> tuple[ModelConfig, list[str], Path]:
 
 
 def folder_for(out: str | None, runs: Sequence[str], drafters: Sequence[str]) -> Path:
-    """Return the report's folder: the user's, else the first run's, else one under outputs/, also for a head itself."""
+    """Return the report's folder: the user's, or the first run's, or one under outputs/ for heads and drafters."""
     if out:
         return Path(out).expanduser()
     first = Path(runs[0]).expanduser() if runs else Path("-".join(drafters))
     if first.is_dir() and not (first / CONFIG).is_file():
         return first
-    whole = first.resolve()  # a head's folder is replaced when it is saved, or is in git
+    whole = first.resolve()  # not in a head's folder, which may be replaced or in git
     return Path("outputs") / (whole.parent.name if whole.name == "head" else first.name or whole.name)
 
 
 def replacing(out: Path) -> str:
-    """Return a note that a folder's report is replaced; empty if there is none."""
+    """Return a note that a folder's report will be replaced; empty without a report."""
     return ", in place of the report there; out=FOLDER writes elsewhere" if (out / "report.json").exists() else ""
 
 
 def load_target(model: ModelConfig, dtype: str, engine: EngineConfig) -> Target:
-    """Load the target in a dtype (of weights that are not quantised), and compile it if configured."""
-    if not distributed.is_initialized():  # else this is one of a training's processes
+    """Load the target with its unquantised weights in `dtype`, and compile it if configured."""
+    if not distributed.is_initialized():  # within a training's processes, placement over processes works
         check_single_process(model.where, "an evaluation")
     target = Target.of(model, dtype)
     if engine.compile or engine.compile_drafts:
@@ -76,7 +76,7 @@ def load_target(model: ModelConfig, dtype: str, engine: EngineConfig) -> Target:
 def dtype_for(config: EvalConfig, model: ModelConfig) -> str:
     """Return the dtype to time in: the evaluation's, else the model's, else the device's fast one.
 
-    Log a note if it was chosen and differs from the checkpoint's.
+    Log a note if the dtype was chosen here and differs from the checkpoint's.
     """
     given: str | None = next((name for name in (config.dtype, model.dtype) if name != "auto"), None)
     if given is not None:
@@ -87,7 +87,7 @@ def dtype_for(config: EvalConfig, model: ModelConfig) -> str:
 
 
 def read(config: EvalConfig, target: Target, names: Sequence[str]) -> list[Workload[Prompt]]:
-    """Return the workloads; the target greedily writes answers that a dialogue lacks."""
+    """Return the workloads; the target greedily writes missing answers of dialogues."""
     settings = config.settings(0.0)
 
     def answer(token: list[int]) -> str:
@@ -124,7 +124,7 @@ def remarks_of(config: EvalConfig, target: Target) -> list[str]:
 
 
 def described(target: Target) -> dict[str, Any]:
-    """Return the metadata that identifies the target."""
+    """Return the metadata that identifies a target."""
     parameters = sum(parameter.numel() for parameter in target.model.parameters())
     spec = {key: value for key, value in asdict(target.spec).items() if key != "name"}
     facts = {"parameters": parameters, "context": target.context, "quantized": target.quantized}
@@ -139,7 +139,7 @@ def devices_of(target: Target) -> dict[str, int]:
 
 
 def settings_of(config: EvalConfig, workloads: Sequence[Workload[Any]]) -> dict[str, Any]:
-    """Return the settings that the results depend on, apart from models and machine."""
+    """Return the settings that the results depend on, except models and machine."""
     sampling = ("top_k", "top_p", "min_p", "repetition_penalty", "rule", "lossy", "seed")
     protocol = ("gate_dtype", "repeats", "warmup", "truncate", "turns", "balanced", "gate_tv")
     return {

@@ -1,8 +1,8 @@
 """The teacher-forced tier: a head's acceptance along given text, with any tree, from one target pass.
 
-A text runs through the target once. Acceptance of a static tree follows from the head's ranks of the text's tokens. A
-tree shaped by the head's confidence is grown once at every token of the text, without limits; its scores tell the nodes
-of smaller depths and budgets. For sampled chains the acceptance probability of each of the text's tokens is computed.
+A text runs through the target once. The acceptance of a static tree follows from the head's ranks of the text's tokens.
+A tree that depends on the head's confidence is grown once at every token of the text, at full size; its scores give the
+nodes of smaller depths and budgets. For sampled chains the acceptance probability of each token is computed.
 """
 
 import math
@@ -30,31 +30,31 @@ from inference.target.target import Target
 from inference.verification.sample import GREEDY, Sampling, distribution
 from inference.verification.tree import DraftTree
 
-Statistics = dict[str, Any]  # a head's, in report.json
+Statistics = dict[str, Any]  # a head's statistics in report.json
 RANKS = 10  # ranks of a depth's guesses that are counted separately
-SAMPLED = ("chain", "sampled")  # kinds of tree with sampled nodes above temperature 0
-TINY = 1e-30  # the least probability that is divided by
-FIXED = 16  # a head with no more depths than these has all of them unrolled: some support nothing else
+SAMPLED = ("chain", "sampled")  # kinds of tree whose nodes are sampled above temperature 0
+TINY = 1e-30  # minimum divisor of a probability
+FIXED = 16  # a head with at most this many depths unrolls all, since some heads support nothing else
 
 
 @dataclass(frozen=True)
 class TreeAcceptance:
-    """The accepted tokens of a grown tree under every smaller depth and budget."""
+    """The number of tokens that a grown tree accepts under every smaller depth and budget."""
 
-    needed: list[list[int]]  # needed[d][j] is the budget that a tree of depth d needs to accept j + 1 tokens
-    size: list[int]  # size[d] is the number of nodes that a tree of depth d drafts before it is cut
+    needed: list[list[int]]  # needed[d][j]: budget at which a tree of depth d accepts j + 1 tokens
+    size: list[int]  # size[d]: number of nodes that a tree of depth d drafts before it is cut
 
 
-NO_TREE = TreeAcceptance([[]], [0])  # at a token without a tree
+NO_TREE = TreeAcceptance([[]], [0])  # for a token without a tree
 
 
 @dataclass(frozen=True)
 class RankedText:
-    """A text with a head's guesses at each token after which a step may begin."""
+    """A text with a head's ranking at each token after which a step may begin."""
 
     text: Text
-    rank: list[list[int]]  # the rank of the token at depth d among the head's guesses; negative after the text's end
-    grown: dict[str, list[TreeAcceptance]]  # `growth_key` -> one tree a token
+    rank: list[list[int]]  # [t][d]: rank of the text's token among the head's guesses at depth d; negative past the end
+    grown: dict[str, list[TreeAcceptance]]  # `growth_key` -> one tree per token
 
 
 @torch.inference_mode()
@@ -70,22 +70,22 @@ def rank_text(
 ) -> RankedText:
     """Run a text that the target wrote through target and head once, ranking `depth` depths.
 
-    `largest` are the trees to grow at every token, each with the greatest depth and budget of its kind, none for static
-    shapes; they grow as under `sampling` without noise. With `steps_alone` one tree is grown, only where its steps
+    `largest` are the trees to grow at every token, one of each kind with the greatest depth and budget, none for static
+    shapes; they grow as under `sampling` without noise. With `steps_alone` a single tree is grown, only where its steps
     begin.
     """
     token = torch.tensor(text.token, device=target.device)
     features = target.features(token[None], torch.zeros_like(token)[None], head.feature_layers)
     depth = min(depth, head.max_depth)
     drafts = unrolled(head, features, depth)
-    begin = text.start - 1  # the position whose root is the first token of the answer
+    begin = text.start - 1  # position whose root is the answer's first token
     logits = (
         scatter_logits(head.vocab, head.compute_logits(draft.state[0, begin:], d)) for d, draft in enumerate(drafts, 1)
     )
     rank = torch.stack([ranks(guess, token[begin:], d) for d, guess in enumerate(logits, 1)], 1)
     grown: dict[str, list[TreeAcceptance]] = {growth_key(tree): [] for tree in largest}
     state, done, root = None, 0, text.start
-    while largest and root < len(text.token) - 1:  # the positions before it are committed
+    while largest and root < len(text.token) - 1:  # earlier positions are committed
         following = token[None, done + 1 : root + 1]
         hidden, last = features.hidden[:, done:root], features.last_hidden[:, done:root]
         rows = Features(following, hidden, last, torch.zeros_like(following))
@@ -111,14 +111,14 @@ def unrolled(head: Any, features: Features, depth: int) -> list[DepthOutput]:
 
 
 def growth_key(tree: TreeConfig) -> str:
-    """Return the key that all trees share that are cut from the same larger tree."""
+    """Return the key shared by all trees that are cut from the same larger tree."""
     return f"{tree.kind} {tree.top_k}" if tree.kind == "dynamic" else tree.kind
 
 
 def ranks(logits: Float[Tensor, "T V"], token: Int[Tensor, "T"], depth: int) -> Int[Tensor, "T"]:
     """Return the rank of token t+1+d in row t's logits at depth d, -1 after the end.
 
-    Of equal logits, which are frequent in bf16, the lower token ranks first, as in a draft.
+    Among equal logits, which are frequent in bf16, the lower token id ranks first, as in a draft.
     """
     count = len(token) - 1 - depth
     rank = torch.full_like(token, -1)
@@ -132,7 +132,7 @@ def ranks(logits: Float[Tensor, "T V"], token: Int[Tensor, "T"], depth: int) -> 
 def tree_acceptance(tree: DraftTree, score: Float[Tensor, "N"], following: Sequence[int], depth: int) -> TreeAcceptance:
     """Return the accepted tokens of a tree under every smaller depth and budget, given the next tokens.
 
-    A budget keeps the best nodes, the earlier of equals, as `inference.verification.tree.best_n` does.
+    A budget keeps the best nodes, the earlier among ties, as `inference.verification.tree.best_n` does.
     """
     level, at = [0], 0
     path: list[int] = []
@@ -145,7 +145,7 @@ def tree_acceptance(tree: DraftTree, score: Float[Tensor, "N"], following: Seque
     depths = torch.tensor(level)
     values = score.cpu()
     index = torch.arange(len(token))
-    better = []  # [j][d]: nodes of depth up to d that are kept before the path's j-th
+    better = []  # better[j][d]: nodes of depth up to d that are kept before the path's j-th
     for node in path:
         first = (values > values[node]) | ((values == values[node]) & (index < node))
         first[0] = False
@@ -161,9 +161,9 @@ def accepted_of(grown: TreeAcceptance, tree: TreeConfig, max_depth: int) -> tupl
 
 
 def replay(of: RankedText, tree: TreeConfig) -> list[tuple[int, int]]:
-    """Return how many nodes each step drafts and how many tokens it accepts, in decoding the text with a tree.
+    """Return the drafted nodes and accepted tokens of each step in decoding the text with a tree.
 
-    A recorded tree of its kind and top_k must contain it.
+    A recorded tree of the same kind and top_k must contain it.
     """
     text, steps, written = of.text, list[tuple[int, int]](), 1
     shape = [] if tree.kind in BY_CONFIDENCE else tree.shape()
@@ -193,8 +193,8 @@ class Overlap:
     """The overlap of a head's probs q and the target's p along a text that the target sampled.
 
     Attributes:
-        accept_prob: min(1, q(x) / p(x)) of the text's token x, for each token that a step may begin after, by depth;
-            0 after the text's last token, and for a token of foreign text to which the target gives p = 0.
+        accept_prob: min(1, q(x) / p(x)) of the text's token x, for each token after which a step may begin, by depth; 0
+            after the text's last token, and for a token of foreign text with p(x) = 0.
         common: the sum of min(p, q), the acceptance rate of drafts sampled from q; NaN after the text's last token.
     """
 
@@ -207,9 +207,9 @@ class Overlap:
 def overlap(target: Target, head: Any, text: Text, sampling: Sampling, depth: int) -> Overlap:
     """Run a text through target and head once; return the overlap of their probs.
 
-    Given that the target emitted x, x was an accepted draft with probability min(1, q(x) / p(x)): a draft is x with
-    probability q(x) and accepted with min(1, p(x) / q(x)), so both with min(p(x), q(x)), and x is emitted with p(x)
-    (Leviathan et al., arXiv 2211.17192, theorem 3.5, for each token).
+    Given that the target emitted x, x was an accepted draft with probability min(1, q(x) / p(x)): x is drafted with
+    probability q(x) and accepted with min(1, p(x) / q(x)), so both happen with min(p(x), q(x)), and x is emitted with
+    p(x) (Leviathan et al., arXiv 2211.17192, theorem 3.5, for each token).
     """
     token = torch.tensor(text.token, device=target.device)
     features = target.features(token[None], torch.zeros_like(token)[None], head.feature_layers)
@@ -235,12 +235,12 @@ def overlap(target: Target, head: Any, text: Text, sampling: Sampling, depth: in
 def expected(of: Overlap, depth: int) -> SpecDecodingStats:
     """Return the expected passes of decoding the text with sampled chains, verified token by token.
 
-    The target's tokens do not depend on the drafts, so along its text each draft is accepted with the probability in
-    `accept_prob`, and the positions where steps begin form a Markov chain: expectations are summed, without sampling.
+    The target's tokens do not depend on the drafts, so along its text each draft is accepted with its `accept_prob`,
+    and the positions where steps begin form a Markov chain: expectations are summed without sampling.
     """
     text = of.text
     depth = min(depth, of.accept_prob.shape[1])
-    begins = [0.0] * (text.generated + 1)  # the probability that a step begins at each token
+    begins = [0.0] * (text.generated + 1)  # [t]: probability that a step begins at token t
     begins[1] = 1.0
     reached = [0.0] * depth
     drafted = 0.0
@@ -260,7 +260,7 @@ def expected(of: Overlap, depth: int) -> SpecDecodingStats:
 
 
 class WorkloadTexts(NamedTuple):
-    """The texts of a workload at a temperature, in its order."""
+    """The texts of a workload at one temperature, in order."""
 
     workload: Workload[Any]
     temperature: float
@@ -270,7 +270,7 @@ class WorkloadTexts(NamedTuple):
 def answered_texts(
     workload: Workload[Prompt], target: Target, settings: RequestParams, runs: Sequence[Sequence[Generation]]
 ) -> WorkloadTexts:
-    """Return the texts of autoregressive decoding, given the repeats of each prompt."""
+    """Return the texts of autoregressive decoding, given all repeats of each prompt."""
     texts = [
         of_answer(target, prompt.token, median_run(repeats).tokens, settings)
         for prompt, repeats in zip(workload.prompts, runs, strict=True)
@@ -305,10 +305,10 @@ def recorded_texts(
 
 
 def within_context(text: Text, id_: str, name: str, target: Target, truncate: bool) -> Text:
-    """Return a text within the target's context, with the number of tokens that decoding would have allowed.
+    """Return a text within the target's context, with the limit of tokens that decoding would have had.
 
     Raises:
-        ValueError: it is too long and may not be shortened, or has tokens that the target does not know.
+        ValueError: the text is too long and must not be shortened, or has unknown tokens.
     """
     check_known(text.token, f"workload {name}, record {id_}", target)
     over = max(len(text.token) - target.context, 0)
@@ -326,12 +326,12 @@ def teacher_forced_rows(
 ) -> tuple[list[ResultRow], Statistics]:
     """Return the rows of the heads along the texts, and the statistics of one pass over them by head.
 
-    A tree with sampled siblings has no row above temperature 0: the text does not tell its nodes.
+    A tree with sampled siblings has no row above temperature 0, since the text does not determine its nodes.
 
     Returns:
-        The rows; and by head, of its first texts: `rank`, the share of tokens by depth and rank among its guesses;
+        The rows; and by head, for its first texts: `rank`, the share of tokens by depth and rank among its guesses;
         `n_alpha`, the acceptance rate of depth n + 1 after n drafted states, given the text's tokens; `at_every_token`,
-        P(a >= k) of a chain that begins after every token, where decoding begins some.
+        P(a >= k) of chains that begin after every token, not only where decoding begins one.
     """
     rows: list[ResultRow] = []
     by_head: Statistics = {}
@@ -365,14 +365,14 @@ def teacher_forced_rows(
 def acceptance(rank: Int[Tensor, "T D"], ranks: int) -> Float[Tensor, "D K"]:
     """Return the frequency of the first K = `ranks` ranks among the text's tokens, by depth.
 
-    `rank` is that of the token d positions after the root among the head's guesses for it; negative after the last one.
+    `rank` is the rank of the token d positions after the root among the head's guesses; negative past the end.
     """
     counts = torch.stack([(rank == k).sum(0) for k in range(ranks)], 1).double()
     return counts / (rank >= 0).sum(0).clamp_min(1)[:, None]
 
 
 def rank_statistics(records: Sequence[RankedText], depth: int) -> Statistics:
-    """Return acceptance by depth and rank, that of rank 0, and that of whole chains."""
+    """Return the acceptance by depth and rank, by depth at rank 0, and of whole chains."""
     rank = torch.tensor([row for record in records for row in record.rank], dtype=torch.long).view(-1, depth)
     rates, reached = acceptance(rank, RANKS), (rank == 0).long().cumprod(1).double()
     return {

@@ -1,10 +1,10 @@
-"""Find the best tree for a head on this device and workload: acceptance from replays, costs and speed by the clock.
+"""Find the best tree for a head on this device and workload: acceptance from replays, measured costs and speed.
 
-Each kind of tree is a family. Half of the target's recorded texts choose: all trees are replayed on them, and their
-steps are timed in the engine; those of the most promising trees are timed again for longer. The best tree of each
-family is timed against the baseline on the other half. At further batch sizes the best chain and the best tree are
-timed, and the winners make a schedule. The static tree with the highest acceptance is found by Sequoia's dynamic
-programming over acceptance by depth and rank. A tree's size is its drafted nodes, without the root.
+Each kind of tree is a family. Half of the target's recorded texts select: all trees are replayed on them, and their
+steps are timed in the engine, those of the most promising trees again for longer. The best tree of each family is timed
+against the baseline on the other half. At other batch sizes the best chain and the best tree are timed, and the winners
+form a schedule. The static tree with the highest acceptance comes from Sequoia's dynamic programming over acceptance by
+depth and rank. A tree's size is its number of drafted nodes, without the root.
 """
 
 import json
@@ -46,26 +46,26 @@ from inference.protocol import Drafter
 from inference.target.target import Target
 
 TUNED = "tune.json"
-OWN = "as it is"  # the family of the head's present tree
+OWN = "as it is"  # the family of the head's saved tree
 CHAIN = "chain"
-FINALISTS = 3  # trees of each family whose steps are timed again
-AGAIN = 8  # factor of the samples for that
-PER_BASELINE = 4  # steps with a draft for each step of the baseline
-HOPELESS = 0.8  # a tree with a smaller predicted speedup is not tried in larger batches, where a node costs more
+FINALISTS = 3  # trees per family whose steps are timed again
+AGAIN = 8  # factor of the samples for the second timing
+PER_BASELINE = 4  # steps with a draft per step of the baseline
+HOPELESS = 0.8  # a tree predicted slower than this is not tried in larger batches, where a node costs more
 T = TypeVar("T")
 
 
 class Tried(NamedTuple):
-    """A tree, and its τ along the texts to choose by and along the held-out texts."""
+    """A tree with its τ along the selection texts and along the held-out texts."""
 
-    family: str  # the tree's kind, or OWN for the head's present tree
+    family: str  # the tree's kind, or OWN for the head's saved tree
     tree: TreeConfig
     chosen: float
     held: float
 
     @property
     def kind(self) -> str:
-        """Chain or tree."""
+        """Return "chain" or "tree"."""
         return CHAIN if self.tree.kind == CHAIN else "tree"
 
 
@@ -73,10 +73,10 @@ class Tried(NamedTuple):
 class Prediction:
     """The predicted speed of a tree."""
 
-    tau: float  # tokens a step
-    seconds: float  # a step's, all sequences together
-    tokens_per_second: float  # all sequences together
-    speedup: float  # over autoregressive decoding, in batches of the same size
+    tau: float  # tokens per step
+    seconds: float  # seconds per step, for all sequences
+    tokens_per_second: float  # over all sequences
+    speedup: float  # over autoregressive decoding at the same batch size
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ class Candidate:
 
     @property
     def gain(self) -> float:
-        """The measured speedup, 0 without one."""
+        """Return the measured speedup, 0 without a measurement."""
         return 0.0 if self.measured is None else self.measured.speedup or 0.0
 
 
@@ -99,13 +99,13 @@ class AtBatch:
     """The results at one batch size."""
 
     batch: int
-    baseline: float | None  # its tokens per second
-    candidates: list[Candidate]  # the most promising trees of each family, or chains and trees, best first
-    verdict: str = ""  # the recommendation, in words
+    baseline: float | None  # the baseline's tokens per second
+    candidates: list[Candidate]  # the most promising trees per family, or chains and trees, best first
+    verdict: str = ""  # the recommendation as text
 
     @property
     def best(self) -> Candidate | None:
-        """The candidate with the greatest measured speedup, None if the baseline is faster."""
+        """Return the candidate with the greatest measured speedup; None if the baseline is faster."""
         best = max(self.candidates, key=lambda one: one.gain)
         return best if best.gain > 1 else None
 
@@ -114,18 +114,18 @@ class AtBatch:
 class Tuning:
     """The results of a tuning."""
 
-    settings: dict[str, Any]  # those of the measurement
-    accepted: list[list[float]]  # acceptance by depth and rank in the texts to choose by
+    settings: dict[str, Any]  # settings of the measurement
+    accepted: list[list[float]]  # acceptance by depth and rank in the selection texts
     batches: list[AtBatch]
 
     @property
     def passed(self) -> bool:
-        """Whether every timed tree is lossless."""
+        """Return whether every timed tree is lossless."""
         timed = [one.measured for at in self.batches for one in at.candidates if one.measured is not None]
         return not any(differs(row.lossless) for row in timed)
 
     def write(self, out: Path) -> None:
-        """Write tune.json, and vLLM's schedule of the fastest chains, which engines draft, if it serves the head."""
+        """Write tune.json and, if vLLM serves the head, vLLM's schedule of the fastest chains."""
         batches = [{**asdict(at), "best": at.best and asdict(at.best)} for at in self.batches]
         content = {"schema": 5, **asdict(self), "batches": batches}
         atomic_write(out / TUNED, (json.dumps(content, indent=2) + "\n").encode())
@@ -162,23 +162,23 @@ class Tuning:
 
 
 def halves(items: Sequence[T]) -> tuple[list[T], list[T]]:
-    """Return every other item, and the others; a single item is in both."""
+    """Return the items of even and of odd index; a single item is in both."""
     return list(items[::2]), list(items[1::2] or items)
 
 
 def tune(config: TuneConfig, target: Target, prompts: Sequence[Prompt]) -> Tuning:
     """Find the best tree for the head of a run at every batch size.
 
-    The tree for the smallest size is written into the head's config if it beats the baseline; with several sizes the
-    schedule is written too. Half of the prompts choose the tree; the other half predicts and measures its speed.
+    If it beats the baseline, the tree for the smallest size is written into the head's config; with several sizes the
+    schedule is written too. Half of the prompts select the tree; the other half predicts and measures its speed.
 
     Raises:
-        ValueError: no head, one of another target, no answer longer than a token, or a batch that the target cannot
-            verify.
+        ValueError: there is no head, it is another target's, no answer is longer than a token, or the target cannot
+            verify a batch of that size.
     """
     grid = config.tuner.within(target.context)
     settings, sizes, (run,) = config.settings(0.0), sorted(set(config.batch_size)), config.runs()
-    # Fails now, not after minutes, if the target takes no batch.
+    # Fails now instead of after minutes if the target supports no batch.
     Batch(target, Baseline(target.device), sizes[-1])
     folder = resolve_head(run)
     if is_published(folder):
@@ -246,12 +246,12 @@ def step_seconds(
     samples: int,
     batch: int,
 ) -> tuple[float, list[float]]:
-    """Return the seconds of a step of the baseline, and of a step with each tree, for `batch` sequences.
+    """Return the seconds per step of the baseline and of each tree, for `batch` sequences.
 
-    Each tree drafts for a step, in a new random order each time, and the baseline decodes in between: a machine that
-    slows down for a while slows all of them. The first step of each tree, which is slower, is not counted.
+    Each tree drafts for one step, in a new random order each time, with the baseline in between, so that a temporary
+    slowdown of the machine affects all. The first step of each tree, which is slower, is not counted.
     """
-    schedule = Schedule([Scheduled(1 + i, tree) for i, tree in enumerate(trees)])  # a line for each tree
+    schedule = Schedule([Scheduled(1 + i, tree) for i, tree in enumerate(trees)])  # one line per tree
     seconds: list[list[float]] = [[] for _ in trees]
     of_baseline: list[float] = []
     shuffle, steps = random.Random(settings.seed), count()
@@ -273,7 +273,7 @@ def step_seconds(
 
 
 def timed_steps(batch: Batch, prompts: Sequence[list[int]], settings: RequestParams) -> Iterator[float]:
-    """Decode prompts in a batch again and again; yield the seconds of every step."""
+    """Decode prompts in a batch repeatedly; yield the seconds of every step."""
     waiting = enumerate(cycle(prompts))
     while True:
         while batch.free:
@@ -287,11 +287,11 @@ def timed_steps(batch: Batch, prompts: Sequence[list[int]], settings: RequestPar
 
 
 def typical(values: Sequence[float]) -> float:
-    """Return the mean without the lowest and highest twentieth.
+    """Return the mean without the lowest and the highest twentieth.
 
-    A short part has few but long interruptions, which a median would miss; a single outlier must not count either.
+    The median would ignore the few, long interruptions; the plain mean would count single outliers.
     """
-    from scipy.stats import trim_mean  # late: half a second that a refusal would wait for
+    from scipy.stats import trim_mean  # late: the import takes half a second, also before a refusal
 
     return float(trim_mean(values, 0.05))
 
@@ -304,9 +304,9 @@ def timed(
     prompts: Sequence[Prompt],
     batch: int,
 ) -> AtBatch:
-    """Return the candidates of all groups, the first of each with its timing in one interleaved session.
+    """Return the candidates of all groups; the first of each is timed, all in one interleaved session.
 
-    An earlier untimed round compares their tokens with the baseline's.
+    An untimed round first compares their tokens with the baseline's.
     """
     drafters: dict[str, Drafter] = {
         str(i): HeadDrafter(head, members[0].tree, str(i)) for i, members in enumerate(groups)
@@ -315,7 +315,7 @@ def timed(
     once = decoded_once(setup._replace(settings=replace(setup.settings, logit_gaps=True)), batch)
     ids = [prompt.id for prompt in setup.prompts]
     gates = {labelled(name, batch): gate(once[BASELINE], once[name], ids, target.dtype) for name in drafters}
-    # All have run once already: no warm-up.
+    # All have already run once, so no warm-up is needed.
     runs = measure(setup, config.repeats, (), hf=False, batch_size=batch)
     baseline, *measured = rows(runs, drafters, gates, Measurement("", 0.0, batch, 0, config.seed))
     candidates = [
@@ -327,7 +327,7 @@ def timed(
 
 
 def concluded(results: Sequence[AtBatch], run: str, folder: Path) -> list[AtBatch]:
-    """Write the best tree into the head's config; return the results with their verdicts, in words."""
+    """Write the best tree into the head's config; return the results with their verdicts as text."""
     best = [(at.batch, None if at.best is None else at.best.tree) for at in results]
     schedule, tree = scheduled(best) if len(best) > 1 else None, best[0][1]
     done = "nothing is written" if tree is None and schedule is None else keep(tree, schedule, run, folder)
@@ -345,7 +345,7 @@ def concluded(results: Sequence[AtBatch], run: str, folder: Path) -> list[AtBatc
 def keep(tree: TreeConfig | None, schedule: Schedule | None, run: str, folder: Path) -> str:
     """Write the tree, or the schedule with it, into the head's config.json; return a message about it.
 
-    Nothing is written if the head has them already or is on the Hub. A tree of None keeps the head's own.
+    Nothing is written if the head already has them or is on the Hub. With tree None the head's tree stays.
     """
     saved = read_config(folder)
     values = saved["tree"] if tree is None else asdict(tree)
@@ -360,7 +360,7 @@ def keep(tree: TreeConfig | None, schedule: Schedule | None, run: str, folder: P
 
 
 def settings_of(config: TuneConfig, target: Target, texts: dict[str, int]) -> dict[str, Any]:
-    """Return the settings and the environment of a tuning."""
+    """Return a tuning's settings and environment."""
     return {
         "run": config.runs()[0],
         "head": kind_of(resolve_head(config.runs()[0])),
@@ -376,17 +376,17 @@ def settings_of(config: TuneConfig, target: Target, texts: dict[str, int]) -> di
 
 @dataclass(frozen=True)
 class StaticTrees:
-    """The best static trees of every size.
+    """The best static tree of every size.
 
-    chosen[d][r][m] is the size of the subtree under the child of rank r, of a node at depth d, when m nodes are left
-    for the children of ranks 0 … r.
+    chosen[d][r][m] is the size of the subtree under the child of rank r, of a node at depth d, if m nodes are left for
+    the children of ranks 0 … r.
     """
 
-    value: list[float]  # value[n] is the expected number of accepted tokens of the best tree of at most n nodes
+    value: list[float]  # value[n]: expected accepted tokens of the best tree of at most n nodes
     chosen: list[list[list[int]]]
 
     def paths(self, nodes: int) -> list[list[int]]:
-        """Return the best tree of at most this many nodes as rank paths, by depth."""
+        """Return the best tree of at most `nodes` nodes as rank paths, by depth."""
         return sorted(self._below(0, nodes, []), key=lambda path: (len(path), path))
 
     def _below(self, depth: int, nodes: int, path: list[int]) -> list[list[int]]:
@@ -405,18 +405,18 @@ class StaticTrees:
 def best_static(acceptance: Float[Tensor, "D K"], nodes: int) -> StaticTrees:
     """Find the best static tree of every size by Sequoia's dynamic programming (arXiv 2402.12374).
 
-    Sequoia's acceptance depends on the rank; here on the depth too, since heads get worse with it. As in Sequoia, a
-    node's acceptance depends on the path to it only by its length.
+    Sequoia's acceptance depends on the rank; here it also depends on the depth, since deep drafts are worse. As in
+    Sequoia, a node's acceptance depends on its path only through the length.
 
     Args:
-        acceptance: the probability that the target's token has rank k among the children of a node at depth d - 1,
-            given that the node is accepted.
-        nodes: the greatest size.
+        acceptance: the probability that the target's token has rank k among the children of an accepted node at depth
+            d - 1.
+        nodes: the maximum size.
     """
     depths, ranks = acceptance.shape
     size = torch.arange(nodes + 1)
-    rest = size[:, None] - size  # [m, y]: the nodes left of m when a subtree takes y
-    below = torch.zeros(nodes + 1, dtype=torch.float64)  # the best value of m nodes under a node one level down
+    rest = size[:, None] - size  # [m, y]: the nodes left of m if a subtree takes y
+    below = torch.zeros(nodes + 1, dtype=torch.float64)  # value of m nodes under a node one level down
     chosen: list[list[list[int]]] = []
     for depth in reversed(range(depths)):
         best, sizes = torch.zeros(nodes + 1, dtype=torch.float64), []
@@ -435,16 +435,16 @@ def best_static(acceptance: Float[Tensor, "D K"], nodes: int) -> StaticTrees:
 def levelled(table: Float[Tensor, "D K"]) -> Float[Tensor, "D K"]:
     """Return the nearest acceptance table that does not increase with rank.
 
-    By chance a few texts may have a token of rank 3 and none of rank 2, and a tree would skip rank 2.
+    A few texts may by chance have a token of rank 3 but none of rank 2, and a tree would skip rank 2.
     """
-    from scipy.optimize import isotonic_regression  # late: half a second that a refusal would wait for
+    from scipy.optimize import isotonic_regression  # late: the import takes half a second, also before a refusal
 
     rows = [isotonic_regression(row, increasing=False).x.tolist() for row in table.numpy()]
     return torch.tensor(rows, dtype=table.dtype)
 
 
 def largest(grid: TunerConfig, current: TreeConfig, depth: int) -> list[TreeConfig]:
-    """Return the trees to grow at every token: the largest of each kind and top_k, which contains the others."""
+    """Return the trees to grow at every token: the largest per kind and top_k, which contains the others."""
     nodes = max(current.nodes, *grid.nodes)
     wide = sorted({*grid.top_k, *([current.top_k] if current.kind == "dynamic" else [])})
     dynamic = [TreeConfig("dynamic", depth, top_k, nodes, [], []) for top_k in wide]
@@ -456,7 +456,7 @@ def proposed(
 ) -> dict[str, list[TreeConfig]]:
     """Return the trees to try, by family; only chains if the target verifies only chains.
 
-    `table` is the acceptance by depth and rank, `current` the head's present tree, `deepest` the head's depth.
+    `table` is the acceptance by depth and rank, `current` the head's saved tree, `deepest` the head's depth.
     """
     depths = [depth for depth in grid.depths if depth <= deepest] or [deepest]
     families = {CHAIN: [TreeConfig("chain", depth, 0, 0, [], []) for depth in depths]}

@@ -5,12 +5,12 @@ common/    utilities of every layer: typed configurations, one-line errors, reda
 formats/   heads on disk and on the Hub: our own format, those that other projects publish, those that engines
            read
 modules/   shared modules: attention, decoder layers, positions, the draft vocabulary, the KV cache
-base.py    the protocol of a draft head, its records, the legend of rows and depths
+base.py    the protocol of a draft head, its records, the notation for rows and depths
 rows.py    the only index arithmetic on rows and depths
-eagle.py   EAGLE-1/2: one decoder layer that extrapolates the target's features; HASS, trained on those that it drafts
+eagle.py   EAGLE-1/2: one decoder layer that extrapolates the target's features; HASS, trained on its own features
 eagle3.py  EAGLE-3 and 3.1: features of several layers, only tokens fed back
 eagle4.py  EAGLE-4: EAGLE-3.1 with a low-rank candidate head
-medusa.py  Medusa: one residual head a depth
+medusa.py  Medusa: one residual head per depth
 hydra.py   Hydra: Medusa's heads, each reading the tokens before it
 mlp.py     the recurrent MLP speculator
 peagle.py  P-EAGLE: an EAGLE-3 head that drafts all depths in one pass
@@ -43,9 +43,9 @@ HEADS = {
     "block": Block, "peagle": PEagle, "eagle4": Eagle4,
 }  # fmt: skip
 BEST, AUTO = "best", "auto"
-# The engines of `engine=`, each with the head that `head=best` becomes there, and the options that it needs.
+# The head that `head=best` chooses for each engine of `engine=`, with the options that the engine needs.
 SERVED: dict[str, Any] = {"name": "eagle3"}
-WITHOUT_NORMS = {**SERVED, "feature_norm": False, "norm_output": False}  # which are EAGLE-3.1's
+WITHOUT_NORMS = {**SERVED, "feature_norm": False, "norm_output": False}  # they do not support EAGLE-3.1's norms
 ENGINES = {
     "vllm": SERVED, "sglang": SERVED, "trtllm": SERVED, "llamacpp": WITHOUT_NORMS, "openvino": WITHOUT_NORMS,
     "transformers": {"name": "mlp"},
@@ -53,7 +53,7 @@ ENGINES = {
 
 
 def best_line(cfg: DictConfig) -> str | None:
-    """Return a line that says which head `head=best` is for a composed configuration's target, None if one is named.
+    """Return a line with the head that `head=best` chooses for the configuration's target; None for a named head.
 
     Raises:
         ValueError: the target's config.json cannot be read.
@@ -71,9 +71,9 @@ def best_line(cfg: DictConfig) -> str | None:
 def with_head(cfg: DictConfig) -> DictConfig:
     """Return a composed configuration with its head named and the head's own training values filled in.
 
-    `head=best` becomes a head that `engine` loads, without one the head that suits `model`, by the target's
-    config.json. `head.training` holds the values of
-    `objective` and `trainer` where these are `auto`, and the losses that those of `objective` are added to.
+    `head=best` becomes a head that `engine` loads; without an engine it becomes the head that suits `model`, by the
+    target's config.json. Where `objective` and `trainer` say `auto`, their values are those of `head.training`, to
+    whose losses those of `objective` are added.
 
     Raises:
         ValueError: the target's config.json cannot be read.
@@ -98,7 +98,7 @@ def with_head(cfg: DictConfig) -> DictConfig:
 
 
 def head_config(values: Any) -> HeadConfig:
-    """Return the Config of the head that `name` chooses in values of YAML or of a file; refuse unknown ones."""
+    """Return the Config of the head kind `name` in values of YAML or of a file; refuse unknown ones."""
     name = values.get("name") if isinstance(values, Mapping) else None
     if name not in [*HEADS]:
         raise ValueError(f"head.name is {shown(name)}: choose one of {', '.join(HEADS)}")

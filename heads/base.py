@@ -1,11 +1,11 @@
-"""The protocol of a draft head, its records, and the legend of rows and depths that the whole project shares.
+"""The protocol of a draft head, its records, and the notation for rows and depths that the whole project shares.
 
-Legend
+Notation
     row t     holds the target's features at position t and the token t+1 that is already sampled.
     depth d   (from 1) predicts token t+1+d from row t and the tokens t+1 … t+d.
     teacher   of (t, d) is the target's distribution at row t+d; its label is token t+1+d.
     node      a drafted token at depth d of a tree whose root is token t+1; it reads position t+d.
-    layer i   is the output of the target's decoder layer i, counted from 0, before the final norm; `last_hidden` is the
+    layer i   the output of the target's decoder layer i, counted from 0, before the final norm; `last_hidden` is the
               final layer's output after the final norm, so lm_head(last) is the teacher.
     p, q      are the target's and the draft's distributions (Leviathan et al., 2023).
 
@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from heads.common.ranges import Amount, Count, LmHead, Positive, Width
 
-NamedTensors = dict[str, Tensor]  # of a module, a checkpoint or a file, by name
+NamedTensors = dict[str, Tensor]  # tensors by name, of a module, a checkpoint or a file
 
 
 @runtime_checkable
@@ -33,7 +33,7 @@ class HeadConfig(Protocol):
 
     @property
     def name(self) -> str:
-        """The kind."""
+        """The head's kind, a key of `heads.HEADS`."""
         ...
 
 
@@ -41,13 +41,15 @@ class Features(NamedTuple):
     """A batch of packed sequences with the target's hidden states: a head's whole input from the target.
 
     Documents are packed one after another; tokens of different documents never see each other. Padding is document -1.
+    In training `token[t]` is token t of the sequence, and a head shifts it (`rows.next_token`). In decoding it is token
+    t+1, the one that row t holds (`NewRows.token`).
     """
 
     token: Int[Tensor, "B T"]
     hidden: Float[Tensor, "B T L D"]
     last_hidden: Float[Tensor, "B T D"]
     document: Int[Tensor, "B T"]
-    path: Int[Tensor, "B T d"] | None = None  # the row whose token row t drafts at each depth; None: t + depth
+    path: Int[Tensor, "B T d"] | None = None  # row of the token that row t drafts at each depth; None: t + depth
 
 
 class DraftVocabulary(nn.Module):
@@ -66,7 +68,7 @@ class DraftVocabulary(nn.Module):
         self.ids.copy_(order[: len(self.ids)].sort().values)
 
     def check(self, where: str) -> None:
-        """Refuse loaded ids that are not different tokens of the vocabulary in ascending order; `where` is the file."""
+        """Refuse ids from a file unless they are distinct tokens in ascending order; `where` is the file."""
         if bool((self.ids.diff() <= 0).any()) or int(self.ids[0]) < 0 or int(self.ids[-1]) >= self.full_size:
             raise ValueError(
                 f"{where}: vocab.ids are not {len(self.ids)} different tokens of the target's {self.full_size} in "
@@ -89,8 +91,8 @@ class LevelOutput(NamedTuple):
     """A head's output for one level of B draft trees: the logits of each node's children, and the head's states.
 
     The logits are over the head's own vocabulary of W tokens. `hidden` is each node's state (D is the head's own
-    width); a block head keeps the states of all its positions there. `root` holds keys and values "B G 1 E" of each
-    layer for the root, if the root's row is not committed; deeper levels have none.
+    width); a block head keeps the states of all its positions in it. `root` holds keys and values "B G 1 E" of each
+    layer for the root if the root's row is not committed; deeper levels hold none.
     """
 
     logits: Float[Tensor, "B N W"]
@@ -98,7 +100,7 @@ class LevelOutput(NamedTuple):
     root: tuple[Tensor, ...] = ()
 
     def each(self, function: Callable[..., Tensor], *others: "LevelOutput") -> "LevelOutput":
-        """Apply a function to this level's tensors, together with those of other levels."""
+        """Apply a function to this level's tensors and the matching tensors of other levels."""
         levels = self, *others
         logits, hidden = (function(*(level[i] for level in levels)) for i in range(2))
         return LevelOutput(logits, hidden, tuple(map(function, *(level.root for level in levels))))
@@ -123,18 +125,18 @@ class NewRows(NamedTuple):
 
     features: Features
     token: Int[Tensor, "B T"]  # token t+1 of row t; the last one is the root of the next tree
-    counts: Int[Tensor, "B"] | None = None  # rows of each sequence, at least one; None for T, as in a first call
+    counts: Int[Tensor, "B"] | None = None  # rows of each sequence, at least one; None: T each, as in a first call
 
 
 class LevelNodes(NamedTuple):
-    """The N new nodes of one depth of B trees; `mask` says which of the tree's M drafted nodes each attends to.
+    """The N new nodes of one depth of B trees; `mask` is true where a new node attends to one of the M drafted nodes.
 
     The M nodes are in order of expansion, the new ones last. A node attends to its drafted ancestors and itself, and to
     the root, which is a committed row.
     """
 
     token: Int[Tensor, "B N"]
-    parent: Int[Tensor, "B N"]  # each node's parent, an index into the level before
+    parent: Int[Tensor, "B N"]  # index of each node's parent in the previous level
     mask: Bool[Tensor, "B N M"]
     depth: int
 
@@ -194,8 +196,8 @@ class DraftHead(Protocol):
     def unroll(self, features: Features, depths: int, anchors: Int[Tensor, "B n"] | None = None) -> list[DepthOutput]:
         """Training: draft depths 1 … `depths` from all rows at once, as `extend` and `expand` would step by step.
 
-        A row's drafted tokens are those of its `features.path`, else of the sequence (`rows.drafted_token`). `anchors`
-        are the rows to draft from, in order, None for all; the output for other rows is undefined.
+        A row's drafted tokens come from `features.path`, or without it from the sequence (`rows.drafted_token`).
+        `anchors` are the rows to draft from, in order, None for all; the output for other rows is undefined.
         """
         ...
 
@@ -206,15 +208,15 @@ class DraftHead(Protocol):
     def extend(self, state: Any, new: NewRows) -> tuple[Any, LevelOutput]:
         """Decoding: append verified rows of B sequences and score the roots' children, as SGLang's draft_extend does.
 
-        `state` is an earlier call's, and is changed in place; None or an empty cache for new sequences.
+        `state` is the result of an earlier call and is changed in place; None or an empty cache for new sequences.
 
         Returns:
-            The state, and the roots' level: N = 1, the logits of depth 1.
+            The state, and the level of the roots (N = 1) with the logits of depth 1.
         """
         ...
 
     def expand(self, state: Any, level: LevelOutput, nodes: LevelNodes) -> LevelOutput:
-        """Decoding: score one more tree level of B sequences, all nodes at once: an expansion step of EAGLE-2.
+        """Decoding: score one more tree level of B sequences, all nodes at once, as in EAGLE-2's expansion.
 
         The state of the committed rows does not change; `level` is the previous level, at first the roots'.
         """
@@ -223,7 +225,7 @@ class DraftHead(Protocol):
 
 @dataclass(frozen=True)
 class LayerConfig:
-    """Hyperparameters of a head with decoder layers; null takes the target's value, and for `length` all rows."""
+    """Hyperparameters of a head with decoder layers; null means the target's value, for `length` all rows."""
 
     name: str
     length: Count | None
@@ -259,7 +261,7 @@ class HeadModule(nn.Module):
         return self._embeddings[0]
 
     def check_depths(self, depths: int) -> None:
-        """Refuse other depths for a head with one module a depth: a module without a gradient stops a run."""
+        """Refuse other depths for a head with one module per depth: a module without a gradient stops a run."""
         if depths != self.max_depth:
             raise ValueError(
                 f"objective.depths is {depths} but the head drafts {self.max_depth} depths: make them equal"
@@ -283,7 +285,7 @@ def layer_dims_of(config: Any) -> LayerDims:
 
 
 def resolve_layer_dims(config: Any, embeddings: Embeddings) -> LayerDims:
-    """Return a head's layer dimensions, the target's where its configuration is null; refuse odd and uneven ones."""
+    """Return a head's layer dimensions, the target's where its configuration is null; refuse odd or uneven ones."""
     dims = LayerDims(*(getattr(config, name) or getattr(embeddings.layer_dims, name) for name in LayerDims._fields))
     if dims.num_heads % dims.num_kv_heads:
         raise ValueError(
@@ -296,17 +298,17 @@ def resolve_layer_dims(config: Any, embeddings: Embeddings) -> LayerDims:
 
 
 def parameter_count(head: nn.Module) -> int:
-    """Number of trainable parameters."""
+    """Return the number of trainable parameters."""
     return sum(p.numel() for p in head.parameters() if p.requires_grad)
 
 
 def frozen_count(head: nn.Module) -> int:
-    """Number of parameters that are not trained."""
+    """Return the number of frozen parameters."""
     return sum(p.numel() for p in head.parameters() if not p.requires_grad)
 
 
 def embedding_of(embeddings: Embeddings, token: Int[Tensor, "*n"] | None = None) -> Float[Tensor, "*n D"]:
-    """Return the target's embedding of these tokens, or the whole table, to copy or to compare with."""
+    """Return the target's embeddings of `token`, or without it the whole embedding table."""
     chosen = torch.arange(embeddings.vocab_size) if token is None else token
     return embeddings.embed(chosen.to(embeddings.lm_head_weight().device)).detach()
 

@@ -9,7 +9,7 @@ mask_token     masked positions hold the target's embedding of this token, as in
 causal         a position sees only earlier positions of its block (JetSpec, arXiv 2606.18394), so that the depths'
                distributions agree along a path; else all positions see each other, as in DFlash
 from_anchor    the root token's position drafts too, and each position predicts the next token (DSpark, arXiv
-               2607.05147), so a block has one position less
+               2607.05147), so a block has one position fewer
 markov_rank    adds a low-rank term to the logits that depends on the token drafted before (DSpark)
 confidence     predicts each draft's acceptance (DSpark)
 domino         adds a term to the logits that depends on all tokens drafted before
@@ -51,7 +51,7 @@ class GroupedConv(nn.Module):
     """Two causal convolutions over the positions of blocks of `size`, before and after a sublayer.
 
     The kernel is a learned weight for each channel plus a weight for each group of channels that is computed from the
-    sublayer's input. Both start as the identity.
+    sublayer's input. Both convolutions start as the identity.
     """
 
     def __init__(self, width: int, size: int, taps: int, group: int) -> None:
@@ -95,8 +95,8 @@ class ConvDecoderLayer(DecoderLayer):
 class Selector(nn.Module):
     """A score of each candidate token c after token p: <A[p] * P(h), B[c]>, added to the candidate's logit.
 
-    Candidates are the position's `top_k` tokens by logits. All others, which the authors do not draft, keep their order
-    below the last candidate, so that they are trained too.
+    Candidates are the position's `top_k` tokens by logits. All other tokens, which the authors do not draft, keep their
+    order below the last candidate, so that their logits are trained too.
     """
 
     def __init__(self, width: int, rank: int, top_k: int, size: int) -> None:
@@ -233,7 +233,7 @@ class Block(HeadModule):
         return torch.cat([embedding, self.mask.expand(*root.shape, self.size - 1, -1)], -2)
 
     def context_of(self, hidden: Float[Tensor, "*#n D"], token: Int[Tensor, "*n"]) -> Float[Tensor, "*n X"] | None:
-        """Return the context of the logits' correction by the token before, None without a correction."""
+        """Return the context from which the previous token corrects the logits; None without a correction."""
         if self.before is not None:
             return self.before(token).to(hidden.dtype)
         return None if self.selector is None else self.selector.context(hidden, token)
@@ -253,7 +253,7 @@ class Block(HeadModule):
         return logits + self.bias(context)
 
     def compute_logits(self, state: Float[Tensor, "*n X"], depth: int) -> Float[Tensor, "*n W"]:
-        """Return a depth's logits; states without a correction's context give uncorrected logits."""
+        """Return a depth's logits; states without a context for the correction give uncorrected logits."""
         width = self.embeddings.hidden_size
         context = state[..., width:] if state.shape[-1] > width else None
         return self.corrected(state[..., :width], context, depth)
@@ -300,7 +300,7 @@ class Block(HeadModule):
         for i, layer in enumerate(self.layers):
             x = layer(x, LayerInputs(position, cache.longest + self.size, partial(attend, i)))
         states = self.norm(x)[:, self.idle :]
-        if self.domino is not None:  # the states of all positions, and the GRU's after the root token
+        if self.domino is not None:  # hidden: the states of all positions, then the GRU's state after the root token
             memory = self.domino.advance(self.embeddings.embed(root), None)
             states = torch.cat([states.flatten(1)[:, None], memory.to(states.dtype)], -1)
         return cache, self._level(states, root, 1)
@@ -315,7 +315,7 @@ class Block(HeadModule):
         return self._level(hidden, nodes.token, nodes.depth + 1)
 
     def _level(self, block_hidden: Float[Tensor, "B K D"], token: Int[Tensor, "B N"], depth: int) -> LevelOutput:
-        if self.domino is not None:  # all nodes share the position's state, and each has its own state of the GRU
+        if self.domino is not None:  # all nodes share the position's state; each node has its own GRU state
             width = self.embeddings.hidden_size
             hidden = block_hidden[:, :1, (depth - 1) * width : depth * width]
             return LevelOutput(self.corrected(hidden, block_hidden[..., -self.domino.inner :], depth), block_hidden)

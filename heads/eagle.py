@@ -52,7 +52,7 @@ class Hass(Eagle):
     """HASS (Zhang et al., arXiv 2408.15766): EAGLE's head, trained on its own predicted features.
 
     Harmonised context alignment trains step j on the predictions of step j - 1: a drafted row attends to true rows up
-    to where its chain began and to the chain's own rows after that, as `unroll` does with more than one depth. The
+    to the start of its chain and to the chain's own rows after that, as `unroll` does at several depths. The
     gradient does not run from a step into the one before it. The other half, distilling the target's ten most likely
     tokens, is the loss `top_k`. The trained head is an EAGLE head and decodes as one.
     """

@@ -4,12 +4,12 @@ The window is the head's `length`. The candidate head chooses `candidates` token
 the lm_head scores these exactly and no others, so a draft does not pay for the whole vocabulary.
 
 It is trained in two stages, as NeMo Automodel documents them (components/speculative/eagle/eagle4.md): EAGLE-3's over
-the whole vocabulary, then, with everything else frozen, the two factors, from the truncated singular value
-decomposition of the lm_head, by the forward divergence from the head's own distribution at every depth
+the whole vocabulary, then, with everything else frozen, the two factors. These start from the truncated singular value
+decomposition of the lm_head and learn by the forward divergence from the head's own distribution at every depth
 (`losses.candidates`). The second stage starts from any EAGLE-3 or EAGLE-4 head: experiment=eagle4_candidates.
 
-Not built: layers with a mixture of experts, and the authors' append-only cache, which holds the keys and values of
-drafted rows; ours are those of verified rows, as in EAGLE-3. Their code is for inference only and was not run.
+Not built: layers with a mixture of experts, and the authors' append-only cache of the keys and values of
+drafted rows; our cache holds those of verified rows, as in EAGLE-3. Their code is for inference only and was not run.
 """
 
 from dataclasses import dataclass
@@ -37,7 +37,7 @@ class CandidateLmHead(DraftLmHead):
 
     @torch.no_grad()
     def factorise(self) -> None:
-        """Start the factors as the best approximation of the lm_head at their rank."""
+        """Initialise the factors as the best low-rank approximation of the lm_head."""
         main = torch.linalg.eigh(self.weight.T @ self.weight).eigenvectors[:, -self.candidate_down.out_features :]
         self.candidate_down.weight.copy_(main.T)
         self.candidate_up.weight.copy_(self.weight @ main)
@@ -48,7 +48,7 @@ class CandidateLmHead(DraftLmHead):
         return low
 
     def forward(self, hidden: Float[Tensor, "*n D"]) -> Float[Tensor, "*n W"]:
-        """Return the logits; in decoding those of tokens that are no candidates are minus infinity."""
+        """Return the logits; in decoding, tokens outside the candidates have minus infinity."""
         if self.training:
             return super().forward(hidden)
         chosen = self.scores(hidden).topk(self.count, -1).indices
@@ -57,17 +57,17 @@ class CandidateLmHead(DraftLmHead):
 
 
 class Eagle4(Eagle3):
-    """The EAGLE-4 head; with `candidates` the candidate head is trained, and nothing else."""
+    """The EAGLE-4 head; with `candidates` only the candidate head is trained."""
 
     @dataclass(frozen=True)
     class Config(Eagle3.Config):
-        """Hyperparameters of the head; `candidates` null is the first stage, without a candidate head."""
+        """Hyperparameters of the head; `candidates` null means the first stage, without a candidate head."""
 
         candidates: Count | None
         candidate_rank: Width
 
         def __post_init__(self) -> None:
-            """Refuse candidates of the target's own lm_head."""
+            """Refuse candidates with the target's own lm_head."""
             super().__post_init__()
             if self.candidates is not None and self.lm_head != "own":
                 raise ValueError("head.candidates are those of the head's own lm_head: give head.lm_head=own")

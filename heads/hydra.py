@@ -1,7 +1,7 @@
 """Hydra (Ankner et al., arXiv 2402.05109): Medusa's heads, each reading the tokens that were drafted before it.
 
-Head d reads a summary of row t and the embeddings of tokens t+1 … t+d, so a node's children depend on its path. Its
-first block maps them to the target's width, the others are Medusa's residual blocks. The summary is the target's last
+Head d reads a summary of row t and the embeddings of tokens t+1 … t+d, so a node's children depend on its path. The
+first block maps these to the target's width, the others are Medusa's residual blocks. The summary is the target's last
 feature; Hydra++ (`prefix`) computes it by a decoder layer over all rows' features. `tied` shares one module among a
 head's later blocks, as the authors' checkpoints do.
 """
@@ -103,7 +103,7 @@ class Hydra(HeadModule):
         )
 
     def compute_logits(self, state: Float[Tensor, "*n D"], depth: int) -> Float[Tensor, "*n W"]:
-        """Return head `depth`'s logits of its own states, counted from 1."""
+        """Return the logits of head `depth`, counted from 1, for its own states."""
         return self.lm_heads[depth - 1](state)
 
     def joined(self, before: Float[Tensor, "*n X"], token: Int[Tensor, "*n"]) -> Float[Tensor, "*n Y"]:
@@ -133,7 +133,7 @@ class Hydra(HeadModule):
         return state, self._level(self.joined(last_rows(summary, new.counts), last_rows(token, new.counts)), 1)
 
     def expand(self, state: KVCache | None, level: LevelOutput, nodes: LevelNodes) -> LevelOutput:
-        """Score the next depth from the inputs of the parents' head and the nodes' tokens."""
+        """Score the next depth from the parents' head inputs and the nodes' tokens."""
         return self._level(self.joined(gather_parents(level.hidden, nodes.parent), nodes.token), nodes.depth + 1)
 
     def _level(self, x: Float[Tensor, "B N X"], depth: int) -> LevelOutput:

@@ -30,11 +30,11 @@ class ResidualBlock(nn.Module):
 
 
 class Medusa(HeadModule):
-    """The Medusa heads; they read `Features.last_hidden` and no token, so all nodes of a depth have equal children."""
+    """The Medusa heads; they read `Features.last_hidden` and no token, so the nodes of a depth share their children."""
 
     @dataclass(frozen=True)
     class Config:
-        """Hyperparameters; an own lm_head may be of rank `lm_head_rank`."""
+        """Hyperparameters; with `lm_head_rank`, the head's own lm_head is a product of two matrices."""
 
         name: str
         heads: Parts
@@ -56,7 +56,7 @@ class Medusa(HeadModule):
         )
 
     def compute_logits(self, state: Float[Tensor, "*n D"], depth: int) -> Float[Tensor, "*n W"]:
-        """Return head `depth`'s logits of its own states, counted from 1."""
+        """Return the logits of head `depth`, counted from 1, for its own states."""
         return self.lm_heads[depth - 1](state)
 
     def unroll(self, features: Features, depths: int, anchors: Int[Tensor, "B n"] | None = None) -> list[DepthOutput]:

@@ -31,7 +31,7 @@ class ShiftedNorm(nn.Module):
 
     def forward(self, x: Float[Tensor, "*n D"]) -> Float[Tensor, "*n D"]:
         """Normalise the last dimension."""
-        # In the weight's dtype under autocast: torch has no fused kernel for two dtypes, and warns.
+        # torch has no fused kernel for two dtypes and warns, so under autocast the input takes the weight's dtype.
         return functional.rms_norm(x.to(self.weight.dtype), x.shape[-1:], self.weight, EPS) + self.bias
 
 
@@ -40,7 +40,7 @@ class Mlp(HeadModule):
 
     @dataclass(frozen=True)
     class Config:
-        """Hyperparameters of the head; `inner` is the state's width, null for the target's."""
+        """Hyperparameters of the head; `inner` is the state's width, null means the target's."""
 
         name: str
         heads: Parts
@@ -97,7 +97,7 @@ class Mlp(HeadModule):
         return drafts
 
     def extend(self, state: None, new: NewRows) -> tuple[None, LevelOutput]:
-        """Score depth 1 from the last row; the speculator keeps no state of a sequence."""
+        """Score depth 1 from the last row; the speculator keeps no state per sequence."""
         last, root = (last_rows(x, new.counts) for x in (new.features.last_hidden, new.token))
         return None, self._level(self.initial_states(last), root, 1)
 

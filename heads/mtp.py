@@ -1,13 +1,13 @@
 """Multi-token prediction as in DeepSeek-V3 (arXiv 2412.19437, section 2.2), one module reused for every depth.
 
 The input of row t is eh_proj(enorm(embedding of token t+1), hnorm(state t)), the embedding first as in all published
-weights. One decoder layer and the module's own final norm give state t+1, which the target's lm_head and the next depth
-read. At depth 1, state t is the target's, after its final norm. Row t has rotary position t and attends to the last
-`length` rows (heads/modules/kv_cache.py). `feature_layers` (not DeepSeek's) adds EAGLE-3's fused states of these layers
-to the target's state.
+weights. One decoder layer and the module's own final norm compute state t+1, which the target's lm_head and the next
+depth read. At depth 1, state t is the target's, after its final norm. Row t has rotary position t and attends to the
+last `length` rows (heads/modules/kv_cache.py). `feature_layers` (not DeepSeek's) adds EAGLE-3's fused states of these
+layers to the target's state.
 
 With `layer=target` the decoder layer and the norms are of the target's own class, so the module can be written back
-into the target's checkpoint; `raw_state` then takes the target's states before its final norm, as MiMo does.
+into the target's checkpoint; `raw_state` then reads the target's states before its final norm, as MiMo does.
 """
 
 from dataclasses import dataclass
@@ -52,7 +52,7 @@ class Mtp(RecurrentHead):
             self.feature_layers = (embeddings.num_layers - 1,)
         self.fusion = Fusion(width, len(self.feature_layers), eps, normed=True) if layers else None
         if self.fusion is not None:
-            nn.init.zeros_(self.fusion.fc.weight)  # so that it starts as the module without fused states
+            nn.init.zeros_(self.fusion.fc.weight)  # training starts as without fused states
         like_targets = TargetLayer(embeddings.config) if config.layer == TARGET else None
         norm = partial(RMSNorm, width, eps) if like_targets is None else like_targets.norm
         self.enorm, self.hnorm = norm(), norm()
@@ -63,12 +63,12 @@ class Mtp(RecurrentHead):
         self.lm_head = DraftLmHead(embeddings, config.lm_head, self.vocab)
 
     def check(self) -> None:
-        """Refuse a target's layer that needs other inputs than ours."""
+        """Refuse a target's layer that needs other inputs than our layers."""
         if isinstance(self.block, TargetLayer):
             self.block.check()
 
     def initial_states(self, features: Features) -> Float[Tensor, "B T D"]:
-        """Return the target's states: after or before its final norm, with other layers' states added by option."""
+        """Return the target's states: after or before its final norm, plus other layers' fused states if configured."""
         if self.config.raw_state:
             return features.hidden[:, :, 0]
         return features.last_hidden if self.fusion is None else features.last_hidden + self.fusion(features.hidden)

@@ -32,7 +32,7 @@ class PEagle(Eagle3):
 
     @dataclass(frozen=True)
     class Config(FusedConfig):
-        """Hyperparameters of the head and of its masked positions; no state is fed back, nothing is injected."""
+        """Hyperparameters of the head and of its masked positions; no state is fed back or injected."""
 
         depths: Parts
         mask_token: int
@@ -56,7 +56,7 @@ class PEagle(Eagle3):
         return self.embeddings.embed(token) if self.embedding is None else self.embedding(token)
 
     def slots(self, inputs: list[LayerInputs]) -> Float[Tensor, "B N D"]:
-        """Return the masked positions' inputs of `compute_logits`."""
+        """Return the inputs for `compute_logits` at the masked positions."""
         token = torch.full_like(inputs[0].position, self.mask_token)
         state = self.fusion(self.mask_hidden[None, None]).expand(*token.shape, -1)
         return self.advance(token, state, inputs)[1]

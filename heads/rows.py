@@ -1,4 +1,4 @@
-"""Index arithmetic on rows and depths; the legend is in heads/base.py, the loss's chunks in train/objective.py."""
+"""Index arithmetic on rows and depths; the notation is in heads/base.py, the loss's chunks in train/objective.py."""
 
 import torch
 from jaxtyping import Bool, Int, Shaped
@@ -15,7 +15,7 @@ def positions(document: Int[Tensor, "B T"]) -> Int[Tensor, "B T"]:
 
 
 def visible(document: Int[Tensor, "B T"]) -> Bool[Tensor, "B T T"]:
-    """Return the attention mask of packed documents: a row sees itself and the earlier rows of its document."""
+    """Return the attention mask of packed documents: a row attends to itself and the earlier rows of its document."""
     same = document[:, :, None] == document[:, None, :]
     return same & torch.ones_like(same[0]).tril()
 
@@ -23,7 +23,7 @@ def visible(document: Int[Tensor, "B T"]) -> Bool[Tensor, "B T T"]:
 def shift_left(x: Shaped[Tensor, "B T *rest"], count: int) -> Shaped[Tensor, "B T *rest"]:
     """Return row t+count of `x` at row t; the last `count` rows repeat the last row.
 
-    `valid` is false for these, so their values do not matter.
+    `valid` is false for these rows, so their values do not matter.
     """
     if count == 0:
         return x
@@ -50,12 +50,12 @@ def scatter_rows(x: Shaped[Tensor, "B n D"], row: Int[Tensor, "B n"] | None, len
 
 
 def _flat(row: Int[Tensor, "B n"], length: int) -> Int[Tensor, "N"]:
-    """Return the rows' indices into the flattened batch: torch is faster by one index than by two."""
+    """Return the rows' indices into the flattened batch: torch is faster with one index than with two."""
     return (row + length * torch.arange(len(row), device=row.device)[:, None]).flatten()
 
 
 def gather_parents(x: Shaped[Tensor, "B K D"], parent: Int[Tensor, "B N"]) -> Shaped[Tensor, "B N D"]:
-    """Return each node's entry of `x` at its parent."""
+    """Return the entry of `x` at each node's parent."""
     return x[torch.arange(len(x), device=x.device)[:, None], parent]
 
 

@@ -6,8 +6,8 @@ budget.py    the command that trains the fastest head within a budget, and the l
 commands.py  starting the other commands as processes
 doctor.py    the command that examines a published head
 endpoint.py  the command that measures a served model
-examine.py   the doctor's inputs and findings
-loop.py      the command that maintains a head in service by its log
-served.py    client of served models: questions, streamed replies with their times, counters
-watch.py     the command that raises an alarm when acceptance has fallen, and its sequential test
+examine.py   the inputs and findings of the doctor
+loop.py      the command that maintains a head in service from its log
+served.py    a client of served models: questions, timed streams of replies, counters
+watch.py     the command that raises an alarm when acceptance falls, and its sequential test
 """

@@ -3,7 +3,7 @@
 import sys
 from pathlib import Path
 
-if __name__ == "__main__":  # a script's own folder would hide the checkout's root
+if __name__ == "__main__":  # the checkout's root replaces the script's folder
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 import json
@@ -49,10 +49,10 @@ from ops.audits.compare import (
 )
 from ops.served import Question, Server, read_questions
 
-WAVERING = 4.0  # nats; rounding cannot explain a larger threshold of near ties
-ASKED = ("url", "baseline", "client", "out", "workload", "questions")  # configuration keys of no check
+WAVERING = 4.0  # nats; rounding cannot explain a near-tie threshold above this
+ASKED = ("url", "baseline", "client", "out", "workload", "questions")  # configuration keys that are not checks
 JSON, PAGE, REPRODUCTION = "audit.json", "audit.html", "reproduce.py"
-# Ordered so that a fault found by one check may also fail the later ones.
+# Ordered so that a fault in one check may also fail later checks.
 CHECKS: dict[str, Callable[[Audit], Finding]] = {
     "identity": checks.identity,
     "prefix_cache": checks.prefix_cache,
@@ -76,7 +76,7 @@ CHECKS: dict[str, Callable[[Audit], Finding]] = {
 
 
 STYLE = ROOT / "eval" / "report" / "page.css"
-SHOWN = 60  # bytes of a text around a difference in the terminal, and before it on the page
+SHOWN = 60  # bytes shown around a difference in the terminal, and before it on the page
 LONG = 400
 ENVIRONMENT = Environment(
     loader=FileSystemLoader(Path(__file__).with_name("audits")), autoescape=lambda name: "html" in str(name),
@@ -106,7 +106,7 @@ def rendered(template: str, record: Json) -> str:
 
 
 def cut(text: str, at: int) -> tuple[str, str, str]:
-    """Return three shortened parts of a text: before a byte, from the byte on, and the rest."""
+    """Return three shortened parts of a text: before byte `at`, from it on, and the rest."""
     data = text.encode()
     pieces = (data[max(0, at - LONG) : at], data[at : at + SHOWN], data[at + SHOWN : at + SHOWN + LONG])
     before, behind, rest = (piece.decode(errors="replace") for piece in pieces)
@@ -116,7 +116,7 @@ def cut(text: str, at: int) -> tuple[str, str, str]:
 def reproduction(audit: Audit, difference: Difference, company: Sequence[Question], key: str) -> str:
     """Return a minimal script that reproduces a difference between both servers.
 
-    `company` holds the concurrent questions; `key` is the secret that the script must not contain.
+    `company` holds the questions asked concurrently; `key` is a secret that the script must not contain.
     """
 
     def literal(value: Any) -> str:
@@ -135,7 +135,7 @@ def reproduction(audit: Audit, difference: Difference, company: Sequence[Questio
 
 
 def cleaned(value: Any, key: str) -> Any:
-    """Return a JSON value without secrets: the key, and texts that look like one."""
+    """Return a JSON value without secrets: the key, and strings that look like secrets."""
     text = json.dumps(redacted_values(value), allow_nan=False)
     return json.loads(text.replace(json.dumps(key)[1:-1], HIDDEN) if len(key) >= SHORTEST else text)
 
@@ -152,8 +152,8 @@ def audited(config: AuditConfig) -> Verdict:
     """Audit a server against its baseline; write audit.json, audit.html and a reproduction, and print the verdict.
 
     Raises:
-        ValueError: a server does not answer at first, serves another model, or a workload cannot be read. A server
-            that goes away later, a budget that is used up and an interruption leave what was measured until then.
+        ValueError: a server does not answer at first, serves another model, or a workload cannot be read. If a server
+            stops later, a budget is used up or the audit is interrupted, the results so far are written.
     """
     out, client = Path(config.out).expanduser(), config.client
     check_writable(out, "out")
@@ -208,7 +208,7 @@ def audited(config: AuditConfig) -> Verdict:
 
 
 def run(audit: Audit) -> list[Finding]:
-    """Run all checks and return their findings, speed last; `audit.asker.ended` gives the reason of an early end."""
+    """Run all checks and return their findings, speed last; `audit.asker.ended` is the reason of an early end."""
     findings: list[Finding] = []
     asker, server = audit.asker, audit.asker.sides[AUDITED]
     before = server.reading()
@@ -251,12 +251,12 @@ def verdict_of(findings: list[Finding], ended: str, near_tie: float) -> Verdict:
 
 
 def clearest(differences: list[Difference], fault: str = "") -> list[Difference]:
-    """Return the differences in order: faults first, those like `fault` before others, the largest gap first."""
+    """Return the differences in order: faults first, `fault` before other faults, then by decreasing gap."""
     return sorted(differences, key=lambda d: (d.kind != "fault", d.fault != fault, -(d.gap or 0.0)))
 
 
 def speed(audit: Audit, before: Counters | None, after: Counters | None) -> Finding:
-    """Return the speedup at each number of requests in flight, and how many drafts the server counted, if known."""
+    """Return the speedup at each number of requests in flight, and the server's count of drafts, if known."""
     rates = {key: tokens / audit.seconds[key] for key, tokens in audit.tokens.items() if tokens and audit.seconds[key]}
     loads = {
         size: rates[AUDITED, size] / rates[BASELINE, size]
@@ -274,13 +274,13 @@ def speed(audit: Audit, before: Counters | None, after: Counters | None) -> Find
 
 
 def stops_paying(gains: Mapping[int, float]) -> int | None:
-    """Return the smallest load beyond which no speedup is above 1; None if the largest load has one."""
+    """Return the smallest load beyond which no speedup is above 1; None if the largest load still has one."""
     return min(takewhile(lambda size: gains[size] <= 1, sorted(gains, reverse=True)), default=None)
 
 
 @command("ops/audit")
 def main(cfg: DictConfig) -> None:
-    """Audit; exit with 0 if the server passed, 1 if it failed, 2 for a mistake, 3 if undecided."""
+    """Audit; exit with 0 if the server passed, 1 if it failed, 2 for invalid input, 3 if undecided."""
     with ending_alone(), user_errors():
         raise SystemExit({"passed": 0, "failed": 1}.get(audited(typed(AuditConfig, cfg)).status, 3))
 

@@ -2,12 +2,12 @@
 
     python ops/budget.py budget=1h log=traffic.jsonl model.path=/my/model
 
-Every training is a call of `train/run.py`; `forecast.json` in the output folder has the finished stages.
+Every training is a call of `train/run.py`; `forecast.json` in the output folder records the finished stages.
 
 Successive halving (Jamieson and Talwalkar, arXiv 1502.07943): every round has the same share of the budget. A candidate
-trains at a constant rate, from which a cooldown branches off at the end of each round, so that each of its points is a
-whole training and the next one continues from before that cooldown (Hägele et al., arXiv 2405.18392). So does the run
-of the best candidate. A power function of the tokens through its points says what it will come to.
+trains at a constant rate, from which a cooldown branches off at the end of each round, so each point of a candidate is
+a complete training, and the next one continues from before that cooldown (Hägele et al., arXiv 2405.18392). The best
+candidate's run continues in the same way. A power function of the tokens through its points predicts the result.
 """
 
 import json
@@ -47,7 +47,7 @@ from train.resolve import check_out, clear_out
 # The learning curve of τ: a power function of the trained tokens through a few points, and its interval.
 
 LEVEL = 0.9  # confidence level of a forecast's interval
-FLOOR = 0.01  # the least standard error of a measured τ, as a share of it: no curve is exactly a power function
+FLOOR = 0.01  # minimum standard error of a measured τ, as a share of it: no curve is exactly a power function
 EXPONENTS = (0.03, 3.0)
 
 
@@ -59,19 +59,19 @@ def power_function(tokens: NDArray[np.float64], limit: float, rise: float, expon
 def predict(
     tokens: Sequence[float], tau: Sequence[float], error: Sequence[float], at: float, bound: float
 ) -> tuple[float, float, float]:
-    """Return τ after `at` tokens by a power function through three points or more, and the ends of its interval.
+    """Return τ after `at` tokens by a power function through at least three points, and the interval's ends.
 
-    The interval is that of a new measurement, of the level LEVEL: by the covariance of the three numbers, and by the
+    The interval is that of a new measurement at the level LEVEL, from the covariance of the three parameters and the
     last standard error.
 
     Args:
-        tokens: trained tokens of each point, increasing.
+        tokens: the trained tokens of each point, increasing.
         tau: τ at each point.
-        error: Standard errors of τ.
-        at: a number of tokens, not below the last point's.
-        bound: the most tokens that a pass can commit.
+        error: the standard errors of τ.
+        at: a number of tokens, at least the last point's.
+        bound: the maximum tokens that a pass can commit.
     """
-    from scipy.optimize import curve_fit  # late: half a second that no other run needs
+    from scipy.optimize import curve_fit  # late: the import takes half a second that other runs do not need
 
     x, y = np.asarray(tokens, dtype=float) / tokens[-1], np.asarray(tau, dtype=float)
     rise = max(float(y[-1] - y[0]), 0.01)
@@ -88,18 +88,18 @@ def predict(
     return middle, low, high
 
 
-UNITS = {"s": 1, "min": 60, "h": 3600, "d": 86400}  # in seconds
+UNITS = {"s": 1, "min": 60, "h": 3600, "d": 86400}  # seconds per unit
 OF_ALL = ("budget", "log", "resume", "overwrite", "name", "out")  # overrides that differ between the trainings
-DECIDED = {  # overrides that a training within a budget cannot take, with what to do instead
+DECIDED = {  # overrides that a training within a budget cannot take -> what to do instead
     "head": "a budget compares several heads: give forecast.candidates",
     "trainer.steps": "the budget decides how long is trained: leave it out",
     "trainer.cooldown": "a budget has one for all trainings: give forecast.cooldown in its place",
     "trainer.warmup": "a budget has one for all trainings: give forecast.warmup, in steps, in its place",
 }
-FOLDER, STATE = "forecast", "forecast.json"  # in the run's folder: the short trainings, and the stages that are done
+FOLDER, STATE = "forecast", "forecast.json"  # in the run's folder: the short trainings, and the finished stages
 PROBE = 6  # steps of the training that measures a step's cost
-ROOM = 1.1  # a margin of the advised budget
-Train = Callable[[Words], object]  # runs a training with these overrides, to its end
+ROOM = 1.1  # margin of the advised budget
+Train = Callable[[Words], object]  # runs a training with these overrides to its end
 
 
 @dataclass(frozen=True)
@@ -118,7 +118,7 @@ class Budget:
 
     @classmethod
     def read(cls, value: Any) -> "Budget":
-        """Return the budget of `1h`, `90min` or `5e15`; refuse anything else."""
+        """Return the budget of `1h`, `90min` or `5e15`; refuse other values."""
         match = re.fullmatch(r"\s*(\d+\.?\d*(?:e\+?\d{1,3})?)\s*(s|min|h|d)?\s*", str(value), re.I)
         amount = float(match[1]) * UNITS[(match[2] or "s").lower()] if match else 0.0
         if not match or not 0 < amount < float("inf"):
@@ -131,7 +131,7 @@ class Budget:
 
 @dataclass(frozen=True)
 class ForecastConfig:
-    """Configure the forecast of `budget`; conf/ops/budget.yaml explains the keys."""
+    """The forecast's configuration; conf/ops/budget.yaml explains the keys."""
 
     candidates: list[str]
     share: Annotated[float, Within(0, 1, above=True, below=True)]
@@ -144,7 +144,7 @@ class ForecastConfig:
 
 @dataclass(frozen=True)
 class BudgetConfig:
-    """Configure `budget`; conf/ops/budget.yaml explains the keys."""
+    """The command's configuration; conf/ops/budget.yaml explains the keys."""
 
     budget: Budget
     log: str | None
@@ -155,10 +155,10 @@ class Forecast:
     """The trainings of a run within its budget; `state` is the content of `forecast.json`.
 
     Args:
-        run: the run, apart from its head.
-        config: its budget and candidates.
-        words: the overrides that all trainings have in common.
-        train: runs a training with further overrides, to its end.
+        run: the run's configuration, except the head.
+        config: the budget and the candidates.
+        words: the overrides that all trainings share.
+        train: runs a training with more overrides to its end.
     """
 
     def __init__(self, run: RunConfig, config: BudgetConfig, words: Words, train: Train) -> None:
@@ -180,13 +180,13 @@ class Forecast:
                 raise ValueError(
                     f"{path}: resume=true needs the settings that it began with, and here differ {changed}"
                 )
-        if config.log is not None:  # all trainings read the same data, though a service may add lines meanwhile
+        if config.log is not None:  # all trainings read a copy, since a service may append lines
             folder = self.out / FOLDER / "log"
             if not folder.is_dir() and isinstance(source := open_source(config.log, run.data.split), Files):
                 with replacing(folder) as copies:
                     for index, file in enumerate(source.files):
                         packed = file.suffix if file.suffix in OPENERS else ""
-                        copy = copies / f"{index:06d}{check_file(file)}{packed}"  # in their order; it names no split
+                        copy = copies / f"{index:06d}{check_file(file)}{packed}"  # in order; it names no split
                         shutil.copyfile(file, copy)
                         if (about := file.with_name(f"{file.name}{META}")).is_file():
                             shutil.copyfile(about, copy.with_name(f"{copy.name}{META}"))
@@ -202,7 +202,7 @@ class Forecast:
         return self.out / FOLDER / str(self.config.candidates.index(words))
 
     def overrides(self, words: str, steps: int, cooldown: float) -> Words:
-        """Return the overrides of a candidate's training that can be continued."""
+        """Return the overrides of a candidate's training, such that it can be continued."""
         schedule = [f"trainer.cooldown={cooldown}", f"trainer.warmup={min(1.0, self.config.warmup / steps)}"]
         return [*f"head={words}".split(), f"trainer.steps={steps}", *schedule]
 
@@ -214,7 +214,7 @@ class Forecast:
         """Train a candidate to `steps` from its checkpoint at step `begin`, evaluate it, and count the cost."""
         began, folder, config, timed = time.monotonic(), self.folder(words), self.config, self.budget.timed
         for path in checkpoint.checkpoints(folder / "checkpoints"):
-            if checkpoint.step_of(path) > begin:  # the cooldown's checkpoints
+            if checkpoint.step_of(path) > begin:  # checkpoints of the cooldown
                 shutil.rmtree(path)
         save = max(1, steps - round(cooldown * steps))
         self.train([
@@ -234,14 +234,14 @@ class Forecast:
         self.state["spent"] += seconds if timed else taken
 
     def probe(self) -> Words:
-        """Train every candidate for a few steps to measure their cost; return those that the target supports."""
+        """Train every candidate for a few steps to measure their cost; return those that support the target."""
         cost, left_out = self.state["cost"], self.state["left_out"]
         for words in self.config.candidates:
             if words not in cost and words not in left_out:
                 try:
                     self.measure(words, PROBE, 0.0, 0)
                 except SystemExit as error:
-                    if error.code not in REFUSED:  # such as a signal's
+                    if error.code not in REFUSED:  # for example a signal's
                         raise
                     left_out[words] = str(error.__cause__ or f"its training ended with status {error.code}")
                 self.save()
@@ -252,7 +252,7 @@ class Forecast:
         return list(cost)
 
     def choose(self) -> str:
-        """Train all candidates, then the faster half of them for longer, until one has enough points; return it.
+        """Train all candidates, then the faster half for longer, and so on, until one has enough points; return it.
 
         Raises:
             ValueError: the budget is too small for the first round.
@@ -287,7 +287,7 @@ class Forecast:
         return running[0]
 
     def finish(self, words: str) -> None:
-        """Train a candidate for the rest of the budget, and print forecast and result."""
+        """Train a candidate for the rest of the budget, and print the forecast and the result."""
         state, points = self.state, self.state["points"][words]
         if state["steps"] is None:
             clear_out(self.out)
@@ -295,7 +295,7 @@ class Forecast:
             begin, left = self.stable(last), self.budget.amount - state["spent"] - state["fixed"][words]
             saved = checkpoint.folder_of(Path("checkpoints"), begin)
             shutil.copytree(self.folder(words) / saved, self.out / saved)
-            for file in ("metrics.jsonl", "config.yaml"):  # the latter says what its head began as
+            for file in ("metrics.jsonl", "config.yaml"):  # config.yaml has the head's `init`
                 shutil.copy(self.folder(words) / file, self.out / file)
             state["steps"] = max(last, begin + int(left / state["cost"][words]))
             self.save()
@@ -322,7 +322,7 @@ def measured(folder: Path, words: str) -> dict[str, float]:
 
 
 def cost_of(folder: Path) -> dict[str, float]:
-    """Return the seconds of a step, without a compiling first step, and its operations, 0 if not counted."""
+    """Return a step's seconds, without the first, which may compile, and its FLOPs, 0 if not counted."""
     lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
     seconds = [record["step_seconds"] for record in lines if "step_seconds" in record]
     total = json.loads((folder / "training.json").read_text())
@@ -330,7 +330,7 @@ def cost_of(folder: Path) -> dict[str, float]:
 
 
 def shared_words(words: Words, log: str | None) -> Words:
-    """Return the overrides shared by all trainings within a budget; refuse those of a single training."""
+    """Return the overrides shared by all trainings within a budget; refuse overrides that are for a single training."""
     keys = [key_of(word) for word in words]
     for word, key in zip(words, keys, strict=True):
         if key.startswith("head."):

@@ -1,4 +1,4 @@
-"""What commands about many runs share: starting other commands as processes, configurations, and output."""
+"""Shared by commands about many runs: starting other commands as processes, configurations, output."""
 
 import json
 import os
@@ -18,14 +18,14 @@ from heads.common.typed import Json
 from train.config import RunConfig
 from train.distributed.launch import Words
 
-REFUSED = FAILED, _ = (1, 2)  # exit statuses of failed and refused commands; others come from a signal
+REFUSED = FAILED, _ = (1, 2)  # exit statuses of failed and refused commands; others come from signals
 
 
 def run_command(script: str, words: Words) -> None:
-    """Run a script of this checkout with these overrides, to its end; pass on a SIGTERM or Ctrl-C and wait.
+    """Run a script of this checkout with these overrides to its end; forward SIGTERM or Ctrl-C and wait.
 
     Raises:
-        SystemExit: it ended with another status than 0; the cause has its line of error, if it printed one.
+        SystemExit: the script's status is not 0; the cause holds its line of error, if it printed one.
     """
     with tempfile.NamedTemporaryFile("r", encoding="utf-8") as error_file:
         process = subprocess.Popen(
@@ -43,7 +43,7 @@ def run_command(script: str, words: Words) -> None:
 
 
 def split_config(cfg: DictConfig) -> tuple[DictConfig, DictConfig]:
-    """Return the keys of conf/train.yaml in a composed configuration, and the others."""
+    """Split a composed configuration into the keys of conf/train.yaml and the others."""
     training = {field.name for field in fields(RunConfig)}
     return OmegaConf.masked_copy(cfg, [*training]), OmegaConf.masked_copy(
         cfg, [str(k) for k in cfg if k not in training]
@@ -51,7 +51,7 @@ def split_config(cfg: DictConfig) -> tuple[DictConfig, DictConfig]:
 
 
 def overrides_of(values: Json, prefix: str = "") -> Words:
-    """Return nested values as overrides of a command."""
+    """Return nested values as overrides."""
     words: Words = []
     for key, value in values.items():
         if isinstance(value, dict):

@@ -2,14 +2,14 @@
 
     python ops/doctor.py run=outputs/NAME target=/my/model
 
-The head is a folder or a repository of the Hub, in our own or any supported format. Nothing is
-written. The exit status is 1 where something is wrong.
+The head is a folder or a Hub repository, in our own or any supported format. Nothing is written. The exit status is 1
+if something is wrong.
 """
 
 import sys
 from pathlib import Path
 
-if __name__ == "__main__":  # the checkout's root instead of ops/, whose files could shadow modules
+if __name__ == "__main__":  # the checkout's root replaces ops/, whose files could shadow modules
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 import re
@@ -76,10 +76,10 @@ class DoctorConfig:
 
 
 def examine(config: DoctorConfig) -> list[Finding]:
-    """Return the findings on a head, in order; a head that does not load has that one finding.
+    """Return the findings on a head, in order; a head that does not load has only that finding.
 
     Raises:
-        ValueError: there is no such head, target or workload.
+        ValueError: the head, target or workload is missing.
     """
     head = read(config.run)
     target, why = load_target(config.target, head, config.dtype, config.measure)
@@ -104,10 +104,10 @@ def examine(config: DoctorConfig) -> list[Finding]:
 
 
 def acceptance(head: Examined, target: Target, loaded: Any, config: DoctorConfig) -> Finding:
-    """Decode greedily, with the tree and limit of the card where it has them, and compare τ with the card's.
+    """Decode greedily with the card's tree and limit, if it has them, and compare τ with the card's.
 
     Raises:
-        ValueError: the workload that is given cannot be read.
+        ValueError: the given workload cannot be read.
     """
     kind = next(name for name, class_ in HEADS.items() if type(loaded) is class_)
     workload = config.workload or head.prompts or BUNDLED
@@ -125,7 +125,7 @@ def acceptance(head: Examined, target: Target, loaded: Any, config: DoctorConfig
     prompts = [prompt.token for prompt in read.prompts]
     tokens = min(limit or config.max_new_tokens, config.max_new_tokens)
     generations = decoded(target, loaded, tree, prompts, tokens)
-    tau = metrics.acceptance(generations).tau or 1.0  # answers of one token have no step
+    tau = metrics.acceptance(generations).tau or 1.0  # answers of one token have no steps
     bounds = metrics.tau_interval(generations, 0, metrics.clustered(prompts)) or (tau, tau)
     here = f"τ {_shown(tau, bounds)} on {len(prompts)} prompts of {read.name}, tree {tree.label}"
     if bounds[1] < NOTHING:
@@ -149,9 +149,9 @@ def acceptance(head: Examined, target: Target, loaded: Any, config: DoctorConfig
 
 
 def _row(head: Examined, kind: str, workload: str | None) -> ResultRow | None:
-    """Return the report's row on this head that can be measured again: greedy, batch size 1, a known tree.
+    """Return the report's row on this head that can be measured again: greedy, batch size 1, known tree.
 
-    One on the workload comes first.
+    A row on `workload` is preferred.
     """
     name = str(head.trained.get("name") or kind)
     rows = [row_of(row) for row in head.report.get("rows", [])]
@@ -168,7 +168,7 @@ def _row(head: Examined, kind: str, workload: str | None) -> ResultRow | None:
 
 
 def _tree(head: Examined, label: str) -> TreeConfig | None:
-    """Return the tree of a row's label, of a schedule's the first: one that the head's files have, or a chain."""
+    """Return the tree of a row's label (a schedule's first): one in the head's files, or a chain."""
     label, *_ = label.split(", ")
     for values in (head.config.get("tree"), head.run.get("tree")):
         try:
@@ -186,7 +186,7 @@ def _shown(tau: float, interval: tuple[float, float]) -> str:
 
 @command("ops/doctor")
 def main(cfg: DictConfig) -> None:
-    """Print the findings, and exit with 1 where something is wrong."""
+    """Print the findings, and exit with 1 if something is wrong."""
     findings = examine(typed(DoctorConfig, cfg))
     print(visible(written(findings)))
     raise SystemExit(int(any(finding.verdict == WRONG for finding in findings)))

@@ -1,14 +1,14 @@
 """Measure a served model's acceptance and speed, with baseline=URL its speedup: python ops/endpoint.py url=URL.
 
-Latencies are by the client's clock, acceptance by the server's counts. With the same model served without speculation
-as the baseline, both answer the same prompts alternately, greedy texts are compared, and a speedup is reported. The
+Latencies are by the client's clock, acceptance from the server's counters. If the baseline serves the same model
+without speculation, both answer the same prompts alternately, greedy texts are compared, and a speedup is reported. The
 batch size is the number of requests in flight.
 """
 
 import sys
 from pathlib import Path
 
-if __name__ == "__main__":  # a script's own folder would hide the checkout's root
+if __name__ == "__main__":  # the checkout's root replaces the script's folder
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 import platform
@@ -48,10 +48,10 @@ from heads.common.typed import typed
 from ops.served import BASELINE_KEY, Answer, Question, Server, ServersConfig, read_questions
 
 REPORTED = ("max_new_tokens", "seed", "repeats", "warmup", "turns")
-# Every request has all of sampling's fields, so that no server's default applies; client.extra has others.
+# Every request sets all sampling fields, so that no server's default applies; client.extra sets others.
 SAMPLING = {"top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
-SHOWN = 24  # characters of a text, from the first difference
-Servers = Mapping[str, Server]  # drafter name -> server; the baseline's is BASELINE
+SHOWN = 24  # characters shown of a text, from the first difference
+Servers = Mapping[str, Server]  # drafter name -> server, including BASELINE
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class ServedConfig(Conditions, ServersConfig):
     repeats: Count
 
     def __post_init__(self) -> None:
-        """Refuse values that are out of their range, or that contradict each other."""
+        """Refuse values out of range, and contradictory values."""
         super().__post_init__()
         if self.baseline is not None:
             if base_url(self.baseline) == base_url(self.url):
@@ -76,7 +76,7 @@ class ServedConfig(Conditions, ServersConfig):
 
 
 class Runs(NamedTuple):
-    """One server's answers to a workload: the repeats of each request, and the counts of passes of each batch."""
+    """One server's answers to a workload: the repeats of each request, and the counts of passes per batch."""
 
     answers: list[list[Answer]]
     passes: list[SpecDecodingStats]
@@ -86,8 +86,8 @@ def measure(config: ServedConfig) -> Report:
     """Measure the endpoint, and its baseline if there is one, on every workload, temperature and batch size.
 
     Raises:
-        ValueError: a server does not answer, lacks the model, counts no drafts, restarted or served other clients
-            meanwhile; a request failed; or a workload cannot be read. Nothing is written then.
+        ValueError: a server does not answer, lacks the model, counts no drafts, restarted or served other clients in
+            between; a request failed; or a workload cannot be read. Nothing is written then.
     """
     selection = Selection(config.prompts, config.warmup, False, config.turns, True)
     jobs = [read_questions(name, selection, config.client.chat) for name in workload_names(config.workload)]
@@ -96,7 +96,7 @@ def measure(config: ServedConfig) -> Report:
         servers = {BASELINE: Server(config.baseline, config.client, BASELINE_KEY), **servers}
         servers[BASELINE].check_baseline_of(server)
     measured: list[tuple[Measurement, dict[str, Runs]]] = []
-    # Batch size -> the greedy texts of the baseline and of the endpoint, and the prompt's id.
+    # batch size -> greedy texts of the baseline and of the endpoint, and the prompt's id
     greedy = defaultdict[int, list[tuple[list[str], list[str], str]]](list)
     for job in jobs:
         for temperature, size, rate in config.conditions():
@@ -105,7 +105,7 @@ def measure(config: ServedConfig) -> Report:
             settings = {"max_tokens": config.max_new_tokens, "temperature": temperature, **SAMPLING, **seed}
             measured.append((measurement, _runs(servers, job, settings, measurement, config.repeats)))
             if temperature == 0:
-                by_server = [runs.answers for runs in measured[-1][1].values()]  # the baseline's first
+                by_server = [runs.answers for runs in measured[-1][1].values()]  # the baseline's answers come first
                 for request, plain, drafted in zip(job.prompts, by_server[0], by_server[-1], strict=True):
                     texts = [answer.text for answer in plain], [answer.text for answer in drafted]
                     greedy[size].append((*texts, request.id))
@@ -136,9 +136,9 @@ def measure(config: ServedConfig) -> Report:
 def _runs(
     servers: Servers, job: Workload[Question], settings: Mapping[str, Any], measurement: Measurement, repeats: int
 ) -> dict[str, Runs]:
-    """Send all requests to all servers, `repeats` times, in turns: after each request, or after all in full batches.
+    """Send all requests to all servers `repeats` times, alternating after each request, or for batches after all.
 
-    Requests that arrive at a rate are sent as full batches are.
+    Requests that arrive at a rate are sent like batches.
     """
     in_flight, rate, gaps = measurement.batch_size, measurement.request_rate, random.Random(measurement.seed)
     count = len(job.prompts)
@@ -162,8 +162,8 @@ def _runs(
 def text_gate(plain: Sequence[Sequence[str]], drafted: Sequence[Sequence[str]], ids: Sequence[str]) -> Gate:
     """Check greedy texts for losslessness: the baseline's first text of a prompt against all repeats with drafts.
 
-    Logits are not visible, so a difference is a failure, unless the baseline's own repeats differ there or earlier:
-    then rounding decides, and the difference is a near tie.
+    Logits are unknown, so a difference is a failure, unless the baseline's own repeats differ there or earlier: then
+    rounding decides, and the difference is a near tie.
     """
 
     def compared(ours: Sequence[str], theirs: Sequence[str], prompt: str) -> tuple[Divergence | None, bool]:
@@ -180,7 +180,7 @@ def text_gate(plain: Sequence[Sequence[str]], drafted: Sequence[Sequence[str]], 
 
 
 def rows(by_server: Mapping[str, Runs], gates: Mapping[str, Gate], measurement: Measurement) -> list[ResultRow]:
-    """Return the servers' rows of a measurement, given their answers by drafter name; the baseline's may be missing."""
+    """Return the servers' rows of a measurement, given their answers by drafter name; the baseline may be missing."""
     requests = {name: [median_answer(repeats) for repeats in runs.answers] for name, runs in by_server.items()}
     timed = [
         judged(_row(name, runs, subset, subset.of(requests[name])), subset, requests, gates)
@@ -194,7 +194,7 @@ def rows(by_server: Mapping[str, Runs], gates: Mapping[str, Gate], measurement: 
 
 
 def median_answer(repeats: Sequence[Answer]) -> Answer:
-    """Return a request with the times of its median repeat (the lower of two) and the counts of all repeats."""
+    """Return an answer with the times of the median repeat (the lower of two) and the counts of all repeats."""
     run = sorted(repeats, key=lambda run: run.end_to_end[1])[(len(repeats) - 1) // 2]
     passes = [repeat.passes for repeat in repeats if repeat.passes is not None]
     seconds = UNTIMED | {"other": sum(repeat.seconds["other"] for repeat in repeats)}
@@ -212,7 +212,7 @@ def _row(name: str, runs: Runs, subset: Subset, requests: Sequence[MeasuredReque
 
 @command("ops/endpoint")
 def main(cfg: DictConfig) -> None:
-    """Measure, and write the report; exit with 1 if texts differ from the baseline's, 2 for a mistake."""
+    """Measure, and write the report; exit with 1 if texts differ from the baseline's, 2 for invalid input."""
     with ending_alone(), user_errors():
         config = typed(ServedConfig, cfg)
         out = Path(config.out).expanduser()

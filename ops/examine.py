@@ -1,4 +1,4 @@
-"""Findings: right, wrong or unknown; a wrong one with its cost and remedy."""
+"""The doctor's findings: right, wrong or unknown; a wrong finding has its cost and remedy."""
 
 import json
 import logging
@@ -44,26 +44,26 @@ ENGINES = {"vllm": "vLLM", "sglang": "SGLang", "trtllm": "TensorRT-LLM", "specul
 
 
 class Finding(NamedTuple):
-    """One line of the examination."""
+    """A finding: one line of the examination."""
 
     verdict: str  # one of VERDICTS
     check: str  # the key, the tensor or the name of the check
     says: str  # the observation
-    costs: str = ""  # the effect on each engine; for wrong ones only
-    remedy: str = ""  # the key and value, or the command, that fixes it; for wrong ones only
-    engines: tuple[str, ...] = ()  # the engines it harms, keys of ENGINES; empty: all
+    costs: str = ""  # the effect on each engine; only for wrong findings
+    remedy: str = ""  # the key and value, or the command, that fixes it; only for wrong findings
+    engines: tuple[str, ...] = ()  # the affected engines, keys of ENGINES; empty: all
 
 
 Findings = Iterator[Finding]
 AnyTarget = Target | EmbeddingsOnly
 
 
-# What is right, what cannot be known here, and what is wrong.
+# Findings that something is right, cannot be known here, or is wrong.
 ok, unknown, wrong = (partial(Finding, verdict) for verdict in (OK, UNKNOWN, WRONG))
 
 
 def meant_for(finding: Finding, engine: str | None) -> Finding:
-    """Return a finding for one engine: a fault of other engines becomes ok, and one that only it has becomes wrong."""
+    """Return a finding for one engine: a fault of other engines becomes ok, its own fault becomes wrong."""
     if engine in finding.engines:
         return finding._replace(verdict=WRONG)
     if engine is None or not finding.engines or finding.verdict != WRONG:
@@ -72,7 +72,7 @@ def meant_for(finding: Finding, engine: str | None) -> Finding:
 
 
 def listed(engines: Sequence[str]) -> str:
-    """Return the names of engines for reading."""
+    """Return the names of engines as text."""
     return ", ".join(ENGINES[name] for name in engines)
 
 
@@ -90,7 +90,7 @@ def written(findings: Sequence[Finding]) -> str:
 
 log = logging.getLogger(__name__)
 
-OWN = "headstart"  # the form of our own heads; other forms are keys of heads.formats.published.FORMATS
+OWN = "headstart"  # the format of our own heads; others are keys of heads.formats.published.FORMATS
 
 _parsed = partial(parsed_file, remedy="download or write it again")
 RECORDS: dict[str, Callable[[Path], Any]] = {
@@ -101,30 +101,30 @@ RECORDS: dict[str, Callable[[Path], Any]] = {
 
 @dataclass(frozen=True)
 class Examined:
-    """A head's folder and the records next to it; a missing or unreadable one is empty."""
+    """A head's folder and its records; a missing or unreadable record is empty."""
 
-    name: str  # the user's
-    folder: Path  # the head's
+    name: str  # the user's name for the head
+    folder: Path  # the head's folder
     config: Json  # its config.json
     report: Json  # report.json
     reference: Json  # tokenizer_reference.json
     origin: Json  # provenance.json
-    run: Json  # config.yaml of its training
-    prompts: str | None  # the file of held-out prompts that its run keeps here, None if there is none
+    run: Json  # the training's config.yaml
+    prompts: str | None  # file of the run's held-out prompts, None without one
 
     @cached_property
     def stored(self) -> NamedTensors:
-        """The tensors by their names in the files."""
+        """Return the tensors by their names in the files."""
         return stored_tensors(self.folder)
 
     @cached_property
     def tensors(self) -> NamedTensors:
-        """The tensors by their names without the prefix that all may share."""
+        """Return the tensors by their names without a common prefix."""
         return without_prefix(self.stored)
 
     @cached_property
     def format_name(self) -> str:
-        """OWN or a key of FORMATS; P-EAGLE counts as EAGLE-3, since engines use the same class."""
+        """Return OWN or a key of FORMATS; P-EAGLE counts as EAGLE-3, since engines use the same class."""
         if "format" in self.config:
             return OWN
         format_name = format_of(self.folder)
@@ -132,17 +132,17 @@ class Examined:
 
     @property
     def layer(self) -> Json:
-        """The keys of its config.json, with the decoder layer's numbers of the speculators format."""
+        """Return the keys of config.json, with the speculators format's decoder layer at the top level."""
         return {**section(self.config, "transformer_layer_config"), **self.config}
 
     @property
     def trained(self) -> Json:
-        """The head in its training's config.yaml, empty if there is none."""
+        """Return `head` in the training's config.yaml, empty without it."""
         return section(self.run, "head")
 
     @property
     def said_target(self) -> str | None:
-        """The target named in the head's files, None without one."""
+        """Return the target named in the head's files, or None."""
         return (
             section(self.config, "target").get("name")
             or section(section(self.config, "speculators_config"), "verifier").get("name_or_path")
@@ -173,7 +173,7 @@ def read(run_or_repo: str) -> Examined:
 
 
 def _mapping(paths: list[Path], parse: Callable[[Path], Any]) -> Json:
-    """Return the content of the first existing file; empty, with a warning, if it is damaged."""
+    """Return the content of the first existing file; empty and with a warning if it is damaged."""
     for path in filter(Path.is_file, paths):
         try:
             content = parse(path)
@@ -185,7 +185,7 @@ def _mapping(paths: list[Path], parse: Callable[[Path], Any]) -> Json:
 
 
 def load_target(given: str | None, head: Examined, dtype: str, measure: bool) -> tuple[AnyTarget, str]:
-    """Load the given target, else the one in the head's files; return it, and the reason if its layers are missing.
+    """Load the given target, or the one in the head's files; return it, and why its layers are missing, if they are.
 
     Raises:
         ValueError: no target is named, or not even its embedding loads.
@@ -208,20 +208,20 @@ def load_target(given: str | None, head: Examined, dtype: str, measure: bool) ->
 
 CLASSES = {"eagle3": eagle3.CLASS, "eagle": eagle.CLASS, "medusa": medusa.CLASS, "dflash": dflash.CLASS,
            "mimo": mimo.CLASS}  # fmt: skip
-DRAFT = re.compile("eagle|medusa|dflash|dspark|mtp|mimo", re.IGNORECASE)  # parts of a draft model's class name
-THERE, MISSING = "there", "missing"  # whether a tensor or key is present
+DRAFT = re.compile("eagle|medusa|dflash|dspark|mtp|mimo", re.IGNORECASE)  # parts of draft models' class names
+THERE, MISSING = "there", "missing"  # presence of a tensor or key
 LENGTH = 2048  # a Llama's default number of positions
 OTHER_LAYERS = "reads other layers than it was trained on: acceptance falls, often to nothing, without an error"
 UNFILLED = "makes biases that no tensor fills: they stay as memory happened to be"
-# NVIDIA modelopt 0.47 writes it when it exports a head that was trained without (eagle_export_rope_scaling).
+# NVIDIA modelopt 0.47 writes this when it exports a head that was trained without it (eagle_export_rope_scaling).
 MODELOPT = {"rope_type": "yarn", "factor": 32, "original_max_position_embeddings": 2048}
 
 
 def key(name: str, actual: Any, right: Any, engines: dict[str, str], remedy: str = "") -> Finding:
     """Compare a key of config.json, or a tensor, with the value that matches the training.
 
-    A missing key has the engines' default, or MISSING. `engines` has the effect of another value on each engine that
-    reads it; without a `remedy` it is to set the right value.
+    A missing key has the engines' default, or MISSING. `engines` maps each engine that reads the key to the effect of
+    another value; the default `remedy` is to set the right value.
     """
     value = actual if actual in (THERE, MISSING) else json.dumps(actual, default=str).strip('"')
     if actual == right and type(actual) is type(right):
@@ -231,7 +231,7 @@ def key(name: str, actual: Any, right: Any, engines: dict[str, str], remedy: str
 
 
 def readings(head: Examined, loaded: Any, target: AnyTarget) -> Findings:
-    """Yield a finding for each key that engines read; none of them reads our own form."""
+    """Yield a finding for each key that engines read; none of them reads our own format."""
     get, layer, tensors, format_name = head.config.get, head.layer, head.tensors, head.format_name
     if format_name == OWN:
         yield ok("architectures", "headstart's own form, which engines do not load: export it with format=…")
@@ -300,7 +300,7 @@ def readings(head: Examined, loaded: Any, target: AnyTarget) -> Findings:
         "tie_word_embeddings", get("tie_word_embeddings", False), False,
         {"sglang": "puts the embedding in the lm_head's place: accepts nothing, or stops at its shape"},
     )  # fmt: skip
-    # The target's layers: outputs from 0 in some keys, in others states, of which the embedding is the first.
+    # The target's layers: some keys count outputs from 0, others states, of which the embedding is the first.
     layers, count = [*loaded.feature_layers], target.spec.num_layers
     if "feature_layers" in head.trained and len(layers) > 1:
         layers = sorted(chosen_layers(head.trained["feature_layers"], len(layers), count))
@@ -331,9 +331,9 @@ def readings(head: Examined, loaded: Any, target: AnyTarget) -> Findings:
 
 
 def _architectures(head: Examined) -> Finding:
-    """Compare the names of its class with those that each engine knows.
+    """Compare the head's class names with those that each engine knows.
 
-    An engine that does not know a draft model's name stops; a whole model's name it takes for the whole model.
+    An engine stops at an unknown draft model's name, and takes a whole model's name for the whole model.
     """
     names, served = head.config.get("architectures") or [], CLASSES[head.format_name]
     unaware = [engine for engine, pattern in served.found.items() if not any(re.fullmatch(pattern, n) for n in names)]
@@ -347,7 +347,7 @@ def _architectures(head: Examined) -> Finding:
 
 
 def _positions(head: Examined, target: AnyTarget) -> Finding:
-    """Compare the rotary positions of both keys with each other, with the training's and with the target's."""
+    """Compare the rotary positions under both keys with each other, the training's and the target's."""
     declared, theirs = positions_of(head.layer) or PLAIN, positions_of(target.config.to_dict())
     older = positions_of({key: value for key, value in head.layer.items() if key != "rope_parameters"})
     trained = positions_of(head.trained)
@@ -377,7 +377,7 @@ def _shown(rope: Rope) -> str:
 
 
 def records(head: Examined, target: AnyTarget, sibling: bool) -> Findings:
-    """Compare what the training recorded of its target with the target: weights, tokenizer, chat template."""
+    """Compare the training's records of its target with the target: weights, tokenizer, chat template."""
     path, now = target.spec.name, target.spec.fingerprint
     fingerprint = section(head.config if head.format_name == OWN else head.report, "target").get("fingerprint")
     if not isinstance(fingerprint, str) or QUANTISED in fingerprint + now or (sibling and fingerprint != now):

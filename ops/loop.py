@@ -1,9 +1,9 @@
-"""Maintain a head in service by its log: watch, adapt, compare, swap; the same command resumes.
+"""Maintain a head in service from its log: watch, adapt, compare, swap; the same command resumes.
 
     python ops/loop.py log=log.jsonl serve=outputs/NAME
 
-Everything is in one folder: state.json; by round the log's records, the former head, which is the way back, the
-adapted one's run, and the report that compares them.
+Everything is in one folder: state.json; and for each round the log's records, a copy of the former head for a
+roll-back, the adapted head's run, and the report that compares them.
 """
 
 import json
@@ -44,19 +44,19 @@ from ops.watch import EARLY, Log, WatcherConfig, check_log, growing, json_object
 from train.config import RunConfig, run_config
 from train.distributed.launch import Words, key_of, overrides
 
-Train = Callable[[Words], None]  # a training with these overrides
+Train = Callable[[Words], None]  # runs a training with these overrides
 OWN = ("experiment", "log", "serve", "loop", "name", "out", "resume", "overwrite", "plan", "init", "data.path")
 STATE = "state.json"
 WATCH, ADAPT, PROVE, SWAP = "watch", "adapt", "prove", "swap"
 TRAFFIC, FORMER, ADAPTED, PROOF = "traffic", "former", "adapted", "proof"
 TRAINED = NEW, OLD = "new.jsonl", "old.jsonl"  # the new and the old traffic to train on, and to compare heads on:
 HELD_OUT = HELD_NEW, HELD_OLD = "proof_new.jsonl", "proof_old.jsonl"
-LEAST = 8  # requests of a kind to compare on; with fewer an interval is uninformative
+LEAST = 8  # minimum requests of a kind to compare on; with fewer an interval is uninformative
 
 
 @dataclass(frozen=True)
 class LoopConfig:
-    """Configure the stages; conf/ops/loop.yaml explains the keys."""
+    """The configuration of the stages; conf/ops/loop.yaml explains the keys."""
 
     watcher: WatcherConfig
     since: Number | None
@@ -70,7 +70,7 @@ class LoopConfig:
 
 @dataclass(frozen=True)
 class LoopJob:
-    """A head in service, its log and how it is maintained."""
+    """A head in service, its log and its maintenance."""
 
     log: str
     serve: str
@@ -79,18 +79,18 @@ class LoopJob:
 
 @dataclass
 class State:
-    """The content of state.json, written atomically with each decision."""
+    """The content of state.json, written atomically at each decision."""
 
-    serve: str  # the head in service, as it was named
+    serve: str  # the head in service, as the user named it
     round: int = 1  # a round ends with a swap, or the decision against it
     stage: str = WATCH  # the next stage
-    begin: int = 0  # the line of the log, from 0, with which this round's watch begins
-    tried: int = 0  # lines of the log when a round swapped nothing; 0 if the last round swapped a head
+    begin: int = 0  # line of the log, from 0, at which this round's watch begins
+    tried: int = 0  # lines of the log when the last round ended without a swap; 0 after a swap
     decisions: list[Json] = field(default_factory=list)
 
     @classmethod
     def read(cls, folder: Path, serve: str) -> "State":
-        """Return the state in a folder, or a new state; refuse another head's state."""
+        """Return the state in a folder, or a new state; refuse a state for another head."""
         if not (folder / STATE).is_file():
             write_checked(folder / STATE, asdict(cls(serve)))
         content = read_checked(folder / STATE)
@@ -100,7 +100,7 @@ class State:
         return state
 
     def decide(self, out: Path, decision: str, evidence: Json, stage: str, **changes: int) -> None:
-        """Record this stage's decision, go to the next stage, and print it."""
+        """Record and print this stage's decision, and go to the next stage."""
         now = datetime.now(timezone.utc).isoformat(timespec="seconds")
         record = {"at": now, "round": self.round, "stage": self.stage, "decision": decision, "evidence": evidence}
         self.decisions.append(record)
@@ -110,16 +110,16 @@ class State:
 
 
 def maintain(run: RunConfig, service: LoopJob, words: Words, train: Train) -> int:
-    """Run the stages, continuing a stopped run; return 1 if an adapted head was not better, else 0.
+    """Run the stages, continuing a stopped run; return 1 if an adapted head was not better, otherwise 0.
 
     Args:
         run: the training that adapts the head; `out` is the maintenance's folder.
         service: the head and its log.
-        words: the user's overrides of the training.
-        train: runs a training with overrides, to its end.
+        words: the user's overrides for the training.
+        train: runs a training with overrides to its end.
 
     Raises:
-        ValueError: no log or head, a folder that cannot be written, another head than the folder's, or a log that
+        ValueError: the log or head is missing, the folder cannot be written or belongs to another head, or the log
             cannot be trained on.
     """
     if run.plan is True:
@@ -149,25 +149,25 @@ class Maintenance:
         given = {key: getattr(run.model, key) for word in sorted(keys) if (key := word.removeprefix("model.")) != word}
         self.model = model_of(self.serve, given)
         self.given: Json = {"path": self.model.path, "sibling": True, **given}
-        # A published head brings no tree: both heads draft the training's then, and else the served one's.
+        # A published head has no tree: both heads then draft the training's tree, otherwise the served head's.
         self.published = is_published(self.head)
         self.tree = asdict(run.tree) if self.published else {}
-        # A swap replaces a folder here; it does not touch a head on the Hub or in an engine's format.
+        # A swap replaces a local folder; a head on the Hub or in an engine's format stays.
         self.replaceable = last_good(Path(self.serve).expanduser()).is_dir() and not self.published
 
     @property
     def folder(self) -> Path:
-        """The folder of this round."""
+        """Return the folder of this round."""
         return self.out / f"round-{self.state.round}"
 
     @property
     def lines(self) -> int:
-        """Lines of the log."""
+        """Return the number of lines of the log."""
         with self.log.open("rb") as file:
             return sum(1 for _ in file)
 
     def watch(self) -> int | None:
-        """Watch the log from this round's begin, or a new file from its first line, and split it."""
+        """Watch the log from the round's start, or a new file from its first line, and split it."""
         state, lines, since = self.state, self.lines, self.loop.since
         if max(state.begin, state.tried) > lines:
             state.begin = state.tried = 0
@@ -198,16 +198,16 @@ class Maintenance:
         return None
 
     def adapt(self) -> None:
-        """Set the former head aside, and train from it on the new requests and some of the old."""
+        """Copy the former head, and train from it on the new requests and some of the old ones."""
         former, adapted, traffic = (self.folder / name for name in (FORMER, ADAPTED, TRAFFIC))
         if not former.is_dir():
             with replacing(former) as folder:
                 shutil.copytree(last_good(self.head), folder / "head")
-                config = self.head.parent / "config.yaml"  # it names the target
+                config = self.head.parent / "config.yaml"  # config.yaml names the target
                 if self.head != Path(self.serve).expanduser() and config.is_file():
                     shutil.copy(config, folder)
         if not (adapted / "training.json").is_file():
-            # The user's overrides, behind the experiment's, and those of the loop.
+            # The user's overrides come after the experiment's, and the loop's last.
             given = [word for word in self.words if not {key_of(word), key_of(word).split(".")[0]} & {*OWN}]
             share = self.loop.old if (traffic / OLD).stat().st_size else 0.0
             paths = ",".join(quoted(traffic / name) for name in (TRAINED if share else (NEW,)))
@@ -239,7 +239,7 @@ class Maintenance:
         try:
             run_command("eval/run.py", overrides_of(values))
         except SystemExit as ended:
-            if ended.code != FAILED:  # a head is not lossless, which the report says
+            if ended.code != FAILED:  # status FAILED: a head is not lossless, which the report shows
                 raise
         better, sentence, evidence = verdict(read_report(out / "report.json"), adapted, self.loop.old_loss)
         evidence["report"] = str(out / "report.html")
@@ -249,7 +249,7 @@ class Maintenance:
         return None
 
     def swap(self) -> int:
-        """Replace the head in service, whole, unless it is on the Hub or in an engine's format; run the command."""
+        """Replace the head in service, unless it is on the Hub or in an engine's format; run the user's command."""
         run, former = self.folder / ADAPTED, self.folder / FORMER
         if self.replaceable:
             copy_head(run / "head", self.head)
@@ -272,7 +272,7 @@ class Maintenance:
         return 0
 
     def _not_swapped(self, why: str, evidence: Json) -> int:
-        """End a round in which the head in service stays: traffic that fell is no reference for the next one."""
+        """End a round without a swap; its traffic, on which acceptance fell, is no reference for the next round."""
         why += "; the head in service stays"
         self.state.decide(self.out, why, evidence, WATCH, round=self.state.round + 1, tried=self.lines)
         return 1
@@ -281,18 +281,18 @@ class Maintenance:
 def copy_head(head: Path, served: Path) -> None:
     """Replace a served head's folder by a copy of another one, atomically.
 
-    A link to the folder stays one.
+    A link to the folder stays a link.
     """
     with replacing(served.resolve()) as folder:
         shutil.copytree(last_good(head), folder, dirs_exist_ok=True)
 
 
 def verdict(report: Record, adapted: Path, old_loss: float) -> tuple[bool, str, Json]:
-    """Return whether the adapted head is better than the one in service, in a sentence, and with the numbers.
+    """Return whether the adapted head is better than the one in service, a sentence about it, and the numbers.
 
-    It is if its τ on the new traffic is higher by the paired interval's lower end, it is lossless, and its τ on the old
-    traffic has fallen by no more than `old_loss`, by the lower end again. Without a comparison it is not. The head in
-    service comes first in the report.
+    The adapted head is better if its τ on the new traffic is higher by the lower end of the paired interval, it is
+    lossless, and its τ on the old traffic has fallen by at most `old_loss`, again by the lower end. Without a
+    comparison it is not better. The head in service comes first in the report.
     """
     rows, gates = report["rows"], report["settings"].get("gate", {})
     name = next((row["drafter"] for row in rows if row["drafter"].endswith(str(adapted))), "")
@@ -326,7 +326,7 @@ def verdict(report: Record, adapted: Path, old_loss: float) -> tuple[bool, str, 
 
 
 def requests_of(lines: Iterator[bytes], name: str) -> Iterator[tuple[bytes, str]]:
-    """Yield a log's lines that have an answer, each with its prompt; lines of no known shape are left out."""
+    """Yield a log's lines that have an answer, each with its prompt; lines of unknown shape are left out."""
     for index, line in enumerate(lines):
         try:
             entry = parse(readable(json_object(line), index, name), index, name)
@@ -340,12 +340,12 @@ def requests_of(lines: Iterator[bytes], name: str) -> Iterator[tuple[bytes, str]
 
 
 def split(log: Path, since: int, loop: LoopConfig, folder: Path) -> dict[str, int]:
-    """Write a log's old and new requests, each in two parts by time, for training and comparison; return counts.
+    """Write a log's old and new requests, each in two parts by time, for training and comparison; return their counts.
 
-    The proof leaves out a request whose prompt is trained on, with another answer or in the same dialogue.
+    The comparison excludes requests whose prompt is trained on, with another answer or in the same dialogue.
 
     Raises:
-        ValueError: too few of them can be used, or are left for the comparison.
+        ValueError: too few requests are usable, or are left for the comparison.
     """
     lines = list(growing(log, follow=False, poll=1.0))
     counts: dict[str, int] = {}
@@ -367,7 +367,7 @@ def split(log: Path, since: int, loop: LoopConfig, folder: Path) -> dict[str, in
 
 @command("ops/loop")
 def main(cfg: DictConfig) -> None:
-    """Run the stages; exit with status 1 where an adapted head was not better."""
+    """Run the stages; exit with status 1 if an adapted head was not better."""
     training, options = split_config(cfg)
     train = partial(run_command, "train/run.py")
     raise SystemExit(maintain(run_config(training), typed(LoopJob, options), overrides(), train))

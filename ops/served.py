@@ -22,18 +22,18 @@ from heads.common.progress import tick
 from heads.common.ranges import Count, NewTokens, Number, Positive
 from heads.common.typed import Json
 
-Record = Mapping[str, Any]  # a JSON object; to be read only
-BASELINE_KEY = "baseline"  # the option of a server without a drafter
-POLL_S, LAG_S = 0.02, 5.0  # between two readings of counters that lag behind the answers, and for how long at most
+Record = Mapping[str, Any]  # a JSON object, read-only
+BASELINE_KEY = "baseline"  # option name of a server without a drafter
+POLL_S, LAG_S = 0.02, 5.0  # seconds between readings of counters that lag, and the maximum lag
 PAGE_S = 30.0  # timeout of a server's own pages
 STREAMED = {"stream": True, "stream_options": {"include_usage": True}}
-LEAST = -9999.0  # a logprob, as vLLM writes that of a token that cannot come
-# A stream came at once if N tokens or more needed less than either after the first: a gateway held it back.
-AT_ONCE, AT_ONCE_SHARE, AT_ONCE_S = 16, 0.01, 0.0005  # tokens, share of the latency, seconds a token
+LEAST = -9999.0  # vLLM's logprob for an impossible token
+# A stream of N tokens or more was buffered by a gateway if the tokens after the first took less than either:
+AT_ONCE, AT_ONCE_SHARE, AT_ONCE_S = 16, 0.01, 0.0005  # tokens; share of the latency; seconds per token
 
 
 class Token(NamedTuple):
-    """A token of an answer: its bytes, its logprob, and those of the most probable tokens there by their bytes."""
+    """A token of an answer: its bytes and logprob, and the most probable tokens' logprobs by their bytes."""
 
     text: bytes
     logprob: float
@@ -44,28 +44,28 @@ class Reply(NamedTuple):
     """An answer, or the server's `error` in one line."""
 
     text: str = ""
-    calls: tuple[tuple[str, str], ...] = ()  # names and arguments of tool calls, as they were sent
+    calls: tuple[tuple[str, str], ...] = ()  # names and arguments of tool calls, as sent
     finish: str | None = None
     prompt_tokens: int | None = None
     completion_tokens: int | None = None
     tokens: tuple[Token, ...] = ()  # empty without logprobs
-    latency_s: float = 0.0  # from the request on, as is the next
-    ttft_s: float | None = None  # None of a reply that came at once, streamed or not
+    latency_s: float = 0.0  # seconds from the request; so is `ttft_s`
+    ttft_s: float | None = None  # None for a reply that came at once, streamed or not
     error: str = ""
 
     @property
     def content(self) -> str:
-        """Its text and tool calls as one text, to be compared; of an error, its line."""
+        """Return text and tool calls as one text for comparisons; for an error, its line."""
         calls = "".join(f"\n{name}({arguments})" for name, arguments in self.calls)
         return f"[{self.error}]" if self.error else self.text + calls
 
 
 Replies = list[Reply]  # the choices of one reply, or several replies
-Events = Iterable[tuple[float, Record]]  # each with the seconds from the request to its arrival
+Events = Iterable[tuple[float, Record]]  # (seconds from the request to the arrival, event)
 
 
 def joined(reply: Reply, choice: Record, seconds: float) -> Reply:
-    """Return a reply with an event's part of it, which came `seconds` after the request."""
+    """Return a reply extended by an event that came `seconds` after the request."""
     message = choice.get("delta") or choice.get("message") or {}
     reasoning = message.get("reasoning_content") or message.get("reasoning")
     text = "".join(filter(None, (reasoning, message.get("content"), choice.get("text"))))
@@ -75,7 +75,7 @@ def joined(reply: Reply, choice: Record, seconds: float) -> Reply:
         name, arguments = calls.get(index, ("", ""))
         calls[index] = name + (function.get("name") or ""), arguments + (function.get("arguments") or "")
     return reply._replace(
-        text=reply.text + text.encode(errors="replace").decode(),  # without lone surrogates, which files cannot hold
+        text=reply.text + text.encode(errors="replace").decode(),  # files cannot hold lone surrogates
         calls=tuple(calls.values()),
         finish=choice.get("finish_reason") or reply.finish,
         tokens=(*reply.tokens, *read_tokens(choice.get("logprobs"))),
@@ -87,7 +87,7 @@ def read_replies(events: Events, model: str) -> Replies:
     """Assemble a reply's choices from its events, each with the seconds from the request to its arrival.
 
     Raises:
-        EndpointError: an error, another model's reply, or no choice, or one of another shape.
+        EndpointError: the reply is an error, another model's, without choices, or has an unknown shape.
     """
     choices: dict[int, Reply] = {}
     usage: Record = {}
@@ -123,13 +123,13 @@ def read_tokens(logprobs: Any) -> list[Token]:
     """Return the tokens in a choice's logprobs, of chats or completions; empty if malformed."""
 
     def entry(one: Record) -> tuple[bytes, float]:
-        """Read a token, of which bytes are listed where it is half a character, and its logprob."""
+        """Return a token's bytes, which are listed for part of a character, and its logprob."""
         listed = one.get("bytes")
         return bytes(listed) if isinstance(listed, list) else str(one["token"]).encode(), max(one["logprob"], LEAST)
 
     try:
         content = logprobs.get("content")
-        if not isinstance(content, list):  # of completions: a column each, converted to a chat's entries
+        if not isinstance(content, list):  # completions have one column per field, converted to chats' entries
             tops = logprobs.get("top_logprobs") or [None] * len(logprobs["tokens"])
             columns = zip(logprobs["tokens"], logprobs["token_logprobs"], tops, strict=True)
             content = [
@@ -152,22 +152,22 @@ class Question(NamedTuple):
 
     @property
     def prompt(self) -> str:
-        """Its prompt as a text."""
+        """Return the prompt as text."""
         messages = self.body.get("messages")
         return "\n".join(str(m.get("content")) for m in messages) if messages else str(self.body.get("prompt"))
 
     @property
     def content(self) -> tuple[str, str]:
-        """Its path and fields as JSON, the same of two questions that differ in their ids only."""
+        """Return path and fields as JSON, equal for questions that differ only in their ids."""
         return self.path, json.dumps(self.body, sort_keys=True)
 
     def having(self, suffix: str, **fields: Any) -> "Question":
-        """Return the same question with further fields, under an id of its own."""
+        """Return the same question with more fields, under its own id."""
         return self._replace(id=f"{self.id} {suffix}", body={**self.body, **fields})
 
 
 def read_questions(name: str, selection: Selection, chat: bool) -> Workload[Question]:
-    """Read a workload's questions; one without further prompts for the warm-up repeats its last ones."""
+    """Read a workload's questions; without more prompts for the warm-up, its last ones are repeated."""
 
     def read(record: Readable, turns: str) -> Iterator[Question]:
         return questions_of(record, turns, chat)
@@ -176,7 +176,7 @@ def read_questions(name: str, selection: Selection, chat: bool) -> Workload[Ques
 
 
 def questions_of(record: Readable, turns: str, chat: bool) -> Iterator[Question]:
-    """Yield a record's questions: its first question, or every question behind the messages before it.
+    """Yield a record's questions: its first question, or every question after the messages before it.
 
     A plain text's prompt is the end of its first half, at most OPENING words. Without `chat`, messages are sent as one
     text.
@@ -216,13 +216,13 @@ def questions_of(record: Readable, turns: str, chat: bool) -> Iterator[Question]
 
 @dataclass(frozen=True)
 class Answer(MeasuredRequest):
-    """A measured request with its text; tokens are as the server counts them, and seconds count from the sending."""
+    """A measured request with its text; tokens are counted by the server, seconds from the sending."""
 
     end_to_end: Pair = (0, 0.0)
     text: str = ""
 
     def weighted(self, weight: float) -> "Answer":
-        """Return it with the share of its seconds that counts where requests are concurrent."""
+        """Return the answer with the share of its seconds that counts for concurrent requests."""
         decoding = self.decoding and (self.decoding[0], self.decoding[1] * weight)
         end_to_end = self.end_to_end[0], self.end_to_end[1] * weight
         seconds = {key: spent * weight for key, spent in self.seconds.items()}
@@ -233,7 +233,7 @@ class Answer(MeasuredRequest):
 def answer_of(
     text: str, tokens: int, latency_s: float, ttft_s: float | None, passes: SpecDecodingStats | None
 ) -> Answer:
-    """Return an answer, of seconds to its last and first token; the latter is None if it came at once."""
+    """Return an answer with seconds to its last and first token; the latter is None if it came at once."""
     waits = {"latency_s": latency_s, "ttft_s": ttft_s}
     decode_s = None if ttft_s is None else latency_s - ttft_s
     decoding = None if decode_s is None else (max(tokens - 1, 0), decode_s)
@@ -242,10 +242,10 @@ def answer_of(
 
 
 def read_answer(events: Events, model: str) -> Answer:
-    """Assemble the answer from a reply's events, as `read_replies` does.
+    """Assemble an answer from a reply's events, as `read_replies` does.
 
     Raises:
-        EndpointError: what that raises, several choices, no finish reason, or no count of tokens.
+        EndpointError: as `read_replies`; also for several choices, no finish reason, or no count of tokens.
     """
     arrived = list(events)
     reply, *others = read_replies(arrived, model)
@@ -262,7 +262,7 @@ def read_answer(events: Events, model: str) -> Answer:
 
 @dataclass(frozen=True)
 class ClientConfig:
-    """Configuration of the requests to a server; conf/ops/endpoint.yaml explains the keys."""
+    """The configuration of requests to a server; conf/ops/endpoint.yaml explains the keys."""
 
     model: str | None
     chat: bool
@@ -279,35 +279,35 @@ class ServersConfig:
     baseline: str | None
     client: ClientConfig
     out: str
-    workload: Any  # a name, a list of them, or None
+    workload: Any  # a name, a list of names, or None
     prompts: Count
     max_new_tokens: NewTokens
     seed: Number
 
     def __post_init__(self) -> None:
-        """Refuse what is not a URL."""
+        """Refuse values that are not URLs."""
         check_url("url", self.url)
         check_url("baseline", self.baseline or self.url)
 
 
 class Metrics:
-    """A server's own pages, at its URL without the API's path; `key` is the option that holds it."""
+    """A server's own pages, at its URL without the API's path; `key` is the option of the URL."""
 
     def __init__(self, url: str, api_key_env: str, key: str = "url", timeout: float = PAGE_S) -> None:
         self.url, self.secret = base_url(url), os.environ.get(api_key_env)
-        # Without retries: a repeated request would be timed and counted twice.
+        # No retries: a repeated request would be timed and counted twice.
         self.once = EndpointConfig(None, 1, timeout, 0, 0.0, 0.0, api_key_env, {})
         self.root = Client(self.url, replace(self.once, timeout=PAGE_S), self.secret, key, "client")
 
     def alive(self) -> bool:
-        """Whether the server still answers."""
+        """Return whether the server still answers."""
         try:
             return self.root.page(f"{API}/models")[0] == 200
         except EndpointError:
             return False
 
     def counters(self) -> Counters | None:
-        """Read the server's counters, None without metrics of a known engine; refuse a server that does not answer."""
+        """Read the server's counters, None without a known engine's metrics; refuse a server that does not answer."""
         try:
             status, page = self.root.page("/metrics")
         except EndpointError as failure:
@@ -315,7 +315,7 @@ class Metrics:
         return read_counters(page) if status == 200 else None
 
     def reading(self) -> Counters | None:
-        """Read the counters of a server that need not answer: None then too."""
+        """Read the counters of a server that need not answer: None in that case too."""
         try:
             return self.counters()
         except ValueError:
@@ -323,7 +323,7 @@ class Metrics:
 
 
 class Server(Metrics):
-    """A served model; `engine` names the engine of its metrics, and is empty without metrics."""
+    """A served model; `engine` is the engine of its metrics, empty without metrics."""
 
     def __init__(self, url: str, config: ClientConfig, key: str) -> None:
         super().__init__(url, config.api_key_env, key, config.timeout)
@@ -335,7 +335,7 @@ class Server(Metrics):
         self.engine = getattr(self.reading(), "engine", "")
 
     def send(self, request: Question, settings: Record) -> Answer:
-        """Send a request, once, and return the answer; refuse a missing or malformed one."""
+        """Send a request once and return the answer; refuse a missing or malformed answer."""
         more = {"return_meta_info": True} if self.engine == SGLANG else {}
         body = {"model": self.model, **request.body, **settings, "n": 1, **STREAMED, **more, **self.config.extra}
         begin = time.perf_counter()
@@ -351,10 +351,10 @@ class Server(Metrics):
     def send_all(
         self, requests: Sequence[Question], settings: Record, in_flight: int, when: Sequence[float] | None
     ) -> tuple[list[Answer], SpecDecodingStats]:
-        """Send requests, `in_flight` at a time, with the fields that their bodies share; return answers and all passes.
+        """Send requests, `in_flight` at a time, with shared fields `settings`; return answers and counts of all passes.
 
-        They arrive `when` seconds from now, ascending, and wait while as many are in flight; None: all are there.
-        The baseline does not speculate, and a forward pass of it commits one token.
+        Request i arrives `when[i]` seconds from now, ascending, and waits while `in_flight` others run; None: all
+        arrive now. The baseline does not speculate, so each of its forward passes commits one token.
 
         Raises:
             ValueError: a request failed; or the counters show that the server restarted, that it served other clients
@@ -374,7 +374,7 @@ class Server(Metrics):
 
         with ThreadPoolExecutor(in_flight) as pool:
             answers = []
-            for answer in pool.map(send, requests, when or itertools.repeat(None)):  # a failure cancels others
+            for answer in pool.map(send, requests, when or itertools.repeat(None)):  # a failure cancels the others
                 answers.append(answer)
                 tick()
         wall = time.perf_counter() - begin
@@ -395,7 +395,7 @@ class Server(Metrics):
             )
         decoded = sum(int(answer.decoded) for answer in answers)
         deadline, count = time.monotonic() + LAG_S, len(answers)
-        while True:  # counters lag behind the answers
+        while True:  # counters lag after the answers
             after = self.counters()
             if after is None or restarted(before, after):
                 raise ValueError(
@@ -420,7 +420,7 @@ class Server(Metrics):
         return ([replace(answers[0], passes=total)] if len(answers) == 1 else answers), total
 
     def check_baseline_of(self, server: "Server") -> None:
-        """Refuse to be the baseline of a server of another model, or to speculate, unless it is the same server."""
+        """Refuse a baseline that serves another model or speculates, unless it is the same server."""
         if self.model != server.model:
             raise ValueError(
                 f"{self.url} serves {self.model} and {server.url} {server.model}: the baseline is the same model, "
@@ -430,7 +430,7 @@ class Server(Metrics):
             self.refuse_drafts()
 
     def refuse_drafts(self, *, drafts: bool = False) -> None:
-        """Refuse a baseline with `drafts`, or whose counters count drafts: it speculates."""
+        """Refuse a baseline with `drafts`, or whose counters count drafts, since it speculates."""
         counters = self.reading()
         if drafts or (counters is not None and counters.drafts is not None):
             raise ValueError(f"{self.url} speculates: {BASELINE_KEY} is for the same model served without a drafter")

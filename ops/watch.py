@@ -1,22 +1,22 @@
 """python ops/watch.py log=log.jsonl run=outputs/NAME: an alarm when a served head's acceptance has fallen.
 
-A bet of a share f of the most that is safe against "the mean is m or more", for a number x in [0, 1], multiplies a
-capital by 1 + f (m - x) / (1 - m). If the mean is m or more the capital is a nonnegative supermartingale: that it ever
-reaches 1 / rate times its start has at most the probability `rate`, whenever one looks (Ville, 1939; Waudby-Smith and
-Ramdas, "Estimating means of bounded random variables by betting", JRSS B 2024, arXiv 2010.09686). So is an average of
-such capitals over bets, and over the requests at which betting begins, as nobody knows when acceptance falls (Shin,
-Ramdas and Rinaldo, "E-detectors", arXiv 2203.03532).
+The test bets a share f of the largest safe bet against "the mean is at least m": for a number x in [0, 1] it multiplies
+a capital by 1 + f (m - x) / (1 - m). If the mean is at least m, the capital is a nonnegative supermartingale, so it
+reaches 1 / rate times its start with probability at most `rate`, whenever one looks (Ville, 1939; Waudby-Smith and
+Ramdas, "Estimating means of bounded random variables by betting", JRSS B 2024, arXiv 2010.09686). The same holds for
+averages of such capitals over shares f, and over the request at which betting begins, since the time of a fall is
+unknown (Shin, Ramdas and Rinaldo, "E-detectors", arXiv 2203.03532).
 
-The mean m of the time before is not known, only a reference window of it. Bets there, by 1 + f (x / m - 1), that the
-mean is above m, whose capital goes on to the bets that it has fallen, are a supermartingale at the true m. So the least
-of this product over all m stays below 1 / rate with the same probability, the reference's uncertainty included. It
-needs no more than that requests come independently from one distribution.
+The mean m before the fall is unknown; there is only a reference window. Bets on the reference that the mean is above m,
+by 1 + f (x / m - 1), whose capital passes to the bets that it has fallen, form a supermartingale at the true m. So the
+minimum of this product over all m stays below 1 / rate with the same probability, the reference's uncertainty included.
+The only assumption is that requests are independent and come from one distribution.
 """
 
 import sys
 from pathlib import Path
 
-if __name__ == "__main__":  # a script's own folder would hide the checkout's root
+if __name__ == "__main__":  # the checkout's root replaces the script's folder
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 import logging
@@ -55,11 +55,11 @@ from inference.target.target import Target
 from ops.served import Metrics, Record
 
 BETS = np.array([1.0, 0.5, 0.25, 0.125, 0.0625])  # shares of the largest safe bet
-PILOT = 4  # the first of N equal parts of the reference decides on the scale only
-LEAST = 1e-9  # the smallest scale
-CUT = 0.95  # quantile of the pilot's values that larger values are cut to
-MEANS, AROUND = 128, 0.15  # how many means are bet on, and how far around the reference's most of them are
-MOST = 1e150  # cap of a capital; any excess is dropped
+PILOT = 4  # one of N equal parts of the reference sets only the scale
+LEAST = 1e-9  # minimum scale
+CUT = 0.95  # quantile of the pilot's values at which values are cut
+MEANS, AROUND = 128, 0.15  # number of means that are bet on; range around the reference that holds most
+MOST = 1e150  # cap of a capital, which drops the excess
 QUIET, ALARM, EARLY = 0, 1, 3  # exit statuses
 
 Array = NDArray[np.float64]
@@ -79,7 +79,7 @@ class WatcherConfig:
 
 
 class Alarm(NamedTuple):
-    """An alarm: the request at which it came, the one from which on acceptance was lower, both from 0, and why."""
+    """An alarm: the request of the alarm, the first request of lower acceptance, both from 0, and the reason."""
 
     at: int
     since: int
@@ -89,7 +89,7 @@ class Alarm(NamedTuple):
     rate: float
 
     def __str__(self) -> str:
-        """Describe it in one line."""
+        """Describe the alarm in one line."""
         return (
             f"time to adapt, at request {self.at + 1:,}: from about request {self.since + 1:,} on the target accepts "
             f"{self.after:.2f} tokens per pass in place of {self.before:.2f} (evidence {self.evidence:.3g}; a false "
@@ -104,9 +104,9 @@ class Mean:
         middle = float(reference.mean())
         near = np.clip(np.linspace(middle - AROUND, middle + AROUND, MEANS), 1e-3, 1 - 1e-3)
         mean = np.union1d(near, np.linspace(0, 1, MEANS // 4)[1:-1])
-        # Between two of these means the capital is at least that before at the upper, times that since at the lower.
+        # Between two means the capital is at least (before, at the upper mean) times (since, at the lower mean).
         upper, lower = np.append(mean, 1.0), np.insert(mean, 0, 0.0)
-        with np.errstate(divide="ignore"):  # all is lost at a 0, where all was bet
+        with np.errstate(divide="ignore"):  # a bet of everything loses all at a 0
             gains = np.log(1 + BETS[:, None, None] * (reference / upper[:, None] - 1)).sum(2)
         before = np.logaddexp.reduce([np.zeros(len(upper)), *gains]) - math.log(1 + len(BETS))
         self.before = np.exp(np.minimum(before, math.log(MOST)))
@@ -114,7 +114,7 @@ class Mean:
         self.since = np.zeros((len(BETS), len(lower)))
 
     def update(self, value: float) -> float:
-        """Bet on one more number, and return the evidence."""
+        """Bet on one more value, and return the evidence."""
         begins = self._waiting()
         self.count += 1
         gain = (self.least - value) / (1 - self.least)
@@ -122,12 +122,12 @@ class Mean:
         return float((self.before * (self.since.mean(0) + self._waiting())).min())
 
     def _waiting(self) -> float:
-        """Return the weight of the bets that begin later, 1 at first."""
+        """Return the weight of bets that have not begun, 1 at the start."""
         return 1 / math.log2(self.count + 2)
 
 
 class Outcome(NamedTuple):
-    """A watch's end: its alarm if there was one, the requests or windows that it read, and its exit status."""
+    """The outcome of a watch: its alarm or None, the number of observations, and the exit status."""
 
     alarm: Alarm | None
     requests: int
@@ -137,7 +137,7 @@ class Outcome(NamedTuple):
 def watched(arrivals: Iterable[SpecDecodingStats], config: WatcherConfig) -> Outcome:
     """Read observations until an alarm, their end, or an interruption.
 
-    Accepted tokens per pass are cut to a scale and divided by it, so that one request in many does not keep bets small.
+    Accepted tokens per pass are cut to a scale and divided by it, so that rare large values do not keep bets small.
     """
     accepted, count, rate = list[float](), config.reference, config.alarm_rate
     scale, mean, alarm = 1.0, None, None
@@ -158,7 +158,7 @@ def watched(arrivals: Iterable[SpecDecodingStats], config: WatcherConfig) -> Out
 
 
 def changed_at(values: Array) -> int:
-    """Return the index that cuts values in two of which the second's mean is lower, by the least squares of both."""
+    """Return the index that splits values with the least squared error such that the second mean is lower."""
     before = np.arange(1, len(values))
     sums, after = values.cumsum()[:-1], len(values) - before
     fell = np.maximum(sums / before - (values.sum() - sums) / after, 0.0)
@@ -167,14 +167,14 @@ def changed_at(values: Array) -> int:
 
 log = logging.getLogger(__name__)
 
-Replay = Callable[[Json, int], SpecDecodingStats]  # record, index -> the passes of a replay
-DEEPEST = 1000  # accepted tokens of a pass
-TRIES = 20  # records without acceptance that may come before half of all must have it
+Replay = Callable[[Json, int], SpecDecodingStats]  # record, index -> passes of a replay
+DEEPEST = 1000  # maximum accepted tokens of a pass
+TRIES = 20  # records without acceptance that may come before at least half must have it
 
 
 @dataclass(frozen=True)
 class WatchConfig(WatcherConfig):
-    """A head in service that is watched, by a log or by a server's counters."""
+    """The configuration of a watch of a head in service, by a log or by a server's counters."""
 
     log: str | None
     run: str | None
@@ -186,7 +186,7 @@ class WatchConfig(WatcherConfig):
     tree: Json
 
     def __post_init__(self) -> None:
-        """Refuse a watch of nothing or of two things."""
+        """Refuse both a log and a server, or neither."""
         if (self.log is None) == (self.url is None):
             raise ValueError("give what to watch: log=FILE, or url=http://localhost:8000 of a server's counters")
         if self.url is not None:
@@ -194,10 +194,10 @@ class WatchConfig(WatcherConfig):
 
 
 def follow(config: WatchConfig) -> int:
-    """Watch; print the alarm on stdout, and on stderr how it ended; return 0 without an alarm, 1 with one, 3 too early.
+    """Watch; print an alarm on stdout and the outcome on stderr; return 0 without an alarm, 1 with one, 3 too early.
 
     Raises:
-        ValueError: there is no such log, head or server, or nothing says how many tokens were accepted.
+        ValueError: the log, head or server is missing, or acceptance is not known.
     """
     skipped = ""
     if config.url is not None:
@@ -218,12 +218,12 @@ def follow(config: WatchConfig) -> int:
 
 
 def windows(server: Metrics, config: WatchConfig) -> Iterator[SpecDecodingStats]:
-    """Yield windows of a server's counters, each of `config.passes` passes or more, other clients' among them.
+    """Yield windows of a server's counters, each of `config.passes` passes or more, other clients' passes included.
 
     A restart begins a new window. A server may be away for `config.away` seconds.
 
     Raises:
-        ValueError: it has no counters, answers without drafts, or stays away.
+        ValueError: the server has no counters, answers without drafts, or stays away.
     """
     before, last = server.counters(), time.monotonic()
     if before is None:
@@ -245,7 +245,7 @@ def windows(server: Metrics, config: WatchConfig) -> Iterator[SpecDecodingStats]
 
 
 def check_log(path: Path) -> None:
-    """Refuse a log that is not there, no file, or packed."""
+    """Refuse a log that is missing, not a file, or compressed."""
     if not path.is_file():
         raise ValueError(f"{path}: no such file; give the log that the service writes")
     if path.suffix in OPENERS:
@@ -253,20 +253,20 @@ def check_log(path: Path) -> None:
 
 
 def growing(path: Path, *, follow: bool, poll: float) -> Iterator[bytes]:
-    """Yield the lines of a file, and those that are added to it; an incomplete one waits for its end.
+    """Yield a file's lines, including lines added later; an incomplete line is held until it ends.
 
-    Where another file takes its name, the rest of the old one comes first; one that was cut begins again. Without
-    `follow` it ends where the file does.
+    If another file takes its name, the rest of the old file comes first; a truncated file is read again. Without
+    `follow` the lines end with the file.
 
     Raises:
-        ValueError: there is no such file at first, or it is packed.
+        ValueError: the file is missing at the start, or is compressed.
     """
     check_log(path)
     file = path.open("rb")
     try:
         while True:
             start, replaced = file.tell(), False
-            with suppress(FileNotFoundError):  # between two names there may be none for a while
+            with suppress(FileNotFoundError):  # during a rename the file may be missing for a moment
                 replaced = follow and not os.path.samestat(os.fstat(file.fileno()), path.stat())
             line = file.readline()
             if line.endswith(b"\n") or (line and (replaced or not follow)):
@@ -293,9 +293,9 @@ def json_object(line: bytes) -> Json:
 
 @dataclass
 class Log:
-    """A log's observations: the counts of its records, else those of a head replayed along them.
+    """A log's observations: the counts in its records, or those of a head replayed along them.
 
-    `skipped` counts the records that have neither; `numbers` has the line, from 0, of each observation.
+    `skipped` counts the records that have neither; `numbers` holds the line, from 0, of each observation.
     """
 
     path: Path
@@ -336,9 +336,9 @@ class Log:
 
 
 def counts_in(raw: Record) -> SpecDecodingStats | None:
-    """Return the counts that a record has of its answer's passes, None if it has none.
+    """Return the counts of passes in a record, None without counts.
 
-    That is `accepted`, how many tokens each pass accepted, or the counts in vLLM's and SGLang's replies.
+    They are `accepted`, the accepted tokens of each pass, or the counts in vLLM's and SGLang's replies.
     """
     accepted = raw.get("accepted")
     if isinstance(accepted, list) and all(type(count) is int and 0 <= count <= DEEPEST for count in accepted):
@@ -350,12 +350,12 @@ def counts_in(raw: Record) -> SpecDecodingStats | None:
 
 
 def player(run: str, given: Record, tree: Record, config: WatcherConfig, name: str) -> Replay:
-    """Return the replay of a run's head along the log of a name; target and head are loaded with its first record.
+    """Return the replay of a run's head along the log `name`; target and head are loaded at the first record.
 
-    `given` and `tree` have what the user says of the target and of the head's tree, None what is left as it is.
+    `given` and `tree` hold the user's values for the target and for the tree; None keeps the saved value.
 
     Raises:
-        ValueError: no such run, a run without a head, or a tree that the head cannot draft.
+        ValueError: the run or its head is missing, or the head cannot draft the tree.
     """
     folder = resolve_head(run)
     saved_tree(folder, tree)
@@ -371,10 +371,10 @@ def player(run: str, given: Record, tree: Record, config: WatcherConfig, name: s
 def replayed(
     target: Target, drafter: HeadDrafter, config: WatcherConfig, raw: Json, number: int, name: str
 ) -> SpecDecodingStats:
-    """Return the passes that the answers of a record would have taken, under the head's tree in greedy decoding.
+    """Return the passes that a record's answers would have taken with the head's tree in greedy decoding.
 
     Raises:
-        ValueError: it has no answer, is of no known shape, or of another tokenizer.
+        ValueError: the record has no answer, an unknown shape, or another tokenizer.
     """
     entry, tree = parse(raw, number, name), drafter.policy
     grown = [tree] if tree.kind in BY_CONFIDENCE else []
@@ -390,7 +390,7 @@ def replayed(
 
 @command("ops/watch")
 def main(cfg: DictConfig) -> None:
-    """Watch; exit with 0 without an alarm, 1 with one, 2 for a mistake, 3 where nothing could be compared yet."""
+    """Watch; exit with 0 without an alarm, 1 with one, 2 for invalid input, 3 if nothing could be compared yet."""
     with ending_alone(), user_errors():
         raise SystemExit(follow(typed(WatchConfig, cfg)))
 

@@ -65,8 +65,8 @@ def source_for(
     """Return a run's feature source.
 
     Raises:
-        ValueError: the store is of something else, lacks sequences that may not be computed, or layers that the head
-            reads.
+        ValueError: the store holds other features, lacks sequences and may not compute them, or lacks layers that the
+            head reads.
     """
     if config.mode == "live":
         assert isinstance(target, Target)
@@ -99,7 +99,7 @@ def source_for(
 def among_processes(run: Any, job: Callable[[Any, Accelerator, RunLock], None]) -> None:
     """Run a job on every process with the first process's configuration, while it locks the output folder."""
     accelerator = processes.accelerator_for(run.launcher, run.trainer, run.model)
-    accelerator.wait_for_everyone()  # no process may see the others' first writes
+    accelerator.wait_for_everyone()  # before this, other processes could see the first one's writes
     with RunLock(Path(run.out)) as lock:
         on_main(accelerator, lock.take)
         (run,) = broadcast_object_list([run])
@@ -114,10 +114,10 @@ def build(run: RunConfig, accelerator: Accelerator, lock: RunLock) -> Loop:
     micro-batch that runs on this device.
 
     Raises:
-        ValueError: target, head, data or an earlier run in the folder do not fit each other.
+        ValueError: target, head, data and an earlier run in the folder do not fit together.
     """
     if not accelerator.is_main_process:
-        logging.disable(logging.WARNING)  # only the first process warns
+        logging.disable(logging.WARNING)  # only the main process logs warnings
     set_seed(run.trainer.seed)
     goes_on = run.resume and bool(checkpoint.checkpoints(Path(run.out) / "checkpoints"))
     init = checkpoint.first_init(Path(run.out), run.head.name) if goes_on and run.init == AUTO else run.init
@@ -135,7 +135,7 @@ def build(run: RunConfig, accelerator: Accelerator, lock: RunLock) -> Loop:
     data = load_training(run.data, target.tokenizer, prompts, run.workload, max_prompt_tokens(run, target.config))
     packed = pack(data.samples, run.data.length)
     check_known(packed, data.held_out, target.tokenizer, target.embeddings.vocab_size)
-    if init in STARTS:  # else the pruned vocabulary is chosen already
+    if init in STARTS:  # a head to start from has already chosen its pruned vocabulary
         prune(head, token_counts(data.samples, target.embeddings.vocab_size))
     if run.trainer.micro_tokens is None:
         micro_tokens = run.data.length * executable_micro_batch(run, accelerator, target, head, packed)
@@ -178,10 +178,10 @@ def build(run: RunConfig, accelerator: Accelerator, lock: RunLock) -> Loop:
 def executable_micro_batch(
     run: RunConfig, accelerator: Accelerator, target: Target | EmbeddingsOnly, head: Any, packed: Packed
 ) -> int:
-    """Return the sequences of a micro-batch: those of the plan, fewer where this device has no memory for a trial.
+    """Return the sequences of a micro-batch: the plan's number, or fewer if a trial runs out of memory.
 
-    The trial is two micro-batches whose rows are all trained, with the optimiser's state. Where processes share the
-    passes of target or head they cannot run trials of their own, and the plan decides.
+    The trial runs two micro-batches in which every row is trained, with the optimiser's state. Processes that share the
+    target's or head's passes cannot run trials of their own; for them the plan decides.
     """
     device, size = accelerator.device, plan(run).micro_batch_size
 
@@ -226,7 +226,7 @@ def loop_of(
 ) -> Loop:  # fmt: skip
     """Return the run's training loop, ready to start or to resume.
 
-    `tree` is the tree that the target can verify; trackers show `values`.
+    `tree` is a tree that the target can verify; trackers record `values`.
     """
     evaluator = rollouts = None
     if isinstance(target, Target) and run.trainer.eval_prompts:
@@ -250,13 +250,13 @@ def loop_of(
 
 
 def batches_for(run: Any, packed: Any, accelerator: Accelerator) -> Batches:
-    """Return the run's batches, the trainer's token budgets converted to sequences."""
+    """Return the run's batches, with the trainer's token counts converted to sequences."""
     step, micro_batch = (tokens // run.data.length for tokens in (run.trainer.batch_tokens, run.trainer.micro_tokens))
     return Batches(packed, step, micro_batch, run.trainer.seed, accelerator.process_index, accelerator.num_processes)
 
 
 def max_prompt_tokens(run: RunConfig, config: Any) -> int | None:
-    """Return the most tokens of a held-out prompt, None without measurements.
+    """Return the maximum tokens of a held-out prompt; None if nothing is measured.
 
     The final evaluation decodes longer answers than the measurements during training.
     """
@@ -269,9 +269,9 @@ def prepare_out(
     run: Any, values: Json, lock: RunLock, settings: Json, data: TrainingData,
     origin: Json, weights: str = "head",
 ) -> None:  # fmt: skip
-    """Create the output folder after everything has loaded, so that a mistake does not replace an earlier run.
+    """Create the output folder after everything has loaded, so that a failed start does not replace an earlier run.
 
-    config.yaml gets `values`, provenance.json `origin`. Then print the statistics of the data.
+    config.yaml receives `values`, provenance.json `origin`. Then print the data's statistics.
     """
     out = Path(run.out)
     if run.resume:
@@ -280,22 +280,22 @@ def prepare_out(
             tell(f"{out}: nothing to resume, begins at step 0")
     out.mkdir(parents=True, exist_ok=True)
     lock.take()
-    check_out(run)  # another run may have started and ended meanwhile
-    for left in (out / "checkpoints").glob(f"{checkpoint.PARTIAL}*"):  # by a killed run
+    check_out(run)  # again: another run may have written there meanwhile
+    for left in (out / "checkpoints").glob(f"{checkpoint.PARTIAL}*"):  # left by a killed run
         shutil.rmtree(left, ignore_errors=True)
     if run.overwrite and not run.resume:
         clear_out(out, weights)
     atomic_write(out / "config.yaml", OmegaConf.to_yaml(OmegaConf.create(values)).encode())
     if data.held_out:
         save_prompts(data.held_out, out / "prompts.jsonl")
-    else:  # nor prompts of a failed start, which this run may train on
+    else:  # prompts of a failed start may now be trained on
         (out / "prompts.jsonl").unlink(missing_ok=True)
     write_json(out / "provenance.json", redacted_values(origin))
     tell(data.counts.line(run.data))
 
 
 def provenance(world: int, strategy: str, data: TrainingData, tokenizer: PreTrainedTokenizerBase) -> Json:
-    """Return this run's provenance: code, versions, command, processes and strategy, data."""
+    """Return this run's provenance: code, versions, command, processes, strategy, data."""
     code = revision()
     return {
         "git_revision": code["revision"],
@@ -315,7 +315,7 @@ def provenance(world: int, strategy: str, data: TrainingData, tokenizer: PreTrai
 
 
 def sizes(head: Any, data: TrainingData, packed: Packed) -> str:
-    """Return the sizes of what is trained and of its data, in words."""
+    """Describe the sizes of the head and of its data."""
     count, length = packed.token.shape
     return (
         f"{parameter_count(head):,} trained parameters, {len(data.samples):,} samples, {count:,} sequences of {length} "

@@ -5,10 +5,10 @@
     checkpoints/step-N/state.json                the step, the measurements so far, the settings that identify the run
 
 The state is weights, optimiser state and EMA as named whole tensors: `weight/…`, `state/…/KEY`, `average/…`, with the
-head's own parameter names, so the number of processes and the strategy that shards the head may change on resume. It
-is copied at once, and a thread writes the copy while training continues, to a folder `.partial-…`, where each process
-writes a note once its shard is on the disk; the main process then renames the folder. The data position is the step
-number, and all other randomness is derived from seeds and step, so nothing else is needed to resume.
+head's own parameter names, so the number of processes and the sharding strategy may change on resume. The state is
+copied at once; a thread writes the copy to a folder `.partial-…` while training continues. There each process writes a
+note once its shard is on the disk, and then the main process renames the folder. The data position is the step number,
+and all other randomness derives from seeds and step, so nothing else is needed to resume.
 
 The threads of the processes communicate only through files. Collectives belong to the main thread: called from two
 threads, they would run in a different order on every process.
@@ -74,10 +74,10 @@ def note_of(partial: Path, rank: int) -> Path:
 
 
 def write_shard(partial: Path, rank: int, world: int, tensors: NamedTensors) -> None:
-    """Write a process's tensors and then its note: the shard's tensors and checksum.
+    """Write a process's tensors, and then its note: the shard's tensor names and checksum.
 
     Raises:
-        OSError, SafetensorError: the disk refused.
+        OSError, SafetensorError: a write failed.
     """
     partial.mkdir(parents=True, exist_ok=True)
     shard = partial / f"rank-{rank:05d}-of-{world:05d}.safetensors"
@@ -88,9 +88,10 @@ def write_shard(partial: Path, rank: int, world: int, tensors: NamedTensors) -> 
 
 
 def commit(partial: Path, final: Path, world: int, names: list[str], content: Json) -> None:
-    """Commit the shards of all processes, whose notes exist in `partial`, as the checkpoint `final` by one rename.
+    """Commit the shards of all processes, whose notes are in `partial`, as the checkpoint `final` by one rename.
 
-    It replaces an earlier one of the same step. Tensors are read back in the order of `names`; `content` is state.json.
+    The rename replaces an earlier checkpoint of the same step. Tensors are read back in the order of `names`; `content`
+    is state.json.
     """
     notes = [read_checked(note_of(partial, rank)) for rank in range(world)]
     tensors = {name: {"shard": note["shard"]} for note in notes for name in note["tensors"]}
@@ -133,7 +134,7 @@ def complaint(path: Path, rank: int, world: int) -> str:
 
 
 def tensors(path: Path) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors of a checkpoint without a `complaint`, on every process in the same order."""
+    """Yield the tensors of an intact checkpoint, on every process in the same order."""
     index = read_checked(path / INDEX)
     shards: Json = {shard: safe_open(inside(path, shard), framework="pt") for shard in index["shards"]}
     for name, about in index["tensors"].items():
@@ -142,7 +143,7 @@ def tensors(path: Path) -> Iterator[tuple[str, Tensor]]:
 
 @dataclass
 class TrainState:
-    """The state of a head, its optimiser and the average of its weights, under any strategy."""
+    """The state of a head, its optimiser and the EMA of its weights, under any strategy."""
 
     head: nn.Module
     optimizer: Any
@@ -180,7 +181,7 @@ class TrainState:
 
         Raises:
             KeyError: the head or its optimiser has no such tensor.
-            RuntimeError: it has another shape.
+            RuntimeError: the tensor has another shape.
         """
         kind, rest, key = split(name)
         p = self.head.state_dict(keep_vars=True)[rest]
@@ -204,7 +205,7 @@ class TrainState:
             put(p, state[key], value)
 
     def weights(self) -> NamedTensors:
-        """Return the whole weights to evaluate and to save, on the CPU: the average's if there is one."""
+        """Return the whole weights to evaluate and save, on the CPU: the EMA's if there is one."""
         averaged = self.average.weights
         return {
             name: self.read(f"{'average' if name in averaged else 'weight'}/{name}") for name in self.head.state_dict()
@@ -213,14 +214,14 @@ class TrainState:
     def _states(self, parameter: Tensor) -> list[Json]:
         """Return the optimiser's state dicts that hold one parameter, empty before its first step.
 
-        Under ZeRO they are those of all flat partitions, which step together: each has the count of steps.
+        Under ZeRO these are the states of all flat partitions; each has the same count of steps.
         """
         optimizer = self._optimizer(parameter)
         return list(optimizer.state.values()) if zero_stage(parameter) else [optimizer.state[parameter]]
 
     def _optimizer(self, parameter: Tensor) -> Any:
         """Return the optimiser of one parameter."""
-        plain: Any = getattr(self.optimizer, "optimizer", self.optimizer)  # DeepSpeed wraps it
+        plain: Any = getattr(self.optimizer, "optimizer", self.optimizer)  # DeepSpeed wraps the optimiser
         for optimizer in getattr(plain, "optimizers", [plain]):
             if zero_stage(parameter) or any(
                 parameter is p for group in optimizer.param_groups for p in group["params"]
@@ -230,39 +231,39 @@ class TrainState:
 
 
 def split(name: str) -> tuple[str, str, str]:
-    """Parse a tensor's name into its kind, the parameter, and the key of the optimiser's state, else empty."""
+    """Parse a tensor's name into its kind, the parameter, and the key of the optimiser's state (otherwise empty)."""
     kind, rest = name.split("/", 1)
     parameter, _, key = rest.rpartition("/") if kind == "state" else (rest, "", "")
     return kind, parameter, key
 
 
 POLL = 0.05  # seconds between checks for the other processes' notes
-REFUSED = OSError, SafetensorError, RuntimeError, ValueError  # errors of a disk that refuses
+REFUSED = OSError, SafetensorError, RuntimeError, ValueError  # errors of a failed write
 
 
 class Saver:
-    """Write and find the checkpoints of a run; all processes make the same calls."""
+    """The writer and reader of a run's checkpoints; all processes make the same calls."""
 
     def __init__(self, out: Path, control: ProcessControl, keep: int) -> None:
         self.folder, self.metrics, self.control, self.keep = out / "checkpoints", out / "metrics.jsonl", control, keep
-        self.seconds = 0.0  # seconds that training has waited for saves
-        self.saved = -1  # the step that was saved last, or loaded
+        self.seconds = 0.0  # seconds that training waited for saves
+        self.saved = -1  # last step that was saved or loaded
         self._pending: Future[None] | None = None
         self._thread = ThreadPoolExecutor(1)
         self._given_up = threading.Event()
 
     def save(self, state: TrainState, step: int, content: Json, best: int) -> None:
-        """Wait for the save before, copy the state, and start writing it; wait for this one too if that before failed.
+        """Wait for the previous save, copy the state and start to write it; wait for this one if the last failed.
 
         `content` goes to state.json next to the step; the checkpoint of step `best`, with the best τ, is never deleted.
 
         Raises:
-            ValueError: the disk has refused twice in a row; earlier checkpoints still load.
+            ValueError: two saves in a row failed; earlier checkpoints still load.
         """
         begin = time.perf_counter()
         failed = self._wait()
         tensors, names = partition(state, self.control.rank, self.control.world)
-        partial = self.folder / self.control.broadcast(f"{PARTIAL}{step:08d}-{time.time_ns():x}")  # of this attempt
+        partial = self.folder / self.control.broadcast(f"{PARTIAL}{step:08d}-{time.time_ns():x}")  # unique per attempt
         self._pending = self._thread.submit(self._write, partial, tensors, names, {"step": step, **content}, best)
         self.saved = step
         if failed:
@@ -271,7 +272,7 @@ class Saver:
         self.seconds += time.perf_counter() - begin
 
     def finish(self) -> None:
-        """Wait until the pending checkpoint is written; refuse to go on if it could not be."""
+        """Wait until the pending checkpoint is written; raise if the write failed."""
         begin = time.perf_counter()
         failed = self._wait()
         self.seconds += time.perf_counter() - begin
@@ -285,7 +286,7 @@ class Saver:
         self._thread.shutdown()
 
     def newest(self) -> Path | None:
-        """Return the newest good checkpoint, None without any; warn of newer damaged ones, and refuse if all are."""
+        """Return the newest good checkpoint, or None; warn of newer damaged ones, and refuse if all are damaged."""
         control = self.control
         paths: list[Path] = control.broadcast(checkpoints(self.folder))
         wrong: list[str] = []
@@ -295,7 +296,7 @@ class Saver:
                 if wrong:
                     control.warn(f"{'; '.join(wrong)}; going on from {path.name}")
                     for damaged in paths[paths.index(path) + 1 :] if control.rank == 0 else ():
-                        aside = damaged.with_name(DAMAGED + damaged.name)  # so that it does not count as the newest
+                        aside = damaged.with_name(DAMAGED + damaged.name)  # so that it is not the newest again
                         shutil.rmtree(aside, ignore_errors=True)
                         os.replace(damaged, aside)
                 self.saved = step_of(path)
@@ -306,7 +307,7 @@ class Saver:
         return None
 
     def complaints(self, path: Path) -> list[str]:
-        """Return what is wrong with a checkpoint, empty if it is good; a collective call."""
+        """Return the defects of a checkpoint, empty if it is intact; a collective call."""
         control = self.control
         return [text for text in control.gather(complaint(path, control.rank, control.world)) if text]
 
@@ -319,16 +320,16 @@ class Saver:
             pending.result()
         except REFUSED as error:
             failed = one_line(error)
-        # The main process only misses others.
+        # The main process only reports that shards are missing, so others' errors come first.
         return next(filter(None, reversed(self.control.gather(failed))), "")
 
     def _write(self, partial: Path, tensors: NamedTensors, names: list[str], content: Json, best: int) -> None:
-        """Write this process's tensors; on the main process wait for the others' and commit the checkpoint of all."""
+        """Write this process's tensors; on the main process wait for all shards and commit the checkpoint."""
         control, final = self.control, folder_of(self.folder, content["step"])
         try:
             write_shard(partial, control.rank, control.world, tensors)
             if control.rank == 0:
-                # Fail if a note is missing after the time-out, before the others time out waiting for this process.
+                # Half of the time-out, so that a missing note fails before the other processes time out.
                 end = time.monotonic() + control.timeout / 2
                 while missing := [rank for rank in range(control.world) if not note_of(partial, rank).exists()]:
                     if self._given_up.is_set() or time.monotonic() > end:
@@ -347,7 +348,7 @@ class Saver:
 def partition(state: TrainState, rank: int, world: int) -> tuple[NamedTensors, list[str]]:
     """Return the tensors that a process writes, copied, and the names of all.
 
-    The processes take turns. Every process reads every tensor, since gathering a sharded one is a collective call.
+    The processes take turns. Every process reads every tensor, since gathering a sharded tensor is a collective call.
     """
     tensors: NamedTensors = {}
     names = state.names()
@@ -363,21 +364,21 @@ STEERING = (
     "precision", "micro_tokens", "spike",
 )  # fmt: skip
 VERSIONS = {"torch": torch.__version__, "transformers": transformers.__version__}
-SHOWN = 60  # characters of a value in a message
+SHOWN = 60  # maximum characters of a value in a message
 
 
 class Identity(NamedTuple):
-    """The settings that identify a run: on resume a change in `settings` is refused, one in `numerics` reported."""
+    """The settings that identify a run: on resume, changes in `settings` are refused, in `numerics` reported."""
 
     settings: Json
     numerics: Json
 
 
 def settings(trainer: TrainerConfig, sections: Json, target: str, batches: Batches) -> Json:
-    """Return the settings that may not change on resume.
+    """Return the settings that must not change on resume.
 
-    They determine the data, its order and the optimiser's state; `sections` has the configurations of what is trained,
-    and `target` is the target's fingerprint.
+    They determine the data, its order and the optimiser's state. `sections` holds the configurations of the trained
+    modules, and `target` is the target's fingerprint.
     """
     nested = {f"{name}.{key}": value for name, section in sections.items() for key, value in asdict(section).items()}
     return plain({
@@ -396,18 +397,18 @@ def numerics(trainer: TrainerConfig, loss: Json, strategy: str, world: int) -> J
 
 
 def check(out: Path, now: Json) -> None:
-    """Refuse other settings than those of the newest readable checkpoint."""
+    """Refuse settings that differ from those of the newest readable checkpoint."""
     for path in reversed(checkpoints(out / "checkpoints")):
         try:
             then = read_checked(path / STATE)["settings"]
         except (ValueError, KeyError, OSError):
-            continue  # loading reports the damage
+            continue  # loading the checkpoint reports the damage
         refuse_changed(out, then, now)
         return
 
 
 def refuse_changed(out: Path, then: Json, now: Json) -> None:
-    """Refuse other settings than those of a run's beginning, listing each with both values."""
+    """Refuse settings that differ from those at the run's start; list both values of each."""
     if changed := differences(then, now):
         raise ValueError(
             f"{out}: resume=true goes on with the settings that the run began with, and here differ {changed}; "
@@ -418,7 +419,7 @@ def refuse_changed(out: Path, then: Json, now: Json) -> None:
 def first_init(out: Path, head: str) -> str | None:
     """Return the `init` of a run's head, from its config.yaml; refuse a head of another name.
 
-    A head of another name may not support that `init`, and the error would name a value that nobody gave.
+    A head of another name may not support that `init`, and the error would name a value that no user gave.
     """
     config = OmegaConf.load(out / "config.yaml")
     refuse_changed(out, {"head.name": OmegaConf.select(config, "head.name", default=head)}, {"head.name": head})
@@ -427,7 +428,7 @@ def first_init(out: Path, head: str) -> str | None:
 
 
 def differences(then: Json, now: Json) -> str:
-    """Return the changed settings, with both values, among those known to both the run and its head."""
+    """Return the changed settings with both values; settings that only one side knows are ignored."""
     lost = {f"head.{key}" for key in RETIRED.get(str(now.get("head.name")), ())}
     keys = [key for key in then if then[key] != now.get(key) and key not in lost]
     values = {key: [json.dumps(settings.get(key)) for settings in (then, now)] for key in keys}
@@ -436,7 +437,7 @@ def differences(then: Json, now: Json) -> str:
 
 
 def plain(values: Json) -> Json:
-    """Return values after a round trip through JSON, so that they compare with those of a checkpoint."""
+    """Return values after a round trip through JSON, for comparison with a checkpoint's values."""
     decoded: Json = json.loads(json.dumps(values))
     return decoded
 
@@ -446,10 +447,10 @@ def restore(state: TrainState, path: Path) -> None:
 
     Raises:
         KeyError: the run has other tensors.
-        RuntimeError: one has another shape.
-        ValueError: one cannot be read.
+        RuntimeError: a tensor has another shape.
+        ValueError: a tensor cannot be read.
     """
-    names = {name for name in state.names() if not name.startswith("state/")}  # none before the first step
+    names = {name for name in state.names() if not name.startswith("state/")}  # a new optimiser has no state yet
     for name, value in tensors(path):
         names.discard(name)
         state.write(name, value)

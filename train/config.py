@@ -1,6 +1,6 @@
 """The types of conf/train.yaml; the values are in the YAML, and `run_config` joins the two.
 
-Invariants are checked where the values arrive: the key, its value and the remedy in one line.
+Invariants are checked here; an error names the key, its value and the remedy in one line.
 """
 
 from dataclasses import dataclass
@@ -27,8 +27,8 @@ from train.losses import ObjectiveConfig
 from train.start import CHECKPOINT, LAST_LAYER, STARTS, AdaptConfig, peft_config
 from train.trackers import TRACKERS
 
-HERE = "here"  # the device of conf/device that is this machine's
-IGNORE = "ignore"  # value of `plan` that starts a run that does not fit
+HERE = "here"  # name of the device that stands for this machine's
+IGNORE = "ignore"  # value of `plan` that starts a run even if it does not fit
 Dtype = Annotated[str, OneOf((AUTO, *DTYPES))]
 STRATEGIES = ("ddp", "fsdp2", "zero2", "zero3")
 
@@ -93,7 +93,7 @@ class SlurmConfig:
 class LauncherConfig:
     """The processes: `num_processes` on each of `num_nodes` nodes; this node is `machine_rank`.
 
-    `strategy` is one of STRATEGIES, how the processes share the head. With `slurm` they run as a SLURM job.
+    `strategy`, one of STRATEGIES, says how the processes share the head. With `slurm` they run as a SLURM job.
     `train.resolve` fills in null and auto.
     """
 
@@ -113,19 +113,19 @@ class LauncherConfig:
 
     @property
     def local(self) -> int:
-        """The processes of a node, after `resolve`."""
+        """Return the processes per node; valid after `resolve`."""
         assert self.num_processes is not None
         return self.num_processes
 
     @property
     def world(self) -> int:
-        """The processes of all nodes, after `resolve`."""
+        """Return the processes on all nodes; valid after `resolve`."""
         return self.local * self.num_nodes
 
 
 @dataclass(frozen=True)
 class EvalSettings:
-    """The final evaluation, none with 0 prompts; `repeats` and `warmup` count timed and untimed passes."""
+    """The final evaluation; 0 prompts switch it off; `repeats` and `warmup` count timed and untimed passes."""
 
     prompts: Number
     max_new_tokens: NewTokens
@@ -157,7 +157,7 @@ class DeviceConfig:
 
 @dataclass(frozen=True)
 class JobConfig:
-    """The configuration that trainings of heads and of streams have in common."""
+    """The configuration that the trainings of heads and of streams share."""
 
     name: str
     out: str
@@ -185,11 +185,11 @@ class JobConfig:
 
 @dataclass(frozen=True)
 class RunConfig(JobConfig):
-    """A training run, as conf/train.yaml composes it.
+    """A training run: the type of conf/train.yaml.
 
     `head` is the Config of the head that `head.name` chooses; it, `peft`, `objective`, `data`, `features` and `tree`
-    belong to the modules that use them. `init` is a head to start from, whose Config then replaces `head`; of
-    init=checkpoint `base` is the model with the module.
+    belong to the modules that use them. `init` may name a head to start from, whose Config then replaces `head`. With
+    init=checkpoint, `base` is the model whose checkpoint holds the MTP module.
     """
 
     plan: Any
@@ -207,13 +207,13 @@ class RunConfig(JobConfig):
 
     @property
     def sequences_per_step(self) -> int:
-        """Packed sequences of a step, over all processes."""
+        """Return the packed sequences per step, over all processes."""
         return self.trainer.batch_tokens // self.data.length
 
     @property
     def reads_target(self) -> bool:
-        """Whether it needs the target's layers: for features, decoding, initial weights, or changed weights."""
-        # By default head=mtp starts from the last layer, whatever is measured while it trains.
+        """Return whether the run needs the target's layers: for features, decoding, initial or changed weights."""
+        # init=auto starts head=mtp from the last layer, whether or not features are stored.
         starts = self.init in (LAST_LAYER, CHECKPOINT) or (self.init == AUTO and isinstance(self.head, Mtp.Config))
         features, decodes = self.features, self.trainer.eval_prompts or self.objective.on_policy.prompts
         given = not features.runs_target and features.on_missing == "fail" and not decodes
@@ -221,20 +221,20 @@ class RunConfig(JobConfig):
 
     @property
     def alone_on_cpu(self) -> bool:
-        """Whether it is a single process on a CPU, which leaves nothing to choose."""
+        """Return whether the run is a single process on a CPU, for which there is nothing to choose."""
         return self.launcher.world == 1 and self.device.type == "cpu"
 
 
 def run_config(cfg: DictConfig) -> RunConfig:
     """Return the composed configuration as typed objects; refuse unknown keys, wrong types and broken invariants."""
     cfg = with_head(cfg)
-    data = typed(DataConfig, cfg.data)  # first: the trainer's batch depends on its length
-    chosen = {"head": head_config(cfg.head), "peft": peft_config(cfg.peft)}  # a name inside chooses their types
+    data = typed(DataConfig, cfg.data)  # first, since the trainer's batch depends on its length
+    chosen = {"head": head_config(cfg.head), "peft": peft_config(cfg.peft)}  # a name in the values chooses the type
     return checked(typed(RunConfig, cfg, ready={"data": data, **chosen}))
 
 
 def checked(run: RunConfig) -> RunConfig:
-    """Return a run; refuse one whose sections contradict each other."""
+    """Return the run; refuse sections that contradict each other."""
     where = run.model.where
     objective = run.objective
     predicts = getattr(run.head, "confidence", False)
@@ -263,7 +263,7 @@ def checked(run: RunConfig) -> RunConfig:
             "head.candidates and objective.losses.candidates train a candidate head together: give "
             "experiment=eagle4_candidates, or leave both out"
         )
-    if run.init in STARTS:  # else `init` names a head with its own configuration
+    if run.init in STARTS:  # otherwise `init` names a head with its own configuration
         if predicts and not objective.losses.get("confidence"):
             raise ValueError(
                 "head.confidence=true predicts each draft's acceptance, and no loss teaches it: give "

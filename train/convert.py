@@ -1,4 +1,4 @@
-"""Convert a published head's pickle to safetensors; nothing else here reads pickles.
+"""Convert a published head's pickle to safetensors; nothing else in this repository reads pickles.
 
     python train/convert.py pickle=OWNER/NAME out=FOLDER
 
@@ -12,7 +12,7 @@ import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 
-if __name__ == "__main__":  # the checkout's root instead of train/, whose files could shadow modules
+if __name__ == "__main__":  # the checkout's root replaces train/, whose files could shadow modules
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 import torch
@@ -31,7 +31,7 @@ from heads.formats.weights import header
 
 
 def find_pickle(name: str) -> Path:
-    """Return a head's pickle: a file, a folder's, or OWNER/NAME's on the Hub; refuse a missing one."""
+    """Return a head's pickle: a file, or the one in a folder or in OWNER/NAME on the Hub; refuse a missing one."""
     path = Path(name).expanduser()
     if path.is_file():
         return path
@@ -47,13 +47,13 @@ def convert(pickle: Path, out: Path) -> Path:
     """Write a folder with the pickle's tensors as safetensors and its config.json, atomically.
 
     Raises:
-        ValueError: the folder is there, or the pickle is damaged or holds more than tensors.
+        ValueError: the folder exists, or the pickle is damaged or holds more than tensors.
     """
     if out.exists():
         raise ValueError(f"out={out}: is there already; name another folder")
     try:
         held = torch.load(pickle, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(pickle))
-    except Exception as error:  # any error, depending on the file
+    except Exception as error:  # a damaged file may cause any error
         reason = one_line(error).split(". ")[0][:300]
         raise ValueError(f"{pickle}: damaged, or holds more than tensors ({reason}); find it as safetensors") from error
     if not isinstance(held, dict) or not all(isinstance(k, str) and isinstance(v, Tensor) for k, v in held.items()):
@@ -69,7 +69,7 @@ def convert(pickle: Path, out: Path) -> Path:
 
 @dataclass(frozen=True)
 class ConvertConfig:
-    """conf/convert.yaml."""
+    """The type of conf/convert.yaml."""
 
     pickle: str
     out: str

@@ -35,15 +35,15 @@ from train.step import BAD, BEGINNING, Stepper, keep_batch
 from train.trackers import Tracker
 
 COST = "training.json"
-# Parts of the messages of CUDA, torch on a CPU and cuBLAS.
+# Parts of out-of-memory messages: CUDA, torch on a CPU, cuBLAS.
 NO_MEMORY = ("out of memory", "can't allocate memory", "ALLOC_FAILED")
 SCHEDULE = {f"trainer.{key}": key for key in ("steps", "warmup", "cooldown")}
 SHARED = ("best_tau", "best_step", "stale", "measured")
 
 
 def with_new_schedule(then: Json, now: Json, trainer: TrainerConfig, steps: int) -> Json:
-    """Return an earlier run's identity with this run's schedule, if its steps so far would be the same."""
-    # The share moves with the number of steps, as the rate does.
+    """Return an earlier run's identity with this run's schedule, if the finished steps would be the same."""
+    # `base_loss_share` depends on the number of steps, as the rate does.
     if not SCHEDULE.keys() <= then.keys() or then.get("objective.base_loss_share") is not None:
         return then
     schedule = {key: then[name] for name, key in SCHEDULE.items()}
@@ -62,7 +62,7 @@ class AcceptanceEvaluator:
         self.tree, self.name, self.seed, self.drafter = tree, name, trainer.seed, drafter
         self.groups = metrics.clustered(self.prompts)
         self.settings = RequestParams(trainer.eval_tokens, GREEDY)
-        # The conditions of τ besides the head: values are comparable only under equal ones.
+        # The conditions of τ except the head: values are comparable only under equal ones.
         self.conditions = {
             "trainer.eval_prompts": len(self.prompts), "trainer.eval_tokens": trainer.eval_tokens,
             "prompts' fingerprint": hashlib.sha256(json.dumps(self.prompts).encode()).hexdigest()[:16],
@@ -72,7 +72,7 @@ class AcceptanceEvaluator:
     def tau(self, head: Any, halted: Callable[[], bool] = lambda: False) -> Json | None:
         """Return τ of greedy decoding, pooled over the prompts, its 95 % interval, and P(a >= d).
 
-        None if `halted` returned true before a prompt.
+        Return None if `halted` returned true before a prompt.
         """
         drafter = self.drafter(head, self.tree, self.name)
         generations = []
@@ -82,10 +82,10 @@ class AcceptanceEvaluator:
                     return None
                 generations.append(speculate(self.target, drafter, prompt, self.settings))
         finally:
-            self.target.idle.pop(drafter, None)  # drop its batch, which holds a copy of the head
+            self.target.idle.pop(drafter, None)  # frees the drafter's batch, which holds a copy of the head
         acceptance = metrics.acceptance(generations)
         return {
-            "tau": acceptance.tau or 1.0,  # answers of one token have no step
+            "tau": acceptance.tau or 1.0,  # answers of one token have no steps
             "tau_ci": metrics.tau_interval(generations, self.seed, self.groups),
             "accepted_by_depth": acceptance.accepted_by_depth,
         }
@@ -93,7 +93,7 @@ class AcceptanceEvaluator:
 
 @dataclass
 class KeptHead:
-    """The best head of a run on disk, in its own folder with its tree."""
+    """The best head of a run, saved in a folder of its own with its tree."""
 
     folder: Path
     head: nn.Module
@@ -111,10 +111,10 @@ class KeptHead:
 
 
 class Loop:
-    """The loop of a run, on every process; the main process writes, and measures unless passes need all processes.
+    """A run's loop, on every process; the main process writes, and only it measures unless passes need all.
 
-    With `resumes` it resumes from the newest good checkpoint in `out`, if there is one. `kept_head` is a `KeptHead` or
-    another object with its methods; without an `evaluator` the newest head is kept. Trackers show `config`.
+    With `resumes` the loop continues from the newest good checkpoint in `out`, if any. `kept_head` is a `KeptHead` or
+    an object with its methods; without an `evaluator` the newest head is kept. Trackers record `config`.
     """
 
     def __init__(
@@ -129,7 +129,7 @@ class Loop:
         self.control = ProcessControl(self.accelerator, self.trainer.timeout)
         self.saver = Saver(self.out, self.control, self.trainer.keep)
         self.start, self.progress = 0, dict(BEGINNING)
-        self.conditions = {} if evaluator is None else checkpoint.plain(evaluator.conditions)  # conditions of its τ
+        self.conditions = {} if evaluator is None else checkpoint.plain(evaluator.conditions)  # conditions of τ
         if resumes:
             self.load()
         self.stepper.restore(self.progress)
@@ -158,7 +158,7 @@ class Loop:
         then = with_new_schedule(state.get("arithmetic", {}), now, self.trainer, self.start)
         if changed := checkpoint.differences(then, now):
             self.control.warn(f"the same data in the same order, but no longer bit for bit: {changed}")
-        then = state.get("conditions", {})  # the best τ is dropped if this run measures under others
+        then = state.get("conditions", {})  # the best τ is dropped if it was measured under other conditions
         over = self.exhausted() or self.progress["measured"] >= self.trainer.steps
         if self.evaluator is None or over:
             self.conditions = then
@@ -170,14 +170,14 @@ class Loop:
             self.progress["best_tau"] = 0.0
 
     def save(self, step: int) -> None:
-        """Write a checkpoint asynchronously, unless this step has one."""
+        """Write a checkpoint asynchronously, unless the step has one."""
         if self.saver.saved != step:
             identity = {"settings": self.identity.settings, "arithmetic": self.identity.numerics}
             content = {"progress": dict(self.progress), "conditions": self.conditions, **identity}
             self.saver.save(self.stepper.state, step, content, self.progress["best_step"])
 
     def train(self) -> None:
-        """Run all steps, and on SIGTERM write a checkpoint and exit with status 143; refuse a full disk or memory."""
+        """Run all steps, on SIGTERM write a checkpoint and exit with status 143; refuse a full disk or memory."""
         with self.tracker.bar, self.control.listening(), self.control.guarded():
             try:
                 self.advance()
@@ -199,7 +199,7 @@ class Loop:
                 self.tracker.close()
 
     def advance(self) -> None:
-        """Take the remaining steps, measure and save."""
+        """Run the remaining steps, with measurements and checkpoints."""
         trainer, done = self.trainer, self.start
         late = bool(done) and self.due(done) and self.progress["measured"] < done
         if late:
@@ -221,11 +221,11 @@ class Loop:
             self.write_cost(done)
 
     def due(self, done: int) -> bool:
-        """Whether τ is measured after this step."""
+        """Return whether τ is measured after this step."""
         return done % self.trainer.eval_every == 0 or done == self.trainer.steps
 
     def exhausted(self) -> bool:
-        """Whether patience has run out."""
+        """Return whether patience has run out."""
         patience = self.trainer.patience
         return patience is not None and self.progress["stale"] >= patience
 
@@ -237,7 +237,7 @@ class Loop:
         raise SystemExit(STOPPED)
 
     def train_step(self, step: int) -> None:
-        """Take one step and record its cost and outcome; stop on a signal."""
+        """Run one step and record its cost and outcome; stop on a signal."""
         begin, stall = time.perf_counter(), self.source.stall
         counts = step == self.start and self.progress["flops"] is None
         taken = (self.stepper.counted if counts else self.stepper)(step, halted=self.control.halted)
@@ -251,7 +251,7 @@ class Loop:
             if self.accelerator.is_main_process:
                 why += f"; its batch is in {keep_batch(self.out / BAD, self.source.batches, step, why)}"
             if remedy := self.stepper.guard.stops():
-                self.progress |= {key: self.progress[key] - 1 for key in ("skipped", "in_a_row")}  # as before the step
+                self.progress |= {key: self.progress[key] - 1 for key in ("skipped", "in_a_row")}  # as before this step
                 self.save(step)
                 self.saver.finish()
                 self.control.abort(f"stopped before step {step + 1}: {why}; {remedy}")
@@ -261,7 +261,7 @@ class Loop:
         self.stepper.phase_timer.mark("other")
 
     def write_cost(self, steps: int) -> None:
-        """Write the training's cost: matrix operations by one counted step, seconds without measurements."""
+        """Write the training's cost: FLOPs extrapolated from one counted step, seconds without measurements."""
         progress = self.progress
         cost = {
             "parameters": self.stepper.sizes[0],
@@ -286,10 +286,10 @@ class Loop:
             self.keep(weights)
         elif self.accelerator.is_main_process or self.needs_all_ranks:
             measured = self.evaluator.tau(self.kept_head.decoding(weights), self.control.halted)
-            if measured is not None and not self.needs_all_ranks:  # nobody waits for it any more
+            if measured is not None and not self.needs_all_ranks:  # releases the waiting processes
                 self.control.exchange(over=True)
         else:
-            while not any(self.control.exchange(over=False)):  # until it is over, or a process is to stop
+            while not any(self.control.exchange(over=False)):  # until the measurement is over or a process is to stop
                 pass
         if measured is not None:
             tau = measured["tau"]
@@ -301,7 +301,7 @@ class Loop:
             self.tracker.log({"step": step, **measured, "best": better})
             low, high = measured["tau_ci"] or (tau, tau)
             say(f"step {step}: τ {tau:.3f} [{low:.2f}, {high:.2f}]{'  (best, kept)' if better else ''}")
-        # All processes get the main process's result.
+        # All processes take the main process's values.
         self.progress |= self.control.broadcast({key: self.progress[key] for key in SHARED})
         if self.evaluator is not None and self.progress["measured"] != step:
             self.halt(step)

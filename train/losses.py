@@ -1,4 +1,4 @@
-"""Training losses: pure functions of the target's distribution p and the draft's q, one value a row.
+"""Training losses: pure functions of the target's distribution p and the draft's q, one value per row.
 
 A head with a pruned vocabulary drafts W of the target's V tokens. Divergences compare q with p renormalised over the W
 tokens, at rows whose most likely token is one of them (EAGLE-3); acceptance losses read p itself.
@@ -23,7 +23,7 @@ PerToken = Float[Tensor, "R W"]
 
 @dataclass(frozen=True)
 class OnPolicyConfig:
-    """Training on the head's own drafts (train/rollouts.py); conf/objective/default.yaml explains the keys."""
+    """Training on the head's own drafts (train/rollouts.py): conf/objective/default.yaml explains the keys."""
 
     prompts: Number
     every: Count
@@ -61,7 +61,7 @@ class ObjectiveConfig:
             raise ValueError("objective.losses: no loss has a weight; give at least one")
 
     def base_loss_share_at(self, progress: float) -> float:
-        """Return the share of the uncorrected logits' loss after a fraction of the steps."""
+        """Return the share of the uncorrected logits' loss after the fraction `progress` of the steps."""
         first, last = self.base_loss_share or (0.0, 0.0)
         return first + (last - first) * progress
 
@@ -71,7 +71,7 @@ class TeacherProbs:
     """The target's distribution at n rows over the draft vocabulary of W tokens, with cached derived values."""
 
     log_p: Float[Tensor, "n W"]  # log-probs; with a pruned vocabulary they do not sum to 1
-    best: Int[Tensor, "n"]  # argmax over the whole vocabulary as an index into the W, -1 where it is not among them
+    best: Int[Tensor, "n"]  # argmax over the whole vocabulary as an index into the W tokens, -1 outside them
 
     @cached_property
     def p(self) -> Float[Tensor, "n W"]:
@@ -84,9 +84,9 @@ class TeacherProbs:
         return self.log_p.logsumexp(-1, keepdim=True)
 
     def keep_p(self, *, whole: bool) -> None:
-        """Turn log-probs into probs in place, for losses that read only probs; `whole`: no pruned vocabulary."""
+        """Turn log-probs into probs in place, for losses that read only probs; `whole` means no pruned vocabulary."""
         if not whole:
-            self.log_mass = self.log_mass  # cached before its input is overwritten
+            self.log_mass = self.log_mass  # cached before the log-probs are overwritten
         self.p = self.log_p.exp_()
         del self.log_p
 
@@ -104,18 +104,18 @@ class TeacherProbs:
 
 @dataclass(frozen=True)
 class LossInputs:
-    """The losses' inputs: R trained rows of one depth; None for features or acceptance that are not predicted."""
+    """The losses' inputs: R trained rows of one depth; None for a feature or acceptance that is not predicted."""
 
     teacher: TeacherProbs  # the target's distribution at n rows
-    teacher_index: Int[Tensor, "R"]  # each row's teacher among them
+    teacher_index: Int[Tensor, "R"]  # index of each row's teacher in `teacher`
     log_q: PerToken  # the draft's log-probs over the same W tokens
     label: Int[Tensor, "R"]  # the label as an index into the W tokens, -1 if it is not one of them
-    feature: Float[Tensor, "R D"] | None  # the predicted feature
+    feature: Float[Tensor, "R D"] | None  # the head's predicted feature
     true_feature: Float[Tensor, "R D"] | None  # the target's feature
     confidence: PerRow | None  # the predicted logit of the draft's acceptance
     full_vocab: bool  # whether the head drafts the whole vocabulary
-    scores: PerToken | None = None  # by which a candidate head chooses tokens
-    candidates: int = 0  # how many it chooses
+    scores: PerToken | None = None  # scores by which a candidate head chooses tokens
+    candidates: int = 0  # number of candidates that it chooses
 
     @cached_property
     def best(self) -> Int[Tensor, "R"]:
@@ -147,7 +147,7 @@ class LossInputs:
 
 
 def gathered(x: Shaped[Tensor, "n W"], index: Int[Tensor, "R"]) -> Shaped[Tensor, "R W"]:
-    """Return rows of x by ascending index, or x itself if these are all: a copy costs as much as a loss."""
+    """Return rows of x by ascending index, or x itself for all rows: a copy costs as much as a loss."""
     return x if len(index) == len(x) else x.index_select(0, index)
 
 
@@ -162,7 +162,7 @@ def soft_ce(x: LossInputs, _: ObjectiveConfig) -> PerRow:
     loss = -(x.p * x.log_q).sum(-1) * x.covered
     if x.full_vocab:
         return loss
-    mass = x.teacher.log_mass[x.teacher_index, 0].exp()  # it may round to 0 at rows that are not covered
+    mass = x.teacher.log_mass[x.teacher_index, 0].exp()  # may round to 0 at rows that are not covered
     return loss / mass.clamp_min(torch.finfo(mass.dtype).tiny)
 
 
@@ -227,7 +227,7 @@ def candidates(x: LossInputs, _: ObjectiveConfig) -> PerRow:
 
 
 def missed(x: LossInputs, _: ObjectiveConfig) -> PerRow:
-    """1 where the head's most likely token is no candidate: one minus the recall, to be logged with weight 0."""
+    """1 if the head's most likely token is not a candidate (one minus the recall); log it with weight 0."""
     scores = _scores(x).detach()
     best = scores.gather(-1, x.log_q.detach().argmax(-1, keepdim=True))
     return ((scores > best).sum(-1) >= x.candidates).float()
@@ -243,6 +243,6 @@ LOSSES: dict[str, Callable[[LossInputs, ObjectiveConfig], Tensor]] = {
     "ce": ce, "soft_ce": soft_ce, "kl": kl, "reverse_kl": reverse_kl, "jsd": jsd, "tv": tv, "nla": nla, "lk": lk,
     "top_k": top_k, "smooth_l1": smooth_l1, "confidence": confidence, "candidates": candidates, "missed": missed,
 }  # fmt: skip
-# Losses of other outputs than logits, which `base_loss_share` skips.
+# Losses of outputs other than logits; `base_loss_share` skips them.
 NOT_OF_LOGITS = {"smooth_l1", "confidence", "candidates", "missed"}
-READ_P = {"ce", "soft_ce", "smooth_l1"}  # losses that do not read the target's log-probs, which are then overwritten
+READ_P = {"ce", "soft_ce", "smooth_l1"}  # losses that do not read the target's log-probs, which may then be overwritten

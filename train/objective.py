@@ -1,10 +1,10 @@
 """The training objective: weighted losses of drafted rows against the target's distribution, computed in chunks.
 
 The logits of a whole batch are never materialised: with a vocabulary of 128k those of 4,096 rows take 2 GiB, several
-times for a loss and its gradient. A chunk of rows gives its part of the loss and of the gradient at once, so nothing is
-computed twice. The host chooses the rows from the loss masks, which it has anyway, so it never waits for the device.
+times for a loss and its gradient. Each chunk of rows computes its loss and its gradient together, so nothing is
+computed twice. The host chooses the rows from the loss masks, which are on the host, so it never waits for the device.
 
-Anchors and feature noise are hashes of the run's seed, the step and a sequence's index in the data. So they are the
+Anchors and feature noise are hashes of the run's seed, the step and a sequence's index in the data, so they are the
 same on every device, for any number of processes and micro-batches, and after resuming.
 """
 
@@ -26,7 +26,7 @@ from inference.verification.rng import BITS, hash_key, seed_key
 from train.losses import LOSSES, NOT_OF_LOGITS, READ_P, LossInputs, ObjectiveConfig, TeacherProbs
 
 ANCHORS, NOISE = range(2)  # the uses of a sequence's random numbers
-VALUES = {"cpu": 2**15, "cuda": 2**22}  # numbers hashed at a time, for a CPU's cache and a GPU's memory
+VALUES = {"cpu": 2**15, "cuda": 2**22}  # random numbers hashed at a time: fits a CPU's cache, a GPU's memory
 
 
 def row_keys(seed: int, step: int, index: Int[Tensor, "B"]) -> Int[Tensor, "B"]:
@@ -38,19 +38,19 @@ def row_keys(seed: int, step: int, index: Int[Tensor, "B"]) -> Int[Tensor, "B"]:
 def sample_anchors(
     has_loss: Bool[Tensor, "B T"], count: int | None, keys: Int[Tensor, "B"]
 ) -> Int[Tensor, "B n"] | None:
-    """Sample `count` anchor rows of each packed sequence, rows with a loss first; None for `trained_rows`."""
+    """Sample `count` anchor rows of each packed sequence, rows with a loss first; None means `trained_rows`."""
     length = has_loss.shape[1]
     if count is None or count >= length:
         return None
     row = torch.arange(length, device=has_loss.device)
-    order = hash_key(hash_key(keys, ANCHORS)[:, None], row)  # a permutation of 32 bits, so without ties
+    order = hash_key(hash_key(keys, ANCHORS)[:, None], row)  # a permutation of 32 bits has no ties
     return (order + (has_loss.long() << BITS)).topk(count).indices.sort().values
 
 
 def trained_rows(has_loss: Bool[Tensor, "B T"]) -> Int[Tensor, "B n"] | None:
-    """Return each packed sequence's rows with a loss, in order, filled up to a common number; None for all rows.
+    """Return each packed sequence's rows with a loss, in order, padded to a common number; None for all rows.
 
-    The number is a multiple of 1/16 of the length, so that shapes are few.
+    The number is a multiple of 1/16 of the length, for few different shapes.
     """
     length, most = has_loss.shape[1], int(has_loss.sum(1).max())
     step = max(1, length // 16)
@@ -81,12 +81,12 @@ def noisy(features: Features, noise: float, keys: Int[Tensor, "B"]) -> Features:
     return features._replace(last_hidden=last, hidden=hidden)
 
 
-ROWS = 2048  # the most rows of a chunk: enough to fill an accelerator's matmuls
-SHARE = 16  # the least number of chunks: a chunk takes at most a sixth of the states' memory
-# Logits of one depth of a chunk on a CPU: glibc's allocator reuses memory below 32 MiB, and fresh pages cost more than
-# the computation. Twice as many if the head trains its own lm_head, whose gradient is added once a chunk.
+ROWS = 2048  # maximum rows per chunk: enough to fill an accelerator's matmuls
+SHARE = 16  # minimum number of chunks, so that a chunk's tensors stay small next to the states
+# Maximum logits per depth of a chunk on a CPU: glibc's allocator reuses memory below 32 MiB, and fresh pages cost more
+# than the computation. Twice as many if the head trains its own lm_head, whose gradient is added once per chunk.
 CPU_LOGITS = 2**22
-TEACHER_ROWS = 512  # rows at a time with logits over the whole vocabulary, for a head with a pruned one
+TEACHER_ROWS = 512  # rows at a time with logits over the whole vocabulary, if the head's is pruned
 
 
 def objective(
@@ -101,9 +101,9 @@ def objective(
     """Return the weighted loss, and unweighted sums of each loss and of accuracy at each depth.
 
     Args:
-        head: its `compute_logits` computes logits from the drafts' states.
+        head: computes logits from the drafts' states by `compute_logits`.
         features: the batch; `last_hidden` gives the teacher through the target's lm_head.
-        chunks: the rows to score, by `chunked`.
+        chunks: the rows to score, from `chunked`.
         base_loss_share: the share of `base_state` in the losses of logits, if the head has one.
     """
     flat: list[list[Tensor | None]] = [
@@ -127,14 +127,14 @@ def objective(
 def chunk_rows(head: Any, device: str, count: int) -> int:
     """Return the number of teacher rows of a chunk on a device; all depths together have `count` rows."""
     if device != "cpu":
-        return min(ROWS, 1 << max(0, (count // SHARE).bit_length() - 1))  # a power of two, like batches
+        return min(ROWS, 1 << max(0, (count // SHARE).bit_length() - 1))  # a power of two, as batch sizes are
     size = head.embeddings.vocab_size if head.vocab is None else len(head.vocab.ids)
     trains_lm_head = any(p.requires_grad and p.ndim == 2 and len(p) == size for p in head.parameters())
     return max(1, min(ROWS, CPU_LOGITS * (2 if trains_lm_head else 1) // head.embeddings.vocab_size))
 
 
 def labels(head: DraftHead, features: Features) -> Int[Tensor, "N"]:
-    """Return the label at each teacher row: the next token, -1 outside the draft vocabulary or after a path's end."""
+    """Return the label at each teacher row: the next token; -1 outside the draft vocabulary or after a path's end."""
     if features.path is None:
         token = rows.next_token(features.token).flatten()
     else:
@@ -165,7 +165,7 @@ def dpace(work: "LossContext", states: list[Tensor]) -> Float[Tensor, "d N"]:
 
 
 class DepthRows(NamedTuple):
-    """The trained rows `source` of one depth, whose `teacher` rows are in a chunk at `position`."""
+    """The trained rows `source` of one depth, with their `teacher` rows and those rows' `position` in the chunk."""
 
     teacher: Int[Tensor, "R"]
     position: Int[Tensor, "R"]
@@ -187,10 +187,10 @@ def chunked(
 ) -> Chunks:
     """Return the trained rows in chunks of `size` teachers, copied to a device asynchronously.
 
-    If `trained` is on the device, the host waits for it. The teacher of row t at depth d is row t + d, or
+    If `trained` is on the device, the host waits for the device. The teacher of row t at depth d is row t + d, or
     `path[t, d - 1]`; at one depth no two rows have the same teacher.
     """
-    trained_row = []  # for each depth the trained row that each row teaches, -1 if none
+    trained_row = []  # depth -> for each teacher row, the trained row that it teaches; -1 for none
     for depth, flags in enumerate(trained, 1):
         source = flags.flatten().nonzero()[:, 0]
         teacher = source + depth
@@ -218,12 +218,12 @@ class LossContext(NamedTuple):
     weight: Float[Tensor, "d N"]
     config: ObjectiveConfig
     chunks: Chunks
-    label: Int[Tensor, "N"]  # the label of the rows that each row teaches
+    label: Int[Tensor, "N"]  # label of the rows that each row teaches
     base_loss_share: float = 0.0
 
     @torch.no_grad()
     def teacher_probs(self, teacher: Int[Tensor, "n"], *, reuse_memory: bool = False) -> TeacherProbs:
-        """Return the target's distribution at these rows, over the draft vocabulary.
+        """Return the target's distribution over the draft vocabulary, at the teacher rows.
 
         Logits over the whole vocabulary are computed for TEACHER_ROWS rows at a time. With `reuse_memory` the probs
         overwrite log-probs that no loss reads.
@@ -237,7 +237,7 @@ class LossContext(NamedTuple):
         return probs
 
     def _teacher_probs(self, teacher: Int[Tensor, "n"]) -> tuple[Float[Tensor, "n W"], Int[Tensor, "n"]]:
-        """Return the log-probs of the draft vocabulary, and the index of the most likely token there or -1."""
+        """Return the log-probs of the draft vocabulary, and the target's most likely token as an index, or -1."""
         embeddings, vocab = self.head.embeddings, self.head.vocab
         logits = embeddings.logits(self.features.last_hidden.flatten(0, 1)[teacher])
         log_p = logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
@@ -284,7 +284,7 @@ class LossContext(NamedTuple):
             value = LOSSES[name](x, self.config)
             total = total + factor * (value * (whole if name in NOT_OF_LOGITS else weight)).sum()
             sums.append(value.detach().sum())
-        # A guess is correct if no log q exceeds the label's: several times faster on a CPU than an argmax.
+        # A guess is correct if no log q exceeds that of the target's token; on a CPU much faster than an argmax.
         right = x.log_q.detach().gather(-1, x.best.clamp_min(0)[:, None])[:, 0] >= x.log_q.detach().amax(-1)
         sums.append((right & x.covered).sum())
         return total, torch.stack([value.to(total.dtype) for value in sums])
@@ -330,7 +330,7 @@ class _Chunked(torch.autograd.Function):
                     where = [*leaves, *range(count, len(inputs))]
                     for i, grad in zip(where, partial, strict=bool(partial)):
                         if grad is not None and i < count:
-                            grads[i][pick.source] = grad  # each row is in one chunk at a depth
+                            grads[i][pick.source] = grad  # each row is in one chunk per depth
                         elif grad is not None:
                             grads[i] = grad if grads[i] is None else grads[i].add_(grad)
         for lm_head, added_grad in zip(lm_heads, added, strict=True):
@@ -376,7 +376,7 @@ def loss_weights(
     config: ObjectiveConfig,
     has_loss: Bool[Tensor, "d B T"] | None = None,
 ) -> LossWeights:
-    """Return a batch's row weights, before weights of depths; `anchors` are the rows to draft from, None for all.
+    """Return a batch's row weights, before the depths' weights; `anchors` are the rows to draft from, None for all.
 
     `has_loss` marks the rows that can be trained at each depth; None computes it by `trainable`.
     """

@@ -5,15 +5,17 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import nn
+from jaxtyping import Float
+from torch import Tensor, nn
 
 from heads.base import NamedTensors
 from heads.common.typed import Json
 from heads.modules.vocab import SummedGradient
+from inference.target.config import fast_dtype
 from train.config import TrainerConfig
 from train.distributed.strategy import held
 
-FUSED = ("cuda",)  # devices with a fused update, which also counts steps
+FUSED = ("cuda",)  # devices with a fused update, whose step counter is on the device
 
 
 def adamw(parameters: list[nn.Parameter], config: TrainerConfig) -> torch.optim.AdamW:
@@ -24,6 +26,41 @@ def adamw(parameters: list[nn.Parameter], config: TrainerConfig) -> torch.optim.
     ]
     fused = all(p.device.type in FUSED for p in parameters)
     return torch.optim.AdamW([group for group in groups if group["params"]], config.lr, config.betas, fused=fused)
+
+
+class Muon(torch.optim.Muon):
+    """torch's Muon, but with matrix products in the device's fast dtype.
+
+    torch 2.13 orthogonalises in bf16 on any device. A CPU without bf16 products takes ten times as long for these as
+    for fp32: more than for all else in a training step of SmolLM2.
+    """
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        """Take a step with Nesterov momentum and decoupled weight decay; `closure` is not called."""
+        for group in self.param_groups:
+            lr, momentum = group["lr"], group["momentum"]
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                state = self.state[p]
+                if not state:
+                    state["momentum_buffer"] = torch.zeros_like(p.grad)
+                buffer = state["momentum_buffer"].lerp_(p.grad, 1 - momentum)
+                update = orthogonal(p.grad.lerp(buffer, momentum).to(fast_dtype(p.device)), group["ns_coefficients"])
+                p.mul_(1 - lr * group["weight_decay"])
+                p.add_(update, alpha=-lr * 0.2 * math.sqrt(max(p.shape)))
+
+
+def orthogonal(matrix: Float[Tensor, "m n"], coefficients: tuple[float, float, float]) -> Float[Tensor, "m n"]:
+    """Return a matrix with the same singular vectors and singular values near 1: five Newton-Schulz iterations."""
+    a, b, c = coefficients
+    wide = matrix.T if matrix.shape[0] > matrix.shape[1] else matrix
+    wide = wide / wide.norm().clamp(min=1e-7)
+    for _ in range(5):
+        gram = wide @ wide.T
+        wide = torch.addmm(wide, torch.addmm(gram, gram, gram, beta=b, alpha=c), wide, beta=a)
+    return wide.T if matrix.shape[0] > matrix.shape[1] else wide
 
 
 class MuonAndAdamW:
@@ -39,10 +76,7 @@ class MuonAndAdamW:
         others = [p for p in trained if id(p) not in moved]
         self.optimizers: list[torch.optim.Optimizer] = []
         if inner:
-            muon = torch.optim.Muon(
-                inner, config.lr, config.weight_decay, momentum=config.momentum, adjust_lr_fn="match_rms_adamw"
-            )
-            self.optimizers.append(muon)
+            self.optimizers.append(Muon(inner, config.lr, config.weight_decay, momentum=config.momentum))
         if others:  # none if only LoRA adapters are trained
             self.optimizers.append(adamw(others, config))
         self.param_groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
@@ -59,9 +93,9 @@ class MuonAndAdamW:
 
 
 def hidden_matrices(head: Any) -> list[nn.Parameter]:
-    """Return the trained hidden matrices: not embeddings and lm_heads.
+    """Return the trained hidden matrices: those that are not embeddings or lm_heads.
 
-    Modules are told apart by class, since a draft vocabulary may be as large as the hidden size; an adapter's matrix
+    Modules are distinguished by class, since a draft vocabulary may be as large as the hidden size; an adapter's matrix
     over the vocabulary counts as an lm_head.
     """
     sizes = {head.embeddings.vocab_size, *([] if head.vocab is None else [len(head.vocab.ids)])}
@@ -85,8 +119,8 @@ def optimizer(head: nn.Module, config: TrainerConfig) -> torch.optim.Optimizer |
 def learning_rate(step: int, config: TrainerConfig) -> float:
     """Return the learning rate of step `step` (from 0): linear warm-up, then a cosine to `min_lr` of the peak.
 
-    With a `cooldown` below 1 the rate is constant before the cosine, which takes that share of the steps at the end: a
-    run may be lengthened from any checkpoint before it (Hägele et al., arXiv 2405.18392). There is no scheduler state.
+    With a `cooldown` below 1 the rate is constant before the cosine, which takes that share of the steps at the end, so
+    a run can be lengthened from a checkpoint before it (Hägele et al., arXiv 2405.18392). There is no scheduler state.
     """
     warmup = max(1, round(config.warmup * config.steps))
     if step < warmup:
@@ -97,7 +131,7 @@ def learning_rate(step: int, config: TrainerConfig) -> float:
 
 
 def same_rates(config: TrainerConfig, schedule: Json, steps: int) -> bool:
-    """Whether the first steps have the same rates under another `schedule`: its steps, warm-up and cooldown."""
+    """Return whether the first steps have the same rates under another `schedule` of steps, warm-up and cooldown."""
     other = replace(config, **schedule)
     return all(learning_rate(step, other) == learning_rate(step, config) for step in range(steps))
 

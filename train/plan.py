@@ -2,7 +2,7 @@
 
 A device holds the process's own memory, the target, the head with its optimiser, and the widest stage of a step: the
 target's forward pass or the head's step. The final evaluation comes after all of these are freed. Every token is
-counted as trained, in one epoch. A plan is within MARGIN of what a run takes (docs/training_plan.md).
+counted as trained, in one epoch. A run's actual need is within MARGIN of its plan (docs/training_plan.md).
 """
 
 import json
@@ -41,38 +41,38 @@ from train.optim import hidden_matrices
 from train.start import adapt
 
 GIB = 2**30
-MARGIN = 0.15  # what a run may take more or less than its plan, by measurements
-SAFE = 1 - MARGIN  # the share of a device's memory that the choices of a plan use
-AHEAD = 2  # layers of a gathered or offloaded target on a device at once
-ROW_BYTES = 9  # bytes of a packed token: its id, document and mask
-HOST_BASE = 1.5  # GiB of host memory of a process with torch's CUDA libraries
-# Bytes of a weight, scales included: by `model.quantize`, and by the quant_method of a checkpoint that says no bits.
+MARGIN = 0.15  # relative error of a plan, from measurements
+SAFE = 1 - MARGIN  # share of a device's memory that a plan's choices may use
+AHEAD = 2  # layers of a gathered or offloaded target that are on a device at once
+ROW_BYTES = 9  # bytes of a packed token: id, document and mask
+HOST_BASE = 1.5  # GiB of host memory per process with torch's CUDA libraries
+# Bytes per weight, scales included: by `model.quantize`, and by a checkpoint's quant_method if it states no bits.
 QUANTIZED = {"int8": 1.0, "torchao_int8": 1.0, "bnb_int8": 1.0, "bnb_nf4": 0.56}
 BY_METHOD = {"fp8": 1.0, "fbgemm_fp8": 1.0, "eetq": 1.0, "mxfp4": 0.53}
-BITS = r'(?:"(?:bits|w_bit|num_bits)": |"load_in_(?=\dbit": true))(\d+)'  # a weight's, in a checkpoint's quantisation
-SCALES = 0.06  # bytes a weight of less than 8 bits takes in the scales of its group
-ONCE = ("fusion", "hidden_norm", "inject_norm", "prefix")  # modules of a head that read the target's rows, once
-# Bytes of each logit of a chunk: the draft's, a further loss's, the target's while its probs are computed, and theirs.
+BITS = r'(?:"(?:bits|w_bit|num_bits)": |"load_in_(?=\dbit": true))(\d+)'  # bits in a quantised checkpoint
+SCALES = 0.06  # bytes per weight of less than 8 bits for its group's scales
+ONCE = ("fusion", "hidden_norm", "inject_norm", "prefix")  # modules of a head that read the target's rows once
+# Bytes per logit of a chunk: the draft's; one more loss; the target's while probs are computed; the target's probs.
 LOGIT, LOSS, TEACHER, PROB = 12, 12, 10, 4
-HALF_BLOCK = 64  # keys: attention works in blocks of 128 queries, half of whose pairs are masked
+HALF_BLOCK = 64  # keys: attention works in blocks of 128 queries, in which half of the pairs are masked
 Sizes = dict[str, int]  # bytes by what they hold
 
 
 @dataclass(frozen=True)
 class TargetShape:
-    """The sizes of a target; parameters are counted in numbers, not bytes."""
+    """The sizes of a target; parameters are numbers, not bytes."""
 
     config: PretrainedConfig
     target: TargetEmbeddings  # on the meta device
-    feed: int  # inner width of the MLP that a token passes through, summed over its experts
-    embeddings: int  # parameters of embedding and lm_head, counted once where they are tied
-    inner: int  # all other parameters, those of the layers and norms
-    active: int  # those of `inner` that a token passes through
-    packs: bool  # whether attention runs over documents, without a mask of quadratic size
-    apart: bool  # whether its embedding and lm_head load without the layers, as plain weights
+    feed: int  # inner width of the MLP, summed over the experts that a token passes through
+    embeddings: int  # number of parameters of embedding and lm_head, counted once if they are tied
+    inner: int  # number of all other parameters, in layers and norms
+    active: int  # number of the `inner` parameters that a token passes through
+    packs: bool  # whether attention runs per document, without a mask of quadratic size
+    apart: bool  # whether embedding and lm_head load without the layers, as plain weights
 
     def working(self, tokens: int, length: int, item: int, features: int, group: int = 1) -> int:
-        """Return a pass's temporary bytes, in values of `item` bytes, where a `group` of devices shares a layer."""
+        """Return a pass's temporary bytes, with `item` bytes per value and a `group` of devices that share a layer."""
         dims, width = self.target.layer_dims, self.target.hidden_size
         queries, keys = dims.num_heads * dims.head_dim, dims.num_kv_heads * dims.head_dim
         attention, feed = 2 * width + (6 * queries + 3 * keys) // group, 2 * width + 3 * self.feed // group
@@ -80,7 +80,7 @@ class TargetShape:
         return tokens * item * (max(attention, feed, width * (2 + 8 // item)) + features * width) + mask
 
     def weight_bytes(self, quantize: str | None, item: float, device: str) -> float:
-        """Return the bytes of a loaded weight of the layers, `item` where transformers makes whole weights."""
+        """Return the bytes of a loaded weight of the layers, or `item` if transformers dequantises."""
         saved = saved_quantization(self.config) or {}
         method, written = saved.get("quant_method"), json.dumps(saved, default=str)
         if (method == "fp8" and device == "cpu") or (method == "mxfp4" and not find_spec("kernels")):
@@ -94,11 +94,11 @@ class TargetShape:
 
 
 def target_shape(model: ModelConfig) -> TargetShape:
-    """Return a target's shape, its parameters counted on the meta device; refuse one of which no model can be made."""
+    """Return a target's shape, its parameters counted on the meta device; refuse a configuration without a model."""
     return _target_shape(model.path, model.trust_remote_code, json.dumps(model.shape or {}))
 
 
-@cache  # a choice of placements asks many times
+@cache  # the search for a placement calls it many times
 def _target_shape(path: str, trust_remote_code: bool, given: str) -> TargetShape:
     shape = json.loads(given)
     try:
@@ -136,14 +136,14 @@ def _target_shape(path: str, trust_remote_code: bool, given: str) -> TargetShape
 
 
 class HeadCost(NamedTuple):
-    """The parameters of a head, and what a micro-batch of it takes: bytes, and operations of both passes."""
+    """The parameters of a head, and a micro-batch's bytes and FLOPs of both passes."""
 
     whole: int  # parameters without adapters
     trained: int
     frozen: int
-    moments: int  # the optimiser's: Muon keeps one of matrices between hidden states, AdamW two of all
-    feature_layers: tuple[int, ...]  # the target's layers that the head reads
-    activations: int  # bytes kept from the forward to the backward pass, with the weights in bf16 and the drafts
+    moments: int  # optimiser state: one value per weight of Muon's matrices, two per other weight
+    feature_layers: tuple[int, ...]  # target layers that the head reads
+    activations: int  # bytes kept for the backward pass, with the weights in bf16 and the drafts
     loss: int  # bytes of the drafts' gradients, a chunk of logits, and the gradients of lm_heads
     flops: int
 
@@ -151,7 +151,7 @@ class HeadCost(NamedTuple):
 def head_cost(run: RunConfig, target: TargetEmbeddings, micro_batch_size: int, device: str, item: int) -> HeadCost:
     """Return the cost of a micro-batch of `micro_batch_size` sequences on a type of device.
 
-    Values of products have `item` bytes. Refuse a head that does not fit the target, or the objective's depths.
+    Values in matmuls have `item` bytes. Refuse a head that does not fit the target or the objective's depths.
     """
     with torch.device("meta"):
         head: Any = HEADS[run.head.name](run.head, target)
@@ -161,7 +161,7 @@ def head_cost(run: RunConfig, target: TargetEmbeddings, micro_batch_size: int, d
     if isinstance(head, HeadModule) and (head.max_depth < depths or not isinstance(head, Recurrent)):
         head.check_depths(depths)
     drafted = tokens if anchors is None else min(tokens, micro_batch_size * anchors)  # rows drafted from at each depth
-    # Activations: rows times what the modules keep for a row. A query attends to half of the window's keys.
+    # Activations: rows times the bytes that the modules keep per row. A query attends to half of the window's keys.
     window = min(run.data.length, getattr(run.head, "length", None) or run.data.length)
     keys = min(run.data.length, window - window * window / (2 * run.data.length) + HALF_BLOCK)
     saved = flops = 0.0
@@ -172,15 +172,15 @@ def head_cost(run: RunConfig, target: TargetEmbeddings, micro_batch_size: int, d
                 flops += (8 if run.trainer.recompute else 6) * rows * inner.weight.numel()
             elif isinstance(inner, Attention):
                 flops += 14 * keys * rows * inner.q_proj.out_features
-    # A masked block's positions read copies of its keys and values: each its own, on CUDA one for all.
+    # A masked position reads copies of its block's keys and values: one per position, on CUDA one per block.
     slots = head.size if isinstance(head, Block) else depths - 1 if isinstance(head, PEagle) else 0
     copies = drafted * slots * (1 if device == "cuda" else slots)
     saved += copies * sum(2 * item * m.k_proj.out_features for m in head.modules() if isinstance(m, Attention))
-    # The states of all drafts, in fp32 as norms give them; Medusa's last blocks keep them anyway.
+    # The states of all drafts, in fp32 as norms return them; Medusa's last blocks keep them anyway.
     size, width = target.vocab_size if head.vocab is None else len(head.vocab.ids), target.hidden_size
     drafts = depths * tokens * width * (4 if any(hasattr(head, name) for name in ("norm", "ln")) else item)
     saved += 0 if isinstance(head, Medusa) else drafts
-    # The logits of one chunk, of the target's and of the head's.
+    # Logits of one chunk, the target's and the head's.
     teachers = min(tokens, depths * drafted)
     chunk = min(teachers, chunk_rows(head, device, depths * tokens))
     further = sum(name not in READ_P | NOT_OF_LOGITS for name in run.objective.losses)
@@ -190,14 +190,14 @@ def head_cost(run: RunConfig, target: TargetEmbeddings, micro_batch_size: int, d
     lm_heads = [module.weight for module in head.modules() if isinstance(module, SummedGradient)]
     owned = sum(weight.numel() for weight in lm_heads if weight is not None and weight.requires_grad)
     saved, loss = saved + (2 * parameters if item == 2 else 0), loss + 4 * owned
-    shared = 2 / 3 * width * size if any(weight is None for weight in lm_heads) else 0  # no gradient of the weight
+    shared = 2 / 3 * width * size if any(weight is None for weight in lm_heads) else 0  # without the weight's gradient
     flops += 6 * drafted * depths * shared + 2 * teachers * width * target.vocab_size
     moments = 2 * count - (run.trainer.optimizer == "muon") * sum(p.numel() for p in hidden_matrices(head))
     return HeadCost(whole, count, parameters - count, moments, head.feature_layers, round(saved), loss, round(flops))
 
 
 def computed(head: Any, tokens: int, drafted: int, depths: int) -> list[tuple[Any, float]]:
-    """Return a head's modules except lm_heads, with the rows that they compute at all depths."""
+    """Return a head's modules except lm_heads, each with the number of rows that it computes over all depths."""
     modules: list[tuple[Any, float]] = []
     for name, module in head.named_children():
         if name in ONCE:
@@ -205,26 +205,26 @@ def computed(head: Any, tokens: int, drafted: int, depths: int) -> list[tuple[An
         elif isinstance(head, Recurrent | Block):
             rows = drafted * head.size if isinstance(head, Block) else tokens + (depths - 1) * drafted
             modules.append((module, rows))
-        elif isinstance(module, nn.ModuleList):  # one a depth, or a few that all depths share
+        elif isinstance(module, nn.ModuleList):  # one module per depth, or a few that the depths share
             modules.append((module, drafted * depths / len(module)))
-    layers: Any = head.layers if isinstance(head, Block) else ()  # whose keys and values are the context's too
+    layers: Any = head.layers if isinstance(head, Block) else ()  # which also project the context
     attentions = [layer.self_attn for layer in layers]
     return modules + [(linear, tokens) for a in attentions for linear in (a.k_proj, a.v_proj)]
 
 
 def per_row(module: Any, item: int, chosen: int, recompute: bool) -> float:
-    """Return the bytes that a module keeps for a row, which passes through `chosen` experts.
+    """Return the bytes that a module keeps per row; a row passes through `chosen` experts.
 
     A linear layer keeps its input and output, a norm its input in fp32 and its result, a gated MLP its product, and
     attention its output; under `recompute` gated MLPs and norms keep only their input.
     """
-    if isinstance(module, SummedGradient):  # an lm_head, whose rows are scored in chunks
+    if isinstance(module, SummedGradient):  # an lm_head is scored in chunks
         return 0
     if isinstance(module, nn.Linear):
         return item * (module.in_features + module.out_features)
     if isinstance(module, SwiGLU) and recompute:
         return 4 * module.gate_proj.in_features
-    repeat: int = getattr(module, "repeat", 1)  # times that a tied block runs
+    repeat: int = getattr(module, "repeat", 1)  # number of times that a tied block runs
     saved = repeat * sum(per_row(child, item, chosen, recompute) for child in module.children())
     norm = item if recompute and isinstance(module, Recomputing) else 4 + item
     if isinstance(getattr(module, "down_proj", None), nn.Linear):
@@ -232,7 +232,7 @@ def per_row(module: Any, item: int, chosen: int, recompute: bool) -> float:
     if isinstance(getattr(module, "q_proj", None), nn.Linear):
         queries = module.q_proj.out_features
         saved += item * queries
-        saved -= 2 * item * module.q_proj.in_features if recompute else 0  # queries, keys and values share it
+        saved -= 2 * item * module.q_proj.in_features if recompute else 0  # queries, keys and values share the input
         normed = any(True for _ in getattr(module, "q_norm", nn.Identity()).parameters())
         saved += (norm + item) * (queries + module.k_proj.out_features) if normed else 0
     for parameter in module.parameters(recurse=False):
@@ -246,22 +246,22 @@ def per_row(module: Any, item: int, chosen: int, recompute: bool) -> float:
 class Memory(NamedTuple):
     """The memory of the fullest device, or of a node's host, in bytes."""
 
-    process: int  # before anything is loaded
+    process: int  # the process's memory before anything is loaded
     resident: Sizes
     stages: Sizes
-    evaluation: int  # the final one, in place of all the others but the process's
-    slack: float  # the share of the widest stage that the allocator holds above what is asked of it
-    capacity: int | None  # None if it is not known
+    evaluation: int  # the final evaluation, which replaces all others but the process
+    slack: float  # share of the widest stage that the allocator holds beyond the requests
+    capacity: int | None  # None if unknown
 
     @property
     def peak(self) -> int:
-        """The bytes at the widest moment."""
+        """Return the bytes at the peak."""
         widest = max(self.stages.values(), default=0)
         return self.process + max(sum(self.resident.values()) + round((1 + self.slack) * widest), self.evaluation)
 
     @property
     def utilization(self) -> float:
-        """The share of the capacity that is used, 0 if that is not known."""
+        """Return the used share of the capacity, 0 if the capacity is unknown."""
         return self.peak / self.capacity if self.capacity else 0.0
 
 
@@ -271,25 +271,25 @@ class Plan(NamedTuple):
     run: RunConfig
     shape: TargetShape
     cost: HeadCost
-    micro_batch_size: int  # packed sequences of one forward pass
-    memory: Memory  # the first process's device, which also measures and evaluates
-    host: Memory | None  # a node's; None on a CPU, which is the device
-    disk: Sizes  # bytes of checkpoints, of the saved head, and of a feature store of all tokens
-    flops: tuple[float, float]  # the whole run's, measurements left out: the target's and the head's
-    hours: float | None  # the training's, None if the device's peak is not known
-    target_hours: float | None  # the target's passes on one device
+    micro_batch_size: int  # packed sequences per forward pass
+    memory: Memory  # memory of the first process's device, which also measures and evaluates
+    host: Memory | None  # memory of a node's host; None on a CPU, where the host is the device
+    disk: Sizes  # bytes of checkpoints, of the saved head, and of a feature store with all tokens
+    flops: tuple[float, float]  # FLOPs of the whole run without measurements: the target's and the head's
+    hours: float | None  # hours of training; None if the device's peak is unknown
+    target_hours: float | None  # hours of the target's passes on one device
 
     @property
     def utilization(self) -> float:
-        """The share that is used of the device, or of the host where that is more."""
+        """Return the used share of the device's memory, or of the host's if that is larger."""
         return max(memory.utilization for memory in (self.memory, self.host) if memory is not None)
 
 
 def plan(run: RunConfig) -> Plan:
     """Return the plan of a run; nothing is loaded or written.
 
-    Where `trainer.micro_tokens` is null, a micro-batch is the most sequences that fit SAFE of the device, a power of
-    two; of a device that one sequence fills already, as a final evaluation may, those of a process.
+    If `trainer.micro_tokens` is null, a micro-batch is the largest power of two of sequences that fits in SAFE of the
+    device. If one sequence already fills the device, as a final evaluation may, it is all sequences of a process.
     """
     given, world = run.trainer.micro_tokens, run.launcher.world
     if given is not None:
@@ -305,10 +305,10 @@ def _plan(run: RunConfig, micro_batch_size: int) -> Plan:
     trainer, launcher, features, length = run.trainer, run.launcher, run.features, run.data.length
     device, shape, kind = run.device, target_shape(run.model), str(run.device.type)
     fast = fast_dtype(torch.device(kind))
-    item = (fast if run.model.dtype == AUTO else DTYPES[run.model.dtype]).itemsize  # bytes of a value of the target
+    item = (fast if run.model.dtype == AUTO else DTYPES[run.model.dtype]).itemsize  # bytes per value of the target
     value = 2 if trainer.precision == "bf16" or (trainer.precision == AUTO and fast == torch.bfloat16) else 4
     cost = head_cost(run, shape.target, micro_batch_size, kind, value)
-    # A quantised checkpoint's embeddings are not loaded without its layers, nor those that compute with buffers.
+    # A quantised checkpoint's embeddings do not load without its layers, nor embeddings that compute with buffers.
     loaded = run.reads_target or saved_quantization(shape.config) is not None or not shape.apart
     layers = round(shape.weight_bytes(run.model.quantize, item, kind) * shape.inner) if loaded else 0
     target, gathered, offloaded = target_state(run, shape, layers, item)
@@ -318,8 +318,8 @@ def _plan(run: RunConfig, micro_batch_size: int) -> Plan:
         whole = round(shape.weight_bytes(run.model.quantize, gate, kind) * shape.inner)
         evaluated, again, host_evaluation = target_state(run, shape, whole, gate)
         evaluation = sum(evaluated.values()) + again
-    # The temporary bytes of each stage of a step. A step's first micro-batch comes before the gradient, the others keep
-    # the features of the one before during the target's pass; a tensor-parallel group runs its sequences in turn.
+    # Temporary bytes of each stage of a step. The first micro-batch comes before any gradient; the others keep the
+    # previous one's features during the target's pass. A tensor-parallel group runs its sequences in turn.
     tokens, read = micro_batch_size * length, len(cost.feature_layers)
     row, copied = shape.target.hidden_size * (read + 1), value if run.objective.noise > 0 or value != item else 0
     state, first = head_state(launcher, trainer, cost), micro_batch_size * launcher.world >= run.sequences_per_step
@@ -344,7 +344,7 @@ def _plan(run: RunConfig, micro_batch_size: int) -> Plan:
         held = {name: launcher.local * size for name, size in (held | {"target: layers": offloaded}).items() if size}
         room = None if device.host_gb is None else round(device.host_gb * GIB)
         host = Memory(round(launcher.local * HOST_BASE * GIB), held, {}, host_evaluation, 0, room)
-    # The best checkpoint too, and one that is being written.
+    # one more for the best checkpoint, and one for the checkpoint being written
     disk = {"checkpoints": (trainer.keep + (2 if trainer.eval_prompts else 1)) * checkpoint, "head": 4 * cost.whole}
     if features.mode == "stored":
         disk["features"] = data * (read + 1) * size(shape.target.hidden_size, features.dtype)
@@ -352,7 +352,7 @@ def _plan(run: RunConfig, micro_batch_size: int) -> Plan:
     attention = 4 * length * dims.num_heads * dims.head_dim * shape.target.num_layers
     flops = data * (2.0 * shape.active + attention), data / tokens * cost.flops
     hours = target_hours = None
-    if device.tflops is not None:  # the processes of a machine share its CPU, whose rate is that of all its cores
+    if device.tflops is not None:  # on a CPU the rate is that of all cores, which the machine's processes share
         rate, devices = 3600e12 * device.tflops * device.mfu, launcher.num_nodes if kind == "cpu" else launcher.world
         target_hours = flops[0] / rate
         hours = (flops[1] / rate + features.runs_target * target_hours) / devices
@@ -360,9 +360,9 @@ def _plan(run: RunConfig, micro_batch_size: int) -> Plan:
 
 
 def target_state(run: RunConfig, shape: TargetShape, layers: int, item: int) -> tuple[Sizes, int, int]:
-    """Return the target's bytes: on the first process's device, gathered there during a pass, on the host.
+    """Return the target's bytes: on the first process's device, gathered there during a pass, and on the host.
 
-    `layers` are the bytes of all layers, 0 if they are not loaded, `item` those of a value of embedding and lm_head.
+    `layers` is the bytes of all layers, 0 if they are not loaded; `item` the bytes per value of embedding and lm_head.
     """
     where, launcher = run.model.where, run.launcher
     ahead, gathered, host, parts, there = AHEAD * layers // shape.target.num_layers, 0, 0, 1, layers
@@ -372,12 +372,12 @@ def target_state(run: RunConfig, shape: TargetShape, layers: int, item: int) -> 
         parts, gathered = launcher.world, ahead
     elif where.placement == DEVICE_MAP:
         mine = (where.devices or range(run.device.count or launcher.local))[:: launcher.local]
-        there = layers // len(mine) if 0 in mine else 0  # the devices of a process share its layers out evenly
+        there = layers // len(mine) if 0 in mine else 0  # the devices of a process share its layers evenly
     elif where.placement == OFFLOAD:
         stay = min(layers, int((where.memory_gb or 0) * GB))
         there, host = min(layers, stay + ahead), 0 if where.offload == "disk" else layers - stay
     ends = item * shape.embeddings
-    # transformers' own shard of them, which trainers do not read.
+    # transformers' own shard of embedding and lm_head, which trainers do not read
     shard = ends // parts if layers and parts > 1 else 0
     return {"target: embedding, lm_head": ends + shard, "target: layers": there // parts}, gathered, host
 
@@ -387,14 +387,14 @@ def head_state(launcher: LauncherConfig, trainer: TrainerConfig, cost: HeadCost)
     strategy, world, whole = launcher.strategy, launcher.world, 4 * cost.trained
     zero, sharded = strategy.startswith("zero"), strategy in ("zero3", "fsdp2") and world > 1
     weights = world if sharded else 1
-    shards = 1 if strategy == "ddp" else world  # parts of gradients and optimiser state
+    shards = 1 if strategy == "ddp" else world  # number of shards of gradients and optimiser state
     buckets = 8 * min(BUCKET, cost.trained) if zero else whole if strategy == "ddp" and world > 1 else 0
     sizes = {
         "head: weights": 4 * cost.frozen + whole / weights + (whole / world if zero else 0),  # DeepSpeed's own copy
         "head: gradients": whole / shards,
         "head: buckets of gradients": buckets,
         "head: optimiser": 4 * cost.moments / shards,
-        "head: gathered": 2 * whole * sharded,  # while it computes, and gradients before they are scattered
+        "head: gathered": 2 * whole * sharded,  # weights during a pass, and gradients before they are scattered
         "head: EMA": whole / weights * (trainer.ema > 0),
     }
     return {name: round(size) for name, size in sizes.items() if size}

@@ -1,7 +1,7 @@
 """`resolve`: the run of a composed configuration, checked before anything is loaded, every open value filled in once.
 
 Given values stay. Placement and strategy are the fastest whose plan takes at most SAFE of every device, and of the
-host's memory if known. A micro-batch stays open: its size is the plan's, and the device has the last word
+host's memory if known. The micro-batch stays open: its size is the plan's, and a trial on the device can reduce it
 (train/build.py).
 """
 
@@ -60,12 +60,12 @@ from train.distributed.launch import launched, on_node, world
 from train.plan import GIB, SAFE, Plan, plan, target_shape
 from train.start import STARTS, check_init, check_kind, continued
 
-GATE = "float32"  # the losslessness check's dtype if the target fits in it: 16-bit rounding blurs the comparison
+GATE = "float32"  # dtype of the losslessness check if the target fits in it: 16-bit rounding blurs the comparison
 PRUNED = 32000  # EAGLE-3's draft vocabulary
-SIDE = 1024  # rows of the matrices that measure a CPU's operations per second
-# The values of features=stored; where the store is does not matter to a plan.
+SIDE = 1024  # size of the matrices that measure a CPU's FLOP/s
+# Overrides of features=stored; a plan does not depend on where the store is.
 STORED = "features.mode=stored features.on_missing=fail features.path=store"
-WRITTEN = (  # files of a run, besides its weights
+WRITTEN = (  # files of a run, except its weights
     "checkpoints", "bad", "tensorboard", "wandb", "metrics.jsonl", "report.json", "report.md", "report.html",
     "training.json", "prompts.jsonl", "wandb-id.txt", "config.yaml", "provenance.json",
 )  # fmt: skip
@@ -75,11 +75,11 @@ LIMITS = ("memory.max", "memory.limit_in_bytes")  # files of control groups, ver
 
 
 def resolve(cfg: DictConfig) -> RunConfig:
-    """Return the run of a composed configuration, checked and without open values but the micro-batch.
+    """Return the run of a composed configuration, checked, with every value set except the micro-batch.
 
-    Filled in, in this order: the head, the device, the number of processes, placement and strategy, the dtype of the
-    losslessness check. With `plan=true` nothing is written, downloaded or asked for. Any mistake is a ValueError that
-    names key, value and remedy.
+    The order is: the head, the device, the number of processes, placement and strategy, the dtype of the losslessness
+    check. With `plan=true` nothing is written, downloaded or requested. Any invalid value is a ValueError that names
+    key, value and remedy.
     """
     run = on_machine(run_config(cfg))
     check_run(run)
@@ -89,7 +89,7 @@ def resolve(cfg: DictConfig) -> RunConfig:
     config: HeadConfig | None = run.head
     init = str(run.init)
     if run.init not in STARTS:
-        config = None  # of a head on the Hub, or of another project, it is read with the weights
+        config = None  # the configuration of a head on the Hub, or of another project, is read with its weights
         if Path(init).expanduser().is_dir():
             folder = resolve_head(init)
             check_kind(run.head, kind_of(folder), init)
@@ -107,15 +107,15 @@ def resolve(cfg: DictConfig) -> RunConfig:
 
 
 def on_machine(run: RunConfig) -> RunConfig:
-    """Return a run with its device's values and its number of processes, where they are null, by this machine.
+    """Return a run whose null device values and number of processes are filled in from this machine.
 
-    The processes are those of a launcher, or one for each accelerator.
+    The number of processes is a launcher's, or one per accelerator.
     """
     device = resolve_device(run.device, run.model.device)
     launcher = run.launcher
     if device.name == HERE and device.type == "cpu" and device.tflops is None and run.plan is True:
         matrix, seconds = torch.ones(SIDE, SIDE, dtype=fast_dtype(torch.device("cpu"))), []
-        for _ in range(5):  # the best of some products of matrices, by all of its threads
+        for _ in range(5):  # the best of several matrix products on all threads
             begin = time.perf_counter()
             torch.mm(matrix, matrix)
             seconds.append(time.perf_counter() - begin)
@@ -129,14 +129,14 @@ def on_machine(run: RunConfig) -> RunConfig:
 
 
 def accelerator_count(device: str | None) -> int:
-    """Return the processes that a command starts on a machine: one for each accelerator, one on a CPU or a `device`."""
+    """Return how many processes a command starts: one per accelerator, one on a CPU or a given `device`."""
     return torch.cuda.device_count() if (device or default_device()) == "cuda" else 1
 
 
 def resolve_device(device: DeviceConfig, requested: str | None) -> DeviceConfig:
-    """Return a device with its type and memory filled in, where they are null by this machine's.
+    """Return a device whose null type and memory are filled in from this machine.
 
-    `requested` is the run's `model.device`, None for torch's default device; one of another type is refused.
+    `requested` is the run's `model.device`, None for torch's default device; another type is refused.
     """
     kind = device_named(requested).type if device.type is None else device.type
     if requested is not None and requested.partition(":")[0] != kind:
@@ -155,21 +155,21 @@ def resolve_device(device: DeviceConfig, requested: str | None) -> DeviceConfig:
 
 
 def preset(name: str) -> DeviceConfig:
-    """Return a device of conf/device."""
+    """Return the device `name` of conf/device."""
     values: Any = OmegaConf.merge(*(OmegaConf.load(DEVICES / f"{file}.yaml") for file in (HERE, name)))
     values.pop("defaults", None)
     return typed(DeviceConfig, values)
 
 
 def peak_of(driver: str) -> float | None:
-    """Return the peak of the device with the longest `match`, to a word's end, in a driver's name; None without one."""
+    """Return the peak of the device whose `match` is the longest in a driver's name, up to a word's end, or None."""
     presets = [preset(file.stem) for file in sorted(DEVICES.glob("*.yaml"))]
     peaks = [(len(d.match), d.tflops) for d in presets if d.match and re.search(rf"{re.escape(d.match)}(?!\w)", driver)]
     return max(peaks, default=(0, None))[1]
 
 
 def free_bytes() -> int:
-    """Return this machine's free memory, or the limit that a container or a cluster's job has where it is less."""
+    """Return this machine's free memory, or the limit of a container or a cluster's job if that is lower."""
     least = int(psutil.virtual_memory().available)
     for line in GROUPS.read_text().splitlines() if GROUPS.is_file() else []:
         _, kind, group = line.split(":", 2)
@@ -181,10 +181,10 @@ def free_bytes() -> int:
 
 
 def resolve_placement(run: RunConfig) -> RunConfig:
-    """Return a run with the first of its possible placements and strategies that fits, and the dtype of its last check.
+    """Return a run with its first placement and strategy that fit, and the dtype of its losslessness check.
 
-    Where none fits it is the one that exceeds least. The last check is in GATE where that fits, else in the dtype that
-    is timed. Refuse a run of which no placement is possible, with the reason of the first.
+    If none fits, the run has the pair that exceeds least. The check is in GATE if that fits, otherwise in the dtype
+    that is timed. A run without any possible placement is refused with the first one's reason.
     """
     shares: dict[float, RunConfig] = {}
     errors: list[ValueError] = []
@@ -196,7 +196,7 @@ def resolve_placement(run: RunConfig) -> RunConfig:
     if run.launcher.strategy == AUTO:
         strategies = ("ddp", "fsdp2") if several else ("ddp",)
     options = [(placement, run.model.offload, strategy) for placement, strategy in product(placements, strategies)]
-    if run.model.placement == AUTO and run.device.host_gb is not None:  # the host may not hold what the devices do not
+    if run.model.placement == AUTO and run.device.host_gb is not None:  # offloading may exceed the host
         options += [(OFFLOAD, "disk", strategy) for strategy in strategies if OFFLOAD in placements]
     for placement, offload, strategy in options:
         model = replace(run.model, placement=placement, offload=offload)
@@ -222,9 +222,9 @@ def resolve_placement(run: RunConfig) -> RunConfig:
 
 
 def check_run(run: RunConfig) -> None:
-    """Refuse a run that cannot start on this machine, naming key and remedy, before the target is looked at.
+    """Refuse a run that cannot start on this machine, naming key and remedy, before the target's files are read.
 
-    A plan asks for nothing over the network, needs no room to write, and its store may not be extracted yet.
+    A plan makes no network request, needs no disk space, and its store may be missing.
     """
     model, out = run.model, Path(run.out)
     if run.eval.prompts:
@@ -252,7 +252,7 @@ def check_run(run: RunConfig) -> None:
 
 
 def checked_plan(run: RunConfig) -> Plan:
-    """Return a plan; refuse what loading the target would refuse, and what its configuration rules out."""
+    """Return a plan; refuse what loading the target, or its configuration, would refuse."""
     planned = plan(checked(run))
     model, where, launcher = run.model, run.model.where, run.launcher
     config: Any = planned.shape.config
@@ -280,7 +280,7 @@ def checked_plan(run: RunConfig) -> Plan:
 
 
 def check_fits(run: RunConfig) -> None:
-    """Refuse a run that does not fit the memory of its devices or host, or the disk of its folder, by its plan."""
+    """Refuse a run that does not fit the memory of its devices or host, or the disk of its folder, by the plan."""
     planned = plan(run)
     parent = next(path for path in Path(run.out).absolute().parents if path.exists())
     free = shutil.disk_usage(parent).free
@@ -305,9 +305,9 @@ def check_fits(run: RunConfig) -> None:
 
 
 def remedy(run: RunConfig) -> str | None:
-    """Return overrides with which a run fits: one change, or several in turn; None if none do.
+    """Return overrides with which a run fits, one change or several; None if there are none.
 
-    The least costly changes come first, those that leave the training's result as it is before the others.
+    Cheap changes come first, those that do not affect the training's result before the others.
     """
     length = run.data.length
     half = length // 2
@@ -336,7 +336,7 @@ def remedy(run: RunConfig) -> str | None:
         changed = replace(run, **{key: replace(getattr(run, key), **sections[key]) for key in sections})
         try:
             return checked_plan(changed).utilization
-        except ValueError:  # settings that do not go together
+        except ValueError:  # settings that cannot be combined
             return math.inf
 
     possible = [words for words, is_possible in options.items() if is_possible]
@@ -356,7 +356,7 @@ def remedy(run: RunConfig) -> str | None:
 def check_out(run: JobConfig) -> None:
     """Refuse an output folder that holds a run, unless the run is resumed or overwritten.
 
-    A run that failed before its first step does not count.
+    A run that failed before its first step is ignored.
     """
     out = Path(run.out)
     if out.is_dir():
@@ -378,10 +378,10 @@ def clear_out(out: Path, weights: str = "head") -> None:
 
 
 def evaluation(run: RunConfig) -> Json:
-    """Return the values of conf/eval.yaml for the final evaluation of a run: its head next to those of `compare`.
+    """Return the values of conf/eval.yaml for the final evaluation of a run: its head and those of `compare`.
 
-    Where a pass takes all processes only the tier `live` is measured: each measures by its own clock what other trees
-    would cost.
+    If a pass needs all processes, only the tier `live` is measured: the processes would measure different costs of
+    other trees.
     """
     model: Json = {"trust_remote_code": run.model.trust_remote_code}
     settings = asdict(run.eval)
@@ -393,7 +393,7 @@ def evaluation(run: RunConfig) -> Json:
 
 
 def table(planned: Plan) -> Group:
-    """Return a plan as tables for the terminal; if it does not fit, with overrides that make it."""
+    """Return a plan as tables for the terminal; if it does not fit, with overrides with which it does."""
     run, cost, device, trainer = planned.run, planned.cost, planned.run.device, planned.run.trainer
     totals: Json = {
         "data": visible(run.data.named), "target parameters": planned.shape.embeddings + planned.shape.inner,
@@ -452,7 +452,7 @@ def spoken(hours: float) -> str:
 
 
 def in_words(planned: Plan) -> str:
-    """Return the values that were chosen in one line, as overrides."""
+    """Return the chosen values in one line, as overrides."""
     run, launcher = planned.run, planned.run.launcher
     nodes = f"{launcher.num_nodes} x " if launcher.num_nodes > 1 else ""
     count = "1 process" if launcher.local == 1 else f"{launcher.local} processes"

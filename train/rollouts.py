@@ -1,10 +1,10 @@
-"""Rollouts, for on-policy training: the current head drafts on training prompts and is trained at its own nodes.
+"""Rollouts, for on-policy training: the current head drafts on training prompts and is trained at the drafted nodes.
 
 A sequence's committed tokens are ordinary rows. Rejected draft tokens are appended to the sequence, where nothing
-attends to them, and `Features.path[t, d - 1]` is the row of the token drafted from row t at depth d: in the sequence
-if it was accepted, else in the appended part. So each head unrolls a path as it unrolls data, and the teacher of a node
-is the target's distribution there. One copy of a sequence has one path below each root; to train all nodes, it has as
-many copies as its trees have leaves. A rollout depends on seed, step and weights, and is trained in its own step.
+attends to them, and `Features.path[t, d - 1]` is the row of the token drafted from row t at depth d: a row of the
+sequence if it was accepted, otherwise an appended row. So each head unrolls a path as it unrolls data, and a node's
+teacher is the target's distribution there. One copy of a sequence has one path below each root; to train all nodes, it
+has as many copies as its trees have leaves. A rollout depends on seed, step and weights, and is used only in its step.
 """
 
 import random
@@ -30,7 +30,7 @@ from inference.target.target import Target
 from inference.verification.sample import Sampling
 from train.losses import OnPolicyConfig
 
-NODE, NONE = -1, -1  # the document of rejected nodes and padding; the row after a path's end
+NODE, NONE = -1, -1  # document of rejected nodes and padding; the row after a path's end
 
 
 class RolloutRow(NamedTuple):
@@ -45,7 +45,7 @@ class RolloutRow(NamedTuple):
 
 
 def rollout_rows(prompt: list[int], passes: Sequence[Pass], depths: int, nodes: str) -> list[RolloutRow]:
-    """Return the copies of a sequence from the target's passes, one for each path below its roots."""
+    """Return a sequence's copies from the target's passes, one per path below its roots."""
     token = torch.cat([torch.tensor(prompt[:1]), *(one.token.cpu() for one in passes)])[:-1]
     hidden = torch.cat([one.features.hidden[0] for one in passes])
     last = torch.cat([one.features.last_hidden[0] for one in passes])
@@ -61,7 +61,7 @@ def rollout_rows(prompt: list[int], passes: Sequence[Pass], depths: int, nodes: 
 
 
 def _paths(verified: Pass) -> list[list[int]]:
-    """Return the path to each leaf of a pass's tree, those closest to the accepted path first."""
+    """Return the path to each leaf of a pass's tree, the closest to the accepted path first."""
     if verified.tree is None:
         return []
     parent, paths = verified.tree.parent.tolist(), []
@@ -76,14 +76,14 @@ def _paths(verified: Pass) -> list[list[int]]:
 def _drafted(
     text: RolloutRow, passes: Sequence[Pass], paths: list[list[list[int]]], k: int, *, rejected: bool
 ) -> RolloutRow:
-    """Return the copy with the `k`-th path below each root, trained at nodes of no earlier copy."""
+    """Return the copy with the `k`-th path below each root, trained at nodes that no earlier copy has."""
     path, trained = text.path.clone(), torch.zeros_like(text.trained)
-    token, last = list[int](), [text.last_hidden]  # of rejected nodes
-    row = -1  # before the root
+    token, last = list[int](), [text.last_hidden]  # tokens and last hidden states of rejected nodes
+    row = -1  # the row before the root
     for one, leaves in zip(passes, paths, strict=True):
         earlier = {node for leaf in leaves[:k] for node in leaf}
         if leaves:
-            path[row, 1:] = NONE  # the root is in the sequence of every copy: later rows attend to it
+            path[row, 1:] = NONE  # without the root, which is in every copy's sequence, where later rows attend to it
         for d, node in enumerate(leaves[k][: path.shape[1]] if k < len(leaves) else ()):
             if node in one.path:
                 path[row, d] = row + 1 + d
@@ -107,10 +107,10 @@ def _drafted(
 
 @dataclass
 class Rollouts:
-    """The rollouts of one process, for any step, on prompts of its part of the step's batch."""
+    """The rollouts of one process, for any step, on prompts from its part of the step's batch."""
 
     target: Target
-    decoding: Callable[[NamedTensors], Any]  # weights -> a head to decode with
+    decoding: Callable[[NamedTensors], Any]  # weights -> a head for decoding
     tree: TreeConfig
     config: OnPolicyConfig
     depths: int
@@ -130,7 +130,7 @@ class Rollouts:
         ]
         drafter = HeadDrafter(self.decoding(weights), self.tree, "on_policy")
         size = len(prompts) if self.target.takes_trees else 1
-        with self.target.uncaptured():  # graphs of these weights would serve no other step
+        with self.target.uncaptured():  # CUDA graphs of these weights would serve no other step
             answers = speculate(self.target, drafter, prompts, settings, batch_size=size)
         sequences = [
             rollout_rows(prompt, answer.target_passes, self.depths, self.config.nodes)
@@ -144,7 +144,7 @@ class Rollouts:
     def prompts(self, batches: Sequence[Batch], draw: random.Random) -> list[list[int]]:
         """Return prompts: the batches' documents up to the start of an answer, or plain text up to its middle.
 
-        Every process has equally many: with fewer documents they repeat.
+        Every process has the same number: with fewer documents they repeat.
         """
         texts = [
             (batch.token[row][held].tolist(), batch.loss_mask[row][held].tolist())
@@ -165,7 +165,7 @@ class Rollouts:
 
 
 def _micro_batch(copies: list[RolloutRow], device: torch.device, length: int) -> MicroBatch:
-    """Return copies as a micro-batch; on CUDA padded to few widths, for which kernels are compiled."""
+    """Return copies as a micro-batch; on CUDA padded to a few widths, each with compiled kernels."""
     width = length if device.type == "cuda" else 1
 
     def joined(field: int, value: int = 0) -> Any:
@@ -174,7 +174,7 @@ def _micro_batch(copies: list[RolloutRow], device: torch.device, length: int) ->
 
     token, hidden, last, path = joined(0), joined(2), joined(3), joined(4).clamp_min(0)
     document, trained = joined(1, NODE), joined(5).permute(2, 0, 1).contiguous()
-    index = -2 - torch.arange(len(copies))  # indices of no sequence of the data
+    index = -2 - torch.arange(len(copies))  # negative indices, of no sequence in the data
     batch = Batch(token, document, torch.zeros_like(token), index, path, trained)
     token, document, path = (to_device(field, device) for field in (token, document, path))
     features = Features(token, hidden, last, document, path)

@@ -53,7 +53,7 @@ def main(cfg: DictConfig) -> float | None:
                 print(by_hand, end="")
             return None
         if launch.needs_processes(run.launcher):
-            if HydraConfig.get().runtime.choices.get("head") == BEST:  # the processes do not choose and print it again
+            if HydraConfig.get().runtime.choices.get("head") == BEST:  # so that processes do not choose it again
                 words = [*(word for word in words if word != f"head={BEST}"), f"head={run.head.name}"]
             if status := launch.start(run.launcher, os.path.abspath(__file__), words):
                 raise SystemExit(status)
@@ -78,9 +78,9 @@ def train(run: RunConfig) -> None:
 
 
 def train_and_evaluate(run: RunConfig, accelerator: Accelerator, lock: processes.RunLock) -> None:
-    """Train the head, then evaluate the best one and those of `compare`; exit with status 1 if it is not lossless."""
+    """Train the head, then evaluate the best one and those of `compare`; exit with status 1 if one is not lossless."""
     build(run, accelerator, lock).train()
-    accelerator.free_memory()  # the evaluation loads its own target
+    accelerator.free_memory()  # for the evaluation, which loads its own target
     processes.release_freed()
     accelerator.wait_for_everyone()
     together = run.model.where.needs_all_ranks

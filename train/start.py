@@ -1,7 +1,7 @@
 """Initialisation of the head: random weights, an existing head's, or the target's last layer; LoRA adapters.
 
-LoRA adapters (Hu et al., arXiv 2106.09685), by peft, adapt a head to a new domain or a fine-tuned target: they are on
-the head's linear layers, whose weights stay frozen. For decoding and saving they are merged into the weights.
+peft's LoRA adapters (Hu et al., arXiv 2106.09685) adapt a head to a new domain or a fine-tuned target. They are on the
+head's linear layers, whose weights stay frozen. For decoding and saving they are merged into the weights.
 """
 
 import logging
@@ -66,7 +66,7 @@ METHODS: dict[str, type[AdaptConfig]] = {"none": WholeConfig, "lora": LoraAdapte
 
 
 def peft_config(values: DictConfig) -> AdaptConfig:
-    """Return a configuration of conf/peft as its method's Config; refuse unknown methods and keys."""
+    """Return the typed configuration of conf/peft, by its method; refuse unknown methods and keys."""
     method = values.get("method")
     if method not in METHODS:
         raise ValueError(f"peft.method is {method!r}: choose one of {', '.join(METHODS)}")
@@ -76,7 +76,7 @@ def peft_config(values: DictConfig) -> AdaptConfig:
 def adapt(head: nn.Module, config: AdaptConfig) -> None:
     """Inject the adapters into a head and freeze the rest; refuse `target_modules` without a linear layer.
 
-    They add nothing yet, since B is zero.
+    Their product starts at zero, since B is zero.
     """
     if isinstance(config, WholeConfig):
         return
@@ -103,7 +103,7 @@ def merged_copy(head: nn.Module, weights: NamedTensors) -> nn.Module:
     """Return a new head on the CPU with these weights and its adapters merged."""
     build: Any = type(head)
     copy: nn.Module = build(head.config, head.embeddings)
-    adapters: Json | None = vars(head).get("peft_config")  # peft's record of injected adapters
+    adapters: Json | None = vars(head).get("peft_config")  # peft's record of the injected adapters
     if adapters is None:
         copy.load_state_dict(weights)
         return copy
@@ -117,16 +117,16 @@ def merged_copy(head: nn.Module, weights: NamedTensors) -> nn.Module:
 
 log = logging.getLogger(__name__)
 
-AUTO, LAST_LAYER, CHECKPOINT = "auto", "last_layer", "checkpoint"  # values of `init` that are not a head
+AUTO, LAST_LAYER, CHECKPOINT = "auto", "last_layer", "checkpoint"  # values of `init` that name no head
 STARTS = (None, AUTO, LAST_LAYER, CHECKPOINT)
-OF_LAST_LAYER = (Mtp.Config, Eagle3.Config, Eagle.Config)  # heads that may start as the target's last layer
+OF_LAST_LAYER = (Mtp.Config, Eagle3.Config, Eagle.Config)  # heads that can start as the target's last layer
 SILU = ("silu", "swish")
 PROJECTIONS = ("q_proj", "k_proj", "v_proj")
-# Parameters whose inputs differ in EAGLE-3: its projections read an embedding and the state.
+# EAGLE-3's parameters with wider inputs: its projections read an embedding and the state.
 WIDER = tuple(f"block.self_attn.{name}.weight" for name in PROJECTIONS)
 REFITTED = ("block.input_layernorm.weight", *WIDER)
-TOKENS_PER_INPUT = 8, 64  # fewest and most in `solved`, which overfits to fewer
-RIDGE = 1e-2  # relative to the inputs' mean square
+TOKENS_PER_INPUT = 8, 64  # minimum and maximum tokens per input; the fit of `solved` overfits to fewer
+RIDGE = 1e-2  # ridge penalty relative to the inputs' mean square
 
 
 def resolve_init(
@@ -203,8 +203,8 @@ def init_head(
     loaded: Any = load_found(folder, target.embeddings, sibling_spec(folder, target.spec, "is trained on for"))
     head: Any = kind(continued(config, loaded.config, init), target.embeddings)
     weights = loaded.state_dict()  # in fp32, whatever the file's dtype
-    head.load_state_dict(weights, strict=not isinstance(head, Eagle4))  # whose candidate head may come or go
-    if head.state_dict().keys() - weights.keys():  # it starts from the lm_head that is loaded
+    head.load_state_dict(weights, strict=not isinstance(head, Eagle4))  # a candidate head may be missing
+    if head.state_dict().keys() - weights.keys():  # a new candidate head starts from the loaded lm_head
         head.lm_head.factorise()
     module: nn.Module = head
     return module
@@ -265,14 +265,18 @@ def from_target(config: HeadConfig, init: str, target: Target, checkpoint: str) 
 def fit_init(head: Any, init: str | None, target: Any, batches: Batches, steps: int) -> None:
     """Fit the inputs of a head that starts as the target's last layer, by least squares.
 
-    The target's layer reads the state of the layer below at the next position, which a draft cannot know. It is
-    predicted from the head's inputs, the token there and the states before, over rows of the first tenth of the
-    training's `steps`, within TOKENS_PER_INPUT.
+    A fit W = argmin sum |W x - y|^2 maps the inputs x of a linear layer at depth 1 to y, over rows of the first tenth
+    of the training's `steps`, within TOKENS_PER_INPUT. Let b be the input of the target's last layer at the next
+    position, which a draft cannot know, and g the gain of the target's final norm (`final_gain`).
 
-    An MTP module has one projection for it. In EAGLE and EAGLE-3 the prediction is folded into queries, keys and
-    values, since EAGLE's attention has no norm before it and EAGLE-3's reads two states. EAGLE feeds back final-normed
-    states without its own norm, so its layer computes in that norm's scale. EAGLE-3's fused features are fitted to
-    the target's last state, like the states that it feeds back, and attention and MLP outputs make up for its residual.
+    mtp     eh_proj: y = b.
+    eagle   fc: y = g * b, since EAGLE feeds back final-normed states without a norm of its own. The rows of o_proj and
+        down_proj are scaled by g.
+    eagle3  fusion.fc: y = the target's last state, final-normed if the head feeds back normed states. o_proj and
+        down_proj += W for y = (output of the target's last layer) - (the head's state), the difference of residuals.
+
+    In eagle and eagle3, q_proj, k_proj and v_proj become the target's weights times W for y = input norm of b, since
+    EAGLE's attention has no norm before it and EAGLE-3's reads two states.
     """
     if init != LAST_LAYER or target.embeddings.num_layers < 2:
         return
@@ -283,7 +287,7 @@ def fit_init(head: Any, init: str | None, target: Any, batches: Batches, steps: 
     layer = last_layer(head.config, target)
     block: Any = head.layers[0] if isinstance(head, Eagle) else head.first
     residual = block.self_attn.o_proj, block.mlp.down_proj
-    if isinstance(head, Eagle):  # fit fc, and scale the layer to the target's final norm
+    if isinstance(head, Eagle):  # scales the layer to the target's final norm
         gain = final_gain(target, batches).to(head.fc.weight)
         head.fc.weight.copy_(solve(head.fc, lambda states: gain * states.below))
         if head.fc.bias is not None:
@@ -291,9 +295,9 @@ def fit_init(head: Any, init: str | None, target: Any, batches: Batches, steps: 
         for linear in residual:
             linear.weight.mul_(gain[:, None])
     else:
-        norms = head.config.norm_output  # the states that the head feeds back
+        norms = head.config.norm_output  # whether the head feeds back normed states
         head.fusion.fc.weight.copy_(solve(head.fusion.fc, lambda states: states.last_hidden if norms else states.raw))
-    # Queries, keys and values become those of the target's layer, on its predicted input.
+    # Queries, keys and values are those of the target's layer, for its predicted input.
     scale, eps = layer["block.input_layernorm.weight"].to(block.self_attn.o_proj.weight), head.config.norm_eps
     guess = solve(block.self_attn.q_proj, lambda states: functional.rms_norm(states.below, scale.shape, scale, eps))
     for name in PROJECTIONS:
@@ -304,9 +308,9 @@ def fit_init(head: Any, init: str | None, target: Any, batches: Batches, steps: 
 
 
 def final_gain(target: Any, batches: Batches) -> Float[Tensor, "D"]:
-    """Return the factor of the target's final norm for each dimension, by least squares over the first step.
+    """Return the target's final norm as one factor per dimension, by least squares over the first step.
 
-    First tokens of documents are left out: their states in large targets may be hundreds of times as large as others
+    First tokens of documents are excluded: in large targets their states may be hundreds of times as large as others
     (massive activations, arXiv 2402.17762).
     """
     sums: Any = 0.0
@@ -325,10 +329,10 @@ States = Float[Tensor, "n D"]
 
 
 class LayerStates(NamedTuple):
-    """The target's and the head's states of n rows, to fit the head to."""
+    """The target's and the head's states of n rows, from which a head is fitted."""
 
-    last_hidden: States  # the target's last state, after its final norm
-    raw: States  # the same before the final norm
+    last_hidden: States  # the target's last state after its final norm
+    raw: States  # the target's last state before its final norm
     below: States  # the input of the target's last layer at the next position
     above: States  # the output of the target's last layer
     state: States  # the input of the head's final norm, if it has one
@@ -342,9 +346,9 @@ def solved(
     linear: nn.Linear,
     labels_of: Callable[[LayerStates], States],
 ) -> Float[Tensor, "D I"]:
-    """Return the weight that maps a linear layer's inputs to labels with the least squared error.
+    """Return the weight that maps a linear layer's inputs at depth 1 to labels with the least squared error.
 
-    Its inputs are those of depth 1. Each process takes its part of the first steps, and the sums are reduced.
+    Each process sums over its part of the first steps, and the sums are reduced.
     """
     given: NamedTensors = {}
     hooks = [
@@ -353,7 +357,7 @@ def solved(
     ]
     weight, count, width = linear.weight, linear.in_features, target.embeddings.hidden_size
     top = (target.embeddings.num_layers - 2, target.embeddings.num_layers - 1)
-    # Sums of inputs times inputs, and times labels.
+    # Sums of inputs times inputs, and of inputs times labels.
     sums: Any = weight.new_zeros(count, count + width, dtype=torch.float64)
     least, most = (math.ceil(tokens * count / batches.step_tokens) for tokens in TOKENS_PER_INPUT)
     steps = min(max(limit, least), most)
@@ -364,7 +368,7 @@ def solved(
             hidden, last, document = features.hidden.to(weight), features.last_hidden.to(weight), features.document
             head.unroll(features._replace(hidden=hidden[:, :, : -len(top)], last_hidden=last), 1)
             follows = functional.pad((document[:, 1:] == document[:, :-1]) & (document[:, 1:] >= 0), (0, 1))
-            follows &= to_device(batch.index >= 0, follows.device)[:, None]  # without filler sequences
+            follows &= to_device(batch.index >= 0, follows.device)[:, None]  # without padding sequences
             raw, ahead = hidden[:, :, -1][follows], hidden[:, :, -len(top) :].roll(-1, 1)[follows]
             states = LayerStates(last[follows], raw, ahead[:, -2], ahead[:, -1], given["state"][follows])
             inputs = given["input"][follows]
@@ -397,7 +401,7 @@ def _last_positions(target: Target) -> Rope | None:
 def last_layer(config: Any, target: Target) -> NamedTensors:
     """Return the target's last layer and final norm under an MTP module's names."""
     layer = target.decoder_layers[-1]
-    buffers = layer.state_dict().keys() - dict(layer.named_parameters()).keys()  # such as a router's bias
+    buffers = layer.state_dict().keys() - dict(layer.named_parameters()).keys()  # for example a router's bias
     values = [*whole(layer), *((name, value) for name, value in layer.named_buffers() if name in buffers)]
     start = {_block(config) + name: value for name, value in values}
     norm = getattr(target.base, "norm", None)
@@ -424,13 +428,13 @@ def incompatibility(config: Any, target: Target) -> str | None:
         return f"{target.name} rotates {rope.share:g} of its attention heads, and the head all"
     start = last_layer(config, target)
     if isinstance(config, Eagle.Config):
-        start.pop("block.input_layernorm.weight", None)  # the fitted projections include its scale
+        start.pop("block.input_layernorm.weight", None)  # the fitted projections include this norm's scale
     return mismatch(config, start, target)
 
 
 def mismatch(config: Any, start: NamedTensors, target: Target) -> str | None:
-    """Return how a layer's parameters differ from the head's, with the remedy for an MTP module, or None."""
-    # The parameters of the head's decoder layers that the target's last layer should have, on meta.
+    """Return how the target's layer parameters differ from the head's, with the remedy for an MTP module, or None."""
+    # The head's decoder layer parameters that the target's last layer should have, on meta.
     firsts = (("block.", Mtp.Config), ("layers.0.", Eagle.Config), ("first.", Eagle3.Config))
     first = next(prefix for prefix, kind in firsts if isinstance(config, kind))
     outlined = meta_state_dict(HEADS[config.name], config, target.embeddings, "")
@@ -438,7 +442,7 @@ def mismatch(config: Any, start: NamedTensors, target: Target) -> str | None:
     layer |= {f"block.{name}": x for name, x in outlined.items() if name.startswith("layers.") and first not in name}
     if isinstance(config, Eagle3.Config):
         del layer["block.hidden_norm.weight"]
-        width = target.embeddings.hidden_size  # parameters of the embedding, which the target's projections do not read
+        width = target.embeddings.hidden_size  # the embedding's columns, which the target's projections lack
         layer |= {name: layer[name][:, width:] for name in WIDER}
     odd = sorted(layer.keys() ^ {name for name in start if name.startswith("block.")})
     odd += [name for name in layer.keys() & start.keys() if start[name].shape != layer[name].shape]

@@ -1,4 +1,4 @@
-"""One optimiser step on the global batch, on every process alike: micro-batches, gradient, update.
+"""One optimiser step on the global batch, the same on every process: micro-batches, gradient, update.
 
 A bad step does not change the weights, the optimiser or the EMA; its batch is saved, and `trainer.on_bad_step` decides
 whether the run continues.
@@ -50,16 +50,16 @@ from train.rollouts import Rollouts
 
 
 class Flops(TorchDispatchMode):
-    """Counts operations in a context; torch's FlopCounterMode cannot follow a gradient in a forward pass."""
+    """A counter of FLOPs; torch's FlopCounterMode cannot count a gradient inside a forward pass."""
 
     total = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run an operation and add its count."""
+        """Run an operation and count its FLOPs."""
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
         if (cost := flop_registry.get(func.overloadpacket)) is not None:
-            # torch's formula of addmm mistakes a dtype for a shape.
+            # torch's formula for addmm would take a dtype for a shape.
             self.total += cost(*(x for x in args if not isinstance(x, torch.dtype)), **kwargs, out_val=out)
         return out
 
@@ -70,17 +70,17 @@ def in_dtype(features: Features, dtype: torch.dtype) -> Features:
 
 
 BAD = "bad"
-# A run's progress at its beginning, which all processes share.
+# A run's progress at its start, shared by all processes.
 BEGINNING: Json = {
     "best_tau": 0.0, "best_step": 0, "stale": 0, "measured": 0, "seconds": 0.0, "stall": 0.0, "flops": None,
     "rollout_tokens": 0, "recent": [], "skipped": 0, "in_a_row": 0,
 }  # fmt: skip
 PARTS = ("data", "rollout", "target", "head", "optimiser", "wait", "other")  # parts of a step's time
-WINDOW = 50  # good steps whose median is the reference of a spike; with fewer no spike is detected
+WINDOW = 50  # good steps whose median is the reference for a spike; fewer steps detect none
 
 
 class Loss(nn.Module):
-    """The loss as a module, since data-parallel wrappers synchronise gradients only around `forward`."""
+    """The loss as a module, since data-parallel wrappers synchronise gradients only in `forward`."""
 
     def __init__(self, head: nn.Module, config: ObjectiveConfig, *, compiled: bool, autocast: bool = False) -> None:
         super().__init__()
@@ -90,8 +90,8 @@ class Loss(nn.Module):
         self.config = replace(config, losses=names | config.losses)
         self.rollout_config = replace(config, losses=names | drafted)
         unroll: Any = head.unroll
-        self.progress = 0.0  # the fraction of all steps that are done
-        whole = compiled and not compile_layers(head)  # heads without decoder layers are fast enough
+        self.progress = 0.0  # fraction of all steps that are done
+        whole = compiled and not compile_layers(head)  # heads without decoder layers are fast enough uncompiled
         self.unroll = torch.compile(unroll) if whole else unroll
 
     def forward(
@@ -99,7 +99,7 @@ class Loss(nn.Module):
     ) -> tuple[Tensor, NamedTensors]:
         """Unroll the head and return the weighted loss with its metrics, matmuls in bf16 if `autocast`.
 
-        Without `chunks` they are read from the weight, for which the host waits for the accelerator.
+        Without `chunks` the rows are read from `weight`, for which the host waits for the accelerator.
         """
         head: Any = self.head
         if chunks is None:
@@ -116,8 +116,8 @@ class Loss(nn.Module):
     def sampled(self, batch: Batch, keys: Tensor) -> tuple[Tensor | None, LossWeights]:
         """Return a micro-batch's anchors, the rows to draft from in this step, and each row's weight.
 
-        Without sampled anchors they are all trained rows: in a chat half of the rows or less. `keys` are the sequences'
-        random keys (train/objective.py).
+        Without sampled anchors they are all trained rows: at most half of the rows in a typical chat. `keys` are the
+        sequences' random keys (train/objective.py).
         """
         trained = (
             trainable(batch.document, batch.loss_mask, self.config.depths) if batch.trained is None else batch.trained
@@ -136,15 +136,15 @@ class Guard:
     """Detect bad steps and decide whether they stop the run.
 
     A step is bad if its loss or gradient norm is not finite, or its loss is far above the recent ones. These numbers
-    are sums over all processes, so all decide alike. The guard's state is in `progress`, which checkpoints save:
-    `recent` losses, the number of `skipped` steps, and how many of the last ones `in_a_row`.
+    are sums over all processes, so all decide the same. The guard's state is in `progress`, which checkpoints save:
+    `recent` losses, the number of `skipped` steps, and the number of consecutive bad steps, `in_a_row`.
     """
 
     config: TrainerConfig
     progress: Json
 
     def check(self, loss: float, norm: float) -> str | None:
-        """Record a step's loss and gradient norm; return why it is bad, or None."""
+        """Record a step's loss and gradient norm; return why the step is bad, or None."""
         recent: list[float] = self.progress["recent"]
         usual, reason = statistics.median(recent) if len(recent) == WINDOW else math.inf, None
         if not math.isfinite(loss):
@@ -160,7 +160,7 @@ class Guard:
         return reason
 
     def stops(self) -> str | None:
-        """Return why the bad step just recorded stops the run, with the remedy; None if it does not."""
+        """Return why the bad step just recorded stops the run, with the remedy; None if the run continues."""
         if self.config.on_bad_step == "stop":
             return "trainer.on_bad_step=skip resume=true goes on without it"
         if (count := self.progress["in_a_row"]) < self.config.bad_steps:
@@ -194,10 +194,10 @@ class Stepper:
         self.head = head = loss.head
         self.sizes = parameter_count(head), frozen_count(head)  # counted before sharding
         self.phase_timer = PhaseTimer(accelerator.device)
-        self.peak = trainer.peak_tflops  # 10^12 operations per second of one device, if known
+        self.peak = trainer.peak_tflops  # TFLOP/s of one device, if known
         if self.peak is None and accelerator.device.type == "cuda":
             self.peak = peak_of(torch.cuda.get_device_name(accelerator.device))
-        self.steps, self.rows, self.stall = 0, 0, 0.0  # since the last record
+        self.steps, self.rows, self.stall = 0, 0, 0.0  # counts since the last record
         self.restore(dict(BEGINNING))
         make = partial(optimizer, config=trainer)
         self.strategy = strategy.prepare(launcher, accelerator, loss, make, trainer.clip)
@@ -206,13 +206,13 @@ class Stepper:
         self.state = TrainState(head, self.optimizer, self.average)
 
     def restore(self, progress: Json) -> None:
-        """Restore a run's progress in place: a step's operations, the rollouts' tokens, the guard's history."""
+        """Restore a run's progress in place: FLOPs per step, tokens of rollouts, the guard's history."""
         self.progress, self.guard = progress, Guard(self.trainer, progress)
 
     def __call__(self, step: int, *, halted: Callable[[], bool]) -> Step | None:
         """Take step `step`, counted from 0; None if `halted` stopped all processes before a micro-batch."""
         mark = self.phase_timer.mark
-        mark(None)  # the time before this is not the step's
+        mark(None)  # time before this is not the step's
         trainer, device, stall = self.trainer, self.accelerator.device, self.source.stall
         self.loss.progress = step / trainer.steps
         micro_batches, rollout_tokens = self.micro_batches(step)
@@ -271,7 +271,7 @@ class Stepper:
         return [*given, *rollout], read
 
     def read(self, totals: NamedTensors, norm: Tensor, trained: Tensor) -> Json:
-        """Return the step's numbers over all processes: the only read of the host."""
+        """Return the step's numbers over all processes; the only host synchronisation of a step."""
         depths = len(trained)
         mine = torch.cat([*totals.values(), norm.reshape(1).to(trained.dtype)])
         packed: Any = self.accelerator.reduce(mine, "sum")
@@ -283,14 +283,14 @@ class Stepper:
         return {**first, **metrics, "grad_norm": grad_norm, "rows": int(rows)}
 
     def cost(self) -> Json:
-        """Return the cost per step since the last record: rates of all processes, other numbers of this one."""
+        """Return the cost per step since the last record: rates over all processes, other numbers for this one."""
         steps, rows, stall = self.steps, self.rows, self.stall
         self.steps, self.rows, self.stall = 0, 0, 0.0
         spent = dict.fromkeys(PARTS, 0.0) | self.phase_timer.seconds()
-        moved = min(stall, spent["target"])  # to wait for features is a part of reading the data
+        moved = min(stall, spent["target"])  # waiting for features is part of reading the data
         spent |= {"data": spent["data"] + moved, "target": spent["target"] - moved}
         phases = {phase: seconds / steps for phase, seconds in spent.items()}
-        seconds = max(sum(phases.values()), 1e-9)  # an accelerator may not have reached an event yet
+        seconds = max(sum(phases.values()), 1e-9)  # an accelerator may not have reached any event
         device, peak = self.accelerator.device, self.peak
         rate = None if self.progress["flops"] is None else self.progress["flops"] / seconds
         return {
@@ -305,7 +305,7 @@ class Stepper:
         }
 
     def counted(self, step: int, *, halted: Callable[[], bool]) -> Step | None:
-        """Take a step and count its floating-point operations over all processes, the target's included."""
+        """Run a step and count its FLOPs over all processes, including the target's."""
         counter: Any = Flops
         with counter() as count, torch.compiler.set_stance("force_eager"):  # compiled operations cannot be counted
             taken = self(step, halted=halted)
@@ -314,21 +314,21 @@ class Stepper:
         return taken
 
     def rate(self, step: int) -> float:
-        """Return the step's learning rate at this target's width."""
+        """Return the step's learning rate, scaled for the target's width."""
         return learning_rate(step, self.trainer) * self.trainer.lr_width / self.width
 
     def backward(
         self, features: Features, keys: Tensor, anchors: Tensor | None, weight: Tensor, chunks: Chunks | None,
         *, last: bool,
     ) -> tuple[Tensor, NamedTensors]:  # fmt: skip
-        """Accumulate one micro-batch's gradient; the factor undoes the processes' average."""
+        """Accumulate one micro-batch's gradient; the factor undoes the average over processes."""
         device = self.accelerator.device
         if self.accelerator.mixed_precision == "no":
             features = in_dtype(features, next(self.head.parameters()).dtype)
         features = noisy(features, self.loss.noise, to_device(keys, device))
         anchors = None if anchors is None else to_device(anchors, device)
 
-        # Dropout is seeded by run and step, so a resumed run repeats it.
+        # Dropout is seeded by run and step, so that a resumed run repeats it.
         torch.manual_seed(int(keys[0]))
 
         loss, sums = self.strategy.forward(features, weight, anchors, chunks, last=last)

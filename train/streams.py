@@ -1,13 +1,13 @@
-"""Train speculative streams for a frozen target, and keep the best by acceptance.
+"""Train speculative streams for a frozen target, and keep those with the best acceptance.
 
     python train/streams.py model=tiny
 
-The evaluation is that of every drafter:
+Evaluate them like any drafter:
 
     python eval/run.py drafter=streams drafter.streams.run=outputs/tiny-streams model=tiny
 
-Every few rows that the target has written are anchors: their streams are appended to the packed sequences in the same
-pass of the frozen target. Batches and anchors depend on seed and step.
+A small share of the rows that the target has written are anchors: their streams are appended to the packed sequences
+in the same pass of the frozen target. Batches and anchors depend on seed and step.
 """
 
 import os
@@ -66,7 +66,7 @@ class StreamsRunConfig(JobConfig):
     streams: Streams.Config
 
     def __post_init__(self) -> None:
-        """Check the sections against each other."""
+        """Refuse sections that contradict each other."""
         if self.launcher.strategy != "ddp":
             raise ValueError(
                 f"launcher.strategy is {self.launcher.strategy}: streams are small LoRA factors, give launcher=ddp"
@@ -79,7 +79,7 @@ def anchors(
 ) -> tuple[Int[Tensor, "B A"], Bool[Tensor, "B A G"]]:
     """Return each sequence's anchors, and which of their streams have a teacher; padding is row 0 without streams.
 
-    They are every `every`-th trained token with a trained next token, from a random one on.
+    Every `every`-th trained token with a trained next token is an anchor, from a random start.
     """
     trained = trainable(batch.document, batch.loss_mask, streams).movedim(0, -1) & batch.loss_mask.bool()[:, :, None]
     chosen = []
@@ -104,7 +104,7 @@ def stream_sums(
 
 
 class StreamsLoss(nn.Module):
-    """The loss of streams, in place of a head's `Loss`: cross-entropy with the target's probabilities at anchors."""
+    """The loss of streams, instead of a head's `Loss`: cross-entropy with the target's probabilities at anchors."""
 
     noise = 0.0
 
@@ -121,7 +121,7 @@ class StreamsLoss(nn.Module):
     def forward(
         self, features: Features, weight: Float[Tensor, "G B A"], anchors: Tensor, chunks: None = None
     ) -> tuple[Tensor, NamedTensors]:
-        """Return the loss with its metrics; a stream's weights are one over the global number of its anchors, or 0."""
+        """Return the loss with its metrics; each weight is 0 or one over the global number of the stream's anchors."""
         assert chunks is None
         with torch.autocast(weight.device.type, torch.bfloat16, enabled=self.autocast):
             draft, teacher = self.head(features.token, features.document, anchors)
@@ -130,12 +130,12 @@ class StreamsLoss(nn.Module):
         return (sums["loss"] * scale).sum(), {"soft_ce": sums["loss"].detach(), "accuracy": sums["accuracy"]}
 
     def chunks(self, trained: Tensor, device: torch.device, path: None = None) -> None:
-        """Anchors are scored at once."""
+        """Return None: anchors are not scored in chunks."""
 
 
 @dataclass
 class KeptStreams:
-    """The best streams of a run on disk, in their own folder."""
+    """The best streams of a run, saved in a folder of their own."""
 
     folder: Path
     config: Streams.Config
@@ -165,10 +165,10 @@ def loop_of(
         device, none = accelerator.device, torch.empty(*token.shape, 0, device=accelerator.device)
         return Features(to_device(token, device), none[:, :, :, None], none, to_device(document, device))
 
-    # The streams are small: AdamW trains them whatever a preset says.
+    # Streams are small, so AdamW trains them whatever the preset.
     trainer = replace(run.trainer, optimizer="adamw", compile=False)
     loss = StreamsLoss(streams, run, autocast=accelerator.mixed_precision == "bf16")
-    source = LiveFeatures(SimpleNamespace(features=features), batches, ())  # without states: their pass runs the target
+    source = LiveFeatures(SimpleNamespace(features=features), batches, ())  # no states: streams run the target
     stepper = Stepper(trainer, run.launcher, accelerator, loss, source, target.embeddings.hidden_size)
     evaluator = None
     if trainer.eval_prompts:
@@ -183,7 +183,7 @@ def loop_of(
 
 
 def job(run: StreamsRunConfig, accelerator: Accelerator, lock: RunLock) -> None:
-    """Load and train."""
+    """Load everything and train."""
     set_seed(run.trainer.seed)
     model = run.model
     if model.where.placement != REPLICATE:
@@ -209,7 +209,7 @@ def job(run: StreamsRunConfig, accelerator: Accelerator, lock: RunLock) -> None:
 
 
 def streams_config(cfg: DictConfig) -> StreamsRunConfig:
-    """Return the typed configuration, without the final evaluation, which streams do not have."""
+    """Return the typed configuration, without a final evaluation, which streams lack."""
     OmegaConf.set_struct(cfg, False)
     cfg.pop("eval", None)
     return typed(StreamsRunConfig, cfg)

@@ -1,4 +1,4 @@
-"""The runs of a Hydra multirun: one table of costs and results, and the τ that is optimised."""
+"""The runs of a Hydra multirun: one table of costs and results, and the τ to optimise."""
 
 import json
 from dataclasses import replace
@@ -20,7 +20,7 @@ COST = ("head", "parameters", "tokens", "GFLOP", "seconds")
 
 
 def check(prompts: int, *, waits: bool) -> None:
-    """Refuse to optimise τ if no run measures it, or if this command does not wait for the runs."""
+    """Refuse to optimise τ if no run measures it, or if this command does not wait for its runs."""
     if not sweeping() or "direction" not in HydraConfig.get().sweeper:
         return
     if prompts == 0:

@@ -1,7 +1,7 @@
 """A run's records: metrics.jsonl always, other trackers if configured, a progress bar on the terminal.
 
 A failing tracker is reported in one line and dropped; training continues. A record is a dict with a `step`.
-metrics.jsonl has it unchanged; wandb and TensorBoard have its numbers, those of an inner list or dict by name and
+metrics.jsonl has it unchanged; wandb and TensorBoard have its numbers, with those of nested lists and dicts by name and
 index: `accuracy/1` is the accuracy at depth 1.
 """
 
@@ -26,11 +26,11 @@ log = logging.getLogger(__name__)
 
 METRICS = "metrics.jsonl"
 REPORT = ("report.json", "report.md", "report.html")
-WAIT = 10.0  # seconds to wait for wandb's server before training begins
+WAIT = 10.0  # maximum seconds to wait for wandb's server before training begins
 
 
 def numbers(record: Json) -> Iterator[tuple[str, float]]:
-    """Yield the finite numbers of a record under flat names; indices of a list count from 1, like depths."""
+    """Yield the finite numbers of a record under flat names; list indices count from 1, like depths."""
     for name, value in record.items():
         if isinstance(value, dict | list | tuple):
             inner = value if isinstance(value, dict) else {str(i): item for i, item in enumerate(value, 1)}
@@ -46,9 +46,9 @@ def grouped(record: Json) -> dict[str, float]:
 
 
 class Jsonl:
-    """One JSON object a line, in full precision.
+    """One JSON object per line, in full precision.
 
-    A resumed run drops the lines after the step it resumes from, and unfinished lines of a killed run.
+    A resumed run drops the lines after the step from which it resumes, and unfinished lines of a killed run.
     """
 
     def __init__(self, out: Path, start: int, config: Json) -> None:
@@ -57,7 +57,7 @@ class Jsonl:
             with suppress(ValueError, TypeError, KeyError):
                 earlier += line + b"\n" if int(parse_json(line)["step"]) <= start else b""
         atomic_write(path, earlier)
-        self.file = path.open("ab", buffering=0)  # unbuffered: a killed run loses no line
+        self.file = path.open("ab", buffering=0)  # unbuffered, so that a killed run loses no line
 
     def log(self, record: Json) -> None:
         """Write a line."""
@@ -69,7 +69,7 @@ class Jsonl:
 
 
 class Wandb:
-    """Weights & Biases; offline, a folder that `wandb sync` uploads. A resumed run keeps its id."""
+    """Weights & Biases; offline, it writes a folder for `wandb sync`. A resumed run keeps its id."""
 
     def __init__(self, out: Path, start: int, config: Json, *, offline: bool) -> None:
         import wandb
@@ -77,7 +77,7 @@ class Wandb:
         id_file = out / "wandb-id.txt"
         if not id_file.exists():
             id_file.write_text(uuid.uuid4().hex[:8])
-        # Without metadata, which have the command with its secrets; provenance.json has them redacted.
+        # Without metadata, which contain the command with its secrets; provenance.json has the command redacted.
         settings = wandb.Settings(init_timeout=WAIT, x_disable_meta=True)
         self.run: Any = wandb.init(
             project="headstart", dir=str(out), config=config, name=out.name, id=id_file.read_text().strip(),
@@ -117,7 +117,7 @@ class TensorBoard:
             self.writer.add_scalar(name, value, record["step"])
 
     def conclude(self, record: Json, report: list[Path]) -> None:
-        """Add the final numbers, and the report that is text."""
+        """Add the final numbers, and the Markdown report."""
         self.log(record)
         for file in (file for file in report if file.suffix == ".md"):
             self.writer.add_text("report", file.read_text(encoding="utf-8"), record["step"])
@@ -127,9 +127,9 @@ class TensorBoard:
         self.writer.close()
 
 
-Sink = Jsonl | Wandb | TensorBoard  # its methods may fail
+Sink = Jsonl | Wandb | TensorBoard  # a tracker; its methods may fail
 
-# Each takes the run's folder, the number of steps done before, and the configuration.
+# Arguments: the run's folder, the number of finished steps, the configuration.
 TRACKERS: dict[str, Callable[[Path, int, Json], Sink]] = {
     "jsonl": Jsonl,
     "tensorboard": TensorBoard,
@@ -144,16 +144,16 @@ def dropping(sinks: dict[str, Sink], name: str, say: Callable[[str], None]) -> I
     try:
         yield
     except BaseException as error:
-        if not isinstance(error, Exception):  # a signal, or SystemExit
+        if not isinstance(error, Exception):  # signals and SystemExit propagate
             raise
         sinks.pop(name, None)
         say(f"tracker {name} failed and is left out from here on: {one_line(error)}")
 
 
 def conclude(out: Path, trackers: list[str], config: Json, record: Json) -> None:
-    """Pass the final numbers and the report to a finished run's trackers; failing ones are named and dropped."""
+    """Pass the final numbers and the report to a finished run's trackers; failing trackers are named and dropped."""
     report = [file for name in REPORT if (file := out / name).exists()]
-    for name in {*trackers} - {"jsonl"}:  # which has only steps
+    for name in {*trackers} - {"jsonl"}:  # metrics.jsonl records only steps
         with dropping({}, name, log.warning):
             sink: Any = TRACKERS[name](out, record["step"], config)
             sink.conclude(record, report)
@@ -161,7 +161,7 @@ def conclude(out: Path, trackers: list[str], config: Json, record: Json) -> None
 
 
 class Tracker:
-    """Pass each record to every tracker, on the main process only, and to the progress bar."""
+    """The passing of each record to every tracker and to the progress bar, on the main process only."""
 
     def __init__(self, out: Path, *, active: bool, steps: int, start: int, trackers: list[str], config: Json) -> None:
         self.sinks: dict[str, Sink] = {}

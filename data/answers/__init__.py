@@ -2,6 +2,6 @@
 
 chats.py     the state of a chat that is being answered
 engine.py    answers by our engine, with a drafter
-files.py     the job: every process writes answers to its share of the prompts; resuming and merging
-client.py    HTTP client for OpenAI-compatible endpoints, whose replies are untrusted, and answers by one
+files.py     the job: each process writes the answers to its share of the prompts; resuming and merging
+client.py    HTTP client for OpenAI-compatible endpoints, whose replies are untrusted; answers by an endpoint
 """

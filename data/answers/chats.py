@@ -1,6 +1,6 @@
 """The state of a chat that is being answered: the user's turns with the target's answers in between.
 
-Our engine and an endpoint use the same class, so both keep, refuse and count the same text.
+Our engine and an endpoint use the same class, so both save, refuse and count the same text.
 """
 
 import json
@@ -21,11 +21,11 @@ from heads.common.ranges import Amount, Count, Number, Within
 from inference.target.tokenizer import UNFINISHED, RenderError
 from inference.verification.rng import hashed
 
-FIXED = ("messages", "tools", "add_generation_prompt")  # the template's values that are the chat's
+FIXED = ("messages", "tools", "add_generation_prompt")  # template values that the chat itself sets
 
 TopP = Annotated[float, Within(0, 1, above=True)]
 
-# The causes of an early end of a chat. A chat without any answer is left out.
+# Why a chat ends early. A chat without an answer is left out.
 CAUSES = {
     "context": "the next prompt leaves no room for max_new_tokens in the context",
     "unfinished": "max_new_tokens cut the answer off",
@@ -51,7 +51,7 @@ class AnswerSettings:
     template_args: dict[str, Any] | None
 
     def options(self, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
-        """Return the chat template's extra values; refuse one that it does not read."""
+        """Return the chat template's extra values; refuse a value that the template does not read."""
         thinking = {} if self.thinking is None else {"enable_thinking": self.thinking}
         options = {**thinking, **(self.template_args or {})}
         template = tokenizer.get_chat_template() if options and tokenizer.chat_template else ""
@@ -66,9 +66,9 @@ class AnswerSettings:
 
 
 class Reply(NamedTuple):
-    """The target's reply in its parts; `finished` if it has an end token.
+    """The target's reply in its parts; `finished` says whether it has an end token.
 
-    `logged` are all tokens of prompt and answer with end tokens, if the settings ask for them.
+    `logged` holds all tokens of prompt and answer, end tokens included, if the settings request them.
     """
 
     text: str
@@ -83,15 +83,15 @@ class Outcome(NamedTuple):
     """The outcome of a chat."""
 
     id: str  # the record's id
-    chat: dict[str, Any] | None  # the record to train on; None if it is left out
+    chat: dict[str, Any] | None  # the record to train on; None if the chat is left out
     answers: int = 0  # number of answers in the chat
-    cause: str = ""  # why the chat ends early, a key of CAUSES or an answerer's failure; empty for a complete chat
-    failed: bool = False  # whether the answerer failed: a later call answers the chat again
-    detail: str = ""  # the failure's message
+    cause: str = ""  # why the chat ends early: a key of CAUSES or an answerer's failure; empty for a complete chat
+    failed: bool = False  # whether the answerer failed; a later call then answers the chat again
+    detail: str = ""  # the message of the failure
 
 
 class Talk:
-    """A record that is being answered: `ask` and `take` in turn until `ask` returns None, then `outcome`."""
+    """A record that is being answered: call `ask` and `take` in turn until `ask` returns None, then `outcome`."""
 
     def __init__(
         self, record: Record, tokenizer: PreTrainedTokenizerBase, settings: AnswerSettings, context: int
@@ -111,7 +111,7 @@ class Talk:
         return token
 
     def take(self, reply: Reply) -> None:
-        """Add the answer, or set the cause for which the record ends before it."""
+        """Add the answer, or set the cause for which the record ends."""
         if not reply.finished:
             self.cause = "unfinished"
         if (reply.finished or self.settings.keep_unfinished) and self.add(reply):
@@ -119,7 +119,7 @@ class Talk:
             self.answers += 1
 
     def next_prompt(self) -> list[int] | None:
-        """Return the tokens of the next prompt, of any length; None after the last one."""
+        """Return the tokens of the next prompt, without a limit of length; None after the last one."""
         raise NotImplementedError
 
     def add(self, reply: Reply) -> bool:
@@ -148,7 +148,7 @@ class Conversation(Talk):
         self.tools, self.options = list(record.tools), settings.options(tokenizer)
         self.turns = deque(turns_of(with_opening(record.messages, tokenizer, record.tools)))
         self.cause = "" if self.turns else "no_question"
-        self.prompt: list[Message] = []  # up to the current turn
+        self.prompt: list[Message] = []  # messages up to the current turn
         self.opened = False
 
     def next_prompt(self) -> list[int] | None:
@@ -159,7 +159,7 @@ class Conversation(Talk):
         try:
             rendered = render(self.prompt, self.tokenizer, True, self.tools, self.options)
             rendered.encode()  # refuses lone surrogates
-        except (RenderError, UnicodeEncodeError):  # a template is a program and may fail
+        except (RenderError, UnicodeEncodeError):  # a template is a program, so it may fail
             self.cause = "refused"
             return None
         self.opened = OPENED.search(rendered) is not None
@@ -171,7 +171,7 @@ class Conversation(Talk):
         if not reasoning:
             reasoning, text = split_reasoning(text, self.opened)
         if self.opened and not (reasoning or reply.finished or THOUGHT in reply.text):
-            reasoning, text = text, ""  # cut off in the reasoning that the template opened
+            reasoning, text = text, ""  # cut off in reasoning that the template opened
         if not (text.strip() or reply.tool_calls or (reasoning.strip() and not reply.finished)):
             self.cause = self.cause or "empty"
             return False
@@ -210,7 +210,7 @@ class Document(Talk):
         return self.prompt.token
 
     def add(self, reply: Reply) -> bool:
-        """Add the continuation; with a chat template only the whole text, since readers would see a chat."""
+        """Add the continuation; with a chat template only the whole text, so that readers see no chat."""
         assert self.prompt is not None
         # Decoded together: many tokenizers drop the space before a text's first word.
         text = str(self.tokenizer.decode([*self.prompt.token, *reply.token], skip_special_tokens=True))
@@ -250,7 +250,7 @@ class Answerer(Protocol):
 
 
 def turns_of(messages: list[Message]) -> list[list[Message]]:
-    """Return the messages before each answer, without answers and tool results."""
+    """Return the messages before each answer, without the answers and tool results themselves."""
     turns: list[list[Message]] = []
     turn: list[Message] = []
     for message in [*messages, {"role": "assistant"}]:
@@ -264,7 +264,7 @@ def turns_of(messages: list[Message]) -> list[list[Message]]:
 
 
 def round_trips(text: str, tokenizer: PreTrainedTokenizerBase, *, exact: bool = True) -> bool:
-    """Whether a text has no lone surrogate and no special token, and is, but for outer blanks, decoded as it was."""
+    """Return whether a text has no lone surrogates and special tokens, and survives encoding, outer blanks apart."""
     try:
         (token,) = encode([text], tokenizer)
     except UnicodeEncodeError:

@@ -33,9 +33,9 @@ T = TypeVar("T")
 API = "/v1"  # the path of an endpoint's API
 UNKNOWN_CONTEXT = 2**31
 SHOWN = 160  # characters of a reply in an error
-NESTED = 50  # depth of a tool call's arguments: the file of answers nests them deeper
+NESTED = 50  # maximum depth of a tool call's arguments; the file of answers nests them deeper
 
-TEMPORARY = (408, 425, 429)  # statuses after which a retry may succeed, besides 500 and above
+TEMPORARY = (408, 425, 429)  # statuses after which a retry may succeed, as after 500 and above
 FINISH_REASONS = ("stop", "length", "tool_calls")
 REMEDIES = {
     401: "set the key in the environment variable that {options}.api_key_env names",
@@ -43,9 +43,9 @@ REMEDIES = {
     404: "{by}= is the base URL of /models and /chat/completions, mostly .../v1",
 }
 EVENTS = "text/event-stream"
-MOST_FAILURES = 8  # consecutive chats that fail and stop the job
-SEEDS = 2**31  # the largest seed that every server accepts
-TOKENS = {"return_token_ids": True, "return_prompt_token_ids": True}  # SGLang needs the second in chats
+MOST_FAILURES = 8  # consecutive failed chats that stop the job
+SEEDS = 2**31  # bound of seeds that every server accepts
+TOKENS = {"return_token_ids": True, "return_prompt_token_ids": True}  # SGLang needs the second for chats
 DONE = "[DONE]"  # the last event of a complete stream
 
 
@@ -64,12 +64,12 @@ class EndpointConfig:
 
 
 def base_url(url: str) -> str:
-    """Return an endpoint's URL without the path of its API."""
+    """Return an endpoint's URL without the API's path."""
     return url.rstrip("/").removesuffix(API)
 
 
 def check_url(key: str, url: str) -> None:
-    """Refuse a URL that is not an endpoint's, or that contains a secret; `key` is its option."""
+    """Refuse a URL that is invalid for an endpoint or contains a secret; `key` is its option."""
     parts = urlsplit(url)
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise ValueError(f"{key}={url}: give a URL such as http://localhost:8000")
@@ -81,7 +81,7 @@ def check_url(key: str, url: str) -> None:
 
 
 class EndpointError(Exception):
-    """A failed request: its cause in one word, the server's words, whether to retry, and after how many seconds.
+    """A failed request: its cause in one word, the server's message, whether to retry, and after how many seconds.
 
     The detail is written to files, so secrets are redacted and lone surrogates replaced.
     """
@@ -95,8 +95,8 @@ class EndpointError(Exception):
 class Client:
     """The client of an endpoint; its methods may be called from several threads.
 
-    Error messages name `by` and `options`, the options of the URL and the configuration, and `without_template`, the
-    remedy without a chat template.
+    Error messages name `by`, the option of the URL, `options`, that of the configuration, and `without_template`, the
+    remedy if there is no chat template.
     """
 
     def __init__(
@@ -104,17 +104,17 @@ class Client:
         without_template: str = "",
     ) -> None:  # fmt: skip
         self.by, self.options, self.without_template = by, options, without_template
-        key = (key or "").strip()  # a file that held it ends in a newline
+        key = (key or "").strip()  # a key from a file ends in a newline
         self.url, self.config, self.key = url.rstrip("/"), config, key or HIDDEN
         headers = {"Authorization": f"Bearer {key}"} if key else {}
         self.http = httpx.Client(headers=headers, limits=httpx.Limits(max_connections=None))  # concurrency bounds them
-        self.stop = threading.Event()  # if set, it ends the pauses and prevents further retries
+        self.stop = threading.Event()  # ends pauses and prevents retries once set
 
     def served(self) -> tuple[str, int]:
-        """Return the model's name and its context in tokens, UNKNOWN_CONTEXT if not reported.
+        """Return the model's name and its context in tokens, UNKNOWN_CONTEXT if it is not reported.
 
         Raises:
-            ValueError: the endpoint does not list its models, or not the configured one.
+            ValueError: the endpoint does not list its models, or does not list the configured one.
         """
         try:
             data = self.request("GET", "/models", None)
@@ -142,12 +142,12 @@ class Client:
         return self.retried(lambda _: self.once(method, path, body), self.config.retries)
 
     def once(self, method: str, path: str, body: dict[str, Any] | None) -> dict[str, Any]:
-        """Send a request once and return the reply's JSON object; it fails as `request` does."""
+        """Send a request once and return the reply's JSON object; raise what `request` raises."""
         with self._exchange(method, path, body) as response:
             return self._read_reply(response, path)
 
     def retried(self, attempt: Callable[[int], T], retries: int) -> T:
-        """Call `attempt` with 0, 1, … until it does not fail temporarily, and return its result."""
+        """Call `attempt` with 0, 1, … until it succeeds or fails permanently, and return its result."""
         for number in range(retries + 1):
             try:
                 return attempt(number)
@@ -162,7 +162,7 @@ class Client:
     def events(self, path: str, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
         """Send a request once, and yield the reply's JSON objects as they arrive.
 
-        A server-sent event is an object each; a server that does not stream sends a single one.
+        Each server-sent event is one object; a server that does not stream sends a single object.
 
         Raises:
             EndpointError: no reply arrived, it is malformed, or it breaks off.
@@ -181,13 +181,13 @@ class Client:
         raise EndpointError("unreachable", "the stream broke off before its end", True)
 
     def page(self, path: str) -> tuple[int, str]:
-        """Return the status and the text of a page, not necessarily JSON; refuse a late one."""
+        """Return the status and the text of a page, which need not be JSON; refuse a reply after the time-out."""
         with self._exchange("GET", path, None) as response:
             return response.status_code, response.read().decode(errors="replace")
 
     @contextmanager
     def _exchange(self, method: str, path: str, body: dict[str, Any] | None) -> Iterator[httpx.Response]:
-        """Send a request and yield the open response; a failing connection is an EndpointError."""
+        """Send a request and yield the open response; a failed connection raises an EndpointError."""
         try:
             with self.http.stream(method, self.url + path, json=body, timeout=self.config.timeout) as response:
                 yield response
@@ -205,7 +205,7 @@ class Client:
             words = " ".join(text.split())[:SHOWN]
             raise ValueError(f"{self.url}{path}: {response.status_code} ({words}); {remedy}")
         if response.status_code != 200:
-            seconds = response.headers.get("Retry-After", "")  # our own pause replaces a date
+            seconds = response.headers.get("Retry-After", "")  # a date is ignored in favour of our own pause
             after = float(seconds) if seconds.isdigit() else None
             temporary = response.status_code in TEMPORARY or response.status_code >= 500
             if self.without_template and "chat template" in text:
@@ -215,7 +215,7 @@ class Client:
 
 
 def read_object(content: bytes | str) -> dict[str, Any]:
-    """Parse a JSON object; anything else is an EndpointError."""
+    """Parse a JSON object; anything else raises an EndpointError."""
     text = content[:CHUNK] if isinstance(content, str) else content[:CHUNK].decode(errors="replace")
     try:
         value = parse_json(content)
@@ -241,15 +241,15 @@ def read_reply(data: Mapping[str, Any], model: str) -> Reply:
         calls, text = message.get("tool_calls") or [], message.get("content")
         reasoning = message.get("reasoning_content") or message.get("reasoning") or ""
         if text is None and (calls or finish == "length"):
-            text = ""  # the reasoning has used all the tokens, or the answer is a tool call
+            text = ""  # the reasoning used all tokens, or the answer is a tool call
         if message.get("role", "assistant") != "assistant" or not (
             isinstance(text, str) and isinstance(reasoning, str)
         ):
             raise TypeError
         read = []
-        for call in calls if finish != "length" else []:  # the last call may be cut off anywhere
+        for call in calls if finish != "length" else []:  # the last call may be incomplete
             function = dict(call["function"])
-            if isinstance(arguments := function["arguments"], str):  # chat templates take an object
+            if isinstance(arguments := function["arguments"], str):  # chat templates expect an object
                 function["arguments"] = parse_json(arguments, NESTED) if arguments.strip() else {}
             if not isinstance(function["name"], str):
                 raise TypeError
@@ -271,10 +271,11 @@ class Endpoint:
     def answer(self, talks: Iterable[Talk]) -> Iterator[Outcome]:
         """Answer all chats, and yield their outcomes.
 
-        A job that stops, also by Ctrl-C, waits for the requests in flight and keeps the chats that they complete.
+        A job that stops, also on Ctrl-C, waits for the requests in flight and saves the chats that they complete.
 
         Raises:
-            ValueError: too many consecutive chats failed, the endpoint refuses every request, or a record is no chat.
+            ValueError: too many consecutive chats failed, the endpoint refuses every request, or a record is not a
+            chat.
         """
         source, failures = iter(talks), 0
         stopped: ValueError | KeyboardInterrupt | None = None

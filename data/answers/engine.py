@@ -1,6 +1,6 @@
 """Answers by our engine: a continuous batch over chats, with or without a drafter.
 
-The rule is `coupled` at every temperature: a token is a function of the tokens before it and the request's seed,
+The rule is `coupled` at every temperature: a token is a function of the preceding tokens and the request's seed,
 independent of drafts and batch, and its distribution is the target's (arXiv 2408.07978). The batch only affects
 rounding, which may flip a near tie.
 """
@@ -42,7 +42,7 @@ class Engine:
         self.context = target.context
         self.sampling = Sampling(settings.temperature, 0, settings.top_p)
         self.batch = batch_of(target, drafter, batch_size)
-        self.tokens = 0  # of the answers that have ended
+        self.tokens = 0  # number of tokens of finished answers
 
     def answer(self, talks: Iterable[Talk]) -> Iterator[Outcome]:
         """Answer all chats; the next turn of a running chat comes before a new chat."""
@@ -57,7 +57,7 @@ class Engine:
                 if token is not None:
                     try:
                         check_prompt(self.target, token)
-                    except ValueError:  # the tokenizer may have tokens that the target's embedding does not have
+                    except ValueError:  # the tokenizer may have tokens beyond the target's embedding
                         talk.cause, token = "refused", None
                 if token is None:
                     yield talk.outcome()
@@ -94,7 +94,7 @@ class Engine:
 
 
 def check_drafter(options: Mapping[str, Any], run: str | None, tree: Mapping[str, Any]) -> tuple[str, Any]:
-    """Return the configured drafter's name and options, checked without the target.
+    """Return the configured drafter's name and options, checked without loading the target.
 
     Args:
         options: the configuration's `drafter`: one drafter's name, and its options.
@@ -102,7 +102,7 @@ def check_drafter(options: Mapping[str, Any], run: str | None, tree: Mapping[str
         tree: the head's tree, where None takes the saved value.
 
     Raises:
-        ValueError: none or several drafters, an unknown one, a run without a head, or a run and another drafter.
+        ValueError: no drafter or several, an unknown drafter, a run without a head, or both a run and another drafter.
     """
     if len(options) != 1:
         raise ValueError(f"drafter={list(options)}: one source drafts the answers; name one, or plain for none")

@@ -4,12 +4,12 @@
     FILE.parts/R-of-W.jsonl         outcomes of chats, one per line
     FILE, FILE.meta.json            the merged parts, each written atomically; then the parts are removed
 
-A part grows line by line, written by its process only. A process that is killed loses its last line and whatever the
-device had not written; the next call, of any number of processes, cuts incomplete lines off and answers the rest.
+Each process appends lines to its own part. A killed process loses its last line and whatever the device had not
+written; the next call, with any number of processes, removes incomplete lines and answers the remaining chats.
 
-The answers come from our engine or an endpoint. The file is JSON Lines, `{"id", "messages"}` with the target's answer
-to each of the user's turns in view of its earlier ones; for a plain text `{"id", "text"}`. `data.path` reads it. Every
-process answers its share of the chats; a job that was stopped resumes, and its file is the same.
+Our engine or an endpoint gives the answers. The file is JSON Lines: `{"id", "messages"}` with the target's answer to
+each of the user's turns, in view of its earlier answers; for a plain text `{"id", "text"}`. `data.path` reads it.
+Every process answers its share of the chats; a stopped job resumes, and the resulting file is the same.
 """
 
 import glob
@@ -35,12 +35,12 @@ from heads.common.untrusted import parsed_file
 
 log = logging.getLogger(__name__)
 SCHEMA = 1
-ESCAPED = "backslashreplace"  # of lone surrogates
+ESCAPED = "backslashreplace"  # error handler for lone surrogates
 DAMAGED = "remove it, and name another file"
 
 
 class Entry(NamedTuple):
-    """A finished chat: its line's file and bytes, and its outcome."""
+    """A finished chat: the file and the bytes of its line, and its outcome."""
 
     file: Path
     start: int
@@ -51,7 +51,7 @@ class Entry(NamedTuple):
 
 
 class Answers:
-    """The files of a job's answers."""
+    """The files that hold a job's answers."""
 
     def __init__(self, out: Path) -> None:
         self.out = out
@@ -61,7 +61,7 @@ class Answers:
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Hold the lock of the parts; refuse if another job has it."""
+        """Hold the lock of the parts; refuse if another job holds it."""
         with claim(self.parts / "lock", wait=False) as free:
             if not free:
                 raise ValueError(f"{self.out}: another job is writing it; wait for it, or name another file")
@@ -69,12 +69,12 @@ class Answers:
                 yield
             finally:
                 if self.parts.is_dir() and not self.settings.is_file():
-                    shutil.rmtree(self.parts)  # the job did not begin
+                    shutil.rmtree(self.parts)  # the job failed before it began
 
     def begin(self, settings: dict[str, Any]) -> None:
         """Write the settings that affect the answers; refuse existing answers with other or unknown settings.
 
-        The chats of a merged file become a part again, whose name sorts first: later parts know more.
+        The chats of a merged file become a part again, whose name sorts first, so that later parts override it.
         """
         earlier = self.settings if self.settings.is_file() else self.meta
         if earlier.is_file():
@@ -103,7 +103,7 @@ class Answers:
             yield Outcome(chat["id"], chat, answers, shortened.get(chat["id"], ""))._asdict()
 
     def finished(self) -> tuple[dict[str, Entry], dict[str, str]]:
-        """Return the entries of all processes' finished chats by id, and the causes of those that failed only."""
+        """Return the entries of all processes' finished chats by id, and the causes of those that only failed."""
         entries: dict[str, Entry] = {}
         failures: dict[str, str] = {}
         for file in sorted(self.parts.glob("*-of-*.jsonl")):
@@ -116,7 +116,7 @@ class Answers:
         return entries, {id_: cause for id_, cause in failures.items() if id_ not in entries}
 
     def merge(self, ids: Sequence[str], settings: dict[str, Any], notes: dict[str, Any]) -> dict[str, Any]:
-        """Merge all parts into one file in the order of `ids`, then other chats; write and return its provenance.
+        """Merge all parts into one file in the order of `ids`, other chats last; write and return its provenance.
 
         Raises:
             ValueError: no chat has an answer.
@@ -163,7 +163,7 @@ class Answers:
 
 
 def append(outcome: Outcome, file: IO[bytes]) -> None:
-    """Append an outcome to a part, unbuffered, with an fsync every few chats."""
+    """Append an outcome to a part, unbuffered, with an fsync after every few chats."""
     file.write(_encoded(outcome._asdict()))
     file.flush()
 
@@ -204,9 +204,9 @@ class Work(NamedTuple):
 
     records: Sequence[Record]  # the chats and texts, in the order of the file
     source: dict[str, Any]  # identity of the prompts, by `source_of`
-    settings: AnswerSettings  # sampling and chat template
+    settings: AnswerSettings  # settings of sampling and chat template
     sync_every: int  # chats between two flushes to the device
-    notes: dict[str, Any]  # further provenance, which may change on resume
+    notes: dict[str, Any]  # further provenance; may change on resume
 
 
 def write_answers(work: Work, answerer: Answerer, out: Path, worker: Worker = ALONE) -> dict[str, Any] | None:
@@ -217,7 +217,7 @@ def write_answers(work: Work, answerer: Answerer, out: Path, worker: Worker = AL
 
     Raises:
         ValueError: the settings are impossible; `out` is another file, has other settings or belongs to a running job;
-            no chat was answered; or the answerer stops.
+            no chat was answered; or the answerer stopped.
     """
     work.settings.options(answerer.tokenizer)
     answers = Answers(out)
@@ -246,7 +246,7 @@ def write_answers(work: Work, answerer: Answerer, out: Path, worker: Worker = AL
 
 
 def _answer(work: Work, answerer: Answerer, answers: Answers, worker: Worker) -> int:
-    """Answer this process's chats that are not finished yet, and return how many of all were."""
+    """Answer this process's chats that are not finished yet, and return how many of all chats were finished."""
     finished, _ = answers.finished()
     records = [record for record in work.records[worker.rank :: worker.world] if record.id not in finished]
     talks = (talk_of(record, answerer.tokenizer, work.settings, answerer.context) for record in records)
@@ -263,7 +263,7 @@ def _answer(work: Work, answerer: Answerer, answers: Answers, worker: Worker) ->
 
 
 def source_of(config: DataConfig) -> dict[str, Any]:
-    """Return the prompts' identity: sources' names or files' hashes, mixture, split and held-out part."""
+    """Return the prompts' identity: names of sources or hashes of files, mixture, split and held-out part."""
 
     def identity(name: str) -> str:
         path = Path(name).expanduser()

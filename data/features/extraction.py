@@ -1,9 +1,9 @@
 """Extraction of a data set's features into a store, by the target's forward passes.
 
-Shard k has sequences k·R to (k+1)·R - 1, always computed in the same groups: the next call writes the shards that a
-killed extraction has not written, with the same bytes. Each process claims the shards that it writes, first every
-world-th one, then the remaining ones, so any number of processes may share a store. A shard is hashed and written in a
-thread while the next ones are computed; its claim is held until it is written.
+Shard k has sequences k·R to (k+1)·R - 1, always computed in the same groups, so the call after a killed extraction
+writes the missing shards with the same bytes. Each process claims the shards that it writes, first every world-th
+shard, then any that remain, so any number of processes may share a store. A thread hashes and writes a shard while
+the next ones are computed; the shard's claim is held until then.
 """
 
 import shutil
@@ -36,12 +36,12 @@ from inference.target.placement import check_single_process
 from inference.target.target import Target
 
 GB, MB = 10**9, 10**6
-WAITING = 2  # the most shards that wait to be written, which bounds memory on a slow disk
+WAITING = 2  # shards that may wait to be written, which bounds memory on a slow disk
 Make = Callable[[list[int]], Copying]
 
 
 class Layers(NamedTuple):
-    """The feature layers to extract: `named`, or if it is None those of a head."""
+    """The feature layers to extract: `named`, or a head's layers if it is None."""
 
     head: HeadConfig
     named: list[int] | None
@@ -73,12 +73,12 @@ def spec_of(
 
 
 def sequences_left(folder: Path, spec: StoreSpec) -> tuple[StoreSpec, int]:
-    """Return the spec of a folder's store, or this one for a new store, and how many sequences are still to extract.
+    """Return the spec of a folder's store, or this one for a new store, and the number of sequences still to extract.
 
     An existing store may have more layers.
 
     Raises:
-        ValueError: the folder holds other features, or they do not fit the disk.
+        ValueError: the folder holds other features, or the new ones do not fit on the disk.
     """
     left = spec.rows
     if (folder / META).exists():
@@ -96,12 +96,12 @@ def sequences_left(folder: Path, spec: StoreSpec) -> tuple[StoreSpec, int]:
 
 
 def extract(store: FeatureStore, make: Make, micro: int, rank: int, world: int) -> int:
-    """Write the sequences that are missing in the store, in shards, and return the number of shards of this process.
+    """Write the missing sequences to the store in shards, and return the number of shards of this process.
 
     `make` computes the tensors of at most `micro` sequences in one call.
 
     Raises:
-        ValueError: the disk refused; written shards stay.
+        ValueError: a write failed; finished shards stay.
     """
     spec, written = store.spec, 0
     mine = list(range(rank, spec.shards, world))
@@ -109,7 +109,7 @@ def extract(store: FeatureStore, make: Make, micro: int, rank: int, world: int) 
     share = -(-len(store.missing()) // world)
     with ThreadPoolExecutor(1) as thread, Bar(share, "extracting sequences") as bar:
         waiting = deque[Future[None]]()
-        writer = FeatureStore(store.folder)  # its own store object, for another thread
+        writer = FeatureStore(store.folder)  # a store object for the writing thread
         for number in mine + others:
             name = f"{number:06d}"
             if all(map(store.has, spec.shard(number))):
@@ -151,11 +151,11 @@ def extract_features(
     """Extract the features of all packed sequences that are missing in the store; every process calls it.
 
     Args:
-        workload: evaluation prompts that no sample may hold, in addition to those of `data`; None: none.
-        say: prints a line.
+        workload: evaluation prompts that no sample may hold, in addition to those of `data`; None for no others.
+        say: a function that prints a line.
 
     Raises:
-        ValueError: it does not fit, the folder holds something else, or the disk refused.
+        ValueError: the store does not fit, the folder holds something else, or a write failed.
     """
     check_sequence_length(data.length, context_of(configuration(model.path, model.trust_remote_code)), model.path)
     state = PartialState(cpu=use_device(model.device).type == "cpu")

@@ -1,14 +1,14 @@
 """Features from vLLM servers, computed during training.
 
-The servers run vLLM's `extract_hidden_states` method, a request a document, and write the states to files in shared
+The servers run vLLM's `extract_hidden_states` method, one request per document, and write the states to files in shared
 memory, which are removed after reading. Documents of the next micro-batches are requested in order, at most
 `features.endpoint.concurrency` at a time. Replies may arrive in any order.
 
-The `ExampleHiddenStatesConnector` writes one safetensors file a request, `token_ids` [tokens] and `hidden_states`
-[tokens, layer ids, width], and holds a lock on FILE.lock while it writes (as of vLLM 0.32:
-vllm/distributed/kv_transfer/kv_connector/v1/example_hidden_states_connector.py). Layer ids are those that vLLM was
-started with, in that order. Id 0 is the input of the first decoder layer and id i the output of layer i - 1, so our
-layer i is its i + 1. The number of layers as an id is the last layer's output before the final norm.
+The `ExampleHiddenStatesConnector` writes one safetensors file per request, `token_ids` [tokens] and `hidden_states`
+[tokens, layer ids, width], and holds a lock on FILE.lock while it writes (vLLM 0.32:
+vllm/distributed/kv_transfer/kv_connector/v1/example_hidden_states_connector.py). The layer ids are those with which
+vLLM was started, in that order. Id 0 is the input of the first decoder layer and id i the output of layer i - 1, so our
+layer i is its i + 1. The id equal to the number of layers is the last layer's output before the final norm.
 """
 
 import fcntl
@@ -37,7 +37,7 @@ from heads.common.untrusted import inside, regular
 from heads.formats.published.plan import as_states
 
 SETUP = "start vLLM as docs/data_features.md has it"
-NEAR = 0.5  # how far, in standard deviations, the logit of a server's token may be below our largest
+NEAR = 0.5  # how far the logit of a server's token may be below our largest, in standard deviations
 TOKENS, STATES = "token_ids", "hidden_states"
 FLOATS = torch.bfloat16, torch.float16, torch.float32
 LOCK = ".lock"  # suffix of a lock file
@@ -76,7 +76,7 @@ class LayerIds(NamedTuple):
 
     @classmethod
     def of(cls, ids: list[int], layers: tuple[int, ...], num_layers: int) -> "LayerIds":
-        """Find our layers among vLLM's ids; refuse ids without one of them."""
+        """Find our layers among vLLM's ids; refuse ids that lack one of them."""
         states = as_states(layers)
         needed = list(dict.fromkeys([*states, num_layers]))
         if missing := [layer_id for layer_id in needed if layer_id not in ids]:
@@ -87,7 +87,7 @@ class LayerIds(NamedTuple):
         return cls(len(ids), [ids.index(state) for state in states], ids.index(num_layers))
 
     def check(self, states: Tensor, tokens: int, width: int, where: object) -> None:
-        """Refuse the states of a document that have another shape, or were quantised."""
+        """Refuse states of a document with another shape, or quantised states."""
         if states.shape != (tokens, self.size, width) or states.dtype not in FLOATS:
             raise ValueError(
                 f"{where}: hidden states of shape {list(states.shape)} in {states.dtype}, not "
@@ -97,7 +97,7 @@ class LayerIds(NamedTuple):
 
 
 def normed(last: Float[Tensor, "*n D"], norm: nn.Module) -> Float[Tensor, "*n D"]:
-    """Return last hidden states after the final norm, on its device and in its dtype."""
+    """Return last hidden states after the final norm, on the norm's device and in its dtype."""
     weight: Any = norm.weight
     with torch.no_grad():
         states: Tensor = norm(last.to(weight.device, weight.dtype))
@@ -105,7 +105,7 @@ def normed(last: Float[Tensor, "*n D"], norm: nn.Module) -> Float[Tensor, "*n D"
 
 
 def read_tensors(file: Path, seconds: float, *names: str) -> list[Tensor]:
-    """Wait for a file of vLLM's at most `seconds` and return its tensors; refuse damaged files."""
+    """Wait at most `seconds` for a file that vLLM writes, and return its tensors; refuse a damaged file."""
     deadline = time.monotonic() + seconds
     try:
         while not _is_written(file):
@@ -120,7 +120,7 @@ def read_tensors(file: Path, seconds: float, *names: str) -> list[Tensor]:
 
 
 def _is_written(file: Path) -> bool:
-    """Whether vLLM has released a file's lock, or the file exists without one."""
+    """Return whether vLLM has released the file's lock, or the file exists without a lock."""
     try:
         with lock_of(file).open() as lock:
             fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -149,24 +149,24 @@ class VllmServers:
     """vLLM servers of one target; `states` may be called from several threads."""
 
     def __init__(self, config: FeaturesConfig, ids: LayerIds, width: int) -> None:
-        """Ask nothing yet; `check` comes first."""
+        """Send no request yet; call `check` first."""
         self.endpoint, self.ids, self.width = config.endpoint, ids, width
         key = os.environ.get(self.endpoint.api_key_env)
         self.clients = [Client(url, self.endpoint, key, "features.url", "features.endpoint") for url in config.url]
         self.urls = [client.url for client in self.clients]
-        self.folder = Path(str(config.vllm))  # where the servers write, by this machine's path
-        self.has_read = False  # whether a file has been found there
-        self.models: list[str] = []  # the names by which the servers serve the target
+        self.folder = Path(str(config.vllm))  # where the servers write, as a path on this machine
+        self.has_read = False  # whether a file was found in it
+        self.models: list[str] = []  # the names under which the servers serve the target
         self.name = (
-            f"headstart-{uuid.uuid4().hex}"  # the prefix of each request's name, which is part of its file's name
+            f"headstart-{uuid.uuid4().hex}"  # the prefix of each request's name, which becomes part of its file's name
         )
 
     def check(self, longest: Piece, norm: nn.Module, embeddings: Embeddings) -> None:
         """Check every server with the longest document.
 
         Raises:
-            ValueError: a server does not answer, takes no such document, sends its states elsewhere or sends others, or
-                its next token is none that our norm and lm_head expect: it serves another target.
+            ValueError: a server does not answer, rejects such a document, writes its states elsewhere or writes others,
+                or serves another target: its next token is not the one that our norm and lm_head expect.
         """
         for number, client in enumerate(self.clients):
             model, context = client.served()
@@ -195,8 +195,8 @@ class VllmServers:
         """Return the states of a document, in the order of vLLM's layer ids.
 
         Raises:
-            EndpointError: every attempt failed, each at the next server.
-            ValueError: the server refuses the request, or has sent another document's states.
+            EndpointError: every attempt failed; each goes to the next server.
+            ValueError: the server refuses the request, or returned another document's states.
         """
         states, _ = self.clients[0].retried(lambda n: self._ask(piece, piece.sequence_index + n), self.endpoint.retries)
         return states
@@ -239,7 +239,7 @@ class VllmServers:
 
 
 class ArrivingSequence(NamedTuple):
-    """A packed sequence: its states on the host, the last one before the final norm, and its pending documents."""
+    """A packed sequence: its states on the host (the last one before the final norm) and its pending documents."""
 
     sequence_index: int
     states: States
@@ -247,7 +247,7 @@ class ArrivingSequence(NamedTuple):
 
 
 class ServedFeatures(ReadAhead[list[ArrivingSequence]]):
-    """A run's features from checked servers."""
+    """The features of a run, from checked servers."""
 
     def __init__(
         self, servers: VllmServers, batches: Batches, request: FeatureRequest, norm: nn.Module, device: torch.device,
@@ -256,14 +256,14 @@ class ServedFeatures(ReadAhead[list[ArrivingSequence]]):
         """Request nothing yet."""
         super().__init__(batches, request, device, ahead)
         self.servers, self.norm = servers, norm
-        self.served = 0  # sequences
+        self.served = 0  # number of finished sequences
         self._pool = ThreadPoolExecutor(servers.endpoint.concurrency)
 
     def begin(self, batch: Batch) -> list[ArrivingSequence]:
         """Request a micro-batch's documents."""
         length, width, pin = self.batches.packed.token.shape[1], self.servers.width, self.device.type == "cuda"
         zeros, arriving = partial(torch.zeros, dtype=self.request.dtype, pin_memory=pin), list[ArrivingSequence]()
-        for index in batch.index.clamp_min(0).tolist():  # or a filler's
+        for index in batch.index.clamp_min(0).tolist():  # -1 pads with the first sequence
             states = States(zeros(1, length, len(self.request.layers), width), zeros(1, length, width))
             documents = [self._pool.submit(self._fetch, piece, states) for piece in pieces(self.batches.packed, index)]
             arriving.append(ArrivingSequence(index, states, documents))
@@ -276,7 +276,7 @@ class ServedFeatures(ReadAhead[list[ArrivingSequence]]):
         return Features(token, hidden, last, document)
 
     def close(self) -> str:
-        """Stop, remove files that still arrive, and return the number of sequences."""
+        """Stop, remove files that still arrive, and return a line with the number of sequences."""
         self.servers.clients[0].stop.set()  # ends the pauses before retries
         self._pool.shutdown(cancel_futures=True)
         self.servers.sweep()

@@ -1,4 +1,4 @@
-"""Feature sources: their configuration and protocol; live features by the target's passes; a store, read ahead."""
+"""Feature sources: their configuration and protocol; live features by the target's passes; stored ones, prefetched."""
 
 import logging
 import time
@@ -32,7 +32,7 @@ from heads.common.ranges import Count, OneOf
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
-READERS = 4  # threads: hashing and copying release Python's lock
+READERS = 4  # threads; hashing and copying release the GIL
 Compute = Callable[[Int[Tensor, "B T"], Int[Tensor, "B T"]], SequenceTensors]
 
 
@@ -67,7 +67,7 @@ class FeaturesConfig:
 
     @property
     def runs_target(self) -> bool:
-        """Whether every training step runs the target's forward pass."""
+        """Return whether every training step runs the target's forward pass."""
         return self.mode == "live"
 
     @property
@@ -78,7 +78,7 @@ class FeaturesConfig:
 
 
 class MicroBatch(NamedTuple):
-    """A micro-batch of a step; call `read` once, in order, for its features."""
+    """A micro-batch of a step; call `read` once per micro-batch, in order, for the features."""
 
     batch: Batch
     read: Callable[[], Features]
@@ -86,7 +86,7 @@ class MicroBatch(NamedTuple):
 
 @runtime_checkable
 class FeatureSource(Protocol):
-    """A feature source: the micro-batches of a step with their features."""
+    """A source of a step's micro-batches with their features."""
 
     batches: Batches  # the micro-batches of a step
     stall: float  # seconds that training has waited for features
@@ -96,7 +96,7 @@ class FeatureSource(Protocol):
         ...
 
     def close(self) -> str:
-        """Stop reading ahead, and return a line of statistics, or nothing."""
+        """Stop prefetching, and return a line of statistics, or an empty line."""
         ...
 
 
@@ -104,14 +104,14 @@ class ReadAhead(Generic[T]):
     """A feature source that prefetches `ahead` micro-batches: `begin` starts one, `finish` waits for it."""
 
     def __init__(self, batches: Batches, request: FeatureRequest, device: torch.device, ahead: int) -> None:
-        """Read nothing yet."""
+        """Start no read yet."""
         self.batches, self.request, self.device, self.ahead = batches, request, device, ahead
         self.stall = 0.0  # seconds that training has waited
         self._jobs: deque[tuple[int, Batch, T]] = deque()
         self._coming: Iterator[tuple[int, Batch]] = iter(())
 
     def begin(self, batch: Batch) -> T:
-        """Start to read a micro-batch's sequences."""
+        """Start to read the sequences of a micro-batch."""
         raise NotImplementedError
 
     def finish(self, batch: Batch, job: T) -> Features:
@@ -119,7 +119,7 @@ class ReadAhead(Generic[T]):
         raise NotImplementedError
 
     def __call__(self, step: int) -> list[MicroBatch]:
-        """Return the micro-batches of a step, and prefetch them and those of the next steps.
+        """Return the micro-batches of a step, and start to prefetch these and the next steps'.
 
         `read` raises a ValueError with the remedy if a sequence is not available.
         """
@@ -146,7 +146,7 @@ class LiveFeatures:
     def __init__(self, target: Any, batches: Batches, layers: tuple[int, ...]) -> None:
         self.target, self.batches, self.layers, self.stall = target, batches, layers, 0.0
         self.forwards: Callable[[], AbstractContextManager[None]] = (
-            nullcontext  # a context in which the target's layers run
+            nullcontext  # the context in which the target's layers run
         )
 
     def __call__(self, step: int) -> list[MicroBatch]:
@@ -159,18 +159,18 @@ class LiveFeatures:
             return self.target.features(batch.token, batch.document, self.layers)
 
     def close(self) -> str:
-        """Do nothing."""
+        """Return an empty line."""
         return ""
 
 
 class StoredFeatures(ReadAhead[Future[list[SequenceTensors | None]]]):
-    """Features from a store; computed ones are encoded and decoded too, so that training is the same for both."""
+    """Features from a store; missing ones are computed, encoded and decoded, so that training is the same for both."""
 
     def __init__(
         self, store: FeatureStore, batches: Batches, request: FeatureRequest, device: torch.device, ahead: int,
         compute: Compute | None,
     ) -> None:  # fmt: skip
-        """Read nothing yet. Without `compute` (a forward pass) a missing or damaged sequence is an error."""
+        """Start no read yet; without `compute` (a forward pass) a missing or damaged sequence is an error."""
         super().__init__(batches, request, device, ahead)
         self.store, self.compute = store, compute
         self.computed = self.read = 0  # numbers of sequences
@@ -178,21 +178,21 @@ class StoredFeatures(ReadAhead[Future[list[SequenceTensors | None]]]):
         self._warned: set[int] = set()
 
     def begin(self, batch: Batch) -> Future[list[SequenceTensors | None]]:
-        """Start to read a micro-batch's sequences, as far as they are stored."""
+        """Start to read a micro-batch's sequences, those that are stored."""
         return self._reader.submit(self._read, batch.index)
 
     def close(self) -> str:
-        """Stop reading, and return the numbers of sequences read and computed."""
+        """Stop reading, and return a line with the numbers of sequences read and computed."""
         self._reader.shutdown(cancel_futures=True)
         return f"features: {self.read} sequences read, {self.computed} computed"
 
     def _read(self, index: Int[Tensor, "B"]) -> list[SequenceTensors | None]:
-        numbers = index.clamp_min(0).tolist()  # a filler has the first sequence's tokens
+        numbers = index.clamp_min(0).tolist()  # a padding sequence has the first sequence's tokens
         if self.compute is not None and not all(map(self.store.has, numbers)):
             self.store.refresh()
         sequences: list[SequenceTensors | None] = []
         for sequence in numbers:
-            tensors = None  # it must be computed
+            tensors = None  # computed in `finish`
             try:
                 if self.store.has(sequence):
                     tensors = self.store.read(sequence)

@@ -6,12 +6,12 @@
     FOLDER/locks/NAME                  empty; held by the process that writes the shard
 
 An entry is written after its shard, both atomically, so a reader sees only finished shards, also while others write.
-Every sequence is checked whenever it is read. Digests protect against damage, not against tampering: XXH3 of 128 bits
-takes as long as reading the memory.
+Every read checks the sequence's digest, XXH3 with 128 bits, which takes as long as reading the memory. Digests detect
+damage, not tampering.
 
-Hidden states have a scale for each token and layer. The error of a value x in a vector with the largest m: fp32 none,
-bf16 |x| / 2^8 at most (twice that of rounding to nearest), fp8 (e4m3) |x| / 2^4 + m / 448 / 2^10, each but for fp32's
-own rounding.
+Hidden states have one scale per token and layer. The error of a value x in a vector with largest magnitude m: 0 in
+fp32; at most |x| / 2^8 in bf16 (twice that of rounding to nearest); at most |x| / 2^4 + m / 448 / 2^10 in fp8 (e4m3);
+each up to fp32's own rounding.
 """
 
 import hashlib
@@ -37,12 +37,12 @@ from heads.common.typed import typed
 from inference.target.target import Target
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn}
-LARGEST = 448.0  # fp8's largest value, to which a vector's largest is scaled
+LARGEST = 448.0  # fp8's largest value; the largest value of a vector is scaled to it
 SCALE_BYTES = 4
-FORMAT = 2  # the version of a new store
+FORMAT = 2  # version of new stores
 META, SHARDS, INDEX, LOCKS = "meta.json", "shards", "index", "locks"
-HIDDEN, LAST, SCALE = "hidden", "last", "_scale"  # names of tensors; the last is the end of a scale's name
-OPEN = 16  # the most shards kept open for reading
+HIDDEN, LAST, SCALE = "hidden", "last", "_scale"  # tensor names, and the suffix of a scale's name
+OPEN = 16  # maximum number of shards open for reading
 MUST_AGREE = {
     "target": "fingerprint of the target's weights", "quantize": "quantisation of the target", "width": "width",
     "vocab": "vocabulary", "length": "data.length", "data": "fingerprint of the packed sequences",
@@ -60,7 +60,7 @@ class FeatureRequest(NamedTuple):
 
 
 class DamagedError(ValueError):
-    """A missing or damaged file of a store; the message names it."""
+    """A missing or damaged file of a store; the message names the file."""
 
 
 @dataclass(frozen=True)
@@ -71,26 +71,26 @@ class StoreSpec:
     name: str  # the target's name, for messages
     quantize: str | None  # how the target's weights were quantised
     layers: tuple[int, ...]  # the feature layers, as `heads.base` counts them
-    width: Count  # of the target
-    vocab: Count  # of the target
-    data: str  # the fingerprint of the packed sequences
-    rows: Number  # how many packed sequences there are
-    length: Count  # tokens of a packed sequence
-    dtype: Annotated[str, OneOf(tuple(DTYPES))]  # of the hidden states
-    shard_rows: Count  # the most sequences of a shard
+    width: Count  # hidden size of the target
+    vocab: Count  # vocabulary size of the target
+    data: str  # fingerprint of the packed sequences
+    rows: Number  # number of packed sequences
+    length: Count  # tokens per packed sequence
+    dtype: Annotated[str, OneOf(tuple(DTYPES))]  # dtype of the hidden states
+    shard_rows: Count  # maximum number of sequences per shard
 
     @property
     def sequence_bytes(self) -> int:
-        """Bytes of a sequence on disk, without the overhead of its shard and entry."""
+        """Return the bytes of a sequence on disk, without the overhead of its shard and entry."""
         return self.length * (len(self.layers) + 1) * size(self.width, self.dtype)
 
     def shard(self, number: int) -> list[int]:
-        """Return the sequences of an extraction's shard."""
+        """Return the sequences of shard `number` of an extraction."""
         return list(range(number * self.shard_rows, min(self.rows, (number + 1) * self.shard_rows)))
 
     @property
     def shards(self) -> int:
-        """The number of shards of a whole extraction."""
+        """Return the number of shards of a whole extraction."""
         return -(-self.rows // self.shard_rows)
 
 
@@ -132,10 +132,10 @@ class FeatureStore:
             self.spec = typed(StoreSpec, meta)
         except ValueError as error:
             raise ValueError(f"{folder / META}: {error}; put a copy in its place, or extract again elsewhere") from None
-        self.damaged: dict[str, str] = {}  # shards that are ignored, and why: they or their entries are damaged
+        self.damaged: dict[str, str] = {}  # ignored shard -> why: it or its entry is damaged
         self.entries: dict[str, Entry] = {}
-        self._location: dict[int, tuple[str, int]] = {}  # of each sequence: its shard's name and its index in there
-        # Closed with their last reference.
+        self._location: dict[int, tuple[str, int]] = {}  # sequence -> shard name, index in the shard
+        # Files close with their last reference.
         self._opened: Any = lru_cache(OPEN)(lambda name: safe_open(self._shard(name), "pt"))
         self.refresh()
 
@@ -164,7 +164,7 @@ class FeatureStore:
                 )
 
     def refresh(self) -> None:
-        """Read the entries of shards that were finished since."""
+        """Read the entries of shards that were finished since the last call."""
         for file in sorted((self.folder / INDEX).glob("[!.]*.json")):  # without files that are being written
             if file.stem not in self.entries:
                 self.damaged.pop(file.stem, None)
@@ -182,7 +182,7 @@ class FeatureStore:
                     self.entries[file.stem] = entry
 
     def has(self, sequence: int) -> bool:
-        """Whether a sequence is in a finished shard."""
+        """Return whether a sequence is in a finished shard."""
         return sequence in self._location
 
     def missing(self) -> list[int]:
@@ -190,11 +190,11 @@ class FeatureStore:
         return [sequence for sequence in range(self.spec.rows) if sequence not in self._location]
 
     def bytes(self) -> int:
-        """Bytes of the finished shards."""
+        """Return the bytes of the finished shards."""
         return sum(entry.bytes for entry in self.entries.values())
 
     def read(self, sequence: int) -> SequenceTensors:
-        """Return a sequence's tensors "1 …"; a DamagedError where it is not what was written, or gone."""
+        """Return a sequence's tensors "1 …"; raise DamagedError if it differs from what was written, or is missing."""
         name, index = self._location[sequence]
         try:
             opened = self._opened(name)
@@ -208,7 +208,7 @@ class FeatureStore:
         return tensors
 
     def write(self, name: str, sequences: list[int], *groups: SequenceTensors) -> None:
-        """Write a claimed shard of groups of sequences, then its entry; refuse a full disk, which spares the others."""
+        """Write a claimed shard of groups of sequences, then its entry; refuse a full disk; other shards stay."""
         tensors = {key: torch.cat([group[key] for group in groups]) for key in groups[0]}
         content = save(tensors)
         entry = Entry(sequences, [self._digest(sequence) for sequence in split(tensors)], len(content))
@@ -223,7 +223,7 @@ class FeatureStore:
         self.refresh()
 
     def lock(self, name: str) -> Path:
-        """Return the file to claim for a shard, or for any other name."""
+        """Return the lock file of a shard, or of any other name."""
         return self.folder / LOCKS / name
 
     def _digest(self, tensors: SequenceTensors) -> str:
@@ -251,7 +251,7 @@ def split(sequences: SequenceTensors) -> list[SequenceTensors]:
 
 
 class Coded(NamedTuple):
-    """Values in a dtype of DTYPES, with a scale for each vector of them if the dtype needs one."""
+    """Values in a dtype of DTYPES, with one scale per vector if the dtype needs scales."""
 
     value: Shaped[Tensor, "*n D"]
     scale: Float[Tensor, "*n"] | None
@@ -262,7 +262,7 @@ def encode(x: Float[Tensor, "*n D"], dtype: str) -> Coded:
     if dtype != "fp8":
         return Coded(x.to(DTYPES[dtype]), None)
     x = x.float()
-    scale = (x.abs().amax(-1) / LARGEST).clamp_min(torch.finfo(torch.float32).tiny)  # a vector of zeros has one too
+    scale = (x.abs().amax(-1) / LARGEST).clamp_min(torch.finfo(torch.float32).tiny)  # positive also for zeros
     scaled = (x / scale.unsqueeze(-1)).clamp(-LARGEST, LARGEST)
     return Coded(scaled.to(DTYPES[dtype]), scale)
 
@@ -275,27 +275,27 @@ def decode(coded: Coded, dtype: torch.dtype) -> Float[Tensor, "*n D"]:
 
 
 def size(width: int, dtype: str) -> int:
-    """Return the bytes of a vector of `width` values."""
+    """Return the bytes of an encoded vector of `width` values."""
     return width * DTYPES[dtype].itemsize + (SCALE_BYTES if dtype == "fp8" else 0)
 
 
 class States(NamedTuple):
-    """Hidden states of packed sequences: those of the feature layers, and the last one after the final norm."""
+    """Hidden states of packed sequences: the feature layers' states, and the last hidden state after the final norm."""
 
     hidden: Float[Tensor, "B T L D"]
     last_hidden: Float[Tensor, "B T D"]
 
 
 class Copying(NamedTuple):
-    """Sequences being copied to the host, asynchronously."""
+    """Sequences that are being copied to the host asynchronously."""
 
     sequences: SequenceTensors
     finite: Bool[Tensor, ""]  # whether all states are finite
-    copied: "torch.cuda.Event | None"  # an event after the last copy; None on a CPU
+    copied: "torch.cuda.Event | None"  # event after the last copy; None on a CPU
     name: str  # the target's name
 
     def result(self) -> SequenceTensors:
-        """Wait for the sequences; refuse a state that is not finite."""
+        """Wait for the sequences; refuse states that are not finite."""
         if self.copied is not None:
             self.copied.synchronize()
         if not self.finite:
@@ -309,12 +309,12 @@ class Copying(NamedTuple):
 def compute(
     target: Target, token: Int[Tensor, "B T"], document: Int[Tensor, "B T"], spec: StoreSpec
 ) -> SequenceTensors:
-    """Return packed sequences' tensors for a store, by a forward pass of the target."""
+    """Return packed sequences' tensors for a store, computed by a forward pass of the target."""
     return start(target, token, document, spec).result()
 
 
 def start(target: Target, token: Int[Tensor, "B T"], document: Int[Tensor, "B T"], spec: StoreSpec) -> Copying:
-    """Do what `compute` does, asynchronously on a GPU."""
+    """Start `compute`; on a GPU it is asynchronous."""
     features = target.features(token, document, spec.layers)
     return copying(States(features.hidden, features.last_hidden), spec)
 

@@ -24,8 +24,8 @@ SEPARATOR = "<|endoftext|>"
 FORMATS = (".json", ".jsonl", ".parquet", ".txt")
 OPENERS: dict[str, Callable[..., Any]] = {".gz": gzip.open, ".xz": lzma.open}
 UNREADABLE = (OSError, EOFError, lzma.LZMAError, zlib.error, UnicodeDecodeError)
-HEAD = 1 << 24  # characters in which a text's separator is searched
-BATCH = 100  # records of a Parquet file in memory at once
+HEAD = 1 << 24  # characters at the start of a text in which its separator is searched
+BATCH = 100  # number of a Parquet file's records in memory
 META, PARTS, SETTINGS = ".meta.json", ".parts", "settings.json"  # files next to answers that are not data
 CHUNK = 1 << 20  # characters or bytes read at once
 
@@ -43,8 +43,8 @@ def read_file(path: Path) -> Iterator[Raw]:
     A text's documents end at `<|endoftext|>` if its first HEAD characters contain one, else at each newline.
 
     Raises:
-        ValueError: the format is unknown, the file cannot be read, or a record is no JSON object or nested too deeply;
-            file and line are named. It comes when the reader gets there.
+        ValueError: the format is unknown, the file cannot be read, or a record is not a JSON object or nested too
+            deeply; it names file and line, and is raised when the reader gets there.
     """
     kind = check_file(path)
     if kind == ".parquet":
@@ -73,7 +73,7 @@ def _opened(path: Path) -> TextIOBase:
 
 
 def check_file(path: Path) -> str:
-    """Return a file's format; refuse a file that has none of FORMATS, or cannot be opened."""
+    """Return a file's format; refuse a file of an unknown format, or one that cannot be opened."""
     kind = kind_of(path)
     if not kind:
         raise ValueError(f"{path}: the formats read are {', '.join(FORMATS)}, all but .parquet also as .gz or .xz")
@@ -92,10 +92,10 @@ def content_hash(path: Path) -> str:
 
 
 def read_table(table: Callable[[], Iterable[Raw]], name: str, remedy: str) -> Iterator[Raw]:
-    """Yield the records of a table of `datasets` that a call opens; refuse, by its number, what cannot be read."""
+    """Yield the records of the `datasets` table that `table` opens; refuse an unreadable record by its number."""
     import datasets
 
-    datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # its logs repeat the error
+    datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # its log repeats the error
     read = 0
     try:
         for record in table():
@@ -106,12 +106,12 @@ def read_table(table: Callable[[], Iterable[Raw]], name: str, remedy: str) -> It
 
 
 def without_nulls(record: Raw) -> Raw:
-    """Return a table's record without nulls, with which Arrow fills missing fields."""
+    """Return a table's record without the nulls that Arrow puts into missing fields."""
     return {key: filled(value) for key, value in record.items()}
 
 
 def filled(value: Any, given: Container[str] = ()) -> Any:
-    """Return a copy without None fields at any depth, except inside of the fields named in `given`."""
+    """Return a copy without None fields at any depth, except inside the fields named in `given`."""
     if isinstance(value, dict):
         fields = ((key, inner) for key, inner in value.items() if inner is not None)
         return {key: inner if key in given else filled(inner, given) for key, inner in fields}
@@ -129,19 +129,19 @@ def _documents(file: TextIOBase) -> Iterator[Raw]:
 
 
 def _json(file: TextIOBase, path: Path) -> Iterator[Raw]:
-    """Read an array of records, or a record a line; only newlines end lines: JSON strings may have others."""
+    """Read an array of records, or one record per line; only newlines end lines: JSON strings may hold others."""
     for number, line in enumerate(file, 1):
         if line.isspace():
             continue
-        # An array may reach over lines, so it is read to the file's end.
+        # An array may span lines, so the whole file is read.
         text = line + file.read() if line.lstrip().startswith("[") else line
         try:
-            value = json.loads(text.rstrip())  # an object that breaks off is missing its end there, not a line below
+            value = json.loads(text.rstrip())  # an error of an incomplete object names this line
             records = [shallow(record) for record in (value if isinstance(value, list) else [value])]
         except json.JSONDecodeError as error:
             where = number + error.lineno - 1
             raise ValueError(f"{path}: line {where} is no JSON ({error.msg}); fix or remove it") from error
-        except (RecursionError, ValueError) as error:  # the latter also of a number of thousands of digits
+        except (RecursionError, ValueError) as error:  # ValueError also for a number with thousands of digits
             why = TOO_DEEP if isinstance(error, RecursionError) else error
             raise ValueError(f"{path}: line {number} cannot be read ({why}); fix or remove it") from error
         for record in records:

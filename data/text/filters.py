@@ -14,8 +14,8 @@ from data.text.masks import counts_line
 from data.text.parts import content_text
 from data.text.records import Record
 
-# A word is a run of letters, digits and _ with the marks on them (\w has no vowel signs), but of scripts written
-# without spaces (Thai, Lao, Burmese, Khmer, kana and Chinese) every character.
+# A word is a run of letters, digits, _ and combining marks (\w lacks vowel signs). In scripts written without spaces
+# (Thai, Lao, Burmese, Khmer, kana and Chinese) every character is a word.
 SPACELESS = (
     r"\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u9fff\uf900-\ufaff\uff66-\uff9f"
     r"\U00020000-\U0003ffff"
@@ -25,15 +25,15 @@ WORD = re.compile(rf"[{SPACELESS}]|[^\W{SPACELESS}]+(?:[{MARKS}]+[^\W{SPACELESS}
 
 COUNTERS = "records", "kept", "chats", "shapes"
 
-Gram = tuple[str, ...]  # words in a row
+Gram = tuple[str, ...]  # consecutive words
 
 
 @dataclass
 class Counts:
-    """The counts of a run's records; `records` and `kept` by the source's name.
+    """The counts of a run's records; `records` and `kept` are keyed by the source's name.
 
-    `checked` counts the evaluation prompts checked for contamination, `unchecked` those with too few words; `chats`
-    counts dropped and cut chats by cause, `shapes` records by shape.
+    `checked` counts the evaluation prompts that were checked for contamination, `unchecked` those with too few words;
+    `chats` counts dropped and truncated chats by cause, `shapes` records by shape.
     """
 
     records: Counter[str] = field(default_factory=Counter)
@@ -52,7 +52,7 @@ class Counts:
 
     @classmethod
     def read(cls, values: dict[str, Any]) -> "Counts":
-        """Return the counts from the dict that `asdict` made."""
+        """Return the counts from a dict that `asdict` returned."""
         counters = {name: Counter(values[name]) for name in COUNTERS}
         return cls(**{**values, **counters})
 
@@ -81,7 +81,7 @@ class Counts:
 
 
 class Filters:
-    """Drops duplicates and records of the evaluation, and counts them."""
+    """A filter that drops duplicates and evaluation text from records, and counts them."""
 
     def __init__(self, config: DataConfig, held_out: Iterable[Record], evaluation: Sequence[str]) -> None:
         """Take the held-out records, whose copies are duplicates, and the texts of the evaluation prompts."""
@@ -96,7 +96,7 @@ class Filters:
             self.counts.checked = len(grams) - self.counts.unchecked
 
     def __call__(self, records: Iterable[Record]) -> Iterator[Record]:
-        """Yield the records that are kept."""
+        """Yield the records that pass."""
         for record in records:
             self.counts.records[record.source] += 1
             if self._dedup and record.error is None:
@@ -121,7 +121,7 @@ def _grams(text: str, count: int) -> Iterator[Gram]:
 
 
 def _key(record: Record) -> bytes:
-    """Return a hash that ignores case and white space; of a record with given tokens the hash of these."""
+    """Return a hash that ignores case and white space; for a record with given tokens, the hash of the tokens."""
     spoken = [" ".join(content_text(message).split()).casefold() for message in record.messages]
     fields = [{key: value for key, value in message.items() if key != "content"} for message in record.messages]
     text = "" if record.pretokenized else " ".join(record.text.split()).casefold()

@@ -1,7 +1,7 @@
-"""Loss masks: 1 on the tokens that the target would write, a chat's answers and their end tokens.
+"""Loss masks: 1 on the tokens that the target would write, which are a chat's answers and their end tokens.
 
-A plain text is all answer. In a chat, an answer is the chat template's {% generation %} block, else it is found by
-rendering the chat up to its start and its end. The tokens are those of the whole rendered chat, never of its parts.
+A plain text is one answer. In a chat, an answer is a {% generation %} block of the chat template; without such blocks
+it is found by rendering the chat up to the answer's start and end. Tokens always come from the whole rendered chat.
 """
 
 import dataclasses
@@ -39,7 +39,7 @@ EMPTY_REST = re.compile(rf"\s*{CLOSE}\s*")
 BLOCK = re.compile(rf"\s*{OPEN}.*?{CLOSE}\s*", re.DOTALL)
 REST = re.compile(rf".*?{CLOSE}\s*", re.DOTALL)
 ANALYSIS = re.compile(r"<\|channel\|>analysis<\|message\|>.*?<\|end\|>(?:<\|start\|>assistant)?", re.DOTALL)
-THINK, THOUGHT = "<think>", "</think>"  # the block that servers may leave in an answer
+THINK, THOUGHT = "<think>", "</think>"  # tags of a reasoning block, which servers may leave in an answer
 CUT_OFF = "with an answer that was cut off, trained without an end"
 OPENING_DROPPED = "with a turn of the assistant before the first question, which the chat template refuses"
 OPENED = re.compile(rf"{OPEN}\s*\Z")
@@ -59,7 +59,7 @@ def under_all_names(message: Message) -> Message:
 
 
 def without(message: Message) -> Message:
-    """Return the message without its reasoning, a field or a block at the start of its content."""
+    """Return the message without its reasoning, which is a field or a block at the start of its content."""
     answer = {key: value for key, value in message.items() if key not in REASONING}
     if message["role"] == "assistant" and isinstance(answer["content"], str) and BLOCK.match(answer["content"]):
         answer["content"] = BLOCK.sub("", answer["content"], count=1)
@@ -67,7 +67,7 @@ def without(message: Message) -> Message:
 
 
 def is_empty(message: Message) -> bool:
-    """Whether an answer has neither text nor tool calls nor reasoning."""
+    """Return whether an answer has no text, tool calls or reasoning."""
     text = content_text(without(message)) + reasoning_of(message)
     return not (text.strip() or message.get("tool_calls"))
 
@@ -75,8 +75,8 @@ def is_empty(message: Message) -> bool:
 def skip(text: str, start: int, end: int, cut: bool) -> int:
     """Return where training starts in the answer text[start:end].
 
-    An empty reasoning block is the template's: servers put it into the prompt to switch thinking off. With `cut`, other
-    reasoning blocks are skipped too: some templates write them from other fields.
+    An empty reasoning block belongs to the prompt: servers add it to switch thinking off. With `cut`, other reasoning
+    blocks are skipped too: some templates write them from other fields.
     """
     opened = OPENED.search(text, 0, start) is not None
     patterns = [EMPTY_REST if opened else EMPTY]
@@ -86,9 +86,9 @@ def skip(text: str, start: int, end: int, cut: bool) -> int:
 
 
 def split_reasoning(text: str, opened: bool) -> tuple[str, str]:
-    """Split a text into reasoning and answer; a think block starts the text or was opened by the prompt.
+    """Split a text into reasoning and answer; a think block opens the text, or the prompt opened it.
 
-    Without such a block, an end tag is part of the answer, which may quote it.
+    Without such a block, an end tag is part of the answer.
     """
     if not text.lstrip().startswith(THINK) and not (opened and THOUGHT in text):
         return "", text
@@ -98,7 +98,7 @@ def split_reasoning(text: str, opened: bool) -> tuple[str, str]:
 
 @dataclass(frozen=True)
 class Sample:
-    """A document: its tokens, and its loss mask: 1 for tokens that the target would write, else 0."""
+    """A document's tokens and loss mask: 1 for tokens that the target would write, otherwise 0."""
 
     id: str
     token: list[int]
@@ -113,11 +113,11 @@ class Turn(NamedTuple):
 
     text: str
     spans: list[Span]
-    cut: list[int]  # ends of answers of which the model wrote more or no end: their end tokens are not trained
+    cut: list[int]  # ends of answers that were cut off or continue elsewhere: their end tokens are not trained
 
 
 def is_plain(record: Record, tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Whether the record is plain text: not a chat, or a chat with a text and no chat template."""
+    """Return whether a record is plain text: not a chat, or a chat with a text and no chat template."""
     return not record.messages or bool(record.text and not tokenizer.chat_template)
 
 
@@ -127,14 +127,14 @@ def samples_of(
     """Return a record's samples: its given tokens, a text's pieces, or a chat, which some templates split.
 
     Args:
-        path: the record's source, for errors.
-        config: its turns, reasoning, max_tokens and on_bad are read.
-        drop_counts: counts of dropped records by cause, and of cut ones.
+        path: the record's source, for error messages.
+        config: `turns`, `reasoning`, `max_tokens` and `on_bad` apply.
+        drop_counts: counts of dropped and truncated records by cause, updated here.
 
     Raises:
-        ValueError: a chat for a tokenizer without a chat template; unless data.on_bad=drop, a chat without an answer,
-            one that the template refuses, whose mask is all zeros or all ones, or whose answers data.max_tokens cuts
-            away. `path` and the sample are named.
+        ValueError: the tokenizer has no chat template for a chat; or, unless data.on_bad=drop, a chat has no answer, is
+            refused by the template, has a mask of all zeros or all ones, or loses all answers to data.max_tokens. The
+            message names `path` and the sample.
     """
     plain = is_plain(record, tokenizer)
     if not (plain or record.pretokenized or record.error) and not tokenizer.chat_template:
@@ -163,7 +163,7 @@ def samples_of(
             masked = []
             for turn in turns:
                 token, mask = _end_turns(*_mask(turn.text, turn.spans, tokenizer), tokenizer)
-                if turn.cut:  # without the end token of an answer that was cut off
+                if turn.cut:  # an answer that was cut off has no end token
                     starts = [start for start, _ in turn.spans]
                     ends = [(end, min((s for s in starts if s > end), default=len(turn.text))) for end in turn.cut]
                     _, written = _mask(turn.text, ends, tokenizer)
@@ -203,7 +203,7 @@ def samples_of(
 
 
 def bad_sample(error: ValueError) -> BadSampleError:
-    """Return a template's or an encoding's error as a record's error."""
+    """Return the BadSampleError for an error of a template or an encoding."""
     if isinstance(error, BadSampleError):
         return error
     if isinstance(error, UnicodeEncodeError):
@@ -251,7 +251,7 @@ def _samples(
     samples: list[Sample] = []
     for name, (token, mask) in zip(names, masked, strict=True):
         trained = [i for i, on in enumerate(mask[:max_tokens]) if on]
-        if trained:  # nothing after the last trained token is kept: it would not be trained
+        if trained:  # cut after the last trained token: later tokens would not be trained
             end = len(token) if len(token) <= max_tokens else trained[-1] + 1
             samples.append(Sample(name, token[:end], mask[:end]))
     if not samples:
@@ -273,7 +273,7 @@ def turns_of(
     messages = [(without if cut else under_all_names)(message) for message in chat]
     roles = [message["role"] for message in messages]
     first = roles.index("user") if "user" in roles else -1
-    # An empty answer would only train the end of a turn.
+    # An empty answer would only train the end token.
     spoken = [i for i, role in enumerate(roles) if role == "assistant" and i > first]
     answers = [i for i in spoken if messages[i].get("weight") != 0 and not is_empty(messages[i])]
     if not answers:
@@ -300,7 +300,7 @@ def turns_of(
 
 
 def _has_other_calls(message: Message, answer: str) -> bool:
-    """Whether a message has tool calls that a rendered answer does not contain besides its reasoning and its text."""
+    """Return whether a message has tool calls that its rendered answer lacks next to the reasoning and text."""
     for text in (reasoning_of(message), content_text(without(message))):
         answer = answer.replace(text.strip(), "", 1)
     return any(
@@ -312,8 +312,8 @@ def _turn(record: Record, tokenizer: PreTrainedTokenizerBase, cut: bool) -> Turn
     """Find a chat's last answer: after the target's prompt, up to the chat's end.
 
     Some templates shorten earlier messages after an answer (Mistral's system prompt, gpt-oss's reasoning before a tool
-    call): then the prompt is the one that the target had. With a template's own blocks, the target also writes the
-    blanks before them and the token that ends the turn.
+    call); the prompt is then the one that the target had. In a template's own blocks, the target also writes the blanks
+    before a block and the token that ends the turn.
     """
     tools, before = record.tools, record.messages[:-1]
     prompt = render(before, tokenizer, True, tools)
@@ -326,10 +326,10 @@ def _turn(record: Record, tokenizer: PreTrainedTokenizerBase, cut: bool) -> Turn
         start = _start(prompt, text, render(before, tokenizer, False, tools), content_text(before[-1]).strip())
     if blocks is not None:
         least = start
-        if least is None:  # where prompt and text begin to differ
+        if least is None:  # where the prompt and the text differ first
             least = next((i for i, (a, b) in enumerate(zip(prompt, text, strict=False)) if a != b), len(text))
         spans = [block for block in blocks if block[1] >= least]
-        if spans:  # with the blanks before them, and the token that ends the turn
+        if spans:  # including the blanks before the blocks and the token that ends the turn
             if least < spans[0][0] and not text[least : spans[0][0]].strip():
                 spans[0] = least, spans[0][1]
             ended = ends.turn.match(text, spans[-1][1])
@@ -349,21 +349,21 @@ def _turn(record: Record, tokenizer: PreTrainedTokenizerBase, cut: bool) -> Turn
         text, shift = given + text[start:], len(given) - start
         spans = [(a + shift, b + shift) for a, b in spans]
     spans = [(skip(text, a, b, cut), b) for a, b in spans]
-    answer = "".join(text[a:b] for a, b in spans)  # its end is not trained where the model wrote more
+    answer = "".join(text[a:b] for a, b in spans)  # the end is not trained if the model wrote more
     is_cut = record.messages[-1].get("finish_reason") == "length" or _has_other_calls(record.messages[-1], answer)
     if not is_cut or not spans:
         return Turn(text, spans, [])
     start, end = spans[-1]
     written = ends.rest.sub("", text[start:end])
-    if not content_text(record.messages[-1]):  # cut off in its reasoning, whose end is then the template's
+    if not content_text(record.messages[-1]):  # cut off in the reasoning, so the template wrote its end
         written = re.sub(rf"\s*{CLOSE}\s*\Z", "", written)
     return Turn(text, spans, [start + len(written)])
 
 
 def _start(generation_prompt: str, text: str, chat: str, question: str) -> int | None:
-    """Return the start of the answer to `question`, the end of `chat`: after the prompt, or a suffix of it.
+    """Return the start of the answer to `question`, the end of `chat`: after the prompt or a suffix of the prompt.
 
-    The suffix is the longest one in the text, and contains all of `question`.
+    The suffix is the longest one that the text contains; it includes all of `question`.
     """
     for prompt in (generation_prompt, OPENED.sub("", generation_prompt)):  # without the reasoning block that it opens
         if text.startswith(prompt):
@@ -379,8 +379,8 @@ def _start(generation_prompt: str, text: str, chat: str, question: str) -> int |
 def joined(turns: list[Turn]) -> list[Turn]:
     """Join the answers of chats that are prefixes of each other into one text with all their spans.
 
-    Some templates render earlier turns differently (Qwen3 drops their reasoning); then each answer has its own text, as
-    the target sees it.
+    Some templates render earlier turns differently (Qwen3 drops their reasoning); then each answer is a text of its
+    own, as the target sees it.
     """
     texts: list[Turn] = []
     for turn in reversed(turns):
@@ -392,7 +392,7 @@ def joined(turns: list[Turn]) -> list[Turn]:
             longer.cut[:0] = turn.cut
     for turn in texts:
         spans, turn.spans[:] = sorted(turn.spans), []
-        for start, end in spans:  # blocks around more than an answer overlap
+        for start, end in spans:  # blocks with more than one answer overlap
             if turn.spans and start < turn.spans[-1][1]:
                 turn.spans[-1] = turn.spans[-1][0], max(end, turn.spans[-1][1])
             else:
@@ -403,13 +403,13 @@ def joined(turns: list[Turn]) -> list[Turn]:
 def _mask(text: str, spans: list[Span], tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:
     """Return the text's tokens, and 1 for each token that is entirely in a span."""
     edges = [0, *chain.from_iterable(spans), len(text)]
-    # Pieces whose tokens join to the whole's give the boundaries, much faster than encoding prefixes.
+    # Encoding the pieces between edges gives the boundaries if their tokens join to the whole's: faster than prefixes.
     whole, *pieces = encode([text, *(text[a:b] for a, b in pairwise(edges))], tokenizer)
     bounds = list(accumulate(len(piece) for piece in pieces))
     if whole != list(chain.from_iterable(pieces)):
         prefixes = encode(
             [text[:edge] for edge in edges[1:]], tokenizer
-        )  # SentencePiece encodes a text's start differently
+        )  # SentencePiece encodes the start of a text differently
         bounds = [len(prefix) for prefix in prefixes]
         if any(whole[: len(prefix)] != prefix for prefix in prefixes):
             return _by_characters(text, spans, tokenizer)
@@ -420,7 +420,7 @@ def _mask(text: str, spans: list[Span], tokenizer: PreTrainedTokenizerBase) -> t
 
 
 def _by_characters(text: str, spans: list[Span], tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:
-    """Mask by characters where tokens span an answer's edge: the target never writes such a token."""
+    """Mask by characters; a token across an answer's edge is not trained, since the target never writes it."""
     if not tokenizer.is_fast:
         raise BadSampleError(
             "tokens across an answer's edge",
@@ -434,7 +434,7 @@ def _by_characters(text: str, spans: list[Span], tokenizer: PreTrainedTokenizerB
 def _end_turns(token: list[int], mask: list[int], tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:
     """End every answer with the token that ends the target's turn.
 
-    Templates add a newline after it, which the target never samples, or leave it to the next turn, or out.
+    Templates may add a newline after it, which the target never samples, or omit the token until the next turn.
     """
     special, eos = turn_end_tokens(tokenizer), tokenizer.eos_token_id
     token, mask = list(token), list(mask)

@@ -1,6 +1,6 @@
 """Messages of SDKs, servers and agents, converted to OpenAI's chat messages with text content.
 
-Content parts become text, reasoning, tool calls and tool results by their type; any other type is refused by name.
+Content parts become text, reasoning, tool calls or tool results by their type; other types are refused by name.
 """
 
 import json
@@ -15,7 +15,7 @@ Message = dict[str, Any]
 
 
 def _by_name(**names: str) -> dict[str, str]:
-    """Return a dict from each of the space-separated names to its key."""
+    """Return a dict that maps each of the space-separated names to its key."""
     return {name: key for key, value in names.items() for name in value.split()}
 
 
@@ -25,7 +25,7 @@ ROLES = _by_name(
     tool="tool observation function ToolMessage FunctionMessage",
     system="system SystemMessage",
 )
-PARTS = _by_name(  # a part's type, or its key in Bedrock and Gemini, to its kind
+PARTS = _by_name(  # a part's type, or its key in Bedrock and Gemini -> its kind
     text="text input_text output_text",
     reasoning="thinking reasoning reasoningContent reasoning_text",
     call="tool_use tool-call tool_call toolUse functionCall function_call custom_tool_call",
@@ -35,24 +35,24 @@ PARTS = _by_name(  # a part's type, or its key in Bedrock and Gemini, to its kin
     refusal="refusal",
     nothing="cachePoint cache_point",
 )
-RESULTS = ("json", "error-json", "error-text")  # types of a tool's result besides text parts
+RESULTS = ("json", "error-json", "error-text")  # types of a tool's result that are not text parts
 REASONING = ("reasoning_content", "thinking", "reasoning")  # DeepSeek, Qwen and most servers; gpt-oss; newer servers
-GIVEN = ("arguments", "parameters")  # fields of calls and function definitions, where null is a value
+GIVEN = ("arguments", "parameters")  # fields of calls and function definitions in which null is a value
 IDS = ("tool_call_id", "tool_use_id", "toolUseId", "toolCallId", "call_id", "id")
-# Fields of a message that templates do not read: bookkeeping of replies, and fields that are renamed here.
+# Fields of a message that templates do not read: bookkeeping of replies, and fields renamed here.
 BOOKKEEPING = {
     "from", "value", "parts", "type", "id", "model", "usage", "status", "stop_reason", "stop_sequence",
     "stop_details", "phase", "container", "logprobs", "refusal", "annotations", "function_call", "tool_calls",
     "provider_specific_fields", "thinking_blocks", "finish_reason", "weight", "reasoning_details",
     "additional_kwargs", "response_metadata", "usage_metadata", "invalid_tool_calls", "example",
 }  # fmt: skip
-CUT = ("length", "max_tokens", "max_output_tokens", "model_context_window_exceeded")  # an answer that is cut off
+CUT = ("length", "max_tokens", "max_output_tokens", "model_context_window_exceeded")  # finish reasons of truncation
 REFUSED = {
     "content_filter", "refusal", "safety", "guardrail_intervened", "content_filtered", "prohibited_content",
     "recitation", "blocklist",
 }  # fmt: skip
-MEDIA = re.compile(r"(input_)?(image|video|audio)s?(_url)?")  # keys and types of content that is not text
-HIDDEN = "hidden"  # the field of a message whose server withheld the reasoning
+MEDIA = re.compile(r"(input_)?(image|video|audio)s?(_url)?")  # keys and types of non-text content
+HIDDEN = "hidden"  # marks a message whose server hides the reasoning
 
 
 class BadSampleError(ValueError):
@@ -64,11 +64,11 @@ class BadSampleError(ValueError):
 
 
 class LeftOutError(BadSampleError):
-    """A log's record with an error or a refusal in place of the model's answer."""
+    """A record of a log with an error or a refusal in place of an answer."""
 
 
 def parsed(value: Any) -> Any:
-    """Return the value of a JSON string; other values and deeply nested ones unchanged."""
+    """Return the value of a JSON string; return other values, and deeply nested ones, unchanged."""
     try:
         return parse_json(value) if isinstance(value, str) else value
     except ValueError:
@@ -89,15 +89,15 @@ def unread(name: str) -> BadSampleError:
 
 
 def media_in(fields: Message) -> str:
-    """Return the name of the first field with content that is not text, or empty."""
+    """Return the name of the first field with content that is not text, empty without one."""
     return next((key for key in fields if MEDIA.fullmatch(key) and fields[key]), "")
 
 
 def text_of(value: Any) -> str:
-    """Return the text of a system prompt, a message's content or a tool's result; JSON for a result that is a value.
+    """Return the text of a system prompt, a message's content or a tool's result; JSON if a result is not text.
 
     Raises:
-        BadSampleError: a part of it is no text.
+        BadSampleError: a part is not text.
     """
     if isinstance(value, str | None):
         return value or ""
@@ -121,11 +121,11 @@ def _part_text(piece: dict[str, Any]) -> str:
 
 
 def messages_of(items: Any) -> list[Message]:
-    """Return a chat's messages with OpenAI's keys and roles; items of the Responses API are joined to turns.
+    """Return a chat's messages with OpenAI's keys and roles; items of the Responses API are joined into turns.
 
     Raises:
-        BadSampleError: a part is of a type that is not read.
-        TypeError, KeyError, AttributeError: this is no list of messages.
+        BadSampleError: a part has an unsupported type.
+        TypeError, KeyError, AttributeError: `items` is not a list of messages.
     """
     messages: list[Message] = []
     for item in items:
@@ -135,7 +135,7 @@ def messages_of(items: Any) -> list[Message]:
             answers = (is_item or item.get("type") == "message") and message["role"] == last.get("role") == "assistant"
             spoken = last.get("content") or "tool_calls" in last
             thinks = any(name in message for name in (*REASONING, HIDDEN))
-            if answers and not (spoken and (thinks or message["content"])):  # of one turn: reasoning, text, calls
+            if answers and not (spoken and (thinks or message["content"])):  # parts of one turn: reasoning, text, calls
                 merged = {**last, **message, "content": last["content"] or message["content"]}
                 calls = [*last.get("tool_calls", ()), *message.get("tool_calls", ())]
                 messages[-1] = merged | ({"tool_calls": calls} if calls else {})
@@ -145,11 +145,11 @@ def messages_of(items: Any) -> list[Message]:
 
 
 def _messages(raw: Message) -> Iterator[Message]:
-    """Yield a message after the tool results in it: Anthropic and others put them into a user's message."""
+    """Yield the tool results in a message, then the message; Anthropic and others put them into a user's message."""
     inner = raw.get("kwargs", raw.get("data"))
-    if isinstance(inner, dict):  # LangChain's, serialised or as a dict
+    if isinstance(inner, dict):  # LangChain's message, serialised or as a dict
         raw = {**inner, "role": raw["id"][-1] if "lc" in raw else raw["type"]}
-    if isinstance(more := raw.get("additional_kwargs"), dict):  # LangChain's own, where the message has no such field
+    if isinstance(more := raw.get("additional_kwargs"), dict):  # LangChain's extra fields, unless the message has them
         raw = (
             raw
             | {key: more[key] for key in ("tool_calls", "function_call", *REASONING) if more.get(key)}
@@ -208,7 +208,7 @@ def _take(piece: dict[str, Any], by_kind: dict[str, list[Any]]) -> None:
     elif kind == "reasoning":
         text = body.get("reasoningText", body)
         value = next((text[key] for key in ("thinking", "text", "content", "reasoning") if text.get(key)), "")
-        if isinstance(value, list):  # a Responses item's own, whose summary is another model's
+        if isinstance(value, list):  # a Responses item's own reasoning; its summary is by another model
             value = [{"text": item["text"]} for item in value]
         by_kind.setdefault("reasoning" if value else "hidden", []).append(text_of(value))
     elif kind in ("call", "result", "hidden", "nothing", "refusal"):
@@ -218,21 +218,21 @@ def _take(piece: dict[str, Any], by_kind: dict[str, list[Any]]) -> None:
 
 
 def _call(call: dict[str, Any]) -> Message:
-    """Return a call in OpenAI's format, but with arguments as an object, as chat templates read them."""
+    """Return a call in OpenAI's format, except that the arguments are an object, as chat templates expect."""
     call = filled(call, (*GIVEN, "input", "args"))
     function = call.get("function") or {}
     function = dict(function) if "function" in call else {"name": call.get("name", call.get("toolName"))}
     given = next(
         (holder[key] for holder in (function, call) for key in ("arguments", "input", "args") if key in holder), None
     )
-    if given is not None:  # OpenAI has them as a string of JSON
+    if given is not None:  # OpenAI encodes them as JSON text
         function["arguments"] = parsed(given)
     ids = next(({"id": call[key]} for key in ("call_id", "id", "toolUseId", "toolCallId") if call.get(key)), {})
     return {"type": "function", **ids, "function": filled(function, GIVEN)}
 
 
 def tools_of(value: Any) -> tuple[Message, ...]:
-    """Return function definitions in OpenAI's format, which endpoints and many templates expect."""
+    """Return function definitions in OpenAI's format, as endpoints and many templates expect."""
     listed = parsed(value or [])
     if not isinstance(listed, list):
         raise TypeError("tools are no list")

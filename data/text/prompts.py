@@ -1,4 +1,4 @@
-"""Records to tokens: samples to train on, and prompts to generate from; and the cache of tokenised samples."""
+"""Records to tokens: samples to train on, and prompts to generate from; and a cache of tokenised samples."""
 
 import hashlib
 import json
@@ -36,18 +36,18 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 WORKLOADS = {"tiny": ROOT / "examples" / "tiny" / "prompts.jsonl"}
-LOST = 1 / 5  # the largest share of bad records: more of them stop a run
-# The cache: FOLDER/<key>/ with these files, written atomically under a lock; META has counts and checksums.
+LOST = 1 / 5  # maximum share of bad records; a larger share stops a run
+# The cache is FOLDER/<key>/ with these files, written atomically under a lock; META has counts and checksums.
 SAMPLES, PROMPTS, META = "samples.arrow", "prompts.jsonl", "meta.json"
 SHAPELESS = ("length", "cache")  # options that do not affect the samples
-# Code outside of this package that affects samples: parsing, rendering, encoding.
+# Code outside of this package that affects the samples: parsing, rendering, encoding.
 CODE = ("data/config.py", "heads/common/untrusted.py", "inference/target/tokenizer.py")
 BATCH = 1000  # samples in memory at once
-OPENING = 128  # the most tokens of a plain text's prompt: enough words to check contamination, even of bytes
+OPENING = 128  # maximum tokens of a plain text's prompt: enough words to check contamination, even if tokens are bytes
 
 
 class Prompt(NamedTuple):
-    """A prompt: its tokens, and the text of user and system."""
+    """A prompt: its tokens, and the text of its user and system messages."""
 
     id: str
     token: list[int]
@@ -70,7 +70,7 @@ class Prompt(NamedTuple):
 
 
 class TrainingData(NamedTuple):
-    """A run's samples, held-out prompts, and counts of records."""
+    """A run's samples, held-out prompts, and record counts."""
 
     samples: Sequence[Sample]
     held_out: list[Prompt]
@@ -86,17 +86,17 @@ def load_training(
 ) -> TrainingData:  # fmt: skip
     """Return the samples of `config.path` and at most `prompts` held-out prompts.
 
-    With `config.cache` one process tokenises the samples, and the others and later runs with equal data map them.
+    With `config.cache` one process tokenises the samples; other processes and later runs with equal data map them.
 
     Args:
-        prompts: how many of the held-out prompts to return; contamination is checked against all of them.
-        workload: further evaluation prompts that no sample may hold, as `locate` takes them; None: none.
-        max_prompt_tokens: how many tokens a prompt that is returned may have; None: any number.
+        prompts: number of held-out prompts to return; contamination is checked against all.
+        workload: more evaluation prompts that no sample may contain, a name for `locate`; None for none.
+        max_prompt_tokens: maximum tokens of a returned prompt; None for no limit.
 
     Raises:
-        ValueError: unreadable or empty data, an unknown shape, a chat for a tokenizer without a chat template, a
-            template that cannot be masked, or, unless data.on_bad=drop, a chat that no answer can be trained of or a
-            held-out prompt without room; or a prompt of data.prompts without room.
+        ValueError: data are unreadable, empty or of unknown shape; a chat has no chat template or one that cannot be
+            masked; unless data.on_bad=drop, a chat has no answer to train on, or a held-out prompt no room for an
+            answer; or a prompt of data.prompts has no room.
     """
     evaluation = [name for name in (config.prompts, locate(workload) if workload else "") if name]
     if config.contamination is None:
@@ -118,7 +118,7 @@ def load_training(
             return counts.report()
 
         counts = Counts.read(cached(folder, fill))
-        most = prompts if max_prompt_tokens is None else None  # prompts that are too long may be left out
+        most = prompts if max_prompt_tokens is None else None  # all prompts, since some may be too long
         held_out = load_prompts(str(folder / PROMPTS), tokenizer, most) if counts.held_out else []
         samples = CachedSamples(folder / SAMPLES)
     if config.prompts and prompts:
@@ -131,7 +131,7 @@ def load_training(
 
 
 def load_prompts(path: str, tokenizer: PreTrainedTokenizerBase, limit: int | None) -> list[Prompt]:
-    """Return the prompts of a file or Hub data set: saved ones unchanged, questions of chats, pieces of texts."""
+    """Return the prompts of a file or Hub data set: saved ones unchanged, chats' first questions, pieces of texts."""
     return [
         one if isinstance(one, Prompt) else prompt_of(one, tokenizer, f"{one.source}: ")
         for one in islice(read_prompts(path), limit)
@@ -209,7 +209,7 @@ def _prepare(
             counts.chats.update(source.left_out)
         lost = Counter({cause: count for cause, count in counts.chats.items() if cause.startswith("dropped, ")})
         size = counts.held_out + sum(counts.records.values())
-        if config.on_bad == "drop" and counts.samples and lost.total() > LOST * size:  # errors in a log are no loss
+        if config.on_bad == "drop" and counts.samples and lost.total() > LOST * size:  # errors in a log are not lost
             raise ValueError(
                 f"{config.named}: {lost.total()} of {size} records cannot be used ({counts_line(lost)}): more than a "
                 "fifth; data.on_bad=fail shows the first of them, data.where selects others"
@@ -232,7 +232,7 @@ def _usable(
     drop_counts: Counter[str],
     tokenizer: PreTrainedTokenizerBase | None = None,
 ) -> Iterator[tuple[Record, Prompt | None]]:
-    """Yield records, with a tokenizer their prompts too; with data.on_bad=drop count and skip bad ones."""
+    """Yield records, with a tokenizer also their prompts; with data.on_bad=drop count and skip bad records."""
     for record in records:
         try:
             if record.error is not None:
@@ -283,14 +283,14 @@ def with_text(record: Record, tokenizer: PreTrainedTokenizerBase) -> Record:
 
 
 def prompt_of(record: Record, tokenizer: PreTrainedTokenizerBase, where: str = "") -> Prompt:
-    """Return the prompt of a record: a chat's first question, by the chat template if any, or a piece of a plain text.
+    """Return the prompt of a record: a chat's first question, in its chat template if any, or a piece of a text.
 
-    Of a record that gives its tokens it is those before the first answer, without a text: a system prompt that all
-    share would count as contamination.
+    For a record with given tokens, the prompt is the tokens before the first answer, without a text: a system prompt
+    shared by all records would count as contamination.
 
     Raises:
-        ValueError: there is none, it is no text, or the chat template does not render it; the record is named,
-            behind `where` it is.
+        ValueError: there is no prompt, it is not text, or the chat template cannot render it; the message names `where`
+            and the record.
     """
     try:
         return _prompt(record, tokenizer)
@@ -334,7 +334,7 @@ def _prompt(record: Record, tokenizer: PreTrainedTokenizerBase) -> Prompt:
 
 
 def before_answers(record: Record, turns: str) -> Iterator[Prompt]:
-    """Yield the tokens before the first answer of a record with given tokens; with turns=all before every answer."""
+    """Yield the tokens before the first answer of a record with given tokens; with turns=all before each answer."""
     prompts = [document.token[:start] for document in record.pretokenized for start, _ in document.answers()]
     prompts = (prompts or [record.pretokenized[0].token])[: None if turns == "all" else 1]
     for number, token in enumerate(prompts, 1):
@@ -344,14 +344,14 @@ def before_answers(record: Record, turns: str) -> Iterator[Prompt]:
 def split_text(text: str, tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:
     """Split a plain text's tokens in the middle: a prompt, and the rest.
 
-    Texts of one kind often begin alike, so the prompt of a long text is only the end of its first half.
+    Texts of one kind often begin with the same words, so the prompt of a long text is the end of its first half.
     """
     token = text_ids(text, tokenizer)
     half = max(1, len(token) // 2)
     if half <= OPENING:
         return token[:half], token[half:]
     piece = str(tokenizer.decode(token[half - OPENING : half], skip_special_tokens=True))
-    return text_ids(piece.partition(" ")[2] or piece, tokenizer), token[half:]  # from a word's start on
+    return text_ids(piece.partition(" ")[2] or piece, tokenizer), token[half:]  # starts at the beginning of a word
 
 
 class CachedSamples(Sequence[Sample]):
@@ -381,10 +381,10 @@ class CachedSamples(Sequence[Sample]):
 def cache_key(config: DataConfig, tokenizer: PreTrainedTokenizerBase, sources: Sequence[str]) -> str:
     """Return the cache key: a hash of all that affects the samples.
 
-    That is the tokenizer and its chat template, every option except SHAPELESS, `sources`, the identities of the data
-    and of the evaluation prompts, this package's code with CODE, and the tokenising libraries.
+    That is the tokenizer and its chat template, every option except SHAPELESS, the identities of the data and of the
+    evaluation prompts (`sources`), the code of this package and of CODE, and the tokenising libraries.
     """
-    # The code is part of the key, so there is no version number.
+    # The code is part of the key, so no version number is needed.
     files = (*(ROOT / name for name in CODE), *sorted(Path(__file__).parent.glob("*.py")))
     code = [content_hash(file) for file in files]
     parts = {
@@ -427,7 +427,7 @@ def write_samples(samples: Iterable[Sample], path: Path) -> None:
 def cached(folder: Path, fill: Callable[[Path], dict[str, Any]]) -> dict[str, Any]:
     """Return the report of a cache folder; one process fills it if it is missing or damaged.
 
-    `fill` writes SAMPLES and PROMPTS into a folder and returns the report; the folder is renamed afterwards.
+    `fill` writes SAMPLES and PROMPTS into a folder and returns the report; then the folder is renamed.
 
     Raises:
         ValueError: the folder cannot be written.
@@ -437,7 +437,7 @@ def cached(folder: Path, fill: Callable[[Path], dict[str, Any]]) -> dict[str, An
         return report
     try:
         with claim(folder.with_suffix(".lock"), wait=True):
-            report = _read(folder)  # another process may have filled it
+            report = _read(folder)  # another process may have filled it meanwhile
             if report is None:
                 if folder.is_dir():
                     log.warning("%s: damaged; tokenising again", folder)

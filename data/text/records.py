@@ -1,4 +1,4 @@
-"""Parsing of raw records of many shapes into one type: a chat, a plain text, or a document whose tokens are given."""
+"""Parsing of raw records of many shapes into one type: a chat, a plain text, or a document with given tokens."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -18,32 +18,32 @@ KNOWN = (
     '{"input_ids", "loss_mask"} or {"prompt_token_ids", "token_ids"}, and logs of requests with their replies: '
     + ", ".join(name for name, request, reply in SHAPES if request and reply)
 )
-SHOWN = 300  # the most characters of a record in an error
-SUMMARIZE = "Summarize: {}"  # Spec-Bench's prompt for CNN/DM's articles
-UNFETCHED = "FULL BENCHMARK DATA SHOULD BE FETCHED"  # SPEED-Bench's placeholder for text under others' licences
+SHOWN = 300  # maximum characters of a record in an error
+SUMMARIZE = "Summarize: {}"  # Spec-Bench's prompt for CNN/DailyMail articles
+UNFETCHED = "FULL BENCHMARK DATA SHOULD BE FETCHED"  # SPEED-Bench's placeholder for text under another licence
 
 
 QUIZ = ("context", "question", *(f"choice_{letter}" for letter in "ABCD"))
-# Published sets: the keys of a set, the keys of its prompt, the key of its answer.
+# Published sets: the keys of a set, the keys of its prompt, the key of its answer (empty: none).
 SETS: tuple[tuple[tuple[str, ...], tuple[str, ...], str], ...] = (
     (("problem", "solution"), ("problem",), "solution"),  # MATH-500, AIME
     (("Problem", "Solution"), ("Problem",), "Solution"),  # AIME
     (("text", "code", "test_list"), ("text",), "code"),  # MBPP
     (("question_content", "starter_code"), ("question_content", "starter_code"), ""),  # LiveCodeBench
-    (("instance_id", "problem_statement", "text"), ("text",), "patch"),  # SWE-bench with the files to change
+    (("instance_id", "problem_statement", "text"), ("text",), "patch"),  # SWE-bench, with the files to change
     (("instance_id", "problem_statement"), ("problem_statement",), "patch"),  # SWE-bench
     (("context", "input", "answers"), ("context", "input"), ""),  # LongBench
     (QUIZ, QUIZ, ""),  # LongBench v2
 )
-# Given tokens: vLLM and SGLang return them for requests with `return_token_ids`; SGLang's answers are `output_ids`.
-PROMPT = ("prompt_token_ids", "input_ids")  # SGLang's requests have the second
+# Given tokens. vLLM and SGLang return them if `return_token_ids` is set; SGLang names the answer's `output_ids`.
+PROMPT = ("prompt_token_ids", "input_ids")  # the second is the key of SGLang's requests
 ANSWER = ("token_ids", "response_token_ids", "output_ids")
 MASKED = ("input_ids", "loss_mask")
-CHOICES = ("choices", "outputs", "tokens")  # keys of a reply, of vLLM's RequestOutput, and of our own answers
+CHOICES = ("choices", "outputs", "tokens")  # keys of choices: in a reply, in vLLM's RequestOutput, in our own answers
 
 
 class LoggedAnswer(NamedTuple):
-    """The keys of a prompt's and its answer's tokens in a log."""
+    """The tokens of a prompt and of its answer in a log, and their keys."""
 
     prompt_token_ids: list[int]
     token_ids: list[int]
@@ -66,7 +66,7 @@ class Pretokenized(NamedTuple):
 
 
 def exact_tokens(raw: dict[str, Any], where: str) -> tuple[Pretokenized, ...]:
-    """Return the documents whose tokens a record gives, none for text; refuse anything but lists of numbers."""
+    """Return the documents whose tokens a record gives, empty for text; refuse anything but lists of numbers."""
     if all(raw.get(key) is not None for key in MASKED):
         token, mask = (_ids(raw, key, where) for key in MASKED)
         return (Pretokenized(token, mask),)
@@ -83,7 +83,7 @@ def exact_tokens(raw: dict[str, Any], where: str) -> tuple[Pretokenized, ...]:
 
 
 def logged_answers(raw: Mapping[str, Any], where: str) -> Iterator[LoggedAnswer]:
-    """Yield the tokens of each prompt and answer in a log's record or a reply; refuse anything but numbers."""
+    """Yield the tokens of each prompt and answer in a log's record or a reply; refuse anything but lists of numbers."""
     reply = reply_in(raw)
     choices = [choice for key in CHOICES if isinstance(reply.get(key), list) for choice in reply[key]]
     for answer in [reply, *(choice for choice in choices if isinstance(choice, dict))]:
@@ -94,12 +94,12 @@ def logged_answers(raw: Mapping[str, Any], where: str) -> Iterator[LoggedAnswer]
             metadata, answered = answer.get("meta_info"), _ids(answer, key, where)
             count = metadata.get("completion_tokens") if isinstance(metadata, dict) else None
             if type(count) is int and count > 0:
-                answered = answered[-count:]  # some of SGLang's begin with the prompt's end
+                answered = answered[-count:]  # SGLang's answers may begin with the end of the prompt
             yield LoggedAnswer(_ids(*asking, where), answered)
 
 
 def reply_in(raw: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the reply in a log's record, which may be next to its request, as in batches."""
+    """Return the reply in a log's record; in batches it is next to the request."""
     reply: Mapping[str, Any] = raw["response"] if isinstance(raw.get("response"), dict) else raw
     return reply["body"] if isinstance(reply.get("body"), dict) else reply
 
@@ -114,27 +114,27 @@ def _ids(holder: Mapping[str, Any], key: str, where: str) -> list[int]:
 class Record(NamedTuple):
     """One document."""
 
-    id: str  # its own id, or its index in the source
-    category: str  # its own, or empty
-    messages: list[Message]  # a chat's, with OpenAI's keys and role names; empty for a plain text
-    text: str  # a plain text, or a chat's text if the record has it
-    tools: tuple[dict[str, Any], ...] = ()  # the functions that the assistant may call, as OpenAI has them
-    source: str = ""  # the name of its source
-    pretokenized: tuple[Pretokenized, ...] = ()  # its given tokens, which replace the text
-    shape: str = ""  # the name of the shape it was read as
-    model: str = ""  # the name of the model that wrote its last answer, where it is said
-    notes: tuple[str, ...] = ()  # its counts
-    ended: bool = True  # whether a plain text ends there, and was not cut off
-    error: BadSampleError | None = None  # why it cannot be used
+    id: str  # the record's id, or its index in the source
+    category: str  # the record's category, or empty
+    messages: list[Message]  # a chat's messages with OpenAI's keys and role names; empty for a plain text
+    text: str  # a plain text, or a chat's text if the record has one
+    tools: tuple[dict[str, Any], ...] = ()  # functions that the assistant may call, in OpenAI's format
+    source: str = ""  # name of the source
+    pretokenized: tuple[Pretokenized, ...] = ()  # given tokens, which replace the text
+    shape: str = ""  # name of the shape by which the record was parsed
+    model: str = ""  # name of the model that wrote the last answer, if recorded
+    notes: tuple[str, ...] = ()  # keys under which `Counts` counts the record
+    ended: bool = True  # false for a plain text that was cut off
+    error: BadSampleError | None = None  # why the record cannot be used
 
 
 def parse(raw: dict[str, Any], index: int, path: str) -> Record:
-    """Parse one raw record, whose shape is known by its keys.
+    """Parse one raw record, whose keys determine the shape.
 
     Records without an answer are chats of one user message: prompts.
 
     Raises:
-        ValueError: it cannot be used, as `read` says.
+        ValueError: the record cannot be used (see `read`).
     """
     record = read(raw, index, path)
     if record.error is not None:
@@ -145,10 +145,10 @@ def parse(raw: dict[str, Any], index: int, path: str) -> Record:
 def read(raw: dict[str, Any], index: int, path: str) -> Record:
     """Parse one raw record; a record that cannot be used has an `error`.
 
-    It is of unknown shape (then it is shown, abbreviated), or has no text or no answer.
+    Such a record has an unknown shape (the error shows it abbreviated), no text or no answer.
 
     Raises:
-        ValueError: its tokens are no numbers.
+        ValueError: the record's tokens are not numbers.
     """
     name = next((label(raw[key]) for key in IDS if raw.get(key) is not None), str(index))
     pretokenized = exact_tokens(raw, f"{path}: record {name}")
@@ -183,12 +183,12 @@ def label(value: Any) -> str:
 
 
 def readable(raw: dict[str, Any], index: int, path: str) -> dict[str, Any]:
-    """Convert a published set's record to a shape that `parse` reads; return others unchanged.
+    """Convert a published set's record to a shape that `parse` reads; return other records unchanged.
 
-    CNN/DM has an article and its highlights, question sets have lists of answers, dialogues without answers have turns.
+    CNN/DM has article and highlights, question sets have lists of answers, dialogues without answers have turns.
 
     Raises:
-        ValueError: it holds a placeholder for a text that must be fetched first, or tokens that are no numbers.
+        ValueError: the record holds a placeholder for a text that must be fetched, or tokens that are not numbers.
     """
     if exact_tokens(raw, f"{path}: record {index}"):
         return raw
@@ -196,7 +196,7 @@ def readable(raw: dict[str, Any], index: int, path: str) -> dict[str, Any]:
         return {**raw, "prompt": SUMMARIZE.format(raw["article"])}
     turns = raw.get("turns") or raw.get("prompt")
     if isinstance(turns, list):
-        turns = [turn.get("content") if isinstance(turn, dict) else turn for turn in turns]  # a dict in Arena-Hard
+        turns = [turn.get("content") if isinstance(turn, dict) else turn for turn in turns]  # Arena-Hard has dicts
         if all(isinstance(turn, str) for turn in turns):
             if any(turn.startswith(UNFETCHED) for turn in turns):
                 raise ValueError(

@@ -1,4 +1,4 @@
-"""Shapes of records: how each is recognised, and its paths of request, reply, tools and model.
+"""Shapes of records: the keys by which each is recognised, and the paths of request, reply, tools and model.
 
 docs/data_sources.md links to each shape's schema.
 """
@@ -25,8 +25,8 @@ Raw = dict[str, Any]
 
 
 REPLIES = ("response", "choices", "completion", "chosen", "output", "gen_ai.output.messages")
-# Shapes of records, of which the first that fits counts: the name, and the paths of request and reply, names joined by
-# `/`. An empty request is the record itself; without a reply the request holds the whole chat.
+# Shapes of records; the first that matches counts. Each has a name and the paths of request and reply, with keys joined
+# by `/`. An empty request path means the record itself; without a reply path the request holds the whole chat.
 SHAPES = (
     ("Claude Code transcript", "claude_code", ""),
     ("Codex transcript", "codex", ""),
@@ -64,15 +64,15 @@ FINISH = (
 ERRORS = ("error", "errorCode", "error.type")
 STATUS = ("status_code", "response_status", "status", "level", "type")
 FAILED = ("failed", "failure", "error", "cancelled")
-LOGGED = (  # the keys by which a JSON text is a request or a reply
+LOGGED = (  # keys by which a JSON text is recognised as a request or a reply
     *({name} for name in ("messages", "contents", "choices", "candidates", "generations")),
     *({"role", "content"}, {"model", "input"}, {"object", "output"}, {"output", "stopReason"}, {"message", "done"}),
 )
 MODELS = ("model", "modelId", "modelVersion", "gen_ai.response.model", "gen_ai.request.model")
-# Fields of a stream that are not deltas.
+# Fields of a stream that are replaced, not appended.
 WHOLE = ("role", "id", "type", "name", "finish_reason", "stop_reason", "stop_sequence")
 SSE = ("data:", "event:", "id:", "retry:", ":")  # starts of a server-sent event's lines
-EVENTS = {"delta", "candidates", "done"}  # the keys by which an object is a part of a stream
+EVENTS = {"delta", "candidates", "done"}  # keys by which an object is recognised as an event of a stream
 
 
 class Chat(NamedTuple):
@@ -81,8 +81,8 @@ class Chat(NamedTuple):
     shape: str
     messages: list[Message]
     tools: tuple[Message, ...] = ()
-    model: str = ""  # the model that wrote the reply, by the record's name
-    notes: tuple[str, ...] = ()  # its counts
+    model: str = ""  # the model that wrote the reply, as the record names it
+    notes: tuple[str, ...] = ()  # keys for `Counts`
 
 
 def at(value: Any, path: str) -> Any:
@@ -93,7 +93,7 @@ def at(value: Any, path: str) -> Any:
 
 
 def opened(value: Any) -> Any:
-    """Return the value of a JSON text with a request, a reply or messages; an answer in JSON stays a text."""
+    """Return the value of a JSON text with a request, a reply or messages; an answer in JSON remains text."""
     plain = parsed(value)
     if isinstance(plain, dict):
         holds = any(keys <= plain.keys() for keys in LOGGED)
@@ -106,8 +106,8 @@ def chat_of(raw: Raw) -> Chat | None:
     """Return a record as a chat by the first shape that fits, or None.
 
     Raises:
-        BadSampleError: it fits but for one key, holds a part that is not read, or an error in place of an answer.
-        TypeError, KeyError, AttributeError, IndexError, ValueError: its values are of other types.
+        BadSampleError: all keys but one match, a part is unsupported, or there is an error in place of an answer.
+        TypeError, KeyError, AttributeError, IndexError, ValueError: a value has another type.
     """
     nearly = ""
     for name, path, reply_path in SHAPES:
@@ -139,7 +139,7 @@ def chat_of(raw: Raw) -> Chat | None:
 
 
 def _chat(name: str, raw: Raw, request: Raw, items: list[Raw], reply: Any) -> Chat:
-    """Return the chat of a request's messages and a reply; None if the messages contain it."""
+    """Return the chat of a request's messages and a reply; None for a reply that the messages already contain."""
     notes = [str(note) for note in at(raw, "claude_code/notes") or ()]
     if reply is None and raw.keys() & {"error", "level"} and items[-1].get("role") != "assistant":
         _check_error(raw)
@@ -147,7 +147,7 @@ def _chat(name: str, raw: Raw, request: Raw, items: list[Raw], reply: Any) -> Ch
     system = next((value for key in SYSTEM if isinstance(value := at(request, key), str | list | dict)), "")
     system = parsed(system) if "gen_ai.system_instructions" in request else system
     instruction = text_of(system.get("parts", system) if isinstance(system, dict) else system)
-    if instruction and (messages[0]["role"] != "system" or request.get("instructions")):  # Responses has both
+    if instruction and (messages[0]["role"] != "system" or request.get("instructions")):  # Responses allows both
         messages.insert(0, {"role": "system", "content": instruction})
     if "gen_ai.input.messages" in request and isinstance(reply, list):  # each choice is a chat
         reply = [{"message": choice} for choice in reply]
@@ -166,9 +166,9 @@ def _chat(name: str, raw: Raw, request: Raw, items: list[Raw], reply: Any) -> Ch
 
 
 def _asked(request: Any, is_record: bool) -> tuple[Raw, list[Raw]] | None:
-    """Return the dict with a request's messages, and the messages; None without any.
+    """Return the dict with a request's messages, and the messages; None without messages.
 
-    A text is a question in a request; directly in a record it may be anything.
+    A string is a question if it is in a request; at the top level of a record it may be anything.
     """
     if isinstance(request, list):
         return ({}, request) if request and isinstance(request[0], dict) else None
@@ -176,7 +176,7 @@ def _asked(request: Any, is_record: bool) -> tuple[Raw, list[Raw]] | None:
         value = opened(request.get(key))
         if isinstance(value, dict) and (inner := _asked(value, False)):
             return inner
-        if isinstance(value, list) and value and isinstance(value[0], list):  # LangChain's, a batch of one
+        if isinstance(value, list) and value and isinstance(value[0], list):  # LangChain's batch of one
             value = value[0]
         if isinstance(value, list) and value and isinstance(value[0], dict):
             return request, value
@@ -197,7 +197,7 @@ def _check_error(holder: Raw) -> None:
 
 
 def _answered(reply: Any, notes: list[str]) -> list[Message]:
-    """Return a reply's messages; the last one is marked if it was cut off."""
+    """Return a reply's messages; the last message is marked if it was cut off."""
     reasons: list[str] = []
     while not _are_items(reply := _joined(reply)):
         if isinstance(reply, str):
@@ -233,7 +233,7 @@ def _answered(reply: Any, notes: list[str]) -> list[Message]:
 
 
 def _are_items(reply: Any) -> bool:
-    """Whether a reply is a list of messages or of items of the Responses API, not of choices."""
+    """Return whether a reply is a list of messages or of items of the Responses API, and not of choices."""
     first = reply[0] if isinstance(reply, list) and reply else None
     if not isinstance(first, dict) or first.keys() & {"message", "delta", "response"}:
         return False
@@ -241,7 +241,7 @@ def _are_items(reply: Any) -> bool:
 
 
 def _events(text: str) -> list[Any]:
-    """Return the objects of server-sent events; none of any other text."""
+    """Return the objects of server-sent events; empty for any other text."""
     lines = text.splitlines()
     data = [line[5:].strip() for line in lines if line.startswith("data:")]
     is_stream = all(line.startswith(SSE) for line in lines if line) and any(item.startswith("{") for item in data)
@@ -253,7 +253,7 @@ def _reasons(value: Any) -> list[str]:
 
 
 def _joined(reply: Any) -> Any:
-    """Return the reply of a stream that was logged as events or their lines; anything else as it is.
+    """Return the reply of a stream that was logged as events or their lines; return anything else unchanged.
 
     The events are those of OpenAI, Anthropic, the Responses API, Gemini or Ollama, with or without their names.
     """
@@ -267,7 +267,7 @@ def _joined(reply: Any) -> Any:
         return reply
     message: Raw = {"role": "assistant"}
     blocks: dict[int, Raw] = {}
-    parts: list[Raw] = []  # of Gemini
+    parts: list[Raw] = []  # parts of Gemini's events
     for event in events:
         response, delta = event.get("response"), event.get("delta")
         if isinstance(response, dict) and response.get("status") in ("completed", "incomplete"):
@@ -294,7 +294,7 @@ def _joined(reply: Any) -> Any:
 
 
 def _merge(into: Raw, delta: Raw) -> None:
-    """Add a stream's delta: texts are appended; a call is found by its index, until another id or name comes."""
+    """Add a stream's delta: text is appended; a call is identified by its index until another id or name comes."""
     for key, value in delta.items():
         if isinstance(value, list):
             calls = into.setdefault(key, {})

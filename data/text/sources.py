@@ -1,6 +1,6 @@
 """Sources of records, by name: a file, a folder, a glob or a Hub data set.
 
-Also their held-out records, their mixture, and their provenance.
+The file also splits off held-out records, mixes sources and records their provenance.
 """
 
 import glob
@@ -41,13 +41,13 @@ from heads.common.untrusted import parsed_file, regular
 T = TypeVar("T")
 
 EVALUATION_SPLITS = ("test", "validation", "train")
-SPLIT_WORDS = {  # `datasets`' names
+SPLIT_WORDS = {  # names of splits in `datasets`
     "train": ("train", "training"),
     "validation": ("validation", "valid", "dev", "val"),
     "test": ("test", "testing", "eval", "evaluation"),
 }
 HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?(:.+)?")
-SAMPLED_AT_ONCE = 1000  # numbers sampled at a time, like `datasets.interleave_datasets`
+SAMPLED_AT_ONCE = 1000  # random numbers sampled at a time, as in `datasets.interleave_datasets`
 
 
 @dataclass(frozen=True)
@@ -58,24 +58,25 @@ class Files:
     files: tuple[Path, ...]
     streaming: bool
     where: Mapping[str, Any] = field(default_factory=dict)
-    left_out: Counter[str] = field(default_factory=Counter)  # of it, by cause
+    left_out: Counter[str] = field(default_factory=Counter)  # number of left-out records by cause
 
     def __iter__(self) -> Iterator[Raw]:
-        """Yield the records that `where` selects; refuse none."""
+        """Yield the records that `where` selects; refuse an empty selection."""
         records = chain.from_iterable(records_in(read_file(file)) for file in self.files)
         return _wanted(batches_joined(records) if len(self.files) > 1 else records, self)
 
     def identity(self) -> str:
-        """Return the files' formats and hashes; when streaming their names, sizes and times."""
+        """Return the files' formats and hashes; when streaming, their names, sizes and times."""
         if self.streaming:
             stats = [(file, file.stat()) for file in self.files]
             return repr([(str(file.resolve()), stat.st_size, stat.st_mtime_ns) for file, stat in stats])
         return repr([(kind_of(file), content_hash(file)) for file in self.files])
 
     def provenance(self) -> dict[str, Any]:
-        """Return the number of files, their hash if they are read to the end, and the settings of their answers.
+        """Return the number of files, their hash if the files are read to the end, and the settings of their answers.
 
-        The hash of several files is that of the list of their hashes. The settings are in the metadata next to a file.
+        The hash of several files is the hash of the list of their hashes. The settings come from a file's metadata
+        file.
         """
         record: dict[str, Any] = {"name": self.name, "files": len(self.files)}
         if not self.streaming:
@@ -94,16 +95,16 @@ class Files:
 
 @dataclass(frozen=True)
 class Hub:
-    """A data set of the Hub: mapped from disk after a download, or streamed."""
+    """A data set of the Hub, memory-mapped after a download, or streamed."""
 
     name: str
     table: Any
     revision: str
     where: Mapping[str, Any] = field(default_factory=dict)
-    left_out: Counter[str] = field(default_factory=Counter)  # of it, by cause
+    left_out: Counter[str] = field(default_factory=Counter)  # number of left-out records by cause
 
     def __iter__(self) -> Iterator[Raw]:
-        """Yield the records that `where` selects; refuse none."""
+        """Yield the records that `where` selects; refuse an empty selection."""
         return _wanted(read_table(lambda: self.table, self.name, "fetch the data set again"), self)
 
     def identity(self) -> str:
@@ -119,7 +120,7 @@ Source = Files | Hub
 
 
 def _wanted(records: Iterator[Raw], source: Source) -> Iterator[Raw]:
-    """Yield the records that `where` selects, and count the others; refuse a source without any."""
+    """Yield the records that `where` selects, and count the others; refuse an empty selection."""
     skipped, first, is_empty = 0, Raw(), True
     for raw in records:
         if is_wanted(raw, source.where):
@@ -139,15 +140,15 @@ def open_source(
     """Return the source of a name: a file, a folder, a glob, or a Hub data set as `name` or `name:config`.
 
     Args:
-        name: a file in one of FORMATS, packed or not; a folder, of which the files in these formats are read in the
-            order of their names, except those next to a file of answers; a glob, likewise.
-        split: the Hub data set's split, and of a folder the files whose names hold it, and those that name none;
-            empty takes the first of test, validation, train.
-        streaming: read a Hub data set as it comes, without a download of the whole.
-        where: which records are read, as `data.where` says.
+        name: a file in one of FORMATS, compressed or not; a folder, whose files in these formats are read in the order
+            of their names, except those next to a file of answers; or a glob, read likewise.
+        split: the Hub data set's split; for a folder, files whose names contain it or name no split. Empty takes the
+            first of test, validation, train.
+        streaming: read a Hub data set without downloading the whole.
+        where: the fields of `data.where`, which select records.
 
     Raises:
-        ValueError: nothing is there, or it cannot be read.
+        ValueError: the source is missing or cannot be read.
     """
     path = Path(name).expanduser()
     if path.is_file():
@@ -169,12 +170,12 @@ def open_source(
         return Files(name, tuple(chosen), streaming, where)
     if glob.has_magic(name):
         paths = sorted(file for file in map(Path, glob.glob(str(path), recursive=True)) if file.is_file())
-        # A link, or `**/`, may find a file twice.
+        # A link, or `**/`, may match a file twice.
         matched = tuple(sorted({file.resolve(): file for file in paths if not _is_beside(file)}.values()))
         if not matched:
             raise ValueError(f"{name}: no file matches; give a pattern that does")
         return Files(name, matched, streaming, where)
-    regular(path)  # a pipe is not a Hub name
+    regular(path)  # a pipe must not be taken for a Hub name
     import datasets
 
     _check_hub_name(name)
@@ -194,8 +195,8 @@ def open_source(
 def check_source(name: str, split: str = "") -> None:
     """Refuse a source that cannot be read, without reading all of it.
 
-    Its files must exist, be readable and of a known format, and the first line of the first file must be a record. Of a
-    Hub data set only whether the Hub can be reached is checked.
+    The files must exist, be readable and of a known format, and the first line of the first file must be a record. For
+    a Hub data set, only the connection to the Hub is checked.
     """
     if not is_local(name):
         _check_hub_name(name)
@@ -209,12 +210,12 @@ def check_source(name: str, split: str = "") -> None:
 
 
 def is_local(name: str) -> bool:
-    """Whether a source is a file, a folder or a glob, not a Hub data set."""
+    """Return whether a source is a file, a folder or a glob, and not a Hub data set."""
     return Path(name).expanduser().exists() or glob.has_magic(name)
 
 
 def check_name(name: str) -> None:
-    """Refuse a source that is neither local nor named like a Hub data set, offline."""
+    """Refuse a name that is neither local nor like a Hub data set's; works offline."""
     here = Path(name).expanduser()
     matched = here.exists() or (glob.has_magic(name) and glob.glob(str(here)))
     if not matched and (kind_of(Path(name)) or not HUB_NAME.fullmatch(name)):
@@ -230,14 +231,14 @@ def _check_hub_name(name: str) -> None:
 
 
 def _is_beside(file: Path) -> bool:
-    """Whether a file is an answers file's provenance, or a part of it that is being written."""
+    """Return whether a file belongs to a file of answers: its provenance, or a part being written."""
     if file.name.endswith(META):
         return file.with_name(file.name.removesuffix(META)).is_file()
     return any(folder.suffix == PARTS and (folder / SETTINGS).is_file() for folder in file.parents)
 
 
 def read_all(source: Source) -> Iterator[Record]:
-    """Yield every record of a source of prompts."""
+    """Yield all records of a source of prompts."""
     name = source.name
     records = (read(readable(raw, index, name), index, name) for index, raw in enumerate(source))
     return _unique(record for record in records if not isinstance(record.error, LeftOutError))
@@ -265,8 +266,8 @@ def open_sources(config: DataConfig) -> list[Source]:
 def divide(sources: Sequence[Source], config: DataConfig) -> list[Part]:
     """Split `data.held_out` records off the sources.
 
-    The sources share them evenly, the first ones the remainder. They are a source's last records, or the first ones of
-    a streamed source. With `data.prompts` all records are trained on.
+    The sources share them evenly; the first ones take the remainder. They are a source's last records, or the first
+    records of a streamed source. With `data.prompts` all records are trained on.
     """
     parts = []
     for i, source in enumerate(sources):
@@ -280,7 +281,7 @@ def divide(sources: Sequence[Source], config: DataConfig) -> list[Part]:
             if isinstance(source, Hub) and not source.where:
                 size = len(source.table)
                 last = [(at, without_nulls(source.table[at])) for at in range(max(0, size - count), size)]
-            else:  # a file is read to its end
+            else:  # reads a file to its end
                 last = list(deque(enumerate(source), maxlen=count))
                 size = last[-1][0] + 1
             if size <= count:
@@ -299,7 +300,7 @@ def training_records(parts: Sequence[Part], config: DataConfig) -> Iterator[Reco
 
 
 def held_out_records(parts: Sequence[Part]) -> Iterator[Record]:
-    """Yield the held-out records, one of each source in turn."""
+    """Yield the held-out records, one from each source in turn."""
     held_out = [[read(raw, index, p.source.name) for index, raw in p.held_out] for p in parts]
     return _unique(record for records in zip_longest(*held_out) for record in records if record is not None)
 
@@ -307,7 +308,7 @@ def held_out_records(parts: Sequence[Part]) -> Iterator[Record]:
 def interleave(sources: Sequence[Iterator[T]], weights: Sequence[float], seed: int) -> Iterator[T]:
     """Mix sources: each item comes from source i with probability weights[i] / sum(weights), sampled by the seed.
 
-    It ends when the first source is exhausted, so nothing repeats and the shares hold: the order of
+    The iterator ends when the first source is exhausted, so nothing repeats and the shares hold. It has the order of
     `datasets.interleave_datasets` with these probabilities and `stopping_strategy="first_exhausted"`.
     """
     rng = np.random.default_rng(seed)

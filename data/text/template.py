@@ -20,7 +20,7 @@ Span = tuple[int, int]
 
 COMMENT = re.compile(r"\{#.*?#\}", re.DOTALL)
 GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
-TEMPLATE_DAY = datetime(2024, 7, 26)  # Llama 3's own default; without it a resumed run would see the new day's tokens
+TEMPLATE_DAY = datetime(2024, 7, 26)  # Llama 3's own default; with today's date a resumed run would see other tokens
 DATE: dict[str, Any] = {"date_string": TEMPLATE_DAY.strftime("%d %b %Y")}
 NOW = re.compile(r"strftime_now\(\s*(['\"])(.*?)\1\s*\)")
 MEDIA_TOKEN = re.compile(r"image|video|audio|IMG")
@@ -28,7 +28,7 @@ NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
 def template_sha256(tokenizer: PreTrainedTokenizerBase) -> str | None:
-    """Return the hash of the chat template, None without one, so that a change of it can be noticed later."""
+    """Return the hash of the chat template, None without a template, so that a later change is noticed."""
     template: Any = tokenizer.chat_template
     if not template:
         return None
@@ -45,10 +45,10 @@ def render(
 ) -> str:
     """Return the chat as the template renders it, ready for the target's answer if `generation_prompt`.
 
-    `options` are further values for the template, such as `enable_thinking`.
+    `options` are more values for the template, such as `enable_thinking`.
 
     Raises:
-        ValueError: as `rendering`; a RenderError where that is this chat's fault.
+        ValueError: the template cannot render; RenderError if the chat is the cause.
     """
 
     def call(chat: list[Message]) -> str:
@@ -66,7 +66,7 @@ def render_tagged(
 ) -> tuple[str, list[Span] | None]:
     """Return the chat as `render` does, and the start and end of each {% generation %} block in it.
 
-    None of a template that encloses no answer in such blocks.
+    The spans are None for a template without such blocks.
     """
     if GENERATION.search(COMMENT.sub("", _template(tokenizer, tools))) is None:
         return render(messages, tokenizer, False, tools), None
@@ -88,10 +88,10 @@ def render_tagged(
 def _as_it_takes_them(
     messages: list[Message], tokenizer: PreTrainedTokenizerBase, call: Callable[[list[Message]], T]
 ) -> T:
-    """Call a template with the arguments of tool calls as objects, as its documentation asks, else as JSON text.
+    """Call a template with tool calls' arguments as objects, which transformers documents, or else as JSON text.
 
-    Some templates (DeepSeek-V3) join them to strings. Content in parts goes in as their text: a template for only text
-    would print the list.
+    Some templates (DeepSeek-V3) concatenate them with strings. Content in parts is passed as text: a template that only
+    knows text would print the list.
     """
     if any(message["role"] == "developer" for message in messages) and not _writes_developer(tokenizer):
         messages = [
@@ -105,7 +105,7 @@ def _as_it_takes_them(
 
 
 def _writes_developer(tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Whether the chat template writes messages of the role developer; some leave them out without a word."""
+    """Return whether the chat template renders messages of the role developer; some silently drop them."""
     chat = [{"role": "developer", "content": "WRITTEN"}, {"role": "user", "content": "why"}]
     try:
         with rendering(tokenizer):
@@ -118,7 +118,7 @@ def _writes_developer(tokenizer: PreTrainedTokenizerBase) -> bool:
 def with_opening(
     messages: list[Message], tokenizer: PreTrainedTokenizerBase, tools: Sequence[Message] = ()
 ) -> list[Message]:
-    """Return a chat with the assistant's turns before the first question, where the chat template writes them."""
+    """Return a chat with the assistant's turns before the first question, if the chat template renders them."""
     first = next((i for i, message in enumerate(messages) if message["role"] == "user"), len(messages))
     opening = [message for message in messages[:first] if message["role"] == "assistant"]
     if not opening:
@@ -148,21 +148,21 @@ def _call(call: Message, read: Callable[[str], Any]) -> Message:
 
 
 def _template(tokenizer: PreTrainedTokenizerBase, tools: Sequence[Message]) -> str:
-    """Return the template with a constant day instead of its calls of the clock: it takes no clock of ours."""
+    """Return the template with a constant date instead of calls for the current time, which it cannot be given."""
     template = tokenizer.get_chat_template(tools=list(tools) or None)
     return NOW.sub(lambda call: repr(TEMPLATE_DAY.strftime(call[2])), template)
 
 
 def encode(rendered: list[str], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
-    """Return the tokens of rendered chats, with their special tokens; a UnicodeEncodeError at half a surrogate pair."""
+    """Return the tokens of rendered chats, with their special tokens; raise UnicodeEncodeError at a lone surrogate."""
     encoded: Any = tokenize(tokenizer, rendered, add_special_tokens=False)
     return list(encoded["input_ids"])
 
 
 def encode_spans(text: str, tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[Span]]:
-    """Return a rendered chat's tokens, and the characters of each; those between two tokens are the later one's.
+    """Return a rendered chat's tokens and character spans; characters between two tokens belong to the later one.
 
-    Byte-level tokenizers leave the space before a word out of its token's characters.
+    Byte-level tokenizers exclude the space before a word from its token's span.
     """
     encoded: Any = tokenize(tokenizer, text, add_special_tokens=False, return_offsets_mapping=True)
     spans, reached = [], 0
@@ -174,7 +174,7 @@ def encode_spans(text: str, tokenizer: PreTrainedTokenizerBase) -> tuple[list[in
 
 @lru_cache(maxsize=8)
 def turn_end_tokens(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
-    """Return the special tokens, any of which may end a turn; the unknown one replaces words and is left out."""
+    """Return the special tokens, any of which may end a turn; excluding the unknown token, which replaces words."""
     added = {index for index, token in tokenizer.added_tokens_decoder.items() if token.special}
     unknown = {tokenizer.unk_token_id} - {tokenizer.eos_token_id}
     return frozenset((added | set(tokenizer.all_special_ids)) - unknown)
@@ -182,13 +182,13 @@ def turn_end_tokens(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
 
 @lru_cache(maxsize=8)
 def last_token(tokenizer: PreTrainedTokenizerBase) -> int:
-    """Return the largest number of a token that the tokenizer knows."""
+    """Return the tokenizer's largest token id."""
     return max(tokenizer.get_vocab().values())
 
 
 @lru_cache(maxsize=8)
 def media_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[int, str]:
-    """Return the special tokens that stand for images or sound, by their numbers."""
+    """Return the special tokens that stand for images or sound, by their ids."""
     added = {index: str(token) for index, token in tokenizer.added_tokens_decoder.items() if token.special}
     return {index: text for index, text in added.items() if MEDIA_TOKEN.search(text)}
 
@@ -196,14 +196,14 @@ def media_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[int, str]:
 class Ends(NamedTuple):
     """Patterns of the special tokens that end a turn."""
 
-    turn: re.Pattern[str]  # one of them, perhaps behind blanks
-    text: re.Pattern[str]  # the end token once more, at the end of a text whose last turn has ended before
-    rest: re.Pattern[str]  # all that a template writes behind an answer's text: special tokens, and blanks
+    turn: re.Pattern[str]  # one of these tokens, after optional blanks
+    text: re.Pattern[str]  # the end token at the end of a text whose last turn has already ended
+    rest: re.Pattern[str]  # everything that a template writes after an answer's text: special tokens and blanks
 
 
 @lru_cache(maxsize=8)
 def ends_of(tokenizer: PreTrainedTokenizerBase) -> Ends:
-    """Return the patterns of a tokenizer."""
+    """Return a tokenizer's patterns."""
     special = [str(text) for text in tokenizer.convert_ids_to_tokens(sorted(turn_end_tokens(tokenizer)))]
     longest_first = sorted(special, key=len, reverse=True)
     one = rf"(?:{'|'.join(map(re.escape, longest_first)) or '(?!)'})"

@@ -1,6 +1,6 @@
-"""Files whose lines are no records of their own: agents' transcripts, OpenTelemetry's exports, a batch's two files.
+"""Files whose lines are not records: transcripts of agents, OpenTelemetry exports, the two files of a batch.
 
-Also the choice of records by their fields.
+The file also selects records by their fields.
 """
 
 import operator
@@ -11,11 +11,11 @@ from typing import Any
 
 from data.text.shapes import Raw, at
 
-CLAUDE_CODE = ("parentUuid", "leafUuid", "messageId", "sessionId")  # a line of any of its types has one of these
+CLAUDE_CODE = ("parentUuid", "leafUuid", "messageId", "sessionId")  # keys, one of which is in each line
 CODEX = ("session_meta", "response_item", "event_msg", "turn_context", "compacted")
-SYNTHETIC = "<synthetic>"  # the model's name in a line that Claude Code itself wrote
-SNAPSHOT = "ghost_snapshot"  # an item that Codex keeps for itself
-OTHER_NAMES = {  # of lists of which a span has each field by its number, and their names by the convention
+SYNTHETIC = "<synthetic>"  # model name of lines that Claude Code itself wrote
+SNAPSHOT = "ghost_snapshot"  # an item for Codex's own use
+OTHER_NAMES = {  # prefixes of flat lists (`PREFIX.0.…`) in other conventions -> OpenTelemetry's names
     "gen_ai.prompt": "gen_ai.input.messages",
     "gen_ai.completion": "gen_ai.output.messages",
     "llm.input_messages": "gen_ai.input.messages",
@@ -28,7 +28,7 @@ SIGNED = re.compile(rf"({'|'.join(SIGNS)})\s*(.*)")
 
 
 def records_in(lines: Iterable[Raw]) -> Iterator[Raw]:
-    """Yield a file's records: a transcript's chats, an export's spans, and anything else as it is.
+    """Yield a file's records: a transcript's chats, an export's spans, any other line unchanged.
 
     A transcript is held in memory whole.
     """
@@ -47,16 +47,16 @@ def records_in(lines: Iterable[Raw]) -> Iterator[Raw]:
             continue
         try:
             yield from list(reader(group))
-        except (TypeError, KeyError, AttributeError):  # another file, or a broken one: its lines are of no known shape
+        except (TypeError, KeyError, AttributeError):  # another or a broken file: its lines have no known shape
             yield from group
 
 
 def _claude_code(lines: list[Raw]) -> Iterator[Raw]:
-    """Yield each branch of a transcript, whose lines name their parents, as a chat; a turn is trained in one of them.
+    """Yield each branch of a transcript, whose lines name their parents, as a chat; a turn is trained once.
 
-    The branch with the most of the assistant's lines comes first, and later ones have the turns that they share with it
-    as context. A sidechain is a subagent's chat, without the lines before it. Lines with one message's id are one
-    message. Of calls in parallel all results but the last are leaves of their own: each is put behind its call.
+    The branch with the most assistant lines comes first; later branches have the turns shared with it as context. A
+    sidechain is a subagent's chat, without the lines before it. Lines with the same message id are one message. Of
+    parallel calls, all results but the last are separate leaves: each is put after its call.
     """
     nodes = {line["uuid"]: line for line in lines if line.get("uuid")}
     spoken = {uuid: line["message"] for uuid, line in nodes.items() if isinstance(line.get("message"), dict)}
@@ -69,7 +69,7 @@ def _claude_code(lines: list[Raw]) -> Iterator[Raw]:
     written = {uuid for uuid, message in spoken.items() if message.get("role") == "assistant"} - client
 
     def path_to(uuid: str, stop: Container[str] = ()) -> dict[str, Raw]:
-        """Return the lines from this one up to the first, or to one of `stop`."""
+        """Return the lines from `uuid` back to the first line, or to a line in `stop`."""
         path, is_aside = dict[str, Raw](), bool(nodes[uuid].get("isSidechain"))
         while uuid in nodes and uuid not in path and bool(nodes[uuid].get("isSidechain")) == is_aside:
             path[uuid] = nodes[uuid]
@@ -78,7 +78,7 @@ def _claude_code(lines: list[Raw]) -> Iterator[Raw]:
             uuid = path[uuid].get("parentUuid") or ""
         return path
 
-    # A branch ends at a line of the assistant without another one below it.
+    # A branch ends at an assistant line without an assistant line below it.
     ends = written - {[*path][-1] for path in (path_to(uuid, written) for uuid in written) if len(path) > 1}
     branches = [path_to(uuid) for uuid in nodes if uuid in ends]
     trained: set[str] = set()
@@ -116,7 +116,7 @@ def _claude_code(lines: list[Raw]) -> Iterator[Raw]:
 
 
 def _codex(lines: list[Raw]) -> Iterator[Raw]:
-    """Yield a session as a chat, and one more after each compaction, which replaces the chat."""
+    """Yield a session as a chat, and another chat after each compaction, which replaces the messages."""
     meta: Raw = {}
     items: list[Raw] = []
     for line in [*lines, {"type": "session_meta", "payload": {}}]:
@@ -135,7 +135,7 @@ def _codex(lines: list[Raw]) -> Iterator[Raw]:
 
 
 def _spans(lines: list[Raw]) -> Iterator[Raw]:
-    """Yield the spans of an OTLP export that hold a chat, with their attributes as a dict."""
+    """Yield the spans of an OTLP export that contain a chat, with their attributes as a dict."""
 
     def inner(holders: Iterable[Raw], *names: str) -> list[Raw]:
         return [item for holder in holders for name in names for item in holder.get(name, ())]
@@ -151,7 +151,7 @@ def _spans(lines: list[Raw]) -> Iterator[Raw]:
 
 
 def _span(lines: list[Raw]) -> Iterator[Raw]:
-    """Yield a span; messages in a field each, as OpenLLMetry and OpenInference write them, become lists."""
+    """Yield a span; messages in one field each (OpenLLMetry, OpenInference) become lists."""
     (raw,) = lines
     given: dict[str, Any] = raw["attributes"]
     tree: Raw = {}
@@ -166,7 +166,7 @@ def _span(lines: list[Raw]) -> Iterator[Raw]:
 
 
 def _listed(value: Any) -> Any:
-    """Return a value with lists in place of dicts by number, and an item's message or tool call in its place."""
+    """Return a value with dicts keyed by numbers as lists, and items replaced by their message or tool call."""
     if not isinstance(value, dict):
         return value
     fields = {key: _listed(inner) for key, inner in value.items()}
@@ -177,7 +177,7 @@ def _listed(value: Any) -> Any:
 
 
 def _value(value: Raw) -> Any:
-    """Return an attribute's value, which OTLP holds under its type."""
+    """Return an attribute's value, which OTLP stores under its type."""
     inner: Any
     kind, inner = next(iter(value.items()), ("", None))
     if kind in ("arrayValue", "array_value"):
@@ -188,12 +188,12 @@ def _value(value: Raw) -> Any:
 
 
 def batches_joined(records: Iterable[Raw]) -> Iterator[Raw]:
-    """Yield records, the requests of OpenAI's batches with their replies, which other files hold.
+    """Yield records, with requests of OpenAI's batches joined to their replies from the other file.
 
     Raises:
         ValueError: two requests or two replies have the same custom_id.
     """
-    waiting: dict[str, Raw] = {}  # by custom_id the requests or replies whose other sides are still to come
+    waiting: dict[str, Raw] = {}  # custom_id -> a request or reply whose other side is still to come
     for raw in records:
         name, side = raw.get("custom_id"), "body" if "body" in raw else "response"
         if not isinstance(name, str) or ("body" in raw) == ("response" in raw):
@@ -211,9 +211,10 @@ def batches_joined(records: Iterable[Raw]) -> Iterator[Raw]:
 
 
 def is_wanted(raw: Raw, where: Mapping[str, Any]) -> bool:
-    """Whether a record's fields have the values that `data.where` names, by their paths with dots.
+    """Return whether a record's fields have the values of `data.where`, whose keys are dotted paths.
 
-    A field has one of the values that are listed, and is within the bounds, such as `>=2026-11-01`; numbers as numbers.
+    A field must have one of the listed values and be within the bounds, such as `>=2026-11-01`; numbers compare as
+    numbers.
     """
     for path, bounds in where.items():
         value = raw[path] if path in raw else at(raw, path.replace(".", "/"))

@@ -1,4 +1,4 @@
-"""The drafters of a configuration: trained heads in their runs, and those of inference/drafters."""
+"""The drafters of a configuration: trained heads of runs, and drafters of inference/drafters."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, fields
@@ -20,12 +20,12 @@ from inference.target.config import ModelConfig, model_config
 from inference.target.placement import DEVICE_MAP, TOGETHER, Placement
 from inference.target.target import Target
 
-# The keys of a run's model that still apply if model.path names another one.
+# Keys of a run's model that still apply if model.path names another target.
 INHERITED = ("dtype", "device", "quantize", "adapter", "prompts", *(field.name for field in fields(Placement)))
 
 
 def find_heads(runs: list[str]) -> dict[str, Path]:
-    """Return the runs' head folders by their names in the report: the head's kind, and its run if two share a kind.
+    """Return the head folders of runs by name in the report: the head's kind, with the run if two share a kind.
 
     Raises:
         ValueError: a run has no head.
@@ -48,17 +48,17 @@ def overlay(base: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, 
 
 
 def model_of(run: str | None, given: Mapping[str, Any]) -> ModelConfig:
-    """Return the model to load: the run's with the user's values; refuse a bad run, or no model at all."""
+    """Return the model to load: the run's with the user's values; refuse an invalid run, or a missing model."""
     trained = {} if run is None else _trained_model(run)
-    # A run's folder may come from elsewhere: only the user may allow the target's own code.
+    # A run's folder may be foreign: only the user can allow the target's own code.
     if trained.pop("trust_remote_code", False) and given.get("trust_remote_code") is None and given.get("path") is None:
         raise ValueError(
             f"run={run}: was trained with model.trust_remote_code=true, which no file may say for you: say it again "
             "if you trust the target's code, else model.trust_remote_code=false"
         )
     if run is not None and not Path(run).expanduser().is_dir():
-        trained.pop("prompts", None)  # a file on the training machine
-    if trained.get("placement") in TOGETHER:  # settings of several processes
+        trained.pop("prompts", None)  # a path on the training machine
+    if trained.get("placement") in TOGETHER:  # placements over several processes
         trained["placement"] = DEVICE_MAP
     if given.get("path") is not None:
         trained = {key: value for key, value in trained.items() if key in INHERITED}
@@ -72,9 +72,9 @@ def model_of(run: str | None, given: Mapping[str, Any]) -> ModelConfig:
 
 
 def _trained_model(run: str) -> dict[str, Any]:
-    """Return the `model` of a run's config.yaml, or if it was not published, its head's target."""
+    """Return the `model` of a run's config.yaml, or its head's target if there is no config.yaml."""
     folder = resolve_head(run)
-    folders = [folder, *([folder.parent] if folder.name == "head" else [])]  # a published head, or one within its run
+    folders = [folder, *([folder.parent] if folder.name == "head" else [])]  # a published head, or the head of a run
     file = next((path / "config.yaml" for path in folders if (path / "config.yaml").is_file()), None)
     if file is None:
         saved = {} if is_published(folder) else read_config(folder)["target"]
@@ -108,7 +108,7 @@ def check_drafters(config: DraftersConfig) -> None:
 
 
 def load_drafters(config: DraftersConfig, target: Target) -> Drafters:
-    """Return the configured drafters; refuse what `check_drafters` does, and another target's head."""
+    """Return the configured drafters; refuse what `check_drafters` refuses, and heads of other targets."""
     drafters: Drafters = {}
     for name, options in config.drafter.items():
         if name == "head":
@@ -135,5 +135,5 @@ def _folders(config: DraftersConfig) -> dict[str, Path]:
 
 
 def _heads(config: DraftersConfig, target: Target) -> Drafters:
-    """Return the heads of all runs, each with its own tree."""
+    """Return the heads of all runs, each with its saved tree."""
     return {name: load_drafter(folder, config.tree, target, name) for name, folder in _folders(config).items()}

@@ -1,6 +1,6 @@
-"""Workloads: prompts to measure on, and texts, which are answers by the target or from a log.
+"""Workloads: prompts to measure on, and texts, which are answers of the target or from a log.
 
-A workload is the bundled one by its name, the user's log, or a published benchmark's file.
+A workload is a bundled one by its name, the user's log, or a file of a published benchmark.
 """
 
 from collections import Counter
@@ -30,7 +30,7 @@ NO_ANSWER = "it has no answer to play back: give a log with answers; in eval/run
 
 @dataclass(frozen=True)
 class Text:
-    """A prompt and its answer as tokens, the answer's start, and its limit of tokens."""
+    """A prompt and its answer as tokens, the answer's start, and the limit of its tokens."""
 
     token: list[int]
     start: int
@@ -38,12 +38,12 @@ class Text:
 
     @property
     def prompt(self) -> list[int]:
-        """The tokens before the answer."""
+        """Return the tokens before the answer."""
         return self.token[: self.start]
 
     @property
     def generated(self) -> int:
-        """The number of the answer's tokens."""
+        """Return the number of the answer's tokens."""
         return len(self.token) - self.start
 
 
@@ -56,7 +56,7 @@ class RecordedText(NamedTuple):
 
 
 def write(target: Target, prompts: Sequence[list[int]], settings: RequestParams) -> list[Text]:
-    """Let the target answer autoregressively; answers of one token, which have no step, are left out."""
+    """Let the target answer autoregressively; leave out answers of one token, which have no step."""
     texts = [of_answer(target, prompt, autoregress(target, prompt, settings).tokens, settings) for prompt in prompts]
     return [text for text in texts if text.generated > 1]
 
@@ -69,11 +69,11 @@ def of_answer(target: Target, prompt: list[int], answer: list[int], settings: Re
 def recorded(record: Record, target: Target, turns: str, most: int) -> Iterator[RecordedText]:
     """Yield the first or all answers of a log's record, each after all messages before it, cut to `most` tokens.
 
-    Tokens that the record gives are taken as they are. Other chats have those of the whole chat as the template renders
-    it, and an answer is what training would mask as one, its end token included.
+    Tokens given by the record are used as they are. Other chats are tokenised as a whole through the chat template, and
+    an answer is what training would mask as an answer, its end token included.
 
     Raises:
-        ValueError: it has no answer, or none that can be distinguished from its prompt.
+        ValueError: the record has no answer, or none that can be separated from its prompt.
     """
     answers = list(_answers(record, target))
     if not answers:
@@ -86,7 +86,7 @@ def recorded(record: Record, target: Target, turns: str, most: int) -> Iterator[
 
 
 def _answers(record: Record, target: Target) -> Iterator[tuple[list[int], int]]:
-    """Yield the tokens up to the end of each answer, and the index of the answer's first."""
+    """Yield the tokens up to the end of each answer, and the index of the answer's first token."""
     tokenizer: Any = target.tokenizer
     documents = list(record.pretokenized)
     if not record.messages and not documents:
@@ -94,7 +94,7 @@ def _answers(record: Record, target: Target) -> Iterator[tuple[list[int], int]]:
         if not rest:
             raise ValueError(f"record {record.id}: a text of {len(prompt)} token has no answer")
         yield prompt + rest, len(prompt)
-    elif not tokenizer.chat_template and not documents:  # the texts follow one another
+    elif not tokenizer.chat_template and not documents:  # without a chat template the texts are concatenated
         before: list[str] = []
         for message in record.messages:
             if message["role"] == "assistant":
@@ -114,17 +114,17 @@ def _answers(record: Record, target: Target) -> Iterator[tuple[list[int], int]]:
         yield from ((document.token[:end], start) for start, end in document.answers())
 
 
-# Settings of loss masks here: all answers whole, records without one left out.
+# Settings of loss masks here: whole answers; records without one are left out.
 MASKING = DataConfig(
     path="workload", weights=None, seed=0, streaming=False, split="", length=2, limit=None, prompts="", held_out=0,
     max_tokens=2**31, min_tokens=1, dedup=False, contamination=None, cache=None, turns="all", reasoning="keep",
     on_bad="drop", where=None,
 )  # fmt: skip
-# With fewer, most generations would end at the context's limit.
+# With less room most generations would end at the context's limit.
 MIN_ANSWER_TOKENS = 8
-SEARCHED = 10_000  # the most records among which prompts of all categories are searched
+SEARCHED = 10_000  # maximum records that are searched for prompts of all categories
 
-Answer = Callable[[list[int]], str]  # the target's answer to a prompt
+Answer = Callable[[list[int]], str]  # prompt tokens -> the target's answer
 Readable = Record | Prompt
 Indexed = tuple[int, Readable]
 
@@ -137,8 +137,8 @@ T = TypeVar("T")
 class Workload(Generic[P]):
     """A workload: its name in reports, the prompts to measure on, and those of the warm-up.
 
-    `fresh` says that the warm-up's prompts are not among those measured. `conversations` has a number for each prompt,
-    the same one for all turns of a dialogue and for equal prompts; `distinct` is the number of different ones.
+    `fresh` says that the warm-up prompts are not measured. `conversations` numbers the dialogue of each prompt: turns
+    of one dialogue, and equal prompts, share a number; `distinct` is how many numbers there are.
     """
 
     name: str
@@ -149,7 +149,7 @@ class Workload(Generic[P]):
     distinct: int
 
     def categories(self) -> dict[str, list[int]]:
-        """Return the indices of each category's prompts; empty if there is only one."""
+        """Return the indices of each category's prompts; empty for a single category."""
         indices: dict[str, list[int]] = {}
         for index, prompt in enumerate(self.prompts):
             indices.setdefault(prompt.category or "other", []).append(index)
@@ -158,7 +158,7 @@ class Workload(Generic[P]):
     def measurement(
         self, temperature: float, batch_size: int, seed: int, memory_bytes: int = 0, **more: Any
     ) -> Measurement:
-        """Return the settings that all rows of a measurement on it share; `more` are further fields."""
+        """Return the settings that all rows of a measurement on this workload share; `more` holds more fields."""
         groups: dict[str, Any] = {"categories": self.categories(), "conversations": self.conversations}
         return Measurement(self.name, temperature, batch_size, memory_bytes, seed, **groups, **more)
 
@@ -188,8 +188,8 @@ def read_workload(name: str, target: Target, selection: Selection, answer: Answe
     Args:
         name: a key of `WORKLOADS`, a file, a folder, a glob, or a Hub name.
         target: the target, whose tokenizer and context are used.
-        selection: which of its prompts.
-        answer: the target's answer, for turns of a dialogue without one.
+        selection: the prompts to take.
+        answer: returns the target's answer, for dialogue turns without a recorded one.
 
     Raises:
         ValueError: unknown workload or shape, no prompts, text that must be fetched first, or a prompt that is empty,
@@ -211,7 +211,7 @@ def read_workload(name: str, target: Target, selection: Selection, answer: Answe
 
 
 def read_log(name: str, target: Target, selection: Selection, most: int) -> Workload[RecordedText]:
-    """Read a log's texts as tokens, answers of at most `most`, without a warm-up; refuse a record without an answer."""
+    """Read a log's texts as tokens, with at most `most` answer tokens and no warm-up; refuse missing answers."""
 
     def read(record: Readable, turns: str) -> Iterator[RecordedText]:
         if isinstance(record, Prompt):
@@ -229,10 +229,10 @@ def gathered(
     read: Callable[[Readable, str], Iterable[P]],
     content: Callable[[P], tuple[Any, ...]],
 ) -> Workload[P]:
-    """Return a workload of the prompts that `read` makes of each record, given the turns to take.
+    """Return a workload of the prompts that `read` returns for each record and the turns to take.
 
-    Warm-up prompts are the next ones of the workload; if there are none, the last measured ones.
-    Prompts of equal `content` count as one.
+    Warm-up prompts are the workload's next ones, or the last measured ones if there are none. Prompts of equal
+    `content` count as one.
     """
     most = selection.prompts + selection.warmup
     readable_records = islice(read_prompts(locate(name)), SEARCHED if selection.balanced else most)
@@ -257,7 +257,7 @@ def gathered(
 
 
 def fit(prompt: Prompt, target: Target, truncate: bool) -> Prompt:
-    """Return a prompt with room for an answer, shortened if allowed; refuse empty, too long and unknown ones."""
+    """Return a prompt with room for an answer, shortened if allowed; refuse empty, long and unknown ones."""
     if not prompt.token:
         raise ValueError(f"prompt {prompt.id}: is empty: remove it")
     check_known(prompt.token, f"prompt {prompt.id}", target)
@@ -273,7 +273,7 @@ def fit(prompt: Prompt, target: Target, truncate: bool) -> Prompt:
 
 
 def check_known(tokens: Sequence[Any], where: str, target: Target) -> None:
-    """Refuse tokens that are outside of a target's vocabulary; `where` names the text in the message."""
+    """Refuse tokens outside the target's vocabulary; `where` names the text in the message."""
     vocabulary = range(target.spec.vocab_size)
     if not all(token in vocabulary for token in tokens):
         raise ValueError(
@@ -290,10 +290,10 @@ def short_name(name: str) -> str:
 
 
 def workload_names(given: Any) -> list[str]:
-    """Return the names of workloads, one or a list of them.
+    """Return the list of workload names, from one name or a list.
 
     Raises:
-        ValueError: none of them is there, or one is no source of text.
+        ValueError: there is no name, or a name is not a source of text.
     """
     names = [str(name) for name in (given if isinstance(given, list) else [given]) if name]
     if not names:
@@ -310,7 +310,7 @@ def named_apart(names: Sequence[str]) -> list[str]:
 
 
 def _named(name: str, record: Readable, read: Callable[[Readable, str], Iterable[P]], turns: str) -> Iterator[P]:
-    """Yield what `read` makes of a record; errors name the workload."""
+    """Yield what `read` returns for a record; errors name the workload."""
     try:
         if isinstance(record, Record) and record.error is not None:
             raise ValueError(f"record {record.id} {record.error.message}")
@@ -342,7 +342,7 @@ def _turns(record: Record, target: Target, answer: Answer) -> Iterator[Prompt]:
 
 
 def _encoded(chat: Sequence[Message], record: Record, target: Target) -> list[int]:
-    """Return a dialogue's tokens up to the answer; without a chat template, its texts one after another."""
+    """Return a dialogue's tokens up to the answer; without a chat template, the texts are concatenated."""
     if target.tokenizer.chat_template:
         return encode([render(list(chat), target.tokenizer, True, record.tools)], target.tokenizer)[0]
     return text_ids("\n\n".join(content_text(message) for message in chat), target.tokenizer)

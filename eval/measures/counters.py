@@ -1,13 +1,13 @@
-"""Engines' counters of speculative decoding, in our terms: pure functions of a metrics page or a reply.
+"""Engines' counters of speculative decoding, in our definitions: pure functions of a metrics page or a reply.
 
 vLLM counts forward passes that verified a draft (`vllm:spec_decode_num_drafts`), drafted and accepted tokens, and
 passes that accepted each position; passes without a draft are not counted. SGLang counts every forward pass
 (`sglang:spec_verify_calls`) and reports the width of its tree, root included. Both can report on each request: vLLM
-under `--per-request-spec-decode-metrics`, SGLang as `meta_info`. llama.cpp (`--metrics`) counts as vLLM does, under
-its own prefix, but for finished requests.
+under `--per-request-spec-decode-metrics`, SGLang as `meta_info`. llama.cpp (`--metrics`) counts as vLLM does, under its
+own prefix, but only finished requests.
 
 Here a pass is any forward pass of the target after the prefill, with or without a draft; it commits the accepted tokens
-and a bonus token. Engines count a token accepted beyond the end of an answer as accepted, and so do these functions.
+and a bonus token. Engines count accepted tokens beyond an answer's end as accepted, and so do these functions.
 """
 
 import re
@@ -24,31 +24,31 @@ LABEL = re.compile(r'\b(\w+)="((?:[^"\\]|\\.)*)"')
 DRAFTS = {VLLM: "vllm:spec_decode_num_drafts", SGLANG: "sglang:spec_verify_calls",
           LLAMA: "llamacpp:spec_decode_num_drafts"}  # fmt: skip
 FINISHED = {VLLM: "vllm:request_success", SGLANG: "sglang:num_requests", LLAMA: ""}
-EXACT = 2**53  # floats below are exact integers
-DIGITS = 3  # the deepest position of a draft that is read
+EXACT = 2**53  # floats below this are exact integers
+DIGITS = 3  # maximum digits of a draft position
 START = "process_start_time_seconds"
-# Keys of a reply: passes, accepted tokens, drafted tokens, passes by their accepted tokens.
+# Keys of a reply: passes, accepted tokens, drafted tokens, histogram of passes over accepted tokens.
 VLLM_KEYS = ("num_spec_steps", "num_accepted_draft_tokens", "num_draft_tokens", "acceptance_histogram")
 SGLANG_KEYS = ("spec_verify_ct", "spec_num_correct_drafts", "spec_num_proposed_drafts", "spec_correct_drafts_histogram")
 
 
 @dataclass(frozen=True)
 class Counters:
-    """A server's counts since its start, None if it has no such counter."""
+    """A server's counts since its start, None for missing counters."""
 
     engine: str  # one of ENGINES
-    drafts: float | None  # passes that verified a draft; SGLang's, all passes. None: no speculation, or none so far
+    drafts: float | None  # passes that verified a draft (SGLang: all passes); None: no speculation, or none so far
     draft_tokens: float | None  # drafted tokens
     accepted: float | None  # accepted tokens among them
-    by_depth: tuple[float, ...]  # passes that accepted at least one token, at least two, and so on
-    width: float | None  # tokens that a pass verifies, root included, if it is a setting
-    finished: float | None  # finished requests
-    started: float | None  # start of the process, in seconds since the epoch
-    generated: float | None = None  # tokens of all answers
+    by_depth: tuple[float, ...]  # number of passes that accepted at least 1, 2, … tokens
+    width: float | None  # tokens verified per pass, root included, if the server reports it
+    finished: float | None  # number of finished requests
+    started: float | None  # start of the process, seconds since the epoch
+    generated: float | None = None  # number of tokens in all answers
 
 
 def samples(page: str) -> Iterator[tuple[str, dict[str, str], float]]:
-    """Yield name without `_total`, labels and value of the lines of a page in Prometheus's text format that we read."""
+    """Yield the name without `_total`, the labels and the value of the relevant lines of a Prometheus page."""
     for line in page.splitlines():
         if match := LINE.match(line.strip()):
             name, labels, value = match.groups()
@@ -61,7 +61,7 @@ def samples(page: str) -> Iterator[tuple[str, dict[str, str], float]]:
 
 
 def read_counters(page: str) -> Counters | None:
-    """Read a metrics page's counters of speculation, summed over engines and ranks; None for other servers' pages."""
+    """Read a metrics page's counters of speculation, summed over engines and ranks; None for other servers."""
     values: dict[str, list[float]] = {}
     positions: dict[int, float] = {}
     for name, labels, value in samples(page):
@@ -81,7 +81,7 @@ def read_counters(page: str) -> Counters | None:
     widths = {value for value in values.get("sglang:spec_num_draft_tokens", []) if value > 0}
     return Counters(
         engine=engine,
-        drafts=None if engine == LLAMA and not drafts else drafts,  # llama.cpp has it, as 0, without speculation too
+        drafts=None if engine == LLAMA and not drafts else drafts,  # llama.cpp reports 0 without speculation too
         draft_tokens=total(f"{engine}:spec_decode_num_draft_tokens"),
         accepted=total(f"{engine}:spec_decode_num_accepted_tokens"),
         by_depth=tuple(positions.get(position, 0.0) for position in range(max(positions, default=-1) + 1)),
@@ -93,7 +93,7 @@ def read_counters(page: str) -> Counters | None:
 
 
 def restarted(before: Counters, after: Counters) -> bool:
-    """Whether the server restarted between two readings: a counter fell or is missing, or the process is another."""
+    """Return whether the server restarted between two readings: a counter fell or is missing, or another process."""
     pairs = [(getattr(before, key), getattr(after, key)) for key in ("drafts", "draft_tokens", "accepted", "finished")]
     pairs += zip_longest(before.by_depth, after.by_depth)
     fell = any(old is not None and (new is None or new < old) for old, new in pairs)
@@ -103,8 +103,8 @@ def restarted(before: Counters, after: Counters) -> bool:
 def between(before: Counters, after: Counters, decoded: int) -> SpecDecodingStats:
     """Return the counts between two readings of one server's counters.
 
-    `decoded` are the tokens after the prefill's of all requests in between. vLLM's passes with a draft account for some
-    of them; passes without a draft, for the rest.
+    `decoded` counts the tokens after the prefill's of all requests in between. vLLM's passes with a draft account for
+    some of them; the rest came from passes without a draft.
     """
     assert after.drafts is not None
     passes = round(after.drafts - (before.drafts or 0))
@@ -118,7 +118,7 @@ def between(before: Counters, after: Counters, decoded: int) -> SpecDecodingStat
 
 
 def decoded_between(before: Counters, after: Counters) -> int:
-    """Return the tokens after the first of each answer, which SGLang's counts need; other engines count by pass."""
+    """Return the tokens after the first of each answer, needed for SGLang's counts; other engines count passes."""
     if after.engine != SGLANG:
         return 0
     if after.generated is None or after.finished is None:
@@ -127,12 +127,12 @@ def decoded_between(before: Counters, after: Counters) -> int:
 
 
 def verified(passes: int, drafted: int | None, accepted: int, by_depth: tuple[int, ...]) -> SpecDecodingStats:
-    """Return the counts of passes; each commits what it accepted and one token of the target's own."""
+    """Return the counts of passes; each commits the accepted tokens and one bonus token."""
     return SpecDecodingStats(accepted + passes, passes, drafted, accepted, by_depth)
 
 
 def of_reply(reply: Mapping[str, Any], decoded: int) -> SpecDecodingStats | None:
-    """Return the counts in a reply or an event of it, given its tokens after the first; None without consistent ones.
+    """Return the counts in a reply or an event, given its tokens after the first; None if missing or inconsistent.
 
     vLLM has them in `metrics.speculative_decoding`, SGLang in `meta_info` of the only choice.
     """

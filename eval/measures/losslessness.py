@@ -1,6 +1,6 @@
 """The losslessness check: speculative greedy decoding must emit the tokens of autoregressive greedy decoding.
 
-Sampled tokens have Pearson's chi-square test against the target's probs, with the sample size for a given power. A
+Pearson's chi-square test compares sampled tokens with the target's probs, with the sample size for a given power. A
 distribution at total variation δ from p gives the statistic of n samples a noncentrality of at least 4 n δ²: by Cauchy
 and Schwarz, the sum over cells of (p' - p)² / p is at least (Σ |p' - p|)² = 4 δ². So n = λ / (4 δ²) samples reject it
 with the given power, where λ is the noncentrality at which a chi-square variable of the test's degrees of freedom
@@ -21,34 +21,34 @@ from torch import Tensor
 from heads.common.typed import typed
 from inference.decode import Generation
 
-POWER = 0.9  # the probability of rejecting a distribution at the given total variation
-ALPHA = 1e-3  # the probability that any test of a report rejects a right distribution; the tests share it
-CELL = 0.02  # tokens less likely than that share a cell
-LEAST = 5.0  # samples expected in a cell, below which the chi-square distribution is a poor approximation
+POWER = 0.9  # probability of rejecting a distribution at the given total variation
+ALPHA = 1e-3  # probability that any test of a report rejects a correct distribution; its tests share it
+CELL = 0.02  # tokens of lower probability share a cell
+LEAST = 5.0  # minimum expected samples in a cell, for the chi-square approximation
 
 
 @dataclass(frozen=True)
 class ChiSquareTest:
-    """Result of the test for the rule in use, and for a rule that is known to be broken (the negative control)."""
+    """The results for the rule in use and for a rule that is known to be broken (the negative control)."""
 
-    draws: int  # samples, over all prefixes
-    prefixes: int  # texts after which the next token's distribution was tested
+    draws: int  # samples over all prefixes
+    prefixes: int  # number of texts after which tokens were sampled
     freedom: int  # degrees of freedom
-    statistic: float  # the rule in use
-    p_value: float  # the rule in use
-    tv: float  # the total variation, over the cells, that is rejected with the power
+    statistic: float  # statistic of the rule in use
+    p_value: float  # p-value of the rule in use
+    tv: float  # total variation over the cells that is rejected with POWER
     power: float
-    alpha: float  # below this p-value the distribution is rejected
-    control_p: float  # the p-value of the negative control
+    alpha: float  # the distribution is rejected below this p-value
+    control_p: float  # p-value of the negative control
 
     @property
     def caught(self) -> bool:
-        """Whether the broken rule was rejected; if not, the test proves nothing."""
+        """Return whether the broken rule was rejected; otherwise the test proves nothing."""
         return self.control_p < self.alpha
 
     @property
     def passed(self) -> bool:
-        """Whether the rule in use was not rejected, and the broken one was."""
+        """Return whether the rule in use was not rejected and the broken rule was."""
         return self.caught and self.p_value >= self.alpha
 
     def __str__(self) -> str:
@@ -58,14 +58,14 @@ class ChiSquareTest:
 
 @dataclass(frozen=True)
 class Cells:
-    """Cells of a distribution: its likely tokens, and a last cell for the others; `expected` are the probabilities."""
+    """The cells of a distribution: its likely tokens, and one cell for all others; `expected` holds probabilities."""
 
     token: list[int]
     expected: list[float]
 
     @property
     def freedom(self) -> int:
-        """Degrees of freedom."""
+        """Return the degrees of freedom."""
         return len(self.expected) - 1
 
     def count(self, sampled: Sequence[int]) -> list[int]:
@@ -76,9 +76,9 @@ class Cells:
 
 
 def cells(probs: Float[Tensor, "V"]) -> Cells:
-    """Return the cells of a distribution: every token of probability CELL or more, and the others together.
+    """Return the cells of a distribution: one per token of probability CELL or more, and one for all others.
 
-    Where the others are too rare for a cell of their own, they join the rarest one.
+    If the others are too rare for a cell, they join the rarest token's cell.
     """
     probs = probs.double().cpu()
     likely = (probs >= CELL).nonzero().flatten().tolist()
@@ -115,17 +115,17 @@ def samples_needed(freedom: int, tv: float, alpha: float) -> int:
 
 
 def samples_for(prefixes: Sequence[Cells], tv: float, alpha: float) -> int:
-    """Return the number of samples after each of several prefixes that gives the power, and LEAST to every cell."""
+    """Return the number of samples after each prefix for which POWER is reached and every cell expects LEAST."""
     total = samples_needed(sum(prefix.freedom for prefix in prefixes), tv, alpha)
     rarest = min(min(prefix.expected) for prefix in prefixes)
     return max(math.ceil(total / len(prefixes)), math.ceil(LEAST / rarest))
 
 
-# A pass over a tree adds up the same numbers in another order than a pass over one token, so its logits differ by
-# rounding. If no logit is off by more than e, two tokens can only change ranks where both passes see a gap of at most
-# 2 e between them. float64 and float32 carry few units of rounding through the layers; the 16-bit numbers are coarse by
-# themselves: between 16 and 32, where lm_heads put their best logits, they are 1/64 (float16) and 1/8 (bfloat16)
-# apart, and two steps of that grid are allowed. A wrong token of a defect shows gaps of whole units.
+# A pass over a tree sums the same numbers in another order than a pass over one token, so its logits differ by
+# rounding. If no logit is off by more than e, two tokens can change ranks only if both passes see a gap of at most 2 e
+# between them. float64 and float32 accumulate few units of rounding through the layers. 16-bit numbers are coarse
+# themselves: between 16 and 32, where lm_heads put their best logits, the spacing is 1/64 (float16) or 1/8 (bfloat16),
+# and two such steps are allowed. A wrong token from a defect shows gaps of whole units.
 EPSILON = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 2 / 64, torch.bfloat16: 2 / 8}
 
 
@@ -134,23 +134,23 @@ COUNTS = ("checked", *VERDICTS)
 
 
 def labelled(drafter: str, batch_size: int, request_rate: float | None = None) -> str:
-    """Return a drafter's label: at a batch size, and at a rate of requests, which gates do not know."""
+    """Return a drafter's label with the batch size and the request rate, which losslessness checks do not have."""
     name = drafter if batch_size == 1 else f"{drafter} x{batch_size}"
     return name if request_rate is None else f"{name} at {request_rate:g} req/s"
 
 
 @dataclass(frozen=True)
 class Divergence:
-    """The position where a run first differs from the baseline; a token is None if that side had already stopped.
+    """The position where a run first differs from the baseline; a token is None if that run had already stopped.
 
-    Of texts whose tokens are not to be seen, the position is a character's, and `shown` has the texts there.
+    For texts without tokens, the position is a character's, and `shown` holds the texts there.
     """
 
     prompt: str
     position: int
     plain: int | None
     drafted: int | None
-    gap: float | None  # the baseline's top-2 logit gap there
+    gap: float | None  # the baseline's gap between its two best logits there
     shown: str = ""
 
     def __str__(self) -> str:
@@ -163,9 +163,9 @@ class Divergence:
 
 @dataclass(frozen=True)
 class Gate:
-    """The result of a losslessness check over all prompts; every checked prompt is identical, a near tie, or failed.
+    """The result of a losslessness check over all prompts; every prompt is identical, a near tie, or failed.
 
-    A `lossy` rule fails whatever it emitted: equal answers of a few prompts prove nothing.
+    A `lossy` rule always fails: equal answers to a few prompts prove nothing.
     """
 
     checked: int
@@ -174,29 +174,29 @@ class Gate:
     failed: int
     first: Divergence | None = None  # the first failure
     lossy: bool = False
-    ties: tuple[Divergence, ...] = field(default=(), compare=False)  # the near ties, with their gaps
-    verdicts: tuple[str, ...] = field(default=(), compare=False)  # on each prompt: a key of `counts`
+    ties: tuple[Divergence, ...] = field(default=(), compare=False)  # near ties with their gaps
+    verdicts: tuple[str, ...] = field(default=(), compare=False)  # one key of `counts` per prompt
 
     @property
     def passed(self) -> bool:
-        """Whether something was checked, nothing failed, and the rule is meant to keep the target's distribution."""
+        """Return whether something was checked, nothing failed, and the rule preserves the target's distribution."""
         return self.failed == 0 and self.checked > 0 and not self.lossy
 
     def counts(self) -> dict[str, int]:
-        """Return the four counts, as the report writes them."""
+        """Return the four counts, for the report."""
         return {key: getattr(self, key) for key in COUNTS}
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the record of the report's JSON."""
+        """Return the record for the report's JSON."""
         return {**asdict(self), "passed": self.passed}
 
     @classmethod
     def read(cls, record: Any) -> "Gate":
-        """Return the check in a record; a ValueError or AttributeError for what `as_dict` does not write."""
+        """Parse a record; raise ValueError or AttributeError for one that `as_dict` does not write."""
         return typed(cls, {key: value for key, value in record.items() if key != "passed"})
 
     def among(self, indices: Sequence[int]) -> "Gate":
-        """Return the check of some of the prompts, by their indices; one without details is returned as it is."""
+        """Return the check of some of the prompts, by their indices; a check without details is returned unchanged."""
         if not self.verdicts:
             return self
         verdicts = tuple(self.verdicts[index] for index in indices)
@@ -209,24 +209,24 @@ class SampledGate:
 
     drafter: str
     temperature: float
-    coupled: Gate  # prompts with the same tokens as the baseline under coupled noise, at all batch sizes
+    coupled: Gate  # comparison with the baseline's tokens under coupled noise, at all batch sizes
     distribution: ChiSquareTest | None  # None if nothing could be sampled
-    why: str  # the reason for that
-    batch_sizes: tuple[int, ...] = (1,)  # at which the tokens under coupled noise were compared
-    failed_at: int | None = None  # the first of them at which tokens differ, where `coupled.first` was seen
+    why: str  # why nothing could be sampled
+    batch_sizes: tuple[int, ...] = (1,)  # batch sizes compared under coupled noise
+    failed_at: int | None = None  # the first batch size with differing tokens, that of `coupled.first`
 
     @property
     def passed(self) -> bool:
-        """Whether the tokens are equal, and the distribution was not rejected."""
+        """Return whether the tokens are equal and the distribution was not rejected."""
         return self.coupled.passed and (self.distribution is None or self.distribution.passed)
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the record of the report's JSON."""
+        """Return the record for the report's JSON."""
         return {**asdict(self), "passed": self.passed}
 
     @classmethod
     def read(cls, record: Any) -> "SampledGate":
-        """Return the check in a record; raises what `Gate.read` does."""
+        """Parse a record; raise what `Gate.read` raises."""
         return typed(cls, {key: value for key, value in record.items() if key != "passed"})
 
     def __str__(self) -> str:
@@ -238,16 +238,16 @@ class SampledGate:
 
 
 UNCHECKED = Gate(0, 0, 0, 0)
-WITHHELD = "withheld"  # shown instead of the speedup of a failed result
+WITHHELD = "withheld"  # replaces the speedup of a failed result
 
 
 def differs(counts: Mapping[str, int] | None) -> bool:
-    """Whether a prompt failed, by a result's counts."""
+    """Return whether a prompt failed, given a result's counts."""
     return bool(counts and counts.get("failed"))
 
 
 def in_words(counts: Mapping[str, int] | None) -> str:
-    """Return a result's counts for a table."""
+    """Describe a result's counts for a table."""
     if not counts or not counts.get("checked"):
         return "-"
     ties = f", {counts['near_tie']} near tie" if counts.get("near_tie") else ""
@@ -259,16 +259,16 @@ def in_words(counts: Mapping[str, int] | None) -> str:
 class FailedChecks:
     """The failed losslessness checks of a report, and the one rule by which they fail a result.
 
-    A result fails with a differing prompt, with its drafter's greedy check at its batch size, and with
-    the check at its temperature. What was not checked has not failed.
+    A result fails if one of its prompts differs, if its drafter's greedy check at its batch size failed, or if its
+    check at its temperature failed. An unchecked result has not failed.
     """
 
-    greedy: frozenset[str]  # name and batch size, as `labelled`
+    greedy: frozenset[str]  # name and batch size, in the form of `labelled`
     sampled: frozenset[tuple[str, float]]  # name and temperature
 
     @classmethod
     def of(cls, settings: Mapping[str, Any]) -> "FailedChecks":
-        """Return those among the settings of a report.json."""
+        """Return the failed checks in the settings of a report.json."""
         return cls(
             frozenset(name for name, gate in settings.get("gate", {}).items() if not gate.get("passed", True)),
             frozenset(
@@ -279,13 +279,13 @@ class FailedChecks:
         )
 
     def result(self, row: Mapping[str, Any]) -> bool:
-        """Whether a row of the report has failed."""
+        """Return whether a row of the report has failed."""
         greedy = labelled(row["drafter"], row["batch_size"]) in self.greedy
         sampled = (row["drafter"], row["temperature"]) in self.sampled
         return differs(row.get("lossless")) or greedy or sampled
 
     def drafter(self, name: str, sizes: Sequence[int]) -> bool:
-        """Whether a drafter has failed at one of these batch sizes, or at any temperature."""
+        """Return whether a drafter has failed at one of these batch sizes, or at any temperature."""
         greedy = any(labelled(name, size) in self.greedy for size in sizes)
         return greedy or any(drafter == name for drafter, _ in self.sampled)
 
@@ -297,7 +297,7 @@ def shared_length(one: Sequence[object], other: Sequence[object]) -> int:
 
 
 def divergence(plain: Generation, drafted: Generation, prompt: str) -> Divergence | None:
-    """Return where two runs first differ, an earlier end included; None if they are equal."""
+    """Return where two runs first differ, also by an earlier end; None if they are equal."""
     ours, theirs = plain.tokens, drafted.tokens
     if ours == theirs:
         return None
@@ -312,9 +312,9 @@ def divergence(plain: Generation, drafted: Generation, prompt: str) -> Divergenc
 
 
 def near_tie(where: Divergence, drafted: Generation, epsilon: float) -> bool:
-    """Whether rounding explains the divergence: both runs emitted a token, and both had a small logit gap.
+    """Return whether rounding explains a divergence: both runs emitted a token, and both had a small logit gap.
 
-    A run that stopped where the other went on is never excused: where to stop follows from the tokens.
+    A run that stopped where the other continued is never a near tie, since the tokens determine the stop.
     """
     if where.plain is None or where.drafted is None or where.gap is None:
         return False
@@ -322,13 +322,13 @@ def near_tie(where: Divergence, drafted: Generation, epsilon: float) -> bool:
 
 
 def gate(baseline: Sequence[Generation], drafted: Sequence[Generation], ids: Sequence[str], dtype: torch.dtype) -> Gate:
-    """Compare runs at temperature 0 prompt by prompt; refuse a dtype whose rounding is not known.
+    """Compare runs at temperature 0 prompt by prompt; refuse a dtype whose rounding is unknown.
 
     Args:
-        baseline: the baseline's runs with their logit gaps, one a prompt.
-        drafted: the drafter's runs of the same prompts; where they carry gaps, those must be small as well.
-        ids: the prompts' names, for the message.
-        dtype: the target's, which decides how small a gap rounding can flip.
+        baseline: the baseline's runs with their logit gaps, one per prompt.
+        drafted: the drafter's runs of the same prompts; if they have gaps, these must be small as well.
+        ids: the prompts' names for messages.
+        dtype: the target's dtype, which bounds the gap that rounding can flip.
     """
     if dtype not in EPSILON:
         raise ValueError(f"the losslessness gate does not know {dtype}: set gate_dtype to float32")
@@ -340,7 +340,7 @@ def gate(baseline: Sequence[Generation], drafted: Sequence[Generation], ids: Seq
 
 
 def gate_of(compared: Iterable[tuple[Divergence | None, bool]]) -> Gate:
-    """Return the gate of prompts from each one's divergence, if any, and whether it is a near tie."""
+    """Return the gate, given each prompt's divergence (if any) and whether it is a near tie."""
     verdicts: list[str] = []
     failures: list[Divergence] = []
     ties: list[Divergence] = []
@@ -352,7 +352,7 @@ def gate_of(compared: Iterable[tuple[Divergence | None, bool]]) -> Gate:
 
 
 def worst(gates: Sequence[Gate]) -> Gate:
-    """Merge several gates of the same prompts: each prompt's worst verdict, and the first failure."""
+    """Merge gates of the same prompts: the worst verdict of each prompt, and the first failure."""
     by_prompt = zip(*(gate.verdicts for gate in gates), strict=True)
     verdicts = [max(of_prompt, key=VERDICTS.index) for of_prompt in by_prompt]
     failures = [gate.first for gate in gates if gate.first is not None]
@@ -360,7 +360,7 @@ def worst(gates: Sequence[Gate]) -> Gate:
 
 
 def verdict_of(verdicts: Sequence[str], ties: Sequence[Divergence], failures: Sequence[Divergence]) -> Gate:
-    """Return the gate of the prompts' verdicts, with the near ties and failures among them."""
+    """Return the gate with these verdicts, near ties and failures."""
     first = failures[0] if failures else None
     identical, tied, failed = (sum(verdict == kind for verdict in verdicts) for kind in VERDICTS)
     return Gate(len(verdicts), identical, tied, failed, first, ties=tuple(ties), verdicts=tuple(verdicts))

@@ -18,7 +18,7 @@ from heads.common.resolvers import ROOT
 
 
 def device_facts(device: torch.device, dtype: torch.dtype | None) -> dict[str, Any]:
-    """Return the device, the dtype (None: no model computed) and the versions, on which the speed depends."""
+    """Return the facts that speed depends on: device, dtype (None if no model ran) and versions."""
     return {
         "name": torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name(),
         "type": device.type,
@@ -35,13 +35,13 @@ def device_facts(device: torch.device, dtype: torch.dtype | None) -> dict[str, A
 
 
 def cpu_name() -> str:
-    """Return the processor's model, as far as the system says."""
+    """Return the processor's model, if the system reports it."""
     names = _from_linux("cpuinfo", "model name")
     return names[0] if names else platform.processor() or platform.machine()
 
 
 def _from_linux(file: str, key: str) -> list[str]:
-    """Return the values of a key in a file of /proc, in its order; none on another system."""
+    """Return the values of a key in a file of /proc, in order; empty on other systems."""
     info = Path("/proc") / file
     lines = info.read_text(encoding="utf-8").splitlines() if info.is_file() else []
     return [line.split(":", 1)[1].strip() for line in lines if line.startswith(key)]
@@ -54,10 +54,10 @@ def synchronize(device: torch.device) -> None:
 
 
 def peak_memory(device: torch.device) -> int:
-    """Peak bytes: allocated on the accelerator since the last reset, or resident in this process since its start."""
+    """Return the peak bytes: on the accelerator since the last reset, or resident in this process since its start."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    if resident := _from_linux("self/status", "VmHWM"):  # getrusage may also count the process that started this one
+    if resident := _from_linux("self/status", "VmHWM"):  # getrusage may include the parent process
         return int(resident[0].split()[0]) * 1024
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024  # Linux counts in KiB
@@ -73,7 +73,7 @@ def provenance() -> dict[str, Any]:
 
 
 def revision() -> dict[str, Any]:
-    """Return the code's revision and whether it was changed; where there is no git, the file REVISION."""
+    """Return the code's revision and whether files changed; without git, the content of REVISION."""
     commit, file = git("rev-parse", "HEAD"), ROOT / "REVISION"
     if commit is None and file.is_file():
         return {"revision": file.read_text(encoding="utf-8").strip() or None, "dirty": False}
@@ -82,7 +82,7 @@ def revision() -> dict[str, Any]:
 
 def git(*arguments: str) -> str | None:
     """Return git's output for the checkout, None if there is no git, no checkout or no commit."""
-    if not (ROOT / ".git").exists():  # an installed package must not report the repository it happens to lie in
+    if not (ROOT / ".git").exists():  # an installed package must not report a repository around it
         return None
     try:
         done = subprocess.run(["git", "-C", str(ROOT), *arguments], capture_output=True, text=True, check=False)

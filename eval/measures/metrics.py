@@ -1,8 +1,8 @@
 """Acceptance and speed from recorded generations: pure functions.
 
-A run is one `Generation`. Its first token comes from the prefill, which drafts and verifies nothing; everything below
-counts the tokens after it and the target passes ("steps") that committed them. Ratios are ratios of sums over prompts,
-so a long answer weighs more than a short one; where nothing was measured the value is None, never NaN.
+A run is one `Generation`. Its first token comes from the prefill, without drafting or verification; all counts here are
+of the later tokens and of the target passes ("steps") that committed them. Ratios are ratios of sums over prompts, so a
+long answer weighs more than a short one; unmeasured values are None, never NaN.
 """
 
 import math
@@ -25,29 +25,29 @@ PARTS = ("draft", "verify", "other")  # parts of a step's time
 Interval = tuple[float, float]
 Number = int | float
 Pair = tuple[Number, Number]
-Pairs = Sequence[Pair]  # tokens of each request, and their seconds
-Groups = Sequence[int] | None  # each request's group, such as the conversation that it is a turn of; None: its own
+Pairs = Sequence[Pair]  # (tokens, seconds) of each request
+Groups = Sequence[int] | None  # each request's group, for example its conversation; None: one group per request
 
 
 @dataclass(frozen=True)
 class SpecDecodingStats:
-    """Target passes and what they committed; expectations where drafts are sampled."""
+    """Counts of target passes and of their tokens; expected counts for sampled drafts."""
 
-    tokens: Number  # committed after the first one, which is the prefill's
-    steps: Number  # the passes
-    drafted: Number | None  # tokens of all drafts; None if nobody counts them
+    tokens: Number  # committed tokens after the first, which is the prefill's
+    steps: Number  # number of passes
+    drafted: Number | None  # tokens of all drafts; None if unknown
     accepted: Number  # accepted tokens among them
-    by_depth: Sequence[Number]  # passes that accepted 1, 2, … drafted tokens or more; empty if nobody counts them
+    by_depth: Sequence[Number]  # number of passes that accepted at least 1, 2, … drafted tokens; empty if unknown
 
 
 @dataclass(frozen=True)
 class Acceptance:
-    """How well the target accepted the drafts of a set of requests, as in a report's row; depth d is at index d - 1."""
+    """The acceptance over a set of requests, as in a report's row; depth d is at index d - 1."""
 
     steps: int
     tokens: int
-    tau: float | None  # tokens a target pass commits, its bonus token included, pooled over all steps
-    tau_request_mean: float | None  # the mean of each request's own tau
+    tau: float | None  # tokens per target pass, bonus token included, pooled over all steps
+    tau_request_mean: float | None  # mean over requests of each request's tau
     accepted_by_depth: list[float]  # P(a >= d)
     conditional_by_depth: list[float]  # P(a >= d | a >= d - 1)
     draft_tokens: int
@@ -57,19 +57,19 @@ class Acceptance:
 def median_run(repeats: Sequence[Generation]) -> Generation:
     """Return the repeat with the median decode time, the lower of two middle ones.
 
-    A whole run, so that its counts, its total and its parts agree.
+    The result is one whole run, so that its counts, total and parts agree.
     """
     assert repeats, "a prompt was never measured"
     return sorted(repeats, key=lambda run: run.decode_s)[(len(repeats) - 1) // 2]
 
 
 def decoded(run: Generation) -> int:
-    """Number of tokens after the prefill's."""
+    """Return the number of tokens after the prefill's."""
     return max(len(run.tokens) - 1, 0)
 
 
 def acceptance(runs: Sequence[Generation]) -> Acceptance:
-    """Return the acceptance of one run a request."""
+    """Return the acceptance, given one run per request."""
     return pooled([passes(run) for run in runs])
 
 
@@ -85,9 +85,9 @@ def counted(accepted: Sequence[int], drafted: int, tokens: int) -> SpecDecodingS
 
 
 def pooled(requests: Sequence[SpecDecodingStats], whole: SpecDecodingStats | None = None) -> Acceptance:
-    """Return the acceptance of requests, of the counts of each, or of their sum where it was counted apart."""
+    """Return the acceptance over requests from their counts, or from `whole`, their separately counted sum."""
     total = together(requests) if whole is None else whole
-    reached = [count for count in total.by_depth if count > 0]  # they fall: no pass came deeper than the first 0
+    reached = [count for count in total.by_depth if count > 0]  # decreasing: no pass reached a depth below the first 0
     tau = ratio(total.tokens, total.steps)
     taus = [request.tokens / request.steps for request in requests if request.steps > 0]
     drafted = total.drafted or 0
@@ -118,7 +118,7 @@ def together(requests: Sequence[SpecDecodingStats]) -> SpecDecodingStats:
 
 
 def quantiles(values: Sequence[float | None]) -> dict[str, float]:
-    """Return the quantiles of the values that were measured, as p5, p25 and so on; empty if none was."""
+    """Return the quantiles of the measured values, as p5, p25 and so on; empty without values."""
     measured = torch.tensor([value for value in values if value is not None], dtype=torch.float64)
     if not len(measured):
         return {}
@@ -127,18 +127,18 @@ def quantiles(values: Sequence[float | None]) -> dict[str, float]:
 
 
 def rules_used(runs: Sequence[Generation]) -> str:
-    """Return the rules that verified the drafts of a set of runs, for reading."""
+    """Return the rules that verified the drafts of a set of runs, as text."""
     used = {step.rule for run in runs for step in run.steps if step.drafted}
     return " + ".join(sorted(used)) or "none"
 
 
 def decoding(runs: Sequence[Generation]) -> Pairs:
-    """Return each run's tokens after the prefill's, and their seconds."""
+    """Return each run's tokens after the prefill's, with their seconds."""
     return [(decoded(run), run.decode_s) for run in runs]
 
 
 def end_to_end(runs: Sequence[Generation]) -> Pairs:
-    """Return each run's tokens, and the seconds from the beginning of its prefill on."""
+    """Return each run's tokens, with the seconds from the start of its prefill."""
     return [(len(run.tokens), run.prefill_s + run.decode_s) for run in runs]
 
 
@@ -155,17 +155,17 @@ def over(pairs: Pairs, base: Pairs) -> float | None:
 
 
 def seconds(runs: Sequence[Generation]) -> dict[str, float]:
-    """Return the seconds of all steps together, by what they were spent on."""
+    """Return the seconds of all steps, by activity."""
     return {key: sum(getattr(step, f"{key}_s") for run in runs for step in run.steps) for key in PARTS}
 
 
 def tau_interval(runs: Sequence[Generation], seed: int, groups: Groups = None) -> Interval | None:
-    """Return tau's confidence interval under resampling of the requests, those of a group together."""
+    """Return tau's confidence interval under resampling of the requests, groups as units."""
     return pooled_interval([passes(run) for run in runs], seed, groups)
 
 
 def pooled_interval(requests: Sequence[SpecDecodingStats], seed: int, groups: Groups = None) -> Interval | None:
-    """Return tau's confidence interval, likewise; None if the counts of the requests are not known apart."""
+    """Return tau's confidence interval like `tau_interval`; None if per-request counts are unknown."""
     if not requests:
         return None
     columns = torch.tensor([[request.tokens, request.steps] for request in requests], dtype=torch.float64)
@@ -175,9 +175,9 @@ def pooled_interval(requests: Sequence[SpecDecodingStats], seed: int, groups: Gr
 def paired_interval(
     pairs: Pairs, base: Pairs, seed: int, groups: Groups = None, compare: Callable[..., Tensor] = torch.div
 ) -> Interval | None:
-    """Return the interval of the ratio of two speeds, or of what else `compare` makes of them.
+    """Return the interval of the ratio of two speeds, or of another function `compare` of them.
 
-    Paired: a request is sampled with its run and its base, so what makes it slow for both cancels.
+    The resampling is paired: a request keeps its run and its base, so that common slowness cancels.
     """
     assert len(pairs) == len(base), "a paired interval needs the same requests on both sides"
     columns = [[*ours, *theirs] for ours, theirs in zip(pairs, base, strict=True)]
@@ -186,7 +186,7 @@ def paired_interval(
 
 
 def difference(pairs: Pairs, base: Pairs, seed: int, groups: Groups = None) -> dict[str, float] | None:
-    """Return the difference of two speeds of the same requests, with its paired interval; None without one."""
+    """Return the difference of two speeds over the same requests with its paired interval; None without an interval."""
     interval = paired_interval(pairs, base, seed, groups, torch.sub)
     ours, theirs = speed(pairs), speed(base)
     if interval is None or ours is None or theirs is None:
@@ -195,9 +195,9 @@ def difference(pairs: Pairs, base: Pairs, seed: int, groups: Groups = None) -> d
 
 
 def within(columns: Float[Tensor, "n k"], groups: Groups) -> Float[Tensor, "g k"]:
-    """Return the sums within each group of requests, in the order in which the groups first come.
+    """Return the sums within each group of requests, in order of first appearance.
 
-    The turns of one conversation depend on each other: resampling them one by one would make the interval too narrow.
+    The turns of one conversation depend on each other: resampling them separately would make the interval too narrow.
     """
     if groups is None:
         return columns
@@ -207,7 +207,7 @@ def within(columns: Float[Tensor, "n k"], groups: Groups) -> Float[Tensor, "g k"
 
 
 def clustered(prompts: Sequence[Sequence[Any]], groups: Groups = None) -> list[int]:
-    """Return the group of each prompt, a copy's that of the first: measured twice it is no more evidence than once."""
+    """Return the group of each prompt; copies share a group, since repeating a prompt adds no evidence."""
     first: dict[tuple[Any, ...], int] = {}
     group_ids = range(len(prompts)) if groups is None else groups
     return [first.setdefault(tuple(prompt), group) for prompt, group in zip(prompts, group_ids, strict=True)]
@@ -219,15 +219,15 @@ def bootstrap(
     """Return a percentile interval of a statistic of sums over clusters (cluster bootstrap; Efron, 1979).
 
     Steps of one request depend on each other, so requests are resampled and not steps; see `within` for conversations.
-    `columns` are k numbers of each of n clusters, `statistic` is of their sums, for r resamples at once. None if one
-    cluster or less has counts, which leaves nothing to resample.
+    `columns` are k numbers for each of n clusters; `statistic` maps their sums to values, for r resamples at once. None
+    if at most one cluster has counts, which leaves nothing to resample.
     """
     if columns.any(1).sum() < 2:
         return None
     generator = torch.Generator().manual_seed(seed)
     sampled = torch.randint(len(columns), (RESAMPLES, len(columns)), generator=generator)
     values = statistic(columns[sampled].sum(1))
-    values = values[values.isfinite()]  # a resample of requests that all ended in the prefill has no ratio
+    values = values[values.isfinite()]  # a resample in which all requests ended in the prefill has no ratio
     if not len(values):
         return None
     low, high = values.quantile(torch.tensor([(1 - LEVEL) / 2, (1 + LEVEL) / 2], dtype=values.dtype)).tolist()

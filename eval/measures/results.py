@@ -1,6 +1,6 @@
 """Results of one drafter on one workload at one temperature and batch size, built from its measured requests.
 
-Counted passes and, where a clock ran, timed requests become a row of the report.
+A row of the report is built from counted passes and, if they were timed, requests.
 """
 
 import math
@@ -16,19 +16,19 @@ from eval.measures.metrics import PARTS, Groups, Interval, Number, Pair, SpecDec
 T = TypeVar("T")
 LIVE, TEACHER_FORCED = TIERS = ("live", "teacher_forced")  # only the first is timed
 BASELINE = "plain"  # the name of autoregressive decoding in results
-ENDPOINT = "endpoint"  # the drafter and the type of device of a server that is measured as it is
+ENDPOINT = "endpoint"  # drafter and device type of a measured server
 UNTIMED = dict.fromkeys(PARTS, 0.0)  # seconds
 
 
 @dataclass(frozen=True)
 class ResultRow:
-    """One drafter on one workload at one temperature and batch size; None: not measured.
+    """One drafter on one workload at one temperature and batch size; None means not measured.
 
     `tokens` and `steps` are the decoded tokens and the target passes that committed them; `seconds` are the steps'.
-    `latency_s` is the median over the requests of their latencies, each from its prefill on.
-    `request_rate` is in requests per second; None if each request came when one before it had ended. Under a rate
-    `latency_s` counts from the arrival, `batch_size` is the most sequences in one pass, `tokens_per_second` is over the
-    time from the first arrival to the last end, and `speedup` is the baseline's mean latency over the drafter's.
+    `latency_s` is the median over the requests of their latencies, each from its prefill on. `request_rate` is in
+    requests per second; None if each request started when an earlier one had ended. Under a rate, `latency_s` counts
+    from the arrival, `batch_size` is the maximum of sequences in one pass, `tokens_per_second` is over the time from
+    the first arrival to the last end, and `speedup` is the baseline's mean latency over the drafter's.
     """
 
     drafter: str
@@ -58,7 +58,7 @@ class ResultRow:
     prompts: int = 0
     by_request: dict[str, dict[str, float]] = field(default_factory=dict)  # quantiles over the requests
     prefill_s: float = 0.0  # sum over all requests
-    whole_tokens_per_second: float | None = None  # end to end, with the prefill
+    whole_tokens_per_second: float | None = None  # end to end, including the prefill
     whole_speedup: float | None = None
     whole_speedup_ci: Interval | None = None
     tier: str = LIVE
@@ -74,23 +74,23 @@ class Measurement:
     batch_size: int
     memory_bytes: int
     seed: int
-    start: int = 0  # the index of its first prompt among those that the losslessness check compared
-    categories: Mapping[str, Sequence[int]] = field(default_factory=dict)  # the indices of each category's prompts
-    conversations: Sequence[int] = ()  # each prompt's; intervals resample them. Empty: each prompt is one
-    coupled: Mapping[str, Gate] = field(default_factory=dict)  # above 0, each drafter's verdict under coupled noise
-    not_lossless: frozenset[str] = frozenset()  # drafters that are given no speedup at this temperature
+    start: int = 0  # index of the first prompt among those of the losslessness check
+    categories: Mapping[str, Sequence[int]] = field(default_factory=dict)  # indices of each category's prompts
+    conversations: Sequence[int] = ()  # conversation of each prompt, the unit of resampling; empty: each prompt is one
+    coupled: Mapping[str, Gate] = field(default_factory=dict)  # each drafter's, above temperature 0
+    not_lossless: frozenset[str] = frozenset()  # drafters that get no speedup at this temperature
     request_rate: float | None = None
     tier: str = LIVE
 
     def parts(self, count: int) -> "Iterator[Subset]":
-        """Yield all of N requests, then those of each category."""
+        """Yield the subset of all `count` requests, then one per category."""
         for category, indices in {"": range(count), **self.categories}.items():
             groups = [self.conversations[index] for index in indices] if self.conversations else None
             yield Subset(self, category, indices, groups)
 
 
 class Subset(NamedTuple):
-    """Some requests of a measurement: a category (empty: all), their indices, and the groups resampled together."""
+    """Some requests of a measurement: a category (empty: all), their indices, and their groups for resampling."""
 
     measurement: Measurement
     category: str
@@ -103,7 +103,7 @@ class Subset(NamedTuple):
 
 
 class DrafterInfo(NamedTuple):
-    """A drafter: its name, the rule that verified, and the tree."""
+    """A drafter: its name, its verification rule, and its tree."""
 
     drafter: str
     rule: str
@@ -112,34 +112,34 @@ class DrafterInfo(NamedTuple):
 
 @dataclass(frozen=True)
 class MeasuredRequest:
-    """One measured request; None: not measured.
+    """One measured request; None means not measured.
 
-    `waits` are the seconds that its sender waits, by name: `latency_s` to the last token, `ttft_s` to the first one.
+    `waits` are the sender's waiting times in seconds: `latency_s` to the last token, `ttft_s` to the first.
     """
 
     passes: SpecDecodingStats | None  # None if a server counts all requests together
-    decoding: Pair | None = None  # the tokens after the first, and their seconds
-    end_to_end: Pair | None = None  # all tokens, and the seconds from the beginning of the prefill on
+    decoding: Pair | None = None  # the tokens after the first, with their seconds
+    end_to_end: Pair | None = None  # all tokens, with the seconds from the start of the prefill
     prefill_s: float | None = None
-    seconds: Mapping[str, float] = field(default_factory=lambda: UNTIMED)  # the steps' time, by activity
+    seconds: Mapping[str, float] = field(default_factory=lambda: UNTIMED)  # the steps' seconds, by activity
     waits: Mapping[str, float | None] = field(default_factory=dict)
     arrived: float = 0.0  # seconds from the round's first arrival, under a request rate
 
     @property
     def decoded(self) -> Number:
-        """Tokens after the first one."""
+        """Return the number of tokens after the first."""
         return 0 if self.end_to_end is None else max(self.end_to_end[0] - 1, 0)
 
     @property
     def latency_s(self) -> float:
-        """Its latency, which was measured."""
+        """Return the latency, which must have been measured."""
         latency_s = self.waits["latency_s"]
         assert latency_s is not None
         return latency_s
 
     @property
     def user_speed(self) -> float | None:
-        """Tokens per second after the first token, as the sender sees them."""
+        """Return the tokens per second after the first token, as seen by the sender."""
         latency, first = self.waits.get("latency_s"), self.waits.get("ttft_s", self.prefill_s)
         if self.decoding is None or latency is None or first is None:
             return None
@@ -149,9 +149,9 @@ class MeasuredRequest:
 def result(
     drafter: DrafterInfo, subset: Subset, requests: Sequence[MeasuredRequest], whole: SpecDecodingStats | None = None
 ) -> ResultRow:
-    """Return a drafter's result on a subset of a measurement, without a speedup, which `with_speedups` adds.
+    """Return a drafter's result on a subset of a measurement, without speedups, which `with_speedups` adds.
 
-    `whole` is the sum of the counts of `requests`, where that is known without those of each request, or better.
+    `whole` is the sum of the requests' counts, if it is known without, or more exactly than, each one's.
     """
     measurement, counts = subset.measurement, _known(requests, "passes")
     acceptance = metrics.pooled(counts, whole)
@@ -191,13 +191,13 @@ def with_speedups(
     base: Sequence[MeasuredRequest],
     hf: Sequence[MeasuredRequest] | None,
 ) -> ResultRow:
-    """Return a result with the columns that only a lossless drafter has.
+    """Return a result with the columns that are only for lossless drafters.
 
-    `requests` are those that it was built from, `base` and `hf` the same ones by the baseline and by HF generate.
+    `requests` are the result's; `base` and `hf` are the same requests by the baseline and by HF generate.
     """
     ours, theirs = _known(requests, "end_to_end"), _known(base, "end_to_end")
     fast, slow = _known(requests, "decoding"), _known(base, "decoding")
-    seed, streamed = subset.measurement.seed, bool(fast and slow)  # else the prefill cannot be separated
+    seed, streamed = subset.measurement.seed, bool(fast and slow)  # otherwise the prefill cannot be separated
     return replace(
         row,
         by_request=by_request(requests, base),
@@ -210,7 +210,7 @@ def with_speedups(
 
 
 def _known(requests: Sequence[MeasuredRequest], key: str) -> list[Any]:
-    """Return a field of each request; none where not all are known."""
+    """Return a field of each request; empty if one is unknown."""
     values = [getattr(request, key) for request in requests]
     return [] if None in values else values
 
@@ -236,7 +236,7 @@ def by_request(
 
 
 def finite(value: Any) -> Any:
-    """Return the value as dicts, lists and scalars, every number that is not finite replaced by None."""
+    """Return the value as dicts, lists and scalars, with None for every number that is not finite."""
     if isinstance(value, Mapping):
         return {key: finite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):

@@ -1,7 +1,7 @@
 """The renderers of a report's sections: a table for the terminal, Markdown, and one HTML page from the template.
 
-The page loads nothing from anywhere: styles, scripts and the plotting library (Vega-Lite, from the vl-convert-python
-package) are inlined, and its content security policy forbids the rest. The template escapes names and texts.
+The page loads nothing: styles, scripts and the plotting library (Vega-Lite, from the package vl-convert-python) are
+inlined, and its content security policy forbids everything else. The template escapes names and texts.
 """
 
 import subprocess
@@ -22,37 +22,37 @@ from heads.common.untrusted import visible
 
 HERE = Path(__file__).parent
 BUNDLE = "import sys, vl_convert; sys.stdout.buffer.write(vl_convert.javascript_bundle().encode())"
-# Columns of the terminal that begin at the left.
+# Left-aligned columns of the terminal.
 WORDS = ("drafter", "head", "rule", "lossless", "family", "tree", "sequences")
 
 
 class RenderError(Exception):
-    """The page cannot be made here."""
+    """The page cannot be rendered on this machine."""
 
 
 def title(report: Record) -> str:
-    """Return one line: target, device, dtype and quantisation."""
+    """Return the report's title: target, device, dtype and quantisation."""
     target, device = report["target"], report["device"]
     how = f", weights quantised ({quantized})" if (quantized := target.get("quantized")) else ""
     adapted = f" with adapter {adapter}" if (adapter := target.get("adapter")) else ""
-    dtype = f", {device['dtype']}" if device.get("dtype") else ""  # none: no model computed
+    dtype = f", {device['dtype']}" if device.get("dtype") else ""  # empty: no model ran
     return " ".join(f"{target.get('name')}{adapted} on {device.get('name')}{dtype}{how}".split())
 
 
 def warnings_of(report: Record, failures: Sequence[str]) -> list[tuple[str, str]]:
-    """Return the kind and the text of each warning at the top."""
+    """Return the kind and text of each warning at the top of the page."""
     warned = [("Compare with care:", line) for line in report.get("warnings", [])]
     return [*(("Not lossless.", line) for line in failures), *warned]
 
 
 def terminal(report: Record) -> Table:
-    """Return the results for the terminal."""
+    """Return the table of results for the terminal."""
     table = results_table(report)
     return rich_table(title(report), table.titles, table.lines)
 
 
 def rich_table(caption: str, header: Sequence[str], body: Sequence[Sequence[str]]) -> Table:
-    """Return a table for the terminal, in whose cells rich looks for no markup."""
+    """Return a table for the terminal, with markup in cells disabled."""
     table = Table(title=Text(visible(caption)))
     for name in header:
         table.add_column(name, justify="left" if name in WORDS else "right")
@@ -62,10 +62,10 @@ def rich_table(caption: str, header: Sequence[str], body: Sequence[Sequence[str]
 
 
 def markdown(report: Record, failures: Sequence[str]) -> str:
-    """Return a report.json for reading, with a line for each failed losslessness check."""
+    """Return a report.json as Markdown, with a line for each failed losslessness check."""
 
     def line(text: str) -> str:
-        return " ".join(text.split())  # a name in it begins no other line
+        return " ".join(text.split())  # so that a name cannot start a line
 
     blocks = [f"# {title(report)}", *map(line, filter(None, [sentence(report)]))]
     blocks += [line(f"**{kind}** {text}.") for kind, text in warnings_of(report, failures)]
@@ -78,23 +78,23 @@ def markdown(report: Record, failures: Sequence[str]) -> str:
     for name, values in facts_of(report).items():
         blocks.append(line(f"{name}: {', '.join(f'{key} {value}' for key, value in values.items())}."))
     blocks.append("\n".join(f"- {line(note)}" for note in notes_of(report)))
-    # Names from outside are no HTML, no link and no picture, and move no cursor.
+    # Names from outside must be no HTML, links or images, and must not move the cursor.
     return visible("\n\n".join(blocks)).replace("<", "&lt;").replace("](", "]\\(") + "\n"
 
 
 def grid(header: Sequence[str], body: Sequence[Sequence[str]]) -> str:
-    """Return a Markdown table; a name may hold what would end its cell or its line."""
+    """Return a Markdown table; names are escaped, since they could end a cell or a line."""
     lines = ([" ".join(text.split("\n")).replace("|", "\\|") for text in line] for line in (header, *body))
     first, *rest = (f"| {' | '.join(line)} |" for line in lines)
     return "\n".join([first, f"|{' --- |' * len(header)}", *rest])
 
 
 def page(report: Record, failures: Sequence[str]) -> str:
-    """Return the page of a report.json, with a line for each failed losslessness check; raises what `library` does."""
+    """Return the page of a report.json, with a line per failed losslessness check; raises what `library` raises."""
     environment = Environment(
         loader=FileSystemLoader(HERE), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
-    environment.policies["json.dumps_kwargs"] = {"allow_nan": False}  # and its keys in their order
+    environment.policies["json.dumps_kwargs"] = {"allow_nan": False}  # and keeps the order of keys
     headlines, filled = headlines_of(report), sections(report)
     drafters = dict.fromkeys(result.row["drafter"] for result in headlines if result.row["drafter"] != BASELINE)
     return environment.get_template("page.html.j2").render(

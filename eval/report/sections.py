@@ -1,6 +1,6 @@
-"""The sections of a report in their order, each with sentences, a table or a plot; renderers only format them.
+"""The sections of a report in order, each with sentences, a table or a plot; renderers only format them.
 
-A plot is None if the report has no numbers for it. Results that failed a losslessness check are left out.
+A plot is None if the report has no numbers for it. Plots leave out results that failed a losslessness check.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -26,22 +26,22 @@ from eval.report.view import (
 )  # fmt: skip
 from inference.verification.rules import equals_baseline
 
-TIES = 5  # near ties shown of each drafter
-NODES = 16  # shown of each drafter's tree
+TIES = 5  # near ties shown per drafter
+NODES = 16  # nodes shown per drafter's tree
 INTERVAL = f"[{LEVEL:.0%}]"
 
-Spec = dict[str, Any]  # a plot's specification in Vega-Lite, with its data inside
+Spec = dict[str, Any]  # a plot's Vega-Lite specification, including its data
 
-BAR = 26  # pixels of a horizontal bar, with its gap
+BAR = 26  # pixels of a horizontal bar with its gap
 TALL = 260
-DIGITS = 4  # decimals of the data, which tooltips show
+DIGITS = 4  # decimals of a plot's data, which tooltips show
 LINE = {"type": "line", "point": {"size": 60}}
 NAME = {"field": "name", "type": "nominal", "title": None, "sort": None}
-Column = tuple[str, Callable[[Result], str]]  # a column's title, and its cell of a result
+Column = tuple[str, Callable[[Result], str]]  # a column's title, and its cell for a result
 
 
 class Table(NamedTuple):
-    """A table; `failed` tells for each line whether its drafter failed a losslessness check."""
+    """A table; `failed` says of each line whether its drafter failed a losslessness check."""
 
     titles: list[str]
     lines: list[list[str]]
@@ -56,7 +56,7 @@ class Plot(NamedTuple):
 
 
 class Section(NamedTuple):
-    """A part of a report; the page folds one that is seldom read."""
+    """A section of a report; the page folds sections that are rarely read."""
 
     id: str
     title: str
@@ -68,7 +68,7 @@ class Section(NamedTuple):
 
 
 def number(title: str, key: str, digits: int | None = 2, per: str | None = None, scale: float = 1.0) -> Column:
-    """Return a column of a value of the row, a dot in its key leading inwards; `per` divides it by another one."""
+    """Return a column for a value of the row, by its dotted key; `per` is the key of a divisor."""
 
     def cell(result: Result) -> str:
         value: Any = result.row
@@ -100,7 +100,7 @@ def _batch(result: Result) -> str:
 
 
 def advice(most: str, less: Mapping[str, float], **_: Any) -> str:
-    """Return the most useful improvement of a speedup breakdown, in words."""
+    """Describe the most useful improvement of a speedup breakdown."""
     return f"{REMEDIES[most]} ({less[most]:.3f} with a tenth less loss)"
 
 
@@ -174,9 +174,9 @@ def sections(report: Record) -> list[Section]:
 
 
 def headlines_of(report: Record) -> list[Result]:
-    """Return each drafter's first result: of the first session asked for, not of the most flattering one.
+    """Return each drafter's first result: from the first session, not from the best one.
 
-    It has failed if any of the drafter's has.
+    A result counts as failed if any of the drafter's results failed.
     """
     first: dict[str, Result] = {}
     for result in results_of(report):
@@ -186,7 +186,7 @@ def headlines_of(report: Record) -> list[Result]:
 
 
 def sentence(report: Record) -> str:
-    """Return the result in a sentence: that of the fastest lossless drafter; empty without one."""
+    """Return a sentence about the fastest lossless drafter; empty without one."""
     timed = [
         result
         for result in headlines_of(report)
@@ -199,8 +199,8 @@ def sentence(report: Record) -> str:
     target, counts = report["target"], row.get("lossless") or {}
     low, high = row.get("speedup_ci") or (None, None)
     between = "" if low is None else f" ({low:.2f} to {high:.2f})"
-    source = "speculation" if row["drafter"] == ENDPOINT else row["drafter"]  # whatever a server drafts with
-    # Above 0 the counts are those under coupled noise, and the text timed is the baseline's by some rules only.
+    source = "speculation" if row["drafter"] == ENDPOINT else row["drafter"]  # the drafter of a server is unknown
+    # Above 0 the counts are those under coupled noise; only some rules emit the baseline's text when timed.
     is_same = row["temperature"] == 0 or all(equals_baseline(rule) for rule in row["rule"].split(" + "))
     what = " the same text" if is_same else " text of the same distribution"
     what = what if counts.get("checked") else ""
@@ -217,7 +217,7 @@ def sentence(report: Record) -> str:
 
 
 def compared(report: Record) -> list[str]:
-    """Return a line for each drafter that was measured on the prompts of another."""
+    """Return a line for each drafter that was compared with another on the same prompts."""
 
     def change(difference: Record, digits: int) -> str:
         value, low, high = (f"{difference[key]:+.{digits}f}" for key in ("difference", "low", "high"))
@@ -233,13 +233,13 @@ def compared(report: Record) -> list[str]:
 
 
 def why(report: Record) -> list[str]:
-    """Return the speedup breakdown of each drafter's first result in words."""
+    """Describe the speedup breakdown of each drafter's first result."""
     explained = [result for result in headlines_of(report) if result.row.get("ladder")]
     return [*(breakdown_sentence(result.name, result.row["ladder"]) for result in explained), BREAKDOWN_NOTE]
 
 
 def paying(results: Sequence[Result]) -> list[str]:
-    """Return at which batch sizes and request rates each draft setting pays, in words."""
+    """Describe the batch sizes and request rates at which each draft setting is faster than the baseline."""
     lines = []
     for key, unit in (("batch_size", "batch size"), ("request_rate", "requests per second")):
         for name, curve in sweeps(results, key).items():
@@ -254,7 +254,7 @@ def paying(results: Sequence[Result]) -> list[str]:
 
 
 def gate_section(report: Record) -> Section:
-    """Return the losslessness checks: counts by drafter, checks above temperature 0 and near ties in words."""
+    """Return the losslessness checks: counts by drafter; as sentences, checks above temperature 0 and near ties."""
     settings = report["settings"]
     gates = settings.get("gate", {})
     sampled = [SampledGate.read(check) for check in settings.get("sampled_gate", [])]
@@ -281,7 +281,7 @@ def nodes(report: Record) -> Table:
 
 
 def facts_of(report: Record) -> dict[str, dict[str, Any]]:
-    """Return the target, device and settings that the numbers were measured under, by their names."""
+    """Return the target, device and settings of the measurement, by name."""
     settings = {key: value for key, value in report["settings"].items() if key not in ("gate", "sampled_gate")}
     facts = {"target": report["target"], "device": report["device"], "settings": settings}
     return {name: {words(key): value for key, value in flattened(values)} for name, values in facts.items()}
@@ -300,7 +300,7 @@ def notes_of(report: Record) -> Iterator[str]:
 
 
 def plotted(caption: str, data: Sequence[Spec], layers: Sequence[Spec], height: int = TALL, **more: Any) -> Plot | None:
-    """Return a plot of layers over the same records, as wide as the page lets it; None without records."""
+    """Return a plot of layers over the same records, as wide as the page; None without records."""
     rounded = [{k: round(v, DIGITS) if isinstance(v, float) else v for k, v in record.items()} for record in data]
     fit = {"width": "container", "autosize": {"type": "fit-x", "contains": "padding"}}
     spec = {"data": {"values": rounded}, "height": height, **fit, "layer": list(layers), **more}
@@ -308,7 +308,7 @@ def plotted(caption: str, data: Sequence[Spec], layers: Sequence[Spec], height: 
 
 
 def layer(mark: str | Spec, **encoding: Any) -> Spec:
-    """Return a layer of a mark with its encoding."""
+    """Return a layer: a mark with its encoding."""
     return {"mark": mark, "encoding": encoding}
 
 
@@ -329,7 +329,7 @@ def line_with_interval(x: Spec, y: Spec) -> list[Spec]:
 
 
 def acceptance_plot(results: Sequence[Result]) -> Plot | None:
-    """Return P(a >= d) by depth."""
+    """Return the plot of P(a >= d) by depth."""
     data = [
         {"name": result.name, "depth": depth, "accepted": fraction, "of those that reach it": conditional}
         for result in results
@@ -345,7 +345,7 @@ def acceptance_plot(results: Sequence[Result]) -> Plot | None:
 
 
 def speedup_plot(results: Sequence[Result]) -> Plot | None:
-    """Return the speedup of each drafter with its interval."""
+    """Return the plot of each drafter's speedup with its interval."""
     data = [_speedup(result.name, result) for result in results if result.overall and not result.failed]
     data = [record for record in data if record["speedup"] is not None and record["drafter"] != BASELINE]
     color = {**NAME, "field": "drafter", "legend": None}
@@ -359,7 +359,7 @@ def speedup_plot(results: Sequence[Result]) -> Plot | None:
 
 
 def batch_plot(results: Sequence[Result]) -> Plot | None:
-    """Return the speedup over the batch size, where several were measured."""
+    """Return the plot of the speedup over the batch size, if several were measured."""
     data = [
         _speedup(name, result) | {"batch size": result.row["batch_size"]}
         for name, curve in sweeps(results, "batch_size").items()
@@ -373,13 +373,13 @@ def batch_plot(results: Sequence[Result]) -> Plot | None:
 
 
 def _speedup(name: str, result: Result) -> Spec:
-    """Return a speedup with the ends of its interval, both of them the number itself where it has none."""
+    """Return a speedup with the ends of its interval; without an interval both ends are the speedup."""
     low, high = result.row["speedup_ci"] or (result.row["speedup"], result.row["speedup"])
     return {"name": name, "drafter": result.row["drafter"], "speedup": result.row["speedup"], "low": low, "high": high}
 
 
 def time_plot(results: Sequence[Result]) -> Plot | None:
-    """Return the milliseconds of a target pass with its draft, by activity."""
+    """Return the plot of a pass's milliseconds, including its draft, by activity."""
     data = [
         {"name": result.name, "activity": key, "order": order, "ms": 1000 * result.row["seconds"][key] / steps}
         for result in results
@@ -392,7 +392,7 @@ def time_plot(results: Sequence[Result]) -> Plot | None:
 
 
 def learning_curve(curves: Mapping[str, Record]) -> Plot | None:
-    """Return the loss of the heads' training, and τ by the verifier with its interval, over the steps."""
+    """Return the plot of the training loss, and of τ by the verifier with its interval, over the steps."""
     losses = [
         {"name": f"{name}, loss", "step": step["step"], "loss": step["loss"]}
         for name, curve in curves.items()

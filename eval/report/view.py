@@ -13,7 +13,7 @@ from eval.measures.losslessness import WITHHELD, FailedChecks, in_words, labelle
 from eval.measures.results import BASELINE, LIVE
 
 Record = Mapping[str, Any]  # a row, or all of report.json
-# Rows that share these were measured in one session, interleaved.
+# Rows with equal values of these keys were measured in one session, interleaved.
 SESSION = ("workload", "category", "temperature", "batch_size", "request_rate")
 DEPTHS = 8  # depths of P(a >= d) in a table
 
@@ -23,63 +23,63 @@ class Result:
     """A row of report.json as text; `row` has the numbers."""
 
     row: Record
-    label: str  # drafter, batch size and request rate; workload and tier where the results differ in them
-    name: str  # the label, with the temperature where the results differ in it
-    overall: bool  # whether it is of a whole workload, and live if anything was live
-    clocked: bool  # whether it is live, or nothing was live
+    label: str  # drafter, batch size and request rate; workload and tier if the results differ in them
+    name: str  # the label, with the temperature if the results differ in it
+    overall: bool  # whether it covers a whole workload, live if any result is live
+    clocked: bool  # whether it is live, or no result is
     failed: bool  # whether it failed a losslessness check
 
     @property
     def temperature(self) -> str:
-        """The temperature."""
+        """Return the temperature as text."""
         return f"{self.row['temperature']:g}"
 
     @property
     def tau(self) -> str:
-        """τ with its interval."""
+        """Return τ with its interval."""
         return with_interval(self.row["tau"], self.row["tau_ci"])
 
     @property
     def accepted(self) -> str:
-        """P(a >= d) of the first depths."""
+        """Return P(a >= d) for the first depths."""
         fractions = self.row["accepted_by_depth"]
         more = " …" * (len(fractions) > DEPTHS)
         return (" ".join(f"{fraction:.2f}" for fraction in fractions[:DEPTHS]) or "-") + more
 
     @property
     def speed(self) -> str:
-        """Tokens per second."""
+        """Return the tokens per second as text."""
         return shown(self.row["tokens_per_second"], 1)
 
     @property
     def speedup(self) -> str:
-        """The speedup with its interval; under a rate of requests the ratio of mean latencies."""
+        """Return the speedup with its interval; under a request rate, the ratio of mean latencies."""
         return self.ratio("speedup")
 
     @property
     def over(self) -> str:
-        """The denominator of the speedup."""
+        """Return the name of the speedup's denominator."""
         rated = self.row.get("request_rate") is not None
         return "the baseline's mean latency over its own" if rated else "times the same engine without drafts"
 
     @property
     def lossless(self) -> str:
-        """The counts of its losslessness check."""
+        """Return the counts of the losslessness check."""
         return in_words(self.row.get("lossless"))
 
     def ratio(self, key: str) -> str:
-        """Return a ratio over the baseline with its interval; a slowdown is labelled."""
+        """Return a ratio over the baseline with its interval; a slowdown is labelled as such."""
         ratio = self.row.get(key)
         text = with_interval(ratio, self.row.get(f"{key}_ci"))
         return self.hide_if_gate_failed(f"{text}, slower" if ratio is not None and ratio < 1 else text)
 
     def hide_if_gate_failed(self, text: str) -> str:
-        """Return the text, or that it is withheld."""
+        """Return the text, or WITHHELD if the check failed."""
         return WITHHELD if self.failed else text
 
 
 def results_of(report: Record) -> list[Result]:
-    """Return the results of a report.json, in its order."""
+    """Return the results of a report.json, in order."""
     rows, failed = report.get("rows", []), FailedChecks.of(report.get("settings", {}))
     live = any(row.get("tier", LIVE) == LIVE for row in rows)
     workloads = len({row["workload"] for row in rows if not row.get("category")}) > 1
@@ -97,9 +97,9 @@ def results_of(report: Record) -> list[Result]:
 
 
 def sweeps(results: Sequence[Result], key: str) -> dict[str, list[Result]]:
-    """Return the lossless results over several batch sizes, or several rates of requests, in order.
+    """Return the lossless results over several batch sizes, or several request rates, in order.
 
-    By the name of the draft setting: its drafter and the other conditions in which the results differ.
+    The keys name the draft setting: the drafter and the other conditions in which the results differ.
     """
     rated = key == "request_rate"
     swept = [
@@ -129,18 +129,18 @@ def flattened(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def without_ending(workload: str) -> str:
-    """Return a workload's name without the ending of a file of prompts."""
+    """Return a workload's name without the file name's extension."""
     kind = kind_of(Path(workload))
     return workload[: workload.rindex(kind)] if kind else workload
 
 
 def words(key: str) -> str:
-    """Return a number's name in words, from its key in report.json."""
+    """Return the readable name of a key of report.json."""
     return key.replace("_", " ").replace(".", " ")
 
 
 def shown(value: Any, digits: int | None = 2) -> str:
-    """Return a value as text: a number with its decimals (None: all), a dash for None."""
+    """Return a value as text: a number with `digits` decimals (None: all), a dash for None."""
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, float):
@@ -149,7 +149,7 @@ def shown(value: Any, digits: int | None = 2) -> str:
 
 
 def with_interval(value: float | None, interval: Sequence[float | None] | None) -> str:
-    """Return a number with its interval, if that has a width."""
+    """Return a number with its interval, if the interval has a width."""
     if value is None or interval is None or None in interval or interval[0] == interval[1]:
         return shown(value)
     return f"{shown(value)} [{shown(interval[0])}, {shown(interval[1])}]"
@@ -163,7 +163,7 @@ REMEDIES = {
     "draft": "a cheaper draft",
     "overhead": "less overhead a step",
 }
-TENTH = 0.1  # the step by which improvements are compared
+TENTH = 0.1  # improvement that a breakdown evaluates, as a share
 
 
 def with_breakdowns(rows: Sequence[Record]) -> list[dict[str, Any]]:
@@ -177,17 +177,17 @@ def with_breakdowns(rows: Sequence[Record]) -> list[dict[str, Any]]:
 
 
 def speedup_breakdown(row: Record, baseline: Record | None) -> dict[str, Any] | None:
-    """Return a row's breakdown from τ to its speedup, given the baseline's row of the same session.
+    """Return a row's breakdown from τ to its speedup, given the baseline's row from the same session.
 
-    A pass commits τ tokens; were it as cheap as a step of the baseline, the speedup would be τ. The time of a step
-    beyond the baseline's is attributed to verification, then to drafting, then to the rest. None under a request rate,
-    where a speedup is of latencies, and for a server, which does not say where a step's time goes.
+    A pass commits τ tokens; if it were as cheap as a baseline step, the speedup would be τ. A step's time beyond the
+    baseline's is attributed to verification, then to drafting, then to the rest. None under a request rate, where a
+    speedup is one of latencies, and for a server, which does not report how a step's time is spent.
 
     Returns:
-        `rungs`: τ, and the speedup that is left after each cost, the last being the measured one. `oracle`: the speedup
-        if the same tokens were accepted of drafts for nothing, in passes as cheap as baseline steps. `less`: the
-        speedup if each cost beyond the baseline's, or the share rejected at every depth, were a tenth smaller. `most`:
-        the key of the greatest of these.
+        `rungs`: τ, then the speedup that remains after each cost; the last is the measured one. `oracle`: the speedup
+        if the same tokens were accepted from free drafts, in passes as cheap as baseline steps. `less`: the speedup if
+        each cost beyond the baseline's, or the share rejected at every depth, were a tenth smaller. `most`: the key of
+        the greatest of these.
     """
     if row.get("request_rate") is not None or not row["seconds"]["verify"]:
         return None
@@ -221,7 +221,7 @@ def acceptance_gain(conditional: Sequence[float]) -> float:
 
 
 def breakdown_sentence(name: str, breakdown: Record) -> str:
-    """Return the speedup breakdown of a result in words."""
+    """Describe the speedup breakdown of a result."""
     stages, gain = breakdown["rungs"], breakdown["less"][breakdown["most"]]
     before = dict(zip(COSTS, stages.values(), strict=False))
     left = {

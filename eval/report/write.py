@@ -25,16 +25,16 @@ from heads.formats.published.export import FORMATS
 
 Json = dict[str, Any]
 SCHEMA = 1
-SERVING = "speculative_config.json"  # keys of vLLM's --speculative-config, without method and model
-READ = ("report.md", "report.html")  # files for people
-ENOUGH = 8  # prompts, below which a bootstrap interval is too narrow
+SERVING = "speculative_config.json"  # keys of vLLM's --speculative-config, except method and model
+READ = ("report.md", "report.html")  # readable reports
+ENOUGH = 8  # prompts; with fewer a bootstrap interval is too narrow
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Report:
-    """All rows, the losslessness checks of each drafter, and the extras of eval/live/extras.py."""
+    """All rows, the losslessness checks of each drafter, and the extras of eval/extras.py."""
 
     target: Json
     device: Json
@@ -45,7 +45,7 @@ class Report:
     extras: Json = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        """Assert that a drafter which changed the output has no speedup."""
+        """Assert that no drafter that changed the output has a speedup."""
         failed = FailedChecks.of(self.checks())
         for row in self.rows:
             speedups = {row.speedup, row.speedup_ci, row.speedup_hf, row.whole_speedup, row.whole_speedup_ci}
@@ -53,7 +53,7 @@ class Report:
 
     @property
     def passed(self) -> bool:
-        """Whether every drafter is lossless; commands exit with a status that says so."""
+        """Return whether every drafter is lossless; commands exit with status 1 otherwise."""
         return not self.failures()
 
     def failures(self) -> list[str]:
@@ -73,7 +73,7 @@ class Report:
         """Return the report's warnings: the evaluation's, and those of few prompts."""
         whole = [row for row in self.rows if not row.category]
         measured = [row for row in whole if row.tau is not None or row.speedup is not None]
-        few = [row for row in measured if 0 < row.prompts < ENOUGH]  # 0: an earlier version did not count them
+        few = [row for row in measured if 0 < row.prompts < ENOUGH]  # earlier versions did not count prompts
         noted = [
             f"{row.prompts} prompts of {row.workload} are few for a bootstrap interval: give prompts={ENOUGH} or more"
             for row in few
@@ -88,12 +88,12 @@ class Report:
         return list(dict.fromkeys([*self.extras.get("warnings", []), *noted]))
 
     def checks(self) -> Json:
-        """Return the losslessness checks among the settings."""
+        """Return the losslessness checks for the settings."""
         gates = {name: gate.as_dict() for name, gate in self.gates.items()}
         return {"gate": gates} | ({"sampled_gate": [c.as_dict() for c in self.sampled]} if self.sampled else {})
 
     def as_dict(self) -> Json:
-        """Return the report as values for JSON; numbers that are not finite become null."""
+        """Return the report as JSON values; numbers that are not finite become null."""
         content: Json = finite(
             {
                 "schema": SCHEMA,
@@ -110,8 +110,8 @@ class Report:
     def write(self, folder: Path) -> None:
         """Write report.json, engines' files, report.md and report.html, each atomically.
 
-        An earlier report's files are removed first, so none of them is left if a later write fails. A page that cannot
-        be rendered is only a warning.
+        An earlier report's files are removed first, so that none is left if a write fails. A page that cannot be
+        rendered is only a warning.
 
         Raises:
             OSError: the folder cannot be written, or the disk is full; the file is named.
@@ -145,9 +145,9 @@ def is_served(drafter: str) -> bool:
 
 
 def serving_config(best: Mapping[int, int]) -> Json:
-    """Return vLLM's config of the tokens to draft by measured batch size, each up to the next size.
+    """Return vLLM's config of draft tokens by batch size; each measured size applies up to the next.
 
-    Its ranges are inclusive, and the last one holds beyond. If no size drafts, it names one token, never drafted.
+    Its ranges are inclusive, and the last is unbounded. If no size drafts, it names one token that is never drafted.
     """
     groups = [(tokens, list(sizes)) for tokens, sizes in groupby(sorted(best), key=lambda size: best[size])]
     starts = [1, *(sizes[0] for _, sizes in groups[1:])]
@@ -157,7 +157,7 @@ def serving_config(best: Mapping[int, int]) -> Json:
 
 
 def serving_schedule(rows: Sequence[ResultRow]) -> Json | None:
-    """Return vLLM's config of a report with one lossless greedy chain at several batch sizes; else None."""
+    """Return vLLM's config for a report with one lossless greedy chain at several batch sizes; otherwise None."""
     chains = [
         row
         for row in rows
@@ -172,7 +172,7 @@ def serving_schedule(rows: Sequence[ResultRow]) -> Json | None:
     return serving_config(best) if len(best) > 1 else None
 
 
-UNREAD = ("ladder",)  # of a row: computed again
+UNREAD = ("ladder",)  # keys of a row that are computed again on reading
 
 
 def read_report(file: Path) -> Json:
@@ -209,7 +209,7 @@ def read_report(file: Path) -> Json:
 
 
 def row_of(record: Any) -> ResultRow:
-    """Return a row of report.json; refuse unknown and missing keys, and values of other types."""
+    """Return a row of report.json; refuse unknown and missing keys, and wrong types."""
     if not isinstance(record, dict):
         raise ValueError(f"{quoted(record)} is no row")
     return typed(ResultRow, {key: value for key, value in record.items() if key not in UNREAD})

@@ -1,7 +1,7 @@
-"""The entry point of every command: Hydra composes its YAML, and a mistake in the overrides is one line.
+"""The entry point of every command: Hydra composes its YAML, and an error in the overrides is one line.
 
-Hydra writes the overrides of a multirun into `multirun.yaml`, and `ps` shows those of every process. A secret is given
-by an environment variable: `key='${oc.env:NAME}'`.
+Hydra writes the overrides of a multirun into `multirun.yaml`, and `ps` shows the overrides of every process. So pass a
+secret by an environment variable: `key='${oc.env:NAME}'`.
 """
 
 import os
@@ -27,32 +27,32 @@ from heads.common.typed import nearest
 
 CONF = ROOT / "conf"
 KEY = re.compile(r"( *)([\w.]+):(?: (.*?))?(?: ?# (.*))?$")  # a line of our YAML: indent, key, value, comment
-GROUP = re.compile(r"  - /?(\w+): (\S+|\[.*\])(?: # (.*))?$", re.MULTILINE)  # a line of `defaults`
-PROGRAM = "HEADSTART_PROGRAM"  # environment variable: how the user started the command, if not by its script
-WIDTH = 34  # of a key and its value
+GROUP = re.compile(r"  - /?(\w+): (\S+|\[.*\])(?: # (.*))?$", re.MULTILINE)  # a line of a YAML file's `defaults`
+PROGRAM = "HEADSTART_PROGRAM"  # environment variable: the name of the command in help texts, by default its script
+WIDTH = 34  # width in characters of a key and its value in help texts
 FLAGS = "-m with several values runs them all; --cfg job prints the configuration; --hydra-help lists Hydra's own flags"
-STATUSES = (0, 1, 2, 3)  # that commands end with: done, failed or an alarm, a mistake, undecided
+STATUSES = (0, 1, 2, 3)  # exit statuses: done, failed or alarm, invalid input, undecided
 
 
 def command(config: str) -> Callable[[Callable[[DictConfig], object]], Callable[[], None]]:
     """Return a decorator that turns a function of a configuration into a command, which composes conf/CONFIG.yaml.
 
-    A mistake in the overrides ends it with one line, and exit status 2.
+    An error in the overrides prints one line and exits with status 2.
     """
 
     def decorate(task: Callable[[DictConfig], object]) -> Callable[[], None]:
         register_resolvers()
-        # Errors of the task end within: Hydra would print them, overrides and all, before it lets them through.
+        # `user_errors` is inside `hydra.main`, which would otherwise print the task's errors with all overrides.
         composed = hydra.main(version_base="1.3", config_path=str(CONF), config_name=config)(user_errors()(task))
 
         @wraps(task)
         def main() -> None:
-            if is_reporting_rank():  # the others wait in calls that no handler ends, and keep nothing
+            if is_reporting_rank():  # other ranks wait in collectives, which handlers do not interrupt
                 signal.signal(signal.SIGTERM, terminate)
             if {"-h", "--help"}.intersection(sys.argv):
                 sys.stdout.write(f"{help_text(config, sys.argv[1:])}\n")
                 return
-            os.environ["HYDRA_FULL_ERROR"] = "1"  # else it prints its errors itself, values and all
+            os.environ["HYDRA_FULL_ERROR"] = "1"  # otherwise Hydra prints errors itself, with the values of overrides
             with user_errors():
                 try:
                     composed()
@@ -65,13 +65,13 @@ def command(config: str) -> Callable[[Callable[[DictConfig], object]], Callable[
 
 
 def sweeping() -> bool:
-    """Whether this run is one of a multirun."""
+    """Return whether this run is part of a multirun."""
     return HydraConfig.initialized() and bool(HydraConfig.get().mode == RunMode.MULTIRUN)
 
 
 @contextmanager
 def ending_alone() -> Iterator[None]:
-    """Let only this run of a multirun end, with whatever status: the others go on. A signal ends them all."""
+    """End only this run of a multirun, whatever its exit status; a signal ends all runs."""
     try:
         yield
     except SystemExit as ended:
@@ -82,7 +82,7 @@ def ending_alone() -> Iterator[None]:
 
 
 def mistake(error: Exception, words: Sequence[str], config: str) -> str:
-    """Describe the mistake in the overrides."""
+    """Return a one-line description of an error in the overrides."""
     if isinstance(error, OverrideParseException):
         key, sign, _ = error.override.partition("=")
         which = f"the override {key}=…" if sign else "a word without a ="
@@ -98,10 +98,10 @@ def mistake(error: Exception, words: Sequence[str], config: str) -> str:
             advice += f"; one's own is given by {group}.path=…"
         return f"{group}={name} is not there: {nearest(name, options(group)) or advice}"
     if unknown := re.match(r"Could not override '([\w.]+)'", message):
-        # The key that is not known within a value {…}; where its first part is unknown, OmegaConf names only that.
+        # The unknown key inside a value {…}; OmegaConf names only the first part of a key if that part is unknown.
         key = max(unknown[1], str(getattr(error.__cause__, "full_key", "")), key=len)
         allowed, parent = keys(config, words), key.rpartition(".")[0]
-        if parent.endswith("losses") or allowed.get(parent) == "{}":  # whose keys may have any name
+        if parent.endswith("losses") or allowed.get(parent) == "{}":  # keys under these parents may have any name
             return f"{key} is not a known key: +{key}=… adds one"
         advice = nearest(key, allowed) or "--help lists them, with head=NAME that head's too"
         return f"{key} is not a known key: {advice}"
@@ -109,7 +109,7 @@ def mistake(error: Exception, words: Sequence[str], config: str) -> str:
 
 
 def quoted(value: object) -> str:
-    """Return a value as an override's, in quotes: Hydra reads back what it is, whatever characters it has."""
+    """Return a value quoted for an override; Hydra reads back the same value, whatever characters it has."""
     return str(QuotedString(str(value), Quote.single).with_quotes())
 
 
@@ -121,15 +121,15 @@ class Entry(NamedTuple):
     comment: str
 
     def line(self) -> str:
-        """Return it as a line of the help."""
+        """Return the entry as a line of the help."""
         value = "…" if "${" in self.value else self.value
         return f"  {f'{self.key}={value}':{WIDTH}} {self.comment}".rstrip()
 
 
 def help_text(config: str, words: Sequence[str] = ()) -> str:
-    """Return the help of the command that composes conf/CONFIG.yaml, whose first comments say what no key does.
+    """Return the help of the command that composes conf/CONFIG.yaml, with the YAML's leading comments.
 
-    Its `words` choose the options of groups whose keys are listed, as in head=mtp.
+    `words` are overrides such as head=mtp, which choose the options whose keys are listed.
     """
     above = _text(config).partition("defaults:")[0].removeprefix("# @package _global_\n")
     comments = [line[2:] for line in above.splitlines()]
@@ -146,12 +146,12 @@ def help_text(config: str, words: Sequence[str] = ()) -> str:
 
 
 def keys(config: str, words: Sequence[str] = ()) -> dict[str, str]:
-    """Return the keys that a command of these words takes, its groups among them, with their defaults."""
+    """Return the keys and groups of a command with these overrides, with their defaults."""
     return {entry.key: entry.value for group in _grouped(config, words) for entry in group}
 
 
 def entries(text: str, group: str = "") -> Iterator[Entry]:
-    """Yield the overrides of a YAML file; a comment is behind its key, or on the lines above it."""
+    """Yield the overrides of a YAML file; a comment follows its key or is on the lines above."""
     package = re.match(r"# @package (\S+)", text)
     names = [package[1].replace("_global_", "") if package else group]
     above, depth = list[str](), 1
@@ -174,7 +174,7 @@ def _text(name: str) -> str:
 
 
 def _grouped(config: str, words: Sequence[str]) -> Iterator[list[Entry]]:
-    """Yield a command's own overrides, those of each group after the group itself, and those of an included command."""
+    """Yield a command's own overrides, then each group with its overrides, then those of an included command."""
     named = dict(word.partition("=")[::2] for word in words)
     yield list(entries(_text(config)))
     for name, chosen, comment in GROUP.findall(_text(config)):

@@ -1,4 +1,4 @@
-"""The connection to the Hub: without one only the Hub's cache is asked, and what is not in it is refused at once."""
+"""The connection to the Hub: offline, only the local cache is read, and anything missing is refused at once."""
 
 import logging
 import os
@@ -14,20 +14,21 @@ from heads.common.errors import one_line
 
 log = logging.getLogger(__name__)
 
-NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")  # of a repository; some old ones have no owner
-# The base of the transport's errors: huggingface_hub has changed its HTTP library before, this relation holds in both.
+NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")  # a repository's name; some old ones have no owner
+# Base class of the transport's errors, which is the same whichever HTTP library huggingface_hub uses.
 TRANSPORT: Any = HfHubHTTPError.__bases__[0]
-PATIENCE = 2.5  # seconds that the Hub has to answer: a refusal takes five with the start
+PATIENCE = 2.5  # seconds that the Hub has to answer
 
 
 def check_reachable(repo: str, kind: str = "model") -> None:
-    """Have the libraries ask only the Hub's cache, as with HF_HUB_OFFLINE=1, where the Hub cannot be reached.
+    """Make the libraries read only the local cache, as HF_HUB_OFFLINE=1 does, if the Hub cannot be reached.
 
-    Otherwise they try each file again and again, for a minute; of a path they say how the Hub's names are written.
+    Otherwise they retry each file for a minute. An invalid name is refused first, since for a path their error only
+    explains how repository names are written.
 
     Raises:
-        ValueError: this is no repository's name, or the cache does not hold it, a "model" or "dataset"; one line,
-            without the name.
+        ValueError: the name is not a repository's name, or the cache lacks the repository, a "model" or "dataset"; one
+            line, without the name.
     """
     if kind == "model" and Path(repo).is_file():
         raise ValueError("is a file; give its folder")
@@ -43,13 +44,13 @@ def check_reachable(repo: str, kind: str = "model") -> None:
 
 
 def check_connected(repo: str) -> None:
-    """Refuse to send to a repository where the Hub cannot be reached, before anyone waits for it."""
+    """Refuse an upload if the Hub cannot be reached, before any work is done for it."""
     if why := _unreachable():
         raise ValueError(f"{repo}: {why}")
 
 
 def _unreachable() -> str | None:
-    """Return why the Hub is not asked, with the remedy; None if it answers."""
+    """Return why the Hub is not used, with the remedy; None if it answers."""
     if constants.is_offline_mode():
         chosen = os.environ.get("HF_HUB_OFFLINE") or os.environ.get("TRANSFORMERS_OFFLINE")
         return "HF_HUB_OFFLINE is set: unset it" if chosen else f"{constants.ENDPOINT} cannot be reached: connect"

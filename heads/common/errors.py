@@ -12,10 +12,10 @@ from typing import Any
 
 from heads.common.untrusted import visible
 
-# A secret is known by its shape (tokens of the Hub, of OpenAI, GitHub, AWS and wandb, `Bearer …`, a password in a URL),
-# by the name that it is given under (`HF_TOKEN=…`), or by being a value of such a name in the environment.
+# A secret is recognised by its shape (tokens of the Hub, of OpenAI, GitHub, AWS and wandb, `Bearer …`, a password in a
+# URL), by its name (`HF_TOKEN=…`), or because an environment variable with such a name has that value.
 HIDDEN = "[redacted]"
-ERROR_FILE = "HEADSTART_ERROR_FILE"  # environment variable: a file that a command's line of error is written to as well
+ERROR_FILE = "HEADSTART_ERROR_FILE"  # environment variable: a file that also receives the line of a command's error
 SHAPES = re.compile(
     r"\bhf_(?:jwt|oauth)_[\w.-]{20,}|\bhf_[A-Za-z0-9]{20,}|\bsk-[\w-]{16,}|\bgh[oprsu]_[A-Za-z0-9]{20,}|\bgithub_pat_\w{20,}|\bglpat-[\w-]{16,}"
     r"|\bAKIA[0-9A-Z]{16}\b|\bwandb_v\d+_\w{16,}|\beyJ[\w-]{8,}\.[\w-]{8,}\.[\w-]{4,}"
@@ -23,7 +23,7 @@ SHAPES = re.compile(
     r"|(?<=[?&]Signature=)[^&\s\"']+|(?<=[?&]Policy=)[^&\s\"']+|(?<=[?&]sig=)[^&\s\"']+"
     r"|(?<=X-Amz-Signature=)[^&\s\"']+|(?<=X-Amz-Credential=)[^&\s\"']+|(?<=X-Amz-Security-Token=)[^&\s\"']+"
 )
-# Words in a tokenizer are tokens too: `eos_token=…` is no secret, nor is a number.
+# In a tokenizer's settings `token` is a token: `eos_token=…` is not a secret, and a number is not one either.
 PLAIN = r"(?:eos|bos|pad|unk|mask|sep|cls|image|special|stop|per|draft|drafted|next|first|last|new)_token"
 NAME = (
     r"(?:[\w.+-]*(?:token|api[_-]?key|wandb[_.-]?key|secret|passw(?:or)?d|credentials?|access[_-]?key|private[_-]?key))"
@@ -35,9 +35,9 @@ GIVEN = re.compile(rf"(?<![\w.+-])(?![\w.+-]*{PLAIN}=)(?P<name>{NAME}=){VALUE}",
 ITEM = re.compile(  # an item of a mapping in an override
     rf"""(?P<name>(?<=[{{,])\s*["']?(?!(?:[\w.+-]*[_.])?{PLAIN}["']?\s*:){NAME}["']?\s*:\s*){VALUE}""", re.IGNORECASE
 )
-SHORTEST = 8  # characters; shorter secrets of the environment are not searched for in text
-# Loggers of huggingface_hub's clients, which log every request with its URL; and of libraries that read untrusted files
-# and repeat in lines of their own what our one line says.
+SHORTEST = 8  # characters; shorter environment values are not searched for in text
+# Loggers of huggingface_hub's clients, which log every request with its URL, and of libraries that read untrusted files
+# and log errors that our one line already reports.
 CHATTY = {
     "httpx": logging.WARNING, "httpx2": logging.WARNING, "transformers": logging.ERROR, "datasets": logging.CRITICAL,
 }  # fmt: skip
@@ -53,7 +53,7 @@ def redacted(text: str) -> str:
 
 
 def redacted_words(words: Iterable[str]) -> list[str]:
-    """Redact the words of a command line; of `NAME=VALUE` with a secret's name the whole value is hidden."""
+    """Redact the words of a command line; in `NAME=VALUE` with a secret's name the whole value is hidden."""
     shown = []
     for word in words:
         name, _, value = word.partition("=")
@@ -65,7 +65,7 @@ def redacted_words(words: Iterable[str]) -> list[str]:
 
 
 def redacted_values(values: Any) -> Any:
-    """Redact a configuration: every string in it, and every value whose key is a secret's name."""
+    """Redact every string of a configuration, and every value whose key is a secret's name."""
     if isinstance(values, dict):
         return {
             redacted(key) if isinstance(key, str) else key: HIDDEN
@@ -79,7 +79,7 @@ def redacted_values(values: Any) -> Any:
 
 
 def redact_logs() -> None:
-    """Redact every log line of this process and make it `visible`, whoever logs it; idempotent."""
+    """Redact every log line of this process and escape control characters (`visible`); idempotent."""
 
     def record_of(*args: Any, **named: Any) -> logging.LogRecord:
         record = logging.LogRecord(*args, **named)
@@ -100,25 +100,25 @@ def one_line(error: BaseException) -> str:
 
 
 def panicked(error: BaseException) -> bool:
-    """Return whether an error comes from a library in Rust, such as tokenizers: a panic, or a mere Exception."""
+    """Return whether an error comes from a Rust library such as tokenizers: a panic, or a bare Exception."""
     return type(error) is Exception or type(error).__name__ == "PanicException"
 
 
 class TerminatedError(KeyboardInterrupt):
-    """A SIGTERM, which ends a command as Ctrl-C does: whatever keeps its work at one does at the other."""
+    """A SIGTERM; it ends a command as Ctrl-C does, so the same handlers save its work."""
 
 
 def terminate(number: int, _: object) -> None:
-    """Raise `TerminatedError`, as the handler of SIGTERM; a launcher may forward the signal again, which is ignored."""
+    """Raise `TerminatedError`, as the handler of SIGTERM; a repeated signal from a launcher is ignored."""
     signal.signal(number, signal.SIG_IGN)
     raise TerminatedError
 
 
 @contextmanager
 def keeping(describe: Callable[[], str]) -> Iterator[None]:
-    """Have the line of a command that Ctrl-C or SIGTERM stops in the block say what is kept; an inner block goes first.
+    """On Ctrl-C or SIGTERM in the block, add what is saved to the command's line; an inner block comes first.
 
-    `describe` is called once the block has ended.
+    `describe` is called after the block.
     """
     try:
         yield
@@ -128,7 +128,7 @@ def keeping(describe: Callable[[], str]) -> Iterator[None]:
 
 
 def is_reporting_rank() -> bool:
-    """Whether this process is the first of those that a launcher has started, or the only one."""
+    """Return whether this is the main process: rank 0, or the only one."""
     return os.environ.get("RANK", "0") == "0"
 
 
@@ -136,16 +136,16 @@ def is_reporting_rank() -> bool:
 def user_errors() -> Iterator[None]:
     """Turn an error that a user can fix, raised in the block or the decorated function, into one line and status 2.
 
-    That is a ValueError, an OSError, and a panic of a library in Rust, which untrusted files cause. Ctrl-C is one line
-    too, and status 130; so is SIGTERM, status 143.
+    User errors are a ValueError, an OSError, and a panic of a Rust library, which untrusted files cause. Ctrl-C is one
+    line with status 130, SIGTERM one with status 143.
 
-    HEADSTART_DEBUG=1 in the environment lets the error through with its traceback. Log lines are without secrets, and
-    without every request to the Hub, from here on.
+    HEADSTART_DEBUG=1 in the environment lets the error through with its traceback. From here on log lines have no
+    secrets, and requests to the Hub are not logged.
     """
     redact_logs()
     for name, level in CHATTY.items():
         logging.getLogger(name).setLevel(level)
-    logging.getLogger("huggingface_hub").propagate = False  # it prints its lines itself
+    logging.getLogger("huggingface_hub").propagate = False  # its handler would print the lines a second time
     try:
         yield
     except BaseException as error:

@@ -1,6 +1,6 @@
-"""Files and folders that are written atomically, with checksums, and locks on them.
+"""Atomic writes of files and folders, with checksums and locks.
 
-Readers see the old file or folder until the new one is complete and on the disk.
+Readers see the old file or folder until the new one is complete and flushed to the disk.
 """
 
 import fcntl
@@ -20,9 +20,9 @@ CHECKSUM = "sha256"
 
 
 def last_good(folder: Path) -> Path:
-    """Return the path of the last complete `folder`: the one set aside, if saving was cut off amid the swap.
+    """Return the path of the last complete `folder`: the old one set aside if a swap was interrupted.
 
-    For a link it is the one next to the link's target.
+    For a link, the old folder is next to the link's target.
     """
     aside = _aside(folder.resolve() if folder.is_symlink() else folder)
     return aside if aside.is_dir() and not folder.exists() else folder
@@ -33,14 +33,14 @@ def _aside(folder: Path) -> Path:
 
 
 def _discard(aside: Path) -> None:
-    """Delete what was set aside; of a link only the link."""
+    """Delete the old folder or link that was set aside; for a link only the link."""
     if aside.is_symlink():
         aside.unlink()
     shutil.rmtree(aside, ignore_errors=True)
 
 
 def check_writable(folder: Path, key: str) -> None:
-    """Refuse a folder that cannot be written or created, leaving nothing there; `key` is the setting that names it."""
+    """Refuse a folder that cannot be written or created, and leave no trace; `key` is its setting."""
     parent = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
     try:
         with tempfile.TemporaryFile(dir=parent):
@@ -51,7 +51,7 @@ def check_writable(folder: Path, key: str) -> None:
 
 @contextmanager
 def replacing(folder: Path) -> Iterator[Path]:
-    """Yield an empty folder to fill, which replaces `folder` whole when the block is done; an error deletes it.
+    """Yield an empty folder that replaces `folder` after the block; an error deletes it.
 
     Raises:
         OSError: the disk is full or the folder cannot be written.
@@ -70,7 +70,7 @@ def replacing(folder: Path) -> Iterator[Path]:
 
 
 def swap(new: Path, folder: Path) -> None:
-    """Move `new` to `folder`, setting the old one aside; between the two moves `last_good` finds the old one."""
+    """Move `new` to `folder`, setting the old one aside; between the two moves `last_good` returns the old one."""
     aside = _aside(folder)
     if folder.exists():
         _discard(aside)
@@ -98,12 +98,12 @@ def atomic_write(path: Path, content: bytes | Iterator[bytes | memoryview]) -> N
     """Write a file, or its pieces in turn, under a temporary name next to it, flush it to the disk, and rename it.
 
     Raises:
-        OSError: the disk refused; an earlier file stays as it was.
+        OSError: the write failed; an earlier file is unchanged.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".partial-{path.name}")
     try:
-        partial.unlink(missing_ok=True)  # one left by a killed process, or a link in a foreign folder
+        partial.unlink(missing_ok=True)  # a file left by a killed process, or a link in a foreign folder
         with partial.open("xb") as file:
             file.writelines([content] if isinstance(content, bytes) else content)
             file.flush()
@@ -125,11 +125,11 @@ def write_checked(path: Path, content: dict[str, Any]) -> None:
 
 
 def read_checked(path: Path) -> dict[str, Any]:
-    """Return the content of a file of `write_checked`.
+    """Return the content of a file that `write_checked` wrote.
 
     Raises:
         ValueError: its checksum is missing or differs.
-        OSError: it cannot be read.
+        OSError: the file cannot be read.
     """
     regular(path)
     try:
@@ -150,12 +150,13 @@ def checksum(content: dict[str, Any]) -> str:
 
 @contextmanager
 def claim(path: Path, *, wait: bool) -> Iterator[bool]:
-    """Hold a file's lock for a block, and yield whether it was acquired; with `wait` it always is.
+    """Hold a file's lock for a block, and yield whether it was acquired; with `wait`, always true.
 
-    The kernel releases it when the process exits or is killed. The empty file stays: removing it would let two hold it.
+    The kernel releases it when the process exits or is killed. The empty file stays, since after a removal two
+    processes could hold the lock.
 
     Raises:
-        OSError: it cannot be opened, or is a link.
+        OSError: the file cannot be opened, or is a link.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     with os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666), "ab") as file:

@@ -1,7 +1,7 @@
-"""A target that exists as GGUF, llama.cpp's format: read by transformers, its weights dequantised once.
+"""A target in GGUF, llama.cpp's format: read by transformers, its weights dequantised once.
 
-Its configuration, chat template and end tokens are those of the file's metadata. Weights are written in bfloat16 to an
-ordinary folder of the Hub's cache at the first load, from which every later one reads.
+Configuration, chat template and end tokens come from the file's metadata. The first load writes the weights in
+bfloat16 to an ordinary folder of the Hub's cache, from which every later load reads.
 """
 
 from functools import cache
@@ -21,10 +21,10 @@ SUFFIX = ".gguf"
 
 
 def gguf_file(path: str) -> Path | None:
-    """Return the GGUF file that a model's path names, itself or as its folder's only weights; None without one.
+    """Return a model's GGUF file: the path itself, or the only weights of the folder; None without one.
 
     Raises:
-        ValueError: the folder holds several, or the file is a part of one.
+        ValueError: the folder holds several GGUF files, or the file is one part of a split file.
     """
     given = Path(path)
     files = [given] if given.is_file() else sorted(given.glob(f"*{SUFFIX}")) if given.is_dir() else []
@@ -38,9 +38,9 @@ def gguf_file(path: str) -> Path | None:
 
 
 def located(path: str) -> tuple[str, dict[str, str]]:
-    """Return a model's folder or Hub name, and what transformers' from_pretrained takes in addition for a GGUF file.
+    """Return a model's folder or Hub name, and from_pretrained's extra arguments for a GGUF file.
 
-    The file that is dequantised already is an ordinary folder.
+    A file that has been dequantised is read as an ordinary folder.
     """
     file = gguf_file(path)
     if file is None:
@@ -57,7 +57,7 @@ def metadata(folder: str, gguf_file: str) -> dict[str, Any]:
 
 
 def dequantised(path: str) -> str:
-    """Return a model's folder or Hub name; of a GGUF file the folder with its weights, which is made where it is not.
+    """Return a model's folder or Hub name; for a GGUF file the folder of its dequantised weights, created if missing.
 
     Raises:
         ValueError: transformers does not know the architecture, or a quantisation in the file.
@@ -67,7 +67,7 @@ def dequantised(path: str) -> str:
     if not given:
         return folder
     new = _folder(Path(folder, given["gguf_file"]))
-    # transformers keeps the blocks since 5.24, and cannot save a model that has them.
+    # Since 5.24 transformers keeps the quantised blocks, and it cannot save a model that has them.
     options = (
         {"quantization_config": kind(dequantize=True)} if (kind := getattr(transformers, "GgufConfig", None)) else {}
     )
@@ -87,6 +87,6 @@ def dequantised(path: str) -> str:
 
 
 def _folder(file: Path) -> Path:
-    """Return the folder in the Hub's cache for this file as it is now."""
+    """Return the cache folder for the file's current content."""
     state = file.resolve(), file.stat().st_size, file.stat().st_mtime_ns
     return Path(constants.HF_HOME, "gguf", f"{file.stem}-{sha256(repr(state).encode()).hexdigest()[:12]}")

@@ -1,7 +1,7 @@
-"""Progress on stderr: a bar with the time that is left on a terminal, elsewhere a line every half minute.
+"""Progress on stderr: on a terminal a bar with the remaining time, elsewhere a line every half minute.
 
-Of several processes the first one speaks. Bars nest, and a line is of the innermost. There is no clock in a thread:
-what counts the work looks at the time, and `tick` does where one item takes long, such as each step of decoding.
+Only the main process prints. Bars nest, and a line describes the innermost bar. No thread keeps time: each update
+checks the clock, and `tick` does so within one long item, such as a step of decoding.
 """
 
 import atexit
@@ -28,11 +28,11 @@ BARS = Progress(
     TimeRemainingColumn(), console=CONSOLE, transient=True, refresh_per_second=2,
 )  # fmt: skip
 OPEN: list["Bar"] = []  # the bars that are shown, the innermost last
-atexit.register(BARS.live.stop)  # which shows the cursor again; of a log, `BARS.stop` would end with a blank line
+atexit.register(BARS.live.stop)  # restores the cursor; `BARS.stop` would add a blank line to a log
 
 
 def say(text: str) -> None:
-    """Print a line on the first process, above the bars."""
+    """Print a line above the bars, on the main process."""
     if is_reporting_rank():
         CONSOLE.print(text, highlight=False, markup=False, soft_wrap=True)
 
@@ -43,15 +43,15 @@ def tell(text: str) -> None:
 
 
 def tick(note: str = "") -> None:
-    """Print the line of the innermost bar, if there is one and it is time, with a new note if one is given."""
+    """Print the innermost bar's line if PAUSE has passed, with a new note if given."""
     if OPEN:
         OPEN[-1].show(OPEN[-1].done, note or OPEN[-1].note)
 
 
 class Bar:
-    """A context that shows how much of `total` is done, `first` of which was done before; None: nobody knows it."""
+    """A context that shows progress out of `total` items (None: unknown), of which `first` were done earlier."""
 
-    last = -PAUSE  # when the last line of any bar was printed, or the first of several bars began
+    last = -PAUSE  # time of the last printed line of any bar, or of the first bar's start
 
     def __init__(self, total: int | None, label: str, first: int = 0) -> None:
         self.total, self.label, self.first = total, label, first
@@ -59,7 +59,7 @@ class Bar:
         self.begun, self.on_terminal = time.monotonic(), False
 
     def __enter__(self) -> "Bar":
-        """Begin to show it."""
+        """Start to show the bar."""
         self.begun = time.monotonic()
         if self.begun - Bar.last > PAUSE and not OPEN:
             Bar.last = self.begun
@@ -71,7 +71,7 @@ class Bar:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Take the bar away."""
+        """Remove the bar."""
         OPEN.remove(self)
         if self.on_terminal:
             BARS.remove_task(self.task)
@@ -79,7 +79,7 @@ class Bar:
                 BARS.stop()
 
     def show(self, done: int, note: str = "") -> None:
-        """Show how much is done, with further numbers in a note: without a terminal as a line, if it is time."""
+        """Show how much is done, with more numbers in a note; without a terminal a line if PAUSE has passed."""
         self.done, self.note = done, note
         if self.on_terminal:
             BARS.update(self.task, completed=done, note=note)
@@ -101,7 +101,7 @@ class Bar:
 
 
 def progress(work: Iterable[T], label: str, total: int | None = None) -> Iterator[T]:
-    """Yield the items of a piece of work, and show how far it is; `total` is the number of items without a length."""
+    """Yield the items of `work` and show a bar; `total` is their number if `work` has no length."""
     with Bar(len(work) if isinstance(work, Sized) else total, label) as bar:
         for done, item in enumerate(work):
             bar.show(done, bar.note)
@@ -110,10 +110,10 @@ def progress(work: Iterable[T], label: str, total: int | None = None) -> Iterato
 
 @contextmanager
 def waiting(label: str) -> Iterator[None]:
-    """Without a terminal say every half minute that the block still runs: it shows bars of a library's own on one.
+    """Without a terminal, print every half minute that the block still runs; on a terminal the library shows its bars.
 
-    A thread says so, since the block is a single call. Whoever has said by HF_HUB_DISABLE_PROGRESS_BARS whether there
-    are bars is not changed, or the library would warn.
+    A thread prints, since the block is a single call. HF_HUB_DISABLE_PROGRESS_BARS, if set, is left unchanged, since
+    the library would warn.
     """
     if CONSOLE.is_terminal:
         yield
@@ -125,7 +125,7 @@ def waiting(label: str) -> Iterator[None]:
             bar.show(0)
 
     if ours := constants.HF_HUB_DISABLE_PROGRESS_BARS is None:
-        disable_progress_bars()  # of huggingface_hub: some are written into a log too
+        disable_progress_bars()  # huggingface_hub's bars, some of which are written even into a log
     reporter = Thread(target=report, daemon=True)
     try:
         with Bar(None, label) as bar:

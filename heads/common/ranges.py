@@ -4,7 +4,7 @@ from typing import Annotated, Any, NamedTuple
 
 
 class Within(NamedTuple):
-    """A range from `least` to `most`; the end itself is not in it where `above` or `below` is set."""
+    """A range from `least` to `most`; `above` and `below` exclude the ends."""
 
     least: int | float
     most: int | float
@@ -12,7 +12,7 @@ class Within(NamedTuple):
     below: bool = False
 
     def remedy(self, value: Any) -> str | None:
-        """Return the remedy for a value outside the range, None for one within."""
+        """Return the remedy for a value outside the range, None for a value inside."""
         if value < self.least or (self.above and value == self.least):
             return f"give a number above {self.least}" if self.above else f"give {self.least} or more"
         if value > self.most or (self.below and value == self.most):
@@ -26,20 +26,20 @@ class OneOf(NamedTuple):
     names: tuple[str, ...]
 
     def remedy(self, value: Any) -> str | None:
-        """Return the remedy for another name, None for one of them."""
+        """Return the remedy for an unknown name, None for one of `names`."""
         return None if value in self.names else f"choose {', '.join(self.names)}"
 
 
-SEVERAL = OneOf(())  # marks a list for which a single value may be given; it is not empty
-MACHINE = Within(-(2**63), 2**63 - 1)  # the range of every number whose type states no other
+SEVERAL = OneOf(())  # marks a list for which a single value may also be given; the list is not empty
+MACHINE = Within(-(2**63), 2**63 - 1)  # the default range of a number
 LARGEST = 2**31 - 1  # no tensor dimension of ours is larger
 
-LmHead = Annotated[str, OneOf(("shared", "own"))]  # the target's, or the head's own
+LmHead = Annotated[str, OneOf(("shared", "own"))]  # the target's lm_head, or one of the head's own
 Count = Annotated[int, Within(1, LARGEST)]
 Number = Annotated[int, Within(0, LARGEST)]
 Parts = Annotated[int, Within(1, 256)]  # layers, heads or depths of a draft head
-Width = Annotated[int, Within(1, 1 << 20)]  # a dimension of its weights
-NewTokens = Annotated[int, Within(2, LARGEST)]  # the first comes with the prompt, before any draft
+Width = Annotated[int, Within(1, 1 << 20)]  # a dimension of a head's weights
+NewTokens = Annotated[int, Within(2, LARGEST)]  # at least two: the first token comes from the prefill, before any draft
 RowLength = Annotated[int, Within(2, 1 << 24)]  # tokens
 Amount = Annotated[float, Within(0, MACHINE.most)]
 Positive = Annotated[float, Within(0, MACHINE.most, above=True)]

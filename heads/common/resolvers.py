@@ -38,14 +38,14 @@ def _created(folder: str) -> str:
 
 RESOLVERS: dict[str, Callable[..., object]] = {
     "root": lambda path: str(ROOT / path),  # a path in the checkout, so that every command works from any directory
-    "stem": lambda path: os.path.basename(os.path.abspath(path)).removesuffix(".gguf"),  # names a run after its model
-    # A preset's prompts belong to the preset's data, not to data of the user's own.
+    "stem": lambda path: os.path.basename(os.path.abspath(path)).removesuffix(".gguf"),  # a run's name, by its model
+    # A preset's prompts belong to the preset's data; with data of the user's there are none.
     "if_same": lambda a, b, value: value if a == b else "",
-    # the first value for a CPU, else the second: for a named type of device, or this machine's
+    # The first value on a CPU, the second on an accelerator: for a named device type, or for this machine.
     "by_device": lambda cpu, gpu, kind=None: cpu if (kind or ("" if cuda.is_available() else "cpu")) == "cpu" else gpu,
     "cache_folder": _cache_folder,
-    "digest": _digest,  # names a run after all of its values
-    "made": _created,  # creates a folder for a library that does not
+    "digest": _digest,  # the name of a run, after all of its values
+    "made": _created,  # a folder that is created, for a library that does not create it
     "sequence_length": sequence_length,
     "up_to_width": up_to_width,
 }

@@ -11,21 +11,21 @@ from torch import Tensor
 
 from heads.common.errors import one_line
 
-# The kinds of scaling that heads run, with the numbers that each needs.
+# The kinds of scaling that heads support, with the numbers that each needs.
 SCALINGS = {
     "linear": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
     "yarn": ("factor", "original_max_position_embeddings"),
 }
-SAID = ("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor")  # the keys of a config.json
+SAID = ("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor")  # keys of a config.json
 LENGTHS = ("max_position_embeddings", "original_max_position_embeddings")  # the lengths that a scaling may refer to
-FULL = "full_attention"  # the kind of layer that counts in a model with several
+FULL = "full_attention"  # the layer kind whose positions a head takes if a model has several kinds
 
-LEAST = 4096  # positions of a new table; growing it invalidates compiled and captured code
+LEAST = 4096  # positions of a new table; a longer table invalidates compiled and captured code
 
 
 class Rope(NamedTuple):
-    """Rotary positions: base, scaling (with transformers' keys), and the share of rotated dimensions."""
+    """Rotary positions: base, scaling (transformers' keys), and the rotated share of the dimensions."""
 
     theta: float
     scaling: dict[str, Any] | None = None  # None without scaling
@@ -33,7 +33,7 @@ class Rope(NamedTuple):
 
     @property
     def unsupported(self) -> str | None:
-        """The option that heads here do not support, None if they support all."""
+        """The option that heads here do not support; None if all are supported."""
         if self.share != 1:
             return f"partial_rotary_factor={self.share:g}"
         kind = "default" if self.scaling is None else self.scaling["rope_type"]
@@ -75,14 +75,14 @@ class Rope(NamedTuple):
 def positions_of(config: Mapping[str, Any]) -> Rope | None:
     """Return the rotary positions that transformers' LlamaConfig reads from a config.json, None without any.
 
-    Where `rope_parameters` has one entry per kind of layer, the entry of the only kind counts, else full attention's.
+    If `rope_parameters` has one entry per kind of layer, the only entry counts, or full attention's.
 
     Raises:
-        ValueError: transformers does not take the values; in one line.
+        ValueError: transformers rejects the values; in one line.
     """
     declared = {
         key: copy.deepcopy(config[key]) for key in SAID if config.get(key) is not None
-    }  # transformers writes into them
+    }  # a copy, since transformers changes the dict
     if not declared:
         return None
     kinds = set(config.get("layer_types") or ())
@@ -95,10 +95,10 @@ def positions_of(config: Mapping[str, Any]) -> Rope | None:
         read: Any = transformers.LlamaConfig(
             **declared, **{key: config[key] for key in LENGTHS if config.get(key) is not None}
         )
-        read.standardize_rope_params()  # again, as models do: a length outside `rope_parameters` overrides one inside
+        read.standardize_rope_params()  # twice, as models do: a length outside `rope_parameters` overrides one inside
         parameters = dict(read.rope_parameters)
         theta, share = float(parameters.pop("rope_theta")), float(parameters.pop("partial_rotary_factor", 1))
-    except Exception as error:  # a library may raise anything at unexpected values
+    except Exception as error:  # transformers raises many types of error at unexpected values
         raise ValueError(f"rotary positions that transformers does not read ({one_line(error)})") from error
     scaling = {key: value for key, value in parameters.items() if value is not None and key != "type"}
     return Rope(theta, None if scaling["rope_type"] == "default" else scaling, share)
@@ -116,7 +116,7 @@ class Rotary:
     ) -> Float[Tensor, "B H T E"]:
         """Rotate queries or keys to their positions, of which `max_position` is an upper bound."""
         if max_position >= self.table.shape[1] or self.table.dtype != x.dtype or self.table.device != x.device:
-            with torch.inference_mode(False):  # a table built while decoding may be needed in training
+            with torch.inference_mode(False):  # a normal tensor: a table built while decoding may be needed in training
                 angle = torch.arange(max(2 * max_position, LEAST), dtype=torch.float64)[:, None] * self.frequency
                 angle = torch.cat([angle, angle], -1)
                 self.table = (self.factor * torch.stack([angle.cos(), angle.sin()])).to(x.device, x.dtype)

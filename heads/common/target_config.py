@@ -1,7 +1,7 @@
-"""A target's configuration, checked before transformers reads it, and the context length that it gives.
+"""A target's configuration, checked before transformers reads it, and its context length.
 
 The file is untrusted: transformers builds a module for every layer that a config.json claims, and runs code from the
-Hub that is named there as an attention. So it must describe a model of possible size and name no code.
+Hub that the file names as an attention. So the file must describe a model of possible size and name no code.
 """
 
 import inspect
@@ -21,22 +21,22 @@ from heads.common.errors import one_line
 from heads.common.ranges import LARGEST
 from heads.common.untrusted import entries, parse_json, regular, shown
 
-DEEP = 20  # layers of a target next to which one decoder layer for each drafted token is cheap
+DEEP = 20  # target layers from which on one decoder layer per drafted token is cheap
 SHARE = 10  # head=best trains at most one SHARE-th of the target's parameters
-UNBOUNDED = 2**31  # the context length if the configuration gives none
-MOST_PARTS = 2_000  # layers and other modules built one by one: more than any existing target has
+UNBOUNDED = 2**31  # the context length if the configuration states none
+MOST_PARTS = 2_000  # limit of modules built one by one, such as layers: more than any existing target has
 PARTS = re.compile(r"layers?$|blocks?$|^depths?$|_depth$|^num_labels$")
 SIZES = ("num_hidden_layers", "hidden_size", "vocab_size", "num_attention_heads", "max_position_embeddings")
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-# Implementations of attention and experts in torch and transformers. Others may be fetched from the Hub and run.
+# Implementations of attention and experts in torch and transformers. Other names could be code from the Hub.
 OURS = ("eager", "sdpa", "flex_attention", "grouped_mm", "batched_mm")
-# The errors that transformers and its modeling code raise at values that they did not expect.
+# Errors that transformers and its modeling code raise at unexpected values.
 UNFIT = (
     OSError, ValueError, LookupError, TypeError, AttributeError, ImportError, RuntimeError, ArithmeticError,
     AssertionError, MemoryError, StrictDataclassError, SafetensorError,
 )  # fmt: skip
 TOWERS = ("vision_config", "audio_config")  # keys next to `text_config` in a multimodal checkpoint
-# The models that text towers are where transformers has no causal LM of them: without images their positions are plain.
+# Model types for text towers without a causal LM in transformers; without images their positions are plain.
 TOWER_TYPES = {
     "qwen3_vl_text": {"model_type": "qwen3"},
     "qwen3_vl_moe_text": {"model_type": "qwen3_moe", "norm_topk_prob": True},
@@ -74,31 +74,31 @@ def read_target_config(path: str, trust_remote_code: bool, cached_alone: bool = 
 
 
 def has_text_tower(values: dict[str, Any]) -> bool:
-    """Whether a config.json belongs to a multimodal checkpoint, with images or sound next to text."""
+    """Return whether a config.json belongs to a multimodal checkpoint: images or sound next to text."""
     return isinstance(values.get("text_config"), dict) and any(values.get(tower) for tower in TOWERS)
 
 
 def text_tower(config: PreTrainedConfig) -> PreTrainedConfig:
-    """Return the text tower's configuration, with three values of the whole model: its class, dtype and end tokens."""
+    """Return the text tower's configuration, completed by the whole model's class, dtype and special tokens."""
     text: Any = config.get_text_config()
     if text.model_type in TOWER_TYPES:
         rope = {key: value for key, value in text.rope_parameters.items() if not key.startswith("mrope")}
         shape = text.to_dict() | {"rope_parameters": rope} | TOWER_TYPES[text.model_type]
         text = transformers.AutoConfig.for_model(**shape)
-        text.model_type = config.model_type  # by which transformers converts the weights that are stored
+        text.model_type = config.model_type  # the type by which transformers converts the stored weights
     for key in ABOVE:
         if getattr(text, key, None) is None and getattr(config, key, None) is not None:
             setattr(text, key, getattr(config, key))
-    # transformers asks above
+    # tie_word_embeddings is at the top level, where transformers reads it.
     text.tie_word_embeddings = getattr(config, "tie_word_embeddings", text.tie_word_embeddings)
     text.name_or_path = config.name_or_path
     return text
 
 
 def read_target_values(path: str, trust_remote_code: bool, cached_alone: bool) -> dict[str, Any]:
-    """Return the values of a config.json as a dict, without the import of transformers, which takes two seconds.
+    """Return the values of a config.json as a dict, without importing transformers, which takes two seconds.
 
-    A missing or refused one is a ValueError in one line, without the path.
+    A missing or refused config.json raises a ValueError in one line, without the path.
     """
     try:
         regular(Path(path))
@@ -132,35 +132,35 @@ def cache_argument(module: Any) -> str:
 
 
 def reason(error: BaseException) -> str:
-    """Return the first line of an error by transformers, or for mismatched shapes the message that it logged."""
+    """Return the first line of transformers' error, or for mismatched shapes the message that it logged."""
     if "ignore_mismatched_sizes" in str(error):
         return "its weights have other shapes than its config.json says"
     return one_line(ValueError(str(error).strip().split("\n")[0] or type(error).__name__))
 
 
 def context_of(config: Any) -> int:
-    """Return the context length, the most tokens of a sequence, from a model's configuration."""
+    """Return a model's context length: the maximum number of tokens of a sequence."""
     positions = getattr(config.get_text_config(), "max_position_embeddings", None)
     return positions if isinstance(positions, int) and positions > 0 else UNBOUNDED
 
 
 def logit_factor(config: Any) -> float:
-    """Return the factor of a model's logits, by the keys of Cohere, Falcon-H1 and Granite."""
+    """Return the scale of a model's logits, from the keys of Cohere, Falcon-H1 and Granite."""
     factors = (getattr(config, key, None) or 1.0 for key in ("logit_scale", "lm_head_multiplier"))
     return math.prod(factors) / (getattr(config, "logits_scaling", None) or 1.0)
 
 
 def experts_of(config: Any) -> tuple[int, int] | None:
-    """Return the number of experts of a layer and of those active for a token; None for a dense model."""
+    """Return the experts per layer and the active experts per token; None for a dense model."""
     available = next((count for key in EXPERTS if isinstance(count := getattr(config, key, None), int) and count), 0)
     chosen = getattr(config, "num_experts_per_tok", None) or getattr(config, "top_k_experts", None) or 0
     return (available, chosen) if 0 < chosen <= available else None
 
 
 def sequence_length(path: str, length: int) -> int:
-    """Return the length of packed sequences: `length`, or the target's context length if that is known to be less.
+    """Return the length of packed sequences: `length`, or the target's context length if that is known and shorter.
 
-    A target that has still to be downloaded is not known here; `check_sequence_length` runs once it is.
+    The context of a target that is not downloaded yet is unknown; `check_sequence_length` checks it later.
     """
     try:
         return min(length, context_of(read_target_config(path, trust_remote_code=False, cached_alone=True)))
@@ -169,7 +169,7 @@ def sequence_length(path: str, length: int) -> int:
 
 
 def up_to_width(path: str, rank: int) -> int:
-    """Return the rank of a low-rank lm_head: `rank`, or the target's hidden size if that is known to be less.
+    """Return the rank of a low-rank lm_head: `rank`, or the target's hidden size if that is known and smaller.
 
     Above that rank the correction has more parameters than the lm_head that it corrects.
     """
@@ -193,8 +193,8 @@ def best_head(path: str, shape: Any, trust_remote_code: bool) -> tuple[str, str]
         layers, width, vocab = (getattr(text, name) for name in SIZES[:3])
     except UNFIT as error:
         raise ValueError(f"model.path={path}: {reason(error)}") from error
-    target = 12 * layers * width**2 + vocab * width  # of a dense one, about
-    # An mlp has a table, an lm_head and a projection for each of four depths, an mtp a decoder layer and a projection.
+    target = 12 * layers * width**2 + vocab * width  # parameters of a dense target, approximately
+    # mlp: a table, an lm_head and a projection for each of four depths; mtp: a decoder layer and a projection.
     trained = {"mlp": 4 * (2 * vocab * width + width**2), "mtp": 14 * width**2}
     serving = "engine=NAME takes one that an engine loads"
     if layers >= DEEP:

@@ -16,7 +16,7 @@ from heads.common.untrusted import CUT, shown
 
 T = TypeVar("T")
 Json = dict[str, Any]  # a JSON object
-UNSET = "???"  # in YAML, a value that must be given
+UNSET = "???"  # marks a required value in YAML
 SCALARS: dict[type, tuple[Any, str]] = {
     int: (IntegerNode, "a whole number"),
     float: (FloatNode, "a number"),
@@ -29,8 +29,8 @@ def typed(schema: type[T], cfg: object, prefix: str = "", ready: Mapping[str, ob
     """Build the dataclass `schema` from `cfg`, whose keys are prefixed by `prefix` in errors.
 
     `ready` holds fields that are already built; they override those of `cfg`. Interpolations of a DictConfig are
-    resolved against its root. Anything else, which may come from the Hub, must be a dict and have none: a resolver
-    would let a foreign file read this machine's environment.
+    resolved against its root. Any other `cfg` may come from the Hub: it must be a dict without interpolations, since a
+    resolver would let a foreign file read this machine's environment.
 
     Raises:
         ValueError: an unknown key, a wrong type, a missing value or a number out of range, in one line with the key's
@@ -42,7 +42,7 @@ def typed(schema: type[T], cfg: object, prefix: str = "", ready: Mapping[str, ob
         try:
             values = OmegaConf.to_container(cfg, resolve=True)
         except OmegaConfBaseException as error:
-            reason = str(error).splitlines()[0]  # the others are about OmegaConf's own types
+            reason = str(error).splitlines()[0]  # the other lines describe OmegaConf's own types
             raise ValueError(f"{error.full_key}: {reason}") from None
     elif isinstance(cfg, dict) and (held := [key for key, value in cfg.items() if "${" in repr(value)]):
         raise ValueError(
@@ -53,13 +53,13 @@ def typed(schema: type[T], cfg: object, prefix: str = "", ready: Mapping[str, ob
 
 
 def from_yaml(schema: type[T], config: str, **values: Any) -> T:
-    """Build the dataclass of conf/CONFIG.yaml with these values instead of its own, for callers without Hydra."""
+    """Build the dataclass from conf/CONFIG.yaml with these values replaced, for callers without Hydra."""
     read: Any = OmegaConf.to_container(OmegaConf.load(ROOT / "conf" / f"{config}.yaml"))
     return typed(schema, {key: value for key, value in {**read, **values}.items() if key not in ("defaults", "hydra")})
 
 
 def build(schema: Any, values: Any, prefix: str, ready: Mapping[str, object] = MappingProxyType({})) -> Any:
-    """Build one dataclass, as `typed` does, from values without interpolations."""
+    """Build a dataclass as `typed` does, from values without interpolations."""
     init = {f.name: f for f in fields(schema) if f.init}
     valid = ", ".join(init)
     if not isinstance(values, dict):
@@ -76,7 +76,7 @@ def build(schema: Any, values: Any, prefix: str, ready: Mapping[str, object] = M
 
 
 def convert(hint: Any, value: Any, key: str, within: Within | OneOf = MACHINE) -> Any:
-    """Convert a value to a type; refuse numbers out of range and names outside the choices, with the key."""
+    """Convert a value to a type; refuse numbers out of range and unknown names, naming the key."""
     if get_origin(hint) in (Union, UnionType):
         if value is None and NoneType in get_args(hint):
             return None
@@ -93,7 +93,7 @@ def convert(hint: Any, value: Any, key: str, within: Within | OneOf = MACHINE) -
     if is_dataclass(hint):
         return build(hint, value, key)
     if hint in SCALARS or (hint is Any and not isinstance(value, dict | list)):
-        check(value, MACHINE, key)  # first, because OmegaConf cannot convert numbers that are too large
+        check(value, MACHINE, key)  # before the conversion, since OmegaConf cannot convert numbers that are too large
         if hint is Any or type(value) is hint:
             scalar = value
         else:
@@ -120,7 +120,7 @@ def convert(hint: Any, value: Any, key: str, within: Within | OneOf = MACHINE) -
 
 
 def check(value: Any, within: Within | OneOf, key: str) -> None:
-    """Refuse a number that is not finite or out of range, and a name that is not among the choices."""
+    """Refuse a number that is not finite or out of range, and an unknown name."""
     if isinstance(value, float) and not math.isfinite(value):
         raise ValueError(f"{key} is {value}: give a finite number")
     ranged = isinstance(value, str if isinstance(within, OneOf) else int | float)
@@ -129,16 +129,16 @@ def check(value: Any, within: Within | OneOf, key: str) -> None:
 
 
 def join(prefix: str, key: Any) -> str:
-    """Return the full name of a key; an untrusted one stays one line."""
+    """Return the full name of a key; an untrusted key stays on one line."""
     name = str(key) if str(key).isprintable() and len(str(key)) <= CUT else shown(key)
     return f"{prefix}.{name}" if prefix else name
 
 
 def nearest(word: str, names: Iterable[str]) -> str:
-    """Return the question after the names nearest to a misspelt one, or to its end; empty if none is near."""
+    """Return a "did you mean" question with the names nearest to a misspelt one; empty if none is near."""
     every = sorted(set(names))
     parent, _, last = word.rpartition(".")
     near = [name for name in every if name.endswith(f".{word}")] or get_close_matches(word, every, 2, 0.75)
-    if not near and not any(name.startswith(f"{parent}.") for name in every):  # another command's section
+    if not near and not any(name.startswith(f"{parent}.") for name in every):  # a section of another command
         near = [name for name in every if f".{name}".endswith(f".{last}")][:2]
     return f"do you mean {' or '.join(near)}?" if near else ""

@@ -1,7 +1,7 @@
 """Parsing untrusted files: depth limits, no code references, no path traversal.
 
-A head, a run's folder, a report or a feature store may come from the Hub or from an archive. Nothing in them selects
-code to run, and a file name in them leads to no other folder.
+A head, a run's folder, a report or a feature store may come from the Hub or from an archive. Its content selects no
+code to run, and its file names lead to no other folder.
 """
 
 import importlib
@@ -13,12 +13,12 @@ from typing import Any
 
 from huggingface_hub import constants
 
-yaml: Any = importlib.import_module("yaml")  # by name: PyYAML comes without types
+yaml: Any = importlib.import_module("yaml")  # imported by name, since PyYAML has no type hints
 NAMES_CODE = ("_target_", "_partial_", "auto_map", "custom_generate", "trust_remote_code")
-LONGEST = 255  # bytes of a file's name
+LONGEST = 255  # bytes of a file name
 MOST_YAML = 1 << 20  # bytes; the parser takes a minute for twenty times as many
-DEEPEST = 100  # nested lists and mappings
-CUT = 200  # characters of a value in an error
+DEEPEST = 100  # maximum depth of nested lists and mappings
+CUT = 200  # maximum length in characters of a value in an error
 TOO_DEEP = "nested too deeply"
 UNSHOWN = (  # control characters but newline and tab, direction overrides, line separators, surrogates
     *(*range(9), *range(11, 32), *range(127, 160)),
@@ -28,7 +28,7 @@ CONTROL = dict.fromkeys(UNSHOWN, "\N{REPLACEMENT CHARACTER}")
 
 
 def parse_json(content: bytes | str, deepest: int = DEEPEST) -> Any:
-    """Return the value of a JSON text, nested at most `deepest` levels.
+    """Parse a JSON text, nested at most `deepest` levels.
 
     Raises:
         ValueError: the text is not JSON, or nested too deeply; in one line, without the file's name.
@@ -42,7 +42,7 @@ def parse_json(content: bytes | str, deepest: int = DEEPEST) -> Any:
 
 
 def parse_yaml(content: bytes) -> Any:
-    """Return the value of a YAML text.
+    """Parse a YAML text.
 
     Raises:
         ValueError: the text is not YAML, is longer than MOST_YAML, holds more than plain values (a tag such as
@@ -53,7 +53,7 @@ def parse_yaml(content: bytes) -> Any:
         raise ValueError(f"{len(content)} bytes of YAML, at most {MOST_YAML} are read")
     try:
         text = content.decode("utf-8")
-        depth = 0  # checked as the parser goes: its time is quadratic in the depth
+        depth = 0  # checked while parsing, whose time is quadratic in the depth
         for event in yaml.parse(text, yaml.SafeLoader):
             if isinstance(event, yaml.AliasEvent):
                 raise ValueError("an alias (*name) is not read here, write its value out")
@@ -68,7 +68,7 @@ def parse_yaml(content: bytes) -> Any:
 
 
 def parsed_file(path: Path, remedy: str, parse: Callable[[bytes], Any] = parse_json) -> Any:
-    """Return the parsed content of a file; refuse a damaged file, with the remedy, and one that is not `regular`."""
+    """Return the parsed content of a file; refuse a damaged file, with the remedy, and a file that is not `regular`."""
     try:
         return parse(regular(path).read_bytes())
     except ValueError as error:
@@ -76,7 +76,7 @@ def parsed_file(path: Path, remedy: str, parse: Callable[[bytes], Any] = parse_j
 
 
 def shallow(value: Any, deepest: int = DEEPEST) -> Any:
-    """Return the value; refuse one nested deeper than any file written here, so that readers may recurse."""
+    """Return the value; refuse one nested deeper than `deepest`, so that readers can recurse."""
     level = [value]
     for _ in range(deepest):
         level = [
@@ -91,7 +91,7 @@ def shallow(value: Any, deepest: int = DEEPEST) -> Any:
 
 
 def entries(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield every value of nested mappings and lists, with its keys joined by points."""
+    """Yield every value of nested mappings and lists, with its keys joined by dots."""
     yield key, value
     if isinstance(value, dict):
         for name, inner in value.items():
@@ -102,7 +102,7 @@ def entries(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def names_code(value: Any) -> str | None:
-    """Return the first key, at any depth, that names code to run; None without one.
+    """Return the first key, at any depth, that names code to run; None if no key does.
 
     A key that is switched off, as in `trust_remote_code: false`, does not count.
     """
@@ -114,7 +114,7 @@ def regular(path: Path) -> Path:
     """Return the path of a regular file, or of a folder of regular files.
 
     Raises:
-        ValueError: the path is (or links to) a pipe, a socket or a device, where opening may block forever.
+        ValueError: the path is or links to a pipe, a socket or a device, whose opening may block forever.
     """
     for file in path.iterdir() if path.is_dir() else [path]:
         if file.exists() and not (file.is_file() or file.is_dir()):
@@ -123,7 +123,7 @@ def regular(path: Path) -> Path:
 
 
 def plain_name(name: object) -> bool:
-    """Return whether this is a bare file name, without a path."""
+    """Return whether a name is a file name without a folder."""
     return (
         isinstance(name, str)
         and name.isprintable()
@@ -134,11 +134,11 @@ def plain_name(name: object) -> bool:
 
 
 def inside(folder: Path, name: object) -> Path:
-    """Return the path of a file in the folder, by a name from an untrusted file.
+    """Return the path of a file in the folder, named by an untrusted file.
 
     Raises:
-        ValueError: the name leads out of the folder, or is a link that does, or it is not `regular`. The Hub's cache,
-            whose snapshots are links into itself, is no way out.
+        ValueError: the name leads out of the folder, or is a link that does, or the file is not `regular`. Links within
+            the Hub's cache, whose snapshots consist of links, are allowed.
     """
     if not plain_name(name):
         raise ValueError(
@@ -153,11 +153,11 @@ def inside(folder: Path, name: object) -> Path:
 
 
 def visible(text: str) -> str:
-    """Return a text that is safe to print: its lines stay, control characters and surrogates are replaced."""
+    """Return a text that is safe to print: line breaks stay, control characters and surrogates are replaced."""
     return text.translate(CONTROL)
 
 
 def shown(value: object) -> str:
-    """Return a value for an error message: one line, cut to a length."""
+    """Return a value for an error message: one line of at most CUT characters."""
     text = repr(value)
     return text if len(text) <= CUT else text[:CUT] + "…"

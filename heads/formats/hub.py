@@ -1,4 +1,4 @@
-"""Finding and loading a head: in a run's folder, in a published folder or on the Hub."""
+"""Finding and loading a head from a run's folder, a published folder or the Hub."""
 
 import logging
 import re
@@ -39,7 +39,7 @@ REPO = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 
 
 def resolve_head(run_or_repo: str) -> Path:
-    """Return the folder of a head for `load_found`: a run's folder, a published one, or a download by Hub id.
+    """Return the folder of a head for `load_found`: a run's folder, a published folder, or a download by Hub id.
 
     Raises:
         ValueError: there is no head, or the download fails.
@@ -66,7 +66,7 @@ def _downloaded_head(repo: str) -> Path:
 
 
 def downloaded(repo: str, patterns: Sequence[str]) -> Path:
-    """Download the repository's files that match the patterns, or take the cached ones; refuse if neither works."""
+    """Download the repository's files that match the patterns, or use the cached ones; refuse if both fail."""
     try:
         check_reachable(repo)
     except ValueError as error:
@@ -92,7 +92,7 @@ def base_head(name: str, config: HeadConfig, embeddings: Embeddings, spec: Targe
     """Return the base head of an adapter in fp32, always from the Hub.
 
     Raises:
-        ValueError: the name is not a Hub id, or belongs to a head of another configuration, or to an adapter.
+        ValueError: the name is not a Hub id, or names an adapter or a head of another configuration.
     """
     if not REPO.fullmatch(name):
         raise ValueError(f"base={name[:80]}: no name of the Hub, OWNER/NAME, where the base of an adapter is")
@@ -116,8 +116,8 @@ def made_for(folder: Path) -> TargetSpec | None:
 def sibling_spec(folder: Path, spec: TargetSpec, use: str) -> TargetSpec:
     """Return the target's spec with the fingerprint of the head's own target, which may differ.
 
-    So a head can draft for its target fine-tuned, quantised or with an adapter, or initialise a head for it. The shapes
-    must agree. `use` is the head's use, for the warning.
+    A head can so draft for, or initialise a head of, the target after fine-tuning, quantisation or an adapter. The
+    shapes must agree. `use` names the head's use in the warning.
     """
     saved = made_for(folder)
     if saved is None or saved.fingerprint == spec.fingerprint:
@@ -132,7 +132,7 @@ def kind_of(folder: Path) -> str:
 
 
 def tree_of(folder: Path, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the tree saved with a head, overridden by `given` values that are not None; refuse if both are missing."""
+    """Return the tree saved with a head, overridden by the `given` values that are not None; refuse a missing value."""
     chosen = {key: value for key, value in given.items() if value is not None}
     if not is_published(folder):
         return {**read_config(folder)["tree"], **chosen}
@@ -144,7 +144,7 @@ def tree_of(folder: Path, given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def schedule_of(folder: Path, given: Mapping[str, Any]) -> Any:
-    """Return the lines of the schedule saved with a head; None without a schedule, or if a tree is given."""
+    """Return the lines of a head's saved schedule; None without a schedule, or if the user gives a tree."""
     given_tree = any(value is not None for value in given.values())
     return None if given_tree or is_published(folder) else read_config(folder).get(SCHEDULE)
 
@@ -155,7 +155,7 @@ def on_hub(name: str) -> bool:
 
 
 def target_path(name: str) -> str:
-    """Return the path or Hub id of a head's target; published paths are relative to the checkout or the home."""
+    """Return the path or Hub id of a head's target; published paths are relative to the checkout or the home folder."""
     if name.startswith("~/"):
         return str(Path(name).expanduser())
     inside = ROOT / name
@@ -168,7 +168,7 @@ def hub_errors(repo: str, doing: str) -> Iterator[None]:
     try:
         yield
     except (TRANSPORT, OSError, RuntimeError) as error:
-        answered = error if isinstance(error, HfHubHTTPError) else error.__cause__  # an upload wraps the Hub's error
+        answered = error if isinstance(error, HfHubHTTPError) else error.__cause__  # an upload's error wraps the Hub's
         if not isinstance(answered, HfHubHTTPError):
             cause = error.__cause__ or error
             why = f"{type(cause).__name__}: {one_line(cause)}"

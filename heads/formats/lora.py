@@ -1,7 +1,7 @@
 """LoRA adapters of heads: low-rank factors in peft's layout, and the Hub id of the base head.
 
-Next to them is the head's own config.json. Reading takes no peft: the names in the file say which weights are adapted,
-and no pattern of the adapter's configuration is matched.
+The head's config.json is in the same folder. Reading needs no peft: the tensor names say which weights are adapted,
+and patterns in the adapter's configuration are ignored.
 """
 
 import json
@@ -19,17 +19,17 @@ from heads.formats.weights import read_weights
 
 CONFIG, WEIGHTS = FILES = ("adapter_config.json", "adapter_model.safetensors")
 PREFIX, DOWN, UP = "base_model.model.", "lora_A.weight", "lora_B.weight"
-# Keys of peft that change the meaning of the factors, none of which is supported.
+# Keys of peft that change the meaning of the factors; none is supported.
 FURTHER = ("use_rslora", "use_dora", "fan_in_fan_out", "modules_to_save", "rank_pattern", "alpha_pattern", "lora_bias")
 REMEDY = "download it again, or publish it again"
 LARGEST = 1 << 20  # the largest r and lora_alpha
-ROUNDED = 1e-4  # largest relative error of the factors, for rounding in fp32
+ROUNDED = 1e-4  # largest relative error of the factors, from rounding in fp32
 
 
 class Adapter(NamedTuple):
-    """A LoRA adapter: the Hub id of its base head, and the factors for each weight "O I".
+    """A LoRA adapter: the Hub id of its base head, and two factors for each weight "O I".
 
-    It adds `scale` times the product of the factors "O R" and "R I".
+    The adapter adds `scale` times the product of the factors "O R" and "R I" to a weight.
     """
 
     base: str
@@ -65,7 +65,7 @@ def read_adapter(folder: Path) -> Adapter:
 
 
 def merge(head: nn.Module, adapter: Adapter, folder: Path) -> nn.Module:
-    """Merge an adapter into a head, in fp32; refuse factors for unknown weights, and too large ones."""
+    """Merge an adapter into a head, in fp32; refuse factors for unknown weights, and factors that are too large."""
     weights = head.float().state_dict()
     for name, (up, down) in adapter.factors.items():
         if name not in weights or weights[name].shape != (len(up), down.shape[1]):
@@ -94,7 +94,7 @@ def adapter_files(base: str, before: Mapping[str, Tensor], after: Mapping[str, T
         if change.ndim != 2 or not name.endswith(".weight"):
             raise ValueError(f"base={base}: {name} differs from the run's, and is no matrix that LoRA adapts")
         left, sizes, right = torch.svd_lowrank(change, min(rank, *change.shape), niter=4)
-        sizes, padding = sizes.sqrt(), rank - len(sizes)  # pads a smaller matrix: peft needs one rank for all
+        sizes, padding = sizes.sqrt(), rank - len(sizes)  # zeros pad a smaller matrix: peft needs one rank for all
         up, down = pad(left * sizes, (0, padding)), pad(right * sizes, (0, padding)).T
         if float((change - up @ down).norm()) > ROUNDED * float(change.norm()):
             raise ValueError(

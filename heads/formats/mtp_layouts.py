@@ -1,8 +1,8 @@
 """The layouts of MTP modules in targets' checkpoints, and the mapping of tensor names both ways.
 
-behind  `model.layers.N.*` behind the last of N layers: DeepSeek-V3, GLM-4.5
+behind  `model.layers.N.*` after the last of N layers: DeepSeek-V3, GLM-4.5
 apart   `mtp.*`: Qwen3-Next, Qwen3.5
-mimo    `model.mtp_layers.0.*`: MiMo, whose projection reads the state first, as it is before the target's final norm
+mimo    `model.mtp_layers.0.*`: MiMo, whose projection reads the state first, before the target's final norm
 """
 
 import re
@@ -18,15 +18,15 @@ SHARED = ("embed_tokens.weight", "shared_head.head.weight")  # copies of the tar
 
 
 class Layout(NamedTuple):
-    """The names of a module's tensors in a checkpoint, and its differences.
+    """The names of a module's tensors in a checkpoint, and its differences from our module.
 
-    `outer` and `inner` are the prefixes of the module's and its decoder layer's names; {} is the target's layer count.
+    `outer` is the name prefix of the module, `inner` that of its decoder layer; {} is the target's layer count.
     """
 
     outer: str
     inner: str
-    renamed: dict[str, str]  # the checkpoint's names, by ours, of tensors outside the layer
-    state_first: bool = False  # the order in the projection's input
+    renamed: dict[str, str]  # our names of the tensors outside the layer -> the checkpoint's names
+    state_first: bool = False  # whether the projection's input begins with the state
     raw_state: bool = False
 
     def theirs(self, name: str, layers: int) -> str:
@@ -36,7 +36,7 @@ class Layout(NamedTuple):
         return self.outer.format(layers) + self.renamed[name]
 
     def ours(self, names: Iterable[str], layers: int) -> dict[str, str]:
-        """Return our names of the module's tensors, by their names in a checkpoint."""
+        """Return the checkpoint's names of the module's tensors, each with our name."""
         renamed = {self.theirs(name, layers): name for name in self.renamed}
         inner, shared = self.inner.format(layers), {self.outer.format(layers) + name for name in SHARED}
         return {
@@ -83,8 +83,8 @@ LAYOUTS = {
 
 
 COUNT = "num_nextn_predict_layers"  # the key of config.json with the number of MTP modules
-COUNTS = (COUNT, "mtp_num_hidden_layers")  # the second is Qwen3.5's
-FAMILIES = {  # the layout of each architecture
+COUNTS = (COUNT, "mtp_num_hidden_layers")  # the second key is Qwen3.5's
+FAMILIES = {  # architecture -> layout
     "DeepseekV3ForCausalLM": LAYOUTS["behind"],
     "Glm4MoeForCausalLM": LAYOUTS["behind"],
     "MiMoForCausalLM": LAYOUTS["mimo"],
@@ -93,18 +93,18 @@ FAMILIES = {  # the layout of each architecture
 
 
 def swapped(projection: Tensor) -> Tensor:
-    """Return the projection's weight for its two concatenated inputs in the other order."""
+    """Return the projection's weight with its two concatenated inputs swapped."""
     return torch.cat(projection.chunk(2, -1)[::-1], -1)
 
 
 def layout_of(names: Iterable[str], layers: int) -> Layout | None:
-    """Return the layout of the MTP module in a checkpoint with these tensors, None without a module."""
+    """Return the layout of the MTP module in a checkpoint with these tensors, None without an MTP module."""
     available = set(names)
     return next((one for one in LAYOUTS.values() if one.theirs(PROJECTION, layers) in available), None)
 
 
 def fused(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Stack a checkpoint's separate experts as in transformers: gate above up, and down."""
+    """Stack a checkpoint's separate experts as transformers does: gate and up in one tensor, down in another."""
     experts: dict[str, dict[str, dict[int, Tensor]]] = {}
     stacked = {}
     for name, tensor in tensors.items():

@@ -28,8 +28,8 @@ log = logging.getLogger(__name__)
 FORMAT = 1
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
 INDEX = f"{WEIGHTS}.index.json"  # the index of a sharded checkpoint
-SCHEDULE = "schedule"  # the key of the optional schedule, the tree by batch size
-# The defaults of keys for heads saved before the key existed.
+SCHEDULE = "schedule"  # key of the optional schedule, which maps batch sizes to trees
+# The defaults of keys, for heads saved before the key existed.
 EARLIER = {
     "length": None, "lm_head": "shared", "lm_head_rank": None, "draft_vocab": None, "qk_norm": False,
     "from_anchor": False, "rope_scaling": None, "mask_token": None, "joint_norm": False,
@@ -37,7 +37,7 @@ EARLIER = {
     "feature_layers": None, "layer": "llama", "raw_state": False,
 }  # fmt: skip
 
-# Keys in earlier saved heads that had no effect.
+# Keys in heads saved earlier that had no effect.
 RETIRED = {"peagle": ("norm_output", "kv_injection")}
 
 
@@ -45,7 +45,7 @@ RETIRED = {"peagle": ("norm_output", "kv_injection")}
 class TargetSpec:
     """The target of a head: `name` is informative, the other fields must match for a head to be loaded.
 
-    A fingerprint that begins with QUANTISED does not cover the weights before quantisation.
+    A fingerprint that begins with QUANTISED does not identify the weights before quantisation.
     """
 
     name: str
@@ -53,7 +53,7 @@ class TargetSpec:
     hidden_size: int
     num_layers: int
     fingerprint: str
-    adapter: str | None = None  # the PEFT adapter merged into the target; not recorded by earlier versions
+    adapter: str | None = None  # the PEFT adapter merged into the target; earlier versions did not record it
 
     def __str__(self) -> str:
         return self.name if self.adapter is None else f"{self.name} with adapter {self.adapter}"
@@ -98,7 +98,7 @@ def write_files(folder: Path, content: dict[str, Any], tensors: dict[str, Tensor
     Raises:
         OSError: the disk is full or the folder cannot be written.
     """
-    # Copies: safetensors takes no two tensors that share memory.
+    # copies, since safetensors rejects two tensors that share memory
     tensors = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
     try:
         with replacing(folder) as new:
@@ -113,7 +113,7 @@ def write_files(folder: Path, content: dict[str, Any], tensors: dict[str, Tensor
 def save_tree(folder: Path, tree: dict[str, Any], schedule: list[dict[str, Any]] | None = None) -> None:
     """Write another draft tree into a head's config.json, atomically; the head and its target stay.
 
-    With a `schedule`, lines of `policy.Schedule`, the tree is that of one sequence, else of any number.
+    With a `schedule`, lines of `policy.Schedule`, `tree` applies to batch size 1, otherwise to any batch size.
 
     Raises:
         ValueError: the folder has no head.
@@ -160,7 +160,7 @@ def fill(module: nn.Module, folder: Path) -> None:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """Return a head's config.json, checked as far as possible without the target; refuse a missing one."""
+    """Return a head's config.json, checked as far as possible without the target; refuse a missing config.json."""
     content = read_folder(folder, "head", ("head", "target", "tree"), (SCHEDULE,))
     if not isinstance(content["tree"], dict):
         raise ValueError(f"{folder}/{CONFIG}: tree is {shown(content['tree'])}, expected a mapping")
@@ -169,9 +169,9 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def read_folder(folder: Path, kind: str, keys: tuple[str, ...], optional: tuple[str, ...] = ()) -> dict[str, Any]:
-    """Return a folder's config.json; refuse one with another format, without a target, or with other keys than these.
+    """Return a folder's config.json; refuse one with another format, without a target, or with keys other than these.
 
-    `kind` is also the folder's name in a run's folder; it may lack the `optional` keys.
+    `kind` is also the folder's name in a run's folder; the `optional` keys may be missing.
     """
     path = last_good(folder) / CONFIG
     if not path.parent.is_dir():

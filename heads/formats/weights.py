@@ -17,17 +17,17 @@ from heads.base import Embeddings
 from heads.common.errors import one_line
 from heads.common.untrusted import CUT, parse_json, plain_name, regular, shown
 
-# The dtypes of a head's tensors; torch cannot check other dtypes for finite values.
+# Dtypes of a head's tensors; torch cannot check others for finite values.
 DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
     "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
 }  # fmt: skip
 LARGEST, DEEPEST = 1 << 40, 8  # the largest dimension of a tensor, and the most dimensions
-FEW = 16  # values of each parameter that a fingerprint reads
+FEW = 16  # values per parameter that a fingerprint reads
 
 
 class Entry(NamedTuple):
-    """The entry of a tensor in a file's header."""
+    """A tensor's entry in a file's header."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -37,7 +37,7 @@ def header(path: Path) -> dict[str, Entry]:
     """Return the shapes and types of a file's tensors, without reading them.
 
     Raises:
-        ValueError: the file is missing, truncated or damaged, or holds a type or shape that no head is made of.
+        ValueError: the file is missing, truncated or damaged, or holds a dtype or shape that no head has.
     """
     with _whole(path), safe_open(regular(path), "pt") as opened:
         slices = {name: opened.get_slice(name) for name in list(opened.keys())}
@@ -60,7 +60,7 @@ def read_weights(path: Path) -> dict[str, Tensor]:
 
 
 def shards(index: Path) -> dict[str, str]:
-    """Return the file of each tensor by an untrusted index, whose files must be in its folder."""
+    """Return each tensor's file from an untrusted index, whose files must be in its folder."""
     try:
         files: dict[str, str] = parse_json(index.read_bytes())["weight_map"]
         odd = [file for file in files.values() if not (plain_name(file) and file.endswith(".safetensors"))]
@@ -83,7 +83,7 @@ def _whole(path: Path) -> Iterator[None]:
 
 
 def digest(few: Mapping[str, Tensor], start: str = "") -> str:
-    """Hash a string and the first values of named parameters, in bf16 so that all float dtypes agree."""
+    """Hash a string and the first values of named parameters, in bf16, so that all float dtypes give the same hash."""
     sha256 = hashlib.sha256(start.encode())
     for name in sorted(few):
         sha256.update(name.encode() + few[name].to(torch.bfloat16).cpu().view(torch.int16).numpy().tobytes())
@@ -94,7 +94,7 @@ def meta_state_dict(kind: Any, config: Any, embeddings: Embeddings, where: str) 
     """Return a head's tensors on the meta device, to check a file before allocating the head.
 
     Raises:
-        ValueError: the configuration builds no head; the message begins with `where`.
+        ValueError: the configuration is invalid for a head; the message begins with `where`.
     """
     try:
         with torch.device("meta"):

@@ -2,12 +2,12 @@
 
 argmax.py          the argmax of logits, fast on a CPU
 layers.py          the decoder layer that heads share, and compiling a head's
-tree_attention.py  masked attention of few queries on CUDA, its keys split
+tree_attention.py  masked attention of few queries on CUDA, with split keys
 tree_kernels.py    its Triton kernels
-flex.py            the same attention as the next file's in one kernel of a device, and its mask
-attention.py       training-time-test attention over packed sequences: exact, block-wise, in linear memory
+flex.py            the attention of attention.py as one fused kernel, and its mask
+attention.py       training-time-test attention over packed sequences: exact, block-wise, linear memory
 autoregressive.py  unroll, extend and expand of heads that draft one token after another
-kv_cache.py        the head's KV cache of verified rows, and how far back it looks
-fusion.py          which target layers a head reads by default, and how their states are fused into one
+kv_cache.py        the head's KV cache of verified rows, and its sliding window
+fusion.py          default feature layers, and the fusion of their states into one
 vocab.py           the pruned draft vocabulary, and the lm_head over it
 """

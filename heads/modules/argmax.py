@@ -3,14 +3,14 @@
 from jaxtyping import Float, Int
 from torch import Tensor
 
-BLOCK = 128  # tokens that are searched for the index of the maximum
-FEW = 4096  # tokens that are faster searched at once
+BLOCK = 128  # tokens of a block; only the best block is searched for the index of the maximum
+FEW = 4096  # below this number of tokens a full search is faster
 
 
 def argmax(scores: Float[Tensor, "*n V"]) -> Int[Tensor, "*n"]:
-    """Return the argmax of each row, the first of equals, on a CPU several times faster than `torch.argmax`.
+    """Return the argmax of each row, the first among ties; on a CPU several times faster than `torch.argmax`.
 
-    On a CPU torch vectorises the maximum and not its index, so a row's best block is found first.
+    On a CPU torch vectorises max but not argmax, so the block that contains the maximum is found first.
     """
     size = scores.shape[-1]
     if scores.device.type != "cpu" or size % BLOCK or size <= FEW:

@@ -1,7 +1,7 @@
 """Training-time-test attention over packed sequences: exact, block-wise, memory linear in length.
 
 A row drafted from row t attends to the context, which is the verified rows up to t, and to the rows drafted before it
-from the same t, one a step: the training-time test of EAGLE-3 (arXiv 2503.01840). Its scores are one matmul with the
+from the same t, one per step: the training-time test of EAGLE-3 (arXiv 2503.01840). Its scores are one matmul with the
 context and a column for each drafted step, so neither a mask nor scores over all steps' rows are materialised. The two
 parts are merged by their log-sum-exp (LSE). Queries are processed in blocks and the backward pass recomputes a block's
 P from the LSE (FlashAttention, arXiv 2205.14135), so memory is linear in the length and the number of steps. A block
@@ -23,7 +23,7 @@ from heads.modules.flex import block_mask, kernel
 from heads.modules.flex import runs as runs_fused
 
 KeyValue = tuple[Tensor, Tensor]
-BLOCK = 128  # queries at a time
+BLOCK = 128  # queries of a block
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,61 +31,61 @@ class Pattern:
     """The attention pattern of N queries: each attends to rows `first` to `upto` of the context, both included."""
 
     first: Int[Tensor, "B N"]
-    upto: Int[Tensor, "B N"] | None = None  # None if query n is row n and attends up to itself
+    upto: Int[Tensor, "B N"] | None = None  # each query's last context row; None if query n is row n
     distinct: bool = False  # whether `upto` increases every `size` queries
     size: int = 1  # queries in a group, which share their drafted rows
-    causal: bool = False  # whether a query ignores the drafted rows of later queries
-    masks: dict[tuple[int, int], Any] = field(default_factory=dict)  # the fused kernel's, by length and steps
+    causal: bool = False  # whether later queries' drafted rows are masked
+    masks: dict[tuple[int, int], Any] = field(default_factory=dict)  # (length, steps) -> mask of the fused kernel
 
     @cached_property
     def last(self) -> Int[Tensor, "B N"]:
-        """The last context row of each query."""
+        """Return the last context row of each query."""
         if self.upto is not None:
             return self.upto
         return torch.arange(self.first.shape[1], device=self.first.device).expand_as(self.first)
 
     def blocks(self, length: int) -> list["QueryBlock"]:
-        """Return the blocks of queries over a context of `length` rows, each with its range of rows."""
+        """Return the blocks of queries over a context of `length` rows, each with its range of context rows."""
         blocks = []
         for i, begin in enumerate(range(0, self.first.shape[1], BLOCK)):
             end = min(begin + BLOCK, self.first.shape[1])
             most = end if self.upto is None else length
             if self.distinct:  # later queries have later last rows
                 most -= (self.first.shape[1] - end) // self.size
-            # A query without context rows is scored with one, and masked.
+            # A query without context rows is scored with one row, which is masked.
             blocks.append(QueryBlock(begin, end, min(self.lows[i], most - 1), most))
         return blocks
 
     @cached_property
     def lows(self) -> list[int]:
-        """Each block's first context row: documents do not see each other."""
+        """Return each block's first context row, the start of its documents or window."""
         return [int(low) for low in torch.stack([block.min() for block in self.first.split(BLOCK, 1)]).tolist()]
 
     def bounds(self) -> Int[Tensor, "4 B N"]:
-        """Return each query's first and last row, in the context and then among the drafted rows.
+        """Return each query's first and last context row, and its first and last drafted row.
 
-        The rows drafted for query n have the number -1 - n.
+        The rows drafted for query n have the index -1 - n.
         """
         query = torch.arange(self.first.shape[1], device=self.first.device).expand_as(self.first)
         begin = query - query % self.size
         return torch.stack([self.first, self.last, -1 - (query if self.causal else begin + self.size - 1), -1 - begin])
 
     def shared(self, x: Float[Tensor, "B G N E"]) -> list[Float[Tensor, "B G N E"]]:
-        """Return each query's first, second … drafted row of the `size` that its group shares."""
+        """Return, for i below `size`, the i-th drafted row of each query's group."""
         if self.size == 1:
             return [x]
         groups = x.unflatten(2, (-1, self.size))
         return [groups[:, :, :, i, None].expand(-1, -1, -1, self.size, -1).flatten(2, 3) for i in range(self.size)]
 
     def mask(self, length: int, steps: int) -> Any:
-        """Return the fused kernel's mask over `length` context rows and the rows of `steps` drafted steps."""
+        """Return the fused kernel's mask over `length` context rows and `steps` steps of drafted rows."""
         if (length, steps) not in self.masks:
             self.masks[length, steps] = block_mask(self.bounds(), length, steps)
         return self.masks[length, steps]
 
 
 class QueryBlock(NamedTuple):
-    """The queries `begin` … `end` - 1, whose context is within rows `least` to `most` - 1."""
+    """The queries `begin` … `end` - 1, whose context is in rows `least` to `most` - 1."""
 
     begin: int
     end: int
@@ -99,9 +99,9 @@ def pattern(
     """Return the pattern of rows drafted `ahead` positions after row t.
 
     Args:
-        position: the rows' positions within their documents, 0, 1, 2, … each.
+        position: the rows' positions in their documents, counted from 0.
         length: the size of the attention window, the row itself included; None for all.
-        ahead: the drafted row's distance from row t.
+        ahead: the distance of the drafted row from row t.
         row: the rows, in order; None for all of the context.
     """
     back = position if length is None else position.clamp_max(length - 1 - ahead)
@@ -113,14 +113,14 @@ def pattern(
 def attend_rows(
     query: Float[Tensor, "B H N E"], context: KeyValue, drafted: list[KeyValue], attn_pattern: Pattern
 ) -> Float[Tensor, "B H N F"]:
-    """Attend from each query to its context rows and to the rows drafted for it, as `attn_pattern` says.
+    """Attend from each query to its context rows and its drafted rows, given by `attn_pattern`.
 
     Training on CUDA uses one fused kernel (heads/modules/flex.py), everything else the blocks below.
 
     Args:
         context: keys and values "B G T E" of the verified rows.
-        drafted: keys and values "B G N E" of each step drafted so far, row n of which was drafted for query n.
-        attn_pattern: each query's rows of both, at least one.
+        drafted: keys and values "B G N E" of each step so far; row n was drafted for query n.
+        attn_pattern: the context and drafted rows of each query, at least one.
     """
     # Under autocast normed queries and keys are wider than values; the products use the values' dtype.
     dtype = context[1].dtype
@@ -131,7 +131,7 @@ def attend_rows(
 def attend_fused(
     query: Float[Tensor, "B H N E"], pairs: list[KeyValue], attn_pattern: Pattern
 ) -> Float[Tensor, "B H N F"]:
-    """Attend to the context (the first of `pairs`) and to drafted rows (the others) by one kernel."""
+    """Attend to the context (first of `pairs`) and to the drafted rows (the others) by one fused kernel."""
     mask = attn_pattern.mask(pairs[0][0].shape[2], len(pairs) - 1)
     key, value = (torch.cat(halves, 2) for halves in zip(*pairs, strict=True))
     return kernel()(query, key, value, block_mask=mask, enable_gqa=query.shape[1] != key.shape[1])
@@ -140,7 +140,7 @@ def attend_fused(
 def attend_blocks(
     query: Float[Tensor, "B H N E"], pairs: list[KeyValue], attn_pattern: Pattern
 ) -> Float[Tensor, "B H N F"]:
-    """Attend as `attend_fused` does, block by block, on every device and in every dtype: its reference."""
+    """Attend as `attend_fused` does, block by block, on every device and in every dtype; the reference for it."""
     apply: Any = _Rows.apply
     drafted = [
         half for pair in pairs[1:] for halves in zip(*map(attn_pattern.shared, pair), strict=True) for half in halves
@@ -157,7 +157,7 @@ class _Rows(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, attn_pattern: Pattern, query: Tensor, key: Tensor, value: Tensor, *drafted: Tensor) -> Tensor:
-        """Return O, and save its LSE."""
+        """Return O, and save the LSE."""
         wide = _wide(query.dtype)
         out = query.new_empty((*query.shape[:3], value.shape[-1]))
         lse = torch.empty(query.shape[:3], dtype=wide, device=query.device)
@@ -180,7 +180,7 @@ class _Rows(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        """Return the gradients; P is recomputed a block at a time."""
+        """Return the gradients; P is recomputed block by block."""
         query, key, value, out, lse, *drafted = ctx.saved_tensors
         scale, groups, k = query.shape[-1] ** -0.5, key.shape[1], key.to(lse.dtype)
         d_query, d_key, d_value = torch.empty_like(query), torch.zeros_like(k), torch.zeros_like(value, dtype=lse.dtype)
@@ -212,7 +212,7 @@ def _product(a: Float[Tensor, "*n M K"], b: Float[Tensor, "*n K N"]) -> Float[Te
 
 
 def _queries(block: QueryBlock, groups: int, *tensors: Tensor) -> list[Float[Tensor, "B G r N E"]]:
-    """Return a block's rows of tensors, split into the groups' heads, in a dtype for sums."""
+    """Return a block's rows of each tensor, split into groups of heads, in the accumulation dtype."""
     slices = [tensor[:, :, block.begin : block.end] for tensor in tensors]
     return [x.to(_wide(x.dtype)).unflatten(1, (groups, -1)) for x in slices]
 
@@ -224,12 +224,12 @@ def _scores(
     attn_pattern: Pattern,
     block: QueryBlock,
 ) -> tuple[Float[Tensor, "B G r N S"], Float[Tensor, "B G r N n"]]:
-    """Return a block's scores with the context and with each drafted step's row, in base 2.
+    """Return a block's base-2 scores with the context and with the row of each drafted step.
 
     Base 2: on a CPU exp is ten to fifty times slower than exp2 where it underflows, as at masked scores.
     """
     scale, never = q.shape[-1] ** -0.5 / math.log(2), float("-inf")
-    # The queries are scaled, and the rest is in place: scores are by far the largest tensor.
+    # Only the queries are scaled, and later operations are in place: scores are by far the largest tensor.
     s = ((_fold(q) * scale) @ key[:, :, block.least : block.most].mT).view(*q.shape[:-1], -1)
     column, queries = torch.arange(block.least, block.most, device=q.device), slice(block.begin, block.end)
     seen = (column >= attn_pattern.first[:, queries, None]) & (column <= attn_pattern.last[:, queries, None])

@@ -1,7 +1,7 @@
 """Autoregressive heads, which draft one token after another: EAGLE's family and multi-token prediction.
 
-Such a head computes the next state and the input of its lm_head from a token and the state before. At depth 1 that
-state comes from the target's features, later it is the head's own. Training unrolls all rows at once, decoding appends
+Such a head computes the next state and the input of its lm_head from a token and the previous state. At depth 1 that
+state comes from the target's features, later from the head itself. Training unrolls all rows at once, decoding appends
 verified rows and expands a tree; the three differ only in the attention mask.
 """
 
@@ -24,10 +24,10 @@ class Recurrent(nn.Module):
     """The autoregressive part of a head, without its lm_head; `config.length` is its attention window.
 
     Attributes:
-        num_attention_layers: its decoder layers.
-        injected: whether the context's keys and values come from `inject`, else from the pass of depth 1.
+        num_attention_layers: the number of decoder layers.
+        injected: whether the context's keys and values come from `inject`; otherwise from the pass at depth 1.
         predicts: whether a state is a prediction of the target's feature.
-        detach: whether the gradient stops between a step and the one before it.
+        detach: whether the gradient stops between steps.
     """
 
     config: Any
@@ -45,20 +45,20 @@ class Recurrent(nn.Module):
     ) -> tuple[KeyValue, ...]:
         """Return each layer's keys and values of the context, from the states of `initial_states`.
 
-        Empty if later rows attend to the rows of depth 1 instead.
+        The list is empty if later rows attend to the rows of depth 1 instead.
         """
         return ()
 
     def advance(
         self, token: Int[Tensor, "B T"], state: Float[Tensor, "B T D"], inputs: list[LayerInputs]
     ) -> tuple[Float[Tensor, "B N D"], Float[Tensor, "B N D"]]:
-        """Return the states after `state` and `token`, and the inputs of `compute_logits`."""
+        """Return the states after `state` and `token`, and the inputs for `compute_logits`."""
         raise NotImplementedError
 
     def unroll(self, features: Features, depths: int, anchors: Int[Tensor, "B n"] | None = None) -> list[DepthOutput]:
         """Draft from all rows, or from `anchors`; depths after the first read the head's own states.
 
-        The last layer computes only keys and values of the other rows, at depth 1.
+        For rows that are not drafted from, the last layer computes only keys and values, at depth 1.
         """
         every = rows.positions(features.document)
         length, max_position = every.shape[1], every.shape[1] + depths
@@ -98,7 +98,7 @@ class Recurrent(nn.Module):
     def append_verified(
         self, cache: KVCache, start: Float[Tensor, "B T D"], new: NewRows, position: Int[Tensor, "B T"]
     ) -> tuple[Tensor, Tensor]:
-        """Append verified rows with the states `start` before them; return the result of `advance`."""
+        """Append verified rows, whose previous states are `start`; return the result of `advance`."""
         token, count = new.token, new.counts
         if not cache.fresh and cache.window is not None and token.shape[1] > SPARE:
             pieces = []
@@ -109,7 +109,7 @@ class Recurrent(nn.Module):
                 pieces.append(self.append_verified(cache, before, new._replace(token=tokens, counts=counts), at))
             hidden, pre_logits = (torch.cat(parts, 1) for parts in zip(*pieces, strict=True))
             return hidden, pre_logits
-        # A whole prompt needs no mask, whose size is quadratic.
+        # A whole prompt needs no mask; its size would be quadratic.
         attn_mask = None if cache.fresh else cache.attn_mask(position, position[:, -1])[:, None]
 
         def attend(i: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -129,7 +129,7 @@ class Recurrent(nn.Module):
         attend: Callable[..., Tensor],
         queries: Tensor | None = None,
     ) -> list[LayerInputs]:
-        """Return each layer's inputs; `attend` takes the layer's index first, `queries` are the last layer's."""
+        """Return each layer's inputs; `attend` takes the layer's index first; `queries` applies to the last layer."""
         inputs = [LayerInputs(position, max_position, partial(attend, i)) for i in range(self.num_attention_layers)]
         return [*inputs[:-1], inputs[-1]._replace(queries=queries)]
 
@@ -141,7 +141,7 @@ class RecurrentHead(HeadModule, Recurrent):
     lm_head: nn.Module
 
     def compute_logits(self, state: Float[Tensor, "*n D"], depth: int) -> Float[Tensor, "*n W"]:
-        """Return the logits of the second output of `advance`."""
+        """Return the logits of states, the second output of `advance`."""
         return self.lm_head(state)
 
     def extend(self, state: KVCache | None, new: NewRows) -> tuple[KVCache, LevelOutput]:

@@ -2,7 +2,7 @@
 
 Keys and values of the verified rows and of all drafted rows are concatenated, and a query attends to two intervals of
 them (`Pattern.bounds`). The block mask is computed on the device from the bounds of whole blocks: no mask or scores of
-all pairs are materialised, the host reads nothing, and no number is compiled in, so one kernel serves all depths.
+all pairs are materialised, the host does not wait, and no size is compiled in, so one kernel serves all depths.
 """
 
 from collections.abc import Callable
@@ -14,20 +14,20 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
-TILE = 128  # queries and keys of a block of the mask
-NARROWEST, NARROW, WIDE = 16, 128, 256  # widths of a head: the least, one that fits everywhere, the largest
-# Bytes of shared memory for heads wider than NARROW, in 16 bits and in 32: the backward pass's least blocks (pytorch
-# issue 198224) and the forward's. Smaller ones torch does not try, and compiling fails.
+TILE = 128  # queries and keys of a tile of the block mask
+NARROWEST, NARROW, WIDE = 16, 128, 256  # head widths: the smallest, the largest on all devices, the largest
+# Shared memory in bytes that heads wider than NARROW need, by bytes per value: for the smallest blocks of the backward
+# pass (pytorch issue 198224) and of the forward pass. torch tries no smaller blocks, so compiling would fail.
 FOR_WIDE = {2: 112 * 2**10, 4: 192 * 2**10}
-KERNELS = 64  # the most kernels, one for each shape of heads
-DTYPES = (torch.float16, torch.bfloat16, torch.float32)  # supported dtypes
+KERNELS = 64  # limit of compiled kernels, one per shape of heads
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
 def takes(query: Tensor, value: Tensor) -> bool:
-    """Whether the kernel supports these tensors: on CUDA, where its blocks fit the device.
+    """Return whether the kernel supports these tensors: on CUDA, if its blocks fit the device.
 
-    A dispatch mode, such as the counter of operations, keeps torch from compiling; flex_attention would then make all
-    scores at once.
+    A dispatch mode, such as a FLOP counter, prevents compilation; flex_attention would then materialise all
+    scores.
     """
     if query.device.type != "cuda" or query.dtype not in DTYPES or _get_current_dispatch_mode() is not None:
         return False
@@ -35,33 +35,33 @@ def takes(query: Tensor, value: Tensor) -> bool:
 
 
 def fits(query: Tensor, value: Tensor, wide: int) -> bool:
-    """Whether the kernel supports heads of this width and dtype, `wide` at most."""
+    """Return whether the kernel supports heads of this width and dtype, at most `wide`."""
     widths = range(NARROWEST, wide + 1)
     return query.shape[-1] in widths and value.shape[-1] in widths and query.dtype in DTYPES
 
 
 def _widest(index: int | None, item: int) -> int:
-    """Return the widest head that the kernel takes on a CUDA device in values of `item` bytes; 0 if it has none."""
+    """Return the widest head of `item`-byte values that the kernel supports on a CUDA device; 0 if none."""
     properties: Any = torch.cuda.get_device_properties(index)
-    if properties.major < 8:  # torch compiles nothing in bf16 there
+    if properties.major < 8:  # torch does not compile bf16 for these devices
         return 0
     return WIDE if properties.shared_memory_per_block_optin >= FOR_WIDE[item] else NARROW
 
 
-# A constant in what is compiled, since torch cannot follow a question about the device; marked as
-# torch.compiler.assume_constant_result does, which imports dynamo at every command's start.
+# A constant for the compiler, since torch cannot trace a query of the device. The mark is the one that
+# torch.compiler.assume_constant_result sets; that function would import dynamo at every command's start.
 widest: Any = _widest
 widest._dynamo_marked_constant = True
 
 
 def runs(query: Tensor, value: Tensor) -> bool:
-    """Whether the kernel runs for drafted rows: only in training, since new lengths would recompile."""
+    """Return whether the kernel runs for drafted rows: only in training, since new lengths would recompile."""
     return takes(query, value) and torch.is_grad_enabled() and query.requires_grad
 
 
 @cache
 def kernel() -> Callable[..., Tensor]:
-    """Return flex_attention, compiled; uncompiled it materialises all scores."""
+    """Return flex_attention, compiled; uncompiled, it materialises all scores."""
     from torch._dynamo import config
     from torch.nn.attention.flex_attention import flex_attention
 
@@ -73,9 +73,9 @@ def kernel() -> Callable[..., Tensor]:
 def block_mask(bounds: Int[Tensor, "4 B N"], length: int, steps: int) -> Any:
     """Return flex_attention's block mask of queries that attend to two intervals of keys.
 
-    The keys are `length` verified rows, which are numbered from 0, and the rows of `steps` drafted steps, of which the
-    one drafted for query n has the number -1 - n. `bounds` has each query's first and last verified row, and first and
-    last drafted row, by number.
+    The keys are `length` verified rows, indexed from 0, and the rows of `steps` drafted steps; the row drafted for
+    query n has the index -1 - n. `bounds` holds each query's first and last verified row, and first and last drafted
+    row, as indices.
     """
     from torch.nn.attention.flex_attention import BlockMask
 
@@ -86,7 +86,7 @@ def block_mask(bounds: Int[Tensor, "4 B N"], length: int, steps: int) -> Any:
     never, true = torch.iinfo(column.dtype).max, column >= 0
     true_low, drafted_low = (_extremes(column.where(kind, never))[0] for kind in (true, ~true))
     true_high, drafted_high = (_extremes(column.where(kind, -never))[1] for kind in (true, ~true))
-    # Tiles with some unmasked pair, and tiles with all pairs unmasked.
+    # `some`: tiles with an unmasked pair; `all`: tiles without a masked pair.
     some = (true_high >= low[0]) & (true_low <= high[1]) | (drafted_high >= low[2]) & (drafted_low <= high[3])
     smallest, largest = _extremes(column)
     whole_queries, whole_keys = (
@@ -103,14 +103,14 @@ def block_mask(bounds: Int[Tensor, "4 B N"], length: int, steps: int) -> Any:
 
 
 def _extremes(x: Int[Tensor, "*n S"]) -> tuple[Int[Tensor, "*n s"], Int[Tensor, "*n s"]]:
-    """Return the least and the largest number in each tile."""
+    """Return the minimum and the maximum of each tile."""
     size = x.shape[-1]
     index = torch.arange(-(-size // TILE) * TILE, device=x.device).clamp_max(size - 1)
     return x[..., index].unflatten(-1, (-1, TILE)).aminmax(dim=-1)
 
 
 def _listed(tiles: Bool[Tensor, "B n s"]) -> tuple[Int[Tensor, "B 1 n"], Int[Tensor, "B 1 n s"]]:
-    """Return each query tile's number of key tiles, and their indices, these first."""
+    """Return each query tile's number of key tiles, and all tiles' indices with these first."""
     flags = tiles[:, None].to(torch.int32)
     order = flags.argsort(dim=-1, descending=True, stable=True)
     return flags.sum(-1, dtype=torch.int32), order.to(torch.int32)

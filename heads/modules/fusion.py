@@ -6,14 +6,14 @@ from torch import Tensor, nn
 
 from heads.modules.layers import RMSNorm
 
-EAGLE3_LAYERS, DFLASH_LAYERS = 3, 5  # how many layers each fuses
+EAGLE3_LAYERS, DFLASH_LAYERS = 3, 5  # number of feature layers of EAGLE-3 and DFlash
 
 
 def default_layers(count: int, num_layers: int) -> list[int]:
-    """Return a head's default feature layers, `count` spread over the target's depth.
+    """Return a head's default feature layers, `count` layers spread over the target's depth.
 
-    Of L layers three are EAGLE-3's: 1, L // 2 - 1 and L - 4. More are spaced evenly from 1 to L - 3 (DFlash, arXiv
-    2602.06036).
+    For three of L layers these are EAGLE-3's: 1, L // 2 - 1 and L - 4. More are spaced evenly from 1 to L - 3 (DFlash,
+    arXiv 2602.06036).
     """
     if count == EAGLE3_LAYERS:
         return [1, num_layers // 2 - 1, num_layers - 4]
@@ -21,10 +21,11 @@ def default_layers(count: int, num_layers: int) -> list[int]:
 
 
 def chosen_layers(named: list[int] | None, count: int, num_layers: int) -> tuple[int, ...]:
-    """Return a head's feature layers: those given, or `count` default ones; refuse unknown and repeated layers.
+    """Return a head's feature layers: the `named` ones, or `count` default ones; refuse unknown and repeated layers.
 
-    On a target that is too shallow for these they are spaced from its first layer to the last but one, or to the last
-    where there are no others: engines take a layer's output as the next layer's input, and the last has no next one.
+    If the target is too shallow, the default layers are spaced from its first layer to the last but one, or to the last
+    if the target has only that: engines read a layer's output as the next layer's input, and the last has no next
+    layer.
     """
     if named is None:
         layers = default_layers(count, num_layers)
@@ -41,9 +42,9 @@ def chosen_layers(named: list[int] | None, count: int, num_layers: int) -> tuple
 
 
 class Fusion(nn.Module):
-    """The fusion: a linear layer (fc) over the concatenated states.
+    """Fusion by a linear layer (fc) over the concatenated states.
 
-    Before it, `normed` norms each layer's states (EAGLE-3.1), `joint` the concatenation (norm_before_fc of
+    `normed` norms each layer's states first (EAGLE-3.1), `joint` norms the concatenation (norm_before_fc of
     speculators).
     """
 

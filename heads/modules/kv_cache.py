@@ -1,11 +1,11 @@
-"""The KV cache of heads with attention: the verified rows of several sequences, then the drafted rows of a tree.
+"""The KV cache of heads with attention: the verified rows of several sequences, followed by the drafted rows of a tree.
 
-A sliding window of `length` rows as in Longformer (arXiv 2004.05150), in training and in decoding: attention depends on
-rotary positions only by their distance, and a head that was trained on sequences of `length` tokens has seen no larger
-one. Earlier rows are overwritten. A `length` of None is no window.
+The sliding window of `length` rows is that of Longformer (arXiv 2004.05150), in training and in decoding: attention
+depends on rotary positions only through their distance, and a head that was trained on sequences of `length` tokens has
+seen no larger distance. Earlier rows are overwritten. With `length` None there is no window.
 
-Also the blocks of masked positions that parallel heads draft from: after each anchor row in training, after each root
-in decoding.
+This file also builds the blocks of masked positions that parallel heads draft from: after each anchor row in training,
+after each root in decoding.
 """
 
 from collections.abc import Callable
@@ -25,32 +25,31 @@ UNBOUNDED = 1 << 40  # the ring size of a cache without a window
 
 
 class KVCache:
-    """Keys and values of up to `size` sequences, a pair of buffers "B G C E" a layer.
+    """Keys and values of up to `size` sequences, one pair of buffers "B G C E" per layer.
 
-    A ring buffer: the row at position p is entry p % ring_size, so a sequence of any length needs `window` entries and
-        a
-    few. An entry's position follows from the sequence's length, and nothing is moved as it grows. Drafted rows are
-    written after the entries in use, where the next tree overwrites them.
+    The buffers are ring buffers: the row at position p is entry p % ring_size, so a sequence of any length needs only
+    slightly more than `window` entries. An entry's position follows from the sequence's length, and no entry moves.
+    Drafted rows are written after the entries in use, and the next tree overwrites them.
 
     Attributes:
         first: the slot of the first sequence; not 0 in the view of one sequence of a batch.
-        length: how many rows of each sequence are verified.
-        longest: an upper bound of the largest `length`, known to the host.
-        reserved: entries that are allocated at once, for the longest sequence and a tree.
-        fresh: whether the rows being written are the first ones.
+        length: the number of verified rows of each sequence.
+        longest: an upper bound of the largest `length`, on the host.
+        reserved: entries allocated at the start, enough for the longest sequence and a tree.
+        fresh: whether the cache is empty except for the rows being written.
     """
 
     def __init__(self, size: int, window: int | None, device: torch.device, capacity: int = 0, tree: int = 0) -> None:
         self.size, self.window, self.first = size, window, 0
         self.ring_size = UNBOUNDED if window is None else window + SPARE
-        with torch.inference_mode(False):  # a compiled step writes to no inference tensor
+        with torch.inference_mode(False):  # a compiled step cannot write to inference tensors
             self.length = torch.zeros(size, dtype=torch.long, device=device)
         self.longest, self.fresh = 0, True
         self.reserved = min(capacity, self.ring_size) + tree
         self.layers: list[KeyValue] = []
 
     def for_new_sequence(self, slot: int) -> "KVCache":
-        """Return a view of one slot, emptied for a new sequence; it writes to the same buffers."""
+        """Return a view of one slot, emptied for a new sequence; it shares the buffers."""
         one = copy(self)
         one.first, one.longest, one.length = slot, 0, self.length[slot : slot + 1].zero_()
         return one
@@ -62,7 +61,7 @@ class KVCache:
 
     @property
     def num_entries(self) -> int:
-        """The number of entries that may hold verified rows."""
+        """Return the number of entries that may hold verified rows."""
         return min(self.longest, self.ring_size)
 
     def begin(self, count: int, sequences: int) -> Int[Tensor, "B T"]:
@@ -74,7 +73,7 @@ class KVCache:
     def attn_mask(self, query: Int[Tensor, "B T"], last: Int[Tensor, "B"]) -> Bool[Tensor, "B T S"]:
         """Return the queries' attention mask over S entries; `last` is the position of the newest row."""
         entry = torch.arange(self.num_entries, device=query.device)
-        position = (last[:, None] - (last[:, None] - entry) % self.ring_size)[:, None]  # below 0 for empty entries
+        position = (last[:, None] - (last[:, None] - entry) % self.ring_size)[:, None]  # negative for empty entries
         mask = (position >= 0) & (position <= query[..., None])
         return mask if self.window is None else mask & (query[..., None] - position < self.window)
 
@@ -82,7 +81,7 @@ class KVCache:
         self, layer: int, key: Float[Tensor, "B G T E"], value: Float[Tensor, "B G T F"], position: Int[Tensor, "B T"]
     ) -> KeyValue:
         """Write rows at their positions; return the keys and values of all entries."""
-        # No later row attends to the first rows of a longer prompt.
+        # In a prompt longer than the ring, no later row attends to the first rows.
         newest = slice(-self.ring_size, None)
         key, value, position = key[:, :, newest], value[:, :, newest], position[:, newest]
         sequence, entry = torch.arange(len(position), device=position.device)[:, None], position % self.ring_size
@@ -106,7 +105,7 @@ class KVCache:
         return [self.length, *(half for pair in self.layers for half in pair)]
 
     def drafted(self, layer: int, sequences: int, count: int) -> KeyValue:
-        """Return copies of the first drafted rows."""
+        """Return copies of the first `count` drafted rows."""
         key, value = self._first(layer, sequences, self.num_entries + count)
         return key[:, :, -count:].clone(), value[:, :, -count:].clone()
 
@@ -123,7 +122,7 @@ class KVCache:
         return key[slots, :, :end], value[slots, :, :end]
 
     def _fit(self, layer: int, key: Tensor, value: Tensor, end: int) -> KeyValue:
-        """Return a layer's buffers with at least `end` entries; they double when they are full."""
+        """Return a layer's buffers with at least `end` entries; full buffers double in size."""
         if layer == len(self.layers):
             self.layers.append((self._buffer(key, end), self._buffer(value, end)))
         elif end > self.layers[layer][0].shape[2]:
@@ -134,7 +133,7 @@ class KVCache:
         return self.layers[layer]
 
     def _buffer(self, like: Tensor, end: int) -> Tensor:
-        # Zeros: unwritten entries are masked, but a NaN would come through a mask.
+        # Zeros, since a mask does not hide a NaN in an unwritten entry.
         num_entries = self.reserved if end <= self.reserved else max(end, min(2 * end, self.ring_size) + SPARE)
         with torch.inference_mode(False):
             return like.new_zeros((self.size, like.shape[1], num_entries, like.shape[3]))
@@ -144,8 +143,8 @@ class MaskBlocks(NamedTuple):
     """A block of S positions after each of n anchors."""
 
     anchor: Int[Tensor, "B n"]  # the rows before the blocks
-    position: Int[Tensor, "B n S"]  # of the S positions
-    attn_pattern: Pattern  # rows up to the anchor within the head's length, and the same block
+    position: Int[Tensor, "B n S"]  # positions of the S masked positions
+    attn_pattern: Pattern  # context: rows up to the anchor within the head's window; drafted: the same block
 
 
 def mask_blocks_after(
@@ -153,7 +152,7 @@ def mask_blocks_after(
 ) -> MaskBlocks:
     """Return a block of `size` positions after each anchor, None for every row.
 
-    A position attends to the last `length` rows, None for all; if `causal` not to later positions of its block.
+    A position attends to the last `length` rows (None: all) and to its block, if `causal` only up to itself.
     """
     position = rows.positions(document)
     anchor = torch.arange(position.shape[1], device=position.device).expand_as(position) if anchors is None else anchors
@@ -171,7 +170,7 @@ def mask_blocks_after_roots(
 ) -> tuple[Int[Tensor, "B S"], Callable[..., Tensor]]:
     """Return the rotary positions of a block after each root, and the attention function of its layers.
 
-    Keys and values of the block are written to the cache as drafted rows. `causal` as in `mask_blocks_after`.
+    Keys and values of the block are written to the cache as drafted rows. `causal` is that of `mask_blocks_after`.
     """
     length = cache.length[:sequences]
     position = length[:, None] + torch.arange(size, device=length.device)

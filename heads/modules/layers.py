@@ -1,4 +1,4 @@
-"""The decoder layer that all heads share: RMSNorm, rotary positions, grouped-query attention, SwiGLU; the target's own.
+"""The decoder layer that all heads share: RMSNorm, rotary positions, grouped-query attention, a target's layer.
 
 The caller supplies the attention: a layer projects and rotates, then calls an `attend` function with queries, keys and
 values. Training, appending rows and expanding a tree differ only in that function (heads/modules/autoregressive.py).
@@ -23,18 +23,18 @@ from heads.common.rope import Rope, Rotary
 from heads.rows import gather_rows, scatter_rows
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
-# tree_attention.py, once a target is on a device for which it has a kernel: heads are published without it.
+# Set by tree_attention.py once the target is on a device with a kernel; published heads run without that module.
 masked_kernel: Any = None
-ATTENTION = "headstart"  # the name of our attention function in transformers
+ATTENTION = "headstart"  # name of our attention function in transformers
 
 
 class LayerInputs(NamedTuple):
-    """A decoder layer's inputs besides the states of T rows."""
+    """A decoder layer's inputs, except the states of T rows."""
 
     position: Int[Tensor, "B T"]
     max_position: int  # an upper bound of the positions
     attend: Attend
-    queries: Int[Tensor, "B N"] | None = None  # the rows whose output is needed; None for all, N = T
+    queries: Int[Tensor, "B N"] | None = None  # rows whose output is needed; None: all, N = T
 
 
 class LayerSpec(NamedTuple):
@@ -53,7 +53,7 @@ class LayerSpec(NamedTuple):
 
     @classmethod
     def of(cls, config: Any, embeddings: Embeddings) -> "LayerSpec":
-        """Return the spec of a head's configuration; refuse odd and uneven dimensions."""
+        """Return the spec of a head's configuration; refuse odd or uneven dimensions."""
         options = (getattr(config, name, False) for name in ("qk_norm", "kv_injection"))
         return cls(
             embeddings.hidden_size, resolve_layer_dims(config, embeddings), Rope.of(config), config.norm_eps, *options
@@ -142,14 +142,14 @@ class Attention(Recomputing):
             self.k_inject, self.v_inject = (nn.Linear(spec.width, kv_inner, bias=False) for _ in range(2))
 
     def forward(self, x: Float[Tensor, "B T X"], inputs: LayerInputs) -> Float[Tensor, "B N D"]:
-        """Project, rotate, attend by `attend(query, key, value)` and project back."""
+        """Project, rotate, call `attend(query, key, value)` and project back."""
         position, max_position, attend, queries = inputs
         out = self.apart(attend, *self.checkpointed(self.project, x, position, max_position, queries))
         return self.o_proj(out.transpose(1, 2).flatten(2))
 
     @staticmethod
     def apart(attend: Attend, *states: Tensor) -> Tensor:
-        """Call `attend`, outside of the compiled part (`compile_layers`)."""
+        """Call `attend` outside of the compiled part (`compile_layers`)."""
         return attend(*states)
 
     def project(
@@ -159,7 +159,7 @@ class Attention(Recomputing):
         max_position: int,
         queries: Int[Tensor, "B N"] | None,
     ) -> tuple[Tensor, ...]:
-        """Return the rotated queries of some rows, and all keys and values."""
+        """Return the rotated queries of the needed rows, and all keys and values."""
         query, key, value = self.q_proj(gather_rows(x, queries)), self.k_proj(x), self.v_proj(x)
         query, key, value = self.q_norm(self.split(query)), self.k_norm(self.split(key)), self.split(value)
         if queries is not None:
@@ -174,7 +174,7 @@ class Attention(Recomputing):
     def key_value(
         self, c: Float[Tensor, "B T C"], position: Int[Tensor, "B T"], max_position: int, *, inject: bool = False
     ) -> tuple[Float[Tensor, "B G T E"], Float[Tensor, "B G T E"]]:
-        """Return keys and values of injected states, by the input's projections or separate ones."""
+        """Return keys and values of injected states, projected like the input or by separate projections."""
         k_proj, v_proj = (self.k_inject, self.v_inject) if inject else (self.k_proj, self.v_proj)
         return self.rotary(self.k_norm(self.split(k_proj(c))), position, max_position), self.split(v_proj(c))
 
@@ -216,8 +216,8 @@ class DecoderLayer(nn.Module):
 def compile_layers(head: nn.Module) -> bool:
     """Compile each decoder layer of a head, and return whether it has any.
 
-    One compiled layer serves all depths. Attention differs from depth to depth and is a separate kernel, so it stays
-    outside of the compiled parts.
+    One compiled layer serves all depths. Attention differs between depths and is a separate kernel, so it stays outside
+    of the compiled parts.
     """
     pairs = [(layer, child) for layer in head.modules() for child in layer.children() if isinstance(child, Attention)]
     for layer, attention in pairs:
@@ -227,7 +227,7 @@ def compile_layers(head: nn.Module) -> bool:
 
 
 class TargetLayer(nn.Module):
-    """A new layer of the class of the target's last one; refuse a class that cannot run outside of its model."""
+    """A new decoder layer of the target's last layer's class; refuse a class that cannot run outside of its model."""
 
     def __init__(self, config: Any) -> None:
         super().__init__()
@@ -236,7 +236,7 @@ class TargetLayer(nn.Module):
         if config is None:
             raise ValueError("plan=true traces no layer of the target's own kind: plan with head.layer=llama")
         transformers.AttentionInterface.register(ATTENTION, _attend)
-        trusted = type(config).__module__.startswith("transformers_modules")  # or its code would not have run so far
+        trusted = type(config).__module__.startswith("transformers_modules")  # such a class was loaded by trusted code
         with torch.device("meta"):
             model: Any = transformers.AutoModelForCausalLM.from_config(copy.deepcopy(config), trust_remote_code=trusted)
         stacks = (m for m in model.base_model.modules() if isinstance(m, nn.ModuleList))
@@ -251,8 +251,8 @@ class TargetLayer(nn.Module):
         rotary = [m for name, m in model.base_model.named_modules() if name.split(".")[-1] == "rotary_emb"]
         if not rotary:
             raise _unfit("it has no rotary positions")
-        with torch.device("cpu"):  # of positions no other tables are made while a head is outlined
-            self._rotary = (type(rotary[0])(model.config),)  # in a tuple: its tables stay fp32, and are not saved
+        with torch.device("cpu"):  # on the CPU even if the head is on meta: position tables cannot be computed on meta
+            self._rotary = (type(rotary[0])(model.config),)  # a tuple, so that the tables stay fp32 and are not saved
         if (device := torch.get_default_device()).type != "meta":
             self.layer.to_empty(device=device).apply(model._init_weights)
             self.check()
@@ -295,7 +295,7 @@ def _unfit(why: str) -> ValueError:
 def _attend(
     _module: nn.Module, query: Tensor, key: Tensor, value: Tensor, _mask: Tensor | None, **kwargs: Any
 ) -> tuple[Tensor, None]:
-    """Call the caller's `attend` from transformers' signature; `attend` scales the scores itself."""
+    """Call the caller's `attend` with transformers' signature; `attend` scales the scores itself."""
     if odd := [name for name in ("sliding_window", "softcap", "s_aux") if kwargs.get(name) is not None]:
         raise ValueError(f"its attention has a {odd[0]}")
     width = query.shape[-1]

@@ -1,9 +1,9 @@
 """Masked attention of a tree's few queries over a KV cache, on CUDA: Triton kernels that split the keys.
 
-As in flash-decoding (Dao et al., 2023, https://crfm.stanford.edu/2023/10/12/flashdecoding.html) the keys are split into
-pieces that are attended in parallel, so that a few sequences fill the device, and the pieces' results are weighted by
-their sums of exponentials. The query heads that share keys and values are rows of one block, which reads them once;
-keys, values and the mask are read in place, with any strides.
+As in flash-decoding (Dao et al., 2023, https://crfm.stanford.edu/2023/10/12/flashdecoding.html), the keys are split
+into chunks that blocks attend to in parallel, so that a few sequences fill the device; the chunks' outputs are then
+merged by their sums of exponentials. The query heads that share keys and values are rows of one block, which loads them
+once. Keys, values and the mask may have any strides.
 Shape letters: B batch, H query heads, G key-value heads, T queries, S keys, E head width (F the values').
 """
 
@@ -22,19 +22,19 @@ from heads.modules import layers
 
 log = logging.getLogger(__name__)
 
-MAX_QUERIES, MAX_WIDTH = 256, 256  # up to which the kernel is used
+MAX_QUERIES, MAX_WIDTH = 256, 256  # limits of queries and head width for the kernel
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-STEP = 64  # keys that a block attends at a time
-ROWS = 64  # of a block at the most
-PIECES = 64  # at most, so that merging stays cheap
-FILLED = 2  # blocks to each unit of the device
+STEP = 64  # keys per iteration of a block
+ROWS = 64  # maximum number of rows of a block
+PIECES = 64  # maximum number of key chunks, so that merging stays cheap
+FILLED = 2  # blocks per multiprocessor
 LOG2_E = 1.4426950408889634
-KIND = "cuda"  # of the devices that may be prepared
-SHARED: dict[int | None, int] = {}  # by the index of a device that is prepared, bytes of shared memory of a block
+KIND = "cuda"  # device type with a kernel
+SHARED: dict[int | None, int] = {}  # index of a prepared device -> shared memory of a block in bytes
 
 
 def prepare(device: torch.device) -> None:
-    """Use the kernel on a CUDA device if it runs there; else warn, and use torch's attention."""
+    """Use the kernel on a CUDA device if it runs there; otherwise warn and use torch's attention."""
     unsupported = torch.version.hip is not None or not torch.cuda.is_available() or find_spec("triton") is None
     if unsupported or torch.cuda.get_device_capability(device) < (8, 0):
         return
@@ -50,20 +50,20 @@ def prepare(device: torch.device) -> None:
         states = torch.zeros(1, 1, 1, 16, dtype=torch.float16, device=device)
         try:
             tree_attention(states, states, states, torch.ones(1, 1, 1, 1, dtype=torch.bool, device=device), 1.0)
-        except (TritonError, RuntimeError, OSError, ImportError, CalledProcessError) as error:  # no compiler, say
+        except (TritonError, RuntimeError, OSError, ImportError, CalledProcessError) as error:  # e.g. no compiler
             del SHARED[index]
             log.warning("tree attention runs by torch's kernels: %s", str(error).strip().split("\n")[0])
 
 
 def shared_bytes(rows: int, width: int, item: int, mask: int, stages: int) -> int:
-    """Return the most shared memory of a block in bytes; a mask's entry has `mask` bytes."""
+    """Return the most shared memory of a block in bytes; an entry of the mask has `mask` bytes."""
     return item * rows * width + stages * STEP * (2 * item * width + rows * mask)
 
 
 def takes(
     query: Float[Tensor, "B H T E"], key: Float[Tensor, "B G S E"], value: Float[Tensor, "B G S F"], mask: Tensor
 ) -> bool:
-    """Whether the kernel is used: few queries, a prepared device, no gradient."""
+    """Return whether the kernel is used: few queries, a prepared device, no gradient."""
     if query.device.type != KIND or query.device.index not in SHARED or mask.dim() != 4:
         return False
     queries, width = query.shape[2], padded(max(query.shape[-1], value.shape[-1]))
@@ -77,23 +77,23 @@ def takes(
 
 @cache
 def units(device: torch.device) -> int:
-    """Return the number of blocks that a device runs in parallel."""
+    """Return the number of multiprocessors of a device."""
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def padded(size: int) -> int:
-    """Return a block's size for a number of heads or rows: a power of two, which its matmuls need."""
+    """Return the next power of two for a block's rows or width, which Triton's matmuls need."""
     return max(16, 1 << (size - 1).bit_length())
 
 
 @torch.library.custom_op("headstart::tree_attention", mutates_args=())
 def tree_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float) -> Tensor:
-    """Attend where a boolean mask is true, or with an additive mask; a query with all keys masked returns zeros.
+    """Attend where a boolean mask is true, or with an additive mask; a query whose keys are all masked returns zeros.
 
     Args:
         query: "B H T E".
         key: "B G S E".
-        value: "B G S F"; these three are copied where their last stride is not 1.
+        value: "B G S F"; these three are copied if their last stride is not 1.
         mask: "1 or B, 1, T, S".
 
     Returns:
@@ -106,7 +106,7 @@ def tree_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scal
     share = heads // groups
     rows = min(padded(share * queries), ROWS)
     sequence_groups, blocks = batch * groups, -(-share * queries // rows)
-    pieces = min(PIECES, -(-FILLED * units(query.device) // (sequence_groups * blocks)))  # that fill the device
+    pieces = min(PIECES, -(-FILLED * units(query.device) // (sequence_groups * blocks)))  # enough to fill the device
     piece = -(-keys // (pieces * STEP)) * STEP
     pieces = -(-keys // piece)
     out = query.new_empty(batch, queries, heads, values).transpose(1, 2)
@@ -115,7 +115,7 @@ def tree_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scal
     additive, wide_e, wide_f = mask.dtype != torch.bool, padded(width), padded(values)
     room, sizes = SHARED.get(query.device.index, 0), (rows, max(wide_e, wide_f), query.itemsize, mask.itemsize)
     stages = next((count for count in (3, 2) if shared_bytes(*sizes, count) <= room), 1)
-    with torch.cuda.device_of(query):  # on which Triton launches
+    with torch.cuda.device_of(query):  # Triton launches on the current device
         tree_kernels.attend[sequence_groups, blocks, pieces](
             query, key, value, mask if additive else mask.view(torch.uint8), parts, sums,
             *query.stride()[:3], *key.stride()[:3], *value.stride()[:3],

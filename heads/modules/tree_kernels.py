@@ -12,10 +12,10 @@ def attend(
     SHARE: tl.constexpr, E: tl.constexpr, F: tl.constexpr, WIDE_E: tl.constexpr, WIDE_F: tl.constexpr,
     ROWS: tl.constexpr, STEP: tl.constexpr, ADDITIVE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Attend from a block of rows to a piece of the keys; write the weighted values and log2 of the weights' sum."""
+    """Attend from a block of rows to a chunk of the keys; write the weighted values and log2 of the weights' sum."""
     b, g = tl.program_id(0).to(tl.int64) // groups, tl.program_id(0).to(tl.int64) % groups
     c, pieces = tl.program_id(2), tl.num_programs(2)
-    row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)  # query heads that share keys, each with all queries
+    row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)  # query heads that share keys, with all their queries
     head, t = g * SHARE + row // queries, row % queries
     valid_row = row < SHARE * queries
     e, f, offset = tl.arange(0, WIDE_E), tl.arange(0, WIDE_F), tl.arange(0, STEP)
@@ -38,7 +38,7 @@ def attend(
         else:
             score = tl.where(seen != 0, score, float("-inf"))
         higher = tl.maximum(most, tl.max(score, 1))
-        base = tl.where(higher == float("-inf"), 0.0, higher)  # a row without unmasked keys so far
+        base = tl.where(higher == float("-inf"), 0.0, higher)  # a row whose keys so far are all masked
         weight, decay = tl.exp2(score - base[:, None]), tl.exp2(most - base)
         v = tl.load(value + s[:, None] * v_s + f[None, :], valid_key[:, None] & (f < F)[None, :], 0.0)
         total = total * decay + tl.sum(weight, 1)
@@ -57,7 +57,7 @@ def merge(
     parts, sums, out, o_b, o_h, o_t, heads, queries,
     PIECES: tl.constexpr, WIDE: tl.constexpr, F: tl.constexpr, WIDE_F: tl.constexpr,
 ):  # fmt: skip
-    """Merge the pieces of a query, weighted by their sums."""
+    """Merge the chunks of a query, weighted by their sums."""
     row = tl.program_id(0).to(tl.int64)
     c, f = tl.arange(0, WIDE), tl.arange(0, WIDE_F)
     total = tl.load(sums + row * PIECES + c, c < PIECES, float("-inf"))

@@ -1,7 +1,7 @@
 """The lm_head of a draft head, and its pruned vocabulary.
 
-With a vocabulary of 128k the lm_head is most of a small head's work. A head that drafts only the W most frequent
-tokens (FR-Spec, arXiv 2502.14856; EAGLE-3) never drafts the rare ones and is cheaper at every step. The W tokens are
+With a vocabulary of 128k the lm_head dominates the cost of a small head. A head that drafts only the W most frequent
+tokens (FR-Spec, arXiv 2502.14856; EAGLE-3) cannot draft rare tokens and is cheaper at every step. The W tokens are
 sorted by id.
 """
 
@@ -16,7 +16,7 @@ from torch.nn import functional
 
 from heads.base import DraftVocabulary, Embeddings
 
-SUMS_WIDE = ("cuda",)  # devices that add 16-bit products to an fp32 sum without rounding
+SUMS_WIDE = ("cuda",)  # devices that accumulate 16-bit products into an fp32 sum without rounding
 
 
 def draft_vocabulary(size: int | None, full_size: int) -> DraftVocabulary | None:
@@ -35,17 +35,17 @@ class GradientSum:
     def __init__(self, weight: Tensor) -> None:
         kind = weight.device.type
         self.dtype = weight.dtype
-        self.operand = weight.detach()  # in the dtype that multiplies, which under autocast is a narrower one
+        self.operand = weight.detach()  # in the dtype of the matmul, which autocast narrows
         if torch.is_autocast_enabled(kind):
             self.operand = self.operand.to(torch.get_autocast_dtype(kind))
-        self.total: Tensor | None = None  # None while nothing was added
+        self.total: Tensor | None = None  # None before the first product
 
     def add(self, d_logits: Float[Tensor, "W n"], hidden: Float[Tensor, "n D"]) -> None:
-        """Add a product in place; it is rounded once on devices that are not in SUMS_WIDE."""
+        """Add a product in place; devices outside SUMS_WIDE round it once."""
         beta = 0 if self.total is None else 1
         if self.total is None:
             self.total = d_logits.new_empty(len(d_logits), hidden.shape[1], dtype=self.dtype)
-        if d_logits.dtype == self.dtype:  # with `out`, an overload that autocast does not change
+        if d_logits.dtype == self.dtype:  # an `out` argument keeps autocast from changing the dtype
             torch.addmm(self.total, d_logits, hidden, beta=beta, out=self.total)
         elif d_logits.device.type in SUMS_WIDE:
             torch.addmm(self.total, d_logits, hidden, beta=beta, out_dtype=self.dtype, out=self.total)
@@ -58,7 +58,7 @@ class SummedGradient(nn.Module):
     """A module with a weight over the vocabulary, whose gradient can be accumulated in place."""
 
     weight: Any  # a parameter, or None
-    gradient: GradientSum | None = None  # while `adding`
+    gradient: GradientSum | None = None  # set within `adding`
 
     def product(self, hidden: Float[Tensor, "*n D"], bias: Float[Tensor, "W"] | None = None) -> Float[Tensor, "*n W"]:
         """Return the logits."""
@@ -72,8 +72,8 @@ class SummedGradient(nn.Module):
     def adding(self) -> Iterator[GradientSum]:
         """Accumulate the weight's gradient in the yielded sum; autograd gets none.
 
-        Autograd would allocate a gradient as large as the weight for every product before adding it, under autocast a
-        rounded one. A weight that is not trained has no gradient either way.
+        Autograd would allocate a gradient as large as the weight for every product before adding it, rounded under
+        autocast. A frozen weight has no gradient either way.
         """
         gradient = GradientSum(self.weight)
         if self.weight.requires_grad:

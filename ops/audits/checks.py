@@ -1,7 +1,7 @@
 """Checks of greedy answers, and of a reply's properties.
 
-Each asks both servers the same questions, in the same order and concurrency; the baseline's answers are the control. A
-property that the baseline violates too is noted, but is no fault of speculation.
+Each check asks both servers the same questions, in the same order and concurrency; the baseline's answers are the
+control. A property that the baseline violates too is noted, but is not a fault of speculation.
 """
 
 import json
@@ -31,23 +31,23 @@ from ops.audits.compare import (
 from ops.served import Question, Reply
 
 Pairs = Iterator[tuple[Question, Reply]]
-GROUPS = 4  # groups of prompts with a shared prefix, half in either order
+GROUPS = 4  # groups of prompts with a shared prefix, half in each order
 SHARED = 220  # words of the shared prefix
 TAILS = ("What are the notes about?", "Write the first ten words of the notes, then the last ten.")
 FOLLOW_UPS = ("Say that again in other words.", "Give an example of it.")
 DIALOGUES = 4
 FILLER = "the river runs past old stone walls while light rain falls on quiet fields and far hills turn grey"
 AROUND = (-1, 0, 1, 3)  # offsets in tokens from a chunk border
-MANY = 12  # prompts for most checks
+MANY = 12  # prompts of most checks
 
 
 def identity(audit: Audit) -> Finding:
-    """Ask one question at a time, twice: with cold and with warm caches, both servers in turn."""
-    for side in SIDES:  # a server's first request is not timed
+    """Ask one question at a time, twice: with cold and with warm caches, alternating between servers."""
+    for side in SIDES:  # the first request to a server is not timed
         audit.asker.one(side, audit.question("warm-up", "Hello", max_tokens=8))
     pairs = []
     for index, question in enumerate(audit.questions * 2):
-        # In either order: a server on the same machine that has just answered still takes its cores.
+        # Alternate the order: a server on the same machine may still use its cores after an answer.
         order = SIDES if (index + (index >= len(audit.questions))) % 2 else SIDES[::-1]
         replies = {side: audit.asker.one(side, question) for side in order}
         for side, reply in replies.items():
@@ -59,7 +59,7 @@ def identity(audit: Audit) -> Finding:
 
 
 def prefix_cache(audit: Audit) -> Finding:
-    """Ask x, y and x again behind a prefix that both share, and y, x, y behind another."""
+    """Ask x, y, x after a shared prefix, and y, x, y after another."""
     before: dict[str, tuple[Question, ...]] = {}
     pairs = list[tuple[Question, Reply]]()
     for group in range(GROUPS):
@@ -84,7 +84,7 @@ def conversations(audit: Audit) -> Finding:
 
 
 def chunk_borders(audit: Audit) -> Finding:
-    """Ask prompts with token counts around engines' chunk sizes of chunked prefill, if the baseline counts tokens."""
+    """Ask prompts with token counts around the chunk sizes of chunked prefill, if the baseline counts tokens."""
 
     def prompt(border: int, words: int) -> Question:
         text = f"Page {audit.config.seed}-{border}: {filler(words, border)}. Continue."
@@ -111,7 +111,7 @@ def side_by_side(audit: Audit) -> Finding:
 
 
 def cancelled(audit: Audit) -> Finding:
-    """Abort every second of concurrent requests; compare the others."""
+    """Abort every second one of concurrent requests; compare the others."""
     size = min(8, max(audit.config.concurrency))
     several = cycled(audit.questions, 2 * size)
     pairs = together(audit, several, size, range(1, len(several), 2))
@@ -139,7 +139,7 @@ def penalties(audit: Audit) -> Finding:
 
 
 def in_order(audit: Audit, questions: Sequence[Question]) -> Pairs:
-    """Ask both servers one question after another; add the baseline's answers, yield the audited server's."""
+    """Ask both servers one question after another; record the baseline's answers, yield the audited server's."""
     for question in questions:
         audit.add_reference(question, audit.asker.one(BASELINE, question))
     for question in questions:
@@ -161,15 +161,15 @@ def together(audit: Audit, questions: Sequence[Question], in_flight: int, cancel
 
 
 def filler(words: int, start: int) -> str:
-    """Return a text of N words."""
+    """Return a text of `words` words."""
     pieces = FILLER.split()
     return " ".join(pieces[(start + 7 * i) % len(pieces)] for i in range(words))
 
 
-Holds = Callable[[Question, Reply, Reply], str | None]  # both servers' replies -> the violation
+Holds = Callable[[Question, Reply, Reply], str | None]  # question, audited server's reply, baseline's -> the violation
 LIMITS = (1, 2, 3, 5, 8)
-# Times the tolerance of a chosen token's logprob: an alternative's rounds with two logits. SmolLM2-135M in bfloat16, in
-# passes of one token and of four: at most 0.50 nats apart (0.17 of chosen tokens), 0.06 in the mean.
+# Factor of the tolerance for alternatives' logprobs, which round with two logits. SmolLM2-135M in bfloat16, passes of
+# one token against passes of four: at most 0.50 nats apart (0.17 for chosen tokens), 0.06 in the mean.
 ALTERNATIVE = 2
 TYPES = {"city": str, "degrees": int}
 SCHEMA = {
@@ -191,7 +191,7 @@ def limits(audit: Audit) -> Finding:
 
     def holds(question: Question, ours: Reply, theirs: Reply) -> str | None:
         limit, count = question.body["max_tokens"], ours.completion_tokens
-        if ours.text == theirs.text:  # the count is a separate check
+        if ours.text == theirs.text:  # the token count is a separate check
             odd = ours.finish != theirs.finish and theirs.finish in FINISH_REASONS
             note = f"the baseline's text of {limit} tokens, finish_reason {ours.finish} and not {theirs.finish}"
         elif count is not None and (count > limit or (count < limit and ours.finish != "stop")):
@@ -272,7 +272,7 @@ def logprobs_hold(audit: Audit) -> Finding:
 def apart(note: str, most: float, values: Sequence[tuple[int, float, float]]) -> str | None:
     """Return a note on the pair with the largest difference, with its token's index.
 
-    They differ by more than `most` in one pair, or by more than a quarter of it in the mean.
+    None if no pair differs by more than `most` and the mean difference is at most a quarter of it.
     """
     gaps = [abs(one - other) for _, one, other in values] or [0.0]
     if max(gaps) <= most and fmean(gaps) <= most / 4:
@@ -281,7 +281,7 @@ def apart(note: str, most: float, values: Sequence[tuple[int, float, float]]) ->
 
 
 def listed(one: Mapping[bytes, float], other: Mapping[bytes, float]) -> list[tuple[float, float]]:
-    """Pair the logprobs of two top lists; a token missing in one list is below that list's last."""
+    """Pair the logprobs of two top lists; a token missing in one list is below the last of that list."""
     pairs = []
     for token, value in {**one, **other}.items() if one and other else ():
         ours, theirs = (top.get(token, min(value, *top.values())) for top in (one, other))
@@ -298,7 +298,7 @@ def schemas(audit: Audit) -> Finding:
     def holds(_: Question, ours: Reply, __: Reply) -> str | None:
         value = parsed(ours.text)
         if value is None and ours.finish == "length" and ours.text.lstrip().startswith("{"):
-            return None  # cut off by the token limit
+            return None  # truncated by the token limit
         held = isinstance(value, dict) and {key: type(one) for key, one in value.items()} == TYPES
         return None if held else f"{ours.text!r} is not of the schema"
 
@@ -330,7 +330,7 @@ def parsed(text: str) -> Any:
 
 
 def checked(audit: Audit, fault: str, questions: Sequence[Question], holds: Holds) -> Finding:
-    """Return the finding on a property; a violation counts where the baseline, asked twice, holds it."""
+    """Return the finding on a property; a violation counts if the baseline, asked twice, has the property."""
     held, shared, differences, error = 0, 0, list[Difference](), "no such questions"
     for question in questions:
         theirs, ours = (audit.asker.one(side, question) for side in (BASELINE, AUDITED))

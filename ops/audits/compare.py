@@ -1,8 +1,8 @@
 """Requests to both servers within a budget, and greedy answers compared with the baseline's.
 
-A server may choose another token where two are nearly as likely, because batches of other shapes round otherwise. So a
-difference is a fault only where the baseline's own logprobs put the audited server's token further below its choice
-than `near_tie`; every answer that the baseline itself gave to the question, in any order or company, is right.
+A server may choose another token where two are nearly as likely, because batches of other shapes round differently. So
+a difference is a fault only if the baseline's logprobs put the audited server's token more than `near_tie` below the
+baseline's choice. Every answer that the baseline itself gave to the question, in any order or batch, is right.
 """
 
 import threading
@@ -34,10 +34,10 @@ VERBS: dict[Kind, str] = {
     "near_tie": "differ at a near tie",
     "unexplained": "differ, and nothing says how nearly",
 }
-ALONE = ("crash", "leak")  # faults that a single difference reveals
-EXPLAINED = 2  # answers of the baseline with logprobs for a question in doubt
-COPIED = 24  # characters that a leaked answer shares with another request's
-RESUMED = 12  # characters after which a text that lost a token goes on as before
+ALONE = ("crash", "leak")  # faults that a single difference proves
+EXPLAINED = 2  # answers of the baseline with logprobs per question in doubt
+COPIED = 24  # characters that a leaked answer shares with the answer to another request
+RESUMED = 12  # characters that match again after a lost token
 LONGEST_TOKEN = 24  # characters
 SHOWN = 400  # characters of a note
 
@@ -68,7 +68,7 @@ class AuditConfig(ServersConfig):
 
 
 class EndedError(Exception):
-    """The budget of requests or minutes is used up, or a server stopped answering."""
+    """The audit ended early: the budget of requests or minutes is used up, or a server stopped answering."""
 
 
 @dataclass
@@ -77,11 +77,11 @@ class Asker:
 
     Attributes:
         ended: the reason why the audit ended early, empty until then.
-        crash: the question under which the audited server ended and the requests in flight, if those were several.
+        crash: the question at which the audited server crashed, and the concurrent requests, if any.
 
     Raises:
-        EndedError: before a request beyond the budget, and where a server stopped answering. An error that a server
-            answers with is a reply.
+        EndedError: before a request beyond the budget, and if a server stopped answering. An error reply of a server is
+            a reply.
     """
 
     sides: Mapping[str, Server]
@@ -97,11 +97,11 @@ class Asker:
 
     @property
     def minutes(self) -> float:
-        """Minutes since the first request."""
+        """Return the minutes since the first request."""
         return (time.monotonic() - self.begun) / 60
 
     def body(self, side: str, question: Question) -> Json:
-        """Return the fields of a request, without server-specific ones; streamed unless the question says otherwise."""
+        """Return the fields of a request, without server-specific ones; streamed unless the question sets `stream`."""
         streamed = STREAMED if question.body.get("stream", True) else {}
         return {"model": self.sides[side].model, **self.settings, **streamed, **question.body}
 
@@ -123,7 +123,7 @@ class Asker:
                     list(islice(begun, CANCEL_AFTER))
                 return [Reply(error="cancelled")]
             return read_replies(((time.perf_counter() - begin, event) for event in events), server.model)
-        except (EndpointError, ValueError) as failure:  # a ValueError: the server refuses the key, or lacks the path
+        except (EndpointError, ValueError) as failure:  # ValueError: the server refuses the key, or lacks the path
             cause = getattr(failure, "cause", "")
             if cause == "timeout":
                 self._seconds_left()
@@ -160,7 +160,7 @@ class Asker:
 
 
 class Bound(float):
-    """A lower bound of a gap in nats, for a token that is not among the listed ones."""
+    """A lower bound of a gap in nats, for a token outside the listed ones."""
 
 
 class Difference(NamedTuple):
@@ -169,28 +169,28 @@ class Difference(NamedTuple):
     question: Question
     ours: str
     theirs: str
-    at: int  # first differing byte of both texts
+    at: int  # first byte at which both texts differ
     gap: float | None  # nats from the baseline's choice down to the audited server's token; None: unknown
     kind: Kind
-    fault: str = ""  # a key of `faults` in words.j2, empty if it looks like none
-    before: tuple[Question, ...] = ()  # questions to ask first to reproduce it
+    fault: str = ""  # a key of `faults` in words.j2, empty if it resembles none
+    before: tuple[Question, ...] = ()  # questions to ask first for a reproduction
     in_flight: int = 1
-    note: str = ""  # the violation, where it is not the text
+    note: str = ""  # the violation, if it is not a difference of texts
 
 
 @dataclass
 class Finding:
-    """The outcome of a check: its status, what was compared in a sentence, and the differences."""
+    """The outcome of a check: its status, a sentence on what was compared, and the differences."""
 
     status: Status
     summary: str
     differences: list[Difference] = field(default_factory=list)
     figures: Json = field(default_factory=dict)
-    check: str = ""  # a key of `checks` in words.j2, filled where the check was called
+    check: str = ""  # a key of `checks` in words.j2, set by the caller of the check
 
     @property
     def fault(self) -> str:
-        """The fault that most of its failures look like, but one of ALONE if any does; empty for none."""
+        """Return the fault that most failures resemble, or one of ALONE if any does; empty without failures."""
         looks = Counter(d.fault for d in self.differences if d.kind == "fault" and d.fault)
         if not looks or self.status != "failed":
             return ""
@@ -206,16 +206,16 @@ class Audit:
     def __init__(self, asker: Asker, questions: list[Question], config: AuditConfig) -> None:
         self.asker, self.questions, self.config, self.near_tie = asker, questions, config, config.near_tie
         self.tokens, self.seconds = Counter[tuple[str, int]](), defaultdict[tuple[str, int], float](float)
-        self.answers = defaultdict[tuple[str, str], Replies](list)  # the baseline's answers, by question
+        self.answers = defaultdict[tuple[str, str], Replies](list)  # the baseline's answers by question
         self.explained: dict[tuple[str, str], Replies] = {}
         self.texts: dict[str, str] = {}  # the baseline's first answers by prompt
 
     def question(self, id_: str, text: str, *before: str, **fields: Any) -> Question:
-        """Return a question with a user's text; `before` are the conversation's messages, the user's first."""
+        """Return a question with a user's text; `before` are the conversation's earlier messages, the user's first."""
         return ask_text(id_, text, self.config.client.chat, *before, **fields)
 
     def time(self, side: str, in_flight: int, replies: Iterable[Reply], seconds: float) -> None:
-        """Record a server's seconds for answers with `in_flight` requests at a time."""
+        """Record a server's time for answers with `in_flight` requests at a time."""
         self.tokens[side, in_flight] += sum(reply.completion_tokens or 0 for reply in replies)
         self.seconds[side, in_flight] += seconds
 
@@ -226,7 +226,7 @@ class Audit:
         self.answers[question.content].append(reply)
 
     def calibrate(self, questions: Iterable[Question]) -> None:
-        """Raise `near_tie` to twice the largest gap between the baseline's own answers."""
+        """Raise `near_tie` to twice the largest gap between answers of the baseline."""
         gaps = [
             gap_at(listed, reply.text, question.body)[1] or 0.0
             for question in questions
@@ -251,7 +251,7 @@ class Audit:
         left = first_difference(ours.text, nearest.text)
         gaps = (gap_at(reply, ours.text, question.body) for reply in explained)
         at, gap = max(gaps, default=(left, None), key=lambda seen: (seen[0], seen[1] is not None))
-        if gap is not None and gap > self.near_tie and left <= at:  # beyond, the baseline's own answers differ
+        if gap is not None and gap > self.near_tie and left <= at:  # beyond `left` the baseline's own answers differ
             fault = self._looks(question, ours, nearest.text, at)
             return Difference(question, ours.content, nearest.content, at, gap, "fault", fault)
         unexplained = gap is None or isinstance(gap, Bound) or gap > self.near_tie
@@ -288,18 +288,18 @@ def judged(
 ) -> Finding:
     """Return the finding on the audited server's answers.
 
-    `fault` is the fault that a failure of this check suggests; `before` holds, by question id, the questions asked
+    `fault` is the fault that a failure of this check suggests; `before` maps question ids to the questions asked
     before.
     """
     differences, count, error = list[Difference](), 0, "no such questions"
-    for question, reply in [*answers]:  # all are asked before any is compared
+    for question, reply in [*answers]:  # all questions are asked before any comparison
         if errors := [theirs.error for theirs in audit.answers[question.content] if theirs.error]:
             error = errors[0]
             continue
         count += 1
         difference = audit.difference(question, reply)
         if difference is not None and difference.kind == "fault":
-            telling = difference.fault != "leak" or in_flight > 1  # else the text may come from a cache
+            telling = difference.fault != "leak" or in_flight > 1  # otherwise the text may come from a cache
             look = (telling and difference.fault) or fault or difference.fault
             earlier = (before or {}).get(question.id, ())
             difference = difference._replace(fault=look, before=earlier, in_flight=in_flight)
@@ -344,9 +344,9 @@ def first_difference(one: str, other: str) -> int:
 
 
 def gap_at(theirs: Reply, ours: str, body: Record) -> tuple[int, float | None]:
-    """Return where a text departs from an answer with logprobs, and the gap there in nats.
+    """Return the byte where a text departs from an answer with logprobs, and the gap there in nats.
 
-    None if the tokens do not spell the text, or end earlier.
+    The gap is None if the tokens do not give the text, or end earlier.
     """
     text, other = theirs.text.encode(), ours.encode()
     at, offset = first_difference(theirs.text, ours), 0
@@ -361,7 +361,7 @@ def gap_at(theirs: Reply, ours: str, body: Record) -> tuple[int, float | None]:
 
 
 def lead(token: Token, rest: bytes) -> float | None:
-    """Return a token's lead over the one with which `rest` goes on, or over the next one where nothing goes on."""
+    """Return a token's lead over the token that begins `rest`, or over the next best one if `rest` is empty."""
     others = {text: value for text, value in token.top.items() if text != token.text}
     going_on = [text for text in others if text and rest.startswith(text)]
     if not others:
@@ -390,14 +390,14 @@ def penalized(tokens: Sequence[Token], body: Record) -> list[Token]:
 def diagnosed(findings: Sequence[Finding]) -> str:
     """Return the fault that the failed checks suggest, a key of `faults`; empty if none failed.
 
-    Checks come in the order in which a fault that one shows makes later ones fail too, so the first failure says it.
-    But where only streamed answers differ and whole replies do not, the stream is at fault.
+    Checks are ordered so that a fault shown by one check also fails later ones, so the first failure decides. But if
+    only streamed answers differ and whole replies do not, the stream is at fault.
     """
     first = next((finding for finding in findings if finding.status == "failed"), None)
     if first is None:
         return ""
     if first.check == "identity" and first.fault not in ("error", "crash"):
-        # A fault that is rarer than every second answer may be missing in whole replies by chance.
+        # A fault rarer than every second answer may be missing in whole replies by chance.
         most = 2 * sum(d.kind == "fault" for d in first.differences) > first.figures["answers"]
         if most and any(finding.check == "streaming" and finding.status == "passed" for finding in findings):
             return "streaming"

@@ -1,9 +1,9 @@
 """Two-sample tests above temperature 0: sampled answers, seeds, and several choices of one request.
 
 Samples are compared by a permutation test of the quadratic form s' K s: s is 1 for one server's answers and -1 for the
-other's, K the products of two answers' features. That is the maximum mean discrepancy of the kernel (Gretton et al.
-2012, https://jmlr.org/papers/v13/gretton12a.html). Labels are exchanged within a prompt, so p-values are exact whatever
-the distributions. Whether a seed gives an answer again is compared by Fisher's exact test.
+other's, K holds the products of two answers' features. The form is the maximum mean discrepancy of the kernel (Gretton
+et al. 2012, https://jmlr.org/papers/v13/gretton12a.html). Labels are exchanged within a prompt, so p-values are exact
+for any distributions. Fisher's exact test compares how often a seed gives the same answer again.
 """
 
 import re
@@ -22,22 +22,22 @@ Array = NDArray[Any]
 Sides = Sequence[Sequence[str]]  # the audited server's answers to a prompt, and as many of the baseline's
 
 PROMPTS = 4
-OPENING = 8  # words of an answer whose beginnings are compared
-NGRAM = 3  # words of the longest n-grams that are counted
+OPENING = 8  # words at the start of an answer that are features
+NGRAM = 3  # maximum words of n-gram features
 IN_FLIGHT = 8
-CHUNK, EXTREMES = 2_000, 100  # permutations at a time; the number as extreme as the samples that ends the test early
+CHUNK, EXTREMES = 2_000, 100  # permutations at a time; the number of extreme ones after which the test ends
 SUSPECT = 0.05  # p-value below which more samples are taken
-AGAIN = 4  # factor of the further samples
+AGAIN = 4  # factor of the second sample's size
 ROUNDING = 1e-9  # relative rounding error of the statistic
 LOOKS = {"sampling": "distribution", "sampling_top_p": "top_p"}  # check -> fault
-ENOUGH = 4  # words in which two answers of one seed agree: rounding parts longer ones
+ENOUGH = 4  # words in which two answers of one seed must agree: rounding changes longer ones
 SEEDS = 48
 
 
 def sampling(audit: Audit, check: str) -> Finding:
     """Sample both servers' answers to a few prompts, each with its own seed, and test that they agree.
 
-    If they seem to differ, AGAIN times as many new samples decide.
+    If they seem to differ, a new sample AGAIN times as large decides.
     """
     config = audit.config
     settings = {"temperature": 1.0, "max_tokens": config.sample_tokens}
@@ -46,7 +46,7 @@ def sampling(audit: Audit, check: str) -> Finding:
     rng, level = np.random.default_rng(config.seed), config.alpha / len(LOOKS)
     in_flight, summaries = min(IN_FLIGHT, max(config.concurrency)), list[str]()
     for first, count in ((0, config.samples), (2 * config.samples, AGAIN * config.samples)):
-        replies = []  # prompt -> server -> answers, each with a seed of its own
+        replies = []  # prompt -> server -> answers, each with its own seed
         for question in questions:
             seeded = [
                 question.having(f"sample {seed}", seed=seed)
@@ -80,9 +80,9 @@ def words_of(text: str) -> list[str]:
 
 
 def kernel_of(ours: Sequence[str], theirs: Sequence[str]) -> Array:
-    """Return the kernel of answers to one prompt, the audited server's and then as many of the baseline's.
+    """Return the kernel of the answers to one prompt: the audited server's, then as many of the baseline's.
 
-    Their features are beginnings, n-grams and the length (as unary counts).
+    The features are first words, n-grams and the length (as unary counts).
     """
     features: list[Counter[Hashable]] = []
     for words in map(words_of, (*ours, *theirs)):
@@ -96,15 +96,15 @@ def kernel_of(ours: Sequence[str], theirs: Sequence[str]) -> Array:
 
 
 def form_of(kernel: Array) -> float:
-    """Return the statistic of a kernel, of whose rows the first half is one server's."""
+    """Return the statistic of a kernel whose first half of rows is one server's."""
     labels = np.repeat([1.0, -1.0], len(kernel) // 2)
     return float(labels @ kernel @ labels)
 
 
 def p_value(texts: Sequence[Sides], level: float, rng: np.random.Generator) -> float:
-    """Return the p-value of the hypothesis that both servers' answers to every prompt are of one distribution.
+    """Return the p-value of the hypothesis that both servers' answers to each prompt have the same distribution.
 
-    Labels are exchanged until EXTREMES statistics were as large, or often enough for `level` (Besag and Clifford 1991).
+    Permutations stop after EXTREMES statistics as large, or enough for `level` (Besag and Clifford 1991).
     """
     kernels = [kernel_of(*pair) for pair in texts]
     bound = (1 - ROUNDING) * sum(map(form_of, kernels))
@@ -130,13 +130,13 @@ def _seeded(audit: Audit, **fields: Any) -> list[Question]:
 
 def seeds(audit: Audit) -> Finding:
     """Ask twice with the same seed at temperature 1: the answers must agree as often as the baseline's."""
-    from scipy.stats import fisher_exact  # late: half a second that a refusal would wait for
+    from scipy.stats import fisher_exact  # late: the import takes half a second, also before a refusal
 
     questions = _seeded(audit)
     pairs = [[[audit.asker.one(side, question) for _ in range(2)] for side in SIDES] for question in questions]
 
     def alike(one: Reply, other: Reply) -> bool:
-        """Whether two answers begin with the same words."""
+        """Return whether two answers begin with the same words."""
         return not (one.error or other.error) and words_of(one.text)[:ENOUGH] == words_of(other.text)[:ENOUGH]
 
     ours, theirs = ([alike(*answers) for answers in side] for side in zip(*pairs, strict=True))
@@ -179,7 +179,7 @@ def choices(audit: Audit) -> Finding:
 
 
 def wrong_choices(ours: Replies, theirs: Replies) -> tuple[str, str] | None:
-    """Return the fault of two choices and a note: an error, their number, or the count of tokens."""
+    """Return the fault of two choices and a note: an error, a wrong number of choices, or a wrong token count."""
     if ours[0].error:
         return "error", f"it fails: {ours[0].error}"
     if len(ours) != 2:

@@ -91,6 +91,25 @@ def test_steps_are_counted_on_after_a_resumption_where_the_optimiser_counts_them
     assert kept["exp_avg"].device.type == "meta"
 
 
+@pytest.mark.parametrize(("dtype", "error"), [(torch.bfloat16, 0.0), (torch.float32, 0.02)])
+@pytest.mark.parametrize("shape", [(6, 4), (4, 6)])
+def test_muon_is_torchs_in_the_fast_dtype(
+    dtype: torch.dtype, error: float, shape: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(optim, "fast_dtype", lambda _: dtype)
+    start, *gradients = torch.randn(4, *shape, generator=torch.Generator().manual_seed(0))
+    (ours, theirs), options = (start.clone().requires_grad_() for _ in range(2)), {"lr": 0.1, "momentum": 0.8}
+    both = [optim.Muon([ours], **options), torch.optim.Muon([theirs], adjust_lr_fn="match_rms_adamw", **options)]
+    for gradient in gradients:
+        for weight, optimizer in zip((ours, theirs), both, strict=True):
+            weight.grad = gradient.clone()
+            optimizer.step()
+    assert (ours - theirs).norm() <= error * (theirs - start).norm()
+    update = optim.orthogonal(gradients[0].to(dtype), both[0].param_groups[0]["ns_coefficients"])
+    assert update.dtype == dtype
+    assert 0.5 < torch.linalg.svdvals(update.float()).min() < torch.linalg.svdvals(update.float()).max() < 1.3
+
+
 def hidden(head: Any) -> list[str]:
     """Return the names of the matrices that Muon moves."""
     ids = set(map(id, optim.hidden_matrices(head)))

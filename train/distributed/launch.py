@@ -1,8 +1,8 @@
 """Start the processes of `launcher=`, by `accelerate launch` here or by submitit as a SLURM job.
 
-The command then runs again inside each process. Who started this one, torchrun or the like, `srun`, or a user on each
-of several nodes, the environment says; what SLURM says goes into the variables that torch reads, or into the launcher's
-values.
+The command then runs again inside each process. Environment variables tell who started this process: torchrun or a
+similar launcher, `srun`, or a user on each of several nodes. SLURM's values go into the variables that torch reads, or
+into the launcher's values.
 """
 
 import ctypes
@@ -26,18 +26,18 @@ from omegaconf import OmegaConf
 
 from train.config import LauncherConfig, SlurmConfig
 
-PORTS, WINDOW = 15_000, 10_000  # below those that Linux gives away; a job's number picks one, two jobs may share a node
-PARENT = "HEADSTART_LAUNCHER"  # environment variable: the process id of our launcher (train/distributed/launch.py)
-Words = list[str]  # overrides of a command, or other words of a command line
+PORTS, WINDOW = 15_000, 10_000  # below Linux's ephemeral ports; jobs on a node differ by number
+PARENT = "HEADSTART_LAUNCHER"  # environment variable: our launcher's process id
+Words = list[str]  # overrides of a command, or other arguments of a command line
 
 
 def launched() -> bool:
-    """Whether a launcher has started this process already."""
+    """Return whether a launcher has started this process."""
     return "LOCAL_RANK" in os.environ
 
 
 def is_main() -> bool:
-    """Whether this process is the first, by its launcher, or the first task of srun."""
+    """Return whether this is the main process: rank 0 of a launcher, or the first task of srun."""
     return os.environ.get("RANK", os.environ["SLURM_PROCID"] if among_tasks() else "0") == "0"
 
 
@@ -47,26 +47,27 @@ def world() -> int:
 
 
 def on_node() -> int:
-    """Return the number of processes on this node; all of them if the launcher does not say."""
+    """Return the number of processes on this node; the world size if the launcher does not say."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", world()))
 
 
 def among_tasks() -> bool:
-    """Whether this is one of several tasks of a step of srun.
+    """Return whether this is one of several tasks of a step of srun.
 
-    A job's script itself is no task, though it has SLURM_PROCID, and the shell of an allocation is a step of one task,
-    though it has the SLURM_NTASKS of all.
+    The script of a job is not a task, though SLURM_PROCID is set; the shell of an allocation is a step with one task,
+    though SLURM_NTASKS counts all.
     """
     in_script = "SLURM_JOB_ID" in os.environ and "SLURM_STEP_ID" not in os.environ
     return _tasks() > 1 and "SLURM_PROCID" in os.environ and not in_script
 
 
 def take_over(launcher: Any, accelerators: int) -> None:
-    """Write the launch environment into the launcher's values or torch's variables, without overriding given values.
+    """Write the launch environment into the launcher's values or torch's variables, keeping given values.
 
-    A task of srun becomes a process, or the launcher of its node where it is the only one for several processes of it:
-    without a number of them for each of the `accelerators`. Of several nodes that a user has started one by one,
-    NODE_RANK says which this is and MASTER_ADDR where they meet. Refuse a first task on a node without an address.
+    A task of srun becomes a process. It becomes its node's launcher if it is the node's only task and the node has
+    several processes, by default one for each of the `accelerators`. For nodes that a user starts one by one, NODE_RANK
+    is the node's rank and MASTER_ADDR the address of the first. Refuse a first task without an address among several
+    nodes.
     """
     variable = os.environ.get
     if among_tasks() and (not launched() or PARENT in os.environ):
@@ -101,12 +102,12 @@ def take_over(launcher: Any, accelerators: int) -> None:
 
 
 def _tasks() -> int:
-    """Return the number of tasks of this step."""
+    """Return the number of tasks of this srun step."""
     return int(os.environ.get("SLURM_STEP_NUM_TASKS") or os.environ.get("SLURM_NTASKS", "1"))
 
 
 def _first_node() -> str:
-    """Return the first node, where the first task runs, of a list such as "gpu[07-09,12]-ib,login"."""
+    """Return the first node, on which task 0 runs, of a list such as "gpu[07-09,12]-ib,login"."""
     nodes = os.environ.get("SLURM_STEP_NODELIST") or os.environ.get("SLURM_JOB_NODELIST", "")
     first = re.match(r"([^\[,]*)(?:\[(\w+)[^\]]*\])?([^\[,]*)", nodes)
     address = "".join(filter(None, first.groups() if first else ())) or os.environ.get("SLURM_LAUNCH_NODE_IPADDR")
@@ -115,16 +116,16 @@ def _first_node() -> str:
     return address
 
 
-IMPORTS = Path(__file__).resolve().parents[__name__.count(".")]  # the folder that our packages are imported from
-REPORTED = 2  # the exit status of a process that has printed its error (heads/common/errors.py)
-AFTER = 5  # seconds that the other processes wait for the main one to print its error and to exit
-GRACE = 90  # seconds before the end of a job's time at which SLURM signals it
+IMPORTS = Path(__file__).resolve().parents[__name__.count(".")]  # folder from which our packages are imported
+REPORTED = 2  # exit status of a process that has printed its error (heads/common/errors.py)
+AFTER = 5  # seconds that other processes wait for the main one to print its error and exit
+GRACE = 90  # seconds before a job's time limit at which SLURM signals it
 PR_SET_PDEATHSIG = 1  # prctl(2)
-HANDLED = signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT  # by torch's launcher, which forwards them
+HANDLED = signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT  # signals that torch's launcher forwards
 
 
 def check_mode() -> None:
-    """In a launched process: refuse a multirun, which every process would repeat, and end with the launcher."""
+    """In a launched process, refuse a multirun, which every process would repeat, and exit with the launcher."""
     if not launched():
         return
     if HydraConfig.get().mode == RunMode.MULTIRUN:
@@ -136,7 +137,7 @@ def check_mode() -> None:
 
 
 def needs_processes(launcher: LauncherConfig) -> bool:
-    """Whether the launcher's processes are still to be started; refuse several nodes without an address."""
+    """Return whether the launcher's processes are still to be started; refuse several nodes without an address."""
     if launched() or (launcher.slurm is None and launcher.world == 1):
         return False
     if launcher.num_nodes > 1 and launcher.main_process_ip is None and launcher.slurm is None:
@@ -147,14 +148,14 @@ def needs_processes(launcher: LauncherConfig) -> bool:
 
 
 def is_queued(launcher: LauncherConfig) -> bool:
-    """Whether this command only queues the run, without waiting for it."""
+    """Return whether this command only queues the run, without waiting for it."""
     return not launched() and launcher.slurm is not None and launcher.slurm.cluster != "local"
 
 
 def end_with_parent() -> None:
-    """Have Linux send this process a SIGTERM when its launcher dies: a killed launcher cannot forward a signal.
+    """Make Linux send this process a SIGTERM when its launcher dies, since a killed launcher cannot forward a signal.
 
-    Without a launcher it does nothing, since the shell may exit first. If the launcher is dead already, exit.
+    Without a launcher do nothing, since the shell may exit first. If the launcher is already dead, exit.
     """
     if sys.platform == "linux" and ("TORCHELASTIC_RUN_ID" in os.environ or PARENT in os.environ):
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
@@ -163,7 +164,7 @@ def end_with_parent() -> None:
 
 
 def overrides() -> Words:
-    """Return this run's overrides verbatim: its processes resolve interpolations themselves."""
+    """Return this run's overrides verbatim; its processes resolve interpolations themselves."""
     given = OmegaConf.to_container(HydraConfig.get().overrides.task, resolve=False)
     assert isinstance(given, list)
     return [str(word) for word in given]
@@ -176,7 +177,7 @@ def key_of(override: str) -> str:
 
 @contextmanager
 def main_first() -> Iterator[None]:
-    """Delay errors on other processes, so that the main one prints its error first and the launcher stops all."""
+    """Delay errors on other processes, so that the main one prints its error before the launcher stops all."""
     try:
         yield
     except (ValueError, OSError):
@@ -194,16 +195,16 @@ def command(launcher: LauncherConfig, script: str, overrides: Words) -> Words:
     if launcher.main_process_ip is not None:
         words += ["--main_process_ip", launcher.main_process_ip]
     elif port is None:
-        port = 0  # any free port, so that two runs on one machine do not clash
+        port = 0  # any free port, so that two runs on a machine do not clash
     if port is not None:
         words += ["--main_process_port", str(port)]
-    # Also on CPU: `--cpu` starts one process whatever the count, and accelerate finds gloo. Strategies are
-    # not accelerate's either (train/distributed/strategy.py).
+    # On CPUs too: `--cpu` would start one process whatever the count, and accelerate selects gloo itself. The strategy
+    # is not accelerate's either (train/distributed/strategy.py).
     return [*words, "--multi_gpu", script, *overrides]
 
 
 def by_hand(launcher: LauncherConfig, script: str, overrides: Words, *, on_cpu: bool) -> str:
-    """Return the command to start on each of several nodes, in lines; empty if one command starts all processes."""
+    """Return the command for each of several nodes, one per line; empty if one command starts all processes."""
     if launcher.num_nodes == 1 or launcher.slurm is not None or launched() or among_tasks():
         return ""
     words = shlex.join(["python", script, *(word for word in overrides if word != "plan=true")])
@@ -217,7 +218,7 @@ def by_hand(launcher: LauncherConfig, script: str, overrides: Words, *, on_cpu: 
 
 
 def start(launcher: LauncherConfig, script: str, overrides: Words) -> int:
-    """Start the processes; return the status of the first that failed, else 0, or 0 once they are queued in SLURM."""
+    """Start the processes; return the first failed one's exit status, or 0; with SLURM 0 once they are queued."""
     os.environ["PYTHONPATH"] = os.pathsep.join([str(IMPORTS), *filter(None, [os.environ.get("PYTHONPATH")])])
     if launcher.slurm is not None:
         return submit(launcher, launcher.slurm, script, overrides)
@@ -227,9 +228,9 @@ def start(launcher: LauncherConfig, script: str, overrides: Words) -> int:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
     os.environ[PARENT] = str(os.getpid())
-    os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")  # what waits for a lost process ends, at the latest
+    os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")  # a collective that waits for a lost process fails
     for module in (agent, elastic):
-        module.logger.setLevel(logging.CRITICAL)  # its report is printed below
+        module.logger.setLevel(logging.CRITICAL)  # the error is printed below
     before = {number: signal.getsignal(number) for number in HANDLED}
     try:
         accelerate.launch_command(accelerate.launch_command_parser().parse_args(command(launcher, script, overrides)))
@@ -238,7 +239,7 @@ def start(launcher: LauncherConfig, script: str, overrides: Words) -> int:
         if first.exitcode != REPORTED:
             sys.stderr.write(f"error: process {rank} ended with status {first.exitcode}\n")
         return first.exitcode if first.exitcode > 0 else 128 - first.exitcode
-    except elastic.SignalException as error:  # its processes have got the signal
+    except elastic.SignalException as error:  # the processes have received the signal
         return 128 + error.sigval.value
     finally:
         for number, handler in before.items():
@@ -247,7 +248,7 @@ def start(launcher: LauncherConfig, script: str, overrides: Words) -> int:
 
 
 def submit(launcher: LauncherConfig, slurm: SlurmConfig, script: str, overrides: Words) -> int:
-    """Submit all processes as one job and print its id and folder; wait for it if it is on this machine.
+    """Submit all processes as one job and print its id and folder; wait for the job if it runs on this machine.
 
     Raises:
         ValueError: submitit is not installed, or this machine has no SLURM.
@@ -281,22 +282,22 @@ def submit(launcher: LauncherConfig, slurm: SlurmConfig, script: str, overrides:
 
 @dataclass
 class Task:
-    """One process of a SLURM job: runs this command again, with its rank in the environment.
+    """A process of a SLURM job: it runs this command again, with its rank in the environment.
 
-    `GRACE` seconds before its time limit SLURM signals the job: a checkpoint is written, and submitit queues the job
-    again to resume from there.
+    `GRACE` seconds before the time limit SLURM signals the job: the run writes a checkpoint, and submitit queues the
+    job again to resume from it.
     """
 
     script: str
     overrides: Words
-    job: Any = None  # the command, once it runs
+    job: Any = None  # the command's process, once it runs
 
     def __call__(self) -> int:
         """Run the command."""
         import submitit
 
         submitit.helpers.TorchDistributedEnvironment().export(set_cuda_visible_devices=False, overwrite=True)
-        ignored = signal.signal(signal.SIGUSR2, signal.SIG_IGN)  # SLURM signals every process; this one handles it
+        ignored = signal.signal(signal.SIGUSR2, signal.SIG_IGN)  # SLURM signals every process; only this one handles it
         self.job = subprocess.Popen([sys.executable, self.script, *self.overrides])
         signal.signal(signal.SIGUSR2, ignored)
         status = self.job.wait()

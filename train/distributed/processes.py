@@ -1,7 +1,7 @@
 """The processes of a run: the Accelerator, the output folder's lock, and control messages between processes.
 
-Messages use a gloo group of their own, on the CPU: nothing here waits for an accelerator, or disturbs the order of its
-collectives. A process that is lost is found by the collectives' time-out and by torch's launcher, which stops the rest.
+Messages use their own gloo group on the CPU, so nothing here waits for an accelerator or changes the order of its
+collectives. A lost process is detected by the collectives' time-out and by torch's launcher, which stops the others.
 """
 
 import ctypes
@@ -31,25 +31,25 @@ from inference.target.config import ModelConfig, device_named, fast_dtype, use_d
 from train.config import LauncherConfig, TrainerConfig
 from train.distributed.launch import REPORTED, world
 
-LARGE = 2**25  # bytes; larger blocks glibc maps one by one, and returns to the system when they are freed
-ELSEWHERE = {"ACCELERATE_USE_DEEPSPEED": "DeepSpeed", "ACCELERATE_USE_FSDP": "FSDP"}  # set by accelerate's own options
+LARGE = 2**25  # bytes; glibc maps larger blocks separately and returns them to the system when freed
+ELSEWHERE = {"ACCELERATE_USE_DEEPSPEED": "DeepSpeed", "ACCELERATE_USE_FSDP": "FSDP"}  # set by accelerate's options
 
-TRIMMED = 2**28  # bytes
+TRIMMED = 2**28  # bytes; free memory beyond this is returned to the system
 TRIM, MMAP = -1, -3  # glibc's M_TRIM_THRESHOLD and M_MMAP_THRESHOLD, mallopt(3)
-RELEASE_EVERY = 8  # steps: fresh pages then cost a fiftieth of them
-# oneDNN keeps the code of this number of products in bf16, 256 KiB or more each; each new size of packed documents and
-# trained rows has its own. What it drops leaves holes between live blocks: 256 took 850 MiB in 40 steps of the
-# bundled target, 32 take 180 in steps as short; none at all costs an eighth of a step.
+RELEASE_EVERY = 8  # steps; fresh pages then cost 1/50 of a step
+# oneDNN caches the code of this many bf16 products, each 256 KiB or more; each size of packed documents and of trained
+# rows needs its own. Evicted code leaves holes between live blocks: 256 products took 850 MiB in 40 steps of the
+# bundled target, 32 take 180 in equally short steps; without a cache a step takes an eighth longer.
 PRODUCTS = "ONEDNN_PRIMITIVE_CACHE_CAPACITY", "32"
 
 LOCK, OWNER = ".lock", ".owner.json"
 
 
 def keep_freed() -> None:
-    """Let glibc keep up to TRIMMED freed bytes, and reuse them for all but LARGE blocks.
+    """Make glibc keep up to TRIMMED freed bytes and reuse them for blocks below LARGE.
 
-    The loss frees and allocates tensors of one size over and over. By default glibc returns them to the system in
-    between, and the fresh pages that follow are a twentieth of a step. Other systems' allocators keep their defaults.
+    The loss frees and allocates tensors of one size again and again. By default glibc returns them to the system in
+    between, and fresh pages take a twentieth of a step. Allocators of other systems keep their defaults.
     """
     if sys.platform == "linux" and hasattr(libc := ctypes.CDLL(None), "mallopt"):
         libc.mallopt(MMAP, LARGE)
@@ -59,8 +59,9 @@ def keep_freed() -> None:
 def release_freed() -> None:
     """Return the free memory between live blocks to the system (malloc_trim).
 
-    A tensor's place is too narrow for the next one of its size, since that is aligned within a larger block, so every
-    step leaves holes: without this a process takes half as much again after some fifty steps, and more later.
+    A freed tensor's block is too small for the next tensor of its size, which is aligned within a larger block, so
+    every step leaves holes. Without the release a process takes half as much memory again after about fifty steps, then
+    more.
     """
     if sys.platform == "linux" and hasattr(libc := ctypes.CDLL(None), "malloc_trim"):
         libc.malloc_trim(0)
@@ -69,11 +70,11 @@ def release_freed() -> None:
 def accelerator_for(launcher: LauncherConfig, trainer: TrainerConfig, model: ModelConfig) -> Accelerator:
     """Return the Accelerator, checked against the launcher's settings.
 
-    Its precision is `trainer.precision`; "auto" is bf16 where the device is fast in it.
+    The precision is `trainer.precision`; "auto" means bf16 if the device is fast in it.
 
     Raises:
-        ValueError: the number of processes is not that of the launcher or too small for the strategy, or accelerate is
-            configured with its own strategy.
+        ValueError: the number of processes differs from the launcher's or is too small for the strategy, or accelerate
+            is configured with a strategy of its own.
     """
     check_machine(launcher, model)
     device = use_device(model.device)
@@ -92,7 +93,7 @@ def accelerator_for(launcher: LauncherConfig, trainer: TrainerConfig, model: Mod
     follow_nccl()
     group = InitProcessGroupKwargs(timeout=timedelta(seconds=trainer.timeout))
     mixed = "bf16" if precision == "bf16" else "no"
-    # The runs of a multirun share this process, and accelerate keeps the first one's precision and device for all.
+    # Runs of a multirun share this process; without a reset accelerate keeps the first run's precision and device.
     AcceleratorState._reset_state(reset_partial_state=world() == 1)
     accelerator = Accelerator(mixed_precision=mixed, cpu=device.type == "cpu", kwargs_handlers=[group])
     check_world(launcher, accelerator.num_processes, world())
@@ -102,7 +103,7 @@ def accelerator_for(launcher: LauncherConfig, trainer: TrainerConfig, model: Mod
 def follow_nccl() -> None:
     """Set gloo's network interface, unless given, to the first of NCCL's.
 
-    NCCL's names are prefixes, full names after "=", and excluded ones after "^"; gloo's are full names.
+    NCCL's names are prefixes, exact after "=", excluded after "^"; gloo's are exact.
     """
     rule = os.environ.get("NCCL_SOCKET_IFNAME")
     if not rule or "GLOO_SOCKET_IFNAME" in os.environ:
@@ -117,9 +118,9 @@ def follow_nccl() -> None:
 
 
 def check_world(launcher: LauncherConfig, here: int, started: int) -> None:
-    """Refuse a process group of `here` of the `started` processes if the launcher or strategy needs another size.
+    """Refuse a process group of `here` out of `started` processes if the launcher or strategy needs another size.
 
-    A launcher of one process accepts any number that the user's own command started.
+    A launcher with one process accepts any number of processes that the user's own command started.
     """
     configured = launcher.world
     if here != started or configured not in (1, started):
@@ -135,7 +136,7 @@ def check_world(launcher: LauncherConfig, here: int, started: int) -> None:
 
 
 def check_machine(launcher: LauncherConfig, model: ModelConfig) -> None:
-    """Refuse settings of the launcher that this machine cannot run, before anything is started or written."""
+    """Refuse settings of the launcher that this machine cannot run, before a process starts or a file is written."""
     processes = max(launcher.local, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
     if device_named(model.device).type == "cuda" and processes > torch.cuda.device_count():
         raise ValueError(
@@ -151,7 +152,7 @@ def check_machine(launcher: LauncherConfig, model: ModelConfig) -> None:
 
 
 class RunLock(ExitStack):
-    """The lock of a run's folder, held from `take` to the end of the block.
+    """The lock of a run's folder, held from `take` to the block's end.
 
     The kernel releases it when its holder exits, even if killed.
     """
@@ -161,14 +162,14 @@ class RunLock(ExitStack):
         self.out, self.held = out, False
 
     def take(self) -> None:
-        """Take the lock unless it is held already or there is no folder; refuse one that another process holds."""
+        """Take the lock unless it is held already or there is no folder; refuse a lock that another process holds."""
         if self.held or not self.out.is_dir():
             return
         if not self.enter_context(claim(self.out / LOCK, wait=False)):
             try:
                 owner = json.loads((self.out / OWNER).read_text())
                 holder = f"process {owner['process']} on {owner['host']} since {owner['since']}"
-            except (OSError, ValueError):  # the holder has just begun
+            except (OSError, ValueError):  # the holder has just started
                 holder = "started this moment"
             raise ValueError(
                 f"{self.out}: another run writes to it, {holder}; wait for its end, stop it, or give another name=…"
@@ -180,9 +181,9 @@ class RunLock(ExitStack):
 
 log = logging.getLogger(__name__)
 
-STOPPING = signal.SIGTERM, signal.SIGINT  # signals that stop a run; SIGINT is Ctrl-C's
-STOPPED = 128 + signal.SIGTERM  # the exit status of a run that was stopped, by either
-REPEATED = 2.0  # seconds; a launcher forwards a signal that its processes have received already
+STOPPING = signal.SIGTERM, signal.SIGINT  # signals that stop a run; SIGINT is Ctrl-C
+STOPPED = 128 + signal.SIGTERM  # exit status of a stopped run, after either signal
+REPEATED = 2.0  # seconds in which a repeated signal is ignored: a launcher may forward a received one
 
 
 def on_main(accelerator: Accelerator, action: Callable[[], None]) -> None:
@@ -204,7 +205,7 @@ def on_main(accelerator: Accelerator, action: Callable[[], None]) -> None:
 class ProcessControl:
     """Control messages between a run's processes: stop requests and gathered values.
 
-    `timeout` is how many seconds one process waits for another.
+    `timeout` is the time in seconds that a process waits for another.
     """
 
     def __init__(self, accelerator: Accelerator, timeout: int) -> None:
@@ -213,7 +214,7 @@ class ProcessControl:
         if self.world > 1:
             self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
         self._signalled: float | None = None  # time of the signal that stops the run
-        self.signal = "SIGTERM"  # its name; another process's signal counts as SIGTERM
+        self.signal = "SIGTERM"  # its name; a signal of another process counts as SIGTERM
 
     def halted(self) -> bool:
         """Return whether a process received a SIGTERM: a collective call with the same result on all processes."""
@@ -264,7 +265,7 @@ class ProcessControl:
 
         Raises:
             ValueError: on the main process.
-            SystemExit: on the others; if the main one is lost, torch's launcher names it.
+            SystemExit: on the others; if the main process is lost, torch's launcher names it.
         """
         try:
             yield
@@ -279,9 +280,9 @@ class ProcessControl:
             ) from error
 
     def exchange(self, *, over: bool) -> tuple[bool, bool]:
-        """Return whether any process received a SIGTERM, and whether the main one's measurement is `over`.
+        """Return whether any process received a SIGTERM, and whether the main process's measurement is `over`.
 
-        A collective call, also of the processes that do not measure.
+        A collective call; processes that do not measure make it too.
         """
         if self._group is None:
             return self._signalled is not None, over

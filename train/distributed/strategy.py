@@ -1,13 +1,13 @@
-"""Strategies to share a head between processes: replicated (DDP), or its weights, gradients and state sharded.
+"""Strategies to share a head between processes: replicated (DDP), or with sharded weights, gradients and state.
 
 torch and DeepSpeed implement them. Each is called here directly, since accelerate silently skips DeepSpeed and FSDP2 on
-a CPU. Under every strategy weights are fp32, matmuls in `trainer.precision`, gradients are summed in fp32, and
-the gradient's norm is that of the whole gradient: a step is the same step.
+a CPU. Under every strategy weights are fp32, matmuls in `trainer.precision`, gradients are summed in fp32, and the
+clipped norm is the whole gradient's, so all strategies take the same step.
 
-Sharded strategies gather the head whole for a forward and a backward pass. It is a layer or two, so they save the
-memory of the optimiser's state, the gradients and the weights between steps. A parameter's type shows the strategy: a
-DTensor under FSDP2; under ZeRO-3 one of DeepSpeed's, whose shard is `ds_tensor`; under ZeRO-2 whole, next to a slice of
-master weights; else whole.
+Sharded strategies gather the whole head for a forward and backward pass. A head is a layer or two, so they save the
+memory of optimiser state, gradients and weights between steps. A parameter's type shows the strategy: a DTensor under
+FSDP2; under ZeRO-3 DeepSpeed's type, whose shard is `ds_tensor`; under ZeRO-2 a whole tensor with a slice of master
+weights; otherwise a whole tensor.
 """
 
 import logging
@@ -26,20 +26,20 @@ from torch.nn.parallel import DistributedDataParallel
 from train.config import LauncherConfig
 
 MakeOptimizer = Callable[[nn.Module], Any]
-BUCKET = 200_000_000  # gradients that DeepSpeed reduces at once, at most
+BUCKET = 200_000_000  # maximum number of gradients that DeepSpeed reduces at once
 
 
 class Strategy:
-    """A strategy's part of an optimiser step; here the whole head on every process: one process, or DDP."""
+    """A strategy's part of an optimiser step; this class is one process, or DDP with the whole head on each."""
 
-    module: Any  # the loss module as the strategy wraps it
+    module: Any  # the loss module, wrapped by the strategy
     optimizer: Any  # its parameter groups hold the learning rates; `TrainState` reads its state
 
     def __init__(self, accelerator: Accelerator, loss: Any, make: MakeOptimizer) -> None:
         self.module, self.optimizer = accelerator.prepare(loss), make(loss.head)
 
     def forward(self, *inputs: Any, last: bool) -> Any:
-        """Return the loss module's result for a micro-batch; after a step's last one gradients are averaged."""
+        """Return the loss module's result for a micro-batch; after the step's last one, gradients are averaged."""
         if isinstance(self.module, DistributedDataParallel):
             self.module.require_backward_grad_sync = last
         return self.module(*inputs)
@@ -49,7 +49,7 @@ class Strategy:
         loss.backward()
 
     def clip(self, norm: float) -> Tensor:
-        """Clip the gradient to `norm`, 0 for no clipping; return the whole gradient's norm before."""
+        """Clip the gradient to `norm` (0: no clipping); return the whole gradient's norm before clipping."""
         before: Any = nn.utils.clip_grad_norm_(self.module.parameters(), norm or torch.inf)
         total: Tensor = before.full_tensor() if hasattr(before, "full_tensor") else before
         return total
@@ -60,15 +60,15 @@ class Strategy:
         self.drop()
 
     def drop(self) -> None:
-        """Clear the gradient without an update."""
+        """Clear the gradient without updating the weights."""
         self.optimizer.zero_grad()
 
 
 class Fsdp2(Strategy):
     """FSDP2 (torch's fully_shard), with the head as one unit: tensors are sharded by rows.
 
-    One unit, since heads call parts of their layers and read weights beyond them, and EAGLE-3 runs its layer once a
-    depth: layers sharded one by one would be gathered that often.
+    The head is one unit, since heads call parts of their layers and read weights beyond them; and layers sharded one by
+    one would be gathered once per depth, at which EAGLE-3 runs its layer.
     """
 
     def __init__(self, accelerator: Accelerator, loss: Any, make: MakeOptimizer) -> None:
@@ -79,14 +79,14 @@ class Fsdp2(Strategy):
         self.optimizer = make(loss.head)
 
     def forward(self, *inputs: Any, last: bool) -> Any:
-        """Return the loss; until the last micro-batch weights stay gathered and gradients whole."""
+        """Return the loss; before the last micro-batch, weights stay gathered and gradients whole."""
         self.module.set_requires_gradient_sync(last)
         self.module.set_reshard_after_backward(last)
         return self.module(*inputs)
 
 
 class Rooted(nn.Module):
-    """Add a zero with a gradient to the loss: its gradient tells DeepSpeed that the backward pass is complete."""
+    """Add a zero with a gradient to the loss; its gradient tells DeepSpeed that the backward pass is complete."""
 
     def __init__(self, loss: nn.Module) -> None:
         super().__init__()
@@ -103,21 +103,21 @@ class Zero(Strategy):
 
     def __init__(self, accelerator: Accelerator, loss: Any, make: MakeOptimizer, clip: float, stage: int) -> None:
         if accelerator.device.type == "cpu":
-            os.environ["DS_ACCELERATOR"] = "cpu"  # read when deepspeed is imported
+            os.environ["DS_ACCELERATOR"] = "cpu"  # deepspeed reads it at import
         import deepspeed
         import deepspeed.ops
 
-        if accelerator.device.type == "cpu":  # else each process compiles C++ for gloo's sums, behind a lock
+        if accelerator.device.type == "cpu":  # otherwise each process compiles C++ for gloo's sums, under a lock
             vars(deepspeed.ops)["__compatible_ops__"] = {}
         from deepspeed.utils import logger, set_z3_leaf_modules
 
         self.log = logger
         self.log.setLevel(logging.WARNING)
-        warnings.filterwarnings("ignore", "`torch.distributed", FutureWarning)  # from DeepSpeed's own calls
+        warnings.filterwarnings("ignore", "`torch.distributed", FutureWarning)  # from calls inside DeepSpeed
         bucket = min(BUCKET, sum(p.numel() for p in loss.parameters() if p.requires_grad))
         config = {
-            "train_micro_batch_size_per_gpu": 1,  # only for its count of samples; the loss is normalised already
-            "gradient_accumulation_steps": 1,  # `last` is the boundary of a step
+            "train_micro_batch_size_per_gpu": 1,  # only used to count samples; the loss is already normalised
+            "gradient_accumulation_steps": 1,  # `last` marks the boundary of a step
             "gradient_clipping": clip,
             "steps_per_print": None,
             "zero_optimization": {
@@ -135,7 +135,7 @@ class Zero(Strategy):
         self.start()
 
     def start(self) -> None:
-        """Create the state that AdamW would create at its first step, so that a checkpoint can be loaded into it."""
+        """Create the state that AdamW would create at its first step, so that a checkpoint can be loaded."""
         inner, stage3 = self.optimizer.optimizer, hasattr(self.optimizer, "fp32_partitioned_groups_flat")
         pieces = "fp32_partitioned_groups_flat" if stage3 else "single_partition_of_fp32_groups"
         for piece in getattr(self.optimizer, pieces):
@@ -158,7 +158,7 @@ class Zero(Strategy):
         if hasattr(self.optimizer, "scaled_global_norm"):
             total: Tensor = self.optimizer.scaled_global_norm()
             return total
-        norms = torch.stack(self.optimizer._get_norm_groups())  # a norm that is not finite is -1 here
+        norms = torch.stack(self.optimizer._get_norm_groups())  # here a norm of -1 means not finite
         return torch.where((norms >= 0).all(), norms.norm(), torch.inf)
 
     def step(self) -> None:
@@ -166,11 +166,11 @@ class Zero(Strategy):
         self.module.step()
 
     def drop(self) -> None:
-        """Clear the gradient by making it NaN: the engine then skips the update and clears the gradient."""
+        """Clear the gradient by making it NaN: the engine then skips the update and clears it."""
         for gradients in self.optimizer.averaged_gradients.values():
             for gradient in gradients:
                 gradient.fill_(torch.nan)
-        self.log.setLevel(logging.ERROR)  # it would warn of the intended skip
+        self.log.setLevel(logging.ERROR)  # hides the warning of the intended skip
         self.module.step()
         self.log.setLevel(logging.WARNING)
 
@@ -178,9 +178,9 @@ class Zero(Strategy):
 def prepare(
     launcher: LauncherConfig, accelerator: Accelerator, loss: Any, make: MakeOptimizer, clip: float
 ) -> Strategy:
-    """Prepare `loss`, the module to call, whose `head` is trained, by `launcher.strategy`.
+    """Wrap the module `loss`, whose `head` is trained, with `launcher.strategy`.
 
-    Gradients are clipped to the norm `clip` in DeepSpeed's step.
+    DeepSpeed clips gradients to the norm `clip` in its own step.
     """
     if launcher.strategy == "ddp":
         return Strategy(accelerator, loss, make)
@@ -190,7 +190,7 @@ def prepare(
 
 
 def zero_stage(p: Tensor) -> int:
-    """Return the stage of ZeRO that has sharded a parameter or its optimiser state; 0 for none."""
+    """Return the ZeRO stage that sharded a parameter or its optimiser state; 0 without ZeRO."""
     return 3 if hasattr(p, "ds_id") else 2 if hasattr(p, "_hp_mapping") else 0
 
 
@@ -206,7 +206,7 @@ def held(p: Tensor) -> Tensor:
 
 
 def whole(p: Tensor, shard: Tensor) -> Tensor:
-    """Gather a tensor that is sharded like parameter `p`; a collective call, as are all below."""
+    """Gather a tensor that is sharded like parameter `p`; like all functions below, a collective call."""
     from torch.distributed.tensor import DTensor
 
     if isinstance(shard, DTensor):
@@ -233,14 +233,14 @@ def put(p: Tensor, shard: Tensor, value: Tensor) -> None:
 
 
 def local_slice(value: Tensor, shard: Tensor) -> Tensor:
-    """Return this process's slice under ZeRO-3; all slices have the shard's size, the last padded with zeros."""
+    """Return this process's slice under ZeRO-3; all slices have the shard's size; the last is padded with zeros."""
     flat = value.flatten()
     padded = functional.pad(flat, (0, get_world_size() * shard.numel() - len(flat)))
     return padded.narrow(0, get_rank() * shard.numel(), shard.numel())
 
 
 def put_master(p: Tensor, value: Tensor, key: str | None = None) -> None:
-    """Write the master weights of a parameter that ZeRO has sharded, or with `key` its optimiser state."""
+    """Write the master weights of a parameter sharded by ZeRO, or with `key` its optimiser state."""
     from deepspeed import utils
 
     extra = () if key is None else (key,)

@@ -11,20 +11,20 @@ from pathlib import Path
 from setuptools.command.build_py import build_py
 
 FOLDERS = ("heads", "inference", "data", "eval", "train", "ops", "conf", "examples/tiny")
-FRONT = "train/package/"  # its modules are those of the package headstart itself
+FRONT = "train/package/"  # the folder whose modules become headstart's own
 SCRIPTS = ("examples/", f"{FRONT}build.py")  # modules that no installed command runs
 IMPORT = re.compile(r"^(\s*(?:from|import) )(?=(?:heads|inference|data|eval|train|ops)\b)", re.MULTILINE)
-PATH = re.compile(r"sys\.path\[0\] = .*")  # of a script, whose own folder must not shadow modules
+PATH = re.compile(r"sys\.path\[0\] = .*")  # the line by which a script keeps its own folder from shadowing modules
 
 
 class BuildPackage(build_py):
-    """Copies all folders below headstart, with their imports renamed."""
+    """The build step: copies all folders below headstart and renames their imports."""
 
     def run(self) -> None:
-        """Write what is installed; nothing in an editable install."""
+        """Write the installed files; an editable install has none."""
         if self.editable_mode:
             return
-        shutil.rmtree(self.build_lib, ignore_errors=True)  # else files of an earlier build would be installed too
+        shutil.rmtree(self.build_lib, ignore_errors=True)  # otherwise files of an earlier build would be installed too
         for source in self.get_source_files():
             path = source.removeprefix(FRONT) if source.startswith(FRONT) else source
             if source.endswith(".py") and source.startswith(SCRIPTS):
@@ -35,11 +35,11 @@ class BuildPackage(build_py):
             target.write_bytes(renamed(content.decode()).encode() if path.endswith(".py") else content)
 
     def get_source_files(self) -> list[str]:
-        """Return the files of all folders, but for this machine's own."""
+        """Return the files of all folders, except untracked local ones."""
         files = [file for folder in FOLDERS for file in sorted(Path(folder).rglob("*")) if file.is_file()]
         return [file.as_posix() for file in files if not {"__pycache__", "local"}.intersection(file.parts)]
 
 
 def renamed(source: str) -> str:
-    """Return a module's source with its imports of ours under headstart."""
+    """Return a module's source with imports of our packages below headstart."""
     return IMPORT.sub(r"\1headstart.", PATH.sub("del sys.path[0]", source))

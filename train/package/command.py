@@ -1,4 +1,4 @@
-"""The command `headstart`: each sub-command is one of the scripts, with the same overrides.
+"""The command `headstart`: each sub-command is a script, with the same overrides.
 
 eval "$(headstart -sc install=bash)" completes sub-commands and overrides in bash; fish has install=fish.
 """
@@ -32,7 +32,7 @@ def main() -> None:
     name, *words = sys.argv[1:] or ["--help"]
     if name in ("-h", "--help"):
         print("headstart COMMAND [OVERRIDES], and headstart COMMAND --help\n")
-        for command, config in CONFIGS.items():  # what each does, from its YAML
+        for command, config in CONFIGS.items():  # each with the first line of its YAML
             text = (ROOT / "conf" / f"{config}.yaml").read_text(encoding="utf-8")
             print(f"  {command:9} {re.findall(r'^# python [^:]*: (.*)', text, re.MULTILINE)[0]}")
     elif name in ("-sc", "--shell-completion"):
@@ -44,12 +44,12 @@ def main() -> None:
         raise SystemExit(2)
     else:
         sys.argv[1:] = words
-        os.environ["HEADSTART_PROGRAM"] = f"headstart {Path(CONFIGS[name]).name}"  # for the examples of its help
+        os.environ["HEADSTART_PROGRAM"] = f"headstart {Path(CONFIGS[name]).name}"  # named in the examples of its help
         runpy.run_path(str(ROOT / SCRIPTS[name]), run_name="__main__")
 
 
 def complete() -> None:
-    """Let Hydra complete a line, from conf/ alone: nothing of ours is imported."""
+    """Let Hydra complete a line, from conf/ only, without importing our packages."""
     program, *words = os.environ.get("COMP_LINE", "headstart train ").split(" ")
     if len(words) < 2:
         print(" ".join(name for name in SCRIPTS if name.startswith("".join(words))))

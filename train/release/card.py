@@ -28,9 +28,9 @@ from train.release.config import PublishConfig
 
 TASK = "text-generation"
 METRIC_NAMES = {"tau": "τ, tokens of a target pass", "speedup": "speedup over autoregressive decoding"}
-NAMES = ("drafter", "tree", "workload")  # columns of names from outside
+NAMES = ("drafter", "tree", "workload")  # columns with names from outside
 GATE = ("checked", "identical", "near_tie", "failed")
-# Parts of a lower-cased path by which vLLM infers the method; the first counts.
+# Parts of a lower-cased path from which vLLM infers the method; the first match counts.
 GUESSES = {"eagle-": "eagle", "eagle3": "eagle3"}
 
 
@@ -44,8 +44,8 @@ def view(
         config: What is published.
         content: The head's own config.json.
         served: The published config.json, which differs in an engine's format.
-        refused: By format, the reason why it does not take the exported head.
-        report: The run's report.json; this and the next two are empty if the run has none.
+        refused: The reason why each format refuses the exported head.
+        report: The run's report.json; this and the next two are empty if the run lacks the file.
         provenance: The run's provenance.json.
         settings: The run's config.yaml.
     """
@@ -53,7 +53,7 @@ def view(
     hub, kind, log = on_hub(target["name"]), str(head["name"]), run / METRICS
     base = target["name"] if hub else Path(target["name"]).name
     live = [result for result in results_of(report) if result.overall and result.row.get("tier", LIVE) == LIVE]
-    mine = []  # this head's: the drafter is its kind, followed by its run where there are several
+    mine = []  # this head's results: the drafter is its kind, followed by the run if several heads share a kind
     for result in live:
         drafter, _, folder = result.row["drafter"].partition(" ")
         if drafter == kind and (not folder or Path(folder).name == run.resolve().name):
@@ -81,7 +81,7 @@ def view(
         drawbacks.append(f"It is slower than decoding without it in its own report: {best}.")
     return {
         "config": config, "head": head, "tree": content["tree"], "target": {**target, "name": base},
-        "hub": hub, "path": base if hub else f"path/to/{base}",  # of the target in command lines
+        "hub": hub, "path": base if hub else f"path/to/{base}",  # the target, in command lines
         "served": served, "refused": refused, "overrides": mimo.overrides(served),
         "forms": [form for form, kinds in FORMATS.items() if kind in kinds and form != config.format],
         "decodes": config.format is None and config.base is None and bool(custom_generate.files(head)),
@@ -132,7 +132,7 @@ def metadata(shown: Json) -> ModelCardData:
             if row[metric] is not None and not (metric == "speedup" and result.failed):
                 measured.append(EvalResult(TASK, workload, workload, metric, round(row[metric], 4), metric_name=name,
                                            dataset_config=where))  # fmt: skip
-    readers = []  # the engines that share the format's writer and take this head
+    readers = []  # engines that read this format and accept this head
     if config.format is not None:
         writer = FORMATS[config.format][kind]
         readers = [name for name in READERS if FORMATS[name].get(kind) is writer and name not in shown["refused"]]
@@ -150,7 +150,7 @@ def metadata(shown: Json) -> ModelCardData:
 
 
 def misleading(repo: str, kind: str) -> str | None:
-    """Return a remark if vLLM infers another speculative method from the repository's name than the head's."""
+    """Return a remark if vLLM infers a speculative method from the repository's name that is not the head's."""
     sign = next((sign for sign in GUESSES if sign in repo.lower()), None)
     if sign is None or GUESSES[sign] == {"hass": "eagle"}.get(kind, kind):
         return None

@@ -1,7 +1,7 @@
 """format=checkpoint: a copy of the target's folder with a trained head as its multi-token-prediction (MTP) module.
 
-Every other tensor keeps its bytes. Large files that do not change are hard links where both folders are on one file
-system; small files are copies, which can be edited without changing the target's.
+All other tensors keep their bytes. Large unchanged files are hard links if both folders are on one file system; small
+files are copies, which can be edited without changing the target's.
 """
 
 import json
@@ -26,18 +26,18 @@ from heads.mtp import TARGET, Mtp
 from inference.target.checkpoint import tensor_files
 
 MODULE = "model-mtp.safetensors"
-# The new name of a target's file whose own name clashes with the single-file name, or with the module's file.
+# New names for the target's files whose names clash with the single-file name or with the module's file.
 RENAMED = {WEIGHTS: "model-target.safetensors", MODULE: "model-target-mtp.safetensors"}
 AS_TRAINED = {"layer": TARGET, "feature_layers": None, "lm_head": "shared", "draft_vocab": None}
-SMALL = 1 << 26  # bytes; smaller files are copied, never linked
+SMALL = 1 << 26  # bytes; smaller files are copied, not linked
 
 
 def write_copy(head: Mtp, checkpoint: str, layout: Layout, out: Path) -> None:
     """Write a copy of the target's checkpoint with this head as its MTP module, atomically.
 
     Raises:
-        ValueError: the head is not of a kind that fits, or the checkpoint is incomplete; raised before any write.
-        OSError: the disk refused.
+        ValueError: the head's kind does not fit, or the checkpoint is incomplete; raised before any write.
+        OSError: a write failed.
     """
     try:
         files = tensor_files(checkpoint)
@@ -95,7 +95,7 @@ def write_copy(head: Mtp, checkpoint: str, layout: Layout, out: Path) -> None:
 
 
 def _bring(source: str | Path, new: str | Path) -> None:
-    """Hard-link a large file; copy a small one, or one on another file system."""
+    """Hard-link a large file; copy a small file, or one from another file system."""
     path = Path(source).resolve()
     with suppress(OSError):
         if path.stat().st_size > SMALL:

@@ -9,14 +9,14 @@ from heads.formats.hub import REPO
 from heads.formats.published.export import assert_known
 from inference.target.config import DTYPES
 
-CHECKPOINT = "checkpoint"  # the format of a whole target
+CHECKPOINT = "checkpoint"  # the format that copies the whole target
 OPENVINO = "openvino"  # the format that optimum-intel converts
-TEMPLATE = "chat_template_sha256"  # in provenance.json and tokenizer_reference.json
+TEMPLATE = "chat_template_sha256"  # key in provenance.json and tokenizer_reference.json
 
 
 @dataclass(frozen=True)
 class PublishConfig:
-    """Configure what is published, where, and how it is verified; conf/publish.yaml explains the keys."""
+    """What is published, where, and how it is verified; conf/publish.yaml explains the keys."""
 
     run: str
     repo: str

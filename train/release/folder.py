@@ -2,9 +2,9 @@
 
 Some export formats hold copies of the target's embedding and lm_head. The folder is replaced atomically.
 
-format=openvino is converted further by optimum-intel, target and head. Its `optimum-cli` runs as a command: it asks for
-an older transformers than headstart, so it has an environment of its own. The layers that an EAGLE-3 head reads are a
-key of the converted head's rt_info; without it OpenVINO takes others (outputs 2, L / 2 and L - 3), and none of a target
+format=openvino is converted further by optimum-intel, target and head. Its `optimum-cli` runs as a command from an
+environment of its own, since it needs an older transformers than headstart. The layers that an EAGLE-3 head reads are
+a key of the converted head's rt_info; without the key OpenVINO reads outputs 2, L / 2 and L - 3, and none for a target
 of fewer than ten layers.
 """
 
@@ -57,7 +57,7 @@ TOKENIZER = "tokenizer_reference.json"
 COPIED = ("config.yaml", "report.json", "report.md", "report.html", SCHEDULE)
 GGUF = "gguf"
 TENSORS = (WEIGHTS, gguf.FILE, *lora.FILES)
-# Patterns; those of plots are of earlier versions' cards.
+# Patterns; plots are from cards of earlier versions.
 FILES = (CONFIG, *TENSORS, TOKENIZER, "README.md", *COPIED, "plots/*", f"{custom_generate.FOLDER}/*")
 TOKEN = re.compile(r"\bhf_(?:(?:jwt|oauth)_[\w.-]{20,}|[A-Za-z0-9]{20,})")
 
@@ -65,16 +65,16 @@ TOKEN = re.compile(r"\bhf_(?:(?:jwt|oauth)_[\w.-]{20,}|[A-Za-z0-9]{20,})")
 def write_folder(run: Path, out: Path, config: PublishConfig) -> Json:
     """Write the folder, and return the values of its card (`card.view`).
 
-    The head's files lie at its top, so that the folder, and so the repository, loads as a head.
+    The head's files are at the top level, so that the folder and the repository load as a head.
 
     Raises:
-        ValueError: the head or a file next to it is a link or damaged, cannot take the format, or holds a token of the
-            Hub; or `out` holds something else. The folder is then as it was.
+        ValueError: the head or a file next to it is a link or damaged, cannot be written in the format, or holds a
+            token of the Hub; or `out` holds something else. The folder is then unchanged.
         OSError: the disk is full or the folder cannot be written.
     """
     head = last_good(run / "head")
     for path in (head, head / CONFIG, head / WEIGHTS, *(run / name for name in (*COPIED, ORIGIN, METRICS))):
-        if path.is_symlink():  # otherwise a run from outside could publish any file of this machine
+        if path.is_symlink():  # a run from outside could otherwise publish any file of this machine
             raise ValueError(f"{path}: a link, to {path.resolve()}, which is not published; put the file itself there")
     content = read_config(head)
     read_tensors(head)
@@ -127,34 +127,34 @@ def write_folder(run: Path, out: Path, config: PublishConfig) -> Json:
 
 
 def tokenizer_sha256(model: str) -> str | None:
-    """Return the hash of the target's tokenizer.json if it is on this machine, without network access."""
+    """Return the hash of the target's tokenizer.json if it is on this machine; uses no network."""
     local = Path(target_path(model)) / "tokenizer.json"
     file = local if local.is_file() or not on_hub(model) else try_to_load_from_cache(model, local.name)
     return content_hash(Path(file)) if isinstance(file, str | Path) and Path(file).is_file() else None
 
 
 def assert_tokenizer(trained: str | None, path: str, of: str) -> None:
-    """Refuse a target whose tokenizer.json has another hash than that of the head's training, if both are known."""
+    """Refuse a target whose tokenizer.json has another hash than in the head's training, if both are known."""
     given = tokenizer_sha256(path)
     if trained is not None and given not in (None, trained):
         raise ValueError(f"target={path}: its tokenizer.json is not that of {of}, which the head is for")
 
 
 def portable(text: str) -> str:
-    """Return the text without this machine's paths: the checkout's are relative, the home is ~."""
+    """Return the text without this machine's paths: the checkout's become relative, the home folder ~."""
     home = Path.home()
     relative = text.replace(f"{ROOT}/", "")
     return relative if home == Path(home.anchor) else relative.replace(f"{home}/", "~/")
 
 
 def _read(path: Path, parse: Callable[[bytes], Any]) -> Json:
-    """Return the mapping in a file of the run, empty without the file."""
+    """Return the mapping in a file of the run; empty if the file is missing."""
     content = parsed_file(path, "restore it, or remove it", parse) if path.is_file() else {}
     return content if isinstance(content, dict) else {}
 
 
 def write_format(head: Path, config: PublishConfig, model: str, adapter: str | None, folder: Path) -> dict[str, str]:
-    """Write a head, ours or another project's, in a format, and return its `refusals`.
+    """Write a head, ours or another project's, in a format; return the `refusals` of the formats.
 
     Refuse another target, and a format that cannot hold this head.
     """
@@ -189,7 +189,7 @@ def copy_with_head(run: Path, out: Path, config: PublishConfig) -> None:
         values = read_target_values(path, False, cached_alone=False)
     except ValueError as error:
         raise ValueError(f"target={path}: {error}") from error
-    name = (values.get("architectures") or ["?"])[0]  # what follows refuses before the weights are downloaded
+    name = (values.get("architectures") or ["?"])[0]  # the checks below come before the download of the weights
     if name not in FAMILIES:
         raise ValueError(
             f"format=checkpoint: {path} is a {name}, in which engines look for no module that could be written "
@@ -224,13 +224,13 @@ def _load(path: str, adapter: str | None) -> Target | EmbeddingsOnly:
 
 
 def assert_served(head: Any, path: str) -> None:
-    """Refuse a head of a target that does more than engines know of it when they draft."""
+    """Refuse a head whose target engines would draft for differently (`unserved`)."""
     if (why := unserved(head.config, head.embeddings.beyond_tables())) is not None:
         raise ValueError(f"{path}: {why}; publish without format")
 
 
 CLI = "optimum-cli"
-TASK = ["--task", "text-generation-with-past", "--trust-remote-code"]  # by which it finds its classes of heads
+TASK = ["--task", "text-generation-with-past", "--trust-remote-code"]  # selects optimum's head classes
 MODEL = "openvino_model.xml"
 KEY = "hidden_layers_list"
 
@@ -242,14 +242,14 @@ def convert(folder: Path, served: Json, target: str, say: Callable[[str], object
         folder: The exported head.
         served: Its config.json.
         target: The target's folder or Hub id.
-        say: What prints a line.
+        say: A function that prints a line.
 
     Raises:
-        ValueError: the converter failed; the last line that it wrote.
+        ValueError: the converter failed; the message is its last line.
     """
     out = folder.with_name(f"{folder.name}-openvino")
     export_model = [CLI, "export", "openvino", "-m"]
-    commands = [  # the head's first, which is small and may fail
+    commands = [  # the small head first, since it may fail
         [*export_model, str(folder), *TASK, str(out / "head")],
         [*export_model, target, *TASK[:2], str(out / "target")],
     ]

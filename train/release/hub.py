@@ -1,11 +1,11 @@
 """Upload of a folder to the Hub in one commit, and its verification: by download, and by a trial of the head.
 
-Files that the Hub has already are not sent again, so that another call continues an interrupted one; until the commit,
-which comes last, the branch is unchanged. `HfApi.upload_folder` is not used: with hf_xet it may commit several times.
+Files that the Hub already has are not sent again, so another call continues an interrupted upload. The commit comes
+last; until then the branch is unchanged. `HfApi.upload_folder` is not used: with hf_xet it may commit several times.
 
-In a trial the head must accept, on a few prompts, the drafts that the run's own head accepts. Decoding is greedy, by
-the head's own tree, or by a chain for a format without trees. An export is tried before the upload, and every head
-again after the download.
+In a trial the head must accept the drafts that the run's own head accepts, on a few prompts. Decoding is greedy, with
+the head's own tree, or a chain for a format without trees. An export is tried before the upload, and every head again
+after the download.
 """
 
 import tempfile
@@ -36,17 +36,17 @@ from inference.target.target import Target
 from inference.verification.sample import GREEDY
 from train.release.config import PublishConfig
 
-SHORT = 8  # characters of a commit in messages
+SHORT = 8  # characters of a commit hash in messages
 MESSAGE = "Publish the head with headstart"
 
 
 @contextmanager
 def repository(repo: str, private: bool, tag: str | None, api: HfApi) -> Iterator[str]:
-    """Find or create the repository, and provide its last commit; a new one is deleted again if the block fails.
+    """Find or create the repository, and provide its last commit; a new repository is deleted if the block fails.
 
     Raises:
-        ValueError: the Hub refuses the token or the name, the repository is public despite `private`, or has the tag;
-            and the errors of the block.
+        ValueError: the Hub refuses the token or the name, the repository is public despite `private` or has the tag
+            already; also the errors of the block.
     """
     with hub_errors(repo, "looking for the repository"):
         there = api.repo_exists(repo)
@@ -62,17 +62,16 @@ def repository(repo: str, private: bool, tag: str | None, api: HfApi) -> Iterato
     try:
         yield str(before.sha)
     except ValueError:
-        with suppress(TRANSPORT, OSError, RuntimeError):  # a Hub that does not answer
+        with suppress(TRANSPORT, OSError, RuntimeError):  # errors of a Hub that does not answer
             if not there and api.model_info(repo).sha == before.sha:
                 api.delete_repo(repo, missing_ok=True)
         raise
 
 
 def push(folder: Path, repo: str, before: str, ours: Sequence[str], api: HfApi) -> str:
-    """Upload a folder in one commit behind the commit `before`, and return it.
+    """Upload a folder in one commit on top of the commit `before`, and return the new commit.
 
-    Files of the branch that match the patterns `ours` and that the folder lacks, such as an earlier head's report, are
-    deleted.
+    Files of the branch that match `ours` and that the folder lacks, such as an earlier head's report, are deleted.
 
     Raises:
         ValueError: the Hub refuses, cannot be reached, or someone else commits meanwhile.
@@ -88,7 +87,7 @@ def push(folder: Path, repo: str, before: str, ours: Sequence[str], api: HfApi) 
 
 @contextmanager
 def downloaded(folder: Path, repo: str, commit: str, api: HfApi) -> Iterator[Path]:
-    """Within the block, provide a commit's downloaded files, each checked against the uploaded file."""
+    """Provide a commit's downloaded files for the block, each checked against the uploaded file."""
     with tempfile.TemporaryDirectory() as temporary:
         back, names = Path(temporary), files_of(folder)
         with waiting(f"downloading {repo} again"), hub_errors(repo, "downloading for verification"):
@@ -100,25 +99,25 @@ def downloaded(folder: Path, repo: str, commit: str, api: HfApi) -> Iterator[Pat
 
 
 def files_of(folder: Path) -> list[str]:
-    """Return the names of all files in a folder and its sub-folders, as a repository calls them."""
+    """Return the names of all files in a folder and its sub-folders, as paths in a repository."""
     return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
 
 
-SLACK = 0.05  # relative difference of τ: a format may round a product of two of the head's matrices
+SLACK = 0.05  # relative difference of τ: a format may round the product of two of the head's matrices
 
 
 def decoded(target: Target, head: Any, tree: TreeConfig, prompts: list[list[int]], tokens: int) -> list[Generation]:
-    """Return the greedy answers to prompts, of `tokens` at most, with a head's drafts."""
+    """Return the greedy answers to prompts, at most `tokens` tokens each, with a head's drafts."""
     drafter = HeadDrafter(head.to(device=target.device, dtype=target.dtype).eval(), tree, "head")
     settings = RequestParams(tokens, GREEDY)
     return [speculate(target, drafter, prompt, settings) for prompt in progress(prompts, "decoding")]
 
 
 def trial_of(run: Path, config: PublishConfig) -> Callable[..., str] | str:
-    """Return the check of a written head, or the reason why this machine cannot; refuse another target's head.
+    """Return a function that checks a written head, or why this machine cannot; refuse another target's head.
 
-    The check decodes with the head of a folder, and returns a message about its τ. It refuses other tokens or another τ
-    than those of the run's own head, in one line between a complaint and a remedy.
+    The check decodes with the head of a folder and returns a message about its τ. Other tokens or another τ than those
+    of the run's own head raise a ValueError of one line, between a complaint and a remedy.
     """
     head, file = last_good(run / "head"), own_prompts(str(run))
     if not config.verify_prompts:
@@ -127,7 +126,7 @@ def trial_of(run: Path, config: PublishConfig) -> Callable[..., str] | str:
         return "the run holds no prompts.jsonl"
     content = read_config(head)
     path = config.target or target_path(content["target"]["name"])
-    if on_hub(path) and not isinstance(try_to_load_from_cache(path, "config.json"), str):  # nothing is downloaded
+    if on_hub(path) and not isinstance(try_to_load_from_cache(path, "config.json"), str):  # no download for a trial
         return f"{path} is not on this machine; give target=FOLDER of it"
     try:
         target = Target.load(path, adapter=content["target"].get("adapter"))

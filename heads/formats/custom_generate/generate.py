@@ -2,10 +2,10 @@
 
     model.generate(**inputs, custom_generate=REPOSITORY, trust_remote_code=True)
 
-returns what it returns without these two arguments, in fewer passes: the same tokens without sampling, tokens of the
-same distribution with it. The head drafts a chain, the model scores it in one pass. A token that was drafted with
-probability q and that the model gives p is accepted with probability min(1, p / q), and otherwise replaced by one
-sampled from max(0, p - q) (Leviathan et al., arXiv 2211.17192; Chen et al., arXiv 2302.01318).
+This call returns what `generate` returns without these two arguments, in fewer passes: the same tokens without
+sampling, the same distribution of tokens with it. The head drafts a chain and the model scores it in one pass. A token
+drafted with probability q, to which the model gives p, is accepted with probability min(1, p / q); otherwise a sample
+of max(0, p - q) replaces it (Leviathan et al., arXiv 2211.17192; Chen et al., arXiv 2302.01318).
 """
 
 import inspect
@@ -36,23 +36,23 @@ from transformers.utils.hub import cached_file
 from transformers.utils.versions import require_version
 
 HUB = ("revision", "token", "cache_dir", "force_download", "proxies", "local_files_only")
-CACHE = ("past_key_values", "cache")  # before transformers 5.24, and since
+CACHE = ("past_key_values", "cache")  # the cache's argument: before transformers 5.24, and since
 UNREAD = ("assistant_model", "inputs_embeds", "synced_gpus", *CACHE)
 READ = {"attention_mask", "position_ids", "cache_position", "use_cache", "logits_to_keep", *CACHE}
 OUTPUTS = ("output_scores", "output_logits", "output_attentions", "output_hidden_states")
 ATTENTION = {"full_attention", "sliding_attention", "chunked_attention"}  # layers whose cache can be cropped
-# Draft logits go through these too, to be near the model's. The output does not depend on them.
+# Settings that also process draft logits, to bring them near the model's; the output does not depend on this.
 SHARED = (
     TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper, MinPLogitsWarper, RepetitionPenaltyLogitsProcessor,
 )  # fmt: skip
 
 Weights = dict[str, Tensor]
 Embed = Callable[[Tensor], Tensor]  # token ids (1,) to embeddings (1, D)
-States = Generator[Tensor, Tensor, None]  # yields the state (1, D) that lm_head d reads, is sent the token of depth d
+States = Generator[Tensor, Tensor, None]  # yields the state (1, D) that lm_head d reads; receives the token of depth d
 
 
 def medusa(config: dict[str, Any], weights: Weights, _embed: Embed, last: Tensor, _token: Tensor) -> States:
-    """Medusa: residual blocks on the last state (1, D), one stack a depth (Cai et al., arXiv 2401.10774)."""
+    """Medusa: residual blocks on the last state (1, D), one stack per depth (Cai et al., arXiv 2401.10774)."""
     for depth in range(config["heads"]):
         state = last
         for i in range(config["layers"]):
@@ -97,10 +97,10 @@ def linear(weights: Weights, name: str, x: Tensor) -> Tensor:
 
 
 class Head:
-    """A head's folder or repository, read for a model, in the model's dtype and on its device.
+    """A head read from a folder or repository, in a model's dtype and on its device.
 
     Raises:
-        ValueError: the folder has no such head, or the head is one of another model.
+        ValueError: the folder has no such head, or the head was trained for another model.
     """
 
     def __init__(self, where: str, model: Any, hub: dict[str, Any]) -> None:
@@ -124,12 +124,12 @@ class Head:
         self.depth = content["tree"].get("depth") or self.config["heads"]
 
     def logits(self, state: Tensor, depth: int) -> Tensor:
-        """Return the logits (1, V) of a state (1, D), minus infinity for tokens that the head never drafts."""
+        """Return the logits (1, V) of a state (1, D), minus infinity for tokens outside the draft vocabulary."""
         name = (
             f"head.{0 if self.config.get('tied') else depth}" if self.config["name"] == "mlp" else f"lm_heads.{depth}"
         )
         ids = self.weights.get("vocab.ids")
-        if f"{name}.weight" not in self.weights:  # shared with the model
+        if f"{name}.weight" not in self.weights:  # the model's own lm_head
             logits = self.lm_head(state)
             logits = logits if ids is None else logits[:, ids]
         else:
@@ -143,9 +143,9 @@ class Head:
     def draft(
         self, last: Tensor, ids: Tensor, count: int, processors: Any, sample: bool
     ) -> list[tuple[Tensor, Tensor]]:
-        """Return up to `count` drafted tokens (1,) behind ids (1, T) and their distributions (V,).
+        """Return up to `count` drafted tokens (1,) after ids (1, T), and their distributions (V,).
 
-        `last` (1, D) is the model's state of the row before the last token.
+        `last` (1, D) is the model's state at the position before the last token.
         """
         drafts: list[tuple[Tensor, Tensor]] = []
         states = HEADS[self.config["name"]](self.config, self.weights, self.embed, last, ids[0, -1:])
@@ -162,14 +162,14 @@ class Head:
 
 @dataclass
 class SpeculativeOutput(GenerateDecoderOnlyOutput):
-    """The output of `return_dict_in_generate=True`: sequences (1, T), and the passes that scored a draft."""
+    """The output of `return_dict_in_generate=True`: sequences (1, T), and the number of passes that scored a draft."""
 
     sequences: Any = None
     passes: Any = None
 
 
 def choose(scores: Tensor, draft: tuple[Tensor, Tensor] | None, sample: bool) -> tuple[Tensor, bool]:
-    """Return the next token (1,) by the model's processed logits (V,), and whether it is the drafted one, accepted."""
+    """Return the next token (1,) from the model's processed logits (V,), and whether the draft was accepted."""
     if not sample:
         token = scores.argmax(keepdim=True)
         return token, draft is not None and bool(token == draft[0])
@@ -179,12 +179,12 @@ def choose(scores: Tensor, draft: tuple[Tensor, Tensor] | None, sample: bool) ->
         if bool(torch.rand((), device=p.device) * q[token] < p[token]):
             return token, True
         rest = (p - q).clamp_min(0)
-        p = rest if bool(rest.sum() > 0) else p  # p and q are equal but for rounding
+        p = rest if bool(rest.sum() > 0) else p  # otherwise p equals q up to rounding
     return torch.multinomial(p, 1), False
 
 
 def decode(model: Any, head: Head, ids: Tensor, count: int, prepared: dict[str, Any]) -> tuple[Tensor, int]:
-    """Continue ids (1, T) to their end; return them and the number of passes that scored a draft."""
+    """Decode after ids (1, T) to the end; return all tokens and the number of passes that scored a draft."""
     processors, criteria, streamer = (prepared[name] for name in ("logits_processor", "stopping_criteria", "streamer"))
     sample = prepared["generation_config"].do_sample
     shared = LogitsProcessorList(step for step in processors if isinstance(step, SHARED))
@@ -203,7 +203,7 @@ def decode(model: Any, head: Head, ids: Tensor, count: int, prepared: dict[str, 
             more = {argument: cache} | ({"logits_to_keep": len(drafts) + 1} if model._supports_logits_to_keep() else {})
             states.clear()
             logits = model(input_ids=tokens, use_cache=True, return_dict=True, **more).logits[:, -len(drafts) - 1 :]
-            hidden = states[-1][0, -len(drafts) - 1 :]  # now: a logits processor may run the model too
+            hidden = states[-1][0, -len(drafts) - 1 :]  # before `processors`, which may run the model again
             passes, accepted, going = passes + bool(drafts), 0, True
             while going and not done:
                 scores = processors(ids, logits[:, accepted].to(copy=True, dtype=torch.float32))[0]
@@ -223,19 +223,19 @@ def decode(model: Any, head: Head, ids: Tensor, count: int, prepared: dict[str, 
 
 
 def generate(model: Any, head: str | None = None, draft_tokens: int | None = None, **kwargs: Any) -> Any:
-    """Generate with a draft head; called by transformers.
+    """Generate with a draft head; transformers calls this function.
 
     Args:
         model: the model that the head was trained for.
-        head: another folder or repository to read the head from.
-        draft_tokens: tokens to draft for a pass, at most as many as the head has depths.
-        kwargs: as `model.generate` takes them.
+        head: the folder or repository of the head, by default this file's.
+        draft_tokens: tokens to draft per pass, at most the head's number of depths.
+        kwargs: the arguments of `model.generate`.
 
     Raises:
-        ValueError: there is no head of this model, or an argument is not one of speculative decoding of one sequence.
+        ValueError: there is no head for this model, or an argument is not supported here.
     """
     require_version("transformers>=5.17")
-    # transformers hands the name to nobody and copies this file elsewhere: it is in the frame of the caller.
+    # transformers passes the repository's name to no argument and copies this file: the name is in the caller's frame.
     where = head or sys._getframe(1).f_locals.get("custom_generate")
     if not isinstance(where, str):
         raise ValueError("the head is not named: give generate the argument head=FOLDER_OR_REPOSITORY")
@@ -248,7 +248,7 @@ def generate(model: Any, head: str | None = None, draft_tokens: int | None = Non
         )
     loaded = Head(where, model, {name: kwargs.pop(name) for name in HUB if name in kwargs})
     tokenizer, strings = kwargs.pop("tokenizer", None), kwargs.pop("stop_strings", None)
-    if strings is not None:  # transformers hands no tokenizer to a function of ours, and wants one for them
+    if strings is not None:  # transformers passes no tokenizer to a custom function, and stop strings need one
         stop = StopStringCriteria(tokenizer, strings)
         kwargs["stopping_criteria"] = StoppingCriteriaList([*(kwargs.get("stopping_criteria") or []), stop])
     count = min(draft_tokens or loaded.depth, loaded.config["heads"])
@@ -263,7 +263,7 @@ def generate(model: Any, head: str | None = None, draft_tokens: int | None = Non
     ) -> Any:
         mode, mask = generation_config.get_generation_mode(), model_kwargs.get("attention_mask")
         unread = [name for name in OUTPUTS if getattr(generation_config, name)]
-        # Models that read images have a mapping of what they saw, empty without any.
+        # For models that read images, a mapping of the images seen; empty without images.
         unread += sorted({name for name, value in model_kwargs.items() if value is not None and value != {}} - READ)
         if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
             unread.append(mode.value)

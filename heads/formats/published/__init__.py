@@ -5,18 +5,18 @@ A format is recognised by the names of its tensors.
 A loaded head is one of `heads.HEADS`: it can be measured, trained further and saved in our format. Every tensor is
 mapped or refused by name; counts come from names and shapes, since config files are often wrong.
 
-files.py      their files, and the tensors in them
-plan.py       assembles a head, every tensor mapped; the numbers of a decoder layer
-export.py     heads written in a format
-exporting.py  the head to export, and code that formats share
+files.py      a published head's files and tensors
+plan.py       assembly of a head, every tensor mapped; the dimensions of a decoder layer
+export.py     export of a head to a format
+exporting.py  the head to export, and code shared by the formats
 eagle.py      EAGLE-1/2 and HASS: vLLM, SGLang, the authors
 eagle3.py     EAGLE-3 and 3.1: vLLM, SGLang, TensorRT-LLM and speculators in one folder; the authors
-eagle4.py     EAGLE-4: its engine plug-ins
+eagle4.py     EAGLE-4: the engine plug-ins
 peagle.py     P-EAGLE: vLLM and speculators
 medusa.py     Medusa: vLLM up to 0.32, the authors
 hydra.py      Hydra and Hydra++: the authors
-mlp.py        the MLP speculator, read alone
-mimo.py       MTP as MiMo has it: vLLM and SGLang, for other targets too
+mlp.py        the MLP speculator, only read
+mimo.py       MTP in MiMo's layout: vLLM and SGLang, for other targets too
 gguf.py       EAGLE-3, DFlash and DSpark in one file for llama.cpp
 dflash.py     DFlash, DSpark and DFlash2: vLLM, SGLang; Domino: SGLang
 """
@@ -38,7 +38,7 @@ __all__ = ["FORMATS", "format_of", "is_published", "load_published"]
 
 
 class Format(NamedTuple):
-    """A published format: its head's kind, the tensor names that identify it, and its reader."""
+    """A published format: the kind of head, the tensor names that identify the format, and the reader."""
 
     head: str
     signature: tuple[str, ...]
@@ -64,10 +64,10 @@ def load_published(folder: Path, embeddings: Embeddings) -> nn.Module:
     Only the target's hidden size and vocabulary can be checked: published heads do not identify its weights.
 
     Raises:
-        ValueError: the format is unknown, a file damaged, a tensor missing, unknown or of another shape, or the head
-            has an unsupported option: one line that names it.
+        ValueError: the format is unknown, a file is damaged, a tensor is missing, unknown or of another shape, or the
+            head has an unsupported option: one line that names it.
     """
-    read = FORMATS[format_of(folder)].read  # by the names, before tensors are read
+    read = FORMATS[format_of(folder)].read  # the tensor names are checked before tensors are read
     source = PublishedHead(folder, config_of(folder), without_prefix(stored_tensors(folder)))
     try:
         plan = read(source, embeddings)
@@ -79,7 +79,7 @@ def load_published(folder: Path, embeddings: Embeddings) -> nn.Module:
 
 
 def format_of(folder: Path) -> str:
-    """Return the name of a published head's format, by its tensor names; refuse one that is not in FORMATS."""
+    """Return the name of a published head's format, by its tensor names; refuse an unknown format."""
     names = names_of(folder)
     for name, candidate in FORMATS.items():
         if all(any(re.fullmatch(pattern, one) for one in names) for pattern in candidate.signature):

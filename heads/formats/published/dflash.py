@@ -3,11 +3,11 @@
 DSpark adds `markov_head` and `confidence_head`, Domino `prefix_gru` and `embed_proj`, DFlash2 the layers'
 `attention_conv` and `mlp_conv` and a `candidate_selector`.
 
-vLLM, SGLang and the authors' code read it. Their masked positions have the target's embedding of a token; our head has
-a parameter there, so a head can be exported only if that is a row of the embedding. A block of DFlash drafts from its
-masked positions; in DSpark the root token's position drafts too. Only vLLM reads an lm_head, over a pruned vocabulary.
-Only SGLang runs Domino; it corrects all positions but the first, as we do, and with an anchor that drafts it drafts one
-token less than the block has positions.
+vLLM, SGLang and the authors' code read the format. Its masked positions hold the target's embedding of a token; ours
+are a parameter, so a head can be exported only if that is a row of the embedding. DFlash drafts from the masked
+positions of a block, DSpark from the root token's position too. Only vLLM reads an lm_head, over a pruned vocabulary.
+Only SGLang runs Domino; it corrects all positions but the first, as we do. With an anchor that drafts, it drafts one
+token fewer than the block has positions.
 """
 
 from typing import Any
@@ -53,7 +53,7 @@ SIGNATURE = (r"fc\.weight", r"hidden_norm\.weight", r"layers\.0\.self_attn\.q_pr
 CONV = "layers.0.attention_conv.{}"
 ROUNDED = 2**-8  # relative rounding error of a value trained in bf16
 OURS = ("mask", "vocab.ids", "lm_head.weight")  # tensors with another layout in the format
-# For each optional part its key in config.json, and one of its tensors by our name.
+# The key in config.json of each optional part, and one of its tensors by our name.
 PARTS = {
     "markov_rank": "before.weight",
     "enable_confidence_head": "confidence.weight",
@@ -63,7 +63,7 @@ PARTS = {
 
 
 def read(source: PublishedHead, embeddings: Embeddings) -> TensorMapping:
-    """Return the plan that maps the tensors."""
+    """Return the mapping of the format's tensors."""
     options, stored = source.config | (source.config.get("dflash_config") or {}), source.tensors
     ours = {name: stored[foreign] for name, foreign in NAMES.items() if foreign in stored}
     check_width(source, "fc.weight", embeddings)
@@ -90,7 +90,7 @@ def read(source: PublishedHead, embeddings: Embeddings) -> TensorMapping:
     fc, confidence = stored["fc.weight"], ours.get("confidence.weight")
     filled = {"mask": embedding_of(embeddings, torch.tensor(token)).to("cpu", fc.dtype)}
     if markov is not None and confidence is not None and confidence.shape[1] == len(fc):
-        # It does not read the Markov state: zeros stand for that.
+        # The format's confidence head does not read the Markov state: its columns are zeros.
         filled["confidence.weight"] = torch.cat([confidence, confidence.new_zeros(1, markov.shape[1])], 1)
     if feature_layers is None and options.get(BLOCK_STATES) is not None:
         feature_layers = as_outputs(options[BLOCK_STATES])
@@ -124,7 +124,7 @@ def read(source: PublishedHead, embeddings: Embeddings) -> TensorMapping:
 
 
 def engines(source: Export) -> ExportedHead:
-    """Export the head for the format's engines, or for the requested one; refuse options that they do not support."""
+    """Export the head for the format's engines, or for the requested engine; refuse unsupported options."""
     options, markov = source.config, source.config.markov_rank
     source.refuse(qk_norm=True)
     if source.head.vocab is None:
@@ -164,7 +164,7 @@ def engines(source: Export) -> ExportedHead:
         terms |= {"selector_rank": options.selector_rank, "selector_top_k": options.selector_top_k}
     config = source.engine_config(CLASS._replace(architectures=architectures), options.layers) | {
         "layer_types": ["full_attention"] * options.layers,
-        "is_causal": options.causal,  # the sliding window; SGLang reads it only here
+        "is_causal": options.causal,  # SGLang reads the sliding window only from here
         "block_size": source.head.size,
         "dflash_config": {
             "mask_token_id": token,
@@ -185,6 +185,6 @@ def engines(source: Export) -> ExportedHead:
 
 
 def openvino(source: Export) -> ExportedHead:
-    """Export a DFlash head for OpenVINO, whose slots all see each other; refuse the terms of its successors."""
+    """Export a DFlash head for OpenVINO, whose masked positions all see each other; refuse later variants' options."""
     source.refuse(causal=False, markov_rank=None, selector_rank=None, conv=None)
     return engines(source)

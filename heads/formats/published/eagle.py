@@ -1,7 +1,7 @@
-"""EAGLE-1 and 2, and HASS, which has their layout: `fc` and `layers.{i}`, the first without an input norm.
+"""EAGLE-1, EAGLE-2 and HASS, all in one layout: `fc` and `layers.{i}`, the first layer without an input norm.
 
-vLLM finds the head by the second of its architectures and SGLang by the first. Both read the lm_head of the target.
-vLLM drops a bias of fc without a word, while SGLang makes one at random where the file has none.
+vLLM recognises the head by the second of its architectures, SGLang by the first. Both read the target's lm_head. vLLM
+silently drops a bias of fc; SGLang initialises a missing one at random.
 """
 
 import torch
@@ -11,22 +11,22 @@ from heads.base import Embeddings, embedding_of
 from heads.formats.published.exporting import EngineClass, Export, ExportedHead
 from heads.formats.published.plan import EMBEDDING, PublishedHead, TensorMapping, check_width, decoder
 
-SIGNATURE = (r"fc\.weight", r"layers\.0\.self_attn\.q_proj\.weight")  # and no hidden_norm, as the formats before it
+SIGNATURE = (r"fc\.weight", r"layers\.0\.self_attn\.q_proj\.weight")  # and no hidden_norm, unlike the formats before
 CLASS = EngineClass(["LlamaForCausalLMEagle", "LlamaForCausalLM"], "llama", {
-    "vllm": r"(Llama|Llama4|MiniCPM|Cohere|Mistral|MistralLarge3)ForCausalLM",  # which prepends Eagle to it
+    "vllm": r"(Llama|Llama4|MiniCPM|Cohere|Mistral|MistralLarge3)ForCausalLM",  # vLLM prepends Eagle to the name
     "sglang": r".*ForCausalLMEagle",
 })  # fmt: skip
 
 
 def scaled(fc: Tensor, embeddings: Embeddings, power: int) -> Tensor:
-    """Return fc for an embedding without the target's scale (Gemma), which engines do not read; power -1: back."""
+    """Return fc for an embedding without the target's scale (Gemma), which engines ignore; power -1 inverts this."""
     scale = torch.ones_like(fc[0])
     scale[: embeddings.hidden_size] = float(getattr(getattr(embeddings, "embedding", None), "embed_scale", 1.0))
     return fc * scale**power
 
 
 def read(source: PublishedHead, embeddings: Embeddings) -> TensorMapping:
-    """Return the plan that maps each tensor to its own name."""
+    """Return the mapping, of each tensor to its own name."""
     check_width(source, "fc.weight", embeddings)
     layers = source.count(r"layers\.(\d+)\.self_attn\.q_proj\.weight$")
     config = {
@@ -40,7 +40,7 @@ def read(source: PublishedHead, embeddings: Embeddings) -> TensorMapping:
 
 
 def engines(source: Export) -> ExportedHead:
-    """Export the head for vLLM and SGLang; refuse options that they do not support."""
+    """Export the head for vLLM and SGLang; refuse unsupported options."""
     source.refuse(lm_head="shared", draft_vocab=None)
     tensors = source.tensors
     bias = tensors.get("fc.bias")
@@ -52,7 +52,7 @@ def engines(source: Export) -> ExportedHead:
 
 
 def authors(source: Export) -> ExportedHead:
-    """Export the head for the authors' code, which loads strictly and so needs the target's embedding too.
+    """Export the head for the authors' code, which loads strictly and so also needs the target's embedding.
 
     Options that their code does not support are refused.
     """

@@ -1,10 +1,10 @@
 """EAGLE-3 and 3.1: the authors' `midlayer` or `layers.0`, `fc`, `norm`, its own lm_head, `d2t` and `t2d`.
 
-One folder serves vLLM, SGLang, TensorRT-LLM and speculators, another the authors' own code. vLLM and speculators read
-the layers at the top level and SGLang within `eagle_config`, each counting in its own way (plan.py); files are found
-with either of them under either key. The defaults of both are the same three layers. Layers after the first have their
-norm before attention under two names, because vLLM reads the one and SGLang and TensorRT-LLM the other. The lm_head is
-always written, the target's where the head shares it: without one SGLang may make a random one.
+One folder serves vLLM, SGLang, TensorRT-LLM and speculators, another one the authors' code. vLLM and speculators read
+the feature layers at the top level, SGLang in `eagle_config`; they count differently (plan.py), and published files
+have either count under either key. By default both read the same three layers. In layers after the first, the norm
+before attention has two names: vLLM reads one, SGLang and TensorRT-LLM the other. The lm_head is always written, also
+if the head shares the target's: without one SGLang may initialise it at random.
 """
 
 import logging
@@ -33,17 +33,17 @@ from heads.modules.fusion import EAGLE3_LAYERS, default_layers
 log = logging.getLogger(__name__)
 
 SIGNATURE = (r"(midlayer|layers\.0)\.hidden_norm\.weight",)
-JOINT = "input_norm"  # norm of the concatenated features, before fc
-MIDDLE, FIRST = "midlayer.", "layers.0."  # the first layer's tensors: the authors' names, and all others'
-NORMED_RESIDUAL = ("vllm", "speculators", "gguf")  # formats whose engines support it
-# Targets for which SGLang takes ids for outputs, as otherwise, only if the first is 1, and else for inputs.
+JOINT = "input_norm"  # name of the norm of the concatenated features, before fc
+MIDDLE, FIRST = "midlayer.", "layers.0."  # prefix of the first layer's tensors: the authors', and that of all others
+NORMED_RESIDUAL = ("vllm", "speculators", "gguf")  # formats whose engines support `norm_before_residual`
+# For these targets SGLang counts outputs, as for others, only if the first id is 1; otherwise it counts inputs.
 COUNTED_BY_FIRST = {"DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "Glm4MoeLiteForCausalLM"}
 VERSION = "0.9.0"  # version of the speculators format
 CLASS = EngineClass(["LlamaForCausalLMEagle3"], "llama", {
     "vllm": r"(Eagle3)?(Llama|Qwen2_5vl|Qwen3|Qwen3vl|MiniMaxM2|DeepseekV[23])ForCausalLM|LlamaForCausalLMEagle3|"
-    r"PEagleDraftModel|PeagleLlamaForCausalLM",  # which prepends Eagle3 where the name has none
+    r"PEagleDraftModel|PeagleLlamaForCausalLM",  # vLLM prepends Eagle3 to names without it
     "sglang": r"LlamaForCausalLMEagle3|Eagle3DeepseekV2ForCausalLM",
-    "trtllm": r"(Eagle3)?(Llama|DeepseekV3)ForCausalLM|(Llama|DeepseekV3)ForCausalLMEagle3",  # which drops Eagle3
+    "trtllm": r"(Eagle3)?(Llama|DeepseekV3)ForCausalLM|(Llama|DeepseekV3)ForCausalLMEagle3",  # it drops Eagle3
     "gguf": r"LlamaForCausalLMEagle3|Eagle3(LlamaForCausalLM|DraftModel|Speculator)",
     "openvino": r"LlamaForCausalLMEagle3|Eagle3LlamaForCausalLM",
 })  # fmt: skip
@@ -59,7 +59,7 @@ def their_name(name: str, first: str) -> str:
 
 
 def read(source: PublishedHead, embeddings: Embeddings, *, sliding: bool = False) -> TensorMapping:
-    """Return the plan that maps the tensors; `sliding` allows a sliding window."""
+    """Return the mapping of the format's tensors; `sliding` allows a sliding window."""
     first = next(first for first in (MIDDLE, FIRST) if f"{first}hidden_norm.weight" in source.tensors)
     nested: dict[str, Any] = source.config.get("eagle_config") or {}
     if nested.get("use_aux_hidden_state") is False:
@@ -111,10 +111,10 @@ def read(source: PublishedHead, embeddings: Embeddings, *, sliding: bool = False
 
 
 def feature_layers(source: PublishedHead, joined: int, embeddings: Embeddings) -> list[int] | None:
-    """Return the feature layers, `joined` of which fc concatenates; None for the default three.
+    """Return the feature layers, of which fc concatenates `joined`; None for the default three.
 
     Raises:
-        ValueError: config.json contradicts itself, or names no layers although fc does not join three.
+        ValueError: config.json contradicts itself, or names no layers although fc reads another number than three.
     """
     nested: dict[str, Any] = source.config.get("eagle_config") or {}
     states, outputs = source.config.get(STATES), nested.get(STATES)
@@ -142,13 +142,13 @@ def feature_layers(source: PublishedHead, joined: int, embeddings: Embeddings) -
 
 
 def _feeds_normed(source: PublishedHead, normed: bool) -> bool:
-    """Return whether the head feeds back its normed output, as in EAGLE-3.1, whose features are `normed`.
+    """Return whether the head feeds back its normed output, as EAGLE-3.1 does; `normed` says that features are normed.
 
-    SpecForge has the same key, true by default, for the norm before the lm_head, and feeds back the state before it
-    (specforge/modeling/draft/llama3_eagle.py, compute_logits); it writes no speculators format.
+    SpecForge uses the same key, true by default, for the norm before the lm_head, and feeds back the state before that
+    norm (specforge/modeling/draft/llama3_eagle.py, compute_logits); it does not write speculators' format.
     """
     nested, flag = source.config.get("eagle_config") or {}, source.config.get("norm_output")
-    fed = nested.get("return_hidden_post_norm")  # TensorRT-LLM's name of it
+    fed = nested.get("return_hidden_post_norm")  # TensorRT-LLM's name of this key
     if flag and not (fed or normed or "speculators_model_type" in source.config):
         log.warning("%s: norm_output=true without fc_norm is SpecForge's norm before the lm_head, and read so; engines "
                     "feed the normed output back: set it to false for them", source.folder)  # fmt: skip
@@ -157,7 +157,7 @@ def _feeds_normed(source: PublishedHead, normed: bool) -> bool:
 
 
 def engines(source: Export) -> ExportedHead:
-    """Export the head for all engines at once; refuse options that they, or the requested one, do not support."""
+    """Export the head for all engines at once; refuse options that they, or the requested engine, do not support."""
     options = source.config
     source.refuse(kv_injection=False, qk_norm=False)
     if options.norm_before_residual and source.format_name not in NORMED_RESIDUAL:
@@ -178,7 +178,7 @@ def engines(source: Export) -> ExportedHead:
         "verifier_accept_k": 1,
         "accept_tolerance": 0.0,
     }
-    joint = {"norm_before_fc": options.joint_norm}  # TensorRT-LLM reads it within eagle_config alone
+    joint = {"norm_before_fc": options.joint_norm}  # TensorRT-LLM reads this key only in eagle_config
     config = {
         "architectures": CLASS.architectures,
         "model_type": CLASS.model_type,
@@ -196,7 +196,7 @@ def engines(source: Export) -> ExportedHead:
         "speculators_model_type": "eagle3",
         "speculators_version": VERSION,
         "transformer_layer_config": {"model_type": "llama", **decoder},
-        "speculators_config": {  # for `vllm serve REPOSITORY`: the target, and the number of drafted tokens
+        "speculators_config": {  # read by `vllm serve REPOSITORY`: the target, and the number of drafted tokens
             "algorithm": "eagle3",
             "default_proposal_method": way["proposal_type"],
             "proposal_methods": [way],
@@ -210,10 +210,10 @@ def engines(source: Export) -> ExportedHead:
 
 
 def authors(source: Export) -> ExportedHead:
-    """Export the head for the authors' code or for OpenVINO, which have one layer and the features of three.
+    """Export the head for the authors' code or for OpenVINO, which run one layer and the features of three layers.
 
-    OpenVINO reads the layers from its converted file, where format=openvino writes them, and a missing d2t as memory
-    happens to be. The authors' code has fixed layers. Options that the two do not support are refused.
+    OpenVINO reads the layers from its converted file, into which format=openvino writes them; without d2t it reads
+    uninitialised memory. The authors' code has fixed layers. Options that either does not support are refused.
     """
     source.refuse(
         layers=1,

@@ -1,8 +1,8 @@
-"""EAGLE-4 as its engine plug-ins (eagle-harness 0.1.3) and NeMo Automodel's export have it.
+"""EAGLE-4 in the format of its engine plug-ins (eagle-harness 0.1.3) and of NeMo Automodel's export.
 
-EAGLE-3.1's tensors of one layer under `layers.0`, the target's embedding, the candidate head's two factors. The
-plug-ins refuse keys of config.json and tensors that they do not know, several layers, and a pruned vocabulary. All
-other engines get the head without its factors: an EAGLE-3.1 head, which drafts over the whole vocabulary.
+The format has EAGLE-3.1's tensors of one layer under `layers.0`, the target's embedding, and the candidate head's two
+factors. The plug-ins refuse unknown keys and tensors, several layers, and a pruned vocabulary. Other engines get the
+head without its factors: an EAGLE-3.1 head that drafts over the whole vocabulary.
 """
 
 from typing import Any
@@ -19,7 +19,7 @@ CLASS = EngineClass(["LlamaForCausalLMEagle4"], "llama", {})
 
 
 def read(source: PublishedHead, embeddings: Embeddings) -> TensorMapping:
-    """Return the plan that maps the tensors."""
+    """Return the mapping of the format's tensors."""
     plan = eagle3.read(source, embeddings, sliding=True)
     candidate_head: dict[str, Any] = source.config.get("efficient_lm_head_config") or {}
     if candidate_head.get("type", "low_rank") != "low_rank":
@@ -60,6 +60,6 @@ def engines(source: Export) -> ExportedHead:
 
 
 def without_candidates(source: Export) -> ExportedHead:
-    """Export the head as EAGLE-3.1 for the engines of its format."""
+    """Export the head as EAGLE-3.1, for the engines that read that format."""
     config, tensors = eagle3.engines(source)
     return ExportedHead(config, {name: tensor for name, tensor in tensors.items() if name not in OURS})

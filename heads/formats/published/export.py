@@ -16,8 +16,8 @@ __all__ = ["FORMATS", "READERS", "TargetFacts", "check", "export", "refusals", "
 
 log = logging.getLogger(__name__)
 
-# The writer of each kind of head by format. Four engines read the same EAGLE-3 folder; which one is asked for decides
-# over options that not all of them run.
+# The writer of each kind of head, by format. Four engines read the same EAGLE-3 folder; the requested engine decides
+# over options that only some of them run.
 Writers = dict[str, Callable[[Export], ExportedHead]]
 ENGINES: Writers = {"eagle": eagle.engines, "hass": eagle.engines, "eagle3": eagle3.engines, "block": dflash.engines,
                     "eagle4": eagle4.without_candidates, "mtp": mimo.engines}  # fmt: skip
@@ -34,17 +34,17 @@ FORMATS: dict[str, Writers] = {
     "eagle4": {"eagle4": eagle4.engines},
     "openvino": {"eagle3": eagle3.authors, "block": dflash.openvino},
 }
-READERS = ("vllm", "sglang", "trtllm", "speculators")  # formats named for the readers of their common folder
+READERS = ("vllm", "sglang", "trtllm", "speculators")  # formats named after the engines that read one common folder
 
 
 def check(head: Any, engine: str, served: TargetFacts, beyond: Collection[str]) -> None:
-    """Refuse a head, trained or not, that one of `heads.ENGINES` cannot load, for a target with this `beyond_tables`.
+    """Refuse a head that an engine of `heads.ENGINES` cannot load; `beyond` is the target's `beyond_tables`.
 
-    The head may be on the meta device.
+    The head may be untrained and on the meta device.
     """
     format_name = {"llamacpp": "gguf"}.get(engine, engine)
     try:
-        if engine == "transformers":  # which runs the target's own embedding and lm_head
+        if engine == "transformers":  # transformers runs the target's own embedding and lm_head
             if not custom_generate.files(vars(head.config)):
                 raise ValueError(f"no code of ours decodes there with {head.config.name}; train head=mlp")
             return
@@ -56,10 +56,11 @@ def check(head: Any, engine: str, served: TargetFacts, beyond: Collection[str]) 
 
 
 def unserved(config: Any, beyond: Collection[str]) -> str | None:
-    """Return why engines, which read a target's plain tables, draft otherwise than a head was trained; None if not.
+    """Return why engines would draft differently from the head's training; None if they would not.
 
-    EAGLE-3, P-EAGLE and MTP norm the embedding first, which takes its scale away, and EAGLE-1's fc takes it in. The
-    factor and the cap of the target's logits leave the best token the best; an lm_head of its own has learnt them.
+    Engines read the plain tables of the target's embedding and lm_head. EAGLE-3, P-EAGLE and MTP norm the embedding
+    first, which removes its scale, and EAGLE-1's fc absorbs it. A factor or cap of the target's logits does not change
+    their argmax, and an lm_head of the head's own has learnt them.
 
     Args:
         config: The head's configuration.
@@ -83,7 +84,7 @@ def export(head: nn.Module, format_name: str, served: TargetFacts, folder: Path)
 
     Raises:
         ValueError: the format is unknown or not for this head, the head has an option that it cannot express, or
-            a weight is not finite in the exported dtype: one line, and nothing is left behind.
+            a weight is not finite in the exported dtype: one line, and no file remains.
         OSError: the disk is full or the folder cannot be written.
     """
     assert_known(format_name)
@@ -101,7 +102,7 @@ def export(head: nn.Module, format_name: str, served: TargetFacts, folder: Path)
 
 
 def refusals(head: Any, served: TargetFacts) -> dict[str, str]:
-    """Return, by format among READERS, the reason why it refuses this head; formats of other kinds are left out."""
+    """Return the reason why each format of READERS refuses this head; formats of other kinds are left out."""
     reasons = {}
     for format_name in READERS:
         if (writer := FORMATS[format_name].get(head.config.name)) is not None:
@@ -110,12 +111,12 @@ def refusals(head: Any, served: TargetFacts) -> dict[str, str]:
             except ValueError as error:
                 reasons[format_name] = (
                     str(error).removeprefix(f"format={format_name}: ").partition("; ")[0]
-                )  # without the remedy
+                )  # the refusal without its remedy
     return reasons
 
 
 def _writer(head: Any, format_name: str) -> Callable[[Export], ExportedHead]:
-    """Return the function that exports this kind of head to a format; refuse a format of other kinds."""
+    """Return the function that exports this kind of head to a format; refuse a format for other kinds."""
     if (name := head.config.name) in FORMATS[format_name]:
         return FORMATS[format_name][name]
     others = ", ".join(other for other, heads in FORMATS.items() if name in heads)

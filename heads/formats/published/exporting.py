@@ -1,4 +1,4 @@
-"""The export of a head, and code that formats share.
+"""The export of a head, and code shared by the formats.
 
 Feature layers are layer outputs counted from 0; every engine concatenates them in increasing order.
 """
@@ -15,19 +15,19 @@ from heads.formats.published.plan import KNOWN, OFFSETS
 
 
 class EngineClass(NamedTuple):
-    """The class by which engines read a format."""
+    """The model class under which engines read a format."""
 
     architectures: list[str]  # `architectures` of config.json
-    model_type: str  # its `model_type`
-    found: dict[str, str]  # by engine, a regular expression of the class names that it accepts
+    model_type: str  # `model_type` of config.json
+    found: dict[str, str]  # engine -> regular expression of the class names that it accepts
 
 
 class TargetFacts(NamedTuple):
-    """Facts about the target that an export needs besides the head."""
+    """Facts about the target that an export needs."""
 
     name: str  # the target, its Hub id or the last part of its folder
     config: dict[str, Any]  # the target's own config.json
-    dtype: torch.dtype  # of the exported tensors
+    dtype: torch.dtype  # dtype of the exported tensors
     draft_tokens: int  # drafted tokens per pass, for engines that read it from the repository
 
 
@@ -40,7 +40,7 @@ class Export(NamedTuple):
 
     @property
     def config(self) -> Any:
-        """Its configuration."""
+        """The head's configuration."""
         return self.head.config
 
     @property
@@ -50,7 +50,7 @@ class Export(NamedTuple):
 
     @property
     def tensors(self) -> dict[str, Tensor]:
-        """Its tensors by our names."""
+        """The head's tensors by our names."""
         return self.head.state_dict()
 
     @property
@@ -65,7 +65,7 @@ class Export(NamedTuple):
     def refuse(self, **expected: Any) -> None:
         """Refuse values of the head's configuration that the format cannot express."""
         if self.head.vocab is None:
-            expected.pop("draft_vocab", None)  # a limit beyond the target's vocabulary leaves out no token
+            expected.pop("draft_vocab", None)  # a limit beyond the target's vocabulary drops no token
         odd = {key: value for key, value in expected.items() if getattr(self.config, key, value) != value}
         if odd:
             options = ", ".join(f"{key}={written(getattr(self.config, key))}" for key in odd)
@@ -73,7 +73,7 @@ class Export(NamedTuple):
             raise self.refusal(options, f"which the format has no key for; train with {remedy}")
 
     def read_out(self, name: str) -> Tensor:
-        """Return one of the head's lm_heads as a single matrix, else the target's."""
+        """Return one of the head's lm_heads as a single matrix; without its own, the target's."""
         tensors = self.tensors
         if f"{name}.weight" not in tensors:
             weight, ids = self.embeddings.lm_head_weight().detach(), tensors.get("vocab.ids")
@@ -83,7 +83,7 @@ class Export(NamedTuple):
         return weight if down is None else (weight.double() @ down.double()).to(weight.dtype)
 
     def vocabulary(self) -> dict[str, Tensor]:
-        """Return the pruned vocabulary as offsets and mask (d2t, t2d), empty if the head drafts all tokens."""
+        """Return the pruned vocabulary as offsets and mask (d2t, t2d), empty for the whole vocabulary."""
         ids = self.tensors.get("vocab.ids")
         if ids is None:
             return {}
@@ -99,7 +99,7 @@ class Export(NamedTuple):
         """Return the feature layers in increasing order, and the index of each in the head.
 
         Raises:
-            ValueError: the target's last layer is among them.
+            ValueError: the target's last layer is one of them.
         """
         layers = self.head.feature_layers
         order = sorted(range(len(layers)), key=lambda i: layers[i])
@@ -111,11 +111,11 @@ class Export(NamedTuple):
         return [layers[i] for i in order], order
 
     def in_order(self, fc: Tensor, order: list[int]) -> Tensor:
-        """Return fc, or the norm of its input, with its columns in the engines' order of layers."""
+        """Return fc, or the norm of its input, with the columns in the engines' order of layers."""
         return torch.cat([fc.chunk(len(order), -1)[i] for i in order], -1)
 
     def engine_config(self, kind: EngineClass, layers: int) -> dict[str, Any]:
-        """Return the keys of config.json by which engines choose a model class with these decoder layers."""
+        """Return the keys of config.json from which engines choose a model class with these decoder layers."""
         return {
             "architectures": kind.architectures,
             "model_type": kind.model_type,
@@ -126,7 +126,7 @@ class Export(NamedTuple):
         }
 
     def decoder(self) -> dict[str, Any]:
-        """Return the decoder layers' keys of config.json, as for a Llama."""
+        """Return the keys of config.json for the decoder layers, as in a Llama's."""
         config, embeddings = self.config, self.embeddings
         shape = resolve_layer_dims(config, embeddings)
         context = self.served.config.get("max_position_embeddings")

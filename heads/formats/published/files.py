@@ -17,7 +17,7 @@ PREFIX = re.compile(r"^(speculator|medusa_heads?|model)\.")  # prefixes that tra
 
 
 def is_published(folder: Path) -> bool:
-    """Return whether a folder holds a head of another project: weights next to a foreign config.json."""
+    """Return whether a folder holds another project's head: weights next to a foreign config.json."""
     try:
         ours = "format" in config_of(folder)
     except ValueError:
@@ -28,7 +28,7 @@ def is_published(folder: Path) -> bool:
 def config_of(folder: Path) -> dict[str, Any]:
     """Return config.json, with the decoder layer's dimensions of the speculators format moved to the top level.
 
-    Foreign files may name code for transformers to run (`auto_map`): here single keys are read, none of which does.
+    Foreign files may name code for transformers to run (`auto_map`); the keys read here do not.
 
     Raises:
         ValueError: the file cannot be read, or is not a JSON object.
@@ -44,7 +44,7 @@ def config_of(folder: Path) -> dict[str, Any]:
 
 
 def names_of(folder: Path) -> set[str]:
-    """Return the tensor names without prefix; a pickle next to safetensors is ignored.
+    """Return the tensor names without a common prefix; a pickle next to safetensors is ignored.
 
     Raises:
         ValueError: a file is missing, truncated or damaged, or there are only pickles.
@@ -53,24 +53,24 @@ def names_of(folder: Path) -> set[str]:
 
 
 def without_prefix(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return tensors by their names without prefix."""
+    """Return tensors by their names without the common prefix."""
     return {PREFIX.sub("", name): tensor for name, tensor in tensors.items()}
 
 
 def stored_tensors(folder: Path) -> dict[str, Tensor]:
-    """Return the tensors by their names in the files, with the errors of `names_of`."""
+    """Return the tensors by their names in the files, and raise the errors of `names_of`."""
     files = {inside(folder, file) for file in _sharded(folder).values()} or {_weights(folder)}
     return {name: tensor for file in sorted(files) for name, tensor in weights.read_weights(file).items()}
 
 
 def further_files(folder: Path) -> list[str]:
-    """Return the files still to download after the small ones and WEIGHTS: the index's shards, else a pickle."""
+    """Return the files to download after the small files and WEIGHTS: the index's shards, or a pickle."""
     whole = any((folder / name).is_file() for name in SAFE)
     return [] if whole else sorted({*_sharded(folder).values()} or PICKLED)
 
 
 def _sharded(folder: Path) -> dict[str, str]:
-    """Return the file of each tensor by the index; empty if a single file takes precedence, as in transformers."""
+    """Return the index's file of each tensor; empty if a single file takes precedence, as in transformers."""
     whole = any((folder / name).is_file() for name in SAFE)
     return {} if whole or not (folder / INDEX).is_file() else weights.shards(folder / INDEX)
 

@@ -1,8 +1,8 @@
 """GGUF for llama.cpp: EAGLE-3, DFlash and DSpark, converted from the folder for other engines.
 
-Names, keys and the order of rotary pairs are those of llama.cpp's own converter (conversion/llama.py and qwen.py, as
-llama-cpp-python 0.3.36 carries it), which reads that folder too. The tokenizer is the target's: its keys are
-copied from the target's own GGUF, so that both have the same.
+Names, keys and the order of rotary pairs are those of llama.cpp's own converter (conversion/llama.py and qwen.py in
+llama-cpp-python 0.3.36), which also reads that folder. The tokenizer's keys are copied from the target's own GGUF
+file, so that both have the same tokenizer.
 """
 
 import importlib
@@ -26,7 +26,7 @@ from heads.formats.store import CONFIG, WEIGHTS
 from heads.modules.fusion import EAGLE3_LAYERS
 
 FILE = "head.gguf"
-VERSION = 2  # version of GGUF's quantisation formats
+VERSION = 2  # version of GGUF's quantisation
 TOKENIZER, MASK = "tokenizer.", "tokenizer.ggml.mask_token_id"  # prefix of the copied keys, and the head's own key
 IN_LAYER = {
     "input_layernorm": "attn_norm", "hidden_norm": "attn_norm_2", "post_attention_layernorm": "ffn_norm",
@@ -40,7 +40,7 @@ AT_TOP = {
     "confidence_head.proj": "conf_proj",
 }  # fmt: skip
 ROTATED = {"self_attn.q_proj": "num_attention_heads", "self_attn.k_proj": "num_key_value_heads"}
-SIZES = {  # the architecture's keys, and those of config.json
+SIZES = {  # the architecture's keys, and the matching keys of config.json
     "block_count": "num_hidden_layers", "context_length": "max_position_embeddings", "embedding_length": "hidden_size",
     "feed_forward_length": "intermediate_size", "vocab_size": "vocab_size",
     "attention.head_count": "num_attention_heads", "attention.head_count_kv": "num_key_value_heads",
@@ -52,7 +52,7 @@ LAYER = re.compile(r"layers\.(\d+)\.(.*)")
 
 
 def of_eagle3(source: Export) -> ExportedHead:
-    """Export an EAGLE-3 head for llama.cpp; refuse options that it does not support."""
+    """Export an EAGLE-3 head for llama.cpp; refuse unsupported options."""
     source.refuse(layers=1, feature_norm=False, norm_output=False)
     _check_yarn(source)
     if (count := len(source.head.feature_layers)) != EAGLE3_LAYERS:
@@ -63,21 +63,21 @@ def of_eagle3(source: Export) -> ExportedHead:
 
 
 def of_block(source: Export) -> ExportedHead:
-    """Export a DFlash or DSpark head for llama.cpp; refuse options that it does not support, and untested ones."""
+    """Export a DFlash or DSpark head for llama.cpp; refuse unsupported and untested options."""
     source.refuse(domino=None, selector_rank=None, conv=None)
     _check_yarn(source)
     return dflash.engines(source)
 
 
 def _check_yarn(source: Export) -> None:
-    """Refuse YaRN with numbers that GGUF does not hold: llama.cpp uses the paper's values."""
+    """Refuse YaRN with numbers that GGUF cannot hold: llama.cpp uses the paper's values."""
     scaling = source.config.rope_scaling or {}
     if scaling.get("rope_type") == "yarn" and (further := sorted(scaling.keys() - {"rope_type", *SCALINGS["yarn"]})):
         raise source.refusal(f"rope_scaling of type yarn with {further[0]}", "which is not written for llama.cpp")
 
 
 def write(folder: Path, tokenizer: dict[str, Any]) -> None:
-    """Write FILE into an exported folder, with the tokenizer fields that `tokenizer_of` returns.
+    """Write FILE into an exported folder, with the tokenizer fields from `tokenizer_of`.
 
     Raises:
         OSError: the disk is full or the folder cannot be written.
@@ -98,7 +98,7 @@ def write(folder: Path, tokenizer: dict[str, Any]) -> None:
     kinds = library.GGMLQuantizationType
     stored = {torch.bfloat16: kinds.BF16, torch.float16: kinds.F16}
     for name, tensor in _renamed(kind, config, tensors).items():
-        if tensor.is_floating_point():  # a matrix in its dtype, a vector in fp32, as llama.cpp needs them
+        if tensor.is_floating_point():  # llama.cpp needs matrices in their dtype and vectors in fp32
             as_written = stored.get(tensor.dtype, kinds.F32) if tensor.ndim > 1 else kinds.F32
             quantised = library.quants.quantize(tensor.float().numpy(), as_written)
             writer.add_tensor(name, quantised, raw_dtype=as_written)
@@ -118,7 +118,7 @@ def _library() -> Any:
 
 
 def _settings(kind: str, config: dict[str, Any], tensors: dict[str, Tensor]) -> dict[str, Any]:
-    """Return the architecture's keys, without the architecture's prefix."""
+    """Return the architecture's keys without their prefix."""
     settings = {key: config[name] for key, name in SIZES.items() if name in config}
     scaling = config["rope_scaling"] or {}
     if scaling.get("rope_type") in ("linear", "yarn"):
@@ -138,7 +138,7 @@ def _settings(kind: str, config: dict[str, Any], tensors: dict[str, Tensor]) -> 
 
 
 def tokenizer_of(target: Path, size: int, ids: Mapping[str, int]) -> dict[str, Any]:
-    """Return the tokenizer's fields of a target's GGUF file by key.
+    """Return the tokenizer fields of a target's GGUF file by key.
 
     Args:
         target: The target's GGUF file.
@@ -146,8 +146,8 @@ def tokenizer_of(target: Path, size: int, ids: Mapping[str, int]) -> dict[str, A
         ids: Token ids of the target's tokenizer.
 
     Raises:
-        ValueError: the library is not installed, or the file is no GGUF, of an architecture that llama.cpp does not
-            know, or of another tokenizer.
+        ValueError: the library is not installed, or the file is not GGUF, or has an architecture unknown to llama.cpp
+            or another tokenizer.
     """
     library = _library()
     try:
@@ -167,7 +167,7 @@ def tokenizer_of(target: Path, size: int, ids: Mapping[str, int]) -> dict[str, A
         raise ValueError(
             f"gguf={target}: a vocabulary of {count} tokens, and the head's is {size}; give its own target's file"
         )
-    # Of the same one a few may differ: the converter writes the blanks of added tokens otherwise.
+    # The same tokenizer may differ in a few tokens: the converter writes the blanks of added tokens differently.
     if 2 * sum(index < size and tokens[index] == token for token, index in ids.items()) < len(ids):
         raise ValueError(
             f"gguf={target}: most of its tokens are not those of the target's tokenizer; give its own target's file"
@@ -192,7 +192,7 @@ def _renamed(kind: str, config: dict[str, Any], tensors: dict[str, Tensor]) -> d
             renamed[f"{AT_TOP[module]}.{last}"] = tensor
     scaling = config["rope_scaling"] or {}
     if scaling.get("rope_type") == "llama3":
-        unscaled = {"rope_type": "linear", "factor": 1.0}  # which transformers rounds as it does the others
+        unscaled = {"rope_type": "linear", "factor": 1.0}  # transformers rounds this scaling as it rounds the others
         ropes = (Rope(config["rope_theta"], kind) for kind in (unscaled, scaling))
         plain, slow = (rope.frequency(config["head_dim"])[0] for rope in ropes)
         renamed["rope_freqs.weight"] = plain / slow

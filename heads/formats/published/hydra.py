@@ -1,9 +1,9 @@
-"""Hydra and Hydra++ (`prefix-mlp`): `hydra_mlp.{i}`, `hydra_lm_head.{i}`, `prefix_embeding_layer` (so spelt).
+"""Hydra and Hydra++ (`prefix-mlp`): `hydra_mlp.{i}`, `hydra_lm_head.{i}`, `prefix_embeding_layer` (sic).
 
-The authors' own code alone runs them. A head's blocks stand in a Sequential, in Hydra++ with dropouts between them,
-which count in their numbers: on reading only their order counts. All of them after the first are one module, written
-once for each number, and every lm_head has a bias. The prefix layer of Hydra++ is a layer of the target's own shape and
-positions, for its config.json does not describe it.
+Only the authors' own code runs them. A head's blocks are entries of a Sequential; Hydra++ has dropouts in between,
+which shift the numbers, so reading uses only the order of the blocks. All blocks after the first are one module,
+written once per number, and every lm_head has a bias. The prefix layer of Hydra++ has the target's own shape and
+positions, since its config.json does not describe it.
 """
 
 import re
@@ -20,11 +20,11 @@ PREFIX = "prefix_embeding_layer."
 LINEAR = re.compile(r"hydra_mlp\.(\d+)\.(\d+)\.linear\.weight")
 SIGNATURE = (LINEAR.pattern,)
 BRANCH = re.compile(r"branches\.(\d+)\.(?:entry|blocks\.(\d+))\.(.*)")
-LM_HEAD = {True: "hydra_lm_head.{}.1.", False: "hydra_lm_head.{}."}  # with dropouts, and without
+LM_HEAD = {True: "hydra_lm_head.{}.1.", False: "hydra_lm_head.{}."}  # an lm_head's prefix: with dropouts, without
 
 
 def their_name(name: str, block_numbers: list[int], lm_head: str) -> str:
-    """Return the format's name of a tensor, by the blocks' numbers and the lm_heads' prefix."""
+    """Return the format's name of a tensor, given the blocks' numbers and the lm_heads' prefix."""
     if branch := BRANCH.fullmatch(name):
         return f"hydra_mlp.{branch[1]}.{block_numbers[0 if branch[2] is None else 1 + int(branch[2])]}.{branch[3]}"
     if out := re.fullmatch(r"lm_heads\.(\d+)\.(.*)", name):
@@ -33,7 +33,7 @@ def their_name(name: str, block_numbers: list[int], lm_head: str) -> str:
 
 
 def read(source: PublishedHead, embeddings: Embeddings) -> TensorMapping:
-    """Return the plan that maps the tensors."""
+    """Return the mapping of the format's tensors."""
     config = source.config
     if config.get("grounded_heads") is False or source.count(r"hydra_mlp\.(\d+)\.\d+\.res_connection\.weight") == 0:
         raise source.refusal("no eyes for the tokens it drafts after (grounded_heads=false)")
@@ -61,7 +61,7 @@ def read(source: PublishedHead, embeddings: Embeddings) -> TensorMapping:
     unread = set(duplicates) if tied else set()
     layer: dict[str, object] = dict.fromkeys(("length", "num_heads", "num_kv_heads", "head_dim", "intermediate_size"))
     layer |= {"rope_theta": PLAIN.theta, "rope_scaling": None, "norm_eps": EPS}
-    if prefix:  # of the target's dimensions where config.json gives none
+    if prefix:  # values that config.json lacks are the target's
         target = embeddings.config.to_dict()
         taken = ["rms_norm_eps", *(() if positions_of(config) else SAID)]
         config = {key: target[key] for key in taken if key in target} | config
@@ -70,14 +70,14 @@ def read(source: PublishedHead, embeddings: Embeddings) -> TensorMapping:
 
 
 def _duplicates(heads: int, block_numbers: list[int]) -> dict[str, str]:
-    """Return the further names of a tied block's tensors, each with its first name."""
+    """Return the other names of a tied block's tensors, each with its first name."""
     kinds = [(i, kind) for i in range(heads) for kind in ("weight", "bias")]
     name = "hydra_mlp.{}.{}.linear.{}".format
     return {name(i, j, k): name(i, block_numbers[1], k) for j in block_numbers[2:] for i, k in kinds}
 
 
 def authors(source: Export) -> ExportedHead:
-    """Export the head for the authors' code; refuse options that it does not support."""
+    """Export the head for the authors' code; refuse unsupported options."""
     source.refuse(draft_vocab=None)
     options, served = source.config, source.served.config
     if options.layers > 2 and not options.tied:

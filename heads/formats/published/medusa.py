@@ -1,9 +1,9 @@
 """Medusa: the authors' `{i}.{j}.linear` with `{i}.{n}.weight`, and vLLM's `blocks.{i}.layers.{j}` with `lm_heads.{i}`.
 
-vLLM has run it up to 0.32 and never takes an lm_head from the target: `original_lm_head` gives it one copy for all
-heads. Its heads may lack the blocks' biases, which is the same as zeros, and may draft some tokens alone, those that
-`token_map` names. "Version 2" of the authors has no lm_heads: the target's are used. Their blocks of one head are one
-module, so that they cannot differ.
+vLLM runs it up to 0.32 and never shares the target's lm_head: `original_lm_head` gives it one copy for all heads. Its
+heads may lack the blocks' biases, which then are zero, and may draft only the tokens of `token_map`. The authors'
+"version 2" has no lm_heads and uses the target's. In their code all blocks of a head are one module, so they cannot
+differ.
 """
 
 import re
@@ -24,13 +24,13 @@ BLOCK = re.compile(r"blocks\.(\d+)\.(\d+)\.linear\.(weight|bias)")
 
 
 def read(source: PublishedHead, embeddings: Embeddings) -> TensorMapping:
-    """Return the plan that maps the tensors; counts come from their names, since config files are often wrong."""
+    """Return the mapping of the format's tensors; counts come from their names, since config files are often wrong."""
     block = AUTHORS if AUTHORS.format(0, 0, "weight") in source.tensors else VLLM
     check_width(source, block.format(0, 0, "weight"), embeddings)
     heads = source.count(_pattern(block, r"(\d+)", r"\d+"))
     layers = source.count(_pattern(block, r"\d+", r"(\d+)"))
     lm_head = LM_HEAD[block].format(layers=layers)
-    original = bool(source.config.get("original_lm_head"))  # vLLM's: one lm_head, and that is the target's
+    original = bool(source.config.get("original_lm_head"))  # vLLM's key for one lm_head, the target's
     second = block is AUTHORS and not any(lm_head.format(i) in source.tensors for i in range(heads))
     ids = None
     if "token_map" in source.tensors:
@@ -62,7 +62,7 @@ def _pattern(block: str, head: str, layer: str) -> str:
 
 
 def engines(source: Export) -> ExportedHead:
-    """Export the head for vLLM; refuse options that it does not support."""
+    """Export the head for vLLM; refuse unsupported options."""
     source.refuse(draft_vocab=None)
     options, shared = source.config, source.config.lm_head == "shared"
     config = {
@@ -73,14 +73,14 @@ def engines(source: Export) -> ExportedHead:
         "vocab_size": source.embeddings.vocab_size,
         "num_heads": options.heads,
         "num_hidden_layers": options.layers,
-        "medusa_fc_bias": True,  # vLLM leaves the biases out without it
+        "medusa_fc_bias": True,  # without this key vLLM drops the biases
         "original_lm_head": shared,
     }
     return _written(source, config, VLLM, 1 if shared else options.heads)
 
 
 def authors(source: Export) -> ExportedHead:
-    """Export the head for the authors' code; refuse options that it does not support."""
+    """Export the head for the authors' code; refuse unsupported options."""
     source.refuse(draft_vocab=None)
     options, tensors = source.config, _blocks(source, AUTHORS)
     for name, tensor in tensors.items():
@@ -105,7 +105,7 @@ def _blocks(source: Export, block: str) -> dict[str, Tensor]:
 
 
 def _written(source: Export, config: dict[str, Any], block: str, lm_heads: int) -> ExportedHead:
-    """Export the head with this number of lm_heads, in one of the two formats' names."""
+    """Export the head with `lm_heads` lm_heads, in the names of one of the two formats."""
     lm_head = LM_HEAD[block].format(layers=source.config.layers)
     return ExportedHead(
         config,

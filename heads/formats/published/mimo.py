@@ -1,10 +1,10 @@
-"""The MTP module as MiMo has it: `model.mtp_layers.0`, a Qwen2 layer behind `input_proj`, which reads the state first.
+"""MiMo's MTP module: `model.mtp_layers.0`, a Qwen2 layer after `input_proj`, which reads the state first.
 
-vLLM (`method: mtp`) and SGLang (NEXTN) run it in a separate folder, for any target whose model class hands out its
-normed last states, a Llama or a Qwen3 among them. vLLM makes the module by the target's config.json, which
-`hf_overrides` completes (`overrides`), and not by the head's. Both engines leave out the embedding of the row at
-position 0, which costs that row alone. Their layer has biases of queries, keys and values, which are written as zeros,
-and heads as wide as the state divided by their number.
+vLLM (`method: mtp`) and SGLang (NEXTN) run it from a separate folder, for any target whose model class returns its
+normed last states, such as Llama and Qwen3. vLLM builds the module from the target's config.json, completed by
+`hf_overrides` (`overrides`), and not from the head's. Both engines drop the embedding of the row at position 0, which
+affects only that row. Their layer has biases of queries, keys and values, which are written as zeros, and its head
+width is the state's width divided by the number of heads.
 """
 
 import re
@@ -31,7 +31,7 @@ def their_name(name: str) -> str:
 
 
 def read(source: PublishedHead, embeddings: Embeddings) -> TensorMapping:
-    """Return the plan that maps the tensors; refuse biases that are not zero."""
+    """Return the mapping of the format's tensors; refuse biases that are not zero."""
     check_width(source, f"{LAYER}input_proj.weight", embeddings)
     if source.count(r"mtp_layers\.(\d+)\.") > 1:
         raise source.refusal("several MTP modules")
@@ -50,7 +50,7 @@ def read(source: PublishedHead, embeddings: Embeddings) -> TensorMapping:
 
 
 def engines(source: Export) -> ExportedHead:
-    """Export the head for vLLM and SGLang; refuse options that they do not support."""
+    """Export the head for vLLM and SGLang; refuse unsupported options."""
     source.refuse(layer="llama", raw_state=False, feature_layers=None, lm_head="shared", draft_vocab=None)
     if source.format_name == "sglang":
         source.refuse(qk_norm=False)
@@ -89,5 +89,5 @@ def engines(source: Export) -> ExportedHead:
 
 
 def overrides(config: dict[str, Any]) -> dict[str, Any]:
-    """Return the keys that vLLM needs in the target's config.json to make this module (`--hf-overrides`)."""
+    """Return the keys that vLLM needs in the target's config.json to build this module (`--hf-overrides`)."""
     return {COUNT: 1} | ({"qk_norm": True} if config.get("qk_norm") else {})

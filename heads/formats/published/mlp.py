@@ -1,6 +1,6 @@
-"""The MLP speculator: `emb.{i}`, `proj.{i}`, `ln.{i}`, `head.{i}`, with or without `speculator.` before them.
+"""The MLP speculator: `emb.{i}`, `proj.{i}`, `ln.{i}`, `head.{i}`, with or without the prefix `speculator.`.
 
-With tied weights the steps' tensors are one and the same, written once or for each step.
+With tied weights all steps share one tensor, written once or once per step.
 """
 
 import re
@@ -15,7 +15,7 @@ STEP = re.compile(r"(emb|proj|ln|head)\.(\d+)\.(weight|bias)")
 
 
 def read(source: PublishedHead, embeddings: Embeddings) -> TensorMapping:
-    """Return the plan that maps each tensor to its own name."""
+    """Return the mapping, of each tensor to its own name."""
     steps = {name: match for name in source.tensors if (match := STEP.fullmatch(name))}
     heads = 1 + max(int(match[2]) for match in steps.values())
     # Two projections remain: the first reads the target's feature, the others the previous state.
@@ -27,7 +27,7 @@ def read(source: PublishedHead, embeddings: Embeddings) -> TensorMapping:
         tied = tied and first is not None and torch.equal(source.tensors[name], first)
     recorded = source.config.get("n_predict")
     if tied and not duplicates and isinstance(recorded, int):
-        heads = max(heads, recorded)  # tensors written once do not tell the number of steps
+        heads = max(heads, recorded)  # tied tensors that are written once do not show the number of steps
     inner, width = source.tensor("proj.0.weight").shape[:2]
     if width != embeddings.hidden_size:
         raise source.error(

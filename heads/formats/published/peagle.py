@@ -1,6 +1,6 @@
 """P-EAGLE: EAGLE-3's tensors, `mask_hidden` for its masked positions, and an embedding if it was trained.
 
-vLLM and speculators read it. speculators trains the embedding too, which engines then take from the head's file.
+vLLM and speculators read it. speculators also trains the embedding, which engines then read from the head's file.
 """
 
 import logging
@@ -22,14 +22,14 @@ DEPTHS = 8  # drafted tokens in training by speculators, if the file gives no nu
 
 
 def read(source: PublishedHead, embeddings: Embeddings) -> TensorMapping:
-    """Return the plan that maps the tensors."""
+    """Return the mapping of the format's tensors."""
     plan = eagle3.read(source, embeddings)
     token = next((source.config[key] for key in MASK_TOKENS if source.config.get(key) is not None), None)
     if not isinstance(token, int) or not 0 <= token < embeddings.vocab_size:
         raise source.error(f"mask_token_id is {token}, not one of the target's {embeddings.vocab_size} tokens")
     filled, kind = {MASK: source.tensor(MASK).reshape(-1, embeddings.hidden_size)}, "shared"
     table = embedding_of(embeddings)
-    for name, stored in source.tensors.items():  # of another shape it is refused later
+    for name, stored in source.tensors.items():  # a tensor of another shape is refused later
         if name.endswith(EMBEDDING) and stored.shape == table.shape and not torch.equal(table.to(stored), stored):
             filled[OWN], kind = stored, "own"
     of_eagle3 = {key: value for key, value in plan.config.items() if key not in RETIRED["peagle"]}
