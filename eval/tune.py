@@ -41,7 +41,7 @@ from inference.batch import Batch, batch_of
 from inference.decode import RequestParams
 from inference.drafters.head import HeadDrafter, load_for, saved_tree
 from inference.drafters.plain import Baseline
-from inference.drafters.policy import Schedule, Scheduled, TreeConfig, scheduled
+from inference.drafters.policy import Schedule, ScheduleLine, TreeConfig, best_schedule
 from inference.protocol import Drafter
 from inference.target.target import Target
 
@@ -251,7 +251,7 @@ def step_seconds(
     Each tree drafts for one step, in a new random order each time, with the baseline in between, so that a temporary
     slowdown of the machine affects all. The first step of each tree, which is slower, is not counted.
     """
-    schedule = Schedule([Scheduled(1 + i, tree) for i, tree in enumerate(trees)])  # one line per tree
+    schedule = Schedule([ScheduleLine(1 + i, tree) for i, tree in enumerate(trees)])  # one line per tree
     seconds: list[list[float]] = [[] for _ in trees]
     of_baseline: list[float] = []
     shuffle, steps = random.Random(settings.seed), count()
@@ -329,7 +329,7 @@ def timed(
 def concluded(results: Sequence[AtBatch], run: str, folder: Path) -> list[AtBatch]:
     """Write the best tree into the head's config; return the results with their verdicts as text."""
     best = [(at.batch, None if at.best is None else at.best.tree) for at in results]
-    schedule, tree = scheduled(best) if len(best) > 1 else None, best[0][1]
+    schedule, tree = best_schedule(best) if len(best) > 1 else None, best[0][1]
     done = "nothing is written" if tree is None and schedule is None else keep(tree, schedule, run, folder)
     concluded_results = []
     for at in results:

@@ -112,7 +112,7 @@ def expanded(tree: TreeConfig) -> int:
 
 
 @dataclass(frozen=True)
-class Scheduled:
+class ScheduleLine:
     """A line of a schedule: `tree` is drafted from `batch_size` running sequences on; None drafts nothing."""
 
     batch_size: Count
@@ -123,7 +123,7 @@ class Scheduled:
 class Schedule:
     """The tree by the number of running sequences: the line with the largest size that is reached applies."""
 
-    lines: list[Scheduled]
+    lines: list[ScheduleLine]
 
     def __post_init__(self) -> None:
         sizes = [line.batch_size for line in self.lines]
@@ -152,19 +152,19 @@ class Schedule:
 
 def always(tree: TreeConfig) -> Schedule:
     """Return the schedule of one tree for any number of sequences."""
-    return Schedule([Scheduled(1, tree)])
+    return Schedule([ScheduleLine(1, tree)])
 
 
-def scheduled(best: Sequence[tuple[int, TreeConfig | None]]) -> Schedule:
+def best_schedule(best: Sequence[tuple[int, TreeConfig | None]]) -> Schedule:
     """Return the schedule of the best trees at some batch sizes: each applies up to the next, the first also below.
 
     Args:
         best: pairs of batch size and tree, in order of size; None where no tree is faster than the baseline.
     """
-    lines: list[Scheduled] = []
+    lines: list[ScheduleLine] = []
     for size, tree in best:
         if not lines or lines[-1].tree != tree:
-            lines.append(Scheduled(size if lines else 1, tree))
+            lines.append(ScheduleLine(size if lines else 1, tree))
     return Schedule(lines)
 
 

@@ -30,7 +30,7 @@ from inference import step
 from inference.decode import Generation, RequestParams, autoregress
 from inference.drafters.head import HeadDrafter
 from inference.drafters.plain import Baseline
-from inference.drafters.policy import Schedule, Scheduled
+from inference.drafters.policy import Schedule, ScheduleLine
 from inference.drafters.prompt_lookup import PromptLookup
 from inference.protocol import Drafter
 from inference.verification import rules
@@ -129,7 +129,9 @@ def test_a_batch_that_drafts_nothing_or_finds_no_memory_leaves_the_draws_to_one_
 
     monkeypatch.setattr(gates, "acquire", noted)
     tree = toys.TREES["chain"]
-    found = sampled_test("chain", 0.2, 1.0, Schedule([Scheduled(1, tree), Scheduled(2, None if paused else tree)]))
+    found = sampled_test(
+        "chain", 0.2, 1.0, Schedule([ScheduleLine(1, tree), ScheduleLine(2, None if paused else tree)])
+    )
     assert found.passed
     assert sizes[-2 * found.prefixes :] == [gates.TOGETHER, 1] * found.prefixes
 

@@ -14,7 +14,7 @@ from inference.batch import SwappableDrafter, batch_of
 from inference.decode import Generation, RequestParams, autoregress, speculate
 from inference.drafters.head import HeadDrafter
 from inference.drafters.plain import Baseline
-from inference.drafters.policy import TreeConfig, scheduled
+from inference.drafters.policy import TreeConfig, best_schedule
 from inference.protocol import Drafter
 from inference.target.model import TargetOutput
 from inference.target.target import Target
@@ -37,7 +37,7 @@ def head(name: str, target: Target, tree: str) -> HeadDrafter:
 
 def sources(target: Target) -> list[Drafter]:
     """One of every way of drafting in a batch's step, and of those that go one sequence after another."""
-    eagle, pausing = head("eagle", target, "dynamic"), scheduled([(1, TREES["dynamic"]), (2, None)])
+    eagle, pausing = head("eagle", target, "dynamic"), best_schedule([(1, TREES["dynamic"]), (2, None)])
     return [
         eagle,
         head("medusa", target, "static"),
