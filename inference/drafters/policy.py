@@ -234,7 +234,7 @@ class TreeBuilder:
         """Return the tokens at indices of `logits`."""
         return index if self.ids is None else self.ids[index]
 
-    def add(self, token: Int[Tensor, "B K"], parent: Int[Tensor, "B K"]) -> Int[Tensor, "B K"]:
+    def append(self, token: Int[Tensor, "B K"], parent: Int[Tensor, "B K"]) -> Int[Tensor, "B K"]:
         """Append nodes whose parents are indices into the current level; return their tree indices."""
         self.token.append(token)
         self.parent.append(self.nodes.gather(1, parent))
@@ -242,7 +242,7 @@ class TreeBuilder:
         self.sizes.append(start + token.shape[1])
         return torch.arange(start, self.sizes[-1], device=token.device).expand_as(token)
 
-    def descend(self, token: Int[Tensor, "B K"], parent: Int[Tensor, "B K"], nodes: Int[Tensor, "B K"]) -> None:
+    def expand_level(self, token: Int[Tensor, "B K"], parent: Int[Tensor, "B K"], nodes: Int[Tensor, "B K"]) -> None:
         """Expand nodes with the head (parents: indices into the current level); they become the current level."""
         itself = torch.eye(token.shape[1], dtype=torch.bool, device=token.device).expand(len(token), -1, -1)
         self.ancestors = torch.cat([gather_parents(self.ancestors, parent), itself], -1)
@@ -252,7 +252,7 @@ class TreeBuilder:
         if self.seen_tokens is not None:
             self.seen_tokens = gather_parents(self.seen_tokens, parent).scatter(2, token[..., None], True)
 
-    def whole(self) -> DraftTree:
+    def build(self) -> DraftTree:
         """Return the trees so far, batched "B N"."""
         return DraftTree(torch.cat(self.token, 1), torch.cat(self.parent, 1))
 
@@ -312,7 +312,9 @@ def sample_chains(
         running = [running[node] for node in live]
         if running:
             parent = torch.tensor([live], device=device)
-            growth.descend(torch.tensor([[chains[index][0][-1] for index in running]], device=device), parent, parent)
+            growth.expand_level(
+                torch.tensor([[chains[index][0][-1] for index in running]], device=device), parent, parent
+            )
     return [Proposal(trees.chain(torch.tensor(token)), torch.cat(q)) for token, q in chains]
 
 
@@ -340,7 +342,7 @@ def grow_batch(
         if not allow_host_sync or bool((max_draft_depth < len(growth.sizes) - 1).any()):
             depths = [level.new_full(level.shape[1:], depth) for depth, level in enumerate(growth.token)]
             scores = scores.masked_fill(torch.cat(depths) > max_draft_depth[:, None], float("-inf"))
-        tree = trees.best_n(growth.whole(), scores, config.nodes)
+        tree = trees.best_n(growth.build(), scores, config.nodes)
         return tree, trees.ancestors(tree), None
     samples = None if config.kind == "static" else roots.samples
     q: list[Tensor] = []  # not list[Tensor](), which dynamo does not trace
@@ -356,10 +358,10 @@ def grow_batch(
         padded = functional.pad(children, (0, shape.width - children.shape[-1]), value=-1)
         token = padded[:, shape.parent, shape.rank]
         parent = shape.parent.expand_as(token)
-        nodes = growth.add(token, parent)
+        nodes = growth.append(token, parent)
         if len(shape.inner):
-            growth.descend(token[:, shape.inner].clamp_min(0), parent[:, shape.inner], nodes[:, shape.inner])
-    return growth.whole(), ancestors, torch.cat(q, 1) if q else None
+            growth.expand_level(token[:, shape.inner].clamp_min(0), parent[:, shape.inner], nodes[:, shape.inner])
+    return growth.build(), ancestors, torch.cat(q, 1) if q else None
 
 
 def sampled_shape(config: TreeConfig, max_depth: int) -> tuple[int, ...] | None:
@@ -438,7 +440,7 @@ def by_confidence(
             reached, index = reached.topk(min(config.nodes, reached.shape[1]))
             token = token.gather(1, index)
         parent = index // width
-        nodes = growth.add(token, parent)
+        nodes = growth.append(token, parent)
         scores.append(reached)
         if step + 1 == depth:
             break
@@ -454,7 +456,7 @@ def by_confidence(
             score = reached[:, :count]
         if not chosen.shape[1]:
             break
-        growth.descend(*(rows.gather(1, chosen) for rows in (token, parent, nodes)))
+        growth.expand_level(*(rows.gather(1, chosen) for rows in (token, parent, nodes)))
     return growth, torch.cat(scores, 1)
 
 
