@@ -372,7 +372,7 @@ class DeviceStep:
             stack = None if proposal is None or proposal.look_ahead is None else proposal.look_ahead.stack
             return self.target.run(token, position, attn_mask, cache, layers, stack=stack)
         end = kv_length if self.fixed_shapes else kv_length + size
-        batch_pass, attn_mask, key_position = self.cache.storage.behind(
+        batch_pass, attn_mask, key_position = self.cache.storage.tree_pass(
             slots.length, ancestor_mask, depth, end, fixed_shapes=self.fixed_shapes
         )
         if self.allows_host_sync and size > 1 and self.target.takes_ragged and self.target.compiled is None:

@@ -141,9 +141,9 @@ class HostBatch(DraftBatch):
             if proposal is not None and proposal.look_ahead is not None:
                 ahead = proposal.look_ahead
                 nodes = len(proposal.tree.token)
-                behind = slice(size, size + len(ahead.token))
-                tree.token[b, behind], depth[b, behind] = ahead.token, ahead.offset
-                mask[b, behind, :nodes], mask[b, behind, behind] = (
+                after = slice(size, size + len(ahead.token))
+                tree.token[b, after], depth[b, after] = ahead.token, ahead.offset
+                mask[b, after, :nodes], mask[b, after, after] = (
                     ahead.attn_mask[:, :nodes],
                     ahead.attn_mask[:, nodes:],
                 )

@@ -149,7 +149,7 @@ class Storage:
             self._add({i: specs for i, specs in self.layout.items() if i not in self.layers})
         return self.layers[layer]
 
-    def behind(
+    def tree_pass(
         self,
         length: Int[Tensor, "B"],
         ancestor_mask: Bool[Tensor, "#B N N"],

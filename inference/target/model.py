@@ -213,7 +213,7 @@ class TargetModel:
         self.few_sizes = False  # whether caches have few capacities, for compiled passes
         self.packing: Packing | None = None
         self.switch = switch_of(model)
-        self.incompatibility = f"its attention takes no mask of ours ({self.architecture})"
+        self.incompatibility = f"its attention ignores custom masks ({self.architecture})"
         self.takes_trees = False
         self.takes_ragged = False
 

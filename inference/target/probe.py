@@ -72,7 +72,7 @@ def _check(target: TargetModel) -> bool:
         return True
     target.takes_trees = False
     why = f"applies {far[0]} itself" if far else "gives a tree or a batch other logits than its sequences alone"
-    target.incompatibility = f"its attention takes no mask of ours ({target.architecture} {why})"
+    target.incompatibility = f"its attention ignores custom masks ({target.architecture} {why})"
     if target.recurrence is not None:
         target.incompatibility = f"its recurrent layers keep the state of one path ({target.architecture})"
     if not _is_exact(_tree_is_exact, target, prompt, tree.chain(nodes[: DEPTH + 1])):
@@ -80,7 +80,7 @@ def _check(target: TargetModel) -> bool:
         why = "its cache cannot be rolled back (a recurrent state outside it?)"
         if target.recurrence is not None and target.recurrence.mixers:
             version = transformers.__version__
-            why = f"transformers {version} runs no pass over several tokens behind its recurrent states"
+            why = f"transformers {version} runs no pass over several tokens after its recurrent states"
         raise ValueError(
             f"{target.name} ({target.architecture}): {why}, so no draft can be verified: choose another target"
         )
@@ -181,7 +181,7 @@ def _batch_is_exact(target: TargetModel, prompt: Tensor, drafted: DraftTree, rag
     length = torch.tensor([len(sequence) for sequence in prompts], device=target.device)
     ancestors, end = tree.ancestors(drafted)[None], len(prompts[1]) + len(drafted.token)
     depth = (ancestors.sum(-1) - 1).expand(2, -1)
-    rows, seen, column = cache.storage.behind(length, ancestors, depth, end)
+    rows, seen, column = cache.storage.tree_pass(length, ancestors, depth, end)
     token = drafted.token.expand(2, -1)
     pass_inputs = token, length[:, None] + depth, seen, rows, layers, column
     tails = [(slot, token.shape[1], len(sequence) + token.shape[1]) for slot, sequence in enumerate(prompts)]

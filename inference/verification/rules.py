@@ -89,8 +89,8 @@ def follow_on_host(
         path.append(below)
     count, last = len(path), path[-1]
     committed = [*(tokens[node] for node in path[1:]), following[last]]
-    behind = deepest + 1 - count
-    path, committed = path + [last] * behind, committed + [tokens[last]] * behind
+    padding = deepest + 1 - count
+    path, committed = path + [last] * padding, committed + [tokens[last]] * padding
     drafted = sum(reached <= most for reached in depth) - 1
     order = [parents[:node].count(parents[node]) for node in path]
     rows = torch.tensor([[count, drafted, *path, *committed, *order]], device=best.device)
