@@ -233,8 +233,8 @@ def load_drafter(folder: Path, given: Mapping[str, Any], target: Target, name: s
     head = load_for(folder, target)
     pack(head)
     tree, schedule = saved_trees(folder, given)
-    for one in [tree] if schedule is None else schedule.trees:
-        check_tree(target, one, name)
+    for policy in [tree] if schedule is None else schedule.trees:
+        check_tree(target, policy, name)
     if schedule is not None:
         lines = [replace(line, tree=line.tree and verifiable(target, line.tree)) for line in schedule.lines]
         schedule = Schedule(lines)
@@ -275,7 +275,7 @@ def load_mtp(target: Target, checkpoint: str) -> Mtp:
     layers = target.spec.num_layers
     layout = layout_of(files, layers)
     if layout is None:
-        signs = ", no ".join(one.theirs(PROJECTION, layers) for one in LAYOUTS.values())
+        signs = ", no ".join(kind.theirs(PROJECTION, layers) for kind in LAYOUTS.values())
         remedy = "choose another drafter"
         if promise := next((key for key in COUNTS if getattr(target.config, key, None)), None):
             remedy = (

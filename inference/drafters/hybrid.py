@@ -69,8 +69,8 @@ class HybridBatch(HostBatch):
 
     def __init__(self, drafter: Hybrid, size: int) -> None:
         drafters = [drafter, *(drafter.clone() for _ in range(size - 1))]
-        super().__init__([one.lookup for one in drafters])
-        self.drafters = {id(one.lookup): one for one in drafters}
+        super().__init__([clone.lookup for clone in drafters])
+        self.drafters = {id(clone.lookup): clone for clone in drafters}
         self.weight, self.head_batch = drafter.config.weight, drafter.head_drafter.batch(size)
         self.traits = self.head_batch.traits._replace(on_device=False)
         self.looked_up: list[Proposal | None] = []
@@ -114,7 +114,7 @@ class HybridBatch(HostBatch):
             deepest=max(lookup_plan.deepest, head_plan.deepest),
             max_nodes=max(lookup_plan.max_nodes, head_plan.max_nodes),
             chain=lookup_plan.chain and head_plan.chain,
-            has_q=[one is None and sampled for one, sampled in zip(taken, has_q, strict=True)],
+            has_q=[lookup is None and sampled for lookup, sampled in zip(taken, has_q, strict=True)],
         )
 
     def draft_trees(
@@ -130,7 +130,7 @@ class HybridBatch(HostBatch):
         head_drafts = self.head_batch.draft_trees(roots, max_draft_depth, longest, allow_host_sync=allow_host_sync)
         size = max(lookup_drafts.tree.token.shape[1], head_drafts.tree.token.shape[1])
         which = torch.tensor(taken, device=max_draft_depth.device)[:, None]
-        (token, parent, mask), others = (padded(one, size) for one in (lookup_drafts, head_drafts))
+        (token, parent, mask), others = (padded(drafts, size) for drafts in (lookup_drafts, head_drafts))
         tree = DraftTree(torch.where(which, token, others[0]), torch.where(which, parent, others[1]))
         return Drafted(tree, torch.where(which[..., None], mask, others[2]), head_drafts.q)
 

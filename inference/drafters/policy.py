@@ -293,7 +293,7 @@ def sample_chains(
     """
     device = level.logits.device
     seen = [context.seen_tokens(level.logits) for context in contexts]
-    penalised = torch.cat([one for one in seen if one is not None], 1) if seen[0] is not None else None
+    penalised = torch.cat([mask for mask in seen if mask is not None], 1) if seen[0] is not None else None
     root = torch.zeros(1, 1, dtype=torch.long, device=device)
     growth = TreeBuilder(head, None, level, DraftInputs(root, contexts[0].sampling, penalised))
     growth.ancestors = growth.ancestors.expand(1, len(contexts), 0)

@@ -59,7 +59,7 @@ class TextIndex(DrafterState):
         self.extend(context.token[len(self.text) :])
         count, draft = min(self.drafter.config.tokens, context.max_draft_depth), list[int]()
         starts = (self.after.get(tuple(self.text[-n:])) for n in self.drafter.sizes)
-        if (start := next((one for one in starts if one is not None), None)) is not None:
+        if (start := next((index for index in starts if index is not None), None)) is not None:
             draft = self.text[start : start + count]
             # No token after an end token can be accepted, and the end token can be the pass's bonus token.
             draft = draft[: next((i for i, token in enumerate(draft) if token in self.drafter.eos), len(draft))]

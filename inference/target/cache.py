@@ -144,7 +144,7 @@ class Storage:
         if end > self.capacity:
             self.reserve(2 * end)
         if layer not in self.layers:
-            key, value = (KVSpec(one.shape[1], one.shape[3], one.dtype, one.device) for one in (keys, values))
+            key, value = (KVSpec(x.shape[1], x.shape[3], x.dtype, x.device) for x in (keys, values))
             self.layout.setdefault(layer, (key, value))
             self._add({i: specs for i, specs in self.layout.items() if i not in self.layers})
         return self.layers[layer]

@@ -179,9 +179,9 @@ class TargetModel:
         self.base: nn.Module = model.base_model
         count, lists = (
             self.config.num_hidden_layers,
-            (one for one in self.base.modules() if isinstance(one, nn.ModuleList)),
+            (module for module in self.base.modules() if isinstance(module, nn.ModuleList)),
         )
-        layers = next((one for one in lists if len(one) == count), None)
+        layers = next((stack for stack in lists if len(stack) == count), None)
         if layers is None:
             raise ValueError(f"{self.architecture}: no stack of {count} decoder layers found; choose another target")
         self.decoder_layers = layers

@@ -65,7 +65,7 @@ def _check(target: TargetModel) -> bool:
     target.takes_trees = target.recurrence is None
     drafted = DraftTree(nodes, torch.tensor(PARENTS, device=target.device))
     far = [f"{key}={value}" for key, value in window_sizes.items() if value > LONGEST]
-    exact = (_is_exact(one, target, prompt, drafted) for one in (_tree_is_exact, _batch_is_exact))
+    exact = (_is_exact(compare, target, prompt, drafted) for compare in (_tree_is_exact, _batch_is_exact))
     if target.takes_trees and not far and all(exact):
         if target.config._attn_implementation == GROUPED and target.device.type == "cpu":
             target.takes_ragged = _is_exact(partial(_batch_is_exact, ragged=True), target, prompt, drafted)
@@ -144,8 +144,8 @@ def packs(target: TargetModel) -> bool:
     token = torch.arange(2 * PROMPT, device=target.device)[None] % target.embeddings.vocab_size
     document = (torch.arange(2 * PROMPT, device=target.device) > PROMPT).long()[None]
     single = [
-        target.run(one, torch.arange(one.shape[1], device=target.device)[None], None, None).last_hidden
-        for one in (token[:, : PROMPT + 1], token[:, PROMPT + 1 :])
+        target.run(tokens, torch.arange(tokens.shape[1], device=target.device)[None], None, None).last_hidden
+        for tokens in (token[:, : PROMPT + 1], token[:, PROMPT + 1 :])
     ]
     try:
         packed = target.own_features(token, document, ()).last_hidden

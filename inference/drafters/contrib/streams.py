@@ -67,7 +67,7 @@ class Streams(nn.Module):
         target.check_masks("so no stream can ride along")
         self.config, self.target = config, target
         self.top = [*target.decoder_layers][-(config.layers or 0) :]  # a list: they must not become submodules
-        linears = {one for layer in self.top for one in layer.modules() if isinstance(one, nn.Linear | Conv1D)}
+        linears = {linear for layer in self.top for linear in layer.modules() if isinstance(linear, nn.Linear | Conv1D)}
         self.linears = {
             name.replace(".", "/"): module
             for name, module in target.base.named_modules()
