@@ -62,7 +62,7 @@ class MirrorState(AssistantState):
         if self.ready is None:
             super().update(commit)
         else:
-            self.text += self.vocabulary.follow(commit.token)
+            self.text += self.vocabulary.translate(commit.token)
 
     def propose(self, context: Context) -> Proposal:
         """Return the prepared chain, or draft one; then prepare the next in the background."""
