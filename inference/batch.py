@@ -100,7 +100,7 @@ class Batch:
         request = Request(self.target, prompt, settings, self.cache.allocate(slot), request_index)
         out = request.prefill(self.draft_batch.traits.feature_layers)
         self.draft_batch.start_sequence(slot, request.context, out)
-        request.generation.prefill_s = request.clock() - request.began
+        request.generation.prefill_s = request.clock() - request.start_s
         self.slots[slot : slot + 1] = [request]
         return request.generation
 
@@ -115,7 +115,7 @@ class Batch:
         """Free the slots of finished sequences."""
         for slot, request in enumerate(self.slots):
             if request is not None and request.generation.finish:
-                request.generation.latency_s = request.clock() - request.began
+                request.generation.latency_s = request.clock() - request.start_s
                 self.slots[slot] = None
 
     def compact_slots(self) -> None:
@@ -226,11 +226,11 @@ def release(target: Target, drafter: Drafter | SwappableDrafter, batch: Batch) -
     if batch.device_step.graphs is None or not batch.device_step.graphs.captured:
         return
     target.idle[drafter] = batch
-    while target.idle and (len(target.idle) > MAX_IDLE_BATCHES or crowded(target.idle.values())):
+    while target.idle and (len(target.idle) > MAX_IDLE_BATCHES or exceeds_free_memory(target.idle.values())):
         del target.idle[next(iter(target.idle))]
 
 
-def crowded(batches: Iterable[Batch]) -> bool:
+def exceeds_free_memory(batches: Iterable[Batch]) -> bool:
     """Whether batches take more memory of a device than is free there."""
     taken = sum((batch.nbytes for batch in batches), Counter[torch.device]())
     return any(nbytes > free_memory(device) for device, nbytes in taken.items())

@@ -164,7 +164,7 @@ class Request:
         self.context = list(prompt)
         self.generation = Generation()
         self.key = seed_key(settings.seed)  # random key of the request
-        self.began = time.perf_counter()
+        self.start_s = time.perf_counter()
 
     @torch.inference_mode()
     def prefill(self, layers: tuple[int, ...]) -> TargetOutput:

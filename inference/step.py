@@ -64,7 +64,7 @@ class GraphKey(NamedTuple):
         head_kv_length: number of KV cache entries that the head reads.
         sampling, rule, logit_gaps: from the request's parameters.
         masks_eos: whether a request sets min_new_tokens.
-        masked: whether slots are idle.
+        has_idle: whether slots are idle.
         tree_id: id of the tree policy.
     """
 
@@ -73,7 +73,7 @@ class GraphKey(NamedTuple):
     rule: str
     logit_gaps: bool
     masks_eos: bool
-    masked: bool
+    has_idle: bool
     tree_id: int
 
 
@@ -97,7 +97,7 @@ class DeviceStep:
         self.compiled_stages = StageCache()
         self.masks_eos = False  # whether a request sets min_new_tokens
         self.current: list[Request] = []  # the requests in the slots
-        self.masked = False  # whether slots are idle in the current pass
+        self.has_idle = False  # whether slots are idle in the current pass
         self.penalises = False  # whether it has a repetition penalty
 
     @cached_property
@@ -226,9 +226,9 @@ class DeviceStep:
                 cache.keep(prefix, [])
         mixed = len(group) < len(requests)
         contexts = [request.draft_context() if slot in group else None for slot, request in enumerate(requests)]
-        if mixed or self.masked:
+        if mixed or self.has_idle:
             self.slots.active[: len(requests)] = torch.tensor([int(context is not None) for context in contexts])
-            self.masked = mixed
+            self.has_idle = mixed
         if switch is not None:
             self.slots.max_draft_depth[: len(requests)] = torch.tensor(
                 [0 if context is None else context.max_draft_depth for context in contexts]
@@ -297,7 +297,7 @@ class DeviceStep:
         padded = self.compiles and not self.fixed_shapes
         head_kv_length = round_up_kv_length(self.cache.storage.capacity) if padded else kv_length
         sampling, rule, gaps = settings.sampling, settings.rule, settings.logit_gaps
-        return GraphKey(head_kv_length, sampling, rule, gaps, self.masks_eos, self.masked, self.plan.tree_id)
+        return GraphKey(head_kv_length, sampling, rule, gaps, self.masks_eos, self.has_idle, self.plan.tree_id)
 
     def launch(self, stage: Stage, *args: Any) -> Any:
         """Run a stage, compiled or captured under the step's key."""
@@ -518,7 +518,7 @@ class DeviceStep:
             self.cache.storage.compact(row, begin + path, begin + step)
         last = (accepted.committed[:, None] - 1).clamp_min(0)
         root = token.gather(1, last)[:, 0]
-        slots.root.copy_(torch.where(accepted.committed > 0, root, slots.root) if self.masked else root)
+        slots.root.copy_(torch.where(accepted.committed > 0, root, slots.root) if self.has_idle else root)
         slots.length.add_(accepted.committed)
         slots.max_draft_depth.sub_(accepted.committed)
         slots.min_tokens_left.sub_(accepted.committed)

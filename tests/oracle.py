@@ -327,7 +327,7 @@ def reference(
         taken_ranks = ranks(tree, path[: accepted + 1])
         made.steps.append(Step(len(tree.token) - 1, accepted, taken, 0.0, 0.0, 0.0, rule, taken_ranks))
         if isinstance(drafts, HeadBatch) and not made.finish:
-            drafts.hold(prefix)
+            drafts.set_longest(prefix)
             following = torch.tensor([tokens])
             hidden, last = verified.hidden[:, path], verified.last_hidden[:, path]
             rows = Features(following, hidden, last, torch.zeros_like(following))

@@ -97,7 +97,7 @@ class HeadBatch(DraftBatch, DraftRows):
     def begin(self, contexts: Sequence[Context | None], longest: int) -> DraftPlan:
         """Choose a step's tree."""
         self.choose(len(contexts))
-        self.hold(longest)  # a hybrid may commit rows to a head that did not draft
+        self.set_longest(longest)  # a hybrid may commit rows to a head that did not draft
         return self.plan
 
     def level(self, count: int) -> LevelOutput:
@@ -142,7 +142,7 @@ class HeadBatch(DraftBatch, DraftRows):
         """Move the last sequence, with `length` rows, to a free slot."""
         assert self.buffers is not None
         if self.cache is not None:  # every row is moved
-            self.hold(max(self.cache.longest, length))
+            self.set_longest(max(self.cache.longest, length))
             self.cache.move(from_slot, slot)
         self.buffers.each(lambda buffer: buffer[slot : slot + 1].copy_(buffer[from_slot : from_slot + 1]))
 
@@ -152,7 +152,7 @@ class HeadBatch(DraftBatch, DraftRows):
         """Grow a tree for each sequence by rank, or by sampling if the roots have samples."""
         if self.policy is None:
             return root_trees(roots.token)
-        self.hold(longest)
+        self.set_longest(longest)
         level = self.level(len(max_draft_depth))
         return Drafted(
             *grow_batch(
@@ -172,7 +172,7 @@ class HeadBatch(DraftBatch, DraftRows):
         caches = [] if self.cache is None else self.cache.tensors()
         return [*level, *tables, *caches]
 
-    def hold(self, longest: int) -> None:
+    def set_longest(self, longest: int) -> None:
         """Set the length of the longest sequence in the KV cache."""
         if self.cache is not None:
             self.cache.longest = longest

@@ -33,7 +33,7 @@ from inference.target.embeddings import TargetEmbeddings
 REPLICATE, TENSOR_PARALLEL, FSDP, DEVICE_MAP, OFFLOAD = "replicate", "tensor_parallel", "fsdp", "device_map", "offload"
 PLACEMENTS = (REPLICATE, TENSOR_PARALLEL, FSDP, DEVICE_MAP, OFFLOAD)  # fastest first
 AUTO = "auto"  # in a planned run the first that fits, elsewhere REPLICATE
-TOGETHER = (TENSOR_PARALLEL, FSDP)  # placements under which all processes run every pass together
+SHARDED = (TENSOR_PARALLEL, FSDP)  # placements under which all processes run every pass together
 OFFLOADS = ("cpu", "disk")
 GB = 10**9
 
@@ -60,7 +60,7 @@ class Placement:
     @property
     def needs_all_ranks(self) -> bool:
         """Whether all processes run every pass of the target together."""
-        return self.placement in TOGETHER
+        return self.placement in SHARDED
 
     @property
     def group_size(self) -> int:

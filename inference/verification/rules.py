@@ -183,22 +183,24 @@ def recursive(
         allow_host_sync: whether the host may read, to skip nodes that no sequence reaches.
     """
     draws, rows = AcceptDraws(uniforms, torch.zeros_like(draft.token[:, 0])), _rows(draft.parents)
-    last, target, left = torch.zeros_like(draws.used_uniforms), p[:, 0], draft.q[:, 0]
+    last, residual_p, residual_q = torch.zeros_like(draws.used_uniforms), p[:, 0], draft.q[:, 0]
     tokens, more = draft.token.clamp_min(0), _followed(draft.parents)
     for node, parent in enumerate(draft.parents[1:], 1):
         token = tokens[:, node, None]
         tested = (last == parent) & draft.valid[:, node]
         if allow_host_sync and not tested.any():
             continue
-        accepted = draws.sample(_ratio(target, left, token), tested)
+        accepted = draws.sample(_ratio(residual_p, residual_q, token), tested)
         rejected, column = (tested & ~accepted)[:, None], accepted[:, None]
-        target = torch.where(column, p[:, node], torch.where(rejected, residual(target, left), target))
+        residual_p = torch.where(
+            column, p[:, node], torch.where(rejected, residual(residual_p, residual_q), residual_p)
+        )
         if more[node]:
-            left = torch.where(rejected, without(left, token), left)
+            residual_q = torch.where(rejected, without(residual_q, token), residual_q)
         if node in rows:
-            left = torch.where(column, draft.q[:, rows[node]], left)
+            residual_q = torch.where(column, draft.q[:, rows[node]], residual_q)
         last = last.masked_fill(accepted, node)
-    return LastAccepted(last, target)
+    return LastAccepted(last, residual_p)
 
 
 @dataclass
@@ -207,21 +209,21 @@ class PathNode:
 
     reached: Bool[Tensor, "B"]  # mask of sequences that reach it, or would without an earlier accepted path
     alpha: Float[Tensor, "B"]  # probability that the path up to here is accepted, given the rejections below it
-    target: Float[Tensor, "B V"]  # residual of p after rejections
-    left: Float[Tensor, "B V"] | None  # residual of q; None without children
+    residual_p: Float[Tensor, "B V"]  # the residual of p after rejections
+    residual_q: Float[Tensor, "B V"] | None  # the residual of q; None without children
 
     def reject(self, token: Int[Tensor, "B 1"], rejected: Bool[Tensor, "B"], distinct: bool) -> None:
         """Update the residuals after a child with a token was rejected; `distinct` if it has later siblings."""
-        assert self.left is not None
-        rest = (self.alpha[:, None] * self.target - self.left).clamp_min(0)
+        assert self.residual_q is not None
+        rest = (self.alpha[:, None] * self.residual_p - self.residual_q).clamp_min(0)
         mass = rest.sum(-1)
         # The parentheses keep an alpha of 1 at exactly 1, as the root needs. If no mass is left, alpha is below 1 in
         # exact arithmetic: a node that is accepted for certain has a residual after a rejection.
         alpha = torch.where(mass > 0, mass / (mass + (1 - self.alpha)), (self.alpha >= 1).to(mass.dtype))
-        self.target = torch.where((rejected & (mass > 0))[:, None], rest / mass[:, None], self.target)
+        self.residual_p = torch.where((rejected & (mass > 0))[:, None], rest / mass[:, None], self.residual_p)
         self.alpha = torch.where(rejected, alpha, self.alpha)
         if distinct:
-            self.left = torch.where(rejected[:, None], without(self.left, token), self.left)
+            self.residual_q = torch.where(rejected[:, None], without(self.residual_q, token), self.residual_q)
 
 
 def traversal(
@@ -239,20 +241,20 @@ def traversal(
     undecided = draft.valid[:, 0]
     frames: list[PathNode] = []
     for node, entering in _walk(draft.parents):
-        token, left = tokens[:, node, None], draft.q[:, rows[node]] if node in rows else None
+        token, residual_q = tokens[:, node, None], draft.q[:, rows[node]] if node in rows else None
         if entering and not frames:
-            frames.append(PathNode(undecided, torch.ones_like(p[:, 0, 0]), p[:, 0], left))
+            frames.append(PathNode(undecided, torch.ones_like(p[:, 0, 0]), p[:, 0], residual_q))
         elif entering:
             top = frames[-1]
-            assert top.left is not None
-            alpha = (top.alpha * _ratio(top.target, top.left, token)).clamp_max(1)
+            assert top.residual_q is not None
+            alpha = (top.alpha * _ratio(top.residual_p, top.residual_q, token)).clamp_max(1)
             reached = draft.valid[:, node] & top.reached & (alpha > 0)
-            frames.append(PathNode(reached, alpha, p[:, node], left))
+            frames.append(PathNode(reached, alpha, p[:, node], residual_q))
         else:
             frame = frames.pop()
             accepted = draws.sample(frame.alpha, frame.reached & undecided)
             if not allow_host_sync or accepted.any():
-                probs = torch.where(accepted[:, None], frame.target, probs)
+                probs = torch.where(accepted[:, None], frame.residual_p, probs)
             last, undecided = last.masked_fill(accepted, node), undecided & ~accepted
             if not frames or (allow_host_sync and not undecided.any()):
                 break

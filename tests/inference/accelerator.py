@@ -111,7 +111,7 @@ def step_of(target: Target, drafter: HeadDrafter, size: int) -> DeviceStep:
     )
     if batch.head.has_kv_cache:
         batch.cache = KVCache(size, getattr(batch.head.config, "length", None), target.device)
-    batch.hold(PROMPT)  # the rows of a prompt are not a step's, and need not run here
+    batch.set_longest(PROMPT)  # the rows of a prompt are not a step's, and need not run here
     _, batch.buffers = batch.head.extend(batch.cache, NewRows(Features(token, hidden, last, token), token))
     for _ in range(size):
         cache.allocate()
