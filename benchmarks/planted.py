@@ -102,7 +102,7 @@ BUGS = [
     ),
     Bug(
         "data/batches.py",
-        "count = -(-self.sequences_per_step // self.world)  # of",
+        "count = -(-self.sequences_per_step // self.world)  # sequences",
         "count = self.sequences_per_step // self.world  # rows",
         ["tests/data/test_batches.py"],
     ),
@@ -222,8 +222,8 @@ BUGS = [
     ),
     Bug(
         "inference/step.py",
-        "groups[how.sampling, how.rule, how.logit_gaps, side",
-        "groups[how.sampling, how.logit_gaps, side",
+        "groups[params.sampling, params.rule, params.logit_gaps, side",
+        "groups[params.sampling, params.logit_gaps, side",
         ["tests/train/test_identity.py"],
     ),
     Bug(
