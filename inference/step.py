@@ -29,7 +29,15 @@ from inference.target.model import TargetOutput
 from inference.target.target import Target, check_size
 from inference.verification import rules
 from inference.verification import tree as trees
-from inference.verification.rng import ACCEPT_KEY, DRAFT_KEY, Samples, exponential_noise, hash_key, sampled, uniform
+from inference.verification.rng import (
+    ACCEPT_KEY,
+    DRAFT_KEY,
+    Samples,
+    exponential_noise,
+    hash_key,
+    sample_tokens,
+    uniform,
+)
 from inference.verification.rules import Accepted
 from inference.verification.sample import Sampling, distribution, penalize
 from inference.verification.tree import LOOK_AHEAD, DraftTree
@@ -256,8 +264,8 @@ class DeviceStep:
         """Run a step's stages."""
         self.penalises, self.timer = settings.sampling.repetition_penalty != 1, phase_timer
         self.key = self.graph_key(kv_length, settings)
-        among = self.slots if self.compiles else slots
-        drafted = self.launch(DeviceStep.draft, among, self.key.head_kv_length, settings)
+        draft_slots = self.slots if self.compiles else slots
+        drafted = self.launch(DeviceStep.draft, draft_slots, self.key.head_kv_length, settings)
         if self.compiles:
             drafted = drafted.first(len(slots.root))
         phase_timer.mark("draft")
@@ -412,7 +420,7 @@ class DeviceStep:
         if sampling.temperature == 0:
             return argmax(logits)
         if drafted.noise is None:
-            return sampled(logits, sampling, slots.key, slots.length + 1 + depth)
+            return sample_tokens(logits, sampling, slots.key, slots.length + 1 + depth)
         return (distribution(logits, sampling) / drafted.noise[:, depth]).argmax(-1)
 
     def verify_drafts(
@@ -457,13 +465,13 @@ class DeviceStep:
         greedy = sampling.temperature == 0
         choose = partial(self.choose, slots, drafted, processed_logits, sampling)
         assert drafted.depth is not None
-        if greedy and rule.bar is None:
+        if greedy and rule.threshold is None:
             best = argmax(processed_logits)
             last = rules.follow(tree, ancestor_mask, valid, tree.token == best.gather(1, tree.parent.clamp_min(0)))
             token = best.gather(1, last[:, None])[:, 0]
-        elif rule.bar is not None:  # at temperature 0 a lossy rule reads the probs at temperature 1
+        elif rule.threshold is not None:  # at temperature 0 a lossy rule reads the probs at temperature 1
             p = distribution(processed_logits, replace(sampling, temperature=1.0) if greedy else sampling)
-            last = rules.follow(tree, ancestor_mask, valid, rules.lenient(tree, p, rule.bar))
+            last = rules.follow(tree, ancestor_mask, valid, rules.lenient(tree, p, rule.threshold))
             token = choose(last, drafted.depth.gather(1, last[:, None])[:, 0])
         elif drafted.q is None or rule.verify is None or not all(plan.has_q or ()):
             last, token = rules.walk(tree, valid, choose, plan.deepest, allow_host_sync=self.allows_host_sync)
@@ -473,15 +481,15 @@ class DeviceStep:
             key = hash_key(slots.key, ACCEPT_KEY)
             uniforms = uniform(hash_key(key, slots.length + 1)[:, None], torch.arange(p.shape[1], device=p.device))
             draft = rules.Sampled(plan.sampled, tree.token, valid, drafted.q)
-            sampled, probs = rule.verify(draft, p, uniforms, self.allows_host_sync)
-            position = slots.length + 1 + drafted.depth.gather(1, sampled[:, None])[:, 0]
+            sampled_last, probs = rule.verify(draft, p, uniforms, self.allows_host_sync)
+            position = slots.length + 1 + drafted.depth.gather(1, sampled_last[:, None])[:, 0]
             after = (probs / exponential_noise(slots.key, position, p.shape[-1])).argmax(-1)
             if all(plan.has_q or ()):
-                last = sampled
+                last = sampled_last
                 token = after
             else:
                 has_q = torch.tensor(plan.has_q, device=p.device)
-                last = torch.where(has_q, sampled, last)
+                last = torch.where(has_q, sampled_last, last)
                 token = torch.where(has_q, after, token)
         return rules.accepted_paths(tree, ancestor_mask, last, token, plan.deepest)
 

@@ -123,7 +123,7 @@ def exponential_noise(key: Int[Tensor, "*b"], position: Int[Tensor, "*b"], size:
     return noise
 
 
-def sampled(
+def sample_tokens(
     logits: Float[Tensor, "B V"], sampling: Sampling, key: Int[Tensor, "B"], position: Int[Tensor, "B"]
 ) -> Int[Tensor, "B"]:
     """Return the target's token of each row under the noise of its position."""

@@ -148,11 +148,11 @@ def typical(p: Float[Tensor, "B N V"]) -> Float[Tensor, "B N"]:
 
 
 def lenient(
-    tree: DraftTree, p: Float[Tensor, "B N V"], bar: Callable[[Float[Tensor, "B N V"]], Float[Tensor, "B N"]]
+    tree: DraftTree, p: Float[Tensor, "B N V"], threshold: Callable[[Float[Tensor, "B N V"]], Float[Tensor, "B N"]]
 ) -> Bool[Tensor, "B N"]:
     """LOSSY. Return the mask of nodes whose token is above the threshold after their parent."""
     parent, row = tree.parent.clamp_min(0), torch.arange(len(p), device=p.device)[:, None]
-    return p[row, parent, tree.token.clamp_min(0)] > bar(p).gather(1, parent)
+    return p[row, parent, tree.token.clamp_min(0)] > threshold(p).gather(1, parent)
 
 
 @dataclass
@@ -313,7 +313,7 @@ class Rule:
     chain: bool = False  # whether it verifies only chains
     # Verification of drafts that are sampled from known probs q; None if any draft is supported.
     verify: Callable[[Sampled, Tensor, Tensor, bool], LastAccepted] | None = None
-    bar: Callable[[Tensor], Tensor] | None = None  # probability threshold of a lossy rule
+    threshold: Callable[[Tensor], Tensor] | None = None  # probability threshold of a lossy rule
 
 
 RULES = {
@@ -324,15 +324,15 @@ RULES = {
     "recursive": Rule(False, recursive),
     "traversal": Rule(False, traversal),
     "coupled": Rule(),
-    "typical": Rule(bar=typical),
-    "threshold": Rule(bar=lambda p: p.new_full(p.shape[:-1], THRESHOLD)),  # LOSSY: one threshold for all nodes
+    "typical": Rule(threshold=typical),
+    "threshold": Rule(threshold=lambda p: p.new_full(p.shape[:-1], THRESHOLD)),  # LOSSY: one threshold for all nodes
 }
 COUPLED = "coupled"
 
 
 def is_lossy(rule: str) -> bool:
     """Return whether a rule changes the target's distribution."""
-    return rule != AUTO and RULES[rule].bar is not None
+    return rule != AUTO and RULES[rule].threshold is not None
 
 
 def equals_baseline(rule: str) -> bool:

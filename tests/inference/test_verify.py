@@ -54,7 +54,7 @@ def test_a_step_names_the_rule_that_was_used(kind: str, temperature: float, rule
     assert {step.rule for step in made.steps if not step.drafted} <= {"none"}
 
 
-@pytest.mark.parametrize("rule", [name for name, rule in RULES.items() if rule.bar])
+@pytest.mark.parametrize("rule", [name for name, rule in RULES.items() if rule.threshold])
 def test_a_lossy_rule_says_so_and_leaves_the_greedy_text(rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rules, "THRESHOLD", 0.02)  # the toy target is sure of itself
     monkeypatch.setattr(rules, "EPSILON", 0.02)
@@ -68,10 +68,10 @@ def test_a_lossy_rule_says_so_and_leaves_the_greedy_text(rule: str, monkeypatch:
 
 def last(tree: DraftTree, p: Tensor, rule: str) -> int:
     """Return the last accepted node by a lossy rule."""
-    batch, bar = DraftTree(tree.token[None], tree.parent[None]), RULES[rule].bar
-    assert bar is not None
+    batch, threshold = DraftTree(tree.token[None], tree.parent[None]), RULES[rule].threshold
+    assert threshold is not None
     valid = torch.ones_like(batch.token, dtype=torch.bool)
-    return int(rules.follow(batch, ancestors(batch), valid, rules.lenient(batch, p[None], bar)))
+    return int(rules.follow(batch, ancestors(batch), valid, rules.lenient(batch, p[None], threshold)))
 
 
 def test_typical_acceptance_takes_the_entropy_in_nats() -> None:
