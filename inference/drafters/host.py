@@ -91,8 +91,9 @@ class HostBatch(DraftBatch):
         proposed = [proposal for proposal in proposals if proposal is not None]
         parents = [[-1], *(proposal.tree.parent.tolist() for proposal in proposed)]
         self.size, depths = max(map(len, parents)), [0]
-        look_ahead = (proposal.look_ahead for proposal in proposed if proposal.look_ahead)
-        self.look_ahead_size = max((len(tokens.token) for tokens in look_ahead), default=0)
+        self.look_ahead_size = max(
+            (len(proposal.look_ahead.token) for proposal in proposed if proposal.look_ahead), default=0
+        )
         for tree in parents:
             depth = [0]
             for parent in tree[1:]:

@@ -78,8 +78,9 @@ class MirrorState(AssistantState):
         """Draft after the most probable outcomes of verifying a chain."""
         read = self.read(self.text), self.branch(torch.tensor(chain), [ROOT, *range(len(chain) - 1)])
         free = min(context.max_draft_depth, self.model.context - len(self.text))
-        logits = self.answer(torch.cat(read)).logits[0]
-        outcomes = [tokens for tokens in self.outcomes(chain, logits) if len(tokens) < free]
+        outcomes = [
+            tokens for tokens in self.outcomes(chain, self.answer(torch.cat(read)).logits[0]) if len(tokens) < free
+        ]
         if not outcomes:
             return {}
         level = self.answer(
