@@ -46,7 +46,7 @@ def attend_fused(query: Tensor, pairs: list[tuple[Tensor, Tensor]], _seen: atten
 
     Without its mask of tiles, which is thousands of times smaller than the rows, and would be a third of a trace.
     """
-    key, value = attention.joined(pairs)
+    key, value = (torch.cat(halves, 2) for halves in zip(*pairs, strict=True))
     length, steps = pairs[0][0].shape[2], len(pairs) - 1
     # Of one document: a query sees half of the rows, and of each step the tile that its row is in.
     out: Tensor = torch.ops.headstart.attention(query, key, value, length - length // 2 + flex.TILE * steps)[0]

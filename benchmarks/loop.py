@@ -25,7 +25,7 @@ import torch
 from data.text.prompts import prompt_of
 from data.text.records import parse
 from data.text.sources import open_source
-from eval.measures.metrics import together
+from eval.measures.metrics import sum_counts
 from heads.common.typed import from_yaml
 from inference import api
 from inference.batch import batch_of
@@ -140,7 +140,7 @@ def tau(run: Path, model: Path, records: list[dict[str, Any]]) -> float:
     """Return a head's τ along logged answers."""
     loaded: Any = api.load(str(run), f"model.path={model}", "model.sibling=true", "model.dtype=float32")
     config = from_yaml(WatchConfig, "ops/watch", log="log", max_new_tokens=2048)
-    counts = together([replayed(*loaded, config, record, index, "log") for index, record in enumerate(records)])
+    counts = sum_counts([replayed(*loaded, config, record, index, "log") for index, record in enumerate(records)])
     return float(counts.tokens / counts.steps)
 
 

@@ -66,7 +66,7 @@ def main() -> None:
     print(f"{'':20} {'tokens/s':>10} {'whole call':>10} {'plain over it':>14}")
     for name, each in middle.items():
         whole = sum(len(run.tokens) for run in each) / sum(run.prefill_s + run.decode_s for run in each)
-        ratio = metrics.over(plain, metrics.decoding(each))
+        ratio = metrics.speed_ratio(plain, metrics.decoding(each))
         print(f"{name:20} {metrics.speed(metrics.decoding(each)):10.1f} {whole:10.1f} {ratio:14.3f}")
 
 

@@ -102,7 +102,7 @@ BUGS = [
     ),
     Bug(
         "data/batches.py",
-        "count = -(-self.sequences_per_step // self.world)  # sequences",
+        "count = -(-self.sequences_per_step // self.world)  # sequences of",
         "count = self.sequences_per_step // self.world  # rows",
         ["tests/data/test_batches.py"],
     ),
@@ -162,8 +162,8 @@ BUGS = [
     ),
     Bug(
         "eval/tune.py",
-        "Prediction(one.held, step",
-        "Prediction(one.chosen, step",
+        "one.held_out_tau, step, batch",
+        "one.chosen, step, batch",
         ["tests/eval/test_tune.py"],
     ),
     Bug(

@@ -336,7 +336,7 @@ def paired(heads: list[dict[str, Any]], base: list[dict[str, Any]], tree: str) -
     seeds = sorted({head["seed"] for head in heads} & {head["seed"] for head in base})
     both = [[head for seed in seeds for head in some if head["seed"] == seed] for some in (heads, base)]
     ours, theirs = ([tuple(pair) for head in some for pair in head["passes"][tree]] for some in both)
-    value = metrics.over(ours, theirs)
+    value = metrics.speed_ratio(ours, theirs)
     interval = metrics.paired_interval(ours, theirs, 0, prompt_numbers(both[0], tree))
     return "-" if value is None else spread(value, *(interval or ()))
 

@@ -46,7 +46,7 @@ def made(out: Path, script: str, *overrides: str) -> bool:
 
 def as_checkpoint(head: Path, folder: Path) -> Path:
     """Write a trained module as the checkpoint of a model like Qwen3-Next would carry it."""
-    tensors = LAYOUTS["apart"].write(load_file(head / "model.safetensors"), 0, split=False)
+    tensors = LAYOUTS["separate"].write(load_file(head / "model.safetensors"), 0, split=False)
     folder.mkdir(parents=True, exist_ok=True)
     save_file(tensors, folder / "model.safetensors")
     return folder

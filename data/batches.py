@@ -159,8 +159,8 @@ class Batches:
         ]
         # A padding sequence is not trained. It has real tokens, since a forward pass over padding tokens may give NaN.
         first = self._batch(torch.zeros(1, dtype=torch.long))
-        filler = replace(first, loss_mask=torch.zeros_like(first.loss_mask), index=torch.full_like(first.index, -1))
-        return batches + [filler] * (-(-count // self.micro_batch_size) - len(batches))
+        padding = replace(first, loss_mask=torch.zeros_like(first.loss_mask), index=torch.full_like(first.index, -1))
+        return batches + [padding] * (-(-count // self.micro_batch_size) - len(batches))
 
     def _batch(self, index: Int[Tensor, " B"]) -> Batch:
         token, document, mask = (tensor[index].long() for tensor in self.packed)

@@ -39,7 +39,7 @@ from heads import best_line, head_config, with_head
 from heads.base import HeadConfig
 from heads.common.command import command
 from heads.common.files import check_writable
-from heads.common.progress import say
+from heads.common.progress import print_above_bars
 from heads.common.ranges import Count, Number
 from heads.common.typed import typed
 from heads.common.untrusted import visible
@@ -168,10 +168,10 @@ def main(cfg: DictConfig) -> None:
     if extracts:
         named = with_head(cfg)
         head = head_config(named.head)
-    job = typed(JobConfig, named, ready={"head": head})
+    job = typed(JobConfig, named, built_fields={"head": head})
     check(job)
     if extracts and (best := best_line(cfg)):
-        say(best)
+        print_above_bars(best)
     run(job)
 
 

@@ -35,7 +35,7 @@ from eval.measures.losslessness import (
     worst,
 )
 from eval.measures.results import BASELINE
-from heads.common.progress import progress, tick
+from heads.common.progress import progress, update_bar
 from inference.batch import Batch, acquire, needed_entries, release
 from inference.decode import Generation, RequestParams, autoregress
 from inference.protocol import Drafter
@@ -87,7 +87,7 @@ class Prefix(NamedTuple):
     draws: bool  # whether the host samples children, by a stateful model
     probs: Float[Tensor, "V"]
     cells: Cells
-    mass: float  # the target's probability of all tokens drafted at depth 1
+    drafted_prob: float  # the target's probability of all tokens drafted at depth 1
 
 
 def sampled_gates(setup: Setup, tv: float, tests: int, sizes: Sequence[int] = (1,)) -> list[SampledGate]:
@@ -166,11 +166,11 @@ def chi_square_test(
     usable = [prefix for text in candidates if (prefix := _prefix(target, drafter, *text, settings, tv)) is not None]
     if any(prefix.draws for prefix in usable):
         return None, "no draws: its drafts are drawn by a model with a state of its own"
-    prefixes = sorted(usable, key=lambda prefix: prefix.mass, reverse=True)[:PREFIXES]
+    prefixes = sorted(usable, key=lambda prefix: prefix.drafted_prob, reverse=True)[:PREFIXES]
     if not prefixes:
         return None, "no draws: at no prompt was anything drafted where the target has a choice"
     count = losslessness.samples_for([prefix.cells for prefix in prefixes], tv, alpha)
-    freedom = sum(prefix.cells.freedom for prefix in prefixes)
+    freedom = sum(prefix.cells.degrees_of_freedom for prefix in prefixes)
     samples = Samples(torch.tensor([seed_key(hashed(f"{settings.seed} control"))], device=target.device))
     total = control = 0.0
     for index, prefix in enumerate(progress(prefixes, f"sampling tokens, {drafter.name}")):
@@ -233,8 +233,12 @@ def _prefix(
     probs = _probs(_request(target, prompt, answer, settings, target.cache()))
     _left(batch)
     (token, *_), (parent, *_) = drafted.tree
-    children, cells, best = token[(parent == 0) & (token >= 0)].unique(), losslessness.cells(probs), float(probs.max())
-    if not len(children) or not cells.freedom or best * (1 - best) <= tv:
+    children, cells, best = (
+        token[(parent == 0) & (token >= 0)].unique(),
+        losslessness.group_rare_tokens(probs),
+        float(probs.max()),
+    )
+    if not len(children) or not cells.degrees_of_freedom or best * (1 - best) <= tv:
         return None
     return Prefix(prompt, answer, draws, probs, cells, float(probs[children].sum()))
 
@@ -252,7 +256,7 @@ def _samples(
             batch, requests = _entered(target, drafter, prefix.prompt, prefix.answer, settings, size)
             sampled, drafts = list[int](), True
             while len(sampled) < count and drafts:
-                tick()
+                update_bar()
                 for slot, request in enumerate(requests):
                     request.key = seed_key(hashed(f"{seeds} {len(sampled) + slot}"))
                 sampled += batch.device_step.sample(requests)[0]

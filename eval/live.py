@@ -165,7 +165,7 @@ def rows(
             rule = metrics.rules_used([middle[name][index] for index in subset.indices])
             info = DrafterInfo(name, rule, all_drafters[name].tree)
             row = result(info, subset, subset.of(requests[name]))
-            measured.append(judged(row, subset, requests, gates))
+            measured.append(with_gate_result(row, subset, requests, gates))
     return measured
 
 
@@ -195,7 +195,7 @@ def paired(runs: Runs, drafters: Sequence[str], measurement: Measurement) -> lis
     return records
 
 
-def judged(
+def with_gate_result(
     row: ResultRow, subset: Subset, requests: Mapping[str, Sequence[MeasuredRequest]], gates: Mapping[str, Gate]
 ) -> ResultRow:
     """Return a row with its losslessness check, and with speedups if the check did not fail."""
@@ -396,7 +396,7 @@ def queued_rows(
                 row,
                 tokens_per_second=throughput(mine),
                 latency_s=statistics.median(one.latency_s for one in requests),
-                speedup=metrics.over(fast, slow) if trusted else None,
+                speedup=metrics.speed_ratio(fast, slow) if trusted else None,
                 speedup_ci=metrics.paired_interval(fast, slow, seed, subset.groups) if trusted else None,
                 speedup_hf=None,
                 whole_tokens_per_second=None,

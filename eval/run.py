@@ -37,8 +37,8 @@ from eval.teacher_forced import (
     teacher_forced_rows,
 )
 from eval.tune import TUNED, tune
-from heads.common.command import command, ending_alone
-from heads.common.errors import keeping, user_errors
+from heads.common.command import command, exit_this_run
+from heads.common.errors import report_on_interrupt, user_errors
 from heads.common.typed import typed
 from heads.common.untrusted import visible
 from inference.target.config import ModelConfig
@@ -211,9 +211,9 @@ def publish(report: Report, out: Path) -> None:
 @command("eval")
 def main(cfg: DictConfig) -> None:
     """Evaluate; exit with 1 if a drafter is not lossless, 2 for invalid input."""
-    with ending_alone(), user_errors():
+    with exit_this_run(), user_errors():
         config = typed(EvalConfig, cfg)
-        with keeping(lambda: "nothing was written; the same command measures again"):
+        with report_on_interrupt(lambda: "nothing was written; the same command measures again"):
             passed = tuned(config) if config.tune else evaluate(config).passed
         if not passed:
             raise SystemExit(1)

@@ -10,12 +10,12 @@ from torch import distributed
 from data.text.prompts import Prompt
 from eval.config import EngineConfig, EvalConfig
 from eval.inputs.drafters import check_drafters, find_heads, model_of, own_prompts
-from eval.inputs.workloads import Workload, named_apart, prompt_counts, read_workload, workload_names
+from eval.inputs.workloads import Workload, distinct_names, prompt_counts, read_workload, workload_names
 from eval.measures.machine import provenance
 from eval.measures.results import TEACHER_FORCED
 from eval.tune import TUNED
 from heads.common.files import check_writable
-from heads.common.progress import Bar, say
+from heads.common.progress import Bar, print_above_bars
 from heads.common.untrusted import visible
 from heads.formats.hub import made_for, schedule_of
 from heads.formats.store import CONFIG
@@ -42,7 +42,7 @@ def prepared(config: EvalConfig) -> tuple[ModelConfig, list[str], Path]:
     device_named(model.device)
     check_writable(out, "out")
     replaced = "" if config.tune else replacing(out)
-    say(visible(f"evaluation on {', '.join(names)} with {model.path}, to {out}{replaced}"))
+    print_above_bars(visible(f"evaluation on {', '.join(names)} with {model.path}, to {out}{replaced}"))
     configuration(model.path, model.trust_remote_code)
     return model, names, out
 
@@ -94,7 +94,7 @@ def read(config: EvalConfig, target: Target, names: Sequence[str]) -> list[Workl
         bar.show(bar.done + 1)
         return str(target.tokenizer.decode(autoregress(target, token, settings).tokens, skip_special_tokens=True))
 
-    named = zip(names, named_apart(names), strict=True)
+    named = zip(names, distinct_names(names), strict=True)
     with Bar(None, "answering the dialogues") as bar:
         return [replace(read_workload(name, target, config, answer), name=shown) for name, shown in named]
 

@@ -27,7 +27,7 @@ from eval.inputs.workloads import cycled, write
 from eval.live import Setup, decoded_once, measure, rows
 from eval.measures.losslessness import WITHHELD, differs, gate, labelled
 from eval.measures.machine import device_facts, provenance, synchronize
-from eval.measures.metrics import together
+from eval.measures.metrics import sum_counts
 from eval.measures.results import BASELINE, Measurement, ResultRow
 from eval.report.render import rich_table
 from eval.report.write import SERVING, is_served, serving_config
@@ -61,7 +61,7 @@ class Tried(NamedTuple):
     family: str  # the tree's kind, or OWN for the head's saved tree
     tree: TreeConfig
     chosen: float
-    held: float
+    held_out_tau: float
 
     @property
     def kind(self) -> str:
@@ -161,7 +161,7 @@ class Tuning:
             console.print(at.verdict, soft_wrap=True, markup=False)
 
 
-def halves(items: Sequence[T]) -> tuple[list[T], list[T]]:
+def even_and_odd(items: Sequence[T]) -> tuple[list[T], list[T]]:
     """Return the items of even and of odd index; a single item is in both."""
     return list(items[::2]), list(items[1::2] or items)
 
@@ -196,14 +196,14 @@ def tune(config: TuneConfig, target: Target, prompts: Sequence[Prompt]) -> Tunin
     deepest = min(head.max_depth, max(current.deepest, *grid.depths))
     grown = largest(grid, current, deepest)
     ranked = [rank_text(target, head, text, grown, deepest) for _, text in progress(answered, "simulating")]
-    chosen, held = halves(ranked)
+    chosen, held = even_and_odd(ranked)
     table = acceptance(torch.tensor([ranks for text in chosen for ranks in text.rank]), max(grid.top_k))
     trees = [
         Tried(family, tree, tau_along(chosen, tree), tau_along(held, tree))
         for family, members in proposed(grid, table, current, deepest, target.takes_trees).items()
         for tree in members
     ]
-    tokens, held_prompts = [prompt.token for prompt, _ in answered], halves([prompt for prompt, _ in answered])[1]
+    tokens, held_prompts = [prompt.token for prompt, _ in answered], even_and_odd([prompt for prompt, _ in answered])[1]
     results: list[AtBatch] = []
     for batch in sizes:
         group: Callable[[Tried], str] = (lambda one: one.kind) if results else (lambda one: one.family)
@@ -221,7 +221,9 @@ def tune(config: TuneConfig, target: Target, prompts: Sequence[Prompt]) -> Tunin
                 ]  # fmt: skip
             groups: dict[str, list[Candidate]] = {}
             for one, step in priced:
-                predicted = Prediction(one.held, step, batch * one.held / step, one.held * of_baseline / step)
+                predicted = Prediction(
+                    one.held_out_tau, step, batch * one.held_out_tau / step, one.held_out_tau * of_baseline / step
+                )
                 groups.setdefault(group(one), []).append(Candidate(one.family, one.tree, predicted))
             best_trees = {id(one.tree) for members in groups.values() for one in members[:FINALISTS]}
             finalists = [one for one in finalists if id(one.tree) in best_trees]
@@ -232,7 +234,7 @@ def tune(config: TuneConfig, target: Target, prompts: Sequence[Prompt]) -> Tunin
 
 def tau_along(records: Sequence[RankedText], tree: TreeConfig) -> float:
     """Return τ of decoding recorded texts with a tree."""
-    passes = together([passes_along(record, tree) for record in records])
+    passes = sum_counts([passes_along(record, tree) for record in records])
     return passes.tokens / passes.steps
 
 
@@ -432,7 +434,7 @@ def best_static(acceptance: Float[Tensor, "D K"], nodes: int) -> StaticTrees:
     return StaticTrees(below.tolist(), chosen)
 
 
-def levelled(table: Float[Tensor, "D K"]) -> Float[Tensor, "D K"]:
+def non_increasing(table: Float[Tensor, "D K"]) -> Float[Tensor, "D K"]:
     """Return the nearest acceptance table that does not increase with rank.
 
     A few texts may by chance have a token of rank 3 but none of rank 2, and a tree would skip rank 2.
@@ -461,7 +463,7 @@ def proposed(
     depths = [depth for depth in grid.depths if depth <= deepest] or [deepest]
     families = {CHAIN: [TreeConfig("chain", depth, 0, 0, [], []) for depth in depths]}
     if takes_trees:
-        static = best_static(levelled(table[: max(depths)]), max(grid.nodes))
+        static = best_static(non_increasing(table[: max(depths)]), max(grid.nodes))
         shapes = {str(paths): paths for paths in map(static.paths, grid.nodes) if paths}
         families["static"] = [TreeConfig("static", 0, 0, 0, paths, []) for paths in shapes.values()]
         sizes = [(depth, nodes) for depth in depths for nodes in grid.nodes if depth <= nodes]

@@ -62,10 +62,11 @@ def best_line(cfg: DictConfig) -> str | None:
     if name != BEST:
         return None
     if engine := cfg.get("engine"):
-        (_, kind), *options = ENGINES[engine].items()
-        overrides = "".join(f" head.{key}={str(value).lower()}" for key, value in options)
-        return f"head=best: {kind}{overrides}, which {engine} loads"
-    return "head=best: {}, {}".format(*best_head(cfg.model.path, cfg.model.shape, cfg.model.trust_remote_code))
+        options, why = ENGINES[engine], f"which {engine} loads"
+    else:
+        options, why = best_head(cfg.model.path, cfg.model.shape, cfg.model.trust_remote_code)
+    overrides = [f"head.{key}={str(value).lower()}" for key, value in options.items() if key != "name"]
+    return f"head=best: {' '.join([options['name'], *overrides])}, {why}"
 
 
 def with_head(cfg: DictConfig) -> DictConfig:
@@ -85,7 +86,7 @@ def with_head(cfg: DictConfig) -> DictConfig:
         if engine := cfg.get("engine"):
             options = ENGINES.get(engine, SERVED)  # an unknown one is refused where the configuration is typed
         else:
-            options = {"name": best_head(cfg.model.path, cfg.model.shape, cfg.model.trust_remote_code)[0]}
+            options, _ = best_head(cfg.model.path, cfg.model.shape, cfg.model.trust_remote_code)
         cfg.head = OmegaConf.merge(OmegaConf.load(ROOT / "conf" / "head" / f"{options['name']}.yaml"), options)
     training: Any = OmegaConf.to_container(cfg.head.pop("training", OmegaConf.create()), resolve=False)
     for section, values in training.items():

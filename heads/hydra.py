@@ -106,7 +106,7 @@ class Hydra(HeadModule):
         """Return the logits of head `depth`, counted from 1, for its own states."""
         return self.lm_heads[depth - 1](state)
 
-    def joined(self, before: Float[Tensor, "*n X"], token: Int[Tensor, "*n"]) -> Float[Tensor, "*n Y"]:
+    def append_token(self, before: Float[Tensor, "*n X"], token: Int[Tensor, "*n"]) -> Float[Tensor, "*n Y"]:
         """Return a head's input with one more token."""
         return torch.cat([before, self.embeddings.embed(token).to(before.dtype)], -1)
 
@@ -119,7 +119,7 @@ class Hydra(HeadModule):
         x, drafts = gather_rows(x, anchors), []
         for depth, branch in enumerate(self.branches, 1):
             token = drafted_token(features.token, depth, features.path)
-            x = self.joined(x, gather_rows(token, anchors))
+            x = self.append_token(x, gather_rows(token, anchors))
             drafts.append(DepthOutput(scatter_rows(branch(x), anchors, token.shape[1])))
         return drafts
 
@@ -130,11 +130,11 @@ class Hydra(HeadModule):
             state = KVCache(len(token), self.config.length, token.device) if state is None else state
             position = state.begin(token.shape[1], len(token))
             summary, _ = self.prefix.append_verified(state, summary, new, position)
-        return state, self._level(self.joined(last_rows(summary, new.counts), last_rows(token, new.counts)), 1)
+        return state, self._level(self.append_token(last_rows(summary, new.counts), last_rows(token, new.counts)), 1)
 
     def expand(self, state: KVCache | None, level: LevelOutput, nodes: LevelNodes) -> LevelOutput:
         """Score the next depth from the parents' head inputs and the nodes' tokens."""
-        return self._level(self.joined(gather_parents(level.hidden, nodes.parent), nodes.token), nodes.depth + 1)
+        return self._level(self.append_token(gather_parents(level.hidden, nodes.parent), nodes.token), nodes.depth + 1)
 
     def _level(self, x: Float[Tensor, "B N X"], depth: int) -> LevelOutput:
         return LevelOutput(self.compute_logits(self.branches[depth - 1](x), depth), x)

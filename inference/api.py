@@ -17,7 +17,7 @@ from hydra import compose, initialize_config_dir
 from hydra.errors import HydraException
 from omegaconf.errors import OmegaConfBaseException
 
-from heads.common.command import mistake
+from heads.common.command import describe_override_error
 from heads.common.resolvers import ROOT, register_resolvers
 from heads.common.typed import typed
 from heads.common.untrusted import visible
@@ -70,7 +70,7 @@ def configured(*overrides: str) -> GenerateConfig:
         try:
             return typed(GenerateConfig, compose("generate", [*overrides]))
         except (HydraException, OmegaConfBaseException) as error:
-            raise ValueError(mistake(error, overrides, "generate")) from error
+            raise ValueError(describe_override_error(error, overrides, "generate")) from error
 
 
 def load(run: str | None = None, *overrides: str, target: Target | None = None) -> tuple[Target, Drafter]:

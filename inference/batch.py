@@ -8,7 +8,7 @@ from threading import Lock
 import torch
 
 from heads.common.errors import one_line
-from heads.common.progress import tick
+from heads.common.progress import update_bar
 from inference.protocol import DraftBatch, Drafter
 from inference.request import Generation, Request, RequestParams
 from inference.step import DeviceStep
@@ -180,7 +180,7 @@ class Batch:
 
     def step(self) -> None:
         """Decode one step of all sequences."""
-        tick()
+        update_bar()
         self.take_new_drafter()
         self.compact_slots()
         if self.draft_batch.needs_prefill(len(self.running)):

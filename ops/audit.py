@@ -22,7 +22,7 @@ from omegaconf import DictConfig
 from eval.config import Selection
 from eval.inputs.workloads import cycled, workload_names
 from eval.measures.counters import Counters, restarted
-from heads.common.command import command, ending_alone
+from heads.common.command import command, exit_this_run
 from heads.common.errors import HIDDEN, SHORTEST, redacted_values, user_errors
 from heads.common.files import atomic_write, check_writable
 from heads.common.progress import Bar
@@ -281,7 +281,7 @@ def stops_paying(gains: Mapping[int, float]) -> int | None:
 @command("ops/audit")
 def main(cfg: DictConfig) -> None:
     """Audit; exit with 0 if the server passed, 1 if it failed, 2 for invalid input, 3 if undecided."""
-    with ending_alone(), user_errors():
+    with exit_this_run(), user_errors():
         raise SystemExit({"passed": 0, "failed": 1}.get(audited(typed(AuditConfig, cfg)).status, 3))
 
 

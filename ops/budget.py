@@ -33,7 +33,7 @@ from data.text.files import META, OPENERS, check_file
 from data.text.sources import Files, open_source
 from heads.common.command import command, quoted
 from heads.common.files import replacing, write_json
-from heads.common.progress import tell
+from heads.common.progress import print_line
 from heads.common.ranges import Count, NewTokens, Within
 from heads.common.typed import Json, typed
 from heads.common.untrusted import parse_json, shown
@@ -246,7 +246,7 @@ class Forecast:
                     left_out[words] = str(error.__cause__ or f"its training ended with status {error.code}")
                 self.save()
         for words, why in left_out.items():
-            tell(f"{words} is left out: {why}")
+            print_line(f"{words} is left out: {why}")
         if not cost:
             raise ValueError(f"no candidate can be trained ({'; '.join(left_out.values())}): give other overrides")
         return list(cost)
@@ -281,7 +281,7 @@ class Forecast:
                 done.append({"steps": steps, **measured(self.folder(words), words)})
                 self.save()
                 tokens = steps * self.run.trainer.batch_tokens
-                tell(f"{words}: {tokens:,} tokens, τ {done[-1]['tau']:.2f}, {done[-1]['speedup']:.2f}x")
+                print_line(f"{words}: {tokens:,} tokens, τ {done[-1]['tau']:.2f}, {done[-1]['speedup']:.2f}x")
             running.sort(key=lambda words: -points[words][index]["speedup"])
             running = running[: math.ceil(len(running) / 2)]
         return running[0]
@@ -306,12 +306,12 @@ class Forecast:
         promised = "τ {:.2f} [{:.2f}, {:.2f}], speedup {:.2f} [{:.2f}, {:.2f}] (interval of {:.0%})".format(
             *forecasts, LEVEL
         )
-        tell(f"{words} is trained on {steps * self.run.trainer.batch_tokens:,} tokens; forecast: {promised}")
+        print_line(f"{words} is trained on {steps * self.run.trainer.batch_tokens:,} tokens; forecast: {promised}")
         self.train([*self.overrides(words, steps, self.config.cooldown), "resume=true", f"out={quoted(self.out)}",
                     f"name={quoted(self.run.name)}"])  # fmt: skip
         if self.run.eval.prompts:
             came = measured(self.out, words)
-            tell(f"forecast: {promised}; came out: τ {came['tau']:.2f}, {came['speedup']:.2f}x")
+            print_line(f"forecast: {promised}; came out: τ {came['tau']:.2f}, {came['speedup']:.2f}x")
 
 
 def measured(folder: Path, words: str) -> dict[str, float]:
@@ -349,7 +349,7 @@ def main(cfg: DictConfig) -> None:
     """Choose the head and train it within the budget, or plan its candidates."""
     training, options = split_config(cfg)
     run = run_config(training)
-    config = typed(BudgetConfig, options, ready={"budget": Budget.read(options.budget)})
+    config = typed(BudgetConfig, options, built_fields={"budget": Budget.read(options.budget)})
     words = shared_words(overrides(), config.log)
     if run.plan is True:
         for candidate in config.forecast.candidates:

@@ -23,10 +23,10 @@ from omegaconf import DictConfig
 from data.answers.client import base_url
 from eval.config import TURNS, Conditions, Selection
 from eval.inputs.workloads import Workload, prompt_counts, workload_names
-from eval.live import arrivals, in_turns, judged, queued_rows
+from eval.live import arrivals, in_turns, queued_rows, with_gate_result
 from eval.measures.losslessness import Divergence, Gate, gate_of, labelled, shared_length
 from eval.measures.machine import cpu_name, provenance
-from eval.measures.metrics import SpecDecodingStats, together
+from eval.measures.metrics import SpecDecodingStats, sum_counts
 from eval.measures.results import (
     BASELINE,
     ENDPOINT,
@@ -40,8 +40,8 @@ from eval.measures.results import (
 )
 from eval.report.write import Report
 from eval.run import publish
-from heads.common.command import command, ending_alone
-from heads.common.errors import keeping, user_errors
+from heads.common.command import command, exit_this_run
+from heads.common.errors import report_on_interrupt, user_errors
 from heads.common.files import check_writable
 from heads.common.ranges import Count, Number, OneOf
 from heads.common.typed import typed
@@ -183,7 +183,7 @@ def rows(by_server: Mapping[str, Runs], gates: Mapping[str, Gate], measurement: 
     """Return the servers' rows of a measurement, given their answers by drafter name; the baseline may be missing."""
     requests = {name: [median_answer(repeats) for repeats in runs.answers] for name, runs in by_server.items()}
     timed = [
-        judged(_row(name, runs, subset, subset.of(requests[name])), subset, requests, gates)
+        with_gate_result(_row(name, runs, subset, subset.of(requests[name])), subset, requests, gates)
         for subset in measurement.parts(len(next(iter(requests.values()))))
         for name, runs in by_server.items()
     ]
@@ -198,12 +198,12 @@ def median_answer(repeats: Sequence[Answer]) -> Answer:
     run = sorted(repeats, key=lambda run: run.end_to_end[1])[(len(repeats) - 1) // 2]
     passes = [repeat.passes for repeat in repeats if repeat.passes is not None]
     seconds = UNTIMED | {"other": sum(repeat.seconds["other"] for repeat in repeats)}
-    return replace(run, passes=together(passes) if len(passes) == len(repeats) else None, seconds=seconds)
+    return replace(run, passes=sum_counts(passes) if len(passes) == len(repeats) else None, seconds=seconds)
 
 
 def _row(name: str, runs: Runs, subset: Subset, requests: Sequence[MeasuredRequest]) -> ResultRow:
     counts = [request.passes for request in requests if request.passes is not None]
-    total = together((counts if len(counts) == len(requests) else []) if subset.category else runs.passes)
+    total = sum_counts((counts if len(counts) == len(requests) else []) if subset.category else runs.passes)
     rule = "none" if name == BASELINE else "greedy" if subset.measurement.temperature == 0 else "the server's"
     depths = f"served, depth {len(total.by_depth)}" if total.by_depth else "served"
     row = result(DrafterInfo(name, rule, "none" if name == BASELINE else depths), subset, requests, total)
@@ -213,11 +213,11 @@ def _row(name: str, runs: Runs, subset: Subset, requests: Sequence[MeasuredReque
 @command("ops/endpoint")
 def main(cfg: DictConfig) -> None:
     """Measure, and write the report; exit with 1 if texts differ from the baseline's, 2 for invalid input."""
-    with ending_alone(), user_errors():
+    with exit_this_run(), user_errors():
         config = typed(ServedConfig, cfg)
         out = Path(config.out).expanduser()
         check_writable(out, "out")
-        with keeping(lambda: "nothing was written; the same command measures again"):
+        with report_on_interrupt(lambda: "nothing was written; the same command measures again"):
             report = measure(config)
             publish(report, out)
         if not report.passed:

@@ -24,14 +24,14 @@ if __name__ == "__main__":
 from omegaconf import DictConfig
 
 from data.text.prompts import before_answers
-from data.text.records import parse, readable
+from data.text.records import parse, to_known_shape
 from eval.inputs.drafters import model_of
 from eval.measures.losslessness import FailedChecks
 from eval.measures.results import BASELINE, LIVE
 from eval.report.write import read_report
 from heads.common.command import command, quoted
 from heads.common.files import atomic_write, check_writable, claim, last_good, read_checked, replacing, write_checked
-from heads.common.progress import tell
+from heads.common.progress import print_line
 from heads.common.ranges import Count, Decay, Fraction, Number, Within
 from heads.common.typed import Json, typed
 from heads.formats.hub import kind_of, resolve_head
@@ -104,7 +104,7 @@ class State:
         now = datetime.now(timezone.utc).isoformat(timespec="seconds")
         record = {"at": now, "round": self.round, "stage": self.stage, "decision": decision, "evidence": evidence}
         self.decisions.append(record)
-        tell(f"{self.stage}: {decision}")
+        print_line(f"{self.stage}: {decision}")
         vars(self).update(changes, stage=stage)
         write_checked(out / STATE, asdict(self))
 
@@ -173,7 +173,7 @@ class Maintenance:
             state.begin = state.tried = 0
         if state.tried and lines - state.tried < self.loop.least:
             more = f"{lines - state.tried:,} of {self.loop.least:,} lines more to try again"
-            tell(f"{WATCH}: the last round swapped nothing; {more}")
+            print_line(f"{WATCH}: the last round swapped nothing; {more}")
             return 0
         if since is not None and since >= lines:
             raise ValueError(
@@ -187,7 +187,7 @@ class Maintenance:
             outcome = watched(log, watcher)
             if outcome.alarm is None:
                 early = f", the first {watcher.reference} of which are the reference" * (outcome.status == EARLY)
-                tell(f"{WATCH}: no alarm in {outcome.requests:,} requests{early}")
+                print_line(f"{WATCH}: no alarm in {outcome.requests:,} requests{early}")
                 return 0
             since = log.numbers[outcome.alarm.since]
             decision, evidence = str(outcome.alarm), {**outcome.alarm._asdict(), "line": since}
@@ -329,7 +329,7 @@ def requests_of(lines: Iterator[bytes], name: str) -> Iterator[tuple[bytes, str]
     """Yield a log's lines that have an answer, each with its prompt; lines of unknown shape are left out."""
     for index, line in enumerate(lines):
         try:
-            entry = parse(readable(json_object(line), index, name), index, name)
+            entry = parse(to_known_shape(json_object(line), index, name), index, name)
         except ValueError:
             continue
         roles = [message["role"] for message in entry.messages]

@@ -14,11 +14,11 @@ from data.answers.client import API, FINISH_REASONS, Client, EndpointConfig, End
 from data.text.parts import content_text
 from data.text.prompts import OPENING, Prompt, before_answers
 from eval.config import Selection
-from eval.inputs.workloads import Readable, Workload, gathered
+from eval.inputs.workloads import Readable, Workload, collect_prompts
 from eval.measures.counters import SGLANG, Counters, between, of_reply, read_counters, restarted, verified
-from eval.measures.metrics import Pair, SpecDecodingStats, together
+from eval.measures.metrics import Pair, SpecDecodingStats, sum_counts
 from eval.measures.results import UNTIMED, MeasuredRequest
-from heads.common.progress import tick
+from heads.common.progress import update_bar
 from heads.common.ranges import Count, NewTokens, Number, Positive
 from heads.common.typed import Json
 
@@ -172,7 +172,7 @@ def read_questions(name: str, selection: Selection, chat: bool) -> Workload[Ques
     def read(record: Readable, turns: str) -> Iterator[Question]:
         return questions_of(record, turns, chat)
 
-    return gathered(name, selection, read, lambda question: question.content)
+    return collect_prompts(name, selection, read, lambda question: question.content)
 
 
 def questions_of(record: Readable, turns: str, chat: bool) -> Iterator[Question]:
@@ -376,7 +376,7 @@ class Server(Metrics):
             answers = []
             for answer in pool.map(send, requests, when or itertools.repeat(None)):  # a failure cancels the others
                 answers.append(answer)
-                tick()
+                update_bar()
         wall = time.perf_counter() - begin
         if in_flight > 1:
             weight = wall / sum(answer.end_to_end[1] for answer in answers)
@@ -387,7 +387,7 @@ class Server(Metrics):
             answers = [replace(answer, passes=verified(int(answer.decoded), 0, 0, ())) for answer in answers]
         passes = [answer.passes for answer in answers if answer.passes is not None]
         if len(passes) == len(answers):
-            return answers, together(passes)
+            return answers, sum_counts(passes)
         if before is None:
             raise ValueError(
                 f"{self.url}/metrics has no counters of vLLM's, SGLang's or llama.cpp's: start vLLM without "

@@ -36,14 +36,14 @@ from omegaconf import DictConfig
 
 from data.answers.client import check_url
 from data.text.files import OPENERS
-from data.text.records import parse, readable, reply_in
+from data.text.records import parse, reply_in, to_known_shape
 from eval.config import TURNS
 from eval.inputs.drafters import model_of
 from eval.inputs.workloads import recorded
 from eval.measures.counters import ENGINES, between, decoded_between, of_reply, restarted
-from eval.measures.metrics import SpecDecodingStats, counted, together
+from eval.measures.metrics import SpecDecodingStats, counted, sum_counts
 from eval.teacher_forced import passes_along, rank_text, within_context
-from heads.common.command import command, ending_alone
+from heads.common.command import command, exit_this_run
 from heads.common.errors import user_errors
 from heads.common.ranges import Count, Decay, NewTokens, OneOf, Positive, Within
 from heads.common.typed import Json, typed
@@ -365,7 +365,7 @@ def player(run: str, given: Record, tree: Record, config: WatcherConfig, name: s
         target = Target.of(model_of(run, given))
         return target, load_drafter(folder, tree, target, "head")
 
-    return lambda raw, number: replayed(*load(), config, readable(raw, number, name), number, name)
+    return lambda raw, number: replayed(*load(), config, to_known_shape(raw, number, name), number, name)
 
 
 def replayed(
@@ -383,7 +383,7 @@ def replayed(
         within_context(answer.text, entry.id, name, target, truncate=True)
         for answer in recorded(entry, target, config.turns, config.max_new_tokens)
     ]
-    return together(
+    return sum_counts(
         [passes_along(rank_text(target, drafter.head, text, grown, depth, steps_alone=True), tree) for text in texts]
     )
 
@@ -391,7 +391,7 @@ def replayed(
 @command("ops/watch")
 def main(cfg: DictConfig) -> None:
     """Watch; exit with 0 without an alarm, 1 with one, 2 for invalid input, 3 if nothing could be compared yet."""
-    with ending_alone(), user_errors():
+    with exit_this_run(), user_errors():
         raise SystemExit(follow(typed(WatchConfig, cfg)))
 
 

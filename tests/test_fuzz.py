@@ -128,7 +128,7 @@ def store(folder: Path) -> object:
 
 
 def resumed(folder: Path) -> object:
-    if said := checkpoint.complaint(folder, 0, 1):
+    if said := checkpoint.defect(folder, 0, 1):
         raise ValueError(said)
     return list(checkpoint.tensors(folder))
 

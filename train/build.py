@@ -33,7 +33,7 @@ from eval.measures.machine import revision
 from heads.base import DraftHead, Features, parameter_count, to_device
 from heads.common.errors import redacted_values, redacted_words
 from heads.common.files import atomic_write, write_json
-from heads.common.progress import tell
+from heads.common.progress import print_line
 from heads.common.target_config import context_of
 from heads.common.typed import Json
 from heads.formats.published import export
@@ -49,7 +49,7 @@ from train.distributed import processes
 from train.distributed.processes import RunLock, on_main
 from train.loop import AcceptanceEvaluator, KeptHead, Loop
 from train.plan import plan
-from train.resolve import check_out, clear_out, in_words
+from train.resolve import check_out, clear_out, describe_choices
 from train.rollouts import Rollouts
 from train.start import AUTO, STARTS, adapt, fit_init, init_head, resolve_init
 from train.step import Loss, Stepper, in_dtype
@@ -163,11 +163,11 @@ def build(run: RunConfig, accelerator: Accelerator, lock: RunLock) -> Loop:
         settings = checkpoint.settings(run.trainer, trained, target.spec.fingerprint, batches)
         prepare_out(run, values, lock, settings, data, origin)
         started = f"starts from {init}, whose numbers replace those of head={run.head.name}; " if init else ""
-        tell(f"{run.name}: {started}{sizes(head, data, packed)}")
-        if (unserved := export.unserved(head.config, target.embeddings.beyond_tables())) is not None:
-            tell(unserved)
+        print_line(f"{run.name}: {started}{sizes(head, data, packed)}")
+        if (mismatch := export.engine_mismatch(head.config, target.embeddings.beyond_tables())) is not None:
+            print_line(mismatch)
         if not run.alone_on_cpu:
-            tell(in_words(plan(run)))
+            print_line(describe_choices(plan(run)))
 
     on_main(accelerator, begin)
     logging.disable(logging.NOTSET)
@@ -190,7 +190,7 @@ def executable_micro_batch(
         state = [torch.empty_like(p) for p in head.parameters() if p.requires_grad for _ in range(2)]
         (batch, *_) = Batches(packed, size, size, run.trainer.seed, 0, 1)(0)
         batch = replace(batch, loss_mask=torch.ones_like(batch.loss_mask))
-        anchors, weight = loss.sampled(batch, batch.index)
+        anchors, weight = loss.sample_rows(batch, batch.index)
         shape, dtype = (*batch.token.shape, len(head.feature_layers) + 1, head.embeddings.hidden_size), target.dtype
         for _ in range(2):
             if isinstance(target, Target) and run.features.runs_target:
@@ -277,7 +277,7 @@ def prepare_out(
     if run.resume:
         checkpoint.check(out, settings)
         if not checkpoint.checkpoints(out / "checkpoints"):
-            tell(f"{out}: nothing to resume, begins at step 0")
+            print_line(f"{out}: nothing to resume, begins at step 0")
     out.mkdir(parents=True, exist_ok=True)
     lock.take()
     check_out(run)  # again: another run may have written there meanwhile
@@ -291,7 +291,7 @@ def prepare_out(
     else:  # prompts of a failed start may now be trained on
         (out / "prompts.jsonl").unlink(missing_ok=True)
     write_json(out / "provenance.json", redacted_values(origin))
-    tell(data.counts.line(run.data))
+    print_line(data.counts.line(run.data))
 
 
 def provenance(world: int, strategy: str, data: TrainingData, tokenizer: PreTrainedTokenizerBase) -> Json:

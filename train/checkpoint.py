@@ -44,7 +44,7 @@ from heads.common.untrusted import inside
 from heads.formats.store import RETIRED
 from train.config import TrainerConfig
 from train.distributed.processes import ProcessControl
-from train.distributed.strategy import counts_on, held, put, put_master, whole, zero_stage
+from train.distributed.strategy import counts_on, local_shard, whole, write_local_shard, write_master_shard, zero_stage
 from train.optim import Ema, trained_state
 
 FORMAT = 2
@@ -107,14 +107,14 @@ def commit(partial: Path, final: Path, world: int, names: list[str], content: Js
     flush(final.parent)
 
 
-def tidy(folder: Path, keep: int, best: int) -> None:
+def delete_old_checkpoints(folder: Path, keep: int, best: int) -> None:
     """Remove all checkpoints but the newest `keep` and that of step `best`."""
     for old in checkpoints(folder)[:-keep]:
         if step_of(old) != best:
             shutil.rmtree(old, ignore_errors=True)
 
 
-def complaint(path: Path, rank: int, world: int) -> str:
+def defect(path: Path, rank: int, world: int) -> str:
     """Return the defect of a checkpoint, empty if intact; each process checks every `world`-th shard."""
     try:
         index = read_checked(path / INDEX)
@@ -163,7 +163,7 @@ class TrainState:
         kind, rest, key = split(name)
         p = self.head.state_dict(keep_vars=True)[rest]
         if kind == "weight":
-            value = whole(p, held(p))
+            value = whole(p, local_shard(p))
         elif kind == "average":
             value = whole(p, self.average.weights[rest])
         elif zero_stage(p) and key != "step":
@@ -189,20 +189,20 @@ class TrainState:
         if value.ndim and value.shape != shape:
             raise RuntimeError(f"{name} is {tuple(value.shape)}, and its parameter {tuple(shape)}")
         if kind == "weight":
-            put(p, held(p), value)
+            write_local_shard(p, local_shard(p), value)
             if zero_stage(p) and p.requires_grad:
-                put_master(p, value)
+                write_master_shard(p, value)
         elif kind == "average":
-            put(p, self.average.weights[rest], value)
+            write_local_shard(p, self.average.weights[rest], value)
         elif not value.ndim:
             for state in self._states(p):
                 state[key] = value.to(counts_on(self._optimizer(p), p), copy=True)
         elif zero_stage(p):
-            put_master(p, value, key)
+            write_master_shard(p, value, key)
         else:
             (state,) = self._states(p)
             state[key] = torch.empty_like(p)
-            put(p, state[key], value)
+            write_local_shard(p, state[key], value)
 
     def weights(self) -> NamedTensors:
         """Return the whole weights to evaluate and save, on the CPU: the EMA's if there is one."""
@@ -291,8 +291,8 @@ class Saver:
         paths: list[Path] = control.broadcast(checkpoints(self.folder))
         wrong: list[str] = []
         for path in reversed(paths):
-            complaints = self.complaints(path)
-            if not complaints:
+            defects = self.defects(path)
+            if not defects:
                 if wrong:
                     control.warn(f"{'; '.join(wrong)}; going on from {path.name}")
                     for damaged in paths[paths.index(path) + 1 :] if control.rank == 0 else ():
@@ -301,15 +301,15 @@ class Saver:
                         os.replace(damaged, aside)
                 self.saved = step_of(path)
                 return path
-            wrong += complaints
+            wrong += defects
         if paths:
             control.abort(f"no checkpoint loads ({wrong[0]}); start again with overwrite=true")
         return None
 
-    def complaints(self, path: Path) -> list[str]:
+    def defects(self, path: Path) -> list[str]:
         """Return the defects of a checkpoint, empty if it is intact; a collective call."""
         control = self.control
-        return [text for text in control.gather(complaint(path, control.rank, control.world)) if text]
+        return [text for text in control.gather(defect(path, control.rank, control.world)) if text]
 
     def _wait(self) -> str:
         """Wait for the pending save of all processes; return its first error, empty if it succeeded."""
@@ -338,7 +338,7 @@ class Saver:
                 if self.metrics.exists():
                     flush(self.metrics)
                 commit(partial, final, control.world, names, content)
-                tidy(self.folder, self.keep, best)
+                delete_old_checkpoints(self.folder, self.keep, best)
         except REFUSED as error:
             if control.rank == 0:
                 shutil.rmtree(partial, ignore_errors=True)

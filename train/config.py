@@ -230,7 +230,7 @@ def run_config(cfg: DictConfig) -> RunConfig:
     cfg = with_head(cfg)
     data = typed(DataConfig, cfg.data)  # first, since the trainer's batch depends on its length
     chosen = {"head": head_config(cfg.head), "peft": peft_config(cfg.peft)}  # a name in the values chooses the type
-    return checked(typed(RunConfig, cfg, ready={"data": data, **chosen}))
+    return checked(typed(RunConfig, cfg, built_fields={"data": data, **chosen}))
 
 
 def checked(run: RunConfig) -> RunConfig:

@@ -15,7 +15,7 @@ from eval.measures import metrics
 from heads.base import NamedTensors
 from heads.common.errors import one_line
 from heads.common.files import read_checked, write_json
-from heads.common.progress import progress, say
+from heads.common.progress import print_above_bars, progress
 from heads.common.typed import Json
 from heads.formats.store import save_head
 from inference.decode import RequestParams, speculate
@@ -138,7 +138,7 @@ class Loop:
             trackers=self.trainer.trackers, config=config,
         )  # fmt: skip
         if self.start:
-            say(f"going on from the checkpoint of step {self.start}")
+            print_above_bars(f"going on from the checkpoint of step {self.start}")
 
     def load(self) -> None:
         """Resume from the newest good checkpoint, if there is one."""
@@ -180,7 +180,7 @@ class Loop:
         """Run all steps, on SIGTERM write a checkpoint and exit with status 143; refuse a full disk or memory."""
         with self.tracker.bar, self.control.listening(), self.control.guarded():
             try:
-                self.advance()
+                self.run_steps()
             except OSError as error:
                 raise ValueError(f"{self.out}: {one_line(error)}; free space and resume=true goes on") from error
             except (RuntimeError, MemoryError) as error:
@@ -193,12 +193,14 @@ class Loop:
             finally:
                 self.saver.close()
                 if summary := self.source.close():
-                    say(f"{summary}; waited {self.progress['stall']:.1f} of {self.progress['seconds']:.1f} s")
+                    print_above_bars(
+                        f"{summary}; waited {self.progress['stall']:.1f} of {self.progress['seconds']:.1f} s"
+                    )
                 if skipped := self.progress["skipped"]:
-                    say(f"{skipped} bad steps skipped; their batches are in {self.out / BAD}")
+                    print_above_bars(f"{skipped} bad steps skipped; their batches are in {self.out / BAD}")
                 self.tracker.close()
 
-    def advance(self) -> None:
+    def run_steps(self) -> None:
         """Run the remaining steps, with measurements and checkpoints."""
         trainer, done = self.trainer, self.start
         late = bool(done) and self.due(done) and self.progress["measured"] < done
@@ -215,7 +217,7 @@ class Loop:
                 self.save(done)
         if self.exhausted():
             self.save(done)
-            say(f"stopped at step {done}: no better τ in {trainer.patience} measurements")
+            print_above_bars(f"stopped at step {done}: no better τ in {trainer.patience} measurements")
         self.saver.finish()
         if late or done > self.start or not (self.out / COST).exists():
             self.write_cost(done)
@@ -233,7 +235,7 @@ class Loop:
         """Stop the run on a signal, with a checkpoint after `step` steps: with status 143 on every process."""
         self.save(step)
         self.saver.finish()
-        say(f"stopped by {self.control.signal}, checkpoint at step {step}; resume=true goes on")
+        print_above_bars(f"stopped by {self.control.signal}, checkpoint at step {step}; resume=true goes on")
         raise SystemExit(STOPPED)
 
     def train_step(self, step: int) -> None:
@@ -251,11 +253,11 @@ class Loop:
             if self.accelerator.is_main_process:
                 why += f"; its batch is in {keep_batch(self.out / BAD, self.source.batches, step, why)}"
             if remedy := self.stepper.guard.stops():
-                self.progress |= {key: self.progress[key] - 1 for key in ("skipped", "in_a_row")}  # as before this step
+                self.progress |= {key: self.progress[key] - 1 for key in ("skipped", "in_a_row")}  # undo this step
                 self.save(step)
                 self.saver.finish()
                 self.control.abort(f"stopped before step {step + 1}: {why}; {remedy}")
-            say(f"step {step + 1} is skipped: {why}")
+            print_above_bars(f"step {step + 1} is skipped: {why}")
         if self.accelerator.device.type == "cpu" and (step + 1) % RELEASE_EVERY == 0:
             release_freed()
         self.stepper.phase_timer.mark("other")
@@ -300,7 +302,7 @@ class Loop:
                 self.keep(weights)
             self.tracker.log({"step": step, **measured, "best": better})
             low, high = measured["tau_ci"] or (tau, tau)
-            say(f"step {step}: τ {tau:.3f} [{low:.2f}, {high:.2f}]{'  (best, kept)' if better else ''}")
+            print_above_bars(f"step {step}: τ {tau:.3f} [{low:.2f}, {high:.2f}]{'  (best, kept)' if better else ''}")
         # All processes take the main process's values.
         self.progress |= self.control.broadcast({key: self.progress[key] for key in SHARED})
         if self.evaluator is not None and self.progress["measured"] != step:

@@ -130,12 +130,12 @@ class LossInputs:
     @cached_property
     def log_p(self) -> PerToken:
         """Return the target's log-probs."""
-        return gathered(self.teacher.log_p, self.teacher_index)
+        return take_rows(self.teacher.log_p, self.teacher_index)
 
     @cached_property
     def p(self) -> PerToken:
         """Return the target's probabilities."""
-        return gathered(self.teacher.p, self.teacher_index)
+        return take_rows(self.teacher.p, self.teacher_index)
 
     def renormalised_log_p(self) -> PerToken:
         """Return the target's log-probs renormalised over the drafted tokens."""
@@ -146,7 +146,7 @@ class LossInputs:
         return torch.minimum(self.log_p, self.log_q).exp().sum(-1)
 
 
-def gathered(x: Shaped[Tensor, "n W"], index: Int[Tensor, "R"]) -> Shaped[Tensor, "R W"]:
+def take_rows(x: Shaped[Tensor, "n W"], index: Int[Tensor, "R"]) -> Shaped[Tensor, "R W"]:
     """Return rows of x by ascending index, or x itself for all rows: a copy costs as much as a loss."""
     return x if len(index) == len(x) else x.index_select(0, index)
 
@@ -202,7 +202,7 @@ def lk(x: LossInputs, config: ObjectiveConfig) -> PerRow:
 
 def top_k(x: LossInputs, config: ObjectiveConfig) -> PerRow:
     """Cross-entropy with the target's `top_k` most likely tokens (HASS)."""
-    p, token = (gathered(values, x.teacher_index) for values in x.teacher.top_k(config.top_k))
+    p, token = (take_rows(values, x.teacher_index) for values in x.teacher.top_k(config.top_k))
     return -(p * x.log_q.gather(-1, token)).sum(-1)
 
 

@@ -21,7 +21,7 @@ from heads import rows
 from heads.base import DepthOutput, DraftHead, Features, to_device
 from heads.eagle4 import CandidateLmHead
 from heads.modules.argmax import argmax
-from heads.modules.vocab import SummedGradient
+from heads.modules.vocab import AccumulatingModule
 from inference.verification.rng import BITS, hash_key, seed_key
 from train.losses import LOSSES, NOT_OF_LOGITS, READ_P, LossInputs, ObjectiveConfig, TeacherProbs
 
@@ -155,7 +155,7 @@ def dpace(work: "LossContext", states: list[Tensor]) -> Float[Tensor, "d N"]:
     for teacher, by_depth in work.chunks:
         probs = work.teacher_probs(teacher)
         for d, (state, pick) in enumerate(zip(states, by_depth, strict=True)):
-            x = work.rows(d, [state[pick.source], None, None, None], pick, probs)
+            x = work.loss_inputs(d, [state[pick.source], None, None, None], pick, probs)
             p = torch.where(x.label >= 0, (-LOSSES["ce"](x, config)).exp(), 0)
             label_p[d, pick.source] = p.to(label_p.dtype)
     trained = work.weight > 0
@@ -165,9 +165,9 @@ def dpace(work: "LossContext", states: list[Tensor]) -> Float[Tensor, "d N"]:
 
 
 class DepthRows(NamedTuple):
-    """The trained rows `source` of one depth, with their `teacher` rows and those rows' `position` in the chunk."""
+    """The trained rows `source` of one depth, with their teachers, at `position` in the chunk."""
 
-    teacher: Int[Tensor, "R"]
+    teacher_row: Int[Tensor, "R"]
     position: Int[Tensor, "R"]
     source: Int[Tensor, "R"]
 
@@ -175,7 +175,7 @@ class DepthRows(NamedTuple):
 class Chunk(NamedTuple):
     """The teacher rows of a flattened batch that are scored together, and the rows of each depth that they teach."""
 
-    teacher: Int[Tensor, "n"]
+    teacher_row: Int[Tensor, "n"]
     by_depth: list[DepthRows]
 
 
@@ -244,7 +244,7 @@ class LossContext(NamedTuple):
         best = argmax(log_p)
         return (log_p, best) if vocab is None else (log_p[:, vocab.ids], vocab.index_of(best))
 
-    def rows(self, d: int, fields: Sequence[Tensor | None], pick: DepthRows, probs: TeacherProbs) -> LossInputs:
+    def loss_inputs(self, d: int, fields: Sequence[Tensor | None], pick: DepthRows, probs: TeacherProbs) -> LossInputs:
         """Return the losses' inputs for the picked rows of depth `d` + 1; `fields` are `DepthOutput`'s."""
         state, feature, confidence, _ = fields
         assert state is not None
@@ -256,9 +256,9 @@ class LossContext(NamedTuple):
             probs,
             pick.position,
             logits.to(dtype).log_softmax(-1),
-            self.label[pick.teacher],
+            self.label[pick.teacher_row],
             None if feature is None else feature.to(dtype),
-            None if feature is None else self.features.last_hidden.flatten(0, 1)[pick.teacher].to(dtype),
+            None if feature is None else self.features.last_hidden.flatten(0, 1)[pick.teacher_row].to(dtype),
             None if confidence is None else confidence.to(dtype),
             self.head.vocab is None,
             lm_head.scores(state.detach()).to(dtype) if has_candidates else None,
@@ -269,11 +269,11 @@ class LossContext(NamedTuple):
         self, d: int, fields: Sequence[Tensor | None], pick: DepthRows, probs: TeacherProbs
     ) -> tuple[Tensor, Tensor]:
         """Return the picked rows' weighted loss, and the sums of each loss and of correct guesses."""
-        x, total, sums = self.rows(d, fields, pick, probs), self.weight.new_zeros(()), []
+        x, total, sums = self.loss_inputs(d, fields, pick, probs), self.weight.new_zeros(()), []
         whole, base = self.weight[d][pick.source], fields[-1]
         weight = whole
         if base is not None:
-            uncorrected = self.rows(d, [base, *fields[1:]], pick, probs)
+            uncorrected = self.loss_inputs(d, [base, *fields[1:]], pick, probs)
             for name, factor in self.config.losses.items():
                 if name not in NOT_OF_LOGITS:
                     total = (
@@ -310,9 +310,9 @@ class _Chunked(torch.autograd.Function):
         sums = work.weight.new_zeros(len(work.config.losses) + 1, depths)
         module: Any = work.head
         input_index = {id(x): i for i, x in enumerate(inputs[count:], count)}
-        lm_heads = [m for m in module.modules() if isinstance(m, SummedGradient) and id(m.weight) in input_index]
+        lm_heads = [m for m in module.modules() if isinstance(m, AccumulatingModule) and id(m.weight) in input_index]
         with ExitStack() as stack:
-            added = [stack.enter_context(lm_head.adding()) for lm_head in lm_heads]
+            added = [stack.enter_context(lm_head.accumulate_gradient()) for lm_head in lm_heads]
             for teacher, by_depth in work.chunks:
                 probs = work.teacher_probs(teacher, reuse_memory=True)
                 for d, pick in enumerate(by_depth):

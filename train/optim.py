@@ -10,10 +10,10 @@ from torch import Tensor, nn
 
 from heads.base import NamedTensors
 from heads.common.typed import Json
-from heads.modules.vocab import SummedGradient
+from heads.modules.vocab import AccumulatingModule
 from inference.target.config import fast_dtype
 from train.config import TrainerConfig
-from train.distributed.strategy import held
+from train.distributed.strategy import local_shard
 
 FUSED = ("cuda",)  # devices with a fused update, whose step counter is on the device
 
@@ -102,7 +102,7 @@ def hidden_matrices(head: Any) -> list[nn.Parameter]:
     over_tokens = tuple(
         f"{name.removesuffix('.base_layer')}."
         for name, module in head.named_modules()
-        if isinstance(module, (nn.Embedding, SummedGradient))
+        if isinstance(module, (nn.Embedding, AccumulatingModule))
     )
     return [
         p for name, p in head.named_parameters()
@@ -151,14 +151,14 @@ class Ema:
         self.decay = decay
         self.weights: NamedTensors = {}
         if decay:
-            self.weights = {k: held(v).clone() for k, v in trained_state(module).items()}
+            self.weights = {k: local_shard(v).clone() for k, v in trained_state(module).items()}
 
     @torch.no_grad()
     def update(self, module: nn.Module) -> None:
         """Update the average with the current weights."""
         if self.decay:
             for name, value in trained_state(module).items():
-                self.weights[name].lerp_(held(value), 1 - self.decay)
+                self.weights[name].lerp_(local_shard(value), 1 - self.decay)
 
 
 def trained_state(module: nn.Module) -> NamedTensors:

@@ -2,7 +2,7 @@
 
 A device holds the process's own memory, the target, the head with its optimiser, and the widest stage of a step: the
 target's forward pass or the head's step. The final evaluation comes after all of these are freed. Every token is
-counted as trained, in one epoch. A run's actual need is within MARGIN of its plan (docs/training_plan.md).
+counted as trained, in one epoch. A run's actual need is within ESTIMATE_ERROR of its plan (docs/training_plan.md).
 """
 
 import json
@@ -25,7 +25,7 @@ from heads.common.target_config import UNFIT, experts_of, read_target_config, re
 from heads.medusa import Medusa
 from heads.modules.autoregressive import Recurrent
 from heads.modules.layers import Attention, Recomputing, SwiGLU
-from heads.modules.vocab import SummedGradient
+from heads.modules.vocab import AccumulatingModule
 from heads.peagle import PEagle
 from inference.target.attention import packing
 from inference.target.cache import recurrence
@@ -41,9 +41,9 @@ from train.optim import hidden_matrices
 from train.start import adapt
 
 GIB = 2**30
-MARGIN = 0.15  # relative error of a plan, from measurements
-SAFE = 1 - MARGIN  # share of a device's memory that a plan's choices may use
-AHEAD = 2  # layers of a gathered or offloaded target that are on a device at once
+ESTIMATE_ERROR = 0.15  # relative error of a plan, from measurements
+MAX_UTILISATION = 1 - ESTIMATE_ERROR  # share of a device's memory that a plan's choices may use
+PREFETCH_LAYERS = 2  # layers of a gathered or offloaded target that are on a device at once
 ROW_BYTES = 9  # bytes of a packed token: id, document and mask
 HOST_BASE = 1.5  # GiB of host memory per process with torch's CUDA libraries
 # Bytes per weight, scales included: by `model.quantize`, and by a checkpoint's quant_method if it states no bits.
@@ -69,7 +69,7 @@ class TargetShape:
     inner: int  # number of all other parameters, in layers and norms
     active: int  # number of the `inner` parameters that a token passes through
     packs: bool  # whether attention runs per document, without a mask of quadratic size
-    apart: bool  # whether embedding and lm_head load without the layers, as plain weights
+    loads_alone: bool  # whether embedding and lm_head load without the layers, as plain weights
 
     def working(self, tokens: int, length: int, item: int, features: int, group: int = 1) -> int:
         """Return a pass's temporary bytes, with `item` bytes per value and a `group` of devices that share a layer."""
@@ -168,7 +168,7 @@ def head_cost(run: RunConfig, target: TargetEmbeddings, micro_batch_size: int, d
     for module, rows in computed(head, tokens, drafted, depths):
         saved += rows * per_row(module, item, (experts_of(target.config) or (1, 1))[1], run.trainer.recompute)
         for inner in module.modules():
-            if isinstance(inner, nn.Linear | SummedGradient) and inner.weight is not None:
+            if isinstance(inner, nn.Linear | AccumulatingModule) and inner.weight is not None:
                 flops += (8 if run.trainer.recompute else 6) * rows * inner.weight.numel()
             elif isinstance(inner, Attention):
                 flops += 14 * keys * rows * inner.q_proj.out_features
@@ -187,7 +187,7 @@ def head_cost(run: RunConfig, target: TargetEmbeddings, micro_batch_size: int, d
     taught = TEACHER * target.vocab_size * (chunk if head.vocab is None else min(chunk, TEACHER_ROWS))
     loss = drafts + PROB * size * chunk + max(taught, (LOGIT + LOSS * further) * size * chunk * drafted // teachers)
     parameters, count = parameter_count(head) + frozen_count(head), parameter_count(head)
-    lm_heads = [module.weight for module in head.modules() if isinstance(module, SummedGradient)]
+    lm_heads = [module.weight for module in head.modules() if isinstance(module, AccumulatingModule)]
     owned = sum(weight.numel() for weight in lm_heads if weight is not None and weight.requires_grad)
     saved, loss = saved + (2 * parameters if item == 2 else 0), loss + 4 * owned
     shared = 2 / 3 * width * size if any(weight is None for weight in lm_heads) else 0  # without the weight's gradient
@@ -207,7 +207,7 @@ def computed(head: Any, tokens: int, drafted: int, depths: int) -> list[tuple[An
             modules.append((module, rows))
         elif isinstance(module, nn.ModuleList):  # one module per depth, or a few that the depths share
             modules.append((module, drafted * depths / len(module)))
-    layers: Any = head.layers if isinstance(head, Block) else ()  # which also project the context
+    layers: Any = head.layers if isinstance(head, Block) else ()  # their k_proj and v_proj also project the context
     attentions = [layer.self_attn for layer in layers]
     return modules + [(linear, tokens) for a in attentions for linear in (a.k_proj, a.v_proj)]
 
@@ -218,7 +218,7 @@ def per_row(module: Any, item: int, chosen: int, recompute: bool) -> float:
     A linear layer keeps its input and output, a norm its input in fp32 and its result, a gated MLP its product, and
     attention its output; under `recompute` gated MLPs and norms keep only their input.
     """
-    if isinstance(module, SummedGradient):  # an lm_head is scored in chunks
+    if isinstance(module, AccumulatingModule):  # an lm_head is scored in chunks
         return 0
     if isinstance(module, nn.Linear):
         return item * (module.in_features + module.out_features)
@@ -288,14 +288,14 @@ class Plan(NamedTuple):
 def plan(run: RunConfig) -> Plan:
     """Return the plan of a run; nothing is loaded or written.
 
-    If `trainer.micro_tokens` is null, a micro-batch is the largest power of two of sequences that fits in SAFE of the
-    device. If one sequence already fills the device, as a final evaluation may, it is all sequences of a process.
+    If `trainer.micro_tokens` is null, a micro-batch is the largest power of two of sequences within MAX_UTILISATION
+    of the device. If one sequence already fills the device, as the final evaluation may, it is all of a process.
     """
     given, world = run.trainer.micro_tokens, run.launcher.world
     if given is not None:
         return _plan(run, min(-(-run.sequences_per_step // world), given // run.data.length))
     micro_batch_size, least = 1 << max(0, (run.sequences_per_step // world).bit_length() - 1), _plan(run, 1)
-    limit = max(least.memory.peak, SAFE * (least.memory.capacity or 0))
+    limit = max(least.memory.peak, MAX_UTILISATION * (least.memory.capacity or 0))
     while (planned := _plan(run, micro_batch_size)).memory.peak > limit:
         micro_batch_size //= 2
     return planned
@@ -309,7 +309,7 @@ def _plan(run: RunConfig, micro_batch_size: int) -> Plan:
     value = 2 if trainer.precision == "bf16" or (trainer.precision == AUTO and fast == torch.bfloat16) else 4
     cost = head_cost(run, shape.target, micro_batch_size, kind, value)
     # A quantised checkpoint's embeddings do not load without its layers, nor embeddings that compute with buffers.
-    loaded = run.reads_target or saved_quantization(shape.config) is not None or not shape.apart
+    loaded = run.reads_target or saved_quantization(shape.config) is not None or not shape.loads_alone
     layers = round(shape.weight_bytes(run.model.quantize, item, kind) * shape.inner) if loaded else 0
     target, gathered, offloaded = target_state(run, shape, layers, item)
     evaluation, host_evaluation = 0, 0
@@ -365,17 +365,17 @@ def target_state(run: RunConfig, shape: TargetShape, layers: int, item: int) -> 
     `layers` is the bytes of all layers, 0 if they are not loaded; `item` the bytes per value of embedding and lm_head.
     """
     where, launcher = run.model.where, run.launcher
-    ahead, gathered, host, parts, there = AHEAD * layers // shape.target.num_layers, 0, 0, 1, layers
+    prefetched, gathered, host, parts, there = PREFETCH_LAYERS * layers // shape.target.num_layers, 0, 0, 1, layers
     if where.placement == TENSOR_PARALLEL:
         parts = run.model.tensor_parallel or launcher.local
     elif where.placement == FSDP:
-        parts, gathered = launcher.world, ahead
+        parts, gathered = launcher.world, prefetched
     elif where.placement == DEVICE_MAP:
         mine = (where.devices or range(run.device.count or launcher.local))[:: launcher.local]
         there = layers // len(mine) if 0 in mine else 0  # the devices of a process share its layers evenly
     elif where.placement == OFFLOAD:
         stay = min(layers, int((where.memory_gb or 0) * GB))
-        there, host = min(layers, stay + ahead), 0 if where.offload == "disk" else layers - stay
+        there, host = min(layers, stay + prefetched), 0 if where.offload == "disk" else layers - stay
     ends = item * shape.embeddings
     # transformers' own shard of embedding and lm_head, which trainers do not read
     shard = ends // parts if layers and parts > 1 else 0

@@ -18,7 +18,7 @@ from omegaconf import DictConfig
 
 from heads.common.command import command
 from heads.common.connection import check_connected
-from heads.common.errors import keeping
+from heads.common.errors import report_on_interrupt
 from heads.common.files import last_good
 from heads.common.typed import typed
 from heads.common.untrusted import visible
@@ -78,7 +78,7 @@ def publish(config: PublishConfig, api: HfApi, say: Callable[[str], object] = pr
         remedy = "; nothing was uploaded, publish without format and base, or with dtype=float32"
         trial(out, f"{out}: the written head drafts otherwise than it was trained", remedy)
     stopped = f"{repo} has the whole commit or nothing of it; the same command publishes again"
-    with keeping(lambda: stopped), repository(repo, config.private, config.tag, api) as before:
+    with report_on_interrupt(lambda: stopped), repository(repo, config.private, config.tag, api) as before:
         commit = push(out, repo, before, FILES, api)
     try:
         with downloaded(out, repo, commit, api) as back:

@@ -1,8 +1,8 @@
 """`resolve`: the run of a composed configuration, checked before anything is loaded, every open value filled in once.
 
-Given values stay. Placement and strategy are the fastest whose plan takes at most SAFE of every device, and of the
-host's memory if known. The micro-batch stays open: its size is the plan's, and a trial on the device can reduce it
-(train/build.py).
+Given values stay. Placement and strategy are the fastest whose plan takes at most MAX_UTILISATION of every device, and
+of the host's memory if known. The micro-batch stays open: its size is the plan's, and a trial on the device can reduce
+it (train/build.py).
 """
 
 import math
@@ -31,7 +31,7 @@ from eval.measures.results import LIVE
 from heads import HEADS, best_line
 from heads.base import HeadConfig
 from heads.common.files import check_writable
-from heads.common.progress import say
+from heads.common.progress import print_above_bars
 from heads.common.resolvers import ROOT
 from heads.common.target_config import check_sequence_length, context_of
 from heads.common.typed import Json, typed
@@ -57,8 +57,8 @@ from inference.target.placement import (
 from train.config import HERE, IGNORE, DeviceConfig, JobConfig, RunConfig, checked, run_config
 from train.distributed import processes
 from train.distributed.launch import launched, on_node, world
-from train.plan import GIB, SAFE, Plan, plan, target_shape
-from train.start import STARTS, check_init, check_kind, continued
+from train.plan import GIB, MAX_UTILISATION, Plan, plan, target_shape
+from train.start import STARTS, check_init, check_kind, resolve_saved_config
 
 GATE = "float32"  # dtype of the losslessness check if the target fits in it: 16-bit rounding blurs the comparison
 PRUNED = 32000  # EAGLE-3's draft vocabulary
@@ -94,7 +94,7 @@ def resolve(cfg: DictConfig) -> RunConfig:
             folder = resolve_head(init)
             check_kind(run.head, kind_of(folder), init)
             if not is_published(folder):
-                config = continued(run.head, head_config(folder, read_config(folder)), init)
+                config = resolve_saved_config(run.head, head_config(folder, read_config(folder)), init)
     if run.engine is not None and config is not None:
         shape = target_shape(run.model)
         with torch.device("meta"):
@@ -102,7 +102,7 @@ def resolve(cfg: DictConfig) -> RunConfig:
         facts = TargetFacts(run.model.path, shape.config.to_dict(), torch.bfloat16, 1)
         export.check(head, run.engine, facts, shape.target.beyond_tables())
     if best := best_line(cfg):
-        say(best)
+        print_above_bars(best)
     return run
 
 
@@ -206,7 +206,7 @@ def resolve_placement(run: RunConfig) -> RunConfig:
         except ValueError as error:
             errors.append(error)
             continue
-        if share <= SAFE:
+        if share <= MAX_UTILISATION:
             break
     if not shares:
         raise errors[0]
@@ -214,7 +214,7 @@ def resolve_placement(run: RunConfig) -> RunConfig:
     if run.eval.gate_dtype != AUTO:
         return run
     exact = replace(run, eval=replace(run.eval, gate_dtype=GATE))
-    if not run.eval.prompts or run.alone_on_cpu or plan(exact).utilization <= SAFE:
+    if not run.eval.prompts or run.alone_on_cpu or plan(exact).utilization <= MAX_UTILISATION:
         return exact
     fast = fast_dtype(torch.device(str(run.device.type)))
     names = (run.eval.dtype, run.model.dtype, *(name for name, dtype in DTYPES.items() if dtype == fast))
@@ -407,7 +407,7 @@ def table(planned: Plan) -> Group:
     if planned.hours is None:
         totals["hours"] = f"not known: device={device.name} has no peak; give device.tflops"
     else:
-        totals[f"time at an assumed {device.mfu:.0%} of {device.name}'s peak"] = spoken(planned.hours)
+        totals[f"time at an assumed {device.mfu:.0%} of {device.name}'s peak"] = format_hours(planned.hours)
         if device.type != "cpu":
             totals["GPU hours"] = f"{planned.hours * run.launcher.world:,.1f}"
         if run.features.mode == "stored":
@@ -427,8 +427,8 @@ def table(planned: Plan) -> Group:
         verdict = f"it does not fit; with this it does: {words}"
     else:
         verdict = "it does not fit with any change: take more or larger devices, or another head"
-    unserved = export.unserved(run.head, planned.shape.target.beyond_tables())
-    lines = filter(None, (in_words(planned), unserved, verdict))
+    mismatch = export.engine_mismatch(run.head, planned.shape.target.beyond_tables())
+    lines = filter(None, (describe_choices(planned), mismatch, verdict))
     return Group(*tables, *(escape(visible(line)) for line in lines))
 
 
@@ -446,12 +446,12 @@ def gib(size: float) -> str:
     return f"{size / GIB:,.2f} GiB" if size >= 2**27 else f"{size / 2**20:,.1f} MiB"
 
 
-def spoken(hours: float) -> str:
+def format_hours(hours: float) -> str:
     """Format a time in hours, minutes or seconds."""
     return f"{hours:,.1f} h" if hours >= 1 else f"{60 * hours:.0f} min" if hours >= 1 / 30 else f"{3600 * hours:.0f} s"
 
 
-def in_words(planned: Plan) -> str:
+def describe_choices(planned: Plan) -> str:
     """Return the chosen values in one line, as overrides."""
     run, launcher = planned.run, planned.run.launcher
     nodes = f"{launcher.num_nodes} x " if launcher.num_nodes > 1 else ""

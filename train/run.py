@@ -20,8 +20,8 @@ from rich.console import Console
 
 from eval.config import eval_config
 from eval.measures.results import BASELINE
-from heads.common.command import command, ending_alone
-from heads.common.errors import keeping, user_errors
+from heads.common.command import command, exit_this_run
+from heads.common.errors import report_on_interrupt, user_errors
 from heads.common.typed import Json
 from train import checkpoint, sweep
 from train.build import among_processes, build, values_of
@@ -39,18 +39,18 @@ BEST = "best"  # a file of conf/head/
 def main(cfg: DictConfig) -> float | None:
     """Plan, launch or train; return the best τ, which a sweep may maximise."""
     with user_errors(), launch.main_first():
-        launch.take_over(cfg.launcher, accelerator_count(cfg.model.device))
+        launch.apply_launch_environment(cfg.launcher, accelerator_count(cfg.model.device))
         launch.check_mode()
-    with ending_alone(), user_errors(), launch.main_first():
+    with exit_this_run(), user_errors(), launch.main_first():
         run = resolve(cfg)
         queued = launch.is_queued(run.launcher)
         sweep.check(run.trainer.eval_prompts, waits=not queued)
         words = launch.overrides()
         if run.plan is True:
-            by_hand = launch.by_hand(run.launcher, sys.argv[0], words, on_cpu=run.device.type == "cpu")
+            per_node = launch.command_for_nodes(run.launcher, sys.argv[0], words, on_cpu=run.device.type == "cpu")
             if launch.is_main():
                 Console().print(table(plan(run)), highlight=False)
-                print(by_hand, end="")
+                print(per_node, end="")
             return None
         if launch.needs_processes(run.launcher):
             if HydraConfig.get().runtime.choices.get("head") == BEST:  # so that processes do not choose it again
@@ -73,7 +73,7 @@ def train(run: RunConfig) -> None:
 
     if launch.is_main():
         print(f"{run.name}: head={run.head.name} for {run.model.path}")
-    with keeping(saved):
+    with report_on_interrupt(saved):
         among_processes(run, train_and_evaluate)
 
 

@@ -21,7 +21,7 @@ from torch.nn import functional
 from data.batches import Batches
 from heads import HEADS
 from heads.base import HeadConfig, NamedTensors, to_device
-from heads.common.progress import progress, tick
+from heads.common.progress import progress, update_bar
 from heads.common.ranges import Count, Decay, Width
 from heads.common.rope import Rope, positions_of
 from heads.common.typed import Json, typed
@@ -125,7 +125,7 @@ PROJECTIONS = ("q_proj", "k_proj", "v_proj")
 # EAGLE-3's parameters with wider inputs: its projections read an embedding and the state.
 WIDER = tuple(f"block.self_attn.{name}.weight" for name in PROJECTIONS)
 REFITTED = ("block.input_layernorm.weight", *WIDER)
-TOKENS_PER_INPUT = 8, 64  # minimum and maximum tokens per input; the fit of `solved` overfits to fewer
+TOKENS_PER_INPUT = 8, 64  # minimum and maximum tokens per input; the fit of `fit_linear` overfits to fewer
 RIDGE = 1e-2  # ridge penalty relative to the inputs' mean square
 
 
@@ -146,7 +146,7 @@ def resolve_init(
         )
         return config, None
     try:
-        like = like_target(config, target)
+        like = match_target(config, target)
         odd = incompatibility(like, target)
         if odd is None or isinstance(config, Mtp.Config):
             config = like
@@ -201,7 +201,7 @@ def init_head(
         return new
     folder = resolve_head(init)
     loaded: Any = load_found(folder, target.embeddings, sibling_spec(folder, target.spec, "is trained on for"))
-    head: Any = kind(continued(config, loaded.config, init), target.embeddings)
+    head: Any = kind(resolve_saved_config(config, loaded.config, init), target.embeddings)
     weights = loaded.state_dict()  # in fp32, whatever the file's dtype
     head.load_state_dict(weights, strict=not isinstance(head, Eagle4))  # a candidate head may be missing
     if head.state_dict().keys() - weights.keys():  # a new candidate head starts from the loaded lm_head
@@ -210,7 +210,7 @@ def init_head(
     return module
 
 
-def continued(config: HeadConfig, saved: HeadConfig, init: str) -> HeadConfig:
+def resolve_saved_config(config: HeadConfig, saved: HeadConfig, init: str) -> HeadConfig:
     """Return the configuration of a head that starts from one of the configuration `saved`; refuse another kind."""
     check_kind(config, saved.name, init)
     given = vars(saved) | {"name": config.name}
@@ -239,7 +239,7 @@ def from_target(config: HeadConfig, init: str, target: Target, checkpoint: str) 
     Raises:
         ValueError: there is no such module, or the layer has other parameters.
     """
-    config = like_target(config, target)
+    config = match_target(config, target)
     if init == CHECKPOINT:
         loaded = load_mtp(target, checkpoint).state_dict().items()
         start: NamedTensors = {name.replace(BLOCK, _block(config)): value for name, value in loaded}
@@ -280,7 +280,7 @@ def fit_init(head: Any, init: str | None, target: Any, batches: Batches, steps: 
     """
     if init != LAST_LAYER or target.embeddings.num_layers < 2:
         return
-    solve = partial(solved, head, target, batches, max(1, steps // 10))
+    solve = partial(fit_linear, head, target, batches, max(1, steps // 10))
     if isinstance(head, Mtp):
         head.eh_proj.weight.copy_(solve(head.eh_proj, lambda states: states.below))
         return
@@ -338,7 +338,7 @@ class LayerStates(NamedTuple):
     state: States  # the input of the head's final norm, if it has one
 
 
-def solved(
+def fit_linear(
     head: Any,
     target: Any,
     batches: Batches,
@@ -363,7 +363,7 @@ def solved(
     steps = min(max(limit, least), most)
     try:
         for batch in (batch for step in progress(range(steps), "fitting the head's start") for batch in batches(step)):
-            tick()
+            update_bar()
             features = target.features(batch.token, batch.document, (*head.feature_layers, *top))
             hidden, last, document = features.hidden.to(weight), features.last_hidden.to(weight), features.document
             head.unroll(features._replace(hidden=hidden[:, :, : -len(top)], last_hidden=last), 1)
@@ -383,7 +383,7 @@ def solved(
     return torch.linalg.solve(gram, moments).T.to(weight)
 
 
-def like_target(config: Any, target: Target) -> Any:
+def match_target(config: Any, target: Target) -> Any:
     """Return a head's configuration with the target's rotary positions and norm; refuse unsupported positions."""
     eps = float(getattr(target.config, "rms_norm_eps", config.norm_eps))
     rope = _last_positions(target) or Rope(config.rope_theta)
@@ -452,7 +452,7 @@ def mismatch(config: Any, start: NamedTensors, target: Target) -> str | None:
     different = f"a layer of {target.name} is not built like the head's ({name})"
     if not isinstance(config, Mtp.Config):
         return different
-    alike = "perhaps head.layer=target"
+    remedy = "perhaps head.layer=target"
     if re.search(r"self_attn\.[qk]_norm\.", odd[0]):
-        alike = f"head.qk_norm={'true' if odd[0] in start else 'false'}"
-    return f"{different}; {alike} makes them alike"
+        remedy = f"head.qk_norm={'true' if odd[0] in start else 'false'}"
+    return f"{different}; {remedy} makes them equal"

@@ -113,7 +113,7 @@ class Loss(nn.Module):
         """Return a micro-batch's trained rows in chunks on a device, from tensors on the host."""
         return chunked(trained, chunk_rows(self.head, device.type, trained.numel()), device, path)
 
-    def sampled(self, batch: Batch, keys: Tensor) -> tuple[Tensor | None, LossWeights]:
+    def sample_rows(self, batch: Batch, keys: Tensor) -> tuple[Tensor | None, LossWeights]:
         """Return a micro-batch's anchors, the rows to draft from in this step, and each row's weight.
 
         Without sampled anchors they are all trained rows: at most half of the rows in a typical chat. `keys` are the
@@ -218,7 +218,7 @@ class Stepper:
         micro_batches, rollout_tokens = self.micro_batches(step)
         batches = [micro.batch for micro in micro_batches]
         keys = [row_keys(trainer.seed, step, batch.index) for batch in batches]
-        sampled = [self.loss.sampled(*inputs) for inputs in zip(batches, keys, strict=True)]
+        sampled = [self.loss.sample_rows(*inputs) for inputs in zip(batches, keys, strict=True)]
         mine: Any = sum(torch.stack([weight.normalizer, weight.trained.sum((1, 2))]) for _, weight in sampled)
         mine = torch.cat([mine, torch.full_like(mine[:1], rollout_tokens)])
         mark("data")

@@ -32,9 +32,9 @@ from data.batches import Batch, Batches, check_known, pack
 from data.features.source import LiveFeatures
 from data.text.prompts import load_training
 from heads.base import Features, NamedTensors, to_device
-from heads.common.command import command, ending_alone
+from heads.common.command import command, exit_this_run
 from heads.common.errors import user_errors
-from heads.common.progress import tell
+from heads.common.progress import print_line
 from heads.common.ranges import Count, Within
 from heads.common.target_config import check_sequence_length, context_of
 from heads.common.typed import typed
@@ -112,7 +112,7 @@ class StreamsLoss(nn.Module):
         super().__init__()
         self.head, self.every, self.decay, self.autocast = streams, run.every, run.decay, autocast
 
-    def sampled(self, batch: Batch, keys: Tensor) -> tuple[Tensor, LossWeights]:
+    def sample_rows(self, batch: Batch, keys: Tensor) -> tuple[Tensor, LossWeights]:
         """Return the anchors of a micro-batch in this step, and the weight of each of their streams."""
         row, valid = anchors(batch, self.every, self.head.config.streams, keys)
         trained = valid.permute(2, 0, 1)
@@ -200,7 +200,7 @@ def job(run: StreamsRunConfig, accelerator: Accelerator, lock: RunLock) -> None:
         origin = provenance(accelerator.num_processes, run.launcher.strategy, data, target.tokenizer)
         settings = checkpoint.settings(run.trainer, {"streams": run.streams}, target.spec.fingerprint, batches)
         prepare_out(run, values_of(run), lock, settings, data, origin, KIND)
-        tell(f"{run.name}: {sizes(streams, data, packed)}")
+        print_line(f"{run.name}: {sizes(streams, data, packed)}")
 
     on_main(accelerator, begin)
     held_out = [prompt.token for prompt in data.held_out]
@@ -220,7 +220,7 @@ def main(cfg: DictConfig) -> None:
     """Compose, check, and launch or train."""
     with launch.main_first():
         launch.check_mode()
-    with ending_alone(), user_errors(), launch.main_first():
+    with exit_this_run(), user_errors(), launch.main_first():
         run = streams_config(cfg)
         if launch.needs_processes(run.launcher):
             raise SystemExit(launch.start(run.launcher, os.path.abspath(__file__), launch.overrides()))

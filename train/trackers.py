@@ -18,7 +18,7 @@ from typing import Any
 from eval.measures.results import finite
 from heads.common.errors import one_line
 from heads.common.files import atomic_write
-from heads.common.progress import Bar, say
+from heads.common.progress import Bar, print_above_bars
 from heads.common.typed import Json
 from heads.common.untrusted import parse_json
 
@@ -167,7 +167,7 @@ class Tracker:
         self.sinks: dict[str, Sink] = {}
         self.bar, self.tau = Bar(steps, "step", start), ""
         for name in dict.fromkeys(["jsonl", *trackers]) if active else ():
-            with dropping(self.sinks, name, say):
+            with dropping(self.sinks, name, print_above_bars):
                 self.sinks[name] = TRACKERS[name](out, start, config)
 
     def log(self, record: Json) -> None:
@@ -186,5 +186,5 @@ class Tracker:
 
     def _each(self, act: Callable[[Sink], None]) -> None:
         for name, sink in list(self.sinks.items()):
-            with dropping(self.sinks, name, say):
+            with dropping(self.sinks, name, print_above_bars):
                 act(sink)

@@ -90,7 +90,7 @@ class Outcome(NamedTuple):
     detail: str = ""  # the message of the failure
 
 
-class Talk:
+class OngoingChat:
     """A record that is being answered: call `ask` and `take` in turn until `ask` returns None, then `outcome`."""
 
     def __init__(
@@ -138,7 +138,7 @@ class Talk:
         return hashed(f"{self.settings.seed} {self.id} {self.answers}")
 
 
-class Conversation(Talk):
+class Conversation(OngoingChat):
     """A chat. Recorded answers and tool results are dropped, system prompts and tool definitions stay."""
 
     def __init__(
@@ -192,7 +192,7 @@ class Conversation(Talk):
         return True
 
 
-class Document(Talk):
+class Document(OngoingChat):
     """A plain text whose first half the target continues, or a chat's first question without a chat template."""
 
     prompt: Prompt | None = None
@@ -227,7 +227,9 @@ class Document(Talk):
         return True
 
 
-def talk_of(record: Record, tokenizer: PreTrainedTokenizerBase, settings: AnswerSettings, context: int) -> Talk:
+def start_chat(
+    record: Record, tokenizer: PreTrainedTokenizerBase, settings: AnswerSettings, context: int
+) -> OngoingChat:
     """Return the state for answering a record: a document or a conversation."""
     plain = is_plain(record, tokenizer) or not tokenizer.chat_template
     return (Document if plain else Conversation)(record, tokenizer, settings, context)
@@ -240,7 +242,7 @@ class Answerer(Protocol):
     tokenizer: PreTrainedTokenizerBase
     context: int
 
-    def answer(self, talks: Iterable[Talk]) -> Iterator[Outcome]:
+    def answer(self, chats: Iterable[OngoingChat]) -> Iterator[Outcome]:
         """Answer all records, several at a time, and yield the outcomes as they finish."""
         ...
 

@@ -19,11 +19,11 @@ from urllib.parse import urlsplit
 import httpx
 from transformers import PreTrainedTokenizerBase
 
-from data.answers.chats import AnswerSettings, Conversation, Outcome, Reply, Talk
+from data.answers.chats import AnswerSettings, Conversation, OngoingChat, Outcome, Reply
 from data.text.files import CHUNK
 from data.text.records import logged_answers
 from heads.common.errors import HIDDEN, redacted
-from heads.common.progress import tick
+from heads.common.progress import update_bar
 from heads.common.ranges import Amount, Count, Number, Positive
 from heads.common.untrusted import parse_json, visible
 
@@ -268,7 +268,7 @@ class Endpoint:
         self.lock = threading.Lock()  # guards the tokenizer, which is not thread-safe
         self.model, self.context = client.served()
 
-    def answer(self, talks: Iterable[Talk]) -> Iterator[Outcome]:
+    def answer(self, chats: Iterable[OngoingChat]) -> Iterator[Outcome]:
         """Answer all chats, and yield their outcomes.
 
         A job that stops, also on Ctrl-C, waits for the requests in flight and saves the chats that they complete.
@@ -277,7 +277,7 @@ class Endpoint:
             ValueError: too many consecutive chats failed, the endpoint refuses every request, or a record is not a
             chat.
         """
-        source, failures = iter(talks), 0
+        source, failures = iter(chats), 0
         stopped: ValueError | KeyboardInterrupt | None = None
         running: set[Future[Outcome]] = set()
         with ThreadPoolExecutor(self.client.config.concurrency) as pool:
@@ -285,12 +285,12 @@ class Endpoint:
                 while True:
                     if not stopped:
                         free = self.client.config.concurrency - len(running)
-                        running |= {pool.submit(self._converse, talk) for talk in islice(source, free)}
+                        running |= {pool.submit(self._converse, chat) for chat in islice(source, free)}
                     if not running:
                         break
                     try:
                         done, running = wait(running, timeout=1.0, return_when=FIRST_COMPLETED)
-                        tick()
+                        update_bar()
                     except KeyboardInterrupt as interrupt:
                         log.warning("stopping: waiting for the %d requests in flight", len(running))
                         done, stopped = set(), interrupt
@@ -323,30 +323,30 @@ class Endpoint:
             "extra": self.client.config.extra,
         }
 
-    def _converse(self, talk: Talk) -> Outcome:
+    def _converse(self, chat: OngoingChat) -> Outcome:
         """Request every answer of a chat, and return the chat's outcome."""
-        if not isinstance(talk, Conversation):
+        if not isinstance(chat, Conversation):
             raise ValueError(
-                f"record {talk.id} is no chat, or the tokenizer of {self.tokenizer.name_or_path} has no chat template, "
+                f"record {chat.id} is no chat, or the tokenizer of {self.tokenizer.name_or_path} has no chat template, "
                 "and an endpoint answers chats; remove it, give model.path= of the model that is served, or by=engine"
             )
         try:
             while True:
                 with self.lock:
-                    if talk.ask() is None:
-                        return talk.outcome()
+                    if chat.ask() is None:
+                        return chat.outcome()
                 if self.client.stop.is_set():
                     raise EndpointError("stopped", "the job stopped before the chat's end")
                 body = {
                     "model": self.model,
-                    "messages": talk.prompt,
+                    "messages": chat.prompt,
                     "temperature": self.settings.temperature,
                     "top_p": self.settings.top_p if self.settings.temperature else 1.0,
                     "max_tokens": self.settings.max_new_tokens,
-                    "seed": talk.seed() % SEEDS,
+                    "seed": chat.seed() % SEEDS,
                     "n": 1,
                     "stream": False,
-                    **({"tools": talk.tools} if talk.tools else {}),
+                    **({"tools": chat.tools} if chat.tools else {}),
                     **(TOKENS if self.settings.save_tokens else {}),
                     **({"chat_template_kwargs": self.template} if self.template else {}),
                     **self.client.config.extra,
@@ -362,6 +362,6 @@ class Endpoint:
                         ) from error
                     reply = reply._replace(logged=logged)
                 with self.lock:
-                    talk.take(reply)
+                    chat.take(reply)
         except EndpointError as failure:
-            return Outcome(talk.id, None, 0, failure.cause, True, failure.detail)
+            return Outcome(chat.id, None, 0, failure.cause, True, failure.detail)

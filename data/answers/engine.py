@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from data.answers.chats import AnswerSettings, Outcome, Reply, Talk
+from data.answers.chats import AnswerSettings, OngoingChat, Outcome, Reply
 from data.text.records import LoggedAnswer
-from heads.common.progress import tick
+from heads.common.progress import update_bar
 from heads.formats.hub import resolve_head
 from inference.batch import batch_of
 from inference.drafters.head import load_drafter, saved_tree
@@ -28,7 +28,7 @@ from inference.target.tokenizer import UNFINISHED
 from inference.verification.rules import COUPLED
 from inference.verification.sample import Sampling
 
-Answering = tuple[Talk, list[int], Generation]  # a chat, its prompt's tokens, and the answer that is being decoded
+Answering = tuple[OngoingChat, list[int], Generation]  # a chat, its prompt, its answer in progress
 
 
 class Engine:
@@ -44,33 +44,33 @@ class Engine:
         self.batch = batch_of(target, drafter, batch_size)
         self.tokens = 0  # number of tokens of finished answers
 
-    def answer(self, talks: Iterable[Talk]) -> Iterator[Outcome]:
+    def answer(self, chats: Iterable[OngoingChat]) -> Iterator[Outcome]:
         """Answer all chats; the next turn of a running chat comes before a new chat."""
-        source, waiting = iter(talks), deque[Talk]()
+        source, waiting = iter(chats), deque[OngoingChat]()
         answering: list[Answering] = []
         while True:
             while self.batch.free:
-                talk = waiting.popleft() if waiting else next(source, None)
-                if talk is None:
+                chat = waiting.popleft() if waiting else next(source, None)
+                if chat is None:
                     break
-                token = talk.ask()
+                token = chat.ask()
                 if token is not None:
                     try:
                         check_prompt(self.target, token)
                     except ValueError:  # the tokenizer may have tokens beyond the target's embedding
-                        talk.cause, token = "refused", None
+                        chat.cause, token = "refused", None
                 if token is None:
-                    yield talk.outcome()
+                    yield chat.outcome()
                     continue
-                request = RequestParams(self.settings.max_new_tokens, self.sampling, seed=talk.seed(), rule=COUPLED)
+                request = RequestParams(self.settings.max_new_tokens, self.sampling, seed=chat.seed(), rule=COUPLED)
                 with torch.inference_mode():
-                    answering.append((talk, token, self.batch.admit(0, token, request)))
+                    answering.append((chat, token, self.batch.admit(0, token, request)))
                 self._release(answering, waiting)
             if not answering:
                 return
             with torch.inference_mode():
                 self.batch.step()
-            tick(f"{self.tokens + sum(len(generation.tokens) for *_, generation in answering):,} tokens")
+            update_bar(f"{self.tokens + sum(len(generation.tokens) for *_, generation in answering):,} tokens")
             self._release(answering, waiting)
 
     def describe(self) -> dict[str, Any]:
@@ -79,15 +79,15 @@ class Engine:
         return {"by": "engine", "target": {**spec, "dtype": str(self.target.dtype)}}
 
     @torch.inference_mode()
-    def _release(self, answering: list[Answering], waiting: deque[Talk]) -> None:
+    def _release(self, answering: list[Answering], waiting: deque[OngoingChat]) -> None:
         """Pass finished answers to their chats and free their slots."""
-        for talk, prompt, generation in [entry for entry in answering if entry[2].finish]:
+        for chat, prompt, generation in [entry for entry in answering if entry[2].finish]:
             finished = generation.finish == "eos"
             token = generation.tokens[:-1] if finished else generation.tokens
             text = str(self.tokenizer.decode(token, clean_up_tokenization_spaces=False))
             logged = LoggedAnswer(prompt, generation.tokens) if self.settings.save_tokens else None
-            talk.take(Reply(text if finished else text.rstrip(UNFINISHED), finished, token=tuple(token), logged=logged))
-            waiting.append(talk)
+            chat.take(Reply(text if finished else text.rstrip(UNFINISHED), finished, token=tuple(token), logged=logged))
+            waiting.append(chat)
             self.tokens += len(generation.tokens)
         answering[:] = [entry for entry in answering if not entry[2].finish]
         self.batch.release()

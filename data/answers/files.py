@@ -23,12 +23,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
-from data.answers.chats import CAUSES, Answerer, AnswerSettings, Outcome, talk_of
+from data.answers.chats import CAUSES, Answerer, AnswerSettings, Outcome, start_chat
 from data.config import DataConfig
 from data.text.files import META, PARTS, SETTINGS, content_hash
 from data.text.records import Record
 from data.text.sources import open_source
-from heads.common.errors import keeping, redacted_values
+from heads.common.errors import redacted_values, report_on_interrupt
 from heads.common.files import atomic_write, claim
 from heads.common.progress import progress
 from heads.common.untrusted import parsed_file
@@ -232,7 +232,7 @@ def write_answers(work: Work, answerer: Answerer, out: Path, worker: Worker = AL
         _answer(work, answerer, answers, worker)
         worker.wait()
         return None
-    with keeping(kept), answers.locked():
+    with report_on_interrupt(kept), answers.locked():
         answers.begin(settings)
         worker.wait()
         earlier = _answer(work, answerer, answers, worker)
@@ -249,8 +249,8 @@ def _answer(work: Work, answerer: Answerer, answers: Answers, worker: Worker) ->
     """Answer this process's chats that are not finished yet, and return how many of all chats were finished."""
     finished, _ = answers.finished()
     records = [record for record in work.records[worker.rank :: worker.world] if record.id not in finished]
-    talks = (talk_of(record, answerer.tokenizer, work.settings, answerer.context) for record in records)
-    outcomes = answerer.answer(talks) if records else iter(())
+    chats = (start_chat(record, answerer.tokenizer, work.settings, answerer.context) for record in records)
+    outcomes = answerer.answer(chats) if records else iter(())
     with (answers.parts / f"{worker.rank:05d}-of-{worker.world:05d}.jsonl").open("a+b") as file:
         file.seek(0)
         file.truncate(sum(len(line) for line in file if line.endswith(b"\n")))

@@ -25,7 +25,7 @@ from data.features.store import META, Copying, FeatureStore, StoreSpec, packed_f
 from data.text.prompts import load_training
 from heads import HEADS
 from heads.base import HeadConfig
-from heads.common.errors import keeping
+from heads.common.errors import report_on_interrupt
 from heads.common.files import claim
 from heads.common.progress import Bar
 from heads.common.target_config import check_sequence_length, context_of
@@ -180,7 +180,7 @@ def extract_features(
         held = spec.rows - len(store.missing())
         return f"{held} of {spec.rows} sequences are kept in {folder}; the same command goes on"
 
-    with keeping(kept):
+    with report_on_interrupt(kept):
         written = extract(store, make, config.micro_rows, state.process_index, state.num_processes)
     state.wait_for_everyone()
     store.refresh()

@@ -238,7 +238,7 @@ class VllmServers:
         return states, None
 
 
-class ArrivingSequence(NamedTuple):
+class PendingSequence(NamedTuple):
     """A packed sequence: its states on the host (the last one before the final norm) and its pending documents."""
 
     sequence_index: int
@@ -246,7 +246,7 @@ class ArrivingSequence(NamedTuple):
     documents: list[Future[None]]
 
 
-class ServedFeatures(ReadAhead[list[ArrivingSequence]]):
+class ServedFeatures(ReadAhead[list[PendingSequence]]):
     """The features of a run, from checked servers."""
 
     def __init__(
@@ -259,17 +259,17 @@ class ServedFeatures(ReadAhead[list[ArrivingSequence]]):
         self.served = 0  # number of finished sequences
         self._pool = ThreadPoolExecutor(servers.endpoint.concurrency)
 
-    def begin(self, batch: Batch) -> list[ArrivingSequence]:
+    def begin(self, batch: Batch) -> list[PendingSequence]:
         """Request a micro-batch's documents."""
         length, width, pin = self.batches.packed.token.shape[1], self.servers.width, self.device.type == "cuda"
-        zeros, arriving = partial(torch.zeros, dtype=self.request.dtype, pin_memory=pin), list[ArrivingSequence]()
+        zeros, pending = partial(torch.zeros, dtype=self.request.dtype, pin_memory=pin), list[PendingSequence]()
         for index in batch.index.clamp_min(0).tolist():  # -1 pads with the first sequence
             states = States(zeros(1, length, len(self.request.layers), width), zeros(1, length, width))
             documents = [self._pool.submit(self._fetch, piece, states) for piece in pieces(self.batches.packed, index)]
-            arriving.append(ArrivingSequence(index, states, documents))
-        return arriving
+            pending.append(PendingSequence(index, states, documents))
+        return pending
 
-    def finish(self, batch: Batch, job: list[ArrivingSequence]) -> Features:
+    def finish(self, batch: Batch, job: list[PendingSequence]) -> Features:
         """Wait for a micro-batch's states and return its features."""
         hidden, last = (torch.cat(parts) for parts in zip(*map(self._whole, job), strict=True))
         token, document = to_device(batch.token, self.device), to_device(batch.document, self.device)
@@ -288,7 +288,7 @@ class ServedFeatures(ReadAhead[list[ArrivingSequence]]):
         into.hidden[0, piece.span] = states[:, self.servers.ids.layers].to(into.hidden.dtype)
         into.last_hidden[0, piece.span] = states[:, self.servers.ids.last].to(into.last_hidden.dtype)
 
-    def _whole(self, sequence: ArrivingSequence) -> States:
+    def _whole(self, sequence: PendingSequence) -> States:
         """Wait for a sequence's states and return them on the device."""
         begin = time.perf_counter()
         try:

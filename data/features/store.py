@@ -250,28 +250,28 @@ def split(sequences: SequenceTensors) -> list[SequenceTensors]:
     return [{name: tensor[i : i + 1] for name, tensor in sequences.items()} for i in range(count)]
 
 
-class Coded(NamedTuple):
+class EncodedTensor(NamedTuple):
     """Values in a dtype of DTYPES, with one scale per vector if the dtype needs scales."""
 
     value: Shaped[Tensor, "*n D"]
     scale: Float[Tensor, "*n"] | None
 
 
-def encode(x: Float[Tensor, "*n D"], dtype: str) -> Coded:
+def encode(x: Float[Tensor, "*n D"], dtype: str) -> EncodedTensor:
     """Return finite values in `dtype`, a key of DTYPES."""
     if dtype != "fp8":
-        return Coded(x.to(DTYPES[dtype]), None)
+        return EncodedTensor(x.to(DTYPES[dtype]), None)
     x = x.float()
     scale = (x.abs().amax(-1) / LARGEST).clamp_min(torch.finfo(torch.float32).tiny)  # positive also for zeros
     scaled = (x / scale.unsqueeze(-1)).clamp(-LARGEST, LARGEST)
-    return Coded(scaled.to(DTYPES[dtype]), scale)
+    return EncodedTensor(scaled.to(DTYPES[dtype]), scale)
 
 
-def decode(coded: Coded, dtype: torch.dtype) -> Float[Tensor, "*n D"]:
+def decode(encoded: EncodedTensor, dtype: torch.dtype) -> Float[Tensor, "*n D"]:
     """Return the values as floats of `dtype`."""
-    if coded.scale is None:
-        return coded.value.to(dtype)
-    return (coded.value.float() * coded.scale[..., None]).to(dtype)
+    if encoded.scale is None:
+        return encoded.value.to(dtype)
+    return (encoded.value.float() * encoded.scale[..., None]).to(dtype)
 
 
 def size(width: int, dtype: str) -> int:
@@ -329,10 +329,10 @@ def copying(states: States, spec: StoreSpec) -> Copying:
 
     sequences: SequenceTensors = {}
     for name, tensor in {**({HIDDEN: states.hidden} if spec.layers else {}), LAST: states.last_hidden}.items():
-        coded = encode(tensor, spec.dtype)
-        sequences[name] = copy(coded.value)
-        if coded.scale is not None:
-            sequences[name + SCALE] = copy(coded.scale)
+        encoded = encode(tensor, spec.dtype)
+        sequences[name] = copy(encoded.value)
+        if encoded.scale is not None:
+            sequences[name + SCALE] = copy(encoded.scale)
     finite = copy(finite)
     copied = torch.cuda.current_stream(states.last_hidden.device).record_event() if on_gpu else None
     return Copying(sequences, finite, copied, spec.name)
@@ -350,9 +350,9 @@ def decode_sequences(
         indices = [spec.layers.index(layer) for layer in request.layers]
         chosen = slice(None) if request.layers == spec.layers else indices
         scale = sequences.get(HIDDEN + SCALE)
-        coded = Coded(sequences[HIDDEN][:, :, chosen], None if scale is None else scale[:, :, chosen])
-        hidden = decode(coded, request.dtype)
+        encoded = EncodedTensor(sequences[HIDDEN][:, :, chosen], None if scale is None else scale[:, :, chosen])
+        hidden = decode(encoded, request.dtype)
     else:
         hidden = torch.zeros(*token.shape, 0, spec.width, dtype=request.dtype, device=token.device)
-    last = decode(Coded(sequences[LAST], sequences.get(LAST + SCALE)), request.dtype)
+    last = decode(EncodedTensor(sequences[LAST], sequences.get(LAST + SCALE)), request.dtype)
     return Features(token, hidden, last, document)

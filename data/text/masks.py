@@ -58,7 +58,7 @@ def under_all_names(message: Message) -> Message:
     return message if field is None else {**message, "reasoning_content": field, "thinking": field}
 
 
-def without(message: Message) -> Message:
+def without_reasoning(message: Message) -> Message:
     """Return the message without its reasoning, which is a field or a block at the start of its content."""
     answer = {key: value for key, value in message.items() if key not in REASONING}
     if message["role"] == "assistant" and isinstance(answer["content"], str) and BLOCK.match(answer["content"]):
@@ -68,7 +68,7 @@ def without(message: Message) -> Message:
 
 def is_empty(message: Message) -> bool:
     """Return whether an answer has no text, tool calls or reasoning."""
-    text = content_text(without(message)) + reasoning_of(message)
+    text = content_text(without_reasoning(message)) + reasoning_of(message)
     return not (text.strip() or message.get("tool_calls"))
 
 
@@ -270,7 +270,7 @@ def turns_of(
     cut = config.reasoning == "cut"
     chat = with_opening(record.messages, tokenizer, record.tools)
     drop_counts[OPENING_DROPPED] += len(chat) < len(record.messages)
-    messages = [(without if cut else under_all_names)(message) for message in chat]
+    messages = [(without_reasoning if cut else under_all_names)(message) for message in chat]
     roles = [message["role"] for message in messages]
     first = roles.index("user") if "user" in roles else -1
     # An empty answer would only train the end token.
@@ -290,7 +290,7 @@ def turns_of(
         answer = "".join(turn.text[a:b] for a, b in turn.spans)
         left_out["reasoning"] |= reasoning_of(messages[i]).strip() not in turn.text
         left_out["tool calls"] |= _has_other_calls(messages[i], answer)
-        left_out["text"] |= content_text(without(messages[i])).strip() not in turn.text
+        left_out["text"] |= content_text(without_reasoning(messages[i])).strip() not in turn.text
     for before in messages[: answers[-1]]:
         if (role := before["role"]) not in ("assistant", "tool"):
             name = "system prompt" if role in ("system", "developer") else f"{role} message"
@@ -301,7 +301,7 @@ def turns_of(
 
 def _has_other_calls(message: Message, answer: str) -> bool:
     """Return whether a message has tool calls that its rendered answer lacks next to the reasoning and text."""
-    for text in (reasoning_of(message), content_text(without(message))):
+    for text in (reasoning_of(message), content_text(without_reasoning(message))):
         answer = answer.replace(text.strip(), "", 1)
     return any(
         str((call.get("function") or call).get("name")) not in answer for call in message.get("tool_calls") or ()

@@ -39,7 +39,7 @@ WORKLOADS = {"tiny": ROOT / "examples" / "tiny" / "prompts.jsonl"}
 LOST = 1 / 5  # maximum share of bad records; a larger share stops a run
 # The cache is FOLDER/<key>/ with these files, written atomically under a lock; META has counts and checksums.
 SAMPLES, PROMPTS, META = "samples.arrow", "prompts.jsonl", "meta.json"
-SHAPELESS = ("length", "cache")  # options that do not affect the samples
+NOT_IN_CACHE_KEY = ("length", "cache")  # options that do not affect the samples
 # Code outside of this package that affects the samples: parsing, rendering, encoding.
 CODE = ("data/config.py", "heads/common/untrusted.py", "inference/target/tokenizer.py")
 BATCH = 1000  # samples in memory at once
@@ -181,11 +181,11 @@ def _prepare(
     parts = divide(sources, config)
     dropped = Counter[str]()
     pairs = list(_usable(held_out_records(parts), config, dropped, tokenizer))
-    withheld, held_out = [record for record, _ in pairs], [prompt for _, prompt in pairs if prompt is not None]
+    reserved, held_out = [record for record, _ in pairs], [prompt for _, prompt in pairs if prompt is not None]
     others = [prompt for name in evaluation for prompt in load_prompts(name, tokenizer, None)]
-    filters = Filters(config, withheld, [prompt.text for prompt in held_out + others])
+    filters = Filters(config, reserved, [prompt.text for prompt in held_out + others])
     counts = filters.counts
-    counts.held_out, counts.chats = len(withheld), dropped
+    counts.held_out, counts.chats = len(reserved), dropped
     records = training_records(parts, config)
     if config.contamination is not None:
         records = (with_text(record, tokenizer) for record in records)
@@ -381,15 +381,15 @@ class CachedSamples(Sequence[Sample]):
 def cache_key(config: DataConfig, tokenizer: PreTrainedTokenizerBase, sources: Sequence[str]) -> str:
     """Return the cache key: a hash of all that affects the samples.
 
-    That is the tokenizer and its chat template, every option except SHAPELESS, the identities of the data and of the
-    evaluation prompts (`sources`), the code of this package and of CODE, and the tokenising libraries.
+    That is the tokenizer and its chat template, the options outside NOT_IN_CACHE_KEY, the identities of the data and of
+    the evaluation prompts (`sources`), the code of this package and of CODE, and the tokenising libraries.
     """
     # The code is part of the key, so no version number is needed.
     files = (*(ROOT / name for name in CODE), *sorted(Path(__file__).parent.glob("*.py")))
     code = [content_hash(file) for file in files]
     parts = {
         "tokenizer": tokenizer_identity(tokenizer),
-        "data": {key: value for key, value in asdict(config).items() if key not in SHAPELESS},
+        "data": {key: value for key, value in asdict(config).items() if key not in NOT_IN_CACHE_KEY},
         "sources": list(sources),
         "code": code,
         "libraries": [transformers.__version__, tokenizers.__version__],

@@ -182,7 +182,7 @@ def label(value: Any) -> str:
     return str(value).encode("utf-8", "replace").decode()
 
 
-def readable(raw: dict[str, Any], index: int, path: str) -> dict[str, Any]:
+def to_known_shape(raw: dict[str, Any], index: int, path: str) -> dict[str, Any]:
     """Convert a published set's record to a shape that `parse` reads; return other records unchanged.
 
     CNN/DM has article and highlights, question sets have lists of answers, dialogues without answers have turns.

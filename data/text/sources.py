@@ -32,7 +32,7 @@ from data.text.files import (
     without_nulls,
 )
 from data.text.parts import LeftOutError
-from data.text.records import Record, read, readable
+from data.text.records import Record, read, to_known_shape
 from data.text.transcripts import batches_joined, is_wanted, records_in
 from heads.common.connection import check_reachable
 from heads.common.errors import one_line, redacted_values
@@ -240,7 +240,7 @@ def _is_beside(file: Path) -> bool:
 def read_all(source: Source) -> Iterator[Record]:
     """Yield all records of a source of prompts."""
     name = source.name
-    records = (read(readable(raw, index, name), index, name) for index, raw in enumerate(source))
+    records = (read(to_known_shape(raw, index, name), index, name) for index, raw in enumerate(source))
     return _unique(record for record in records if not isinstance(record.error, LeftOutError))
 
 

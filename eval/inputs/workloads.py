@@ -207,7 +207,7 @@ def read_workload(name: str, target: Target, selection: Selection, answer: Answe
             prompts = _turns(record, target, answer)
         return (fit(prompt, target, selection.truncate) for prompt in prompts)
 
-    return gathered(name, selection, read, lambda prompt: tuple(prompt.token))
+    return collect_prompts(name, selection, read, lambda prompt: tuple(prompt.token))
 
 
 def read_log(name: str, target: Target, selection: Selection, most: int) -> Workload[RecordedText]:
@@ -219,11 +219,11 @@ def read_log(name: str, target: Target, selection: Selection, most: int) -> Work
         return recorded(record, target, turns, most)
 
     selection = replace(selection, warmup=0)
-    workload = gathered(name, selection, read, lambda entry: tuple(entry.text.prompt))
+    workload = collect_prompts(name, selection, read, lambda entry: tuple(entry.text.prompt))
     return replace(workload, fresh=False)
 
 
-def gathered(
+def collect_prompts(
     name: str,
     selection: Selection,
     read: Callable[[Readable, str], Iterable[P]],
@@ -303,7 +303,7 @@ def workload_names(given: Any) -> list[str]:
     return names
 
 
-def named_apart(names: Sequence[str]) -> list[str]:
+def distinct_names(names: Sequence[str]) -> list[str]:
     """Return the workloads' names in reports; files with equal names keep their paths."""
     short = list(map(short_name, names))
     return [name if short.count(one) > 1 else one for name, one in zip(names, short, strict=True)]

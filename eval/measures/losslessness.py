@@ -42,18 +42,18 @@ class ChiSquareTest:
     control_p: float  # p-value of the negative control
 
     @property
-    def caught(self) -> bool:
+    def control_rejected(self) -> bool:
         """Return whether the broken rule was rejected; otherwise the test proves nothing."""
         return self.control_p < self.alpha
 
     @property
     def passed(self) -> bool:
         """Return whether the rule in use was not rejected and the broken rule was."""
-        return self.caught and self.p_value >= self.alpha
+        return self.control_rejected and self.p_value >= self.alpha
 
     def __str__(self) -> str:
         test = f"chi-square p {self.p_value:.2g} of {self.draws} draws (power {self.power:g} at TV {self.tv:g})"
-        return f"{test}, broken control {'caught' if self.caught else 'NOT caught'} (p {self.control_p:.2g})"
+        return f"{test}, broken control {'caught' if self.control_rejected else 'NOT caught'} (p {self.control_p:.2g})"
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class Cells:
     expected: list[float]
 
     @property
-    def freedom(self) -> int:
+    def degrees_of_freedom(self) -> int:
         """Return the degrees of freedom."""
         return len(self.expected) - 1
 
@@ -75,7 +75,7 @@ class Cells:
         return [*likely, len(sampled) - sum(likely)]
 
 
-def cells(probs: Float[Tensor, "V"]) -> Cells:
+def group_rare_tokens(probs: Float[Tensor, "V"]) -> Cells:
     """Return the cells of a distribution: one per token of probability CELL or more, and one for all others.
 
     If the others are too rare for a cell, they join the rarest token's cell.
@@ -116,7 +116,7 @@ def samples_needed(freedom: int, tv: float, alpha: float) -> int:
 
 def samples_for(prefixes: Sequence[Cells], tv: float, alpha: float) -> int:
     """Return the number of samples after each prefix for which POWER is reached and every cell expects LEAST."""
-    total = samples_needed(sum(prefix.freedom for prefix in prefixes), tv, alpha)
+    total = samples_needed(sum(prefix.degrees_of_freedom for prefix in prefixes), tv, alpha)
     rarest = min(min(prefix.expected) for prefix in prefixes)
     return max(math.ceil(total / len(prefixes)), math.ceil(LEAST / rarest))
 

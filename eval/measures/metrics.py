@@ -86,7 +86,7 @@ def counted(accepted: Sequence[int], drafted: int, tokens: int) -> SpecDecodingS
 
 def pooled(requests: Sequence[SpecDecodingStats], whole: SpecDecodingStats | None = None) -> Acceptance:
     """Return the acceptance over requests from their counts, or from `whole`, their separately counted sum."""
-    total = together(requests) if whole is None else whole
+    total = sum_counts(requests) if whole is None else whole
     reached = [count for count in total.by_depth if count > 0]  # decreasing: no pass reached a depth below the first 0
     tau = ratio(total.tokens, total.steps)
     taus = [request.tokens / request.steps for request in requests if request.steps > 0]
@@ -103,7 +103,7 @@ def pooled(requests: Sequence[SpecDecodingStats], whole: SpecDecodingStats | Non
     )
 
 
-def together(requests: Sequence[SpecDecodingStats]) -> SpecDecodingStats:
+def sum_counts(requests: Sequence[SpecDecodingStats]) -> SpecDecodingStats:
     """Return the sums of the requests' counts; a count that is unknown for one is unknown for all."""
     drafted = [request.drafted for request in requests if request.drafted is not None]
     has_depths = all(request.by_depth or not request.accepted for request in requests)
@@ -147,7 +147,7 @@ def speed(pairs: Pairs) -> float | None:
     return ratio(sum(tokens for tokens, _ in pairs), sum(seconds for _, seconds in pairs))
 
 
-def over(pairs: Pairs, base: Pairs) -> float | None:
+def speed_ratio(pairs: Pairs, base: Pairs) -> float | None:
     """Return the ratio of tokens per second to those of `base`, for the same requests."""
     assert len(pairs) == len(base), "a speedup needs the same requests on both sides"
     fast, slow = speed(pairs), speed(base)

@@ -201,11 +201,11 @@ def with_speedups(
     return replace(
         row,
         by_request=by_request(requests, base),
-        whole_speedup=metrics.over(ours, theirs),
+        whole_speedup=metrics.speed_ratio(ours, theirs),
         whole_speedup_ci=metrics.paired_interval(ours, theirs, seed, subset.groups),
-        speedup=metrics.over(fast, slow) if streamed else None,
+        speedup=metrics.speed_ratio(fast, slow) if streamed else None,
         speedup_ci=metrics.paired_interval(fast, slow, seed, subset.groups) if streamed else None,
-        speedup_hf=None if hf is None else metrics.over(fast, _known(hf, "decoding")),
+        speedup_hf=None if hf is None else metrics.speed_ratio(fast, _known(hf, "decoding")),
     )
 
 
@@ -231,7 +231,7 @@ def by_request(
             (_known([request], "decoding"), _known([baseline], "decoding"))
             for request, baseline in zip(requests, base, strict=True)
         ]
-        values["speedup"] = [metrics.over(fast, slow) if fast and slow else None for fast, slow in pairs]
+        values["speedup"] = [metrics.speed_ratio(fast, slow) if fast and slow else None for fast, slow in pairs]
     return {name: cut for name, numbers in values.items() if (cut := metrics.quantiles(numbers))}
 
 

@@ -428,7 +428,7 @@ TIES_NOTE = (
     "rounding decides there, and from there on two texts differ."
 )
 LOAD_NOTE = (
-    "2 req/s behind a name: requests came at random (Poisson) at that mean rate, at the same moments for the baseline "
+    "2 req/s after a name: requests came at random (Poisson) at that mean rate, at the same moments for the baseline "
     "and every drafter, and waited in a queue while the batch was full. TTFT and latency count from the arrival. "
     "Arrivals bound tokens per second, so the speedup there is the baseline's mean latency over the drafter's."
 )
@@ -450,7 +450,7 @@ NOTES = (
     "size; vs HF is over `generate` of transformers, at batch size 1.",
     "Times and drafted tokens are per step: one target pass with the draft before it. A verify time far above the "
     "baseline's means that the tree is wide for this device; a long draft time, that the head is slow.",
-    "x4 behind a name is a batch of 4 sequences that share target passes. A pass counts as a step of each of them, "
+    "x4 after a name is a batch of 4 sequences that share target passes. A pass counts as a step of each of them, "
     "with an even share of its time; tok/s is that of all sequences together.",
 )
 SERVED_NOTE = (

@@ -27,7 +27,7 @@ from rich.panel import Panel
 from rich.text import Text
 
 from eval.measures.losslessness import gate
-from eval.measures.metrics import acceptance, over, paired_interval, speed
+from eval.measures.metrics import acceptance, paired_interval, speed, speed_ratio
 from heads.common.command import ROOT
 from heads.common.errors import user_errors
 from heads.common.typed import typed
@@ -108,7 +108,7 @@ def main(model: str, head: str = str(HERE / "head"), dtype: str = "auto") -> Non
     low, high = paired_interval(pairs, alone_pairs, seed=0) or (float("nan"),) * 2
     console.print(
         f"\n{len(questions)} questions: {speed(alone_pairs):.1f} tokens/s alone, {speed(pairs):.1f} with the head: "
-        f"{over(pairs, alone_pairs):.2f}x [{low:.2f}, {high:.2f}], "
+        f"{speed_ratio(pairs, alone_pairs):.2f}x [{low:.2f}, {high:.2f}], "
         f"{acceptance(answers[1]).tau:.2f} tokens per pass of the target; {counts['identical']} texts are the same, "
         f"{counts['near_tie']} part at a near tie of two logits, {counts['failed']} are wrong",
         soft_wrap=True,

@@ -57,7 +57,7 @@ def command(config: str) -> Callable[[Callable[[DictConfig], object]], Callable[
                 try:
                     composed()
                 except (HydraException, OmegaConfBaseException) as error:
-                    raise ValueError(mistake(error, sys.argv[1:], config)) from error
+                    raise ValueError(describe_override_error(error, sys.argv[1:], config)) from error
 
         return main
 
@@ -70,7 +70,7 @@ def sweeping() -> bool:
 
 
 @contextmanager
-def ending_alone() -> Iterator[None]:
+def exit_this_run() -> Iterator[None]:
     """End only this run of a multirun, whatever its exit status; a signal ends all runs."""
     try:
         yield
@@ -81,7 +81,7 @@ def ending_alone() -> Iterator[None]:
             raise HydraException("a run of the multirun failed") from None
 
 
-def mistake(error: Exception, words: Sequence[str], config: str) -> str:
+def describe_override_error(error: Exception, words: Sequence[str], config: str) -> str:
     """Return a one-line description of an error in the overrides."""
     if isinstance(error, OverrideParseException):
         key, sign, _ = error.override.partition("=")

@@ -115,7 +115,7 @@ def terminate(number: int, _: object) -> None:
 
 
 @contextmanager
-def keeping(describe: Callable[[], str]) -> Iterator[None]:
+def report_on_interrupt(describe: Callable[[], str]) -> Iterator[None]:
     """On Ctrl-C or SIGTERM in the block, add what is saved to the command's line; an inner block comes first.
 
     `describe` is called after the block.

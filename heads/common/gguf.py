@@ -15,7 +15,7 @@ from huggingface_hub import constants
 from transformers import PreTrainedConfig
 
 from heads.common.files import claim, replacing
-from heads.common.progress import CONSOLE, say, waiting
+from heads.common.progress import CONSOLE, print_above_bars, waiting
 
 SUFFIX = ".gguf"
 
@@ -37,7 +37,7 @@ def gguf_file(path: str) -> Path | None:
     return files[0]
 
 
-def located(path: str) -> tuple[str, dict[str, str]]:
+def resolve_gguf(path: str) -> tuple[str, dict[str, str]]:
     """Return a model's folder or Hub name, and from_pretrained's extra arguments for a GGUF file.
 
     A file that has been dequantised is read as an ordinary folder.
@@ -63,7 +63,7 @@ def dequantised(path: str) -> str:
         ValueError: transformers does not know the architecture, or a quantisation in the file.
         OSError: the disk is full or the folder cannot be written.
     """
-    folder, given = located(path)
+    folder, given = resolve_gguf(path)
     if not given:
         return folder
     new = _folder(Path(folder, given["gguf_file"]))
@@ -73,7 +73,7 @@ def dequantised(path: str) -> str:
     )
     with claim(new.with_suffix(".lock"), wait=True):
         if not new.is_dir():
-            say(f"{path}: dequantised to bfloat16 once, in {new}")
+            print_above_bars(f"{path}: dequantised to bfloat16 once, in {new}")
             if not CONSOLE.is_terminal:
                 transformers.logging.disable_progress_bar()
             with waiting("dequantising"), replacing(new) as written:

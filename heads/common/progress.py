@@ -1,7 +1,7 @@
 """Progress on stderr: on a terminal a bar with the remaining time, elsewhere a line every half minute.
 
 Only the main process prints. Bars nest, and a line describes the innermost bar. No thread keeps time: each update
-checks the clock, and `tick` does so within one long item, such as a step of decoding.
+checks the clock, and `update_bar` does so within one long item, such as a step of decoding.
 """
 
 import atexit
@@ -31,18 +31,18 @@ OPEN: list["Bar"] = []  # the bars that are shown, the innermost last
 atexit.register(BARS.live.stop)  # restores the cursor; `BARS.stop` would add a blank line to a log
 
 
-def say(text: str) -> None:
+def print_above_bars(text: str) -> None:
     """Print a line above the bars, on the main process."""
     if is_reporting_rank():
         CONSOLE.print(text, highlight=False, markup=False, soft_wrap=True)
 
 
-def tell(text: str) -> None:
+def print_line(text: str) -> None:
     """Print a line on stdout, whole and without control characters."""
     Console().print(visible(text), highlight=False, markup=False, soft_wrap=True)
 
 
-def tick(note: str = "") -> None:
+def update_bar(note: str = "") -> None:
     """Print the innermost bar's line if PAUSE has passed, with a new note if given."""
     if OPEN:
         OPEN[-1].show(OPEN[-1].done, note or OPEN[-1].note)
@@ -97,7 +97,7 @@ class Bar:
             parts.append(f"{rate:,.1f}/s" if rate >= 1 else f"{60 * rate:.1f}/min")
             if self.total is not None:
                 parts.append(f"{timedelta(seconds=round((self.total - done) / rate))} left")
-        say(f"{self.label}: " + ", ".join(filter(None, parts)))
+        print_above_bars(f"{self.label}: " + ", ".join(filter(None, parts)))
 
 
 def progress(work: Iterable[T], label: str, total: int | None = None) -> Iterator[T]:

@@ -23,6 +23,7 @@ from heads.common.untrusted import entries, parse_json, regular, shown
 
 DEEP = 20  # target layers from which on one decoder layer per drafted token is cheap
 SHARE = 10  # head=best trains at most one SHARE-th of the target's parameters
+LM_HEAD_SHARE, MIN_DRAFTS = 20, 8192  # its lm_head has at most one LM_HEAD_SHARE-th of them, and at least these tokens
 UNBOUNDED = 2**31  # the context length if the configuration states none
 MOST_PARTS = 2_000  # limit of modules built one by one, such as layers: more than any existing target has
 PARTS = re.compile(r"layers?$|blocks?$|^depths?$|_depth$|^num_labels$")
@@ -54,7 +55,7 @@ def read_target_config(path: str, trust_remote_code: bool, cached_alone: bool = 
     """
     values = read_target_values(path, trust_remote_code, cached_alone)
     try:
-        folder, given = gguf.located(path)
+        folder, given = gguf.resolve_gguf(path)
         config: PreTrainedConfig = (
             transformers.AutoConfig.for_model(**values)
             if given
@@ -102,7 +103,7 @@ def read_target_values(path: str, trust_remote_code: bool, cached_alone: bool) -
     """
     try:
         regular(Path(path))
-        folder, given = gguf.located(path)
+        folder, given = gguf.resolve_gguf(path)
         if given:
             values = gguf.metadata(folder, **given)
         elif (file := Path(folder) / "config.json").is_file():
@@ -181,11 +182,12 @@ def up_to_width(path: str, rank: int) -> int:
         return rank
 
 
-def best_head(path: str, shape: Any, trust_remote_code: bool) -> tuple[str, str]:
-    """Return the recommended head for a target (docs/heads.md, "Which head"), and the reason in words.
+def best_head(path: str, shape: Any, trust_remote_code: bool) -> tuple[dict[str, Any], str]:
+    """Return the options of the recommended head for a target (docs/heads.md, "Which head"), and the reason in words.
 
     A target with few layers gets mlp, unless mlp trains more than a tenth of the target's parameters and more than mtp.
-    `shape` holds the target's dimensions as in conf/model, so that no download is needed.
+    A draft vocabulary limits mtp's lm_head, which every draft runs, to a twentieth of the target's parameters. `shape`
+    holds the target's dimensions as in conf/model, so that no download is needed.
     """
     try:
         reads_files = shape is None or shape.of != path
@@ -197,13 +199,15 @@ def best_head(path: str, shape: Any, trust_remote_code: bool) -> tuple[str, str]
     # mlp: a table, an lm_head and a projection for each of four depths; mtp: a decoder layer and a projection.
     trained = {"mlp": 4 * (2 * vocab * width + width**2), "mtp": 14 * width**2}
     serving = "engine=NAME takes one that an engine loads"
+    drafts = max(MIN_DRAFTS, 1 << (target // (LM_HEAD_SHARE * width)).bit_length() - 1)
+    mtp = {"name": "mtp"} | ({"draft_vocab": drafts} if drafts < vocab else {})
     if layers >= DEEP:
-        return "mtp", f"since it drafts best for a target of {layers} layers; {serving}"
+        return mtp, f"since it drafts best for a target of {layers} layers; {serving}"
     if trained["mlp"] <= max(target // SHARE, trained["mtp"]):
         why = f"since a pass of this target, {layers} layers, costs little more than a layer of a head"
-        return "mlp", f"{why}; {serving}"
+        return {"name": "mlp"}, f"{why}; {serving}"
     prices = f"{trained['mlp'] / 1e6:,.0f}M parameters for a target of {target / 1e6:,.0f}M"
-    return "mtp", f"since mlp would train about {prices}; {serving}"
+    return mtp, f"since mlp would train about {prices}; {serving}"
 
 
 def check_sequence_length(length: int, context: int, name: str) -> None:

@@ -25,10 +25,12 @@ SCALARS: dict[type, tuple[Any, str]] = {
 }
 
 
-def typed(schema: type[T], cfg: object, prefix: str = "", ready: Mapping[str, object] = MappingProxyType({})) -> T:
+def typed(
+    schema: type[T], cfg: object, prefix: str = "", built_fields: Mapping[str, object] = MappingProxyType({})
+) -> T:
     """Build the dataclass `schema` from `cfg`, whose keys are prefixed by `prefix` in errors.
 
-    `ready` holds fields that are already built; they override those of `cfg`. Interpolations of a DictConfig are
+    `built_fields` holds fields that are already built; they override those of `cfg`. Interpolations of a DictConfig are
     resolved against its root. Any other `cfg` may come from the Hub: it must be a dict without interpolations, since a
     resolver would let a foreign file read this machine's environment.
 
@@ -48,7 +50,7 @@ def typed(schema: type[T], cfg: object, prefix: str = "", ready: Mapping[str, ob
         raise ValueError(
             f"{join(prefix, held[0])} is {shown(cfg[held[0]])}: an interpolation is not allowed here, give the value"
         )
-    built: T = build(schema, values, prefix, ready)
+    built: T = build(schema, values, prefix, built_fields)
     return built
 
 
@@ -58,7 +60,7 @@ def from_yaml(schema: type[T], config: str, **values: Any) -> T:
     return typed(schema, {key: value for key, value in {**read, **values}.items() if key not in ("defaults", "hydra")})
 
 
-def build(schema: Any, values: Any, prefix: str, ready: Mapping[str, object] = MappingProxyType({})) -> Any:
+def build(schema: Any, values: Any, prefix: str, built_fields: Mapping[str, object] = MappingProxyType({})) -> Any:
     """Build a dataclass as `typed` does, from values without interpolations."""
     init = {f.name: f for f in fields(schema) if f.init}
     valid = ", ".join(init)
@@ -67,12 +69,14 @@ def build(schema: Any, values: Any, prefix: str, ready: Mapping[str, object] = M
     if unknown := [join(prefix, key) for key in values if key not in init]:
         near = nearest(unknown[0].rpartition(".")[2], init)
         raise ValueError(f"{unknown[0]} is not a known key; {near and f'{near} '}valid keys: {valid}")
-    given = {name: value for name, value in values.items() if value != UNSET and name not in ready}
+    given = {name: value for name, value in values.items() if value != UNSET and name not in built_fields}
     optional = {name for name, f in init.items() if f.default is not MISSING or f.default_factory is not MISSING}
-    if missing := [join(prefix, name) for name in init if name not in {*given, *ready, *optional}]:
+    if missing := [join(prefix, name) for name in init if name not in {*given, *built_fields, *optional}]:
         raise ValueError(f"{', '.join(missing)} {'are' if missing[1:] else 'is'} missing; valid keys: {valid}")
     hints = get_type_hints(schema, include_extras=True)
-    return schema(**{name: convert(hints[name], value, join(prefix, name)) for name, value in given.items()}, **ready)
+    return schema(
+        **{name: convert(hints[name], value, join(prefix, name)) for name, value in given.items()}, **built_fields
+    )
 
 
 def convert(hint: Any, value: Any, key: str, within: Within | OneOf = MACHINE) -> Any:

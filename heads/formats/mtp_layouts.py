@@ -1,8 +1,8 @@
 """The layouts of MTP modules in targets' checkpoints, and the mapping of tensor names both ways.
 
-behind  `model.layers.N.*` after the last of N layers: DeepSeek-V3, GLM-4.5
-apart   `mtp.*`: Qwen3-Next, Qwen3.5
-mimo    `model.mtp_layers.0.*`: MiMo, whose projection reads the state first, before the target's final norm
+appended  `model.layers.N.*` after the last of N layers: DeepSeek-V3, GLM-4.5
+separate  `mtp.*`: Qwen3-Next, Qwen3.5
+mimo      `model.mtp_layers.0.*`: MiMo, whose projection reads the state first, before the target's final norm
 """
 
 import re
@@ -47,12 +47,14 @@ class Layout(NamedTuple):
 
     def read(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Convert a checkpoint's tensors to our names and layout."""
-        return self._turned(fused(tensors))
+        return self._turned(stack_experts(tensors))
 
     def write(self, tensors: Mapping[str, Tensor], layers: int, *, split: bool) -> dict[str, Tensor]:
         """Convert our tensors to a checkpoint's names and layout, with separate experts if `split`."""
         turned = self._turned(dict(tensors))
-        return {self.theirs(name, layers): tensor for name, tensor in (apart(turned) if split else turned).items()}
+        return {
+            self.theirs(name, layers): tensor for name, tensor in (split_experts(turned) if split else turned).items()
+        }
 
     def _turned(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         if not self.state_first or PROJECTION not in tensors:
@@ -68,10 +70,10 @@ def _names(enorm: str, hnorm: str, norm: str, projection: str) -> dict[str, str]
 
 
 LAYOUTS = {
-    "behind": Layout(
+    "appended": Layout(
         "model.layers.{}.", "model.layers.{}.", _names("enorm", "hnorm", "shared_head.norm", "eh_proj")
     ),
-    "apart": Layout(
+    "separate": Layout(
         "mtp.", "mtp.layers.0.", _names("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm", "fc")
     ),
     "mimo": Layout(
@@ -85,10 +87,10 @@ LAYOUTS = {
 COUNT = "num_nextn_predict_layers"  # the key of config.json with the number of MTP modules
 COUNTS = (COUNT, "mtp_num_hidden_layers")  # the second key is Qwen3.5's
 FAMILIES = {  # architecture -> layout
-    "DeepseekV3ForCausalLM": LAYOUTS["behind"],
-    "Glm4MoeForCausalLM": LAYOUTS["behind"],
+    "DeepseekV3ForCausalLM": LAYOUTS["appended"],
+    "Glm4MoeForCausalLM": LAYOUTS["appended"],
     "MiMoForCausalLM": LAYOUTS["mimo"],
-    "Qwen3NextForCausalLM": LAYOUTS["apart"],
+    "Qwen3NextForCausalLM": LAYOUTS["separate"],
 }
 
 
@@ -103,7 +105,7 @@ def layout_of(names: Iterable[str], layers: int) -> Layout | None:
     return next((one for one in LAYOUTS.values() if one.theirs(PROJECTION, layers) in available), None)
 
 
-def fused(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def stack_experts(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Stack a checkpoint's separate experts as transformers does: gate and up in one tensor, down in another."""
     experts: dict[str, dict[str, dict[int, Tensor]]] = {}
     stacked = {}
@@ -122,8 +124,8 @@ def fused(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return stacked
 
 
-def apart(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Split stacked experts, the inverse of `fused`."""
+def split_experts(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Split stacked experts, the inverse of `stack_experts`."""
     split = {}
     for name, tensor in tensors.items():
         stem, _, matrix = name.rpartition(".")

@@ -28,11 +28,11 @@ BLOCK = 128  # queries of a block
 
 @dataclass(frozen=True, eq=False)
 class Pattern:
-    """The attention pattern of N queries: each attends to rows `first` to `upto` of the context, both included."""
+    """The attention pattern of N queries: each attends to rows `first` to `last_row` of the context, both included."""
 
     first: Int[Tensor, "B N"]
-    upto: Int[Tensor, "B N"] | None = None  # each query's last context row; None if query n is row n
-    distinct: bool = False  # whether `upto` increases every `size` queries
+    last_row: Int[Tensor, "B N"] | None = None  # each query's last context row; None if query n is row n
+    increasing: bool = False  # whether `last_row` increases every `size` queries
     size: int = 1  # queries in a group, which share their drafted rows
     causal: bool = False  # whether later queries' drafted rows are masked
     masks: dict[tuple[int, int], Any] = field(default_factory=dict)  # (length, steps) -> mask of the fused kernel
@@ -40,8 +40,8 @@ class Pattern:
     @cached_property
     def last(self) -> Int[Tensor, "B N"]:
         """Return the last context row of each query."""
-        if self.upto is not None:
-            return self.upto
+        if self.last_row is not None:
+            return self.last_row
         return torch.arange(self.first.shape[1], device=self.first.device).expand_as(self.first)
 
     def blocks(self, length: int) -> list["QueryBlock"]:
@@ -49,15 +49,15 @@ class Pattern:
         blocks = []
         for i, begin in enumerate(range(0, self.first.shape[1], BLOCK)):
             end = min(begin + BLOCK, self.first.shape[1])
-            most = end if self.upto is None else length
-            if self.distinct:  # later queries have later last rows
+            most = end if self.last_row is None else length
+            if self.increasing:  # later queries have later last rows
                 most -= (self.first.shape[1] - end) // self.size
             # A query without context rows is scored with one row, which is masked.
-            blocks.append(QueryBlock(begin, end, min(self.lows[i], most - 1), most))
+            blocks.append(QueryBlock(begin, end, min(self.first_rows[i], most - 1), most))
         return blocks
 
     @cached_property
-    def lows(self) -> list[int]:
+    def first_rows(self) -> list[int]:
         """Return each block's first context row, the start of its documents or window."""
         return [int(low) for low in torch.stack([block.min() for block in self.first.split(BLOCK, 1)]).tolist()]
 
@@ -106,7 +106,7 @@ def pattern(
     """
     back = position if length is None else position.clamp_max(length - 1 - ahead)
     if row is not None:
-        return Pattern(row - back, row, distinct=True)
+        return Pattern(row - back, row, increasing=True)
     return Pattern(torch.arange(position.shape[1], device=position.device) - back)
 
 
@@ -141,7 +141,7 @@ def attend_blocks(
     query: Float[Tensor, "B H N E"], pairs: list[KeyValue], attn_pattern: Pattern
 ) -> Float[Tensor, "B H N F"]:
     """Attend as `attend_fused` does, block by block, on every device and in every dtype; the reference for it."""
-    apply: Any = _Rows.apply
+    apply: Any = _BlockwiseAttention.apply
     drafted = [
         half for pair in pairs[1:] for halves in zip(*map(attn_pattern.shared, pair), strict=True) for half in halves
     ]
@@ -149,7 +149,7 @@ def attend_blocks(
     return out
 
 
-class _Rows(torch.autograd.Function):
+class _BlockwiseAttention(torch.autograd.Function):
     """Block-wise attention with its gradient, over queries "B G M E"; M = heads of a group x queries.
 
     Names are FlashAttention's: S scores, P probabilities, O output, LSE; dX is the gradient of X, delta = rowsum(dO O).

@@ -162,7 +162,7 @@ def mask_blocks_after(
     first = row - start
     if length is not None:
         first = torch.maximum(first, row + (at - start) - length + 1)
-    return MaskBlocks(anchor, at, Pattern(first.flatten(1), row.flatten(1), distinct=True, size=size, causal=causal))
+    return MaskBlocks(anchor, at, Pattern(first.flatten(1), row.flatten(1), increasing=True, size=size, causal=causal))
 
 
 def mask_blocks_after_roots(

@@ -144,11 +144,11 @@ class Attention(Recomputing):
     def forward(self, x: Float[Tensor, "B T X"], inputs: LayerInputs) -> Float[Tensor, "B N D"]:
         """Project, rotate, call `attend(query, key, value)` and project back."""
         position, max_position, attend, queries = inputs
-        out = self.apart(attend, *self.checkpointed(self.project, x, position, max_position, queries))
+        out = self.call_attend(attend, *self.checkpointed(self.project, x, position, max_position, queries))
         return self.o_proj(out.transpose(1, 2).flatten(2))
 
     @staticmethod
-    def apart(attend: Attend, *states: Tensor) -> Tensor:
+    def call_attend(attend: Attend, *states: Tensor) -> Tensor:
         """Call `attend` outside of the compiled part (`compile_layers`)."""
         return attend(*states)
 
@@ -222,7 +222,7 @@ def compile_layers(head: nn.Module) -> bool:
     pairs = [(layer, child) for layer in head.modules() for child in layer.children() if isinstance(child, Attention)]
     for layer, attention in pairs:
         layer.compile()
-        vars(attention)["apart"] = torch.compiler.disable(Attention.apart)
+        vars(attention)["call_attend"] = torch.compiler.disable(Attention.call_attend)
     return bool(pairs)
 
 

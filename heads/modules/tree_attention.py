@@ -26,8 +26,8 @@ MAX_QUERIES, MAX_WIDTH = 256, 256  # limits of queries and head width for the ke
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 STEP = 64  # keys per iteration of a block
 ROWS = 64  # maximum number of rows of a block
-PIECES = 64  # maximum number of key chunks, so that merging stays cheap
-FILLED = 2  # blocks per multiprocessor
+CHUNKS = 64  # maximum number of key chunks, so that merging stays cheap
+BLOCKS_PER_MULTIPROCESSOR = 2
 LOG2_E = 1.4426950408889634
 KIND = "cuda"  # device type with a kernel
 SHARED: dict[int | None, int] = {}  # index of a prepared device -> shared memory of a block in bytes
@@ -76,7 +76,7 @@ def takes(
 
 
 @cache
-def units(device: torch.device) -> int:
+def multiprocessors(device: torch.device) -> int:
     """Return the number of multiprocessors of a device."""
     return torch.cuda.get_device_properties(device).multi_processor_count
 
@@ -106,27 +106,27 @@ def tree_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scal
     share = heads // groups
     rows = min(padded(share * queries), ROWS)
     sequence_groups, blocks = batch * groups, -(-share * queries // rows)
-    pieces = min(PIECES, -(-FILLED * units(query.device) // (sequence_groups * blocks)))  # enough to fill the device
-    piece = -(-keys // (pieces * STEP)) * STEP
-    pieces = -(-keys // piece)
+    chunks = min(CHUNKS, -(-BLOCKS_PER_MULTIPROCESSOR * multiprocessors(query.device) // (sequence_groups * blocks)))
+    chunk = -(-keys // (chunks * STEP)) * STEP
+    chunks = -(-keys // chunk)
     out = query.new_empty(batch, queries, heads, values).transpose(1, 2)
-    parts = torch.empty(batch, heads, queries, pieces, values, dtype=torch.float32, device=query.device)
+    parts = torch.empty(batch, heads, queries, chunks, values, dtype=torch.float32, device=query.device)
     sums = torch.empty(parts.shape[:4], dtype=torch.float32, device=query.device)
     additive, wide_e, wide_f = mask.dtype != torch.bool, padded(width), padded(values)
     room, sizes = SHARED.get(query.device.index, 0), (rows, max(wide_e, wide_f), query.itemsize, mask.itemsize)
     stages = next((count for count in (3, 2) if shared_bytes(*sizes, count) <= room), 1)
     with torch.cuda.device_of(query):  # Triton launches on the current device
-        tree_kernels.attend[sequence_groups, blocks, pieces](
+        tree_kernels.attend[sequence_groups, blocks, chunks](
             query, key, value, mask if additive else mask.view(torch.uint8), parts, sums,
             *query.stride()[:3], *key.stride()[:3], *value.stride()[:3],
             mask.stride(0) if len(mask) > 1 else 0, *mask.stride()[2:],
-            scale * LOG2_E, queries, keys, piece, groups,
+            scale * LOG2_E, queries, keys, chunk, groups,
             SHARE=share, E=width, F=values, WIDE_E=wide_e, WIDE_F=wide_f, ROWS=rows, STEP=STEP, ADDITIVE=additive,
             PRECISION="ieee" if query.dtype == torch.float32 else "tf32", num_stages=stages,
         )  # fmt: skip
         tree_kernels.merge[batch * heads * queries,](
             parts, sums, out, *out.stride()[:3], heads, queries,
-            PIECES=pieces, WIDE=1 << (pieces - 1).bit_length(), F=values, WIDE_F=wide_f, num_warps=4,
+            CHUNKS=chunks, WIDE=1 << (chunks - 1).bit_length(), F=values, WIDE_F=wide_f, num_warps=4,
         )  # fmt: skip
     return out
 

@@ -29,7 +29,7 @@ def scatter_logits(vocab: DraftVocabulary | None, logits: Float[Tensor, "*n W"])
     return logits if vocab is None else vocab.scatter(logits)
 
 
-class GradientSum:
+class GradientAccumulator:
     """The gradient of a weight over the vocabulary, accumulated in the weight's own dtype."""
 
     def __init__(self, weight: Tensor) -> None:
@@ -54,28 +54,28 @@ class GradientSum:
             self.total = self.total.add_(product) if beta else self.total.copy_(product)
 
 
-class SummedGradient(nn.Module):
+class AccumulatingModule(nn.Module):
     """A module with a weight over the vocabulary, whose gradient can be accumulated in place."""
 
     weight: Any  # a parameter, or None
-    gradient: GradientSum | None = None  # set within `adding`
+    gradient: GradientAccumulator | None = None  # set within `accumulate_gradient`
 
     def product(self, hidden: Float[Tensor, "*n D"], bias: Float[Tensor, "W"] | None = None) -> Float[Tensor, "*n W"]:
         """Return the logits."""
         if self.gradient is None or not torch.is_grad_enabled():
             return functional.linear(hidden, self.weight, bias)
-        apply: Any = _Adding.apply
+        apply: Any = _AccumulatingProduct.apply
         logits: Tensor = apply(hidden.to(self.gradient.operand.dtype), self.weight, self.gradient)
         return logits if bias is None else logits + bias
 
     @contextmanager
-    def adding(self) -> Iterator[GradientSum]:
+    def accumulate_gradient(self) -> Iterator[GradientAccumulator]:
         """Accumulate the weight's gradient in the yielded sum; autograd gets none.
 
         Autograd would allocate a gradient as large as the weight for every product before adding it, rounded under
         autocast. A frozen weight has no gradient either way.
         """
-        gradient = GradientSum(self.weight)
+        gradient = GradientAccumulator(self.weight)
         if self.weight.requires_grad:
             self.gradient = gradient
         try:
@@ -84,11 +84,11 @@ class SummedGradient(nn.Module):
             self.gradient = None
 
 
-class _Adding(torch.autograd.Function):
+class _AccumulatingProduct(torch.autograd.Function):
     """A product with a weight whose gradient is accumulated in `gradient`."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, gradient: GradientSum) -> Tensor:
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, gradient: GradientAccumulator) -> Tensor:
         """Return hidden x weight.T; `weight` is an input so that autograd calls `backward`."""
         del weight
         ctx.save_for_backward(hidden)
@@ -103,7 +103,7 @@ class _Adding(torch.autograd.Function):
         return grads[0] @ ctx.gradient.operand if ctx.needs_input_grad[0] else None, None, None
 
 
-class VocabularyLinear(SummedGradient, nn.Linear):
+class VocabularyLinear(AccumulatingModule, nn.Linear):
     """A linear layer over the vocabulary, whose gradient can be accumulated in place."""
 
     def forward(self, hidden: Float[Tensor, "*n D"]) -> Float[Tensor, "*n W"]:
@@ -111,7 +111,7 @@ class VocabularyLinear(SummedGradient, nn.Linear):
         return self.product(hidden, self.bias)
 
 
-class DraftLmHead(SummedGradient):
+class DraftLmHead(AccumulatingModule):
     """The lm_head of a draft head: from final-normed states to logits over the draft vocabulary.
 
     It is the target's, shared and frozen, or the head's own, which starts as a copy of the target's and is trained: a

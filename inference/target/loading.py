@@ -24,7 +24,7 @@ from transformers.utils.hub import cached_file
 
 from heads.common.connection import check_reachable
 from heads.common.errors import one_line, panicked
-from heads.common.gguf import dequantised, gguf_file, located
+from heads.common.gguf import dequantised, gguf_file, resolve_gguf
 from heads.common.target_config import UNFIT, has_text_tower, read_target_config, read_target_values, reason
 from heads.common.untrusted import parse_json, parsed_file, regular, shown
 from heads.formats.hub import REPO, downloaded
@@ -90,7 +90,7 @@ def check_quantized(path: str, configured: PreTrainedConfig, quantize: str | Non
 
     quantize, saved, name = None if quantize == AS_IT_IS else quantize, saved_quantization(configured), None
     if saved is None:
-        folder, _ = located(path)  # or the Hub's cache
+        folder, _ = resolve_gguf(path)  # or the Hub's cache
         file = cached_file(folder, MODELOPT, local_files_only=True, _raise_exceptions_for_missing_entries=False)
         values: Any = {} if file is None else parsed_file(Path(file), "download it again")
         described = values.get("quantization") if isinstance(values, dict) else None
@@ -197,7 +197,7 @@ def load_tokenizer(path: str, trust_remote_code: bool) -> PreTrainedTokenizerBas
 
 
 def _tokenizer(path: str, trust_remote_code: bool) -> PreTrainedTokenizerBase:
-    folder, given = located(path)
+    folder, given = resolve_gguf(path)
     tokenizer: PreTrainedTokenizerBase = transformers.AutoTokenizer.from_pretrained(
         folder, trust_remote_code=trust_remote_code, **given
     )

@@ -23,7 +23,7 @@ from ops.audits.compare import (
     Difference,
     Finding,
     ask_text,
-    judged,
+    compare_answers,
     unstreamed,
     violation,
     with_logprobs,
@@ -55,7 +55,7 @@ def identity(audit: Audit) -> Finding:
         audit.add_reference(question, replies[BASELINE])
         pairs.append((question, replies[AUDITED]))
     audit.calibrate(audit.questions)
-    return judged(audit, pairs)
+    return compare_answers(audit, pairs)
 
 
 def prefix_cache(audit: Audit) -> Finding:
@@ -68,7 +68,7 @@ def prefix_cache(audit: Audit) -> Finding:
         x, y = (audit.question(f"prefix {group}{i}", prefix + tail) for i, tail in enumerate(tails))
         before[x.id], before[y.id] = (x, y), (x,)
         pairs += in_order(audit, [x, y, x])
-    return judged(audit, pairs, "stale_cache", before)
+    return compare_answers(audit, pairs, "stale_cache", before)
 
 
 def conversations(audit: Audit) -> Finding:
@@ -80,7 +80,7 @@ def conversations(audit: Audit) -> Finding:
             turned = audit.question(f"dialogue {index}, turn {turn}", follow_up, *history)
             pairs += in_order(audit, [turned])
             history += [follow_up, audit.texts.get(turned.prompt, "")]
-    return judged(audit, pairs, "history")
+    return compare_answers(audit, pairs, "history")
 
 
 def chunk_borders(audit: Audit) -> Finding:
@@ -100,14 +100,14 @@ def chunk_borders(audit: Audit) -> Finding:
             words += round((border - count) * min(1.0, words / count))
         else:
             pairs += in_order(audit, [prompt(border, words + more) for more in AROUND])
-    return judged(audit, pairs, "prompt_chunk")
+    return compare_answers(audit, pairs, "prompt_chunk")
 
 
 def side_by_side(audit: Audit) -> Finding:
     """Ask the questions several at a time."""
     sizes = [size for size in audit.config.concurrency if size > 1]
     pairs = (pair for size in sizes for pair in together(audit, cycled(audit.questions, size), size))
-    return judged(audit, pairs, "batch", in_flight=max(sizes, default=1))
+    return compare_answers(audit, pairs, "batch", in_flight=max(sizes, default=1))
 
 
 def cancelled(audit: Audit) -> Finding:
@@ -115,7 +115,7 @@ def cancelled(audit: Audit) -> Finding:
     size = min(8, max(audit.config.concurrency))
     several = cycled(audit.questions, 2 * size)
     pairs = together(audit, several, size, range(1, len(several), 2))
-    return judged(audit, pairs, "cancelled", in_flight=size)
+    return compare_answers(audit, pairs, "cancelled", in_flight=size)
 
 
 def streaming(audit: Audit) -> Finding:
@@ -125,7 +125,7 @@ def streaming(audit: Audit) -> Finding:
         whole = unstreamed(question)
         audit.add_reference(question, audit.asker.one(BASELINE, whole))
         pairs.append((question, audit.asker.one(AUDITED, whole)))
-    finding = judged(audit, pairs, "streaming")
+    finding = compare_answers(audit, pairs, "streaming")
     return replace(finding, differences=[d._replace(question=unstreamed(d.question)) for d in finding.differences])
 
 
@@ -135,7 +135,7 @@ def penalties(audit: Audit) -> Finding:
         question.having("with penalties", presence_penalty=0.6, frequency_penalty=0.4)
         for question in audit.questions[:MANY]
     ]
-    return judged(audit, in_order(audit, questions), "penalty")
+    return compare_answers(audit, in_order(audit, questions), "penalty")
 
 
 def in_order(audit: Audit, questions: Sequence[Question]) -> Pairs:

@@ -279,7 +279,7 @@ class Audit:
         return "lost_token" if lost else ""
 
 
-def judged(
+def compare_answers(
     audit: Audit,
     answers: Iterable[tuple[Question, Reply]],
     fault: str = "",

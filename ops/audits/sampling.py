@@ -142,9 +142,7 @@ def seeds(audit: Audit) -> Finding:
     ours, theirs = ([alike(*answers) for answers in side] for side in zip(*pairs, strict=True))
     if not any(theirs):
         return Finding("not_offered", "the baseline takes no seed")
-    summary = (
-        f"asked again with their seed, {sum(ours)} of {len(ours)} answers begin alike, {sum(theirs)} of the baseline's"
-    )
+    summary = f"asked again with their seed, {sum(ours)} of {len(ours)} answers agree, {sum(theirs)} of the baseline's"
     table = [[sum(alike), SEEDS - sum(alike)] for alike in (ours, theirs)]
     if fisher_exact(table, "less").pvalue > audit.config.alpha / 10:
         return Finding("passed", summary)

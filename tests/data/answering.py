@@ -10,7 +10,7 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from data.answers.chats import AnswerSettings, Outcome, Reply, Talk
+from data.answers.chats import AnswerSettings, OngoingChat, Outcome, Reply
 from data.answers.files import Work, write_answers
 from data.text.records import Record, parse
 from inference.target.target import Target
@@ -89,14 +89,14 @@ class Quick:
     def __init__(self, context: int = 96, before: Callable[[str], object] = str) -> None:
         self.tokenizer, self.context, self.before = words(), context, before
 
-    def answer(self, talks: Iterable[Talk]) -> Iterator[Outcome]:
+    def answer(self, chats: Iterable[OngoingChat]) -> Iterator[Outcome]:
         """Answer one chat after the other."""
-        for talk in talks:
-            self.before(talk.id)
-            while (token := talk.ask()) is not None:
-                drawn = hashlib.sha256(f"{talk.seed()} {token}".encode()).digest()
-                talk.take(Reply(" ".join(f"w{byte % 50}" for byte in drawn[: 2 + drawn[0] % 6]), drawn[1] > 40))
-            yield talk.outcome()
+        for chat in chats:
+            self.before(chat.id)
+            while (token := chat.ask()) is not None:
+                drawn = hashlib.sha256(f"{chat.seed()} {token}".encode()).digest()
+                chat.take(Reply(" ".join(f"w{byte % 50}" for byte in drawn[: 2 + drawn[0] % 6]), drawn[1] > 40))
+            yield chat.outcome()
 
     def describe(self) -> dict[str, Any]:
         """Return its name."""

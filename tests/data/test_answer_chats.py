@@ -3,7 +3,7 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from data.answers.chats import CAUSES, Outcome, Reply, round_trips, talk_of, turns_of
+from data.answers.chats import CAUSES, Outcome, Reply, round_trips, start_chat, turns_of
 from data.text.masks import split_reasoning
 from data.text.parts import Message
 from data.text.prompts import prompt_of
@@ -19,7 +19,7 @@ def said(*roles: str) -> list[Message]:
 
 
 def talk(record: Record, tokenizer: Any = None, **changed: Any) -> Any:
-    return talk_of(record, tokenizer or words(), settings(**changed), CONTEXT)
+    return start_chat(record, tokenizer or words(), settings(**changed), CONTEXT)
 
 
 def tell(record: Record, *replies: Reply, **changed: Any) -> Outcome:

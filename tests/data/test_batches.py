@@ -97,13 +97,15 @@ def test_batches_hold_the_rows_they_name(packed: Packed) -> None:
 
 def test_a_filler_batch_trains_nothing_and_has_real_tokens(packed: Packed) -> None:
     (real,) = Batches(packed, 1, 2, 0, 0, 3)(0)
-    (filler,) = Batches(packed, 1, 2, 0, 2, 3)(0)
+    (padding,) = Batches(packed, 1, 2, 0, 2, 3)(0)
     assert int(real.index) >= 0
-    assert int(filler.index) == -1
-    assert not filler.loss_mask.any()
-    assert (filler.document >= 0).any()
+    assert int(padding.index) == -1
+    assert not padding.loss_mask.any()
+    assert (padding.document >= 0).any()
     *_, last = Batches(packed, 3, 1, 0, 1, 2)(0)
-    assert last.token.equal(packed.token[:1].long()), "a filler has the first row's, whatever else the process has"
+    assert last.token.equal(packed.token[:1].long()), (
+        "a padding sequence has the first row's, whatever else the process has"
+    )
 
 
 def test_every_epoch_has_every_row_once_in_an_order_of_its_own(packed: Packed) -> None:

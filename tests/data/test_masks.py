@@ -10,7 +10,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from data.text import masks
-from data.text.masks import Sample, without
+from data.text.masks import Sample, without_reasoning
 from data.text.parts import Message
 from data.text.records import Record
 from data.text.template import turn_end_tokens
@@ -52,7 +52,7 @@ def assert_seen(samples: list[Sample], record: Record, family: str, cut: bool, t
     Where that does not begin with the prompt that the target had, the answer stands behind this prompt.
     """
     tokenizer = family_tokenizer(family, tagged)
-    messages = [without(message) for message in record.messages] if cut else record.messages
+    messages = [without_reasoning(message) for message in record.messages] if cut else record.messages
     answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
     chats = [rendered(messages[: i + 1], family, record, tokenizer) for i in answers]
     if family in CLOSED:

@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerFast
 
 from data.config import DataConfig
 from data.text import masks
-from data.text.masks import samples_of, skip, without
+from data.text.masks import samples_of, skip, without_reasoning
 from data.text.records import Record
 from tests.data.chatml import Tokens, load_samples
 from tests.data.families import CHATS, chat_record, family_tokenizer, marked, masked
@@ -70,7 +70,7 @@ def test_reasoning_that_is_quoted_is_no_reasoning() -> None:
     (sample,) = masked(record, tokenizer, reasoning="cut")
     assert marked(sample, tokenizer).endswith("⟦Use <think>b</think>.<|im_end|>⟧\n")
     user = {"role": "user", "content": "<think>a</think>b"}
-    assert without(user) == user
+    assert without_reasoning(user) == user
 
 
 @pytest.mark.parametrize(

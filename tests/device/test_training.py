@@ -12,7 +12,7 @@ from heads import HEADS
 from heads.base import Features
 from heads.modules import flex
 from heads.modules.attention import attend_rows, pattern
-from heads.modules.vocab import GradientSum
+from heads.modules.vocab import GradientAccumulator
 from inference.target.target import Target
 from tests import toys
 from tests.heads.test_flex import CASES, STEPS, T
@@ -57,7 +57,7 @@ def test_an_lm_heads_gradient_is_summed_in_fp32(device: torch.device) -> None:
     """Of 50 products in bf16, without a rounding of each; other devices than CUDA round each once."""
     weight = torch.empty(300, 32, device=device)
     with torch.autocast(device.type, torch.bfloat16):
-        gradient = GradientSum(weight)
+        gradient = GradientAccumulator(weight)
     wanted = torch.zeros(300, 32, dtype=torch.float64, device=device)
     for _ in range(50):
         d_logits, hidden = (torch.randn(64, width, device=device).bfloat16() for width in (300, 32))
@@ -109,7 +109,9 @@ def test_the_attention_of_drafted_rows_is_that_of_the_blocks(
     inputs = [torch.randn(2, heads, rows, 64).to(dtype) for heads, rows in sizes]
     upstream, results = torch.randn(2, 6, queries, 64).to(dtype), []
     for on, wide in ((device, dtype), (torch.device("cpu"), torch.float64)):
-        here = replace(seen, first=seen.first.to(on), upto=None if seen.upto is None else seen.upto.to(on), masks={})
+        here = replace(
+            seen, first=seen.first.to(on), last_row=None if seen.last_row is None else seen.last_row.to(on), masks={}
+        )
         query, *halves = leaves = [x.to(on, wide).requires_grad_() for x in inputs]
         pairs = list(zip(halves[::2], halves[1::2], strict=True))
         assert flex.runs(query, halves[1]) == (on.type == "cuda")

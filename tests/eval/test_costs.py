@@ -7,7 +7,7 @@ import torch
 
 from eval import tune
 from eval.teacher_forced import acceptance
-from eval.tune import best_static, levelled, step_seconds, typical
+from eval.tune import best_static, non_increasing, step_seconds, typical
 from inference.batch import Batch
 from inference.decode import RequestParams, autoregress
 from inference.drafters.head import HeadBatch
@@ -73,14 +73,14 @@ def test_acceptance_counts_ranks_where_the_text_goes_on() -> None:
 def test_no_rank_counts_more_than_a_better_one() -> None:
     table = torch.tensor([[0.5, 0.1, 0.3, 0.0], [0.2, 0.4, 0.3, 0.05]], dtype=torch.float64)
     expected = torch.tensor([[0.5, 0.2, 0.2, 0.0], [0.3, 0.3, 0.3, 0.05]], dtype=torch.float64)
-    torch.testing.assert_close(levelled(table), expected)
+    torch.testing.assert_close(non_increasing(table), expected)
 
 
 def test_a_chance_hit_of_a_low_rank_draws_no_lone_node_there() -> None:
     """Of ten tokens one had rank 3 and none rank 1 or 2: the raw table drafts ranks 0 and 3, the levelled one not."""
     table = torch.tensor([[0.9, 0.0, 0.0, 0.1]], dtype=torch.float64)
     assert best_static(table, 2).paths(2) == [[0], [3]]
-    assert best_static(levelled(table), 2).paths(2) == [[0], [1]]
+    assert best_static(non_increasing(table), 2).paths(2) == [[0], [1]]
 
 
 SETTINGS = RequestParams(12, GREEDY)

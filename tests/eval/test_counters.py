@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from eval.measures.counters import Counters, between, decoded_between, of_reply, read_counters, restarted, verified
-from eval.measures.metrics import SpecDecodingStats, ratio, together
+from eval.measures.metrics import SpecDecodingStats, ratio, sum_counts
 from tests.ops.endpoint_server import sglang_page, vllm_page
 
 VLLM = """\
@@ -187,7 +187,7 @@ def test_a_reply_that_tells_nothing_or_what_cannot_be(reply: dict[str, Any]) -> 
 
 def test_a_sum_does_not_tell_what_a_part_does_not() -> None:
     known, unknown = verified(4, 12, 6, (3, 2, 1)), verified(2, None, 3, ())
-    assert together([known, verified(3, 6, 1, (1,))]) == verified(7, 18, 7, (4, 2, 1))
-    assert together([known, verified(1, 0, 0, ())]) == verified(5, 12, 6, (3, 2, 1))
-    assert together([known, unknown]) == verified(6, None, 9, ())
-    assert tau(together([])) is None
+    assert sum_counts([known, verified(3, 6, 1, (1,))]) == verified(7, 18, 7, (4, 2, 1))
+    assert sum_counts([known, verified(1, 0, 0, ())]) == verified(5, 12, 6, (3, 2, 1))
+    assert sum_counts([known, unknown]) == verified(6, None, 9, ())
+    assert tau(sum_counts([])) is None

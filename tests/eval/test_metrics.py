@@ -56,14 +56,14 @@ def test_plain_decoding_has_tau_one() -> None:
 def test_speed_is_a_ratio_of_sums_without_the_prefill() -> None:
     assert metrics.speed(metrics.decoding([LONG, SHORT])) == 10 / 2.5
     plain = [generation(8, seconds=7.0), generation(4, seconds=1.0)]
-    assert metrics.over(metrics.decoding([LONG, SHORT]), metrics.decoding(plain)) == pytest.approx(
+    assert metrics.speed_ratio(metrics.decoding([LONG, SHORT]), metrics.decoding(plain)) == pytest.approx(
         (10 / 2.5) / (10 / 8)
     )
 
 
 def test_a_side_without_a_speed_has_no_ratio_and_no_difference() -> None:
     pairs, ended = [(3, 1.0)] * 2, [(0, 0.0)] * 2
-    assert metrics.over(pairs, ended) is metrics.over(ended, pairs) is None
+    assert metrics.speed_ratio(pairs, ended) is metrics.speed_ratio(ended, pairs) is None
     assert metrics.difference(pairs, ended, 0) is metrics.difference(ended, pairs, 0) is None
 
 
@@ -100,7 +100,7 @@ def test_nothing_decoded_is_none_and_not_a_division_by_zero() -> None:
     found = metrics.acceptance(ended)
     assert (found.steps, found.tau, found.tau_request_mean) == (0, None, None)
     assert metrics.speed(metrics.decoding(ended)) is None
-    assert metrics.over(metrics.decoding(ended), metrics.decoding(ended)) is None
+    assert metrics.speed_ratio(metrics.decoding(ended), metrics.decoding(ended)) is None
     assert metrics.tau_interval(ended, 0) is None
     assert metrics.paired_interval(metrics.decoding(ended), metrics.decoding(ended), 0) is None
 

@@ -18,7 +18,7 @@ from eval.measures.losslessness import (
     Divergence,
     Gate,
     SampledGate,
-    cells,
+    group_rare_tokens,
     p_value,
     samples_for,
     samples_needed,
@@ -58,7 +58,7 @@ def test_right_rules_pass_and_the_control_is_caught() -> None:
         assert found.passed
         assert (found.coupled.checked, found.coupled.identical) == (3, 3)
         assert found.distribution is not None
-        assert found.distribution.caught
+        assert found.distribution.control_rejected
         assert (found.distribution.tv, found.distribution.alpha) == (TV, 1e-3 / 2)
         assert "broken control caught" in str(found)
         assert found.as_dict()["distribution"]["control_p"] < found.as_dict()["distribution"]["alpha"]
@@ -89,14 +89,14 @@ def test_easier_coins_on_the_device_are_caught(tree: str, monkeypatch: pytest.Mo
     assert sampled_test(tree).passed
     monkeypatch.setattr(rules.AcceptDraws, "sample", easier_coins)
     found = sampled_test(tree)
-    assert found.caught
+    assert found.control_rejected
     assert found.p_value < found.alpha
 
 
 def test_numbers_that_drafts_and_coins_share_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(step, "DRAFT_KEY", step.ACCEPT_KEY)
     found = sampled_test("chain", 0.08, 3.0)
-    assert found.caught
+    assert found.control_rejected
     assert found.p_value < found.alpha
 
 
@@ -177,7 +177,7 @@ def test_a_rule_that_likes_its_drafts_too_much_is_caught(source: str, monkeypatc
     monkeypatch.setattr(step.DeviceStep, "choose", lenient)
     (found,) = sampled_gates(setup, TV, 1)
     assert found.distribution is not None
-    assert found.distribution.caught
+    assert found.distribution.control_rejected
     assert not found.passed
     assert found.distribution.p_value < found.distribution.alpha
     assert found.coupled.passed
@@ -277,18 +277,18 @@ def test_the_sample_size_is_the_published_one_at_26_degrees(tv: float, draws: in
 
 
 def test_cells_hold_the_likely_tokens_and_the_rest() -> None:
-    made = cells(torch.tensor([0.01, 0.5, 0.3, 0.01, 0.18]))
+    made = group_rare_tokens(torch.tensor([0.01, 0.5, 0.3, 0.01, 0.18]))
     assert made.token == [1, 2, 4]
     assert made.expected == pytest.approx([0.5, 0.3, 0.18, 0.02])
     assert made.count([1, 1, 2, 0, 3]) == [2, 1, 0, 2]
 
 
 def test_a_rest_too_rare_joins_the_rarest_cell() -> None:
-    made = cells(torch.tensor([0.005, 0.6, 0.395]))
+    made = group_rare_tokens(torch.tensor([0.005, 0.6, 0.395]))
     assert made.token == [1]
     assert made.expected == pytest.approx([0.6, 0.4])
-    assert made.freedom == 1
-    assert cells(torch.tensor([0.0, 1.0])).freedom == 0
+    assert made.degrees_of_freedom == 1
+    assert group_rare_tokens(torch.tensor([0.0, 1.0])).degrees_of_freedom == 0
 
 
 def test_thin_cells_raise_the_draws() -> None:
@@ -305,13 +305,13 @@ def test_prefixes_share_the_draws_that_all_their_cells_together_need() -> None:
 def test_it_rejects_as_often_as_it_says(off: float) -> None:
     true = torch.tensor([0.5, 0.3, 0.2])
     drawn_from = true + off * torch.tensor([-1.0, 0.5, 0.5])  # total variation `off`
-    of, alpha, trials = cells(true), 0.02, 400
-    count = samples_needed(of.freedom, 0.1, alpha)
+    of, alpha, trials = group_rare_tokens(true), 0.02, 400
+    count = samples_needed(of.degrees_of_freedom, 0.1, alpha)
     generator = torch.Generator().manual_seed(0)
     rejected = 0
     for _ in range(trials):
         drawn = torch.multinomial(drawn_from, count, replacement=True, generator=generator).tolist()
-        rejected += p_value(statistic(of, drawn), of.freedom) < alpha
+        rejected += p_value(statistic(of, drawn), of.degrees_of_freedom) < alpha
     share, spread = rejected / trials, 4 * (0.25 / trials) ** 0.5
     assert share < alpha + spread / 2 if off == 0 else share > losslessness.POWER - spread
 

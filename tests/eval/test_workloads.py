@@ -13,7 +13,7 @@ from data.text.prompts import Prompt, load_prompts, save_prompts
 from data.text.records import IDS, UNFETCHED
 from eval.config import TURNS, Selection
 from eval.inputs import workloads
-from eval.inputs.workloads import load_workload, named_apart, read_workload, short_name
+from eval.inputs.workloads import distinct_names, load_workload, read_workload, short_name
 from eval.report.view import without_ending
 from eval.run import evaluate
 from inference.target.target import Target
@@ -70,8 +70,8 @@ def test_files_that_are_called_alike_have_the_names_that_they_were_given_by(tmp_
         (tmp_path / folder).mkdir(parents=True)
         (tmp_path / folder / "prompts.jsonl").write_text("{}")
     files = [str(tmp_path / name / "prompts.jsonl") for name in ("a/x", "b/x", "c")]
-    assert named_apart([files[0], "me/prompts", "tiny"]) == ["prompts.jsonl", "me/prompts", "tiny"]
-    assert named_apart([*files, "tiny"]) == [*files, "tiny"]
+    assert distinct_names([files[0], "me/prompts", "tiny"]) == ["prompts.jsonl", "me/prompts", "tiny"]
+    assert distinct_names([*files, "tiny"]) == [*files, "tiny"]
 
 
 def test_a_workload_is_shown_without_the_ending_of_a_file() -> None:

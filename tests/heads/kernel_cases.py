@@ -36,7 +36,7 @@ def states(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[Tensor, Tensor, 
     query = torch.randn(batch, queries, groups * share, width, generator=chance).to(dtype).transpose(1, 2)
     key, value = (torch.randn(batch, groups, keys + 88, size, generator=chance).to(dtype) for size in (width, values))
     seen = torch.rand(batch, 1, queries, keys, generator=chance) < 0.7
-    seen[..., keys // 3 :] = False  # whole pieces that nobody sees
+    seen[..., keys // 3 :] = False  # whole chunks that nobody sees
     seen[..., 0] = True
     return query, key[:, :, :keys], value[:, :, :keys], seen
 
@@ -77,7 +77,7 @@ def main() -> None:
     """Print the error of each case."""
     layers.masked_kernel = tree_attention
     tree_attention.KIND, tree_attention.SHARED = "cpu", {None: 227 * 1024}
-    tree_attention.units = lambda _: CALLS.append(1) or UNITS
+    tree_attention.multiprocessors = lambda _: CALLS.append(1) or UNITS
     cases = product(SHAPES, INTERPRETED, MASKS)
     print(json.dumps({"blind": blind(), "errors": {f"{a} {b} {c}": error(a, b, c) for a, b, c in cases}}))
 

@@ -19,7 +19,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from heads import HEADS, best_line, with_head
-from heads.common.command import CONF, help_text, keys, mistake, quoted
+from heads.common.command import CONF, describe_override_error, help_text, keys, quoted
 from heads.common.resolvers import register_resolvers
 from heads.common.target_config import EXPERTS, best_head, experts_of, logit_factor
 from heads.common.typed import nearest
@@ -114,7 +114,7 @@ def test_a_mistake_in_a_trainings_words_says_what_to_give(words: list[str], mess
         pytest.raises((HydraException, OmegaConfBaseException)) as caught,
     ):
         compose("train", words)
-    assert message in mistake(caught.value, words, "train")
+    assert message in describe_override_error(caught.value, words, "train")
 
 
 def test_the_help_lists_the_keys_of_the_head_that_is_named() -> None:
@@ -179,25 +179,42 @@ def test_every_head_says_how_it_is_trained() -> None:
         assert training.objective.losses
 
 
-# The sizes of Gemma 3 270M, Llama 3.2 1B, Llama 3.1 70B, a target with a small vocabulary, and a toy of two layers.
+MTP = {"name": "mtp"}
+
+
+# The sizes of Gemma 3 270M, Llama 3.2 1B, SmolLM2 135M, Llama 3.1 8B and 70B, and of toys.
 @pytest.mark.parametrize(
-    ("layers", "width", "vocab", "head", "why"),
+    ("layers", "width", "vocab", "options", "why"),
     [
-        (18, 640, 262_144, "mtp", "since mlp would train about 1,344M parameters for a target of 256M; "),
-        (16, 2048, 128_256, "mtp", "since mlp would train about 2,118M parameters for a target of 1,068M; "),
-        (80, 8192, 128_256, "mtp", "since it drafts best for a target of 80 layers; "),
-        (20, 512, 512, "mtp", "since it drafts best for a target of 20 layers; "),
-        (19, 512, 512, "mlp", "since a pass of this target, 19 layers, costs little more"),
-        (2, 64, 50, "mlp", "since a pass of this target, 2 layers, costs little more"),
+        (
+            18,
+            640,
+            262_144,
+            {**MTP, "draft_vocab": 16_384},
+            "since mlp would train about 1,344M parameters for a target of 256M; ",
+        ),
+        (
+            16,
+            2048,
+            128_256,
+            {**MTP, "draft_vocab": 16_384},
+            "since mlp would train about 2,118M parameters for a target of",
+        ),
+        (30, 576, 49_152, {**MTP, "draft_vocab": 8_192}, "since it drafts best for a target of 30 layers; "),
+        (32, 4096, 128_256, {**MTP, "draft_vocab": 65_536}, "since it drafts best for a target of 32 layers; "),
+        (80, 8192, 128_256, MTP, "since it drafts best for a target of 80 layers; "),
+        (20, 512, 512, MTP, "since it drafts best for a target of 20 layers; "),
+        (19, 512, 512, {"name": "mlp"}, "since a pass of this target, 19 layers, costs little more"),
+        (2, 64, 50, {"name": "mlp"}, "since a pass of this target, 2 layers, costs little more"),
     ],
 )
 def test_the_best_head_is_small_for_its_target(
-    layers: int, width: int, vocab: int, head: str, why: str, tmp_path: Path
+    layers: int, width: int, vocab: int, options: dict[str, Any], why: str, tmp_path: Path
 ) -> None:
     values = {"model_type": "llama", "num_hidden_layers": layers, "hidden_size": width, "vocab_size": vocab}
     (tmp_path / "config.json").write_text(json.dumps(values))
     found, told = best_head(str(tmp_path), None, False)
-    assert found == head
+    assert found == options
     assert told.startswith(why)
 
 

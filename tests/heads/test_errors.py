@@ -15,12 +15,12 @@ from eval.measures import machine
 from heads.common import progress
 from heads.common.errors import (
     HIDDEN,
-    keeping,
     one_line,
     redact_logs,
     redacted,
     redacted_values,
     redacted_words,
+    report_on_interrupt,
     terminate,
     user_errors,
 )
@@ -56,7 +56,12 @@ def test_a_signal_is_one_line_of_the_first_process(
     monkeypatch.setenv("RANK", rank)
     before = signal.signal(signal.SIGTERM, terminate)
     try:
-        with pytest.raises(SystemExit) as caught, user_errors(), keeping(lambda: "all"), keeping(lambda: "two files"):
+        with (
+            pytest.raises(SystemExit) as caught,
+            user_errors(),
+            report_on_interrupt(lambda: "all"),
+            report_on_interrupt(lambda: "two files"),
+        ):
             os.kill(os.getpid(), number)
     finally:
         signal.signal(signal.SIGTERM, before)

@@ -12,7 +12,7 @@ import torch
 
 from heads import ENGINES, HEADS
 from heads.formats.published import load_published
-from heads.formats.published.export import FORMATS, check, export, unserved
+from heads.formats.published.export import FORMATS, check, engine_mismatch, export
 from heads.modules.layers import LayerSpec
 from tests import families, toys
 from tests.heads import foreign
@@ -220,7 +220,6 @@ def test_every_format_and_head_is_tried() -> None:
         ("block", {**BLOCK, "markov_rank": 4}, "openvino", "markov_rank=4"),
         ("eagle", {}, "vllm", "bias of fc, .*head.bias=false"),
         ("eagle", {"lm_head": "own"}, "sglang", "lm_head=own, .*head.lm_head=shared"),
-        ("eagle", {"draft_vocab": 30}, "vllm", "draft_vocab=30, .*head.draft_vocab=null"),
         ("mtp", {"feature_layers": [1, 3]}, "vllm", "feature_layers=.*head.feature_layers=null"),
         ("mtp", {"qk_norm": True}, "sglang", "qk_norm=true"),
         ("mtp", {"intermediate_size": 24}, "vllm", "intermediate_size 24, and .* 48; .*init=auto"),
@@ -299,17 +298,23 @@ def test_a_scaled_embedding_and_scaled_logits_change_no_draft_of_an_engine(
     if of.embeddings.softcap is not None:
         theirs = [of.embeddings.softcap * torch.tanh(logits / of.embeddings.softcap) for logits in theirs]
     assert_same(theirs, ours)
-    assert unserved(head.config, of.embeddings.beyond_tables()) is None
+    assert engine_mismatch(head.config, of.embeddings.beyond_tables()) is None
     assert set(of.embeddings.beyond_tables()) - {"a bias of its logits"}
     block = made("block", feature_layers=[0, 1], markov_rank=4).config
-    assert "with head=block" in str(unserved(block, of.embeddings.beyond_tables()))
+    assert "with head=block" in str(engine_mismatch(block, of.embeddings.beyond_tables()))
 
 
 @pytest.mark.parametrize(
-    ("kind", "form"), [("eagle", "sglang"), ("mtp", "vllm"), ("medusa", "vllm"), ("hydra", "hydra")]
-)
-def test_a_limit_beyond_the_vocabulary_is_none(kind: str, form: str, tmp_path: Path) -> None:
-    exported(made(kind, draft_vocab=32000), form, tmp_path / "limit")
+    ("kind", "form", "limit"),
+    [
+        ("eagle", "sglang", 30), ("eagle", "eagle", 30), ("mtp", "vllm", 30),
+        ("medusa", "vllm", 32000), ("hydra", "hydra", 32000),
+    ],
+)  # fmt: skip
+def test_a_limit_is_none_beyond_the_vocabulary_or_with_a_shared_lm_head(
+    kind: str, form: str, limit: int, tmp_path: Path
+) -> None:
+    exported(made(kind, draft_vocab=limit), form, tmp_path / "limit")
     exported(made(kind, draft_vocab=None), form, tmp_path / "none")
     for name in ("config.json", "model.safetensors"):
         assert (tmp_path / "limit" / name).read_bytes() == (tmp_path / "none" / name).read_bytes()

@@ -89,7 +89,7 @@ def test_optional_section_and_interpolation() -> None:
     root.section.group.spare = {"width": "${width}", "rate": "1e-3"}
     assert typed(Config, root.section).group.spare == Layer(7, 1e-3)
     ready = Layer(1, None)
-    assert typed(Group, {"layer": {}, "spare": None}, ready={"layer": ready}) == Group(ready, None)
+    assert typed(Group, {"layer": {}, "spare": None}, built_fields={"layer": ready}) == Group(ready, None)
 
 
 @pytest.mark.parametrize(

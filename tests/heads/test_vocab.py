@@ -93,7 +93,7 @@ def test_under_autocast_gradients_are_added_up_in_fp32() -> None:
     torch.manual_seed(0)
     states = [torch.randn(3, 32) for _ in range(50)]
     upstream = [torch.randn(3, toys.VOCAB).bfloat16() for _ in states]
-    with torch.autocast("cpu", torch.bfloat16), readout.adding() as gradient:
+    with torch.autocast("cpu", torch.bfloat16), readout.accumulate_gradient() as gradient:
         for state, grad in zip(states, upstream, strict=True):
             logits = readout(state)
             assert logits.dtype == torch.bfloat16

@@ -135,7 +135,7 @@ def test_a_folder_that_leaves_the_file_open_is_one_line(names: list[str], told: 
         Target.load(str(tmp_path), "float32", "cpu")
     assert "\n" not in str(error.value)
     (tmp_path / "model.safetensors").touch()
-    assert gguf.located(str(tmp_path)) == (str(tmp_path), {})
+    assert gguf.resolve_gguf(str(tmp_path)) == (str(tmp_path), {})
 
 
 def test_an_architecture_that_transformers_does_not_know_is_one_line(tmp_path: Path, model: Any, cache: Path) -> None:

@@ -154,7 +154,7 @@ class Stage:
         for step in range(begin + 1, steps + 1):
             if step % int(given.get("trainer.save_every", 100)) == 0 or step == steps:
                 checkpoint.folder_of(folder / "checkpoints", step).mkdir(parents=True)
-                checkpoint.tidy(folder / "checkpoints", int(given.get("trainer.keep", 2)), 0)
+                checkpoint.delete_old_checkpoints(folder / "checkpoints", int(given.get("trainer.keep", 2)), 0)
         self.taken += steps - begin
         (folder / "metrics.jsonl").write_text("\n".join(json.dumps({"step_seconds": 0.5}) for _ in range(steps)))
         (folder / "config.yaml").write_text("init: auto\n")
@@ -331,7 +331,7 @@ def test_a_budget_is_spent_on_real_trainings(tmp_path: Path, capfd: pytest.Captu
     mine = ["budget=1e9", "forecast.candidates=[medusa,mlp]", "forecast.warmup=2", "forecast.prompts=8",
             "forecast.tokens=8"]  # fmt: skip
     training, own = split_config(compose("ops/budget", [*words, *mine]))
-    run, config = run_config(training), typed(BudgetConfig, own, ready={"budget": Budget.read(own.budget)})
+    run, config = run_config(training), typed(BudgetConfig, own, built_fields={"budget": Budget.read(own.budget)})
     forecast = Forecast(run, config, words, lambda more: run_command("train/run.py", [*words, *more]))
     forecast.finish(chosen := forecast.choose())
     assert len(forecast.state["points"][chosen]) == 4

@@ -23,7 +23,7 @@ from tests.serving import test_checkpoint as toy
 from tests.serving.conftest import command
 from tests.serving.engines import TARGET, asked
 from tests.serving.test_llama import chain
-from train.start import from_target, like_target
+from train.start import from_target, match_target
 
 pytestmark = pytest.mark.serving
 TOKENS = 96
@@ -103,7 +103,7 @@ def test_vllm_serves_a_qwen3_with_a_head_as_mimos_module(tmp_path: Path, qk_norm
     target, depth = toy.target_of(tmp_path / "target", "Qwen3ForCausalLM"), 2
     plain = [families.generated(target, prompt, toy.TOKENS) for prompt in toy.PROMPTS]
     config = Mtp.Config(name="mtp", **toys.HEAD_CONFIGS["mtp"] | {"qk_norm": qk_norm})
-    head: Any = from_target(config, "last_layer", target) if qk_norm else like_target(config, target)
+    head: Any = from_target(config, "last_layer", target) if qk_norm else match_target(config, target)
     texts = [prompt + answer for prompt, answer in zip(toy.PROMPTS, plain, strict=True)]
     toy.train(head, target, texts[:4], depth)
     run, folder = tmp_path / "run", tmp_path / "head-mtp"

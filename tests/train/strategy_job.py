@@ -69,7 +69,7 @@ def spoiled(step: Stepper) -> float:
     """Add a gradient, far larger than that of any step, and drop it; return its norm."""
     for micro in step.source(9):
         keys = row_keys(step.trainer.seed, 9, micro.batch.index)
-        anchors, weight = step.loss.sampled(micro.batch, keys)
+        anchors, weight = step.loss.sample_rows(micro.batch, keys)
         read = micro.read()
         chunks = step.loss.chunks(weight.trained, weight.row.device)
         step.backward(read, keys, anchors, 1e3 * weight.row, chunks, last=False)

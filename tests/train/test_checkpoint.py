@@ -224,9 +224,9 @@ def test_shards_of_several_processes_become_one_checkpoint(tmp_path: Path) -> No
     checkpoint.commit(partial, final, 3, one.names(), {"step": 1})
     assert not partial.exists()
     assert len(list(final.iterdir())) == 3 + 2
-    assert [checkpoint.complaint(final, rank, 2) for rank in range(2)] == ["", ""]
+    assert [checkpoint.defect(final, rank, 2) for rank in range(2)] == ["", ""]
     (final / "rank-00001-of-00003.safetensors").write_bytes(b"x")
-    assert ["damaged" in checkpoint.complaint(final, rank, 3) for rank in range(3)] == [False, True, False]
+    assert ["damaged" in checkpoint.defect(final, rank, 3) for rank in range(3)] == [False, True, False]
 
 
 def test_another_heads_tensors_are_refused(tmp_path: Path) -> None:
@@ -299,8 +299,8 @@ def test_two_processes_write_one_checkpoint_and_each_checks_its_part(tmp_path: P
     assert Pair().run(tmp_path, Saver.newest) == [path, path]
     checked: list[tuple[int, int]] = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(checkpoint, "complaint", lambda _, rank, world: checked.append((rank, world)) or f"by {rank}")
-        assert Pair().run(tmp_path, lambda here: here.complaints(path)) == [["by 0", "by 1"]] * 2
+        patch.setattr(checkpoint, "defect", lambda _, rank, world: checked.append((rank, world)) or f"by {rank}")
+        assert Pair().run(tmp_path, lambda here: here.defects(path)) == [["by 0", "by 1"]] * 2
     assert sorted(checked) == [(0, 2), (1, 2)]
 
 

@@ -30,7 +30,7 @@ def test_the_best_head_is_kept_and_an_equal_one_is_no_better(
     tau: float, better: bool, over: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     loop = run_of()
-    monkeypatch.setattr("train.loop.say", loop.lines.append)
+    monkeypatch.setattr("train.loop.print_above_bars", loop.lines.append)
     assert not Loop.exhausted(loop)
     measured = {"tau": tau, "tau_ci": (tau - 0.5, tau + 0.5)}
     loop.stepper = SimpleNamespace(state=SimpleNamespace(weights=lambda: {"w": torch.zeros(1)}))
@@ -60,7 +60,7 @@ def test_the_best_step_has_a_checkpoint_though_none_is_due() -> None:
     loop.start, loop.saver, loop.save, loop.write_cost = 0, SimpleNamespace(finish=list), saved.append, str
     loop.train_step = loop.measure = lambda _: None  # the best step is 4, as `run_of` has it
     loop.due, loop.exhausted = partial(Loop.due, loop), partial(Loop.exhausted, loop)
-    Loop.advance(loop)
+    Loop.run_steps(loop)
     assert saved == [4, 7, 10]
 
 

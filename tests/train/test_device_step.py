@@ -14,7 +14,7 @@ from transformers import LlamaConfig
 
 from benchmarks.training_kernels import embeddings_of
 from heads.base import DepthOutput, Features, HeadModule
-from heads.modules.vocab import DraftLmHead, GradientSum
+from heads.modules.vocab import DraftLmHead, GradientAccumulator
 from tests.train.test_objective import CONFIG, all_at_once
 from train.objective import chunk_rows, chunked, loss_weights, objective
 from train.step import Flops
@@ -74,7 +74,7 @@ def test_narrow_products_are_summed_in_fp32_on_a_device() -> None:
     counter: Any = Flops
     with FakeTensorMode(), Wide(), counter() as count:
         weight = torch.empty(7, 4, device="cuda")
-        gradient = GradientSum(weight)
+        gradient = GradientAccumulator(weight)
         for _ in range(2):
             gradient.add(*(torch.empty(*shape, dtype=torch.bfloat16, device="cuda") for shape in ((7, 3), (3, 4))))
     assert gradient.total is not None

@@ -57,13 +57,13 @@ def test_nodes_that_do_not_know_where_to_meet_are_told(monkeypatch: pytest.Monke
 def test_a_plan_has_the_command_of_each_of_several_nodes() -> None:
     words = ["name=a b", "plan=true"]
     nodes = run("launcher=nodes2").launcher
-    each, once = str(launch.by_hand(nodes, "train/run.py", words, on_cpu=False)).splitlines()
+    each, once = str(launch.command_for_nodes(nodes, "train/run.py", words, on_cpu=False)).splitlines()
     assert each.endswith("MASTER_ADDR=ADDRESS NODE_RANK=N python train/run.py 'name=a b'")
     assert "from 0 to 1" in each
     assert once.endswith("srun --nodes=2 --ntasks-per-node=8 --gpus-per-node=8 python train/run.py 'name=a b'")
-    assert "gpus" not in str(launch.by_hand(nodes, "train/run.py", words, on_cpu=True))
+    assert "gpus" not in str(launch.command_for_nodes(nodes, "train/run.py", words, on_cpu=True))
     for alone in ("launcher=ddp", "launcher=slurm"):
-        assert launch.by_hand(run(alone).launcher, "train/run.py", words, on_cpu=False) == ""
+        assert launch.command_for_nodes(run(alone).launcher, "train/run.py", words, on_cpu=False) == ""
 
 
 def test_a_job_of_slurm_is_the_same_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -70,7 +70,7 @@ def kept(head: Any, features: Features, depths: int) -> int:
 @pytest.mark.parametrize("name", list(toys.HEAD_CONFIGS))
 def test_the_operations_are_those_of_a_real_step(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if name == "block":  # its attention leaves out rows before a block's documents, which numbers alone show
-        monkeypatch.setattr(Pattern, "lows", property(lambda seen: [0] * len(seen.first.split(BLOCK, 1))))
+        monkeypatch.setattr(Pattern, "first_rows", property(lambda seen: [0] * len(seen.first.split(BLOCK, 1))))
     run, head, features, weight = step_of(name)
     with Counter() as count:
         Loss(head, run.objective, compiled=False)(features, weight, None)[0].backward()

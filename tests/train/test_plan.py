@@ -20,8 +20,8 @@ from tests import families, toys
 from tests.train import jobs
 from train.build import executable_micro_batch
 from train.config import RunConfig, run_config
-from train.plan import GIB, MARGIN, SAFE, Plan, _target_shape, plan, target_shape
-from train.resolve import gib, in_words, remedy, spoken, table
+from train.plan import ESTIMATE_ERROR, GIB, MAX_UTILISATION, Plan, _target_shape, plan, target_shape
+from train.resolve import describe_choices, format_hours, gib, remedy, table
 from train.step import Loss
 
 VICUNA: dict[str, Any] = {"vocab_size": 32000, "tie_word_embeddings": False}
@@ -287,7 +287,7 @@ def test_a_70b_places_itself(machine: tuple[str, ...], strategy: str, gate: str)
     assert (placed.model.placement, placed.launcher.strategy) == ("tensor_parallel", strategy)
     assert placed.eval.gate_dtype == gate
     planned = plan(placed)
-    assert planned.memory.utilization < SAFE
+    assert planned.memory.utilization < MAX_UTILISATION
     assert planned.memory.evaluation
 
 
@@ -308,7 +308,7 @@ def test_every_experiment_fits_its_devices(experiment: str) -> None:
 @pytest.mark.parametrize("name", planner.CONFIGURATIONS)
 def test_a_plan_is_within_its_margin_of_what_a_run_takes(name: str, tmp_path: Path) -> None:
     planned, taken = planner.measure(name, tmp_path)
-    assert abs(planned / taken - 1) <= MARGIN
+    assert abs(planned / taken - 1) <= ESTIMATE_ERROR
 
 
 @pytest.mark.usefixtures("offline")
@@ -323,7 +323,7 @@ def test_a_plan_is_within_its_margin_of_what_a_run_takes(name: str, tmp_path: Pa
 def test_a_plan_is_within_its_margin_of_what_an_8b_took_on_an_h100(words: tuple[str, ...], measured: float) -> None:
     step = "objective.depths=5", "trainer.optimizer=adamw", "trainer.eval_prompts=0", "eval.prompts=0"
     found = plan(run("model=llama8b", "head=eagle3", "device=h100", "data.length=2048", *step, *words))
-    assert abs(found.memory.peak / GIB / measured - 1) <= MARGIN
+    assert abs(found.memory.peak / GIB / measured - 1) <= ESTIMATE_ERROR
 
 
 AUTOMATIC = ("model=llama8b", "head=eagle", "device=h100", "data.length=64", "trainer.micro_tokens=null")
@@ -337,7 +337,7 @@ def test_micro_batches_are_sized_by_the_memory_of_the_device() -> None:
     half = plan(run(*words, "trainer.micro_tokens=16384")).memory.peak / GIB
     found = {
         memory: 64 * plan(run(*words, f"device.memory_gb={memory}")).micro_batch_size
-        for memory in (alone / 2, alone / SAFE + 0.001, half / SAFE + 0.001, 79)
+        for memory in (alone / 2, alone / MAX_UTILISATION + 0.001, half / MAX_UTILISATION + 0.001, 79)
     }
     assert [*found.values()] == [64, 64, 16384, 65536]
     assert plan(run(*words, "launcher=ddp", "launcher.num_processes=5")).micro_batch_size == 128
@@ -361,14 +361,14 @@ def test_a_plan_says_its_data_and_that_a_step_has_no_row_for_each_process() -> N
     few, enough = (
         plan(run(*words, "plan=true", f"trainer.batch_tokens={rows * 64}", "data.length=64")) for rows in (2, 4)
     )
-    assert "=128 is 2 sequences for 4 processes, so some have nothing to do: give 256 or more" in in_words(few)
-    assert "trainer.batch_tokens" not in in_words(enough)
+    assert "=128 is 2 sequences for 4 processes, so some have nothing to do: give 256 or more" in describe_choices(few)
+    assert "trainer.batch_tokens" not in describe_choices(enough)
     alone = plan(run(*words[:-1], "plan=true", "trainer.batch_tokens=256", "data.length=64"))
     assert enough.hours == pytest.approx(alone.hours, rel=0.1), "by the CPU that they share"
     text = shown(few)
     for part in (few.run.data.path, "128 tokens in sequences of 64", "without plan=true the same command runs it"):
         assert part in text
-    assert [spoken(hours) for hours in (1.0, 0.999, 1 / 30, 0.0333)] == ["1.0 h", "60 min", "2 min", "120 s"]
+    assert [format_hours(hours) for hours in (1.0, 0.999, 1 / 30, 0.0333)] == ["1.0 h", "60 min", "2 min", "120 s"]
     assert [gib(2**27), gib(2**27 - 1)] == ["0.12 GiB", "128.0 MiB"]
 
 
@@ -461,11 +461,14 @@ def test_layers_go_to_a_host_that_holds_them_and_else_stay_in_their_files(
         plan(automatic(*words, "device.memory_gb=80", f"model.placement={kind}")) for kind in ("replicate", "offload")
     )
     assert streamed.host is not None
-    small = f"device.memory_gb={(whole.memory.peak + streamed.memory.peak) / 2 / SAFE / GIB}"
-    for host, disk in ((streamed.host.peak / SAFE + 1e7, "cpu"), (streamed.host.peak / SAFE - 1e7, "disk")):
+    small = f"device.memory_gb={(whole.memory.peak + streamed.memory.peak) / 2 / MAX_UTILISATION / GIB}"
+    for host, disk in (
+        (streamed.host.peak / MAX_UTILISATION + 1e7, "cpu"),
+        (streamed.host.peak / MAX_UTILISATION - 1e7, "disk"),
+    ):
         at_a_machine(monkeypatch, host)
         placed = automatic(*words, small)
-        assert f"model.placement=offload model.offload={disk} " in in_words(plan(placed))
+        assert f"model.placement=offload model.offload={disk} " in describe_choices(plan(placed))
         assert plan(placed).utilization <= 1
     # A placement that is given stays, and the plan says what to change.
     at_a_machine(monkeypatch, streamed.host.peak - 1)

@@ -99,7 +99,7 @@ def test_a_head_unrolls_a_draft_as_it_unrolls_text(name: str) -> None:
     )  # fmt: skip
     head.requires_grad_(requires_grad=True)
     loss = Loss(head, of, compiled=False)
-    anchors, weight = loss.sampled(micro.batch, torch.arange(len(micro.batch.token)))
+    anchors, weight = loss.sample_rows(micro.batch, torch.arange(len(micro.batch.token)))
     value, sums = loss(given, weight.row, anchors)
     whole, _ = all_at_once(head, head.unroll(given, DEPTHS, anchors), given, weight.row, loss.rollout_config)
     torch.testing.assert_close(value, whole)

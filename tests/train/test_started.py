@@ -35,7 +35,7 @@ def launcher_in_task(num_processes: int | None, accelerators: int) -> Any:
     """Return the launcher's values after a task has taken over."""
     given = {"num_processes": num_processes, "num_nodes": 1, "machine_rank": 0, "slurm": None}
     launcher = OmegaConf.create(given | {"main_process_ip": None, "main_process_port": None})
-    launch.take_over(launcher, accelerators)
+    launch.apply_launch_environment(launcher, accelerators)
     return launcher
 
 
@@ -121,9 +121,9 @@ def test_a_node_is_told_where_to_meet_by_its_environment(monkeypatch: pytest.Mon
     monkeypatch.setenv("MASTER_ADDR", "node0")
     monkeypatch.setenv("NODE_RANK", "1")
     launcher = OmegaConf.create({"num_nodes": 2, "machine_rank": 0, "main_process_ip": None})
-    launch.take_over(launcher, 1)
+    launch.apply_launch_environment(launcher, 1)
     assert (launcher.machine_rank, launcher.main_process_ip) == ("1", "node0")
     monkeypatch.delenv("NODE_RANK")
     launcher = OmegaConf.create({"num_nodes": 3, "machine_rank": 2, "main_process_ip": None})
-    launch.take_over(launcher, 1)
+    launch.apply_launch_environment(launcher, 1)
     assert launcher.machine_rank == 2

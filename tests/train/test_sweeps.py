@@ -15,7 +15,7 @@ from omegaconf import OmegaConf
 
 from eval.measures.results import LIVE, TEACHER_FORCED
 from eval.report.write import Report
-from heads.common.command import ending_alone
+from heads.common.command import exit_this_run
 from tests.eval.stubs import ROW
 from tests.train import jobs
 from train import run as training
@@ -42,7 +42,7 @@ def test_a_run_of_many_fails_alone(
     monkeypatch: pytest.MonkeyPatch, which: str, code: int, raised: type[BaseException]
 ) -> None:
     mode(monkeypatch, which)
-    with pytest.raises(raised), ending_alone():
+    with pytest.raises(raised), exit_this_run():
         raise SystemExit(code)
 
 

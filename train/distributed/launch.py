@@ -61,7 +61,7 @@ def among_tasks() -> bool:
     return _tasks() > 1 and "SLURM_PROCID" in os.environ and not in_script
 
 
-def take_over(launcher: Any, accelerators: int) -> None:
+def apply_launch_environment(launcher: Any, accelerators: int) -> None:
     """Write the launch environment into the launcher's values or torch's variables, keeping given values.
 
     A task of srun becomes a process. It becomes its node's launcher if it is the node's only task and the node has
@@ -203,7 +203,7 @@ def command(launcher: LauncherConfig, script: str, overrides: Words) -> Words:
     return [*words, "--multi_gpu", script, *overrides]
 
 
-def by_hand(launcher: LauncherConfig, script: str, overrides: Words, *, on_cpu: bool) -> str:
+def command_for_nodes(launcher: LauncherConfig, script: str, overrides: Words, *, on_cpu: bool) -> str:
     """Return the command for each of several nodes, one per line; empty if one command starts all processes."""
     if launcher.num_nodes == 1 or launcher.slurm is not None or launched() or among_tasks():
         return ""

@@ -85,7 +85,7 @@ class Fsdp2(Strategy):
         return self.module(*inputs)
 
 
-class Rooted(nn.Module):
+class BackwardMarked(nn.Module):
     """Add a zero with a gradient to the loss; its gradient tells DeepSpeed that the backward pass is complete."""
 
     def __init__(self, loss: nn.Module) -> None:
@@ -127,10 +127,10 @@ class Zero(Strategy):
                 "stage3_param_persistence_threshold": 0,
             },
         }
-        rooted = Rooted(loss)
+        marked = BackwardMarked(loss)
         if stage == 3:
-            set_z3_leaf_modules(rooted, [Rooted])  # gathered as one unit, as under FSDP2
-        engine, *_ = deepspeed.initialize(model=rooted, optimizer=make(loss.head), config=config)
+            set_z3_leaf_modules(marked, [BackwardMarked])  # gathered as one unit, as under FSDP2
+        engine, *_ = deepspeed.initialize(model=marked, optimizer=make(loss.head), config=config)
         self.module, self.optimizer = engine, engine.optimizer
         self.start()
 
@@ -199,7 +199,7 @@ def counts_on(optimizer: Any, p: Tensor) -> torch.device:
     return p.device if optimizer.defaults.get("fused") else torch.device("cpu")
 
 
-def held(p: Tensor) -> Tensor:
+def local_shard(p: Tensor) -> Tensor:
     """Return this process's shard of a parameter; during training always the same, updated tensor."""
     shard: Tensor = getattr(p, "ds_tensor", p)
     return shard.detach()
@@ -221,7 +221,7 @@ def whole(p: Tensor, shard: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def put(p: Tensor, shard: Tensor, value: Tensor) -> None:
+def write_local_shard(p: Tensor, shard: Tensor, value: Tensor) -> None:
     """Write this process's part of an unsharded `value` to a `shard`, sharded like parameter `p`."""
     from torch.distributed.tensor import DTensor, distribute_tensor
 
@@ -239,14 +239,14 @@ def local_slice(value: Tensor, shard: Tensor) -> Tensor:
     return padded.narrow(0, get_rank() * shard.numel(), shard.numel())
 
 
-def put_master(p: Tensor, value: Tensor, key: str | None = None) -> None:
+def write_master_shard(p: Tensor, value: Tensor, key: str | None = None) -> None:
     """Write the master weights of a parameter sharded by ZeRO, or with `key` its optimiser state."""
     from deepspeed import utils
 
     extra = () if key is None else (key,)
     if zero_stage(p) == 3:
         put_local: Any = utils.safe_set_local_fp32_param if key is None else utils.safe_set_local_optimizer_state
-        put_local(p, local_slice(value, held(p)).to(held(p).device), *extra)
+        put_local(p, local_slice(value, local_shard(p)).to(local_shard(p).device), *extra)
     else:
         put_full: Any = utils.safe_set_full_fp32_param if key is None else utils.safe_set_full_optimizer_state
         put_full(p, value.to(p.device), *extra)

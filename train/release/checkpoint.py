@@ -28,7 +28,7 @@ from inference.target.checkpoint import tensor_files
 MODULE = "model-mtp.safetensors"
 # New names for the target's files whose names clash with the single-file name or with the module's file.
 RENAMED = {WEIGHTS: "model-target.safetensors", MODULE: "model-target-mtp.safetensors"}
-AS_TRAINED = {"layer": TARGET, "feature_layers": None, "lm_head": "shared", "draft_vocab": None}
+AS_TRAINED = {"layer": TARGET, "feature_layers": None, "lm_head": "shared"}
 SMALL = 1 << 26  # bytes; smaller files are copied, not linked
 
 
@@ -63,7 +63,8 @@ def write_copy(head: Mtp, checkpoint: str, layout: Layout, out: Path) -> None:
     last = f"model.layers.{layers - 1}."
     split = not any(name.startswith(last) and name.endswith(".gate_up_proj") for name in entries)
     inner = layout.inner.format(layers)
-    tensors = layout.write(head.state_dict(), layers, split=split)
+    module = {name: tensor for name, tensor in head.state_dict().items() if name != "vocab.ids"}  # drafts all tokens
+    tensors = layout.write(module, layers, split=split)
     like = {name: name.replace(inner, last, 1) for name in tensors}  # the last layer's tensor of the same kind
     odd = {name for name in entries if name.startswith(last)} ^ {one for one in like.values() if one in entries}
     odd |= {one for name, one in like.items() if one in entries and entries[one].shape != tensors[name].shape}

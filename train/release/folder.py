@@ -38,7 +38,7 @@ from heads.formats import custom_generate, lora
 from heads.formats.hub import base_head, load_found, on_hub, target_path
 from heads.formats.mtp_layouts import COUNT, FAMILIES
 from heads.formats.published import gguf
-from heads.formats.published.export import TargetFacts, export, refusals, unserved
+from heads.formats.published.export import TargetFacts, engine_mismatch, export, refusals
 from heads.formats.published.plan import STATES
 from heads.formats.store import CONFIG, WEIGHTS, load_head, read_config, read_tensors
 from heads.mtp import Mtp
@@ -224,8 +224,8 @@ def _load(path: str, adapter: str | None) -> Target | EmbeddingsOnly:
 
 
 def assert_served(head: Any, path: str) -> None:
-    """Refuse a head whose target engines would draft for differently (`unserved`)."""
-    if (why := unserved(head.config, head.embeddings.beyond_tables())) is not None:
+    """Refuse a head whose target engines would draft for differently (`engine_mismatch`)."""
+    if (why := engine_mismatch(head.config, head.embeddings.beyond_tables())) is not None:
         raise ValueError(f"{path}: {why}; publish without format")
 
 

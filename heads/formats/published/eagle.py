@@ -41,8 +41,8 @@ def read(source: PublishedHead, embeddings: Embeddings) -> TensorMapping:
 
 def engines(source: Export) -> ExportedHead:
     """Export the head for vLLM and SGLang; refuse unsupported options."""
-    source.refuse(lm_head="shared", draft_vocab=None)
-    tensors = source.tensors
+    source.refuse(lm_head="shared")
+    tensors = source.weights()
     bias = tensors.get("fc.bias")
     if source.format_name == "vllm" and bias is not None and (bias.is_meta or bool(bias.any())):
         raise source.refusal("a bias of fc, bias=true", "which vLLM drops; train with head.bias=false")
@@ -56,7 +56,7 @@ def authors(source: Export) -> ExportedHead:
 
     Options that their code does not support are refused.
     """
-    source.refuse(lm_head="shared", draft_vocab=None)
+    source.refuse(lm_head="shared")
     config = {
         "model_type": "llama",
         "torch_dtype": source.dtype,
@@ -64,4 +64,4 @@ def authors(source: Export) -> ExportedHead:
         "bias": source.config.bias,
         **source.decoder(),
     }
-    return ExportedHead(config, {**source.tensors, EMBEDDING: embedding_of(source.embeddings)})
+    return ExportedHead(config, {**source.weights(), EMBEDDING: embedding_of(source.embeddings)})

@@ -12,7 +12,7 @@ from heads.formats.published import dflash, eagle, eagle3, eagle4, gguf, hydra, 
 from heads.formats.published.exporting import Export, ExportedHead, TargetFacts
 from heads.formats.store import assert_finite, write_files
 
-__all__ = ["FORMATS", "READERS", "TargetFacts", "check", "export", "refusals", "unserved"]
+__all__ = ["FORMATS", "READERS", "TargetFacts", "check", "engine_mismatch", "export", "refusals"]
 
 log = logging.getLogger(__name__)
 
@@ -48,14 +48,14 @@ def check(head: Any, engine: str, served: TargetFacts, beyond: Collection[str]) 
             if not custom_generate.files(vars(head.config)):
                 raise ValueError(f"no code of ours decodes there with {head.config.name}; train head=mlp")
             return
-        if why := unserved(head.config, beyond):
+        if why := engine_mismatch(head.config, beyond):
             raise ValueError(why)
         _writer(head, format_name)(Export(format_name, head, served))
     except ValueError as error:
         raise ValueError(f"engine={engine}: {str(error).removeprefix(f'format={format_name}: ')}") from None
 
 
-def unserved(config: Any, beyond: Collection[str]) -> str | None:
+def engine_mismatch(config: Any, beyond: Collection[str]) -> str | None:
     """Return why engines would draft differently from the head's training; None if they would not.
 
     Engines read the plain tables of the target's embedding and lm_head. EAGLE-3, P-EAGLE and MTP norm the embedding

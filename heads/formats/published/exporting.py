@@ -53,6 +53,10 @@ class Export(NamedTuple):
         """The head's tensors by our names."""
         return self.head.state_dict()
 
+    def weights(self) -> dict[str, Tensor]:
+        """Return the tensors without the draft vocabulary: engines then draft all tokens by the shared lm_head."""
+        return {name: tensor for name, tensor in self.tensors.items() if name != "vocab.ids"}
+
     @property
     def dtype(self) -> str:
         """The exported dtype as config.json names it."""

@@ -51,7 +51,7 @@ def read(source: PublishedHead, embeddings: Embeddings) -> TensorMapping:
 
 def engines(source: Export) -> ExportedHead:
     """Export the head for vLLM and SGLang; refuse unsupported options."""
-    source.refuse(layer="llama", raw_state=False, feature_layers=None, lm_head="shared", draft_vocab=None)
+    source.refuse(layer="llama", raw_state=False, feature_layers=None, lm_head="shared")
     if source.format_name == "sglang":
         source.refuse(qk_norm=False)
     config = source.engine_config(CLASS, 1) | {COUNT: 1, "qk_norm": source.config.qk_norm}
@@ -79,7 +79,7 @@ def engines(source: Export) -> ExportedHead:
                 f"{other} {ours[other]}",
                 f"and vLLM takes the target's, {theirs[other]}; train with init=auto and sizes of null",
             )
-    tensors = {f"model.{their_name(name)}": tensor for name, tensor in source.tensors.items()}
+    tensors = {f"model.{their_name(name)}": tensor for name, tensor in source.weights().items()}
     projection = f"model.{LAYER}input_proj.weight"
     tensors[projection] = swapped(tensors[projection])
     for letter in "qkv":

@@ -1,4 +1,4 @@
-"""Assembling a head from a published folder: every tensor is mapped, and none is left over."""
+"""Assembling a head from a published folder: every tensor is mapped or refused."""
 
 import logging
 import re
@@ -16,48 +16,46 @@ from heads.common.typed import typed
 from heads.common.untrusted import shown
 from heads.formats.weights import meta_state_dict
 
-STATES = "eagle_aux_hidden_state_layer_ids"  # hidden states at the top level, outputs within `eagle_config`
-BLOCK_STATES, BLOCK_OUTPUTS = "aux_hidden_state_layer_ids", "target_layer_ids"  # of a block head
+STATES = "eagle_aux_hidden_state_layer_ids"  # key of hidden states at the top level, of layer outputs in `eagle_config`
+BLOCK_STATES, BLOCK_OUTPUTS = "aux_hidden_state_layer_ids", "target_layer_ids"  # keys of block heads
 
 
 def as_states(outputs: Sequence[int]) -> list[int]:
-    """Convert indices of layer outputs to indices of hidden states, where the embedding is 0."""
+    """Convert indices of layer outputs to indices of hidden states, in which the embedding is 0."""
     return [i + 1 for i in outputs]
 
 
 def as_outputs(states: Sequence[int]) -> list[int]:
-    """Convert indices of hidden states to indices of layer outputs, where the embedding is -1."""
+    """Convert indices of hidden states to indices of layer outputs, in which the embedding is -1."""
     return [i - 1 for i in states]
 
 
 log = logging.getLogger(__name__)
 
-OFFSETS, KNOWN = "d2t", "t2d"  # over the draft's vocabulary an offset to the target's id, over the target's a mask
-EMBEDDING = "embed_tokens.weight"  # the target's own, the end of its name
-OVER_VOCABULARY = re.compile(
-    r"lm_heads?\.|bias\.weight$|domino\.up\."
-)  # of a head's tensors, those with a row for each token
-# The defaults of transformers for a Llama's config.json; published heads are, and run on these.
+OFFSETS, KNOWN = "d2t", "t2d"  # offset from a draft id to the target's id; mask over the target's vocabulary
+EMBEDDING = "embed_tokens.weight"  # suffix of the name of a copy of the target's embedding
+OVER_VOCABULARY = re.compile(r"lm_heads?\.|bias\.weight$|domino\.up\.")  # tensors of a head with one row per token
+# transformers' defaults for a Llama's config.json, with which published heads run.
 PLAIN, EPS = Rope(10000.0), 1e-6
 ACTIVATIONS = (None, "silu", "swish")
 
 
 class PublishedHead(NamedTuple):
-    """A published head: its config.json, and its tensors without a common prefix of their names."""
+    """A published head: its config.json, and its tensors by their names without a common prefix."""
 
     folder: Path
     config: dict[str, Any]
     tensors: dict[str, Tensor]
 
     def tensor(self, name: str, key: str | None = None) -> Tensor:
-        """Return one tensor, whose presence `key` of config.json implies; refuse a folder without it."""
+        """Return one tensor; refuse a folder without it, naming the `key` of config.json that implies it."""
         if name not in self.tensors:
             why = f", and config.json gives {key}" if key else ""
             raise self.error(f"the tensor {name} is missing{why}; download it again")
         return self.tensors[name]
 
     def error(self, what: str) -> ValueError:
-        """Return the error to raise."""
+        """Return the error `what` about this folder."""
         return ValueError(f"{self.folder}: {what}")
 
     def refusal(self, what: str) -> ValueError:
@@ -67,24 +65,24 @@ class PublishedHead(NamedTuple):
         )
 
     def count(self, pattern: str) -> int:
-        """Return the number of distinct values of the pattern's first group over the names."""
+        """Return the number of distinct values of the pattern's first group in the tensor names."""
         return len({match[1] for name in self.tensors if (match := re.match(pattern, name))})
 
 
 class TensorMapping(NamedTuple):
-    """The mapping of a published folder to a head."""
+    """The mapping of a published folder's tensors to a head's."""
 
-    head: str  # a name in HEADS
-    config: dict[str, Any]  # the head's configuration without its name and vocabulary size
-    rename: Callable[[str], str]  # a tensor's name in the head to its name in the file
-    filled: dict[str, Tensor]  # tensors of the head that the file does not hold as they are
-    unread: set[str]  # tensor names in the file that are ignored
-    ids: Tensor | None  # the drafted tokens in the order of the lm_head's rows, None for the whole vocabulary
+    head: str  # key of HEADS
+    config: dict[str, Any]  # the head's configuration, except its name and vocabulary size
+    rename: Callable[[str], str]  # our name of a tensor -> its name in the file
+    filled: dict[str, Tensor]  # tensors of the head that the file lacks or holds in another form
+    unread: set[str]  # names of tensors in the file that are ignored
+    ids: Tensor | None  # drafted tokens in the order of the lm_head's rows; None for the whole vocabulary
 
 
 def assemble(source: PublishedHead, plan: TensorMapping, embeddings: Embeddings) -> nn.Module:
     """Return the head in the file's dtypes; refuse a tensor that is missing, unknown, misshapen or not finite."""
-    # Embeddings that were not trained are compared with the target's, which replaces them.
+    # Embeddings that were not trained must equal the target's, which replaces them.
     tables = {name: tensor for name, tensor in source.tensors.items() if name.endswith(EMBEDDING)}
     table_shape = (embeddings.vocab_size, embeddings.hidden_size)
     for name, table in tables.items():
@@ -128,7 +126,7 @@ def assemble(source: PublishedHead, plan: TensorMapping, embeddings: Embeddings)
         if order is not None and name not in filled and OVER_VOCABULARY.match(name):
             tensor = tensor[order]
         loaded[name] = tensor.clone(memory_format=torch.contiguous_format)
-    head: nn.Module = kind(config, embeddings)  # memory is allocated only after the checks of the file
+    head: nn.Module = kind(config, embeddings)  # memory is allocated only after the file's checks
     for name, parameter in head.state_dict(keep_vars=True).items():
         parameter.data = loaded[name]
     return head
@@ -143,10 +141,10 @@ def drafted(source: PublishedHead, ids: Tensor, what: str, embeddings: Embedding
 
 
 def drafted_by_offsets(source: PublishedHead, embeddings: Embeddings) -> Tensor | None:
-    """Return the draft vocabulary by d2t and t2d, None without them: draft id i is target id i + d2t[i].
+    """Return the draft vocabulary by d2t and t2d, None without d2t and t2d; draft id i is target id i + d2t[i].
 
     Raises:
-        ValueError: the two disagree, d2t does not hold such offsets, or a reduced lm_head has no d2t.
+        ValueError: d2t and t2d disagree, d2t holds other values than offsets, or a reduced lm_head has no d2t.
     """
     if OFFSETS not in source.tensors:
         lm_head = source.tensors.get("lm_head.weight")
@@ -162,7 +160,7 @@ def drafted_by_offsets(source: PublishedHead, embeddings: Embeddings) -> Tensor 
 
 
 def check_width(source: PublishedHead, name: str, embeddings: Embeddings) -> None:
-    """Refuse a head whose hidden size, by the width of one of its tensors, is not the target's."""
+    """Refuse a head whose hidden size, the width of tensor `name`, is not the target's."""
     width = source.tensor(name).shape[0]
     if width != embeddings.hidden_size:
         raise source.error(
@@ -172,12 +170,12 @@ def check_width(source: PublishedHead, name: str, embeddings: Embeddings) -> Non
 
 
 def decoder(source: PublishedHead, layer: str, embeddings: Embeddings, *, sliding: bool = False) -> dict[str, Any]:
-    """Return the decoder layers' dimensions for a head's configuration, the target's where config.json gives none.
+    """Return the decoder layers' dimensions for a head's configuration, with the target's for missing keys.
 
     `layer` is the prefix of a layer's tensors, with its dot; `sliding` allows one sliding window for all layers.
 
     Raises:
-        ValueError: a tensor is missing, its rows do not divide into attention heads, or an option is not supported.
+        ValueError: a tensor is missing, its rows do not divide into attention heads, or an option is unsupported.
     """
     config = source.config
     alike = sliding and set(config.get("layer_types") or ()) == {"sliding_attention"}
@@ -222,8 +220,8 @@ def decoder(source: PublishedHead, layer: str, embeddings: Embeddings, *, slidin
 
 
 def is_targets_embedding(table: Tensor, embeddings: Embeddings) -> bool:
-    """Return whether a table (V, D) is the target's embedding, except for rounding and some targets' scale."""
-    parts = torch.arange(len(table)).split(4096)  # the whole in fp32 may take gigabytes
+    """Return whether a table (V, D) equals the target's embedding up to rounding and some targets' scale."""
+    parts = torch.arange(len(table)).split(4096)  # in parts, since the whole table in fp32 may take gigabytes
     first = embedding_of(embeddings, parts[0]).float().cpu()
     scale, scatter = first.norm() / table[parts[0]].float().norm(), float(first.std())
     rows = ((table[ids].float() * scale, embedding_of(embeddings, ids).float().cpu()) for ids in parts)
