@@ -5,7 +5,7 @@
 A line of the file has the tokens and passes of every prompt at every length of one head's training: greedy chains to
 depth 5, each length a whole training that branches off at a constant rate. The later points are forecast from the first
 three and more. The prompts are halved at random, six times: one half measures the earlier points, the other says what
-came out, whose own error the interval does not cover.
+came out.
 """
 
 import itertools
@@ -24,16 +24,18 @@ LEAST = 3  # points that a forecast is made from
 HALVINGS = 6
 
 
-def main() -> None:
-    """Print by target and seed how often the interval holds what came out, its width and the forecast's error."""
-    file = Path(sys.argv[1]) if sys.argv[1:] else ROOT / "benchmarks" / "forecast_curves.jsonl"
+CURVES = ROOT / "benchmarks" / "forecast_curves.jsonl"
+
+
+def forecasts(file: Path, halvings: int) -> dict[str, list[tuple[float, float, float, float]]]:
+    """Return by target and seed the forecast, the ends of its interval and what came out."""
     groups: dict[str, list[tuple[float, float, float, float]]] = {}
     for row in map(json.loads, file.read_text().splitlines()):
         tokens = [float(point["tokens"]) for point in row["points"]]
         counts = np.array(
             [point["counts"] for point in row["points"]], dtype=float
         )  # points, prompts, (tokens, passes)
-        for halving, seen in itertools.product(range(HALVINGS), range(LEAST, len(tokens))):
+        for halving, seen in itertools.product(range(halvings), range(LEAST, len(tokens))):
             order = np.random.default_rng(halving).permutation(counts.shape[1])
             mine, others = counts[:seen, order[: len(order) // 2]], counts[:, order[len(order) // 2 :]].sum(1)
             tau = mine[..., 0].sum(1) / mine[..., 1].sum(1)
@@ -43,6 +45,12 @@ def main() -> None:
                 told = predict(tokens[:seen], list(tau), list(error), tokens[at], float(row["bound"]))
                 case = (*told, others[at, 0] / others[at, 1])
                 groups.setdefault(f"{row['target']}, seed {row['seed']}", []).append(case)
+    return groups
+
+
+def main() -> None:
+    """Print by target and seed how often the interval holds what came out, its width and the forecast's error."""
+    groups = forecasts(Path(sys.argv[1]) if sys.argv[1:] else CURVES, HALVINGS)
     print(f"| curves | forecasts | within the {LEVEL:.0%} interval | above it | below it | width / τ | forecast / τ |")
     print("| --- | ---: | ---: | ---: | ---: | ---: | ---: |")
     for name, cases in {**groups, "all": list(itertools.chain(*groups.values()))}.items():

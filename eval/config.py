@@ -14,15 +14,16 @@ from inference.verification.rules import is_lossy
 
 OWN, RECORDED = TEXTS = ("own", "recorded")
 TURNS = ("first", "all")
+Grid = Annotated[list[Count], SEVERAL]
 
 
 @dataclass(frozen=True)
 class TunerConfig:
     """The tuner's grid: depths, children and budgets of trees, and the number of timed steps per tree."""
 
-    depths: Annotated[list[Count], SEVERAL]
-    top_k: Annotated[list[Count], SEVERAL]
-    nodes: Annotated[list[Count], SEVERAL]
+    depths: Grid
+    top_k: Grid
+    nodes: Grid
     samples: Count
 
     def within(self, context: int) -> "TunerConfig":
@@ -73,8 +74,8 @@ class Conditions:
     """The conditions of decoding: every temperature with every batch size and request rate."""
 
     temperature: Annotated[list[Amount], SEVERAL]
-    batch_size: Annotated[list[Count], SEVERAL]
-    request_rate: Annotated[list[Positive | None], SEVERAL]  # None: a request starts when an earlier one has ended
+    batch_size: Grid
+    request_rate: Annotated[list[Positive | None], SEVERAL]  # None: a request comes when one before it has ended
 
     def conditions(self) -> Iterator[tuple[float, int, float | None]]:
         """Yield every temperature with every batch size and request rate."""

@@ -35,6 +35,7 @@ from eval.measures.losslessness import (
     worst,
 )
 from eval.measures.results import BASELINE
+from heads.base import Tokens
 from heads.common.progress import progress, update_bar
 from inference.batch import Batch, acquire, needed_entries, release
 from inference.decode import Generation, RequestParams, autoregress
@@ -82,9 +83,9 @@ TOGETHER = 16  # sequences at a prefix per step of the engine, if memory allows
 class Prefix(NamedTuple):
     """A text to sample after: a prompt and its answer so far, and the target's probs after it."""
 
-    prompt: list[int]
-    answer: list[int]
-    draws: bool  # whether the host samples children, by a stateful model
+    prompt: Tokens
+    answer: Tokens
+    draws: bool  # whether children are sampled on the host, by a model with a state of its own
     probs: Float[Tensor, "V"]
     cells: Cells
     drafted_prob: float  # the target's probability of all tokens drafted at depth 1
@@ -132,17 +133,17 @@ def coupled_check(
 
 
 @torch.inference_mode()
-def coupled_gap(target: Target, prompt: list[int], answer: list[int], params: RequestParams) -> float:
-    """Return the margin in logits between the two best tokens under coupled noise after a text."""
+def coupled_gap(target: Target, prompt: Tokens, answer: Tokens, params: RequestParams) -> float:
+    """Return the margin, in logits, of the winner of the coupled race after a text over the second."""
     request = _request(target, prompt, answer, params, target.cache())
     probs = _probs(request)
     first, second = (probs / request.noise(probs[None])[0]).double().topk(2).values.tolist()
     return float(params.sampling.temperature * torch.log(torch.tensor(first / second))) if second > 0 else float("inf")
 
 
-def texts(prompts: Sequence[Prompt], baseline: Sequence[Generation]) -> list[tuple[list[int], list[int]]]:
-    """Return different prompts with their answers up to the smallest logit gap, in order of the gap."""
-    prefixes: list[tuple[float, tuple[list[int], list[int]]]] = []
+def texts(prompts: Sequence[Prompt], baseline: Sequence[Generation]) -> list[tuple[Tokens, Tokens]]:
+    """Return different prompts with their answers up to the smallest logit gap, the smallest gaps first."""
+    prefixes: list[tuple[float, tuple[Tokens, Tokens]]] = []
     for prompt, run in zip(prompts, baseline, strict=True):
         gaps = run.logit_gaps[1:]  # the first draft comes after one token of the answer
         if gaps:
@@ -157,7 +158,7 @@ def texts(prompts: Sequence[Prompt], baseline: Sequence[Generation]) -> list[tup
 def chi_square_test(
     target: Target,
     drafter: Drafter,
-    candidates: Sequence[tuple[list[int], list[int]]],
+    candidates: Sequence[tuple[Tokens, Tokens]],
     settings: RequestParams,
     tv: float,
     alpha: float,
@@ -182,9 +183,7 @@ def chi_square_test(
     return ChiSquareTest(size, len(prefixes), freedom, total, p, tv, power, alpha, control_p), ""
 
 
-def _request(
-    target: Target, prompt: list[int], answer: list[int], params: RequestParams, cache: TargetCache
-) -> Request:
+def _request(target: Target, prompt: Tokens, answer: Tokens, params: RequestParams, cache: TargetCache) -> Request:
     """Return a request with the tokens of its answer so far."""
     request = Request(target, prompt, params, cache)
     request.context.extend(answer)
@@ -200,7 +199,7 @@ def _probs(request: Request) -> Float[Tensor, "V"]:
 
 
 def _entered(
-    target: Target, drafter: Drafter, prompt: list[int], answer: list[int], settings: RequestParams, size: int
+    target: Target, drafter: Drafter, prompt: Tokens, answer: Tokens, settings: RequestParams, size: int
 ) -> tuple[Batch, list[Request]]:
     """Return a batch of `size` sequences, all at the end of a text."""
     text, one_more = [*prompt, *answer], replace(settings, max_new_tokens=1, min_new_tokens=0)
@@ -224,7 +223,7 @@ def _left(batch: Batch) -> None:
 
 
 def _prefix(
-    target: Target, drafter: Drafter, prompt: list[int], answer: list[int], settings: RequestParams, tv: float
+    target: Target, drafter: Drafter, prompt: Tokens, answer: Tokens, settings: RequestParams, tv: float
 ) -> Prefix | None:
     """Draft once after a text; None without a draft, or if the broken rule's total variation is at most `tv`."""
     batch, requests = _entered(target, drafter, prompt, answer, settings, 1)
@@ -245,8 +244,8 @@ def _prefix(
 
 def _samples(
     target: Target, drafter: Drafter, prefix: Prefix, settings: RequestParams, seeds: str, count: int
-) -> list[int]:
-    """Return first tokens from the engine's steps under the rule in use; `seeds` is the key of all randomness.
+) -> Tokens:
+    """Return first tokens as the engine's steps emit them by the rule in use; `seeds` is the key of all randomness.
 
     Several sequences at the prefix share a step, each with new seeds. A step has one sequence if the target takes no
     trees, if memory allows only one, or if nothing is drafted for several, as under a schedule.
@@ -254,7 +253,7 @@ def _samples(
     for size in (TOGETHER, 1) if target.takes_trees else (1,):
         with suppress(*((torch.OutOfMemoryError, ValueError) if size > 1 else ())):
             batch, requests = _entered(target, drafter, prefix.prompt, prefix.answer, settings, size)
-            sampled, drafts = list[int](), True
+            sampled, drafts = Tokens(), True
             while len(sampled) < count and drafts:
                 update_bar()
                 for slot, request in enumerate(requests):
@@ -267,12 +266,12 @@ def _samples(
     raise AssertionError("one sequence always samples")
 
 
-def resampled(probs: Float[Tensor, "V"], samples: Samples, count: int) -> list[int]:
+def resampled(probs: Float[Tensor, "V"], samples: Samples, count: int) -> Tokens:
     """Return first tokens under a broken rule: after a rejection it samples from p instead of the residual.
 
     The draft is the target's argmax, where the broken rule is furthest from p.
     """
     best = probs.argmax()
     first, second = samples.sample(probs.expand(1, 2 * count, -1))[0].chunk(2)
-    sampled: list[int] = torch.where(first == best, best, second).tolist()
+    sampled: Tokens = torch.where(first == best, best, second).tolist()
     return sampled

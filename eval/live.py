@@ -13,11 +13,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import accumulate, chain
+from types import SimpleNamespace
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 from transformers import GenerationConfig
-from transformers.generation.streamers import BaseStreamer
 
 from data.text.prompts import Prompt
 from eval.measures import metrics
@@ -33,6 +33,7 @@ from eval.measures.results import (
     result,
     with_speedups,
 )
+from heads.base import Tokens
 from heads.common.progress import progress
 from inference.batch import Batch, acquire, release
 from inference.decode import Generation, RequestParams, speculate
@@ -223,22 +224,8 @@ def timed(run: Generation) -> MeasuredRequest:
     )
 
 
-class TokenClock(BaseStreamer):
-    """A streamer that records when `generate` emits the prompt, before the prefill, and each token."""
-
-    def __init__(self) -> None:
-        self.times: list[float] = []
-
-    def put(self, value: Any) -> None:
-        """Record the time."""
-        self.times.append(time.perf_counter())
-
-    def end(self) -> None:
-        """Do nothing at the end."""
-
-
 @torch.inference_mode()
-def hf_generate(target: Target, prompt: list[int], settings: RequestParams) -> Generation:
+def hf_generate(target: Target, prompt: Tokens, settings: RequestParams) -> Generation:
     """Run HF's greedy `generate` on the target's model with the repetition penalty, timed like our engine.
 
     The result has no steps. It runs in inference mode, like our engine, which is faster than `no_grad`.
@@ -260,10 +247,12 @@ def hf_generate(target: Target, prompt: list[int], settings: RequestParams) -> G
         return_dict_in_generate=True,
         output_scores=settings.logit_gaps,
     )
-    token, clock = torch.tensor([prompt], device=target.device), TokenClock()
-    generate: Any = target.model.generate  # transformers types it on a mixin that AutoModel lacks
+    token, times = torch.tensor([prompt], device=target.device), list[float]()
+    # It hands on the prompt, before its prefill, and then each token.
+    clock = SimpleNamespace(put=lambda _: times.append(time.perf_counter()), end=lambda: None)
+    generate: Any = target.model.generate  # transformers types it on a mixin that AutoModel's classes do not show
     out = generate(token, attention_mask=torch.ones_like(token), generation_config=config, streamer=clock)
-    begin, first, *_, last = (*clock.times, clock.times[-1])
+    begin, first, *_, last = (*times, times[-1])
     tokens = out.sequences[0, len(prompt) :].tolist()
     best_two = [row[0].float().topk(2).values.tolist() for row in out.scores or ()]
     return Generation(
@@ -300,7 +289,7 @@ def arrivals(count: int, rate: float, rng: random.Random) -> list[float]:
 
 def serve(
     batch: Batch,
-    prompts: Sequence[list[int]],
+    prompts: Sequence[Tokens],
     when: Sequence[float],
     settings: RequestParams,
     clock: Callable[[], float] = time.perf_counter,
@@ -346,7 +335,7 @@ def measure_rate(setup: Setup, repeats: int, warmup: Sequence[Prompt], batch_siz
     size, first = min(batch_size, len(tokens)), [prompt.token for prompt in warmup]
     requests = [(token, settings) for token in (*tokens, *first)]
 
-    def served(name: str, prompts: Sequence[list[int]], times: Sequence[float]) -> list[Served]:
+    def served(name: str, prompts: Sequence[Tokens], times: Sequence[float]) -> list[Served]:
         batch = acquire(
             setup.target, all_drafters[name], size, requests
         )  # room for all requests, or the graphs would be dropped

@@ -9,7 +9,6 @@ if __name__ == "__main__":  # the checkout's root replaces the script's folder
 import gc
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
 
 import torch
 from omegaconf import DictConfig
@@ -20,32 +19,31 @@ from eval.config import RECORDED, EvalConfig
 from eval.extras import answers, training, trees
 from eval.gates import check
 from eval.inputs.drafters import Drafters, find_heads, load_drafters
-from eval.inputs.workloads import Workload, load_workload
+from eval.inputs.workloads import Workload, load_workload, prompt_counts
 from eval.live import Setup, generations, measure, measure_rate, paired, queued_rows, requests_of, rows
 from eval.measures.losslessness import Gate, SampledGate
-from eval.measures.machine import device_facts, peak_memory
+from eval.measures.machine import device_facts, peak_memory, provenance
 from eval.measures.results import BASELINE, LIVE, TEACHER_FORCED, ResultRow
 from eval.report.render import terminal
 from eval.report.sections import compared, sentence
 from eval.report.write import READ, SERVING, Report
-from eval.setup import described, devices_of, dtype_for, load_target, prepared, read, remarks_of, settings_of
-from eval.teacher_forced import (
-    WorkloadTexts,
-    answered_texts,
-    generate_answers,
-    recorded_texts,
-    teacher_forced_rows,
-)
+from eval.setup import described, devices_of, dtype_for, load_target, prepared, read, remarks_of
+from eval.teacher_forced import WorkloadTexts, answered_texts, generate_answers, recorded_texts, teacher_forced_rows
 from eval.tune import TUNED, tune
 from heads.common.command import command, exit_this_run
 from heads.common.errors import report_on_interrupt, user_errors
-from heads.common.typed import typed
+from heads.common.typed import Json, typed
 from heads.common.untrusted import visible
 from inference.target.config import ModelConfig
 from inference.target.target import Target
 from inference.verification.rules import is_lossy
 
 PIPE_WIDTH = 140
+Timed = tuple[list[ResultRow], list[WorkloadTexts], Json]  # the live tier's rows, the baseline's texts, extras by key
+SETTINGS = (
+    *("max_new_tokens", "min_new_tokens", "top_k", "top_p", "min_p", "repetition_penalty", "rule", "lossy", "seed"),
+    *("gate_dtype", "repeats", "warmup", "truncate", "turns", "balanced", "gate_tv"),
+)
 
 
 def evaluate(config: EvalConfig, *, writes: bool = True) -> Report:
@@ -85,10 +83,10 @@ def measured(config: EvalConfig, model: ModelConfig, names: Sequence[str]) -> Re
             gc.collect()  # memory may not hold two copies of a large target
             target = load_target(model, dtype, config.engine)
     drafters = load_drafters(config, target)
-    timed = timed_rows(config, target, workloads, drafters, gates, sampled) if live else Timed([], [], {})
-    rows, extras = list(timed.rows), dict(timed.extras)
+    timed: Timed = timed_rows(config, target, workloads, drafters, gates, sampled) if live else ([], [], {})
+    rows, texts, extras = timed
     if TEACHER_FORCED in config.tiers():
-        given = logs or timed.texts or generate_answers(config, target, workloads)
+        given = logs or texts or generate_answers(config, target, workloads)
         along, extras["teacher_forced"] = teacher_forced_rows(config, target, drafters, given)
         rows += along
     if remarks:
@@ -96,20 +94,18 @@ def measured(config: EvalConfig, model: ModelConfig, names: Sequence[str]) -> Re
     return Report(
         target={"name": model.name, "path": model.path, **described(target)},
         device=device_facts(target.device, target.dtype) | devices_of(target),
-        settings=settings_of(config, workloads),
+        settings={
+            **prompt_counts(workloads),
+            **{key: getattr(config, key) for key in SETTINGS},  # that the results depend on
+            **({"text": config.text} if TEACHER_FORCED in config.tiers() else {}),
+            "engine": config.engine.label,
+            "provenance": provenance(),
+        },
         gates=gates,
         rows=rows,
         sampled=sampled,
         extras=extras,
     )
-
-
-class Timed(NamedTuple):
-    """The live tier's results: rows, the baseline's texts, and the report's extras by key."""
-
-    rows: list[ResultRow]
-    texts: list[WorkloadTexts]
-    extras: dict[str, Any]
 
 
 def timed_rows(
@@ -127,7 +123,8 @@ def timed_rows(
     if target.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(target.device)
     curves = training(find_heads([*config.runs(), *config.compare])) if "head" in config.drafter else None
-    measured = Timed([], [], {} if curves is None else {"training": curves})
+    measured, texts = list[ResultRow](), list[WorkloadTexts]()
+    extras: Json = {} if curves is None else {"training": curves}
     start = 0
     for workload in workloads:
         for temperature, size, rate in config.conditions():
@@ -139,7 +136,7 @@ def timed_rows(
             rounds = None if rate is None else measure_rate(*how, size, rate)
             runs = measure(*how, hf, size) if rounds is None else generations(rounds)
             if (size, rate) == (config.batch_size[0], config.request_rate[0]):
-                measured.texts.append(answered_texts(workload, target, setup.settings, runs[BASELINE]))
+                texts.append(answered_texts(workload, target, setup.settings, runs[BASELINE]))
             checks = [check for check in sampled if check.temperature == temperature]
             measurement = workload.measurement(
                 temperature,
@@ -152,18 +149,18 @@ def timed_rows(
                 not_lossless=frozenset(check.drafter for check in checks if not check.passed),
                 request_rate=rate,
             )
-            if not measured.rows:
+            if not measured:
                 shown = answers(runs, list(drafters), workload.prompts, target.tokenizer)
-                measured.extras.update(trees=trees(runs, drafters), answers=shown)
+                extras.update(trees=trees(runs, drafters), answers=shown)
             timed = rows(runs, drafters, gates, measurement)
             if rate is None:
                 whole = [row for row in timed if row.speedup is not None and not row.category]
                 lossless = [row.drafter for row in whole if row.drafter != BASELINE]
                 if len(lossless) > 1:
-                    measured.extras.setdefault("paired", []).extend(paired(runs, lossless, measurement))
-            measured.rows.extend(timed if rounds is None else queued_rows(timed, requests_of(rounds), measurement))
+                    extras.setdefault("paired", []).extend(paired(runs, lossless, measurement))
+            measured.extend(timed if rounds is None else queued_rows(timed, requests_of(rounds), measurement))
         start += len(workload.prompts)
-    return measured
+    return measured, texts, extras
 
 
 def tuned(config: EvalConfig) -> bool:

@@ -18,14 +18,7 @@ from heads.common.command import command
 from heads.common.progress import progress
 from heads.common.typed import typed
 from inference.decode import RequestParams, autoregress
-from inference.drafters.contrib.layer_skip import (
-    FORMAT,
-    SearchSettings,
-    SkipFile,
-    recorded,
-    save_skips,
-    search,
-)
+from inference.drafters.contrib.layer_skip import FORMAT, SearchSettings, SkipFile, recorded, save_skips, search
 from inference.target.config import ModelConfig
 from inference.target.placement import check_single_process
 from inference.target.target import Target

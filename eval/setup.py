@@ -10,9 +10,7 @@ from torch import distributed
 from data.text.prompts import Prompt
 from eval.config import EngineConfig, EvalConfig
 from eval.inputs.drafters import check_drafters, find_heads, model_of, own_prompts
-from eval.inputs.workloads import Workload, distinct_names, prompt_counts, read_workload, workload_names
-from eval.measures.machine import provenance
-from eval.measures.results import TEACHER_FORCED
+from eval.inputs.workloads import Workload, distinct_names, read_workload, workload_names
 from eval.tune import TUNED
 from heads.common.files import check_writable
 from heads.common.progress import Bar, print_above_bars
@@ -41,7 +39,8 @@ def prepared(config: EvalConfig) -> tuple[ModelConfig, list[str], Path]:
         out /= model.name  # the run's own report is of its own target
     device_named(model.device)
     check_writable(out, "out")
-    replaced = "" if config.tune else replacing(out)
+    has_report = (out / "report.json").exists() and not config.tune
+    replaced = ", in place of the report there; out=FOLDER writes elsewhere" if has_report else ""
     print_above_bars(visible(f"evaluation on {', '.join(names)} with {model.path}, to {out}{replaced}"))
     configuration(model.path, model.trust_remote_code)
     return model, names, out
@@ -56,11 +55,6 @@ def folder_for(out: str | None, runs: Sequence[str], drafters: Sequence[str]) ->
         return first
     whole = first.resolve()  # not in a head's folder, which may be replaced or in git
     return Path("outputs") / (whole.parent.name if whole.name == "head" else first.name or whole.name)
-
-
-def replacing(out: Path) -> str:
-    """Return a note that a folder's report will be replaced; empty without a report."""
-    return ", in place of the report there; out=FOLDER writes elsewhere" if (out / "report.json").exists() else ""
 
 
 def load_target(model: ModelConfig, dtype: str, engine: EngineConfig) -> Target:
@@ -136,16 +130,3 @@ def devices_of(target: Target) -> dict[str, int]:
     here = {parameter.device for parameter in target.model.parameters() if parameter.device.type not in ("cpu", "meta")}
     count = max(len(here), 1) * (distributed.get_world_size() if target.placed.needs_all_ranks else 1)
     return {"count": count} if count > 1 else {}
-
-
-def settings_of(config: EvalConfig, workloads: Sequence[Workload[Any]]) -> dict[str, Any]:
-    """Return the settings that the results depend on, except models and machine."""
-    sampling = ("top_k", "top_p", "min_p", "repetition_penalty", "rule", "lossy", "seed")
-    protocol = ("gate_dtype", "repeats", "warmup", "truncate", "turns", "balanced", "gate_tv")
-    return {
-        **prompt_counts(workloads),
-        **{key: getattr(config, key) for key in ("max_new_tokens", "min_new_tokens", *sampling, *protocol)},
-        **({"text": config.text} if TEACHER_FORCED in config.tiers() else {}),
-        "engine": config.engine.label,
-        "provenance": provenance(),
-    }

@@ -1,10 +1,10 @@
 """Find the best tree for a head on this device and workload: acceptance from replays, measured costs and speed.
 
-Each kind of tree is a family. Half of the target's recorded texts select: all trees are replayed on them, and their
-steps are timed in the engine, those of the most promising trees again for longer. The best tree of each family is timed
-against the baseline on the other half. At other batch sizes the best chain and the best tree are timed, and the winners
-form a schedule. The static tree with the highest acceptance comes from Sequoia's dynamic programming over acceptance by
-depth and rank. A tree's size is its number of drafted nodes, without the root.
+Each kind of tree is a family. Half of the target's recorded texts choose: all trees are replayed on them, and their
+steps are timed in the engine; those of the most promising trees are timed again for longer. The best tree of each
+family is timed against the baseline on the other half. At further batch sizes the best chain and the best tree are
+timed, and the winners make a schedule. The static tree with the highest acceptance follows from acceptance by depth and
+rank. A tree's size is its drafted nodes, without the root.
 """
 
 import json
@@ -12,6 +12,7 @@ import random
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from heapq import heappop, heappush
 from itertools import count, cycle
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, cast
@@ -228,8 +229,18 @@ def tune(config: TuneConfig, target: Target, prompts: Sequence[Prompt]) -> Tunin
             best_trees = {id(one.tree) for members in groups.values() for one in members[:FINALISTS]}
             finalists = [one for one in finalists if id(one.tree) in best_trees]
         results.append(timed(config, target, head, list(groups.values()), held_prompts, batch))
-    measured_texts = {"chosen": len(chosen), "held": len(held)}
-    return Tuning(settings_of(config, target, measured_texts), table.tolist(), concluded(results, run, folder))
+    measured = {
+        "run": run,
+        "head": kind_of(folder),
+        "target": target.name,
+        "device": device_facts(target.device, target.dtype),
+        "texts": {"chosen": len(chosen), "held": len(held)},
+        **{key: getattr(config, key) for key in ("max_new_tokens", "seed", "repeats")},
+        "engine": config.engine.label,
+        "tuner": asdict(config.tuner),
+        "provenance": provenance(),
+    }
+    return Tuning(measured, table.tolist(), concluded(results, run, folder))
 
 
 def tau_along(records: Sequence[RankedText], tree: TreeConfig) -> float:
@@ -361,77 +372,28 @@ def keep(tree: TreeConfig | None, schedule: Schedule | None, run: str, folder: P
     return f"written to {folder}{name}"
 
 
-def settings_of(config: TuneConfig, target: Target, texts: dict[str, int]) -> dict[str, Any]:
-    """Return a tuning's settings and environment."""
-    return {
-        "run": config.runs()[0],
-        "head": kind_of(resolve_head(config.runs()[0])),
-        "target": target.name,
-        "device": device_facts(target.device, target.dtype),
-        "texts": texts,
-        **{key: getattr(config, key) for key in ("max_new_tokens", "seed", "repeats")},
-        "engine": config.engine.label,
-        "tuner": asdict(config.tuner),
-        "provenance": provenance(),
-    }
+def best_static(acceptance: Float[Tensor, "D K"], nodes: int) -> list[list[int]]:
+    """Return the rank paths of the best static trees, of which the first n are the best tree of n nodes.
 
-
-@dataclass(frozen=True)
-class StaticTrees:
-    """The best static tree of every size.
-
-    chosen[d][r][m] is the size of the subtree under the child of rank r, of a node at depth d, if m nodes are left for
-    the children of ranks 0 … r.
-    """
-
-    value: list[float]  # value[n]: expected accepted tokens of the best tree of at most n nodes
-    chosen: list[list[list[int]]]
-
-    def paths(self, nodes: int) -> list[list[int]]:
-        """Return the best tree of at most `nodes` nodes as rank paths, by depth."""
-        return sorted(self._below(0, nodes, []), key=lambda path: (len(path), path))
-
-    def _below(self, depth: int, nodes: int, path: list[int]) -> list[list[int]]:
-        paths_below: list[list[int]] = []
-        if depth == len(self.chosen):
-            return paths_below
-        for rank in reversed(range(len(self.chosen[depth]))):
-            size = self.chosen[depth][rank][nodes]
-            if size:
-                child = [*path, rank]
-                paths_below += [child, *self._below(depth + 1, size - 1, child)]
-            nodes -= size
-        return paths_below
-
-
-def best_static(acceptance: Float[Tensor, "D K"], nodes: int) -> StaticTrees:
-    """Find the best static tree of every size by Sequoia's dynamic programming (arXiv 2402.12374).
-
-    Sequoia's acceptance depends on the rank; here it also depends on the depth, since deep drafts are worse. As in
-    Sequoia, a node's acceptance depends on its path only through the length.
+    A tree is expected to accept the sum of its nodes' probabilities, and no node is more probable than its parent, so
+    the most probable nodes are the best tree: that of Sequoia's dynamic programming (arXiv 2402.12374). As there, a
+    node's acceptance depends on the path to it only by its length; here also on its depth, since heads get worse with
+    it. Nodes that are never accepted are left out.
 
     Args:
         acceptance: the probability that the target's token has rank k among the children of an accepted node at depth
             d - 1.
         nodes: the maximum size.
     """
-    depths, ranks = acceptance.shape
-    size = torch.arange(nodes + 1)
-    rest = size[:, None] - size  # [m, y]: the nodes left of m if a subtree takes y
-    below = torch.zeros(nodes + 1, dtype=torch.float64)  # value of m nodes under a node one level down
-    chosen: list[list[list[int]]] = []
-    for depth in reversed(range(depths)):
-        best, sizes = torch.zeros(nodes + 1, dtype=torch.float64), []
-        for rank in range(ranks):
-            gain = torch.zeros(nodes + 1, dtype=torch.float64)
-            gain[1:] = acceptance[depth, rank].double() * (1 + below[:-1])
-            total = torch.where(rest >= 0, best[rest.clamp_min(0)] + gain, float("-inf"))
-            subtree = total.argmax(1)
-            best = total.gather(1, subtree[:, None])[:, 0]
-            sizes.append(subtree.tolist())
-        below = best
-        chosen.insert(0, sizes)
-    return StaticTrees(below.tolist(), chosen)
+    table, paths = [*acceptance.tolist(), []], list[list[int]]()
+    waiting = [(-1.0, list[int]())]  # the most probable first
+    while waiting and len(paths) <= nodes:
+        probability, path = heappop(waiting)
+        paths.append(path)
+        for rank, share in enumerate(table[len(path)]):
+            if share > 0:
+                heappush(waiting, (probability * share, [*path, rank]))
+    return paths[1:]  # without the root
 
 
 def non_increasing(table: Float[Tensor, "D K"]) -> Float[Tensor, "D K"]:
@@ -464,7 +426,7 @@ def proposed(
     families = {CHAIN: [TreeConfig("chain", depth, 0, 0, [], []) for depth in depths]}
     if takes_trees:
         static = best_static(non_increasing(table[: max(depths)]), max(grid.nodes))
-        shapes = {str(paths): paths for paths in map(static.paths, grid.nodes) if paths}
+        shapes = {str(paths): paths for nodes in grid.nodes if (paths := sorted(static[:nodes], key=len))}
         families["static"] = [TreeConfig("static", 0, 0, 0, paths, []) for paths in shapes.values()]
         sizes = [(depth, nodes) for depth in depths for nodes in grid.nodes if depth <= nodes]
         families["dynamic"] = [

@@ -7,7 +7,8 @@ formats/   heads on disk and on the Hub: our own format, those that other projec
 modules/   shared modules: attention, decoder layers, positions, the draft vocabulary, the KV cache
 base.py    the protocol of a draft head, its records, the notation for rows and depths
 rows.py    the only index arithmetic on rows and depths
-eagle.py   EAGLE-1/2: one decoder layer that extrapolates the target's features; HASS, trained on its own features
+shapes.py  the shapes that many signatures have
+eagle.py   EAGLE-1/2: one decoder layer that extrapolates the target's features; HASS, trained on those that it drafts
 eagle3.py  EAGLE-3 and 3.1: features of several layers, only tokens fed back
 eagle4.py  EAGLE-4: EAGLE-3.1 with a low-rank candidate head
 medusa.py  Medusa: one residual head per depth
@@ -27,7 +28,7 @@ from heads.base import HeadConfig
 from heads.block import Block
 from heads.common.resolvers import ROOT
 from heads.common.target_config import best_head
-from heads.common.typed import typed
+from heads.common.typed import Json, typed
 from heads.common.untrusted import shown
 from heads.eagle import Eagle, Hass
 from heads.eagle3 import Eagle3
@@ -43,9 +44,9 @@ HEADS = {
     "block": Block, "peagle": PEagle, "eagle4": Eagle4,
 }  # fmt: skip
 BEST, AUTO = "best", "auto"
-# The head that `head=best` chooses for each engine of `engine=`, with the options that the engine needs.
-SERVED: dict[str, Any] = {"name": "eagle3"}
-WITHOUT_NORMS = {**SERVED, "feature_norm": False, "norm_output": False}  # they do not support EAGLE-3.1's norms
+# The engines of `engine=`, each with the head that `head=best` becomes there, and the options that it needs.
+SERVED: Json = {"name": "eagle3"}
+WITHOUT_NORMS = {**SERVED, "feature_norm": False, "norm_output": False}  # which are EAGLE-3.1's
 ENGINES = {
     "vllm": SERVED, "sglang": SERVED, "trtllm": SERVED, "llamacpp": WITHOUT_NORMS, "openvino": WITHOUT_NORMS,
     "transformers": {"name": "mlp"},
@@ -53,11 +54,7 @@ ENGINES = {
 
 
 def best_line(cfg: DictConfig) -> str | None:
-    """Return a line with the head that `head=best` chooses for the configuration's target; None for a named head.
-
-    Raises:
-        ValueError: the target's config.json cannot be read.
-    """
+    """Return a line on what `head=best` is for a target, None for another head; refuse an unread target."""
     name = cfg.head.name
     if name != BEST:
         return None
@@ -104,5 +101,4 @@ def head_config(values: Any) -> HeadConfig:
     if name not in [*HEADS]:
         raise ValueError(f"head.name is {shown(name)}: choose one of {', '.join(HEADS)}")
     kind: Any = HEADS[name]
-    config: HeadConfig = typed(kind.Config, values, "head")
-    return config
+    return typed(kind.Config, values, "head")

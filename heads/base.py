@@ -21,20 +21,23 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from heads.common.ranges import Amount, Count, LmHead, Positive, Width
+from heads.common.typed import Json
+from heads.shapes import Anchors, Logits, Nodes, NodeStates, Rows, Sequences, States, TokenIds
 
-NamedTensors = dict[str, Tensor]  # tensors by name, of a module, a checkpoint or a file
+NamedTensors = dict[str, Tensor]  # of a module, a checkpoint or a file, by name
+Tokens = list[int]  # a text's
+Layers = tuple[int, ...]  # the feature layers that are read
 
 
 @runtime_checkable
 class HeadConfig(Protocol):
     """A head's configuration: a dataclass that names its kind, a key of `heads.HEADS`."""
 
-    __dataclass_fields__: ClassVar[dict[str, Any]]
+    __dataclass_fields__: ClassVar[Json]
 
     @property
     def name(self) -> str:
-        """The head's kind, a key of `heads.HEADS`."""
-        ...
+        """The kind."""
 
 
 class Features(NamedTuple):
@@ -45,11 +48,11 @@ class Features(NamedTuple):
     t+1, the one that row t holds (`NewRows.token`).
     """
 
-    token: Int[Tensor, "B T"]
+    token: Sequences
     hidden: Float[Tensor, "B T L D"]
-    last_hidden: Float[Tensor, "B T D"]
-    document: Int[Tensor, "B T"]
-    path: Int[Tensor, "B T d"] | None = None  # row of the token that row t drafts at each depth; None: t + depth
+    last_hidden: Rows
+    document: Sequences
+    path: Int[Tensor, "B T d"] | None = None  # the row whose token row t drafts at each depth; None: t + depth
 
 
 class DraftVocabulary(nn.Module):
@@ -60,7 +63,7 @@ class DraftVocabulary(nn.Module):
     def __init__(self, size: int, full_size: int) -> None:
         super().__init__()
         self.full_size = full_size
-        self.register_buffer("ids", torch.arange(size))
+        self.register_buffer("ids", torch.arange(size, device="cpu"))  # where a head is outlined too
 
     def choose(self, counts: Int[Tensor, "V"]) -> None:
         """Choose the most frequent tokens; ties go to the lower ids."""
@@ -68,19 +71,19 @@ class DraftVocabulary(nn.Module):
         self.ids.copy_(order[: len(self.ids)].sort().values)
 
     def check(self, where: str) -> None:
-        """Refuse ids from a file unless they are distinct tokens in ascending order; `where` is the file."""
-        if bool((self.ids.diff() <= 0).any()) or int(self.ids[0]) < 0 or int(self.ids[-1]) >= self.full_size:
+        """Refuse loaded ids that are not different tokens of the vocabulary in ascending order; `where` is the file."""
+        if (self.ids.diff() <= 0).any() or self.ids[0] < 0 or self.ids[-1] >= self.full_size:
             raise ValueError(
                 f"{where}: vocab.ids are not {len(self.ids)} different tokens of the target's {self.full_size} in "
                 "ascending order; save or download it again"
             )
 
-    def index_of(self, token: Int[Tensor, "*n"]) -> Int[Tensor, "*n"]:
+    def index_of(self, token: TokenIds) -> TokenIds:
         """Return the tokens' indices in the pruned vocabulary, -1 for the tokens outside it."""
         at = torch.searchsorted(self.ids, token).clamp_max(len(self.ids) - 1)
         return torch.where(self.ids[at] == token, at, -1)
 
-    def scatter(self, logits: Float[Tensor, "*n W"]) -> Float[Tensor, "*n V"]:
+    def scatter(self, logits: Logits) -> Float[Tensor, "*n V"]:
         """Return logits over the whole vocabulary: minus infinity outside the pruned one."""
         full = logits.new_full((*logits.shape[:-1], self.full_size), float("-inf"))
         full[..., self.ids] = logits
@@ -96,7 +99,7 @@ class LevelOutput(NamedTuple):
     """
 
     logits: Float[Tensor, "B N W"]
-    hidden: Float[Tensor, "B N D"]
+    hidden: NodeStates
     root: tuple[Tensor, ...] = ()
 
     def each(self, function: Callable[..., Tensor], *others: "LevelOutput") -> "LevelOutput":
@@ -115,7 +118,7 @@ class DepthOutput(NamedTuple):
     """
 
     state: Float[Tensor, "B T X"]
-    feature: Float[Tensor, "B T D"] | None = None
+    feature: Rows | None = None
     confidence: Float[Tensor, "B T"] | None = None
     base_state: Float[Tensor, "B T Y"] | None = None
 
@@ -124,8 +127,8 @@ class NewRows(NamedTuple):
     """T verified rows of B sequences, which continue each sequence's committed rows."""
 
     features: Features
-    token: Int[Tensor, "B T"]  # token t+1 of row t; the last one is the root of the next tree
-    counts: Int[Tensor, "B"] | None = None  # rows of each sequence, at least one; None: T each, as in a first call
+    token: Sequences  # token t+1 of row t; the last one is the root of the next tree
+    counts: Int[Tensor, "B"] | None = None  # rows of each sequence, at least one; None for T, as in a first call
 
 
 class LevelNodes(NamedTuple):
@@ -135,8 +138,8 @@ class LevelNodes(NamedTuple):
     the root, which is a committed row.
     """
 
-    token: Int[Tensor, "B N"]
-    parent: Int[Tensor, "B N"]  # index of each node's parent in the previous level
+    token: Nodes
+    parent: Nodes  # each node's parent, an index into the level before
     mask: Bool[Tensor, "B N M"]
     depth: int
 
@@ -160,17 +163,14 @@ class Embeddings(Protocol):
     layer_dims: LayerDims
     config: Any  # the target's (text) configuration, as transformers has it
 
-    def embed(self, token: Int[Tensor, "*n"]) -> Float[Tensor, "*n D"]:
+    def embed(self, token: TokenIds) -> States:
         """Return the target's input embeddings of `token`."""
-        ...
 
-    def logits(self, hidden: Float[Tensor, "*n D"], ids: Int[Tensor, "W"] | None = None) -> Float[Tensor, "*n W"]:
+    def logits(self, hidden: States, ids: Int[Tensor, "W"] | None = None) -> Logits:
         """Return the target's logits of final-normed hidden states; with `ids` only those of these tokens."""
-        ...
 
     def lm_head_weight(self) -> Float[Tensor, "V D"]:
         """Return the weight of the lm_head; a head may start its own lm_head from it."""
-        ...
 
 
 @runtime_checkable
@@ -191,19 +191,16 @@ class DraftHead(Protocol):
     @property
     def embeddings(self) -> Embeddings:
         """The target's embedding and lm_head."""
-        ...
 
-    def unroll(self, features: Features, depths: int, anchors: Int[Tensor, "B n"] | None = None) -> list[DepthOutput]:
+    def unroll(self, features: Features, depths: int, anchors: Anchors = None) -> list[DepthOutput]:
         """Training: draft depths 1 … `depths` from all rows at once, as `extend` and `expand` would step by step.
 
         A row's drafted tokens come from `features.path`, or without it from the sequence (`rows.drafted_token`).
         `anchors` are the rows to draft from, in order, None for all; the output for other rows is undefined.
         """
-        ...
 
-    def compute_logits(self, state: Float[Tensor, "*n X"], depth: int) -> Float[Tensor, "*n W"]:
+    def compute_logits(self, state: Float[Tensor, "*n X"], depth: int) -> Logits:
         """Return the logits of a depth's states, over the head's own vocabulary."""
-        ...
 
     def extend(self, state: Any, new: NewRows) -> tuple[Any, LevelOutput]:
         """Decoding: append verified rows of B sequences and score the roots' children, as SGLang's draft_extend does.
@@ -213,14 +210,12 @@ class DraftHead(Protocol):
         Returns:
             The state, and the level of the roots (N = 1) with the logits of depth 1.
         """
-        ...
 
     def expand(self, state: Any, level: LevelOutput, nodes: LevelNodes) -> LevelOutput:
         """Decoding: score one more tree level of B sequences, all nodes at once, as in EAGLE-2's expansion.
 
         The state of the committed rows does not change; `level` is the previous level, at first the roots'.
         """
-        ...
 
 
 @dataclass(frozen=True)
@@ -234,7 +229,7 @@ class LayerConfig:
     head_dim: Width | None
     intermediate_size: Width | None
     rope_theta: Positive
-    rope_scaling: dict[str, Any] | None
+    rope_scaling: Json | None
     norm_eps: Amount
     lm_head: LmHead
     draft_vocab: Count | None
@@ -254,6 +249,8 @@ class HeadModule(nn.Module):
         super().__init__()
         self.config = config
         self._embeddings = (embeddings,)  # in a tuple: a submodule would be trained and saved
+        size, full_size = config.draft_vocab, embeddings.vocab_size
+        self.vocab = None if size is None or size >= full_size else DraftVocabulary(size, full_size)
 
     @property
     def embeddings(self) -> Embeddings:
@@ -270,7 +267,7 @@ class HeadModule(nn.Module):
 
 def layer_dims_of(config: Any) -> LayerDims:
     """Return the dimensions of a decoder layer from a model's (text) configuration; refuse layers without attention."""
-    heads: int | None = getattr(config, "num_attention_heads", None)
+    heads = getattr(config, "num_attention_heads", None)
     if heads is None:
         raise ValueError(
             f"headstart does not run {config.model_type} models (they have no attention, whose entries count a cache's "
@@ -297,6 +294,11 @@ def resolve_layer_dims(config: Any, embeddings: Embeddings) -> LayerDims:
     return dims
 
 
+def draft_size(head: Any) -> int:
+    """Return the number of tokens that a head's logits are over."""
+    return head.embeddings.vocab_size if head.vocab is None else len(head.vocab.ids)
+
+
 def parameter_count(head: nn.Module) -> int:
     """Return the number of trainable parameters."""
     return sum(p.numel() for p in head.parameters() if p.requires_grad)
@@ -307,8 +309,16 @@ def frozen_count(head: nn.Module) -> int:
     return sum(p.numel() for p in head.parameters() if not p.requires_grad)
 
 
-def embedding_of(embeddings: Embeddings, token: Int[Tensor, "*n"] | None = None) -> Float[Tensor, "*n D"]:
-    """Return the target's embeddings of `token`, or without it the whole embedding table."""
+def token_id(token: int, embeddings: Embeddings) -> int:
+    """Return the id of a head's masked token, which is counted from the vocabulary's end where it is negative."""
+    size = embeddings.vocab_size
+    if not -size <= token < size:
+        raise ValueError(f"head.mask_token is {token}: the target has {size} tokens; give one of them")
+    return token % size
+
+
+def embedding_of(embeddings: Embeddings, token: TokenIds | None = None) -> States:
+    """Return the target's embedding of these tokens, or the whole table, to copy or to compare with."""
     chosen = torch.arange(embeddings.vocab_size) if token is None else token
     return embeddings.embed(chosen.to(embeddings.lm_head_weight().device)).detach()
 

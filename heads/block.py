@@ -22,7 +22,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -36,15 +36,18 @@ from heads.base import (
     LevelNodes,
     LevelOutput,
     NewRows,
+    draft_size,
     embedding_of,
+    token_id,
 )
 from heads.common.ranges import Count, Parts, Width
 from heads.modules.attention import KeyValue, attend_rows
 from heads.modules.fusion import DFLASH_LAYERS, Fusion, chosen_layers
 from heads.modules.kv_cache import KVCache, mask_blocks_after, mask_blocks_after_roots
 from heads.modules.layers import DecoderLayer, LayerInputs, LayerSpec, RMSNorm
-from heads.modules.vocab import DraftLmHead, VocabularyLinear, draft_vocabulary
+from heads.modules.vocab import DraftLmHead, VocabularyLinear
 from heads.rows import last_rows
+from heads.shapes import Anchors, Logits, Nodes, Rows, Sequences, States, TokenIds
 
 
 class GroupedConv(nn.Module):
@@ -63,7 +66,7 @@ class GroupedConv(nn.Module):
             self.base_kernel[:, 0] = 1.0
             self.kernel_projection.weight.zero_()
 
-    def forward(self, x: Float[Tensor, "B T D"], layer: Any, *args: Any) -> Float[Tensor, "B T D"]:
+    def forward(self, x: Rows, layer: Any, *args: Any) -> Rows:
         """Apply a sublayer between its two convolutions."""
         taps = self.base_kernel.shape[1]
         added = self.kernel_projection(x.unflatten(1, (-1, self.size))).unflatten(-1, (2, taps, -1))
@@ -86,7 +89,7 @@ class ConvDecoderLayer(DecoderLayer):
         super().__init__(spec)
         self.attention_conv, self.mlp_conv = (GroupedConv(spec.width, size, taps, group) for _ in range(2))
 
-    def forward(self, x: Float[Tensor, "B T D"], inputs: LayerInputs) -> Float[Tensor, "B T D"]:
+    def forward(self, x: Rows, inputs: LayerInputs) -> Rows:
         """Apply the layer with the caller's attention pattern."""
         x = x + self.attention_conv(self.input_layernorm(x), self.self_attn, inputs)
         return x + self.mlp_conv(self.post_attention_layernorm(x), self.mlp)
@@ -108,11 +111,11 @@ class Selector(nn.Module):
         for embedding in (self.predecessor, self.successor):
             nn.init.normal_(embedding.weight, std=0.02)
 
-    def context(self, hidden: Float[Tensor, "*#n D"], token: Int[Tensor, "*n"]) -> Float[Tensor, "*n R"]:
+    def context(self, hidden: Float[Tensor, "*#n D"], token: TokenIds) -> Float[Tensor, "*n R"]:
         """Return A[p] * P(h) of a position's state h and the token p before it."""
         return self.predecessor(token).to(hidden.dtype) * self.projection(hidden)
 
-    def forward(self, logits: Float[Tensor, "*#n W"], context: Float[Tensor, "*n R"]) -> Float[Tensor, "*n W"]:
+    def forward(self, logits: Float[Tensor, "*#n W"], context: Float[Tensor, "*n R"]) -> Logits:
         """Return the selector's logits."""
         best = logits.topk(min(self.top_k, logits.shape[-1]), -1)
         scores = best.values + (self.successor(best.indices) * context[..., None, :]).sum(-1)
@@ -134,10 +137,10 @@ class Domino(nn.Module):
         self.down = nn.Linear(width + inner, rank, bias=False)
         self.up = VocabularyLinear(rank, size, bias=False)
 
-    def advance(self, embedding: Float[Tensor, "*n D"], memory: Float[Tensor, "*n G"] | None) -> Float[Tensor, "*n G"]:
+    def advance(self, embedding: States, memory: Float[Tensor, "*n G"] | None) -> Float[Tensor, "*n G"]:
         """Return the GRU's state after one more token; `memory` is the state before, None for the first token."""
         flat = embedding.to(self.gru.weight_ih.dtype).flatten(0, -2)
-        new: Tensor = self.gru(flat, None if memory is None else memory.flatten(0, -2))
+        new = self.gru(flat, None if memory is None else memory.flatten(0, -2))
         return new.unflatten(0, embedding.shape[:-1])
 
     def forward(
@@ -193,13 +196,11 @@ class Block(HeadModule):
         self.feature_layers = chosen_layers(config.feature_layers, DFLASH_LAYERS, embeddings.num_layers)
         self.fusion = Fusion(width, len(self.feature_layers), eps, normed=False)
         self.hidden_norm = RMSNorm(width, eps)
-        token, vocab_size = config.mask_token, embeddings.vocab_size
-        if token is not None and not -vocab_size <= token < vocab_size:
-            raise ValueError(f"head.mask_token is {token}: the target has {vocab_size} tokens; give one of them")
+        token = None if config.mask_token is None else token_id(config.mask_token, embeddings)
         start = torch.randn(width) * 0.02 if token is None else torch.empty(width)
         self.mask = nn.Parameter(start, requires_grad=token is None)
         if token is not None and not start.is_meta:  # a meta tensor has no values
-            self.mask.data.copy_(embedding_of(embeddings, torch.tensor(token % vocab_size)))
+            self.mask.data.copy_(embedding_of(embeddings, torch.tensor(token)))
         self.layers = nn.ModuleList(
             DecoderLayer(spec)
             if config.conv is None
@@ -207,9 +208,8 @@ class Block(HeadModule):
             for _ in range(config.layers)
         )
         self.norm = RMSNorm(width, eps)
-        self.vocab = draft_vocabulary(config.draft_vocab, embeddings.vocab_size)
         self.lm_head = DraftLmHead(embeddings, config.lm_head, self.vocab)
-        size, rank = vocab_size if self.vocab is None else len(self.vocab.ids), config.markov_rank
+        size, rank = draft_size(self), config.markov_rank
         self.before = None if rank is None else nn.Embedding(embeddings.vocab_size, rank)
         self.bias = None if rank is None else VocabularyLinear(rank, size, bias=False)
         if self.bias is not None:
@@ -219,28 +219,24 @@ class Block(HeadModule):
         self.selector = None if edges is None else Selector(width, edges, config.selector_top_k, size)
         self.confidence = nn.Linear(width + (rank or 0), 1) if config.confidence else None
 
-    def context(
-        self, hidden: Float[Tensor, "B T L D"], position: Int[Tensor, "B T"], max_position: int
-    ) -> tuple[KeyValue, ...]:
+    def context(self, hidden: Float[Tensor, "B T L D"], position: Sequences, max_position: int) -> tuple[KeyValue, ...]:
         """Return every layer's keys and values from the target's features."""
         fused = self.hidden_norm(self.fusion(hidden))
         layers: Any = self.layers
         return tuple(layer.self_attn.key_value(fused, position, max_position) for layer in layers)
 
-    def block_inputs(self, root: Int[Tensor, "*n"]) -> Float[Tensor, "*n S D"]:
+    def block_inputs(self, root: TokenIds) -> Float[Tensor, "*n S D"]:
         """Return the input embeddings of the blocks of these root tokens."""
         embedding = self.embeddings.embed(root).to(self.mask.dtype)[..., None, :]
         return torch.cat([embedding, self.mask.expand(*root.shape, self.size - 1, -1)], -2)
 
-    def context_of(self, hidden: Float[Tensor, "*#n D"], token: Int[Tensor, "*n"]) -> Float[Tensor, "*n X"] | None:
-        """Return the context from which the previous token corrects the logits; None without a correction."""
+    def context_of(self, hidden: Float[Tensor, "*#n D"], token: TokenIds) -> Float[Tensor, "*n X"] | None:
+        """Return the context of the logits' correction by the token before, None without a correction."""
         if self.before is not None:
             return self.before(token).to(hidden.dtype)
         return None if self.selector is None else self.selector.context(hidden, token)
 
-    def corrected(
-        self, hidden: Float[Tensor, "*#n D"], context: Float[Tensor, "*n X"] | None, depth: int
-    ) -> Float[Tensor, "*n W"]:
+    def corrected(self, hidden: Float[Tensor, "*#n D"], context: Float[Tensor, "*n X"] | None, depth: int) -> Logits:
         """Return the corrected logits of positions; one position may serve several nodes."""
         logits = self.lm_head(hidden)
         if context is None:
@@ -252,13 +248,13 @@ class Block(HeadModule):
         assert self.bias is not None
         return logits + self.bias(context)
 
-    def compute_logits(self, state: Float[Tensor, "*n X"], depth: int) -> Float[Tensor, "*n W"]:
-        """Return a depth's logits; states without a context for the correction give uncorrected logits."""
+    def compute_logits(self, state: Float[Tensor, "*n X"], depth: int) -> Logits:
+        """Return a depth's logits; states without a correction's context give uncorrected logits."""
         width = self.embeddings.hidden_size
         context = state[..., width:] if state.shape[-1] > width else None
         return self.corrected(state[..., :width], context, depth)
 
-    def unroll(self, features: Features, depths: int, anchors: Int[Tensor, "B n"] | None = None) -> list[DepthOutput]:
+    def unroll(self, features: Features, depths: int, anchors: Anchors = None) -> list[DepthOutput]:
         """Draft a block from every anchor, all blocks in one pass."""
         self.check_depths(depths)
         blocks = mask_blocks_after(features.document, anchors, self.size, self.config.length, causal=self.config.causal)
@@ -289,11 +285,10 @@ class Block(HeadModule):
     def extend(self, state: KVCache | None, new: NewRows) -> tuple[KVCache, LevelOutput]:
         """Append verified rows, and draft a block from each sequence's root."""
         token = new.token
-        cache = KVCache(len(token), self.config.length, token.device) if state is None else state
-        committed = cache.begin(token.shape[1], len(token))
+        cache, committed = KVCache.opened(state, self.config.length, token)
         for i, pair in enumerate(self.context(new.features.hidden, committed, cache.longest)):
             cache.append(i, *pair, committed)
-        cache.length[: len(token)] += token.shape[1] if new.counts is None else new.counts
+        cache.commit(new)
         position, attend = mask_blocks_after_roots(cache, len(token), self.size, causal=self.config.causal)
         root = last_rows(token, new.counts)
         x = self.block_inputs(root).flatten(1, 2)
@@ -314,8 +309,8 @@ class Block(HeadModule):
             hidden = torch.cat([hidden[..., :-inner], memory.to(hidden.dtype)], -1)
         return self._level(hidden, nodes.token, nodes.depth + 1)
 
-    def _level(self, block_hidden: Float[Tensor, "B K D"], token: Int[Tensor, "B N"], depth: int) -> LevelOutput:
-        if self.domino is not None:  # all nodes share the position's state; each node has its own GRU state
+    def _level(self, block_hidden: Float[Tensor, "B K D"], token: Nodes, depth: int) -> LevelOutput:
+        if self.domino is not None:  # all nodes share the position's state, and each has its own state of the GRU
             width = self.embeddings.hidden_size
             hidden = block_hidden[:, :1, (depth - 1) * width : depth * width]
             return LevelOutput(self.corrected(hidden, block_hidden[..., -self.domino.inner :], depth), block_hidden)

@@ -9,14 +9,14 @@ and attends to the last `length` rows (heads/modules/kv_cache.py).
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Float, Int
-from torch import Tensor, nn
+from torch import nn
 
 from heads.base import Embeddings, LayerConfig
 from heads.common.ranges import Parts
 from heads.modules.autoregressive import RecurrentHead
 from heads.modules.layers import DecoderLayer, LayerInputs, LayerSpec
-from heads.modules.vocab import DraftLmHead, draft_vocabulary
+from heads.modules.vocab import DraftLmHead
+from heads.shapes import Advanced, Rows, Sequences
 
 
 class Eagle(RecurrentHead):
@@ -35,12 +35,9 @@ class Eagle(RecurrentHead):
         width, spec = embeddings.hidden_size, LayerSpec.of(config, embeddings)
         self.fc = nn.Linear(2 * width, width, bias=config.bias)
         self.layers = nn.ModuleList(DecoderLayer(spec, input_norm=i > 0) for i in range(config.layers))
-        self.vocab = draft_vocabulary(config.draft_vocab, embeddings.vocab_size)
         self.lm_head = DraftLmHead(embeddings, config.lm_head, self.vocab)
 
-    def advance(
-        self, token: Int[Tensor, "B T"], state: Float[Tensor, "B T D"], inputs: list[LayerInputs]
-    ) -> tuple[Float[Tensor, "B N D"], Float[Tensor, "B N D"]]:
+    def advance(self, token: Sequences, state: Rows, inputs: list[LayerInputs]) -> Advanced:
         """Return the predicted features, for the next depth and for the lm_head."""
         x = self.fc(torch.cat([self.embeddings.embed(token).to(state.dtype), state], -1))
         for layer, given in zip(self.layers, inputs, strict=True):

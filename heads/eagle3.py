@@ -12,11 +12,9 @@ fused features, not of the layer's own input.
 """
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-from jaxtyping import Float, Int
-from torch import Tensor, nn
+from torch import nn
 
 from heads.base import Embeddings, Features, LayerConfig
 from heads.common.ranges import Parts
@@ -24,8 +22,9 @@ from heads.modules.attention import KeyValue
 from heads.modules.autoregressive import RecurrentHead
 from heads.modules.fusion import EAGLE3_LAYERS, Fusion, chosen_layers
 from heads.modules.layers import Attention, DecoderLayer, LayerInputs, LayerSpec, RMSNorm, SwiGLU
-from heads.modules.vocab import DraftLmHead, draft_vocabulary
+from heads.modules.vocab import DraftLmHead
 from heads.rows import gather_rows
+from heads.shapes import Advanced, NodeStates, Rows, Sequences, States, TokenIds
 
 
 class WideDecoderLayer(nn.Module):
@@ -43,9 +42,7 @@ class WideDecoderLayer(nn.Module):
         self.post_attention_layernorm = RMSNorm(spec.width, spec.eps)
         self.mlp = SwiGLU(spec.width, spec.dims.intermediate_size)
 
-    def forward(
-        self, embedding: Float[Tensor, "B T D"], state: Float[Tensor, "B T D"], inputs: LayerInputs
-    ) -> Float[Tensor, "B N D"]:
+    def forward(self, embedding: Rows, state: Rows, inputs: LayerInputs) -> NodeStates:
         """Apply the layer with the caller's attention pattern."""
         normed = self.hidden_norm(state)
         both = torch.cat([self.input_layernorm(embedding), normed], -1)
@@ -94,30 +91,25 @@ class Eagle3(RecurrentHead):
         self.layers = nn.ModuleList(DecoderLayer(spec) for _ in range(config.layers - 1))
         self.inject_norm = RMSNorm(width, eps) if spec.injects else None
         self.norm = RMSNorm(width, eps)
-        self.vocab = draft_vocabulary(config.draft_vocab, embeddings.vocab_size)
         self.lm_head = DraftLmHead(embeddings, config.lm_head, self.vocab)
 
-    def embed(self, token: Int[Tensor, "*n"]) -> Float[Tensor, "*n D"]:
+    def embed(self, token: TokenIds) -> States:
         """Return the embeddings of tokens."""
         return self.embeddings.embed(token)
 
-    def initial_states(self, features: Features) -> Float[Tensor, "B T D"]:
+    def initial_states(self, features: Features) -> Rows:
         """Return the fused features."""
         return self.fusion(features.hidden)
 
-    def inject(
-        self, start: Float[Tensor, "B T D"], position: Int[Tensor, "B T"], max_position: int
-    ) -> tuple[KeyValue, ...]:
+    def inject(self, start: Rows, position: Sequences, max_position: int) -> tuple[KeyValue, ...]:
         """Return every layer's keys and values from the fused features, empty without `kv_injection`."""
         if self.inject_norm is None:
             return ()
         fused = self.inject_norm(start)
-        layers: Any = [self.first, *self.layers]
+        layers = [self.first, *self.layers]
         return tuple(layer.self_attn.key_value(fused, position, max_position, inject=True) for layer in layers)
 
-    def advance(
-        self, token: Int[Tensor, "B T"], state: Float[Tensor, "B T D"], inputs: list[LayerInputs]
-    ) -> tuple[Float[Tensor, "B N D"], Float[Tensor, "B N D"]]:
+    def advance(self, token: Sequences, state: Rows, inputs: list[LayerInputs]) -> Advanced:
         """Return the states for the next depth, and the normed states for the lm_head."""
         x = self.first(self.embed(token).to(state.dtype), state, inputs[0])
         for layer, given in zip(self.layers, inputs[1:], strict=True):

@@ -16,13 +16,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from jaxtyping import Float
-from torch import Tensor, nn
+from torch import nn
 
 from heads.base import DraftVocabulary, Embeddings
 from heads.common.ranges import Count, Width
 from heads.eagle3 import Eagle3
 from heads.modules.vocab import DraftLmHead, VocabularyLinear
+from heads.shapes import Logits, States
 
 
 class CandidateLmHead(DraftLmHead):
@@ -42,13 +42,12 @@ class CandidateLmHead(DraftLmHead):
         self.candidate_down.weight.copy_(main.T)
         self.candidate_up.weight.copy_(self.weight @ main)
 
-    def scores(self, hidden: Float[Tensor, "*n D"]) -> Float[Tensor, "*n W"]:
+    def scores(self, hidden: States) -> Logits:
         """Return the low-rank scores, by which candidates are chosen."""
-        low: Tensor = self.candidate_up(self.candidate_down(hidden))
-        return low
+        return self.candidate_up(self.candidate_down(hidden))
 
-    def forward(self, hidden: Float[Tensor, "*n D"]) -> Float[Tensor, "*n W"]:
-        """Return the logits; in decoding, tokens outside the candidates have minus infinity."""
+    def forward(self, hidden: States) -> Logits:
+        """Return the logits; in decoding those of tokens that are no candidates are minus infinity."""
         if self.training:
             return super().forward(hidden)
         chosen = self.scores(hidden).topk(self.count, -1).indices

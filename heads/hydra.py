@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -20,8 +20,9 @@ from heads.medusa import ResidualBlock
 from heads.modules.autoregressive import Recurrent
 from heads.modules.kv_cache import KVCache
 from heads.modules.layers import DecoderLayer, LayerInputs, LayerSpec, RMSNorm
-from heads.modules.vocab import DraftLmHead, draft_vocabulary
+from heads.modules.vocab import DraftLmHead
 from heads.rows import drafted_token, gather_parents, gather_rows, last_rows, scatter_rows
+from heads.shapes import Advanced, Anchors, Logits, Rows, States, TokenIds
 
 
 class EntryBlock(nn.Module):
@@ -32,7 +33,7 @@ class EntryBlock(nn.Module):
         self.res_connection = nn.Linear(input_width, width)
         self.linear = nn.Linear(input_width, width)
 
-    def forward(self, x: Float[Tensor, "*n X"]) -> Float[Tensor, "*n D"]:
+    def forward(self, x: Float[Tensor, "*n X"]) -> States:
         """Apply the block."""
         return self.res_connection(x) + functional.silu(self.linear(x))
 
@@ -48,7 +49,7 @@ class Branch(nn.Module):
         with torch.no_grad():  # starts near the summary itself, as Medusa does
             self.entry.res_connection.weight[:, :width] = torch.eye(width)
 
-    def forward(self, x: Float[Tensor, "*n X"]) -> Float[Tensor, "*n D"]:
+    def forward(self, x: Float[Tensor, "*n X"]) -> States:
         """Apply the blocks."""
         z = self.entry(x)
         for block in self.blocks:
@@ -66,9 +67,7 @@ class Prefix(Recurrent):
         self.layer = DecoderLayer(LayerSpec.of(config, embeddings))
         self.norm = RMSNorm(embeddings.hidden_size, config.norm_eps)
 
-    def advance(
-        self, token: Tensor, state: Float[Tensor, "B T D"], inputs: list[LayerInputs]
-    ) -> tuple[Float[Tensor, "B N D"], Float[Tensor, "B N D"]]:
+    def advance(self, token: Tensor, state: Rows, inputs: list[LayerInputs]) -> Advanced:
         """Return the summaries."""
         summary = self.norm(self.layer(state, inputs[0]))
         return summary, summary
@@ -96,21 +95,20 @@ class Hydra(HeadModule):
         self.branches = nn.ModuleList(
             Branch((d + 1) * width, width, config.layers, tied=config.tied) for d in range(1, config.heads + 1)
         )
-        self.vocab = draft_vocabulary(config.draft_vocab, embeddings.vocab_size)
         self.lm_heads = nn.ModuleList(
             DraftLmHead(embeddings, config.lm_head, self.vocab, config.lm_head_rank, config.lm_head_bias)
             for _ in range(config.heads)
         )
 
-    def compute_logits(self, state: Float[Tensor, "*n D"], depth: int) -> Float[Tensor, "*n W"]:
-        """Return the logits of head `depth`, counted from 1, for its own states."""
+    def compute_logits(self, state: States, depth: int) -> Logits:
+        """Return head `depth`'s logits of its own states, counted from 1."""
         return self.lm_heads[depth - 1](state)
 
-    def append_token(self, before: Float[Tensor, "*n X"], token: Int[Tensor, "*n"]) -> Float[Tensor, "*n Y"]:
+    def joined(self, before: Float[Tensor, "*n X"], token: TokenIds) -> Float[Tensor, "*n Y"]:
         """Return a head's input with one more token."""
         return torch.cat([before, self.embeddings.embed(token).to(before.dtype)], -1)
 
-    def unroll(self, features: Features, depths: int, anchors: Int[Tensor, "B n"] | None = None) -> list[DepthOutput]:
+    def unroll(self, features: Features, depths: int, anchors: Anchors = None) -> list[DepthOutput]:
         """Draft from all rows, or from `anchors`, at every depth."""
         self.check_depths(depths)
         x = features.last_hidden
@@ -127,8 +125,7 @@ class Hydra(HeadModule):
         """Append verified rows and score depth 1 from the last one."""
         summary, token = new.features.last_hidden, new.token
         if self.prefix is not None:
-            state = KVCache(len(token), self.config.length, token.device) if state is None else state
-            position = state.begin(token.shape[1], len(token))
+            state, position = KVCache.opened(state, self.config.length, token)
             summary, _ = self.prefix.append_verified(state, summary, new, position)
         return state, self._level(self.append_token(last_rows(summary, new.counts), last_rows(token, new.counts)), 1)
 

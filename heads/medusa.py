@@ -6,14 +6,14 @@ distribution. Its lm_head is the target's, shared and frozen, or one of its own 
 
 from dataclasses import dataclass
 
-from jaxtyping import Float, Int
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import functional
 
 from heads.base import DepthOutput, Embeddings, Features, HeadModule, LevelNodes, LevelOutput, NewRows
 from heads.common.ranges import Count, LmHead, Parts
-from heads.modules.vocab import DraftLmHead, draft_vocabulary
+from heads.modules.vocab import DraftLmHead
 from heads.rows import gather_rows, last_rows, scatter_rows
+from heads.shapes import Anchors, Logits, States
 
 
 class ResidualBlock(nn.Module):
@@ -24,7 +24,7 @@ class ResidualBlock(nn.Module):
         self.linear = nn.Linear(width, width)
         nn.init.zeros_(self.linear.weight)
 
-    def forward(self, z: Float[Tensor, "*n D"]) -> Float[Tensor, "*n D"]:
+    def forward(self, z: States) -> States:
         """Apply the block."""
         return z + functional.silu(self.linear(z))
 
@@ -50,16 +50,15 @@ class Medusa(HeadModule):
             nn.Sequential(*(ResidualBlock(embeddings.hidden_size) for _ in range(config.layers)))
             for _ in range(config.heads)
         )
-        self.vocab = draft_vocabulary(config.draft_vocab, embeddings.vocab_size)
         self.lm_heads = nn.ModuleList(
             DraftLmHead(embeddings, config.lm_head, self.vocab, config.lm_head_rank) for _ in range(config.heads)
         )
 
-    def compute_logits(self, state: Float[Tensor, "*n D"], depth: int) -> Float[Tensor, "*n W"]:
-        """Return the logits of head `depth`, counted from 1, for its own states."""
+    def compute_logits(self, state: States, depth: int) -> Logits:
+        """Return head `depth`'s logits of its own states, counted from 1."""
         return self.lm_heads[depth - 1](state)
 
-    def unroll(self, features: Features, depths: int, anchors: Int[Tensor, "B n"] | None = None) -> list[DepthOutput]:
+    def unroll(self, features: Features, depths: int, anchors: Anchors = None) -> list[DepthOutput]:
         """Draft from all rows, or from `anchors`, at every depth."""
         self.check_depths(depths)
         last = gather_rows(features.last_hidden, anchors)

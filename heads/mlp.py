@@ -10,14 +10,15 @@ import math
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn import functional
 
-from heads.base import DepthOutput, Embeddings, Features, HeadModule, LevelNodes, LevelOutput, NewRows
+from heads.base import DepthOutput, Embeddings, Features, HeadModule, LevelNodes, LevelOutput, NewRows, draft_size
 from heads.common.ranges import Count, Parts, Width
-from heads.modules.vocab import VocabularyLinear, draft_vocabulary
+from heads.modules.vocab import VocabularyLinear
 from heads.rows import drafted_token, gather_parents, gather_rows, last_rows, scatter_rows
+from heads.shapes import Anchors, Logits, States, TokenIds
 
 EPS = 1e-6
 
@@ -29,7 +30,7 @@ class ShiftedNorm(nn.Module):
         super().__init__()
         self.weight, self.bias = nn.Parameter(torch.ones(width)), nn.Parameter(torch.zeros(width))
 
-    def forward(self, x: Float[Tensor, "*n D"]) -> Float[Tensor, "*n D"]:
+    def forward(self, x: States) -> States:
         """Normalise the last dimension."""
         # torch has no fused kernel for two dtypes and warns, so under autocast the input takes the weight's dtype.
         return functional.rms_norm(x.to(self.weight.dtype), x.shape[-1:], self.weight, EPS) + self.bias
@@ -54,8 +55,6 @@ class Mlp(HeadModule):
         self.max_depth = config.heads
         width = embeddings.hidden_size
         inner = config.inner or width
-        self.vocab = draft_vocabulary(config.draft_vocab, embeddings.vocab_size)
-        size = embeddings.vocab_size if self.vocab is None else len(self.vocab.ids)
         count = 1 if config.tied else config.heads
         self.emb = nn.ModuleList(nn.Embedding(embeddings.vocab_size, inner) for _ in range(count))
         self.proj = nn.ModuleList(
@@ -63,30 +62,30 @@ class Mlp(HeadModule):
             for i in range(min(config.heads, 2) if config.tied else config.heads)
         )
         self.ln = nn.ModuleList(ShiftedNorm(inner) for _ in range(count))
-        self.head = nn.ModuleList(VocabularyLinear(inner, size, bias=False) for _ in range(count))
+        self.head = nn.ModuleList(VocabularyLinear(inner, draft_size(self), bias=False) for _ in range(count))
         for module in self.modules():
             if isinstance(module, (nn.Linear, nn.Embedding)):
                 nn.init.normal_(module.weight, std=inner**-0.5)
         weight = 0.5 ** (0.5 / config.heads)
         self.mix = math.sqrt((1 - weight**2) * inner / 2) / weight
 
-    def initial_states(self, last: Float[Tensor, "*n D"]) -> Float[Tensor, "*n D"]:
+    def initial_states(self, last: States) -> States:
         """Return the state that step 1 starts from."""
         if not self.config.scale_input:
             return last
         return functional.rms_norm(last, last.shape[-1:], eps=EPS) / math.sqrt(2)
 
-    def step(self, state: Float[Tensor, "*n X"], token: Int[Tensor, "*n"], depth: int) -> Float[Tensor, "*n D"]:
+    def step(self, state: Float[Tensor, "*n X"], token: TokenIds, depth: int) -> States:
         """Return the state of a depth, counted from 1."""
         i = 0 if self.config.tied else depth - 1
         mixed = self.proj[min(depth, len(self.proj)) - 1](state) + self.mix * self.emb[i](token).to(state.dtype)
         return functional.gelu(self.ln[i](mixed))
 
-    def compute_logits(self, state: Float[Tensor, "*n D"], depth: int) -> Float[Tensor, "*n W"]:
+    def compute_logits(self, state: States, depth: int) -> Logits:
         """Return the logits of a depth's states."""
         return self.head[0 if self.config.tied else depth - 1](state)
 
-    def unroll(self, features: Features, depths: int, anchors: Int[Tensor, "B n"] | None = None) -> list[DepthOutput]:
+    def unroll(self, features: Features, depths: int, anchors: Anchors = None) -> list[DepthOutput]:
         """Draft from all rows, or from `anchors`, at every depth."""
         self.check_depths(depths)
         state, drafts = self.initial_states(gather_rows(features.last_hidden, anchors)), []

@@ -15,15 +15,15 @@ from functools import partial
 from typing import Annotated
 
 import torch
-from jaxtyping import Float, Int
-from torch import Tensor, nn
+from torch import nn
 
 from heads.base import Embeddings, Features, LayerConfig
 from heads.common.ranges import OneOf
 from heads.modules.autoregressive import RecurrentHead
 from heads.modules.fusion import Fusion, chosen_layers
 from heads.modules.layers import DecoderLayer, LayerInputs, LayerSpec, RMSNorm, TargetLayer
-from heads.modules.vocab import DraftLmHead, draft_vocabulary
+from heads.modules.vocab import DraftLmHead
+from heads.shapes import Advanced, Rows, Sequences
 
 LLAMA, TARGET = "llama", "target"  # kinds of decoder layer
 
@@ -59,7 +59,6 @@ class Mtp(RecurrentHead):
         self.eh_proj = nn.Linear(2 * width, width, bias=False)
         self.block = DecoderLayer(spec) if like_targets is None else like_targets
         self.norm = norm()
-        self.vocab = draft_vocabulary(config.draft_vocab, embeddings.vocab_size)
         self.lm_head = DraftLmHead(embeddings, config.lm_head, self.vocab)
 
     def check(self) -> None:
@@ -67,15 +66,13 @@ class Mtp(RecurrentHead):
         if isinstance(self.block, TargetLayer):
             self.block.check()
 
-    def initial_states(self, features: Features) -> Float[Tensor, "B T D"]:
-        """Return the target's states: after or before its final norm, plus other layers' fused states if configured."""
+    def initial_states(self, features: Features) -> Rows:
+        """Return the target's states: after or before its final norm, with other layers' states added by option."""
         if self.config.raw_state:
             return features.hidden[:, :, 0]
         return features.last_hidden if self.fusion is None else features.last_hidden + self.fusion(features.hidden)
 
-    def advance(
-        self, token: Int[Tensor, "B T"], state: Float[Tensor, "B T D"], inputs: list[LayerInputs]
-    ) -> tuple[Float[Tensor, "B N D"], Float[Tensor, "B N D"]]:
+    def advance(self, token: Sequences, state: Rows, inputs: list[LayerInputs]) -> Advanced:
         """Return the normed states, for the next depth and for the lm_head."""
         embedding = self.embeddings.embed(token).to(state.dtype)
         x = self.eh_proj(torch.cat([self.enorm(embedding), self.hnorm(state)], -1))

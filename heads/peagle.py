@@ -12,16 +12,17 @@ the deeper ones (COD sampling), which saves memory and trains deep positions les
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor, nn
 
 from heads import rows
-from heads.base import DepthOutput, Embeddings, Features, LevelNodes, LevelOutput, NewRows, embedding_of
+from heads.base import DepthOutput, Embeddings, Features, LevelNodes, LevelOutput, NewRows, embedding_of, token_id
 from heads.common.ranges import LmHead, Parts
 from heads.eagle3 import Eagle3, FusedConfig
 from heads.modules.attention import KeyValue, attend_rows, pattern
 from heads.modules.kv_cache import KVCache, mask_blocks_after, mask_blocks_after_roots
 from heads.modules.layers import LayerInputs
+from heads.shapes import Anchors, NodeStates, States, TokenIds
 
 
 class PEagle(Eagle3):
@@ -40,28 +41,26 @@ class PEagle(Eagle3):
 
     def __init__(self, config: Config, embeddings: Embeddings) -> None:
         super().__init__(config, embeddings)
-        vocab, width = embeddings.vocab_size, embeddings.hidden_size
-        if not -vocab <= config.mask_token < vocab:
-            raise ValueError(f"head.mask_token is {config.mask_token}: the target has {vocab} tokens; give one of them")
-        self.max_depth, self.mask_token = config.depths, config.mask_token % vocab
+        width = embeddings.hidden_size
+        self.max_depth, self.mask_token = config.depths, token_id(config.mask_token, embeddings)
         self.mask_hidden = nn.Parameter(torch.randn(len(self.feature_layers), width))
         self.embedding = None
         if config.embedding == "own":
-            self.embedding = nn.Embedding(vocab, width)
+            self.embedding = nn.Embedding(embeddings.vocab_size, width)
             if not self.embedding.weight.is_meta:  # a meta tensor has no values to start from
                 self.embedding.weight.data.copy_(embedding_of(embeddings))
 
-    def embed(self, token: Int[Tensor, "*n"]) -> Float[Tensor, "*n D"]:
+    def embed(self, token: TokenIds) -> States:
         """Return the embeddings of tokens."""
         return self.embeddings.embed(token) if self.embedding is None else self.embedding(token)
 
-    def slots(self, inputs: list[LayerInputs]) -> Float[Tensor, "B N D"]:
-        """Return the inputs for `compute_logits` at the masked positions."""
+    def slots(self, inputs: list[LayerInputs]) -> NodeStates:
+        """Return the masked positions' inputs of `compute_logits`."""
         token = torch.full_like(inputs[0].position, self.mask_token)
         state = self.fusion(self.mask_hidden[None, None]).expand(*token.shape, -1)
         return self.advance(token, state, inputs)[1]
 
-    def unroll(self, features: Features, depths: int, anchors: Int[Tensor, "B n"] | None = None) -> list[DepthOutput]:
+    def unroll(self, features: Features, depths: int, anchors: Anchors = None) -> list[DepthOutput]:
         """Draft depth 1 from all rows, and further depths from the masked positions of every anchor."""
         self.check_depths(depths)
         position, length = rows.positions(features.document), self.config.length
@@ -91,9 +90,8 @@ class PEagle(Eagle3):
     def extend(self, state: KVCache | None, new: NewRows) -> tuple[KVCache, LevelOutput]:
         """Append verified rows with the target's features, and draft all depths from each root."""
         token = new.token
-        cache = KVCache(len(token), self.config.length, token.device) if state is None else state
-        committed, start = cache.begin(token.shape[1], len(token)), self.initial_states(new.features)
-        _, pre_logits = self.append_verified(cache, start, new, committed)
+        cache, committed = KVCache.opened(state, self.config.length, token)
+        _, pre_logits = self.append_verified(cache, self.initial_states(new.features), new, committed)
         slots, states = self.max_depth - 1, rows.last_rows(pre_logits, new.counts)
         if slots:
             position, attend = mask_blocks_after_roots(cache, len(token), slots, causal=True)

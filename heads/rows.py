@@ -4,8 +4,10 @@ import torch
 from jaxtyping import Bool, Int, Shaped
 from torch import Tensor
 
+from heads.shapes import Anchors, Nodes, Sequences
 
-def positions(document: Int[Tensor, "B T"]) -> Int[Tensor, "B T"]:
+
+def positions(document: Sequences) -> Sequences:
     """Return each row's position within its own document, counted from 0."""
     length = document.shape[1]
     index = torch.arange(length, device=document.device).expand_as(document)
@@ -14,8 +16,8 @@ def positions(document: Int[Tensor, "B T"]) -> Int[Tensor, "B T"]:
     return index - torch.where(starts, index, 0).cummax(1).values
 
 
-def visible(document: Int[Tensor, "B T"]) -> Bool[Tensor, "B T T"]:
-    """Return the attention mask of packed documents: a row attends to itself and the earlier rows of its document."""
+def visible(document: Sequences) -> Bool[Tensor, "B T T"]:
+    """Return the attention mask of packed documents: a row sees itself and the earlier rows of its document."""
     same = document[:, :, None] == document[:, None, :]
     return same & torch.ones_like(same[0]).tril()
 
@@ -36,12 +38,12 @@ def last_rows(x: Shaped[Tensor, "B T *rest"], count: Int[Tensor, "B"] | None) ->
     return x[:, -1:] if count is None else x[torch.arange(len(x), device=x.device)[:, None], count[:, None] - 1]
 
 
-def gather_rows(x: Shaped[Tensor, "B T *rest"], row: Int[Tensor, "B n"] | None) -> Shaped[Tensor, "B n *rest"]:
+def gather_rows(x: Shaped[Tensor, "B T *rest"], row: Anchors) -> Shaped[Tensor, "B n *rest"]:
     """Return the given rows of each sequence; None returns all."""
     return x if row is None else x.flatten(0, 1).index_select(0, _flat(row, x.shape[1])).unflatten(0, row.shape)
 
 
-def scatter_rows(x: Shaped[Tensor, "B n D"], row: Int[Tensor, "B n"] | None, length: int) -> Shaped[Tensor, "B T D"]:
+def scatter_rows(x: Shaped[Tensor, "B n D"], row: Anchors, length: int) -> Shaped[Tensor, "B T D"]:
     """Undo `gather_rows`: return the rows at their indices among T = `length`, zeros elsewhere."""
     if row is None:
         return x
@@ -54,19 +56,17 @@ def _flat(row: Int[Tensor, "B n"], length: int) -> Int[Tensor, "N"]:
     return (row + length * torch.arange(len(row), device=row.device)[:, None]).flatten()
 
 
-def gather_parents(x: Shaped[Tensor, "B K D"], parent: Int[Tensor, "B N"]) -> Shaped[Tensor, "B N D"]:
-    """Return the entry of `x` at each node's parent."""
+def gather_parents(x: Shaped[Tensor, "B K D"], parent: Nodes) -> Shaped[Tensor, "B N D"]:
+    """Return each node's entry of `x` at its parent."""
     return x[torch.arange(len(x), device=x.device)[:, None], parent]
 
 
-def next_token(token: Int[Tensor, "B T"]) -> Int[Tensor, "B T"]:
+def next_token(token: Sequences) -> Sequences:
     """Return the token t+1 that row t holds."""
     return shift_left(token, 1)
 
 
-def drafted_token(
-    token: Int[Tensor, "B T"], depth: int, path: Int[Tensor, "B T d"] | None = None
-) -> Int[Tensor, "B T"]:
+def drafted_token(token: Sequences, depth: int, path: Int[Tensor, "B T d"] | None = None) -> Sequences:
     """Return token t+d, the input of row t at depth d of `unroll`; with `path` the drafted token at that depth."""
     return shift_left(token, depth) if path is None else token.gather(1, path[..., depth - 1])
 
@@ -76,9 +76,7 @@ def teacher(x: Shaped[Tensor, "B T *rest"], depth: int) -> Shaped[Tensor, "B T *
     return shift_left(x, depth)
 
 
-def valid(
-    document: Int[Tensor, "B T"], mask: Int[Tensor, "B T"] | Bool[Tensor, "B T"], depth: int
-) -> Bool[Tensor, "B T"]:
+def valid(document: Sequences, mask: Sequences | Bool[Tensor, "B T"], depth: int) -> Bool[Tensor, "B T"]:
     """Return the mask of trained (t, d): token t+1+d is in row t's document and the target would write it.
 
     The mask is shifted with the label, so that the first draft after a prompt is supervised (SpecForge#885).

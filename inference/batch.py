@@ -2,11 +2,12 @@
 
 import logging
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from threading import Lock
 
 import torch
 
+from heads.base import Tokens
 from heads.common.errors import one_line
 from heads.common.progress import update_bar
 from inference.protocol import DraftBatch, Drafter
@@ -87,7 +88,7 @@ class Batch:
         """Number of free slots."""
         return self.size - len(self.running)
 
-    def admit(self, request_index: int, prompt: list[int], settings: RequestParams) -> Generation:
+    def admit(self, request_index: int, prompt: Tokens, settings: RequestParams) -> Generation:
         """Prefill a request's prompt; return its generation, which later steps extend."""
         if self.swappable is not None and settings.rule not in (AUTO, COUPLED) and not is_lossy(settings.rule):
             raise ValueError(
@@ -192,7 +193,7 @@ def batch_of(
     target: Target,
     drafter: Drafter | SwappableDrafter,
     size: int,
-    requests: Sequence[tuple[list[int], RequestParams]] = (),
+    requests: Sequence[tuple[Tokens, RequestParams]] = (),
 ) -> Batch:
     """Return a batch of `size` slots with caches for the longest of the requests."""
     swappable, current = (drafter, drafter.last_good) if isinstance(drafter, SwappableDrafter) else (None, drafter)
@@ -202,7 +203,7 @@ def batch_of(
 
 
 def acquire(
-    target: Target, drafter: Drafter | SwappableDrafter, size: int, requests: Sequence[tuple[list[int], RequestParams]]
+    target: Target, drafter: Drafter | SwappableDrafter, size: int, requests: Sequence[tuple[Tokens, RequestParams]]
 ) -> Batch:
     """Return a batch for requests: the idle one of this drafter if its size matches, else a new one."""
     idle: Batch | None = target.idle.pop(drafter, None)
@@ -226,14 +227,12 @@ def release(target: Target, drafter: Drafter | SwappableDrafter, batch: Batch) -
     if batch.device_step.graphs is None or not batch.device_step.graphs.captured:
         return
     target.idle[drafter] = batch
-    while target.idle and (len(target.idle) > MAX_IDLE_BATCHES or exceeds_free_memory(target.idle.values())):
+    while target.idle:
+        taken = sum((idle.nbytes for idle in target.idle.values()), Counter[torch.device]())
+        exceeded = any(nbytes > free_memory(device) for device, nbytes in taken.items())
+        if not exceeded and len(target.idle) <= MAX_IDLE_BATCHES:
+            break
         del target.idle[next(iter(target.idle))]
-
-
-def exceeds_free_memory(batches: Iterable[Batch]) -> bool:
-    """Whether batches take more memory of a device than is free there."""
-    taken = sum((batch.nbytes for batch in batches), Counter[torch.device]())
-    return any(nbytes > free_memory(device) for device, nbytes in taken.items())
 
 
 def needed_entries(target: Target, prompt: list[int], settings: RequestParams) -> int:

@@ -7,6 +7,7 @@ from typing import Any, overload
 
 import torch
 
+from heads.base import Tokens
 from inference.batch import SwappableDrafter, acquire, release
 from inference.drafters.plain import Baseline
 from inference.protocol import Drafter
@@ -15,15 +16,15 @@ from inference.target.target import Target, check_prompt
 
 __all__ = ["Generation", "RequestParams", "Step", "autoregress", "speculate"]
 
-OnTokens = Callable[[list[int], list[str]], None]  # new tokens and their origins: "prefill", "draft", "bonus"
-OnBatchTokens = Callable[[int, list[int], list[str]], None]  # the prompt's index, then as `OnTokens`
+OnTokens = Callable[[Tokens, list[str]], None]  # new tokens and their origins: "prefill", "draft", "bonus"
+OnBatchTokens = Callable[[int, Tokens, list[str]], None]  # the prompt's index, then as `OnTokens`
 
 
 @overload
 def speculate(
     target: Target,
     drafter: Drafter | SwappableDrafter,
-    prompts: list[int],
+    prompts: Tokens,
     settings: RequestParams,
     on_tokens: OnTokens | None = None,
 ) -> Generation: ...
@@ -33,7 +34,7 @@ def speculate(
 def speculate(
     target: Target,
     drafter: Drafter | SwappableDrafter,
-    prompts: Sequence[list[int]],
+    prompts: Sequence[Tokens],
     settings: RequestParams | Sequence[RequestParams],
     on_tokens: OnBatchTokens | None = None,
     batch_size: int = 1,
@@ -80,28 +81,16 @@ def speculate(
             f"prompts is a {type(prompts).__name__}: give a list of token ids, or a list of such lists; a tensor has "
             "tolist(), and inference.api.generate takes text"
         )
-    shared = isinstance(settings, RequestParams)
-    if len(prompts) and isinstance(prompts[0], list):
-        several = [settings] * len(prompts) if shared else list(settings)
-        if len(several) != len(prompts):
-            raise ValueError(
-                f"there are {len(several)} settings for {len(prompts)} prompts: give one for all, or one each"
-            )
-        return _several(target, drafter, list(zip(prompts, several, strict=True)), on_tokens, batch_size)
-    if not shared:
+    shared, is_single = isinstance(settings, RequestParams), not (len(prompts) and isinstance(prompts[0], list))
+    if is_single and not shared:
         raise ValueError("settings is a list, but the prompt is one: give its settings, or a list of prompts")
-    report = on_tokens and (lambda _, tokens, origins: on_tokens(tokens, origins))
-    return _several(target, drafter, [(prompts, settings)], report, batch_size)[0]
-
-
-def _several(
-    target: Target,
-    drafter: Drafter | SwappableDrafter,
-    requests: list[tuple[list[int], RequestParams]],
-    on_tokens: OnBatchTokens | None,
-    batch_size: int,
-) -> list[Generation]:
-    """Decode requests in a continuous batch."""
+    listed_prompts = [prompts] if is_single else prompts
+    several = [settings] * len(listed_prompts) if shared else list(settings)
+    if len(several) != len(listed_prompts):
+        raise ValueError(
+            f"there are {len(several)} settings for {len(listed_prompts)} prompts: give one for all, or one each"
+        )
+    requests: list[tuple[Tokens, RequestParams]] = list(zip(listed_prompts, several, strict=True))
     for prompt, _ in requests:
         check_prompt(target, prompt)
     batch = acquire(target, drafter, min(batch_size, len(requests)), requests)
@@ -118,15 +107,16 @@ def _several(
             for request in batch.running:
                 begin, generation = reported[request.request_index], request.generation
                 if len(generation.tokens) > begin:  # admitting a request gives the others no tokens
-                    on_tokens(request.request_index, generation.tokens[begin:], generation.origins[begin:])
+                    index = () if is_single else (request.request_index,)
+                    on_tokens(*index, generation.tokens[begin:], generation.origins[begin:])
                     reported[request.request_index] = len(generation.tokens)
         batch.release()
     release(target, drafter, batch)
-    return [generations[request_index] for request_index in range(len(requests))]
+    return generations[0] if is_single else [generations[request_index] for request_index in range(len(requests))]
 
 
 def autoregress(
-    target: Target, prompt: list[int], settings: RequestParams, on_tokens: OnTokens | None = None
+    target: Target, prompt: Tokens, settings: RequestParams, on_tokens: OnTokens | None = None
 ) -> Generation:
     """Decode one prompt autoregressively, in the same engine."""
     return speculate(target, Baseline(target.device), prompt, settings, on_tokens)

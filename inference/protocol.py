@@ -1,19 +1,20 @@
 """The protocol of drafters: `Drafter` is the model, `DraftBatch` drafts for a batch; the records that they exchange."""
 
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol, Self, runtime_checkable
+from typing import NamedTuple, Protocol, TypeVar, runtime_checkable
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from heads.base import DraftHead, Features
+from heads.base import DraftHead, Features, Layers, Tokens
 from inference.target.cache import TargetCache
 from inference.target.model import TargetOutput
 from inference.verification.rng import Draws, Samples
 from inference.verification.sample import Sampling
 from inference.verification.tree import DraftTree, LookAhead
 
+AnyDrafter = TypeVar("AnyDrafter")
 GREEDY_INVERSE_TEMPERATURE = 2.0  # chosen by benchmarks/ranking.py (docs/engine.md)
 
 
@@ -61,6 +62,12 @@ class Drafted(NamedTuple):
     depth: Int[Tensor, "B N"] | None = None
     noise: Float[Tensor, "B P V"] | None = None
 
+    @property
+    def node_depth(self) -> Int[Tensor, "B N"]:
+        """The depth of each node, once it is known."""
+        assert self.depth is not None
+        return self.depth
+
     def first(self, count: int) -> "Drafted":
         """Return the drafts of the first sequences."""
         ancestor_mask = self.ancestor_mask if len(self.ancestor_mask) == 1 else self.ancestor_mask[:count]
@@ -77,7 +84,7 @@ class Context(NamedTuple):
     after the committed entries, and drops its entries again.
     """
 
-    token: list[int]
+    token: Tokens
     sampling: Sampling
     draws: Draws
     max_draft_depth: int
@@ -130,7 +137,7 @@ class Verified(NamedTuple):
 class CommittedTokens(NamedTuple):
     """The tokens that a target pass committed, and the verified proposal, None after a prefill."""
 
-    token: list[int]
+    token: Tokens
     verified: Verified | None = None
 
 
@@ -142,7 +149,7 @@ class DraftRows(Protocol):
         feature_layers: the target layers whose outputs it reads.
     """
 
-    feature_layers: tuple[int, ...]
+    feature_layers: Layers
 
     @property
     def nbytes(self) -> int:
@@ -180,7 +187,7 @@ class DraftTraits(NamedTuple):
     rows: DraftRows | None = None
 
     @property
-    def feature_layers(self) -> tuple[int, ...]:
+    def feature_layers(self) -> Layers:
         """The target layers whose outputs the drafter reads."""
         return () if self.rows is None else self.rows.feature_layers
 
@@ -218,7 +225,7 @@ class DraftBatch(Protocol):
 
     traits: DraftTraits = DraftTraits()
 
-    def start_sequence(self, slot: int, token: list[int], features: TargetOutput) -> None:
+    def start_sequence(self, slot: int, token: Tokens, features: TargetOutput) -> None:
         """Prefill a prompt and the token after it, with the target's outputs for the prompt."""
         return
 
@@ -251,7 +258,7 @@ class DraftBatch(Protocol):
         """
         ...
 
-    def update(self, slot: int, token: list[int], path: list[int], logits: Float[Tensor, "M V"] | None) -> None:
+    def update(self, slot: int, token: Tokens, path: list[int], logits: Float[Tensor, "M V"] | None) -> None:
         """Update a sequence's state with the committed tokens, the accepted nodes, and the logits of the pass."""
         return
 
@@ -274,7 +281,7 @@ class Drafter(Protocol):
         """Forget earlier sequences; by default there is no such memory."""
         return
 
-    def clone(self) -> Self:
+    def clone(self: AnyDrafter) -> AnyDrafter:
         """Return a drafter with the same weights and separate memory."""
         return self
 

@@ -10,6 +10,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from heads.base import Tokens
 from heads.modules.argmax import argmax
 from inference.protocol import Context
 from inference.target.cache import TargetCache
@@ -135,7 +136,7 @@ class Generation:
     elapsed time. `latency_s` is the time from the start of its prefill to its end.
     """
 
-    tokens: list[int] = field(default_factory=list)
+    tokens: Tokens = field(default_factory=list)
     origins: list[str] = field(default_factory=list)
     steps: list[Step] = field(default_factory=list)
     logit_gaps: list[float] = field(default_factory=list)
@@ -155,7 +156,7 @@ class Request:
     """A running request: its text so far, its limits and stops, and its result."""
 
     def __init__(
-        self, target: Target, prompt: list[int], settings: RequestParams, cache: TargetCache, request_index: int = 0
+        self, target: Target, prompt: Tokens, settings: RequestParams, cache: TargetCache, request_index: int = 0
     ) -> None:
         check_prompt(target, prompt)
         self.target, self.settings, self.cache = target, settings, cache
@@ -226,7 +227,7 @@ class Request:
         seen[self.context] = True
         return seen
 
-    def emit(self, tokens: list[int], origins: list[str], gaps: list[float]) -> int:
+    def emit(self, tokens: Tokens, origins: list[str], gaps: list[float]) -> int:
         """Append tokens up to the end of the answer; return how many were appended."""
         generation, before = self.generation, len(self.generation.tokens)
         for i, token in enumerate(tokens):

@@ -75,24 +75,16 @@ def answer(
 
 
 def converse(target: Target, drafter: Drafter, lines: Iterable[str], settings: RequestParams, console: Console) -> None:
-    """Answer each line as the next turn of one chat; empty lines are skipped."""
+    """Answer line after line, each in view of all before it; empty lines are skipped, a person is shown a sign."""
     messages: list[dict[str, str]] = []
+    sign = "> " if sys.stdin.isatty() and lines is sys.stdin else ""
+    console.out(sign, end="")
     for line in lines:
         if line.strip():
             messages.append({"role": "user", "content": line.strip()})
             text, _ = answer(target, drafter, chat_ids(messages, target.tokenizer), settings, console)
             messages.append({"role": "assistant", "content": text})
-
-
-def typed_lines(console: Console) -> Iterable[str]:
-    """Yield the lines of stdin, on a terminal after a prompt sign."""
-    while True:
-        if sys.stdin.isatty():
-            console.out("> ", end="")
-        line = sys.stdin.readline()
-        if not line:
-            return
-        yield line
+        console.out(sign, end="")
 
 
 def generate(config: GenerateConfig, console: Console) -> None:
@@ -102,8 +94,7 @@ def generate(config: GenerateConfig, console: Console) -> None:
     settings = config.request()
     target, drafter = api.loaded(config)
     if config.chat:
-        lines = typed_lines(console) if config.prompt is None else [config.prompt]
-        converse(target, drafter, lines, settings, console)
+        converse(target, drafter, sys.stdin if config.prompt is None else [config.prompt], settings, console)
     else:
         prompt = sys.stdin.read() if config.prompt is None else config.prompt
         answer(target, drafter, text_ids(prompt, target.tokenizer), settings, console)

@@ -14,11 +14,11 @@ from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Int
 from torch import Tensor
 from torch.nn.functional import pad
 
-from heads.base import Features
+from heads.base import Features, Tokens
 from heads.modules.argmax import argmax
 from inference.protocol import DraftBatch, Drafted, DraftInputs, DraftPlan
 from inference.request import Pass, PhaseTimer, Request, RequestParams, Step
@@ -38,7 +38,7 @@ from inference.verification.rng import (
     sample_tokens,
     uniform,
 )
-from inference.verification.rules import Accepted
+from inference.verification.rules import Accepted, NodeMask, NodeProbs, PerSequence
 from inference.verification.sample import Sampling, distribution, penalize
 from inference.verification.tree import LOOK_AHEAD, DraftTree
 
@@ -56,33 +56,13 @@ class Slots(NamedTuple):
         seen_tokens: mask of the tokens that occur in the text, if there is a repetition penalty.
     """
 
-    root: Int[Tensor, "B"]
-    length: Int[Tensor, "B"]
-    max_draft_depth: Int[Tensor, "B"]
-    min_tokens_left: Int[Tensor, "B"]
-    active: Int[Tensor, "B"]
-    key: Int[Tensor, "B"]
+    root: PerSequence
+    length: PerSequence
+    max_draft_depth: PerSequence
+    min_tokens_left: PerSequence
+    active: PerSequence
+    key: PerSequence
     seen_tokens: Bool[Tensor, "B V"]
-
-
-class GraphKey(NamedTuple):
-    """The key of a step's stages: equal keys mean equal shapes and branches.
-
-    Attributes:
-        head_kv_length: number of KV cache entries that the head reads.
-        sampling, rule, logit_gaps: from the request's parameters.
-        masks_eos: whether a request sets min_new_tokens.
-        has_idle: whether slots are idle.
-        tree_id: id of the tree policy.
-    """
-
-    head_kv_length: int
-    sampling: Sampling
-    rule: str
-    logit_gaps: bool
-    masks_eos: bool
-    has_idle: bool
-    tree_id: int
 
 
 class DeviceStep:
@@ -101,7 +81,7 @@ class DeviceStep:
         self.plan, on_device = DraftPlan(), draft_batch.traits.on_device
         fixed = on_device and target.takes_trees and target.switch is None
         self.fixed_shapes = target.device.type == "cuda" and fixed
-        self.graphs = Graphs(target.device) if target.captures and fixed else None
+        self.graphs: Any = Graphs(target.device) if target.captures and fixed else None
         self.compiled_stages = StageCache()
         self.masks_eos = False  # whether a request sets min_new_tokens
         self.current: list[Request] = []  # the requests in the slots
@@ -173,8 +153,18 @@ class DeviceStep:
             token = rows[slot][2:][: rows[slot][0]]
             path = rows[slot][2 + width :][: rows[slot][0]]
             self.draft_batch.update(slot, token, path, None if out.logits is None else out.logits[slot])
-            if requests[slot].settings.keep_passes:
-                self.keep_pass(requests[slot], slot, drafted, out, path, token)
+            if requests[slot].settings.keep_passes:  # the target's output, without padding
+                tree = DraftTree(drafted.tree.token[slot], drafted.tree.parent[slot])
+                valid = (tree.token >= 0) & (
+                    drafted.node_depth[slot] <= requests[slot].remaining_limits[0] + len(token)
+                )
+                nodes, index = trees.keep(tree, valid)
+                row_of = slice(slot, slot + 1), path
+                rows_of_path = TargetOutput(out.hidden[row_of], out.last_hidden[row_of], None)
+                following, old = torch.tensor(token, device=index.device), index.tolist()
+                kept_path = [old.index(node) for node in path]
+                kept_pass = Pass(following, rows_of_path, nodes, kept_path, out.last_hidden[slot, index])
+                requests[slot].generation.target_passes.append(kept_pass)
         self.timer.mark("draft")
         seconds = self.timer.seconds()
         seconds["other"] += emitting  # the device is idle meanwhile
@@ -185,13 +175,13 @@ class DeviceStep:
             generation.decode_s += draft + verified + other
 
     @torch.inference_mode()
-    def sample(self, requests: Sequence[Request]) -> tuple[list[int], Drafted]:
+    def sample(self, requests: Sequence[Request]) -> tuple[Tokens, Drafted]:
         """Return the first token that a step would commit for each request, and the last group's drafts, uncommitted.
 
         The requests have equal sampling parameters.
         """
         self.load_slots(requests)
-        tokens: list[int] = []
+        tokens: Tokens = []
         for group in self.groups(requests):
             drafted, result, *_ = self.run(requests, group, commits=False)
             tokens += [row[2] for row in result.tolist()[: len(group)]]
@@ -247,7 +237,7 @@ class DeviceStep:
         for has_q in {True, *(self.plan.has_q or ())}:
             self.rule(settings, has_q=has_q)  # raises if the rule does not support the drafts
         slots = self.active(requests)
-        if self.fixed_shapes and self.graphs is not None:
+        if self.captures:
             self.graphs.keep(self.held_tensors())
         if self.compiles:
             self.compiled_stages.keep([*self.held_tensors(), *self.target.embeddings.kept_rows()])
@@ -265,7 +255,7 @@ class DeviceStep:
         self.penalises, self.timer = settings.sampling.repetition_penalty != 1, phase_timer
         self.key = self.graph_key(kv_length, settings)
         draft_slots = self.slots if self.compiles else slots
-        drafted = self.launch(DeviceStep.draft, draft_slots, self.key.head_kv_length, settings)
+        drafted = self.launch(DeviceStep.draft, draft_slots, self.key[0], settings)
         if self.compiles:
             drafted = drafted.first(len(slots.root))
         phase_timer.mark("draft")
@@ -299,20 +289,20 @@ class DeviceStep:
         """Whether the stages are captured in CUDA graphs, which need fixed shapes."""
         return self.fixed_shapes and self.graphs is not None
 
-    def graph_key(self, kv_length: int, settings: RequestParams) -> GraphKey:
-        """Return the key of the step's stages."""
+    def graph_key(self, kv_length: int, settings: RequestParams) -> tuple[int, *tuple[Any, ...]]:
+        """Return the key of the step's stages, the head's KV length first: equal keys mean equal shapes and branches."""
         # For few compiled shapes, the head reads the whole capacity.
         padded = self.compiles and not self.fixed_shapes
         head_kv_length = round_up_kv_length(self.cache.storage.capacity) if padded else kv_length
         sampling, rule, gaps = settings.sampling, settings.rule, settings.logit_gaps
-        return GraphKey(head_kv_length, sampling, rule, gaps, self.masks_eos, self.has_idle, self.plan.tree_id)
+        return head_kv_length, sampling, rule, gaps, self.masks_eos, self.has_idle, self.plan.tree_id
 
     def launch(self, stage: Stage, *args: Any) -> Any:
-        """Run a stage, compiled or captured under the step's key."""
+        """Run a stage of a step under its key."""
         run = stage
         if self.compiles and stage in (DeviceStep.draft, DeviceStep.extend):
             run = partial(self.compiled_stages, (stage, *self.key), compiled(stage, self.target.device.type))
-        if self.fixed_shapes and self.graphs is not None:
+        if self.captures:
             return self.graphs((stage, *self.key), run, self, *args)
         return run(self, *args)
 
@@ -359,8 +349,7 @@ class DeviceStep:
 
     def forward(self, slots: Slots, drafted: Drafted, kv_length: int) -> TargetOutput:
         """Run the target over the trees; their entries follow each sequence's committed ones."""
-        tree, ancestor_mask, depth = drafted.tree, drafted.ancestor_mask, drafted.depth
-        assert depth is not None
+        tree, ancestor_mask, depth = drafted.tree, drafted.ancestor_mask, drafted.node_depth
         count, size = tree.token.shape
         # Nodes beyond max_draft_depth run at its position and are never accepted; idle slots run at position 0.
         position = slots.length[:, None] + torch.minimum(depth, slots.max_draft_depth[:, None])
@@ -391,18 +380,15 @@ class DeviceStep:
                 return self.target.run_ragged(layout, token, position, attn_mask, batch_pass, layers, key_position)
         return self.target.run(token, position, attn_mask, batch_pass, layers, key_position)
 
-    def processed(
-        self, slots: Slots, drafted: Drafted, logits: Float[Tensor, "B N V"], sampling: Sampling
-    ) -> Float[Tensor, "B N V"]:
+    def processed(self, slots: Slots, drafted: Drafted, logits: NodeProbs, sampling: Sampling) -> NodeProbs:
         """Return the logits after the repetition penalty; end tokens are masked until min_new_tokens."""
-        assert drafted.depth is not None
         if sampling.repetition_penalty != 1:
             # Nodes off the path are replaced by the root, which is among the seen tokens.
             path = torch.where(drafted.ancestor_mask, drafted.tree.token[:, None], slots.root[:, None, None])
             seen_tokens = slots.seen_tokens[:, None].expand(-1, logits.shape[1], -1).scatter(2, path.clamp_min(0), True)
             logits = penalize(logits, seen_tokens, sampling)
         if self.masks_eos:
-            early = (drafted.depth < slots.min_tokens_left[:, None])[..., None]
+            early = (drafted.node_depth < slots.min_tokens_left[:, None])[..., None]
             logits = logits.masked_fill(early & self.eos_mask, float("-inf"))
         return logits
 
@@ -410,11 +396,11 @@ class DeviceStep:
         self,
         slots: Slots,
         drafted: Drafted,
-        logits: Float[Tensor, "B N V"],
+        logits: NodeProbs,
         sampling: Sampling,
-        node: Int[Tensor, "B"],
-        depth: int | Int[Tensor, "B"],
-    ) -> Int[Tensor, "B"]:
+        node: PerSequence,
+        depth: int | PerSequence,
+    ) -> PerSequence:
         """Return the target's tokens after nodes at a depth, sampled with the noise of the next positions."""
         logits = logits[torch.arange(len(node), device=node.device), node]
         if sampling.temperature == 0:
@@ -424,7 +410,7 @@ class DeviceStep:
         return (distribution(logits, sampling) / drafted.noise[:, depth]).argmax(-1)
 
     def verify_drafts(
-        self, slots: Slots, drafted: Drafted, logits: Float[Tensor, "B N V"], settings: RequestParams
+        self, slots: Slots, drafted: Drafted, logits: NodeProbs, settings: RequestParams
     ) -> tuple[Int[Tensor, "B X"], Accepted]:
         """Verify the drafts; return the tensor for the host, and the accepted paths."""
         tree, deepest, greedy = drafted.tree, self.plan.deepest, settings.sampling.temperature == 0
@@ -437,8 +423,7 @@ class DeviceStep:
             if greedy and self.allows_host_sync and len(tree.token) == 1 and not rules.is_lossy(settings.rule):
                 accepted, ranks, count = rules.follow_on_host(tree, argmax(logits), slots.max_draft_depth, deepest)
             else:
-                assert drafted.depth is not None
-                valid = rules.valid_nodes(tree, drafted.ancestor_mask, drafted.depth, slots.max_draft_depth)
+                valid = rules.valid_nodes(tree, drafted.ancestor_mask, drafted.node_depth, slots.max_draft_depth)
                 if not self.draft_batch.traits.on_device:
                     valid &= tree.parent != LOOK_AHEAD
                 accepted = self.run_rule(slots, drafted, valid, logits, settings)
@@ -455,8 +440,8 @@ class DeviceStep:
         self,
         slots: Slots,
         drafted: Drafted,
-        valid: Bool[Tensor, "B N"],
-        processed_logits: Float[Tensor, "B N V"],
+        valid: NodeMask,
+        processed_logits: NodeProbs,
         settings: RequestParams,
     ) -> Accepted:
         """Run the verification rule; return the accepted paths."""
@@ -464,7 +449,6 @@ class DeviceStep:
         rule = rules.RULES[self.rule(settings)]
         greedy = sampling.temperature == 0
         choose = partial(self.choose, slots, drafted, processed_logits, sampling)
-        assert drafted.depth is not None
         if greedy and rule.threshold is None:
             best = argmax(processed_logits)
             last = rules.follow(tree, ancestor_mask, valid, tree.token == best.gather(1, tree.parent.clamp_min(0)))
@@ -472,7 +456,7 @@ class DeviceStep:
         elif rule.threshold is not None:  # at temperature 0 a lossy rule reads the probs at temperature 1
             p = distribution(processed_logits, replace(sampling, temperature=1.0) if greedy else sampling)
             last = rules.follow(tree, ancestor_mask, valid, rules.lenient(tree, p, rule.threshold))
-            token = choose(last, drafted.depth.gather(1, last[:, None])[:, 0])
+            token = choose(last, drafted.node_depth.gather(1, last[:, None])[:, 0])
         elif drafted.q is None or rule.verify is None or not all(plan.has_q or ()):
             last, token = rules.walk(tree, valid, choose, plan.deepest, allow_host_sync=self.allows_host_sync)
         if not greedy and drafted.q is not None and rule.verify is not None:
@@ -482,7 +466,7 @@ class DeviceStep:
             uniforms = uniform(hash_key(key, slots.length + 1)[:, None], torch.arange(p.shape[1], device=p.device))
             draft = rules.Sampled(plan.sampled, tree.token, valid, drafted.q)
             sampled_last, probs = rule.verify(draft, p, uniforms, self.allows_host_sync)
-            position = slots.length + 1 + drafted.depth.gather(1, sampled_last[:, None])[:, 0]
+            position = slots.length + 1 + drafted.node_depth.gather(1, sampled_last[:, None])[:, 0]
             after = (probs / exponential_noise(slots.key, position, p.shape[-1])).argmax(-1)
             if all(plan.has_q or ()):
                 last = sampled_last
@@ -493,13 +477,7 @@ class DeviceStep:
                 token = torch.where(has_q, after, token)
         return rules.accepted_paths(tree, ancestor_mask, last, token, plan.deepest)
 
-    def commit(
-        self,
-        slots: Slots,
-        out: TargetOutput,
-        accepted: Accepted,
-        max_committed: int,
-    ) -> None:
+    def commit(self, slots: Slots, out: TargetOutput, accepted: Accepted, max_committed: int) -> None:
         """Advance the slots by the accepted tokens, and append the accepted rows to the drafter.
 
         `max_committed` is an upper bound of the tokens that a sequence commits.
@@ -537,7 +515,7 @@ class DeviceStep:
             return None
         return Features(token, out.hidden[row, path], out.last_hidden[row, path], torch.zeros_like(token))
 
-    def extend(self, features: Features, count: Int[Tensor, "B"]) -> None:
+    def extend(self, features: Features, count: PerSequence) -> None:
         """Append the accepted rows to the drafter."""
         assert self.draft_batch.traits.rows is not None
         self.draft_batch.traits.rows.commit(features, count)
@@ -554,17 +532,3 @@ class DeviceStep:
         committed = request.emit(token, ["draft"] * (count - 1) + ["bonus"], gaps)
         accepted = min(count - 1, committed)
         return Step(drafted, accepted, committed, 0.0, 0.0, 0.0, rules.NOTHING, tuple(ranks[1 : accepted + 1]))
-
-    def keep_pass(
-        self, request: Request, at: int, drafted: Drafted, out: TargetOutput, path: list[int], token: list[int]
-    ) -> None:
-        """Keep the target's output in a step for one request, without padding."""
-        depth = drafted.depth
-        assert depth is not None
-        tree = DraftTree(drafted.tree.token[at], drafted.tree.parent[at])
-        nodes, index = trees.keep(tree, (tree.token >= 0) & (depth[at] <= request.remaining_limits[0] + len(token)))
-        rows = TargetOutput(out.hidden[at : at + 1, path], out.last_hidden[at : at + 1, path], None)
-        following = torch.tensor(token, device=index.device)
-        old = index.tolist()
-        kept_path = [old.index(node) for node in path]
-        request.generation.target_passes.append(Pass(following, rows, nodes, kept_path, out.last_hidden[at, index]))

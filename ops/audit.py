@@ -3,8 +3,8 @@
 import sys
 from pathlib import Path
 
-if __name__ == "__main__":  # the checkout's root replaces the script's folder
-    sys.path[0] = str(Path(__file__).resolve().parents[1])
+if __name__ == "__main__":  # a script's own folder would hide the checkout's root
+    sys.path[0] += "/.."
 
 import json
 import os

@@ -23,7 +23,7 @@ from statistics import NormalDist
 from typing import Annotated, Any
 
 if __name__ == "__main__":
-    sys.path[0] = str(Path(__file__).resolve().parents[1])
+    sys.path[0] += "/.."
 
 import numpy as np
 from numpy.typing import NDArray
@@ -61,8 +61,9 @@ def predict(
 ) -> tuple[float, float, float]:
     """Return τ after `at` tokens by a power function through at least three points, and the interval's ends.
 
-    The interval is that of a new measurement at the level LEVEL, from the covariance of the three parameters and the
-    last standard error.
+    The interval is that of a new measurement, of the level LEVEL: by the covariance of the three numbers, and by the
+    last standard error. Student's t with as many degrees of freedom as points takes the normal distribution's place:
+    so few points cannot show how far the curve is from a power function.
 
     Args:
         tokens: the trained tokens of each point, increasing.
@@ -71,7 +72,8 @@ def predict(
         at: a number of tokens, at least the last point's.
         bound: the maximum tokens that a pass can commit.
     """
-    from scipy.optimize import curve_fit  # late: the import takes half a second that other runs do not need
+    from scipy.optimize import curve_fit  # late: half a second that no other run needs
+    from scipy.stats import t
 
     x, y = np.asarray(tokens, dtype=float) / tokens[-1], np.asarray(tau, dtype=float)
     rise = max(float(y[-1] - y[0]), 0.01)
@@ -83,7 +85,7 @@ def predict(
     ratio, (_, rise, exponent) = at / tokens[-1], values
     gradient = np.array([1.0, -(ratio**-exponent), rise * ratio**-exponent * math.log(ratio)])
     middle = float(power_function(np.array(ratio), *values))
-    half = NormalDist().inv_cdf((1 + LEVEL) / 2) * math.sqrt(gradient @ covariance @ gradient + sigma[-1] ** 2)
+    half = t.ppf((1 + LEVEL) / 2, len(tokens)) * math.sqrt(gradient @ covariance @ gradient + sigma[-1] ** 2)
     middle, low, high = (min(max(end, 1.0), bound) for end in (middle, middle - half, middle + half))
     return middle, low, high
 
@@ -252,11 +254,7 @@ class Forecast:
         return list(cost)
 
     def choose(self) -> str:
-        """Train all candidates, then the faster half for longer, and so on, until one has enough points; return it.
-
-        Raises:
-            ValueError: the budget is too small for the first round.
-        """
+        """Train all candidates, then the faster half for longer, and so on to one; refuse too small a budget."""
         running, config = self.probe(), self.config
         cost, fixed, points = (self.state[key] for key in ("cost", "fixed", "points"))
         rounds = max(config.points, math.ceil(math.log2(len(running))) + 1)

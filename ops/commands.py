@@ -22,11 +22,7 @@ REFUSED = FAILED, _ = (1, 2)  # exit statuses of failed and refused commands; ot
 
 
 def run_command(script: str, words: Words) -> None:
-    """Run a script of this checkout with these overrides to its end; forward SIGTERM or Ctrl-C and wait.
-
-    Raises:
-        SystemExit: the script's status is not 0; the cause holds its line of error, if it printed one.
-    """
+    """Run a script with these overrides, and pass signals on; a SystemExit has its status and line of error."""
     with tempfile.NamedTemporaryFile("r", encoding="utf-8") as error_file:
         process = subprocess.Popen(
             [sys.executable, str(ROOT / script), *words], env={**os.environ, ERROR_FILE: error_file.name}

@@ -7,10 +7,9 @@ if something is wrong.
 """
 
 import sys
-from pathlib import Path
 
-if __name__ == "__main__":  # the checkout's root replaces ops/, whose files could shadow modules
-    sys.path[0] = str(Path(__file__).resolve().parents[1])
+if __name__ == "__main__":  # the checkout's root instead of ops/, whose files could shadow modules
+    sys.path[0] += "/.."
 
 import re
 from dataclasses import dataclass
@@ -76,11 +75,7 @@ class DoctorConfig:
 
 
 def examine(config: DoctorConfig) -> list[Finding]:
-    """Return the findings on a head, in order; a head that does not load has only that finding.
-
-    Raises:
-        ValueError: the head, target or workload is missing.
-    """
+    """Return the findings on a head, in order: one if it does not load. Refuse a missing head, target or workload."""
     head = read(config.run)
     target, why = load_target(config.target, head, config.dtype, config.measure)
     try:
@@ -104,11 +99,7 @@ def examine(config: DoctorConfig) -> list[Finding]:
 
 
 def acceptance(head: Examined, target: Target, loaded: Any, config: DoctorConfig) -> Finding:
-    """Decode greedily with the card's tree and limit, if it has them, and compare τ with the card's.
-
-    Raises:
-        ValueError: the given workload cannot be read.
-    """
+    """Decode greedily, with the card's tree and limit where it has them, and compare τ; refuse an unread workload."""
     kind = next(name for name, class_ in HEADS.items() if type(loaded) is class_)
     workload = config.workload or head.prompts or BUNDLED
     reported = _row(head, kind, short_name(workload)) if target.takes_trees else None

@@ -185,11 +185,7 @@ def _mapping(paths: list[Path], parse: Callable[[Path], Any]) -> Json:
 
 
 def load_target(given: str | None, head: Examined, dtype: str, measure: bool) -> tuple[AnyTarget, str]:
-    """Load the given target, or the one in the head's files; return it, and why its layers are missing, if they are.
-
-    Raises:
-        ValueError: no target is named, or not even its embedding loads.
-    """
+    """Load the given target, else the files' own; return it and why its layers are missing. Refuse none."""
     name = given or head.said_target
     if name is None:
         raise ValueError(f"{head.name}: its files do not say its target; give target=FOLDER or target=OWNER/NAME")

@@ -84,11 +84,7 @@ def joined(reply: Reply, choice: Record, seconds: float) -> Reply:
 
 
 def read_replies(events: Events, model: str) -> Replies:
-    """Assemble a reply's choices from its events, each with the seconds from the request to its arrival.
-
-    Raises:
-        EndpointError: the reply is an error, another model's, without choices, or has an unknown shape.
-    """
+    """Assemble choices from events, each with its seconds; an EndpointError says what is wrong with them."""
     choices: dict[int, Reply] = {}
     usage: Record = {}
     end, count = 0.0, 0
@@ -242,11 +238,7 @@ def answer_of(
 
 
 def read_answer(events: Events, model: str) -> Answer:
-    """Assemble an answer from a reply's events, as `read_replies` does.
-
-    Raises:
-        EndpointError: as `read_replies`; also for several choices, no finish reason, or no count of tokens.
-    """
+    """Assemble the answer from a reply's events; an EndpointError says what is wrong or missing."""
     arrived = list(events)
     reply, *others = read_replies(arrived, model)
     if others:

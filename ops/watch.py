@@ -16,8 +16,8 @@ The only assumption is that requests are independent and come from one distribut
 import sys
 from pathlib import Path
 
-if __name__ == "__main__":  # the checkout's root replaces the script's folder
-    sys.path[0] = str(Path(__file__).resolve().parents[1])
+if __name__ == "__main__":  # a script's own folder would hide the checkout's root
+    sys.path[0] += "/.."
 
 import logging
 import math
@@ -194,11 +194,7 @@ class WatchConfig(WatcherConfig):
 
 
 def follow(config: WatchConfig) -> int:
-    """Watch; print an alarm on stdout and the outcome on stderr; return 0 without an alarm, 1 with one, 3 too early.
-
-    Raises:
-        ValueError: the log, head or server is missing, or acceptance is not known.
-    """
+    """Watch and print the alarm; return 0 without an alarm, 1 with one, 3 too early. Refuse a missing log."""
     skipped = ""
     if config.url is not None:
         outcome = watched(windows(Metrics(config.url, config.api_key_env), config), config)
@@ -307,11 +303,7 @@ class Log:
     numbers: list[int] = field(default_factory=list)
 
     def __iter__(self) -> Iterator[SpecDecodingStats]:
-        """Yield the passes of each record with an answer of two tokens or more.
-
-        Raises:
-            ValueError: more than half of the records have no acceptance, so that the watch would see nothing.
-        """
+        """Yield the passes of records of two tokens or more; refuse a log half of which has no acceptance."""
         for line in growing(self.path, follow=self.config.follow, poll=self.config.poll):
             self.lines += 1
             if not line.strip() or self.lines <= self.begin:
@@ -371,11 +363,7 @@ def player(run: str, given: Record, tree: Record, config: WatcherConfig, name: s
 def replayed(
     target: Target, drafter: HeadDrafter, config: WatcherConfig, raw: Json, number: int, name: str
 ) -> SpecDecodingStats:
-    """Return the passes that a record's answers would have taken with the head's tree in greedy decoding.
-
-    Raises:
-        ValueError: the record has no answer, an unknown shape, or another tokenizer.
-    """
+    """Return the passes of a record's answers by the head's tree, greedy; refuse a record without answers."""
     entry, tree = parse(raw, number, name), drafter.policy
     grown = [tree] if tree.kind in BY_CONFIDENCE else []
     depth = min(drafter.head.max_depth, tree.deepest)

@@ -2,7 +2,7 @@
 
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any, Self
+from typing import Any
 
 
 class LocalServer(ThreadingHTTPServer):
@@ -16,7 +16,7 @@ class LocalServer(ThreadingHTTPServer):
         self.url = f"http://127.0.0.1:{self.server_address[1]}"
         self.lock, self.over = threading.Lock(), threading.Event()
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> Any:
         threading.Thread(target=self.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
         return self
 

@@ -28,6 +28,12 @@ WHOLE = {
     "RunConfig": {"train/run.py", "train/build.py", "train/config.py", "train/plan.py", "train/resolve.py", "ops/"},
     "EvalConfig": {"eval/run.py", "eval/setup.py", "eval/config.py"},
 }
+# Names of the standard library that the oldest supported Python, 3.10, does not have.
+NEWER = {
+    "typing": {"Self", "Never", "LiteralString", "Required", "NotRequired", "Unpack", "assert_never", "override"},
+    "contextlib": {"chdir"}, "datetime": {"UTC"}, "enum": {"StrEnum"}, "hashlib": {"file_digest"},
+    "itertools": {"batched"},
+}  # fmt: skip
 YAMLS = sorted((ROOT / "conf").rglob("*.yaml"))
 SILENCERS = re.compile(r"noqa|type:\s*ignore|(mypy|ruff|pylint|pyright|isort):|pragma:")
 
@@ -93,6 +99,17 @@ def violations(files: list[Path], rule: Callable[[str], list[str]]) -> dict[str,
 
 def test_no_file_is_long() -> None:
     assert violations(SOURCES, lambda source: source.splitlines()[800:]) == {}
+
+
+def test_the_oldest_python_has_the_names_that_are_imported() -> None:
+    imports = [(file, node) for file in SOURCES for node in ast.walk(tree(file.read_text(encoding="utf-8")))]
+    assert [
+        f"{name(file)}: {node.module}.{alias.name}"
+        for file, node in imports
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+        if alias.name in NEWER.get(str(node.module), ())
+    ] == []
 
 
 def test_nothing_silences_a_tool() -> None:

@@ -62,12 +62,7 @@ SAME = ("target", "quantize", "width", "vocab", "length", "data", "rows", "layer
 def source_for(
     config: FeaturesConfig, target: Target | EmbeddingsOnly, head: DraftHead, batches: Batches
 ) -> FeatureSource:
-    """Return a run's feature source.
-
-    Raises:
-        ValueError: the store holds other features, lacks sequences and may not compute them, or lacks layers that the
-            head reads.
-    """
+    """Return a run's feature source; refuse a store of something else, or one that lacks sequences or layers."""
     if config.mode == "live":
         assert isinstance(target, Target)
         return LiveFeatures(target, batches, head.feature_layers)
@@ -216,7 +211,7 @@ def executable_micro_batch(
                 f"{run.name}: one sequence of data.length={run.data.length} does not fit this device: lower it, or "
                 "give trainer.recompute=true or a smaller head"
             ) from error
-    sizes: Any = accelerator.gather(torch.tensor([size], device=device))
+    sizes = accelerator.gather(torch.tensor([size], device=device))
     return int(sizes.min())
 
 
@@ -325,5 +320,4 @@ def sizes(head: Any, data: TrainingData, packed: Packed) -> str:
 
 def values_of(run: Any) -> Json:
     """Return a run's configuration without secrets, for trackers and config.yaml."""
-    values: Json = redacted_values(asdict(run))
-    return values
+    return redacted_values(asdict(run))

@@ -74,11 +74,7 @@ def note_of(partial: Path, rank: int) -> Path:
 
 
 def write_shard(partial: Path, rank: int, world: int, tensors: NamedTensors) -> None:
-    """Write a process's tensors, and then its note: the shard's tensor names and checksum.
-
-    Raises:
-        OSError, SafetensorError: a write failed.
-    """
+    """Write a process's tensors and then its note: the shard's tensors and checksum."""
     partial.mkdir(parents=True, exist_ok=True)
     shard = partial / f"rank-{rank:05d}-of-{world:05d}.safetensors"
     save_file(tensors, shard)
@@ -172,17 +168,11 @@ class TrainState:
             value = safe_get_full_optimizer_state(p, key)
         else:
             value = whole(p, self._states(p)[0][key])
-        copy: Tensor = value.detach().to("cpu", copy=True).contiguous()
-        return copy
+        return value.detach().to("cpu", copy=True).contiguous()
 
     @torch.no_grad()
     def write(self, name: str, value: Tensor) -> None:
-        """Load one tensor; a collective call with the same name and value.
-
-        Raises:
-            KeyError: the head or its optimiser has no such tensor.
-            RuntimeError: the tensor has another shape.
-        """
+        """Load one tensor; a collective call with the same name and value. Its errors are those of `restore`."""
         kind, rest, key = split(name)
         p = self.head.state_dict(keep_vars=True)[rest]
         shape = vars(p).get("ds_shape", p.shape)
@@ -221,7 +211,7 @@ class TrainState:
 
     def _optimizer(self, parameter: Tensor) -> Any:
         """Return the optimiser of one parameter."""
-        plain: Any = getattr(self.optimizer, "optimizer", self.optimizer)  # DeepSpeed wraps the optimiser
+        plain = getattr(self.optimizer, "optimizer", self.optimizer)  # DeepSpeed wraps it
         for optimizer in getattr(plain, "optimizers", [plain]):
             if zero_stage(parameter) or any(
                 parameter is p for group in optimizer.param_groups for p in group["params"]
@@ -288,7 +278,7 @@ class Saver:
     def newest(self) -> Path | None:
         """Return the newest good checkpoint, or None; warn of newer damaged ones, and refuse if all are damaged."""
         control = self.control
-        paths: list[Path] = control.broadcast(checkpoints(self.folder))
+        paths = control.broadcast(checkpoints(self.folder))
         wrong: list[str] = []
         for path in reversed(paths):
             defects = self.defects(path)
@@ -423,8 +413,7 @@ def first_init(out: Path, head: str) -> str | None:
     """
     config = OmegaConf.load(out / "config.yaml")
     refuse_changed(out, {"head.name": OmegaConf.select(config, "head.name", default=head)}, {"head.name": head})
-    init: str | None = OmegaConf.select(config, "init")
-    return init
+    return OmegaConf.select(config, "init")
 
 
 def differences(then: Json, now: Json) -> str:
@@ -437,20 +426,13 @@ def differences(then: Json, now: Json) -> str:
 
 
 def plain(values: Json) -> Json:
-    """Return values after a round trip through JSON, for comparison with a checkpoint's values."""
-    decoded: Json = json.loads(json.dumps(values))
-    return decoded
+    """Return values after a round trip through JSON, so that they compare with those of a checkpoint."""
+    return json.loads(json.dumps(values))
 
 
 def restore(state: TrainState, path: Path) -> None:
-    """Load a checkpoint's tensors into a run's state.
-
-    Raises:
-        KeyError: the run has other tensors.
-        RuntimeError: a tensor has another shape.
-        ValueError: a tensor cannot be read.
-    """
-    names = {name for name in state.names() if not name.startswith("state/")}  # a new optimiser has no state yet
+    """Load a checkpoint's tensors into a run's state; a KeyError or RuntimeError is of other tensors or shapes."""
+    names = {name for name in state.names() if not name.startswith("state/")}  # none before the first step
     for name, value in tensors(path):
         names.discard(name)
         state.write(name, value)

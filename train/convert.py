@@ -12,8 +12,8 @@ import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 
-if __name__ == "__main__":  # the checkout's root replaces train/, whose files could shadow modules
-    sys.path[0] = str(Path(__file__).resolve().parents[1])
+if __name__ == "__main__":  # the checkout's root instead of train/, whose files could shadow modules
+    sys.path[0] += "/.."
 
 import torch
 from omegaconf import DictConfig
@@ -44,11 +44,7 @@ def find_pickle(name: str) -> Path:
 
 
 def convert(pickle: Path, out: Path) -> Path:
-    """Write a folder with the pickle's tensors as safetensors and its config.json, atomically.
-
-    Raises:
-        ValueError: the folder exists, or the pickle is damaged or holds more than tensors.
-    """
+    """Write a folder with the pickle's tensors and config.json, atomically; refuse more than tensors."""
     if out.exists():
         raise ValueError(f"out={out}: is there already; name another folder")
     try:

@@ -102,7 +102,7 @@ class KeptHead:
 
     def decoding(self, weights: NamedTensors) -> Any:
         """Return a copy for decoding, with these weights, in the target's dtype."""
-        head: Any = merged_copy(self.head, weights)
+        head = merged_copy(self.head, weights)
         return head.eval().requires_grad_(False).to(self.target.device, self.target.dtype)
 
     def write(self, weights: NamedTensors) -> None:
@@ -270,11 +270,8 @@ class Loop:
             "frozen_parameters": self.stepper.sizes[1],
             "steps": steps,
             "tokens": steps * self.source.batches.step_tokens + progress["rollout_tokens"],
-            "rollout_tokens": progress["rollout_tokens"],
             "flops": None if (flops := progress["flops"]) is None else flops * steps,
-            "skipped": progress["skipped"],
-            "best_tau": progress["best_tau"],
-            "seconds": progress["seconds"],
+            **{key: progress[key] for key in ("rollout_tokens", "skipped", "best_tau", "seconds")},
             "stall_seconds": progress["stall"],
             "save_seconds": self.saver.seconds,
         }

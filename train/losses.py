@@ -5,7 +5,6 @@ tokens, at rows whose most likely token is one of them (EAGLE-3); acceptance los
 """
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Annotated
@@ -18,6 +17,7 @@ from torch.nn import functional
 from heads.common.ranges import Amount, Count, Fraction, NewTokens, Number, OneOf, Parts, Positive
 
 PerRow = Float[Tensor, "R"]
+RowIndex = Int[Tensor, "R"]
 PerToken = Float[Tensor, "R W"]
 
 
@@ -83,13 +83,6 @@ class TeacherProbs:
         """Return the log of the W tokens' total probability."""
         return self.log_p.logsumexp(-1, keepdim=True)
 
-    def keep_p(self, *, whole: bool) -> None:
-        """Turn log-probs into probs in place, for losses that read only probs; `whole` means no pruned vocabulary."""
-        if not whole:
-            self.log_mass = self.log_mass  # cached before the log-probs are overwritten
-        self.p = self.log_p.exp_()
-        del self.log_p
-
     def top_k(self, k: int) -> tuple[Float[Tensor, "n k"], Int[Tensor, "n k"]]:
         """Return probabilities and indices of the `k` most likely tokens, computed once."""
         if k not in self._top_k:
@@ -107,10 +100,10 @@ class LossInputs:
     """The losses' inputs: R trained rows of one depth; None for a feature or acceptance that is not predicted."""
 
     teacher: TeacherProbs  # the target's distribution at n rows
-    teacher_index: Int[Tensor, "R"]  # index of each row's teacher in `teacher`
+    teacher_index: RowIndex  # each row's teacher among them
     log_q: PerToken  # the draft's log-probs over the same W tokens
-    label: Int[Tensor, "R"]  # the label as an index into the W tokens, -1 if it is not one of them
-    feature: Float[Tensor, "R D"] | None  # the head's predicted feature
+    label: RowIndex  # the label as an index into the W tokens, -1 if it is not one of them
+    feature: Float[Tensor, "R D"] | None  # the predicted feature
     true_feature: Float[Tensor, "R D"] | None  # the target's feature
     confidence: PerRow | None  # the predicted logit of the draft's acceptance
     full_vocab: bool  # whether the head drafts the whole vocabulary
@@ -118,7 +111,7 @@ class LossInputs:
     candidates: int = 0  # number of candidates that it chooses
 
     @cached_property
-    def best(self) -> Int[Tensor, "R"]:
+    def best(self) -> RowIndex:
         """Return the target's most likely token, -1 outside the draft vocabulary."""
         return self.teacher.best[self.teacher_index]
 
@@ -146,8 +139,8 @@ class LossInputs:
         return torch.minimum(self.log_p, self.log_q).exp().sum(-1)
 
 
-def take_rows(x: Shaped[Tensor, "n W"], index: Int[Tensor, "R"]) -> Shaped[Tensor, "R W"]:
-    """Return rows of x by ascending index, or x itself for all rows: a copy costs as much as a loss."""
+def take_rows(x: Shaped[Tensor, "n W"], index: RowIndex) -> Shaped[Tensor, "R W"]:
+    """Return rows of x by ascending index, or x itself if these are all: a copy costs as much as a loss."""
     return x if len(index) == len(x) else x.index_select(0, index)
 
 
@@ -239,7 +232,7 @@ def _scores(x: LossInputs) -> PerToken:
     return x.scores
 
 
-LOSSES: dict[str, Callable[[LossInputs, ObjectiveConfig], Tensor]] = {
+LOSSES = {
     "ce": ce, "soft_ce": soft_ce, "kl": kl, "reverse_kl": reverse_kl, "jsd": jsd, "tv": tv, "nla": nla, "lk": lk,
     "top_k": top_k, "smooth_l1": smooth_l1, "confidence": confidence, "candidates": candidates, "missed": missed,
 }  # fmt: skip

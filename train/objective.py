@@ -18,12 +18,13 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from heads import rows
-from heads.base import DepthOutput, DraftHead, Features, to_device
+from heads.base import DepthOutput, DraftHead, Features, draft_size, to_device
 from heads.eagle4 import CandidateLmHead
 from heads.modules.argmax import argmax
-from heads.modules.vocab import AccumulatingModule
+from heads.modules.vocab import SummedGradient
+from heads.shapes import Anchors, Sequences
 from inference.verification.rng import BITS, hash_key, seed_key
-from train.losses import LOSSES, NOT_OF_LOGITS, READ_P, LossInputs, ObjectiveConfig, TeacherProbs
+from train.losses import LOSSES, NOT_OF_LOGITS, READ_P, LossInputs, ObjectiveConfig, RowIndex, TeacherProbs
 
 ANCHORS, NOISE = range(2)  # the uses of a sequence's random numbers
 VALUES = {"cpu": 2**15, "cuda": 2**22}  # random numbers hashed at a time: fits a CPU's cache, a GPU's memory
@@ -31,14 +32,11 @@ VALUES = {"cpu": 2**15, "cuda": 2**22}  # random numbers hashed at a time: fits 
 
 def row_keys(seed: int, step: int, index: Int[Tensor, "B"]) -> Int[Tensor, "B"]:
     """Return the random keys of a step's packed sequences."""
-    keys: Tensor = hash_key(hash_key(seed_key(seed), step), index)
-    return keys
+    return hash_key(hash_key(seed_key(seed), step), index)
 
 
-def sample_anchors(
-    has_loss: Bool[Tensor, "B T"], count: int | None, keys: Int[Tensor, "B"]
-) -> Int[Tensor, "B n"] | None:
-    """Sample `count` anchor rows of each packed sequence, rows with a loss first; None means `trained_rows`."""
+def sample_anchors(has_loss: Bool[Tensor, "B T"], count: int | None, keys: Int[Tensor, "B"]) -> Anchors:
+    """Sample `count` anchor rows of each packed sequence, rows with a loss first; None for `trained_rows`."""
     length = has_loss.shape[1]
     if count is None or count >= length:
         return None
@@ -47,8 +45,8 @@ def sample_anchors(
     return (order + (has_loss.long() << BITS)).topk(count).indices.sort().values
 
 
-def trained_rows(has_loss: Bool[Tensor, "B T"]) -> Int[Tensor, "B n"] | None:
-    """Return each packed sequence's rows with a loss, in order, padded to a common number; None for all rows.
+def trained_rows(has_loss: Bool[Tensor, "B T"]) -> Anchors:
+    """Return each packed sequence's rows with a loss, in order, filled up to a common number; None for all rows.
 
     The number is a multiple of 1/16 of the length, for few different shapes.
     """
@@ -90,7 +88,7 @@ TEACHER_ROWS = 512  # rows at a time with logits over the whole vocabulary, if t
 
 
 def objective(
-    head: DraftHead,
+    head: Any,
     drafts: list[DepthOutput],
     features: Features,
     weight: Float[Tensor, "d B T"],
@@ -101,14 +99,12 @@ def objective(
     """Return the weighted loss, and unweighted sums of each loss and of accuracy at each depth.
 
     Args:
-        head: computes logits from the drafts' states by `compute_logits`.
+        head: a module and `DraftHead`, whose `compute_logits` computes logits from the drafts' states.
         features: the batch; `last_hidden` gives the teacher through the target's lm_head.
         chunks: the rows to score, from `chunked`.
         base_loss_share: the share of `base_state` in the losses of logits, if the head has one.
     """
-    flat: list[list[Tensor | None]] = [
-        [None if field is None else field.flatten(0, 1) for field in draft] for draft in drafts
-    ]
+    flat = [[None if field is None else field.flatten(0, 1) for field in draft] for draft in drafts]
     if not base_loss_share:
         flat = [[*fields[:-1], None] for fields in flat]
     work = LossContext(head, features, weight.flatten(1), config, chunks, labels(head, features), base_loss_share)
@@ -117,8 +113,7 @@ def objective(
     else:
         depth_weight = config.depth_decay ** torch.arange(len(drafts), device=weight.device)[:, None]
     work = work._replace(weight=work.weight * depth_weight)
-    module: Any = head
-    trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    trained = [parameter for parameter in head.parameters() if parameter.requires_grad]
     apply: Any = _Chunked.apply
     loss, sums = apply(work, len(drafts), *(field for fields in flat for field in fields), *trained)
     return loss, dict(zip([*config.losses, "accuracy"], sums, strict=True))
@@ -127,8 +122,8 @@ def objective(
 def chunk_rows(head: Any, device: str, count: int) -> int:
     """Return the number of teacher rows of a chunk on a device; all depths together have `count` rows."""
     if device != "cpu":
-        return min(ROWS, 1 << max(0, (count // SHARE).bit_length() - 1))  # a power of two, as batch sizes are
-    size = head.embeddings.vocab_size if head.vocab is None else len(head.vocab.ids)
+        return min(ROWS, 1 << max(0, (count // SHARE).bit_length() - 1))  # a power of two, like batches
+    size = draft_size(head)
     trains_lm_head = any(p.requires_grad and p.ndim == 2 and len(p) == size for p in head.parameters())
     return max(1, min(ROWS, CPU_LOGITS * (2 if trains_lm_head else 1) // head.embeddings.vocab_size))
 
@@ -167,9 +162,9 @@ def dpace(work: "LossContext", states: list[Tensor]) -> Float[Tensor, "d N"]:
 class DepthRows(NamedTuple):
     """The trained rows `source` of one depth, with their teachers, at `position` in the chunk."""
 
-    teacher_row: Int[Tensor, "R"]
-    position: Int[Tensor, "R"]
-    source: Int[Tensor, "R"]
+    teacher: RowIndex
+    position: RowIndex
+    source: RowIndex
 
 
 class Chunk(NamedTuple):
@@ -206,14 +201,13 @@ def chunked(
     if trained.device == device:
         return chunks
     vectors, layout = tree_flatten(chunks)
-    copied: Chunks = tree_unflatten(to_device(torch.cat(vectors), device).split([*map(len, vectors)]), layout)
-    return copied
+    return tree_unflatten(to_device(torch.cat(vectors), device).split([*map(len, vectors)]), layout)
 
 
 class LossContext(NamedTuple):
     """A flattened batch to score; computes the loss of a chunk of its rows."""
 
-    head: DraftHead
+    head: Any
     features: Features
     weight: Float[Tensor, "d N"]
     config: ObjectiveConfig
@@ -228,23 +222,21 @@ class LossContext(NamedTuple):
         Logits over the whole vocabulary are computed for TEACHER_ROWS rows at a time. With `reuse_memory` the probs
         overwrite log-probs that no loss reads.
         """
-        size = len(teacher) if self.head.vocab is None else TEACHER_ROWS
-        pieces = [self._teacher_probs(piece) for piece in teacher.split(max(1, size))]
-        log_p, best = pieces[0] if len(pieces) == 1 else map(torch.cat, zip(*pieces, strict=True))
-        probs = TeacherProbs(log_p, best)
+        embeddings, vocab, pieces = self.head.embeddings, self.head.vocab, []
+        for piece in teacher.split(max(1, len(teacher) if vocab is None else TEACHER_ROWS)):
+            logits = embeddings.logits(self.features.last_hidden.flatten(0, 1)[piece])
+            log_p = logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
+            best = argmax(log_p)
+            pieces.append((log_p, best) if vocab is None else (log_p[:, vocab.ids], vocab.index_of(best)))
+        probs = TeacherProbs(*(pieces[0] if len(pieces) == 1 else map(torch.cat, zip(*pieces, strict=True))))
         if reuse_memory and READ_P.issuperset(self.config.losses):
-            probs.keep_p(whole=self.head.vocab is None)
+            if vocab is not None:
+                probs.log_mass = probs.log_mass  # cached before its input is overwritten
+            probs.p = probs.log_p.exp_()
+            del probs.log_p
         return probs
 
-    def _teacher_probs(self, teacher: Int[Tensor, "n"]) -> tuple[Float[Tensor, "n W"], Int[Tensor, "n"]]:
-        """Return the log-probs of the draft vocabulary, and the target's most likely token as an index, or -1."""
-        embeddings, vocab = self.head.embeddings, self.head.vocab
-        logits = embeddings.logits(self.features.last_hidden.flatten(0, 1)[teacher])
-        log_p = logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
-        best = argmax(log_p)
-        return (log_p, best) if vocab is None else (log_p[:, vocab.ids], vocab.index_of(best))
-
-    def loss_inputs(self, d: int, fields: Sequence[Tensor | None], pick: DepthRows, probs: TeacherProbs) -> LossInputs:
+    def rows(self, d: int, fields: Sequence[Tensor | None], pick: DepthRows, probs: TeacherProbs) -> LossInputs:
         """Return the losses' inputs for the picked rows of depth `d` + 1; `fields` are `DepthOutput`'s."""
         state, feature, confidence, _ = fields
         assert state is not None
@@ -308,9 +300,8 @@ class _Chunked(torch.autograd.Function):
         ]
         losses = work.weight.new_zeros(())
         sums = work.weight.new_zeros(len(work.config.losses) + 1, depths)
-        module: Any = work.head
         input_index = {id(x): i for i, x in enumerate(inputs[count:], count)}
-        lm_heads = [m for m in module.modules() if isinstance(m, AccumulatingModule) and id(m.weight) in input_index]
+        lm_heads = [m for m in work.head.modules() if isinstance(m, SummedGradient) and id(m.weight) in input_index]
         with ExitStack() as stack:
             added = [stack.enter_context(lm_head.accumulate_gradient()) for lm_head in lm_heads]
             for teacher, by_depth in work.chunks:
@@ -359,19 +350,15 @@ class LossWeights(NamedTuple):
     row: Float[Tensor, "d B T"]
     normalizer: Float[Tensor, "d"]
 
-    def times(self, factor: float) -> "LossWeights":
-        """Return weights in which each row counts as `factor` rows."""
-        return LossWeights(self.trained, self.row * factor, self.normalizer * factor)
 
-
-def trainable(document: Int[Tensor, "B T"], mask: Int[Tensor, "B T"], depths: int) -> Bool[Tensor, "d B T"]:
+def trainable(document: Sequences, mask: Sequences, depths: int) -> Bool[Tensor, "d B T"]:
     """Return the rows that can be trained at each depth; `mask` is 1 at tokens that the target would write."""
     return torch.stack([rows.valid(document, mask, d) for d in range(1, depths + 1)])
 
 
 def loss_weights(
-    document: Int[Tensor, "B T"],
-    mask: Int[Tensor, "B T"],
+    document: Sequences,
+    mask: Sequences,
     anchors: Bool[Tensor, "B T"] | None,
     config: ObjectiveConfig,
     has_loss: Bool[Tensor, "d B T"] | None = None,

@@ -20,7 +20,7 @@ FUSED = ("cuda",)  # devices with a fused update, whose step counter is on the d
 
 def adamw(parameters: list[nn.Parameter], config: TrainerConfig) -> torch.optim.AdamW:
     """Return AdamW with weight decay only on matrices (Loshchilov and Hutter, 2019)."""
-    groups: list[Json] = [
+    groups = [
         {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": config.weight_decay},
         {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
     ]
@@ -163,5 +163,5 @@ class Ema:
 
 def trained_state(module: nn.Module) -> NamedTensors:
     """Return the trained part of a module's state."""
-    state: NamedTensors = module.state_dict(keep_vars=True)
+    state = module.state_dict(keep_vars=True)
     return {name: value for name, value in state.items() if value.requires_grad}

@@ -10,16 +10,17 @@ import re
 from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
 import transformers
 from torch import nn
-from transformers import PretrainedConfig
+from transformers import PreTrainedConfig
 
 from data.features.store import size
 from heads import HEADS
-from heads.base import HeadModule, frozen_count, parameter_count
+from heads.base import HeadModule, draft_size, frozen_count, layer_dims_of, parameter_count
 from heads.block import Block
 from heads.common.target_config import UNFIT, experts_of, read_target_config, reason
 from heads.medusa import Medusa
@@ -49,10 +50,12 @@ HOST_BASE = 1.5  # GiB of host memory per process with torch's CUDA libraries
 # Bytes per weight, scales included: by `model.quantize`, and by a checkpoint's quant_method if it states no bits.
 QUANTIZED = {"int8": 1.0, "torchao_int8": 1.0, "bnb_int8": 1.0, "bnb_nf4": 0.56}
 BY_METHOD = {"fp8": 1.0, "fbgemm_fp8": 1.0, "eetq": 1.0, "mxfp4": 0.53}
-BITS = r'(?:"(?:bits|w_bit|num_bits)": |"load_in_(?=\dbit": true))(\d+)'  # bits in a quantised checkpoint
-SCALES = 0.06  # bytes per weight of less than 8 bits for its group's scales
-ONCE = ("fusion", "hidden_norm", "inject_norm", "prefix")  # modules of a head that read the target's rows once
-# Bytes per logit of a chunk: the draft's; one more loss; the target's while probs are computed; the target's probs.
+BITS = r'(?:"(?:bits|w_bit|num_bits)": |"load_in_(?=\dbit": true))(\d+)'  # a weight's, in a checkpoint's quantisation
+SCALES = 0.06  # bytes a weight of less than 8 bits takes in the scales of its group
+# Models of Llama's layers, by how many norms as wide as an attention head each layer has.
+PLAIN = {"llama": 0, "qwen3": 2, "qwen3_moe": 2}
+ONCE = ("fusion", "hidden_norm", "inject_norm", "prefix")  # modules of a head that read the target's rows, once
+# Bytes of each logit of a chunk: the draft's, a further loss's, the target's while its probs are computed, and theirs.
 LOGIT, LOSS, TEACHER, PROB = 12, 12, 10, 4
 HALF_BLOCK = 64  # keys: attention works in blocks of 128 queries, in which half of the pairs are masked
 Sizes = dict[str, int]  # bytes by what they hold
@@ -62,7 +65,7 @@ Sizes = dict[str, int]  # bytes by what they hold
 class TargetShape:
     """The sizes of a target; parameters are numbers, not bytes."""
 
-    config: PretrainedConfig
+    config: PreTrainedConfig
     target: TargetEmbeddings  # on the meta device
     feed: int  # inner width of the MLP, summed over the experts that a token passes through
     embeddings: int  # number of parameters of embedding and lm_head, counted once if they are tied
@@ -105,8 +108,12 @@ def _target_shape(path: str, trust_remote_code: bool, given: str) -> TargetShape
         config = read_target_config(path, trust_remote_code, cached_alone=True)
     except ValueError:
         try:
-            is_given, read = shape.pop("of", None) == path, transformers.AutoConfig.for_model
-            config = read(**shape) if is_given else read_target_config(path, trust_remote_code)
+            if is_given := shape.pop("of", None) == path:
+                if shape.get("model_type") in PLAIN:
+                    return plain_shape(PreTrainedConfig(**shape), PLAIN[shape["model_type"]])
+                config = transformers.AutoConfig.for_model(**shape)
+            else:
+                config = read_target_config(path, trust_remote_code)
         except UNFIT as error:
             where = f"model.shape of {path}" if is_given else f"model.path={path}"
             raise ValueError(
@@ -119,7 +126,7 @@ def _target_shape(path: str, trust_remote_code: bool, given: str) -> TargetShape
         built.tie_weights()
     except UNFIT as error:
         raise ValueError(f"model.path={path}: no model can be made of its config.json ({reason(error)})") from error
-    text: Any = config.get_text_config()
+    text = config.get_text_config()
     ends = built.get_input_embeddings(), built.get_output_embeddings()
     embeddings = {id(module.weight): module.weight.numel() for module in ends}
     inner = {name: p.numel() for name, p in built.named_parameters() if id(p) not in embeddings}
@@ -132,6 +139,27 @@ def _target_shape(path: str, trust_remote_code: bool, given: str) -> TargetShape
         sum(inner.values()), sum(inner.values()) - experts + experts * chosen // available,
         recurrence(text, nn.ModuleList()) is not None or packing(built) is not None,
         not any(list(module.buffers()) for module in ends),
+    )  # fmt: skip
+
+
+def plain_shape(config: Any, norms: int) -> TargetShape:
+    """Return the shape of a model of PLAIN by its numbers alone: to import its class takes half as long as a plan."""
+    width, layers, dims = config.hidden_size, config.num_hidden_layers, layer_dims_of(config)
+    with torch.device("meta"):  # nn.Embedding would draw its values there, for which torch imports its compiler
+        embedding = nn.Embedding.from_pretrained(torch.empty(config.vocab_size, width))
+        lm_head = nn.Linear(width, config.vocab_size, bias=False)
+    ends = {"get_input_embeddings": lambda: embedding, "get_output_embeddings": lambda: lm_head}
+    model: Any = SimpleNamespace(config=config, **ends)
+    available, chosen = experts_of(config) or (1, 1)
+    feed = config.moe_intermediate_size if available > 1 else dims.intermediate_size
+    attention = 2 * width * dims.head_dim * (dims.num_heads + dims.num_kv_heads) + norms * dims.head_dim
+    router = available * width * (available > 1)
+    inner, active = (
+        width + layers * (attention + 2 * width + router + 3 * width * feed * count) for count in (available, chosen)
+    )
+    return TargetShape(
+        config, TargetEmbeddings(model), chosen * feed,
+        embedding.weight.numel() * (1 if config.tie_word_embeddings else 2), inner, active, packs=True, apart=True,
     )  # fmt: skip
 
 
@@ -154,7 +182,7 @@ def head_cost(run: RunConfig, target: TargetEmbeddings, micro_batch_size: int, d
     Values in matmuls have `item` bytes. Refuse a head that does not fit the target or the objective's depths.
     """
     with torch.device("meta"):
-        head: Any = HEADS[run.head.name](run.head, target)
+        head = HEADS[run.head.name](run.head, target)
         whole = parameter_count(head)
         adapt(head, run.peft)
     depths, anchors, tokens = run.objective.depths, run.objective.anchors, micro_batch_size * run.data.length
@@ -176,8 +204,8 @@ def head_cost(run: RunConfig, target: TargetEmbeddings, micro_batch_size: int, d
     slots = head.size if isinstance(head, Block) else depths - 1 if isinstance(head, PEagle) else 0
     copies = drafted * slots * (1 if device == "cuda" else slots)
     saved += copies * sum(2 * item * m.k_proj.out_features for m in head.modules() if isinstance(m, Attention))
-    # The states of all drafts, in fp32 as norms return them; Medusa's last blocks keep them anyway.
-    size, width = target.vocab_size if head.vocab is None else len(head.vocab.ids), target.hidden_size
+    # The states of all drafts, in fp32 as norms give them; Medusa's last blocks keep them anyway.
+    size, width = draft_size(head), target.hidden_size
     drafts = depths * tokens * width * (4 if any(hasattr(head, name) for name in ("norm", "ln")) else item)
     saved += 0 if isinstance(head, Medusa) else drafts
     # Logits of one chunk, the target's and the head's.
@@ -224,7 +252,7 @@ def per_row(module: Any, item: int, chosen: int, recompute: bool) -> float:
         return item * (module.in_features + module.out_features)
     if isinstance(module, SwiGLU) and recompute:
         return 4 * module.gate_proj.in_features
-    repeat: int = getattr(module, "repeat", 1)  # number of times that a tied block runs
+    repeat = getattr(module, "repeat", 1)  # times that a tied block runs
     saved = repeat * sum(per_row(child, item, chosen, recompute) for child in module.children())
     norm = item if recompute and isinstance(module, Recomputing) else 4 + item
     if isinstance(getattr(module, "down_proj", None), nn.Linear):

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 if __name__ == "__main__":  # the checkout's root instead of train/, whose files could shadow modules
-    sys.path[0] = str(Path(__file__).resolve().parents[1])
+    sys.path[0] += "/.."
 
 from collections.abc import Callable
 
@@ -17,7 +17,7 @@ from huggingface_hub import HfApi, get_token
 from omegaconf import DictConfig
 
 from heads.common.command import command
-from heads.common.connection import check_connected
+from heads.common.connection import unreachable
 from heads.common.errors import report_on_interrupt
 from heads.common.files import last_good
 from heads.common.typed import typed
@@ -33,11 +33,7 @@ __all__ = ["PublishConfig", "publish"]
 
 
 def publish(config: PublishConfig, api: HfApi, say: Callable[[str], object] = print) -> Path:
-    """Write the folder and, unless `dry_run`, push and verify it; return the folder.
-
-    Raises:
-        ValueError: there is no run or no head, the Hub refuses or cannot be reached, or the download differs.
-    """
+    """Write the folder and, unless `dry_run`, push and verify it; return it. Refuse a run without a head."""
     run, repo = Path(config.run).expanduser(), config.repo
     out = Path(config.out).expanduser() if config.out else run / "publish"
     if not last_good(run / "head").is_dir():  # a published head, such as another project's, is only written in a format
@@ -65,14 +61,14 @@ def publish(config: PublishConfig, api: HfApi, say: Callable[[str], object] = pr
         convert(out, shown["served"], config.target or target_path(model), say)
     say(f"{out}: {', '.join(files_of(out))}")
     say(f"how to serve it: {out / 'README.md'}")
-    for remark in (shown["warning"], *shown["drawbacks"]):
-        if remark:
-            print(visible(f"warning: {repo}: {remark}"), file=sys.stderr)
+    for drawback in shown["drawbacks"]:
+        print(visible(f"warning: {repo}: {drawback}"), file=sys.stderr)
     if config.dry_run:
         target = "" if shown["hub"] else f", and the target's folder where it says {shown['path']}"
         say(f"dry_run: nothing was uploaded; where that card says {repo} give {out}{target}")
         return out
-    check_connected(repo)
+    if why := unreachable():  # before anyone waits for an upload
+        raise ValueError(f"{repo}: {why}")
     trial = trial_of(run, config)
     if callable(trial) and (config.format or config.base):  # an exported head is tried before it is uploaded
         remedy = "; nothing was uploaded, publish without format and base, or with dtype=float32"

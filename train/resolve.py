@@ -57,7 +57,7 @@ from inference.target.placement import (
 from train.config import HERE, IGNORE, DeviceConfig, JobConfig, RunConfig, checked, run_config
 from train.distributed import processes
 from train.distributed.launch import launched, on_node, world
-from train.plan import GIB, MAX_UTILISATION, Plan, plan, target_shape
+from train.plan import GIB, MAX_UTILISATION, PLAIN, Plan, plan, target_shape
 from train.start import STARTS, check_init, check_kind, resolve_saved_config
 
 GATE = "float32"  # dtype of the losslessness check if the target fits in it: 16-bit rounding blurs the comparison
@@ -98,7 +98,7 @@ def resolve(cfg: DictConfig) -> RunConfig:
     if run.engine is not None and config is not None:
         shape = target_shape(run.model)
         with torch.device("meta"):
-            head: Any = HEADS[config.name](config, shape.target)
+            head = HEADS[config.name](config, shape.target)
         facts = TargetFacts(run.model.path, shape.config.to_dict(), torch.bfloat16, 1)
         export.check(head, run.engine, facts, shape.target.beyond_tables())
     if best := best_line(cfg):
@@ -255,7 +255,7 @@ def checked_plan(run: RunConfig) -> Plan:
     """Return a plan; refuse what loading the target, or its configuration, would refuse."""
     planned = plan(checked(run))
     model, where, launcher = run.model, run.model.where, run.launcher
-    config: Any = planned.shape.config
+    config = planned.shape.config
     text = config.get_text_config()
     group = model.tensor_parallel or launcher.local
     check_init(run.peft, run.head, run.init, where.placement)
@@ -267,7 +267,7 @@ def checked_plan(run: RunConfig) -> Plan:
     if where.needs_all_ranks:
         check_processes(where, launcher.world, group)
     if where.placement == TENSOR_PARALLEL:
-        if not getattr(text, "base_model_tp_plan", None):
+        if text.model_type not in PLAIN and not getattr(text, "base_model_tp_plan", None):
             raise ValueError(f"model.placement={TENSOR_PARALLEL}: transformers has no plan to cut {model.path} up")
         check_shape(text, group, model.path)
     devices = len(model.devices or range(run.device.count or launcher.local))
@@ -395,7 +395,7 @@ def evaluation(run: RunConfig) -> Json:
 def table(planned: Plan) -> Group:
     """Return a plan as tables for the terminal; if it does not fit, with overrides with which it does."""
     run, cost, device, trainer = planned.run, planned.cost, planned.run.device, planned.run.trainer
-    totals: Json = {
+    totals = {
         "data": visible(run.data.named), "target parameters": planned.shape.embeddings + planned.shape.inner,
         "active parameters": planned.shape.active + planned.shape.embeddings, "head parameters": cost.whole,
         "trained parameters": cost.trained, "steps": trainer.steps, "tokens": trainer.steps * trainer.batch_tokens,

@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 if __name__ == "__main__":
-    sys.path[0] = str(Path(__file__).resolve().parent.parent)
+    sys.path[0] += "/.."
 
 from accelerate import Accelerator
 from hydra.core.hydra_config import HydraConfig
@@ -21,8 +21,7 @@ from rich.console import Console
 from eval.config import eval_config
 from eval.measures.results import BASELINE
 from heads.common.command import command, exit_this_run
-from heads.common.errors import report_on_interrupt, user_errors
-from heads.common.typed import Json
+from heads.common.errors import keeping, user_errors
 from train import checkpoint, sweep
 from train.build import among_processes, build, values_of
 from train.config import RunConfig
@@ -66,14 +65,10 @@ def main(cfg: DictConfig) -> float | None:
 
 def train(run: RunConfig) -> None:
     """Train and evaluate a resolved run, on one of its processes."""
-
-    def saved() -> str:
-        is_saved = checkpoint.checkpoints(Path(run.out) / "checkpoints")
-        return "the checkpoints are kept, and resume=true goes on" if is_saved else "nothing was trained"
-
     if launch.is_main():
         print(f"{run.name}: head={run.head.name} for {run.model.path}")
-    with report_on_interrupt(saved):
+    folder, resumes = Path(run.out) / "checkpoints", "the checkpoints are kept, and resume=true goes on"
+    with keeping(lambda: resumes if checkpoint.checkpoints(folder) else "nothing was trained"):
         among_processes(run, train_and_evaluate)
 
 
@@ -94,7 +89,7 @@ def train_and_evaluate(run: RunConfig, accelerator: Accelerator, lock: processes
         values["model"]["device"] = str(accelerator.device)
     result = evaluate(eval_config(**values), writes=main)
     if main:
-        row: Json = next((vars(row) for row in result.rows if row.drafter != BASELINE), {})
+        row = next((vars(row) for row in result.rows if row.drafter != BASELINE), {})
         numbers = {f"final_{key}": row.get(key) for key in ("tau", "speedup", "tokens_per_second", "lossless")}
         steps = json.loads((Path(run.out) / COST).read_text())["steps"]
         final = {"step": steps, **numbers, "lossless": float(result.passed)}

@@ -24,7 +24,7 @@ from heads.base import HeadConfig, NamedTensors, to_device
 from heads.common.progress import progress, update_bar
 from heads.common.ranges import Count, Decay, Width
 from heads.common.rope import Rope, positions_of
-from heads.common.typed import Json, typed
+from heads.common.typed import typed
 from heads.eagle import Eagle
 from heads.eagle3 import Eagle3
 from heads.eagle4 import Eagle4
@@ -101,18 +101,17 @@ def adapt(head: nn.Module, config: AdaptConfig) -> None:
 
 def merged_copy(head: nn.Module, weights: NamedTensors) -> nn.Module:
     """Return a new head on the CPU with these weights and its adapters merged."""
-    build: Any = type(head)
-    copy: nn.Module = build(head.config, head.embeddings)
-    adapters: Json | None = vars(head).get("peft_config")  # peft's record of the injected adapters
+    build = type(head)
+    copy = build(head.config, head.embeddings)
+    adapters = vars(head).get("peft_config")  # peft's record of injected adapters
     if adapters is None:
         copy.load_state_dict(weights)
         return copy
     from peft import LoraModel
 
-    tuner: Any = LoraModel(copy, adapters, "default")
+    tuner = LoraModel(copy, adapters, "default")
     copy.load_state_dict(weights)
-    merged: nn.Module = tuner.merge_and_unload()
-    return merged
+    return tuner.merge_and_unload()
 
 
 log = logging.getLogger(__name__)
@@ -192,22 +191,20 @@ def init_head(
             configuration, or no head can be built for the target.
     """
     target.embeddings.check_width()
-    kind: Any = HEADS[config.name]
+    kind = HEADS[config.name]
     if init in (LAST_LAYER, CHECKPOINT):
         assert isinstance(target, Target)
         return from_target(config, init, target, base or target.name)
     if init is None:
-        new: nn.Module = kind(config, target.embeddings)
-        return new
+        return kind(config, target.embeddings)
     folder = resolve_head(init)
     loaded: Any = load_found(folder, target.embeddings, sibling_spec(folder, target.spec, "is trained on for"))
-    head: Any = kind(resolve_saved_config(config, loaded.config, init), target.embeddings)
+    head = kind(resolve_saved_config(config, loaded.config, init), target.embeddings)
     weights = loaded.state_dict()  # in fp32, whatever the file's dtype
     head.load_state_dict(weights, strict=not isinstance(head, Eagle4))  # a candidate head may be missing
     if head.state_dict().keys() - weights.keys():  # a new candidate head starts from the loaded lm_head
         head.lm_head.factorise()
-    module: nn.Module = head
-    return module
+    return head
 
 
 def resolve_saved_config(config: HeadConfig, saved: HeadConfig, init: str) -> HeadConfig:
@@ -242,13 +239,13 @@ def from_target(config: HeadConfig, init: str, target: Target, checkpoint: str) 
     config = match_target(config, target)
     if init == CHECKPOINT:
         loaded = load_mtp(target, checkpoint).state_dict().items()
-        start: NamedTensors = {name.replace(BLOCK, _block(config)): value for name, value in loaded}
+        start = {name.replace(BLOCK, _block(config)): value for name, value in loaded}
     else:
         start = last_layer(config, target)
     odd = mismatch(config, start, target) if init == CHECKPOINT else incompatibility(config, target)
     if odd is not None:
         raise ValueError(f"init={init}: {odd}; init=null makes a new one")
-    head: Any = HEADS[config.name](config, target.embeddings)
+    head = HEADS[config.name](config, target.embeddings)
     weights = head.state_dict()
     if not isinstance(head, Mtp):
         first = "first." if isinstance(head, Eagle3) else "layers.0."
@@ -339,12 +336,7 @@ class LayerStates(NamedTuple):
 
 
 def fit_linear(
-    head: Any,
-    target: Any,
-    batches: Batches,
-    limit: int,
-    linear: nn.Linear,
-    labels_of: Callable[[LayerStates], States],
+    head: Any, target: Any, batches: Batches, limit: int, linear: nn.Linear, labels_of: Callable[[LayerStates], States]
 ) -> Float[Tensor, "D I"]:
     """Return the weight that maps a linear layer's inputs at depth 1 to labels with the least squared error.
 
@@ -357,8 +349,8 @@ def fit_linear(
     ]
     weight, count, width = linear.weight, linear.in_features, target.embeddings.hidden_size
     top = (target.embeddings.num_layers - 2, target.embeddings.num_layers - 1)
-    # Sums of inputs times inputs, and of inputs times labels.
-    sums: Any = weight.new_zeros(count, count + width, dtype=torch.float64)
+    # Sums of inputs times inputs, and times labels.
+    sums = weight.new_zeros(count, count + width, dtype=torch.float64)
     least, most = (math.ceil(tokens * count / batches.step_tokens) for tokens in TOKENS_PER_INPUT)
     steps = min(max(limit, least), most)
     try:

@@ -101,7 +101,7 @@ class Loss(nn.Module):
 
         Without `chunks` the rows are read from `weight`, for which the host waits for the accelerator.
         """
-        head: Any = self.head
+        head = self.head
         if chunks is None:
             chunks = self.chunks(weight > 0, weight.device, features.path)
         with torch.autocast(weight.device.type, torch.bfloat16, enabled=self.autocast):
@@ -128,7 +128,10 @@ class Loss(nn.Module):
         weight = loss_weights(batch.document, batch.loss_mask, chosen, self.config, trained)
         if anchors is None and batch.path is None:
             anchors = trained_rows(has_loss)
-        return anchors, weight if batch.path is None else weight.times(self.config.on_policy.weight)
+        if batch.path is not None:  # each row counts as so many rows
+            factor = self.config.on_policy.weight
+            weight = weight._replace(row=weight.row * factor, normalizer=weight.normalizer * factor)
+        return anchors, weight
 
 
 @dataclass
@@ -144,8 +147,8 @@ class Guard:
     progress: Json
 
     def check(self, loss: float, norm: float) -> str | None:
-        """Record a step's loss and gradient norm; return why the step is bad, or None."""
-        recent: list[float] = self.progress["recent"]
+        """Record a step's loss and gradient norm; return why it is bad, or None."""
+        recent = self.progress["recent"]
         usual, reason = statistics.median(recent) if len(recent) == WINDOW else math.inf, None
         if not math.isfinite(loss):
             reason = f"its loss is {loss}"
@@ -222,7 +225,7 @@ class Stepper:
         mine: Any = sum(torch.stack([weight.normalizer, weight.trained.sum((1, 2))]) for _, weight in sampled)
         mine = torch.cat([mine, torch.full_like(mine[:1], rollout_tokens)])
         mark("data")
-        shared: Any = self.accelerator.reduce(to_device(mine, device), "sum")
+        shared = self.accelerator.reduce(to_device(mine, device), "sum")
         normalizer, trained = shared[:2].clamp_min(1)
         mark("wait")
         totals: NamedTensors = {}
@@ -274,10 +277,10 @@ class Stepper:
         """Return the step's numbers over all processes; the only host synchronisation of a step."""
         depths = len(trained)
         mine = torch.cat([*totals.values(), norm.reshape(1).to(trained.dtype)])
-        packed: Any = self.accelerator.reduce(mine, "sum")
+        packed = self.accelerator.reduce(mine, "sum")
         packed[depths:-1] /= trained.repeat(len(totals) - 1)
         *means, grad_norm, rows = torch.cat([packed, trained[:1]]).tolist()
-        metrics: Json = {name: means[i * depths : (i + 1) * depths] for i, name in enumerate(totals)}
+        metrics = {name: means[i * depths : (i + 1) * depths] for i, name in enumerate(totals)}
         first = {"loss": metrics.pop("loss")[0], "accuracy": metrics.pop("accuracy")}
         grad_norm /= self.accelerator.num_processes
         return {**first, **metrics, "grad_norm": grad_norm, "rows": int(rows)}

@@ -20,7 +20,7 @@ from typing import Annotated
 import torch
 
 if __name__ == "__main__":
-    sys.path[0] = str(Path(__file__).resolve().parent.parent)
+    sys.path[0] += "/.."
 
 from accelerate import Accelerator
 from accelerate.utils import set_seed

@@ -44,7 +44,7 @@ def note(name: str, drafter: str, out: Path) -> None:
     if not sweeping():
         return
     path = Path(HydraConfig.get().sweep.dir, TABLE)
-    rows: list[Json] = json.loads(path.read_text()) if path.exists() else []
+    rows = json.loads(path.read_text()) if path.exists() else []
     path.parent.mkdir(parents=True, exist_ok=True)
     rows = [row for row in rows if row["out"] != str(out)] + rows_of(name, drafter, out)
     path.write_text(json.dumps(rows, indent=2) + "\n")

@@ -129,8 +129,8 @@ class TensorBoard:
 
 Sink = Jsonl | Wandb | TensorBoard  # a tracker; its methods may fail
 
-# Arguments: the run's folder, the number of finished steps, the configuration.
-TRACKERS: dict[str, Callable[[Path, int, Json], Sink]] = {
+# Each takes the run's folder, the number of steps done before, and the configuration.
+TRACKERS: dict[str, Callable[..., Sink]] = {
     "jsonl": Jsonl,
     "tensorboard": TensorBoard,
     "wandb": partial(Wandb, offline=False),

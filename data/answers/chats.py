@@ -18,6 +18,7 @@ from data.text.prompts import Prompt, prompt_of
 from data.text.records import LoggedAnswer, Record
 from data.text.template import encode, render, turn_end_tokens, with_opening
 from heads.common.ranges import Amount, Count, Number, Within
+from heads.common.typed import Json
 from inference.target.tokenizer import UNFINISHED, RenderError
 from inference.verification.rng import hashed
 
@@ -48,10 +49,10 @@ class AnswerSettings:
     save_tokens: bool
     seed: Number
     thinking: bool | None
-    template_args: dict[str, Any] | None
+    template_args: Json | None
 
-    def options(self, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
-        """Return the chat template's extra values; refuse a value that the template does not read."""
+    def options(self, tokenizer: PreTrainedTokenizerBase) -> Json:
+        """Return the chat template's extra values; refuse one that it does not read."""
         thinking = {} if self.thinking is None else {"enable_thinking": self.thinking}
         options = {**thinking, **(self.template_args or {})}
         template = tokenizer.get_chat_template() if options and tokenizer.chat_template else ""
@@ -83,7 +84,7 @@ class Outcome(NamedTuple):
     """The outcome of a chat."""
 
     id: str  # the record's id
-    chat: dict[str, Any] | None  # the record to train on; None if the chat is left out
+    chat: Json | None  # the record to train on; None if it is left out
     answers: int = 0  # number of answers in the chat
     cause: str = ""  # why the chat ends early: a key of CAUSES or an answerer's failure; empty for a complete chat
     failed: bool = False  # whether the answerer failed; a later call then answers the chat again
@@ -100,7 +101,7 @@ class OngoingChat:
         self.max_prompt = context - settings.max_new_tokens
         self.cause = ""
         self.answers = 0
-        self.chat: dict[str, Any] = {}  # the record to train on, up to the last answer
+        self.chat: Json = {}  # the record to train on, up to the last answer
         self.logged: list[LoggedAnswer] = []
 
     def ask(self) -> list[int] | None:
@@ -246,7 +247,7 @@ class Answerer(Protocol):
         """Answer all records, several at a time, and yield the outcomes as they finish."""
         ...
 
-    def describe(self) -> dict[str, Any]:
+    def describe(self) -> Json:
         """Return the settings that affect the answers, for their provenance."""
         ...
 

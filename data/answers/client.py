@@ -25,6 +25,7 @@ from data.text.records import logged_answers
 from heads.common.errors import HIDDEN, redacted
 from heads.common.progress import update_bar
 from heads.common.ranges import Amount, Count, Number, Positive
+from heads.common.typed import Json
 from heads.common.untrusted import parse_json, visible
 
 log = logging.getLogger(__name__)
@@ -60,7 +61,7 @@ class EndpointConfig:
     backoff: Amount
     max_wait: Amount
     api_key_env: str
-    extra: dict[str, Any]
+    extra: Json
 
 
 def base_url(url: str) -> str:
@@ -132,7 +133,7 @@ class Client:
         context = models[name].get("max_model_len")
         return name, context if isinstance(context, int) and context > 0 else UNKNOWN_CONTEXT
 
-    def request(self, method: str, path: str, body: dict[str, Any] | None) -> dict[str, Any]:
+    def request(self, method: str, path: str, body: Json | None) -> Json:
         """Send a request with retries, and return the reply's JSON object.
 
         Raises:
@@ -141,8 +142,8 @@ class Client:
         """
         return self.retried(lambda _: self.once(method, path, body), self.config.retries)
 
-    def once(self, method: str, path: str, body: dict[str, Any] | None) -> dict[str, Any]:
-        """Send a request once and return the reply's JSON object; raise what `request` raises."""
+    def once(self, method: str, path: str, body: Json | None) -> Json:
+        """Send a request once and return the reply's JSON object; it fails as `request` does."""
         with self._exchange(method, path, body) as response:
             return self._read_reply(response, path)
 
@@ -159,7 +160,7 @@ class Client:
                     raise
         raise AssertionError("the last attempt returns or raises")
 
-    def events(self, path: str, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    def events(self, path: str, body: Json) -> Iterator[Json]:
         """Send a request once, and yield the reply's JSON objects as they arrive.
 
         Each server-sent event is one object; a server that does not stream sends a single object.
@@ -186,8 +187,8 @@ class Client:
             return response.status_code, response.read().decode(errors="replace")
 
     @contextmanager
-    def _exchange(self, method: str, path: str, body: dict[str, Any] | None) -> Iterator[httpx.Response]:
-        """Send a request and yield the open response; a failed connection raises an EndpointError."""
+    def _exchange(self, method: str, path: str, body: Json | None) -> Iterator[httpx.Response]:
+        """Send a request and yield the open response; a failing connection is an EndpointError."""
         try:
             with self.http.stream(method, self.url + path, json=body, timeout=self.config.timeout) as response:
                 yield response
@@ -196,7 +197,7 @@ class Client:
         except (httpx.HTTPError, httpx.InvalidURL) as error:
             raise EndpointError("unreachable", f"{type(error).__name__}: {error}", True) from error
 
-    def _read_reply(self, response: httpx.Response, path: str) -> dict[str, Any]:
+    def _read_reply(self, response: httpx.Response, path: str) -> Json:
         """Return the JSON object in a response, whose status must be 200."""
         content = response.read()
         text = content[:CHUNK].decode(errors="replace").replace(self.key, HIDDEN)  # some servers echo the key
@@ -214,8 +215,8 @@ class Client:
         return read_object(content)
 
 
-def read_object(content: bytes | str) -> dict[str, Any]:
-    """Parse a JSON object; anything else raises an EndpointError."""
+def read_object(content: bytes | str) -> Json:
+    """Parse a JSON object; anything else is an EndpointError."""
     text = content[:CHUNK] if isinstance(content, str) else content[:CHUNK].decode(errors="replace")
     try:
         value = parse_json(content)
@@ -315,7 +316,7 @@ class Endpoint:
         if stopped:
             raise stopped
 
-    def describe(self) -> dict[str, Any]:
+    def describe(self) -> Json:
         """Return the names of the served model and tokenizer, and the requests' extra fields."""
         return {
             "by": "endpoint",

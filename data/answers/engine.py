@@ -28,7 +28,8 @@ from inference.target.tokenizer import UNFINISHED
 from inference.verification.rules import COUPLED
 from inference.verification.sample import Sampling
 
-Answering = tuple[OngoingChat, list[int], Generation]  # a chat, its prompt, its answer in progress
+Options = Mapping[str, Any]  # of a drafter, or of a tree
+Answering = tuple[OngoingChat, list[int], Generation]  # with the prompt's tokens and the answer being decoded
 
 
 class Engine:
@@ -93,8 +94,8 @@ class Engine:
         self.batch.release()
 
 
-def check_drafter(options: Mapping[str, Any], run: str | None, tree: Mapping[str, Any]) -> tuple[str, Any]:
-    """Return the configured drafter's name and options, checked without loading the target.
+def check_drafter(options: Options, run: str | None, tree: Options) -> tuple[str, Any]:
+    """Return the configured drafter's name and options, checked without the target.
 
     Args:
         options: the configuration's `drafter`: one drafter's name, and its options.
@@ -118,7 +119,7 @@ def check_drafter(options: Mapping[str, Any], run: str | None, tree: Mapping[str
     return name, values
 
 
-def drafter_of(options: Mapping[str, Any], run: str | None, tree: Mapping[str, Any], target: Target) -> Drafter:
+def drafter_of(options: Options, run: str | None, tree: Options, target: Target) -> Drafter:
     """Load the configured drafter for a target, after `check_drafter`; refuse a head of another target."""
     name, values = check_drafter(options, run, tree)
     if run is None:

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import NamedTuple
 
 from data.answers.chats import CAUSES, Answerer, AnswerSettings, Outcome, start_chat
 from data.config import DataConfig
@@ -31,6 +31,7 @@ from data.text.sources import open_source
 from heads.common.errors import redacted_values, report_on_interrupt
 from heads.common.files import atomic_write, claim
 from heads.common.progress import progress
+from heads.common.typed import Json
 from heads.common.untrusted import parsed_file
 
 log = logging.getLogger(__name__)
@@ -71,7 +72,7 @@ class Answers:
                 if self.parts.is_dir() and not self.settings.is_file():
                     shutil.rmtree(self.parts)  # the job failed before it began
 
-    def begin(self, settings: dict[str, Any]) -> None:
+    def begin(self, settings: Json) -> None:
         """Write the settings that affect the answers; refuse existing answers with other or unknown settings.
 
         The chats of a merged file become a part again, whose name sorts first, so that later parts override it.
@@ -92,7 +93,7 @@ class Answers:
             atomic_write(self.parts / "00000-of-00000.jsonl", map(_encoded, self._merged()))
         atomic_write(self.settings, json.dumps({"settings": settings}).encode())
 
-    def _merged(self) -> Iterator[dict[str, Any]]:
+    def _merged(self) -> Iterator[Json]:
         """Yield the outcomes that the merged file and its provenance hold."""
         meta = parsed_file(self.meta, DAMAGED)
         for cause, ids in meta["left_out"].items():
@@ -115,8 +116,8 @@ class Answers:
                     entries[line["id"]] = Entry(file, start, end, line["answers"], line["cause"], left_out)
         return entries, {id_: cause for id_, cause in failures.items() if id_ not in entries}
 
-    def merge(self, ids: Sequence[str], settings: dict[str, Any], notes: dict[str, Any]) -> dict[str, Any]:
-        """Merge all parts into one file in the order of `ids`, other chats last; write and return its provenance.
+    def merge(self, ids: Sequence[str], settings: Json, notes: Json) -> Json:
+        """Merge all parts into one file in the order of `ids`, then other chats; write and return its provenance.
 
         Raises:
             ValueError: no chat has an answer.
@@ -162,18 +163,12 @@ class Answers:
         return meta
 
 
-def append(outcome: Outcome, file: IO[bytes]) -> None:
-    """Append an outcome to a part, unbuffered, with an fsync after every few chats."""
-    file.write(_encoded(outcome._asdict()))
-    file.flush()
-
-
-def _encoded(value: dict[str, Any]) -> bytes:
+def _encoded(value: Json) -> bytes:
     """Encode a line of JSON; lone surrogates are escaped."""
     return (json.dumps(value, ensure_ascii=False) + "\n").encode(errors=ESCAPED)
 
 
-def _lines(path: Path) -> Iterator[tuple[int, int, dict[str, Any]]]:
+def _lines(path: Path) -> Iterator[tuple[int, int, Json]]:
     """Yield start, end and value of a file's complete lines."""
     start = 0
     with path.open("rb") as file:
@@ -203,13 +198,13 @@ class Work(NamedTuple):
     """The prompts and settings of a job."""
 
     records: Sequence[Record]  # the chats and texts, in the order of the file
-    source: dict[str, Any]  # identity of the prompts, by `source_of`
-    settings: AnswerSettings  # settings of sampling and chat template
+    source: Json  # identity of the prompts, by `source_of`
+    settings: AnswerSettings  # sampling and chat template
     sync_every: int  # chats between two flushes to the device
-    notes: dict[str, Any]  # further provenance; may change on resume
+    notes: Json  # further provenance, which may change on resume
 
 
-def write_answers(work: Work, answerer: Answerer, out: Path, worker: Worker = ALONE) -> dict[str, Any] | None:
+def write_answers(work: Work, answerer: Answerer, out: Path, worker: Worker = ALONE) -> Json | None:
     """Write the target's answers to `out`, except for chats that are already there or in its parts.
 
     Returns:
@@ -255,15 +250,16 @@ def _answer(work: Work, answerer: Answerer, answers: Answers, worker: Worker) ->
         file.seek(0)
         file.truncate(sum(len(line) for line in file if line.endswith(b"\n")))
         for number, outcome in enumerate(progress(outcomes, "answering chats", len(records)), 1):
-            append(outcome, file)
+            file.write(_encoded(outcome._asdict()))
+            file.flush()
             if number % work.sync_every == 0:
                 os.fsync(file.fileno())
         os.fsync(file.fileno())
     return len(finished)
 
 
-def source_of(config: DataConfig) -> dict[str, Any]:
-    """Return the prompts' identity: names of sources or hashes of files, mixture, split and held-out part."""
+def source_of(config: DataConfig) -> Json:
+    """Return the prompts' identity: sources' names or files' hashes, mixture, split and held-out part."""
 
     def identity(name: str) -> str:
         path = Path(name).expanduser()

@@ -32,7 +32,8 @@ from data.answers.client import Client, EndpointError
 from data.batches import Batch, Batches, Packed
 from data.features.source import FeaturesConfig, ReadAhead
 from data.features.store import FeatureRequest, States
-from heads.base import Embeddings, Features, to_device
+from data.text.shapes import at
+from heads.base import Embeddings, Features, Layers, to_device
 from heads.common.untrusted import inside, regular
 from heads.formats.published.plan import as_states
 
@@ -75,8 +76,8 @@ class LayerIds(NamedTuple):
     last: int
 
     @classmethod
-    def of(cls, ids: list[int], layers: tuple[int, ...], num_layers: int) -> "LayerIds":
-        """Find our layers among vLLM's ids; refuse ids that lack one of them."""
+    def of(cls, ids: list[int], layers: Layers, num_layers: int) -> "LayerIds":
+        """Find our layers among vLLM's ids; refuse ids without one of them."""
         states = as_states(layers)
         needed = list(dict.fromkeys([*states, num_layers]))
         if missing := [layer_id for layer_id in needed if layer_id not in ids]:
@@ -214,8 +215,7 @@ class VllmServers:
             "request_id": f"{self.name}-{uuid.uuid4().hex}", "return_token_ids": shows_token, **self.endpoint.extra,
         }  # fmt: skip
         reply = self.clients[turn].once("POST", "/completions", body)
-        answer = reply.get("kv_transfer_params")
-        path = answer.get("hidden_states_path") if isinstance(answer, dict) else None
+        path = at(reply, "kv_transfer_params/hidden_states_path")
         if not isinstance(path, str):
             raise ValueError(f"features.vllm={self.folder}: a server's answer names no file of hidden states; {SETUP}")
         file = inside(self.folder, Path(path).name)
@@ -238,12 +238,8 @@ class VllmServers:
         return states, None
 
 
-class PendingSequence(NamedTuple):
-    """A packed sequence: its states on the host (the last one before the final norm) and its pending documents."""
-
-    sequence_index: int
-    states: States
-    documents: list[Future[None]]
+# A packed sequence's index, its states on the host, the last one before the final norm, and its pending documents.
+PendingSequence = tuple[int, States, list[Future[None]]]
 
 
 class ServedFeatures(ReadAhead[list[PendingSequence]]):
@@ -266,7 +262,7 @@ class ServedFeatures(ReadAhead[list[PendingSequence]]):
         for index in batch.index.clamp_min(0).tolist():  # -1 pads with the first sequence
             states = States(zeros(1, length, len(self.request.layers), width), zeros(1, length, width))
             documents = [self._pool.submit(self._fetch, piece, states) for piece in pieces(self.batches.packed, index)]
-            pending.append(PendingSequence(index, states, documents))
+            pending.append((index, states, documents))
         return pending
 
     def finish(self, batch: Batch, job: list[PendingSequence]) -> Features:
@@ -290,17 +286,18 @@ class ServedFeatures(ReadAhead[list[PendingSequence]]):
 
     def _whole(self, sequence: PendingSequence) -> States:
         """Wait for a sequence's states and return them on the device."""
+        sequence_index, arrived, documents = sequence
         begin = time.perf_counter()
         try:
-            for document in sequence.documents:
+            for document in documents:
                 document.result()
         except EndpointError as failure:
             raise ValueError(
                 f"{', '.join(self.servers.urls)}: {failure.cause} ({failure.detail}), so sequence "
-                f"{sequence.sequence_index} has no states; start the server again, and resume=true goes on"
+                f"{sequence_index} has no states; start the server again, and resume=true goes on"
             ) from failure
         finally:
             self.stall += time.perf_counter() - begin
         self.served += 1
-        hidden, last = (to_device(states, self.device) for states in sequence.states)
+        hidden, last = (to_device(states, self.device) for states in arrived)
         return States(hidden, normed(last, self.norm).to(self.request.dtype))

@@ -30,7 +30,7 @@ from safetensors.torch import save
 from torch import Tensor
 
 from data.batches import Packed
-from heads.base import Features
+from heads.base import Features, Layers
 from heads.common.files import atomic_write, claim, read_checked, write_checked
 from heads.common.ranges import Count, Number, OneOf
 from heads.common.typed import typed
@@ -50,12 +50,13 @@ MUST_AGREE = {
 }  # fmt: skip
 
 SequenceTensors = dict[str, Tensor]
+PackedRows = Int[Tensor, "B T"]
 
 
 class FeatureRequest(NamedTuple):
     """The requested features: feature layers and dtype."""
 
-    layers: tuple[int, ...]
+    layers: Layers
     dtype: torch.dtype
 
 
@@ -70,14 +71,14 @@ class StoreSpec:
     target: str  # the target's fingerprint
     name: str  # the target's name, for messages
     quantize: str | None  # how the target's weights were quantised
-    layers: tuple[int, ...]  # the feature layers, as `heads.base` counts them
-    width: Count  # hidden size of the target
-    vocab: Count  # vocabulary size of the target
-    data: str  # fingerprint of the packed sequences
-    rows: Number  # number of packed sequences
-    length: Count  # tokens per packed sequence
-    dtype: Annotated[str, OneOf(tuple(DTYPES))]  # dtype of the hidden states
-    shard_rows: Count  # maximum number of sequences per shard
+    layers: Layers  # the feature layers, as `heads.base` counts them
+    width: Count  # of the target
+    vocab: Count  # of the target
+    data: str  # the fingerprint of the packed sequences
+    rows: Number  # how many packed sequences there are
+    length: Count  # tokens of a packed sequence
+    dtype: Annotated[str, OneOf(tuple(DTYPES))]  # of the hidden states
+    shard_rows: Count  # the most sequences of a shard
 
     @property
     def sequence_bytes(self) -> int:
@@ -306,21 +307,14 @@ class Copying(NamedTuple):
         return self.sequences
 
 
-def compute(
-    target: Target, token: Int[Tensor, "B T"], document: Int[Tensor, "B T"], spec: StoreSpec
-) -> SequenceTensors:
-    """Return packed sequences' tensors for a store, computed by a forward pass of the target."""
+def compute(target: Target, token: PackedRows, document: PackedRows, spec: StoreSpec) -> SequenceTensors:
+    """Return packed sequences' tensors for a store, by a forward pass of the target."""
     return start(target, token, document, spec).result()
 
 
-def start(target: Target, token: Int[Tensor, "B T"], document: Int[Tensor, "B T"], spec: StoreSpec) -> Copying:
-    """Start `compute`; on a GPU it is asynchronous."""
-    features = target.features(token, document, spec.layers)
-    return copying(States(features.hidden, features.last_hidden), spec)
-
-
-def copying(states: States, spec: StoreSpec) -> Copying:
-    """Encode hidden states on their device, and start copying them to the host."""
+def start(target: Target, token: PackedRows, document: PackedRows, spec: StoreSpec) -> Copying:
+    """Do what `compute` does, asynchronously on a GPU: states are encoded there, and copied to the host."""
+    states = target.features(token, document, spec.layers)
     bounds = [bound for x in (states.hidden, states.last_hidden) if x.numel() for bound in x.aminmax()]
     finite, on_gpu = torch.stack(bounds).isfinite().all(), states.last_hidden.device.type == "cuda"
 
@@ -339,11 +333,7 @@ def copying(states: States, spec: StoreSpec) -> Copying:
 
 
 def decode_sequences(
-    sequences: SequenceTensors,
-    token: Int[Tensor, "B T"],
-    document: Int[Tensor, "B T"],
-    request: FeatureRequest,
-    spec: StoreSpec,
+    sequences: SequenceTensors, token: PackedRows, document: PackedRows, request: FeatureRequest, spec: StoreSpec
 ) -> Features:
     """Decode stored sequences to features with the requested layers, on their device."""
     if request.layers:

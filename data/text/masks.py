@@ -6,7 +6,7 @@ it is found by rendering the chat up to the answer's start and end. Tokens alway
 
 import dataclasses
 import re
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -43,6 +43,7 @@ THINK, THOUGHT = "<think>", "</think>"  # tags of a reasoning block, which serve
 CUT_OFF = "with an answer that was cut off, trained without an end"
 OPENING_DROPPED = "with a turn of the assistant before the first question, which the chat template refuses"
 OPENED = re.compile(rf"{OPEN}\s*\Z")
+Masked = tuple[list[int], list[int]]  # tokens, and their loss mask
 
 
 def reasoning_of(message: Message) -> str:
@@ -243,9 +244,7 @@ def _plain(
     return [Sample(f"{record.id}#{i}" if i else record.id, piece, [1] * len(piece)) for i, piece in enumerate(pieces)]
 
 
-def _samples(
-    id_: str, masked: Sequence[tuple[list[int], list[int]]], max_tokens: int, drop_counts: Counter[str]
-) -> list[Sample]:
+def _samples(id_: str, masked: Sequence[Masked], max_tokens: int, drop_counts: Counter[str]) -> list[Sample]:
     """Return masked documents as samples, cut at max_tokens."""
     names = [id_ if len(masked) == 1 else f"{id_}#{number}" for number in range(len(masked))]
     samples: list[Sample] = []
@@ -401,9 +400,19 @@ def joined(turns: list[Turn]) -> list[Turn]:
 
 
 def _mask(text: str, spans: list[Span], tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:
-    """Return the text's tokens, and 1 for each token that is entirely in a span."""
+    """Return the text's tokens, and 1 for each token that is entirely in a span; the target writes no other.
+
+    Raises:
+        BadSampleError: a token spans an answer's edge, and the tokenizer does not tell the characters of tokens.
+    """
+    if tokenizer.is_fast:
+        token, starts, ends = encode_spans(text, tokenizer)
+        mask = [0] * len(token)
+        for start, end in spans:
+            first, last = bisect_left(starts, start), bisect_right(ends, end)
+            mask[first:last] = [1] * (last - first)
+        return token, mask
     edges = [0, *chain.from_iterable(spans), len(text)]
-    # Encoding the pieces between edges gives the boundaries if their tokens join to the whole's: faster than prefixes.
     whole, *pieces = encode([text, *(text[a:b] for a, b in pairwise(edges))], tokenizer)
     bounds = list(accumulate(len(piece) for piece in pieces))
     if whole != list(chain.from_iterable(pieces)):
@@ -412,23 +421,15 @@ def _mask(text: str, spans: list[Span], tokenizer: PreTrainedTokenizerBase) -> t
         )  # SentencePiece encodes the start of a text differently
         bounds = [len(prefix) for prefix in prefixes]
         if any(whole[: len(prefix)] != prefix for prefix in prefixes):
-            return _by_characters(text, spans, tokenizer)
+            raise BadSampleError(
+                "tokens across an answer's edge",
+                "its tokens span the edge of an answer, and the tokenizer does not tell their characters; "
+                "use the model's fast tokenizer (tokenizer.json)",
+            )
     mask = [0] * len(whole)
     for start, end in zip(bounds[::2], bounds[1::2], strict=False):
         mask[start:end] = [1] * (end - start)
     return whole, mask
-
-
-def _by_characters(text: str, spans: list[Span], tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:
-    """Mask by characters; a token across an answer's edge is not trained, since the target never writes it."""
-    if not tokenizer.is_fast:
-        raise BadSampleError(
-            "tokens across an answer's edge",
-            "its tokens span the edge of an answer, and the tokenizer does not tell their characters; "
-            "use the model's fast tokenizer (tokenizer.json)",
-        )
-    token, offsets = encode_spans(text, tokenizer)
-    return token, [int(any(a <= start and end <= b for a, b in spans)) for start, end in offsets]
 
 
 def _end_turns(token: list[int], mask: list[int], tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:

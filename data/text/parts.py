@@ -27,32 +27,42 @@ ROLES = _by_name(
 )
 PARTS = _by_name(  # a part's type, or its key in Bedrock and Gemini -> its kind
     text="text input_text output_text",
-    reasoning="thinking reasoning reasoningContent reasoning_text",
+    reasoning="thinking reasoning reasoningContent reasoning_text reasoning.text",
     call="tool_use tool-call tool_call toolUse functionCall function_call custom_tool_call",
-    result="tool_result tool-result tool_call_response toolResult functionResponse function_call_output "
-    "custom_tool_call_output",
-    hidden="redacted_thinking redactedContent",
+    result="tool_result tool-result tool_call_response toolResult functionResponse function_response "
+    "function_call_output custom_tool_call_output",
+    hidden="redacted_thinking redactedContent reasoning.encrypted reasoning.summary",
     refusal="refusal",
     nothing="cachePoint cache_point",
 )
-RESULTS = ("json", "error-json", "error-text")  # types of a tool's result that are not text parts
+RESULTS = ("json", "error-json", "error-text", "content")  # types of a tool's result besides text parts
 REASONING = ("reasoning_content", "thinking", "reasoning")  # DeepSeek, Qwen and most servers; gpt-oss; newer servers
 GIVEN = ("arguments", "parameters")  # fields of calls and function definitions in which null is a value
 IDS = ("tool_call_id", "tool_use_id", "toolUseId", "toolCallId", "call_id", "id")
-# Fields of a message that templates do not read: bookkeeping of replies, and fields renamed here.
+FINISH = (
+    *("finish_reason", "finishReason", "stop_reason", "stopReason", "done_reason"),
+    *("incomplete_details", "generation_info", "response_metadata"),
+)
+WEIGHTS = ("weight", "training", "train", "loss")  # fields by which a message is not trained: OpenAI's; others'
+# Fields of a message that templates do not read: bookkeeping of replies, and fields that are renamed here.
 BOOKKEEPING = {
     "from", "value", "parts", "type", "id", "model", "usage", "status", "stop_reason", "stop_sequence",
     "stop_details", "phase", "container", "logprobs", "refusal", "annotations", "function_call", "tool_calls",
     "provider_specific_fields", "thinking_blocks", "finish_reason", "weight", "reasoning_details",
-    "additional_kwargs", "response_metadata", "usage_metadata", "invalid_tool_calls", "example",
+    "additional_kwargs", "response_metadata", "usage_metadata", "invalid_tool_calls", "example", "tool_call_chunks",
+    "contents", *WEIGHTS,
 }  # fmt: skip
-CUT = ("length", "max_tokens", "max_output_tokens", "model_context_window_exceeded")  # finish reasons of truncation
+CUT = (  # an answer that is cut off
+    *("length", "max_tokens", "max_output_tokens", "model_context_window_exceeded", "stop_sequence", "pause_turn"),
+)
 REFUSED = {
     "content_filter", "refusal", "safety", "guardrail_intervened", "content_filtered", "prohibited_content",
     "recitation", "blocklist",
 }  # fmt: skip
-MEDIA = re.compile(r"(input_)?(image|video|audio)s?(_url)?")  # keys and types of non-text content
-HIDDEN = "hidden"  # marks a message whose server hides the reasoning
+MEDIA = re.compile(r"(input_)?(image|video|audio)s?(_url)?")  # keys and types of content that is not text
+STEP = re.compile(r"step-start|tool-(?!call$|result$)|dynamic-tool")  # types of parts of the AI SDK's UI messages
+HIDDEN = "hidden"  # the field of a message whose server withheld the reasoning
+SHORTENED = re.compile(r"\(litellm_truncated|^redacted-by-litellm$")  # what a log writes in place of a text
 
 
 class BadSampleError(ValueError):
@@ -73,6 +83,12 @@ def parsed(value: Any) -> Any:
         return parse_json(value) if isinstance(value, str) else value
     except ValueError:
         return value
+
+
+def finish_reasons(fields: Message) -> list[str]:
+    """Return the reasons, in lower case, for which a reply or a message ended, under any name."""
+    holders = [value if isinstance(value, dict) else {"": value} for key in FINISH if (value := fields.get(key))]
+    return [str(reason).lower().rpartition(".")[2] for holder in holders for reason in holder.values()]
 
 
 def content_text(message: Message) -> str:
@@ -117,7 +133,10 @@ def _part_text(piece: dict[str, Any]) -> str:
     if kind not in RESULTS:
         raise unread(str(kind))
     value = piece.get("json", piece.get("value", piece))
-    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    if kind == "content":
+        return text_of(value)
+    compact = (",", ":") if "type" in piece else None  # as JavaScript writes it
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, separators=compact)
 
 
 def messages_of(items: Any) -> list[Message]:
@@ -152,9 +171,15 @@ def _messages(raw: Message) -> Iterator[Message]:
     if isinstance(more := raw.get("additional_kwargs"), dict):  # LangChain's extra fields, unless the message has them
         raw = (
             raw
-            | {key: more[key] for key in ("tool_calls", "function_call", *REASONING) if more.get(key)}
+            | {key: more[key] for key in ("tool_calls", "function_call", "refusal", *REASONING) if more.get(key)}
             | {key: value for key, value in raw.items() if value}
         )
+    if raw.get("toolInvocations") and not raw.get("parts"):
+        raise unread("toolInvocations")
+    if any(isinstance(piece, dict) and STEP.match(str(piece.get("type"))) for piece in raw.get("parts") or ()):
+        for step in _steps(raw):
+            yield from _messages(step)
+        return
     name = raw.get("role") or raw.get("from") or raw.get("type") or ("user" if "parts" in raw else raw["type"])
     role = ROLES.get(name) or ROLES.get(name.lower(), name)
     if name == raw.get("type") and name not in ROLES:
@@ -164,7 +189,7 @@ def _messages(raw: Message) -> Iterator[Message]:
     )
     if media := media_in(raw):
         raise unread(media)
-    content = next((raw[key] for key in ("content", "parts", "value") if raw.get(key) is not None), "")
+    content = next((raw[key] for key in ("parts", "content", "contents", "value") if raw.get(key) is not None), "")
     if name == "function_call" and isinstance(content, str):  # ShareGPT
         value = parsed(content)
         value = value if isinstance(value, list) else [value]
@@ -175,27 +200,64 @@ def _messages(raw: Message) -> Iterator[Message]:
     legacy = [{"type": "function_call", **raw["function_call"]}] if raw.get("function_call") else []
     for piece in [*parts, *legacy]:
         _take(piece, by_kind)
-    calls = [_call(call) for call in [*by_kind.get("call", ()), *(parsed(raw.get("tool_calls")) or ())]]
+    calls = [_call(call) for call in parsed(raw.get("tool_calls")) or ()]
+    listed = {call.get("id") for call in calls}  # LangChain has a call both in its content and beside it
+    calls = [call for call in map(_call, by_kind.get("call", ())) if call.get("id") not in listed] + calls
     for result in by_kind.get("result", ()):
         ids = next(({"tool_call_id": result[key]} for key in IDS if result.get(key)), {})
+        named = {"name": result["name"]} if result.get("name") else {}
         given = next((result[key] for key in ("content", "output", "response", "result") if key in result), "")
-        yield {"role": "tool", "content": text_of(given), **ids}
+        yield {"role": "tool", "content": text_of(given), **ids, **named}
     if raw.get("refusal") or "refusal" in by_kind:
         raise LeftOutError("a refusal", "its answer is a refusal")
+    details: dict[str, list[Any]] = {}
+    for piece in raw.get("reasoning_details") or ():  # OpenRouter's, which tell a summary from the reasoning
+        _take(piece, details)
     thought = "".join(by_kind.get("reasoning", ()))
     result = {**fields, "role": role, "content": "".join(by_kind.get("text", ()))}
-    result |= {key: raw[key] for key in REASONING if isinstance(raw.get(key), str)}
-    cut = "length" if str(raw.get("finish_reason")).lower() in CUT else ""
-    hidden = "hidden" in by_kind and not thought
+    if "reasoning" in details or "hidden" not in details:
+        result |= {key: raw[key] for key in REASONING if isinstance(raw.get(key), str)}
+        thought = thought or "".join(() if result.keys() & {*REASONING} else details.get("reasoning", ()))
+    cut = "length" if {*CUT} & {*finish_reasons(raw)} and role == "assistant" else ""
+    hidden = "hidden" in by_kind or "hidden" in details
     others = {"reasoning_content": thought, "tool_calls": calls, "finish_reason": cut, HIDDEN: hidden}
     result |= {key: value for key, value in others.items() if value}
-    result |= {"weight": 0} if raw.get("weight") == 0 else {}
+    result |= {"weight": 0} if any(raw.get(key) in (0, False) for key in WEIGHTS) else {}
     if "result" not in by_kind or {*by_kind} - {"result", "nothing"} or calls:
         yield result
 
 
+def _steps(raw: Message) -> Iterator[Message]:
+    """Yield the AI SDK's message for the UI as those of its steps: what the model wrote, then its tools' results."""
+    steps: list[list[Message]] = [[]]
+    for piece in raw["parts"]:
+        steps += [[]] if piece.get("type") == "step-start" else []
+        steps[-1] += [piece] if piece.get("type") != "step-start" else []
+    for step in steps:
+        content, results = [], []
+        for piece in step:
+            tool = piece.get("toolInvocation", piece)
+            if "toolCallId" not in tool:
+                content.append(piece)
+                continue
+            name = tool.get("toolName") or piece["type"].removeprefix("tool-")
+            arguments = next((tool[key] for key in ("input", "args", "rawInput") if tool.get(key) is not None), None)
+            content.append(
+                {"type": "tool-call", "toolCallId": tool["toolCallId"], "toolName": name, "input": arguments or {}}
+            )
+            output = next((tool[key] for key in ("output", "result", "errorText") if key in tool), None)
+            if output is not None:
+                value = output if isinstance(output, str) else {"type": "json", "value": output}
+                results.append({"type": "tool-result", "toolCallId": tool["toolCallId"], "output": value})
+        if content:
+            yield {"role": raw["role"], "content": content}
+        if results:
+            yield {"role": "tool", "content": results}
+
+
 def _take(piece: dict[str, Any], by_kind: dict[str, list[Any]]) -> None:
     """Add a part's content to the lists of its kind."""
+    piece = {key: value for key, value in piece.get("message_content", piece).items() if value is not None}
     name = piece.get("type") or next((key for key in piece if key in PARTS), next(iter(piece), "none"))
     kind, inner = PARTS.get(name, str(name)), piece.get(name)
     body = inner if isinstance(inner, dict) else piece
@@ -220,12 +282,12 @@ def _take(piece: dict[str, Any], by_kind: dict[str, list[Any]]) -> None:
 def _call(call: dict[str, Any]) -> Message:
     """Return a call in OpenAI's format, except that the arguments are an object, as chat templates expect."""
     call = filled(call, (*GIVEN, "input", "args"))
-    function = call.get("function") or {}
-    function = dict(function) if "function" in call else {"name": call.get("name", call.get("toolName"))}
-    given = next(
-        (holder[key] for holder in (function, call) for key in ("arguments", "input", "args") if key in holder), None
-    )
-    if given is not None:  # OpenAI encodes them as JSON text
+    function = dict(call.get("function") or call.get("custom") or {"name": call.get("name", call.get("toolName"))})
+    if not function.get("name"):
+        raise unread(f"{call.get('type', 'call')} without a name")
+    names = "arguments", "input", "args"
+    given = next((holder.pop(key) for holder in (function, call) for key in names if key in holder), None)
+    if given is not None:  # OpenAI has them as a string of JSON
         function["arguments"] = parsed(given)
     ids = next(({"id": call[key]} for key in ("call_id", "id", "toolUseId", "toolCallId") if call.get(key)), {})
     return {"type": "function", **ids, "function": filled(function, GIVEN)}
@@ -239,11 +301,15 @@ def tools_of(value: Any) -> tuple[Message, ...]:
     tools: list[Message] = []
     several = (tool.get("functionDeclarations", tool.get("function_declarations", [tool])) for tool in listed)
     for given in (filled(tool, (*GIVEN, "input_schema")) for declared in several for tool in declared):
-        tool = given.get("toolSpec", given)
+        tool = parsed(given.get("toolSpec", given.get("json_schema", given)))
+        if "cachePoint" in tool:
+            continue
         if "function" not in tool and "name" in tool:
             schema = tool.get("input_schema", tool.get("inputSchema", {}).get("json"))
             left = ("type", "cache_control", "input_schema", "inputSchema")
             function = {key: value for key, value in tool.items() if key not in left}
             tool = {"type": "function", "function": function | ({} if schema is None else {"parameters": schema})}
+        if "function" not in tool:
+            raise unread(f"tool {tool.get('type') or next(iter(tool), '')}")
         tools.append(tool)
     return tuple(tools)

@@ -29,7 +29,7 @@ from data.text.template import encode, last_token, render, with_opening
 from heads.common.files import claim, read_checked, replacing, write_checked
 from heads.common.progress import progress
 from heads.common.resolvers import ROOT
-from heads.common.typed import convert
+from heads.common.typed import Json, convert
 from inference.target.tokenizer import text_ids
 
 log = logging.getLogger(__name__)
@@ -111,7 +111,7 @@ def load_training(
         key = cache_key(config, tokenizer, [source.identity() for source in opened])
         folder = Path(config.cache).expanduser() / key
 
-        def fill(rough: Path) -> dict[str, Any]:
+        def fill(rough: Path) -> Json:
             held_out, counts, masked = prepare()
             save_prompts(held_out, rough / PROMPTS)
             write_samples(masked, rough / SAMPLES)
@@ -424,7 +424,7 @@ def write_samples(samples: Iterable[Sample], path: Path) -> None:
         writer.finalize()
 
 
-def cached(folder: Path, fill: Callable[[Path], dict[str, Any]]) -> dict[str, Any]:
+def cached(folder: Path, fill: Callable[[Path], Json]) -> Json:
     """Return the report of a cache folder; one process fills it if it is missing or damaged.
 
     `fill` writes SAMPLES and PROMPTS into a folder and returns the report; then the folder is renamed.
@@ -452,10 +452,10 @@ def cached(folder: Path, fill: Callable[[Path], dict[str, Any]]) -> dict[str, An
         ) from error
 
 
-def _read(folder: Path) -> dict[str, Any] | None:
+def _read(folder: Path) -> Json | None:
     """Return the report of a cache folder; None if it is missing or damaged."""
     try:
-        meta: dict[str, Any] = read_checked(folder / META)
+        meta: Json = read_checked(folder / META)
         whole = all(content_hash(folder / name) == meta["files"][name] for name in (SAMPLES, PROMPTS))
         return meta["report"] if whole else None
     except (OSError, ValueError, KeyError, TypeError):

@@ -6,7 +6,7 @@ from itertools import groupby
 from typing import Any, NamedTuple
 
 from data.text.parts import CUT, BadSampleError, LeftOutError, Message
-from data.text.shapes import ANSWERS, QUESTIONS, SHAPES, Chat, chat_of
+from data.text.shapes import ANSWERS, QUESTIONS, SHAPES, Chat, Raw, at, chat_of
 
 IDS = (
     *("id", "question_id", "task_id", "conversation_id", "prompt_id", "custom_id"),
@@ -65,8 +65,8 @@ class Pretokenized(NamedTuple):
             start = end
 
 
-def exact_tokens(raw: dict[str, Any], where: str) -> tuple[Pretokenized, ...]:
-    """Return the documents whose tokens a record gives, empty for text; refuse anything but lists of numbers."""
+def exact_tokens(raw: Raw, where: str) -> tuple[Pretokenized, ...]:
+    """Return the documents whose tokens a record gives, none for text; refuse anything but lists of numbers."""
     if all(raw.get(key) is not None for key in MASKED):
         token, mask = (_ids(raw, key, where) for key in MASKED)
         return (Pretokenized(token, mask),)
@@ -82,8 +82,8 @@ def exact_tokens(raw: dict[str, Any], where: str) -> tuple[Pretokenized, ...]:
     return tuple(documents)
 
 
-def logged_answers(raw: Mapping[str, Any], where: str) -> Iterator[LoggedAnswer]:
-    """Yield the tokens of each prompt and answer in a log's record or a reply; refuse anything but lists of numbers."""
+def logged_answers(raw: Raw, where: str) -> Iterator[LoggedAnswer]:
+    """Yield the tokens of each prompt and answer in a log's record or a reply; refuse anything but numbers."""
     reply = reply_in(raw)
     choices = [choice for key in CHOICES if isinstance(reply.get(key), list) for choice in reply[key]]
     for answer in [reply, *(choice for choice in choices if isinstance(choice, dict))]:
@@ -91,8 +91,7 @@ def logged_answers(raw: Mapping[str, Any], where: str) -> Iterator[LoggedAnswer]
         holders = (holder for holder in (answer, reply, raw, raw.get("request")) if isinstance(holder, dict))
         asking = next(((holder, name) for holder in holders for name in PROMPT if holder.get(name) is not None), None)
         if key is not None and asking is not None:
-            metadata, answered = answer.get("meta_info"), _ids(answer, key, where)
-            count = metadata.get("completion_tokens") if isinstance(metadata, dict) else None
+            count, answered = at(answer, "meta_info/completion_tokens"), _ids(answer, key, where)
             if type(count) is int and count > 0:
                 answered = answered[-count:]  # SGLang's answers may begin with the end of the prompt
             yield LoggedAnswer(_ids(*asking, where), answered)
@@ -104,7 +103,7 @@ def reply_in(raw: Mapping[str, Any]) -> Mapping[str, Any]:
     return reply["body"] if isinstance(reply.get("body"), dict) else reply
 
 
-def _ids(holder: Mapping[str, Any], key: str, where: str) -> list[int]:
+def _ids(holder: Raw, key: str, where: str) -> list[int]:
     value = holder[key]
     if not isinstance(value, list) or not all(type(token) is int for token in value):
         raise ValueError(f"{where}: {key} is no list of token numbers: fix or remove the record")
@@ -114,22 +113,22 @@ def _ids(holder: Mapping[str, Any], key: str, where: str) -> list[int]:
 class Record(NamedTuple):
     """One document."""
 
-    id: str  # the record's id, or its index in the source
-    category: str  # the record's category, or empty
-    messages: list[Message]  # a chat's messages with OpenAI's keys and role names; empty for a plain text
-    text: str  # a plain text, or a chat's text if the record has one
-    tools: tuple[dict[str, Any], ...] = ()  # functions that the assistant may call, in OpenAI's format
-    source: str = ""  # name of the source
-    pretokenized: tuple[Pretokenized, ...] = ()  # given tokens, which replace the text
-    shape: str = ""  # name of the shape by which the record was parsed
-    model: str = ""  # name of the model that wrote the last answer, if recorded
-    notes: tuple[str, ...] = ()  # keys under which `Counts` counts the record
-    ended: bool = True  # false for a plain text that was cut off
-    error: BadSampleError | None = None  # why the record cannot be used
+    id: str  # its own id, or its index in the source
+    category: str  # its own, or empty
+    messages: list[Message]  # a chat's, with OpenAI's keys and role names; empty for a plain text
+    text: str  # a plain text, or a chat's text if the record has it
+    tools: tuple[Raw, ...] = ()  # the functions that the assistant may call, as OpenAI has them
+    source: str = ""  # the name of its source
+    pretokenized: tuple[Pretokenized, ...] = ()  # its given tokens, which replace the text
+    shape: str = ""  # the name of the shape it was read as
+    model: str = ""  # the name of the model that wrote its last answer, where it is said
+    notes: tuple[str, ...] = ()  # its counts
+    ended: bool = True  # whether a plain text ends there, and was not cut off
+    error: BadSampleError | None = None  # why it cannot be used
 
 
-def parse(raw: dict[str, Any], index: int, path: str) -> Record:
-    """Parse one raw record, whose keys determine the shape.
+def parse(raw: Raw, index: int, path: str) -> Record:
+    """Parse one raw record, whose shape is known by its keys.
 
     Records without an answer are chats of one user message: prompts.
 
@@ -142,7 +141,7 @@ def parse(raw: dict[str, Any], index: int, path: str) -> Record:
     return record
 
 
-def read(raw: dict[str, Any], index: int, path: str) -> Record:
+def read(raw: Raw, index: int, path: str) -> Record:
     """Parse one raw record; a record that cannot be used has an `error`.
 
     Such a record has an unknown shape (the error shows it abbreviated), no text or no answer.
@@ -171,7 +170,7 @@ def read(raw: dict[str, Any], index: int, path: str) -> Record:
     return Record(name, category, *whole, chat.shape, chat.model, chat.notes, ended, fault)
 
 
-def _unknown(raw: dict[str, Any]) -> BadSampleError:
+def _unknown(raw: Raw) -> BadSampleError:
     shown = json.dumps(raw, ensure_ascii=False, sort_keys=True, default=str)
     shown = shown if len(shown) <= SHOWN else shown[:SHOWN] + "…"
     return BadSampleError("of no known shape", f"is of no known shape: {shown} The shapes read are {KNOWN}")
@@ -182,8 +181,8 @@ def label(value: Any) -> str:
     return str(value).encode("utf-8", "replace").decode()
 
 
-def to_known_shape(raw: dict[str, Any], index: int, path: str) -> dict[str, Any]:
-    """Convert a published set's record to a shape that `parse` reads; return other records unchanged.
+def readable(raw: Raw, index: int, path: str) -> Raw:
+    """Convert a published set's record to a shape that `parse` reads; return others unchanged.
 
     CNN/DM has article and highlights, question sets have lists of answers, dialogues without answers have turns.
 

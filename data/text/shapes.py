@@ -3,16 +3,20 @@
 docs/data_sources.md links to each shape's schema.
 """
 
+import re
 from typing import Any, NamedTuple
 
 from data.text.parts import (
     CUT,
     HIDDEN,
+    REASONING,
     REFUSED,
     ROLES,
+    SHORTENED,
     BadSampleError,
     LeftOutError,
     Message,
+    finish_reasons,
     media_in,
     messages_of,
     parsed,
@@ -24,25 +28,37 @@ from data.text.parts import (
 Raw = dict[str, Any]
 
 
-REPLIES = ("response", "choices", "completion", "chosen", "output", "gen_ai.output.messages")
-# Shapes of records; the first that matches counts. Each has a name and the paths of request and reply, with keys joined
-# by `/`. An empty request path means the record itself; without a reply path the request holds the whole chat.
+REPLIES = (*("response", "choices", "completion", "chosen", "preferred_output", "output", "gen_ai.output.messages"),)
+# Shapes of records, of which the first that fits counts: the name, and the paths of request and reply, names joined by
+# `/`. An empty request is the record itself; without a reply the request holds the whole chat.
 SHAPES = (
     ("Claude Code transcript", "claude_code", ""),
     ("Codex transcript", "codex", ""),
     ("OpenAI Batch", "body", "response/body"),
     ("Bedrock invocation log", "input/inputBodyJson", "output/outputBodyJson"),
+    ("Bedrock batch", "modelInput", "modelOutput"),
+    ("Anthropic batch", "params", "result/message"),
+    ("Vertex AI log", "full_request", "full_response"),
     ("Helicone", "request_body", "response_body"),
     ("LangSmith run", "inputs", "outputs"),
+    ("Weave call", "inputs", "output"),
     ("OpenTelemetry gen_ai span", "attributes", "attributes/gen_ai.output.messages"),
+    ("MLflow span", "attributes/mlflow.spanInputs", "attributes/mlflow.spanOutputs"),
+    ("promptfoo", "prompt/raw", "response/output"),
     ("LiteLLM spend log", "proxy_server_request", "response"),
     ("request and response", "request", "response"),
+    ("request and response", "requestBody", "responseBody"),
     *((f"chat and {reply}", "", reply) for reply in REPLIES),
     ("preference pair", "chosen", ""),
     ("OpenAI Batch input", "body", ""),
+    ("Anthropic batch input", "params", ""),
     ("chat", "", ""),
 )
-CHATS = ("messages", "conversations", "contents", "gen_ai.input.messages", "input", "prompt", "turns", "body")
+CHATS = (
+    *("messages", "conversations", "contents", "gen_ai.input.messages", "input", "prompt", "turns", "body"),
+    *("kwargs", "conversation"),
+)
+TURNS = ("turns", "prompt")  # of them those whose texts are a user's turns
 SYSTEM = (
     *("system", "instructions", "systemInstruction", "system_instruction", "gen_ai.system_instructions"),
     *("system_prompt", "config/systemInstruction", "config/system_instruction"),
@@ -55,24 +71,39 @@ QUESTIONS = ("prompt", "question", "instruction")
 ANSWERS = ("answer", "output", "response", "completion", "chosen")
 HOLDERS = (
     *("choices", "candidates", "generations", "output", "message", "content", "gen_ai.output.messages"),
-    "messages",
+    *("messages", "streamed_data", "chunks"),
 )
-FINISH = (
-    *("finish_reason", "finishReason", "stop_reason", "stopReason", "done_reason"),
-    *("incomplete_details", "generation_info"),
-)
-ERRORS = ("error", "errorCode", "error.type")
+ERRORS = ("error", "errorCode", "error.type", "error_str", "exception")
 STATUS = ("status_code", "response_status", "status", "level", "type")
 FAILED = ("failed", "failure", "error", "cancelled")
-LOGGED = (  # keys by which a JSON text is recognised as a request or a reply
+NO_ANSWER, FAILURE = "no answer", "an error in place of an answer"
+LOGGED = (  # the keys by which a JSON text is a request or a reply
     *({name} for name in ("messages", "contents", "choices", "candidates", "generations")),
     *({"role", "content"}, {"model", "input"}, {"object", "output"}, {"output", "stopReason"}, {"message", "done"}),
 )
-MODELS = ("model", "modelId", "modelVersion", "gen_ai.response.model", "gen_ai.request.model")
-# Fields of a stream that are replaced, not appended.
-WHOLE = ("role", "id", "type", "name", "finish_reason", "stop_reason", "stop_sequence")
+MODELS = (*("model", "modelId", "modelVersion", "gen_ai.response.model", "gen_ai.request.model", "llm.model_name"),)
+# Fields that say what a step of a trace is, and the kinds of steps that are no call of a model. Some hold what a model
+# was asked and what a program returned; others hold a call that has a step of its own.
+STEPS = (
+    *("type", "run_type", "span_kind", "attributes/gen_ai.operation.name", "attributes/openinference.span.kind"),
+    *("attributes/traceloop.span.kind", "attributes/mlflow.spanType"),
+)
+NO_CALLS = {
+    *("SPAN", "EVENT", "AGENT", "TOOL", "CHAIN", "RETRIEVER", "EVALUATOR", "EMBEDDING", "GUARDRAIL", "RERANKER"),
+    *("PROMPT", "PARSER", "WORKFLOW", "TASK", "EMBEDDINGS", "EXECUTE_TOOL", "INVOKE_AGENT", "CREATE_AGENT"),
+    "INVOKE_WORKFLOW",
+}
+COUNTED = (  # the tokens of reasoning, by the reply's usage
+    *("usage/completion_tokens_details/reasoning_tokens", "usage/output_tokens_details/reasoning_tokens"),
+    "usageMetadata/thoughtsTokenCount",
+)
+RENDERED = re.compile(  # what a chat template, or a client of an older API, writes between turns
+    r"<\|(?:im_start|start_header_id|start|user|begin_of_text)\|>|\[INST\]|<start_of_turn>|\n\nHuman:|<\uff5cUser\uff5c>"
+)
+# Fields of a stream that are not deltas.
+WHOLE = ("role", "id", "type", "name", "finish_reason", "stop_reason", "stop_sequence", "format", "signature")
 SSE = ("data:", "event:", "id:", "retry:", ":")  # starts of a server-sent event's lines
-EVENTS = {"delta", "candidates", "done"}  # keys by which an object is recognised as an event of a stream
+EVENTS = {"delta", "candidates", "done", "response"}  # the keys by which an object is a part of a stream
 
 
 class Chat(NamedTuple):
@@ -88,7 +119,10 @@ class Chat(NamedTuple):
 def at(value: Any, path: str) -> Any:
     """Return the value at a path of a record, or None."""
     for name in path.split("/") if path else ():
-        value = opened(value.get(name)) if isinstance(value, dict) else None
+        value = value.get(name) if isinstance(value, dict) else None
+        if value is None:
+            return None
+        value = opened(value)
     return value
 
 
@@ -109,20 +143,32 @@ def chat_of(raw: Raw) -> Chat | None:
         BadSampleError: all keys but one match, a part is unsupported, or there is an error in place of an answer.
         TypeError, KeyError, AttributeError, IndexError, ValueError: a value has another type.
     """
-    nearly = ""
+    nearly: list[tuple[bool, str]] = []
+    for field in STEPS:
+        kind = str(at(raw, field)).strip('"')
+        if kind.upper() in NO_CALLS and (field != "type" or kind.isupper()):
+            raise LeftOutError("a step of a trace that is no call of a model", f"is no call of a model but a {kind}")
+    if raw.get("label") is False and "completion" in raw:  # TRL's unpaired preference
+        raise LeftOutError("an answer that is marked as bad", "its answer is marked as bad")
     for name, path, reply_path in SHAPES:
         holder, reply = _asked(at(raw, path), not path), at(raw, reply_path)
+        if holder is None and path and all(isinstance(text, str) for text in (at(raw, path), reply)):
+            holder = _asked({"prompt": at(raw, path)}, False)
         if holder is not None and reply_path and (path or (reply is not None and not reply)):
             _check_error(raw)
             _check_error(holder[0])
         if holder is None or reply is None:
             if path and reply_path and not holder is reply is None:
                 other = ", which the batch's other file holds" if "custom_id" in raw else ""
-                nearly = nearly or f"{name}, but has no {path if holder is None else reply_path}{other}"
+                missing = path if holder is None else reply_path
+                nearly.append((missing.split("/")[0] in raw, f"{name}, but has no {missing}{other}"))
             continue
         request, items = holder
-        whole = ROLES.get(str(items[-1].get("role") or items[-1].get("from")).lower()) == "assistant"
-        if reply_path and whole and not path:
+        roles = [ROLES.get(str(item.get("role") or item.get("from")).lower()) for item in items]
+        whole = roles[-1] == "assistant"
+        if name == "preference pair" and "user" not in roles:
+            continue
+        if reply_path and whole and not path and _is_in(reply, items[-1]):
             continue
         if whole and reply_path:
             raise BadSampleError("an answer behind a prefilled one", "its answer continues one that the request begins")
@@ -131,17 +177,31 @@ def chat_of(raw: Raw) -> Chat | None:
     if question:
         reply = next((raw[key] for key in ANSWERS if raw.get(key) is not None), None)
         further = raw.get("input") or raw.get("context") if question == "instruction" else ""
-        message = {"role": "user", "content": f"{raw[question]}\n\n{further}" if further else raw[question]}
+        message = _question(f"{raw[question]}\n\n{further}" if further else raw[question])
         return _chat("question and answer", raw, raw, [message], reply)
     if nearly:
-        raise BadSampleError(f"nearly {nearly}", f"is nearly of the shape {nearly}")
+        nearest = max(nearly, key=lambda item: item[0])[1]  # a field that is there, though empty
+        raise BadSampleError(f"nearly {nearest}", f"is nearly of the shape {nearest}")
     return None
+
+
+def _is_in(reply: Any, last: Raw) -> bool:
+    """Whether a chat's last message is the reply beside it, or what stands there is no reply."""
+    try:
+        answers = _answered(reply, [])
+    except LeftOutError as error:
+        if error.cause == NO_ANSWER:
+            return True
+        raise
+    except (TypeError, KeyError, AttributeError, IndexError):
+        return True
+    return not answers or answers[-1]["content"] == messages_of([last])[-1]["content"]
 
 
 def _chat(name: str, raw: Raw, request: Raw, items: list[Raw], reply: Any) -> Chat:
     """Return the chat of a request's messages and a reply; None for a reply that the messages already contain."""
     notes = [str(note) for note in at(raw, "claude_code/notes") or ()]
-    if reply is None and raw.keys() & {"error", "level"} and items[-1].get("role") != "assistant":
+    if reply is None and raw.keys() & {*ERRORS, "level"} and items[-1].get("role") != "assistant":
         _check_error(raw)
     messages = messages_of(items)
     system = next((value for key in SYSTEM if isinstance(value := at(request, key), str | list | dict)), "")
@@ -150,15 +210,21 @@ def _chat(name: str, raw: Raw, request: Raw, items: list[Raw], reply: Any) -> Ch
     if instruction and (messages[0]["role"] != "system" or request.get("instructions")):  # Responses allows both
         messages.insert(0, {"role": "system", "content": instruction})
     if "gen_ai.input.messages" in request and isinstance(reply, list):  # each choice is a chat
-        reply = [{"message": choice} for choice in reply]
+        reason = next(iter(request.get("gen_ai.response.finish_reasons") or ()), None)
+        reply = [{"message": choice, "finish_reason": reason} for choice in reply]
     if reply is not None:
         replied = _answered(reply, notes)
         messages = replied if any(message["role"] == "user" for message in replied) else messages + replied
     holders = [holder for holder in (reply, request, raw) if isinstance(holder, dict)]
     model = next((str(holder[key]) for holder in holders for key in MODELS if holder.get(key)), "")
     hidden = [message.pop(HIDDEN, False) for message in messages]
+    if not messages[-1].keys() & {*REASONING}:
+        hidden += [at(reply, path) for path in COUNTED]
     notes += ["whose reasoning the record does not hold"] * any(hidden)
-    notes += ["whose earlier turns the record does not hold"] * any(h.get("previous_response_id") for h in holders)
+    earlier = [h.get("previous_response_id") or isinstance(h.get("conversation"), str | dict) for h in holders]
+    notes += ["whose earlier turns the record does not hold"] * any(earlier)
+    if any(SHORTENED.search(message["content"]) for message in messages):
+        raise LeftOutError("a text that the log has shortened", "holds a text that the log has shortened")
     if media := media_in(request) or media_in(raw):
         raise unread(media)
     tools = next((value for path in TOOLS for holder in (request, raw) if (value := at(holder, path))), None)
@@ -180,11 +246,19 @@ def _asked(request: Any, is_record: bool) -> tuple[Raw, list[Raw]] | None:
             value = value[0]
         if isinstance(value, list) and value and isinstance(value[0], dict):
             return request, value
-        if isinstance(value, list) and value and isinstance(value[0], str) and is_record:  # turns: the first is asked
-            return request, [{"role": "user", "content": value[0]}]
-        if isinstance(value, str) and value and not is_record and key != "body":
-            return request, [{"role": "user", "content": value}]
+        if isinstance(value, list) and value and isinstance(value[0], str) and is_record and key in TURNS:
+            return request, [_question(value[0])]  # the first turn is asked
+        if isinstance(value, str) and value and not is_record and key not in ("body", "conversation"):
+            return request, [_question(value)]
     return None
+
+
+def _question(text: str) -> Raw:
+    """Return a text as a user's message; refuse one that a chat template has written."""
+    if RENDERED.search(text):
+        why = "its prompt is a chat that a template has rendered; give its messages"
+        raise BadSampleError("a prompt that a chat template has rendered", why)
+    return {"role": "user", "content": text}
 
 
 def _check_error(holder: Raw) -> None:
@@ -193,7 +267,7 @@ def _check_error(holder: Raw) -> None:
     if any(holder.get(key) for key in ERRORS) or any(
         value in FAILED or (value.isdigit() and int(value) >= 400) for value in status
     ):
-        raise LeftOutError("an error in place of an answer", "holds an error in place of an answer")
+        raise LeftOutError(FAILURE, f"holds {FAILURE}")
 
 
 def _answered(reply: Any, notes: list[str]) -> list[Message]:
@@ -205,26 +279,31 @@ def _answered(reply: Any, notes: list[str]) -> list[Message]:
         elif isinstance(reply, list):
             notes += ["with further choices, which are left out"] * (len(reply) > 1)
             if not reply:
-                raise LeftOutError("no answer", "holds no answer")
+                raise LeftOutError(NO_ANSWER, f"holds {NO_ANSWER}")
             first = [choice for choice in reply if isinstance(choice, list) or choice.get("index") == 0]
             reply = (first or reply)[0]
         else:
             _check_error(reply)
-            reasons += [inner for key in FINISH if reply.get(key) for inner in _reasons(reply[key])]
+            reasons += finish_reasons(reply)
             if isinstance(body := opened(reply.get("body")), dict):
                 reply = body
                 continue
-            if isinstance(reply.get("content"), str | list) or reply.keys() & {"role", "parts", "kwargs"}:
+            is_message = isinstance(reply.get("content"), str | list) or (
+                "type" in reply and isinstance(reply.get("data"), dict)
+            )
+            if is_message or reply.keys() & {"role", "parts", "kwargs", "from"}:
                 reply = [{"role": "assistant", **reply}]
                 continue
             holder = next((reply[key] for key in HOLDERS if reply.get(key)), None)
             if holder is None and "text" in reply:
                 raise TypeError("a completion of a text is no chat")
-            if holder is None:
-                raise LeftOutError("no answer", "holds no answer")
-            reply = holder
-    reasons += [reason for item in reply if item.get("finish_reason") for reason in _reasons(item["finish_reason"])]
-    if any(reason in REFUSED for reason in reasons):
+            if holder is None and not REFUSED & {*reasons}:
+                raise LeftOutError(NO_ANSWER, f"holds {NO_ANSWER}")
+            reply = holder or [{"role": "assistant"}]
+    reasons += [reason for item in reply[-1:] for reason in finish_reasons(item)]
+    if "error" in reasons:
+        raise LeftOutError(FAILURE, f"holds {FAILURE}")
+    if REFUSED & {*reasons}:
         raise LeftOutError("a refusal", "its answer is a refusal")
     messages = messages_of(reply)
     if {*CUT} & {*reasons} and messages:
@@ -248,10 +327,6 @@ def _events(text: str) -> list[Any]:
     return [parsed(item) for item in data if item != "[DONE]"] if is_stream else []
 
 
-def _reasons(value: Any) -> list[str]:
-    return [str(inner).lower() for inner in (value.values() if isinstance(value, dict) else [value])]
-
-
 def _joined(reply: Any) -> Any:
     """Return the reply of a stream that was logged as events or their lines; return anything else unchanged.
 
@@ -267,19 +342,23 @@ def _joined(reply: Any) -> Any:
         return reply
     message: Raw = {"role": "assistant"}
     blocks: dict[int, Raw] = {}
-    parts: list[Raw] = []  # parts of Gemini's events
+    parts: list[Raw] = []  # of Gemini
+    ends: list[Any] = []  # of each event that may end the answer whether it does
     for event in events:
         response, delta = event.get("response"), event.get("delta")
-        if isinstance(response, dict) and response.get("status") in ("completed", "incomplete"):
+        if isinstance(response, dict) and response.get("status") not in (None, "queued", "in_progress"):
             return dict(response)
         _check_error(event)
         for choice in event.get("choices") or ():
+            ends += [choice[key] for key in ("finish_reason",) if key in choice]
             if not choice.get("index"):
                 _merge(message, {**(choice.get("delta") or {}), "finish_reason": choice.get("finish_reason")})
         for candidate in event.get("candidates", ())[:1]:
             parts += candidate.get("content", {}).get("parts", ())
             _merge(message, {"finish_reason": candidate.get("finishReason")})
+        ends += [kind == "message_stop"] if (kind := event.get("type")) in ("message_start", "message_stop") else []
         if "done" in event:
+            ends.append(event["done"])
             _merge(message, {**event.get("message", {}), "finish_reason": event.get("done_reason")})
         if "content_block" in event:
             blocks[event["index"]] = dict(event["content_block"])
@@ -288,9 +367,10 @@ def _joined(reply: Any) -> Any:
     for block in blocks.values():
         if "partial_json" in block:
             block["input"] = parsed(block.pop("partial_json") or "{}")
-    calls = [*message.pop("tool_calls", {}).values()]
+    listed = {key: [*value.values()] for key, value in message.items() if isinstance(value, dict) and 0 in value}
     content = parts or [blocks[i] for i in sorted(blocks)]
-    return message | ({"content": content} if content else {}) | ({"tool_calls": calls} if calls else {})
+    cut = {"finish_reason": "length"} if ends and not any(ends) and not finish_reasons(message) else {}
+    return message | listed | cut | ({"content": content} if content else {})
 
 
 def _merge(into: Raw, delta: Raw) -> None:

@@ -33,13 +33,16 @@ from data.text.files import (
 )
 from data.text.parts import LeftOutError
 from data.text.records import Record, read, to_known_shape
+from data.text.shapes import at
 from data.text.transcripts import batches_joined, is_wanted, records_in
 from heads.common.connection import check_reachable
 from heads.common.errors import one_line, redacted_values
+from heads.common.typed import Json
 from heads.common.untrusted import parsed_file, regular
 
 T = TypeVar("T")
 
+Where = Mapping[str, Any]  # as data.where says
 EVALUATION_SPLITS = ("test", "validation", "train")
 SPLIT_WORDS = {  # names of splits in `datasets`
     "train": ("train", "training"),
@@ -57,8 +60,8 @@ class Files:
     name: str
     files: tuple[Path, ...]
     streaming: bool
-    where: Mapping[str, Any] = field(default_factory=dict)
-    left_out: Counter[str] = field(default_factory=Counter)  # number of left-out records by cause
+    where: Where = field(default_factory=dict)
+    left_out: Counter[str] = field(default_factory=Counter)  # of it, by cause
 
     def __iter__(self) -> Iterator[Raw]:
         """Yield the records that `where` selects; refuse an empty selection."""
@@ -72,20 +75,19 @@ class Files:
             return repr([(str(file.resolve()), stat.st_size, stat.st_mtime_ns) for file, stat in stats])
         return repr([(kind_of(file), content_hash(file)) for file in self.files])
 
-    def provenance(self) -> dict[str, Any]:
-        """Return the number of files, their hash if the files are read to the end, and the settings of their answers.
+    def provenance(self) -> Json:
+        """Return the number of files, their hash if they are read to the end, and the settings of their answers.
 
         The hash of several files is the hash of the list of their hashes. The settings come from a file's metadata
         file.
         """
-        record: dict[str, Any] = {"name": self.name, "files": len(self.files)}
+        record: Json = {"name": self.name, "files": len(self.files)}
         if not self.streaming:
             hashes = [content_hash(file) for file in self.files]
             record["sha256"] = hashes[0] if len(hashes) == 1 else hashlib.sha256("".join(hashes).encode()).hexdigest()
         written = []
         for meta in (file.with_name(file.name + META) for file in self.files):
-            metadata = parsed_file(meta, "restore it, or remove it") if meta.is_file() else None
-            settings = metadata.get("settings") if isinstance(metadata, dict) else None
+            settings = at(parsed_file(meta, "restore it, or remove it") if meta.is_file() else None, "settings")
             if isinstance(settings, dict) and settings:
                 written.append(redacted_values({key: value for key, value in settings.items() if key != "data"}))
         if written:
@@ -100,8 +102,8 @@ class Hub:
     name: str
     table: Any
     revision: str
-    where: Mapping[str, Any] = field(default_factory=dict)
-    left_out: Counter[str] = field(default_factory=Counter)  # number of left-out records by cause
+    where: Where = field(default_factory=dict)
+    left_out: Counter[str] = field(default_factory=Counter)  # of it, by cause
 
     def __iter__(self) -> Iterator[Raw]:
         """Yield the records that `where` selects; refuse an empty selection."""
@@ -111,7 +113,7 @@ class Hub:
         """Return the name and the revision or fingerprint."""
         return repr((self.name, self.revision))
 
-    def provenance(self) -> dict[str, Any]:
+    def provenance(self) -> Json:
         """Return the name and the revision."""
         return {"name": self.name, "revision": self.revision}
 
@@ -134,9 +136,7 @@ def _wanted(records: Iterator[Raw], source: Source) -> Iterator[Raw]:
         raise ValueError(f"{source.name}: holds no records{left}; give a file or dataset with at least one")
 
 
-def open_source(
-    name: str, split: str, streaming: bool = False, where: Mapping[str, Any] = MappingProxyType({})
-) -> Source:
+def open_source(name: str, split: str, streaming: bool = False, where: Where = MappingProxyType({})) -> Source:
     """Return the source of a name: a file, a folder, a glob, or a Hub data set as `name` or `name:config`.
 
     Args:

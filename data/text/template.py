@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from functools import lru_cache
+from itertools import accumulate
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar
 
@@ -16,6 +17,7 @@ from data.text.parts import Message, content_text, parsed
 from inference.target.tokenizer import RenderError, rendering, tokenize
 
 T = TypeVar("T")
+Messages = list[Message]
 Span = tuple[int, int]
 
 COMMENT = re.compile(r"\{#.*?#\}", re.DOTALL)
@@ -37,7 +39,7 @@ def template_sha256(tokenizer: PreTrainedTokenizerBase) -> str | None:
 
 
 def render(
-    messages: list[Message],
+    messages: Messages,
     tokenizer: PreTrainedTokenizerBase,
     generation_prompt: bool,
     tools: Sequence[Message] = (),
@@ -51,7 +53,7 @@ def render(
         ValueError: the template cannot render; RenderError if the chat is the cause.
     """
 
-    def call(chat: list[Message]) -> str:
+    def call(chat: Messages) -> str:
         values = {"chat_template": _template(tokenizer, tools), "add_generation_prompt": generation_prompt}
         rendered = tokenizer.apply_chat_template(
             chat, list(tools) or None, tokenize=False, **{**DATE, **options, **values}
@@ -62,16 +64,16 @@ def render(
 
 
 def render_tagged(
-    messages: list[Message], tokenizer: PreTrainedTokenizerBase, tools: Sequence[Message] = ()
+    messages: Messages, tokenizer: PreTrainedTokenizerBase, tools: Sequence[Message] = ()
 ) -> tuple[str, list[Span] | None]:
     """Return the chat as `render` does, and the start and end of each {% generation %} block in it.
 
     The spans are None for a template without such blocks.
     """
-    if GENERATION.search(COMMENT.sub("", _template(tokenizer, tools))) is None:
+    if not _is_tagged(_template(tokenizer, tools)):
         return render(messages, tokenizer, False, tools), None
 
-    def call(chat: list[Message]) -> tuple[str, list[Span]]:
+    def call(chat: Messages) -> tuple[str, list[Span]]:
         output: Any = render_jinja_template(
             conversations=[chat],
             tools=list(tools) or None,
@@ -85,10 +87,8 @@ def render_tagged(
     return _as_it_takes_them(messages, tokenizer, call)
 
 
-def _as_it_takes_them(
-    messages: list[Message], tokenizer: PreTrainedTokenizerBase, call: Callable[[list[Message]], T]
-) -> T:
-    """Call a template with tool calls' arguments as objects, which transformers documents, or else as JSON text.
+def _as_it_takes_them(messages: Messages, tokenizer: PreTrainedTokenizerBase, call: Callable[[Messages], T]) -> T:
+    """Call a template with the arguments of tool calls as objects, as its documentation asks, else as JSON text.
 
     Some templates (DeepSeek-V3) concatenate them with strings. Content in parts is passed as text: a template that only
     knows text would print the list.
@@ -115,10 +115,8 @@ def _writes_developer(tokenizer: PreTrainedTokenizerBase) -> bool:
         return False
 
 
-def with_opening(
-    messages: list[Message], tokenizer: PreTrainedTokenizerBase, tools: Sequence[Message] = ()
-) -> list[Message]:
-    """Return a chat with the assistant's turns before the first question, if the chat template renders them."""
+def with_opening(messages: Messages, tokenizer: PreTrainedTokenizerBase, tools: Sequence[Message] = ()) -> Messages:
+    """Return a chat with the assistant's turns before the first question, where the chat template writes them."""
     first = next((i for i, message in enumerate(messages) if message["role"] == "user"), len(messages))
     opening = [message for message in messages[:first] if message["role"] == "assistant"]
     if not opening:
@@ -148,9 +146,18 @@ def _call(call: Message, read: Callable[[str], Any]) -> Message:
 
 
 def _template(tokenizer: PreTrainedTokenizerBase, tools: Sequence[Message]) -> str:
-    """Return the template with a constant date instead of calls for the current time, which it cannot be given."""
-    template = tokenizer.get_chat_template(tools=list(tools) or None)
+    """Return the template with a constant day instead of its calls of the clock: it takes no clock of ours."""
+    return _of_a_day(tokenizer.get_chat_template(tools=list(tools) or None))
+
+
+@lru_cache(maxsize=8)
+def _of_a_day(template: str) -> str:
     return NOW.sub(lambda call: repr(TEMPLATE_DAY.strftime(call[2])), template)
+
+
+@lru_cache(maxsize=8)
+def _is_tagged(template: str) -> bool:
+    return GENERATION.search(COMMENT.sub("", template)) is not None
 
 
 def encode(rendered: list[str], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
@@ -159,17 +166,17 @@ def encode(rendered: list[str], tokenizer: PreTrainedTokenizerBase) -> list[list
     return list(encoded["input_ids"])
 
 
-def encode_spans(text: str, tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[Span]]:
-    """Return a rendered chat's tokens and character spans; characters between two tokens belong to the later one.
+def encode_spans(text: str, tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int], list[int]]:
+    """Return a rendered chat's tokens, and where the characters of each start and end, in their order.
 
-    Byte-level tokenizers exclude the space before a word from its token's span.
+    Characters between two tokens are the later one's: byte-level tokenizers leave the space before a word out.
     """
-    encoded: Any = tokenize(tokenizer, text, add_special_tokens=False, return_offsets_mapping=True)
-    spans, reached = [], 0
-    for start, end in encoded["offset_mapping"]:
-        spans.append((min(start, reached), end))
-        reached = max(reached, end)
-    return list(encoded["input_ids"]), spans
+    left_out = {"return_attention_mask": False, "return_token_type_ids": False}
+    encoded: Any = tokenize(tokenizer, text, add_special_tokens=False, return_offsets_mapping=True, **left_out)
+    offsets = encoded["offset_mapping"]
+    reached = [0, *accumulate((end for _, end in offsets), max)]
+    starts = [min(start, before) for (start, _), before in zip(offsets, reached, strict=False)]
+    return list(encoded["input_ids"]), starts, reached[1:]
 
 
 @lru_cache(maxsize=8)

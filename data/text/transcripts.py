@@ -9,9 +9,12 @@ from collections.abc import Container, Iterable, Iterator, Mapping
 from contextlib import suppress
 from typing import Any
 
+from data.text.parts import PARTS, parsed
 from data.text.shapes import Raw, at
 
-CLAUDE_CODE = ("parentUuid", "leafUuid", "messageId", "sessionId")  # keys, one of which is in each line
+Records = list[Raw]
+Yielded = Iterator[Raw]
+CLAUDE_CODE = ("parentUuid", "leafUuid", "messageId", "sessionId")  # a line of any of its types has one of these
 CODEX = ("session_meta", "response_item", "event_msg", "turn_context", "compacted")
 SYNTHETIC = "<synthetic>"  # model name of lines that Claude Code itself wrote
 SNAPSHOT = "ghost_snapshot"  # an item for Codex's own use
@@ -21,19 +24,29 @@ OTHER_NAMES = {  # prefixes of flat lists (`PREFIX.0.…`) in other conventions 
     "llm.input_messages": "gen_ai.input.messages",
     "llm.output_messages": "gen_ai.output.messages",
     "llm.request.functions": "gen_ai.tool.definitions",
+    "llm.tools": "gen_ai.tool.definitions",
 }
+ITEM = {"message", "tool_call", "message_content", "tool"}  # names around an item of OpenInference's lists
+EVENT = re.compile(r"gen_ai\.(?:(system|user|assistant|tool)\.message|(choice))")  # of a span, before its attributes
+STATUS_ERROR = (2, "2", "ERROR", "STATUS_CODE_ERROR")
+EXPORTS = ("observations", "data/spans", "results/results", "data", "child_runs")  # lists of records in a record
+INTERRUPTED = "[Request interrupted by user]"
 FLAT = re.compile(rf"({'|'.join(map(re.escape, OTHER_NAMES))})\.(?=\d+\.)")
 SIGNS = {"<=": operator.le, ">=": operator.ge, "<": operator.lt, ">": operator.gt, "!=": operator.ne}
 SIGNED = re.compile(rf"({'|'.join(SIGNS)})\s*(.*)")
 
 
-def records_in(lines: Iterable[Raw]) -> Iterator[Raw]:
-    """Yield a file's records: a transcript's chats, an export's spans, any other line unchanged.
+def records_in(lines: Iterable[Raw]) -> Yielded:
+    """Yield a file's records: a transcript's chats, an export's spans, and anything else as it is.
 
     A transcript is held in memory whole.
     """
     rest = iter(lines)
     for raw in rest:
+        inner = next((items for path in EXPORTS if _are_records(items := at(raw, path))), None)
+        if inner is not None and not ("messages" in raw or "custom_id" in raw):
+            yield from records_in(inner)
+            continue
         if raw.keys() & {"resourceSpans", "resource_spans"}:
             group, reader = [raw], _spans
         elif isinstance(raw.get("attributes"), dict):
@@ -51,8 +64,13 @@ def records_in(lines: Iterable[Raw]) -> Iterator[Raw]:
             yield from group
 
 
+def _are_records(value: Any) -> bool:
+    """Whether this is a list of an export's records."""
+    return bool(value) and isinstance(value, list) and all(isinstance(item, dict) for item in value)
+
+
 def _claude_code(lines: list[Raw]) -> Iterator[Raw]:
-    """Yield each branch of a transcript, whose lines name their parents, as a chat; a turn is trained once.
+    """Yield each branch of a transcript, whose lines name their parents, as a chat; a turn is trained in one of them.
 
     The branch with the most assistant lines comes first; later branches have the turns shared with it as context. A
     sidechain is a subagent's chat, without the lines before it. Lines with the same message id are one message. Of
@@ -60,7 +78,7 @@ def _claude_code(lines: list[Raw]) -> Iterator[Raw]:
     """
     nodes = {line["uuid"]: line for line in lines if line.get("uuid")}
     spoken = {uuid: line["message"] for uuid, line in nodes.items() if isinstance(line.get("message"), dict)}
-    parts: dict[str, list[Raw]] = {}
+    parts: dict[str, Records] = {}
     for uuid, message in spoken.items():
         content = message.get("content") or []
         parts[uuid] = [{"type": "text", "text": content}] if isinstance(content, str) else list(content)
@@ -83,7 +101,7 @@ def _claude_code(lines: list[Raw]) -> Iterator[Raw]:
     branches = [path_to(uuid) for uuid in nodes if uuid in ends]
     trained: set[str] = set()
     for branch in sorted(branches, key=lambda path: len(path.keys() & written), reverse=True):
-        messages: list[Raw] = []
+        messages: Records = []
         by_id: dict[str, Raw] = {}
         missing = dict(results)
         for uuid in [uuid for uuid in reversed(branch) if uuid in spoken and uuid not in client]:
@@ -95,9 +113,11 @@ def _claude_code(lines: list[Raw]) -> Iterator[Raw]:
             message["content"] += parts[uuid]
             for piece in parts[uuid]:
                 missing.pop(piece.get("tool_use_id"), None)
+                if str(piece.get("text")).startswith(INTERRUPTED) and len(messages) > 1:
+                    messages[-2]["finish_reason"] = "length"
         if all(message.get("role") != "assistant" or "weight" in message for message in messages):
             continue
-        chat: list[Raw] = []
+        chat: Records = []
         for message in messages:
             aside = [missing[piece["id"]] for piece in message["content"] if piece.get("id") in missing]
             chat += [message, *([{"role": "user", "content": aside}] if aside else [])]
@@ -107,7 +127,7 @@ def _claude_code(lines: list[Raw]) -> Iterator[Raw]:
             "behind a summary of earlier turns": any(line.get("isCompactSummary") for line in branch.values()),
             "with turns of another branch as context": branch.keys() & trained,
             "with lines of its client, which are left out": not trained
-            and (client or any(line.get("type") == "summary" for line in lines)),
+            and (client or any(line.get("type") in ("summary", "attachment") for line in lines)),
         }
         trained |= branch.keys() & written
         model = next((message["model"] for message in messages[::-1] if message.get("model")), "")
@@ -115,10 +135,10 @@ def _claude_code(lines: list[Raw]) -> Iterator[Raw]:
         yield {**last, "id": last.get("sessionId"), "model": model, "claude_code": {"messages": chat, "notes": notes}}
 
 
-def _codex(lines: list[Raw]) -> Iterator[Raw]:
-    """Yield a session as a chat, and another chat after each compaction, which replaces the messages."""
+def _codex(lines: Records) -> Yielded:
+    """Yield a session as a chat, and one more after each compaction, which replaces the chat."""
     meta: Raw = {}
-    items: list[Raw] = []
+    items: Records = []
     for line in [*lines, {"type": "session_meta", "payload": {}}]:
         kind, payload = line.get("type"), line.get("payload") or {}
         if kind in ("session_meta", "compacted"):
@@ -130,49 +150,77 @@ def _codex(lines: list[Raw]) -> Iterator[Raw]:
             items = [{**item, "weight": 0} for item in payload.get("replacement_history") or summary]
         elif kind == "turn_context":
             meta = meta | {"model": payload.get("model")}
+        elif payload.get("type") == "thread_rolled_back":  # the user's last turns, with all behind them
+            turns = [i for i, item in enumerate(items) if item.get("role") == "user"]
+            del items[turns[-payload["num_turns"]] if payload["num_turns"] <= len(turns) else 0 :]
         elif kind == "response_item" and payload.get("type") != SNAPSHOT:
             items.append(payload)
 
 
-def _spans(lines: list[Raw]) -> Iterator[Raw]:
-    """Yield the spans of an OTLP export that contain a chat, with their attributes as a dict."""
+def _spans(lines: Records) -> Yielded:
+    """Yield the spans of an OTLP export that hold a chat, with their attributes as a dict."""
 
-    def inner(holders: Iterable[Raw], *names: str) -> list[Raw]:
+    def inner(holders: Iterable[Raw], *names: str) -> Records:
         return [item for holder in holders for name in names for item in holder.get(name, ())]
 
     scopes = inner(inner(lines, "resourceSpans", "resource_spans"), "scopeSpans", "scope_spans")
     for span in inner(scopes, "spans"):
-        listed = [*span.get("attributes", ()), *inner(span.get("events", ()), "attributes")]
         named = {"id": span.get("spanId") or span.get("span_id")}
-        attributes = {item["key"]: _value(item["value"]) for item in listed}
-        (flat,) = _span([{**span, **named, "attributes": attributes}])
+        events = [{"name": event.get("name"), "attributes": _fields(event)} for event in span.get("events", ())]
+        (flat,) = _span([{**span, **named, "attributes": _fields(span), "events": events}])
         if flat["attributes"].keys() & {"gen_ai.input.messages", "gen_ai.output.messages"}:
             yield flat
 
 
+def _fields(holder: Raw) -> Raw:
+    return {item["key"]: _value(item["value"]) for item in holder.get("attributes", ())}
+
+
 def _span(lines: list[Raw]) -> Iterator[Raw]:
-    """Yield a span; messages in one field each (OpenLLMetry, OpenInference) become lists."""
+    """Yield a span; messages in a field or an event each, as older conventions have them, become lists."""
     (raw,) = lines
-    given: dict[str, Any] = raw["attributes"]
-    tree: Raw = {}
-    for name, value in given.items():
+    given: dict[str, Any] = dict(raw["attributes"])
+    tree: Raw = {f"llm.{name}": value for name, value in (given.get("llm") or {}).items()}
+    if any(at(raw, path) in STATUS_ERROR for path in ("status/code", "status/status_code", "status_code")):
+        given.setdefault("error.type", "status")
+    spoken: dict[str, list[Raw]] = {"gen_ai.input.messages": [], "gen_ai.output.messages": []}
+    for event in raw.get("events") or ():
+        fields, named = event.get("attributes") or {}, EVENT.fullmatch(str(event.get("name")))
+        given = {name: value for name, value in fields.items() if name.startswith("gen_ai.")} | given
+        body = parsed(fields.get("gen_ai.event.content")) or fields
+        if named and named[2]:
+            reply = parsed(body.get("message")) or body
+            reply = reply if isinstance(reply, dict) else {"content": reply}
+            reason = body.get("finish_reason")
+            spoken["gen_ai.output.messages"].append({**reply, "role": "assistant", "finish_reason": reason})
+        elif named:
+            message = {name: value for name, value in body.items() if not name.startswith("gen_ai.")}
+            ids = {"tool_call_id": body["id"]} if body.get("id") else {}
+            spoken["gen_ai.input.messages"].append({**message, "role": named[1], **ids})
+    given |= {OTHER_NAMES[name]: given[name] for name in OTHER_NAMES.keys() & given.keys()}
+    given = {name: listed for name, listed in spoken.items() if listed} | given
+    for name, value in list(given.items()):
         prefix, field = FLAT.match(name), tree
         for key in [prefix[1], *name[prefix.end() :].split(".")] if prefix else ():
             field, parent, last = field.setdefault(key, {}), field, key
         if prefix:
             parent[last] = value
-    lists = {OTHER_NAMES[key]: _listed(value) for key, value in tree.items()}
-    yield {**raw, "attributes": lists | given} if lists else raw
+    lists = {OTHER_NAMES[key]: _listed(value) for key, value in tree.items() if key in OTHER_NAMES}
+    yield {**raw, "attributes": lists | given}
 
 
 def _listed(value: Any) -> Any:
-    """Return a value with dicts keyed by numbers as lists, and items replaced by their message or tool call."""
-    if not isinstance(value, dict):
+    """Return a value with lists in place of dicts by number, and an item's message or tool call in its place."""
+    if isinstance(value, str):  # OpenLLMetry writes content in parts as JSON
+        parts: Any = parsed(value) if value.startswith("[") else None
+        return parts if _are_records(parts) and all(item.get("type") in PARTS for item in parts) else value
+    if not isinstance(value, dict | list):
         return value
-    fields = {key: _listed(inner) for key, inner in value.items()}
+    fields = {str(i): inner for i, inner in enumerate(value)} if isinstance(value, list) else value
+    fields = {key: _listed(inner) for key, inner in fields.items()}
     if all(key.isdigit() for key in fields):
         items = [fields[key] for key in sorted(fields, key=int)]
-        return [next(iter(item.values())) if item.keys() & {"message", "tool_call"} else item for item in items]
+        return [next(iter(item.values())) if {*item} & ITEM else item for item in items]
     return fields
 
 
@@ -187,8 +235,8 @@ def _value(value: Raw) -> Any:
     return inner
 
 
-def batches_joined(records: Iterable[Raw]) -> Iterator[Raw]:
-    """Yield records, with requests of OpenAI's batches joined to their replies from the other file.
+def batches_joined(records: Iterable[Raw]) -> Yielded:
+    """Yield records, the requests of OpenAI's batches with their replies, which other files hold.
 
     Raises:
         ValueError: two requests or two replies have the same custom_id.

@@ -42,11 +42,6 @@ def own_prompts(run: str | None) -> str | None:
     return str(file) if file is not None and file.is_file() and file.stat().st_size else None
 
 
-def overlay(base: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `base` with the `overrides` that are not None."""
-    return {**base, **{key: value for key, value in overrides.items() if value is not None}}
-
-
 def model_of(run: str | None, given: Mapping[str, Any]) -> ModelConfig:
     """Return the model to load: the run's with the user's values; refuse an invalid run, or a missing model."""
     trained = {} if run is None else _trained_model(run)
@@ -62,7 +57,7 @@ def model_of(run: str | None, given: Mapping[str, Any]) -> ModelConfig:
         trained["placement"] = DEVICE_MAP
     if given.get("path") is not None:
         trained = {key: value for key, value in trained.items() if key in INHERITED}
-    model = overlay(trained, given)
+    model = {**trained, **{key: value for key, value in given.items() if value is not None}}
     if not model.get("path"):
         raise ValueError(
             "model.path is missing: give model=… or model.path=…, or run=… of a head that knows its target"

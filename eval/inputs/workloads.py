@@ -21,6 +21,7 @@ from data.text.template import encode, render, with_opening
 from eval.config import Selection
 from eval.measures import metrics
 from eval.measures.results import Measurement
+from heads.base import Tokens
 from inference.decode import RequestParams, autoregress
 from inference.target.target import Target
 from inference.target.tokenizer import RenderError, text_ids, tokenize
@@ -32,13 +33,13 @@ NO_ANSWER = "it has no answer to play back: give a log with answers; in eval/run
 class Text:
     """A prompt and its answer as tokens, the answer's start, and the limit of its tokens."""
 
-    token: list[int]
+    token: Tokens
     start: int
     limit: int
 
     @property
-    def prompt(self) -> list[int]:
-        """Return the tokens before the answer."""
+    def prompt(self) -> Tokens:
+        """The tokens before the answer."""
         return self.token[: self.start]
 
     @property
@@ -55,13 +56,13 @@ class RecordedText(NamedTuple):
     text: Text
 
 
-def write(target: Target, prompts: Sequence[list[int]], settings: RequestParams) -> list[Text]:
-    """Let the target answer autoregressively; leave out answers of one token, which have no step."""
+def write(target: Target, prompts: Sequence[Tokens], settings: RequestParams) -> list[Text]:
+    """Let the target answer autoregressively; answers of one token, which have no step, are left out."""
     texts = [of_answer(target, prompt, autoregress(target, prompt, settings).tokens, settings) for prompt in prompts]
     return [text for text in texts if text.generated > 1]
 
 
-def of_answer(target: Target, prompt: list[int], answer: list[int], settings: RequestParams) -> Text:
+def of_answer(target: Target, prompt: Tokens, answer: Tokens, settings: RequestParams) -> Text:
     """Return the text of a prompt and its answer."""
     return Text(prompt + answer, len(prompt), min(settings.max_new_tokens, target.context - len(prompt)))
 
@@ -85,8 +86,8 @@ def recorded(record: Record, target: Target, turns: str, most: int) -> Iterator[
         yield RecordedText(id_, record.category, Text(token[: start + most], start, most))
 
 
-def _answers(record: Record, target: Target) -> Iterator[tuple[list[int], int]]:
-    """Yield the tokens up to the end of each answer, and the index of the answer's first token."""
+def _answers(record: Record, target: Target) -> Iterator[tuple[Tokens, int]]:
+    """Yield the tokens up to the end of each answer, and the index of the answer's first."""
     tokenizer: Any = target.tokenizer
     documents = list(record.pretokenized)
     if not record.messages and not documents:
@@ -124,7 +125,7 @@ MASKING = DataConfig(
 MIN_ANSWER_TOKENS = 8
 SEARCHED = 10_000  # maximum records that are searched for prompts of all categories
 
-Answer = Callable[[list[int]], str]  # prompt tokens -> the target's answer
+Answer = Callable[[Tokens], str]  # the target's answer to a prompt
 Readable = Record | Prompt
 Indexed = tuple[int, Readable]
 
@@ -337,12 +338,9 @@ def _turns(record: Record, target: Target, answer: Answer) -> Iterator[Prompt]:
         chat.append(message)
         if question:
             turn += 1
-            last = Prompt(f"{record.id}.{turn}", _encoded(chat, record, target), record.category, content_text(message))
+            if tokenizer.chat_template:
+                (token,) = encode([render(chat, tokenizer, True, record.tools)], tokenizer)
+            else:  # its texts one after another
+                token = text_ids("\n\n".join(map(content_text, chat)), tokenizer)
+            last = Prompt(f"{record.id}.{turn}", token, record.category, content_text(message))
             yield last
-
-
-def _encoded(chat: Sequence[Message], record: Record, target: Target) -> list[int]:
-    """Return a dialogue's tokens up to the answer; without a chat template, the texts are concatenated."""
-    if target.tokenizer.chat_template:
-        return encode([render(list(chat), target.tokenizer, True, record.tools)], target.tokenizer)[0]
-    return text_ids("\n\n".join(content_text(message) for message in chat), target.tokenizer)

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from itertools import accumulate, zip_longest
 from typing import Any
 
+from data.text.shapes import at
 from eval.measures.metrics import SpecDecodingStats
 
 VLLM, SGLANG, LLAMA = ENGINES = ("vllm", "sglang", "llamacpp")
@@ -136,12 +137,10 @@ def of_reply(reply: Mapping[str, Any], decoded: int) -> SpecDecodingStats | None
 
     vLLM has them in `metrics.speculative_decoding`, SGLang in `meta_info` of the only choice.
     """
-    metrics, choices = reply.get("metrics"), reply.get("choices")
-    record = metrics.get("speculative_decoding") if isinstance(metrics, dict) else None
+    record, choices = at(reply, "metrics/speculative_decoding"), reply.get("choices")
     if isinstance(record, dict):
         return _read(record, VLLM_KEYS, decoded)
-    choice = choices[0] if isinstance(choices, list) and choices else None
-    record = choice.get("meta_info") if isinstance(choice, dict) else None
+    record = at(choices[0], "meta_info") if isinstance(choices, list) and choices else None
     return _read(record, SGLANG_KEYS, decoded) if isinstance(record, dict) else None
 
 

@@ -18,7 +18,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from heads.common.typed import typed
+from heads.common.typed import Json, typed
 from inference.decode import Generation
 
 POWER = 0.9  # probability of rejecting a distribution at the given total variation
@@ -161,9 +161,23 @@ class Divergence:
         return f"prompt {self.prompt}, position {self.position}: {drafted} instead of {plain} (top-2 logit gap {gap})"
 
 
+class Check:
+    """A losslessness check as a record of the report's JSON."""
+
+    def as_dict(self) -> Json:
+        """Return the record."""
+        check: Any = self
+        return {**asdict(check), "passed": check.passed}
+
+    @classmethod
+    def read(cls, record: Any) -> Any:
+        """Return the check in a record; a ValueError or AttributeError for what `as_dict` does not write."""
+        return typed(cls, {key: value for key, value in record.items() if key != "passed"})
+
+
 @dataclass(frozen=True)
-class Gate:
-    """The result of a losslessness check over all prompts; every prompt is identical, a near tie, or failed.
+class Gate(Check):
+    """The result of a losslessness check over all prompts; every checked prompt is identical, a near tie, or failed.
 
     A `lossy` rule always fails: equal answers to a few prompts prove nothing.
     """
@@ -186,15 +200,6 @@ class Gate:
         """Return the four counts, for the report."""
         return {key: getattr(self, key) for key in COUNTS}
 
-    def as_dict(self) -> dict[str, Any]:
-        """Return the record for the report's JSON."""
-        return {**asdict(self), "passed": self.passed}
-
-    @classmethod
-    def read(cls, record: Any) -> "Gate":
-        """Parse a record; raise ValueError or AttributeError for one that `as_dict` does not write."""
-        return typed(cls, {key: value for key, value in record.items() if key != "passed"})
-
     def among(self, indices: Sequence[int]) -> "Gate":
         """Return the check of some of the prompts, by their indices; a check without details is returned unchanged."""
         if not self.verdicts:
@@ -204,7 +209,7 @@ class Gate:
 
 
 @dataclass(frozen=True)
-class SampledGate:
+class SampledGate(Check):
     """The losslessness check of a drafter at a temperature above 0."""
 
     drafter: str
@@ -219,15 +224,6 @@ class SampledGate:
     def passed(self) -> bool:
         """Return whether the tokens are equal and the distribution was not rejected."""
         return self.coupled.passed and (self.distribution is None or self.distribution.passed)
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return the record for the report's JSON."""
-        return {**asdict(self), "passed": self.passed}
-
-    @classmethod
-    def read(cls, record: Any) -> "SampledGate":
-        """Parse a record; raise what `Gate.read` raises."""
-        return typed(cls, {key: value for key, value in record.items() if key != "passed"})
 
     def __str__(self) -> str:
         several = f" at batch sizes {', '.join(map(str, self.batch_sizes))}" if self.batch_sizes != (1,) else ""

@@ -8,17 +8,17 @@ import subprocess
 import sys
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any
 
 import torch
 import transformers
 
 from heads.common.errors import redacted_words
 from heads.common.resolvers import ROOT
+from heads.common.typed import Json
 
 
-def device_facts(device: torch.device, dtype: torch.dtype | None) -> dict[str, Any]:
-    """Return the facts that speed depends on: device, dtype (None if no model ran) and versions."""
+def device_facts(device: torch.device, dtype: torch.dtype | None) -> Json:
+    """Return the device, the dtype (None: no model computed) and the versions, on which the speed depends."""
     return {
         "name": torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name(),
         "type": device.type,
@@ -63,7 +63,7 @@ def peak_memory(device: torch.device) -> int:
     return peak if sys.platform == "darwin" else peak * 1024  # Linux counts in KiB
 
 
-def provenance() -> dict[str, Any]:
+def provenance() -> Json:
     """Return the provenance of a measurement: the code's revision, the command, the date."""
     return {
         **revision(),
@@ -72,8 +72,8 @@ def provenance() -> dict[str, Any]:
     }
 
 
-def revision() -> dict[str, Any]:
-    """Return the code's revision and whether files changed; without git, the content of REVISION."""
+def revision() -> Json:
+    """Return the code's revision and whether it was changed; where there is no git, the file REVISION."""
     commit, file = git("rev-parse", "HEAD"), ROOT / "REVISION"
     if commit is None and file.is_file():
         return {"revision": file.read_text(encoding="utf-8").strip() or None, "dirty": False}

@@ -25,8 +25,9 @@ PARTS = ("draft", "verify", "other")  # parts of a step's time
 Interval = tuple[float, float]
 Number = int | float
 Pair = tuple[Number, Number]
-Pairs = Sequence[Pair]  # (tokens, seconds) of each request
-Groups = Sequence[int] | None  # each request's group, for example its conversation; None: one group per request
+Runs = Sequence[Generation]  # one of each request
+Pairs = Sequence[Pair]  # tokens of each request, and their seconds
+Groups = Sequence[int] | None  # each request's group, such as the conversation that it is a turn of; None: its own
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,7 @@ class Acceptance:
     accepted_per_draft_token: float | None
 
 
-def median_run(repeats: Sequence[Generation]) -> Generation:
+def median_run(repeats: Runs) -> Generation:
     """Return the repeat with the median decode time, the lower of two middle ones.
 
     The result is one whole run, so that its counts, total and parts agree.
@@ -68,8 +69,8 @@ def decoded(run: Generation) -> int:
     return max(len(run.tokens) - 1, 0)
 
 
-def acceptance(runs: Sequence[Generation]) -> Acceptance:
-    """Return the acceptance, given one run per request."""
+def acceptance(runs: Runs) -> Acceptance:
+    """Return the acceptance of one run a request."""
     return pooled([passes(run) for run in runs])
 
 
@@ -126,19 +127,19 @@ def quantiles(values: Sequence[float | None]) -> dict[str, float]:
     return {f"p{level * 100:g}": value for level, value in zip(QUANTILES, cuts, strict=True)}
 
 
-def rules_used(runs: Sequence[Generation]) -> str:
-    """Return the rules that verified the drafts of a set of runs, as text."""
+def rules_used(runs: Runs) -> str:
+    """Return the rules that verified the drafts of a set of runs, for reading."""
     used = {step.rule for run in runs for step in run.steps if step.drafted}
     return " + ".join(sorted(used)) or "none"
 
 
-def decoding(runs: Sequence[Generation]) -> Pairs:
-    """Return each run's tokens after the prefill's, with their seconds."""
+def decoding(runs: Runs) -> Pairs:
+    """Return each run's tokens after the prefill's, and their seconds."""
     return [(decoded(run), run.decode_s) for run in runs]
 
 
-def end_to_end(runs: Sequence[Generation]) -> Pairs:
-    """Return each run's tokens, with the seconds from the start of its prefill."""
+def end_to_end(runs: Runs) -> Pairs:
+    """Return each run's tokens, and the seconds from the beginning of its prefill on."""
     return [(len(run.tokens), run.prefill_s + run.decode_s) for run in runs]
 
 
@@ -154,13 +155,13 @@ def speed_ratio(pairs: Pairs, base: Pairs) -> float | None:
     return None if fast is None or slow is None else ratio(fast, slow)
 
 
-def seconds(runs: Sequence[Generation]) -> dict[str, float]:
-    """Return the seconds of all steps, by activity."""
+def seconds(runs: Runs) -> dict[str, float]:
+    """Return the seconds of all steps together, by what they were spent on."""
     return {key: sum(getattr(step, f"{key}_s") for run in runs for step in run.steps) for key in PARTS}
 
 
-def tau_interval(runs: Sequence[Generation], seed: int, groups: Groups = None) -> Interval | None:
-    """Return tau's confidence interval under resampling of the requests, groups as units."""
+def tau_interval(runs: Runs, seed: int, groups: Groups = None) -> Interval | None:
+    """Return tau's confidence interval under resampling of the requests, those of a group together."""
     return pooled_interval([passes(run) for run in runs], seed, groups)
 
 

@@ -121,8 +121,8 @@ class MeasuredRequest:
     decoding: Pair | None = None  # the tokens after the first, with their seconds
     end_to_end: Pair | None = None  # all tokens, with the seconds from the start of the prefill
     prefill_s: float | None = None
-    seconds: Mapping[str, float] = field(default_factory=lambda: UNTIMED)  # the steps' seconds, by activity
-    waits: Mapping[str, float | None] = field(default_factory=dict)
+    seconds: Mapping[str, float] = field(default_factory=lambda: UNTIMED)  # the steps' time, by activity
+    waits: Mapping[str, Any] = field(default_factory=dict)
     arrived: float = 0.0  # seconds from the round's first arrival, under a request rate
 
     @property
@@ -132,10 +132,8 @@ class MeasuredRequest:
 
     @property
     def latency_s(self) -> float:
-        """Return the latency, which must have been measured."""
-        latency_s = self.waits["latency_s"]
-        assert latency_s is not None
-        return latency_s
+        """Its latency, which was measured."""
+        return float(self.waits["latency_s"])
 
     @property
     def user_speed(self) -> float | None:
@@ -146,8 +144,11 @@ class MeasuredRequest:
         return metrics.ratio(self.decoding[0], latency - first)
 
 
+Requests = Sequence[MeasuredRequest]
+
+
 def result(
-    drafter: DrafterInfo, subset: Subset, requests: Sequence[MeasuredRequest], whole: SpecDecodingStats | None = None
+    drafter: DrafterInfo, subset: Subset, requests: Requests, whole: SpecDecodingStats | None = None
 ) -> ResultRow:
     """Return a drafter's result on a subset of a measurement, without speedups, which `with_speedups` adds.
 
@@ -184,14 +185,8 @@ def result(
     )
 
 
-def with_speedups(
-    row: ResultRow,
-    subset: Subset,
-    requests: Sequence[MeasuredRequest],
-    base: Sequence[MeasuredRequest],
-    hf: Sequence[MeasuredRequest] | None,
-) -> ResultRow:
-    """Return a result with the columns that are only for lossless drafters.
+def with_speedups(row: ResultRow, subset: Subset, requests: Requests, base: Requests, hf: Requests | None) -> ResultRow:
+    """Return a result with the columns that only a lossless drafter has.
 
     `requests` are the result's; `base` and `hf` are the same requests by the baseline and by HF generate.
     """
@@ -209,15 +204,13 @@ def with_speedups(
     )
 
 
-def _known(requests: Sequence[MeasuredRequest], key: str) -> list[Any]:
-    """Return a field of each request; empty if one is unknown."""
+def _known(requests: Requests, key: str) -> list[Any]:
+    """Return a field of each request; none where not all are known."""
     values = [getattr(request, key) for request in requests]
     return [] if None in values else values
 
 
-def by_request(
-    requests: Sequence[MeasuredRequest], base: Sequence[MeasuredRequest] | None = None
-) -> dict[str, dict[str, float]]:
+def by_request(requests: Requests, base: Requests | None = None) -> dict[str, dict[str, float]]:
     """Return the quantiles over the requests of τ, tokens per second, waits and, over `base`, the speedup."""
     values: dict[str, list[float | None]] = {
         "tau": [metrics.ratio(counts.tokens, counts.steps) for counts in _known(requests, "passes")],

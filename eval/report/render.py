@@ -20,6 +20,7 @@ from eval.report.sections import facts_of, headlines_of, notes_of, results_table
 from eval.report.view import Record
 from heads.common.untrusted import visible
 
+Texts = Sequence[str]
 HERE = Path(__file__).parent
 BUNDLE = "import sys, vl_convert; sys.stdout.buffer.write(vl_convert.javascript_bundle().encode())"
 # Left-aligned columns of the terminal.
@@ -39,8 +40,8 @@ def title(report: Record) -> str:
     return " ".join(f"{target.get('name')}{adapted} on {device.get('name')}{dtype}{how}".split())
 
 
-def warnings_of(report: Record, failures: Sequence[str]) -> list[tuple[str, str]]:
-    """Return the kind and text of each warning at the top of the page."""
+def warnings_of(report: Record, failures: Texts) -> list[tuple[str, str]]:
+    """Return the kind and the text of each warning at the top."""
     warned = [("Compare with care:", line) for line in report.get("warnings", [])]
     return [*(("Not lossless.", line) for line in failures), *warned]
 
@@ -51,8 +52,8 @@ def terminal(report: Record) -> Table:
     return rich_table(title(report), table.titles, table.lines)
 
 
-def rich_table(caption: str, header: Sequence[str], body: Sequence[Sequence[str]]) -> Table:
-    """Return a table for the terminal, with markup in cells disabled."""
+def rich_table(caption: str, header: Texts, body: Sequence[Texts]) -> Table:
+    """Return a table for the terminal, in whose cells rich looks for no markup."""
     table = Table(title=Text(visible(caption)))
     for name in header:
         table.add_column(name, justify="left" if name in WORDS else "right")
@@ -61,8 +62,8 @@ def rich_table(caption: str, header: Sequence[str], body: Sequence[Sequence[str]
     return table
 
 
-def markdown(report: Record, failures: Sequence[str]) -> str:
-    """Return a report.json as Markdown, with a line for each failed losslessness check."""
+def markdown(report: Record, failures: Texts) -> str:
+    """Return a report.json for reading, with a line for each failed losslessness check."""
 
     def line(text: str) -> str:
         return " ".join(text.split())  # so that a name cannot start a line
@@ -82,15 +83,15 @@ def markdown(report: Record, failures: Sequence[str]) -> str:
     return visible("\n\n".join(blocks)).replace("<", "&lt;").replace("](", "]\\(") + "\n"
 
 
-def grid(header: Sequence[str], body: Sequence[Sequence[str]]) -> str:
-    """Return a Markdown table; names are escaped, since they could end a cell or a line."""
+def grid(header: Texts, body: Sequence[Texts]) -> str:
+    """Return a Markdown table; a name may hold what would end its cell or its line."""
     lines = ([" ".join(text.split("\n")).replace("|", "\\|") for text in line] for line in (header, *body))
     first, *rest = (f"| {' | '.join(line)} |" for line in lines)
     return "\n".join([first, f"|{' --- |' * len(header)}", *rest])
 
 
-def page(report: Record, failures: Sequence[str]) -> str:
-    """Return the page of a report.json, with a line per failed losslessness check; raises what `library` raises."""
+def page(report: Record, failures: Texts) -> str:
+    """Return the page of a report.json, with a line for each failed losslessness check; raises what `library` does."""
     environment = Environment(
         loader=FileSystemLoader(HERE), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )

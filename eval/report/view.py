@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from data.text.files import kind_of
-from eval.measures.losslessness import WITHHELD, FailedChecks, in_words, labelled
+from eval.measures.losslessness import WITHHELD, FailedChecks, labelled
 from eval.measures.results import BASELINE, LIVE
 
 Record = Mapping[str, Any]  # a row, or all of report.json
@@ -28,11 +28,6 @@ class Result:
     overall: bool  # whether it covers a whole workload, live if any result is live
     clocked: bool  # whether it is live, or no result is
     failed: bool  # whether it failed a losslessness check
-
-    @property
-    def temperature(self) -> str:
-        """Return the temperature as text."""
-        return f"{self.row['temperature']:g}"
 
     @property
     def tau(self) -> str:
@@ -61,11 +56,6 @@ class Result:
         """Return the name of the speedup's denominator."""
         rated = self.row.get("request_rate") is not None
         return "the baseline's mean latency over its own" if rated else "times the same engine without drafts"
-
-    @property
-    def lossless(self) -> str:
-        """Return the counts of the losslessness check."""
-        return in_words(self.row.get("lossless"))
 
     def ratio(self, key: str) -> str:
         """Return a ratio over the baseline with its interval; a slowdown is labelled as such."""
@@ -218,19 +208,3 @@ def acceptance_gain(conditional: Sequence[float]) -> float:
     better = [fraction + (1 - fraction) * TENTH for fraction in conditional]
     ours, theirs = (1.0 + sum(accumulate(fractions, mul)) for fractions in (better, conditional))
     return ours / theirs
-
-
-def breakdown_sentence(name: str, breakdown: Record) -> str:
-    """Describe the speedup breakdown of a result."""
-    stages, gain = breakdown["rungs"], breakdown["less"][breakdown["most"]]
-    before = dict(zip(COSTS, stages.values(), strict=False))
-    left = {
-        cost: f"{stages[cost]:.2f}" + " (cheaper than the baseline's)" * (stages[cost] > before[cost]) for cost in COSTS
-    }
-    return (
-        f"{name} commits {stages['ideal']:.2f} tokens per pass, the speedup if a pass cost a step of the baseline. The "
-        f"dearer passes leave {left['verification']}; drafting leaves {left['draft']}; the rest of the step leaves the "
-        f"measured {left['overhead']}. The greatest gain would come from {REMEDIES[breakdown['most']]}: {gain:.2f} if "
-        f"that loss were a tenth smaller. An oracle that drafts only accepted tokens, at no cost, would reach "
-        f"{breakdown['oracle']:.2f}."
-    )

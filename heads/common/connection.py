@@ -35,7 +35,7 @@ def check_reachable(repo: str, kind: str = "model") -> None:
     if not NAME.fullmatch(repo):
         raise ValueError("no such folder, nor a Hub id OWNER/NAME")
     before = constants.is_offline_mode()
-    if not (why := _unreachable()):
+    if not (why := unreachable()):
         return
     if not Path(constants.HF_HUB_CACHE, repo_folder_name(repo_id=repo, repo_type=kind)).is_dir():
         raise ValueError(f"neither here nor downloaded before, and {why}, or give a path of this machine")
@@ -43,14 +43,8 @@ def check_reachable(repo: str, kind: str = "model") -> None:
         log.warning("%s is taken as it was downloaded before: %s", repo, why)
 
 
-def check_connected(repo: str) -> None:
-    """Refuse an upload if the Hub cannot be reached, before any work is done for it."""
-    if why := _unreachable():
-        raise ValueError(f"{repo}: {why}")
-
-
-def _unreachable() -> str | None:
-    """Return why the Hub is not used, with the remedy; None if it answers."""
+def unreachable() -> str | None:
+    """Return why the Hub is not asked, with the remedy; None if it answers."""
     if constants.is_offline_mode():
         chosen = os.environ.get("HF_HUB_OFFLINE") or os.environ.get("TRANSFORMERS_OFFLINE")
         return "HF_HUB_OFFLINE is set: unset it" if chosen else f"{constants.ENDPOINT} cannot be reached: connect"

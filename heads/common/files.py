@@ -51,11 +51,7 @@ def check_writable(folder: Path, key: str) -> None:
 
 @contextmanager
 def replacing(folder: Path) -> Iterator[Path]:
-    """Yield an empty folder that replaces `folder` after the block; an error deletes it.
-
-    Raises:
-        OSError: the disk is full or the folder cannot be written.
-    """
+    """Yield an empty folder to fill, which replaces `folder` whole when the block is done; an error deletes it."""
     new = folder.with_name(f".{folder.name}.new")
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -95,11 +91,7 @@ def flush(path: Path) -> None:
 
 
 def atomic_write(path: Path, content: bytes | Iterator[bytes | memoryview]) -> None:
-    """Write a file, or its pieces in turn, under a temporary name next to it, flush it to the disk, and rename it.
-
-    Raises:
-        OSError: the write failed; an earlier file is unchanged.
-    """
+    """Write a file, or its pieces in turn, under a temporary name, flush it to the disk, and rename it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".partial-{path.name}")
     try:
@@ -125,12 +117,7 @@ def write_checked(path: Path, content: dict[str, Any]) -> None:
 
 
 def read_checked(path: Path) -> dict[str, Any]:
-    """Return the content of a file that `write_checked` wrote.
-
-    Raises:
-        ValueError: its checksum is missing or differs.
-        OSError: the file cannot be read.
-    """
+    """Return the content of a file of `write_checked`; refuse one whose checksum is missing or differs."""
     regular(path)
     try:
         content = parse_json(path.read_bytes())

@@ -15,17 +15,13 @@ from huggingface_hub import constants
 from transformers import PreTrainedConfig
 
 from heads.common.files import claim, replacing
-from heads.common.progress import CONSOLE, print_above_bars, waiting
+from heads.common.progress import CONSOLE, print_above_bars
 
 SUFFIX = ".gguf"
 
 
 def gguf_file(path: str) -> Path | None:
-    """Return a model's GGUF file: the path itself, or the only weights of the folder; None without one.
-
-    Raises:
-        ValueError: the folder holds several GGUF files, or the file is one part of a split file.
-    """
+    """Return the GGUF file that a path names or its folder holds, None without one; refuse several and parts."""
     given = Path(path)
     files = [given] if given.is_file() else sorted(given.glob(f"*{SUFFIX}")) if given.is_dir() else []
     if not files or files[0].suffix != SUFFIX or any(given.glob("*.safetensors")):
@@ -52,17 +48,11 @@ def resolve_gguf(path: str) -> tuple[str, dict[str, str]]:
 @cache
 def metadata(folder: str, gguf_file: str) -> dict[str, Any]:
     """Return the values that a GGUF file's config.json would have; reading a vocabulary takes seconds."""
-    values: dict[str, Any] = PreTrainedConfig.get_config_dict(folder, gguf_file=gguf_file)[0]
-    return values
+    return PreTrainedConfig.get_config_dict(folder, gguf_file=gguf_file)[0]
 
 
 def dequantised(path: str) -> str:
-    """Return a model's folder or Hub name; for a GGUF file the folder of its dequantised weights, created if missing.
-
-    Raises:
-        ValueError: transformers does not know the architecture, or a quantisation in the file.
-        OSError: the disk is full or the folder cannot be written.
-    """
+    """Return a model's folder or Hub name; of a GGUF file the folder with its weights, made where it is not."""
     folder, given = resolve_gguf(path)
     if not given:
         return folder
@@ -76,10 +66,10 @@ def dequantised(path: str) -> str:
             print_above_bars(f"{path}: dequantised to bfloat16 once, in {new}")
             if not CONSOLE.is_terminal:
                 transformers.logging.disable_progress_bar()
-            with waiting("dequantising"), replacing(new) as written:
+            with replacing(new) as written:
                 tokenizer = transformers.AutoTokenizer.from_pretrained(folder, **given)
                 tokenizer.save_pretrained(written)
-                model: Any = transformers.AutoModelForCausalLM.from_pretrained(
+                model = transformers.AutoModelForCausalLM.from_pretrained(
                     folder, dtype=torch.bfloat16, **given, **options
                 )
                 model.save_pretrained(written)

@@ -7,13 +7,9 @@ checks the clock, and `update_bar` does so within one long item, such as a step 
 import atexit
 import time
 from collections.abc import Iterable, Iterator, Sized
-from contextlib import contextmanager
 from datetime import timedelta
-from threading import Event, Thread
 from typing import TypeVar
 
-from huggingface_hub import constants
-from huggingface_hub.utils.tqdm import disable_progress_bars, enable_progress_bars
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -106,33 +102,3 @@ def progress(work: Iterable[T], label: str, total: int | None = None) -> Iterato
         for done, item in enumerate(work):
             bar.show(done, bar.note)
             yield item
-
-
-@contextmanager
-def waiting(label: str) -> Iterator[None]:
-    """Without a terminal, print every half minute that the block still runs; on a terminal the library shows its bars.
-
-    A thread prints, since the block is a single call. HF_HUB_DISABLE_PROGRESS_BARS, if set, is left unchanged, since
-    the library would warn.
-    """
-    if CONSOLE.is_terminal:
-        yield
-        return
-    ended = Event()
-
-    def report() -> None:
-        while not ended.wait(PAUSE):
-            bar.show(0)
-
-    if ours := constants.HF_HUB_DISABLE_PROGRESS_BARS is None:
-        disable_progress_bars()  # huggingface_hub's bars, some of which are written even into a log
-    reporter = Thread(target=report, daemon=True)
-    try:
-        with Bar(None, label) as bar:
-            reporter.start()
-            yield
-    finally:
-        ended.set()
-        reporter.join()
-        if ours:
-            enable_progress_bars()

@@ -10,6 +10,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from heads.common.errors import one_line
+from heads.common.typed import Json
 
 # The kinds of scaling that heads support, with the numbers that each needs.
 SCALINGS = {
@@ -28,7 +29,7 @@ class Rope(NamedTuple):
     """Rotary positions: base, scaling (transformers' keys), and the rotated share of the dimensions."""
 
     theta: float
-    scaling: dict[str, Any] | None = None  # None without scaling
+    scaling: Json | None = None  # None without scaling
     share: float = 1.0  # share of an attention head's dimensions that is rotated; draft heads need 1.0
 
     @property
@@ -42,7 +43,7 @@ class Rope(NamedTuple):
     @classmethod
     def of(cls, config: Any) -> "Rope":
         """Return the rotary positions of a head's configuration; refuse a scaling not in SCALINGS or incomplete."""
-        scaling: dict[str, Any] | None = config.rope_scaling
+        scaling = config.rope_scaling
         if scaling is not None:
             kind = scaling.get("rope_type")
             if kind not in SCALINGS:
@@ -62,7 +63,8 @@ class Rope(NamedTuple):
         The scalings are transformers' own: linear, llama3 (arXiv 2407.21783), YaRN (arXiv 2309.00071).
         """
         if self.scaling is None:
-            return self.theta ** (-torch.arange(width // 2, dtype=torch.float64) / (width // 2)), 1.0
+            half = torch.arange(width // 2, dtype=torch.float64, device="cpu")  # while a head is outlined too
+            return self.theta ** (-half / (width // 2)), 1.0
         scaling = {**self.scaling, "rope_theta": self.theta}
         length = int(scaling.get("original_max_position_embeddings", LEAST) * max(scaling["factor"], 1))
         config = transformers.LlamaConfig(

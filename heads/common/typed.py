@@ -38,7 +38,7 @@ def typed(
         ValueError: an unknown key, a wrong type, a missing value or a number out of range, in one line with the key's
             full name.
     """
-    values: Any = cfg
+    values = cfg
     if isinstance(cfg, DictConfig):
         prefix = cfg._get_full_key(None)
         try:
@@ -50,8 +50,7 @@ def typed(
         raise ValueError(
             f"{join(prefix, held[0])} is {shown(cfg[held[0]])}: an interpolation is not allowed here, give the value"
         )
-    built: T = build(schema, values, prefix, built_fields)
-    return built
+    return build(schema, values, prefix, built_fields)
 
 
 def from_yaml(schema: type[T], config: str, **values: Any) -> T:

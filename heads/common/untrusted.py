@@ -28,11 +28,7 @@ CONTROL = dict.fromkeys(UNSHOWN, "\N{REPLACEMENT CHARACTER}")
 
 
 def parse_json(content: bytes | str, deepest: int = DEEPEST) -> Any:
-    """Parse a JSON text, nested at most `deepest` levels.
-
-    Raises:
-        ValueError: the text is not JSON, or nested too deeply; in one line, without the file's name.
-    """
+    """Return a JSON text's value; refuse another text or one nested above `deepest`, without a file's name."""
     try:
         return shallow(json.loads(content if isinstance(content, str) else content.decode("utf-8")), deepest)
     except RecursionError:

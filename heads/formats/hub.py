@@ -18,7 +18,7 @@ from heads.common.connection import TRANSPORT, check_reachable
 from heads.common.errors import one_line
 from heads.common.files import last_good
 from heads.common.resolvers import ROOT
-from heads.common.typed import typed
+from heads.common.typed import Json, typed
 from heads.formats import lora
 from heads.formats.published import FORMATS, format_of, is_published, load_published
 from heads.formats.published.files import SAFE, further_files
@@ -39,11 +39,7 @@ REPO = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 
 
 def resolve_head(run_or_repo: str) -> Path:
-    """Return the folder of a head for `load_found`: a run's folder, a published folder, or a download by Hub id.
-
-    Raises:
-        ValueError: there is no head, or the download fails.
-    """
+    """Return the folder of a head: a run's, a published one's, or a download's; refuse a name without a head."""
     path = Path(run_or_repo).expanduser()
     if last_good(path).is_dir():
         for folder in (path / "head", path):
@@ -89,11 +85,7 @@ def load_found(folder: Path, embeddings: Embeddings, spec: TargetSpec) -> nn.Mod
 
 
 def base_head(name: str, config: HeadConfig, embeddings: Embeddings, spec: TargetSpec) -> nn.Module:
-    """Return the base head of an adapter in fp32, always from the Hub.
-
-    Raises:
-        ValueError: the name is not a Hub id, or names an adapter or a head of another configuration.
-    """
+    """Return an adapter's base head in fp32, always from the Hub; refuse another configuration, and an adapter."""
     if not REPO.fullmatch(name):
         raise ValueError(f"base={name[:80]}: no name of the Hub, OWNER/NAME, where the base of an adapter is")
     folder = _downloaded_head(name)
@@ -102,8 +94,8 @@ def base_head(name: str, config: HeadConfig, embeddings: Embeddings, spec: Targe
     loaded: Any = load_found(folder, embeddings, sibling_spec(folder, spec, "is adapted for"))
     if type(loaded.config) is not type(config) or replace(loaded.config, name=config.name) != config:
         raise ValueError(f"base={name}: a head of another configuration than the one adapted; name the one it began as")
-    kind: Any = HEADS[config.name]
-    head: nn.Module = kind(config, embeddings)
+    kind = HEADS[config.name]
+    head = kind(config, embeddings)
     head.load_state_dict(loaded.state_dict())
     return head
 
@@ -131,8 +123,8 @@ def kind_of(folder: Path) -> str:
     return FORMATS[format_of(folder)].head if is_published(folder) else str(read_config(folder)["head"]["name"])
 
 
-def tree_of(folder: Path, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the tree saved with a head, overridden by the `given` values that are not None; refuse a missing value."""
+def tree_of(folder: Path, given: Mapping[str, Any]) -> Json:
+    """Return the tree saved with a head, overridden by `given` values that are not None; refuse if both are missing."""
     chosen = {key: value for key, value in given.items() if value is not None}
     if not is_published(folder):
         return {**read_config(folder)["tree"], **chosen}

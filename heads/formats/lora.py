@@ -5,15 +5,15 @@ and patterns in the adapter's configuration are ignored.
 """
 
 import json
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from safetensors.torch import save
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
+from heads.base import NamedTensors
 from heads.common.untrusted import parsed_file, shown
 from heads.formats.weights import read_weights
 
@@ -38,11 +38,7 @@ class Adapter(NamedTuple):
 
 
 def read_adapter(folder: Path) -> Adapter:
-    """Return the adapter in a folder.
-
-    Raises:
-        ValueError: the adapter is damaged, or holds more than low-rank factors.
-    """
+    """Return the adapter in a folder; refuse a damaged one, or more than low-rank factors."""
     path = folder / CONFIG
     config = parsed_file(path, REMEDY)
     config = config if isinstance(config, dict) else {}
@@ -71,12 +67,12 @@ def merge(head: nn.Module, adapter: Adapter, folder: Path) -> nn.Module:
         if name not in weights or weights[name].shape != (len(up), down.shape[1]):
             raise ValueError(f"{folder}: adapts {shown(name)}, which {adapter.base} has not in that shape; {REMEDY}")
         weights[name] += adapter.scale * up @ down
-        if not bool(weights[name].isfinite().all()):
+        if not weights[name].isfinite().all():
             raise ValueError(f"{folder}: {shown(name)} holds values that are not finite once adapted; {REMEDY}")
     return head
 
 
-def adapter_files(base: str, before: Mapping[str, Tensor], after: Mapping[str, Tensor], rank: int) -> dict[str, bytes]:
+def adapter_files(base: str, before: NamedTensors, after: NamedTensors, rank: int) -> dict[str, bytes]:
     """Return the files of the adapter that turns the weights `before` into `after`, in fp32.
 
     The factors come from the singular value decomposition of each weight's change.
@@ -84,12 +80,12 @@ def adapter_files(base: str, before: Mapping[str, Tensor], after: Mapping[str, T
     Raises:
         ValueError: a weight's change has a higher rank.
     """
-    tensors: dict[str, Tensor] = {}
+    tensors: NamedTensors = {}
     for name in sorted(before.keys() | after.keys()):
         if name not in before or name not in after or before[name].shape != after[name].shape:
             raise ValueError(f"base={base}: another kind of head than the run's: only one has {name} in that shape")
         change = after[name].double() - before[name].double()
-        if not bool(change.any()):
+        if not change.any():
             continue
         if change.ndim != 2 or not name.endswith(".weight"):
             raise ValueError(f"base={base}: {name} differs from the run's, and is no matrix that LoRA adapts")
@@ -105,6 +101,6 @@ def adapter_files(base: str, before: Mapping[str, Tensor], after: Mapping[str, T
     if not tensors:
         raise ValueError(f"base={base}: the run's head has the same weights: there is nothing to publish")
     layers = sorted({name.removeprefix(PREFIX).rsplit(".", 2)[0] for name in tensors})
-    config: dict[str, Any] = {"peft_type": "LORA", "base_model_name_or_path": base, "r": rank, "lora_alpha": rank}
+    config = {"peft_type": "LORA", "base_model_name_or_path": base, "r": rank, "lora_alpha": rank}
     config |= {"target_modules": layers, "lora_dropout": 0.0, "bias": "none", "inference_mode": True}
     return {CONFIG: json.dumps(config, indent=2).encode() + b"\n", WEIGHTS: save(tensors, {"format": "pt"})}

@@ -6,11 +6,13 @@ mimo      `model.mtp_layers.0.*`: MiMo, whose projection reads the state first, 
 """
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from heads.base import NamedTensors
 
 BLOCK, PROJECTION = "block.layer.", "eh_proj.weight"  # parts of tensor names in heads/mtp.py
 EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(gate_proj|up_proj|down_proj)\.weight")
@@ -45,18 +47,18 @@ class Layout(NamedTuple):
             if name in renamed or (name.startswith(inner) and name not in shared)
         }
 
-    def read(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def read(self, tensors: NamedTensors) -> NamedTensors:
         """Convert a checkpoint's tensors to our names and layout."""
         return self._turned(stack_experts(tensors))
 
-    def write(self, tensors: Mapping[str, Tensor], layers: int, *, split: bool) -> dict[str, Tensor]:
+    def write(self, tensors: NamedTensors, layers: int, *, split: bool) -> NamedTensors:
         """Convert our tensors to a checkpoint's names and layout, with separate experts if `split`."""
         turned = self._turned(dict(tensors))
         return {
             self.theirs(name, layers): tensor for name, tensor in (split_experts(turned) if split else turned).items()
         }
 
-    def _turned(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    def _turned(self, tensors: NamedTensors) -> NamedTensors:
         if not self.state_first or PROJECTION not in tensors:
             return tensors
         return tensors | {PROJECTION: swapped(tensors[PROJECTION])}
@@ -105,8 +107,8 @@ def layout_of(names: Iterable[str], layers: int) -> Layout | None:
     return next((one for one in LAYOUTS.values() if one.theirs(PROJECTION, layers) in available), None)
 
 
-def stack_experts(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Stack a checkpoint's separate experts as transformers does: gate and up in one tensor, down in another."""
+def stack_experts(tensors: NamedTensors) -> NamedTensors:
+    """Stack a checkpoint's separate experts as in transformers: gate above up, and down."""
     experts: dict[str, dict[str, dict[int, Tensor]]] = {}
     stacked = {}
     for name, tensor in tensors.items():
@@ -124,8 +126,8 @@ def stack_experts(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return stacked
 
 
-def split_experts(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Split stacked experts, the inverse of `stack_experts`."""
+def split_experts(tensors: NamedTensors) -> NamedTensors:
+    """Split stacked experts, the inverse of `fused`."""
     split = {}
     for name, tensor in tensors.items():
         stem, _, matrix = name.rpartition(".")

@@ -12,14 +12,14 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
-from torch import Tensor, nn
+from torch import nn
 
 import heads
 from heads import HEADS
-from heads.base import DraftVocabulary, Embeddings
+from heads.base import DraftVocabulary, Embeddings, NamedTensors
 from heads.common.errors import one_line
 from heads.common.files import atomic_write, last_good, replacing
-from heads.common.typed import typed
+from heads.common.typed import Json, typed
 from heads.common.untrusted import names_code, parsed_file, shown
 from heads.formats.weights import check_fit, meta_state_dict, read_weights
 
@@ -69,36 +69,22 @@ MUST_AGREE = {
 }
 
 
-def save_head(folder: Path, head: nn.Module, spec: TargetSpec, tree: dict[str, Any]) -> None:
-    """Write a head's folder, with its target and draft tree, atomically.
-
-    Raises:
-        ValueError: a weight is not finite.
-        OSError: the disk is full or the folder cannot be written.
-    """
+def save_head(folder: Path, head: nn.Module, spec: TargetSpec, tree: Json) -> None:
+    """Write a head's folder, with its target and draft tree, atomically; refuse weights that are not finite."""
     config: Any = head.config
     content = {"head": asdict(config), "target": asdict(spec), "tree": tree}
     write_folder(folder, content, head.state_dict())
 
 
-def write_folder(folder: Path, content: dict[str, Any], tensors: dict[str, Tensor]) -> None:
-    """Write config.json with this content and its format, and the tensors, atomically.
-
-    Raises:
-        ValueError: a value is not finite.
-        OSError: the disk is full or the folder cannot be written.
-    """
+def write_folder(folder: Path, content: Json, tensors: NamedTensors) -> None:
+    """Write config.json with this content and its format, and the tensors, atomically; refuse NaN and infinity."""
     assert_finite(tensors, folder, "what was saved last is kept; lower trainer.lr and train again")
     write_files(folder, {"format": FORMAT, **content}, tensors)
 
 
-def write_files(folder: Path, content: dict[str, Any], tensors: dict[str, Tensor]) -> None:
-    """Write config.json and the tensors atomically.
-
-    Raises:
-        OSError: the disk is full or the folder cannot be written.
-    """
-    # copies, since safetensors rejects two tensors that share memory
+def write_files(folder: Path, content: Json, tensors: NamedTensors) -> None:
+    """Write config.json and the tensors atomically; an OSError says that the disk refused."""
+    # Copies: safetensors takes no two tensors that share memory.
     tensors = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
     try:
         with replacing(folder) as new:
@@ -110,14 +96,13 @@ def write_files(folder: Path, content: dict[str, Any], tensors: dict[str, Tensor
         ) from error
 
 
-def save_tree(folder: Path, tree: dict[str, Any], schedule: list[dict[str, Any]] | None = None) -> None:
+def save_tree(folder: Path, tree: Json, schedule: list[Json] | None = None) -> None:
     """Write another draft tree into a head's config.json, atomically; the head and its target stay.
 
     With a `schedule`, lines of `policy.Schedule`, `tree` applies to batch size 1, otherwise to any batch size.
 
     Raises:
         ValueError: the folder has no head.
-        OSError: the file cannot be written.
     """
     content = {**read_config(folder), "tree": tree, SCHEDULE: schedule}
     if schedule is None:
@@ -133,22 +118,17 @@ def load_head(folder: Path, embeddings: Embeddings, spec: TargetSpec) -> nn.Modu
     """Load a head for its target, on the CPU in its saved dtype; refuse a damaged head or another target's."""
     content = read_config(folder)
     assert_same_target(folder, typed(TargetSpec, content["target"]), spec)
-    return read_head(folder, content, embeddings)
-
-
-def read_head(folder: Path, content: dict[str, Any], embeddings: Embeddings) -> nn.Module:
-    """Load a head, given its config.json, without a check of the target; refuse tensors that do not fit."""
     config = head_config(folder, content)
-    kind: Any = HEADS[config.name]
+    kind = HEADS[config.name]
     check_fit(last_good(folder) / WEIGHTS, meta_state_dict(kind, config, embeddings, f"{folder}/{CONFIG}: "), CONFIG)
-    head: nn.Module = kind(config, embeddings)
+    head = kind(config, embeddings)
     fill(head, folder)
     return head
 
 
 def fill(module: nn.Module, folder: Path) -> None:
     """Load a folder's tensors into a module, in the file's dtypes; refuse damaged, missing and unknown tensors."""
-    parameters: dict[str, Tensor] = module.state_dict(keep_vars=True)
+    parameters = module.state_dict(keep_vars=True)
     check_fit(last_good(folder) / WEIGHTS, parameters, CONFIG)
     tensors = read_tensors(folder)
     for name, tensor in tensors.items():
@@ -159,8 +139,8 @@ def fill(module: nn.Module, folder: Path) -> None:
             submodule.check(str(folder))
 
 
-def read_config(folder: Path) -> dict[str, Any]:
-    """Return a head's config.json, checked as far as possible without the target; refuse a missing config.json."""
+def read_config(folder: Path) -> Json:
+    """Return a head's config.json, checked as far as possible without the target; refuse a missing one."""
     content = read_folder(folder, "head", ("head", "target", "tree"), (SCHEDULE,))
     if not isinstance(content["tree"], dict):
         raise ValueError(f"{folder}/{CONFIG}: tree is {shown(content['tree'])}, expected a mapping")
@@ -168,8 +148,8 @@ def read_config(folder: Path) -> dict[str, Any]:
     return content
 
 
-def read_folder(folder: Path, kind: str, keys: tuple[str, ...], optional: tuple[str, ...] = ()) -> dict[str, Any]:
-    """Return a folder's config.json; refuse one with another format, without a target, or with keys other than these.
+def read_folder(folder: Path, kind: str, keys: tuple[str, ...], optional: tuple[str, ...] = ()) -> Json:
+    """Return a folder's config.json; refuse one with another format, without a target, or with other keys than these.
 
     `kind` is also the folder's name in a run's folder; the `optional` keys may be missing.
     """
@@ -195,14 +175,14 @@ def read_folder(folder: Path, kind: str, keys: tuple[str, ...], optional: tuple[
     return content
 
 
-def read_tensors(folder: Path) -> dict[str, Tensor]:
+def read_tensors(folder: Path) -> NamedTensors:
     """Return a folder's tensors; refuse missing or damaged files, and values that are not finite."""
     tensors = read_weights(last_good(folder) / WEIGHTS)
     assert_finite(tensors, folder, "train again from an earlier checkpoint")
     return tensors
 
 
-def head_config(folder: Path, content: dict[str, Any]) -> Any:
+def head_config(folder: Path, content: Json) -> Any:
     """Return the head's typed configuration."""
     values = content["head"]
     name = values.get("name") if isinstance(values, dict) else None
@@ -232,8 +212,8 @@ def assert_same_target(folder: Path, saved: TargetSpec, target: TargetSpec) -> N
             )
 
 
-def assert_finite(tensors: dict[str, Tensor], folder: Path, remedy: str) -> None:
+def assert_finite(tensors: NamedTensors, folder: Path, remedy: str) -> None:
     """Refuse weights that are not finite, naming the first, with the remedy."""
     for name, tensor in tensors.items():
-        if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
+        if tensor.is_floating_point() and not torch.isfinite(tensor).all():
             raise ValueError(f"{folder}: {name} holds values that are not finite; {remedy}")

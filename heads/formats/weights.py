@@ -4,16 +4,15 @@ A header or a configuration may claim any size; memory is allocated only for wha
 """
 
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
-from torch import Tensor
 
-from heads.base import Embeddings
+from heads.base import Embeddings, NamedTensors
 from heads.common.errors import one_line
 from heads.common.untrusted import CUT, parse_json, plain_name, regular, shown
 
@@ -34,11 +33,7 @@ class Entry(NamedTuple):
 
 
 def header(path: Path) -> dict[str, Entry]:
-    """Return the shapes and types of a file's tensors, without reading them.
-
-    Raises:
-        ValueError: the file is missing, truncated or damaged, or holds a dtype or shape that no head has.
-    """
+    """Return the shapes and types of a file's tensors, without reading them; refuse a damaged file and odd tensors."""
     with _whole(path), safe_open(regular(path), "pt") as opened:
         slices = {name: opened.get_slice(name) for name in list(opened.keys())}
         entries = {name: (tuple(slice_.get_shape()), str(slice_.get_dtype())) for name, slice_ in slices.items()}
@@ -52,7 +47,7 @@ def header(path: Path) -> dict[str, Entry]:
     return {name: Entry(shape, DTYPES[dtype]) for name, (shape, dtype) in entries.items()}
 
 
-def read_weights(path: Path) -> dict[str, Tensor]:
+def read_weights(path: Path) -> NamedTensors:
     """Return a file's tensors, after the checks of `header`."""
     names = header(path)
     with _whole(path), safe_open(path, "pt") as opened:
@@ -62,7 +57,7 @@ def read_weights(path: Path) -> dict[str, Tensor]:
 def shards(index: Path) -> dict[str, str]:
     """Return each tensor's file from an untrusted index, whose files must be in its folder."""
     try:
-        files: dict[str, str] = parse_json(index.read_bytes())["weight_map"]
+        files = parse_json(index.read_bytes())["weight_map"]
         odd = [file for file in files.values() if not (plain_name(file) and file.endswith(".safetensors"))]
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{index}: damaged ({one_line(error)}); download it again") from None
@@ -82,29 +77,25 @@ def _whole(path: Path) -> Iterator[None]:
         ) from None
 
 
-def digest(few: Mapping[str, Tensor], start: str = "") -> str:
-    """Hash a string and the first values of named parameters, in bf16, so that all float dtypes give the same hash."""
+def digest(few: NamedTensors, start: str = "") -> str:
+    """Hash a string and the first values of named parameters, in bf16 so that all float dtypes agree."""
     sha256 = hashlib.sha256(start.encode())
     for name in sorted(few):
         sha256.update(name.encode() + few[name].to(torch.bfloat16).cpu().view(torch.int16).numpy().tobytes())
     return sha256.hexdigest()[:32]
 
 
-def meta_state_dict(kind: Any, config: Any, embeddings: Embeddings, where: str) -> dict[str, Tensor]:
-    """Return a head's tensors on the meta device, to check a file before allocating the head.
-
-    Raises:
-        ValueError: the configuration is invalid for a head; the message begins with `where`.
-    """
+def meta_state_dict(kind: Any, config: Any, embeddings: Embeddings, where: str) -> NamedTensors:
+    """Return a head's tensors on the meta device, to check a file by; refuse, from `where` on, what builds no head."""
     try:
         with torch.device("meta"):
-            tensors: dict[str, Tensor] = kind(config, embeddings).state_dict()
+            tensors = kind(config, embeddings).state_dict()
     except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RuntimeError, AssertionError) as error:
         raise ValueError(f"{where}no head can be made of it: {one_line(error)[:CUT]}") from error
     return tensors
 
 
-def check_fit(path: Path, expected: Mapping[str, Tensor], name_of: str) -> None:
+def check_fit(path: Path, expected: NamedTensors, name_of: str) -> None:
     """Refuse a file that does not hold exactly these tensors and shapes, naming the first difference."""
     entries = header(path)
     missing, unknown = sorted(expected.keys() - entries.keys()), sorted(entries.keys() - expected.keys())

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from heads.modules.flex import block_mask, kernel
 from heads.modules.flex import runs as runs_fused
+from heads.shapes import Nodes
 
 KeyValue = tuple[Tensor, Tensor]
 BLOCK = 128  # queries of a block
@@ -30,16 +31,16 @@ BLOCK = 128  # queries of a block
 class Pattern:
     """The attention pattern of N queries: each attends to rows `first` to `last_row` of the context, both included."""
 
-    first: Int[Tensor, "B N"]
-    last_row: Int[Tensor, "B N"] | None = None  # each query's last context row; None if query n is row n
+    first: Nodes
+    last_row: Nodes | None = None  # None if query n is row n and attends up to itself
     increasing: bool = False  # whether `last_row` increases every `size` queries
     size: int = 1  # queries in a group, which share their drafted rows
     causal: bool = False  # whether later queries' drafted rows are masked
     masks: dict[tuple[int, int], Any] = field(default_factory=dict)  # (length, steps) -> mask of the fused kernel
 
     @cached_property
-    def last(self) -> Int[Tensor, "B N"]:
-        """Return the last context row of each query."""
+    def last(self) -> Nodes:
+        """The last context row of each query."""
         if self.last_row is not None:
             return self.last_row
         return torch.arange(self.first.shape[1], device=self.first.device).expand_as(self.first)
@@ -93,9 +94,7 @@ class QueryBlock(NamedTuple):
     most: int
 
 
-def pattern(
-    position: Int[Tensor, "B N"], length: int | None, ahead: int = 0, row: Int[Tensor, "B N"] | None = None
-) -> Pattern:
+def pattern(position: Nodes, length: int | None, ahead: int = 0, row: Nodes | None = None) -> Pattern:
     """Return the pattern of rows drafted `ahead` positions after row t.
 
     Args:
@@ -140,13 +139,12 @@ def attend_fused(
 def attend_blocks(
     query: Float[Tensor, "B H N E"], pairs: list[KeyValue], attn_pattern: Pattern
 ) -> Float[Tensor, "B H N F"]:
-    """Attend as `attend_fused` does, block by block, on every device and in every dtype; the reference for it."""
-    apply: Any = _BlockwiseAttention.apply
+    """Attend as `attend_fused` does, block by block, on every device and in every dtype: its reference."""
     drafted = [
         half for pair in pairs[1:] for halves in zip(*map(attn_pattern.shared, pair), strict=True) for half in halves
     ]
-    out: Tensor = apply(attn_pattern, query, *pairs[0], *drafted)
-    return out
+    apply: Any = _BlockwiseAttention.apply
+    return apply(attn_pattern, query, *pairs[0], *drafted)
 
 
 class _BlockwiseAttention(torch.autograd.Function):

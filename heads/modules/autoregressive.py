@@ -10,7 +10,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from heads import rows
@@ -18,6 +17,7 @@ from heads.base import DepthOutput, Features, HeadModule, LevelNodes, LevelOutpu
 from heads.modules.attention import KeyValue, Pattern, attend_rows, pattern
 from heads.modules.kv_cache import SPARE, KVCache
 from heads.modules.layers import LayerInputs, grouped_attention
+from heads.shapes import Advanced, Anchors, Logits, NodeStates, Rows, Sequences, States
 
 
 class Recurrent(nn.Module):
@@ -36,26 +36,22 @@ class Recurrent(nn.Module):
     predicts = True
     detach = False
 
-    def initial_states(self, features: Features) -> Float[Tensor, "B T D"]:
+    def initial_states(self, features: Features) -> Rows:
         """Return the states before depth 1: the target's features."""
         return features.last_hidden
 
-    def inject(
-        self, start: Float[Tensor, "B T D"], position: Int[Tensor, "B T"], max_position: int
-    ) -> tuple[KeyValue, ...]:
+    def inject(self, start: Rows, position: Sequences, max_position: int) -> tuple[KeyValue, ...]:
         """Return each layer's keys and values of the context, from the states of `initial_states`.
 
         The list is empty if later rows attend to the rows of depth 1 instead.
         """
         return ()
 
-    def advance(
-        self, token: Int[Tensor, "B T"], state: Float[Tensor, "B T D"], inputs: list[LayerInputs]
-    ) -> tuple[Float[Tensor, "B N D"], Float[Tensor, "B N D"]]:
-        """Return the states after `state` and `token`, and the inputs for `compute_logits`."""
+    def advance(self, token: Sequences, state: Rows, inputs: list[LayerInputs]) -> Advanced:
+        """Return the states after `state` and `token`, and the inputs of `compute_logits`."""
         raise NotImplementedError
 
-    def unroll(self, features: Features, depths: int, anchors: Int[Tensor, "B n"] | None = None) -> list[DepthOutput]:
+    def unroll(self, features: Features, depths: int, anchors: Anchors = None) -> list[DepthOutput]:
         """Draft from all rows, or from `anchors`; depths after the first read the head's own states.
 
         For rows that are not drafted from, the last layer computes only keys and values, at depth 1.
@@ -95,10 +91,8 @@ class Recurrent(nn.Module):
             drafts.append(DepthOutput(scored, predicted if self.predicts else None))
         return drafts
 
-    def append_verified(
-        self, cache: KVCache, start: Float[Tensor, "B T D"], new: NewRows, position: Int[Tensor, "B T"]
-    ) -> tuple[Tensor, Tensor]:
-        """Append verified rows, whose previous states are `start`; return the result of `advance`."""
+    def append_verified(self, cache: KVCache, start: Rows, new: NewRows, position: Sequences) -> tuple[Tensor, Tensor]:
+        """Append verified rows with the states `start` before them; return the result of `advance`."""
         token, count = new.token, new.counts
         if not cache.fresh and cache.window is not None and token.shape[1] > SPARE:
             pieces = []
@@ -119,15 +113,11 @@ class Recurrent(nn.Module):
             return grouped_attention(query, *both, attn_mask)
 
         hidden, pre_logits = self.advance(token, start, self.by_layer(position, cache.longest, attend))
-        cache.length[: len(token)] += token.shape[1] if count is None else count
+        cache.commit(new)
         return hidden, pre_logits
 
     def by_layer(
-        self,
-        position: Int[Tensor, "B T"],
-        max_position: int,
-        attend: Callable[..., Tensor],
-        queries: Tensor | None = None,
+        self, position: Sequences, max_position: int, attend: Callable[..., Tensor], queries: Tensor | None = None
     ) -> list[LayerInputs]:
         """Return each layer's inputs; `attend` takes the layer's index first; `queries` applies to the last layer."""
         inputs = [LayerInputs(position, max_position, partial(attend, i)) for i in range(self.num_attention_layers)]
@@ -140,22 +130,21 @@ class RecurrentHead(HeadModule, Recurrent):
     max_depth, has_kv_cache = 64, True
     lm_head: nn.Module
 
-    def compute_logits(self, state: Float[Tensor, "*n D"], depth: int) -> Float[Tensor, "*n W"]:
-        """Return the logits of states, the second output of `advance`."""
+    def compute_logits(self, state: States, depth: int) -> Logits:
+        """Return the logits of the second output of `advance`."""
         return self.lm_head(state)
 
     def extend(self, state: KVCache | None, new: NewRows) -> tuple[KVCache, LevelOutput]:
         """Append verified rows with the target's features and score the roots' children."""
         start, token, count = self.initial_states(new.features), new.token, new.counts
-        cache = KVCache(len(token), self.config.length, token.device) if state is None else state
-        position = cache.begin(token.shape[1], len(token))
+        cache, position = KVCache.opened(state, self.config.length, token)
         context = self.inject(start, position, cache.longest)
         if not context:
             hidden, pre_logits = (rows.last_rows(x, count) for x in self.append_verified(cache, start, new, position))
             return cache, LevelOutput(self.compute_logits(pre_logits, 1), hidden)
         for layer, pair in enumerate(context):
             cache.append(layer, *pair, position)
-        cache.length[: len(token)] += token.shape[1] if count is None else count
+        cache.commit(new)
         above, root = rows.last_rows(start, count), rows.last_rows(token, count)
         only_root = torch.ones(len(token), 1, 1, dtype=torch.bool, device=token.device)
         # The root's row is drafted, like any other row.
@@ -172,7 +161,7 @@ class RecurrentHead(HeadModule, Recurrent):
             state.draft(layer, level.root[2 * layer], level.root[2 * layer + 1], 0)
         return self._draft(state, nodes, rows.gather_parents(level.hidden, nodes.parent))
 
-    def _draft(self, cache: KVCache, nodes: LevelNodes, above: Float[Tensor, "B N D"]) -> LevelOutput:
+    def _draft(self, cache: KVCache, nodes: LevelNodes, above: NodeStates) -> LevelOutput:
         """Score drafted rows; `above` are their parents' states."""
         token, mask = nodes.token, nodes.mask
         last = cache.length[: len(token)] - 1

@@ -66,8 +66,7 @@ def kernel() -> Callable[..., Tensor]:
     from torch.nn.attention.flex_attention import flex_attention
 
     compiled = torch.compile(flex_attention, fullgraph=True)
-    limited: Callable[..., Tensor] = config.patch(recompile_limit=KERNELS)(compiled)
-    return limited
+    return config.patch(recompile_limit=KERNELS)(compiled)
 
 
 def block_mask(bounds: Int[Tensor, "4 B N"], length: int, steps: int) -> Any:

@@ -17,8 +17,10 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from heads import rows
+from heads.base import NewRows
 from heads.modules.attention import KeyValue, Pattern
 from heads.modules.layers import Attention, grouped_attention
+from heads.shapes import Anchors, Sequences
 
 SPARE = 64  # entries of the ring buffer beyond the window: the most rows that one call may write
 UNBOUNDED = 1 << 40  # the ring size of a cache without a window
@@ -64,13 +66,20 @@ class KVCache:
         """Return the number of entries that may hold verified rows."""
         return min(self.longest, self.ring_size)
 
-    def begin(self, count: int, sequences: int) -> Int[Tensor, "B T"]:
-        """Announce `count` more rows of each of the first sequences; return their positions."""
-        self.fresh = self.longest == 0
-        self.longest += count
-        return self.length[:sequences, None] + torch.arange(count, device=self.length.device)
+    @classmethod
+    def opened(cls, state: "KVCache | None", window: int | None, token: Sequences) -> tuple["KVCache", Sequences]:
+        """Return the cache for more rows, one of each token, a new cache for new sequences; and their positions."""
+        sequences, count = token.shape
+        cache = cls(sequences, window, token.device) if state is None else state
+        cache.fresh = cache.longest == 0
+        cache.longest += count
+        return cache, cache.length[:sequences, None] + torch.arange(count, device=token.device)
 
-    def attn_mask(self, query: Int[Tensor, "B T"], last: Int[Tensor, "B"]) -> Bool[Tensor, "B T S"]:
+    def commit(self, new: NewRows) -> None:
+        """Count rows as verified, once all layers have their keys and values."""
+        self.length[: len(new.token)] += new.token.shape[1] if new.counts is None else new.counts
+
+    def attn_mask(self, query: Sequences, last: Int[Tensor, "B"]) -> Bool[Tensor, "B T S"]:
         """Return the queries' attention mask over S entries; `last` is the position of the newest row."""
         entry = torch.arange(self.num_entries, device=query.device)
         position = (last[:, None] - (last[:, None] - entry) % self.ring_size)[:, None]  # negative for empty entries
@@ -78,7 +87,7 @@ class KVCache:
         return mask if self.window is None else mask & (query[..., None] - position < self.window)
 
     def append(
-        self, layer: int, key: Float[Tensor, "B G T E"], value: Float[Tensor, "B G T F"], position: Int[Tensor, "B T"]
+        self, layer: int, key: Float[Tensor, "B G T E"], value: Float[Tensor, "B G T F"], position: Sequences
     ) -> KeyValue:
         """Write rows at their positions; return the keys and values of all entries."""
         # In a prompt longer than the ring, no later row attends to the first rows.
@@ -148,7 +157,7 @@ class MaskBlocks(NamedTuple):
 
 
 def mask_blocks_after(
-    document: Int[Tensor, "B T"], anchors: Int[Tensor, "B n"] | None, size: int, length: int | None, *, causal: bool
+    document: Sequences, anchors: Anchors, size: int, length: int | None, *, causal: bool
 ) -> MaskBlocks:
     """Return a block of `size` positions after each anchor, None for every row.
 

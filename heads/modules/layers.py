@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from jaxtyping import Float, Int, Shaped
+from jaxtyping import Float, Shaped
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
@@ -21,6 +21,7 @@ from heads.base import Embeddings, LayerDims, resolve_layer_dims
 from heads.common.errors import one_line
 from heads.common.rope import Rope, Rotary
 from heads.rows import gather_rows, scatter_rows
+from heads.shapes import Nodes, NodeStates, Rows, Sequences, States
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 # Set by tree_attention.py once the target is on a device with a kernel; published heads run without that module.
@@ -31,10 +32,10 @@ ATTENTION = "headstart"  # name of our attention function in transformers
 class LayerInputs(NamedTuple):
     """A decoder layer's inputs, except the states of T rows."""
 
-    position: Int[Tensor, "B T"]
+    position: Sequences
     max_position: int  # an upper bound of the positions
     attend: Attend
-    queries: Int[Tensor, "B N"] | None = None  # rows whose output is needed; None: all, N = T
+    queries: Nodes | None = None  # the rows whose output is needed; None for all, N = T
 
 
 class LayerSpec(NamedTuple):
@@ -92,7 +93,7 @@ class RMSNorm(Checkpointed):
         self.weight = nn.Parameter(torch.ones(width))
         self.eps = eps
 
-    def apply_to(self, x: Float[Tensor, "*n D"]) -> Float[Tensor, "*n D"]:
+    def apply_to(self, x: States) -> States:
         """Normalise the last dimension."""
         wide = x if x.dtype == torch.float64 else x.float()
         return self.weight * functional.rms_norm(wide, self.weight.shape, eps=self.eps).to(x.dtype)
@@ -113,8 +114,7 @@ def grouped_attention(
     heads, groups = query.shape[1], key.shape[1]
     if mask is not None and masked_kernel is not None and masked_kernel.takes(query, key, value, mask):
         scale = query.shape[-1] ** -0.5 if scale is None else scale
-        out: Tensor = masked_kernel.tree_attention(query, key, value, mask, scale)
-        return out
+        return masked_kernel.tree_attention(query, key, value, mask, scale)
     if heads == groups:
         return functional.scaled_dot_product_attention(query, key, value, mask, scale=scale)
     folded = query.unflatten(1, (groups, -1)).flatten(2, 3)
@@ -141,8 +141,8 @@ class Attention(Recomputing):
         if spec.injects:
             self.k_inject, self.v_inject = (nn.Linear(spec.width, kv_inner, bias=False) for _ in range(2))
 
-    def forward(self, x: Float[Tensor, "B T X"], inputs: LayerInputs) -> Float[Tensor, "B N D"]:
-        """Project, rotate, call `attend(query, key, value)` and project back."""
+    def forward(self, x: Float[Tensor, "B T X"], inputs: LayerInputs) -> NodeStates:
+        """Project, rotate, attend by `attend(query, key, value)` and project back."""
         position, max_position, attend, queries = inputs
         out = self.call_attend(attend, *self.checkpointed(self.project, x, position, max_position, queries))
         return self.o_proj(out.transpose(1, 2).flatten(2))
@@ -153,11 +153,7 @@ class Attention(Recomputing):
         return attend(*states)
 
     def project(
-        self,
-        x: Float[Tensor, "B T X"],
-        position: Int[Tensor, "B T"],
-        max_position: int,
-        queries: Int[Tensor, "B N"] | None,
+        self, x: Float[Tensor, "B T X"], position: Sequences, max_position: int, queries: Nodes | None
     ) -> tuple[Tensor, ...]:
         """Return the rotated queries of the needed rows, and all keys and values."""
         query, key, value = self.q_proj(gather_rows(x, queries)), self.k_proj(x), self.v_proj(x)
@@ -172,7 +168,7 @@ class Attention(Recomputing):
         return both[:, : query.shape[1]], both[:, query.shape[1] :], value
 
     def key_value(
-        self, c: Float[Tensor, "B T C"], position: Int[Tensor, "B T"], max_position: int, *, inject: bool = False
+        self, c: Float[Tensor, "B T C"], position: Sequences, max_position: int, *, inject: bool = False
     ) -> tuple[Float[Tensor, "B G T E"], Float[Tensor, "B G T E"]]:
         """Return keys and values of injected states, projected like the input or by separate projections."""
         k_proj, v_proj = (self.k_inject, self.v_inject) if inject else (self.k_proj, self.v_proj)
@@ -192,7 +188,7 @@ class SwiGLU(Checkpointed):
         self.up_proj = nn.Linear(width, inner, bias=False)
         self.down_proj = nn.Linear(inner, width, bias=False)
 
-    def apply_to(self, x: Float[Tensor, "*n D"]) -> Float[Tensor, "*n D"]:
+    def apply_to(self, x: States) -> States:
         """Apply the layer."""
         return self.down_proj(functional.silu(self.gate_proj(x)) * self.up_proj(x))
 
@@ -207,7 +203,7 @@ class DecoderLayer(nn.Module):
         self.post_attention_layernorm = RMSNorm(spec.width, spec.eps)
         self.mlp = SwiGLU(spec.width, spec.dims.intermediate_size)
 
-    def forward(self, x: Float[Tensor, "B T D"], inputs: LayerInputs) -> Float[Tensor, "B N D"]:
+    def forward(self, x: Rows, inputs: LayerInputs) -> NodeStates:
         """Apply the layer with the caller's attention pattern."""
         x = gather_rows(x, inputs.queries) + self.self_attn(self.input_layernorm(x), inputs)
         return x + self.mlp(self.post_attention_layernorm(x))
@@ -238,13 +234,13 @@ class TargetLayer(nn.Module):
         transformers.AttentionInterface.register(ATTENTION, _attend)
         trusted = type(config).__module__.startswith("transformers_modules")  # such a class was loaded by trusted code
         with torch.device("meta"):
-            model: Any = transformers.AutoModelForCausalLM.from_config(copy.deepcopy(config), trust_remote_code=trusted)
+            model = transformers.AutoModelForCausalLM.from_config(copy.deepcopy(config), trust_remote_code=trusted)
         stacks = (m for m in model.base_model.modules() if isinstance(m, nn.ModuleList))
         self.layer = next(stack for stack in stacks if len(stack) == config.num_hidden_layers)[-1].to(
             torch.get_default_dtype()
         )
         for module in self.layer.modules():
-            settings: Any = getattr(module, "config", None)
+            settings = getattr(module, "config", None)
             if settings is not None:
                 settings._attn_implementation = ATTENTION
         self.width: int = config.hidden_size
@@ -264,7 +260,7 @@ class TargetLayer(nn.Module):
                 return copy.deepcopy(child)
         raise _unfit("it has no norm of one weight")
 
-    def forward(self, x: Float[Tensor, "B T D"], inputs: LayerInputs) -> Float[Tensor, "B N D"]:
+    def forward(self, x: Rows, inputs: LayerInputs) -> NodeStates:
         """Apply the layer with the caller's attention pattern."""
         position, _, attend, queries = inputs
         rotary = self._rotary[0].to(x.device)(x, position)
@@ -300,5 +296,5 @@ def _attend(
         raise ValueError(f"its attention has a {odd[0]}")
     width = query.shape[-1]
     scale = kwargs.get("scaling") or width**-0.5
-    out: Tensor = kwargs["attend"](query * (scale * width**0.5), key, value)
+    out = kwargs["attend"](query * (scale * width**0.5), key, value)
     return out.transpose(1, 2).contiguous(), None

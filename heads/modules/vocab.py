@@ -15,16 +15,12 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from heads.base import DraftVocabulary, Embeddings
+from heads.shapes import Logits, States
 
 SUMS_WIDE = ("cuda",)  # devices that accumulate 16-bit products into an fp32 sum without rounding
 
 
-def draft_vocabulary(size: int | None, full_size: int) -> DraftVocabulary | None:
-    """Return the pruned vocabulary of a head's configuration, None for the target's whole vocabulary."""
-    return None if size is None or size >= full_size else DraftVocabulary(size, full_size)
-
-
-def scatter_logits(vocab: DraftVocabulary | None, logits: Float[Tensor, "*n W"]) -> Float[Tensor, "*n V"]:
+def scatter_logits(vocab: DraftVocabulary | None, logits: Logits) -> Float[Tensor, "*n V"]:
     """Return logits over the target's vocabulary."""
     return logits if vocab is None else vocab.scatter(logits)
 
@@ -60,12 +56,12 @@ class AccumulatingModule(nn.Module):
     weight: Any  # a parameter, or None
     gradient: GradientAccumulator | None = None  # set within `accumulate_gradient`
 
-    def product(self, hidden: Float[Tensor, "*n D"], bias: Float[Tensor, "W"] | None = None) -> Float[Tensor, "*n W"]:
+    def product(self, hidden: States, bias: Float[Tensor, "W"] | None = None) -> Logits:
         """Return the logits."""
         if self.gradient is None or not torch.is_grad_enabled():
             return functional.linear(hidden, self.weight, bias)
         apply: Any = _AccumulatingProduct.apply
-        logits: Tensor = apply(hidden.to(self.gradient.operand.dtype), self.weight, self.gradient)
+        logits = apply(hidden.to(self.gradient.operand.dtype), self.weight, self.gradient)
         return logits if bias is None else logits + bias
 
     @contextmanager
@@ -106,7 +102,7 @@ class _AccumulatingProduct(torch.autograd.Function):
 class VocabularyLinear(AccumulatingModule, nn.Linear):
     """A linear layer over the vocabulary, whose gradient can be accumulated in place."""
 
-    def forward(self, hidden: Float[Tensor, "*n D"]) -> Float[Tensor, "*n W"]:
+    def forward(self, hidden: States) -> Logits:
         """Return the logits."""
         return self.product(hidden, self.bias)
 
@@ -152,7 +148,7 @@ class DraftLmHead(AccumulatingModule):
             self.weight.copy_(weight @ main)
             self.down.weight.copy_(main.T)
 
-    def forward(self, hidden: Float[Tensor, "*n D"]) -> Float[Tensor, "*n W"]:
+    def forward(self, hidden: States) -> Logits:
         """Return the logits."""
         if self.weight is None:
             vocab = self._vocab[0]

@@ -13,7 +13,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from heads.base import LevelNodes, LevelOutput
+from heads.base import LevelNodes, LevelOutput, Tokens
 from heads.common.ranges import Fraction, OneOf
 from inference.drafters.host import DrafterState, HostDrafter
 from inference.drafters.policy import TreeConfig, grow, sample_chains
@@ -67,7 +67,7 @@ class Vocabulary:
         self.counterpart = torch.zeros(self.size, dtype=torch.long, device=assistant.device)
         self.counterpart[self.target_ids] = self.assistant_ids
 
-    def prompt(self, token: list[int]) -> list[int]:
+    def prompt(self, token: Tokens) -> Tokens:
         """Encode the prompt's text as the assistant was trained to read it: after its BOS token, if it has one."""
         if self.is_same:
             return self.translate(token)
@@ -75,9 +75,9 @@ class Vocabulary:
         text = self.assistant_tokenizer(decode(self.target_tokenizer, token), add_special_tokens=False)
         return (first if first == [self.assistant_tokenizer.bos_token_id] else []) + text["input_ids"]
 
-    def translate(self, token: list[int]) -> list[int]:
+    def translate(self, token: Tokens) -> Tokens:
         """Return for each token its one counterpart, or its text spelled longest token first."""
-        own_tokens = list[int]()
+        own_tokens = Tokens()
         for t in token:
             rest, spelled = ("", [self.shared[t]]) if t in self.shared else (self.texts.get(t, ""), [])
             while rest:
@@ -169,7 +169,7 @@ class Assistant(HostDrafter):
         self.vocabulary = Vocabulary(target, self.model, config.match)
         self.device, self.eos = target.device, target.eos
 
-    def start(self, prompt: list[int]) -> "AssistantState":
+    def start(self, prompt: Tokens) -> "AssistantState":
         """Begin a sequence with the prompt in the assistant's tokens."""
         return AssistantState(self, prompt)
 
@@ -182,10 +182,10 @@ class AssistantState(DrafterState):
 
     vocab = None
 
-    def __init__(self, drafter: Assistant, prompt: list[int]) -> None:
+    def __init__(self, drafter: Assistant, prompt: Tokens) -> None:
         self.config, self.vocabulary, self.device = drafter.config, drafter.vocabulary, drafter.device
         self.model, self.eos, self.cache = drafter.model, drafter.eos, drafter.model.cache()
-        self.token: list[int] = []  # the text in the KV cache
+        self.token: Tokens = []  # the text in the KV cache
         self.drop_drafts()
         self.text = self.vocabulary.prompt(prompt)
         self.level: LevelOutput | None = None  # at the next root
@@ -204,7 +204,7 @@ class AssistantState(DrafterState):
         fits = 0 < len(self.text) <= self.model.context
         self.level = self.answer(self.read(self.text)) if fits else None
 
-    def read(self, token: list[int]) -> Float[Tensor, "1 A"]:
+    def read(self, token: Tokens) -> Float[Tensor, "1 A"]:
         """Make `token`, one or more, the whole text; return the assistant's logits of the next token.
 
         The common prefix of the text and the drafted nodes that match are kept, so that a pass runs over only the

@@ -6,11 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from jaxtyping import Int
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from heads.base import DraftHead, Features, LevelOutput, NewRows
+from heads.base import DraftHead, Features, NewRows, Tokens
 from heads.common.errors import one_line
 from heads.common.typed import typed
 from heads.formats.hub import load_found, schedule_of, sibling_spec, tree_of
@@ -21,8 +20,8 @@ from heads.mtp import TARGET, Mtp
 from inference.drafters.plain import root_trees
 from inference.drafters.policy import (
     Schedule,
+    ScheduleLine,
     TreeConfig,
-    always,
     check_tree,
     expanded,
     grow_batch,
@@ -35,6 +34,9 @@ from inference.target.checkpoint import all_tensor_files
 from inference.target.model import TargetOutput
 from inference.target.packed import pack
 from inference.target.target import Target
+from inference.verification.rules import PerSequence
+
+Given = Mapping[str, Any]  # a user's values of a tree; None keeps the saved one
 
 
 class HeadDrafter(Drafter):
@@ -49,7 +51,7 @@ class HeadDrafter(Drafter):
 
     def __init__(self, head: DraftHead, policy: TreeConfig, name: str, schedule: Schedule | None = None) -> None:
         self.head, self.policy, self.name = head, policy, name
-        self.schedule = always(policy) if schedule is None else schedule
+        self.schedule = schedule or Schedule([ScheduleLine(1, policy)])
         self.tree = self.schedule.label
 
     def batch(self, size: int) -> "HeadBatch":
@@ -71,7 +73,7 @@ class HeadBatch(DraftBatch, DraftRows):
         self.capacity = 0
         self.paused = False  # whether rows are missing since the last prefill
         self.cache: KVCache | None = None
-        self.buffers: LevelOutput | None = None
+        self.buffers: Any = None
         modules: Any = head
         self.attentions = [module for module in modules.modules() if isinstance(module, Attention)]
         self.choose(1)
@@ -100,13 +102,8 @@ class HeadBatch(DraftBatch, DraftRows):
         self.set_longest(longest)  # a hybrid may commit rows to a head that did not draft
         return self.plan
 
-    def level(self, count: int) -> LevelOutput:
-        """Return the head's outputs at the roots of the first sequences."""
-        assert self.buffers is not None, "draft before a prompt"
-        return self.buffers.each(lambda buffer: buffer[:count])
-
     @torch.inference_mode()
-    def start_sequence(self, slot: int, token: list[int], features: TargetOutput) -> None:
+    def start_sequence(self, slot: int, token: Tokens, features: TargetOutput) -> None:
         """Prefill a prompt's rows in a slot."""
         following = torch.tensor([token[1:]], device=features.hidden.device)
         if self.cache is None and self.head.has_kv_cache:
@@ -140,20 +137,19 @@ class HeadBatch(DraftBatch, DraftRows):
     @torch.inference_mode()
     def move(self, from_slot: int, slot: int, length: int) -> None:
         """Move the last sequence, with `length` rows, to a free slot."""
-        assert self.buffers is not None
         if self.cache is not None:  # every row is moved
             self.set_longest(max(self.cache.longest, length))
             self.cache.move(from_slot, slot)
         self.buffers.each(lambda buffer: buffer[slot : slot + 1].copy_(buffer[from_slot : from_slot + 1]))
 
     def draft_trees(
-        self, roots: DraftInputs, max_draft_depth: Int[Tensor, "B"], longest: int, *, allow_host_sync: bool
+        self, roots: DraftInputs, max_draft_depth: PerSequence, longest: int, *, allow_host_sync: bool
     ) -> Drafted:
         """Grow a tree for each sequence by rank, or by sampling if the roots have samples."""
         if self.policy is None:
             return root_trees(roots.token)
         self.set_longest(longest)
-        level = self.level(len(max_draft_depth))
+        level = self.buffers.each(lambda buffer: buffer[: len(max_draft_depth)])
         return Drafted(
             *grow_batch(
                 self.head, self.cache, level, self.policy, roots, max_draft_depth, allow_host_sync=allow_host_sync
@@ -166,7 +162,6 @@ class HeadBatch(DraftBatch, DraftRows):
 
     def tensors(self) -> list[Tensor]:
         """Return the buffers of the KV cache and of the outputs at the roots, and the rotary tables."""
-        assert self.buffers is not None
         tables = [attention.rotary.table for attention in self.attentions]
         level = [self.buffers.logits, self.buffers.hidden, *self.buffers.root]
         caches = [] if self.cache is None else self.cache.tensors()
@@ -177,12 +172,12 @@ class HeadBatch(DraftBatch, DraftRows):
         if self.cache is not None:
             self.cache.longest = longest
 
-    def commit(self, features: Features, count: Int[Tensor, "B"]) -> None:
+    def commit(self, features: Features, count: PerSequence) -> None:
         """Append verified rows, except in a step without a draft."""
         if self.plan.deepest:
             self.extend(features, count)
 
-    def extend(self, features: Features, count: Int[Tensor, "B"]) -> None:
+    def extend(self, features: Features, count: PerSequence) -> None:
         """Append rows of all sequences; a sequence without rows keeps the outputs at its root."""
         _, level = self.head.extend(self.cache, NewRows(features, features.token, count))
 
@@ -190,16 +185,15 @@ class HeadBatch(DraftBatch, DraftRows):
             old = buffer[: len(new)]
             return old.copy_(torch.where(count.view(-1, *[1] * (new.ndim - 1)) > 0, new, old))
 
-        assert self.buffers is not None
         self.buffers.each(write, level)
 
 
-def saved_tree(folder: Path, given: Mapping[str, Any]) -> TreeConfig:
+def saved_tree(folder: Path, given: Given) -> TreeConfig:
     """Return the tree that a head was saved with, with given values in place of its own; None keeps one."""
     return saved_trees(folder, given)[0]
 
 
-def saved_trees(folder: Path, given: Mapping[str, Any]) -> tuple[TreeConfig, Schedule | None]:
+def saved_trees(folder: Path, given: Given) -> tuple[TreeConfig, Schedule | None]:
     """Return the tree of `saved_tree`, and the schedule that a head was saved with, which a given tree replaces.
 
     Raises:
@@ -219,7 +213,7 @@ def load_for(folder: Path, target: Target) -> Any:
     return load_found(folder, target.embeddings, spec).to(device=target.device, dtype=target.dtype).eval()
 
 
-def load_drafter(folder: Path, given: Mapping[str, Any], target: Target, name: str) -> HeadDrafter:
+def load_drafter(folder: Path, given: Given, target: Target, name: str) -> HeadDrafter:
     """Return the head of a folder as a drafter for a target, on its device and in its dtype.
 
     Args:

@@ -8,6 +8,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn.functional import pad
 
+from heads.base import Tokens
 from inference.protocol import (
     CommittedTokens,
     Context,
@@ -52,7 +53,7 @@ class HostDrafter(Drafter, Protocol):
     reads_logits: bool = False
     single: bool = False
 
-    def start(self, prompt: list[int]) -> DrafterState:
+    def start(self, prompt: Tokens) -> DrafterState:
         """Begin a sequence; a drafter with memory may now store the text of the one before."""
         ...
 
@@ -69,7 +70,7 @@ class HostBatch(DraftBatch):
         self.slots: list[tuple[HostDrafter, DrafterState | None]] = [(drafter, None) for drafter in reversed(drafters)]
         self.proposals: list[Proposal | None] = []  # one per slot
 
-    def start_sequence(self, slot: int, token: list[int], features: TargetOutput) -> None:
+    def start_sequence(self, slot: int, token: Tokens, features: TargetOutput) -> None:
         """Begin a sequence."""
         drafter = self.slots[slot][0]
         state = drafter.start(token[:-1])
@@ -151,7 +152,7 @@ class HostBatch(DraftBatch):
                 )
         return Drafted(tree, mask, q, depth)
 
-    def update(self, slot: int, token: list[int], path: list[int], logits: Float[Tensor, "M V"] | None) -> None:
+    def update(self, slot: int, token: Tokens, path: list[int], logits: Float[Tensor, "M V"] | None) -> None:
         """Update a sequence's state with its verified proposal."""
         proposal = self.proposals[slot]
         state = self.slots[slot][1]

@@ -15,6 +15,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.nn.functional import pad
 
+from heads.base import Tokens
 from heads.common.ranges import Amount, Within
 from inference.drafters.host import HostBatch, HostDrafter
 from inference.protocol import Context, Drafted, Drafter, DraftInputs, DraftPlan, Proposal
@@ -75,7 +76,7 @@ class HybridBatch(HostBatch):
         self.traits = self.head_batch.traits._replace(on_device=False)
         self.looked_up: list[Proposal | None] = []
 
-    def start_sequence(self, slot: int, token: list[int], features: TargetOutput) -> None:
+    def start_sequence(self, slot: int, token: Tokens, features: TargetOutput) -> None:
         """Begin a sequence with both drafters."""
         super().start_sequence(slot, token, features)
         self.head_batch.start_sequence(slot, token, features)
@@ -134,8 +135,8 @@ class HybridBatch(HostBatch):
         tree = DraftTree(torch.where(which, token, others[0]), torch.where(which, parent, others[1]))
         return Drafted(tree, torch.where(which[..., None], mask, others[2]), head_drafts.q)
 
-    def update(self, slot: int, token: list[int], path: list[int], logits: Float[Tensor, "M V"] | None) -> None:
-        """Update both drafters, the head's record if it drafted, and the lookup's record.
+    def update(self, slot: int, token: Tokens, path: list[int], logits: Float[Tensor, "M V"] | None) -> None:
+        """Let both drafters learn, the head's record if it drafted, and the lookup's in any case.
 
         The acceptance of an unused lookup follows from the committed tokens; a short commit shows only part of it.
         """

@@ -9,6 +9,7 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
+from heads.base import Tokens
 from heads.common.ranges import LARGEST, Count, Within
 from inference.drafters.host import DrafterState, HostDrafter
 from inference.protocol import CommittedTokens, Context, Proposal
@@ -35,7 +36,7 @@ class Lookahead(HostDrafter):
         self.config, self.name = config, name
         self.tree = f"w{config.window}n{config.ngram}g{config.guesses}"
 
-    def start(self, prompt: list[int]) -> "Window":
+    def start(self, prompt: Tokens) -> "Window":
         """Begin a sequence: fill the window with random tokens of the prompt."""
         return Window(self, prompt)
 
@@ -52,7 +53,7 @@ class Window(DrafterState):
     Memory: `guesses` n-grams for each token of the vocabulary at most, and at most `window` more with each pass.
     """
 
-    def __init__(self, drafter: Lookahead, prompt: list[int]) -> None:
+    def __init__(self, drafter: Lookahead, prompt: Tokens) -> None:
         self.drafter, self.config = drafter, drafter.config
         config = self.config
         chance = random.Random(0)
@@ -63,7 +64,7 @@ class Window(DrafterState):
             for end in range(config.ngram, len(prompt) + 1):
                 self.collect(prompt[end - config.ngram : end])
 
-    def collect(self, ngram: list[int]) -> None:
+    def collect(self, ngram: Tokens) -> None:
         """Put an n-gram into the pool as its token's latest."""
         ngrams = self.pool.setdefault(ngram[0], {})
         rest = tuple(ngram[1:])

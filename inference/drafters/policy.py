@@ -45,6 +45,8 @@ KINDS = {
 }
 LARGEST = 1 << 14  # most nodes of a tree, or children of a node
 DEEPEST = 1 << 10  # most levels of a tree
+PerChild = Int[Tensor, "B K"]  # nodes of each sequence's level
+RankPath = tuple[int, ...]  # the ranks of a node's ancestors among their siblings, and its own
 BY_CONFIDENCE = ("dynamic", "best_first")  # the kinds whose shape follows the head's confidence
 
 
@@ -89,11 +91,11 @@ class TreeConfig:
         """The greatest depth of a node."""
         return min(self.depth, self.nodes) if self.kind in BY_CONFIDENCE else max(map(len, self.shape()))
 
-    def shape(self) -> list[tuple[int, ...]]:
+    def shape(self) -> list[RankPath]:
         """Return the rank paths of a fixed shape, by depth and then in order."""
         if self.kind == "static":
             return sorted({tuple(path) for path in self.paths}, key=lambda path: (len(path), path))
-        layers: list[list[tuple[int, ...]]] = [[()]]
+        layers: list[list[RankPath]] = [[()]]
         for width in [1] * self.depth if self.kind == "chain" else self.widths:
             layers.append([(*path, rank) for path in layers[-1] for rank in range(width)])
         return [path for layer in layers[1:] for path in layer]
@@ -148,11 +150,6 @@ class Schedule:
     def at(self, running: int) -> TreeConfig | None:
         """Return the tree for a number of sequences, None where nothing is drafted."""
         return next(line.tree for line in reversed(self.lines) if line.batch_size <= running)
-
-
-def always(tree: TreeConfig) -> Schedule:
-    """Return the schedule of one tree for any number of sequences."""
-    return Schedule([ScheduleLine(1, tree)])
 
 
 def best_schedule(best: Sequence[tuple[int, TreeConfig | None]]) -> Schedule:
@@ -226,15 +223,11 @@ class TreeBuilder:
         noise = self.roots.noise[:, self.depth : self.depth + 1]
         return (distribution(self.logits(), self.roots.sampling) / noise).log()
 
-    def log_probs(self) -> Float[Tensor, "B N W"]:
-        """Return the log-probs by which nodes of different parents are compared."""
-        return (self.scores().float() * inverse_temperature_of(self.roots.sampling)).log_softmax(-1)
-
     def tokens(self, index: Int[Tensor, "*n"]) -> Int[Tensor, "*n"]:
         """Return the tokens at indices of `logits`."""
         return index if self.ids is None else self.ids[index]
 
-    def append(self, token: Int[Tensor, "B K"], parent: Int[Tensor, "B K"]) -> Int[Tensor, "B K"]:
+    def append(self, token: PerChild, parent: PerChild) -> PerChild:
         """Append nodes whose parents are indices into the current level; return their tree indices."""
         self.token.append(token)
         self.parent.append(self.nodes.gather(1, parent))
@@ -242,7 +235,7 @@ class TreeBuilder:
         self.sizes.append(start + token.shape[1])
         return torch.arange(start, self.sizes[-1], device=token.device).expand_as(token)
 
-    def expand_level(self, token: Int[Tensor, "B K"], parent: Int[Tensor, "B K"], nodes: Int[Tensor, "B K"]) -> None:
+    def expand_level(self, token: PerChild, parent: PerChild, nodes: PerChild) -> None:
         """Expand nodes with the head (parents: indices into the current level); they become the current level."""
         itself = torch.eye(token.shape[1], dtype=torch.bool, device=token.device).expand(len(token), -1, -1)
         self.ancestors = torch.cat([gather_parents(self.ancestors, parent), itself], -1)
@@ -370,11 +363,11 @@ def sampled_shape(config: TreeConfig, max_depth: int) -> tuple[int, ...] | None:
     return None if fixed else _parents(_paths(config, max_depth))
 
 
-def _paths(config: TreeConfig, max_depth: int) -> tuple[tuple[int, ...], ...]:
+def _paths(config: TreeConfig, max_depth: int) -> tuple[RankPath, ...]:
     return tuple(path for path in config.shape() if len(path) <= max_depth)
 
 
-def _parents(paths: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
+def _parents(paths: Sequence[RankPath]) -> tuple[int, ...]:
     """Return the parents of a fixed shape's nodes: the root's, then those of `paths`."""
     index = {path: node for node, path in enumerate(((), *paths))}
     return (-1, *(index[path[:-1]] for path in paths))
@@ -390,10 +383,10 @@ class ShapeLevel(NamedTuple):
 
 
 @cache
-def _shape(paths: tuple[tuple[int, ...], ...], device: torch.device) -> tuple[list[ShapeLevel], Bool[Tensor, "1 N N"]]:
+def _shape(paths: tuple[RankPath, ...], device: torch.device) -> tuple[list[ShapeLevel], Bool[Tensor, "1 N N"]]:
     """Return the levels of a fixed shape, and its ancestor mask with the root's first; both are cached."""
     levels: list[ShapeLevel] = []  # not list[ShapeLevel](), which dynamo does not trace
-    above: list[tuple[int, ...]] = [()]
+    above: list[RankPath] = [()]
     parents = {path[:-1] for path in paths}
     for depth in range(1, max(map(len, paths)) + 1):
         new = [path for path in paths if len(path) == depth]
@@ -430,7 +423,7 @@ def by_confidence(
     scores, best = [score], score[:, :0]  # scores of all nodes; the best nodes - 1 of them
     is_dynamic = config.kind == "dynamic"
     for step in range(depth):
-        log_probs = growth.log_probs()
+        log_probs = (growth.scores().float() * inverse_temperature_of(roots.sampling)).log_softmax(-1)
         width = min(config.top_k if is_dynamic else config.nodes, log_probs.shape[-1])
         top = log_probs.topk(width)
         reached = (score[..., None] + top.values).flatten(1)

@@ -5,6 +5,7 @@ from typing import Annotated
 
 import torch
 
+from heads.base import Tokens
 from heads.common.ranges import Count, OneOf
 from inference.drafters.host import DrafterState, HostDrafter
 from inference.protocol import Context, Proposal
@@ -36,7 +37,7 @@ class PromptLookup(HostDrafter):
         self.eos = target.eos
         self.sizes = range(config.ngram_max, config.ngram_min - 1, -1)
 
-    def start(self, prompt: list[int]) -> "TextIndex":
+    def start(self, prompt: Tokens) -> "TextIndex":
         """Begin a sequence: index the prompt."""
         return TextIndex(self, prompt)
 
@@ -48,16 +49,16 @@ class TextIndex(DrafterState):
     each n-gram length and token of the text.
     """
 
-    def __init__(self, drafter: PromptLookup, prompt: list[int]) -> None:
+    def __init__(self, drafter: PromptLookup, prompt: Tokens) -> None:
         self.drafter = drafter
-        self.text: list[int] = []
+        self.text: Tokens = []
         self.after: dict[tuple[int, ...], int] = {}  # the index of the token after an n-gram
         self.extend(prompt)
 
     def propose(self, context: Context) -> Proposal:
         """Copy the tokens after the longest n-gram that occurred before."""
         self.extend(context.token[len(self.text) :])
-        count, draft = min(self.drafter.config.tokens, context.max_draft_depth), list[int]()
+        count, draft = min(self.drafter.config.tokens, context.max_draft_depth), Tokens()
         starts = (self.after.get(tuple(self.text[-n:])) for n in self.drafter.sizes)
         if (start := next((index for index in starts if index is not None), None)) is not None:
             draft = self.text[start : start + count]
@@ -65,7 +66,7 @@ class TextIndex(DrafterState):
             draft = draft[: next((i for i, token in enumerate(draft) if token in self.drafter.eos), len(draft))]
         return Proposal(chain(torch.tensor([context.token[-1], *draft])))
 
-    def extend(self, tokens: list[int]) -> None:
+    def extend(self, tokens: Tokens) -> None:
         """Append tokens; an n-gram is indexed once a token follows it, so that the last one does not match itself."""
         text, after, first = self.text, self.after, self.drafter.config.match == "first"
         for token in tokens:

@@ -8,6 +8,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from heads.base import Tokens
 from heads.common.ranges import LARGEST, Count, Within
 from inference.drafters.host import DrafterState, HostDrafter
 from inference.drafters.policy import TreeConfig
@@ -45,9 +46,9 @@ class Recycling(HostDrafter):
         index = {path: node for node, path in enumerate([(), *paths])}
         self.nodes = [(len(path), index[path[:-1]], path[-1]) for path in paths]  # depth, parent, rank
         self.remembers = config.memory
-        self.candidates: dict[int, list[int]] = {}
+        self.candidates: dict[int, Tokens] = {}
 
-    def start(self, prompt: list[int]) -> "RecyclingState":
+    def start(self, prompt: Tokens) -> "RecyclingState":
         """Begin a sequence with the candidates of earlier ones, or with none."""
         return RecyclingState(self, self.candidates if self.remembers else {})
 
@@ -65,7 +66,7 @@ class Recycling(HostDrafter):
 class RecyclingState(DrafterState):
     """One sequence: the candidates after each token, shared with later sequences if the drafter remembers."""
 
-    def __init__(self, drafter: Recycling, candidates: dict[int, list[int]]) -> None:
+    def __init__(self, drafter: Recycling, candidates: dict[int, Tokens]) -> None:
         self.drafter, self.candidates = drafter, candidates
 
     @torch.inference_mode()

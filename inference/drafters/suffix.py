@@ -8,6 +8,7 @@ from typing import Annotated, NamedTuple
 
 import torch
 
+from heads.base import Tokens
 from heads.common.ranges import LARGEST, Amount, Count, Fraction, Within
 from inference.drafters.host import DrafterState, HostDrafter
 from inference.protocol import Context, Proposal
@@ -25,7 +26,7 @@ class Node:
 
     __slots__ = ("best", "children", "count", "end", "start", "text")
 
-    def __init__(self, text: list[int], start: int, end: int, count: int) -> None:
+    def __init__(self, text: Tokens, start: int, end: int, count: int) -> None:
         self.text, self.start, self.end, self.count = text, start, end, count
         self.children: dict[int, Node] = {}
         self.best: Node | None = None
@@ -69,13 +70,13 @@ class SuffixTree:
         self.depth = depth
         self.nodes = 0
         self.root = Node([], 0, 0, 0)
-        self.texts: list[list[int]] = []
+        self.texts: list[Tokens] = []
         # The nodes at which the repeated suffixes of the newest text end, shortest first. A suffix that occurs once is
         # a leaf, which grows with its text.
         self.active: list[Node] = []
 
     @classmethod
-    def of(cls, depth: int, texts: Iterable[list[int]]) -> "SuffixTree":
+    def of(cls, depth: int, texts: Iterable[Tokens]) -> "SuffixTree":
         """Return the tree of texts, the oldest first."""
         tree = cls(depth)
         for text in texts:
@@ -109,7 +110,10 @@ class SuffixTree:
         self.active = reached[: self.depth - 1]
         if len(reached) == self.depth:  # deeper substrings are not counted
             deepest = reached[-1]
-            self.nodes -= _size(deepest) - 1
+            pending = [*deepest.children.values()]
+            while pending:
+                self.nodes -= 1
+                pending += pending.pop().children.values()
             deepest.children, deepest.best = {}, None
 
     def _descend(self, node: Node, child: Node, token: int) -> Node:
@@ -144,14 +148,6 @@ class SuffixTree:
         return [locus for locus in followed if locus is not None][: self.depth - 1]
 
 
-def _size(node: Node) -> int:
-    nodes, pending = 0, [node]
-    while pending:
-        nodes += 1
-        pending += pending.pop().children.values()
-    return nodes
-
-
 class Suffix(HostDrafter):
     """Drafts from two suffix trees with counts: this request's prompt and output, and past requests' outputs.
 
@@ -184,7 +180,7 @@ class Suffix(HostDrafter):
         self.past = SuffixTree(config.depth)
         self.current: SuffixState | None = None  # the sequence to add to the past's tree next
 
-    def start(self, prompt: list[int]) -> "SuffixState":
+    def start(self, prompt: Tokens) -> "SuffixState":
         """Remember the last request's output and index a new prompt."""
         self._remember()
         self.current = SuffixState(self, prompt)
@@ -218,7 +214,7 @@ class Suffix(HostDrafter):
 class SuffixState(DrafterState):
     """One request's text with its suffix tree, and the loci of its suffixes in the past's tree."""
 
-    def __init__(self, drafter: Suffix, prompt: list[int]) -> None:
+    def __init__(self, drafter: Suffix, prompt: Tokens) -> None:
         self.drafter, self.config = drafter, drafter.config
         self.answer = len(prompt)  # the start of the output that will be stored
         self.past_matches: list[Locus] = []
@@ -235,12 +231,12 @@ class SuffixState(DrafterState):
     def propose(self, context: Context) -> Proposal:
         """Return the draft with the highest score."""
         self.extend(context.token[len(self.text) :])
-        token, score = list[int](), 0.0
+        token, score = Tokens(), 0.0
         for matches in ([Locus(node, node.length) for node in self.suffixes.active], self.past_matches):
             token, score = self.improve(token, score, matches, context.max_draft_depth)
         return Proposal(chain(torch.tensor([context.token[-1], *token])), expected=score)
 
-    def extend(self, tokens: list[int]) -> None:
+    def extend(self, tokens: Tokens) -> None:
         """Append tokens to the text, its tree, and the search in the past's tree."""
         self.suffixes.extend(tokens)
         if len(tokens) > self.config.depth:  # earlier tokens no longer matter
@@ -248,7 +244,7 @@ class SuffixState(DrafterState):
         for token in tokens:
             self.past_matches = self.drafter.past.advance(self.past_matches, token)
 
-    def improve(self, token: list[int], score: float, matches: list[Locus], most: int) -> tuple[list[int], float]:
+    def improve(self, token: Tokens, score: float, matches: list[Locus], most: int) -> tuple[Tokens, float]:
         """Return the best draft from the loci of the text's suffixes, shortest first, or the given one.
 
         A draft follows the most frequent child while the path's probability is at least `min_probability`; its score is

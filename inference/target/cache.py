@@ -29,6 +29,7 @@ from transformers.cache_utils import (
 )
 
 T = TypeVar("T")
+KeysValues = tuple[Tensor, Tensor]
 KV_BUCKET = 256  # padded passes read a multiple of this many entries
 CAPACITY_MULTIPLE = 64  # capacities are multiples of it, so attention can be split into equal pieces
 STATE = ("conv_states", "recurrent_states", "has_previous_state")  # the attributes of a layer that a pass changes
@@ -59,9 +60,7 @@ class BatchLayer(DynamicLayer):
         self.both, self.slot, self.write_index, self.end = (keys, values), slot, write_index, end
         self.is_initialized = True
 
-    def update(
-        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
-    ) -> tuple[Tensor, Tensor]:
+    def update(self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object) -> KeysValues:
         """Write each sequence's new entries and return all entries up to the end."""
         slot, write_index = (index.to(key_states.device) for index in (self.slot, self.write_index))  # to its device
         for buffer, states in zip(self.both, (key_states, value_states), strict=True):
@@ -114,7 +113,7 @@ class Storage:
     def __init__(self, size: int, layout: Layout, few_sizes: bool = False) -> None:
         self.size, self.layout, self.capacity, self.few_sizes = size, layout, 0, few_sizes
         self.blocks: list[Tensor] = []
-        self.layers: dict[int, tuple[Tensor, Tensor]] = {}
+        self.layers: dict[int, KeysValues] = {}
 
     @property
     def nbytes(self) -> Counter[torch.device]:
@@ -139,7 +138,7 @@ class Storage:
                 for before, after in zip(pair, self.layers[layer], strict=True):
                     after[:, :, : before.shape[2]] = before
 
-    def fit(self, layer: int, keys: Tensor, values: Tensor, end: int) -> tuple[Tensor, Tensor]:
+    def fit(self, layer: int, keys: Tensor, values: Tensor, end: int) -> KeysValues:
         """Return a layer's buffers of at least `end` entries a sequence, for keys and values of this spec."""
         if end > self.capacity:
             self.reserve(2 * end)
@@ -180,11 +179,6 @@ class Storage:
             at, begin, end = (index.to(block.device) for index in (slot, source, dest))
             block[:, at, :, end] = block[:, at, :, begin]
 
-    def move(self, from_slot: int, slot: int, count: int) -> None:
-        """Copy the first entries of a sequence to another slot."""
-        for block in self.blocks:
-            block[:, slot, :, :count] = block[:, from_slot, :, :count]
-
     def _add(self, layout: Layout) -> None:
         """Allocate these layers' buffers."""
         specs = [spec for pair in layout.values() for spec in pair]
@@ -205,9 +199,7 @@ class SequenceLayer(DynamicLayer):
         init()
         self.storage, self.index, self.slot, self.length = storage, index, slot, 0
 
-    def update(
-        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
-    ) -> tuple[Tensor, Tensor]:
+    def update(self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object) -> KeysValues:
         """Append entries and return all of them."""
         new, slot = key_states.shape[2], slice(self.slot, self.slot + 1)
         end = self.length + new
@@ -251,15 +243,14 @@ class TargetCache:
     def set_length(self, length: int) -> None:
         """Set the number of entries."""
         for layer in self.hf.layers:
-            assert isinstance(layer, SequenceLayer)
             layer.length = length
 
     @torch.inference_mode()
     def move(self, slot: int) -> None:
         """Move to a free slot of the batch."""
-        self.storage.move(self.slot, slot, self.length)
+        for block in self.storage.blocks:
+            block[:, slot, :, : self.length] = block[:, self.slot, :, : self.length]
         for layer in self.hf.layers:
-            assert isinstance(layer, SequenceLayer)
             layer.slot = slot
         self.slot = slot
         self.hf.layer_class_to_replicate = None  # no further layers are made
@@ -310,9 +301,7 @@ class HybridLayer(LinearAttentionAndFullAttentionLayer):
         super().__init__()
         self.entries = entries
 
-    def update(
-        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
-    ) -> tuple[Tensor, Tensor]:
+    def update(self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object) -> KeysValues:
         """Append entries and return all of them."""
         return self.entries.update(key_states, value_states)
 
@@ -384,7 +373,10 @@ class RecurrentCache(TargetCache):
 
     def snapshot(self) -> None:
         """Copy the states, so that the next pass can be undone."""
-        self.before = {i: {name: _copy(getattr(layer, name)) for name in STATE} for i, layer in self.recurrent.items()}
+        self.before = {i: {name: dict(getattr(layer, name)) for name in STATE} for i, layer in self.recurrent.items()}
+        for states in self.before.values():
+            for state in states.values():
+                state |= {i: value.clone() for i, value in state.items() if isinstance(value, Tensor)}
         self.hf.calls = {}
 
     @torch.inference_mode()
@@ -406,8 +398,3 @@ class RecurrentCache(TargetCache):
 def _states(args: tuple[Any, ...], kwargs: dict[str, Any]) -> States | None:
     """Return the `States` among a module's arguments, if there is one."""
     return next((value for value in (*args, *kwargs.values()) if isinstance(value, States)), None)
-
-
-def _copy(state: Any) -> Any:
-    """Return a copy of a layer's states."""
-    return {i: value.clone() if isinstance(value, Tensor) else value for i, value in state.items()}

@@ -68,10 +68,13 @@ class TargetEmbeddings(nn.Module):
         shape, hidden = hidden.shape[:-1], hidden.reshape(-1, hidden.shape[-1]).to(self.lm_head.weight.dtype)
         if ids is None:
             logits = self.lm_head(hidden)
-        elif torch.compiler.is_compiling():
-            logits = self._traced(hidden, ids)
-        else:
+        elif not torch.compiler.is_compiling():
             logits = self._rows(ids)(hidden)
+        elif self._some is not None and self._some[0] is ids:
+            logits = self._some[1](hidden)
+        else:  # another head has replaced the cached rows: each step copies its own until the next prompt
+            bias = self.lm_head.bias
+            logits = functional.linear(hidden, self.lm_head.weight[ids], None if bias is None else bias[ids])
         logits = logits.reshape(*shape, logits.shape[-1])
         logits = logits if self.factor == 1 else logits * self.factor
         return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
@@ -90,19 +93,8 @@ class TargetEmbeddings(nn.Module):
                     rows.bias = nn.Parameter(self.lm_head.bias[ids], requires_grad=False)
             pack(rows)
             self._all_rows[ids] = version, rows
-        assert isinstance(rows, nn.Linear)
         object.__setattr__(self, "_some", (ids, rows))
         return rows
-
-    def _traced(self, hidden: Float[Tensor, "*n D"], ids: Int[Tensor, "W"]) -> Float[Tensor, "*n W"]:
-        """Return the logits of these tokens in a compiled step, by the cached rows if they match.
-
-        If another head has replaced the cached rows, each step copies its rows until the next prompt.
-        """
-        if self._some is not None and self._some[0] is ids:
-            return self._some[1](hidden)
-        bias = self.lm_head.bias
-        return functional.linear(hidden, self.lm_head.weight[ids], None if bias is None else bias[ids])
 
     def kept_rows(self) -> list[Tensor]:
         """Return the cached rows of the lm_head, which compiled drafts read."""

@@ -86,8 +86,6 @@ def check_quantized(path: str, configured: PreTrainedConfig, quantize: str | Non
         ValueError: they are quantised already and `quantize` is set, or in a way that transformers does not know: it
             would load FP8 weights without their scales.
     """
-    from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
-
     quantize, saved, name = None if quantize == AS_IT_IS else quantize, saved_quantization(configured), None
     if saved is None:
         folder, _ = resolve_gguf(path)  # or the Hub's cache
@@ -97,6 +95,8 @@ def check_quantized(path: str, configured: PreTrainedConfig, quantize: str | Non
         algorithm = described.get("quant_algo") if isinstance(described, dict) else None
         name = algorithm and f"{shown(algorithm)} ({MODELOPT})"
     elif not (saved.get("load_in_8bit") or saved.get("load_in_4bit")):  # older configs name no method
+        from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING  # late: it imports all quantisers
+
         method = saved.get("quant_method")
         algorithm = saved.get("quant_algo")
         if method not in [*AUTO_QUANTIZATION_CONFIG_MAPPING]:
@@ -168,8 +168,18 @@ def load(
         if missing := sorted(loaded[1]["missing_keys"]):  # transformers initialises them at random
             raise ValueError(f"its files hold no {missing[0]}, nor {len(missing) - 1} others; download it again")
         model: transformers.PreTrainedModel = loaded[0]
-    if quantized:
-        _check(model, path, quantize if quantize in METHODS else None)
+    if quantized:  # the linear layers, and not the tables that heads read
+        weight: Any = getattr(model.get_output_embeddings(), "weight", None)
+        if type(weight) is not nn.Parameter or not weight.is_floating_point() or weight.element_size() == 1:
+            raise ValueError(
+                f"model.path={path}: its lm_head is quantised, but heads read it as it is; take a checkpoint that "
+                "keeps it"
+            )
+        if quantize in METHODS and all(type(parameter) is nn.Parameter for parameter in model.parameters()):
+            raise ValueError(
+                f"model.quantize={quantize}: {path} has no layer that this quantises ({type(model).__name__}); choose "
+                "another one, or leave model.quantize out"
+            )
     if not placed:
         move: Any = model.to  # transformers' wrapper hides its arguments
         move(device)
@@ -218,20 +228,6 @@ def _errors(path: str, what: str = "causal LM with tokenizer") -> Iterator[None]
         if not (isinstance(error, UNFIT) or panicked(error)):
             raise
         raise ValueError(f"model.path={path}: no {what} loads from there ({reason(error)})") from error
-
-
-def _check(model: "transformers.PreTrainedModel", path: str, quantize: str | None) -> None:
-    """Check that linear layers are quantised, and that the tables that heads read are not."""
-    weight: Any = getattr(model.get_output_embeddings(), "weight", None)
-    if type(weight) is not nn.Parameter or not weight.is_floating_point() or weight.element_size() == 1:
-        raise ValueError(
-            f"model.path={path}: its lm_head is quantised, but heads read it as it is; take a checkpoint that keeps it"
-        )
-    if quantize is not None and all(type(parameter) is nn.Parameter for parameter in model.parameters()):
-        raise ValueError(
-            f"model.quantize={quantize}: {path} has no layer that this quantises ({type(model).__name__}); choose "
-            "another one, or leave model.quantize out"
-        )
 
 
 def method_of(model: "transformers.PreTrainedModel") -> str | None:

@@ -17,7 +17,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedTokenizerBase
 
 from heads import rows
-from heads.base import Features, to_device
+from heads.base import Features, Layers, to_device
 from heads.common.target_config import EXPERTS, cache_argument, context_of
 from heads.modules import tree_attention
 from inference.target import loading
@@ -41,6 +41,8 @@ from inference.target.loading import Adapter
 from inference.target.placement import Placed, run_in_turns
 from inference.verification import tree
 from inference.verification.tree import DraftTree
+
+TokenRows = Int[Tensor, "B T"]
 
 
 class TargetOutput(NamedTuple):
@@ -87,20 +89,6 @@ def switch_of(model: "transformers.PreTrainedModel") -> LongropeSwitch | None:
     return LongropeSwitch(min(lengths), recomputes and hasattr(config, "original_max_position_embeddings"))
 
 
-def fix_rope(model: nn.Module) -> None:
-    """Fix the frequencies of dynamic NTK scaling, which change only beyond the context, where no sequence goes.
-
-    Otherwise the host would read the positions of every pass from the device.
-    """
-    module: Any
-    for module in model.modules():
-        kind = getattr(module, "rope_type", None)  # some have one for a kind of layer
-        if isinstance(kind, dict):
-            module.rope_type = {name: "default" if one == "dynamic" else one for name, one in kind.items()}
-        elif kind == "dynamic":
-            module.rope_type = "default"
-
-
 @contextmanager
 def forwards_replaced(forwards: Mapping[nn.Module, Callable[..., Any]]) -> Iterator[None]:
     """Replace modules' forward methods for a while."""
@@ -125,7 +113,7 @@ class LayerOutputs:
 
     def __init__(self, layers: Iterable[nn.Module]) -> None:
         self.outputs: list[Tensor | None] | None = None
-        self.wanted: tuple[int, ...] = ()
+        self.wanted: Layers = ()
         for layer in layers:
             layer.register_forward_hook(self.note)
 
@@ -188,7 +176,15 @@ class TargetModel:
         if self.device.type == "cuda":  # cuDNN's attention takes tens of milliseconds to plan for each new length
             torch.backends.cuda.enable_cudnn_sdp(False)
             tree_attention.prepare(self.device)
-        fix_rope(model)
+        # Dynamic NTK scaling changes frequencies only beyond the context, where no sequence goes; else the host would
+        # read the positions of every pass from the device.
+        module: Any
+        for module in model.modules():
+            kind = getattr(module, "rope_type", None)  # some have one for a kind of layer
+            if isinstance(kind, dict):
+                module.rope_type = {name: "default" if one == "dynamic" else one for name, one in kind.items()}
+            elif kind == "dynamic":
+                module.rope_type = "default"
         if getattr(model, "_supports_attention_backend", False):
             group_attention(self.config)
         self._cache_argument = cache_argument(self.base)
@@ -234,7 +230,7 @@ class TargetModel:
         return BatchCache(Storage(size, self.layout, self.few_sizes), make)
 
     @torch.no_grad()
-    def features(self, token: Int[Tensor, "B T"], document: Int[Tensor, "B T"], layers: tuple[int, ...]) -> Features:
+    def features(self, token: TokenRows, document: TokenRows, layers: Layers) -> Features:
         """Return the features of packed sequences; documents do not see each other and each starts at position 0.
 
         `layers` are the decoder layers to return, here and in every pass below.
@@ -254,7 +250,7 @@ class TargetModel:
         )
 
     def own_features(
-        self, token: Tensor, document: Tensor, layers: tuple[int, ...], spans: list[Span] | None = None
+        self, token: Tensor, document: Tensor, layers: Layers, spans: list[Span] | None = None
     ) -> Features:
         """Return the features of packed sequences that are equal in all processes of a pass."""
         position, spans = rows.positions(document), spans_of(document) if spans is None else spans
@@ -271,13 +267,13 @@ class TargetModel:
             out = self.run(token, position, attn_mask, None, layers)
         return Features(token, out.hidden, out.last_hidden, document)
 
-    def _unpacked(self, token: Tensor, document: Tensor, layers: tuple[int, ...], spans: list[Span]) -> Features:
+    def _unpacked(self, token: Tensor, document: Tensor, layers: Layers, spans: list[Span]) -> Features:
         """Return the features of documents that run unpacked, since recurrent states would cross documents.
 
         Padding is after a document, where its tokens do not see it. No pass has more tokens than the packed sequences,
         or than the longest document.
         """
-        hidden = last = None
+        whole: list[Tensor] = []  # the outputs in the packed rows
         groups: list[list[Span]] = []
         for span in sorted(spans, key=lambda span: span.begin - span.end):  # longest first
             if groups and (len(groups[-1]) + 1) * (groups[-1][0].end - groups[-1][0].begin) <= token.numel():
@@ -288,24 +284,23 @@ class TargetModel:
             padded = pad_sequence([token[span.row, span.begin : span.end] for span in group], batch_first=True)
             position = torch.arange(padded.shape[1], device=self.device).expand_as(padded)
             out = self.run(padded, position, None, None, layers)
-            if hidden is None or last is None:
-                hidden, last = (states.new_zeros(*token.shape, *states.shape[2:]) for states in out[:2])
+            states = out.hidden, out.last_hidden
+            whole = whole or [one.new_zeros(*token.shape, *one.shape[2:]) for one in states]
             for row, span in enumerate(group):
-                where, count = (span.row, slice(span.begin, span.end)), span.end - span.begin
-                hidden[where], last[where] = out.hidden[row, :count], out.last_hidden[row, :count]
-        assert hidden is not None
-        assert last is not None
+                for packed, one in zip(whole, states, strict=True):
+                    packed[span.row, span.begin : span.end] = one[row, : span.end - span.begin]
+        hidden, last = whole
         return Features(token, hidden, last, document)
 
     @torch.inference_mode()
-    def prefill(self, token: Int[Tensor, "T"], cache: TargetCache, layers: tuple[int, ...] = ()) -> TargetOutput:
+    def prefill(self, token: Int[Tensor, "T"], cache: TargetCache, layers: Layers = ()) -> TargetOutput:
         """Append a sequence of committed tokens; return the logits of the last one (R = 1)."""
         position = torch.arange(cache.length, cache.length + len(token), device=self.device)
         out = self.run(token[None], position[None], None, cache, layers)
         return out._replace(logits=self.embeddings.logits(out.last_hidden[:, -1:]))
 
     @torch.inference_mode()
-    def score(self, drafted: DraftTree, cache: TargetCache, layers: tuple[int, ...] = ()) -> TargetOutput:
+    def score(self, drafted: DraftTree, cache: TargetCache, layers: Layers = ()) -> TargetOutput:
         """Score a tree in one pass: append its N nodes to the cache; return all logits.
 
         The caller then compacts the cache to the accepted path.
@@ -317,11 +312,11 @@ class TargetModel:
 
     def run(
         self,
-        token: Int[Tensor, "B T"],
-        position: Int[Tensor, "B T"],
+        token: TokenRows,
+        position: TokenRows,
         attn_mask: Bool[Tensor, "B T S"] | None,
         cache: TargetCache | BatchPass | None,
-        layers: tuple[int, ...] = (),
+        layers: Layers = (),
         key_position: Int[Tensor, "B S"] | None = None,
         stack: Callable[..., Any] | None = None,
     ) -> TargetOutput:
@@ -347,7 +342,7 @@ class TargetModel:
         position: Int[Tensor, "B N"],
         attn_mask: Bool[Tensor, "B N S"],
         cache: BatchPass,
-        layers: tuple[int, ...],
+        layers: Layers,
         key_position: Int[Tensor, "B S"],
     ) -> TargetOutput:
         """Run the rows of a layout; return the outputs and logits of all nodes, an absent one has those of the root."""
@@ -365,7 +360,7 @@ class TargetModel:
         position: Tensor,
         mask: Any,
         cache: TargetCache | BatchPass | None,
-        layers: tuple[int, ...],
+        layers: Layers,
         stack: Callable[..., Any] | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Run the decoder stack with a mask in transformers' format; return the outputs of `layers` and the last."""
@@ -409,17 +404,8 @@ Stub = Callable[[Tensor], Tensor]
 class SkipSet(NamedTuple):
     """The decoder layers whose attention is skipped, and those whose MLP is."""
 
-    attention: tuple[int, ...]
-    mlp: tuple[int, ...]
-
-
-def sublayers(layer: nn.Module) -> tuple[nn.Module, nn.Module]:
-    """Return a decoder layer's attention (the module with a layer index) and its MLP; refuse one without these."""
-    heavy = [child for child in layer.children() if any(p.ndim > 1 for p in child.parameters())]
-    parts = {hasattr(child, "layer_idx"): child for child in heavy}
-    if not len(heavy) == len(parts) == 2:
-        raise ValueError(f"{type(layer).__name__} is not made of one attention and one MLP: nothing can be skipped")
-    return parts[True], parts[False]
+    attention: Layers
+    mlp: Layers
 
 
 class LayerSkippedTarget:
@@ -437,7 +423,15 @@ class LayerSkippedTarget:
         whole = {*skips.attention} & {*skips.mlp}
         stubs: dict[nn.Module, Stub] = {target.decoder_layers[i]: Tensor.contiguous for i in whole}
         for which, indices in enumerate(skips):
-            stubs |= {sublayers(target.decoder_layers[i])[which]: torch.zeros_like for i in indices if i not in whole}
+            for i in {*indices} - whole:
+                layer = target.decoder_layers[i]
+                heavy = [child for child in layer.children() if any(p.ndim > 1 for p in child.parameters())]
+                parts = {hasattr(child, "layer_idx"): child for child in heavy}  # the attention has a layer index
+                if not len(heavy) == len(parts) == 2:
+                    raise ValueError(
+                        f"{type(layer).__name__} is not made of one attention and one MLP: nothing can be skipped"
+                    )
+                stubs[parts[which == 0]] = torch.zeros_like
         with ExitStack() as hooks:  # a pass shows whether a module returns a tuple
             for module, stub in stubs.items():
                 hooks.enter_context(module.register_forward_hook(partial(self.replace, stub)))

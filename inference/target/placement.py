@@ -252,7 +252,16 @@ def placed(
             f"model.placement={where.placement}: transformers has no plan to cut {path} up; choose another"
         )
     config = read_target_config(path, trust)
-    embeddings, digest_of_target = _embeddings(model, config, device, trust), _fingerprint(model, path)
+    embeddings = _embeddings(model, config, device, trust)
+    if getattr(model, "hf_quantizer", None) is not None:
+        digest_of_target = fingerprint(model, path)
+    else:
+        try:
+            digest_of_target = fingerprint_on_disk(model, path)
+        except (OSError, ValueError, KeyError, SafetensorError):  # whose names differ there
+            names = {name for name, _ in model.named_parameters()}
+            few = {name: value.flatten()[:FEW].clone() for name, value in whole(model) if name in names}
+            digest_of_target = digest(few)
     group = None
     if where.placement == TENSOR_PARALLEL and where.group_size > 1:
         group = mesh(where.group_size, device)["tp"].get_group()
@@ -277,17 +286,6 @@ def whole(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
             for name, value in list(submodule.named_parameters(recurse=False)):
                 full = value.full_tensor() if _is_sharded(value) else value
                 yield f"{prefix}.{name}".lstrip("."), full.detach()
-
-
-def _fingerprint(model: "transformers.PreTrainedModel", path: str) -> str:
-    """Return the fingerprint from the checkpoint's files, or if their names differ from the weights."""
-    if getattr(model, "hf_quantizer", None) is not None:
-        return fingerprint(model, path)
-    try:
-        return fingerprint_on_disk(model, path)
-    except (OSError, ValueError, KeyError, SafetensorError):
-        names = {name for name, _ in model.named_parameters()}
-        return digest({name: value.flatten()[:FEW].clone() for name, value in whole(model) if name in names})
 
 
 def _embeddings(

@@ -10,7 +10,7 @@ the hidden states differ by 0.5 (docs/targets.md, "Rounding and masks").
 """
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -57,7 +57,11 @@ def check(target: TargetModel) -> bool:
 
 def _check(target: TargetModel) -> bool:
     window_sizes = windows(target.model, target.context)
-    length = _length(target, window_sizes.values())
+    room = target.context - len(PARENTS) - 1  # for the prompt, in one pass
+    if target.switch is not None:  # a request keeps its passes on one side of it
+        room = min(room, target.switch.length - DEPTH - 2)
+    longest = max((size for size in window_sizes.values() if size <= LONGEST), default=0)
+    length = max(1, min(PROMPT + longest, room))
     generator = torch.Generator().manual_seed(0)
     token = torch.randint(target.embeddings.vocab_size, (length + len(PARENTS),), generator=generator).to(target.device)
     prompt, nodes = token[:length], token[length:]
@@ -93,14 +97,6 @@ def _check_finite(target: TargetModel) -> None:
         if value.is_floating_point() and not bool(torch.isfinite(value).all()):
             whose = target.name + (f" with model.adapter={target.spec.adapter}" if target.spec.adapter else "")
             raise ValueError(f"{whose}: {name} holds what is no finite number: download its weights again")
-
-
-def _length(target: TargetModel, sizes: Iterable[int]) -> int:
-    """Return the length of the prompt: longer than the windows that can be tested, within one pass's limit."""
-    room = target.context - len(PARENTS) - 1
-    if target.switch is not None:  # a request keeps its passes on one side of it
-        room = min(room, target.switch.length - DEPTH - 2)
-    return max(1, min(PROMPT + max((size for size in sizes if size <= LONGEST), default=0), room))
 
 
 def _check_logits(target: TargetModel, prompt: Tensor) -> None:

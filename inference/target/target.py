@@ -66,16 +66,17 @@ class Target(TargetModel):
         """
         chosen_device = device_named(device)
         kind = dtype_named(dtype, chosen_device, path, trust_remote_code)
-        if adapter in (None, loading.AS_IT_IS):
-            model, tokenizer = loading.load(path, kind, chosen_device, trust_remote_code, quantize, where)
-            if where.placement == REPLICATE:
-                return cls(model, tokenizer, path)
-            return cls(model, tokenizer, path, None, placed_whole(model, where, path, chosen_device, trust_remote_code))
-        check_placement(where, None, adapter, chosen_device)
-        folder = loading.check_adapter(adapter, quantize)
-        model, tokenizer = loading.load(path, kind, chosen_device, trust_remote_code, quantize)
-        merged, attached = loading.merge_adapter(model, path, adapter, folder)
-        return cls(merged, tokenizer, path, attached)
+        merges = None if adapter == loading.AS_IT_IS else adapter
+        if merges is not None:
+            check_placement(where, None, merges, chosen_device)
+            folder = loading.check_adapter(merges, quantize)
+        model, tokenizer = loading.load(path, kind, chosen_device, trust_remote_code, quantize, where)
+        attached = sharded = None
+        if merges is not None:
+            model, attached = loading.merge_adapter(model, path, merges, folder)
+        elif where.placement != REPLICATE:
+            sharded = placed_whole(model, where, path, chosen_device, trust_remote_code)
+        return cls(model, tokenizer, path, attached, sharded)
 
     @classmethod
     def of(cls, model: ModelConfig, dtype: str | None = None, device: str | None = None) -> "Target":

@@ -7,6 +7,7 @@ from typing import Any
 from jinja2 import TemplateError, TemplateSyntaxError
 from transformers import BatchEncoding, PreTrainedTokenizerBase
 
+from heads.base import Tokens
 from heads.common.errors import one_line, panicked
 from heads.common.untrusted import CUT
 
@@ -29,7 +30,7 @@ def tokenize(tokenizer: PreTrainedTokenizerBase, text: str | list[str], **option
         raise ValueError(f"{name}: its tokenizer fails at a text ({one_line(error)}); download it again") from error
 
 
-def text_ids(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+def text_ids(text: str, tokenizer: PreTrainedTokenizerBase) -> Tokens:
     """Return the tokens of plain text, with the tokenizer's special tokens at the start.
 
     An end token that some tokenizers append (add_eos_token) is left out: a target writes nothing after it.
@@ -84,7 +85,7 @@ def _why(error: Exception) -> str:
 UNFINISHED = "\ufffd"
 
 
-def decode(tokenizer: PreTrainedTokenizerBase, token: list[int]) -> str:
+def decode(tokenizer: PreTrainedTokenizerBase, token: Tokens) -> str:
     """Return the text of tokens as it is, without special tokens."""
     return str(tokenizer.decode(token, skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
@@ -98,7 +99,7 @@ class TextStream:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self.tokenizer = tokenizer
-        self.tokens: list[int] = []
+        self.tokens: Tokens = []
         self.begin = self.shown = 0  # tokens[begin:shown] is the last piece shown, the context of the next
 
     def push(self, token: int) -> str:

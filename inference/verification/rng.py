@@ -10,6 +10,7 @@ from torch import Tensor
 
 from inference.verification.sample import Sampling, distribution
 
+PerSequence = Int[Tensor, "B"]
 CACHED_ROWS = 4  # rows of a large vocabulary that a CPU's cache holds
 ROWS = 256  # distributions summed up in fp64 at a time: 15,000 over a large vocabulary do not fit into memory
 
@@ -52,7 +53,7 @@ class Draws:
 class Samples:
     """Samples at the roots of B sequences, by number: those of a sequence do not depend on its batch."""
 
-    def __init__(self, root: Int[Tensor, "B"]) -> None:
+    def __init__(self, root: PerSequence) -> None:
         """Take the roots' keys."""
         self.root, self.taken = root, 0
 
@@ -84,6 +85,7 @@ class Samples:
 
 BITS = 32
 MASK = (1 << BITS) - 1
+ROUNDS = (16, 0x21F0AAAD), (15, 0x735A2D97)  # Wellons' hash; both factors are below 2^31: no product exceeds 63 bits
 DRAFT_KEY, ACCEPT_KEY = MASK, MASK - 1  # keys of the other random numbers; positions are smaller
 
 
@@ -115,7 +117,7 @@ def exponential_noise(key: Int[Tensor, "*b"], position: Int[Tensor, "*b"], size:
     for some, some_keys in in_cache(noise.view(-1, size), keys.view(-1, 1)):
         # The hash is `_mixed`'s, in 32 bits and in place: intermediates of 64 bits are eight times as slow.
         bits = token ^ some_keys
-        for shift, factor in ((16, 0x21F0AAAD), (15, 0x735A2D97), (15, 1)):
+        for shift, factor in (*ROUNDS, (15, 1)):
             bits.bitwise_xor_((bits >> shift).bitwise_and_((1 << BITS - shift) - 1)).mul_(factor)
         # log(u) is log1p(u - 1), and 1 - u has all bits of fp32 where the noise is small and decides.
         some.copy_(bits.bitwise_not_()).add_(0.5).mul_(0.5**BITS)
@@ -124,8 +126,8 @@ def exponential_noise(key: Int[Tensor, "*b"], position: Int[Tensor, "*b"], size:
 
 
 def sample_tokens(
-    logits: Float[Tensor, "B V"], sampling: Sampling, key: Int[Tensor, "B"], position: Int[Tensor, "B"]
-) -> Int[Tensor, "B"]:
+    logits: Float[Tensor, "B V"], sampling: Sampling, key: PerSequence, position: PerSequence
+) -> PerSequence:
     """Return the target's token of each row under the noise of its position."""
     tokens = []
     for some, keys, positions in in_cache(logits, key, position):
@@ -141,9 +143,8 @@ def in_cache(*rows: Tensor) -> Iterator[tuple[Tensor, ...]]:
 
 
 def _mixed(x: Any) -> Any:
-    """Mix 32 bits (Wellons' hash of two rounds; both factors are below 2^31, so that no product overflows 63 bits)."""
-    x = ((x ^ (x >> 16)) * 0x21F0AAAD) & MASK
-    x = ((x ^ (x >> 15)) * 0x735A2D97) & MASK
+    for shift, factor in ROUNDS:
+        x = ((x ^ (x >> shift)) * factor) & MASK
     return x ^ (x >> 15)
 
 

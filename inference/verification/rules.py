@@ -22,12 +22,19 @@ EPSILON, DELTA = 0.09, 0.3
 THRESHOLD = 0.3
 MIN_PROB = 1e-30  # replaces a probability of 0 under a logarithm
 
+PerSequence = Int[Tensor, "B"]
+NodeMask = Bool[Tensor, "B N"]
+AncestorMask = Bool[Tensor, "#B N N"]  # each node's ancestors, itself included
+PerNode = Float[Tensor, "B N"]
+Probs = Float[Tensor, "B V"]
+NodeProbs = Float[Tensor, "B N V"]
+
 
 class Accepted(NamedTuple):
     """The accepted paths of B trees that are at most P - 1 deep."""
 
     path: Int[Tensor, "B P"]  # accepted nodes from the root on, padded with the last one
-    committed: Int[Tensor, "B"]  # number of accepted nodes, the root included, and of committed tokens
+    committed: PerSequence  # number of accepted nodes, the root included, and of committed tokens
     token: Int[Tensor, "B P"]  # committed tokens: the accepted drafts, then the bonus token
 
 
@@ -36,31 +43,23 @@ class Sampled(NamedTuple):
 
     parents: Sequence[int]  # parent of each node of the shape, -1 for the root; parents come before children
     token: Int[Tensor, "B N"]  # the nodes' tokens
-    valid: Bool[Tensor, "B N"]  # mask of the drafted nodes
+    valid: NodeMask  # mask of the drafted nodes
     q: Float[Tensor, "B M V"]  # the probs that the children of the M nodes with children were sampled from, in order
 
 
-class LastAccepted(NamedTuple):
-    """The last accepted node of each sequence, and the probs that the next token is sampled from."""
-
-    last: Int[Tensor, "B"]
-    probs: Float[Tensor, "B V"]
+# The last accepted node of each sequence, and the probs that the next token is sampled from.
+LastAccepted = tuple[PerSequence, Probs]
 
 
 def valid_nodes(
-    tree: DraftTree, ancestor_mask: Bool[Tensor, "#B N N"], depth: Int[Tensor, "B N"], max_draft_depth: Int[Tensor, "B"]
-) -> Bool[Tensor, "B N"]:
+    tree: DraftTree, ancestor_mask: AncestorMask, depth: Int[Tensor, "B N"], max_draft_depth: PerSequence
+) -> NodeMask:
     """Return the mask of drafted nodes: no padding (token -1), no descendants of padding, no nodes too deep."""
     return ~(ancestor_mask & (tree.token < 0)[:, None]).any(-1) & (depth <= max_draft_depth[:, None])
 
 
-def follow(
-    tree: DraftTree,
-    ancestor_mask: Bool[Tensor, "#B N N"],
-    valid: Bool[Tensor, "B N"],
-    matches_target: Bool[Tensor, "B N"],
-) -> Int[Tensor, "B"]:
-    """Return the deepest node of the longest path of `matches_target` nodes.
+def follow(tree: DraftTree, ancestor_mask: AncestorMask, valid: NodeMask, matches_target: NodeMask) -> PerSequence:
+    """Return the deepest node of the longest path of right nodes.
 
     `ancestor_mask` marks each node's ancestors, itself included, `valid` the drafted nodes, `matches_target` the nodes
     that the target accepts after their parent.
@@ -100,13 +99,13 @@ def follow_on_host(
 
 def walk(
     tree: DraftTree,
-    valid: Bool[Tensor, "B N"],
-    choose: Callable[[Int[Tensor, "B"], int], Int[Tensor, "B"]],
+    valid: NodeMask,
+    choose: Callable[[PerSequence, int], PerSequence],
     deepest: int,
     *,
     allow_host_sync: bool,
-) -> tuple[Int[Tensor, "B"], Int[Tensor, "B"]]:
-    """Walk down each tree while a child, the first of equal ones, has the token that `choose` returns after a node.
+) -> tuple[PerSequence, PerSequence]:
+    """Walk down each tree while the token that `choose` names after a node was drafted there, the first of equal ones.
 
     So probs are computed only for nodes on the accepted paths, one per depth, down to `deepest`. With `allow_host_sync`
     the host reads whether all paths have ended. Returns the last nodes, and the tokens after them.
@@ -124,11 +123,7 @@ def walk(
 
 
 def accepted_paths(
-    tree: DraftTree,
-    ancestor_mask: Bool[Tensor, "#B N N"],
-    last: Int[Tensor, "B"],
-    token: Int[Tensor, "B"],
-    deepest: int,
+    tree: DraftTree, ancestor_mask: AncestorMask, last: PerSequence, token: PerSequence, deepest: int
 ) -> Accepted:
     """Return the paths to the last accepted nodes, and their tokens followed by `token`."""
     size, last = tree.token.shape[-1], last[:, None]
@@ -141,15 +136,13 @@ def accepted_paths(
     return Accepted(path, count, torch.where(ends, token[:, None], after))
 
 
-def typical(p: Float[Tensor, "B N V"]) -> Float[Tensor, "B N"]:
+def typical(p: NodeProbs) -> PerNode:
     """LOSSY. Return Medusa's probability threshold after each node, from the entropy of the target's distribution."""
     entropy = -(p * p.clamp_min(MIN_PROB).log()).sum(-1)
     return (DELTA * torch.exp(-entropy)).clamp_max(EPSILON)
 
 
-def lenient(
-    tree: DraftTree, p: Float[Tensor, "B N V"], threshold: Callable[[Float[Tensor, "B N V"]], Float[Tensor, "B N"]]
-) -> Bool[Tensor, "B N"]:
+def lenient(tree: DraftTree, p: NodeProbs, threshold: Callable[[NodeProbs], PerNode]) -> NodeMask:
     """LOSSY. Return the mask of nodes whose token is above the threshold after their parent."""
     parent, row = tree.parent.clamp_min(0), torch.arange(len(p), device=p.device)[:, None]
     return p[row, parent, tree.token.clamp_min(0)] > threshold(p).gather(1, parent)
@@ -159,8 +152,8 @@ def lenient(
 class AcceptDraws:
     """Uniform numbers "B N": each sequence uses its next one where it tests a node."""
 
-    uniforms: Float[Tensor, "B N"]
-    used_uniforms: Int[Tensor, "B"]
+    uniforms: PerNode
+    used_uniforms: PerSequence
 
     def sample(self, probability: Float[Tensor, "B"], tested: Bool[Tensor, "B"]) -> Bool[Tensor, "B"]:
         """Return true with the given probability where a node is tested, else false."""
@@ -169,9 +162,7 @@ class AcceptDraws:
         return tested & (uniforms < probability)
 
 
-def recursive(
-    draft: Sampled, p: Float[Tensor, "B N V"], uniforms: Float[Tensor, "B N"], allow_host_sync: bool = False
-) -> LastAccepted:
+def recursive(draft: Sampled, p: NodeProbs, uniforms: PerNode, allow_host_sync: bool = False) -> LastAccepted:
     """Recursive rejection sampling: siblings in sampled order, each against the residual of the target's probs.
 
     Siblings are sampled without replacement (Sequoia, arXiv 2402.12374); on a chain it is speculative sampling (arXiv
@@ -200,7 +191,7 @@ def recursive(
         if node in rows:
             residual_q = torch.where(column, draft.q[:, rows[node]], residual_q)
         last = last.masked_fill(accepted, node)
-    return LastAccepted(last, residual_p)
+    return last, residual_p
 
 
 @dataclass
@@ -209,8 +200,8 @@ class PathNode:
 
     reached: Bool[Tensor, "B"]  # mask of sequences that reach it, or would without an earlier accepted path
     alpha: Float[Tensor, "B"]  # probability that the path up to here is accepted, given the rejections below it
-    residual_p: Float[Tensor, "B V"]  # the residual of p after rejections
-    residual_q: Float[Tensor, "B V"] | None  # the residual of q; None without children
+    target: Probs  # residual of p after rejections
+    left: Probs | None  # residual of q; None without children
 
     def reject(self, token: Int[Tensor, "B 1"], rejected: Bool[Tensor, "B"], distinct: bool) -> None:
         """Update the residuals after a child with a token was rejected; `distinct` if it has later siblings."""
@@ -226,9 +217,7 @@ class PathNode:
             self.residual_q = torch.where(rejected[:, None], without(self.residual_q, token), self.residual_q)
 
 
-def traversal(
-    draft: Sampled, p: Float[Tensor, "B N V"], uniforms: Float[Tensor, "B N"], allow_host_sync: bool = False
-) -> LastAccepted:
+def traversal(draft: Sampled, p: NodeProbs, uniforms: PerNode, allow_host_sync: bool = False) -> LastAccepted:
     """Traversal verification (arXiv 2505.12398), from the leaves up: a path is accepted or rejected as a whole.
 
     A rejected leaf is deleted, its parent keeps the residuals of p and q, and the next leaf is tried. On a chain it is
@@ -261,7 +250,7 @@ def traversal(
             rejected = frames[-1].reached & draft.valid[:, node] & undecided  # also if it was not reached
             if not allow_host_sync or rejected.any():
                 frames[-1].reject(token, rejected, more[node])
-    return LastAccepted(last, probs)
+    return last, probs
 
 
 def _followed(parents: Sequence[int]) -> list[bool]:
@@ -287,7 +276,7 @@ def _walk(parents: Sequence[int]) -> Iterator[tuple[int, bool]]:
             waiting += [visit for child in reversed(below[node]) for visit in ((child, False), (child, True))]
 
 
-def _ratio(target: Float[Tensor, "B V"], draft: Float[Tensor, "B V"], token: Int[Tensor, "B 1"]) -> Float[Tensor, "B"]:
+def _ratio(target: Probs, draft: Probs, token: Int[Tensor, "B 1"]) -> Float[Tensor, "B"]:
     """Return p / q of a token."""
     return (target.gather(1, token) / draft.gather(1, token))[:, 0]
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from heads.common.ranges import Within
 
+Distributions = Float[Tensor, "*n V"]  # over the vocabulary, or their logits
 RANGES = {
     "temperature": Within(0, inf), "top_k": Within(0, inf), "top_p": Within(0, 1, above=True), "min_p": Within(0, 1),
     "repetition_penalty": Within(0, inf, above=True),
@@ -42,7 +43,7 @@ GREEDY = Sampling(0.0, 0, 1.0)
 FIRST = 1024
 
 
-def distribution(logits: Float[Tensor, "*n V"], sampling: Sampling) -> Float[Tensor, "*n V"]:
+def distribution(logits: Distributions, sampling: Sampling) -> Distributions:
     """Return the probabilities of the next token, in fp32 (fp64 stays).
 
     Temperature 0 is one-hot at the largest logit. Top-k keeps ties with the k-th logit; top-p keeps the
@@ -57,29 +58,22 @@ def distribution(logits: Float[Tensor, "*n V"], sampling: Sampling) -> Float[Ten
         floor = logits.topk(sampling.top_k).values[..., -1:]
         logits = logits.masked_fill(logits < floor, float("-inf"))
     probs = logits.softmax(-1)
-    if sampling.top_p < 1:
-        probs = _nucleus(probs, sampling.top_p)
+    if sampling.top_p < 1:  # the most likely tokens that together reach it
+        best, index = probs.topk(min(FIRST, probs.shape[-1]))
+        # Reading the sum makes the host wait for the device, and cannot be captured in a graph.
+        looks = probs.device.type == "cpu" and not torch.compiler.is_compiling()
+        if not looks or best.sum(-1).min() < sampling.top_p:
+            best, index = probs.sort(descending=True, stable=True)
+        inside = best.cumsum(-1) - best < sampling.top_p
+        probs = torch.zeros_like(probs).scatter(-1, index, best * inside)
+        probs = probs / probs.sum(-1, keepdim=True)
     if sampling.min_p > 0:
         probs = probs.masked_fill(probs < sampling.min_p * probs.amax(-1, keepdim=True), 0.0)
         probs = probs / probs.sum(-1, keepdim=True)
     return probs
 
 
-def _nucleus(probs: Float[Tensor, "*n V"], top_p: float) -> Float[Tensor, "*n V"]:
-    """Return the probabilities of the most likely tokens that together reach p."""
-    best, index = probs.topk(min(FIRST, probs.shape[-1]))
-    # Reading the sum makes the host wait for the device, and cannot be captured in a graph.
-    looks = probs.device.type == "cpu" and not torch.compiler.is_compiling()
-    if not looks or best.sum(-1).min() < top_p:
-        best, index = probs.sort(descending=True, stable=True)
-    inside = best.cumsum(-1) - best < top_p
-    nucleus = torch.zeros_like(probs).scatter(-1, index, best * inside)
-    return nucleus / nucleus.sum(-1, keepdim=True)
-
-
-def penalize(
-    logits: Float[Tensor, "*n V"], seen_tokens: Bool[Tensor, "*n V"], sampling: Sampling
-) -> Float[Tensor, "*n V"]:
+def penalize(logits: Distributions, seen_tokens: Bool[Tensor, "*n V"], sampling: Sampling) -> Distributions:
     """Return the logits with those of `seen_tokens` pulled down, in fp32; fp64 stays (arXiv 1909.05858).
 
     As in transformers a positive logit is divided by the penalty and a negative one multiplied, once for any number of
@@ -90,7 +84,7 @@ def penalize(
     return torch.where(seen_tokens, torch.where(logits < 0, logits * penalty, logits / penalty), logits)
 
 
-def residual(target: Float[Tensor, "*n V"], draft: Float[Tensor, "*n V"]) -> Float[Tensor, "*n V"]:
+def residual(target: Distributions, draft: Distributions) -> Distributions:
     """Return the residual of the target's probs after a rejected draft."""
     left = (target - draft).clamp_min(0)
     total = left.sum(-1, keepdim=True)
@@ -98,7 +92,7 @@ def residual(target: Float[Tensor, "*n V"], draft: Float[Tensor, "*n V"]) -> Flo
     return torch.where(total > 0, left / total, target)
 
 
-def without(probs: Float[Tensor, "*n V"], token: Int[Tensor, "*n 1"]) -> Float[Tensor, "*n V"]:
+def without(probs: Distributions, token: Int[Tensor, "*n 1"]) -> Distributions:
     """Return the probs given that a token is not sampled; unchanged where nothing else is possible."""
     left = probs.scatter(-1, token, 0.0)
     total = left.sum(-1, keepdim=True)

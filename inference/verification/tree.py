@@ -11,14 +11,15 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+PerNode = Int[Tensor, "N"]
 LOOK_AHEAD = -2  # the parent of a look-ahead token, which is not a node
 
 
 class DraftTree(NamedTuple):
     """Tokens and parents of a draft tree; the root's parent is -1. A token of -1 is padding."""
 
-    token: Int[Tensor, "N"]
-    parent: Int[Tensor, "N"]
+    token: PerNode
+    parent: PerNode
 
 
 class LookAhead(NamedTuple):
@@ -40,7 +41,7 @@ def root(token: int, device: torch.device) -> DraftTree:
     return DraftTree(torch.tensor([token], device=device), torch.tensor([-1], device=device))
 
 
-def chain(token: Int[Tensor, "N"]) -> DraftTree:
+def chain(token: PerNode) -> DraftTree:
     """Return the tree in which each token follows the one before."""
     return DraftTree(token, torch.arange(-1, len(token) - 1, device=token.device))
 
@@ -60,12 +61,12 @@ def ancestors(tree: DraftTree) -> Bool[Tensor, "*b N N"]:
     return mask
 
 
-def depth(tree: DraftTree) -> Int[Tensor, "N"]:
+def depth(tree: DraftTree) -> PerNode:
     """Return each node's distance from the root."""
     return ancestors(tree).sum(-1) - 1
 
 
-def layout(tree: DraftTree, prefix: int) -> tuple[Int[Tensor, "N"], Bool[Tensor, "N S"]]:
+def layout(tree: DraftTree, prefix: int) -> tuple[PerNode, Bool[Tensor, "N S"]]:
     """Return positions of the N nodes, and which of S = P + N entries each attends to."""
     on_path = ancestors(tree)
     return prefix + on_path.sum(-1) - 1, torch.cat([on_path.new_ones(len(on_path), prefix), on_path], 1)

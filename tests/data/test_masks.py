@@ -178,7 +178,7 @@ def test_marks_around_the_words_alone_train_the_blanks_and_the_end_too(
 
 def test_a_token_is_trained_with_all_its_characters(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of an answer at 3 to 7: neither one that begins before it nor one that ends behind it."""
-    offsets = [(0, 3), (2, 4), (3, 5), (5, 7), (6, 8), (8, 9)]
-    monkeypatch.setattr(masks, "encode_spans", lambda *_: ([*range(6)], offsets))
-    token, mask = masks._by_characters("0123456789", [(3, 7)], family_tokenizer("chatml", False))
+    starts, ends = [0, 2, 3, 5, 6, 8], [3, 4, 5, 7, 8, 9]
+    monkeypatch.setattr(masks, "encode_spans", lambda *_: ([*range(6)], starts, ends))
+    token, mask = masks._mask("0123456789", [(3, 7)], family_tokenizer("chatml", False))
     assert (token, mask) == ([*range(6)], [0, 0, 1, 1, 0, 0])

@@ -22,9 +22,7 @@ from data.features.store import (
     FeatureRequest,
     FeatureStore,
     SequenceTensors,
-    States,
     compute,
-    copying,
     start,
 )
 from heads.base import Features
@@ -188,8 +186,11 @@ def test_a_computed_row_is_rounded_as_a_stored_one(tmp_path: Path, target: Targe
 
 
 @pytest.mark.parametrize(("hidden", "last"), [(float("inf"), 0.0), (0.0, float("nan"))])
-def test_states_that_are_not_finite_are_refused(target: Target, packed: Packed, hidden: float, last: float) -> None:
-    spec = spec_of(target, packed, LAYERS, config())
-    bad = States(torch.full((1, 16, 2, 32), hidden), torch.full((1, 16, 32), last))
+def test_states_that_are_not_finite_are_refused(
+    monkeypatch: pytest.MonkeyPatch, target: Target, packed: Packed, hidden: float, last: float
+) -> None:
+    spec, token, document = spec_of(target, packed, LAYERS, config()), packed.token[:1], packed.document[:1]
+    bad = Features(token, torch.full((1, 16, 2, 32), hidden), torch.full((1, 16, 32), last), document)
+    monkeypatch.setattr(target, "features", lambda *_: bad)
     with pytest.raises(ValueError, match="a hidden state is not finite"):
-        copying(bad, spec).result()
+        start(target, token, document, spec).result()

@@ -17,7 +17,7 @@ from eval import gates, live
 from eval.config import EvalConfig, eval_config
 from eval.measures.losslessness import Gate, SampledGate, verdict_of
 from eval.run import evaluate, tuned
-from eval.setup import dtype_for, folder_for, replacing
+from eval.setup import dtype_for, folder_for, prepared
 from heads.common.resolvers import ROOT, register_resolvers
 from heads.common.typed import typed
 from heads.formats.hub import kind_of, sibling_spec
@@ -285,9 +285,14 @@ def test_the_report_goes_to_the_run_or_where_it_was_told_and_one_there_is_announ
         (tmp_path / name / "config.json").touch()
     assert folder_for(None, [str(tmp_path / "head")], ["head"]) == Path("outputs") / tmp_path.name
     assert folder_for(None, [str(tmp_path / "mine")], ["head"]) == Path("outputs/mine")
-    assert replacing(tmp_path) == ""
-    (tmp_path / "report.json").write_text("{}")
-    assert replacing(tmp_path) == ", in place of the report there; out=FOLDER writes elsewhere"
+
+
+def test_a_report_that_is_replaced_is_announced(runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    line = f"to {tmp_path}, in place of the report there; out=FOLDER writes elsewhere"
+    for announced in (False, True):
+        prepared(small(runs, tmp_path))
+        assert (line in capsys.readouterr().err) == announced
+        (tmp_path / "report.json").write_text("{}")
 
 
 def test_every_source_has_its_options_and_every_option_its_source() -> None:

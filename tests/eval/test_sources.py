@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from eval.inputs.drafters import find_heads, model_of, overlay
+from eval.inputs.drafters import find_heads, model_of
 from inference.target.config import model_config
 from tests.toys import HEAD_CONFIGS
 
@@ -43,11 +43,6 @@ def test_heads_are_called_by_kind_and_by_run_where_that_is_not_enough(tmp_path: 
     a, b, c = (trained(tmp_path / run, kind) for run, kind in (("a", "eagle"), ("b", "medusa"), ("c", "eagle")))
     assert list(find_heads([a, b])) == ["eagle", "medusa"]
     assert list(find_heads([a, b, c])) == [f"eagle {a}", "medusa", f"eagle {c}"]
-
-
-def test_a_none_changes_nothing() -> None:
-    assert overlay({"depth": 4, "top_k": 2}, {"depth": None, "top_k": 8}) == {"depth": 4, "top_k": 8}
-    assert overlay({"depth": 4}, {"depth": 0}) == {"depth": 0}
 
 
 def test_the_target_is_the_runs_own_from_the_head_folder_too(tmp_path: Path) -> None:

@@ -3,11 +3,9 @@
 import logging
 import os
 import signal
-import time
 from collections.abc import Callable
 
 import pytest
-from huggingface_hub.utils import are_progress_bars_disabled
 
 from data.text.filters import Counts
 from data.text.prompts import TrainingData
@@ -215,17 +213,3 @@ def work(now: list[float], seconds: float, items: int = 5, label: str = "measuri
 def test_work_in_a_log_gets_a_line_now_and_then(now: list[float], read: Read) -> None:
     work(now, 20.0)
     assert read() == ["measuring: 2 of 5, 3.0/min, 0:01:00 left", "measuring: 4 of 5, 3.0/min, 0:00:20 left"]
-
-
-def test_a_wait_in_a_log_gets_a_line_now_and_then(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(progress, "PAUSE", 0.02)
-    monkeypatch.setattr(progress.Bar, "last", 0.0)
-    with progress.waiting("uploading"):
-        assert are_progress_bars_disabled()
-        time.sleep(0.2)
-    assert not are_progress_bars_disabled()
-    lines = capsys.readouterr().err.splitlines()
-    assert len(lines) > 1
-    assert set(lines) == {"uploading: 0:00:00 so far"}

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from hydra import compose, initialize_config_dir
 
+from benchmarks.forecast import CURVES, forecasts
 from data.text.sources import open_source
 from heads.common.command import quoted
 from heads.common.resolvers import ROOT, register_resolvers
@@ -66,6 +67,12 @@ def test_a_law_without_noise_is_found() -> None:
     middle, low, high = predict(list(tokens), points, [0.001] * 4, 64.0, BOUND)
     assert middle == pytest.approx(3.0 - 1.8 / 8, abs=0.01)
     assert low < middle < high < BOUND
+
+
+def test_intervals_hold_nine_in_ten_of_recorded_curves() -> None:
+    cases = np.array([case for group in forecasts(CURVES, 1).values() for case in group])
+    _, low, high, came = cases.T
+    assert 0.85 <= np.mean((low <= came) & (came <= high)) <= 0.95
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from heads.formats.store import TargetSpec, save_head
 from tests.heads import exporting
 from tests.train.publishing import REPO, config, medusa
 from train.publish import publish
-from train.release.card import card, misleading, view
+from train.release.card import card, view
 
 HUB_TARGET = TargetSpec("Someone/Target-8B", 11, 4, 3, "f00d")
 
@@ -243,24 +243,3 @@ def test_an_engine_that_the_export_refuses_is_not_said_to_serve(
     assert said in text
     assert ("vllm serve" in text, "sglang.launch_server" in text) == ("vllm" in readers, "sglang" in readers)
     assert ("trtllm-serve" in text) == ("trtllm" in readers)
-
-
-@pytest.mark.parametrize(
-    ("repo", "head", "said"),
-    [
-        ("me/tiny-medusa", "medusa", None),
-        ("me/eagle-x", "hass", None),
-        ("me/llama-eagle3", "eagle3", None),
-        ("me/Llama-EAGLE-3-8B", "eagle3", "is eagle3; give it another name, such as …-eagle3"),
-        (
-            "me/eagle-run",
-            "medusa",
-            'vLLM takes a path that holds "eagle-", such as me/eagle-run, for a head of kind eagle',
-        ),
-        ("me/llama-eagle3", "eagle", "of kind eagle3, but this one is eagle; give it another name, or"),
-    ],
-)
-def test_a_name_that_misleads_vllm_is_remarked(repo: str, head: str, said: str | None) -> None:
-    found = misleading(repo, head)
-    assert found is None if said is None else said in str(found)
-    assert (f"\n\nNote: {found}.\n" in of(head, None, {}, repo=repo)) == (found is not None)

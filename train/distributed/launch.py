@@ -248,11 +248,7 @@ def start(launcher: LauncherConfig, script: str, overrides: Words) -> int:
 
 
 def submit(launcher: LauncherConfig, slurm: SlurmConfig, script: str, overrides: Words) -> int:
-    """Submit all processes as one job and print its id and folder; wait for the job if it runs on this machine.
-
-    Raises:
-        ValueError: submitit is not installed, or this machine has no SLURM.
-    """
+    """Submit all processes as one job, print its id and folder, wait where it is local; refuse without SLURM."""
     try:
         import submitit
     except ImportError:

@@ -224,7 +224,7 @@ class ProcessControl:
         """Return every process's item, on every process."""
         if self._group is None:
             return [item]
-        items: list[Any] = [None] * self.world
+        items = [None] * self.world
         dist.all_gather_object(items, item, group=self._group)
         return items
 
@@ -261,12 +261,7 @@ class ProcessControl:
 
     @contextmanager
     def guarded(self) -> Iterator[None]:
-        """Turn the failure or time-out of a collective into a one-line error.
-
-        Raises:
-            ValueError: on the main process.
-            SystemExit: on the others; if the main process is lost, torch's launcher names it.
-        """
+        """Turn a failed collective into one line: a ValueError on the main process, on the others a SystemExit."""
         try:
             yield
         except RuntimeError as error:

@@ -23,6 +23,7 @@ from torch.distributed import all_gather, get_rank, get_world_size
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
+from heads.base import NamedTensors
 from train.config import LauncherConfig
 
 MakeOptimizer = Callable[[nn.Module], Any]
@@ -49,10 +50,9 @@ class Strategy:
         loss.backward()
 
     def clip(self, norm: float) -> Tensor:
-        """Clip the gradient to `norm` (0: no clipping); return the whole gradient's norm before clipping."""
-        before: Any = nn.utils.clip_grad_norm_(self.module.parameters(), norm or torch.inf)
-        total: Tensor = before.full_tensor() if hasattr(before, "full_tensor") else before
-        return total
+        """Clip the gradient to `norm`, 0 for no clipping; return the whole gradient's norm before."""
+        before = nn.utils.clip_grad_norm_(self.module.parameters(), norm or torch.inf)
+        return before.full_tensor() if hasattr(before, "full_tensor") else before
 
     def step(self) -> None:
         """Update the weights and clear the gradient."""
@@ -92,7 +92,7 @@ class BackwardMarked(nn.Module):
         super().__init__()
         self.loss = loss
 
-    def forward(self, zero: Tensor, *inputs: Any) -> tuple[Tensor, dict[str, Tensor]]:
+    def forward(self, zero: Tensor, *inputs: Any) -> tuple[Tensor, NamedTensors]:
         """Return the loss."""
         loss, sums = self.loss(*inputs)
         return loss + zero, sums
@@ -156,9 +156,8 @@ class Zero(Strategy):
     def clip(self, norm: float) -> Tensor:
         """Return the gradient's norm; the engine clips in its step."""
         if hasattr(self.optimizer, "scaled_global_norm"):
-            total: Tensor = self.optimizer.scaled_global_norm()
-            return total
-        norms = torch.stack(self.optimizer._get_norm_groups())  # here a norm of -1 means not finite
+            return self.optimizer.scaled_global_norm()
+        norms = torch.stack(self.optimizer._get_norm_groups())  # a norm that is not finite is -1 here
         return torch.where((norms >= 0).all(), norms.norm(), torch.inf)
 
     def step(self) -> None:
@@ -201,7 +200,7 @@ def counts_on(optimizer: Any, p: Tensor) -> torch.device:
 
 def local_shard(p: Tensor) -> Tensor:
     """Return this process's shard of a parameter; during training always the same, updated tensor."""
-    shard: Tensor = getattr(p, "ds_tensor", p)
+    shard = getattr(p, "ds_tensor", p)
     return shard.detach()
 
 
@@ -210,13 +209,12 @@ def whole(p: Tensor, shard: Tensor) -> Tensor:
     from torch.distributed.tensor import DTensor
 
     if isinstance(shard, DTensor):
-        full: Tensor = shard.full_tensor()
-        return full
+        return shard.full_tensor()
     if zero_stage(p) < 3 or not shard.ndim:  # a count of steps is not sharded
         return shard
     shards = [torch.empty_like(shard) for _ in range(get_world_size())]
     all_gather(shards, shard.contiguous())
-    shape: torch.Size = vars(p)["ds_shape"]
+    shape = vars(p)["ds_shape"]
     return torch.cat(shards)[: shape.numel()].view(shape)
 
 
@@ -245,8 +243,8 @@ def write_master_shard(p: Tensor, value: Tensor, key: str | None = None) -> None
 
     extra = () if key is None else (key,)
     if zero_stage(p) == 3:
-        put_local: Any = utils.safe_set_local_fp32_param if key is None else utils.safe_set_local_optimizer_state
+        put_local = utils.safe_set_local_fp32_param if key is None else utils.safe_set_local_optimizer_state
         put_local(p, local_slice(value, local_shard(p)).to(local_shard(p).device), *extra)
     else:
-        put_full: Any = utils.safe_set_full_fp32_param if key is None else utils.safe_set_full_optimizer_state
+        put_full = utils.safe_set_full_fp32_param if key is None else utils.safe_set_full_optimizer_state
         put_full(p, value.to(p.device), *extra)

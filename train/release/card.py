@@ -30,8 +30,6 @@ TASK = "text-generation"
 METRIC_NAMES = {"tau": "τ, tokens of a target pass", "speedup": "speedup over autoregressive decoding"}
 NAMES = ("drafter", "tree", "workload")  # columns with names from outside
 GATE = ("checked", "identical", "near_tie", "failed")
-# Parts of a lower-cased path from which vLLM infers the method; the first match counts.
-GUESSES = {"eagle-": "eagle", "eagle3": "eagle3"}
 
 
 def view(
@@ -85,7 +83,7 @@ def view(
         "served": served, "refused": refused, "overrides": mimo.overrides(served),
         "forms": [form for form, kinds in FORMATS.items() if kind in kinds and form != config.format],
         "decodes": config.format is None and config.base is None and bool(custom_generate.files(head)),
-        "warning": misleading(config.repo, kind), "drawbacks": drawbacks, "mine": mine,
+        "drawbacks": drawbacks, "mine": mine,
         "results": grid(table.titles, cells) if cells else "",
         "wide": any(not result.row["tree"].startswith("chain") for result in mine),
         "gate": {key: sum(counted[key] for counted in gates) for key in GATE},
@@ -146,15 +144,4 @@ def metadata(shown: Json) -> ModelCardData:
         tags=["speculative-decoding", "draft-head", kind, *readers],
         model_name=config.repo.split("/")[1] if measured else None,
         eval_results=measured or None,
-    )
-
-
-def misleading(repo: str, kind: str) -> str | None:
-    """Return a remark if vLLM infers a speculative method from the repository's name that is not the head's."""
-    sign = next((sign for sign in GUESSES if sign in repo.lower()), None)
-    if sign is None or GUESSES[sign] == {"hass": "eagle"}.get(kind, kind):
-        return None
-    return (
-        f'vLLM takes a path that holds "{sign}", such as {repo}, for a head of kind {GUESSES[sign]}, but this one is '
-        f"{kind}; give it another name{', such as …-eagle3' * (kind == 'eagle3')}, or always give the method"
     )

@@ -16,7 +16,6 @@ from safetensors.torch import save_file
 
 from heads.common.errors import one_line
 from heads.common.files import replacing
-from heads.common.typed import Json
 from heads.common.untrusted import parsed_file
 from heads.formats.mtp_layouts import COUNT, Layout
 from heads.formats.published.exporting import written
@@ -33,12 +32,7 @@ SMALL = 1 << 26  # bytes; smaller files are copied, not linked
 
 
 def write_copy(head: Mtp, checkpoint: str, layout: Layout, out: Path) -> None:
-    """Write a copy of the target's checkpoint with this head as its MTP module, atomically.
-
-    Raises:
-        ValueError: the head's kind does not fit, or the checkpoint is incomplete; raised before any write.
-        OSError: a write failed.
-    """
+    """Write a copy of the target's checkpoint with this head as its MTP module, whole; refuse what does not fit."""
     try:
         files = tensor_files(checkpoint)
         shards = {path: header(path) for path in sorted({*files.values()})}
@@ -52,7 +46,7 @@ def write_copy(head: Mtp, checkpoint: str, layout: Layout, out: Path) -> None:
     folder, layers, out = next(iter(shards)).parent, head.embeddings.num_layers, out.resolve()
     if out.exists() and not (out / MODULE).is_file():
         raise ValueError(f"{out}: is there, and no earlier copy; give another out=FOLDER")
-    config: Json = parsed_file((folder / CONFIG).resolve(), "download it again")
+    config = parsed_file((folder / CONFIG).resolve(), "download it again")
     for key, value in {**AS_TRAINED, "raw_state": layout.raw_state}.items():
         if (actual := getattr(head.config, key)) != value:
             raise ValueError(

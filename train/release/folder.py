@@ -29,7 +29,6 @@ from eval.report.write import SERVING as SCHEDULE
 from eval.report.write import read_report
 from heads.common.files import last_good, replacing
 from heads.common.gguf import gguf_file
-from heads.common.progress import waiting
 from heads.common.resolvers import ROOT
 from heads.common.target_config import read_target_values
 from heads.common.typed import Json
@@ -68,9 +67,8 @@ def write_folder(run: Path, out: Path, config: PublishConfig) -> Json:
     The head's files are at the top level, so that the folder and the repository load as a head.
 
     Raises:
-        ValueError: the head or a file next to it is a link or damaged, cannot be written in the format, or holds a
-            token of the Hub; or `out` holds something else. The folder is then unchanged.
-        OSError: the disk is full or the folder cannot be written.
+        ValueError: the head or a file next to it is a link or damaged, cannot take the format, or holds a token of the
+            Hub; or `out` holds something else. The folder is then as it was.
     """
     head = last_good(run / "head")
     for path in (head, head / CONFIG, head / WEIGHTS, *(run / name for name in (*COPIED, ORIGIN, METRICS))):
@@ -164,7 +162,7 @@ def write_format(head: Path, config: PublishConfig, model: str, adapter: str | N
     target = _load(path, adapter)
     name = next(filter(on_hub, (model, path)), Path(path).name)
     served = TargetFacts(name, target.config.to_dict(), DTYPES[config.dtype], config.draft_tokens)
-    trained: Any = load_found(head, target.embeddings, target.spec)
+    trained = load_found(head, target.embeddings, target.spec)
     assert_served(trained, path)
     if config.format == GGUF:
         file = gguf_file(path) if config.gguf is None else Path(config.gguf).expanduser()
@@ -264,8 +262,7 @@ def convert(folder: Path, served: Json, target: str, say: Callable[[str], object
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     shutil.rmtree(out, ignore_errors=True)
     for command in commands:
-        with waiting(f"{command[0]} converts target and head"):
-            done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+        done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
         if done.returncode:
             why = (done.stderr.strip() or "no message").splitlines()[-1]
             raise ValueError(f"{shlex.join(command)}: exit status {done.returncode} ({why})")

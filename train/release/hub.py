@@ -24,7 +24,7 @@ from eval.measures import metrics
 from heads.common.connection import TRANSPORT
 from heads.common.errors import one_line
 from heads.common.files import last_good
-from heads.common.progress import progress, waiting
+from heads.common.progress import progress
 from heads.common.typed import typed
 from heads.formats.hub import hub_errors, load_found, on_hub, target_path
 from heads.formats.store import read_config
@@ -56,7 +56,7 @@ def repository(repo: str, private: bool, tag: str | None, api: HfApi) -> Iterato
     with hub_errors(repo, "asking for the repository" if there else "creating the repository"):
         if not there:
             api.create_repo(repo, private=private, exist_ok=True)
-        before: Any = api.model_info(repo)
+        before = api.model_info(repo)
     if private and not before.private:
         raise ValueError(f"{repo}: the repository is public; make it private on the Hub, or say private=false")
     try:
@@ -77,8 +77,7 @@ def push(folder: Path, repo: str, before: str, ours: Sequence[str], api: HfApi) 
         ValueError: the Hub refuses, cannot be reached, or someone else commits meanwhile.
     """
     names = files_of(folder)
-    size = sum((folder / name).stat().st_size for name in names)
-    with waiting(f"uploading {size / 1e6:,.0f} MB to {repo}"), hub_errors(repo, "uploading"):
+    with hub_errors(repo, "uploading"):
         there = filter_repo_objects(api.list_repo_files(repo, revision=before), allow_patterns=list(ours))
         operations: list[Any] = [CommitOperationDelete(name) for name in there if name not in names]
         operations += [CommitOperationAdd(name, str(folder / name)) for name in names]
@@ -90,7 +89,7 @@ def downloaded(folder: Path, repo: str, commit: str, api: HfApi) -> Iterator[Pat
     """Provide a commit's downloaded files for the block, each checked against the uploaded file."""
     with tempfile.TemporaryDirectory() as temporary:
         back, names = Path(temporary), files_of(folder)
-        with waiting(f"downloading {repo} again"), hub_errors(repo, "downloading for verification"):
+        with hub_errors(repo, "downloading for verification"):
             api.snapshot_download(repo, revision=commit, local_dir=back, allow_patterns=names)
         for name in names:
             if not (back / name).is_file() or content_hash(back / name) != content_hash(folder / name):

@@ -46,13 +46,14 @@ SHARED = (
     TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper, MinPLogitsWarper, RepetitionPenaltyLogitsProcessor,
 )  # fmt: skip
 
+Json = dict[str, Any]
 Weights = dict[str, Tensor]
 Embed = Callable[[Tensor], Tensor]  # token ids (1,) to embeddings (1, D)
 States = Generator[Tensor, Tensor, None]  # yields the state (1, D) that lm_head d reads; receives the token of depth d
 
 
-def medusa(config: dict[str, Any], weights: Weights, _embed: Embed, last: Tensor, _token: Tensor) -> States:
-    """Medusa: residual blocks on the last state (1, D), one stack per depth (Cai et al., arXiv 2401.10774)."""
+def medusa(config: Json, weights: Weights, _embed: Embed, last: Tensor, _token: Tensor) -> States:
+    """Medusa: residual blocks on the last state (1, D), one stack a depth (Cai et al., arXiv 2401.10774)."""
     for depth in range(config["heads"]):
         state = last
         for i in range(config["layers"]):
@@ -60,7 +61,7 @@ def medusa(config: dict[str, Any], weights: Weights, _embed: Embed, last: Tensor
         yield state
 
 
-def hydra(config: dict[str, Any], weights: Weights, embed: Embed, last: Tensor, token: Tensor) -> States:
+def hydra(config: Json, weights: Weights, embed: Embed, last: Tensor, token: Tensor) -> States:
     """Hydra: residual blocks on the last state and the drafted tokens' embeddings (Ankner et al., arXiv 2402.05109)."""
     for depth in range(config["heads"]):
         last = torch.cat([last, embed(token)], -1)
@@ -73,7 +74,7 @@ def hydra(config: dict[str, Any], weights: Weights, embed: Embed, last: Tensor, 
         token = yield state
 
 
-def mlp(config: dict[str, Any], weights: Weights, _embed: Embed, last: Tensor, token: Tensor) -> States:
+def mlp(config: Json, weights: Weights, _embed: Embed, last: Tensor, token: Tensor) -> States:
     """The MLP speculator: a state that each drafted token is mixed into (Wertheimer et al., arXiv 2404.19124)."""
     state, share = last, 0.5 ** (0.5 / config["heads"])
     if config["scale_input"]:
@@ -97,13 +98,9 @@ def linear(weights: Weights, name: str, x: Tensor) -> Tensor:
 
 
 class Head:
-    """A head read from a folder or repository, in a model's dtype and on its device.
+    """A head's folder or repository, read for a model, in its dtype, on its device; refuse another model's."""
 
-    Raises:
-        ValueError: the folder has no such head, or the head was trained for another model.
-    """
-
-    def __init__(self, where: str, model: Any, hub: dict[str, Any]) -> None:
+    def __init__(self, where: str, model: Any, hub: Json) -> None:
         content = json.loads(Path(str(cached_file(where, "config.json", **hub))).read_text())
         self.config, sizes = content.get("head", {}), model.config.get_text_config()
         if self.config.get("name") not in HEADS:
@@ -176,15 +173,15 @@ def choose(scores: Tensor, draft: tuple[Tensor, Tensor] | None, sample: bool) ->
     p = scores.softmax(-1)
     if draft is not None:
         token, q = draft
-        if bool(torch.rand((), device=p.device) * q[token] < p[token]):
+        if torch.rand((), device=p.device) * q[token] < p[token]:
             return token, True
         rest = (p - q).clamp_min(0)
-        p = rest if bool(rest.sum() > 0) else p  # otherwise p equals q up to rounding
+        p = rest if rest.sum() > 0 else p  # p and q are equal but for rounding
     return torch.multinomial(p, 1), False
 
 
-def decode(model: Any, head: Head, ids: Tensor, count: int, prepared: dict[str, Any]) -> tuple[Tensor, int]:
-    """Decode after ids (1, T) to the end; return all tokens and the number of passes that scored a draft."""
+def decode(model: Any, head: Head, ids: Tensor, count: int, prepared: Json) -> tuple[Tensor, int]:
+    """Continue ids (1, T) to their end; return them and the number of passes that scored a draft."""
     processors, criteria, streamer = (prepared[name] for name in ("logits_processor", "stopping_criteria", "streamer"))
     sample = prepared["generation_config"].do_sample
     shared = LogitsProcessorList(step for step in processors if isinstance(step, SHARED))

@@ -10,11 +10,10 @@ Only SGLang runs Domino; it corrects all positions but the first, as we do. With
 token fewer than the block has positions.
 """
 
-from typing import Any
-
 import torch
 
-from heads.base import Embeddings, embedding_of
+from heads.base import Embeddings, draft_size, embedding_of
+from heads.common.typed import Json
 from heads.formats.published.exporting import EngineClass, Export, ExportedHead
 from heads.formats.published.plan import (
     BLOCK_OUTPUTS,
@@ -84,9 +83,7 @@ def read(source: PublishedHead, embeddings: Embeddings) -> TensorMapping:
     if selector is not None and not isinstance(options.get("selector_top_k"), int):
         raise source.error("config.json does not say selector_top_k; download it again")
     anchor = options.get("sample_from_anchor" if domino is None else "shift_label", markov is not None)
-    token, feature_layers = options.get("mask_token_id"), options.get(BLOCK_OUTPUTS)
-    if not isinstance(token, int) or not 0 <= token < embeddings.vocab_size:
-        raise source.error(f"mask_token_id is {token}, not one of the target's {embeddings.vocab_size} tokens")
+    token, feature_layers = source.mask_token(options.get("mask_token_id"), embeddings), options.get(BLOCK_OUTPUTS)
     fc, confidence = stored["fc.weight"], ours.get("confidence.weight")
     filled = {"mask": embedding_of(embeddings, torch.tensor(token)).to("cpu", fc.dtype)}
     if markov is not None and confidence is not None and confidence.shape[1] == len(fc):
@@ -96,7 +93,7 @@ def read(source: PublishedHead, embeddings: Embeddings) -> TensorMapping:
         feature_layers = as_outputs(options[BLOCK_STATES])
     if feature_layers is None and fc.shape[1] != DFLASH_LAYERS * embeddings.hidden_size:
         raise source.error(f"config.json does not say {BLOCK_OUTPUTS}, and fc.weight does not join the default five")
-    conv: dict[str, int | None] = {"conv": None, "conv_group": 1}
+    conv = {"conv": None, "conv_group": 1}
     if CONV.format("base_kernel") in stored:
         _, taps, width = source.tensor(CONV.format("base_kernel")).shape
         groups = len(source.tensor(CONV.format("kernel_projection.weight"))) // (2 * taps)
@@ -155,7 +152,7 @@ def engines(source: Export) -> ExportedHead:
     if options.mask_token is None or not same:
         what = "was trained" if options.mask_token is None else f"is not the target's embedding of token {token}"
         raise source.refusal(f"a mask slot that {what}", "and the format has the target's embedding of a token there")
-    terms: dict[str, Any] = {}
+    terms: Json = {}
     if options.domino is not None:
         terms = {"projector_type": "domino", "pure_draft_prefix_len": 1, "shift_label": options.from_anchor}
         terms |= {"gru_hidden_dim": options.domino, "emb_dim": options.domino_rank}
@@ -175,7 +172,7 @@ def engines(source: Export) -> ExportedHead:
         },
         **({} if options.domino is None else {"emb_dim": options.domino_rank}),
         **({} if markov is None else {"markov_rank": markov, "markov_head_type": "vanilla"}),
-        **({} if source.head.vocab is None else {"draft_vocab_size": source.draft_vocab()}),
+        **({} if source.head.vocab is None else {"draft_vocab_size": draft_size(source.head)}),
     }
     tensors = {NAMES.get(name, name): tensor for name, tensor in source.tensors.items() if name not in OURS}
     tensors["fc.weight"] = source.in_order(tensors["fc.weight"], order)

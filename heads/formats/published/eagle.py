@@ -44,7 +44,7 @@ def engines(source: Export) -> ExportedHead:
     source.refuse(lm_head="shared")
     tensors = source.weights()
     bias = tensors.get("fc.bias")
-    if source.format_name == "vllm" and bias is not None and (bias.is_meta or bool(bias.any())):
+    if source.format_name == "vllm" and bias is not None and (bias.is_meta or bias.any()):
         raise source.refusal("a bias of fc, bias=true", "which vLLM drops; train with head.bias=false")
     tensors["fc.weight"] = scaled(tensors["fc.weight"], source.embeddings, 1)
     tensors["fc.bias"] = torch.zeros_like(tensors["fc.weight"][:, 0]) if bias is None else bias

@@ -9,12 +9,10 @@ if the head shares the target's: without one SGLang may initialise it at random.
 
 import logging
 import re
-from typing import Any
 
 import torch
-from torch import Tensor
 
-from heads.base import Embeddings
+from heads.base import Embeddings, NamedTensors, draft_size
 from heads.formats.published.exporting import EngineClass, Export, ExportedHead
 from heads.formats.published.plan import (
     KNOWN,
@@ -61,7 +59,7 @@ def their_name(name: str, first: str) -> str:
 def read(source: PublishedHead, embeddings: Embeddings, *, sliding: bool = False) -> TensorMapping:
     """Return the mapping of the format's tensors; `sliding` allows a sliding window."""
     first = next(first for first in (MIDDLE, FIRST) if f"{first}hidden_norm.weight" in source.tensors)
-    nested: dict[str, Any] = source.config.get("eagle_config") or {}
+    nested = source.config.get("eagle_config") or {}
     if nested.get("use_aux_hidden_state") is False:
         raise source.refusal("features of the last layer alone (use_aux_hidden_state=false)")
     if source.config.get("parallel_drafting") and "mask_hidden" not in source.tensors:
@@ -111,12 +109,8 @@ def read(source: PublishedHead, embeddings: Embeddings, *, sliding: bool = False
 
 
 def feature_layers(source: PublishedHead, joined: int, embeddings: Embeddings) -> list[int] | None:
-    """Return the feature layers, of which fc concatenates `joined`; None for the default three.
-
-    Raises:
-        ValueError: config.json contradicts itself, or names no layers although fc reads another number than three.
-    """
-    nested: dict[str, Any] = source.config.get("eagle_config") or {}
+    """Return the feature layers, `joined` of which fc reads, None for the default three; refuse contradictions."""
+    nested = source.config.get("eagle_config") or {}
     states, outputs = source.config.get(STATES), nested.get(STATES)
     if states is None and outputs is None:
         states = nested.get("layer_ids")
@@ -184,7 +178,7 @@ def engines(source: Export) -> ExportedHead:
         "model_type": CLASS.model_type,
         "torch_dtype": source.dtype,
         **decoder,
-        "draft_vocab_size": source.draft_vocab(),
+        "draft_vocab_size": draft_size(source.head),
         "tie_word_embeddings": False,
         "norm_before_residual": options.norm_before_residual,
         **joint,
@@ -225,7 +219,7 @@ def authors(source: Export) -> ExportedHead:
         norm_output=False,
     )
     outputs, order = source.outputs()
-    fixed, size = default_layers(EAGLE3_LAYERS, source.embeddings.num_layers), source.draft_vocab()
+    fixed, size = default_layers(EAGLE3_LAYERS, source.embeddings.num_layers), draft_size(source.head)
     config = source.engine_config(CLASS, 1) | {"bias": False, "draft_vocab_size": size}
     tensors = _tensors(source, MIDDLE, order)
     if source.format_name == "openvino":
@@ -241,8 +235,8 @@ def authors(source: Export) -> ExportedHead:
     return ExportedHead(config, tensors)
 
 
-def _tensors(source: Export, first: str, order: list[int]) -> dict[str, Tensor]:
-    tensors = {their_name(name, first): tensor for name, tensor in source.weights().items()}
+def _tensors(source: Export, first: str, order: list[int]) -> NamedTensors:
+    tensors = {their_name(name, first): tensor for name, tensor in source.tensors.items() if name != "vocab.ids"}
     for i in range(1, source.config.layers):
         tensors[f"layers.{i}.hidden_norm.weight"] = tensors[f"layers.{i}.input_layernorm.weight"]
     normed = enumerate(order if source.config.feature_norm else [])

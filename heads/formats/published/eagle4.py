@@ -5,9 +5,7 @@ factors. The plug-ins refuse unknown keys and tensors, several layers, and a pru
 head without its factors: an EAGLE-3.1 head that drafts over the whole vocabulary.
 """
 
-from typing import Any
-
-from heads.base import Embeddings, embedding_of
+from heads.base import Embeddings, draft_size, embedding_of
 from heads.formats.published import eagle3
 from heads.formats.published.exporting import EngineClass, Export, ExportedHead
 from heads.formats.published.plan import EMBEDDING, STATES, PublishedHead, TensorMapping
@@ -21,7 +19,7 @@ CLASS = EngineClass(["LlamaForCausalLMEagle4"], "llama", {})
 def read(source: PublishedHead, embeddings: Embeddings) -> TensorMapping:
     """Return the mapping of the format's tensors."""
     plan = eagle3.read(source, embeddings, sliding=True)
-    candidate_head: dict[str, Any] = source.config.get("efficient_lm_head_config") or {}
+    candidate_head = source.config.get("efficient_lm_head_config") or {}
     if candidate_head.get("type", "low_rank") != "low_rank":
         raise source.refusal(
             f"a candidate head of another kind (efficient_lm_head_config.type={candidate_head['type']})"
@@ -46,7 +44,7 @@ def engines(source: Export) -> ExportedHead:
     outputs, _ = source.outputs()
     window = {} if options.length is None else {"sliding_window": options.length}
     config = source.engine_config(CLASS, 1) | window | {
-        "draft_vocab_size": source.draft_vocab(), "target_hidden_size": source.embeddings.hidden_size,
+        "draft_vocab_size": draft_size(source.head), "target_hidden_size": source.embeddings.hidden_size,
         "num_aux_hidden_states": len(outputs), "fc_norm": options.feature_norm, "norm_output": options.norm_output,
         "eagle_config": {"use_aux_hidden_state": True, STATES: outputs},
         "use_sliding_window": bool(window), "layer_types": ["sliding_attention" if window else "full_attention"],

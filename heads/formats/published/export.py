@@ -84,8 +84,7 @@ def export(head: nn.Module, format_name: str, served: TargetFacts, folder: Path)
 
     Raises:
         ValueError: the format is unknown or not for this head, the head has an option that it cannot express, or
-            a weight is not finite in the exported dtype: one line, and no file remains.
-        OSError: the disk is full or the folder cannot be written.
+            a weight is not finite in the exported dtype: one line, and nothing is left behind.
     """
     assert_known(format_name)
     source = Export(format_name, head, served)

@@ -9,8 +9,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from heads.base import Embeddings, resolve_layer_dims
+from heads.base import Embeddings, NamedTensors, resolve_layer_dims
 from heads.common.target_config import logit_factor
+from heads.common.typed import Json
 from heads.formats.published.plan import KNOWN, OFFSETS
 
 
@@ -26,8 +27,8 @@ class TargetFacts(NamedTuple):
     """Facts about the target that an export needs."""
 
     name: str  # the target, its Hub id or the last part of its folder
-    config: dict[str, Any]  # the target's own config.json
-    dtype: torch.dtype  # dtype of the exported tensors
+    config: Json  # the target's own config.json
+    dtype: torch.dtype  # of the exported tensors
     draft_tokens: int  # drafted tokens per pass, for engines that read it from the repository
 
 
@@ -49,8 +50,8 @@ class Export(NamedTuple):
         return self.head.embeddings
 
     @property
-    def tensors(self) -> dict[str, Tensor]:
-        """The head's tensors by our names."""
+    def tensors(self) -> NamedTensors:
+        """Its tensors by our names."""
         return self.head.state_dict()
 
     def weights(self) -> dict[str, Tensor]:
@@ -86,8 +87,8 @@ class Export(NamedTuple):
         weight, down = tensors[f"{name}.weight"], tensors.get(f"{name}.down.weight")
         return weight if down is None else (weight.double() @ down.double()).to(weight.dtype)
 
-    def vocabulary(self) -> dict[str, Tensor]:
-        """Return the pruned vocabulary as offsets and mask (d2t, t2d), empty for the whole vocabulary."""
+    def vocabulary(self) -> NamedTensors:
+        """Return the pruned vocabulary as offsets and mask (d2t, t2d), empty if the head drafts all tokens."""
         ids = self.tensors.get("vocab.ids")
         if ids is None:
             return {}
@@ -95,16 +96,8 @@ class Export(NamedTuple):
         mask[ids] = True
         return {OFFSETS: ids - torch.arange(len(ids), device=ids.device), KNOWN: mask}
 
-    def draft_vocab(self) -> int:
-        """Return the size of the draft vocabulary."""
-        return self.embeddings.vocab_size if self.head.vocab is None else len(self.head.vocab.ids)
-
     def outputs(self) -> tuple[list[int], list[int]]:
-        """Return the feature layers in increasing order, and the index of each in the head.
-
-        Raises:
-            ValueError: the target's last layer is one of them.
-        """
+        """Return the feature layers in increasing order, and their indices in the head; refuse the last layer."""
         layers = self.head.feature_layers
         order = sorted(range(len(layers)), key=lambda i: layers[i])
         if (last := layers[order[-1]]) > self.embeddings.num_layers - 2:
@@ -118,8 +111,8 @@ class Export(NamedTuple):
         """Return fc, or the norm of its input, with the columns in the engines' order of layers."""
         return torch.cat([fc.chunk(len(order), -1)[i] for i in order], -1)
 
-    def engine_config(self, kind: EngineClass, layers: int) -> dict[str, Any]:
-        """Return the keys of config.json from which engines choose a model class with these decoder layers."""
+    def engine_config(self, kind: EngineClass, layers: int) -> Json:
+        """Return the keys of config.json by which engines choose a model class with these decoder layers."""
         return {
             "architectures": kind.architectures,
             "model_type": kind.model_type,
@@ -129,8 +122,8 @@ class Export(NamedTuple):
             "tie_word_embeddings": False,
         }
 
-    def decoder(self) -> dict[str, Any]:
-        """Return the keys of config.json for the decoder layers, as in a Llama's."""
+    def decoder(self) -> Json:
+        """Return the decoder layers' keys of config.json, as for a Llama."""
         config, embeddings = self.config, self.embeddings
         shape = resolve_layer_dims(config, embeddings)
         context = self.served.config.get("max_position_embeddings")
@@ -154,8 +147,8 @@ class Export(NamedTuple):
 class ExportedHead(NamedTuple):
     """An exported head: its config.json and its tensors."""
 
-    config: dict[str, Any]
-    tensors: dict[str, Tensor]
+    config: Json
+    tensors: NamedTensors
 
 
 def written(value: Any) -> str:

@@ -2,11 +2,10 @@
 
 import re
 from pathlib import Path
-from typing import Any
 
-from torch import Tensor
-
+from heads.base import NamedTensors
 from heads.common.errors import one_line
+from heads.common.typed import Json
 from heads.common.untrusted import inside, parse_json, regular
 from heads.formats import weights
 from heads.formats.store import CONFIG, INDEX, WEIGHTS
@@ -25,7 +24,7 @@ def is_published(folder: Path) -> bool:
     return not ours and any((folder / name).is_file() for name in (*SAFE, INDEX, *PICKLED))
 
 
-def config_of(folder: Path) -> dict[str, Any]:
+def config_of(folder: Path) -> Json:
     """Return config.json, with the decoder layer's dimensions of the speculators format moved to the top level.
 
     Foreign files may name code for transformers to run (`auto_map`); the keys read here do not.
@@ -44,21 +43,17 @@ def config_of(folder: Path) -> dict[str, Any]:
 
 
 def names_of(folder: Path) -> set[str]:
-    """Return the tensor names without a common prefix; a pickle next to safetensors is ignored.
-
-    Raises:
-        ValueError: a file is missing, truncated or damaged, or there are only pickles.
-    """
+    """Return the tensor names without prefix; a pickle next to safetensors is ignored, and refused alone."""
     return {PREFIX.sub("", name) for name in _sharded(folder) or weights.header(_weights(folder))}
 
 
-def without_prefix(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return tensors by their names without the common prefix."""
+def without_prefix(tensors: NamedTensors) -> NamedTensors:
+    """Return tensors by their names without prefix."""
     return {PREFIX.sub("", name): tensor for name, tensor in tensors.items()}
 
 
-def stored_tensors(folder: Path) -> dict[str, Tensor]:
-    """Return the tensors by their names in the files, and raise the errors of `names_of`."""
+def stored_tensors(folder: Path) -> NamedTensors:
+    """Return the tensors by their names in the files, with the errors of `names_of`."""
     files = {inside(folder, file) for file in _sharded(folder).values()} or {_weights(folder)}
     return {name: tensor for file in sorted(files) for name, tensor in weights.read_weights(file).items()}
 

@@ -14,10 +14,11 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file
-from torch import Tensor
 
+from heads.base import NamedTensors
 from heads.common.errors import one_line
 from heads.common.rope import SCALINGS, Rope
+from heads.common.typed import Json
 from heads.common.untrusted import shown
 from heads.formats.published import dflash, eagle3
 from heads.formats.published.exporting import Export, ExportedHead
@@ -76,14 +77,10 @@ def _check_yarn(source: Export) -> None:
         raise source.refusal(f"rope_scaling of type yarn with {further[0]}", "which is not written for llama.cpp")
 
 
-def write(folder: Path, tokenizer: dict[str, Any]) -> None:
-    """Write FILE into an exported folder, with the tokenizer fields from `tokenizer_of`.
-
-    Raises:
-        OSError: the disk is full or the folder cannot be written.
-    """
+def write(folder: Path, tokenizer: Json) -> None:
+    """Write FILE into an exported folder, with the tokenizer fields that `tokenizer_of` returns."""
     library = _library()
-    config: dict[str, Any] = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+    config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
     tensors = load_file(folder / WEIGHTS)
     kind = "eagle3" if STATES in config else "dflash"
     writer = library.GGUFWriter(folder / FILE, kind)
@@ -117,8 +114,8 @@ def _library() -> Any:
         raise ValueError("format=gguf needs a library that is not installed: pip install gguf") from None
 
 
-def _settings(kind: str, config: dict[str, Any], tensors: dict[str, Tensor]) -> dict[str, Any]:
-    """Return the architecture's keys without their prefix."""
+def _settings(kind: str, config: Json, tensors: NamedTensors) -> Json:
+    """Return the architecture's keys, without the architecture's prefix."""
     settings = {key: config[name] for key, name in SIZES.items() if name in config}
     scaling = config["rope_scaling"] or {}
     if scaling.get("rope_type") in ("linear", "yarn"):
@@ -137,8 +134,8 @@ def _settings(kind: str, config: dict[str, Any], tensors: dict[str, Tensor]) -> 
     return settings
 
 
-def tokenizer_of(target: Path, size: int, ids: Mapping[str, int]) -> dict[str, Any]:
-    """Return the tokenizer fields of a target's GGUF file by key.
+def tokenizer_of(target: Path, size: int, ids: Mapping[str, int]) -> Json:
+    """Return the tokenizer's fields of a target's GGUF file by key.
 
     Args:
         target: The target's GGUF file.
@@ -175,7 +172,7 @@ def tokenizer_of(target: Path, size: int, ids: Mapping[str, int]) -> dict[str, A
     return {key: field for key, field in fields.items() if key.startswith(TOKENIZER) and key != MASK}
 
 
-def _renamed(kind: str, config: dict[str, Any], tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+def _renamed(kind: str, config: Json, tensors: NamedTensors) -> NamedTensors:
     """Return the tensors by llama.cpp's names."""
     renamed = {}
     for name, tensor in tensors.items():

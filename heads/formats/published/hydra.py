@@ -59,7 +59,7 @@ def read(source: PublishedHead, embeddings: Embeddings) -> TensorMapping:
     }
     rename = partial(their_name, block_numbers=block_numbers, lm_head=lm_head)
     unread = set(duplicates) if tied else set()
-    layer: dict[str, object] = dict.fromkeys(("length", "num_heads", "num_kv_heads", "head_dim", "intermediate_size"))
+    layer = dict.fromkeys(("length", "num_heads", "num_kv_heads", "head_dim", "intermediate_size"))
     layer |= {"rope_theta": PLAIN.theta, "rope_scaling": None, "norm_eps": EPS}
     if prefix:  # values that config.json lacks are the target's
         target = embeddings.config.to_dict()

@@ -7,12 +7,11 @@ differ.
 """
 
 import re
-from typing import Any
 
 import torch
-from torch import Tensor
 
-from heads.base import Embeddings
+from heads.base import Embeddings, NamedTensors
+from heads.common.typed import Json
 from heads.formats.published.exporting import EngineClass, Export, ExportedHead
 from heads.formats.published.plan import PublishedHead, TensorMapping, check_width, drafted
 
@@ -99,15 +98,14 @@ def authors(source: Export) -> ExportedHead:
     return _written(source, config, AUTHORS, options.heads if options.lm_head == "own" else 0)
 
 
-def _blocks(source: Export, block: str) -> dict[str, Tensor]:
+def _blocks(source: Export, block: str) -> NamedTensors:
     """Return the blocks' tensors by the format's names."""
     return {block.format(*match.groups()): t for name, t in source.tensors.items() if (match := BLOCK.fullmatch(name))}
 
 
-def _written(source: Export, config: dict[str, Any], block: str, lm_heads: int) -> ExportedHead:
-    """Export the head with `lm_heads` lm_heads, in the names of one of the two formats."""
+def _written(source: Export, config: Json, block: str, lm_heads: int) -> ExportedHead:
+    """Export the head with this number of lm_heads, in one of the two formats' names."""
     lm_head = LM_HEAD[block].format(layers=source.config.layers)
     return ExportedHead(
-        config,
-        _blocks(source, block) | {lm_head.format(i): source.read_out(f"lm_heads.{i}") for i in range(lm_heads)},
+        config, _blocks(source, block) | {lm_head.format(i): source.read_out(f"lm_heads.{i}") for i in range(lm_heads)}
     )

@@ -8,12 +8,12 @@ width is the state's width divided by the number of heads.
 """
 
 import re
-from typing import Any
 
 import torch
 
 from heads.base import Embeddings, resolve_layer_dims
 from heads.common.rope import positions_of
+from heads.common.typed import Json
 from heads.formats.mtp_layouts import COUNT, LAYOUTS, swapped
 from heads.formats.published.exporting import EngineClass, Export, ExportedHead
 from heads.formats.published.plan import PublishedHead, TensorMapping, check_width, decoder
@@ -88,6 +88,6 @@ def engines(source: Export) -> ExportedHead:
     return ExportedHead(config, tensors)
 
 
-def overrides(config: dict[str, Any]) -> dict[str, Any]:
-    """Return the keys that vLLM needs in the target's config.json to build this module (`--hf-overrides`)."""
+def overrides(config: Json) -> Json:
+    """Return the keys that vLLM needs in the target's config.json to make this module (`--hf-overrides`)."""
     return {COUNT: 1} | ({"qk_norm": True} if config.get("qk_norm") else {})

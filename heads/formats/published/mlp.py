@@ -34,10 +34,5 @@ def read(source: PublishedHead, embeddings: Embeddings) -> TensorMapping:
             f"proj.0.weight reads {width} numbers, expected {embeddings.hidden_size}, the width of the target; choose "
             "the head's own target with model.path"
         )
-    config = {
-        "heads": heads,
-        "inner": inner,
-        "tied": tied,
-        "scale_input": bool(source.config.get("scale_input")),
-    }
+    config = {"heads": heads, "inner": inner, "tied": tied, "scale_input": bool(source.config.get("scale_input"))}
     return TensorMapping("mlp", config, lambda name: name, {}, duplicates if tied else set(), None)

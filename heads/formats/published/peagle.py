@@ -25,8 +25,6 @@ def read(source: PublishedHead, embeddings: Embeddings) -> TensorMapping:
     """Return the mapping of the format's tensors."""
     plan = eagle3.read(source, embeddings)
     token = next((source.config[key] for key in MASK_TOKENS if source.config.get(key) is not None), None)
-    if not isinstance(token, int) or not 0 <= token < embeddings.vocab_size:
-        raise source.error(f"mask_token_id is {token}, not one of the target's {embeddings.vocab_size} tokens")
     filled, kind = {MASK: source.tensor(MASK).reshape(-1, embeddings.hidden_size)}, "shared"
     table = embedding_of(embeddings)
     for name, stored in source.tensors.items():  # a tensor of another shape is refused later
@@ -37,7 +35,12 @@ def read(source: PublishedHead, embeddings: Embeddings) -> TensorMapping:
     depths = methods[0].get("speculative_tokens")
     if depths is None:
         log.warning("%s: config.json does not say how many tokens are drafted; %d is taken", source.folder, DEPTHS)
-    config = {**of_eagle3, "depths": (DEPTHS if depths is None else depths), "mask_token": token, "embedding": kind}
+    config = {
+        **of_eagle3,
+        "depths": (DEPTHS if depths is None else depths),
+        "mask_token": source.mask_token(token, embeddings),
+        "embedding": kind,
+    }
     return plan._replace(head="peagle", config=config, filled=filled, unread=plan.unread | {MASK})
 
 

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from heads import HEADS
-from heads.base import Embeddings, embedding_of
+from heads.base import Embeddings, NamedTensors, embedding_of
 from heads.common.rope import Rope, positions_of
-from heads.common.typed import typed
+from heads.common.typed import Json, typed
 from heads.common.untrusted import shown
 from heads.formats.weights import meta_state_dict
 
@@ -44,8 +44,8 @@ class PublishedHead(NamedTuple):
     """A published head: its config.json, and its tensors by their names without a common prefix."""
 
     folder: Path
-    config: dict[str, Any]
-    tensors: dict[str, Tensor]
+    config: Json
+    tensors: NamedTensors
 
     def tensor(self, name: str, key: str | None = None) -> Tensor:
         """Return one tensor; refuse a folder without it, naming the `key` of config.json that implies it."""
@@ -64,6 +64,12 @@ class PublishedHead(NamedTuple):
             f"the head has {what}, which heads here do not; loaded without it, it would draft something else"
         )
 
+    def mask_token(self, token: Any, embeddings: Embeddings) -> int:
+        """Return a masked position's token, by config.json; refuse one that the target has not."""
+        if not isinstance(token, int) or not 0 <= token < embeddings.vocab_size:
+            raise self.error(f"mask_token_id is {token}, not one of the target's {embeddings.vocab_size} tokens")
+        return token
+
     def count(self, pattern: str) -> int:
         """Return the number of distinct values of the pattern's first group in the tensor names."""
         return len({match[1] for name in self.tensors if (match := re.match(pattern, name))})
@@ -72,12 +78,12 @@ class PublishedHead(NamedTuple):
 class TensorMapping(NamedTuple):
     """The mapping of a published folder's tensors to a head's."""
 
-    head: str  # key of HEADS
-    config: dict[str, Any]  # the head's configuration, except its name and vocabulary size
-    rename: Callable[[str], str]  # our name of a tensor -> its name in the file
-    filled: dict[str, Tensor]  # tensors of the head that the file lacks or holds in another form
-    unread: set[str]  # names of tensors in the file that are ignored
-    ids: Tensor | None  # drafted tokens in the order of the lm_head's rows; None for the whole vocabulary
+    head: str  # a name in HEADS
+    config: Json  # the head's configuration without its name and vocabulary size
+    rename: Callable[[str], str]  # a tensor's name in the head to its name in the file
+    filled: NamedTensors  # tensors of the head that the file does not hold as they are
+    unread: set[str]  # tensor names in the file that are ignored
+    ids: Tensor | None  # the drafted tokens in the order of the lm_head's rows, None for the whole vocabulary
 
 
 def assemble(source: PublishedHead, plan: TensorMapping, embeddings: Embeddings) -> nn.Module:
@@ -114,19 +120,19 @@ def assemble(source: PublishedHead, plan: TensorMapping, embeddings: Embeddings)
             f"the tensors are not those of the {plan.head} head in its config: missing {shown(missing)}, unknown "
             f"{shown(unknown)}"
         )
-    loaded: dict[str, Tensor] = {}
+    loaded: NamedTensors = {}
     for name, mine in expected_tensors.items():
         tensor = filled[name] if name in filled else source.tensors[read[name]]
         foreign = read.get(name, name)
         if tensor.shape != mine.shape or tensor.is_floating_point() != mine.is_floating_point():
             actual, expected = f"{tuple(tensor.shape)} {tensor.dtype}", f"{tuple(mine.shape)} {mine.dtype}"
             raise source.error(f"{foreign} is {actual}, expected {expected}; choose the head's own target (model.path)")
-        if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
+        if tensor.is_floating_point() and not torch.isfinite(tensor).all():
             raise source.error(f"{foreign} holds values that are not finite; download it again")
         if order is not None and name not in filled and OVER_VOCABULARY.match(name):
             tensor = tensor[order]
         loaded[name] = tensor.clone(memory_format=torch.contiguous_format)
-    head: nn.Module = kind(config, embeddings)  # memory is allocated only after the file's checks
+    head = kind(config, embeddings)  # memory is allocated only after the checks of the file
     for name, parameter in head.state_dict(keep_vars=True).items():
         parameter.data = loaded[name]
     return head
@@ -141,11 +147,7 @@ def drafted(source: PublishedHead, ids: Tensor, what: str, embeddings: Embedding
 
 
 def drafted_by_offsets(source: PublishedHead, embeddings: Embeddings) -> Tensor | None:
-    """Return the draft vocabulary by d2t and t2d, None without d2t and t2d; draft id i is target id i + d2t[i].
-
-    Raises:
-        ValueError: d2t and t2d disagree, d2t holds other values than offsets, or a reduced lm_head has no d2t.
-    """
+    """Return the draft vocabulary, i + d2t[i], None without d2t; refuse what t2d or the lm_head denies."""
     if OFFSETS not in source.tensors:
         lm_head = source.tensors.get("lm_head.weight")
         if lm_head is not None and len(lm_head) == source.config.get("draft_vocab_size") != embeddings.vocab_size:
@@ -169,8 +171,8 @@ def check_width(source: PublishedHead, name: str, embeddings: Embeddings) -> Non
         )
 
 
-def decoder(source: PublishedHead, layer: str, embeddings: Embeddings, *, sliding: bool = False) -> dict[str, Any]:
-    """Return the decoder layers' dimensions for a head's configuration, with the target's for missing keys.
+def decoder(source: PublishedHead, layer: str, embeddings: Embeddings, *, sliding: bool = False) -> Json:
+    """Return the decoder layers' dimensions for a head's configuration, the target's where config.json gives none.
 
     `layer` is the prefix of a layer's tensors, with its dot; `sliding` allows one sliding window for all layers.
 

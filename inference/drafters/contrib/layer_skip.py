@@ -16,7 +16,7 @@ from typing import Annotated, NamedTuple
 import torch
 from torch import Tensor
 
-from heads.base import LevelNodes, LevelOutput
+from heads.base import LevelNodes, LevelOutput, Tokens
 from heads.common.ranges import LARGEST, Count, Decay, Within
 from heads.common.typed import typed
 from heads.common.untrusted import parsed_file
@@ -41,7 +41,7 @@ class SelfDrafter(HostDrafter, DrafterState):
         self.partial_target, self.config, self.name, self.least = LayerSkippedTarget(target, skips), tree, name, least
         self.tree = tree.label
 
-    def start(self, prompt: list[int]) -> "SelfDrafter":
+    def start(self, prompt: Tokens) -> "SelfDrafter":
         """Return itself: no sequence has another state."""
         return self
 
@@ -172,7 +172,7 @@ def rate(target: Target, skips: SkipSet, texts: list[Text], deepest: int) -> Rat
     return best
 
 
-def recorded(target: Target, prompt: list[int], answer: list[int]) -> Text:
+def recorded(target: Target, prompt: Tokens, answer: Tokens) -> Text:
     """Return a text with its prefilled cache, which `rate` reads many times."""
     token = torch.tensor(prompt + answer, device=target.device)
     cache = target.cache()

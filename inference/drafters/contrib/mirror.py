@@ -12,6 +12,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from heads.base import Tokens
 from heads.common.ranges import Number
 from inference.drafters.assistant import ROOT, Assistant, AssistantState
 from inference.drafters.host import HostDrafter
@@ -39,7 +40,7 @@ class Mirror(HostDrafter):
             raise ValueError("drafter.mirror.assistant drafts chains: set tree.kind=chain, or use drafter=assistant")
         self.assistant.model.check_masks("which chains in one pass need: use drafter=assistant")
 
-    def start(self, prompt: list[int]) -> "MirrorState":
+    def start(self, prompt: Tokens) -> "MirrorState":
         """Begin a sequence."""
         return MirrorState(self, prompt)
 
@@ -47,7 +48,7 @@ class Mirror(HostDrafter):
 class MirrorState(AssistantState):
     """One sequence: the assistant's state, and the chains that a worker prepares with it."""
 
-    def __init__(self, drafter: Mirror, prompt: list[int]) -> None:
+    def __init__(self, drafter: Mirror, prompt: Tokens) -> None:
         super().__init__(drafter.assistant, prompt)
         self.most, self.tried, self.accepted, self.drafted = drafter.config.outcomes, 4, 3, 0
         self.work: Future[dict[Outcome, Proposal]] | None = None
@@ -74,7 +75,7 @@ class MirrorState(AssistantState):
         return proposal
 
     @torch.inference_mode()
-    def ahead(self, chain: list[int], context: Context) -> dict[Outcome, Proposal]:
+    def ahead(self, chain: Tokens, context: Context) -> dict[Outcome, Proposal]:
         """Draft after the most probable outcomes of verifying a chain."""
         read = self.read(self.text), self.branch(torch.tensor(chain), [ROOT, *range(len(chain) - 1)])
         free = min(context.max_draft_depth, self.model.context - len(self.text))
@@ -92,7 +93,7 @@ class MirrorState(AssistantState):
             contexts.append(Context(token, context.sampling, context.draws.at(len(token)), free - len(tokens)))
         return dict(zip(outcomes, self.chains(level, contexts), strict=True))
 
-    def outcomes(self, chain: list[int], logits: Float[Tensor, "N V"]) -> list[Outcome]:
+    def outcomes(self, chain: Tokens, logits: Float[Tensor, "N V"]) -> list[Outcome]:
         """Return the most probable outcomes, by the recent acceptance rate and the assistant's probs of the next token.
 
         After a rejection the next token is another one than the rejected.

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from heads import rows
-from heads.base import LevelNodes, LevelOutput
+from heads.base import LevelNodes, LevelOutput, Tokens
 from heads.common.ranges import Count
 from heads.common.typed import typed
 from heads.formats import store
@@ -172,7 +172,7 @@ class StreamsDrafter(HostDrafter):
             store.fill(streams, folder)
         self.streams = streams.to(target.device, target.dtype).eval().requires_grad_(False)
 
-    def start(self, prompt: list[int]) -> "StreamsState":
+    def start(self, prompt: Tokens) -> "StreamsState":
         """Begin a sequence, which has no streams before its first pass."""
         return StreamsState(self)
 

@@ -1,0 +1,14 @@
+"""The shapes that many signatures have, by the letters of heads/base.py."""
+
+from jaxtyping import Float, Int
+from torch import Tensor
+
+Sequences = Int[Tensor, "B T"]  # a whole number for each row: its token, document or position
+Rows = Float[Tensor, "B T D"]  # a state for each row
+Anchors = Int[Tensor, "B n"] | None  # the rows to draft from, in order; None for all
+States = Float[Tensor, "*n D"]
+TokenIds = Int[Tensor, "*n"]
+Logits = Float[Tensor, "*n W"]  # over the head's own vocabulary
+Nodes = Int[Tensor, "B N"]  # a whole number for each node of a level, or each query
+NodeStates = Float[Tensor, "B N D"]
+Advanced = tuple[NodeStates, NodeStates]  # a step's states, and its lm_head's inputs
