@@ -103,7 +103,7 @@ def reply_in(raw: Mapping[str, Any]) -> Mapping[str, Any]:
     return reply["body"] if isinstance(reply.get("body"), dict) else reply
 
 
-def _ids(holder: Raw, key: str, where: str) -> list[int]:
+def _ids(holder: Mapping[str, Any], key: str, where: str) -> list[int]:
     value = holder[key]
     if not isinstance(value, list) or not all(type(token) is int for token in value):
         raise ValueError(f"{where}: {key} is no list of token numbers: fix or remove the record")
@@ -181,7 +181,7 @@ def label(value: Any) -> str:
     return str(value).encode("utf-8", "replace").decode()
 
 
-def readable(raw: Raw, index: int, path: str) -> Raw:
+def to_known_shape(raw: Raw, index: int, path: str) -> Raw:
     """Convert a published set's record to a shape that `parse` reads; return others unchanged.
 
     CNN/DM has article and highlights, question sets have lists of answers, dialogues without answers have turns.

@@ -55,7 +55,7 @@ def read_target_config(path: str, trust_remote_code: bool, cached_alone: bool = 
     """
     values = read_target_values(path, trust_remote_code, cached_alone)
     try:
-        folder, given = gguf.located(path)
+        folder, given = gguf.resolve_gguf(path)
         config = (
             transformers.AutoConfig.for_model(**values)
             if given
