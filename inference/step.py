@@ -289,8 +289,8 @@ class DeviceStep:
         """Whether the stages are captured in CUDA graphs, which need fixed shapes."""
         return self.fixed_shapes and self.graphs is not None
 
-    def graph_key(self, kv_length: int, settings: RequestParams) -> tuple[int, *tuple[Any, ...]]:
-        """Return the key of the step's stages, the head's KV length first: equal keys mean equal shapes and branches."""
+    def graph_key(self, kv_length: int, settings: RequestParams) -> tuple[Any, ...]:
+        """Return the key of the stages, head_kv_length first: equal keys mean equal shapes and branches."""
         # For few compiled shapes, the head reads the whole capacity.
         padded = self.compiles and not self.fixed_shapes
         head_kv_length = round_up_kv_length(self.cache.storage.capacity) if padded else kv_length
