@@ -122,9 +122,9 @@ def timed_rows(
     """
     if target.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(target.device)
-    curves = training(find_heads([*config.runs(), *config.compare])) if "head" in config.drafter else None
-    measured, texts = list[ResultRow](), list[WorkloadTexts]()
-    extras: Json = {} if curves is None else {"training": curves}
+    trained = [*config.runs(), *config.compare]
+    curves = training(find_heads(trained, config.drafter)) if "head" in config.drafter else None
+    measured = Timed([], [], {} if curves is None else {"training": curves})
     start = 0
     for workload in workloads:
         for temperature, size, rate in config.conditions():

@@ -102,7 +102,8 @@ def remarks_of(config: EvalConfig, target: Target) -> list[str]:
         remarks.append(
             f"the target is sharded among {distributed.get_world_size()} processes, which all decode the same"
         )
-    heads = find_heads([*config.runs(), *config.compare]) if target.sibling or "head" in config.drafter else {}
+    runs = [*config.runs(), *config.compare]
+    heads = find_heads(runs, config.drafter) if target.sibling or "head" in config.drafter else {}
     if "head" in config.drafter and all(value is None for value in config.tree.values()):
         tuned = [name for name, at in heads.items() if (at.parent / TUNED).is_file() or schedule_of(at, {}) is not None]
         others = ", ".join(name for name in heads if name not in tuned)

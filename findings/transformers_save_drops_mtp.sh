@@ -2,7 +2,7 @@
 # transformers 5.24.0: loading a checkpoint with an MTP module (GLM-4-MoE, num_nextn_predict_layers=1) and saving it drops
 # every tensor of the module, while the saved config.json still promises it. Seen: "27 tensors of the module before, 0
 # after; num_nextn_predict_layers=1". So a fine-tune that was saved by transformers serves without its module.
-# headstart says of such a checkpoint that it carries no module, where drafter=mtp or init=checkpoint asks for one.
+# headstart says so in one line when it loads such a checkpoint, and its doctor does; docs/mtp.md brings the module back.
 set -euo pipefail
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT

@@ -69,12 +69,9 @@ def best_line(cfg: DictConfig) -> str | None:
 def with_head(cfg: DictConfig) -> DictConfig:
     """Return a composed configuration with its head named and the head's own training values filled in.
 
-    `head=best` becomes a head that `engine` loads; without an engine it becomes the head that suits `model`, by the
-    target's config.json. Where `objective` and `trainer` say `auto`, their values are those of `head.training`, to
-    whose losses those of `objective` are added.
-
-    Raises:
-        ValueError: the target's config.json cannot be read.
+    `head=best` becomes a head that `engine` loads, without one the head that suits `model`, by the target's
+    config.json. `head.training` holds the values of `objective` and `trainer` where these are `auto`, and the losses
+    that those of `objective` are added to. Refuse a target whose config.json cannot be read.
     """
     cfg = cfg.copy()
     OmegaConf.set_struct(cfg, False)

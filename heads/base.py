@@ -205,10 +205,8 @@ class DraftHead(Protocol):
     def extend(self, state: Any, new: NewRows) -> tuple[Any, LevelOutput]:
         """Decoding: append verified rows of B sequences and score the roots' children, as SGLang's draft_extend does.
 
-        `state` is the result of an earlier call and is changed in place; None or an empty cache for new sequences.
-
-        Returns:
-            The state, and the level of the roots (N = 1) with the logits of depth 1.
+        `state` is an earlier call's, and is changed in place; None or an empty cache for new sequences. It is returned
+        with the roots' level: N = 1, the logits of depth 1.
         """
 
     def expand(self, state: Any, level: LevelOutput, nodes: LevelNodes) -> LevelOutput:

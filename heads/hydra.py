@@ -104,7 +104,7 @@ class Hydra(HeadModule):
         """Return head `depth`'s logits of its own states, counted from 1."""
         return self.lm_heads[depth - 1](state)
 
-    def joined(self, before: Float[Tensor, "*n X"], token: TokenIds) -> Float[Tensor, "*n Y"]:
+    def append_token(self, before: Float[Tensor, "*n X"], token: TokenIds) -> Float[Tensor, "*n Y"]:
         """Return a head's input with one more token."""
         return torch.cat([before, self.embeddings.embed(token).to(before.dtype)], -1)
 

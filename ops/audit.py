@@ -151,9 +151,8 @@ class Verdict(NamedTuple):
 def audited(config: AuditConfig) -> Verdict:
     """Audit a server against its baseline; write audit.json, audit.html and a reproduction, and print the verdict.
 
-    Raises:
-        ValueError: a server does not answer at first, serves another model, or a workload cannot be read. If a server
-            stops later, a budget is used up or the audit is interrupted, the results so far are written.
+    Refuse a server that does not answer at first or serves another model. One that goes away later, a budget that is
+    used up and an interruption leave what was measured until then.
     """
     out, client = Path(config.out).expanduser(), config.client
     check_writable(out, "out")

@@ -61,16 +61,9 @@ def predict(
 ) -> tuple[float, float, float]:
     """Return τ after `at` tokens by a power function through at least three points, and the interval's ends.
 
-    The interval is that of a new measurement, of the level LEVEL: by the covariance of the three numbers, and by the
-    last standard error. Student's t with as many degrees of freedom as points takes the normal distribution's place:
-    so few points cannot show how far the curve is from a power function.
-
-    Args:
-        tokens: the trained tokens of each point, increasing.
-        tau: τ at each point.
-        error: the standard errors of τ.
-        at: a number of tokens, at least the last point's.
-        bound: the maximum tokens that a pass can commit.
+    The points are trained tokens, increasing, τ and its standard error; `bound` is the most tokens that a pass can
+    commit. The interval is that of a new measurement, of the level LEVEL: by the covariance of the three numbers, and
+    by the last standard error.
     """
     from scipy.optimize import curve_fit  # late: half a second that no other run needs
     from scipy.stats import t
@@ -154,13 +147,9 @@ class BudgetConfig:
 
 
 class Forecast:
-    """The trainings of a run within its budget; `state` is the content of `forecast.json`.
+    """The trainings of a run, apart from its head, within its budget; `state` is the content of `forecast.json`.
 
-    Args:
-        run: the run's configuration, except the head.
-        config: the budget and the candidates.
-        words: the overrides that all trainings share.
-        train: runs a training with more overrides to its end.
+    `words` are the overrides that all trainings have in common; `train` runs one with further overrides, to its end.
     """
 
     def __init__(self, run: RunConfig, config: BudgetConfig, words: Words, train: Train) -> None:

@@ -12,10 +12,12 @@ if __name__ == "__main__":  # the checkout's root instead of ops/, whose files c
     sys.path[0] += "/.."
 
 import re
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 from omegaconf import DictConfig
+from safetensors import SafetensorError
 
 from eval.config import Selection
 from eval.inputs.workloads import read_workload, short_name
@@ -26,12 +28,15 @@ from heads import HEADS
 from heads.common.command import command
 from heads.common.errors import one_line
 from heads.common.ranges import Count
+from heads.common.target_config import read_target_values
 from heads.common.typed import typed
 from heads.common.untrusted import visible
 from heads.formats.hub import load_found, sibling_spec
+from heads.formats.mtp_layouts import REMEDY
 from heads.formats.published.export import assert_known
 from heads.formats.store import CONFIG
 from inference.drafters.policy import TreeConfig, check_tree
+from inference.target.checkpoint import lost_module
 from inference.target.target import Target
 from ops.examine import (
     OWN,
@@ -75,7 +80,16 @@ class DoctorConfig:
 
 
 def examine(config: DoctorConfig) -> list[Finding]:
-    """Return the findings on a head, in order: one if it does not load. Refuse a missing head, target or workload."""
+    """Return the findings on a head, in order; a head that does not load has that one finding.
+
+    Raises:
+        ValueError: there is no such head, target or workload.
+    """
+    if (folder := Path(config.run).expanduser()).is_dir():
+        with suppress(OSError, ValueError, SafetensorError):  # what is no target
+            lost = lost_module(str(folder), read_target_values(str(folder), False, cached_alone=True))
+            if lost is not None:
+                return [wrong("MTP module", lost, "engines that are to draft by it stop, or draft nothing", REMEDY)]
     head = read(config.run)
     target, why = load_target(config.target, head, config.dtype, config.measure)
     try:

@@ -85,9 +85,7 @@ class Runs(NamedTuple):
 def measure(config: ServedConfig) -> Report:
     """Measure the endpoint, and its baseline if there is one, on every workload, temperature and batch size.
 
-    Raises:
-        ValueError: a server does not answer, lacks the model, counts no drafts, restarted or served other clients in
-            between; a request failed; or a workload cannot be read. Nothing is written then.
+    Refuse, and write nothing: a server without the model, without drafts or with other clients, and a failed request.
     """
     selection = Selection(config.prompts, config.warmup, False, config.turns, True)
     jobs = [read_questions(name, selection, config.client.chat) for name in workload_names(config.workload)]

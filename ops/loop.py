@@ -112,15 +112,9 @@ class State:
 def maintain(run: RunConfig, service: LoopJob, words: Words, train: Train) -> int:
     """Run the stages, continuing a stopped run; return 1 if an adapted head was not better, otherwise 0.
 
-    Args:
-        run: the training that adapts the head; `out` is the maintenance's folder.
-        service: the head and its log.
-        words: the user's overrides for the training.
-        train: runs a training with overrides to its end.
-
-    Raises:
-        ValueError: the log or head is missing, the folder cannot be written or belongs to another head, or the log
-            cannot be trained on.
+    `run` is the training that adapts the head, in the maintenance's folder, `words` its overrides by the user; `train`
+    runs one to its end. Refuse a missing log or head, another head than the folder's, and a log that cannot be trained
+    on.
     """
     if run.plan is True:
         raise ValueError("plan=true plans a training, and the loop may swap a head: leave it out")
@@ -342,10 +336,8 @@ def requests_of(lines: Iterator[bytes], name: str) -> Iterator[tuple[bytes, str]
 def split(log: Path, since: int, loop: LoopConfig, folder: Path) -> dict[str, int]:
     """Write a log's old and new requests, each in two parts by time, for training and comparison; return their counts.
 
-    The comparison excludes requests whose prompt is trained on, with another answer or in the same dialogue.
-
-    Raises:
-        ValueError: too few requests are usable, or are left for the comparison.
+    The proof leaves out a request whose prompt is trained on, with another answer or in the same dialogue. Refuse a log
+    of which too few can be used, or are left for the comparison.
     """
     lines = list(growing(log, follow=False, poll=1.0))
     counts: dict[str, int] = {}

@@ -175,10 +175,7 @@ def questions_of(record: Readable, turns: str, chat: bool) -> Iterator[Question]
     """Yield a record's questions: its first question, or every question after the messages before it.
 
     A plain text's prompt is the end of its first half, at most OPENING words. Without `chat`, messages are sent as one
-    text.
-
-    Raises:
-        ValueError: the record has no prompt, or no recorded answer before a question.
+    text. Refuse a record without a prompt, or without a recorded answer before a question.
     """
 
     def completion(id_: str, prompt: Any) -> Question:

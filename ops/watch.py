@@ -216,10 +216,8 @@ def follow(config: WatchConfig) -> int:
 def windows(server: Metrics, config: WatchConfig) -> Iterator[SpecDecodingStats]:
     """Yield windows of a server's counters, each of `config.passes` passes or more, other clients' passes included.
 
-    A restart begins a new window. A server may be away for `config.away` seconds.
-
-    Raises:
-        ValueError: the server has no counters, answers without drafts, or stays away.
+    A restart begins a new window. Refuse a server without counters or drafts, or away for more than `config.away`
+    seconds.
     """
     before, last = server.counters(), time.monotonic()
     if before is None:
@@ -251,11 +249,8 @@ def check_log(path: Path) -> None:
 def growing(path: Path, *, follow: bool, poll: float) -> Iterator[bytes]:
     """Yield a file's lines, including lines added later; an incomplete line is held until it ends.
 
-    If another file takes its name, the rest of the old file comes first; a truncated file is read again. Without
-    `follow` the lines end with the file.
-
-    Raises:
-        ValueError: the file is missing at the start, or is compressed.
+    Where another file takes its name, the rest of the old one comes first; one that was cut begins again. Without
+    `follow` it ends where the file does. Refuse a missing or packed file at first.
     """
     check_log(path)
     file = path.open("rb")
@@ -344,10 +339,8 @@ def counts_in(raw: Record) -> SpecDecodingStats | None:
 def player(run: str, given: Record, tree: Record, config: WatcherConfig, name: str) -> Replay:
     """Return the replay of a run's head along the log `name`; target and head are loaded at the first record.
 
-    `given` and `tree` hold the user's values for the target and for the tree; None keeps the saved value.
-
-    Raises:
-        ValueError: the run or its head is missing, or the head cannot draft the tree.
+    `given` and `tree` have what the user says of the target and of the head's tree, None what is left as it is. Refuse
+    a run without a head, and a tree that the head cannot draft.
     """
     folder = resolve_head(run)
     saved_tree(folder, tree)

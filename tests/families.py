@@ -106,17 +106,17 @@ FAMILIES = {
 }
 
 
-def config(name: str) -> PreTrainedConfig:
-    """Return a family's configuration."""
+def config(name: str, **more: Any) -> PreTrainedConfig:
+    """Return a family's configuration, with further values."""
     family = FAMILIES[name]
-    return getattr(transformers, family.kind)(**family.values)
+    return getattr(transformers, family.kind)(**family.values | more)
 
 
 @functools.cache
-def target(name: str, dtype: torch.dtype = torch.float32) -> Target:
+def target(name: str, dtype: torch.dtype = torch.float32, **more: Any) -> Target:
     """Return a toy target of a family, the same weights every time."""
     torch.manual_seed(1)
-    model = AutoModelForCausalLM.from_config(config(name))
+    model = AutoModelForCausalLM.from_config(config(name, **more))
     if dtype == torch.float64:
         model.set_experts_implementation("eager")  # their kernels take no fp64
     return Target(model.to(dtype), toys.tokenizer(), name)

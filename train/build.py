@@ -103,13 +103,10 @@ def among_processes(run: Any, job: Callable[[Any, Accelerator, RunLock], None]) 
 
 
 def build(run: RunConfig, accelerator: Accelerator, lock: RunLock) -> Loop:
-    """Load the target, the head and the data, create the output folder, and return the loop that trains the head.
+    """Load target, head and data, create the output folder, and return the loop; refuse what does not fit together.
 
     Three decisions need the loaded target: whether it verifies trees, the initial weights of `init=auto`, and the
     micro-batch that runs on this device.
-
-    Raises:
-        ValueError: target, head, data and an earlier run in the folder do not fit together.
     """
     if not accelerator.is_main_process:
         logging.disable(logging.WARNING)  # only the main process logs warnings
@@ -237,10 +234,10 @@ def loop_of(
     stepper = Stepper(run.trainer, run.launcher, accelerator, loss, source, width, rollouts)
     weighed = {f"objective.{key}": value for key, value in asdict(run.objective).items()}
     trained = {"head": head.config, "peft": run.peft}
-    this_run = checkpoint.Identity(
-        checkpoint.settings(run.trainer, trained, target.spec.fingerprint, source.batches),
-        checkpoint.numerics(run.trainer, weighed, run.launcher.strategy, accelerator.num_processes),
-    )
+    this_run = {
+        "settings": checkpoint.settings(run.trainer, trained, target.spec.fingerprint, source.batches),
+        "arithmetic": checkpoint.numerics(run.trainer, weighed, run.launcher.strategy, accelerator.num_processes),
+    }
     return Loop(Path(run.out), stepper, kept_head, evaluator, this_run, resumes=run.resume, config=values)
 
 

@@ -24,7 +24,7 @@ from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import transformers
@@ -246,9 +246,7 @@ class Saver:
         """Wait for the previous save, copy the state and start to write it; wait for this one if the last failed.
 
         `content` goes to state.json next to the step; the checkpoint of step `best`, with the best τ, is never deleted.
-
-        Raises:
-            ValueError: two saves in a row failed; earlier checkpoints still load.
+        Refuse to go on where the disk has refused twice in a row.
         """
         begin = time.perf_counter()
         failed = self._wait()
@@ -355,13 +353,6 @@ STEERING = (
 )  # fmt: skip
 VERSIONS = {"torch": torch.__version__, "transformers": transformers.__version__}
 SHOWN = 60  # maximum characters of a value in a message
-
-
-class Identity(NamedTuple):
-    """The settings that identify a run: on resume, changes in `settings` are refused, in `numerics` reported."""
-
-    settings: Json
-    numerics: Json
 
 
 def settings(trainer: TrainerConfig, sections: Json, target: str, batches: Batches) -> Json:

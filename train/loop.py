@@ -26,7 +26,7 @@ from inference.target.embeddings_only import EmbeddingsOnly
 from inference.target.target import Target
 from inference.verification.sample import GREEDY
 from train import checkpoint
-from train.checkpoint import Identity, Saver
+from train.checkpoint import Saver
 from train.config import TrainerConfig
 from train.distributed.processes import RELEASE_EVERY, STOPPED, ProcessControl, release_freed
 from train.optim import same_rates
@@ -113,12 +113,13 @@ class KeptHead:
 class Loop:
     """A run's loop, on every process; the main process writes, and only it measures unless passes need all.
 
-    With `resumes` the loop continues from the newest good checkpoint in `out`, if any. `kept_head` is a `KeptHead` or
-    an object with its methods; without an `evaluator` the newest head is kept. Trackers record `config`.
+    With `resumes` it resumes from the newest good checkpoint in `out`, if there is one: a change in the "settings" of
+    `identity` is refused, one in "arithmetic" reported. `kept_head` is a `KeptHead` or has its methods; without an
+    `evaluator` the newest head is kept. Trackers show `config`.
     """
 
     def __init__(
-        self, out: Path, stepper: Stepper, kept_head: Any, evaluator: AcceptanceEvaluator | None, identity: Identity,
+        self, out: Path, stepper: Stepper, kept_head: Any, evaluator: AcceptanceEvaluator | None, identity: Json,
         *, resumes: bool, config: Json,
     ) -> None:  # fmt: skip
         self.stepper, self.kept_head, self.evaluator, self.identity = stepper, kept_head, evaluator, identity
@@ -154,7 +155,7 @@ class Loop:
                 "overrides that the run was started with"
             ) from error
         self.start, self.progress = state["step"], self.progress | state.get("progress", {})
-        now = self.identity.numerics
+        now = self.identity["arithmetic"]
         then = with_new_schedule(state.get("arithmetic", {}), now, self.trainer, self.start)
         if changed := checkpoint.differences(then, now):
             self.control.warn(f"the same data in the same order, but no longer bit for bit: {changed}")
@@ -172,8 +173,7 @@ class Loop:
     def save(self, step: int) -> None:
         """Write a checkpoint asynchronously, unless the step has one."""
         if self.saver.saved != step:
-            identity = {"settings": self.identity.settings, "arithmetic": self.identity.numerics}
-            content = {"progress": dict(self.progress), "conditions": self.conditions, **identity}
+            content = {"progress": dict(self.progress), "conditions": self.conditions, **self.identity}
             self.saver.save(self.stepper.state, step, content, self.progress["best_step"])
 
     def train(self) -> None:

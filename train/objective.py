@@ -21,7 +21,7 @@ from heads import rows
 from heads.base import DepthOutput, DraftHead, Features, draft_size, to_device
 from heads.eagle4 import CandidateLmHead
 from heads.modules.argmax import argmax
-from heads.modules.vocab import SummedGradient
+from heads.modules.vocab import AccumulatingModule
 from heads.shapes import Anchors, Sequences
 from inference.verification.rng import BITS, hash_key, seed_key
 from train.losses import LOSSES, NOT_OF_LOGITS, READ_P, LossInputs, ObjectiveConfig, RowIndex, TeacherProbs
@@ -162,7 +162,7 @@ def dpace(work: "LossContext", states: list[Tensor]) -> Float[Tensor, "d N"]:
 class DepthRows(NamedTuple):
     """The trained rows `source` of one depth, with their teachers, at `position` in the chunk."""
 
-    teacher: RowIndex
+    teacher_row: RowIndex
     position: RowIndex
     source: RowIndex
 
@@ -236,7 +236,7 @@ class LossContext(NamedTuple):
             del probs.log_p
         return probs
 
-    def rows(self, d: int, fields: Sequence[Tensor | None], pick: DepthRows, probs: TeacherProbs) -> LossInputs:
+    def loss_inputs(self, d: int, fields: Sequence[Tensor | None], pick: DepthRows, probs: TeacherProbs) -> LossInputs:
         """Return the losses' inputs for the picked rows of depth `d` + 1; `fields` are `DepthOutput`'s."""
         state, feature, confidence, _ = fields
         assert state is not None
@@ -301,7 +301,7 @@ class _Chunked(torch.autograd.Function):
         losses = work.weight.new_zeros(())
         sums = work.weight.new_zeros(len(work.config.losses) + 1, depths)
         input_index = {id(x): i for i, x in enumerate(inputs[count:], count)}
-        lm_heads = [m for m in work.head.modules() if isinstance(m, SummedGradient) and id(m.weight) in input_index]
+        lm_heads = [m for m in work.head.modules() if isinstance(m, AccumulatingModule) and id(m.weight) in input_index]
         with ExitStack() as stack:
             added = [stack.enter_context(lm_head.accumulate_gradient()) for lm_head in lm_heads]
             for teacher, by_depth in work.chunks:

@@ -88,12 +88,10 @@ class TargetShape:
         method, written = saved.get("quant_method"), json.dumps(saved, default=str)
         if (method == "fp8" and device == "cpu") or (method == "mxfp4" and not find_spec("kernels")):
             return item
-        if isinstance(method, str) and method in BY_METHOD:
-            return BY_METHOD[method]
+        if str(method) in BY_METHOD:
+            return BY_METHOD[str(method)]
         bits = max((bits for bits in map(int, re.findall(BITS, written)) if 0 < bits <= 16), default=None)
-        if bits is None:
-            return QUANTIZED.get(quantize or "", item)
-        return bits / 8 + (SCALES if bits < 8 else 0)
+        return QUANTIZED.get(quantize or "", item) if bits is None else bits / 8 + (SCALES if bits < 8 else 0)
 
 
 def target_shape(model: ModelConfig) -> TargetShape:
@@ -153,14 +151,10 @@ def plain_shape(config: Any, norms: int) -> TargetShape:
     available, chosen = experts_of(config) or (1, 1)
     feed = config.moe_intermediate_size if available > 1 else dims.intermediate_size
     attention = 2 * width * dims.head_dim * (dims.num_heads + dims.num_kv_heads) + norms * dims.head_dim
-    router = available * width * (available > 1)
-    inner, active = (
-        width + layers * (attention + 2 * width + router + 3 * width * feed * count) for count in (available, chosen)
-    )
-    return TargetShape(
-        config, TargetEmbeddings(model), chosen * feed,
-        embedding.weight.numel() * (1 if config.tie_word_embeddings else 2), inner, active, packs=True, apart=True,
-    )  # fmt: skip
+    layer = attention + 2 * width + available * width * (available > 1)  # without the MLPs, with their router
+    inner, active = (width + layers * (layer + 3 * width * feed * count) for count in (available, chosen))
+    tables = embedding.weight.numel() * (1 if config.tie_word_embeddings else 2)
+    return TargetShape(config, TargetEmbeddings(model), chosen * feed, tables, inner, active, packs=True, apart=True)
 
 
 class HeadCost(NamedTuple):
@@ -177,10 +171,7 @@ class HeadCost(NamedTuple):
 
 
 def head_cost(run: RunConfig, target: TargetEmbeddings, micro_batch_size: int, device: str, item: int) -> HeadCost:
-    """Return the cost of a micro-batch of `micro_batch_size` sequences on a type of device.
-
-    Values in matmuls have `item` bytes. Refuse a head that does not fit the target or the objective's depths.
-    """
+    """Return a micro-batch's cost on a type of device; refuse a head that does not fit the target or the depths."""
     with torch.device("meta"):
         head = HEADS[run.head.name](run.head, target)
         whole = parameter_count(head)
@@ -227,26 +218,20 @@ def head_cost(run: RunConfig, target: TargetEmbeddings, micro_batch_size: int, d
 def computed(head: Any, tokens: int, drafted: int, depths: int) -> list[tuple[Any, float]]:
     """Return a head's modules except lm_heads, each with the number of rows that it computes over all depths."""
     modules: list[tuple[Any, float]] = []
+    whole = drafted * head.size if isinstance(head, Block) else tokens + (depths - 1) * drafted
     for name, module in head.named_children():
-        if name in ONCE:
-            modules.append((module, tokens))
-        elif isinstance(head, Recurrent | Block):
-            rows = drafted * head.size if isinstance(head, Block) else tokens + (depths - 1) * drafted
-            modules.append((module, rows))
-        elif isinstance(module, nn.ModuleList):  # one module per depth, or a few that the depths share
+        if name in ONCE or isinstance(head, Recurrent | Block):
+            modules.append((module, tokens if name in ONCE else whole))
+        elif isinstance(module, nn.ModuleList):  # one a depth, or a few that all depths share
             modules.append((module, drafted * depths / len(module)))
-    layers: Any = head.layers if isinstance(head, Block) else ()  # their k_proj and v_proj also project the context
-    attentions = [layer.self_attn for layer in layers]
+    # A block's keys and values are the context's too.
+    attentions = [layer.self_attn for layer in (head.layers if isinstance(head, Block) else ())]
     return modules + [(linear, tokens) for a in attentions for linear in (a.k_proj, a.v_proj)]
 
 
 def per_row(module: Any, item: int, chosen: int, recompute: bool) -> float:
-    """Return the bytes that a module keeps per row; a row passes through `chosen` experts.
-
-    A linear layer keeps its input and output, a norm its input in fp32 and its result, a gated MLP its product, and
-    attention its output; under `recompute` gated MLPs and norms keep only their input.
-    """
-    if isinstance(module, AccumulatingModule):  # an lm_head is scored in chunks
+    """Return the bytes that a module keeps for a row, which passes through `chosen` experts: docs/training_plan.md."""
+    if isinstance(module, SummedGradient):  # an lm_head, whose rows are scored in chunks
         return 0
     if isinstance(module, nn.Linear):
         return item * (module.in_features + module.out_features)
@@ -259,16 +244,12 @@ def per_row(module: Any, item: int, chosen: int, recompute: bool) -> float:
         saved += item * module.down_proj.in_features
     if isinstance(getattr(module, "q_proj", None), nn.Linear):
         queries = module.q_proj.out_features
-        saved += item * queries
-        saved -= 2 * item * module.q_proj.in_features if recompute else 0  # queries, keys and values share the input
+        saved += item * (queries - 2 * module.q_proj.in_features * recompute)  # queries, keys and values share that
         normed = any(True for _ in getattr(module, "q_norm", nn.Identity()).parameters())
         saved += (norm + item) * (queries + module.k_proj.out_features) if normed else 0
-    for parameter in module.parameters(recurse=False):
-        if parameter.ndim == 1:
-            saved += norm * parameter.numel()
-        elif parameter.ndim == 3:  # experts
-            saved += chosen * item * sum(parameter.shape[1:])
-    return saved
+    direct = [*module.parameters(recurse=False)]  # of norms, and of experts
+    saved += sum(norm * p.numel() for p in direct if p.ndim == 1)
+    return saved + sum(chosen * item * sum(p.shape[1:]) for p in direct if p.ndim == 3)
 
 
 class Memory(NamedTuple):
@@ -314,14 +295,11 @@ class Plan(NamedTuple):
 
 
 def plan(run: RunConfig) -> Plan:
-    """Return the plan of a run; nothing is loaded or written.
-
-    If `trainer.micro_tokens` is null, a micro-batch is the largest power of two of sequences within MAX_UTILISATION
-    of the device. If one sequence already fills the device, as the final evaluation may, it is all of a process.
-    """
+    """Return the plan of a run, loading and writing nothing; `trainer.micro_tokens` of null is the most that fit."""
     given, world = run.trainer.micro_tokens, run.launcher.world
     if given is not None:
         return _plan(run, min(-(-run.sequences_per_step // world), given // run.data.length))
+    # The most sequences that fit SAFE of the device, a power of two; where one fills it, those of a process.
     micro_batch_size, least = 1 << max(0, (run.sequences_per_step // world).bit_length() - 1), _plan(run, 1)
     limit = max(least.memory.peak, MAX_UTILISATION * (least.memory.capacity or 0))
     while (planned := _plan(run, micro_batch_size)).memory.peak > limit:
@@ -346,8 +324,7 @@ def _plan(run: RunConfig, micro_batch_size: int) -> Plan:
         whole = round(shape.weight_bytes(run.model.quantize, gate, kind) * shape.inner)
         evaluated, again, host_evaluation = target_state(run, shape, whole, gate)
         evaluation = sum(evaluated.values()) + again
-    # Temporary bytes of each stage of a step. The first micro-batch comes before any gradient; the others keep the
-    # previous one's features during the target's pass. A tensor-parallel group runs its sequences in turn.
+    # A step's first micro-batch comes before the gradient; later ones keep the features of the one before in the pass.
     tokens, read = micro_batch_size * length, len(cost.feature_layers)
     row, copied = shape.target.hidden_size * (read + 1), value if run.objective.noise > 0 or value != item else 0
     state, first = head_state(launcher, trainer, cost), micro_batch_size * launcher.world >= run.sequences_per_step
@@ -388,10 +365,7 @@ def _plan(run: RunConfig, micro_batch_size: int) -> Plan:
 
 
 def target_state(run: RunConfig, shape: TargetShape, layers: int, item: int) -> tuple[Sizes, int, int]:
-    """Return the target's bytes: on the first process's device, gathered there during a pass, and on the host.
-
-    `layers` is the bytes of all layers, 0 if they are not loaded; `item` the bytes per value of embedding and lm_head.
-    """
+    """Return the target's bytes, by those of all layers: on the first device, gathered there in a pass, on the host."""
     where, launcher = run.model.where, run.launcher
     prefetched, gathered, host, parts, there = PREFETCH_LAYERS * layers // shape.target.num_layers, 0, 0, 1, layers
     if where.placement == TENSOR_PARALLEL:
@@ -405,8 +379,7 @@ def target_state(run: RunConfig, shape: TargetShape, layers: int, item: int) -> 
         stay = min(layers, int((where.memory_gb or 0) * GB))
         there, host = min(layers, stay + prefetched), 0 if where.offload == "disk" else layers - stay
     ends = item * shape.embeddings
-    # transformers' own shard of embedding and lm_head, which trainers do not read
-    shard = ends // parts if layers and parts > 1 else 0
+    shard = ends // parts if layers and parts > 1 else 0  # transformers' own of them, which trainers do not read
     return {"target: embedding, lm_head": ends + shard, "target: layers": there // parts}, gathered, host
 
 
@@ -414,8 +387,7 @@ def head_state(launcher: LauncherConfig, trainer: TrainerConfig, cost: HeadCost)
     """Return the bytes of a process for the head and its optimiser between steps, all in fp32."""
     strategy, world, whole = launcher.strategy, launcher.world, 4 * cost.trained
     zero, sharded = strategy.startswith("zero"), strategy in ("zero3", "fsdp2") and world > 1
-    weights = world if sharded else 1
-    shards = 1 if strategy == "ddp" else world  # number of shards of gradients and optimiser state
+    weights, shards = world if sharded else 1, 1 if strategy == "ddp" else world  # shards of gradients and moments too
     buckets = 8 * min(BUCKET, cost.trained) if zero else whole if strategy == "ddp" and world > 1 else 0
     sizes = {
         "head: weights": 4 * cost.frozen + whole / weights + (whole / world if zero else 0),  # DeepSpeed's own copy

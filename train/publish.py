@@ -36,7 +36,15 @@ def publish(config: PublishConfig, api: HfApi, say: Callable[[str], object] = pr
     """Write the folder and, unless `dry_run`, push and verify it; return it. Refuse a run without a head."""
     run, repo = Path(config.run).expanduser(), config.repo
     out = Path(config.out).expanduser() if config.out else run / "publish"
-    if not last_good(run / "head").is_dir():  # a published head, such as another project's, is only written in a format
+    whole = last_good(run / "head").is_dir()
+    if config.format == CHECKPOINT:
+        adapter = copy_with_head(last_good(run / "head") if whole else resolve_head(config.run), out, config)
+        beside = "" if adapter is None else f", which drafts for {adapter}: serve that adapter with it"
+        say(f"{out}: the target with this head as its MTP module{beside}")
+        speculative = json.dumps({"method": "mtp", "num_speculative_tokens": 1})
+        say(f"vLLM: {shlex.join(['vllm', 'serve', str(out), '--speculative-config', speculative])}")
+        return out
+    if not whole:  # a published head, such as another project's, is only written in a format
         if None in (config.format, config.target, config.out) or not config.dry_run:
             raise ValueError(
                 f"run={config.run}: it holds no head/; give the folder of a run, trained to its first evaluation, or a "
@@ -49,12 +57,6 @@ def publish(config: PublishConfig, api: HfApi, say: Callable[[str], object] = pr
         return out
     if not config.dry_run and not (api.token or get_token()):
         raise ValueError(f"{repo}: no token for the Hub; run `hf auth login`, set HF_TOKEN or dry_run=true")
-    if config.format == CHECKPOINT:
-        copy_with_head(run, out, config)
-        say(f"{out}: the target with this head as its MTP module")
-        speculative = json.dumps({"method": "mtp", "num_speculative_tokens": 1})
-        say(f"vLLM: {shlex.join(['vllm', 'serve', str(out), '--speculative-config', speculative])}")
-        return out
     shown = write_folder(run, out, config)
     if config.format == OPENVINO:
         model = read_config(last_good(run / "head"))["target"]["name"]

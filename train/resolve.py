@@ -109,11 +109,24 @@ def resolve(cfg: DictConfig) -> RunConfig:
 def on_machine(run: RunConfig) -> RunConfig:
     """Return a run whose null device values and number of processes are filled in from this machine.
 
-    The number of processes is a launcher's, or one per accelerator.
+    The processes are those of a launcher, or one for each accelerator. Refuse a `model.device` of another type.
     """
-    device = resolve_device(run.device, run.model.device)
-    launcher = run.launcher
-    if device.name == HERE and device.type == "cpu" and device.tflops is None and run.plan is True:
+    device, launcher, requested = run.device, run.launcher, run.model.device
+    kind = device_named(requested).type if device.type is None else device.type
+    if requested is not None and requested.partition(":")[0] != kind:
+        raise ValueError(f"device={device.name} is of type {kind}, and model.device={requested} is not: leave one out")
+    if kind == "cpu":
+        if device.type is None:
+            cpu = preset("cpu")
+            device = replace(device, context_gb=cpu.context_gb, slack=cpu.slack)
+        device = replace(device, type=kind, memory_gb=device.memory_gb or free_bytes() / GIB)
+    elif device.type is None:
+        device = replace(device, type=kind, host_gb=device.host_gb or free_bytes() / GIB)
+    if device.memory_gb is None:
+        properties = torch.cuda.get_device_properties(requested or "cuda")
+        tflops = device.tflops or peak_of(properties.name)
+        device = replace(device, memory_gb=properties.total_memory / GIB, tflops=tflops, name=properties.name)
+    if device.name == HERE and kind == "cpu" and device.tflops is None and run.plan is True:
         matrix, seconds = torch.ones(SIDE, SIDE, dtype=fast_dtype(torch.device("cpu"))), []
         for _ in range(5):  # the best of several matrix products on all threads
             begin = time.perf_counter()
@@ -121,7 +134,7 @@ def on_machine(run: RunConfig) -> RunConfig:
             seconds.append(time.perf_counter() - begin)
         device = replace(device, tflops=2 * SIDE**3 / min(seconds) / 1e12)
     if launcher.num_processes is None:
-        accelerators = accelerator_count(run.model.device) if run.device.type != "cpu" else 1
+        accelerators = 1 if kind == "cpu" else accelerator_count(requested)
         launcher = replace(launcher, num_processes=run.device.count or accelerators)
         if launched():
             launcher = replace(launcher, num_processes=on_node(), num_nodes=world() // on_node())
@@ -131,27 +144,6 @@ def on_machine(run: RunConfig) -> RunConfig:
 def accelerator_count(device: str | None) -> int:
     """Return how many processes a command starts: one per accelerator, one on a CPU or a given `device`."""
     return torch.cuda.device_count() if (device or default_device()) == "cuda" else 1
-
-
-def resolve_device(device: DeviceConfig, requested: str | None) -> DeviceConfig:
-    """Return a device whose null type and memory are filled in from this machine.
-
-    `requested` is the run's `model.device`, None for torch's default device; another type is refused.
-    """
-    kind = device_named(requested).type if device.type is None else device.type
-    if requested is not None and requested.partition(":")[0] != kind:
-        raise ValueError(f"device={device.name} is of type {kind}, and model.device={requested} is not: leave one out")
-    if kind == "cpu":
-        cpu = preset("cpu")
-        base = device if device.type is not None else replace(device, context_gb=cpu.context_gb, slack=cpu.slack)
-        return replace(base, type=kind, memory_gb=device.memory_gb or free_bytes() / GIB)
-    if device.type is None:
-        device = replace(device, type=kind, host_gb=device.host_gb or free_bytes() / GIB)
-    if device.memory_gb is None:
-        properties = torch.cuda.get_device_properties(requested or "cuda")
-        tflops = device.tflops or peak_of(properties.name)
-        device = replace(device, memory_gb=properties.total_memory / GIB, tflops=tflops, name=properties.name)
-    return device
 
 
 def preset(name: str) -> DeviceConfig:

@@ -21,7 +21,7 @@ from rich.console import Console
 from eval.config import eval_config
 from eval.measures.results import BASELINE
 from heads.common.command import command, exit_this_run
-from heads.common.errors import keeping, user_errors
+from heads.common.errors import report_on_interrupt, user_errors
 from train import checkpoint, sweep
 from train.build import among_processes, build, values_of
 from train.config import RunConfig
@@ -68,7 +68,7 @@ def train(run: RunConfig) -> None:
     if launch.is_main():
         print(f"{run.name}: head={run.head.name} for {run.model.path}")
     folder, resumes = Path(run.out) / "checkpoints", "the checkpoints are kept, and resume=true goes on"
-    with keeping(lambda: resumes if checkpoint.checkpoints(folder) else "nothing was trained"):
+    with report_on_interrupt(lambda: resumes if checkpoint.checkpoints(folder) else "nothing was trained"):
         among_processes(run, train_and_evaluate)
 
 

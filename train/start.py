@@ -184,12 +184,7 @@ def check_init(adapter: AdaptConfig, config: HeadConfig, init: str | None, place
 def init_head(
     config: HeadConfig, init: str | None, target: Target | EmbeddingsOnly, base: str | None = None
 ) -> nn.Module:
-    """Return the head to train: a new one, or the head that `init` names with its own configuration.
-
-    Raises:
-        ValueError: there is no such head, it is for a target of another shape or of another kind than the
-            configuration, or no head can be built for the target.
-    """
+    """Return the head to train: a new one, or the one that `init` names; refuse one of another kind or target."""
     target.embeddings.check_width()
     kind = HEADS[config.name]
     if init in (LAST_LAYER, CHECKPOINT):
@@ -228,18 +223,16 @@ def check_kind(config: HeadConfig, kind: str, init: str) -> None:
 
 
 def from_target(config: HeadConfig, init: str, target: Target, checkpoint: str) -> nn.Module:
-    """Return a head initialised from the target's last layer, or as the MTP module that a checkpoint carries.
+    """Return a head that starts as the target's last layer, or as a checkpoint's MTP module; refuse other parameters.
 
     Rotary positions and norm are the target's. Parameters with other inputs than in the target are still random, and an
     MTP projection is the identity for the state; `fit_init` fits them.
-
-    Raises:
-        ValueError: there is no such module, or the layer has other parameters.
     """
     config = match_target(config, target)
     if init == CHECKPOINT:
-        loaded = load_mtp(target, checkpoint).state_dict().items()
-        start = {name.replace(BLOCK, _block(config)): value for name, value in loaded}
+        module = load_mtp(target, checkpoint)
+        config, loaded = replace(config, raw_state=module.config.raw_state), module.state_dict().items()
+        start: NamedTensors = {name.replace(BLOCK, _block(config)): value for name, value in loaded}
     else:
         start = last_layer(config, target)
     odd = mismatch(config, start, target) if init == CHECKPOINT else incompatibility(config, target)

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from data.batches import Batch, Batches
-from data.features.source import FeatureSource, MicroBatch
+from data.features.source import FeatureSource
 from eval.measures.machine import peak_memory
 from heads.base import Features, NamedTensors, frozen_count, parameter_count, to_device
 from heads.common.files import atomic_write, write_json
@@ -218,7 +218,13 @@ class Stepper:
         mark(None)  # time before this is not the step's
         trainer, device, stall = self.trainer, self.accelerator.device, self.source.stall
         self.loss.progress = step / trainer.steps
-        micro_batches, rollout_tokens = self.micro_batches(step)
+        micro_batches, rollout_tokens = self.source(step), 0
+        mark("data")
+        if self.rollouts is not None and self.rollouts.due(step):
+            given = [micro.batch for micro in micro_batches]
+            rollout, rollout_tokens = self.rollouts(step, given, self.state.weights())
+            micro_batches = [*micro_batches, *rollout]
+            mark("rollout")
         batches = [micro.batch for micro in micro_batches]
         keys = [row_keys(trainer.seed, step, batch.index) for batch in batches]
         sampled = [self.loss.sample_rows(*inputs) for inputs in zip(batches, keys, strict=True)]
@@ -243,7 +249,15 @@ class Stepper:
             mark("head")
         norm = self.strategy.clip(trainer.clip)
         mark("optimiser")
-        numbers = self.read(totals, torch.as_tensor(norm, device=device), trained)
+        # The step's numbers over all processes: the only read of the host.
+        depths, norm = len(trained), torch.as_tensor(norm, device=device).reshape(1).to(trained.dtype)
+        packed = self.accelerator.reduce(torch.cat([*totals.values(), norm]), "sum")
+        packed[depths:-1] /= trained.repeat(len(totals) - 1)
+        *means, grad_norm, rows = torch.cat([packed, trained[:1]]).tolist()
+        metrics: Json = {name: means[i * depths : (i + 1) * depths] for i, name in enumerate(totals)}
+        first = {"loss": metrics.pop("loss")[0], "accuracy": metrics.pop("accuracy")}
+        grad_norm /= self.accelerator.num_processes
+        numbers = {**first, **metrics, "grad_norm": grad_norm, "rows": int(rows)}
         if self.rollouts is not None:
             numbers["rollout_tokens"] = int(shared[2, 0])
             self.progress["rollout_tokens"] += numbers["rollout_tokens"]
@@ -262,28 +276,6 @@ class Stepper:
         logged = bad is not None or (step + 1) % trainer.log_every == 0
         record = {**numbers, "lr": self.rate(step), **({} if bad is None else {"skipped": True})}
         return Step(record={**record, **self.cost()} if logged else None, bad=bad)
-
-    def micro_batches(self, step: int) -> tuple[list[MicroBatch], int]:
-        """Return a step's micro-batches, the rollout's included, and the target's tokens for the rollout."""
-        given = self.source(step)
-        self.phase_timer.mark("data")
-        if self.rollouts is None or not self.rollouts.due(step):
-            return given, 0
-        rollout, read = self.rollouts(step, [micro.batch for micro in given], self.state.weights())
-        self.phase_timer.mark("rollout")
-        return [*given, *rollout], read
-
-    def read(self, totals: NamedTensors, norm: Tensor, trained: Tensor) -> Json:
-        """Return the step's numbers over all processes; the only host synchronisation of a step."""
-        depths = len(trained)
-        mine = torch.cat([*totals.values(), norm.reshape(1).to(trained.dtype)])
-        packed = self.accelerator.reduce(mine, "sum")
-        packed[depths:-1] /= trained.repeat(len(totals) - 1)
-        *means, grad_norm, rows = torch.cat([packed, trained[:1]]).tolist()
-        metrics = {name: means[i * depths : (i + 1) * depths] for i, name in enumerate(totals)}
-        first = {"loss": metrics.pop("loss")[0], "accuracy": metrics.pop("accuracy")}
-        grad_norm /= self.accelerator.num_processes
-        return {**first, **metrics, "grad_norm": grad_norm, "rows": int(rows)}
 
     def cost(self) -> Json:
         """Return the cost per step since the last record: rates over all processes, other numbers for this one."""

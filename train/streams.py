@@ -175,10 +175,10 @@ def loop_of(
         evaluator = AcceptanceEvaluator(target, prompts, trainer, run.tree, run.name, drafter)
     kept_streams = KeptStreams(Path(run.out, KIND), run.streams, target)
     loss_values = {"every": run.every, "decay": run.decay}
-    this_run = checkpoint.Identity(
-        checkpoint.settings(run.trainer, {"streams": run.streams}, target.spec.fingerprint, batches),
-        checkpoint.numerics(run.trainer, loss_values, run.launcher.strategy, accelerator.num_processes),
-    )
+    this_run = {
+        "settings": checkpoint.settings(run.trainer, {"streams": run.streams}, target.spec.fingerprint, batches),
+        "arithmetic": checkpoint.numerics(run.trainer, loss_values, run.launcher.strategy, accelerator.num_processes),
+    }
     return Loop(Path(run.out), stepper, kept_streams, evaluator, this_run, resumes=run.resume, config=values_of(run))
 
 

@@ -1,6 +1,6 @@
 """The drafters of a configuration: trained heads of runs, and drafters of inference/drafters."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
@@ -24,15 +24,17 @@ from inference.target.target import Target
 INHERITED = ("dtype", "device", "quantize", "adapter", "prompts", *(field.name for field in fields(Placement)))
 
 
-def find_heads(runs: list[str]) -> dict[str, Path]:
-    """Return the head folders of runs by name in the report: the head's kind, with the run if two share a kind.
+def find_heads(runs: list[str], others: Collection[str] = ()) -> dict[str, Path]:
+    """Return the runs' head folders by their names in the report: the head's kind, and its run if two share a kind.
+
+    So does the target's own module, if it is among the `others` that draft too.
 
     Raises:
         ValueError: a run has no head.
     """
     folders = {run: resolve_head(run) for run in runs}
     kinds = {run: kind_of(folder) for run, folder in folders.items()}
-    unique = {run for run, kind in kinds.items() if list(kinds.values()).count(kind) == 1}
+    unique = {run for run, kind in kinds.items() if [*kinds.values(), *others].count(kind) == 1}
     return {kinds[run] if run in unique else f"{kinds[run]} {run}": folder for run, folder in folders.items()}
 
 
@@ -126,7 +128,7 @@ def _folders(config: DraftersConfig) -> dict[str, Path]:
     runs = [*config.runs(), *config.compare]
     if not runs:
         raise ValueError("run is missing: give run=outputs/NAME, or drafter=plain to measure only the target")
-    return find_heads(runs)
+    return find_heads(runs, config.drafter)
 
 
 def _heads(config: DraftersConfig, target: Target) -> Drafters:

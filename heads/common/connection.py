@@ -23,12 +23,8 @@ PATIENCE = 2.5  # seconds that the Hub has to answer
 def check_reachable(repo: str, kind: str = "model") -> None:
     """Make the libraries read only the local cache, as HF_HUB_OFFLINE=1 does, if the Hub cannot be reached.
 
-    Otherwise they retry each file for a minute. An invalid name is refused first, since for a path their error only
-    explains how repository names are written.
-
-    Raises:
-        ValueError: the name is not a repository's name, or the cache lacks the repository, a "model" or "dataset"; one
-            line, without the name.
+    Otherwise they try each file again and again, for a minute. Refuse what is no repository's name and, without the
+    Hub, a "model" or "dataset" that the cache does not hold; in one line, without the name.
     """
     if kind == "model" and Path(repo).is_file():
         raise ValueError("is a file; give its folder")

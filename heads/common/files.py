@@ -137,13 +137,9 @@ def checksum(content: dict[str, Any]) -> str:
 
 @contextmanager
 def claim(path: Path, *, wait: bool) -> Iterator[bool]:
-    """Hold a file's lock for a block, and yield whether it was acquired; with `wait`, always true.
+    """Hold a file's lock for a block, and yield whether it was acquired; with `wait` it always is. Links are refused.
 
-    The kernel releases it when the process exits or is killed. The empty file stays, since after a removal two
-    processes could hold the lock.
-
-    Raises:
-        OSError: the file cannot be opened, or is a link.
+    The kernel releases it when the process exits or is killed. The empty file stays: removing it would let two hold it.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     with os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666), "ab") as file:

@@ -77,10 +77,8 @@ class Rope(NamedTuple):
 def positions_of(config: Mapping[str, Any]) -> Rope | None:
     """Return the rotary positions that transformers' LlamaConfig reads from a config.json, None without any.
 
-    If `rope_parameters` has one entry per kind of layer, the only entry counts, or full attention's.
-
-    Raises:
-        ValueError: transformers rejects the values; in one line.
+    Where `rope_parameters` has one entry per kind of layer, the entry of the only kind counts, else full attention's.
+    Refuse, in one line, values that transformers does not take.
     """
     declared = {
         key: copy.deepcopy(config[key]) for key in SAID if config.get(key) is not None

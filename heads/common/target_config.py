@@ -48,10 +48,8 @@ ABOVE = ("architectures", "dtype", "quantization_config", "eos_token_id", "bos_t
 def read_target_config(path: str, trust_remote_code: bool, cached_alone: bool = False) -> PreTrainedConfig:
     """Return a target's configuration from a folder or Hub name; `cached_alone` downloads nothing.
 
-    For a multimodal checkpoint this is the text tower's configuration, a complete causal LM.
-
-    Raises:
-        ValueError: no configuration exists, or no target can be built from it; in one line, without the path.
+    For a multimodal checkpoint this is the text tower's configuration, a complete causal LM. Refuse a name without one,
+    or one of which no target can be built, in one line without the path.
     """
     values = read_target_values(path, trust_remote_code, cached_alone)
     try:

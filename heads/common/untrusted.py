@@ -38,12 +38,9 @@ def parse_json(content: bytes | str, deepest: int = DEEPEST) -> Any:
 
 
 def parse_yaml(content: bytes) -> Any:
-    """Parse a YAML text.
+    """Return the value of a YAML text; refuse more than plain values or MOST_YAML bytes, without a file's name.
 
-    Raises:
-        ValueError: the text is not YAML, is longer than MOST_YAML, holds more than plain values (a tag such as
-            `!!python/object`), or has an alias, by which a short text becomes a huge value; in one line, without the
-            file's name.
+    A tag such as `!!python/object` is more than that, and so is an alias, by which a short text becomes a huge value.
     """
     if len(content) > MOST_YAML:
         raise ValueError(f"{len(content)} bytes of YAML, at most {MOST_YAML} are read")
@@ -107,11 +104,7 @@ def names_code(value: Any) -> str | None:
 
 
 def regular(path: Path) -> Path:
-    """Return the path of a regular file, or of a folder of regular files.
-
-    Raises:
-        ValueError: the path is or links to a pipe, a socket or a device, whose opening may block forever.
-    """
+    """Return the path of a regular file, or of a folder of such; refuse what may block: a pipe, a socket, a device."""
     for file in path.iterdir() if path.is_dir() else [path]:
         if file.exists() and not (file.is_file() or file.is_dir()):
             raise ValueError(f"{file}: a pipe, a socket or a device, which is not read; put a file in its place")
@@ -130,11 +123,9 @@ def plain_name(name: object) -> bool:
 
 
 def inside(folder: Path, name: object) -> Path:
-    """Return the path of a file in the folder, named by an untrusted file.
+    """Return the path of a file in the folder, by a name from an untrusted file; refuse one that is not `regular`.
 
-    Raises:
-        ValueError: the name leads out of the folder, or is a link that does, or the file is not `regular`. Links within
-            the Hub's cache, whose snapshots consist of links, are allowed.
+    Refuse a name that leads out of the folder, and a link that does but for those of the Hub's cache, into itself.
     """
     if not plain_name(name):
         raise ValueError(

@@ -20,6 +20,8 @@ from heads.common.files import last_good
 from heads.common.resolvers import ROOT
 from heads.common.typed import Json, typed
 from heads.formats import lora
+from heads.formats.checkpoint import read_module
+from heads.formats.mtp_layouts import layout_of, prefixes
 from heads.formats.published import FORMATS, format_of, is_published, load_published
 from heads.formats.published.files import SAFE, further_files
 from heads.formats.store import (
@@ -32,6 +34,7 @@ from heads.formats.store import (
     load_head,
     read_config,
 )  # fmt: skip
+from heads.formats.weights import shards
 
 log = logging.getLogger(__name__)
 
@@ -85,17 +88,30 @@ def load_found(folder: Path, embeddings: Embeddings, spec: TargetSpec) -> nn.Mod
 
 
 def base_head(name: str, config: HeadConfig, embeddings: Embeddings, spec: TargetSpec) -> nn.Module:
-    """Return an adapter's base head in fp32, always from the Hub; refuse another configuration, and an adapter."""
+    """Return the base head of an adapter in fp32, always from the Hub: a head, or the MTP module of a model there.
+
+    Raises:
+        ValueError: the name is not a Hub id, or belongs to a head of another configuration, or to an adapter.
+    """
     if not REPO.fullmatch(name):
         raise ValueError(f"base={name[:80]}: no name of the Hub, OWNER/NAME, where the base of an adapter is")
+    kind: Any = HEADS[config.name]
+    head: nn.Module = kind(config, embeddings)
+    index, layers = downloaded(name, [INDEX]) / INDEX, embeddings.num_layers
+    named = shards(index).items() if index.is_file() else ()
+    files = {tensor: index.parent / file for tensor, file in named if tensor.startswith(prefixes(layers))}
+    if layout_of(files, layers) is not None:  # a model with a module, whose files alone are downloaded
+        downloaded(name, sorted({file.name for file in files.values()}))
+        _, tensors = read_module(files, layers) or (None, {})
+        if tensors.keys() == head.state_dict().keys():
+            head.load_state_dict(tensors)
+            return head
     folder = _downloaded_head(name)
     if (folder / lora.CONFIG).is_file():
         raise ValueError(f"base={name}: an adapter itself; publish the whole head, without base")
     loaded: Any = load_found(folder, embeddings, sibling_spec(folder, spec, "is adapted for"))
     if type(loaded.config) is not type(config) or replace(loaded.config, name=config.name) != config:
         raise ValueError(f"base={name}: a head of another configuration than the one adapted; name the one it began as")
-    kind = HEADS[config.name]
-    head = kind(config, embeddings)
     head.load_state_dict(loaded.state_dict())
     return head
 

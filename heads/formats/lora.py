@@ -73,12 +73,9 @@ def merge(head: nn.Module, adapter: Adapter, folder: Path) -> nn.Module:
 
 
 def adapter_files(base: str, before: NamedTensors, after: NamedTensors, rank: int) -> dict[str, bytes]:
-    """Return the files of the adapter that turns the weights `before` into `after`, in fp32.
+    """Return the files of the adapter that turns the weights `before` into `after`, in fp32; refuse a higher rank.
 
     The factors come from the singular value decomposition of each weight's change.
-
-    Raises:
-        ValueError: a weight's change has a higher rank.
     """
     tensors: NamedTensors = {}
     for name in sorted(before.keys() | after.keys()):

@@ -12,11 +12,18 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from heads.base import NamedTensors
+from heads.common.typed import Json
 
 BLOCK, PROJECTION = "block.layer.", "eh_proj.weight"  # parts of tensor names in heads/mtp.py
 EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(gate_proj|up_proj|down_proj)\.weight")
 SHARED = ("embed_tokens.weight", "shared_head.head.weight")  # copies of the target's own tensors
+
+
+# What to do about a promised module that the files do not hold.
+REMEDY = (
+    "transformers leaves it out when it saves: take it from the model that was fine-tuned, by experiment="
+    "mtp_after_finetune base=BASE, or untrained by drafter=mtp drafter.mtp.checkpoint=BASE"
+)
 
 
 class Layout(NamedTuple):
@@ -30,6 +37,7 @@ class Layout(NamedTuple):
     renamed: dict[str, str]  # our names of the tensors outside the layer -> the checkpoint's names
     state_first: bool = False  # whether the projection's input begins with the state
     raw_state: bool = False
+    count_key: str = "num_nextn_predict_layers"  # the key of config.json with the number of modules
 
     def theirs(self, name: str, layers: int) -> str:
         """Return the checkpoint's name for one of our tensors."""
@@ -86,14 +94,30 @@ LAYOUTS = {
 }  # fmt: skip
 
 
-COUNT = "num_nextn_predict_layers"  # the key of config.json with the number of MTP modules
-COUNTS = (COUNT, "mtp_num_hidden_layers")  # the second key is Qwen3.5's
-FAMILIES = {  # architecture -> layout
-    "DeepseekV3ForCausalLM": LAYOUTS["appended"],
-    "Glm4MoeForCausalLM": LAYOUTS["appended"],
+COUNT = LAYOUTS["behind"].count_key
+QWEN35 = LAYOUTS["apart"]._replace(count_key="mtp_num_hidden_layers")
+FAMILIES = {  # the layout of each architecture
+    "DeepseekV3ForCausalLM": LAYOUTS["behind"],
+    "Glm4MoeForCausalLM": LAYOUTS["behind"],
     "MiMoForCausalLM": LAYOUTS["mimo"],
-    "Qwen3NextForCausalLM": LAYOUTS["separate"],
+    "Qwen3NextForCausalLM": LAYOUTS["apart"],
+    "Qwen3_5ForCausalLM": QWEN35,
+    "Qwen3_5ForConditionalGeneration": QWEN35,
+    "Qwen3_5MoeForCausalLM": QWEN35,
+    "Qwen3_5MoeForConditionalGeneration": QWEN35,
 }
+
+
+def text_section(values: Json) -> Json:
+    """Return the part of a config.json that describes the text model: all of it, or a multimodal one's section."""
+    section = values.get("text_config")
+    return section if isinstance(section, dict) else values
+
+
+def promise(values: Json) -> str | None:
+    """Return the key by which a config.json says that the model has an MTP module, None without one."""
+    section = text_section(values)
+    return next((one.count_key for one in (LAYOUTS["behind"], QWEN35) if section.get(one.count_key)), None)
 
 
 def swapped(projection: Tensor) -> Tensor:
@@ -107,7 +131,12 @@ def layout_of(names: Iterable[str], layers: int) -> Layout | None:
     return next((one for one in LAYOUTS.values() if one.theirs(PROJECTION, layers) in available), None)
 
 
-def stack_experts(tensors: NamedTensors) -> NamedTensors:
+def prefixes(layers: int) -> tuple[str, ...]:
+    """Return what the names of an MTP module's tensors begin with, by the target's number of layers."""
+    return tuple(one.outer.format(layers) for one in LAYOUTS.values())
+
+
+def fused(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Stack a checkpoint's separate experts as in transformers: gate above up, and down."""
     experts: dict[str, dict[str, dict[int, Tensor]]] = {}
     stacked = {}

@@ -97,12 +97,9 @@ def write_files(folder: Path, content: Json, tensors: NamedTensors) -> None:
 
 
 def save_tree(folder: Path, tree: Json, schedule: list[Json] | None = None) -> None:
-    """Write another draft tree into a head's config.json, atomically; the head and its target stay.
+    """Write another draft tree into a head's config.json, atomically; the head and its target stay. Refuse no head.
 
-    With a `schedule`, lines of `policy.Schedule`, `tree` applies to batch size 1, otherwise to any batch size.
-
-    Raises:
-        ValueError: the folder has no head.
+    With a `schedule`, lines of `policy.Schedule`, the tree is that of one sequence, else of any number.
     """
     content = {**read_config(folder), "tree": tree, SCHEDULE: schedule}
     if schedule is None:

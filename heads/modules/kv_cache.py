@@ -29,9 +29,9 @@ UNBOUNDED = 1 << 40  # the ring size of a cache without a window
 class KVCache:
     """Keys and values of up to `size` sequences, one pair of buffers "B G C E" per layer.
 
-    The buffers are ring buffers: the row at position p is entry p % ring_size, so a sequence of any length needs only
-    slightly more than `window` entries. An entry's position follows from the sequence's length, and no entry moves.
-    Drafted rows are written after the entries in use, and the next tree overwrites them.
+    A ring buffer: the row at position p is entry p % ring_size, so a sequence of any length needs `window` entries and
+    a few. An entry's position follows from the sequence's length, and nothing is moved as it grows. Drafted rows are
+    written after the entries in use, where the next tree overwrites them.
 
     Attributes:
         first: the slot of the first sequence; not 0 in the view of one sequence of a batch.

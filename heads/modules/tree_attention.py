@@ -90,14 +90,8 @@ def padded(size: int) -> int:
 def tree_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float) -> Tensor:
     """Attend where a boolean mask is true, or with an additive mask; a query whose keys are all masked returns zeros.
 
-    Args:
-        query: "B H T E".
-        key: "B G S E".
-        value: "B G S F"; these three are copied if their last stride is not 1.
-        mask: "1 or B, 1, T, S".
-
-    Returns:
-        "B H T F", in memory as "B T H F".
+    The query is "B H T E", the key "B G S E", the value "B G S F", copied where the last stride is not 1; the mask is
+    "1 or B, 1, T, S", and what is returned "B H T F", in memory "B T H F".
     """
     from heads.modules import tree_kernels
 

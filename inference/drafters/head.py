@@ -6,14 +6,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from jaxtyping import Int
+from safetensors import SafetensorError
 from torch import Tensor
 
 from heads.base import DraftHead, Features, NewRows, Tokens
 from heads.common.errors import one_line
 from heads.common.typed import typed
+from heads.formats.checkpoint import module_files, read_module
 from heads.formats.hub import load_found, schedule_of, sibling_spec, tree_of
-from heads.formats.mtp_layouts import BLOCK, COUNTS, LAYOUTS, PROJECTION, layout_of
+from heads.formats.mtp_layouts import BLOCK, REMEDY, promise
 from heads.modules.kv_cache import KVCache
 from heads.modules.layers import Attention
 from heads.mtp import TARGET, Mtp
@@ -30,7 +32,6 @@ from inference.drafters.policy import (
     verifiable,
 )
 from inference.protocol import Context, DraftBatch, Drafted, Drafter, DraftInputs, DraftPlan, DraftRows, DraftTraits
-from inference.target.checkpoint import all_tensor_files
 from inference.target.model import TargetOutput
 from inference.target.packed import pack
 from inference.target.target import Target
@@ -259,34 +260,19 @@ def load_mtp(target: Target, checkpoint: str) -> Mtp:
 
     It uses the target's embedding and lm_head. Refuse a checkpoint without one, or with one unlike the target's layer.
     """
-    try:
-        files = all_tensor_files(checkpoint)
-    except (OSError, ValueError, KeyError, SafetensorError) as error:
-        raise ValueError(
-            f"drafter.mtp.checkpoint: {checkpoint} holds no readable model.safetensors ({one_line(error)}); give the "
-            "folder or Hub name of the target's own checkpoint"
-        ) from error
     layers = target.spec.num_layers
-    layout = layout_of(files, layers)
-    if layout is None:
-        signs = ", no ".join(kind.theirs(PROJECTION, layers) for kind in LAYOUTS.values())
-        remedy = "choose another drafter"
-        if promise := next((key for key in COUNTS if getattr(target.config, key, None)), None):
-            remedy = (
-                f"its {promise} promises one, which transformers leaves out when it saves: take it from the model that "
-                "was fine-tuned, by drafter.mtp.checkpoint=BASE, in a training by init=checkpoint base=BASE"
-            )
-        raise ValueError(
-            f"drafter.mtp: {checkpoint} carries no module for multi-token prediction (no {signs}); {remedy}"
-        )
-    names = layout.ours(files, layers)
     try:
-        opened: dict[Path, Any] = {file: safe_open(file, "pt") for file in {files[theirs] for theirs in names}}
-        tensors = layout.read({ours: opened[files[theirs]].get_tensor(theirs) for theirs, ours in names.items()})
-    except (OSError, SafetensorError, RuntimeError, IndexError) as error:  # also if experts do not stack
+        found = read_module(module_files(checkpoint, layers), layers)
+    except (OSError, ValueError, KeyError, SafetensorError, RuntimeError, IndexError) as error:
         raise ValueError(
-            f"drafter.mtp: the module in {checkpoint} is damaged ({one_line(error)}); download it again"
+            f"drafter.mtp: {checkpoint} holds no readable model.safetensors, or is damaged ({one_line(error)}); give "
+            "the folder or Hub name of the target's own checkpoint, or download it again"
         ) from error
+    if found is None:
+        key = promise(target.config.to_dict())
+        remedy = "choose another drafter" if key is None else f"its {key} promises one; {REMEDY}"
+        raise ValueError(f"drafter.mtp: {checkpoint} carries no module for multi-token prediction; {remedy}")
+    layout, tensors = found
     try:
         if target.recurrence is not None and layers - 1 in target.recurrence.mixers:
             raise ValueError("the target's last layer cannot run by itself (it keeps a recurrent state)")
@@ -296,11 +282,13 @@ def load_mtp(target: Target, checkpoint: str) -> Mtp:
         with torch.device("meta"):
             head = Mtp(config, target.embeddings)
         last = target.decoder_layers[-1].state_dict().items()
-        wide = {BLOCK + name for name, tensor in last if tensor.dtype == torch.float32}  # such as a router's
-        for name, tensor in tensors.items():
-            tensors[name] = tensor.to(target.device, torch.float32 if name in wide else target.dtype)
+        wide = {BLOCK + name for name, tensor in last if tensor.dtype == torch.float32}  # a router's, for one
+        moved = {
+            name: tensor.to(target.device, torch.float32 if name in wide else target.dtype)
+            for name, tensor in tensors.items()
+        }
         try:
-            head.load_state_dict(tensors, assign=True)
+            head.load_state_dict(moved, assign=True)
         except RuntimeError as error:
             why = "is not built like the target's last layer, or is quantised"
             raise ValueError(f"the module in {checkpoint} {why} ({one_line(error)})") from error

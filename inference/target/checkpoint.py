@@ -2,7 +2,6 @@
 
 from collections.abc import Collection
 from math import prod
-from pathlib import Path
 
 import torch
 import transformers
@@ -12,9 +11,11 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 from transformers.utils.hub import cached_file
 
-from heads.common.gguf import dequantised
-from heads.formats.store import INDEX, QUANTISED, WEIGHTS
-from heads.formats.weights import FEW, digest, shards
+from heads.common.typed import Json
+from heads.formats.checkpoint import module_files, tensor_files
+from heads.formats.mtp_layouts import promise, text_section
+from heads.formats.store import QUANTISED
+from heads.formats.weights import FEW, digest
 
 ADAPTER = "adapter_config.json"
 MOST_OF_A_BYTE = 16  # parameters a byte: more than any quantisation has
@@ -26,42 +27,17 @@ RENAMED = {
 }
 
 
-def tensor_files(checkpoint: str) -> dict[str, Path]:
-    """Return the file of each tensor of a checkpoint, a folder or Hub name, chosen as transformers does.
+def lost_module(checkpoint: str, values: Json) -> str | None:
+    """Return the fault of a checkpoint whose config.json promises an MTP module that no file holds, None without it.
 
-    A single model.safetensors is preferred to an index's shards, which may be of another save. An index that names it
-    too adds files, such as an MTP module's. Pickles and variants are never read.
-
-    Raises:
-        OSError, ValueError, SafetensorError: it holds no readable model.safetensors, or its index leads out of its
-            folder.
+    A module of a layout that is not read here is none that was lost.
     """
-    checkpoint = dequantised(checkpoint)
-    paths = (cached_file(checkpoint, name, _raise_exceptions_for_missing_entries=False) for name in (WEIGHTS, INDEX))
-    whole, index = (None if path is None else Path(path) for path in paths)
-    named = {} if index is None else shards(index)
-    if index is None or (whole is not None and WEIGHTS not in named.values()):
-        file = whole or Path(str(cached_file(checkpoint, WEIGHTS)))  # raises that it is missing
-        with safe_open(file, "pt") as opened:
-            return dict.fromkeys(opened.keys(), file)
-    files = {shard: Path(str(cached_file(checkpoint, shard))) for shard in {*named.values()}}
-    return {name: files[shard] for name, shard in named.items()}
-
-
-def all_tensor_files(checkpoint: str) -> dict[str, Path]:
-    """Return the files of `tensor_files` and of tensors that the index omits, as some do for an MTP module.
-
-    Shards next to a single model.safetensors are of another save, and are not read.
-    """
-    files = tensor_files(checkpoint)
-    paths = {*files.values()}
-    if [path.name for path in paths] != [WEIGHTS]:
-        paths.update(min(paths).parent.glob("*.safetensors"))
-    held: dict[str, Path] = {}
-    for path in sorted(paths):
-        with safe_open(path, "pt") as opened:
-            held |= dict.fromkeys(opened.keys(), path)
-    return held | files
+    key, layers = promise(values), text_section(values).get("num_hidden_layers")
+    if key is None or not isinstance(layers, int):
+        return None
+    if any("mtp" in name or f"layers.{layers}." in name for name in module_files(checkpoint, layers)):
+        return None
+    return f"its {key} promises an MTP module, and its files hold none"
 
 
 def stored_names(model: "transformers.PreTrainedModel", files: Collection[str]) -> dict[str, str]:

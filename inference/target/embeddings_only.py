@@ -13,7 +13,8 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from heads.common.target_config import UNFIT, read_target_config, reason
-from inference.target.checkpoint import fingerprint_on_disk, stored_names, tensor_files
+from heads.formats.checkpoint import tensor_files
+from inference.target.checkpoint import fingerprint_on_disk, stored_names
 from inference.target.config import ModelConfig, device_named, dtype_named
 from inference.target.embeddings import TargetEmbeddings, final_norm
 from inference.target.loading import load_tokenizer

@@ -27,10 +27,12 @@ from heads.common.errors import one_line, panicked
 from heads.common.gguf import dequantised, gguf_file, resolve_gguf
 from heads.common.target_config import UNFIT, has_text_tower, read_target_config, read_target_values, reason
 from heads.common.untrusted import parse_json, parsed_file, regular, shown
+from heads.formats import mtp_layouts
+from heads.formats.checkpoint import tensor_files
 from heads.formats.hub import REPO, downloaded
 from heads.formats.weights import FEW, digest
 from inference.target import checkpoint, placement
-from inference.target.checkpoint import RENAMED, check_files, tensor_files
+from inference.target.checkpoint import RENAMED, check_files
 from inference.target.placement import HERE, Placement
 
 log = logging.getLogger(__name__)
@@ -151,7 +153,8 @@ def load(
         options |= {"trust_remote_code": trust_remote_code, "use_safetensors": True}  # pickles may run code
         if getattr(configured.get_text_config(), "attn_logit_softcapping", None) is not None:
             options["attn_implementation"] = "eager"  # sdpa, transformers' choice before 5.24, ignores the soft cap
-        if has_text_tower(read_target_values(path, trust_remote_code, cached_alone=False)):
+        values = read_target_values(path, trust_remote_code, cached_alone=False)
+        if has_text_tower(values):
             options |= {"config": configured, "key_mapping": RENAMED}
         for name in LISTING:  # lists of unread tensors and unsharded norms
             logging.getLogger(f"transformers.{name}").setLevel(logging.ERROR)
@@ -168,18 +171,11 @@ def load(
         if missing := sorted(loaded[1]["missing_keys"]):  # transformers initialises them at random
             raise ValueError(f"its files hold no {missing[0]}, nor {len(missing) - 1} others; download it again")
         model: transformers.PreTrainedModel = loaded[0]
-    if quantized:  # the linear layers, and not the tables that heads read
-        weight: Any = getattr(model.get_output_embeddings(), "weight", None)
-        if type(weight) is not nn.Parameter or not weight.is_floating_point() or weight.element_size() == 1:
-            raise ValueError(
-                f"model.path={path}: its lm_head is quantised, but heads read it as it is; take a checkpoint that "
-                "keeps it"
-            )
-        if quantize in METHODS and all(type(parameter) is nn.Parameter for parameter in model.parameters()):
-            raise ValueError(
-                f"model.quantize={quantize}: {path} has no layer that this quantises ({type(model).__name__}); choose "
-                "another one, or leave model.quantize out"
-            )
+        lost = checkpoint.lost_module(path, values)
+    if lost is not None:
+        log.warning("%s: %s; %s", path, lost, mtp_layouts.REMEDY)
+    if quantized:
+        _check(model, path, quantize if quantize in METHODS else None)
     if not placed:
         move: Any = model.to  # transformers' wrapper hides its arguments
         move(device)

@@ -19,19 +19,21 @@ from ops.audits.compare import (
     AUDITED,
     BASELINE,
     SIDES,
+    Asked,
     Audit,
     Difference,
     Finding,
     ask_text,
-    compare_answers,
+    gap_at,
+    judged,
     unstreamed,
     violation,
     with_logprobs,
 )
 from ops.served import Question, Reply
 
-Pairs = Iterator[tuple[Question, Reply]]
-GROUPS = 4  # groups of prompts with a shared prefix, half in each order
+Pairs = Iterator[Asked]
+GROUPS = 4  # groups of prompts with a shared prefix, half in either order
 SHARED = 220  # words of the shared prefix
 TAILS = ("What are the notes about?", "Write the first ten words of the notes, then the last ten.")
 FOLLOW_UPS = ("Say that again in other words.", "Give an example of it.")
@@ -54,14 +56,22 @@ def identity(audit: Audit) -> Finding:
             audit.time(side, 1, [reply], reply.latency_s)
         audit.add_reference(question, replies[BASELINE])
         pairs.append((question, replies[AUDITED]))
-    audit.calibrate(audit.questions)
-    return compare_answers(audit, pairs)
+    gaps = [
+        gap_at(listed, reply.text, question.body)[1] or 0.0
+        for question in audit.questions
+        if len({reply.content for reply in audit.answers[question.content]}) > 1
+        for listed in audit.explained_by(question)
+        for reply in audit.answers[question.content]
+        if reply.text != listed.text and not reply.error
+    ]
+    audit.near_tie = max([audit.near_tie, *(2 * gap for gap in gaps)])  # the baseline's own answers are that far apart
+    return judged(audit, pairs)
 
 
 def prefix_cache(audit: Audit) -> Finding:
     """Ask x, y, x after a shared prefix, and y, x, y after another."""
     before: dict[str, tuple[Question, ...]] = {}
-    pairs = list[tuple[Question, Reply]]()
+    pairs: list[Asked] = []
     for group in range(GROUPS):
         prefix = f"Notes, page {audit.config.seed}-{group}. {filler(SHARED, group)}\n\n"
         tails = TAILS if group % 2 == 0 else TAILS[::-1]
@@ -73,7 +83,7 @@ def prefix_cache(audit: Audit) -> Finding:
 
 def conversations(audit: Audit) -> Finding:
     """Ask follow-up questions, with the baseline's answers as the earlier messages."""
-    pairs = list[tuple[Question, Reply]]()
+    pairs: list[Asked] = []
     for index, question in enumerate(audit.questions[:DIALOGUES]):
         history = [question.prompt, audit.asker.one(BASELINE, question).text]
         for turn, follow_up in enumerate(FOLLOW_UPS, 2):
@@ -90,7 +100,7 @@ def chunk_borders(audit: Audit) -> Finding:
         text = f"Page {audit.config.seed}-{border}: {filler(words, border)}. Continue."
         return audit.question(f"border {border}, {words} words", text)
 
-    pairs = list[tuple[Question, Reply]]()
+    pairs: list[Asked] = []
     for border in audit.config.borders:
         words = border // 2
         for _ in range(3):

@@ -28,6 +28,7 @@ AUDITED, BASELINE = SIDES = ("audited", "baseline")
 LOGPROBS = 5  # most probable tokens per position
 CANCEL_AFTER = 2  # events of a cancelled stream
 Status = Literal["passed", "failed", "undecided", "not_offered", "not_run"]
+Asked = tuple[Question, Reply]
 Kind = Literal["fault", "near_tie", "unexplained"]
 VERBS: dict[Kind, str] = {
     "fault": "differ",
@@ -75,13 +76,9 @@ class EndedError(Exception):
 class Asker:
     """Client of both servers; its methods may be called from several threads.
 
-    Attributes:
-        ended: the reason why the audit ended early, empty until then.
-        crash: the question at which the audited server crashed, and the concurrent requests, if any.
-
-    Raises:
-        EndedError: before a request beyond the budget, and if a server stopped answering. An error reply of a server is
-            a reply.
+    `ended` is the reason why the audit ended early, empty until then; `crash` the question under which the audited
+    server ended and the requests in flight, if those were several. An EndedError comes before a request beyond the
+    budget, and where a server stopped answering; an error that a server answers with is a reply.
     """
 
     sides: Mapping[str, Server]
@@ -225,18 +222,6 @@ class Audit:
             self.texts.setdefault(question.prompt, reply.text)
         self.answers[question.content].append(reply)
 
-    def calibrate(self, questions: Iterable[Question]) -> None:
-        """Raise `near_tie` to twice the largest gap between answers of the baseline."""
-        gaps = [
-            gap_at(listed, reply.text, question.body)[1] or 0.0
-            for question in questions
-            if len({reply.content for reply in self.answers[question.content]}) > 1
-            for listed in self._explained(question)
-            for reply in self.answers[question.content]
-            if reply.text != listed.text and not reply.error
-        ]
-        self.near_tie = max([self.near_tie, *(2 * gap for gap in gaps)])
-
     def difference(self, question: Question, ours: Reply) -> Difference | None:
         """Compare an answer with all of the baseline's to this question; None if it equals one of them."""
         theirs = self.answers[question.content]
@@ -244,7 +229,7 @@ class Audit:
             return None
         if ours.error:
             return violation(question, ours.content, theirs[0].content, "error", "")
-        explained = self._explained(question)
+        explained = self.explained_by(question)
         if ours.content in {reply.content for reply in explained}:
             return None
         nearest = max([*explained, *theirs], key=lambda reply: first_difference(ours.text, reply.text))
@@ -258,7 +243,7 @@ class Audit:
         kind: Kind = "unexplained" if unexplained else "near_tie"
         return Difference(question, ours.content, nearest.content, left if gap is None else at, gap, kind)
 
-    def _explained(self, question: Question) -> Replies:
+    def explained_by(self, question: Question) -> Replies:
         """Return the baseline's answers with logprobs; empty for a server without logprobs."""
         key = question.content
         if key not in self.explained:
@@ -281,7 +266,7 @@ class Audit:
 
 def compare_answers(
     audit: Audit,
-    answers: Iterable[tuple[Question, Reply]],
+    answers: Iterable[Asked],
     fault: str = "",
     before: Mapping[str, tuple[Question, ...]] | None = None,
     in_flight: int = 1,

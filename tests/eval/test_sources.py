@@ -43,6 +43,7 @@ def test_heads_are_called_by_kind_and_by_run_where_that_is_not_enough(tmp_path: 
     a, b, c = (trained(tmp_path / run, kind) for run, kind in (("a", "eagle"), ("b", "medusa"), ("c", "eagle")))
     assert list(find_heads([a, b])) == ["eagle", "medusa"]
     assert list(find_heads([a, b, c])) == [f"eagle {a}", "medusa", f"eagle {c}"]
+    assert list(find_heads([a, b], ["head", "eagle"])) == [f"eagle {a}", "medusa"]  # as drafter=[head,mtp] beside mtp
 
 
 def test_the_target_is_the_runs_own_from_the_head_folder_too(tmp_path: Path) -> None:

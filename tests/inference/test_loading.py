@@ -16,11 +16,12 @@ from transformers import AutoModelForImageTextToText, Gemma3TextConfig, MistralC
 from transformers.models.gemma2.modeling_gemma2 import Gemma2PreTrainedModel
 
 from heads.common.target_config import read_target_config, text_tower
+from heads.formats.checkpoint import tensor_files
 from heads.formats.published.export import TargetFacts, export
 from heads.formats.store import QUANTISED, load_head, save_head
 from inference.decode import RequestParams, autoregress, speculate
 from inference.target import loading
-from inference.target.checkpoint import RENAMED, check_files, stored_names, tensor_files
+from inference.target.checkpoint import RENAMED, check_files, stored_names
 from inference.target.embeddings_only import EmbeddingsOnly
 from inference.target.target import Target
 from inference.verification.sample import GREEDY

@@ -1,22 +1,22 @@
 """A checkpoint's own multi-token-prediction module, in both namings, against formulas written out and transformers."""
 
 import json
+import logging
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import DeepseekV3Config, DeepseekV3ForCausalLM, Glm4MoeConfig, Glm4MoeForCausalLM
 
-from heads.base import Features
 from inference.drafters.head import MtpDrafter, load_mtp
+from inference.target.checkpoint import lost_module
 from inference.target.target import Target
-from tests import drafting, families, toys
+from tests import families, published_mtp, toys
 from tests.families import own_module
 
 WIDTH, INNER, HEADS, GROUPS, HEAD = 32, 48, 4, 2, 8
-ROTARY = 1e-5  # transformers' rotary tables and norms are fp32 in every dtype
+DOUBLE = 1e-6  # frequencies of rotary positions stay fp32
 
 
 def weights(seed: int = 0) -> dict[str, Tensor]:
@@ -70,35 +70,13 @@ def save(folder: Path, naming: str, sharded: bool = False) -> Path:
     return folder
 
 
-def rms(x: Tensor, weight: Tensor) -> Tensor:
-    return x / (x.pow(2).mean(-1, keepdim=True) + 1e-6).sqrt() * weight
-
-
-def features(target: Target, token: list[int]) -> Features:
-    return target.features(torch.tensor([token]), torch.zeros(1, len(token), dtype=torch.long), ())
-
-
-@pytest.mark.parametrize(("naming", "sharded"), [("behind", True), ("apart", False)])
-def test_the_module_drafts_as_the_trainable_head_of_its_weights(tmp_path: Path, naming: str, sharded: bool) -> None:
-    path = save(tmp_path, naming, sharded)
-    target = Target.load(str(path), "float64", "cpu")
-    assert target.spec.fingerprint == toys.target().spec.fingerprint  # the target itself is loaded without the module
-    loaded, ours = load_mtp(target, str(path)), toys.head("mtp", target)
-    own = ("enorm", "hnorm", "eh_proj", "norm")
-    ours.load_state_dict({f"{name if name in own else f'block.{name}'}.weight": w for name, w in weights().items()})
-    for norm in (m for m in ours.modules() if hasattr(m, "eps")):
-        norm.eps = 1e-6
-    text = toys.prompt(5, 9)
-    packed, rows = features(target, text), features(target, text[:-1])
-    found: list[list[Tensor]] = []
-    for head in (loaded, ours):
-        state, level = drafting.extend(head, None, rows, torch.tensor(text[1:]))
-        found.append([*(draft.state for draft in head.unroll(packed, 3)), level.logits])
-        for depth in range(1, 3):
-            token, seen = level.logits[0, 0].argmax()[None], torch.ones(1, depth, dtype=torch.bool)
-            level = drafting.expand(head, state, level, token, torch.zeros(1, dtype=torch.long), seen)
-            found[-1].append(level.logits)
-    torch.testing.assert_close(*found, rtol=ROTARY, atol=ROTARY)
+def test_of_a_sharded_checkpoint_the_modules_shards_alone_are_read(tmp_path: Path) -> None:
+    """So that of a model on the Hub no others are downloaded; the target is loaded without the module."""
+    path = save(tmp_path, "behind", sharded=True)
+    target = Target.load(str(path), "float32", "cpu")
+    assert target.spec.fingerprint == toys.target().spec.fingerprint
+    (path / "model-1.safetensors").unlink()
+    assert torch.equal(load_mtp(target, str(path)).hnorm.weight, weights()["hnorm"])
 
 
 @pytest.mark.parametrize("inside", [False, True])
@@ -192,77 +170,41 @@ def test_a_layer_that_wants_more_is_refused(tmp_path: Path, name: str, said: str
     assert said in refused(target, tmp_path)
 
 
-SINGLE = 1e-4
-MOE = {
-    **toys.SIZES, "num_hidden_layers": 2, "first_k_dense_replace": 1, "moe_intermediate_size": 12,
-    "n_routed_experts": 12, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "n_shared_experts": 1,
-}  # fmt: skip
-
-
-def split_experts(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Write experts one by one, as checkpoints hold them."""
-    made = {}
-    for name, tensor in tensors.items():
-        if not name.endswith(("experts.gate_up_proj", "experts.down_proj")):
-            made[name] = tensor.clone()
-            continue
-        stem, part = name.rsplit(".", 1)
-        for i, expert in enumerate(tensor):
-            halves = expert.chunk(2) if part == "gate_up_proj" else (expert,)
-            names = ("gate_proj", "up_proj") if part == "gate_up_proj" else ("down_proj",)
-            made |= {f"{stem}.{i}.{n}.weight": half.clone() for n, half in zip(names, halves, strict=True)}
-    return made
-
-
-def mixture(folder: Path, model: torch.nn.Module, layer: torch.nn.Module) -> tuple[Target, dict[str, Tensor]]:
-    """Save a mixture of experts and a module of its own kind; return the target and the module's norms."""
-    torch.manual_seed(3)
-    for parameter in layer.parameters():
-        torch.nn.init.normal_(parameter, std=0.3)
-    made = {name: torch.rand(WIDTH) + 0.5 for name in ("enorm", "hnorm", "shared_head.norm")}
-    made["eh_proj"] = 0.3 * torch.randn(WIDTH, 2 * WIDTH)
-    extra = {f"model.layers.2.{name}.weight": tensor for name, tensor in made.items()}
-    extra |= {f"model.layers.2.{name}": tensor for name, tensor in split_experts(layer.state_dict()).items()}
-    model.save_pretrained(folder)
-    toys.tokenizer().save_pretrained(folder)
-    file = folder / "model.safetensors"
-    save_file(load_file(file) | extra, file, metadata={"format": "pt"})
-    return Target.load(str(folder), "float32", "cpu"), made  # its experts' kernel takes no fp64
-
-
-def deepseek() -> DeepseekV3ForCausalLM:
-    torch.manual_seed(1)
-    latent = {"q_lora_rank": None, "kv_lora_rank": 12, "qk_rope_head_dim": 4, "qk_nope_head_dim": 6, "v_head_dim": 8}
-    sizes = {key: value for key, value in MOE.items() if key not in ("head_dim", "num_key_value_heads")}
-    return DeepseekV3ForCausalLM(DeepseekV3Config(**sizes, **latent, num_key_value_heads=4))
-
-
-def glm() -> Glm4MoeForCausalLM:
-    torch.manual_seed(1)
-    return Glm4MoeForCausalLM(Glm4MoeConfig(**MOE, use_qk_norm=True, attention_bias=True, num_nextn_predict_layers=1))
-
-
-def test_a_module_that_a_fine_tune_lost_is_said_to_be_its_bases(tmp_path: Path) -> None:
-    glm().save_pretrained(tmp_path)
+def test_a_module_that_a_fine_tune_lost_is_said_to_be_its_bases(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    families.target("glm4_moe").model.save_pretrained(tmp_path)
     toys.tokenizer().save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match=r"its num_nextn_predict_layers promises one, .* init=checkpoint base=BASE"):
-        load_mtp(Target.load(str(tmp_path), "float32", "cpu"), str(tmp_path))
+    with caplog.at_level(logging.WARNING):
+        target = Target.load(str(tmp_path), "float32", "cpu")
+    (line,) = (record.getMessage() for record in caplog.records if "promises" in record.getMessage())
+    assert "its num_nextn_predict_layers promises an MTP module, and its files hold none; transformers" in line
+    with pytest.raises(ValueError, match=r"its num_nextn_predict_layers promises one; .* base=BASE"):
+        load_mtp(target, str(tmp_path))
+    values, file = json.loads((tmp_path / "config.json").read_text()), tmp_path / "model.safetensors"
+    module = published_mtp.module("GLM-4.5", published_mtp.target("GLM-4.5", torch.float32))
+    save_file(load_file(file) | module, file, metadata={"format": "pt"})
+    assert lost_module(str(tmp_path), values) is None
+    assert lost_module(str(tmp_path), {**values, "num_hidden_layers": 2}) is not None
+    assert lost_module(str(tmp_path), {"text_config": values | {"num_nextn_predict_layers": 0}}) is None
 
 
-@pytest.mark.parametrize("make", [deepseek, glm])
-def test_a_mixture_of_experts_is_the_targets_own_layer(tmp_path: Path, make: object) -> None:
-    assert callable(make)
-    model = make()
-    layer = type(model.model.layers[-1])(model.config, 1)
-    target, made = mixture(tmp_path, model, layer)
-    text = toys.prompt(5, 9)
-    rows = features(target, text[:-1])
-    _, level = drafting.extend(load_mtp(target, str(tmp_path)), None, rows, torch.tensor(text[1:]))
-    # transformers' layer under its own causal attention, between the formulas written out.
-    embedding = rms(target.embeddings.embed(torch.tensor(text[1:])), made["enorm"])
-    x = torch.cat([embedding, rms(rows.last_hidden[0], made["hnorm"])], -1) @ made["eh_proj"].T
-    rotary = target.base.rotary_emb(x[None], torch.arange(8)[None])
-    shut = torch.full((1, 1, 8, 8), float("-inf")).triu(1)
-    out = layer.eval()(x[None], attention_mask=shut, position_embeddings=rotary)
-    expected = target.embeddings.logits(rms(out[0, -1], made["shared_head.norm"]))
-    torch.testing.assert_close(level.logits[0, 0], expected, rtol=SINGLE, atol=SINGLE)
+@pytest.mark.parametrize("name", published_mtp.MODULES)
+def test_a_familys_module_drafts_by_its_published_formulas(tmp_path: Path, name: str) -> None:
+    with families.in_double():
+        target = published_mtp.target(name, torch.float64)
+        tensors = published_mtp.module(name, target)
+        save_file(tensors, tmp_path / "model.safetensors")
+        head, text = load_mtp(target, str(tmp_path)), toys.prompt(5, 12)
+        token = torch.tensor([text])
+        rows = target.features(token, torch.zeros_like(token), head.feature_layers)
+        first, second = (draft.state[0] for draft in head.unroll(rows, 2))
+    theirs = published_mtp.Formulas(name, target, tensors)
+    states = rows.hidden[0, :, 0] if theirs.published.names is published_mtp.MIMO else rows.last_hidden[0]
+    entered = theirs.entered(token[0, 1:], states[:-1])
+    expected = theirs.states(entered)
+    torch.testing.assert_close(first[:-1], expected, rtol=DOUBLE, atol=DOUBLE)
+    for row in range(len(text) - 2):  # the next row's input is the state that the module has just made
+        following = theirs.entered(token[0, row + 2], expected[row])
+        again = theirs.states(torch.cat([entered[: row + 1], following[None]]))[-1]
+        torch.testing.assert_close(second[row], again, rtol=DOUBLE, atol=DOUBLE)

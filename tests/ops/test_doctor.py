@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -285,6 +286,16 @@ def test_the_command_says_by_its_status_that_something_is_wrong(
     assert lines[at + 1].strip().startswith("costs: vLLM before 0.32 caps the context")
     assert lines[at + 2].strip() == 'remedy: set "max_position_embeddings" to 4096 in config.json'
     assert ", 1 wrong, " in lines[-1]
+
+
+def test_a_target_without_the_module_that_it_promises_is_said(tmp_path: Path, ward: Ward) -> None:
+    target = shutil.copytree(ward.target.name, tmp_path / "target")
+    config = json.loads((target / "config.json").read_text()) | {"num_nextn_predict_layers": 1}
+    (target / "config.json").write_text(json.dumps(config))
+    (fault,) = examine(asked(target, ward.target, False))
+    assert fault.verdict == WRONG
+    assert "num_nextn_predict_layers promises an MTP module, and its files hold none" in fault.says
+    assert "base=BASE" in fault.remedy
 
 
 @pytest.mark.parametrize(

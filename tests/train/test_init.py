@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, LlamaConfig, OlmoConfig, OPTConfig, OPTForCausalLM
 
 from data.batches import Batch, Batches, pack
@@ -17,7 +17,7 @@ from data.text.masks import Sample
 from heads.formats.store import save_head
 from inference.drafters.head import load_mtp
 from inference.target.target import Target
-from tests import families, toys
+from tests import families, published_mtp, toys
 from tests.heads.published import eagle_authors, medusa_first, publish
 from tests.inference.test_mtp import save
 from tests.train import jobs
@@ -312,17 +312,23 @@ def test_a_module_of_the_targets_kind_starts_as_its_last_layer(name: str) -> Non
     torch.testing.assert_close(draft.state, head.norm(state), rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("fine_tuned", [False, True])
-def test_a_module_starts_as_the_checkpoints_own_or_its_bases(tmp_path: Path, fine_tuned: bool) -> None:
-    path = target_path = save(tmp_path / "base", "behind")
-    words = ["head=mtp", "init=checkpoint"]
-    if fine_tuned:  # saved by transformers, which leaves the module out
-        target_path = tmp_path / "tuned"
-        toys.target().model.save_pretrained(target_path)
-        toys.target().tokenizer.save_pretrained(target_path)
-        words.append(f"base={path}")
-    target = Target.load(str(target_path), "float64", "cpu")
-    head: Any = started(run(*words, f"model.path={target_path}"), target)
+@pytest.mark.parametrize("name", published_mtp.MODULES)
+def test_a_module_starts_as_its_bases(tmp_path: Path, name: str) -> None:
+    target = published_mtp.target(name, torch.float32)
+    save_file(published_mtp.module(name, target), tmp_path / "model.safetensors")
+    head: Any = started(run("experiment=mtp_after_finetune", f"base={tmp_path}"), target)
+    theirs = load_mtp(target, str(tmp_path))
+    assert head.config.raw_state == (name == "MiMo")
+    expected = theirs.state_dict()
+    assert head.state_dict().keys() == expected.keys()
+    assert all(torch.equal(tensor, expected[part]) for part, tensor in head.state_dict().items())
+    assert all(parameter.requires_grad for parameter in head.parameters())
+
+
+def test_a_module_starts_as_the_checkpoints_own(tmp_path: Path) -> None:
+    path = save(tmp_path / "base", "behind")
+    target = Target.load(str(path), "float64", "cpu")
+    head: Any = started(run("head=mtp", "init=checkpoint", f"model.path={path}"), target)
     theirs = load_mtp(target, str(path))
     features = target.features(torch.tensor([toys.prompt(1, 9)]), torch.zeros(1, 9, dtype=torch.long), ())
     for ours, own in zip(head.double().unroll(features, 3), theirs.unroll(features, 3), strict=True):

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from huggingface_hub import HfApi
-from safetensors.torch import load, load_file, save
+from safetensors.torch import load, load_file, save, save_file
 from torch import nn
 
 from heads import HEADS
@@ -15,8 +15,9 @@ from heads.common.resolvers import ROOT
 from heads.formats import lora
 from heads.formats.hub import load_found, resolve_head
 from heads.formats.store import save_head
+from inference.drafters.head import load_mtp
 from inference.target.embeddings_only import EmbeddingsOnly
-from tests import toys
+from tests import published_mtp, toys
 from tests.train.hub_server import START, Hub, Repo
 from tests.train.publishing import config
 from train.publish import publish
@@ -68,6 +69,38 @@ def test_the_factors_alone_come_back_as_the_head_that_was_trained(run: Path, hub
     assert back.keys() == trained.keys()
     for name, tensor in trained.items():
         torch.testing.assert_close(back[name], tensor, rtol=1e-5, atol=1e-6)
+
+
+def test_a_module_that_lora_adapted_is_published_for_its_model(hub: Hub, tmp_path: Path) -> None:
+    """The factors name the model; its module's shard alone is downloaded; merged, the target's folder gets it."""
+    toy = published_mtp.target("GLM-4.5", torch.float32)
+    toy.model.save_pretrained(tmp_path / "target")
+    toy.tokenizer.save_pretrained(tmp_path / "target")
+    module = published_mtp.module("GLM-4.5", toy)
+    index = dict.fromkeys(module, "mtp.safetensors") | {"model.norm.weight": "layers.safetensors"}
+    files = {"config.json": b"{}", "model.safetensors.index.json": json.dumps({"weight_map": index}).encode()}
+    hub.repos["me/model"] = Repo(private=True)
+    hub.repos["me/model"].commit({**START, **files, "mtp.safetensors": save(module), "layers.safetensors": b"large"})
+    save_file(module, tmp_path / "model.safetensors")
+    base = load_mtp(toy, str(tmp_path))
+    head = merged_copy(base, base.state_dict())
+    adapt(head, LoraAdapterConfig("lora", RANK, 8, 0.0, False, None))
+    for name, parameter in head.named_parameters():
+        if ".lora_" in name:
+            nn.init.normal_(parameter, std=0.05)
+    trained = merged_copy(head, head.state_dict())
+    target = EmbeddingsOnly.load(str(tmp_path / "target"), "float32", "cpu", False)
+    save_head(tmp_path / "run" / "head", trained, target.spec, TREE)
+    (tmp_path / "run" / "provenance.json").write_text(json.dumps({"peft": {"method": "lora", "rank": RANK}}))
+    publish(config(tmp_path / "run", repo=REPO, base="me/model", verify_prompts=0), HfApi())
+    back = load_found(resolve_head(REPO), target.embeddings, target.spec).state_dict()
+    assert not any("layers.safetensors" in str(request) for request in hub.requests)
+    for name, tensor in trained.state_dict().items():
+        torch.testing.assert_close(back[name], tensor, rtol=1e-5, atol=1e-6)
+    whole: dict[str, Any] = {"repo": "me/x", "format": "checkpoint", "dry_run": True, "out": str(tmp_path / "whole")}
+    publish(config(Path(REPO), **whole, target=str(tmp_path / "target")), HfApi())
+    merged = load_mtp(toy, str(tmp_path / "whole")).state_dict()
+    assert all(torch.equal(merged[name], tensor) for name, tensor in back.items())
 
 
 def test_peft_reads_the_same_adapter(run: Path, hub: Hub, target: EmbeddingsOnly, tmp_path: Path) -> None:

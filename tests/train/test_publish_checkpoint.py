@@ -3,6 +3,8 @@
 import hashlib
 import json
 import shlex
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,30 +16,37 @@ from huggingface_hub import HfApi
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.modeling_layers import MtpModel
 
 from heads.base import Features, NewRows
-from heads.formats.store import save_head
+from heads.formats.store import INDEX, save_head
 from heads.mtp import Mtp
 from inference.drafters.head import load_mtp
-from inference.target.checkpoint import INDEX
 from inference.target.embeddings_only import EmbeddingsOnly
 from inference.target.target import Target
-from tests import families, toys
+from tests import families, published_mtp, toys
+from tests.inference import test_loading as towers
+from tests.inference.test_adapter import adapter
+from tests.train import jobs
+from tests.train.jobs import ROOT
 from tests.train.publishing import config
 from train.publish import publish
 from train.release import checkpoint
 
 ARCHITECTURES = {"qwen2": "MiMoForCausalLM"}  # MiMo is a Qwen2 for transformers
-FAMILIES = ["qwen2", "deepseek_v3", "glm4_moe", "qwen3_next"]
+FAMILIES = ["qwen2", "deepseek_v3", "glm4_moe", "qwen3_next", "qwen3_5", "qwen3_5_moe", "qwen3_5 with vision"]
 
 
 def target_of(folder: Path, name: str) -> Target:
     """Save a family's toy in several shards, and load it again."""
-    toy = families.target(name)
-    toy.model.save_pretrained(folder, max_shard_size="20KB")
-    toy.tokenizer.save_pretrained(folder)
+    if name == "qwen3_5 with vision":
+        torch.manual_seed(1)
+        model: Any = AutoModelForImageTextToText.from_config(towers.checkpoint("qwen3_5"))
+    else:
+        model = families.target(name).model
+    model.save_pretrained(folder, max_shard_size="20KB")
+    toys.tokenizer().save_pretrained(folder)
     values = json.loads((folder / "config.json").read_text())
     values["architectures"] = [ARCHITECTURES.get(name, values["architectures"][0])]
     (folder / "config.json").write_text(json.dumps(values))
@@ -101,9 +110,50 @@ def test_only_the_module_is_new_and_it_is_the_head(tmp_path: Path, name: str) ->
     rows = features(target, head)
     for theirs, ours in zip(loaded.unroll(rows, 2), head.unroll(rows, 2), strict=True):
         torch.testing.assert_close(theirs.state, ours.state)
+    config_values = json.loads((out / "config.json").read_text())
+    section = config_values.get("text_config", config_values)
+    assert section["mtp_num_hidden_layers" if "qwen3_5" in name else "num_nextn_predict_layers"] == 1
     words = shlex.split(said[-1])
     assert words[:4] == ["vLLM:", "vllm", "serve", str(out)]
     assert json.loads(words[-1]) == {"method": "mtp", "num_speculative_tokens": 1}
+
+
+def test_a_module_for_an_adapter_goes_into_its_base(tmp_path: Path) -> None:
+    base = target_of(tmp_path / "target", "glm4_moe")
+    name = adapter(base.name, tmp_path / "adapter", target_modules=["q_proj", "v_proj"])
+    target, before = Target.load(base.name, "float32", "cpu", adapter=name), hashes(tmp_path / "target")
+    said: list[str] = []
+    out = stitched(run_of(tmp_path / "run", target, head_of(target)), tmp_path / "out", said.append)
+    after = hashes(out)
+    assert {tensor: after[tensor] for tensor in before} == before
+    assert said[0].endswith(f"which drafts for {name}: serve that adapter with it")
+    assert load_mtp(Target.load(str(out), "float32", "cpu", adapter=name), str(out)).eh_proj.weight.shape == (32, 64)
+
+
+@pytest.mark.slow
+def test_a_fine_tunes_lost_module_is_refreshed_measured_and_written_back(tmp_path: Path) -> None:
+    """By the commands of docs/mtp.md."""
+    toy, run = published_mtp.target("GLM-4.5", torch.float32), tmp_path / "run"
+    base, tuned, out = (tmp_path / name for name in ("base", "tuned", "out"))
+    file = base / "model.safetensors"
+    for folder in (base, tuned):
+        toy.model.save_pretrained(folder)
+        toys.tokenizer().save_pretrained(folder)
+    save_file(load_file(file) | published_mtp.module("GLM-4.5", toy), file, metadata={"format": "pt"})
+    tensors = {name: 1.01 * tensor for name, tensor in load_file(tuned / file.name).items()}
+    save_file(tensors, tuned / file.name, metadata={"format": "pt"})
+    words = ["experiment=mtp_after_finetune", f"model.path={tuned}", f"base={base}", "trainer.steps=2", f"out={run}"]
+    printed = jobs.finish(jobs.start([*jobs.make(tmp_path)[1:], *words]))
+    assert "promises an MTP module, and its files hold none" in " ".join(printed.split())
+    drafters = [f"run={run}", "drafter=[head,mtp]", f"drafter.mtp.checkpoint={base}", f"out={tmp_path}/e"]
+    limits = ["prompts=2", "max_new_tokens=12", "repeats=1", "warmup=0", "hf=false"]
+    subprocess.run([sys.executable, "eval/run.py", *drafters, *limits], cwd=ROOT, check=True)
+    rows = json.loads((tmp_path / "e" / "report.json").read_text())["rows"]
+    assert {row["drafter"] for row in rows} == {"plain", f"mtp {run}", "mtp"}
+    stitched(run, out)
+    held = {name: tensor for shard in out.glob("*.safetensors") for name, tensor in load_file(shard).items()}
+    assert all(torch.equal(held[name], tensor) for name, tensor in tensors.items())
+    assert load_mtp(Target.load(str(out), "float32", "cpu"), str(out)).eh_proj.weight.shape == (32, 64)
 
 
 def test_a_module_that_is_there_is_replaced_in_its_shards(tmp_path: Path) -> None:
@@ -192,6 +242,8 @@ def test_bad_input_gets_one_line_and_nothing_is_written(tmp_path: Path) -> None:
     other = run_of(tmp_path / "other", target, head_of(target, raw_state=False))
     assert "train with head.raw_state=" in refusal(other, out)
     assert f"target={tmp_path / 'lost'}: " in refusal(run, out, target=str(tmp_path / "lost"))
+    with pytest.raises(ValueError, match="give format=checkpoint, and convert that folder"):
+        publish(config(run, repo="me/x", format="gguf", dry_run=True, out=str(out)), HfApi())
     medusa = run_of(tmp_path / "medusa", target, toys.head("medusa", target))
     assert "not one of a head of kind medusa" in refusal(medusa, out)
     with (

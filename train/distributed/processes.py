@@ -68,13 +68,10 @@ def release_freed() -> None:
 
 
 def accelerator_for(launcher: LauncherConfig, trainer: TrainerConfig, model: ModelConfig) -> Accelerator:
-    """Return the Accelerator, checked against the launcher's settings.
+    """Return the Accelerator of `trainer.precision`, "auto" being bf16 where the device is fast in it.
 
-    The precision is `trainer.precision`; "auto" means bf16 if the device is fast in it.
-
-    Raises:
-        ValueError: the number of processes differs from the launcher's or is too small for the strategy, or accelerate
-            is configured with a strategy of its own.
+    Refuse another number of processes than the launcher's, one too small for the strategy, and accelerate's own
+    strategy.
     """
     check_machine(launcher, model)
     device = use_device(model.device)

@@ -36,7 +36,15 @@ def main() -> None:
             text = (ROOT / "conf" / f"{config}.yaml").read_text(encoding="utf-8")
             print(f"  {command:9} {re.findall(r'^# python [^:]*: (.*)', text, re.MULTILINE)[0]}")
     elif name in ("-sc", "--shell-completion"):
-        complete()
+        program, *line = os.environ.get("COMP_LINE", "headstart train ").split(" ")
+        if len(line) < 2:
+            print(" ".join(script for script in SCRIPTS if script.startswith("".join(line))))
+            return
+        import hydra  # it completes by conf/ alone: nothing of ours is imported
+
+        os.environ["COMP_LINE"] = " ".join([program, *line[1:]])
+        config = CONFIGS.get(line[0], "train")
+        hydra.main(version_base="1.3", config_path=str(ROOT / "conf"), config_name=config)(lambda _: None)()
     elif name not in SCRIPTS:
         near = get_close_matches(name, SCRIPTS, 1)
         meant = f"do you mean {near[0]}?" if near else f"choose one of {', '.join(SCRIPTS)}"
@@ -46,16 +54,3 @@ def main() -> None:
         sys.argv[1:] = words
         os.environ["HEADSTART_PROGRAM"] = f"headstart {Path(CONFIGS[name]).name}"  # named in the examples of its help
         runpy.run_path(str(ROOT / SCRIPTS[name]), run_name="__main__")
-
-
-def complete() -> None:
-    """Let Hydra complete a line, from conf/ only, without importing our packages."""
-    program, *words = os.environ.get("COMP_LINE", "headstart train ").split(" ")
-    if len(words) < 2:
-        print(" ".join(name for name in SCRIPTS if name.startswith("".join(words))))
-        return
-    import hydra
-
-    os.environ["COMP_LINE"] = " ".join([program, *words[1:]])
-    config = CONFIGS.get(words[0], "train")
-    hydra.main(version_base="1.3", config_path=str(ROOT / "conf"), config_name=config)(lambda _: None)()

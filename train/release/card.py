@@ -36,16 +36,11 @@ def view(
     config: PublishConfig, content: Json, served: Json, refused: dict[str, str],
     report: Json, provenance: Json, settings: Json,
 ) -> Json:  # fmt: skip
-    """Return the values that the model card's template renders.
+    """Return the values that the model card's template renders, by the head's own config.json (`content`) and others.
 
-    Args:
-        config: What is published.
-        content: The head's own config.json.
-        served: The published config.json, which differs in an engine's format.
-        refused: The reason why each format refuses the exported head.
-        report: The run's report.json; this and the next two are empty if the run lacks the file.
-        provenance: The run's provenance.json.
-        settings: The run's config.yaml.
+    `served` is the published one, which differs in an engine's format; `refused` has, by format, the reason why it does
+    not take the exported head. `report`, `provenance` and `settings` are the run's report.json, provenance.json and
+    config.yaml, empty if it has none.
     """
     run, head, target = Path(config.run).expanduser(), content["head"], content["target"]
     hub, kind, log = on_hub(target["name"]), str(head["name"]), run / METRICS

@@ -17,12 +17,12 @@ from safetensors.torch import save_file
 from heads.common.errors import one_line
 from heads.common.files import replacing
 from heads.common.untrusted import parsed_file
-from heads.formats.mtp_layouts import COUNT, Layout
+from heads.formats.checkpoint import tensor_files
+from heads.formats.mtp_layouts import Layout, text_section
 from heads.formats.published.exporting import written
 from heads.formats.store import CONFIG, INDEX, WEIGHTS
 from heads.formats.weights import header
 from heads.mtp import TARGET, Mtp
-from inference.target.checkpoint import tensor_files
 
 MODULE = "model-mtp.safetensors"
 # New names for the target's files whose names clash with the single-file name or with the module's file.
@@ -54,7 +54,9 @@ def write_copy(head: Mtp, checkpoint: str, layout: Layout, out: Path) -> None:
                 f"train with head.{key}={written(value)}"
             )
     entries = {name: entry for of_file in shards.values() for name, entry in of_file.items()}
-    last = f"model.layers.{layers - 1}."
+    usual = f".layers.{layers - 1}.input_layernorm.weight"  # a multimodal target's are behind a further prefix
+    usual = next((name for name in sorted(entries) if name.endswith(usual)), f"model{usual}")
+    last = usual.removesuffix("input_layernorm.weight")
     split = not any(name.startswith(last) and name.endswith(".gate_up_proj") for name in entries)
     inner = layout.inner.format(layers)
     module = {name: tensor for name, tensor in head.state_dict().items() if name != "vocab.ids"}  # drafts all tokens
@@ -64,8 +66,8 @@ def write_copy(head: Mtp, checkpoint: str, layout: Layout, out: Path) -> None:
     odd |= {one for name, one in like.items() if one in entries and entries[one].shape != tensors[name].shape}
     if odd:
         raise ValueError(f"{checkpoint}: the head's layer is not built like its last one ({min(odd)}); train it again")
-    usual = entries[f"{last}input_layernorm.weight"]
-    tensors = {name: tensor.to(entries.get(like[name], usual).dtype).contiguous() for name, tensor in tensors.items()}
+    plain = entries[usual]
+    tensors = {name: tensor.to(entries.get(like[name], plain).dtype).contiguous() for name, tensor in tensors.items()}
     with replacing(out) as new:
         brought = shutil.ignore_patterns(".*", "*.safetensors", CONFIG, INDEX)
         shutil.copytree(folder, new, ignore=brought, copy_function=_bring, dirs_exist_ok=True)
@@ -85,7 +87,8 @@ def write_copy(head: Mtp, checkpoint: str, layout: Layout, out: Path) -> None:
                     )
         save_file(tensors, new / MODULE, metadata={"format": "pt"})
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(where.items()))}
-        for name, content in ((CONFIG, {**config, COUNT: 1}), (INDEX, index)):
+        text_section(config)[layout.count_key] = 1
+        for name, content in ((CONFIG, config), (INDEX, index)):
             (new / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 

@@ -35,7 +35,7 @@ from heads.common.typed import Json
 from heads.common.untrusted import parse_json, parse_yaml, parsed_file
 from heads.formats import custom_generate, lora
 from heads.formats.hub import base_head, load_found, on_hub, target_path
-from heads.formats.mtp_layouts import COUNT, FAMILIES
+from heads.formats.mtp_layouts import FAMILIES, text_section
 from heads.formats.published import gguf
 from heads.formats.published.export import TargetFacts, engine_mismatch, export, refusals
 from heads.formats.published.plan import STATES
@@ -62,9 +62,7 @@ TOKEN = re.compile(r"\bhf_(?:(?:jwt|oauth)_[\w.-]{20,}|[A-Za-z0-9]{20,})")
 
 
 def write_folder(run: Path, out: Path, config: PublishConfig) -> Json:
-    """Write the folder, and return the values of its card (`card.view`).
-
-    The head's files are at the top level, so that the folder and the repository load as a head.
+    """Write the folder, whose files lie at the top so that it loads as a head; return its card's values (`card.view`).
 
     Raises:
         ValueError: the head or a file next to it is a link or damaged, cannot take the format, or holds a token of the
@@ -165,6 +163,11 @@ def write_format(head: Path, config: PublishConfig, model: str, adapter: str | N
     trained = load_found(head, target.embeddings, target.spec)
     assert_served(trained, path)
     if config.format == GGUF:
+        if isinstance(trained, Mtp):
+            raise ValueError(
+                "format=gguf: llama.cpp reads an MTP module in its target's own file: give format=checkpoint, and "
+                "convert that folder by its convert_hf_to_gguf.py"
+            )
         file = gguf_file(path) if config.gguf is None else Path(config.gguf).expanduser()
         if file is None:
             raise ValueError("format=gguf takes the tokenizer of the target's own GGUF file: give gguf=FILE")
@@ -175,9 +178,8 @@ def write_format(head: Path, config: PublishConfig, model: str, adapter: str | N
     return refusals(trained, served)
 
 
-def copy_with_head(run: Path, out: Path, config: PublishConfig) -> None:
-    """Write format=checkpoint; refuse a head or a target that does not fit it."""
-    folder = last_good(run / "head")
+def copy_with_head(folder: Path, out: Path, config: PublishConfig) -> str | None:
+    """Write format=checkpoint and return the target's adapter, if any, which is not in it; refuse what does not fit."""
     content = read_config(folder)
     spec, kind = content["target"], content["head"]["name"]
     if kind != "mtp":
@@ -198,17 +200,19 @@ def copy_with_head(run: Path, out: Path, config: PublishConfig) -> None:
             f"format=checkpoint: {path} is quantised, and engines would take its module so too; give its "
             "unquantised checkpoint as target"
         )
-    if (values.get(COUNT) or 1) != 1:
+    if (count := text_section(values).get(FAMILIES[name].count_key) or 1) != 1:
         raise ValueError(
-            f"format=checkpoint: {path} has {values[COUNT]} modules, which draft one after another, and the "
-            "head is one for all depths"
+            f"format=checkpoint: {path} has {count} modules, which draft one after another, and the head is one for "
+            "all depths"
         )
-    target = _load(path, None)
+    adapter: str | None = spec.get("adapter")
+    target = _load(path, adapter)
     assert_tokenizer(tokenizer_sha256(spec["name"]), path, spec["name"])
-    head = load_head(folder, target.embeddings, target.spec)
+    head = load_found(folder, target.embeddings, target.spec)
     assert isinstance(head, Mtp)
     assert_served(head, path)
     write_copy(head, path, FAMILIES[name], out)
+    return adapter
 
 
 def _load(path: str, adapter: str | None) -> Target | EmbeddingsOnly:
@@ -234,16 +238,9 @@ KEY = "hidden_layers_list"
 
 
 def convert(folder: Path, served: Json, target: str, say: Callable[[str], object]) -> None:
-    """Convert an exported head and its target into a folder next to it, or say how if there is no `optimum-cli`.
+    """Convert an exported head, of the config.json `served`, and its target into a folder next to it; `say` prints.
 
-    Args:
-        folder: The exported head.
-        served: Its config.json.
-        target: The target's folder or Hub id.
-        say: A function that prints a line.
-
-    Raises:
-        ValueError: the converter failed; the message is its last line.
+    Without `optimum-cli` say how. Refuse with the converter's last line where it fails.
     """
     out = folder.with_name(f"{folder.name}-openvino")
     export_model = [CLI, "export", "openvino", "-m"]

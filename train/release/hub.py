@@ -44,9 +44,7 @@ MESSAGE = "Publish the head with headstart"
 def repository(repo: str, private: bool, tag: str | None, api: HfApi) -> Iterator[str]:
     """Find or create the repository, and provide its last commit; a new repository is deleted if the block fails.
 
-    Raises:
-        ValueError: the Hub refuses the token or the name, the repository is public despite `private` or has the tag
-            already; also the errors of the block.
+    Refuse what the Hub refuses, a public repository despite `private`, and a tag that is there.
     """
     with hub_errors(repo, "looking for the repository"):
         there = api.repo_exists(repo)
@@ -69,12 +67,9 @@ def repository(repo: str, private: bool, tag: str | None, api: HfApi) -> Iterato
 
 
 def push(folder: Path, repo: str, before: str, ours: Sequence[str], api: HfApi) -> str:
-    """Upload a folder in one commit on top of the commit `before`, and return the new commit.
+    """Upload a folder in one commit behind the commit `before`, and return it; refuse another commit meanwhile.
 
-    Files of the branch that match `ours` and that the folder lacks, such as an earlier head's report, are deleted.
-
-    Raises:
-        ValueError: the Hub refuses, cannot be reached, or someone else commits meanwhile.
+    Files that match the patterns `ours` and that the folder lacks, such as an earlier head's report, are deleted.
     """
     names = files_of(folder)
     with hub_errors(repo, "uploading"):

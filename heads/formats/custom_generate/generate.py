@@ -48,6 +48,7 @@ SHARED = (
 
 Json = dict[str, Any]
 Weights = dict[str, Tensor]
+Draft = tuple[Tensor, Tensor]  # a token (1,) and the distribution (V,) that it was drafted from
 Embed = Callable[[Tensor], Tensor]  # token ids (1,) to embeddings (1, D)
 States = Generator[Tensor, Tensor, None]  # yields the state (1, D) that lm_head d reads; receives the token of depth d
 
@@ -137,14 +138,12 @@ class Head:
             return logits
         return logits.new_full((1, self.lm_head.weight.shape[0]), -math.inf).index_copy(1, ids, logits)
 
-    def draft(
-        self, last: Tensor, ids: Tensor, count: int, processors: Any, sample: bool
-    ) -> list[tuple[Tensor, Tensor]]:
-        """Return up to `count` drafted tokens (1,) after ids (1, T), and their distributions (V,).
+    def draft(self, last: Tensor, ids: Tensor, count: int, processors: Any, sample: bool) -> list[Draft]:
+        """Return up to `count` drafted tokens (1,) behind ids (1, T) and their distributions (V,).
 
         `last` (1, D) is the model's state at the position before the last token.
         """
-        drafts: list[tuple[Tensor, Tensor]] = []
+        drafts: list[Draft] = []
         states = HEADS[self.config["name"]](self.config, self.weights, self.embed, last, ids[0, -1:])
         state = next(states)
         while len(drafts) < count:
@@ -165,8 +164,8 @@ class SpeculativeOutput(GenerateDecoderOnlyOutput):
     passes: Any = None
 
 
-def choose(scores: Tensor, draft: tuple[Tensor, Tensor] | None, sample: bool) -> tuple[Tensor, bool]:
-    """Return the next token (1,) from the model's processed logits (V,), and whether the draft was accepted."""
+def choose(scores: Tensor, draft: Draft | None, sample: bool) -> tuple[Tensor, bool]:
+    """Return the next token (1,) by the model's processed logits (V,), and whether it is the drafted one, accepted."""
     if not sample:
         token = scores.argmax(keepdim=True)
         return token, draft is not None and bool(token == draft[0])
@@ -193,7 +192,7 @@ def decode(model: Any, head: Head, ids: Tensor, count: int, prepared: Json) -> t
     argument = next(name for name in reversed(CACHE) if name in arguments)
     states: list[Tensor] = []
     hook = head.lm_head.register_forward_pre_hook(lambda _module, inputs: states.append(inputs[0]))
-    pending, drafts, passes, done = ids, list[tuple[Tensor, Tensor]](), 0, False
+    pending, drafts, passes, done = ids, list[Draft](), 0, False
     try:
         while not done:
             tokens = torch.cat([pending, *(token[None] for token, _ in drafts)], 1)

@@ -61,11 +61,8 @@ FORMATS = {
 def load_published(folder: Path, embeddings: Embeddings) -> nn.Module:
     """Load a published head for a target, on the CPU and in the file's dtype, ready for `save_head`.
 
-    Only the target's hidden size and vocabulary can be checked: published heads do not identify its weights.
-
-    Raises:
-        ValueError: the format is unknown, a file is damaged, a tensor is missing, unknown or of another shape, or the
-            head has an unsupported option: one line that names it.
+    Only the target's hidden size and vocabulary can be checked: published heads do not identify its weights. Refuse, in
+    one line, an unknown format, a damaged file, other tensors than the head's, and options that heads here do not have.
     """
     read = FORMATS[format_of(folder)].read  # the tensor names are checked before tensors are read
     source = PublishedHead(folder, config_of(folder), without_prefix(stored_tensors(folder)))

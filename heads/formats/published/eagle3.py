@@ -78,12 +78,19 @@ def read(source: PublishedHead, embeddings: Embeddings, *, sliding: bool = False
     value = source.config.get("norm_before_residual")
     if value is None and "speculators_model_type" in source.config:
         log.warning("%s: config.json leaves norm_before_residual open, false is taken; vLLM takes true", source.folder)
+    # EAGLE-3.1 feeds its normed output back; the first key is TensorRT-LLM's. SpecForge has the second by default,
+    # for the norm before the lm_head (specforge/modeling/draft/llama3_eagle.py, compute_logits).
+    fed, flag = nested.get("return_hidden_post_norm"), source.config.get("norm_output")
+    if flag and not (fed or normed or joint or "speculators_model_type" in source.config):
+        log.warning("%s: norm_output=true without fc_norm is SpecForge's norm before the lm_head, and read so; engines "
+                    "feed the normed output back: set it to false for them", source.folder)  # fmt: skip
+        flag = False
     config = {
         "layers": layers,
         "feature_layers": feature_layers(source, joined, embeddings),
         "feature_norm": normed,
         "joint_norm": joint,
-        "norm_output": _feeds_normed(source, normed or joint),
+        "norm_output": bool(fed or flag),
         "norm_before_residual": bool(value),
         "qk_norm": f"{first}self_attn.q_norm.weight" in source.tensors,
         "kv_injection": False,
@@ -133,21 +140,6 @@ def feature_layers(source: PublishedHead, joined: int, embeddings: Embeddings) -
     if min(chosen) < 0:
         raise source.refusal(f"the target's embedding among its layers, {STATES}={listed}")
     return chosen
-
-
-def _feeds_normed(source: PublishedHead, normed: bool) -> bool:
-    """Return whether the head feeds back its normed output, as EAGLE-3.1 does; `normed` says that features are normed.
-
-    SpecForge uses the same key, true by default, for the norm before the lm_head, and feeds back the state before that
-    norm (specforge/modeling/draft/llama3_eagle.py, compute_logits); it does not write speculators' format.
-    """
-    nested, flag = source.config.get("eagle_config") or {}, source.config.get("norm_output")
-    fed = nested.get("return_hidden_post_norm")  # TensorRT-LLM's name of this key
-    if flag and not (fed or normed or "speculators_model_type" in source.config):
-        log.warning("%s: norm_output=true without fc_norm is SpecForge's norm before the lm_head, and read so; engines "
-                    "feed the normed output back: set it to false for them", source.folder)  # fmt: skip
-        return False
-    return bool(fed or flag)
 
 
 def engines(source: Export) -> ExportedHead:

@@ -58,13 +58,8 @@ def check(head: Any, engine: str, served: TargetFacts, beyond: Collection[str]) 
 def engine_mismatch(config: Any, beyond: Collection[str]) -> str | None:
     """Return why engines would draft differently from the head's training; None if they would not.
 
-    Engines read the plain tables of the target's embedding and lm_head. EAGLE-3, P-EAGLE and MTP norm the embedding
-    first, which removes its scale, and EAGLE-1's fc absorbs it. A factor or cap of the target's logits does not change
-    their argmax, and an lm_head of the head's own has learnt them.
-
-    Args:
-        config: The head's configuration.
-        beyond: The target's `beyond_tables`.
+    EAGLE-3, P-EAGLE and MTP norm the embedding first, which takes its scale away, and EAGLE-1's fc takes it in. The
+    factor and the cap of the target's logits leave the best token the best; an lm_head of its own has learnt them.
     """
     terms = any(getattr(config, key, None) for key in ("markov_rank", "domino", "selector_rank"))
     for what, matters in (

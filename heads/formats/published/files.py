@@ -25,12 +25,9 @@ def is_published(folder: Path) -> bool:
 
 
 def config_of(folder: Path) -> Json:
-    """Return config.json, with the decoder layer's dimensions of the speculators format moved to the top level.
+    """Return config.json, with the speculators format's dimensions of a layer at the top level; refuse a damaged file.
 
-    Foreign files may name code for transformers to run (`auto_map`); the keys read here do not.
-
-    Raises:
-        ValueError: the file cannot be read, or is not a JSON object.
+    Foreign files may name code for transformers to run (`auto_map`): here single keys are read, none of which does.
     """
     try:
         content = parse_json(regular(folder / CONFIG).read_bytes())

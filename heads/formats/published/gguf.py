@@ -135,16 +135,10 @@ def _settings(kind: str, config: Json, tensors: NamedTensors) -> Json:
 
 
 def tokenizer_of(target: Path, size: int, ids: Mapping[str, int]) -> Json:
-    """Return the tokenizer's fields of a target's GGUF file by key.
+    """Return the tokenizer's fields of a target's GGUF file by key, for `size` tokens with padding.
 
-    Args:
-        target: The target's GGUF file.
-        size: Vocabulary size of the target, with padding.
-        ids: Token ids of the target's tokenizer.
-
-    Raises:
-        ValueError: the library is not installed, or the file is not GGUF, or has an architecture unknown to llama.cpp
-            or another tokenizer.
+    Refuse what is no GGUF, of an architecture that llama.cpp does not know, or of another tokenizer than one with these
+    `ids` of tokens.
     """
     library = _library()
     try:

@@ -174,10 +174,8 @@ def check_width(source: PublishedHead, name: str, embeddings: Embeddings) -> Non
 def decoder(source: PublishedHead, layer: str, embeddings: Embeddings, *, sliding: bool = False) -> Json:
     """Return the decoder layers' dimensions for a head's configuration, the target's where config.json gives none.
 
-    `layer` is the prefix of a layer's tensors, with its dot; `sliding` allows one sliding window for all layers.
-
-    Raises:
-        ValueError: a tensor is missing, its rows do not divide into attention heads, or an option is unsupported.
+    `layer` is the prefix of a layer's tensors, with its dot; `sliding` allows one sliding window for all layers. Refuse
+    missing tensors, rows that do not divide into attention heads, and options that heads here do not have.
     """
     config = source.config
     alike = sliding and set(config.get("layer_types") or ()) == {"sliding_attention"}
