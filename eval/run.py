@@ -124,7 +124,8 @@ def timed_rows(
         torch.cuda.reset_peak_memory_stats(target.device)
     trained = [*config.runs(), *config.compare]
     curves = training(find_heads(trained, config.drafter)) if "head" in config.drafter else None
-    measured = Timed([], [], {} if curves is None else {"training": curves})
+    measured, texts = list[ResultRow](), list[WorkloadTexts]()
+    extras: Json = {} if curves is None else {"training": curves}
     start = 0
     for workload in workloads:
         for temperature, size, rate in config.conditions():

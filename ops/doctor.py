@@ -14,6 +14,7 @@ if __name__ == "__main__":  # the checkout's root instead of ops/, whose files c
 import re
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig

@@ -154,7 +154,9 @@ def plain_shape(config: Any, norms: int) -> TargetShape:
     layer = attention + 2 * width + available * width * (available > 1)  # without the MLPs, with their router
     inner, active = (width + layers * (layer + 3 * width * feed * count) for count in (available, chosen))
     tables = embedding.weight.numel() * (1 if config.tie_word_embeddings else 2)
-    return TargetShape(config, TargetEmbeddings(model), chosen * feed, tables, inner, active, packs=True, apart=True)
+    return TargetShape(
+        config, TargetEmbeddings(model), chosen * feed, tables, inner, active, packs=True, loads_alone=True
+    )
 
 
 class HeadCost(NamedTuple):
@@ -225,13 +227,13 @@ def computed(head: Any, tokens: int, drafted: int, depths: int) -> list[tuple[An
         elif isinstance(module, nn.ModuleList):  # one a depth, or a few that all depths share
             modules.append((module, drafted * depths / len(module)))
     # A block's keys and values are the context's too.
-    attentions = [layer.self_attn for layer in (head.layers if isinstance(head, Block) else ())]
+    attentions: list[Any] = [layer.self_attn for layer in (head.layers if isinstance(head, Block) else ())]
     return modules + [(linear, tokens) for a in attentions for linear in (a.k_proj, a.v_proj)]
 
 
 def per_row(module: Any, item: int, chosen: int, recompute: bool) -> float:
     """Return the bytes that a module keeps for a row, which passes through `chosen` experts: docs/training_plan.md."""
-    if isinstance(module, SummedGradient):  # an lm_head, whose rows are scored in chunks
+    if isinstance(module, AccumulatingModule):  # an lm_head, whose rows are scored in chunks
         return 0
     if isinstance(module, nn.Linear):
         return item * (module.in_features + module.out_features)

@@ -12,12 +12,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from heads.base import NamedTensors
 from heads.common.typed import Json
 
 BLOCK, PROJECTION = "block.layer.", "eh_proj.weight"  # parts of tensor names in heads/mtp.py
 EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(gate_proj|up_proj|down_proj)\.weight")
 SHARED = ("embed_tokens.weight", "shared_head.head.weight")  # copies of the target's own tensors
-
 
 # What to do about a promised module that the files do not hold.
 REMEDY = (
@@ -94,13 +94,13 @@ LAYOUTS = {
 }  # fmt: skip
 
 
-COUNT = LAYOUTS["behind"].count_key
-QWEN35 = LAYOUTS["apart"]._replace(count_key="mtp_num_hidden_layers")
+COUNT = LAYOUTS["appended"].count_key
+QWEN35 = LAYOUTS["separate"]._replace(count_key="mtp_num_hidden_layers")
 FAMILIES = {  # the layout of each architecture
-    "DeepseekV3ForCausalLM": LAYOUTS["behind"],
-    "Glm4MoeForCausalLM": LAYOUTS["behind"],
+    "DeepseekV3ForCausalLM": LAYOUTS["appended"],
+    "Glm4MoeForCausalLM": LAYOUTS["appended"],
     "MiMoForCausalLM": LAYOUTS["mimo"],
-    "Qwen3NextForCausalLM": LAYOUTS["apart"],
+    "Qwen3NextForCausalLM": LAYOUTS["separate"],
     "Qwen3_5ForCausalLM": QWEN35,
     "Qwen3_5ForConditionalGeneration": QWEN35,
     "Qwen3_5MoeForCausalLM": QWEN35,
@@ -117,7 +117,7 @@ def text_section(values: Json) -> Json:
 def promise(values: Json) -> str | None:
     """Return the key by which a config.json says that the model has an MTP module, None without one."""
     section = text_section(values)
-    return next((one.count_key for one in (LAYOUTS["behind"], QWEN35) if section.get(one.count_key)), None)
+    return next((one.count_key for one in (LAYOUTS["appended"], QWEN35) if section.get(one.count_key)), None)
 
 
 def swapped(projection: Tensor) -> Tensor:
@@ -136,7 +136,7 @@ def prefixes(layers: int) -> tuple[str, ...]:
     return tuple(one.outer.format(layers) for one in LAYOUTS.values())
 
 
-def fused(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def stack_experts(tensors: NamedTensors) -> NamedTensors:
     """Stack a checkpoint's separate experts as in transformers: gate above up, and down."""
     experts: dict[str, dict[str, dict[int, Tensor]]] = {}
     stacked = {}
@@ -156,7 +156,7 @@ def fused(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def split_experts(tensors: NamedTensors) -> NamedTensors:
-    """Split stacked experts, the inverse of `fused`."""
+    """Split stacked experts, the inverse of `stack_experts`."""
     split = {}
     for name, tensor in tensors.items():
         stem, _, matrix = name.rpartition(".")

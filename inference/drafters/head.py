@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from jaxtyping import Int
 from safetensors import SafetensorError
 from torch import Tensor
 

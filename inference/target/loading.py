@@ -174,8 +174,18 @@ def load(
         lost = checkpoint.lost_module(path, values)
     if lost is not None:
         log.warning("%s: %s; %s", path, lost, mtp_layouts.REMEDY)
-    if quantized:
-        _check(model, path, quantize if quantize in METHODS else None)
+    if quantized:  # the linear layers, and not the tables that heads read
+        weight: Any = getattr(model.get_output_embeddings(), "weight", None)
+        if type(weight) is not nn.Parameter or not weight.is_floating_point() or weight.element_size() == 1:
+            raise ValueError(
+                f"model.path={path}: its lm_head is quantised, but heads read it as it is; take a checkpoint that "
+                "keeps it"
+            )
+        if quantize in METHODS and all(type(parameter) is nn.Parameter for parameter in model.parameters()):
+            raise ValueError(
+                f"model.quantize={quantize}: {path} has no layer that this quantises ({type(model).__name__}); choose "
+                "another one, or leave model.quantize out"
+            )
     if not placed:
         move: Any = model.to  # transformers' wrapper hides its arguments
         move(device)

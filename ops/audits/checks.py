@@ -24,8 +24,8 @@ from ops.audits.compare import (
     Difference,
     Finding,
     ask_text,
+    compare_answers,
     gap_at,
-    judged,
     unstreamed,
     violation,
     with_logprobs,
@@ -65,7 +65,7 @@ def identity(audit: Audit) -> Finding:
         if reply.text != listed.text and not reply.error
     ]
     audit.near_tie = max([audit.near_tie, *(2 * gap for gap in gaps)])  # the baseline's own answers are that far apart
-    return judged(audit, pairs)
+    return compare_answers(audit, pairs)
 
 
 def prefix_cache(audit: Audit) -> Finding:
