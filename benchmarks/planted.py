@@ -90,8 +90,8 @@ BUGS = [
     ),
     Bug(
         "inference/verification/sample.py",
-        "inside = best.cumsum(-1) - best < top_p",
-        "inside = best.cumsum(-1) <= top_p",
+        "inside = best.cumsum(-1) - best < sampling.top_p",
+        "inside = best.cumsum(-1) <= sampling.top_p",
         ["tests/inference/test_sample.py"],
     ),
     Bug(
@@ -228,8 +228,8 @@ BUGS = [
     ),
     Bug(
         "inference/drafters/policy.py",
-        "return (self.scores().float() * inverse_temperature_of(self.roots.sampling)).log_softmax(-1)",
-        "return self.scores().float().log_softmax(-1)",
+        "(growth.scores().float() * inverse_temperature_of(roots.sampling)).log_softmax(-1)",
+        "growth.scores().float().log_softmax(-1)",
         ["tests/inference/test_policy.py"],
     ),
     Bug(

@@ -261,17 +261,17 @@ def load_mtp(target: Target, checkpoint: str) -> Mtp:
     """
     layers = target.spec.num_layers
     try:
-        found = read_module(module_files(checkpoint, layers), layers)
+        module = read_module(module_files(checkpoint, layers), layers)
     except (OSError, ValueError, KeyError, SafetensorError, RuntimeError, IndexError) as error:
         raise ValueError(
             f"drafter.mtp: {checkpoint} holds no readable model.safetensors, or is damaged ({one_line(error)}); give "
             "the folder or Hub name of the target's own checkpoint, or download it again"
         ) from error
-    if found is None:
+    if module is None:
         key = promise(target.config.to_dict())
         remedy = "choose another drafter" if key is None else f"its {key} promises one; {REMEDY}"
         raise ValueError(f"drafter.mtp: {checkpoint} carries no module for multi-token prediction; {remedy}")
-    layout, tensors = found
+    layout, tensors = module
     try:
         if target.recurrence is not None and layers - 1 in target.recurrence.mixers:
             raise ValueError("the target's last layer cannot run by itself (it keeps a recurrent state)")
@@ -281,7 +281,7 @@ def load_mtp(target: Target, checkpoint: str) -> Mtp:
         with torch.device("meta"):
             head = Mtp(config, target.embeddings)
         last = target.decoder_layers[-1].state_dict().items()
-        wide = {BLOCK + name for name, tensor in last if tensor.dtype == torch.float32}  # a router's, for one
+        wide = {BLOCK + name for name, tensor in last if tensor.dtype == torch.float32}  # such as a router's
         moved = {
             name: tensor.to(target.device, torch.float32 if name in wide else target.dtype)
             for name, tensor in tensors.items()
