@@ -239,9 +239,9 @@ BUGS = [
         ["tests/data/test_extraction.py"],
     ),
     Bug(
-        "train/objective.py",
-        "return LossWeights(self.trained, self.row * factor, self.normalizer * factor)",
-        "return LossWeights(self.trained, self.row * factor, self.normalizer)",
+        "train/step.py",
+        "weight._replace(row=weight.row * factor, normalizer=weight.normalizer * factor)",
+        "weight._replace(row=weight.row * factor)",
         ["tests/train/test_rollouts.py"],
     ),
     Bug(
