@@ -200,8 +200,8 @@ class PathNode:
 
     reached: Bool[Tensor, "B"]  # mask of sequences that reach it, or would without an earlier accepted path
     alpha: Float[Tensor, "B"]  # probability that the path up to here is accepted, given the rejections below it
-    target: Probs  # residual of p after rejections
-    left: Probs | None  # residual of q; None without children
+    residual_p: Probs  # residual of p after rejections
+    residual_q: Probs | None  # residual of q; None without children
 
     def reject(self, token: Int[Tensor, "B 1"], rejected: Bool[Tensor, "B"], distinct: bool) -> None:
         """Update the residuals after a child with a token was rejected; `distinct` if it has later siblings."""
