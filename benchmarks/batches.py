@@ -80,9 +80,9 @@ def on_repetitive_text(names: list[str], asked: argparse.Namespace) -> None:
             best = 0.0
             for _ in range(asked.rounds):
                 spent = [time.process_time()]
-                for how in (first, settings):  # the prompts alone, which are taken off
+                for params in (first, settings):  # the prompts alone, which are taken off
                     drafter.reset()
-                    made = speculate(target, drafter, some, how, batch_size=size)
+                    made = speculate(target, drafter, some, params, batch_size=size)
                     spent.append(time.process_time())
                 seconds = (spent[2] - spent[1]) - (spent[1] - spent[0])
                 best = max(best, sum(len(one.tokens) - 1 for one in made) / seconds)

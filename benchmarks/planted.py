@@ -222,14 +222,14 @@ BUGS = [
     ),
     Bug(
         "inference/step.py",
-        "groups[how.sampling, how.rule, how.logit_gaps, side",
-        "groups[how.sampling, how.logit_gaps, side",
+        "groups[params.sampling, params.rule, params.logit_gaps, side",
+        "groups[params.sampling, params.logit_gaps, side",
         ["tests/train/test_identity.py"],
     ),
     Bug(
         "inference/drafters/policy.py",
-        "log_probs = (growth.scores().float() * inverse_temperature_of(roots.sampling)).log_softmax(-1)",
-        "log_probs = growth.scores().float().log_softmax(-1)",
+        "(growth.scores().float() * inverse_temperature_of(roots.sampling)).log_softmax(-1)",
+        "growth.scores().float().log_softmax(-1)",
         ["tests/inference/test_policy.py"],
     ),
     Bug(

@@ -67,7 +67,7 @@ class Counting(PhaseTimer):
 def counted(batch: Batch) -> tuple[Counter[str], int]:
     """Return the operations of one step by part, and how often the host reads."""
     step: Any = batch.device_step
-    step.static = True
+    step.fixed_shapes = True
     batch.step()
     reads, original = Counter[str](), {name: getattr(Tensor, name) for name in READS}
     for name, function in original.items():

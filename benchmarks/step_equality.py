@@ -80,7 +80,7 @@ def decoded(target: Target, drafter: HeadDrafter, requests: list[Request], size:
     """Decode in a continuous batch of device steps."""
     batch, answers = batch_of(target, drafter, size, requests), dict[int, Generation]()
     assert batch.device_step is not None
-    batch.device_step.static = static
+    batch.device_step.fixed_shapes = static
     while len(answers) < len(requests) or batch.running:
         if len(answers) < len(requests) and batch.free:
             answers[len(answers)] = batch.admit(len(answers), *requests[len(answers)])
@@ -93,12 +93,12 @@ def decoded(target: Target, drafter: HeadDrafter, requests: list[Request], size:
 def compare(target: Target, requests: list[Request], expected: list[Generation], answers: list[Generation]) -> Compared:
     """Count texts that are identical, that part at a near tie, and that differ, as the losslessness check does."""
     compared = Compared(Counter(tokens=sum(len(answer.tokens) for answer in answers)), [])
-    for (prompt, how), ours, theirs in zip(requests, expected, answers, strict=True):
-        name = str(how.seed)
-        if how.sampling.temperature == 0:
+    for (prompt, params), ours, theirs in zip(requests, expected, answers, strict=True):
+        name = str(params.seed)
+        if params.sampling.temperature == 0:
             verdict = gate([ours], [theirs], [name], target.dtype)
         else:
-            verdict = coupled_check(target, [ours], [theirs], [Prompt(name, prompt, "")], how)
+            verdict = coupled_check(target, [ours], [theirs], [Prompt(name, prompt, "")], params)
         [kind], [where] = verdict.verdicts, [*verdict.ties, verdict.first][:1]
         if where is None and (ours.finish, ours.origins) != (theirs.finish, theirs.origins):
             kind = "failed"

@@ -45,7 +45,7 @@ from heads.common.typed import typed
 from heads.common.untrusted import visible
 from inference.target.config import ModelConfig, device_named
 from inference.target.loading import load_tokenizer
-from inference.target.placement import check_alone
+from inference.target.placement import check_single_process
 from inference.target.target import Target
 
 PATIENCE = timedelta(days=30)  # maximum wait for the other processes' answers
@@ -96,7 +96,7 @@ def answer(job: JobConfig, out: Path) -> None:
     worker = Worker(state.process_index, state.num_processes, state.wait_for_everyone)
     answerer: Answerer
     if job.by == "engine":
-        check_alone(job.model.where, "writing answers")
+        check_single_process(job.model.where, "writing answers")
         target = Target.of(job.model)
         answerer = Engine(target, drafter_of(job.drafter, job.run, job.tree, target), settings, job.batch_size)
     else:

@@ -119,26 +119,26 @@ def coupled_check(
     baseline: Sequence[Generation],
     drafted: Sequence[Generation],
     prompts: Sequence[Prompt],
-    how: RequestParams,
+    params: RequestParams,
 ) -> Gate:
     """Compare runs under coupled noise; near ties are those of the noisy probs."""
     compared: list[tuple[Divergence | None, bool]] = []
     for ours, theirs, prompt in zip(baseline, drafted, prompts, strict=True):
         parted, gap = divergence(ours, theirs, prompt.id), None
         if parted is not None and parted.plain is not None and parted.drafted is not None:
-            gap = coupled_gap(target, prompt.token, ours.tokens[: parted.position], how)
+            gap = coupled_gap(target, prompt.token, ours.tokens[: parted.position], params)
         tied = gap is not None and gap < EPSILON[target.dtype]
         compared.append((None if parted is None else replace(parted, gap=gap), tied))
     return gate_of(compared)
 
 
 @torch.inference_mode()
-def coupled_gap(target: Target, prompt: Tokens, answer: Tokens, how: RequestParams) -> float:
-    """Return the margin in logits between the two best tokens under coupled noise after a text."""
-    request = _request(target, prompt, answer, how, target.cache())
+def coupled_gap(target: Target, prompt: Tokens, answer: Tokens, params: RequestParams) -> float:
+    """Return the margin, in logits, of the winner of the coupled race after a text over the second."""
+    request = _request(target, prompt, answer, params, target.cache())
     probs = _probs(request)
     first, second = (probs / request.noise(probs[None])[0]).double().topk(2).values.tolist()
-    return float(how.sampling.temperature * torch.log(torch.tensor(first / second))) if second > 0 else float("inf")
+    return float(params.sampling.temperature * torch.log(torch.tensor(first / second))) if second > 0 else float("inf")
 
 
 def texts(prompts: Sequence[Prompt], baseline: Sequence[Generation]) -> list[tuple[Tokens, Tokens]]:
@@ -183,9 +183,9 @@ def chi_square_test(
     return ChiSquareTest(size, len(prefixes), freedom, total, p, tv, power, alpha, control_p), ""
 
 
-def _request(target: Target, prompt: Tokens, answer: Tokens, how: RequestParams, cache: TargetCache) -> Request:
+def _request(target: Target, prompt: Tokens, answer: Tokens, params: RequestParams, cache: TargetCache) -> Request:
     """Return a request with the tokens of its answer so far."""
-    request = Request(target, prompt, how, cache)
+    request = Request(target, prompt, params, cache)
     request.context.extend(answer)
     request.generation.tokens.extend(answer)
     return request
@@ -208,8 +208,8 @@ def _entered(
     token, requests = torch.tensor(text, device=target.device), list[Request]()
     for slot in range(batch.size):
         requests.append(_request(target, prompt, answer, settings, batch.cache.allocate(slot)))
-        out = target.prefill(token[:-1], requests[slot].cache, batch.drafts.traits.feature_layers)
-        batch.drafts.start_sequence(slot, text, out)
+        out = target.prefill(token[:-1], requests[slot].cache, batch.draft_batch.traits.feature_layers)
+        batch.draft_batch.start_sequence(slot, text, out)
     batch.slots = [*requests]
     return batch, requests
 
@@ -228,7 +228,7 @@ def _prefix(
     """Draft once after a text; None without a draft, or if the broken rule's total variation is at most `tv`."""
     batch, requests = _entered(target, drafter, prompt, answer, settings, 1)
     _, drafted = batch.device_step.sample(requests)
-    draws = batch.device_step.plan.sampled is not None and not batch.drafts.traits.on_device
+    draws = batch.device_step.plan.sampled is not None and not batch.draft_batch.traits.on_device
     probs = _probs(_request(target, prompt, answer, settings, target.cache()))
     _left(batch)
     (token, *_), (parent, *_) = drafted.tree

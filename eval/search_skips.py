@@ -20,7 +20,7 @@ from heads.common.typed import typed
 from inference.decode import RequestParams, autoregress
 from inference.drafters.contrib.layer_skip import FORMAT, SearchSettings, SkipFile, recorded, save_skips, search
 from inference.target.config import ModelConfig
-from inference.target.placement import check_alone
+from inference.target.placement import check_single_process
 from inference.target.target import Target
 from inference.verification.sample import GREEDY
 
@@ -43,7 +43,7 @@ def find(job: JobConfig) -> Path:
     workload = job.workload or model.prompts
     if not workload:
         raise ValueError("workload is missing: give a name, a file or a Hub data set")
-    check_alone(model.where, "this search")
+    check_single_process(model.where, "this search")
     target = Target.of(model)
     prompts = [prompt.token for prompt in load_workload(workload, target, job.prompts)]
     params = RequestParams(job.max_new_tokens, GREEDY)

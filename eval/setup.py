@@ -20,7 +20,7 @@ from heads.formats.store import CONFIG
 from inference.decode import autoregress
 from inference.target.config import ModelConfig, device_named, fast_dtype
 from inference.target.loading import configuration, note_dtype
-from inference.target.placement import check_alone
+from inference.target.placement import check_single_process
 from inference.target.target import Target
 
 
@@ -60,10 +60,10 @@ def folder_for(out: str | None, runs: Sequence[str], drafters: Sequence[str]) ->
 def load_target(model: ModelConfig, dtype: str, engine: EngineConfig) -> Target:
     """Load the target with its unquantised weights in `dtype`, and compile it if configured."""
     if not distributed.is_initialized():  # within a training's processes, placement over processes works
-        check_alone(model.where, "an evaluation")
+        check_single_process(model.where, "an evaluation")
     target = Target.of(model, dtype)
     if engine.compile or engine.compile_drafts:
-        target.compile(drafts_alone=not engine.compile)
+        target.compile(drafts_only=not engine.compile)
     return target
 
 

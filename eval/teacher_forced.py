@@ -95,7 +95,7 @@ def rank_text(
         for tree in largest:
             tokens = text.token[root + 1 : root + 1 + depth]
             growth, score = by_confidence(head, state, level, tree, roots, min(depth, head.max_depth))
-            whole = DraftTree(*(row[0] for row in growth.whole()))
+            whole = DraftTree(*(row[0] for row in growth.build()))
             grown[growth_key(tree)].append(tree_acceptance(whole, score[0], tokens, min(depth, tree.depth)))
         root += 1
         if steps_alone:

@@ -42,7 +42,7 @@ from inference.batch import Batch, batch_of
 from inference.decode import RequestParams
 from inference.drafters.head import HeadDrafter, load_for, saved_tree
 from inference.drafters.plain import Baseline
-from inference.drafters.policy import Schedule, Scheduled, TreeConfig, scheduled
+from inference.drafters.policy import Schedule, ScheduleLine, TreeConfig, best_schedule
 from inference.protocol import Drafter
 from inference.target.target import Target
 
@@ -264,14 +264,14 @@ def step_seconds(
     Each tree drafts for one step, in a new random order each time, with the baseline in between, so that a temporary
     slowdown of the machine affects all. The first step of each tree, which is slower, is not counted.
     """
-    schedule = Schedule([Scheduled(1 + i, tree) for i, tree in enumerate(trees)])  # one line per tree
+    schedule = Schedule([ScheduleLine(1 + i, tree) for i, tree in enumerate(trees)])  # one line per tree
     seconds: list[list[float]] = [[] for _ in trees]
     of_baseline: list[float] = []
     shuffle, steps = random.Random(settings.seed), count()
     with target.uncaptured(), Bar((1 + samples) * len(trees), f"timing steps, batch size {batch}") as bar:
         baseline = timed_steps(batch_of(target, Baseline(target.device), batch), prompts, settings)
         rotating = batch_of(target, HeadDrafter(head, trees[0], "trees", schedule), batch)
-        drafting, drafts = timed_steps(rotating, prompts, settings), cast(Any, rotating.drafts)
+        drafting, drafts = timed_steps(rotating, prompts, settings), cast(Any, rotating.draft_batch)
         choose = drafts.choose
         next(baseline)
         for turn in range(1 + samples):
@@ -342,7 +342,7 @@ def timed(
 def concluded(results: Sequence[AtBatch], run: str, folder: Path) -> list[AtBatch]:
     """Write the best tree into the head's config; return the results with their verdicts as text."""
     best = [(at.batch, None if at.best is None else at.best.tree) for at in results]
-    schedule, tree = scheduled(best) if len(best) > 1 else None, best[0][1]
+    schedule, tree = best_schedule(best) if len(best) > 1 else None, best[0][1]
     done = "nothing is written" if tree is None and schedule is None else keep(tree, schedule, run, folder)
     concluded_results = []
     for at in results:

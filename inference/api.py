@@ -24,19 +24,19 @@ from heads.common.untrusted import visible
 from heads.formats.hub import resolve_head, target_path
 from heads.formats.published import is_published
 from heads.formats.store import read_config
-from inference.batch import Service
+from inference.batch import SwappableDrafter
 from inference.decode import Generation, RequestParams, speculate
 from inference.drafters.head import load_drafter, saved_tree
 from inference.drafters.plain import Baseline
 from inference.protocol import Drafter
 from inference.request import RequestConfig
 from inference.target.config import ModelConfig, model_config
-from inference.target.placement import check_alone
+from inference.target.placement import check_single_process
 from inference.target.target import Target
 from inference.target.tokenizer import TextStream, text_ids
 from inference.verification.sample import GREEDY, Sampling
 
-__all__ = ["GREEDY", "Generation", "RequestParams", "Sampling", "Service", "generate", "load", "speculate"]
+__all__ = ["GREEDY", "Generation", "RequestParams", "Sampling", "SwappableDrafter", "generate", "load", "speculate"]
 
 OnText = Callable[[str, str], object]  # a piece of text and its origin: "prefill", "draft", "bonus"
 
@@ -112,14 +112,14 @@ def target_of(config: GenerateConfig, folder: Path | None) -> ModelConfig:
     if saved.get("adapter") is not None:
         model = {"adapter": saved["adapter"], **model}
     target = model_config(**{"path": target_path(saved["name"]), **model})
-    check_alone(target.where, "decoding")
+    check_single_process(target.where, "decoding")
     if sys.stderr.isatty():
         sys.stderr.write(f"loading {visible(target.path)}\n")
     return target
 
 
 def generate(
-    target: Target, drafter: Drafter | Service, prompt: str | list[int], settings: RequestParams | None = None,
+    target: Target, drafter: Drafter | SwappableDrafter, prompt: str | list[int], settings: RequestParams | None = None,
     on_text: OnText | None = None,
 ) -> tuple[str, Generation]:  # fmt: skip
     """Decode one prompt, text or tokens; return the generated text and its `Generation`.

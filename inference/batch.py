@@ -21,7 +21,7 @@ from inference.verification.sample import GREEDY
 log = logging.getLogger(__name__)
 
 
-class Service:
+class SwappableDrafter:
     """A drafter that can be swapped while requests run; `speculate` and `generate` accept it as a drafter.
 
     `swap` may be called at any time, also from `on_tokens` or another thread: decoding uses the new drafter from its
@@ -29,11 +29,11 @@ class Service:
 
     Attributes:
         drafter: the drafter that every batch uses from its next step on.
-        working: the last drafter that a batch has swapped in without an error.
+        last_good: the last drafter that a batch has swapped in without an error.
     """
 
     def __init__(self, drafter: Drafter) -> None:
-        self.drafter = self.working = drafter
+        self.drafter = self.last_good = drafter
         self.lock = Lock()
 
     def swap(self, drafter: Drafter) -> None:
@@ -51,20 +51,20 @@ class Batch:
     """A continuous batch: the sequences being decoded, by slot.
 
     Attributes:
-        drafter: the drafter that made `drafts`; a service may replace it.
-        service: the service whose drafter the batch uses; None if the drafter is fixed.
+        drafter: the drafter that made `draft_batch`; `swappable` may replace it.
+        swappable: the source of its drafter; None if the drafter is fixed.
     """
 
-    service: Service | None = None
+    swappable: SwappableDrafter | None = None
 
     def __init__(self, target: Target, drafter: Drafter, size: int, capacity: int = 0) -> None:
         if size > 1:
             target.check_masks("so sequences of different lengths cannot share a pass: give batch_size=1")
-        self.drafts = drafter.batch(size)
-        size = 1 if self.drafts.traits.single else size
+        self.draft_batch = drafter.batch(size)
+        size = 1 if self.draft_batch.traits.single else size
         self.target, self.drafter, self.size, self.capacity = target, drafter, size, 0
         self.cache = target.batch_cache(size)
-        self.device_step = DeviceStep(target, self.cache, self.drafts, drafter.name)
+        self.device_step = DeviceStep(target, self.cache, self.draft_batch, drafter.name)
         self.slots: list[Request | None] = []
         self.reserve(capacity)
         if not self.cache.storage.blocks:
@@ -74,7 +74,7 @@ class Batch:
     def nbytes(self) -> Counter[torch.device]:
         """Bytes by device of the target's and the head's KV caches, allocated or not."""
         total = self.cache.storage.nbytes
-        if (rows := self.drafts.traits.rows) is not None:
+        if (rows := self.draft_batch.traits.rows) is not None:
             total[self.target.device] += rows.nbytes
         return total
 
@@ -89,25 +89,25 @@ class Batch:
         return self.size - len(self.running)
 
     def admit(self, request_index: int, prompt: Tokens, settings: RequestParams) -> Generation:
-        """Prefill a request's prompt; return what will hold its answer."""
-        if self.service is not None and settings.rule not in (AUTO, COUPLED) and not is_lossy(settings.rule):
+        """Prefill a request's prompt; return its generation, which later steps extend."""
+        if self.swappable is not None and settings.rule not in (AUTO, COUPLED) and not is_lossy(settings.rule):
             raise ValueError(
-                f"rule={settings.rule} is not for every tree, and a Service may change the drafter: choose rule={AUTO} "
-                f"or rule={COUPLED}"
+                f"rule={settings.rule} is not for every tree, and a SwappableDrafter may change the drafter: choose "
+                f"rule={AUTO} or rule={COUPLED}"
             )
-        self.follow()
+        self.take_new_drafter()
         self.reserve(needed_entries(self.target, prompt, settings))
         slot = self.slots.index(None) if None in self.slots else len(self.slots)
         request = Request(self.target, prompt, settings, self.cache.allocate(slot), request_index)
-        out = request.prefill(self.drafts.traits.feature_layers)
-        self.drafts.start_sequence(slot, request.context, out)
-        request.generation.prefill_s = request.clock() - request.began
+        out = request.prefill(self.draft_batch.traits.feature_layers)
+        self.draft_batch.start_sequence(slot, request.context, out)
+        request.generation.prefill_s = request.clock() - request.start_s
         self.slots[slot : slot + 1] = [request]
         return request.generation
 
     def reserve(self, capacity: int) -> None:
         """Allocate caches for texts of `capacity` tokens and a tree after each, so that decoding never reallocates."""
-        self.capacity, traits = max(self.capacity, capacity), self.drafts.traits
+        self.capacity, traits = max(self.capacity, capacity), self.draft_batch.traits
         self.cache.storage.reserve(self.capacity + max(TREE_ENTRIES, traits.max_nodes) if self.capacity else 0)
         if traits.rows is not None:
             traits.rows.reserve(round_up_kv_length(self.cache.storage.capacity))
@@ -116,10 +116,10 @@ class Batch:
         """Free the slots of finished sequences."""
         for slot, request in enumerate(self.slots):
             if request is not None and request.generation.finish:
-                request.generation.latency_s = request.clock() - request.began
+                request.generation.latency_s = request.clock() - request.start_s
                 self.slots[slot] = None
 
-    def fill_vacant(self) -> None:
+    def compact_slots(self) -> None:
         """Move the last sequences into free slots, so that running sequences have the first slots."""
         while None in self.slots:
             if (last := self.slots.pop()) is not None:
@@ -127,22 +127,22 @@ class Batch:
                 self.slots[slot] = last
                 self.cache.active[from_slot].move(slot)
                 self.cache.active[slot] = self.cache.active[from_slot]
-                self.drafts.move(from_slot, slot, self.cache.active[slot].length)
+                self.draft_batch.move(from_slot, slot, self.cache.active[slot].length)
         del self.cache.active[len(self.slots) :]
 
-    def follow(self) -> None:
-        """Swap in the service's drafter if it has changed; if that fails, keep the current one and put it back."""
-        if self.service is None or (drafter := self.service.drafter) is self.drafter:
+    def take_new_drafter(self) -> None:
+        """Swap in the drafter of `swappable` if it has changed; if that fails, keep the current one and put it back."""
+        if self.swappable is None or (drafter := self.swappable.drafter) is self.drafter:
             return
         try:
             self.swap(drafter)
         except (AssertionError, AttributeError, LookupError, OSError, RuntimeError, TypeError, ValueError) as error:
-            with self.service.lock:  # unless the service was swapped again meanwhile
-                if self.service.drafter is drafter:
-                    self.service.drafter = self.service.working = self.drafter
+            with self.swappable.lock:  # unless another thread has swapped again
+                if self.swappable.drafter is drafter:
+                    self.swappable.drafter = self.swappable.last_good = self.drafter
             log.warning("%s is put back: %s fails (%s)", self.drafter.name, drafter.name, one_line(error))
         else:
-            self.service.working = drafter
+            self.swappable.last_good = drafter
 
     @torch.inference_mode()
     def swap(self, drafter: Drafter) -> None:
@@ -155,50 +155,55 @@ class Batch:
                 are the drafter's.
         """
         self.release()
-        self.fill_vacant()
+        self.compact_slots()
         trial = Batch(self.target, drafter.clone(), 1)
         trial.admit(0, [0], TRIAL)
         trial.step()
-        drafts = drafter.batch(self.size)
-        check_size(self.target, drafts.traits.max_nodes, drafter.name)
-        if drafts.traits.single and self.size > 1:
+        draft_batch = drafter.batch(self.size)
+        check_size(self.target, draft_batch.traits.max_nodes, drafter.name)
+        if draft_batch.traits.single and self.size > 1:
             raise ValueError(f"{drafter.name} drafts for one sequence at a time: give batch_size=1")
-        if drafts.traits.rows is not None:
-            drafts.traits.rows.reserve(round_up_kv_length(self.cache.storage.capacity + drafts.traits.max_nodes))
-        self.start(drafts)
-        self.drafter, self.drafts = drafter, drafts
-        self.device_step = DeviceStep(self.target, self.cache, drafts, drafter.name)
+        if draft_batch.traits.rows is not None:
+            draft_batch.traits.rows.reserve(
+                round_up_kv_length(self.cache.storage.capacity + draft_batch.traits.max_nodes)
+            )
+        self.start(draft_batch)
+        self.drafter, self.draft_batch = drafter, draft_batch
+        self.device_step = DeviceStep(self.target, self.cache, draft_batch, drafter.name)
         self.reserve(self.capacity)
 
-    def start(self, drafts: DraftBatch) -> None:
+    def start(self, draft_batch: DraftBatch) -> None:
         """Prefill every running text into a draft batch."""
         for slot, request in enumerate(self.running):
             token = torch.tensor(request.context[:-1], device=self.target.device)
-            out = self.target.prefill(token, self.target.cache(len(token)), drafts.traits.feature_layers)
-            drafts.start_sequence(slot, request.context, out)
+            out = self.target.prefill(token, self.target.cache(len(token)), draft_batch.traits.feature_layers)
+            draft_batch.start_sequence(slot, request.context, out)
 
     def step(self) -> None:
         """Decode one step of all sequences."""
         update_bar()
-        self.follow()
-        self.fill_vacant()
-        if self.drafts.resumes(len(self.running)):
-            self.start(self.drafts)
+        self.take_new_drafter()
+        self.compact_slots()
+        if self.draft_batch.needs_prefill(len(self.running)):
+            self.start(self.draft_batch)
         self.device_step.step(self.running)
 
 
 def batch_of(
-    target: Target, drafter: Drafter | Service, size: int, requests: Sequence[tuple[Tokens, RequestParams]] = ()
+    target: Target,
+    drafter: Drafter | SwappableDrafter,
+    size: int,
+    requests: Sequence[tuple[Tokens, RequestParams]] = (),
 ) -> Batch:
     """Return a batch of `size` slots with caches for the longest of the requests."""
-    service, source = (drafter, drafter.working) if isinstance(drafter, Service) else (None, drafter)
-    batch = Batch(target, source, size, max((needed_entries(target, *request) for request in requests), default=0))
-    batch.service = service
+    swappable, current = (drafter, drafter.last_good) if isinstance(drafter, SwappableDrafter) else (None, drafter)
+    batch = Batch(target, current, size, max((needed_entries(target, *request) for request in requests), default=0))
+    batch.swappable = swappable
     return batch
 
 
 def acquire(
-    target: Target, drafter: Drafter | Service, size: int, requests: Sequence[tuple[Tokens, RequestParams]]
+    target: Target, drafter: Drafter | SwappableDrafter, size: int, requests: Sequence[tuple[Tokens, RequestParams]]
 ) -> Batch:
     """Return a batch for requests: the idle one of this drafter if its size matches, else a new one."""
     idle: Batch | None = target.idle.pop(drafter, None)
@@ -214,7 +219,7 @@ def acquire(
         return batch_of(target, drafter, size, requests)
 
 
-def release(target: Target, drafter: Drafter | Service, batch: Batch) -> None:
+def release(target: Target, drafter: Drafter | SwappableDrafter, batch: Batch) -> None:
     """Keep a finished batch for reuse if it has captured graphs.
 
     Idle batches are dropped, oldest first, while they take more memory than is free.
@@ -224,8 +229,8 @@ def release(target: Target, drafter: Drafter | Service, batch: Batch) -> None:
     target.idle[drafter] = batch
     while target.idle:
         taken = sum((idle.nbytes for idle in target.idle.values()), Counter[torch.device]())
-        crowded = any(nbytes > free_memory(device) for device, nbytes in taken.items())
-        if not crowded and len(target.idle) <= MAX_IDLE_BATCHES:
+        exceeded = any(nbytes > free_memory(device) for device, nbytes in taken.items())
+        if not exceeded and len(target.idle) <= MAX_IDLE_BATCHES:
             break
         del target.idle[next(iter(target.idle))]
 

@@ -8,7 +8,7 @@ from typing import Any, overload
 import torch
 
 from heads.base import Tokens
-from inference.batch import Service, acquire, release
+from inference.batch import SwappableDrafter, acquire, release
 from inference.drafters.plain import Baseline
 from inference.protocol import Drafter
 from inference.request import Generation, RequestParams, Step
@@ -17,13 +17,13 @@ from inference.target.target import Target, check_prompt
 __all__ = ["Generation", "RequestParams", "Step", "autoregress", "speculate"]
 
 OnTokens = Callable[[Tokens, list[str]], None]  # new tokens and their origins: "prefill", "draft", "bonus"
-OnBatchTokens = Callable[[int, Tokens, list[str]], None]  # the same, with the prompt's index before them
+OnBatchTokens = Callable[[int, Tokens, list[str]], None]  # the prompt's index, then as `OnTokens`
 
 
 @overload
 def speculate(
     target: Target,
-    drafter: Drafter | Service,
+    drafter: Drafter | SwappableDrafter,
     prompts: Tokens,
     settings: RequestParams,
     on_tokens: OnTokens | None = None,
@@ -33,7 +33,7 @@ def speculate(
 @overload
 def speculate(
     target: Target,
-    drafter: Drafter | Service,
+    drafter: Drafter | SwappableDrafter,
     prompts: Sequence[Tokens],
     settings: RequestParams | Sequence[RequestParams],
     on_tokens: OnBatchTokens | None = None,
@@ -43,7 +43,12 @@ def speculate(
 
 @torch.inference_mode()
 def speculate(
-    target: Target, drafter: Drafter | Service, prompts: Any, settings: Any, on_tokens: Any = None, batch_size: int = 1
+    target: Target,
+    drafter: Drafter | SwappableDrafter,
+    prompts: Any,
+    settings: Any,
+    on_tokens: Any = None,
+    batch_size: int = 1,
 ) -> Any:
     """Decode one prompt or several with a drafter; each output is distributed as the target's own.
 
@@ -52,7 +57,7 @@ def speculate(
 
     Args:
         target: the frozen target.
-        drafter: the drafter, or the `Service` that holds it.
+        drafter: the drafter; a `SwappableDrafter` may be swapped meanwhile.
         prompts: token ids of one prompt, or of several.
         settings: the request's parameters; for several prompts one for all, or a list with one each.
         on_tokens: called after every pass with the new tokens and their origins ("prefill", "draft", "bonus"); for
@@ -101,7 +106,7 @@ def speculate(
         if on_tokens is not None:
             for request in batch.running:
                 begin, generation = reported[request.request_index], request.generation
-                if len(generation.tokens) > begin:  # while another is admitted, the others have nothing new
+                if len(generation.tokens) > begin:  # admitting a request gives the others no tokens
                     index = () if is_single else (request.request_index,)
                     on_tokens(*index, generation.tokens[begin:], generation.origins[begin:])
                     reported[request.request_index] = len(generation.tokens)

@@ -174,7 +174,7 @@ class DraftTraits(NamedTuple):
 
     Attributes:
         on_device: whether drafts are a function of tensors, which can be captured or compiled.
-        reads_logits: whether `learn` reads the target's logits.
+        reads_logits: whether `update` reads the target's logits.
         single: whether it drafts for one sequence at a time: a batch then has one slot.
         max_nodes: the most nodes of a tree, the root included; drafters on the host state it in each step's plan.
         rows: the verified rows that it reads; None if it reads no features.
@@ -188,7 +188,7 @@ class DraftTraits(NamedTuple):
 
     @property
     def feature_layers(self) -> Layers:
-        """The target layers whose outputs are read."""
+        """The target layers whose outputs the drafter reads."""
         return () if self.rows is None else self.rows.feature_layers
 
 
@@ -203,7 +203,7 @@ class DraftPlan(NamedTuple):
             trees are filled by rank.
         has_q: for each sequence, whether its children are sampled or it has none; None if all are equal.
         proposal: the proposal of a `single` drafter.
-        key: id of the tree's policy, part of the graph key.
+        tree_id: id of the tree policy, part of the graph key.
     """
 
     deepest: int = 0
@@ -212,7 +212,7 @@ class DraftPlan(NamedTuple):
     sampled: tuple[int, ...] | None = None
     has_q: Sequence[bool] | None = None
     proposal: Proposal | None = None
-    key: int = 0
+    tree_id: int = 0
 
 
 @runtime_checkable
@@ -226,14 +226,14 @@ class DraftBatch(Protocol):
     traits: DraftTraits = DraftTraits()
 
     def start_sequence(self, slot: int, token: Tokens, features: TargetOutput) -> None:
-        """Take in a prompt and the token behind it, with the target's outputs for the prompt."""
+        """Prefill a prompt and the token after it, with the target's outputs for the prompt."""
         return
 
     def move(self, from_slot: int, slot: int, length: int) -> None:
         """Move the last sequence, with `length` rows, to a free slot."""
         return
 
-    def resumes(self, running: int) -> bool:
+    def needs_prefill(self, running: int) -> bool:
         """Return whether the `running` sequences must be prefilled again before a step; called once a step."""
         return False
 
@@ -258,8 +258,8 @@ class DraftBatch(Protocol):
         """
         ...
 
-    def learn(self, slot: int, token: Tokens, path: list[int], logits: Float[Tensor, "M V"] | None) -> None:
-        """Take in what the host has read: the committed tokens, the accepted nodes, and the logits of the pass."""
+    def update(self, slot: int, token: Tokens, path: list[int], logits: Float[Tensor, "M V"] | None) -> None:
+        """Update a sequence's state with the committed tokens, the accepted nodes, and the logits of the pass."""
         return
 
 
@@ -282,7 +282,7 @@ class Drafter(Protocol):
         return
 
     def clone(self: AnyDrafter) -> AnyDrafter:
-        """Return a drafter with the same weights and a memory of its own."""
+        """Return a drafter with the same weights and separate memory."""
         return self
 
     def batch(self, size: int) -> DraftBatch:

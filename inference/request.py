@@ -165,7 +165,7 @@ class Request:
         self.context = list(prompt)
         self.generation = Generation()
         self.key = seed_key(settings.seed)  # random key of the request
-        self.began = time.perf_counter()
+        self.start_s = time.perf_counter()
 
     @torch.inference_mode()
     def prefill(self, layers: tuple[int, ...]) -> TargetOutput:
@@ -190,7 +190,7 @@ class Request:
         seen = self.seen_tokens()
         if seen is not None:
             logits = penalize(logits, seen[None], self.settings.sampling)
-        if self.left[1] > 0 and self.target.eos:
+        if self.remaining_limits[1] > 0 and self.target.eos:
             logits = logits.index_fill(1, torch.tensor(sorted(self.target.eos), device=logits.device), float("-inf"))
         return logits
 
@@ -205,16 +205,16 @@ class Request:
             torch.cuda.synchronize(self.target.device)
         return time.perf_counter()
 
-    def begin(self) -> Context:
+    def draft_context(self) -> Context:
         """Return the context that a drafter on the host reads."""
-        max_draft_depth, prefix = self.left[0], self.cache.length
+        max_draft_depth, prefix = self.remaining_limits[0], self.cache.length
         if self.target.switch is not None:
             max_draft_depth = self.target.switch.max_draft_depth(prefix, max_draft_depth)
         sampling, coupled = self.settings.sampling, self.settings.rule == COUPLED
         return Context(self.context, sampling, Draws(self.key, len(self.context), coupled), max_draft_depth, self.cache)
 
     @property
-    def left(self) -> tuple[int, int]:
+    def remaining_limits(self) -> tuple[int, int]:
         """The drafted tokens that may still be accepted, and the tokens that are left until min_new_tokens."""
         count = len(self.generation.tokens)
         return self.limit - count - 1, self.settings.min_new_tokens - count
@@ -228,7 +228,7 @@ class Request:
         return seen
 
     def emit(self, tokens: Tokens, origins: list[str], gaps: list[float]) -> int:
-        """Append tokens up to the first end of the answer; return how many were taken."""
+        """Append tokens up to the end of the answer; return how many were appended."""
         generation, before = self.generation, len(self.generation.tokens)
         for i, token in enumerate(tokens):
             generation.tokens.append(token)

@@ -65,8 +65,8 @@ def answer(
 ) -> tuple[str, Generation]:
     """Decode one prompt, stream it, and print a summary; return the text and the generation."""
 
-    def show(piece: str, source: str) -> None:
-        console.out(visible(piece), style=STYLES[source], highlight=False, end="")  # no markup, no control characters
+    def show(piece: str, origin: str) -> None:
+        console.out(visible(piece), style=STYLES[origin], highlight=False, end="")  # no markup, no control characters
 
     text, generation = api.generate(target, drafter, ids, settings, show)
     console.print()

@@ -29,7 +29,15 @@ from inference.target.model import TargetOutput
 from inference.target.target import Target, check_size
 from inference.verification import rules
 from inference.verification import tree as trees
-from inference.verification.rng import ACCEPT_KEY, DRAFT_KEY, Samples, exponential_noise, hash_key, sampled, uniform
+from inference.verification.rng import (
+    ACCEPT_KEY,
+    DRAFT_KEY,
+    Samples,
+    exponential_noise,
+    hash_key,
+    sample_tokens,
+    uniform,
+)
 from inference.verification.rules import Accepted, NodeMask, NodeProbs, PerSequence
 from inference.verification.sample import Sampling, distribution, penalize
 from inference.verification.tree import LOOK_AHEAD, DraftTree
@@ -61,23 +69,23 @@ class DeviceStep:
     """Runs decoding steps for a batch.
 
     Attributes:
-        static: whether shapes are equal in all steps, as CUDA graphs need: attention reads a multiple of a stride, all
-            slots run, and the host reads the committed tokens at the end. Otherwise it reads them first, and only
-            committed rows are computed.
+        fixed_shapes: whether shapes are equal in all steps, as CUDA graphs need: attention reads a multiple of a
+            bucket, all slots run, and the host reads the committed tokens at the end. Otherwise it reads them first,
+            and only committed rows are computed.
         graphs: CUDA graphs of the stages; None if they are not captured.
         compiled_stages: cache of the compiled stages.
     """
 
-    def __init__(self, target: Target, cache: BatchCache, drafts: DraftBatch, name: str) -> None:
-        self.target, self.cache, self.drafts, self.name = target, cache, drafts, name
-        self.plan, on_device = DraftPlan(), drafts.traits.on_device
-        steady = on_device and target.takes_trees and target.switch is None
-        self.static = target.device.type == "cuda" and steady
-        self.graphs: Any = Graphs(target.device) if target.captures and steady else None
+    def __init__(self, target: Target, cache: BatchCache, draft_batch: DraftBatch, name: str) -> None:
+        self.target, self.cache, self.draft_batch, self.name = target, cache, draft_batch, name
+        self.plan, on_device = DraftPlan(), draft_batch.traits.on_device
+        fixed = on_device and target.takes_trees and target.switch is None
+        self.fixed_shapes = target.device.type == "cuda" and fixed
+        self.graphs: Any = Graphs(target.device) if target.captures and fixed else None
         self.compiled_stages = StageCache()
         self.masks_eos = False  # whether a request sets min_new_tokens
         self.current: list[Request] = []  # the requests in the slots
-        self.masked = False  # whether slots are idle in the current pass
+        self.has_idle = False  # whether slots are idle in the current pass
         self.penalises = False  # whether it has a repetition penalty
 
     @cached_property
@@ -97,7 +105,10 @@ class DeviceStep:
 
     def load_slots(self, requests: Sequence[Request]) -> None:
         """Write the requests' state to the slots, after requests have joined or left."""
-        values = [[one.context[-1], one.cache.length, *one.left, 1, one.key] for one in requests]
+        values = [
+            [request.context[-1], request.cache.length, *request.remaining_limits, 1, request.key]
+            for request in requests
+        ]
         # An idle slot has length 1: attention over no keys gives NaN.
         values += [[0, 1, 0, 0, 0, 0]] * (len(self.slots.root) - len(values))
         for buffer, column in zip(self.slots[:6], torch.tensor(values, device=self.target.device).T, strict=True):
@@ -135,17 +146,19 @@ class DeviceStep:
                 live.append(slot)
         emitting = time.perf_counter() - begin
         self.timer.mark(None)  # the host's time since then is measured from `begin`
-        if live and not self.static:
+        if live and not self.fixed_shapes:
             most = width if self.compiles else max(row[0] for row in rows)
             self.commit(self.active(requests), out, accepted, most)
         for slot in live:
             token = rows[slot][2:][: rows[slot][0]]
             path = rows[slot][2 + width :][: rows[slot][0]]
-            self.drafts.learn(slot, token, path, None if out.logits is None else out.logits[slot])
-            if requests[slot].settings.keep_passes:  # what the target computed, without padding
+            self.draft_batch.update(slot, token, path, None if out.logits is None else out.logits[slot])
+            if requests[slot].settings.keep_passes:  # the target's output, without padding
                 tree = DraftTree(drafted.tree.token[slot], drafted.tree.parent[slot])
-                present = (tree.token >= 0) & (drafted.node_depth[slot] <= requests[slot].left[0] + len(token))
-                nodes, index = trees.keep(tree, present)
+                valid = (tree.token >= 0) & (
+                    drafted.node_depth[slot] <= requests[slot].remaining_limits[0] + len(token)
+                )
+                nodes, index = trees.keep(tree, valid)
                 row_of = slice(slot, slot + 1), path
                 rows_of_path = TargetOutput(out.hidden[row_of], out.last_hidden[row_of], None)
                 following, old = torch.tensor(token, device=index.device), index.tolist()
@@ -163,7 +176,7 @@ class DeviceStep:
 
     @torch.inference_mode()
     def sample(self, requests: Sequence[Request]) -> tuple[Tokens, Drafted]:
-        """Return the first tokens that a step of sequences which are sampled alike would commit, and the last drafts.
+        """Return the first token that a step would commit for each request, and the last group's drafts, uncommitted.
 
         The requests have equal sampling parameters.
         """
@@ -184,14 +197,14 @@ class DeviceStep:
         switch = self.target.switch
         groups = defaultdict[Any, list[int]](list)
         for slot, request in enumerate(requests):
-            how = request.settings
+            params = request.settings
             side = switch is not None and request.cache.length >= switch.length
-            groups[how.sampling, how.rule, how.logit_gaps, side].append(slot)
+            groups[params.sampling, params.rule, params.logit_gaps, side].append(slot)
         return list(groups.values())
 
     def active(self, requests: Sequence[Request]) -> Slots:
         """Return the slots of the current pass."""
-        if self.static or len(requests) == len(self.slots.root):
+        if self.fixed_shapes or len(requests) == len(self.slots.root):
             return self.slots
         return Slots(*(buffer[: len(requests)] for buffer in self.slots))
 
@@ -210,16 +223,16 @@ class DeviceStep:
                 self.target.prefill(text, cache)
                 cache.keep(prefix, [])
         mixed = len(group) < len(requests)
-        contexts = [request.begin() if slot in group else None for slot, request in enumerate(requests)]
-        if mixed or self.masked:
-            self.slots.active[: len(requests)] = torch.tensor([int(one is not None) for one in contexts])
-            self.masked = mixed
+        contexts = [request.draft_context() if slot in group else None for slot, request in enumerate(requests)]
+        if mixed or self.has_idle:
+            self.slots.active[: len(requests)] = torch.tensor([int(context is not None) for context in contexts])
+            self.has_idle = mixed
         if switch is not None:
             self.slots.max_draft_depth[: len(requests)] = torch.tensor(
-                [0 if one is None else one.max_draft_depth for one in contexts]
+                [0 if context is None else context.max_draft_depth for context in contexts]
             )
         longest = max(request.cache.length for request in requests)
-        self.plan = self.drafts.begin(contexts, longest)
+        self.plan = self.draft_batch.begin(contexts, longest)
         check_size(self.target, self.plan.max_nodes, self.name)
         for has_q in {True, *(self.plan.has_q or ())}:
             self.rule(settings, has_q=has_q)  # raises if the rule does not support the drafts
@@ -228,58 +241,61 @@ class DeviceStep:
             self.graphs.keep(self.held_tensors())
         if self.compiles:
             self.compiled_stages.keep([*self.held_tensors(), *self.target.embeddings.kept_rows()])
-        return self.on_device(slots, self.kv_length(longest), settings, timer, commits=commits)
+        return self.run_stages(slots, self.kv_length(longest), settings, timer, commits=commits)
 
     def held_tensors(self) -> list[Tensor]:
         """Return the buffers that stages read and write in place."""
-        rows = self.drafts.traits.rows
+        rows = self.draft_batch.traits.rows
         return [*self.slots, *self.cache.storage.blocks, *([] if rows is None else rows.tensors())]
 
-    def on_device(
+    def run_stages(
         self, slots: Slots, kv_length: int, settings: RequestParams, phase_timer: PhaseTimer, *, commits: bool = True
     ) -> tuple[Drafted, Int[Tensor, "B X"], TargetOutput, Accepted]:
         """Run a step's stages."""
         self.penalises, self.timer = settings.sampling.repetition_penalty != 1, phase_timer
-        # Compiled shapes are few: the head reads all entries that a sequence may come to have.
-        padded = self.compiles and not self.static
-        head_kv_length = round_up_kv_length(self.cache.storage.capacity) if padded else kv_length
-        sampling, rule, gaps = settings.sampling, settings.rule, settings.logit_gaps
-        # What tells the shapes and branches of the stages from those of other steps.
-        self.key = head_kv_length, sampling, rule, gaps, self.masks_eos, self.masked, self.plan.key
-        among = self.slots if self.compiles else slots
-        drafted = self.launch(DeviceStep.draft, among, head_kv_length, settings)
+        self.key = self.graph_key(kv_length, settings)
+        draft_slots = self.slots if self.compiles else slots
+        drafted = self.launch(DeviceStep.draft, draft_slots, self.key[0], settings)
         if self.compiles:
             drafted = drafted.first(len(slots.root))
         phase_timer.mark("draft")
         inner = None if self.captures else phase_timer  # no time can be measured inside a graph
         out, result, accepted = self.launch(DeviceStep.evaluate, slots, drafted, kv_length, settings, inner)
         phase_timer.mark("verify" if self.captures else "other")
-        if self.static and commits:
+        if self.fixed_shapes and commits:
             self.commit(slots, out, accepted, accepted.path.shape[1])
         return drafted, result, out, accepted
 
     def kv_length(self, longest: int) -> int:
-        """Return the number of entries that attention reads; if shapes are not static, the number before the tree."""
-        if not self.static:
+        """Return the number of entries that attention reads; without fixed shapes, the number before the tree."""
+        if not self.fixed_shapes:
             return longest
         end = longest + self.plan.max_nodes
         capacity = self.cache.storage.capacity
         return end if end > capacity else min(round_up_kv_length(end), capacity)
 
     @property
-    def may_read(self) -> bool:
+    def allows_host_sync(self) -> bool:
         """Whether the host may read a stage's intermediate results, to skip work: on a GPU it would have to wait."""
-        return not self.static and self.target.device.type == "cpu"
+        return not self.fixed_shapes and self.target.device.type == "cpu"
 
     @property
     def compiles(self) -> bool:
         """Whether the head's stages are compiled; their shapes are then fixed too, and include all slots."""
-        return self.target.compiles_drafts and self.drafts.traits.on_device and self.plan.deepest > 0
+        return self.target.compiles_drafts and self.draft_batch.traits.on_device and self.plan.deepest > 0
 
     @property
     def captures(self) -> bool:
         """Whether the stages are captured in CUDA graphs, which need fixed shapes."""
-        return self.static and self.graphs is not None
+        return self.fixed_shapes and self.graphs is not None
+
+    def graph_key(self, kv_length: int, settings: RequestParams) -> tuple[Any, ...]:
+        """Return the key of the stages, head_kv_length first: equal keys mean equal shapes and branches."""
+        # For few compiled shapes, the head reads the whole capacity.
+        padded = self.compiles and not self.fixed_shapes
+        head_kv_length = round_up_kv_length(self.cache.storage.capacity) if padded else kv_length
+        sampling, rule, gaps = settings.sampling, settings.rule, settings.logit_gaps
+        return head_kv_length, sampling, rule, gaps, self.masks_eos, self.has_idle, self.plan.tree_id
 
     def launch(self, stage: Stage, *args: Any) -> Any:
         """Run a stage of a step under its key."""
@@ -302,20 +318,21 @@ class DeviceStep:
             noise = exponential_noise(key, position, vocab_size)
         seen = slots.seen_tokens[:, None] if sampling.repetition_penalty != 1 else None
         roots = DraftInputs(slots.root[:, None], sampling, seen, noise, samples)
-        may_read = not (self.static or self.compiles)
-        drafted = self.drafts.draft_trees(roots, slots.max_draft_depth, kv_length, allow_host_sync=may_read)
+        drafted = self.draft_batch.draft_trees(
+            roots, slots.max_draft_depth, kv_length, allow_host_sync=not (self.fixed_shapes or self.compiles)
+        )
         depth = drafted.ancestor_mask.sum(-1) - 1 if drafted.depth is None else drafted.depth
         return drafted._replace(depth=depth.expand_as(drafted.tree.token), noise=noise)
 
     def rule(self, settings: RequestParams, *, has_q: bool = True) -> str:
         """Return the rule that verifies the drafts; `has_q` says whether their children may be sampled from q."""
         greedy = settings.sampling.temperature == 0
-        drafts = self.plan
-        if not drafts.deepest:
+        plan = self.plan
+        if not plan.deepest:
             return "match"
-        parents = None if greedy or settings.rule == rules.COUPLED or not has_q else drafts.sampled
-        chain = drafts.chain if parents is None else rules.is_chain(parents)
-        return rules.fitting(settings.rule, chain, parents is not None, greedy)
+        parents = None if greedy or settings.rule == rules.COUPLED or not has_q else plan.sampled
+        chain = plan.chain if parents is None else rules.is_chain(parents)
+        return rules.resolve_rule(settings.rule, chain, parents is not None, greedy)
 
     def evaluate(
         self, slots: Slots, drafted: Drafted, kv_length: int, settings: RequestParams, phase_timer: PhaseTimer | None
@@ -326,21 +343,21 @@ class DeviceStep:
         processed_logits = self.processed(slots, drafted, logits, settings.sampling)
         if phase_timer is not None:
             phase_timer.mark("verify")
-        return out._replace(logits=logits if self.drafts.traits.reads_logits else None), *self.accept(
+        return out._replace(logits=logits if self.draft_batch.traits.reads_logits else None), *self.verify_drafts(
             slots, drafted, processed_logits, settings
         )
 
     def forward(self, slots: Slots, drafted: Drafted, kv_length: int) -> TargetOutput:
-        """Run the target over the trees, whose entries come behind each sequence's own."""
+        """Run the target over the trees; their entries follow each sequence's committed ones."""
         tree, ancestor_mask, depth = drafted.tree, drafted.ancestor_mask, drafted.node_depth
         count, size = tree.token.shape
         # Nodes beyond max_draft_depth run at its position and are never accepted; idle slots run at position 0.
         position = slots.length[:, None] + torch.minimum(depth, slots.max_draft_depth[:, None])
         position = position * slots.active[:, None]
         token = tree.token.clamp_min(0)
-        layers = self.drafts.traits.feature_layers
+        layers = self.draft_batch.traits.feature_layers
         proposal = self.plan.proposal
-        if count == 1 and not self.static and (self.target.compiled is None or proposal is not None):
+        if count == 1 and not self.fixed_shapes and (self.target.compiled is None or proposal is not None):
             cache = self.cache.active[0]
             attn_mask = None
             if size > 1:
@@ -351,20 +368,20 @@ class DeviceStep:
                     raise ValueError(f"{self.target.name}: {self.target.incompatibility}; draft with tree=chain")
             stack = None if proposal is None or proposal.look_ahead is None else proposal.look_ahead.stack
             return self.target.run(token, position, attn_mask, cache, layers, stack=stack)
-        end = kv_length if self.static else kv_length + size
-        batch_pass, attn_mask, key_position = self.cache.storage.behind(
-            slots.length, ancestor_mask, depth, end, steady=self.static
+        end = kv_length if self.fixed_shapes else kv_length + size
+        batch_pass, attn_mask, key_position = self.cache.storage.tree_pass(
+            slots.length, ancestor_mask, depth, end, fixed_shapes=self.fixed_shapes
         )
-        if self.may_read and size > 1 and self.target.takes_ragged and self.target.compiled is None:
-            present = (tree.token >= 0) * slots.active[:, None]
-            sizes = (present * torch.arange(1, size + 1)).amax(1).clamp_min(1).tolist()
+        if self.allows_host_sync and size > 1 and self.target.takes_ragged and self.target.compiled is None:
+            valid = (tree.token >= 0) * slots.active[:, None]
+            sizes = (valid * torch.arange(1, size + 1)).amax(1).clamp_min(1).tolist()
             layout = Ragged.of(sizes, slots.length.tolist())
             if layout.tails:
                 return self.target.run_ragged(layout, token, position, attn_mask, batch_pass, layers, key_position)
         return self.target.run(token, position, attn_mask, batch_pass, layers, key_position)
 
     def processed(self, slots: Slots, drafted: Drafted, logits: NodeProbs, sampling: Sampling) -> NodeProbs:
-        """Return the logits as each node's own prefix has them: penalised, and no end before its time."""
+        """Return the logits after the repetition penalty; end tokens are masked until min_new_tokens."""
         if sampling.repetition_penalty != 1:
             # Nodes off the path are replaced by the root, which is among the seen tokens.
             path = torch.where(drafted.ancestor_mask, drafted.tree.token[:, None], slots.root[:, None, None])
@@ -384,15 +401,15 @@ class DeviceStep:
         node: PerSequence,
         depth: int | PerSequence,
     ) -> PerSequence:
-        """Return the target's tokens after nodes at a depth: the winners under the noise of the next positions."""
+        """Return the target's tokens after nodes at a depth, sampled with the noise of the next positions."""
         logits = logits[torch.arange(len(node), device=node.device), node]
         if sampling.temperature == 0:
             return argmax(logits)
         if drafted.noise is None:
-            return sampled(logits, sampling, slots.key, slots.length + 1 + depth)
+            return sample_tokens(logits, sampling, slots.key, slots.length + 1 + depth)
         return (distribution(logits, sampling) / drafted.noise[:, depth]).argmax(-1)
 
-    def accept(
+    def verify_drafts(
         self, slots: Slots, drafted: Drafted, logits: NodeProbs, settings: RequestParams
     ) -> tuple[Int[Tensor, "B X"], Accepted]:
         """Verify the drafts; return the tensor for the host, and the accepted paths."""
@@ -403,65 +420,65 @@ class DeviceStep:
             accepted = Accepted(root, slots.active, token)
             results = [slots.active[:, None], root, token, root, root]
         else:
-            if greedy and self.may_read and len(tree.token) == 1 and not rules.is_lossy(settings.rule):
+            if greedy and self.allows_host_sync and len(tree.token) == 1 and not rules.is_lossy(settings.rule):
                 accepted, ranks, count = rules.follow_on_host(tree, argmax(logits), slots.max_draft_depth, deepest)
             else:
-                present = rules.present(tree, drafted.ancestor_mask, drafted.node_depth, slots.max_draft_depth)
-                if not self.drafts.traits.on_device:
-                    present &= tree.parent != LOOK_AHEAD
-                accepted = self.accepted(slots, drafted, present, logits, settings)
+                valid = rules.valid_nodes(tree, drafted.ancestor_mask, drafted.node_depth, slots.max_draft_depth)
+                if not self.draft_batch.traits.on_device:
+                    valid &= tree.parent != LOOK_AHEAD
+                accepted = self.run_rule(slots, drafted, valid, logits, settings)
                 accepted = accepted._replace(committed=accepted.committed * slots.active)
                 ranks = rules.ranks(tree).gather(1, accepted.path)
-                count = present.sum(1) - 1
+                count = valid.sum(1) - 1
             results = [accepted.committed[:, None], count[:, None], accepted.token, accepted.path, ranks]
         if settings.logit_gaps:
             best_two = logits.take_along_dim(accepted.path[..., None], 1).float().topk(2).values
             results.append((best_two[..., 0] - best_two[..., 1]).view(torch.int32).long())
         return torch.cat(results, 1), accepted
 
-    def accepted(
+    def run_rule(
         self,
         slots: Slots,
         drafted: Drafted,
-        present: NodeMask,
+        valid: NodeMask,
         processed_logits: NodeProbs,
         settings: RequestParams,
     ) -> Accepted:
         """Run the verification rule; return the accepted paths."""
-        tree, above, plan, sampling = drafted.tree, drafted.ancestor_mask, self.plan, settings.sampling
+        tree, ancestor_mask, plan, sampling = drafted.tree, drafted.ancestor_mask, self.plan, settings.sampling
         rule = rules.RULES[self.rule(settings)]
         greedy = sampling.temperature == 0
         choose = partial(self.choose, slots, drafted, processed_logits, sampling)
-        if greedy and rule.bar is None:
+        if greedy and rule.threshold is None:
             best = argmax(processed_logits)
-            last = rules.follow(tree, above, present, tree.token == best.gather(1, tree.parent.clamp_min(0)))
+            last = rules.follow(tree, ancestor_mask, valid, tree.token == best.gather(1, tree.parent.clamp_min(0)))
             token = best.gather(1, last[:, None])[:, 0]
-        elif rule.bar is not None:  # at temperature 0 a lossy rule reads the probs at temperature 1
+        elif rule.threshold is not None:  # at temperature 0 a lossy rule reads the probs at temperature 1
             p = distribution(processed_logits, replace(sampling, temperature=1.0) if greedy else sampling)
-            last = rules.follow(tree, above, present, rules.lenient(tree, p, rule.bar))
+            last = rules.follow(tree, ancestor_mask, valid, rules.lenient(tree, p, rule.threshold))
             token = choose(last, drafted.node_depth.gather(1, last[:, None])[:, 0])
-        elif drafted.q is None or rule.on_device is None or not all(plan.has_q or ()):
-            last, token = rules.walk(tree, present, choose, plan.deepest, allow_host_sync=self.may_read)
-        if not greedy and drafted.q is not None and rule.on_device is not None:
+        elif drafted.q is None or rule.verify is None or not all(plan.has_q or ()):
+            last, token = rules.walk(tree, valid, choose, plan.deepest, allow_host_sync=self.allows_host_sync)
+        if not greedy and drafted.q is not None and rule.verify is not None:
             assert plan.sampled is not None
             p = distribution(processed_logits, sampling)
             key = hash_key(slots.key, ACCEPT_KEY)
             uniforms = uniform(hash_key(key, slots.length + 1)[:, None], torch.arange(p.shape[1], device=p.device))
-            draft = rules.Sampled(plan.sampled, tree.token, present, drafted.q)
-            sampled, probs = rule.on_device(draft, p, uniforms, self.may_read)
-            position = slots.length + 1 + drafted.node_depth.gather(1, sampled[:, None])[:, 0]
+            draft = rules.Sampled(plan.sampled, tree.token, valid, drafted.q)
+            sampled_last, probs = rule.verify(draft, p, uniforms, self.allows_host_sync)
+            position = slots.length + 1 + drafted.node_depth.gather(1, sampled_last[:, None])[:, 0]
             after = (probs / exponential_noise(slots.key, position, p.shape[-1])).argmax(-1)
             if all(plan.has_q or ()):
-                last = sampled
+                last = sampled_last
                 token = after
             else:
                 has_q = torch.tensor(plan.has_q, device=p.device)
-                last = torch.where(has_q, sampled, last)
+                last = torch.where(has_q, sampled_last, last)
                 token = torch.where(has_q, after, token)
-        return rules.accepted(tree, above, last, token, plan.deepest)
+        return rules.accepted_paths(tree, ancestor_mask, last, token, plan.deepest)
 
     def commit(self, slots: Slots, out: TargetOutput, accepted: Accepted, max_committed: int) -> None:
-        """Move the slots on by what was accepted, and hand the drafts their rows.
+        """Advance the slots by the accepted tokens, and append the accepted rows to the drafter.
 
         `max_committed` is an upper bound of the tokens that a sequence commits.
         """
@@ -487,21 +504,21 @@ class DeviceStep:
             self.cache.storage.compact(row, begin + path, begin + step)
         last = (accepted.committed[:, None] - 1).clamp_min(0)
         root = token.gather(1, last)[:, 0]
-        slots.root.copy_(torch.where(accepted.committed > 0, root, slots.root) if self.masked else root)
+        slots.root.copy_(torch.where(accepted.committed > 0, root, slots.root) if self.has_idle else root)
         slots.length.add_(accepted.committed)
         slots.max_draft_depth.sub_(accepted.committed)
         slots.min_tokens_left.sub_(accepted.committed)
         if self.penalises:
             taken = step < accepted.committed[:, None]
             slots.seen_tokens.scatter_(1, torch.where(taken, token, slots.root[:, None]), True)
-        if self.drafts.traits.rows is None:
+        if self.draft_batch.traits.rows is None:
             return None
         return Features(token, out.hidden[row, path], out.last_hidden[row, path], torch.zeros_like(token))
 
     def extend(self, features: Features, count: PerSequence) -> None:
-        """Hand the drafts the accepted rows."""
-        assert self.drafts.traits.rows is not None
-        self.drafts.traits.rows.commit(features, count)
+        """Append the accepted rows to the drafter."""
+        assert self.draft_batch.traits.rows is not None
+        self.draft_batch.traits.rows.commit(features, count)
 
     def emit(self, request: Request, row: list[int], width: int) -> Step:
         """Append the committed tokens to a request; return its step, without seconds.

@@ -26,7 +26,7 @@ from inference.protocol import Context, Proposal
 from inference.verification import rules
 from inference.verification import tree as trees
 from inference.verification.rng import Draws
-from inference.verification.rules import RULES, fitting, is_chain
+from inference.verification.rules import RULES, is_chain, resolve_rule
 from inference.verification.sample import Sampling, distribution, penalize
 from inference.verification.tree import DraftTree
 from tests.heads.stub import TinyEnds
@@ -43,7 +43,7 @@ Rule = Callable[[DraftTree, Tensor, Tensor | None, Rng], tuple[list[int], int]] 
 
 def verify(tree: DraftTree, p: Tensor, q: Tensor | None, rng: Rng, rule: str = "auto") -> tuple[list[int], int]:
     """Verify a draft by the oracle's rules, given the target's probs p after each node."""
-    return WALKS[fitting(rule, is_chain(tree.parent.tolist()), q is not None, False)](tree, p, q, rng)
+    return WALKS[resolve_rule(rule, is_chain(tree.parent.tolist()), q is not None, False)](tree, p, q, rng)
 
 
 def verify_on_device(
@@ -51,30 +51,30 @@ def verify_on_device(
 ) -> tuple[list[int], int]:
     """Verify a draft by the engine's rules, whose q has a row for each node with children."""
     batch = DraftTree(tree.token[None], tree.parent[None])
-    above = trees.ancestors(batch)
-    depth, greedy = above.sum(-1) - 1, sampling.temperature == 0
-    present, deepest = rules.present(batch, above, depth, torch.tensor([len(tree.token)])), int(depth.max())
+    ancestor_mask = trees.ancestors(batch)
+    depth, greedy = ancestor_mask.sum(-1) - 1, sampling.temperature == 0
+    valid, deepest = rules.valid_nodes(batch, ancestor_mask, depth, torch.tensor([len(tree.token)])), int(depth.max())
     parents = tree.parent.tolist()
-    walk = RULES["match" if len(parents) == 1 else fitting(rule, is_chain(parents), q is not None, greedy)].on_device
+    walk = RULES["match" if len(parents) == 1 else resolve_rule(rule, is_chain(parents), q is not None, greedy)].verify
     p = distribution(logits, sampling)
     if greedy:
         best = logits.max(-1).indices[None]
-        last = rules.follow(batch, above, present, batch.token == best.gather(1, batch.parent.clamp_min(0)))
+        last = rules.follow(batch, ancestor_mask, valid, batch.token == best.gather(1, batch.parent.clamp_min(0)))
         token = best[0, last]
     elif walk is None:
 
         def choose(node: Tensor, _: int) -> Tensor:
             return torch.tensor(rng.sample(p[node]))
 
-        last, token = rules.walk(batch, present, choose, deepest, allow_host_sync=True)
+        last, token = rules.walk(batch, valid, choose, deepest, allow_host_sync=True)
     else:
         assert q is not None
-        draft = rules.Sampled(parents, batch.token, present, q[None])
+        draft = rules.Sampled(parents, batch.token, valid, q[None])
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(rules, "AcceptDraws", lambda *_: Coins(rng))
             last, probs = walk(draft, p[None], torch.zeros(1, len(parents)), True)
         token = torch.tensor(rng.sample(probs))
-    found = rules.accepted(batch, above, last, token, deepest)
+    found = rules.accepted_paths(batch, ancestor_mask, last, token, deepest)
     count = int(found.committed)
     return found.path[0, :count].tolist(), int(found.token[0, count - 1])
 

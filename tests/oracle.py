@@ -26,13 +26,13 @@ from inference.verification.rules import (
     DELTA,
     EPSILON,
     GREEDY_WALK,
-    LEAST,
+    MIN_PROB,
     NOTHING,
     THRESHOLD,
-    fitting,
     is_chain,
     is_lossy,
     label,
+    resolve_rule,
 )
 from inference.verification.sample import Sampling, distribution, penalize, residual, without
 from inference.verification.tree import DraftTree, LookAhead, children
@@ -150,7 +150,7 @@ def typical(tree: DraftTree, p: Tensor, _: Any, rng: Rng) -> Found:
     """Accept what the entropy of the target's distribution makes likely enough."""
 
     def bar(probs: Tensor) -> float:
-        entropy = -(probs * probs.clamp_min(LEAST).log()).sum()
+        entropy = -(probs * probs.clamp_min(MIN_PROB).log()).sum()
         return min(EPSILON, float(DELTA * torch.exp(-entropy)))
 
     return lenient(tree, p, rng, bar)
@@ -194,7 +194,7 @@ def decide(
     if len(tree.token) == 1:
         rule, shown = "match", NOTHING
     else:
-        rule = fitting(rule, is_chain(tree.parent.tolist()), q is not None, sampling.temperature == 0)
+        rule = resolve_rule(rule, is_chain(tree.parent.tolist()), q is not None, sampling.temperature == 0)
         shown = label(rule)
     if sampling.temperature > 0:
         return Verdict(*WALKS[rule](tree, distribution(logits, sampling), q, rng), shown)
@@ -327,7 +327,7 @@ def reference(
         taken_ranks = ranks(tree, path[: accepted + 1])
         made.steps.append(Step(len(tree.token) - 1, accepted, taken, 0.0, 0.0, 0.0, rule, taken_ranks))
         if isinstance(drafts, HeadBatch) and not made.finish:
-            drafts.hold(prefix)
+            drafts.set_longest(prefix)
             following = torch.tensor([tokens])
             hidden, last = verified.hidden[:, path], verified.last_hidden[:, path]
             rows = Features(following, hidden, last, torch.zeros_like(following))

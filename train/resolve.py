@@ -47,8 +47,8 @@ from inference.target.placement import (
     DEVICE_MAP,
     OFFLOAD,
     REPLICATE,
+    SHARDED,
     TENSOR_PARALLEL,
-    TOGETHER,
     check_offload,
     check_processes,
     check_shape,
@@ -184,7 +184,7 @@ def resolve_placement(run: RunConfig) -> RunConfig:
     placements: tuple[str, ...] = (run.model.placement,)
     strategies: tuple[str, ...] = (run.launcher.strategy,)
     if run.model.placement == AUTO:
-        placements = (REPLICATE, *TOGETHER * several, *(DEVICE_MAP, OFFLOAD) * (not run.alone_on_cpu))
+        placements = (REPLICATE, *SHARDED * several, *(DEVICE_MAP, OFFLOAD) * (not run.alone_on_cpu))
     if run.launcher.strategy == AUTO:
         strategies = ("ddp", "fsdp2") if several else ("ddp",)
     options = [(placement, run.model.offload, strategy) for placement, strategy in product(placements, strategies)]
@@ -311,7 +311,7 @@ def remedy(run: RunConfig) -> str | None:
         "model.offload=disk": run.model.placement == OFFLOAD and run.model.offload == "cpu",
         f"trainer.micro_tokens={length}": (run.trainer.micro_tokens or 0) >= 2 * length,
         "launcher.strategy=fsdp2": several and unsharded,
-        **{f"model.placement={kind}": several and whole for kind in TOGETHER},
+        **{f"model.placement={kind}": several and whole for kind in SHARDED},
         "trainer.recompute=true": not run.trainer.recompute,
         "features=stored trainer.eval_prompts=0": run.features.mode == "live",
         "eval.prompts=0": run.eval.prompts > 0,

@@ -53,7 +53,7 @@ def batch_at(bench: Bench, kind: str, size: int, context: int) -> Batch:
     requests = [(prompt, RequestParams(tokens, GREEDY)) for prompt in prompts_of(target, size, context)]
     batch = batch_of(target, source, size, requests)
     assert batch.device_step is not None
-    batch.device_step.static = True  # as on CUDA
+    batch.device_step.fixed_shapes = True  # as on CUDA
     for number, request in enumerate(requests):
         batch.admit(number, *request)
     return batch
@@ -204,7 +204,7 @@ def decoded(
     """Answer prompts twice in one batch; return the seconds of the second time's steps, prefills left out."""
     batch = batch_of(target, drafter, len(prompts), [(prompt, settings) for prompt in prompts])
     assert batch.device_step is not None
-    batch.device_step.static = True  # as on CUDA
+    batch.device_step.fixed_shapes = True  # as on CUDA
     spent, answers = 0.0, list[Generation]()
     with torch.inference_mode():
         for _ in range(2):  # the first time captures

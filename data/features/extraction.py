@@ -32,7 +32,7 @@ from heads.common.target_config import check_sequence_length, context_of
 from inference.target.config import ModelConfig, use_device
 from inference.target.embeddings_only import EmbeddingsOnly
 from inference.target.loading import configuration
-from inference.target.placement import check_alone
+from inference.target.placement import check_single_process
 from inference.target.target import Target
 
 GB, MB = 10**9, 10**6
@@ -159,7 +159,7 @@ def extract_features(
     """
     check_sequence_length(data.length, context_of(configuration(model.path, model.trust_remote_code)), model.path)
     state = PartialState(cpu=use_device(model.device).type == "cpu")
-    check_alone(model.where, "an extraction")
+    check_single_process(model.where, "an extraction")
     target = Target.of(model, device=str(state.device))
     packed = pack(load_training(data, target.tokenizer, 0, workload).samples, data.length)
     check_known(packed, (), target.tokenizer, target.embeddings.vocab_size)

@@ -17,7 +17,7 @@ from inference.drafters.hybrid import Hybrid
 from inference.drafters.registry import configured, make
 from inference.protocol import Drafter
 from inference.target.config import ModelConfig, model_config
-from inference.target.placement import DEVICE_MAP, TOGETHER, Placement
+from inference.target.placement import DEVICE_MAP, SHARDED, Placement
 from inference.target.target import Target
 
 # Keys of a run's model that still apply if model.path names another target.
@@ -55,7 +55,7 @@ def model_of(run: str | None, given: Mapping[str, Any]) -> ModelConfig:
         )
     if run is not None and not Path(run).expanduser().is_dir():
         trained.pop("prompts", None)  # a path on the training machine
-    if trained.get("placement") in TOGETHER:  # placements over several processes
+    if trained.get("placement") in SHARDED:  # placements over several processes
         trained["placement"] = DEVICE_MAP
     if given.get("path") is not None:
         trained = {key: value for key, value in trained.items() if key in INHERITED}

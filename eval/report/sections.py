@@ -23,7 +23,7 @@ from eval.report.view import (
     without_ending,
     words,
 )  # fmt: skip
-from inference.verification.rules import emits_samples
+from inference.verification.rules import equals_baseline
 
 TIES = 5  # near ties shown per drafter
 NODES = 16  # nodes shown per drafter's tree
@@ -200,7 +200,7 @@ def sentence(report: Record) -> str:
     between = "" if low is None else f" ({low:.2f} to {high:.2f})"
     source = "speculation" if row["drafter"] == ENDPOINT else row["drafter"]  # the drafter of a server is unknown
     # Above 0 the counts are those under coupled noise; only some rules emit the baseline's text when timed.
-    is_same = row["temperature"] == 0 or all(emits_samples(rule) for rule in row["rule"].split(" + "))
+    is_same = row["temperature"] == 0 or all(equals_baseline(rule) for rule in row["rule"].split(" + "))
     what = " the same text" if is_same else " text of the same distribution"
     what = what if counts.get("checked") else ""
     text = f"With {source}, {target.get('name') or 'the target'} writes{what} {row['speedup']:.2f} times"

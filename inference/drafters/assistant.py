@@ -39,43 +39,47 @@ class Vocabulary:
     """
 
     def __init__(self, target: Target, assistant: Target, match: str) -> None:
-        self.source, self.destination, self.size = target.tokenizer, assistant.tokenizer, target.embeddings.vocab_size
+        self.target_tokenizer, self.assistant_tokenizer, self.size = (
+            target.tokenizer,
+            assistant.tokenizer,
+            target.embeddings.vocab_size,
+        )
         self.is_same, self.texts, self.ids = match == "same", dict[int, str](), dict[str, int]()
         if self.is_same:
-            if self.source.get_vocab() != self.destination.get_vocab():
+            if self.target_tokenizer.get_vocab() != self.assistant_tokenizer.get_vocab():
                 raise ValueError(f"{assistant.name} has another tokenizer than {target.name}: use match=tli")
             pairs = {token: token for token in range(self.size)}
         else:
             self.texts = token_texts(target)
             self.ids = {text: token for token, text in token_texts(assistant).items()}  # byte tokens come first
-            ours = {text: token for token, text in self.texts.items()}
-            special = _special(self.source)
-            others = _special(self.destination)
-            pairs = {token: self.ids[text] for text, token in ours.items() if text in self.ids}
+            id_of = {text: token for token, text in self.texts.items()}
+            special = _special(self.target_tokenizer)
+            others = _special(self.assistant_tokenizer)
+            pairs = {token: self.ids[text] for text, token in id_of.items() if text in self.ids}
             pairs |= {token: others[name] for name, token in special.items() if name in others}
-            ends = self.source.eos_token_id, self.destination.eos_token_id
+            ends = self.target_tokenizer.eos_token_id, self.assistant_tokenizer.eos_token_id
             if None not in ends and ends[0] not in pairs and ends[1] not in pairs.values():
                 pairs[ends[0]] = ends[1]
-        self.one = {a: b for a, b in pairs.items() if a < self.size and b < assistant.embeddings.vocab_size}
-        if not self.one:
+        self.shared = {a: b for a, b in pairs.items() if a < self.size and b < assistant.embeddings.vocab_size}
+        if not self.shared:
             raise ValueError(f"{assistant.name} shares no token with {target.name}: choose another one")
-        self.ours, self.theirs = torch.tensor([*self.one.items()], device=assistant.device).T
+        self.target_ids, self.assistant_ids = torch.tensor([*self.shared.items()], device=assistant.device).T
         self.counterpart = torch.zeros(self.size, dtype=torch.long, device=assistant.device)
-        self.counterpart[self.ours] = self.theirs
+        self.counterpart[self.target_ids] = self.assistant_ids
 
     def prompt(self, token: Tokens) -> Tokens:
-        """Encode the prompt's text, as the assistant was trained to read it: behind its first token, if it has one."""
+        """Encode the prompt's text as the assistant was trained to read it: after its BOS token, if it has one."""
         if self.is_same:
-            return self.follow(token)
-        first = self.destination("a")["input_ids"][:1]
-        text = self.destination(decode(self.source, token), add_special_tokens=False)
-        return (first if first == [self.destination.bos_token_id] else []) + text["input_ids"]
+            return self.translate(token)
+        first = self.assistant_tokenizer("a")["input_ids"][:1]
+        text = self.assistant_tokenizer(decode(self.target_tokenizer, token), add_special_tokens=False)
+        return (first if first == [self.assistant_tokenizer.bos_token_id] else []) + text["input_ids"]
 
-    def follow(self, token: Tokens) -> Tokens:
+    def translate(self, token: Tokens) -> Tokens:
         """Return for each token its one counterpart, or its text spelled longest token first."""
         own_tokens = Tokens()
         for t in token:
-            rest, spelled = ("", [self.one[t]]) if t in self.one else (self.texts.get(t, ""), [])
+            rest, spelled = ("", [self.shared[t]]) if t in self.shared else (self.texts.get(t, ""), [])
             while rest:
                 length = next((n for n in range(len(rest), 0, -1) if rest[:n] in self.ids), None)
                 if length is None:  # the assistant cannot spell it: it is left out
@@ -95,7 +99,7 @@ class Vocabulary:
         if self.is_same and logits.shape[1] == self.size:
             return logits
         scattered = logits.new_full((len(logits), self.size), float("-inf"))
-        scattered[:, self.ours] = logits[:, self.theirs]
+        scattered[:, self.target_ids] = logits[:, self.assistant_ids]
         return scattered
 
 
@@ -181,7 +185,7 @@ class AssistantState(DrafterState):
     def __init__(self, drafter: Assistant, prompt: Tokens) -> None:
         self.config, self.vocabulary, self.device = drafter.config, drafter.vocabulary, drafter.device
         self.model, self.eos, self.cache = drafter.model, drafter.eos, drafter.model.cache()
-        self.token: Tokens = []  # that are read
+        self.token: Tokens = []  # the text in the KV cache
         self.drop_drafts()
         self.text = self.vocabulary.prompt(prompt)
         self.level: LevelOutput | None = None  # at the next root
@@ -196,12 +200,12 @@ class AssistantState(DrafterState):
     @torch.inference_mode()
     def update(self, commit: CommittedTokens) -> None:
         """Prefill the committed tokens; accepted nodes that were expanded are in the cache already."""
-        self.text += self.vocabulary.follow(commit.token)
+        self.text += self.vocabulary.translate(commit.token)
         fits = 0 < len(self.text) <= self.model.context
         self.level = self.answer(self.read(self.text)) if fits else None
 
     def read(self, token: Tokens) -> Float[Tensor, "1 A"]:
-        """Take `token`, one or more, as the whole text from now on; return the assistant's logits of what follows.
+        """Make `token`, one or more, the whole text; return the assistant's logits of the next token.
 
         The common prefix of the text and the drafted nodes that match are kept, so that a pass runs over only the
         missing tokens: after a verification those that no expanded node has, the next root included.

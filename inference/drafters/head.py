@@ -21,7 +21,7 @@ from heads.mtp import TARGET, Mtp
 from inference.drafters.plain import root_trees
 from inference.drafters.policy import (
     Schedule,
-    Scheduled,
+    ScheduleLine,
     TreeConfig,
     check_tree,
     expanded,
@@ -36,7 +36,7 @@ from inference.target.packed import pack
 from inference.target.target import Target
 from inference.verification.rules import PerSequence
 
-Given = Mapping[str, Any]  # what a user says of a tree; a None says nothing
+Given = Mapping[str, Any]  # a user's values of a tree; None keeps the saved one
 
 
 class HeadDrafter(Drafter):
@@ -51,7 +51,7 @@ class HeadDrafter(Drafter):
 
     def __init__(self, head: DraftHead, policy: TreeConfig, name: str, schedule: Schedule | None = None) -> None:
         self.head, self.policy, self.name = head, policy, name
-        self.schedule = schedule or Schedule([Scheduled(1, policy)])
+        self.schedule = schedule or Schedule([ScheduleLine(1, policy)])
         self.tree = self.schedule.label
 
     def batch(self, size: int) -> "HeadBatch":
@@ -63,7 +63,7 @@ class HeadBatch(DraftBatch, DraftRows):
     """Drafts by a head for several sequences: one KV cache over all slots, and the head's output at each root.
 
     Both are buffers over all slots, written in place. In a step without a `policy` nothing is drafted and no rows are
-    appended, so before the next draft the sequences are prefilled again (`resumes`).
+    appended, so before the next draft the sequences are prefilled again (`needs_prefill`).
     """
 
     def __init__(self, head: DraftHead, schedule: Schedule, size: int) -> None:
@@ -81,30 +81,30 @@ class HeadBatch(DraftBatch, DraftRows):
     def choose(self, running: int) -> None:
         """Choose the tree for a number of running sequences."""
         self.policy = policy = None if self.paused else self.schedule.at(running)
-        self.plan = DraftPlan(max_nodes=self.traits.max_nodes, key=id(policy))
+        self.plan = DraftPlan(max_nodes=self.traits.max_nodes, tree_id=id(policy))
         if policy is not None:
             deepest, sampled = min(policy.deepest, self.head.max_depth), sampled_shape(policy, self.head.max_depth)
             self.plan = self.plan._replace(deepest=deepest, chain=policy.kind == "chain", sampled=sampled)
 
-    def resumes(self, running: int) -> bool:
+    def needs_prefill(self, running: int) -> bool:
         """Return whether a step of `running` sequences is the first one with a draft after steps without.
 
         All sequences are then prefilled again, so one request that joins and leaves must not cause it: drafts pause
         until a fifth of the sequences has left.
         """
         pauses = self.schedule.at(running + self.paused * (running // 4)) is None
-        resumes, self.paused = self.paused and not pauses, pauses
-        return resumes
+        needs_prefill, self.paused = self.paused and not pauses, pauses
+        return needs_prefill
 
     def begin(self, contexts: Sequence[Context | None], longest: int) -> DraftPlan:
         """Choose a step's tree."""
         self.choose(len(contexts))
-        self.hold(longest)  # a hybrid may commit rows to a head that did not draft
+        self.set_longest(longest)  # a hybrid may commit rows to a head that did not draft
         return self.plan
 
     @torch.inference_mode()
     def start_sequence(self, slot: int, token: Tokens, features: TargetOutput) -> None:
-        """Commit a prompt's rows in a slot."""
+        """Prefill a prompt's rows in a slot."""
         following = torch.tensor([token[1:]], device=features.hidden.device)
         if self.cache is None and self.head.has_kv_cache:
             self.cache = self.new_cache(following.device)
@@ -136,9 +136,9 @@ class HeadBatch(DraftBatch, DraftRows):
 
     @torch.inference_mode()
     def move(self, from_slot: int, slot: int, length: int) -> None:
-        """Move the last sequence, with `length` rows, to a vacant slot."""
-        if self.cache is not None:  # what moves are all rows that there are
-            self.hold(max(self.cache.longest, length))
+        """Move the last sequence, with `length` rows, to a free slot."""
+        if self.cache is not None:  # every row is moved
+            self.set_longest(max(self.cache.longest, length))
             self.cache.move(from_slot, slot)
         self.buffers.each(lambda buffer: buffer[slot : slot + 1].copy_(buffer[from_slot : from_slot + 1]))
 
@@ -148,7 +148,7 @@ class HeadBatch(DraftBatch, DraftRows):
         """Grow a tree for each sequence by rank, or by sampling if the roots have samples."""
         if self.policy is None:
             return root_trees(roots.token)
-        self.hold(longest)
+        self.set_longest(longest)
         level = self.buffers.each(lambda buffer: buffer[: len(max_draft_depth)])
         return Drafted(
             *grow_batch(
@@ -161,24 +161,24 @@ class HeadBatch(DraftBatch, DraftRows):
         self.capacity = max(self.capacity, capacity)
 
     def tensors(self) -> list[Tensor]:
-        """Return the KV cache's buffers, the roots' level, and the rotary tables."""
+        """Return the buffers of the KV cache and of the outputs at the roots, and the rotary tables."""
         tables = [attention.rotary.table for attention in self.attentions]
         level = [self.buffers.logits, self.buffers.hidden, *self.buffers.root]
         caches = [] if self.cache is None else self.cache.tensors()
         return [*level, *tables, *caches]
 
-    def hold(self, longest: int) -> None:
+    def set_longest(self, longest: int) -> None:
         """Set the length of the longest sequence in the KV cache."""
         if self.cache is not None:
             self.cache.longest = longest
 
     def commit(self, features: Features, count: PerSequence) -> None:
-        """Take in verified rows, but for those of a step without a draft."""
+        """Append verified rows, except in a step without a draft."""
         if self.plan.deepest:
             self.extend(features, count)
 
     def extend(self, features: Features, count: PerSequence) -> None:
-        """Commit rows of all sequences; the level of one that has none stays."""
+        """Append rows of all sequences; a sequence without rows keeps the outputs at its root."""
         _, level = self.head.extend(self.cache, NewRows(features, features.token, count))
 
         def write(buffer: Tensor, new: Tensor) -> Tensor:
@@ -189,7 +189,7 @@ class HeadBatch(DraftBatch, DraftRows):
 
 
 def saved_tree(folder: Path, given: Given) -> TreeConfig:
-    """Return the tree that a head was saved with, but for what is given; a None gives nothing."""
+    """Return the tree that a head was saved with, with given values in place of its own; None keeps one."""
     return saved_trees(folder, given)[0]
 
 
@@ -227,8 +227,8 @@ def load_drafter(folder: Path, given: Given, target: Target, name: str) -> HeadD
     head = load_for(folder, target)
     pack(head)
     tree, schedule = saved_trees(folder, given)
-    for one in [tree] if schedule is None else schedule.trees:
-        check_tree(target, one, name)
+    for policy in [tree] if schedule is None else schedule.trees:
+        check_tree(target, policy, name)
     if schedule is not None:
         lines = [replace(line, tree=line.tree and verifiable(target, line.tree)) for line in schedule.lines]
         schedule = Schedule(lines)
@@ -281,7 +281,7 @@ def load_mtp(target: Target, checkpoint: str) -> Mtp:
         with torch.device("meta"):
             head = Mtp(config, target.embeddings)
         last = target.decoder_layers[-1].state_dict().items()
-        wide = {BLOCK + name for name, tensor in last if tensor.dtype == torch.float32}  # a router's, for one
+        wide = {BLOCK + name for name, tensor in last if tensor.dtype == torch.float32}  # such as a router's
         moved = {
             name: tensor.to(target.device, torch.float32 if name in wide else target.dtype)
             for name, tensor in tensors.items()

@@ -54,7 +54,7 @@ class HostDrafter(Drafter, Protocol):
     single: bool = False
 
     def start(self, prompt: Tokens) -> DrafterState:
-        """Begin a sequence; a source with a memory may now remember the text of the one before."""
+        """Begin a sequence; a drafter with memory may now store the text of the one before."""
         ...
 
     def batch(self, size: int) -> "HostBatch":
@@ -65,17 +65,17 @@ class HostDrafter(Drafter, Protocol):
 class HostBatch(DraftBatch):
     """The states of a batch's sequences, and their proposals in the current step."""
 
-    def __init__(self, sources: Sequence[HostDrafter]) -> None:
-        self.traits = DraftTraits(False, sources[0].reads_logits, sources[0].single)
-        self.slots: list[tuple[HostDrafter, DrafterState | None]] = [(source, None) for source in reversed(sources)]
+    def __init__(self, drafters: Sequence[HostDrafter]) -> None:
+        self.traits = DraftTraits(False, drafters[0].reads_logits, drafters[0].single)
+        self.slots: list[tuple[HostDrafter, DrafterState | None]] = [(drafter, None) for drafter in reversed(drafters)]
         self.proposals: list[Proposal | None] = []  # one per slot
 
     def start_sequence(self, slot: int, token: Tokens, features: TargetOutput) -> None:
         """Begin a sequence."""
-        source = self.slots[slot][0]
-        state = source.start(token[:-1])
+        drafter = self.slots[slot][0]
+        state = drafter.start(token[:-1])
         state.update(CommittedTokens(token[-1:]))
-        self.slots[slot] = source, state
+        self.slots[slot] = drafter, state
 
     def move(self, from_slot: int, slot: int, length: int) -> None:
         """Move a sequence's state with its drafter."""
@@ -92,19 +92,21 @@ class HostBatch(DraftBatch):
         proposed = [proposal for proposal in proposals if proposal is not None]
         parents = [[-1], *(proposal.tree.parent.tolist() for proposal in proposed)]
         self.size, depths = max(map(len, parents)), [0]
-        self.look_ahead_size = max((len(one.look_ahead.token) for one in proposed if one.look_ahead), default=0)
+        self.look_ahead_size = max(
+            (len(proposal.look_ahead.token) for proposal in proposed if proposal.look_ahead), default=0
+        )
         for tree in parents:
             depth = [0]
             for parent in tree[1:]:
                 depth.append(depth[parent] + 1)
             depths += depth
-        shapes = [tuple(one) for one, proposal in zip(parents[1:], proposed, strict=True) if proposal.q is not None]
+        shapes = [tuple(tree) for tree, proposal in zip(parents[1:], proposed, strict=True) if proposal.q is not None]
         self.plan = DraftPlan(
             max(depths),
             self.size + self.look_ahead_size,
-            all(one == [*range(-1, len(one) - 1)] for one in parents),
+            all(tree == [*range(-1, len(tree) - 1)] for tree in parents),
             max(shapes, key=len, default=None),  # the longest topology; the others are prefixes of it
-            [one is None or one.q is not None or len(one.tree.token) == 1 for one in proposals],
+            [draft is None or draft.q is not None or len(draft.tree.token) == 1 for draft in proposals],
             proposals[0] if self.traits.single else None,
         )
         return self.plan
@@ -128,9 +130,9 @@ class HostBatch(DraftBatch):
         if self.plan.sampled is not None:
             given = [None if proposal is None else proposal.q for proposal in self.proposals]
             rows = len({*self.plan.sampled} - {-1})
-            none = next(one for one in given if one is not None)[:0]
-            sampled_from = [none if one is None else one for one in given]
-            q = torch.stack([pad(one, (0, 0, 0, rows - len(one)), value=1.0) for one in sampled_from]).to(device)
+            none = next(probs for probs in given if probs is not None)[:0]
+            sampled_from = [none if probs is None else probs for probs in given]
+            q = torch.stack([pad(probs, (0, 0, 0, rows - len(probs)), value=1.0) for probs in sampled_from]).to(device)
         if not self.look_ahead_size:
             return Drafted(tree, mask, q)
         more = (0, self.look_ahead_size)
@@ -142,16 +144,16 @@ class HostBatch(DraftBatch):
             if proposal is not None and proposal.look_ahead is not None:
                 ahead = proposal.look_ahead
                 nodes = len(proposal.tree.token)
-                behind = slice(size, size + len(ahead.token))
-                tree.token[b, behind], depth[b, behind] = ahead.token, ahead.offset
-                mask[b, behind, :nodes], mask[b, behind, behind] = (
+                after = slice(size, size + len(ahead.token))
+                tree.token[b, after], depth[b, after] = ahead.token, ahead.offset
+                mask[b, after, :nodes], mask[b, after, after] = (
                     ahead.attn_mask[:, :nodes],
                     ahead.attn_mask[:, nodes:],
                 )
         return Drafted(tree, mask, q, depth)
 
-    def learn(self, slot: int, token: Tokens, path: list[int], logits: Float[Tensor, "M V"] | None) -> None:
-        """Tell a sequence's state what became of its proposal."""
+    def update(self, slot: int, token: Tokens, path: list[int], logits: Float[Tensor, "M V"] | None) -> None:
+        """Update a sequence's state with its verified proposal."""
         proposal = self.proposals[slot]
         state = self.slots[slot][1]
         assert state is not None

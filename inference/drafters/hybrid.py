@@ -43,20 +43,20 @@ class Hybrid(Drafter):
         weight: Annotated[float, Within(0, 1, above=True)]
         lookup: dict[str, Any]
 
-    def __init__(self, config: Config, main: Drafter, lookup: HostDrafter, name: str) -> None:
-        self.config, self.main, self.lookup, self.name = config, main, lookup, name
-        self.tree = f"{lookup.tree} or {main.tree}"
+    def __init__(self, config: Config, head_drafter: Drafter, lookup: HostDrafter, name: str) -> None:
+        self.config, self.head_drafter, self.lookup, self.name = config, head_drafter, lookup, name
+        self.tree = f"{lookup.tree} or {head_drafter.tree}"
         self.record = Record(config.expected)
 
     def reset(self) -> None:
         """Forget both drafters' memories and records."""
-        self.main.reset()
+        self.head_drafter.reset()
         self.lookup.reset()
         self.record = Record(self.config.expected)
 
     def clone(self) -> "Hybrid":
         """Return a drafter with clones of both and a copy of their records."""
-        other = Hybrid(self.config, self.main.clone(), self.lookup.clone(), self.name)
+        other = Hybrid(self.config, self.head_drafter.clone(), self.lookup.clone(), self.name)
         other.record = replace(self.record)
         return other
 
@@ -70,25 +70,25 @@ class HybridBatch(HostBatch):
 
     def __init__(self, drafter: Hybrid, size: int) -> None:
         drafters = [drafter, *(drafter.clone() for _ in range(size - 1))]
-        super().__init__([one.lookup for one in drafters])
-        self.drafters = {id(one.lookup): one for one in drafters}
-        self.weight, self.main = drafter.config.weight, drafter.main.batch(size)
-        self.traits = self.main.traits._replace(on_device=False)
+        super().__init__([clone.lookup for clone in drafters])
+        self.drafters = {id(clone.lookup): clone for clone in drafters}
+        self.weight, self.head_batch = drafter.config.weight, drafter.head_drafter.batch(size)
+        self.traits = self.head_batch.traits._replace(on_device=False)
         self.looked_up: list[Proposal | None] = []
 
     def start_sequence(self, slot: int, token: Tokens, features: TargetOutput) -> None:
-        """Begin a sequence with both."""
+        """Begin a sequence with both drafters."""
         super().start_sequence(slot, token, features)
-        self.main.start_sequence(slot, token, features)
+        self.head_batch.start_sequence(slot, token, features)
 
     def move(self, from_slot: int, slot: int, length: int) -> None:
         """Move a sequence."""
         super().move(from_slot, slot, length)
-        self.main.move(from_slot, slot, length)
+        self.head_batch.move(from_slot, slot, length)
 
-    def resumes(self, running: int) -> bool:
+    def needs_prefill(self, running: int) -> bool:
         """Return whether the sequences must be prefilled again for the other drafter."""
-        return self.main.resumes(running)
+        return self.head_batch.needs_prefill(running)
 
     def record(self, slot: int) -> Record:
         """Return the record of a slot."""
@@ -105,17 +105,17 @@ class HybridBatch(HostBatch):
                 if proposal.expected * record.lookup_accepted / record.lookup_expected <= record.accepted:
                     taken[slot] = None
         rest = [None if proposal is not None else context for proposal, context in zip(taken, contexts, strict=True)]
-        self.both, main = any(context is not None for context in rest), self.main.begin(rest, longest)
+        self.both, head_plan = any(context is not None for context in rest), self.head_batch.begin(rest, longest)
         if not self.both:
             return plan
-        mine, has_q = self.planned(taken), [True] * len(taken) if main.has_q is None else main.has_q
+        lookup_plan, has_q = self.planned(taken), [True] * len(taken) if head_plan.has_q is None else head_plan.has_q
         if all(proposal is None for proposal in taken):
-            return main
-        return main._replace(
-            deepest=max(mine.deepest, main.deepest),
-            max_nodes=max(mine.max_nodes, main.max_nodes),
-            chain=mine.chain and main.chain,
-            has_q=[one is None and sampled for one, sampled in zip(taken, has_q, strict=True)],
+            return head_plan
+        return head_plan._replace(
+            deepest=max(lookup_plan.deepest, head_plan.deepest),
+            max_nodes=max(lookup_plan.max_nodes, head_plan.max_nodes),
+            chain=lookup_plan.chain and head_plan.chain,
+            has_q=[lookup is None and sampled for lookup, sampled in zip(taken, has_q, strict=True)],
         )
 
     def draft_trees(
@@ -124,18 +124,18 @@ class HybridBatch(HostBatch):
         """Return the chosen lookups and the other sequences' trees, all padded to the largest."""
         taken = [proposal is not None for proposal in self.proposals]
         if not any(taken):
-            return self.main.draft_trees(roots, max_draft_depth, longest, allow_host_sync=allow_host_sync)
-        mine = super().draft_trees(roots, max_draft_depth, longest, allow_host_sync=allow_host_sync)
+            return self.head_batch.draft_trees(roots, max_draft_depth, longest, allow_host_sync=allow_host_sync)
+        lookup_drafts = super().draft_trees(roots, max_draft_depth, longest, allow_host_sync=allow_host_sync)
         if not self.both:
-            return mine
-        theirs = self.main.draft_trees(roots, max_draft_depth, longest, allow_host_sync=allow_host_sync)
-        size = max(mine.tree.token.shape[1], theirs.tree.token.shape[1])
+            return lookup_drafts
+        head_drafts = self.head_batch.draft_trees(roots, max_draft_depth, longest, allow_host_sync=allow_host_sync)
+        size = max(lookup_drafts.tree.token.shape[1], head_drafts.tree.token.shape[1])
         which = torch.tensor(taken, device=max_draft_depth.device)[:, None]
-        (token, parent, mask), others = (padded(one, size) for one in (mine, theirs))
+        (token, parent, mask), others = (padded(drafts, size) for drafts in (lookup_drafts, head_drafts))
         tree = DraftTree(torch.where(which, token, others[0]), torch.where(which, parent, others[1]))
-        return Drafted(tree, torch.where(which[..., None], mask, others[2]), theirs.q)
+        return Drafted(tree, torch.where(which[..., None], mask, others[2]), head_drafts.q)
 
-    def learn(self, slot: int, token: Tokens, path: list[int], logits: Float[Tensor, "M V"] | None) -> None:
+    def update(self, slot: int, token: Tokens, path: list[int], logits: Float[Tensor, "M V"] | None) -> None:
         """Let both drafters learn, the head's record if it drafted, and the lookup's in any case.
 
         The acceptance of an unused lookup follows from the committed tokens; a short commit shows only part of it.
@@ -147,8 +147,8 @@ class HybridBatch(HostBatch):
             accepted = agreed(looked_up.tree, token)
             record.lookup_expected += weight * (looked_up.expected - record.lookup_expected)
             record.lookup_accepted += weight * (accepted - record.lookup_accepted)
-        super().learn(slot, token, path, logits)
-        self.main.learn(slot, token, path, logits)
+        super().update(slot, token, path, logits)
+        self.head_batch.update(slot, token, path, logits)
 
 
 def padded(drafted: Drafted, size: int) -> tuple[Int[Tensor, "B N"], Int[Tensor, "B N"], Bool[Tensor, "#B N N"]]:

@@ -43,9 +43,9 @@ KINDS = {
     "best_first": ("depth", "nodes"),
     "sampled": ("widths",),
 }
-LARGEST = 1 << 14  # nodes of a tree, or the children of a node: far more than a target pass is worth
-DEEPEST = 1 << 10  # of its nodes
-PerChild = Int[Tensor, "B K"]  # of each sequence's level
+LARGEST = 1 << 14  # most nodes of a tree, or children of a node
+DEEPEST = 1 << 10  # most levels of a tree
+PerChild = Int[Tensor, "B K"]  # nodes of each sequence's level
 RankPath = tuple[int, ...]  # the ranks of a node's ancestors among their siblings, and its own
 BY_CONFIDENCE = ("dynamic", "best_first")  # the kinds whose shape follows the head's confidence
 
@@ -114,7 +114,7 @@ def expanded(tree: TreeConfig) -> int:
 
 
 @dataclass(frozen=True)
-class Scheduled:
+class ScheduleLine:
     """A line of a schedule: `tree` is drafted from `batch_size` running sequences on; None drafts nothing."""
 
     batch_size: Count
@@ -125,7 +125,7 @@ class Scheduled:
 class Schedule:
     """The tree by the number of running sequences: the line with the largest size that is reached applies."""
 
-    lines: list[Scheduled]
+    lines: list[ScheduleLine]
 
     def __post_init__(self) -> None:
         sizes = [line.batch_size for line in self.lines]
@@ -152,16 +152,16 @@ class Schedule:
         return next(line.tree for line in reversed(self.lines) if line.batch_size <= running)
 
 
-def scheduled(best: Sequence[tuple[int, TreeConfig | None]]) -> Schedule:
+def best_schedule(best: Sequence[tuple[int, TreeConfig | None]]) -> Schedule:
     """Return the schedule of the best trees at some batch sizes: each applies up to the next, the first also below.
 
     Args:
         best: pairs of batch size and tree, in order of size; None where no tree is faster than the baseline.
     """
-    lines: list[Scheduled] = []
+    lines: list[ScheduleLine] = []
     for size, tree in best:
         if not lines or lines[-1].tree != tree:
-            lines.append(Scheduled(size if lines else 1, tree))
+            lines.append(ScheduleLine(size if lines else 1, tree))
     return Schedule(lines)
 
 
@@ -227,7 +227,7 @@ class TreeBuilder:
         """Return the tokens at indices of `logits`."""
         return index if self.ids is None else self.ids[index]
 
-    def add(self, token: PerChild, parent: PerChild) -> PerChild:
+    def append(self, token: PerChild, parent: PerChild) -> PerChild:
         """Append nodes whose parents are indices into the current level; return their tree indices."""
         self.token.append(token)
         self.parent.append(self.nodes.gather(1, parent))
@@ -235,8 +235,8 @@ class TreeBuilder:
         self.sizes.append(start + token.shape[1])
         return torch.arange(start, self.sizes[-1], device=token.device).expand_as(token)
 
-    def descend(self, token: PerChild, parent: PerChild, nodes: PerChild) -> None:
-        """Let the head expand these nodes (parents: indices into the current level); they become the level."""
+    def expand_level(self, token: PerChild, parent: PerChild, nodes: PerChild) -> None:
+        """Expand nodes with the head (parents: indices into the current level); they become the current level."""
         itself = torch.eye(token.shape[1], dtype=torch.bool, device=token.device).expand(len(token), -1, -1)
         self.ancestors = torch.cat([gather_parents(self.ancestors, parent), itself], -1)
         self.depth += 1
@@ -245,7 +245,7 @@ class TreeBuilder:
         if self.seen_tokens is not None:
             self.seen_tokens = gather_parents(self.seen_tokens, parent).scatter(2, token[..., None], True)
 
-    def whole(self) -> DraftTree:
+    def build(self) -> DraftTree:
         """Return the trees so far, batched "B N"."""
         return DraftTree(torch.cat(self.token, 1), torch.cat(self.parent, 1))
 
@@ -286,7 +286,7 @@ def sample_chains(
     """
     device = level.logits.device
     seen = [context.seen_tokens(level.logits) for context in contexts]
-    penalised = torch.cat([one for one in seen if one is not None], 1) if seen[0] is not None else None
+    penalised = torch.cat([mask for mask in seen if mask is not None], 1) if seen[0] is not None else None
     root = torch.zeros(1, 1, dtype=torch.long, device=device)
     growth = TreeBuilder(head, None, level, DraftInputs(root, contexts[0].sampling, penalised))
     growth.ancestors = growth.ancestors.expand(1, len(contexts), 0)
@@ -305,7 +305,9 @@ def sample_chains(
         running = [running[node] for node in live]
         if running:
             parent = torch.tensor([live], device=device)
-            growth.descend(torch.tensor([[chains[index][0][-1] for index in running]], device=device), parent, parent)
+            growth.expand_level(
+                torch.tensor([[chains[index][0][-1] for index in running]], device=device), parent, parent
+            )
     return [Proposal(trees.chain(torch.tensor(token)), torch.cat(q)) for token, q in chains]
 
 
@@ -333,7 +335,7 @@ def grow_batch(
         if not allow_host_sync or bool((max_draft_depth < len(growth.sizes) - 1).any()):
             depths = [level.new_full(level.shape[1:], depth) for depth, level in enumerate(growth.token)]
             scores = scores.masked_fill(torch.cat(depths) > max_draft_depth[:, None], float("-inf"))
-        tree = trees.best_n(growth.whole(), scores, config.nodes)
+        tree = trees.best_n(growth.build(), scores, config.nodes)
         return tree, trees.ancestors(tree), None
     samples = None if config.kind == "static" else roots.samples
     q: list[Tensor] = []  # not list[Tensor](), which dynamo does not trace
@@ -349,10 +351,10 @@ def grow_batch(
         padded = functional.pad(children, (0, shape.width - children.shape[-1]), value=-1)
         token = padded[:, shape.parent, shape.rank]
         parent = shape.parent.expand_as(token)
-        nodes = growth.add(token, parent)
+        nodes = growth.append(token, parent)
         if len(shape.inner):
-            growth.descend(token[:, shape.inner].clamp_min(0), parent[:, shape.inner], nodes[:, shape.inner])
-    return growth.whole(), ancestors, torch.cat(q, 1) if q else None
+            growth.expand_level(token[:, shape.inner].clamp_min(0), parent[:, shape.inner], nodes[:, shape.inner])
+    return growth.build(), ancestors, torch.cat(q, 1) if q else None
 
 
 def sampled_shape(config: TreeConfig, max_depth: int) -> tuple[int, ...] | None:
@@ -366,7 +368,7 @@ def _paths(config: TreeConfig, max_depth: int) -> tuple[RankPath, ...]:
 
 
 def _parents(paths: Sequence[RankPath]) -> tuple[int, ...]:
-    """Return the parents of a fixed shape's nodes: of the root and then of `paths`."""
+    """Return the parents of a fixed shape's nodes: the root's, then those of `paths`."""
     index = {path: node for node, path in enumerate(((), *paths))}
     return (-1, *(index[path[:-1]] for path in paths))
 
@@ -382,7 +384,7 @@ class ShapeLevel(NamedTuple):
 
 @cache
 def _shape(paths: tuple[RankPath, ...], device: torch.device) -> tuple[list[ShapeLevel], Bool[Tensor, "1 N N"]]:
-    """Return the levels of a fixed shape, and its nodes' ancestors, the root's first: tensors that are made once."""
+    """Return the levels of a fixed shape, and its ancestor mask with the root's first; both are cached."""
     levels: list[ShapeLevel] = []  # not list[ShapeLevel](), which dynamo does not trace
     above: list[RankPath] = [()]
     parents = {path[:-1] for path in paths}
@@ -431,7 +433,7 @@ def by_confidence(
             reached, index = reached.topk(min(config.nodes, reached.shape[1]))
             token = token.gather(1, index)
         parent = index // width
-        nodes = growth.add(token, parent)
+        nodes = growth.append(token, parent)
         scores.append(reached)
         if step + 1 == depth:
             break
@@ -447,7 +449,7 @@ def by_confidence(
             score = reached[:, :count]
         if not chosen.shape[1]:
             break
-        growth.descend(*(rows.gather(1, chosen) for rows in (token, parent, nodes)))
+        growth.expand_level(*(rows.gather(1, chosen) for rows in (token, parent, nodes)))
     return growth, torch.cat(scores, 1)
 
 

@@ -52,7 +52,7 @@ class TextIndex(DrafterState):
     def __init__(self, drafter: PromptLookup, prompt: Tokens) -> None:
         self.drafter = drafter
         self.text: Tokens = []
-        self.after: dict[tuple[int, ...], int] = {}  # where the text goes on after an n-gram
+        self.after: dict[tuple[int, ...], int] = {}  # the index of the token after an n-gram
         self.extend(prompt)
 
     def propose(self, context: Context) -> Proposal:
@@ -60,14 +60,14 @@ class TextIndex(DrafterState):
         self.extend(context.token[len(self.text) :])
         count, draft = min(self.drafter.config.tokens, context.max_draft_depth), Tokens()
         starts = (self.after.get(tuple(self.text[-n:])) for n in self.drafter.sizes)
-        if (start := next((one for one in starts if one is not None), None)) is not None:
+        if (start := next((index for index in starts if index is not None), None)) is not None:
             draft = self.text[start : start + count]
             # No token after an end token can be accepted, and the end token can be the pass's bonus token.
             draft = draft[: next((i for i, token in enumerate(draft) if token in self.drafter.eos), len(draft))]
         return Proposal(chain(torch.tensor([context.token[-1], *draft])))
 
     def extend(self, tokens: Tokens) -> None:
-        """Append tokens; an n-gram is indexed once a token follows it, so that the text's end never finds itself."""
+        """Append tokens; an n-gram is indexed once a token follows it, so that the last one does not match itself."""
         text, after, first = self.text, self.after, self.drafter.config.match == "first"
         for token in tokens:
             end = len(text)

@@ -245,7 +245,7 @@ class SuffixState(DrafterState):
             self.past_matches = self.drafter.past.advance(self.past_matches, token)
 
     def improve(self, token: Tokens, score: float, matches: list[Locus], most: int) -> tuple[Tokens, float]:
-        """Return the best draft from the loci where suffixes of the text end, shortest first, or the one at hand.
+        """Return the best draft from the loci of the text's suffixes, shortest first, or the given one.
 
         A draft follows the most frequent child while the path's probability is at least `min_probability`; its score is
         the expected number of accepted tokens. Of equal scores the given draft's wins, then the longer match's.

@@ -241,8 +241,8 @@ class Ragged(NamedTuple):
         """Return the fastest layout for trees of these sizes after caches of these lengths."""
 
         def cost(width: int) -> int:
-            behind = [size - width + TAIL for size in sizes if size > width]
-            return len(sizes) * width + sum(behind) + SPLIT * bool(behind)
+            tails = [size - width + TAIL for size in sizes if size > width]
+            return len(sizes) * width + sum(tails) + SPLIT * bool(tails)
 
         width, slots = min({*sizes}, key=cost), enumerate(zip(sizes, lengths, strict=True))
         return cls(width, [(slot, size, length + size) for slot, (size, length) in slots if size > width])

@@ -30,10 +30,10 @@ from transformers.cache_utils import (
 
 T = TypeVar("T")
 KeysValues = tuple[Tensor, Tensor]
-STRIDE = 256  # entries between the sizes that padded passes may have
-GRAIN = 64  # capacities are multiples of it, so attention can be split into equal pieces
+KV_BUCKET = 256  # padded passes read a multiple of this many entries
+CAPACITY_MULTIPLE = 64  # capacities are multiples of it, so attention can be split into equal pieces
 STATE = ("conv_states", "recurrent_states", "has_previous_state")  # the attributes of a layer that a pass changes
-LEAST = 2048  # least capacity with `few_sizes`: when a storage grows, graphs are captured again
+MIN_CAPACITY = 2048  # least capacity with `few_sizes`: when a storage grows, graphs are captured again
 
 
 class KVSpec(NamedTuple):
@@ -76,7 +76,7 @@ class BatchLayer(DynamicLayer):
 class BatchPass(NamedTuple):
     """One pass over the first sequences of a batch: all buffers, the entries to write, and the end of attention.
 
-    A `steady` pass has fixed shapes, and is captured in a graph. With `slot` its T tokens are in one row, each with the
+    With `fixed_shapes` the pass is captured in a graph. With `slot` its T tokens are in one row, each with the
     slot of its sequence (`attention.Ragged`).
     """
 
@@ -84,7 +84,7 @@ class BatchPass(NamedTuple):
     values: list[Tensor]
     write_index: Int[Tensor, "B N"]
     end: int
-    steady: bool = False
+    fixed_shapes: bool = False
     slot: Int[Tensor, "1 T"] | None = None
 
     @property
@@ -98,7 +98,7 @@ class BatchPass(NamedTuple):
 
 def round_up_kv_length(end: int) -> int:
     """Round the number of entries up to one of a few sizes."""
-    return -(-end // STRIDE) * STRIDE
+    return -(-end // KV_BUCKET) * KV_BUCKET
 
 
 class Storage:
@@ -125,7 +125,11 @@ class Storage:
 
     def reserve(self, capacity: int) -> None:
         """Allocate at least `capacity` entries a sequence."""
-        capacity = max(round_up_kv_length(capacity), LEAST) if self.few_sizes else -(-capacity // GRAIN) * GRAIN
+        capacity = (
+            max(round_up_kv_length(capacity), MIN_CAPACITY)
+            if self.few_sizes
+            else -(-capacity // CAPACITY_MULTIPLE) * CAPACITY_MULTIPLE
+        )
         if capacity > self.capacity:
             self.capacity, old = capacity, self.layers
             self.blocks, self.layers = [], {}
@@ -139,19 +143,19 @@ class Storage:
         if end > self.capacity:
             self.reserve(2 * end)
         if layer not in self.layers:
-            key, value = (KVSpec(one.shape[1], one.shape[3], one.dtype, one.device) for one in (keys, values))
+            key, value = (KVSpec(x.shape[1], x.shape[3], x.dtype, x.device) for x in (keys, values))
             self.layout.setdefault(layer, (key, value))
             self._add({i: specs for i, specs in self.layout.items() if i not in self.layers})
         return self.layers[layer]
 
-    def behind(
+    def tree_pass(
         self,
         length: Int[Tensor, "B"],
         ancestor_mask: Bool[Tensor, "#B N N"],
         depth: Int[Tensor, "B N"],
         end: int,
         *,
-        steady: bool = False,
+        fixed_shapes: bool = False,
     ) -> tuple[BatchPass, Bool[Tensor, "B N S"], Int[Tensor, "B S"]]:
         """Return a pass over trees whose entries follow each sequence's first `length` ones.
 
@@ -166,13 +170,13 @@ class Storage:
         if end > self.capacity:
             self.reserve(2 * end)
         write_index, layers = length[:, None] + torch.arange(size, device=length.device), self.layers.values()
-        rows = BatchPass([keys for keys, _ in layers], [values for _, values in layers], write_index, end, steady)
+        rows = BatchPass([keys for keys, _ in layers], [values for _, values in layers], write_index, end, fixed_shapes)
         return rows, seen, length[:, None] + torch.where(within, depth.gather(1, node), column)
 
-    def compact(self, slot: Int[Tensor, "B 1"], source: Int[Tensor, "B P"], goal: Int[Tensor, "B P"]) -> None:
-        """Copy each sequence's entries at `source` to `goal` in all layers; all reads come before the writes."""
+    def compact(self, slot: Int[Tensor, "B 1"], source: Int[Tensor, "B P"], dest: Int[Tensor, "B P"]) -> None:
+        """Copy each sequence's entries at `source` to `dest` in all layers; all reads come before the writes."""
         for block in self.blocks:
-            at, begin, end = (index.to(block.device) for index in (slot, source, goal))
+            at, begin, end = (index.to(block.device) for index in (slot, source, dest))
             block[:, at, :, end] = block[:, at, :, begin]
 
     def _add(self, layout: Layout) -> None:
@@ -232,8 +236,8 @@ class TargetCache:
     def keep(self, prefix: int, entries: list[int]) -> None:
         """Compact: keep the first `prefix` entries and then `entries` (counted from the prefix)."""
         if entries != list(range(len(entries))):
-            source, goal = torch.tensor([entries]), torch.arange(len(entries))[None]
-            self.storage.compact(torch.tensor([[self.slot]]), prefix + source, prefix + goal)
+            source, dest = torch.tensor([entries]), torch.arange(len(entries))[None]
+            self.storage.compact(torch.tensor([[self.slot]]), prefix + source, prefix + dest)
         self.set_length(prefix + len(entries))
 
     def set_length(self, length: int) -> None:
@@ -243,7 +247,7 @@ class TargetCache:
 
     @torch.inference_mode()
     def move(self, slot: int) -> None:
-        """Move to another slot of the batch, which is vacant."""
+        """Move to a free slot of the batch."""
         for block in self.storage.blocks:
             block[:, slot, :, : self.length] = block[:, self.slot, :, : self.length]
         for layer in self.hf.layers:

@@ -72,7 +72,7 @@ class Compiled:
         if attn_mask is None:
             attn_mask = torch.ones(*token.shape, batch_pass.end, dtype=torch.bool, device=token.device)
         mask = self.target.attention_mask(attn_mask, position, key_position)
-        if batch_pass.steady:  # only decoder layers are compiled; prompts run uncompiled
+        if batch_pass.fixed_shapes:  # only decoder layers are compiled; prompts run uncompiled
             for layer in self.target.decoder_layers:  # equal layers share inductor's code
                 if layer not in self.layer_calls:
                     layer.compile(fullgraph=True, backend=BACKEND)
@@ -152,7 +152,7 @@ def compiled(stage: Stage, kind: str) -> Stage:
     return call
 
 
-class Kept:
+class StageKeys:
     """A set of keys of stages that is valid while the tensors of the stages have the same addresses."""
 
     def __init__(self) -> None:
@@ -170,7 +170,7 @@ class Kept:
         self.known.clear()
 
 
-class StageCache(Kept):
+class StageCache(StageKeys):
     """Calls of compiled stages; dynamo evaluates all guards only in a key's first call.
 
     Most guards check attributes of the step that follow from its key and the addresses of its buffers; later calls
@@ -192,7 +192,7 @@ class StageCache(Kept):
         return result
 
 
-class Graphs(Kept):
+class Graphs(StageKeys):
     """The stages of a step as CUDA graphs: the first call of a key runs a stage, the second captures it, others replay.
 
     The first one also makes tables and chooses kernels, which a capture cannot. All stages of a key are captured in the

@@ -12,7 +12,7 @@ from inference.target.placement import AUTO, OFFLOADS, PLACEMENTS, REPLICATE, Pl
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
 # Defaults for a target without a file in conf/model, which a published head or a caller names.
-UNSAID: dict[str, Any] = {
+DEFAULTS: dict[str, Any] = {
     "name": "", "path": "", "dtype": "auto", "quantize": None, "adapter": None, "device": None,
     "placement": "replicate", "tensor_parallel": None, "devices": None, "offload": "cpu", "memory_gb": None,
     "trust_remote_code": False, "sibling": False, "data": "", "split": "", "prompts": "", "shape": None,
@@ -58,9 +58,9 @@ class ModelConfig:
 
 
 def model_config(**given: Any) -> ModelConfig:
-    """Return a target's configuration with these values, where None takes UNSAID's; refuse unknown keys."""
+    """Return a target's configuration with these values, where None takes the default; refuse unknown keys."""
     values = {key: value for key, value in given.items() if value is not None}
-    return typed(ModelConfig, UNSAID | values, "model")
+    return typed(ModelConfig, DEFAULTS | values, "model")
 
 
 def default_device() -> str:

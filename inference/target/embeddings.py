@@ -112,4 +112,4 @@ def final_norm(base: nn.Module, layers: int) -> nn.Module:
             norms = [child for child in holder.children() if getattr(getattr(child, "weight", None), "ndim", 0) == 1]
             if norms:
                 return norms[-1]
-    raise ValueError(f"{type(base).__name__}: no norm found behind its decoder layers; its last state cannot be normed")
+    raise ValueError(f"{type(base).__name__}: no norm found after its decoder layers; its last state cannot be normed")

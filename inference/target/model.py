@@ -38,7 +38,7 @@ from inference.target.cache import BatchCache, BatchPass, Layout, RecurrentCache
 from inference.target.checkpoint import fingerprint
 from inference.target.embeddings import TargetEmbeddings
 from inference.target.loading import Adapter
-from inference.target.placement import Placed, by_turns
+from inference.target.placement import Placed, run_in_turns
 from inference.verification import tree
 from inference.verification.tree import DraftTree
 
@@ -167,9 +167,9 @@ class TargetModel:
         self.base: nn.Module = model.base_model
         count, lists = (
             self.config.num_hidden_layers,
-            (one for one in self.base.modules() if isinstance(one, nn.ModuleList)),
+            (module for module in self.base.modules() if isinstance(module, nn.ModuleList)),
         )
-        layers = next((one for one in lists if len(one) == count), None)
+        layers = next((stack for stack in lists if len(stack) == count), None)
         if layers is None:
             raise ValueError(f"{self.architecture}: no stack of {count} decoder layers found; choose another target")
         self.decoder_layers = layers
@@ -209,7 +209,7 @@ class TargetModel:
         self.few_sizes = False  # whether caches have few capacities, for compiled passes
         self.packing: Packing | None = None
         self.switch = switch_of(model)
-        self.incompatibility = f"its attention takes no mask of ours ({self.architecture})"
+        self.incompatibility = f"its attention ignores custom masks ({self.architecture})"
         self.takes_trees = False
         self.takes_ragged = False
 
@@ -242,7 +242,7 @@ class TargetModel:
         if self.placed.group is None:
             return self.own_features(token, document, layers, spans)
 
-        return by_turns(
+        return run_in_turns(
             self.placed.group,
             lambda token, document, on_host: self.own_features(token, document, layers, spans_of(on_host)),
             token,
@@ -401,14 +401,14 @@ class TargetModel:
 Stub = Callable[[Tensor], Tensor]
 
 
-class Skips(NamedTuple):
+class SkipSet(NamedTuple):
     """The decoder layers whose attention is skipped, and those whose MLP is."""
 
     attention: Layers
     mlp: Layers
 
 
-class Thinned:
+class LayerSkippedTarget:
     """A target whose skipped modules return their input, or zeros, during a pass; no modeling code is copied.
 
     `cost` is the cost of a drafted token in target passes: the share of the weights, lm_head included, that it reads.
@@ -417,7 +417,7 @@ class Thinned:
         ValueError: its attention ignores a custom mask, or a layer has other parts.
     """
 
-    def __init__(self, target: TargetModel, skips: Skips) -> None:
+    def __init__(self, target: TargetModel, skips: SkipSet) -> None:
         target.check_masks("so parts of it cannot draft alone")
         self.target, self.forwards = target, dict[nn.Module, Callable[..., Any]]()
         whole = {*skips.attention} & {*skips.mlp}

@@ -33,7 +33,7 @@ from inference.target.embeddings import TargetEmbeddings
 REPLICATE, TENSOR_PARALLEL, FSDP, DEVICE_MAP, OFFLOAD = "replicate", "tensor_parallel", "fsdp", "device_map", "offload"
 PLACEMENTS = (REPLICATE, TENSOR_PARALLEL, FSDP, DEVICE_MAP, OFFLOAD)  # fastest first
 AUTO = "auto"  # in a planned run the first that fits, elsewhere REPLICATE
-TOGETHER = (TENSOR_PARALLEL, FSDP)  # placements under which all processes run every pass together
+SHARDED = (TENSOR_PARALLEL, FSDP)  # placements under which all processes run every pass together
 OFFLOADS = ("cpu", "disk")
 GB = 10**9
 
@@ -60,7 +60,7 @@ class Placement:
     @property
     def needs_all_ranks(self) -> bool:
         """Whether all processes run every pass of the target together."""
-        return self.placement in TOGETHER
+        return self.placement in SHARDED
 
     @property
     def group_size(self) -> int:
@@ -71,7 +71,7 @@ class Placement:
 HERE = Placement(REPLICATE, None, None, "cpu", None)
 
 
-def check_alone(where: Placement, who: str) -> None:
+def check_single_process(where: Placement, who: str) -> None:
     """Refuse a placement that needs all processes in every pass, for a command that runs passes in one."""
     if where.needs_all_ranks:
         raise ValueError(
@@ -322,7 +322,7 @@ def _is_sharded(weight: Any) -> bool:
     return isinstance(weight, DTensor)
 
 
-def by_turns(group: distributed.ProcessGroup, run: Rows, token: Tensor, document: Tensor) -> Any:
+def run_in_turns(group: distributed.ProcessGroup, run: Rows, token: Tensor, document: Tensor) -> Any:
     """Run this process's packed sequences through passes that need all processes of a group.
 
     Each process of the group has its own sequences (data parallelism of the head). In turn, all of them run one

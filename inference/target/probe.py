@@ -57,7 +57,7 @@ def check(target: TargetModel) -> bool:
 
 def _check(target: TargetModel) -> bool:
     window_sizes = windows(target.model, target.context)
-    room = target.context - len(PARENTS) - 1  # of the prompt, in one pass
+    room = target.context - len(PARENTS) - 1  # for the prompt, in one pass
     if target.switch is not None:  # a request keeps its passes on one side of it
         room = min(room, target.switch.length - DEPTH - 2)
     longest = max((size for size in window_sizes.values() if size <= LONGEST), default=0)
@@ -69,14 +69,14 @@ def _check(target: TargetModel) -> bool:
     target.takes_trees = target.recurrence is None
     drafted = DraftTree(nodes, torch.tensor(PARENTS, device=target.device))
     far = [f"{key}={value}" for key, value in window_sizes.items() if value > LONGEST]
-    exact = (_is_exact(one, target, prompt, drafted) for one in (_tree_is_exact, _batch_is_exact))
+    exact = (_is_exact(compare, target, prompt, drafted) for compare in (_tree_is_exact, _batch_is_exact))
     if target.takes_trees and not far and all(exact):
         if target.config._attn_implementation == GROUPED and target.device.type == "cpu":
             target.takes_ragged = _is_exact(partial(_batch_is_exact, ragged=True), target, prompt, drafted)
         return True
     target.takes_trees = False
     why = f"applies {far[0]} itself" if far else "gives a tree or a batch other logits than its sequences alone"
-    target.incompatibility = f"its attention takes no mask of ours ({target.architecture} {why})"
+    target.incompatibility = f"its attention ignores custom masks ({target.architecture} {why})"
     if target.recurrence is not None:
         target.incompatibility = f"its recurrent layers keep the state of one path ({target.architecture})"
     if not _is_exact(_tree_is_exact, target, prompt, tree.chain(nodes[: DEPTH + 1])):
@@ -84,7 +84,7 @@ def _check(target: TargetModel) -> bool:
         why = "its cache cannot be rolled back (a recurrent state outside it?)"
         if target.recurrence is not None and target.recurrence.mixers:
             version = transformers.__version__
-            why = f"transformers {version} runs no pass over several tokens behind its recurrent states"
+            why = f"transformers {version} runs no pass over several tokens after its recurrent states"
         raise ValueError(
             f"{target.name} ({target.architecture}): {why}, so no draft can be verified: choose another target"
         )
@@ -140,8 +140,8 @@ def packs(target: TargetModel) -> bool:
     token = torch.arange(2 * PROMPT, device=target.device)[None] % target.embeddings.vocab_size
     document = (torch.arange(2 * PROMPT, device=target.device) > PROMPT).long()[None]
     single = [
-        target.run(one, torch.arange(one.shape[1], device=target.device)[None], None, None).last_hidden
-        for one in (token[:, : PROMPT + 1], token[:, PROMPT + 1 :])
+        target.run(tokens, torch.arange(tokens.shape[1], device=target.device)[None], None, None).last_hidden
+        for tokens in (token[:, : PROMPT + 1], token[:, PROMPT + 1 :])
     ]
     try:
         packed = target.own_features(token, document, ()).last_hidden
@@ -177,7 +177,7 @@ def _batch_is_exact(target: TargetModel, prompt: Tensor, drafted: DraftTree, rag
     length = torch.tensor([len(sequence) for sequence in prompts], device=target.device)
     ancestors, end = tree.ancestors(drafted)[None], len(prompts[1]) + len(drafted.token)
     depth = (ancestors.sum(-1) - 1).expand(2, -1)
-    rows, seen, column = cache.storage.behind(length, ancestors, depth, end)
+    rows, seen, column = cache.storage.tree_pass(length, ancestors, depth, end)
     token = drafted.token.expand(2, -1)
     pass_inputs = token, length[:, None] + depth, seen, rows, layers, column
     tails = [(slot, token.shape[1], len(sequence) + token.shape[1]) for slot, sequence in enumerate(prompts)]

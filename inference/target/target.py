@@ -88,13 +88,13 @@ class Target(TargetModel):
         target.sibling = model.sibling
         return target
 
-    def compile(self, *, drafts_alone: bool = False) -> None:
+    def compile(self, *, drafts_only: bool = False) -> None:
         """Compile heads' drafting and the verification passes; prefill stays uncompiled.
 
         Raises:
             ValueError: its attention ignores a custom mask, so that the passes have too many shapes.
         """
-        if not drafts_alone:
+        if not drafts_only:
             self.compiled = Compiled(self)
         self.compiles_drafts = True
 

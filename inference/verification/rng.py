@@ -86,7 +86,7 @@ class Samples:
 BITS = 32
 MASK = (1 << BITS) - 1
 ROUNDS = (16, 0x21F0AAAD), (15, 0x735A2D97)  # Wellons' hash; both factors are below 2^31: no product exceeds 63 bits
-DRAFT_KEY, ACCEPT_KEY = MASK, MASK - 1  # the keys of other numbers than the noise of positions, which are smaller
+DRAFT_KEY, ACCEPT_KEY = MASK, MASK - 1  # keys of the other random numbers; positions are smaller
 
 
 def seed_key(seed: int) -> int:
@@ -125,7 +125,9 @@ def exponential_noise(key: Int[Tensor, "*b"], position: Int[Tensor, "*b"], size:
     return noise
 
 
-def sampled(logits: Float[Tensor, "B V"], sampling: Sampling, key: PerSequence, position: PerSequence) -> PerSequence:
+def sample_tokens(
+    logits: Float[Tensor, "B V"], sampling: Sampling, key: PerSequence, position: PerSequence
+) -> PerSequence:
     """Return the target's token of each row under the noise of its position."""
     tokens = []
     for some, keys, positions in in_cache(logits, key, position):

@@ -20,7 +20,7 @@ from inference.verification.tree import DraftTree
 # Medusa's typical acceptance, the published epsilon and delta (arXiv 2401.10774); and a fixed threshold, as in engines.
 EPSILON, DELTA = 0.09, 0.3
 THRESHOLD = 0.3
-LEAST = 1e-30  # replaces a probability of 0 under a logarithm
+MIN_PROB = 1e-30  # replaces a probability of 0 under a logarithm
 
 PerSequence = Int[Tensor, "B"]
 NodeMask = Bool[Tensor, "B N"]
@@ -33,9 +33,9 @@ NodeProbs = Float[Tensor, "B N V"]
 class Accepted(NamedTuple):
     """The accepted paths of B trees that are at most P - 1 deep."""
 
-    path: Int[Tensor, "B P"]  # each tree's accepted nodes from the root on; behind them the last one again
-    committed: PerSequence  # how many there are, which is how many tokens are committed
-    token: Int[Tensor, "B P"]  # the committed tokens: those of the accepted nodes but for the root, then the next one
+    path: Int[Tensor, "B P"]  # accepted nodes from the root on, padded with the last one
+    committed: PerSequence  # number of accepted nodes, the root included, and of committed tokens
+    token: Int[Tensor, "B P"]  # committed tokens: the accepted drafts, then the bonus token
 
 
 class Sampled(NamedTuple):
@@ -43,28 +43,28 @@ class Sampled(NamedTuple):
 
     parents: Sequence[int]  # parent of each node of the shape, -1 for the root; parents come before children
     token: Int[Tensor, "B N"]  # the nodes' tokens
-    present: NodeMask  # which nodes there are
+    valid: NodeMask  # mask of the drafted nodes
     q: Float[Tensor, "B M V"]  # the probs that the children of the M nodes with children were sampled from, in order
 
 
-# Of each sequence the last accepted node, and the probs that the next token is sampled from.
+# The last accepted node of each sequence, and the probs that the next token is sampled from.
 LastAccepted = tuple[PerSequence, Probs]
 
 
-def present(
+def valid_nodes(
     tree: DraftTree, ancestor_mask: AncestorMask, depth: Int[Tensor, "B N"], max_draft_depth: PerSequence
 ) -> NodeMask:
-    """Return the mask of drafted nodes: no padding (token -1) nor below it, and not too deep."""
+    """Return the mask of drafted nodes: no padding (token -1), no descendants of padding, no nodes too deep."""
     return ~(ancestor_mask & (tree.token < 0)[:, None]).any(-1) & (depth <= max_draft_depth[:, None])
 
 
-def follow(tree: DraftTree, ancestor_mask: AncestorMask, present: NodeMask, right: NodeMask) -> PerSequence:
+def follow(tree: DraftTree, ancestor_mask: AncestorMask, valid: NodeMask, matches_target: NodeMask) -> PerSequence:
     """Return the deepest node of the longest path of right nodes.
 
-    `ancestor_mask` marks each node's ancestors, itself included, `present` the drafted nodes, `right` the nodes whose
-    token the target accepts after their parent's.
+    `ancestor_mask` marks each node's ancestors, itself included, `valid` the drafted nodes, `matches_target` the nodes
+    that the target accepts after their parent.
     """
-    alive = ~(ancestor_mask & ~(right | (tree.parent < 0))[:, None]).any(-1) & present
+    alive = ~(ancestor_mask & ~(matches_target | (tree.parent < 0))[:, None]).any(-1) & valid
     return torch.where(alive, ancestor_mask.sum(-1) - 1, -1).argmax(1)
 
 
@@ -88,8 +88,8 @@ def follow_on_host(
         path.append(below)
     count, last = len(path), path[-1]
     committed = [*(tokens[node] for node in path[1:]), following[last]]
-    behind = deepest + 1 - count
-    path, committed = path + [last] * behind, committed + [tokens[last]] * behind
+    padding = deepest + 1 - count
+    path, committed = path + [last] * padding, committed + [tokens[last]] * padding
     drafted = sum(reached <= most for reached in depth) - 1
     order = [parents[:node].count(parents[node]) for node in path]
     rows = torch.tensor([[count, drafted, *path, *committed, *order]], device=best.device)
@@ -99,7 +99,7 @@ def follow_on_host(
 
 def walk(
     tree: DraftTree,
-    present: NodeMask,
+    valid: NodeMask,
     choose: Callable[[PerSequence, int], PerSequence],
     deepest: int,
     *,
@@ -114,7 +114,7 @@ def walk(
     walks, token = torch.ones_like(node, dtype=torch.bool), node
     for depth in range(deepest + 1):
         token = torch.where(walks, choose(node, depth), token)
-        child = present & (tree.parent == node[:, None]) & (tree.token == token[:, None]) & walks[:, None]
+        child = valid & (tree.parent == node[:, None]) & (tree.token == token[:, None]) & walks[:, None]
         walks = child.any(1)
         if allow_host_sync and not bool(walks.any()):
             break
@@ -122,7 +122,7 @@ def walk(
     return node, token
 
 
-def accepted(
+def accepted_paths(
     tree: DraftTree, ancestor_mask: AncestorMask, last: PerSequence, token: PerSequence, deepest: int
 ) -> Accepted:
     """Return the paths to the last accepted nodes, and their tokens followed by `token`."""
@@ -137,15 +137,15 @@ def accepted(
 
 
 def typical(p: NodeProbs) -> PerNode:
-    """LOSSY. Return Medusa's bar after each node: what the entropy of the target's distribution makes likely enough."""
-    entropy = -(p * p.clamp_min(LEAST).log()).sum(-1)
+    """LOSSY. Return Medusa's probability threshold after each node, from the entropy of the target's distribution."""
+    entropy = -(p * p.clamp_min(MIN_PROB).log()).sum(-1)
     return (DELTA * torch.exp(-entropy)).clamp_max(EPSILON)
 
 
-def lenient(tree: DraftTree, p: NodeProbs, bar: Callable[[NodeProbs], PerNode]) -> NodeMask:
-    """LOSSY. Return which nodes' tokens are above the bar of what they follow."""
+def lenient(tree: DraftTree, p: NodeProbs, threshold: Callable[[NodeProbs], PerNode]) -> NodeMask:
+    """LOSSY. Return the mask of nodes whose token is above the threshold after their parent."""
     parent, row = tree.parent.clamp_min(0), torch.arange(len(p), device=p.device)[:, None]
-    return p[row, parent, tree.token.clamp_min(0)] > bar(p).gather(1, parent)
+    return p[row, parent, tree.token.clamp_min(0)] > threshold(p).gather(1, parent)
 
 
 @dataclass
@@ -163,7 +163,7 @@ class AcceptDraws:
 
 
 def recursive(draft: Sampled, p: NodeProbs, uniforms: PerNode, allow_host_sync: bool = False) -> LastAccepted:
-    """Recursive rejection: siblings in sampled order, each against what rejections have left of the target's probs.
+    """Recursive rejection sampling: siblings in sampled order, each against the residual of the target's probs.
 
     Siblings are sampled without replacement (Sequoia, arXiv 2402.12374); on a chain it is speculative sampling (arXiv
     2211.17192, 2302.01318).
@@ -174,49 +174,51 @@ def recursive(draft: Sampled, p: NodeProbs, uniforms: PerNode, allow_host_sync: 
         allow_host_sync: whether the host may read, to skip nodes that no sequence reaches.
     """
     draws, rows = AcceptDraws(uniforms, torch.zeros_like(draft.token[:, 0])), _rows(draft.parents)
-    last, target, left = torch.zeros_like(draws.used_uniforms), p[:, 0], draft.q[:, 0]
+    last, residual_p, residual_q = torch.zeros_like(draws.used_uniforms), p[:, 0], draft.q[:, 0]
     tokens, more = draft.token.clamp_min(0), _followed(draft.parents)
     for node, parent in enumerate(draft.parents[1:], 1):
         token = tokens[:, node, None]
-        tested = (last == parent) & draft.present[:, node]
+        tested = (last == parent) & draft.valid[:, node]
         if allow_host_sync and not tested.any():
             continue
-        stands = draws.sample(_ratio(target, left, token), tested)
-        rejected, stand = (tested & ~stands)[:, None], stands[:, None]
-        target = torch.where(stand, p[:, node], torch.where(rejected, residual(target, left), target))
+        accepted = draws.sample(_ratio(residual_p, residual_q, token), tested)
+        rejected, column = (tested & ~accepted)[:, None], accepted[:, None]
+        residual_p = torch.where(
+            column, p[:, node], torch.where(rejected, residual(residual_p, residual_q), residual_p)
+        )
         if more[node]:
-            left = torch.where(rejected, without(left, token), left)
+            residual_q = torch.where(rejected, without(residual_q, token), residual_q)
         if node in rows:
-            left = torch.where(stand, draft.q[:, rows[node]], left)
-        last = last.masked_fill(stands, node)
-    return last, target
+            residual_q = torch.where(column, draft.q[:, rows[node]], residual_q)
+        last = last.masked_fill(accepted, node)
+    return last, residual_p
 
 
 @dataclass
 class PathNode:
     """A node on the current path of traversal verification, for B sequences."""
 
-    reached: Bool[Tensor, "B"]  # which sequences come to it, or would if they had not accepted a path before
-    alpha: Float[Tensor, "B"]  # probability that the path up to here is accepted, given what was rejected below it
-    target: Probs  # what is left of p after rejections
-    left: Probs | None  # what is left of q; of a node without children nothing
+    reached: Bool[Tensor, "B"]  # mask of sequences that reach it, or would without an earlier accepted path
+    alpha: Float[Tensor, "B"]  # probability that the path up to here is accepted, given the rejections below it
+    residual_p: Probs  # residual of p after rejections
+    residual_q: Probs | None  # residual of q; None without children
 
     def reject(self, token: Int[Tensor, "B 1"], rejected: Bool[Tensor, "B"], distinct: bool) -> None:
         """Update the residuals after a child with a token was rejected; `distinct` if it has later siblings."""
-        assert self.left is not None
-        rest = (self.alpha[:, None] * self.target - self.left).clamp_min(0)
+        assert self.residual_q is not None
+        rest = (self.alpha[:, None] * self.residual_p - self.residual_q).clamp_min(0)
         mass = rest.sum(-1)
         # The parentheses keep an alpha of 1 at exactly 1, as the root needs. If no mass is left, alpha is below 1 in
         # exact arithmetic: a node that is accepted for certain has a residual after a rejection.
         alpha = torch.where(mass > 0, mass / (mass + (1 - self.alpha)), (self.alpha >= 1).to(mass.dtype))
-        self.target = torch.where((rejected & (mass > 0))[:, None], rest / mass[:, None], self.target)
+        self.residual_p = torch.where((rejected & (mass > 0))[:, None], rest / mass[:, None], self.residual_p)
         self.alpha = torch.where(rejected, alpha, self.alpha)
         if distinct:
-            self.left = torch.where(rejected[:, None], without(self.left, token), self.left)
+            self.residual_q = torch.where(rejected[:, None], without(self.residual_q, token), self.residual_q)
 
 
 def traversal(draft: Sampled, p: NodeProbs, uniforms: PerNode, allow_host_sync: bool = False) -> LastAccepted:
-    """Traversal verification (arXiv 2505.12398), from the leaves up: a path stands or falls as a whole.
+    """Traversal verification (arXiv 2505.12398), from the leaves up: a path is accepted or rejected as a whole.
 
     A rejected leaf is deleted, its parent keeps the residuals of p and q, and the next leaf is tried. On a chain it is
     block verification (arXiv 2403.10444). The root's alpha is 1, so it is accepted if no other path is. The arguments
@@ -225,27 +227,27 @@ def traversal(draft: Sampled, p: NodeProbs, uniforms: PerNode, allow_host_sync: 
     draws, rows = AcceptDraws(uniforms, torch.zeros_like(draft.token[:, 0])), _rows(draft.parents)
     last, probs = torch.zeros_like(draws.used_uniforms), p[:, 0]
     tokens, more = draft.token.clamp_min(0), _followed(draft.parents)
-    undecided = draft.present[:, 0]
+    undecided = draft.valid[:, 0]
     frames: list[PathNode] = []
     for node, entering in _walk(draft.parents):
-        token, left = tokens[:, node, None], draft.q[:, rows[node]] if node in rows else None
+        token, residual_q = tokens[:, node, None], draft.q[:, rows[node]] if node in rows else None
         if entering and not frames:
-            frames.append(PathNode(undecided, torch.ones_like(p[:, 0, 0]), p[:, 0], left))
+            frames.append(PathNode(undecided, torch.ones_like(p[:, 0, 0]), p[:, 0], residual_q))
         elif entering:
             top = frames[-1]
-            assert top.left is not None
-            alpha = (top.alpha * _ratio(top.target, top.left, token)).clamp_max(1)
-            reached = draft.present[:, node] & top.reached & (alpha > 0)
-            frames.append(PathNode(reached, alpha, p[:, node], left))
+            assert top.residual_q is not None
+            alpha = (top.alpha * _ratio(top.residual_p, top.residual_q, token)).clamp_max(1)
+            reached = draft.valid[:, node] & top.reached & (alpha > 0)
+            frames.append(PathNode(reached, alpha, p[:, node], residual_q))
         else:
             frame = frames.pop()
-            stands = draws.sample(frame.alpha, frame.reached & undecided)
-            if not allow_host_sync or stands.any():
-                probs = torch.where(stands[:, None], frame.target, probs)
-            last, undecided = last.masked_fill(stands, node), undecided & ~stands
+            accepted = draws.sample(frame.alpha, frame.reached & undecided)
+            if not allow_host_sync or accepted.any():
+                probs = torch.where(accepted[:, None], frame.residual_p, probs)
+            last, undecided = last.masked_fill(accepted, node), undecided & ~accepted
             if not frames or (allow_host_sync and not undecided.any()):
                 break
-            rejected = frames[-1].reached & draft.present[:, node] & undecided  # also if it was not reached
+            rejected = frames[-1].reached & draft.valid[:, node] & undecided  # also if it was not reached
             if not allow_host_sync or rejected.any():
                 frames[-1].reject(token, rejected, more[node])
     return last, probs
@@ -299,8 +301,8 @@ class Rule:
 
     chain: bool = False  # whether it verifies only chains
     # Verification of drafts that are sampled from known probs q; None if any draft is supported.
-    on_device: Callable[[Sampled, Tensor, Tensor, bool], LastAccepted] | None = None
-    bar: Callable[[Tensor], Tensor] | None = None  # probability threshold of a lossy rule
+    verify: Callable[[Sampled, Tensor, Tensor, bool], LastAccepted] | None = None
+    threshold: Callable[[Tensor], Tensor] | None = None  # probability threshold of a lossy rule
 
 
 RULES = {
@@ -311,18 +313,18 @@ RULES = {
     "recursive": Rule(False, recursive),
     "traversal": Rule(False, traversal),
     "coupled": Rule(),
-    "typical": Rule(bar=typical),
-    "threshold": Rule(bar=lambda p: p.new_full(p.shape[:-1], THRESHOLD)),  # LOSSY: one threshold for all nodes
+    "typical": Rule(threshold=typical),
+    "threshold": Rule(threshold=lambda p: p.new_full(p.shape[:-1], THRESHOLD)),  # LOSSY: one threshold for all nodes
 }
 COUPLED = "coupled"
 
 
 def is_lossy(rule: str) -> bool:
     """Return whether a rule changes the target's distribution."""
-    return rule != AUTO and RULES[rule].bar is not None
+    return rule != AUTO and RULES[rule].threshold is not None
 
 
-def emits_samples(rule: str) -> bool:
+def equals_baseline(rule: str) -> bool:
     """Return whether a rule emits the target's own samples, so that the text is the baseline's.
 
     The other lossless rules sample again after a rejection: the text is another sample of the same distribution.
@@ -340,7 +342,7 @@ def is_chain(parents: Sequence[int]) -> bool:
     return list(parents) == list(range(-1, len(parents) - 1))
 
 
-def fitting(rule: str, chain: bool, sampled: bool, greedy: bool) -> str:
+def resolve_rule(rule: str, chain: bool, sampled: bool, greedy: bool) -> str:
     """Return the rule for a draft; auto is the one that accepts most (`benchmarks/rules.py` measures them).
 
     Raises:
@@ -355,7 +357,7 @@ def fitting(rule: str, chain: bool, sampled: bool, greedy: bool) -> str:
         raise ValueError(f"rule={rule} verifies chains, and this draft is a tree: choose rule={AUTO}, or tree=chain")
     if greedy:
         return rule
-    if entry.on_device is not None and not sampled:
+    if entry.verify is not None and not sampled:
         raise ValueError(
             f"rule={rule} needs drafts sampled from known probs, and these are chosen without sampling: choose "
             f"rule={AUTO}, or a chain or sampled tree"

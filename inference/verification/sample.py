@@ -60,7 +60,7 @@ def distribution(logits: Distributions, sampling: Sampling) -> Distributions:
     probs = logits.softmax(-1)
     if sampling.top_p < 1:  # the most likely tokens that together reach it
         best, index = probs.topk(min(FIRST, probs.shape[-1]))
-        # To look makes a host wait for its device, and is no part of a graph.
+        # Reading the sum makes the host wait for the device, and cannot be captured in a graph.
         looks = probs.device.type == "cpu" and not torch.compiler.is_compiling()
         if not looks or best.sum(-1).min() < sampling.top_p:
             best, index = probs.sort(descending=True, stable=True)

@@ -12,7 +12,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 PerNode = Int[Tensor, "N"]
-LOOK_AHEAD = -2  # the parent of a token that is no node and only shares the pass
+LOOK_AHEAD = -2  # the parent of a look-ahead token, which is not a node
 
 
 class DraftTree(NamedTuple):

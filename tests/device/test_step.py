@@ -30,7 +30,7 @@ def test_nothing_of_a_step_waits(name: str, tree: str, sampling: Sampling, targe
     requests = [(toys.prompt(slot, 5 + slot), RequestParams(40, sampling)) for slot in range(2)]
     batch = batch_of(target, HeadDrafter(head, toys.TREES[tree], name), 2, requests)
     step: Any = batch.device_step
-    step.static, step.graphs = True, None
+    step.fixed_shapes, step.graphs = True, None
     for slot, request in enumerate(requests):
         batch.admit(slot, *request)
     batch.step()  # tables are made
@@ -39,7 +39,7 @@ def test_nothing_of_a_step_waits(name: str, tree: str, sampling: Sampling, targe
         torch.cuda.set_sync_debug_mode("error")
     try:
         with torch.inference_mode():
-            _, result, *_ = step.on_device(step.slots, kv_length, requests[0][1], PhaseTimer(device))
+            _, result, *_ = step.run_stages(step.slots, kv_length, requests[0][1], PhaseTimer(device))
     finally:
         if device.type == "cuda":
             torch.cuda.set_sync_debug_mode("default")
@@ -63,7 +63,7 @@ def test_replayed_graphs_write_the_tokens_of_a_step_that_is_not_captured(
     for captures in (False, True):
         batch = batch_of(target, HeadDrafter(head, toys.TREES[tree], name), 2, requests)
         step: Any = batch.device_step
-        step.static = True
+        step.fixed_shapes = True
         if not captures:
             step.graphs = None
         texts[captures] = [answer.tokens for answer in decoded(batch, requests)]

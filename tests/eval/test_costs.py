@@ -95,7 +95,7 @@ def test_every_trees_step_is_timed_on_the_text_of_the_baseline(monkeypatch: pyte
     def counted(self: Batch) -> None:
         running = self.running
         step(self)
-        name = self.drafts.policy.label if isinstance(self.drafts, HeadBatch) else "baseline"
+        name = self.draft_batch.policy.label if isinstance(self.draft_batch, HeadBatch) else "baseline"
         spent = {"baseline": 1.0, **{tree.label: 2.0 + i for i, tree in enumerate(TREES)}}[name]
         first = (name, batch) not in steps
         steps.append((name, len(running)))

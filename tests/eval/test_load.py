@@ -148,7 +148,7 @@ def test_graphs_are_captured_before_the_rounds(monkeypatch: pytest.MonkeyPatch) 
 
     def static(self: DeviceStep, *args: Any) -> None:
         begun(self, *args)
-        self.static = True
+        self.fixed_shapes = True
 
     def noted(*args: Any) -> list[Served]:
         where.append("served")

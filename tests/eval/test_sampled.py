@@ -30,7 +30,7 @@ from inference import step
 from inference.decode import Generation, RequestParams, autoregress
 from inference.drafters.head import HeadDrafter
 from inference.drafters.plain import Baseline
-from inference.drafters.policy import Schedule, Scheduled
+from inference.drafters.policy import Schedule, ScheduleLine
 from inference.drafters.prompt_lookup import PromptLookup
 from inference.protocol import Drafter
 from inference.verification import rules
@@ -68,11 +68,11 @@ def sampled_test(
     tree: str, tv: float = 0.1, temperature: float = 2.0, schedule: Schedule | None = None
 ) -> ChiSquareTest:
     """Return the test of the toy MTP head's draws; about half of them are accepted."""
-    target, how = toys.target(), replace(HOT, sampling=Sampling(temperature, 0, 1.0), logit_gaps=True)
+    target, params = toys.target(), replace(HOT, sampling=Sampling(temperature, 0, 1.0), logit_gaps=True)
     head: Any = toys.head("mtp", target)
-    candidates = gates.texts(PROMPTS, [autoregress(target, prompt.token, how) for prompt in PROMPTS])
+    candidates = gates.texts(PROMPTS, [autoregress(target, prompt.token, params) for prompt in PROMPTS])
     drafter = HeadDrafter(head, toys.TREES[tree], tree, schedule)
-    found, why = gates.chi_square_test(target, drafter, candidates, replace(how, logit_gaps=False), tv, 1e-3)
+    found, why = gates.chi_square_test(target, drafter, candidates, replace(params, logit_gaps=False), tv, 1e-3)
     assert found is not None, why
     return found
 
@@ -129,7 +129,9 @@ def test_a_batch_that_drafts_nothing_or_finds_no_memory_leaves_the_draws_to_one_
 
     monkeypatch.setattr(gates, "acquire", noted)
     tree = toys.TREES["chain"]
-    found = sampled_test("chain", 0.2, 1.0, Schedule([Scheduled(1, tree), Scheduled(2, None if paused else tree)]))
+    found = sampled_test(
+        "chain", 0.2, 1.0, Schedule([ScheduleLine(1, tree), ScheduleLine(2, None if paused else tree)])
+    )
     assert found.passed
     assert sizes[-2 * found.prefixes :] == [gates.TOGETHER, 1] * found.prefixes
 
@@ -182,14 +184,14 @@ def test_a_rule_that_likes_its_drafts_too_much_is_caught(source: str, monkeypatc
 
 
 def test_tokens_that_differ_under_coupled_noise_are_a_failure_with_their_gap() -> None:
-    target, how = toys.target(), replace(HOT, rule=COUPLED, logit_gaps=True)
-    plain = [autoregress(target, prompt.token, how) for prompt in PROMPTS]
+    target, params = toys.target(), replace(HOT, rule=COUPLED, logit_gaps=True)
+    plain = [autoregress(target, prompt.token, params) for prompt in PROMPTS]
     other = Generation(tokens=[*plain[0].tokens[:4], (plain[0].tokens[4] + 1) % toys.VOCAB, *plain[0].tokens[5:]])
-    found = coupled_check(target, plain, [other, *plain[1:]], PROMPTS, how)
+    found = coupled_check(target, plain, [other, *plain[1:]], PROMPTS, params)
     assert found.counts() == {"checked": 3, "identical": 2, "near_tie": 0, "failed": 1}
     assert found.first is not None
     assert (found.first.prompt, found.first.position) == ("p0", 4)
-    assert found.first.gap == pytest.approx(coupled_gap(target, PROMPTS[0].token, plain[0].tokens[:4], how))
+    assert found.first.gap == pytest.approx(coupled_gap(target, PROMPTS[0].token, plain[0].tokens[:4], params))
     assert found.verdicts == ("failed", "identical", "identical")
 
 
@@ -261,12 +263,12 @@ def test_the_verdict_needs_both_parts() -> None:
 def test_a_races_gap_is_in_logits_at_any_temperature(temperature: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """Noise of one value leaves the race to the law: its winner is ahead by what its logit is."""
     target, prompt = toys.target(), PROMPTS[0].token
-    how = replace(HOT, rule=COUPLED, sampling=replace(HOT.sampling, temperature=temperature))
+    params = replace(HOT, rule=COUPLED, sampling=replace(HOT.sampling, temperature=temperature))
     monkeypatch.setattr(gates.Request, "noise", lambda _, logits: torch.ones_like(logits))
     token = torch.tensor(prompt)[None]
     logits = target.embeddings.logits(target.features(token, torch.zeros_like(token), ()).last_hidden[0, -1])
     first, second = logits.topk(2).values.tolist()
-    assert coupled_gap(target, prompt, [], how) == pytest.approx(first - second, rel=1e-3)
+    assert coupled_gap(target, prompt, [], params) == pytest.approx(first - second, rel=1e-3)
 
 
 @pytest.mark.parametrize(("tv", "draws"), [(0.01, 118_000), (0.02, 30_000), (0.05, 4_700)])
@@ -315,10 +317,10 @@ def test_it_rejects_as_often_as_it_says(off: float) -> None:
 
 
 def test_the_winner_of_the_noise_is_what_decoding_chose() -> None:
-    target, how = toys.target(), replace(HOT, rule=COUPLED)
-    plain = autoregress(target, PROMPTS[0].token, how)
+    target, params = toys.target(), replace(HOT, rule=COUPLED)
+    plain = autoregress(target, PROMPTS[0].token, params)
     for place, token in enumerate(plain.tokens):
-        assert coupled_gap(target, PROMPTS[0].token, plain.tokens[:place], how) > 0
-        request = gates._request(target, PROMPTS[0].token, plain.tokens[:place], how, target.cache())
+        assert coupled_gap(target, PROMPTS[0].token, plain.tokens[:place], params) > 0
+        request = gates._request(target, PROMPTS[0].token, plain.tokens[:place], params, target.cache())
         probs = gates._probs(request)
         assert int((probs / request.noise(probs[None])[0]).argmax()) == token

@@ -76,9 +76,9 @@ def test_a_sampled_text_is_replayed_under_the_trees_that_it_was_sampled_with(tre
     target, sampling = toys.target(), Sampling(1.0, 0, 1.0)
     head, accepted, differ = toys.head("eagle", target), 0, False
     for seed in range(3):
-        how = RequestParams(24, sampling, seed=seed, rule="point_mass")
-        made = speculate(target, HeadDrafter(head, tree, "eagle"), toys.prompt(seed), how)
-        text = of_answer(target, toys.prompt(seed), made.tokens, how)
+        params = RequestParams(24, sampling, seed=seed, rule="point_mass")
+        made = speculate(target, HeadDrafter(head, tree, "eagle"), toys.prompt(seed), params)
+        text = of_answer(target, toys.prompt(seed), made.tokens, params)
         mine, greedy = (rank_text(target, head, text, LARGEST[1:], DEPTH, sampling=each) for each in (sampling, GREEDY))
         steps = [count for _, count in replay(mine, tree)]
         assert steps == [step.accepted for step in made.steps]

@@ -19,7 +19,7 @@ from heads.common.typed import typed
 from heads.formats.store import save_head
 from inference.decode import Generation
 from inference.drafters.head import saved_trees
-from inference.drafters.policy import TreeConfig, scheduled
+from inference.drafters.policy import TreeConfig, best_schedule
 from inference.target.target import Target
 from tests import toys
 from tests.eval.small import run_main, words
@@ -160,7 +160,7 @@ def test_a_head_of_the_hub_and_a_tree_that_is_there_are_not_written(run: Path) -
     before = (run / "head" / "config.json").read_bytes()
     assert "the tree that the head has" in keep(OWN_TREE, None, str(run), run / "head")
     assert "nothing is written" in keep(toys.TREES["chain"], None, "me/mine", run / "head")
-    assert "nothing is written" in keep(None, scheduled([(1, None)]), "me/mine", run / "head")
+    assert "nothing is written" in keep(None, best_schedule([(1, None)]), "me/mine", run / "head")
     assert (run / "head" / "config.json").read_bytes() == before
 
 
@@ -176,7 +176,7 @@ def test_every_batch_size_gets_its_verdict_and_the_smallest_ones_tree_and_a_sche
     assert second["best"] is not None
     assert third["best"] is None
     best = [typed(TreeConfig, each["best"]["tree"]) for each in (first, second)]
-    schedule = scheduled([(1, best[0]), (2, best[1]), (3, None)])
+    schedule = best_schedule([(1, best[0]), (2, best[1]), (3, None)])
     assert saved_trees(run / "head", {}) == (best[0], schedule)
     for each in (second, third):
         kinds = [one["tree"]["kind"] == "chain" for one in each["candidates"] if one["measured"]]

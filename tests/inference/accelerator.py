@@ -111,12 +111,12 @@ def step_of(target: Target, drafter: HeadDrafter, size: int) -> DeviceStep:
     )
     if batch.head.has_kv_cache:
         batch.cache = KVCache(size, getattr(batch.head.config, "length", None), target.device)
-    batch.hold(PROMPT)  # the rows of a prompt are not a step's, and need not run here
+    batch.set_longest(PROMPT)  # the rows of a prompt are not a step's, and need not run here
     _, batch.buffers = batch.head.extend(batch.cache, NewRows(Features(token, hidden, last, token), token))
     for _ in range(size):
         cache.allocate()
     step = DeviceStep(target, cache, batch, drafter.name)
-    step.static, step.plan = True, batch.plan
+    step.fixed_shapes, step.plan = True, batch.plan
     return step
 
 
@@ -130,11 +130,11 @@ def counted(step: DeviceStep, sampling: str) -> dict[str, int]:
     settings = RequestParams(40, how, rule=rule, logit_gaps=True)
     step.eos_mask, step.masks_eos = torch.empty(step.target.embeddings.vocab_size, dtype=torch.bool, device=NAME), True
     with tables_made(), torch.inference_mode():
-        step.on_device(slots, step.kv_length(PROMPT), settings, PhaseTimer(step.target.device))
+        step.run_stages(slots, step.kv_length(PROMPT), settings, PhaseTimer(step.target.device))
     watch, parts = Watch(), Counting(step.target.device)
     parts.watch = watch
     with watch, torch.inference_mode():
-        told = step.on_device(slots, step.kv_length(PROMPT), settings, parts)[1]
+        told = step.run_stages(slots, step.kv_length(PROMPT), settings, parts)[1]
     return {"all": watch.counts.total(), "told": told.numel() // size, **parts.parts}
 
 

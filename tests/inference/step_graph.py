@@ -53,7 +53,7 @@ def batch(head: str, tree: str, requests: list[tuple[list[int], RequestParams]])
     own: Any = None if head == "plain" else toys.head(head, target)
     drafter = Baseline(target.device) if own is None else HeadDrafter(own, TREES[tree], head)
     made = batch_of(target, drafter, 3, requests)
-    made.device_step.static = True
+    made.device_step.fixed_shapes = True
     return made
 
 
@@ -128,7 +128,7 @@ def captured(step: DeviceStep) -> None:
 
 def drafts_compiled(step: DeviceStep) -> None:
     """Compile the head's stages alone, as on a CPU: all slots take part in them, and in nothing else."""
-    step.static, step.target.compiles_drafts, passes.BACKEND = False, True, "eager"
+    step.fixed_shapes, step.target.compiles_drafts, passes.BACKEND = False, True, "eager"
 
 
 def layers_compiled(step: DeviceStep) -> None:

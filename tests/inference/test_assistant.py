@@ -216,11 +216,11 @@ def test_every_draft_by_shared_tokens_is_that_of_a_model_without_a_cache(
 
 
 def test_what_the_assistant_lacks_is_spelled_with_its_longest_tokens() -> None:
-    shared = Vocabulary.__new__(Vocabulary)
-    shared.one, shared.texts = {7: 9}, {5: "abc", 6: "abd"}
-    shared.ids = {"a": 1, "ab": 2, "c": 3, "b": 4, "bc": 8}
-    assert shared.follow([5, 7, 5]) == [2, 3, 9, 2, 3]
-    assert shared.follow([6, 7, 8]) == [9], "what it cannot read it goes on without"
+    vocabulary = Vocabulary.__new__(Vocabulary)
+    vocabulary.shared, vocabulary.texts = {7: 9}, {5: "abc", 6: "abd"}
+    vocabulary.ids = {"a": 1, "ab": 2, "c": 3, "b": 4, "bc": 8}
+    assert vocabulary.translate([5, 7, 5]) == [2, 3, 9, 2, 3]
+    assert vocabulary.translate([6, 7, 8]) == [9], "what it cannot read it goes on without"
 
 
 @torch.inference_mode()

@@ -21,7 +21,7 @@ from inference.drafters.head import HeadDrafter, MtpDrafter
 from inference.drafters.hybrid import Hybrid
 from inference.drafters.plain import Baseline
 from inference.protocol import Drafter
-from inference.target.cache import GRAIN, Storage
+from inference.target.cache import CAPACITY_MULTIPLE, Storage
 from inference.target.model import TargetOutput
 from inference.target.target import Target, check_memory
 from inference.verification.sample import GREEDY, Sampling
@@ -184,7 +184,7 @@ BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "batch_memory.py"
 
 def buffers(batch: Batch) -> list[Tensor]:
     """Return all keys and values that are allocated."""
-    cache = getattr(batch.drafts, "cache", None)
+    cache = getattr(batch.draft_batch, "cache", None)
     return [*batch.cache.storage.blocks, *(half for pair in (cache.layers if cache else ()) for half in pair)]
 
 
@@ -200,7 +200,7 @@ def test_keys_and_values_are_those_of_the_lengths_asked_for(name: str, size: int
     assert buffers(batch) == []
     longest = max(len(prompt) + settings.max_new_tokens for prompt, settings in requests)
     entry = 2 * 3 * 2 * 8 * 4  # bytes: keys and values, layers, groups, width, fp32
-    assert 0 <= batch.cache.storage.nbytes[CPU] / (size * entry) - longest - 64 < GRAIN
+    assert 0 <= batch.cache.storage.nbytes[CPU] / (size * entry) - longest - 64 < CAPACITY_MULTIPLE
     while waiting or batch.running:
         if waiting and batch.free:
             number, request = waiting.pop(0)

@@ -135,7 +135,7 @@ def test_compiled_decoding_writes_the_same(name: str) -> None:
 def test_a_target_that_takes_no_mask_is_not_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     target = toys.target("llama", DOUBLE)
     monkeypatch.setattr(target, "takes_trees", False)
-    with pytest.raises(ValueError, match=r"llama: its attention takes no mask of ours.*engine\.compile=false"):
+    with pytest.raises(ValueError, match=r"llama: its attention ignores custom masks.*engine\.compile=false"):
         target.compile()
 
 

@@ -64,8 +64,8 @@ def drafted(config: TreeConfig, q: Tensor, seed: int) -> Sampled:
     tree = DraftTree(token, torch.tensor(parents).expand_as(token))
     ancestor_mask = ancestors(tree)
     room = torch.randint(5, (B,), generator=torch.Generator().manual_seed(seed))
-    present = rules.present(tree, ancestor_mask, ancestor_mask.sum(-1) - 1, room)
-    return Sampled(parents, token, present, q[:, : len(inner)])
+    valid = rules.valid_nodes(tree, ancestor_mask, ancestor_mask.sum(-1) - 1, room)
+    return Sampled(parents, token, valid, q[:, : len(inner)])
 
 
 def reference(rule: str, draft: Sampled, p: Tensor, seed: int, b: int) -> tuple[list[int], int]:
@@ -73,7 +73,7 @@ def reference(rule: str, draft: Sampled, p: Tensor, seed: int, b: int) -> tuple[
     whole = DraftTree(draft.token[b], torch.tensor(draft.parents))
     q = torch.zeros(len(draft.parents), V, dtype=p.dtype)
     q[sorted({*draft.parents} - {-1})] = draft.q[b]
-    tree, index = keep(whole, draft.present[b])
+    tree, index = keep(whole, draft.valid[b])
     path, token = WALKS[rule](tree, p[b][index], q[index], Coins(seed + b, START + 1))
     return index[path].tolist(), token
 
@@ -82,14 +82,14 @@ def on_device(rule: str, draft: Sampled, p: Tensor, seed: int, allow_host_sync: 
     """Return the same of all drafts."""
     key = torch.tensor([seed_key(seed + b) for b in range(B)])
     uniforms = uniform(hash_key(hash_key(key, ACCEPT_KEY), START + 1)[:, None], torch.arange(p.shape[1]))
-    walk = RULES[rule].on_device
+    walk = RULES[rule].verify
     assert walk is not None
     last, left = walk(draft, p, uniforms, allow_host_sync)
     tree = DraftTree(draft.token, torch.tensor(draft.parents).expand_as(draft.token))
     count = ancestors(tree).sum(-1).gather(1, last[:, None])[:, 0]
     token = (left / exponential_noise(key, START + count, V)).argmax(-1)
     deepest = int(ancestors(tree).sum(-1).max()) - 1
-    path, committed, tokens = rules.accepted(tree, ancestors(tree), last, token, deepest)
+    path, committed, tokens = rules.accepted_paths(tree, ancestors(tree), last, token, deepest)
     assert committed.equal(count)
     assert tokens.gather(1, count[:, None] - 1)[:, 0].equal(token)
     assert all(draft.token[b, path[b, 1:n]].equal(tokens[b, : n - 1]) for b, n in enumerate(count.tolist()))
@@ -112,7 +112,7 @@ def test_every_rule_takes_the_references_path_and_token(shape: str, rule: str, f
 
 
 def test_every_rule_that_reads_q_is_compared() -> None:
-    reading = {name for name, rule in RULES.items() if rule.on_device is not None}
+    reading = {name for name, rule in RULES.items() if rule.verify is not None}
     assert {rule for fitting in FITTING.values() for rule in fitting} == reading
 
 
@@ -182,9 +182,9 @@ def test_one_tree_is_followed_on_the_host_as_many_are_on_the_device() -> None:
         ancestor_mask = ancestors(tree)
         depth, room = ancestor_mask.sum(-1) - 1, torch.tensor([case % 5])
         best, deepest = torch.randint(4, (1, size), generator=generator), int(depth.max())
-        present = rules.present(tree, ancestor_mask, depth, room)
-        last = rules.follow(tree, ancestor_mask, present, tree.token == best.gather(1, tree.parent.clamp_min(0)))
-        accepted = rules.accepted(tree, ancestor_mask, last, best[0, last], deepest)
+        valid = rules.valid_nodes(tree, ancestor_mask, depth, room)
+        last = rules.follow(tree, ancestor_mask, valid, tree.token == best.gather(1, tree.parent.clamp_min(0)))
+        accepted = rules.accepted_paths(tree, ancestor_mask, last, best[0, last], deepest)
         ranks = rules.ranks(tree).gather(1, accepted.path)
         one, its_ranks, count = rules.follow_on_host(tree, best, room, deepest)
         assert torch.equal(one.path, accepted.path)
@@ -192,7 +192,7 @@ def test_one_tree_is_followed_on_the_host_as_many_are_on_the_device() -> None:
         assert torch.equal(one.committed, accepted.committed)
         committed = int(one.committed)
         assert torch.equal(one.token[:, :committed], accepted.token[:, :committed])
-        assert int(count) == int(present.sum()) - 1
+        assert int(count) == int(valid.sum()) - 1
         lengths.add(committed)
     assert lengths >= {1, 2, 3, 4}
 
@@ -201,6 +201,6 @@ def test_what_pads_a_path_is_a_token() -> None:
     """The head reads it, though nothing counts it: a node's number may be beyond a small vocabulary."""
     parent = torch.tensor([[-1] + [0] * 12 + [1]])
     tree = DraftTree(torch.tensor([[0, *(node % V for node in range(12)), 3]]), parent)
-    found = rules.accepted(tree, ancestors(tree), torch.tensor([12]), torch.tensor([5]), 2)
+    found = rules.accepted_paths(tree, ancestors(tree), torch.tensor([12]), torch.tensor([5]), 2)
     assert found.committed.tolist() == [2]
     assert found.token.tolist() == [[11 % V, 5, 11 % V]]

@@ -12,7 +12,7 @@ from inference.drafters.contrib.layer_skip import FORMAT, EarlyExit, LayerSkip, 
 from inference.drafters.host import HostDrafter
 from inference.drafters.policy import TreeConfig
 from inference.protocol import CommittedTokens, Context, Proposal
-from inference.target.model import Skips, Thinned
+from inference.target.model import LayerSkippedTarget, SkipSet
 from inference.target.target import Target
 from inference.verification import tree as trees
 from inference.verification.rng import Draws
@@ -77,7 +77,7 @@ def test_q_is_the_law_that_was_drawn_from() -> None:
 
 def test_a_layer_is_restored_when_a_pass_fails() -> None:
     target, one = toys.target(), torch.tensor([1])
-    thinned = Thinned(target, Skips((1, 2), (2,)))
+    thinned = LayerSkippedTarget(target, SkipSet((1, 2), (2,)))
     with pytest.raises((IndexError, RuntimeError, ValueError)):
         thinned.run(one + 10_000, one, torch.ones(1, 1).bool(), target.cache())
     assert all("forward" not in vars(module) for module in target.base.modules())

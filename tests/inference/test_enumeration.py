@@ -81,7 +81,7 @@ def error(tree: str, rule: str, family: str, sampling: str, seed: int = 0) -> fl
 
 
 def test_every_lossless_rule_is_enumerated() -> None:
-    lossless = {name for name, rule in RULES.items() if rule.bar is None}
+    lossless = {name for name, rule in RULES.items() if rule.threshold is None}
     assert {rule for _, rule in CASES} == {rule for _, rule in CORE} == lossless - {"coupled"}  # below
 
 

@@ -26,25 +26,25 @@ from inference.drafters.contrib.layer_skip import (
     search,
 )
 from inference.protocol import Context, Proposal
-from inference.target.model import Skips, Thinned
+from inference.target.model import LayerSkippedTarget, SkipSet
 from inference.target.target import Target
 from inference.verification.rng import Draws
 from inference.verification.sample import GREEDY, Sampling, distribution
 from tests import toys
 
 TOKENS = 24
-SKIPS = Skips((0, 2), (1,))  # the first layer's attention too: transformers reads the cache's length from that layer
-EASY = Skips((), (1,))  # accepted now and then
+SKIPS = SkipSet((0, 2), (1,))  # the first layer's attention too: transformers reads the cache's length from that layer
+EASY = SkipSet((), (1,))  # accepted now and then
 EXACT = {"gemma2": 1e-5}  # its attention takes the softmax in fp32 whatever the model's dtype
 
 
-def drafter(folder: Path, target: Target, skips: Skips, depth: int = 4, stop: float = 0.0) -> LayerSkip:
+def drafter(folder: Path, target: Target, skips: SkipSet, depth: int = 4, stop: float = 0.0) -> LayerSkip:
     path = folder / "skips.json"
     save_skips(path, SkipFile(FORMAT, target.spec, list(skips.attention), list(skips.mlp), depth, stop, {}))
     return LayerSkip(LayerSkip.Config(str(path), None, None), target, "layer skip")
 
 
-def thinned(target: Target, skips: Skips) -> torch.nn.Module:
+def thinned(target: Target, skips: SkipSet) -> torch.nn.Module:
     """Copy the model and silence the skipped sub-layers by zeroing what they write."""
     model = copy.deepcopy(target.model)
     layers = Target(model, target.tokenizer, target.name).decoder_layers
@@ -60,7 +60,7 @@ def thinned(target: Target, skips: Skips) -> torch.nn.Module:
 class Naive:
     """The draft by transformers' own means: the full model's cache of the text, then the silenced copy on top."""
 
-    def __init__(self, target: Target, skips: Skips) -> None:
+    def __init__(self, target: Target, skips: SkipSet) -> None:
         self.full, self.thin = target.model, thinned(target, skips)
 
     def logits(self, text: list[int], drafted: list[int]) -> Tensor:
@@ -148,7 +148,7 @@ def test_a_target_that_takes_no_mask_is_refused(tmp_path: Path) -> None:
     target = toys.target("qwen3")
     target.takes_trees = False
     try:
-        with pytest.raises(ValueError, match="takes no mask of ours"):
+        with pytest.raises(ValueError, match="ignores custom masks"):
             drafter(tmp_path, target, EASY)
     finally:
         target.takes_trees = True
@@ -185,7 +185,7 @@ def texts(target: Target) -> list[Text]:
 def test_a_set_is_rated_by_the_first_drafted_token_everywhere(
     tmp_path: Path, name: str, attention: tuple[int, ...]
 ) -> None:
-    target, skips = toys.target(name, torch.float64), Skips(attention, (1,))
+    target, skips = toys.target(name, torch.float64), SkipSet(attention, (1,))
     text = texts(target)[0]
     token, prompt = text[0].tolist(), text[1]
     source, right = drafter(tmp_path, target, skips, 1), []
@@ -201,12 +201,12 @@ def test_a_set_is_rated_by_the_first_drafted_token_everywhere(
 
 def test_skipping_nothing_gains_nothing_and_the_cost_is_the_share_of_weights() -> None:
     target = toys.target()
-    nothing = rate(target, Skips((), ()), texts(target), 3)
+    nothing = rate(target, SkipSet((), ()), texts(target), 3)
     assert (nothing.cost, nothing.speed) == (1, pytest.approx(1))
     attention, mlp, lm_head = 32 * (32 + 16 + 16 + 32), 3 * 32 * 48, 40 * 32
     norms = 3 * 2 * 32
     cost = (2 * attention + mlp + norms + lm_head) / (3 * attention + 3 * mlp + norms + lm_head)
-    assert Thinned(target, Skips((2,), (0, 1))).cost == pytest.approx(cost)
+    assert LayerSkippedTarget(target, SkipSet((2,), (0, 1))).cost == pytest.approx(cost)
 
 
 def test_a_rating_takes_the_depth_of_the_greatest_speed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -215,15 +215,15 @@ def test_a_rating_takes_the_depth_of_the_greatest_speed(monkeypatch: pytest.Monk
     token, prompt, cache = texts(target)[0]
     guesses = torch.nn.functional.one_hot(token[prompt:], toys.VOCAB).float()
     guesses[::2] = guesses[::2].roll(1, -1)
-    monkeypatch.setattr(Thinned, "run", lambda *_: guesses)
-    thinned = Thinned.__init__
+    monkeypatch.setattr(LayerSkippedTarget, "run", lambda *_: guesses)
+    thinned = LayerSkippedTarget.__init__
 
-    def cheap(self: Thinned, *given: Any) -> None:
+    def cheap(self: LayerSkippedTarget, *given: Any) -> None:
         thinned(self, *given)
         self.cost = 0.1
 
-    monkeypatch.setattr(Thinned, "__init__", cheap)
-    rating = rate(target, Skips((), ()), [(token, prompt, cache)], 4)
+    monkeypatch.setattr(LayerSkippedTarget, "__init__", cheap)
+    rating = rate(target, SkipSet((), ()), [(token, prompt, cache)], 4)
     assert rating == (pytest.approx(1.75 / 1.2), 2, pytest.approx(1.75), 0.1)
 
 
@@ -233,5 +233,5 @@ def test_the_search_beats_skipping_nothing_and_repeats_itself() -> None:
     again, _ = search(target, texts(target), SETTINGS)
     assert found == again
     assert found.attention or found.mlp
-    assert rating.speed > rate(target, Skips((), ()), texts(target), SETTINGS.depth).speed
+    assert rating.speed > rate(target, SkipSet((), ()), texts(target), SETTINGS.depth).speed
     assert rating == rate(target, found, texts(target), SETTINGS.depth)

@@ -187,7 +187,7 @@ def draft(batch: HybridBatch) -> DraftTree:
 def settle(batch: HybridBatch, following: list[int]) -> None:
     """Draft, verify against the text that follows, and report."""
     path = list(range(agreed(draft(batch), following) + 1))
-    batch.learn(0, following[: len(path)], path, None)
+    batch.update(0, following[: len(path)], path, None)
 
 
 @pytest.mark.parametrize(("score", "drafts"), [(2.5, "lookup"), (2.0, "head"), (0.0, "head")])

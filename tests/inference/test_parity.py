@@ -81,7 +81,7 @@ def test_a_pass_without_padding_equals_the_padded_one(name: str) -> None:
         target.prefill(torch.tensor(toys.prompt(b, length)), cache.allocate())
     start, mask = torch.tensor(lengths), trees.ancestors(tree)
     depth = mask.sum(-1) - 1
-    rows, seen, key_position = cache.storage.behind(start, mask, depth, max(lengths) + size)
+    rows, seen, key_position = cache.storage.tree_pass(start, mask, depth, max(lengths) + size)
     inputs = tree.token, start[:, None] + depth, seen, rows, (0, 2), key_position
     padded = target.run(*inputs)
     ends = [*enumerate(zip(sizes, (n + length for n, length in zip(sizes, lengths, strict=True)), strict=True))]

@@ -18,7 +18,7 @@ from eval.inputs.drafters import model_of
 from inference.decode import RequestParams, autoregress
 from inference.target import placement
 from inference.target.config import model_config
-from inference.target.placement import HERE, Placement, check, check_alone, check_shape, options, whole
+from inference.target.placement import HERE, Placement, check, check_shape, check_single_process, options, whole
 from inference.target.target import Target
 from inference.verification.sample import GREEDY
 from tests import assistants, toys
@@ -131,7 +131,7 @@ def test_what_cannot_work_is_one_line(folder: str, monkeypatch: pytest.MonkeyPat
         with pytest.raises(ValueError, match=rf"model\.tensor_parallel=4 does not divide the {words} .*fsdp"):
             check_shape(AutoConfig.from_pretrained(folder, **shape), 4, folder)
     with pytest.raises(ValueError, match=r"needs processes that make every pass together, which is not so in an eval"):
-        check_alone(replace(HERE, placement="fsdp"), "an evaluation")
+        check_single_process(replace(HERE, placement="fsdp"), "an evaluation")
     with pytest.raises(ValueError, match=r"model\.placement=offload cannot shard or move quantised weights \(int8\)"):
         Target.load(folder, "float32", "cpu", quantize="int8", where=OFFLOAD)
 

@@ -282,7 +282,7 @@ def test_what_a_larger_budget_drafts_holds_every_smaller_tree() -> None:
     head, context = Table(False), contexts("greedy")[0]
     level, budget = head.level([[(1,)]]), TreeConfig("best_first", 5, 0, 40, [], [])
     growth, (score,) = by_confidence(head, None, level, budget, on_device([context], "greedy"), DEEPEST)
-    everything = DraftTree(*(row[0] for row in growth.whole()))
+    everything = DraftTree(*(row[0] for row in growth.build()))
     for nodes in (3, 8, 20):
         alone = grow(head, None, level, replace(budget, nodes=nodes), context)
         assert sorted(paths(trees.best_n(everything, score, nodes))) == sorted(paths(alone.tree))

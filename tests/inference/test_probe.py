@@ -47,7 +47,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "jamba": (
         "JambaConfig",
         DENSE | {"attn_layer_period": 2, "attn_layer_offset": 1, "num_experts": 2, "mamba_d_state": 4},
-        "no pass over several tokens behind its recurrent states",
+        "no pass over several tokens after its recurrent states",
     ),
     "qwen3-next without attention": (
         "Qwen3NextConfig",

@@ -13,7 +13,7 @@ from heads.formats.store import save_head, save_tree
 from inference.batch import batch_of
 from inference.decode import Generation, RequestParams, autoregress, speculate
 from inference.drafters.head import HeadDrafter, load_drafter
-from inference.drafters.policy import Schedule, Scheduled, TreeConfig, scheduled
+from inference.drafters.policy import Schedule, ScheduleLine, TreeConfig, best_schedule
 from inference.target.target import Target
 from inference.verification.sample import GREEDY
 from tests import oracle, toys
@@ -23,7 +23,7 @@ DOUBLE = torch.float64
 CHAIN, DYNAMIC, STATIC = (toys.TREES[name] for name in ("chain", "dynamic", "static"))
 # Wide enough for most of a toy's 40 tokens, so that the ranks of the accepted ones show what the head has taken in.
 WIDE = [TreeConfig("dynamic", 2, 30, 36, [], []), TreeConfig("best_first", 2, 0, 34, [], [])]
-SWITCHING = scheduled([(1, WIDE[0]), (2, None), (3, WIDE[1]), (4, None)])
+SWITCHING = best_schedule([(1, WIDE[0]), (2, None), (3, WIDE[1]), (4, None)])
 Taken = list[TreeConfig | None]
 
 
@@ -36,7 +36,7 @@ def decoded(
 ) -> tuple[list[Generation], list[Taken]]:
     """Decode requests that come and go; return with each the trees of its steps."""
     batch = batch_of(target, source, size, requests)
-    batch.device_step.static = static
+    batch.device_step.fixed_shapes = static
     waiting, made, taken = list(enumerate(requests)), dict[int, Generation](), [Taken() for _ in requests]
     for turn in itertools.count():
         if waiting and batch.free and turn % 5 < 2:  # else the batch would be full all the time
@@ -85,16 +85,16 @@ def test_drafts_after_a_pause_are_those_of_a_head_that_never_paused(case: str, s
 
 def test_a_paused_step_reads_once_and_moves_no_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
     target = toys.target("llama")
-    source = drafter("eagle3", target, scheduled([(1, CHAIN), (2, None)]))
+    source = drafter("eagle3", target, best_schedule([(1, CHAIN), (2, None)]))
     batch = batch_of(target, source, 2, [([0] * 9, RequestParams(90, GREEDY))])
     step: Any = batch.device_step
-    step.static = True
+    step.fixed_shapes = True
     for slot in range(2):
         batch.admit(slot, toys.prompt(slot, 5 + slot), RequestParams(90, GREEDY))
 
     def addresses() -> list[int]:
-        halves = (half for pair in step.drafts.cache.layers for half in pair)
-        return [each.data_ptr() for each in (step.drafts.cache.length, *halves)]
+        halves = (half for pair in step.draft_batch.cache.layers for half in pair)
+        return [each.data_ptr() for each in (step.draft_batch.cache.length, *halves)]
 
     batch.step()
     before = addresses()
@@ -106,23 +106,23 @@ def test_a_paused_step_reads_once_and_moves_no_buffer(monkeypatch: pytest.Monkey
 
 
 def test_a_request_that_comes_and_goes_at_the_border_starts_no_text_again() -> None:
-    source = drafter("eagle", toys.target("llama", DOUBLE), scheduled([(1, CHAIN), (9, None)]))
+    source = drafter("eagle", toys.target("llama", DOUBLE), best_schedule([(1, CHAIN), (9, None)]))
     drafts = source.batch(12)
-    resumed = [drafts.resumes(running) for running in (8, 9, 8, 9, 8, 7, 8, 9, 6)]
+    resumed = [drafts.needs_prefill(running) for running in (8, 9, 8, 9, 8, 7, 8, 9, 6)]
     assert resumed == [False, False, False, False, False, True, False, False, True]
 
 
 def test_a_head_that_never_drafts_decodes_as_the_baseline_does() -> None:
     target = toys.target("llama", DOUBLE)
-    source = drafter("eagle", target, scheduled([(4, None)]))
-    assert (source.tree, source.schedule.lines) == ("none", [Scheduled(1, None)])
+    source = drafter("eagle", target, best_schedule([(4, None)]))
+    assert (source.tree, source.schedule.lines) == ("none", [ScheduleLine(1, None)])
     request = toys.prompt(1, 9), RequestParams(20, GREEDY)
     assert facts(speculate(target, source, *request))[:1] == facts(autoregress(target, *request))[:1]
 
 
 def test_best_trees_by_size_make_a_schedule() -> None:
-    made = scheduled([(2, DYNAMIC), (8, CHAIN), (16, CHAIN), (32, None)])
-    assert made.lines == [Scheduled(1, DYNAMIC), Scheduled(8, CHAIN), Scheduled(32, None)]
+    made = best_schedule([(2, DYNAMIC), (8, CHAIN), (16, CHAIN), (32, None)])
+    assert made.lines == [ScheduleLine(1, DYNAMIC), ScheduleLine(8, CHAIN), ScheduleLine(32, None)]
     assert [made.at(running) for running in (1, 7, 8, 31, 32, 99)] == [DYNAMIC, DYNAMIC, CHAIN, CHAIN, None, None]
     assert made.label == "dynamic-d4k3n9, chain-4 from 8, none from 32"
     assert made.trees == [DYNAMIC, CHAIN]
@@ -137,14 +137,14 @@ def folder(tmp_path: Path) -> Path:
 
 def test_a_saved_schedule_is_drafted_by_unless_a_tree_is_given(folder: Path) -> None:
     target = toys.target()
-    assert load_drafter(folder, {}, target, "eagle").schedule.lines == [Scheduled(1, DYNAMIC)]
-    schedule = scheduled([(1, DYNAMIC), (4, STATIC), (9, None)])
+    assert load_drafter(folder, {}, target, "eagle").schedule.lines == [ScheduleLine(1, DYNAMIC)]
+    schedule = best_schedule([(1, DYNAMIC), (4, STATIC), (9, None)])
     save_tree(folder, asdict(DYNAMIC), asdict(schedule)["lines"])
     loaded = load_drafter(folder, {"kind": None}, target, "eagle")
     assert (loaded.schedule, loaded.policy) == (schedule, DYNAMIC)
     given = load_drafter(folder, {"kind": "chain", "depth": 2}, target, "eagle")
     assert (given.tree, given.schedule.lines[1:]) == ("chain-2", [])
-    deep = scheduled([(1, DYNAMIC), (4, TreeConfig("chain", target.context, 0, 0, [], []))])
+    deep = best_schedule([(1, DYNAMIC), (4, TreeConfig("chain", target.context, 0, 0, [], []))])
     save_tree(folder, asdict(DYNAMIC), asdict(deep)["lines"])
     with pytest.raises(ValueError, match="tree chain-160: a tree of 161 nodes is larger"):
         load_drafter(folder, {}, target, "eagle")
@@ -178,7 +178,7 @@ def test_a_schedule_drafts_chains_where_the_target_takes_no_trees(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     target = toys.target()
-    save_tree(folder, asdict(CHAIN), asdict(scheduled([(1, CHAIN), (2, DYNAMIC)]))["lines"])
+    save_tree(folder, asdict(CHAIN), asdict(best_schedule([(1, CHAIN), (2, DYNAMIC)]))["lines"])
     monkeypatch.setattr(target, "takes_trees", False)
     schedule = load_drafter(folder, {}, target, "eagle").schedule
     assert schedule is not None

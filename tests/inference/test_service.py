@@ -10,11 +10,11 @@ import torch
 
 from heads.formats.store import save_head
 from inference import api
-from inference.batch import Service, batch_of
+from inference.batch import SwappableDrafter, batch_of
 from inference.decode import Generation, RequestParams, autoregress, speculate
 from inference.drafters.head import HeadDrafter
 from inference.drafters.plain import Baseline
-from inference.drafters.policy import TreeConfig, scheduled
+from inference.drafters.policy import TreeConfig, best_schedule
 from inference.protocol import Drafter
 from inference.target.model import TargetOutput
 from inference.target.target import Target
@@ -37,7 +37,7 @@ def head(name: str, target: Target, tree: str) -> HeadDrafter:
 
 def sources(target: Target) -> list[Drafter]:
     """One of every way of drafting in a batch's step, and of those that go one sequence after another."""
-    eagle, pausing = head("eagle", target, "dynamic"), scheduled([(1, TREES["dynamic"]), (2, None)])
+    eagle, pausing = head("eagle", target, "dynamic"), best_schedule([(1, TREES["dynamic"]), (2, None)])
     return [
         eagle,
         head("medusa", target, "static"),
@@ -71,17 +71,17 @@ def answer(generation: Generation) -> tuple[list[int], str]:
 
 def swapped(target: Target, drafters: list[Drafter], count: int, sampling: Sampling, every: int) -> tuple[Any, int]:
     """Decode requests, with the next drafter in service after every few calls; return them and how many swaps."""
-    service, others, calls, swaps = Service(drafters[0]), cycle(drafters[1:] + drafters[:1]), 0, 0
+    swappable, others, calls, swaps = SwappableDrafter(drafters[0]), cycle(drafters[1:] + drafters[:1]), 0, 0
     prompts, settings = requests(count, sampling)
 
     def reported(*_: Any) -> None:
         nonlocal calls, swaps
         calls += 1
         if calls % every == 0:
-            service.swap(next(others))
+            swappable.swap(next(others))
             swaps += 1
 
-    return speculate(target, service, prompts, settings, reported, batch_size=3), swaps
+    return speculate(target, swappable, prompts, settings, reported, batch_size=3), swaps
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, T1], ids=["T0", "T1"])
@@ -99,14 +99,14 @@ def test_swaps_between_steps_change_no_text(sampling: Sampling) -> None:
 def test_a_thousand_swaps_change_no_text() -> None:
     target, settings = toys.target(), RequestParams(150, GREEDY)
     heads = cycle([head("medusa", target, "chain"), head("mlp", target, "chain")])
-    service, swaps = Service(next(heads)), 0
-    batch = batch_of(target, service, 1)
+    swappable, swaps = SwappableDrafter(next(heads)), 0
+    batch = batch_of(target, swappable, 1)
     for seed in range(8):
         generation = batch.admit(seed, toys.prompt(seed), settings)
         while batch.running:
-            service.swap(next(heads))
+            swappable.swap(next(heads))
             batch.step()
-            swaps += service.working is service.drafter is batch.drafter
+            swaps += swappable.last_good is swappable.drafter is batch.drafter
             batch.release()
         assert generation.tokens == autoregress(target, toys.prompt(seed), settings).tokens
     assert swaps >= 1000
@@ -121,10 +121,10 @@ def test_a_state_that_is_made_of_the_text_drafts_as_one_that_grew_with_it(name: 
     for _ in range(10):
         batch.step()
     step, (_, grown) = batch.device_step, batch.device_step.sample(batch.running)
-    step.drafts = drafter.batch(1)
+    step.draft_batch = drafter.batch(1)
     token = torch.tensor(batch.running[0].context)
-    out = target.prefill(token[:-1], target.cache(), step.drafts.traits.feature_layers)
-    step.drafts.start_sequence(0, token.tolist(), out)
+    out = target.prefill(token[:-1], target.cache(), step.draft_batch.traits.feature_layers)
+    step.draft_batch.start_sequence(0, token.tolist(), out)
     assert torch.equal(step.sample(batch.running)[1].tree.token, grown.tree.token)
 
 
@@ -136,8 +136,8 @@ def test_in_a_batch_it_goes_on_for_the_texts_that_it_took_in(name: str) -> None:
     def drafter() -> Drafter:
         return head("eagle", target, "dynamic") if name == "eagle" else model_free.make("suffix", target)
 
-    service = Service(Baseline(target.device))
-    batch = batch_of(target, service, 4)
+    swappable = SwappableDrafter(Baseline(target.device))
+    batch = batch_of(target, swappable, 4)
     several = [
         batch.admit(number, toys.prompt(number, 5), RequestParams(4 if number == 1 else 30, GREEDY))
         for number in range(4)
@@ -145,16 +145,16 @@ def test_in_a_batch_it_goes_on_for_the_texts_that_it_took_in(name: str) -> None:
     for _ in range(3):
         batch.step()
         batch.release()
-    service.swap(drafter())
+    swappable.swap(drafter())
     for _ in range(8):
         batch.step()
     expected = []
     for number in (0, 2, 3):
-        one = batch_of(target, service := Service(Baseline(target.device)), 1)
+        one = batch_of(target, swappable := SwappableDrafter(Baseline(target.device)), 1)
         generation = one.admit(0, toys.prompt(number, 5), RequestParams(30, GREEDY))
         for _ in range(3):
             one.step()
-        service.swap(drafter())
+        swappable.swap(drafter())
         for _ in range(8):
             one.step()
         expected.append([(step.drafted, step.accepted) for step in generation.steps])
@@ -192,26 +192,28 @@ def test_a_drafter_that_fails_is_refused_and_no_request_is_lost(
 def test_a_drafter_that_fails_in_one_of_two_batches_is_out_of_service() -> None:
     target = toys.target()
     former, failing = Baseline(target.device), Failing(target.device, 9)
-    service = Service(former)
-    batch = batch_of(target, service, 1)
+    swappable = SwappableDrafter(former)
+    batch = batch_of(target, swappable, 1)
     batch.admit(0, toys.prompt(0, 9), RequestParams(9, GREEDY))
-    service.swap(failing)
-    service.working = failing  # in the other batch
-    batch.follow()
-    assert (service.drafter, service.working) == (former, former)
+    swappable.swap(failing)
+    swappable.last_good = failing  # in the other batch
+    batch.take_new_drafter()
+    assert (swappable.drafter, swappable.last_good) == (former, former)
 
 
 def test_a_rule_for_some_trees_alone_is_refused_before_another_tree_comes() -> None:
     target = toys.target()
     with pytest.raises(ValueError, match="rule=block is not for every tree"):
-        speculate(target, Service(head("eagle", target, "chain")), [[1, 2]], RequestParams(4, GREEDY, rule="block"))
+        speculate(
+            target, SwappableDrafter(head("eagle", target, "chain")), [[1, 2]], RequestParams(4, GREEDY, rule="block")
+        )
 
 
 def test_a_tree_beyond_the_context_is_refused(caplog: pytest.LogCaptureFixture) -> None:
     target, prompt, settings = toys.target(), toys.prompt(0, 5), RequestParams(9, GREEDY)
-    service, wide = Service(Baseline(target.device)), TreeConfig("dynamic", 2, 13, 182, [], [])
-    service.swap(HeadDrafter(toys.drafter("medusa", target, "static").head, wide, "wide"))
-    assert speculate(target, service, prompt, settings).tokens == autoregress(target, prompt, settings).tokens
+    swappable, wide = SwappableDrafter(Baseline(target.device)), TreeConfig("dynamic", 2, 13, 182, [], [])
+    swappable.swap(HeadDrafter(toys.drafter("medusa", target, "static").head, wide, "wide"))
+    assert speculate(target, swappable, prompt, settings).tokens == autoregress(target, prompt, settings).tokens
     assert "plain is put back: wide fails (wide: a tree of" in caplog.text
 
 

@@ -153,7 +153,7 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 
 def full(target: Target, drafter: Drafter, size: int = 2, sampling: Sampling = GREEDY) -> Batch:
     batch = batch_of(target, drafter, size, [([0] * 9, RequestParams(60, sampling))])
-    batch.device_step.static = True
+    batch.device_step.fixed_shapes = True
     for slot in range(size):
         batch.admit(slot, toys.prompt(slot, 5 + slot), RequestParams(60, sampling))
     return batch
@@ -310,7 +310,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Batch]]:
 
     def static(self: DeviceStep, *args: Any) -> None:
         step(self, *args)
-        self.static = True
+        self.fixed_shapes = True
 
     step = DeviceStep.__init__
     monkeypatch.setattr(DeviceStep, "__init__", static)
@@ -489,5 +489,5 @@ def in_static_shapes(
     target: Target, drafter: Drafter, requests: list[tuple[list[int], RequestParams]]
 ) -> list[Generation]:
     batch = batch_of(target, drafter, min(2, len(requests)), requests)
-    batch.device_step.static = target.takes_trees
+    batch.device_step.fixed_shapes = target.takes_trees
     return decoded(batch, requests)

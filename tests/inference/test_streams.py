@@ -65,7 +65,7 @@ def test_nodes_do_not_notice_their_streams(name: str, layers: int | None) -> Non
     (target, streams), near = toy(name, DOUBLE, layers), EXACT.get(name, 1e-9)
     tree = DraftTree(torch.tensor(toys.prompt(9, 4)), torch.tensor([-1, 0, 0, 2]))
     visible = trees.ancestors(tree)[None]
-    rows, offset, seen, stack = streams.behind(torch.arange(4)[None], visible.sum(-1) - 1, visible)
+    rows, offset, seen, stack = streams.stream_rows(torch.arange(4)[None], visible.sum(-1) - 1, visible)
     look_ahead = LookAhead(tree.token[rows[0]], offset[0], seen[0], stack)
     prompt = torch.tensor(toys.prompt(3, 12))
     found = []

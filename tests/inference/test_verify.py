@@ -6,7 +6,7 @@ from torch import Tensor
 
 from inference.decode import RequestParams, autoregress, speculate
 from inference.verification import rules
-from inference.verification.rules import RULES, fitting, is_chain
+from inference.verification.rules import RULES, is_chain, resolve_rule
 from inference.verification.sample import GREEDY, Sampling
 from inference.verification.tree import DraftTree, ancestors
 from tests import toys
@@ -26,7 +26,7 @@ TREE = DraftTree(torch.tensor([5, 1, 2]), torch.tensor([-1, 0, 0]))
 )
 def test_a_wrong_pairing_is_refused(rule: str, tree: DraftTree, drawn: bool, named: str) -> None:
     with pytest.raises(ValueError, match=rf"^rule={rule} .*{named}"):
-        fitting(rule, is_chain(tree.parent.tolist()), drawn, greedy=False)
+        resolve_rule(rule, is_chain(tree.parent.tolist()), drawn, greedy=False)
 
 
 @pytest.mark.parametrize(
@@ -54,7 +54,7 @@ def test_a_step_names_the_rule_that_was_used(kind: str, temperature: float, rule
     assert {step.rule for step in made.steps if not step.drafted} <= {"none"}
 
 
-@pytest.mark.parametrize("rule", [name for name, rule in RULES.items() if rule.bar])
+@pytest.mark.parametrize("rule", [name for name, rule in RULES.items() if rule.threshold])
 def test_a_lossy_rule_says_so_and_leaves_the_greedy_text(rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rules, "THRESHOLD", 0.02)  # the toy target is sure of itself
     monkeypatch.setattr(rules, "EPSILON", 0.02)
@@ -68,10 +68,10 @@ def test_a_lossy_rule_says_so_and_leaves_the_greedy_text(rule: str, monkeypatch:
 
 def last(tree: DraftTree, p: Tensor, rule: str) -> int:
     """Return the last accepted node by a lossy rule."""
-    batch, bar = DraftTree(tree.token[None], tree.parent[None]), RULES[rule].bar
-    assert bar is not None
-    present = torch.ones_like(batch.token, dtype=torch.bool)
-    return int(rules.follow(batch, ancestors(batch), present, rules.lenient(batch, p[None], bar)))
+    batch, threshold = DraftTree(tree.token[None], tree.parent[None]), RULES[rule].threshold
+    assert threshold is not None
+    valid = torch.ones_like(batch.token, dtype=torch.bool)
+    return int(rules.follow(batch, ancestors(batch), valid, rules.lenient(batch, p[None], threshold)))
 
 
 def test_typical_acceptance_takes_the_entropy_in_nats() -> None:
@@ -101,7 +101,9 @@ def test_of_lenient_paths_of_one_length_the_first_drafted_stands(rule: str) -> N
 
 
 def test_rules_whose_text_is_the_targets_samples() -> None:
-    emitting = {rule for rule in (*RULES, rules.GREEDY_WALK, rules.NOTHING, "unheard-of") if rules.emits_samples(rule)}
+    emitting = {
+        rule for rule in (*RULES, rules.GREEDY_WALK, rules.NOTHING, "unheard-of") if rules.equals_baseline(rule)
+    }
     assert emitting == {"match", "point_mass", "coupled", rules.GREEDY_WALK, rules.NOTHING}
 
 
@@ -111,5 +113,9 @@ def test_a_path_without_a_residual_is_sure_or_lost(alpha: float, left: float) ->
     half, yes = torch.tensor([[0.5, 0.5]]), torch.ones(1, dtype=torch.bool)
     frame = rules.PathNode(yes, torch.tensor([alpha]), half, half)
     frame.reject(torch.tensor([[0]]), yes, distinct=True)
-    assert frame.left is not None
-    assert (frame.alpha.tolist(), frame.target.tolist(), frame.left.tolist()) == ([left], [[0.5, 0.5]], [[0.0, 1.0]])
+    assert frame.residual_q is not None
+    assert (frame.alpha.tolist(), frame.residual_p.tolist(), frame.residual_q.tolist()) == (
+        [left],
+        [[0.5, 0.5]],
+        [[0.0, 1.0]],
+    )

@@ -46,11 +46,11 @@ def test_added_tokens_read_as_they_are_decoded() -> None:
 
 @pytest.mark.parametrize(("ours", "theirs"), PAIRS)
 def test_shared_tokens_read_the_same(ours: str, theirs: str) -> None:
-    shared = Vocabulary(model(ours), model(theirs), "tli")
+    vocabulary = Vocabulary(model(ours), model(theirs), "tli")
     special = {0: 0, 1: 1, 2: 2}
-    assert special.items() <= shared.one.items()
-    assert len(set(shared.one.values())) == len(shared.one) > 8
-    for a, b in shared.one.items():
+    assert special.items() <= vocabulary.shared.items()
+    assert len(set(vocabulary.shared.values())) == len(vocabulary.shared) > 8
+    for a, b in vocabulary.shared.items():
         if a not in special:
             read = shown(trained(ours), [a]), shown(trained(theirs), [b])
             assert read[0] == read[1] or "\ufffd" in read[0] + read[1]
@@ -59,32 +59,32 @@ def test_shared_tokens_read_the_same(ours: str, theirs: str) -> None:
 @pytest.mark.parametrize("padding", [0, 3])
 def test_logits_become_a_law_on_shared_tokens(padding: int) -> None:
     target, assistant = model("bytes", padding), model("sentencepiece", padding)
-    shared = Vocabulary(target, assistant, "tli")
+    vocabulary = Vocabulary(target, assistant, "tli")
     logits = torch.randn(4, assistant.embeddings.vocab_size, generator=torch.Generator().manual_seed(0))
-    law = distribution(shared.to_target(logits), Sampling(1.0, 0, 1.0))
+    law = distribution(vocabulary.to_target(logits), Sampling(1.0, 0, 1.0))
     assert law.shape == (4, target.embeddings.vocab_size)
     whole = logits.softmax(-1)
-    kept = whole[:, list(shared.one.values())].sum(-1)
+    kept = whole[:, list(vocabulary.shared.values())].sum(-1)
     expected = torch.zeros_like(law)
-    for a, b in shared.one.items():
+    for a, b in vocabulary.shared.items():
         expected[:, a] = whole[:, b] / kept
     torch.testing.assert_close(law, expected)
     drafted = law.argmax(-1)
-    assert shared.to_assistant(drafted).tolist() == [shared.one[t] for t in drafted.tolist()]
+    assert vocabulary.to_assistant(drafted).tolist() == [vocabulary.shared[t] for t in drafted.tolist()]
 
 
 @pytest.mark.parametrize(("ours", "theirs"), PAIRS)
 def test_what_follows_is_mapped_or_spelled(ours: str, theirs: str) -> None:
-    shared = Vocabulary(model(ours), model(theirs), "tli")
+    vocabulary = Vocabulary(model(ours), model(theirs), "tli")
     pieces, others = token_texts(model(ours)), token_texts(model(theirs))
     spelled = 0
     for token, piece in pieces.items():
-        followed = shared.follow([token])
+        followed = vocabulary.translate([token])
         assert "".join(others[t] for t in followed) in (piece, "")
-        assert token not in shared.one or followed == [shared.one[token]]
+        assert token not in vocabulary.shared or followed == [vocabulary.shared[token]]
         spelled += len(followed) > 1
     assert spelled > 0 or theirs != "sentencepiece"
-    assert shared.follow([5, 6, 1]) == shared.follow([5]) + shared.follow([6]) + [1]
+    assert vocabulary.translate([5, 6, 1]) == vocabulary.translate([5]) + vocabulary.translate([6]) + [1]
 
 
 def test_a_prompt_is_encoded_as_text() -> None:
@@ -102,15 +102,15 @@ def test_different_ends_of_the_answer_are_one() -> None:
         return Target(assistants.tiny(len(words), 0).eval(), tokenizer, end)
 
     target = made("<end>", "a", "b", "<end>")
-    assert Vocabulary(target, made("<eos>", "a", "b", "<eos>"), "tli").one == {0: 0, 1: 1, 2: 2}
-    assert Vocabulary(target, made("<eos>", "<eos>", "a", "b"), "tli").one == {0: 1, 1: 2, 2: 0}
+    assert Vocabulary(target, made("<eos>", "a", "b", "<eos>"), "tli").shared == {0: 0, 1: 1, 2: 2}
+    assert Vocabulary(target, made("<eos>", "<eos>", "a", "b"), "tli").shared == {0: 1, 1: 2, 2: 0}
     knows_both = made("<end>", "a", "<eos>", "<end>")
     knows_both.tokenizer.add_special_tokens({"pad_token": "<eos>"})
-    assert Vocabulary(knows_both, made("<eos>", "a", "b", "<eos>"), "tli").one == {0: 0, 1: 2}, "the end is one"
+    assert Vocabulary(knows_both, made("<eos>", "a", "b", "<eos>"), "tli").shared == {0: 0, 1: 2}, "the end is one"
     padded, pads = made("<end>", "a", "b", "<end>"), made("<end>", "a", "<p>", "<end>")
     for one in (padded, pads):
         one.tokenizer.add_special_tokens({"pad_token": "<p>"})
-    both = Vocabulary(padded, pads, "tli").one, Vocabulary(pads, padded, "tli").one
+    both = Vocabulary(padded, pads, "tli").shared, Vocabulary(pads, padded, "tli").shared
     assert both == ({0: 0, 2: 2}, {0: 0, 2: 2}), "a token beyond an embedding has no counterpart"
 
 
@@ -123,7 +123,7 @@ def test_same_vocabularies_pad_and_cut() -> None:
     wide = padded.to_target(logits[:, :size])
     assert torch.equal(wide[:, :size], logits[:, :size])
     assert wide[:, size:].isneginf().all()
-    assert padded.follow([3, size + 1, 4]) == [3, 4]
+    assert padded.translate([3, size + 1, 4]) == [3, 4]
     assert padded.to_assistant(torch.tensor([3, size + 1])).tolist() == [3, 0], "an embedding's row"
     law = distribution(wide, Sampling(1.0, 0, 1.0))
     assert law[:, size:].eq(0).all()

@@ -122,7 +122,7 @@ def test_what_is_not_sampled_alike_shares_no_step_and_no_graph() -> None:
     """Whichever of the two comes first; what a sequence keeps for itself shares a step."""
     target, cache = SimpleNamespace(switch=None), SimpleNamespace(length=9)
     step: Any = SimpleNamespace(
-        compiles=False, static=True, masks_eos=False, masked=False, plan=DraftPlan(key=1), target=target
+        compiles=False, fixed_shapes=True, masks_eos=False, has_idle=False, plan=DraftPlan(tree_id=1), target=target
     )
     one = RequestParams(9, Sampling(0.8, 5, 0.9, 0.1, 1.2))
 
@@ -140,7 +140,7 @@ def test_what_is_not_sampled_alike_shares_no_step_and_no_graph() -> None:
     assert without_effect(one, alike) == alone
     assert without_effect(one, lambda other: DeviceStep.graph_key(step, 4, other)) == alone
     assert without_effect(one.sampling, lambda sampling: alike(replace(one, sampling=sampling))) == set()
-    for change in ({"masks_eos": True}, {"masked": True}, {"plan": DraftPlan(key=2)}):
+    for change in ({"masks_eos": True}, {"has_idle": True}, {"plan": DraftPlan(tree_id=2)}):
         assert DeviceStep.graph_key(SimpleNamespace(**vars(step) | change), 4, one) != DeviceStep.graph_key(
             step, 4, one
         )

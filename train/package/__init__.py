@@ -9,9 +9,9 @@ build.py     the build step that puts everything under headstart
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from inference.api import GREEDY, Generation, RequestParams, Sampling, Service, generate, load, speculate
+    from inference.api import GREEDY, Generation, RequestParams, Sampling, SwappableDrafter, generate, load, speculate
 
-__all__ = ["GREEDY", "Generation", "RequestParams", "Sampling", "Service", "generate", "load", "speculate"]
+__all__ = ["GREEDY", "Generation", "RequestParams", "Sampling", "SwappableDrafter", "generate", "load", "speculate"]
 
 
 def __getattr__(name: str) -> Any:

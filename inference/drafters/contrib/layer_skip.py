@@ -25,7 +25,7 @@ from inference.drafters.host import DrafterState, HostDrafter
 from inference.drafters.policy import TreeConfig, grow
 from inference.protocol import Context, Proposal
 from inference.target.cache import TargetCache
-from inference.target.model import Skips, Thinned
+from inference.target.model import LayerSkippedTarget, SkipSet
 from inference.target.target import Target
 
 FORMAT = 1
@@ -37,19 +37,19 @@ class SelfDrafter(HostDrafter, DrafterState):
 
     vocab = None
 
-    def __init__(self, target: Target, skips: Skips, tree: TreeConfig, name: str, least: float = 0.0) -> None:
-        self.thinned, self.config, self.name, self.least = Thinned(target, skips), tree, name, least
+    def __init__(self, target: Target, skips: SkipSet, tree: TreeConfig, name: str, least: float = 0.0) -> None:
+        self.partial_target, self.config, self.name, self.least = LayerSkippedTarget(target, skips), tree, name, least
         self.tree = tree.label
 
     def start(self, prompt: Tokens) -> "SelfDrafter":
-        """Return the state of any sequence: none of its own."""
+        """Return itself: no sequence has another state."""
         return self
 
     @torch.inference_mode()
     def propose(self, context: Context) -> Proposal:
         """Grow the tree with rows after those of the cache, and drop these rows."""
         assert context.cache is not None
-        last = torch.tensor([context.token[-1:]], device=self.thinned.target.device)
+        last = torch.tensor([context.token[-1:]], device=self.partial_target.target.device)
         self.cache, self.prefix, self.max_depth = context.cache, context.cache.length, context.max_draft_depth
         self.position = torch.arange(self.prefix, device=last.device)[None]  # the cached rows' positions
         level = self.expand(None, None, LevelNodes(last, last, last.new_zeros(1, 1, 0, dtype=torch.bool), 0))
@@ -63,7 +63,7 @@ class SelfDrafter(HostDrafter, DrafterState):
         position = torch.full_like(nodes.token, self.prefix + nodes.depth)
         self.position = torch.cat([self.position, position], 1)
         seen = torch.cat([mask.new_ones(len(mask), self.prefix + 1), mask], 1)
-        logits = self.thinned.run(nodes.token[0], position[0], seen, self.cache, self.position)
+        logits = self.partial_target.run(nodes.token[0], position[0], seen, self.cache, self.position)
         return LevelOutput(logits[None], logits[None, :, :0])
 
 
@@ -87,7 +87,7 @@ class EarlyExit(SelfDrafter):
                 f"drafter.early_exit.exit_layer is {config.exit_layer}: of {target.name}'s layers give 1 to {depth - 1}"
             )
         rest = tuple(range(config.exit_layer, depth))
-        super().__init__(target, Skips(rest, rest), config.tree, name)
+        super().__init__(target, SkipSet(rest, rest), config.tree, name)
 
 
 @dataclass(frozen=True)
@@ -126,7 +126,7 @@ class LayerSkip(SelfDrafter):
         assert_same_target(path, file.target, target.spec)
         tree = TreeConfig("chain", config.depth or file.depth, 0, 0, [], [])
         stop = file.stop if config.stop is None else config.stop
-        super().__init__(target, Skips(tuple(file.attention), tuple(file.mlp)), tree, name, stop)
+        super().__init__(target, SkipSet(tuple(file.attention), tuple(file.mlp)), tree, name, stop)
 
 
 class Rating(NamedTuple):
@@ -150,46 +150,46 @@ class SearchSettings:
     seed: int
 
 
-def rate(target: Target, skips: Skips, texts: list[Text], deepest: int) -> Rating:
+def rate(target: Target, skips: SkipSet, texts: list[Text], deepest: int) -> Rating:
     """Rate a set of skips at the best depth, by its share of correct guesses (Leviathan et al., arXiv 2211.17192).
 
     One pass per text: a copy of each row runs through the remaining layers and attends to the full rows before it and
     to itself, as the first row of a draft does. Deeper drafts, which also attend to drafted rows, are assumed as good.
     """
-    thinned, right, best = Thinned(target, skips), list[Tensor](), Rating(0.0, 0, 0.0, 0.0)
+    partial_target, correct, best = LayerSkippedTarget(target, skips), list[Tensor](), Rating(0.0, 0, 0.0, 0.0)
     for token, prompt, cache in texts:
         column = torch.arange(len(token), device=token.device)
         position = column[prompt - 1 : -1]
         itself = torch.eye(len(position), dtype=torch.bool, device=token.device)
         seen = torch.cat([column < position[:, None], itself], 1)
-        right.append(thinned.run(token[position], position, seen, cache).argmax(-1) == token[position + 1])
+        correct.append(partial_target.run(token[position], position, seen, cache).argmax(-1) == token[position + 1])
         cache.keep(len(token), [])
-    share = float(torch.cat(right).double().mean())
+    share = float(torch.cat(correct).double().mean())
     tau = 1.0
     for depth in range(1, deepest + 1):
         tau += share**depth
-        best = max(best, Rating(tau / (1 + depth * thinned.cost), depth, tau, thinned.cost))
+        best = max(best, Rating(tau / (1 + depth * partial_target.cost), depth, tau, partial_target.cost))
     return best
 
 
 def recorded(target: Target, prompt: Tokens, answer: Tokens) -> Text:
-    """Return a text with its rows in a cache, which `rate` reads again and again."""
+    """Return a text with its prefilled cache, which `rate` reads many times."""
     token = torch.tensor(prompt + answer, device=target.device)
     cache = target.cache()
     target.prefill(token, cache)
     return token, len(prompt), cache
 
 
-def search(target: Target, texts: list[Text], settings: SearchSettings) -> tuple[Skips, Rating]:
+def search(target: Target, texts: list[Text], settings: SearchSettings) -> tuple[SkipSet, Rating]:
     """Return the best set of skips found, and its rating: random changes from the empty set on, if they rate better."""
     order = random.Random(settings.seed)
-    best = Skips((), ())
+    best = SkipSet((), ())
     ratings = {best: rate(target, best, texts, settings.depth)}
     parts = [*product((0, 1), range(len(target.decoder_layers)))]  # attention and MLP of each layer
     for _ in range(settings.evaluations - 1):
         changed = order.sample(parts, order.choice((1, order.randint(1, len(parts)))))  # a small change, or a large one
         flips = ({layer for kind, layer in changed if kind == which} for which in (0, 1))
-        skips = Skips(*(tuple(sorted({*old} ^ new)) for old, new in zip(best, flips, strict=True)))
+        skips = SkipSet(*(tuple(sorted({*old} ^ new)) for old, new in zip(best, flips, strict=True)))
         if skips not in ratings:
             ratings[skips] = rate(target, skips, texts, settings.depth)
             best = max(best, skips, key=ratings.__getitem__)

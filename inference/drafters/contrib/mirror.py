@@ -63,7 +63,7 @@ class MirrorState(AssistantState):
         if self.ready is None:
             super().update(commit)
         else:
-            self.text += self.vocabulary.follow(commit.token)
+            self.text += self.vocabulary.translate(commit.token)
 
     def propose(self, context: Context) -> Proposal:
         """Return the prepared chain, or draft one; then prepare the next in the background."""
@@ -79,20 +79,22 @@ class MirrorState(AssistantState):
         """Draft after the most probable outcomes of verifying a chain."""
         read = self.read(self.text), self.branch(torch.tensor(chain), [ROOT, *range(len(chain) - 1)])
         free = min(context.max_draft_depth, self.model.context - len(self.text))
-        outcomes = [one for one in self.outcomes(chain, self.answer(torch.cat(read)).logits[0]) if len(one) < free]
+        outcomes = [
+            tokens for tokens in self.outcomes(chain, self.answer(torch.cat(read)).logits[0]) if len(tokens) < free
+        ]
         if not outcomes:
             return {}
         level = self.answer(
-            self.branch(torch.tensor([one[-1] for one in outcomes]), [len(one) - 2 for one in outcomes])
+            self.branch(torch.tensor([tokens[-1] for tokens in outcomes]), [len(tokens) - 2 for tokens in outcomes])
         )
         contexts = []
-        for one in outcomes:
-            token = [*context.token, *one]
-            contexts.append(Context(token, context.sampling, context.draws.at(len(token)), free - len(one)))
+        for tokens in outcomes:
+            token = [*context.token, *tokens]
+            contexts.append(Context(token, context.sampling, context.draws.at(len(token)), free - len(tokens)))
         return dict(zip(outcomes, self.chains(level, contexts), strict=True))
 
     def outcomes(self, chain: Tokens, logits: Float[Tensor, "N V"]) -> list[Outcome]:
-        """Return the most probable outcomes: as many accepted as lately, then the assistant's guess of what follows.
+        """Return the most probable outcomes, by the recent acceptance rate and the assistant's probs of the next token.
 
         After a rejection the next token is another one than the rejected.
         """

@@ -67,7 +67,7 @@ class Streams(nn.Module):
         target.check_masks("so no stream can ride along")
         self.config, self.target = config, target
         self.top = [*target.decoder_layers][-(config.layers or 0) :]  # a list: they must not become submodules
-        linears = {one for layer in self.top for one in layer.modules() if isinstance(one, nn.Linear | Conv1D)}
+        linears = {linear for layer in self.top for linear in layer.modules() if isinstance(linear, nn.Linear | Conv1D)}
         self.linears = {
             name.replace(".", "/"): module
             for name, module in target.base.named_modules()
@@ -84,7 +84,7 @@ class Streams(nn.Module):
             self.adapters[name] = nn.ModuleDict({"down": down, "up": up})
         self.to(target.device)
 
-    def behind(
+    def stream_rows(
         self, anchor: Int[Tensor, "B A"], offset: Int[Tensor, "B N"], visible: Bool[Tensor, "B N N"]
     ) -> tuple[Int[Tensor, "B R"], Int[Tensor, "B R"], Bool[Tensor, "B R M"], Forward]:
         """Return the streams of the rows `anchor` of N: their rows, offsets, masks, and the decoder stack to run.
@@ -136,10 +136,10 @@ class Streams(nn.Module):
             is depth d, so its teacher is the target's distribution at row t+d. No gradient reaches the teachers.
         """
         position, visible, width = rows.positions(document), rows.visible(document), token.shape[1]
-        source, behind, seen, stack = self.behind(anchor, position, visible)
+        source, stream_position, seen, stack = self.stream_rows(anchor, position, visible)
         attn_mask = torch.cat([nn.functional.pad(visible, (0, source.shape[1])), seen], 1)
         # A stream beyond the context has no teacher, and learned positions end there.
-        position = torch.cat([position, behind], 1).clamp_max(self.target.context - 1)
+        position = torch.cat([position, stream_position], 1).clamp_max(self.target.context - 1)
         tokens = torch.cat([token, token.gather(1, source)], 1)
         states = self.target.run(tokens, position, attn_mask, None, stack=stack)
         logits = self.target.embeddings.logits
@@ -203,7 +203,7 @@ class StreamsState(DrafterState):
         token = proposal.tree.token
         visible = trees.ancestors(proposal.tree)[None]
         node = torch.arange(len(token), device=token.device)[None]
-        source, offset, seen, stack = self.streams.behind(node, visible.sum(-1) - 1, visible)
+        source, offset, seen, stack = self.streams.stream_rows(node, visible.sum(-1) - 1, visible)
         return proposal._replace(look_ahead=LookAhead(token[source[0]].clamp_min(0), offset[0], seen[0], stack))
 
     def expand(self, state: None, level: LevelOutput, nodes: LevelNodes) -> LevelOutput:
