@@ -39,11 +39,11 @@ RESULTS = ("json", "error-json", "error-text", "content")  # types of a tool's r
 REASONING = ("reasoning_content", "thinking", "reasoning")  # DeepSeek, Qwen and most servers; gpt-oss; newer servers
 GIVEN = ("arguments", "parameters")  # fields of calls and function definitions in which null is a value
 IDS = ("tool_call_id", "tool_use_id", "toolUseId", "toolCallId", "call_id", "id")
-FINISH = (
+FINISH = {
     *("finish_reason", "finishReason", "stop_reason", "stopReason", "done_reason"),
     *("incomplete_details", "generation_info", "response_metadata"),
-)
-WEIGHTS = ("weight", "training", "train", "loss")  # fields by which a message is not trained: OpenAI's; others'
+}
+WEIGHTS = {"weight", "training", "train", "loss"}  # fields by which a message is not trained: OpenAI's; others'
 # Fields of a message that templates do not read: bookkeeping of replies, and fields renamed here.
 BOOKKEEPING = {
     "from", "value", "parts", "type", "id", "model", "usage", "status", "stop_reason", "stop_sequence",
@@ -87,7 +87,8 @@ def parsed(value: Any) -> Any:
 
 def finish_reasons(fields: Message) -> list[str]:
     """Return the reasons, in lower case, for which a reply or a message ended, under any name."""
-    holders = [value if isinstance(value, dict) else {"": value} for key in FINISH if (value := fields.get(key))]
+    given = [fields[key] for key in fields.keys() & FINISH if fields[key]]
+    holders = [value if isinstance(value, dict) else {"": value} for value in given]
     return [str(reason).lower().rpartition(".")[2] for holder in holders for reason in holder.values()]
 
 
@@ -222,7 +223,7 @@ def _messages(raw: Message) -> Iterator[Message]:
     hidden = "hidden" in by_kind or "hidden" in details
     others = {"reasoning_content": thought, "tool_calls": calls, "finish_reason": cut, HIDDEN: hidden}
     result |= {key: value for key, value in others.items() if value}
-    result |= {"weight": 0} if any(raw.get(key) in (0, False) for key in WEIGHTS) else {}
+    result |= {"weight": 0} if any(raw[key] in (0, False) for key in raw.keys() & WEIGHTS) else {}
     if "result" not in by_kind or {*by_kind} - {"result", "nothing"} or calls:
         yield result
 

@@ -16,7 +16,7 @@ KNOWN = (
     '{"messages": [{role, content}]}, {"conversations": [{role, content} or {from, value}]}, {"prompt", "answer"}, '
     '{"question", "answer"}, {"instruction", "input", "output"}, {"turns" or "prompt": [...]}, {"text"}, tokens: '
     '{"input_ids", "loss_mask"} or {"prompt_token_ids", "token_ids"}, and logs of requests with their replies: '
-    + ", ".join(name for name, request, reply in SHAPES if request and reply)
+    + ", ".join(dict.fromkeys(name for name, request, reply in SHAPES if request and reply))
 )
 SHOWN = 300  # maximum characters of a record in an error
 SUMMARIZE = "Summarize: {}"  # Spec-Bench's prompt for CNN/DailyMail articles

@@ -118,12 +118,11 @@ class Chat(NamedTuple):
 
 def at(value: Any, path: str) -> Any:
     """Return the value at a path of a record, or None."""
-    for name in path.split("/") if path else ():
-        value = value.get(name) if isinstance(value, dict) else None
-        if value is None:
-            return None
-        value = opened(value)
-    return value
+    if not path:
+        return value
+    name, _, rest = path.partition("/")
+    inner = value.get(name) if isinstance(value, dict) else None
+    return None if inner is None else at(opened(inner), rest)
 
 
 def opened(value: Any) -> Any:
@@ -151,6 +150,8 @@ def chat_of(raw: Raw) -> Chat | None:
     if raw.get("label") is False and "completion" in raw:  # TRL's unpaired preference
         raise LeftOutError("an answer that is marked as bad", "its answer is marked as bad")
     for name, path, reply_path in SHAPES:
+        if path and not {path.partition("/")[0], reply_path.partition("/")[0]} & raw.keys():
+            continue
         holder, reply = _asked(at(raw, path), not path), at(raw, reply_path)
         if holder is None and path and all(isinstance(text, str) for text in (at(raw, path), reply)):
             holder = _asked({"prompt": at(raw, path)}, False)

@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from data.text.parts import Message, content_text, parsed
-from inference.target.tokenizer import RenderError, rendering, tokenize
+from inference.target.tokenizer import RenderError, encode_one, rendering, tokenize
 
 T = TypeVar("T")
 Messages = list[Message]
@@ -171,12 +171,10 @@ def encode_spans(text: str, tokenizer: PreTrainedTokenizerBase) -> tuple[list[in
 
     Characters between two tokens are the later one's: byte-level tokenizers leave the space before a word out.
     """
-    left_out = {"return_attention_mask": False, "return_token_type_ids": False}
-    encoded: Any = tokenize(tokenizer, text, add_special_tokens=False, return_offsets_mapping=True, **left_out)
-    offsets = encoded["offset_mapping"]
-    reached = [0, *accumulate((end for _, end in offsets), max)]
-    starts = [min(start, before) for (start, _), before in zip(offsets, reached, strict=False)]
-    return list(encoded["input_ids"]), starts, reached[1:]
+    encoded = encode_one(text, tokenizer)
+    starts, ends = zip(*encoded.offsets, strict=True) if encoded.offsets else ((), ())
+    reached = [0, *accumulate(ends, max)]
+    return encoded.ids, list(map(min, starts, reached)), reached[1:]
 
 
 @lru_cache(maxsize=8)

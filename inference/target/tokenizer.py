@@ -5,6 +5,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from jinja2 import TemplateError, TemplateSyntaxError
+from tokenizers import Encoding
 from transformers import BatchEncoding, PreTrainedTokenizerBase
 
 from heads.common.errors import one_line, panicked
@@ -20,8 +21,30 @@ def tokenize(tokenizer: PreTrainedTokenizerBase, text: str | list[str], **option
     """
     for one_text in [text] if isinstance(text, str) else text:
         one_text.encode()
-    try:
+    with _one_line(tokenizer):
         return tokenizer(text, verbose=False, **options)
+
+
+def encode_one(text: str, tokenizer: PreTrainedTokenizerBase) -> Encoding:
+    """Return a text's tokens with their characters, without the special tokens of a fast tokenizer's start and end.
+
+    The tokenizer itself is called: transformers' call around it takes as long again.
+
+    Raises:
+        UnicodeEncodeError, ValueError: as `tokenize`.
+    """
+    text.encode()
+    backend: Any = tokenizer.backend_tokenizer
+    backend.no_truncation()
+    backend.no_padding()
+    with _one_line(tokenizer):
+        return backend.encode(text, add_special_tokens=False)
+
+
+@contextmanager
+def _one_line(tokenizer: PreTrainedTokenizerBase) -> Iterator[None]:
+    try:
+        yield
     except BaseException as error:
         if not panicked(error):
             raise
