@@ -269,6 +269,14 @@ def test_what_a_format_cannot_say_is_refused(
             check(made(kind, **options), form, served(), [])
 
 
+@pytest.mark.parametrize(("engine", "kind"), [("vllm", "gemma3_text"), ("llamacpp", "qwen2"), ("sglang", "granite")])
+def test_a_target_whose_class_hands_out_no_layers_is_refused_to_heads_that_read_them(engine: str, kind: str) -> None:
+    with pytest.raises(ValueError, match=f"^engine={engine}: a target of model_type {kind} .*eagle3 reads; .*null$"):
+        check(made("eagle3"), engine, served(config=SAID | {"model_type": kind}), [])
+    check(made("eagle3"), engine, served(config=SAID | {"model_type": "qwen3"}), [])
+    check(made("mtp"), "vllm", served(config=SAID | {"model_type": kind}), [])
+
+
 def test_transformers_decodes_with_heads_whose_code_is_published() -> None:
     check(made("mlp"), "transformers", served(), ["a scaled embedding"])
     with pytest.raises(ValueError, match=r"^engine=transformers: no code of ours decodes there with eagle3; .*mlp"):

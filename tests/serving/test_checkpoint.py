@@ -69,7 +69,7 @@ def target_of(folder: Path, architecture: str) -> Target:
 def head_of(target: Target, architecture: str) -> Any:
     """Return a head that starts as the target's last layer."""
     options = {"layer": "target", "raw_state": architecture == "MiMoForCausalLM"}
-    return from_target(Mtp.Config(name="mtp", **toys.HEAD_CONFIGS["mtp"] | options), "last_layer", target)
+    return from_target(Mtp.Config(name="mtp", **toys.HEAD_CONFIGS["mtp"] | options), "last_layer", target, "")
 
 
 def train(head: Any, target: Target, texts: list[list[int]], depths: int) -> None:

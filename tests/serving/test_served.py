@@ -103,7 +103,11 @@ def test_vllm_serves_a_qwen3_with_a_head_as_mimos_module(tmp_path: Path, qk_norm
     target, depth = toy.target_of(tmp_path / "target", "Qwen3ForCausalLM"), 2
     plain = [families.generated(target, prompt, toy.TOKENS) for prompt in toy.PROMPTS]
     config = Mtp.Config(name="mtp", **toys.HEAD_CONFIGS["mtp"] | {"qk_norm": qk_norm})
-    head: Any = from_target(config, "last_layer", target) if qk_norm else match_target(config, target)
+    head: Any = (
+        from_target(config, "last_layer", target, "")
+        if qk_norm
+        else Mtp(match_target(config, target), target.embeddings)
+    )
     texts = [prompt + answer for prompt, answer in zip(toy.PROMPTS, plain, strict=True)]
     toy.train(head, target, texts[:4], depth)
     run, folder = tmp_path / "run", tmp_path / "head-mtp"

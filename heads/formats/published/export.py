@@ -34,6 +34,14 @@ FORMATS: dict[str, Writers] = {
     "eagle4": {"eagle4": eagle4.engines},
     "openvino": {"eagle3": eagle3.authors, "block": dflash.openvino},
 }
+# The targets, by model_type, whose class in vLLM 0.33, SGLang 0.5.23 or llama.cpp (of llama-cpp-python 0.3.36) hands
+# out no layers to a head: the server ends at its start.
+CLOSED = {
+    "vllm": "gemma2 gemma3_text mixtral glm4 glm4_moe gpt2 cohere cohere2 falcon_h1 granitemoehybrid lfm2 kimi_linear",
+    "sglang": "gemma2 mixtral olmo2 glm4 gpt2 cohere cohere2 falcon_h1 granite granitemoehybrid lfm2 kimi_linear",
+    "llamacpp": "qwen2 gemma2 gemma3_text phi3 olmo2 olmo3 glm4 glm4_moe gpt2 gpt_neox cohere cohere2 falcon_h1 "
+    "granite granitemoehybrid deepseek_v3 llama4 kimi_linear bamba smollm3",
+}
 READERS = ("vllm", "sglang", "trtllm", "speculators")  # formats named after the engines that read one common folder
 
 
@@ -48,6 +56,10 @@ def check(head: Any, engine: str, served: TargetFacts, beyond: Collection[str]) 
             if not custom_generate.files(vars(head.config)):
                 raise ValueError(f"no code of ours decodes there with {head.config.name}; train head=mlp")
             return
+        kind = served.config.get("model_type")
+        if head.feature_layers and kind in CLOSED.get(engine, "").split():
+            raise ValueError(f"a target of model_type {kind} hands out no layers there, which head={head.config.name} "
+                             "reads; choose another engine, or train for a newer version with engine=null")  # fmt: skip
         if why := engine_mismatch(head.config, beyond):
             raise ValueError(why)
         _writer(head, format_name)(Export(format_name, head, served))
