@@ -134,7 +134,7 @@ def coupled_check(
 
 @torch.inference_mode()
 def coupled_gap(target: Target, prompt: Tokens, answer: Tokens, params: RequestParams) -> float:
-    """Return the margin, in logits, of the winner of the coupled race after a text over the second."""
+    """Return the margin in logits between the two best tokens under coupled noise after a text."""
     request = _request(target, prompt, answer, params, target.cache())
     probs = _probs(request)
     first, second = (probs / request.noise(probs[None])[0]).double().topk(2).values.tolist()
