@@ -275,7 +275,7 @@ def test_speed_is_measured_in_the_dtype_that_was_asked_for(monkeypatch: pytest.M
     assert said == [torch.bfloat16]
 
 
-def test_the_report_goes_to_the_run_or_where_it_was_told_and_one_there_is_announced(tmp_path: Path) -> None:
+def test_the_report_goes_to_the_run_or_where_it_was_told(tmp_path: Path) -> None:
     assert folder_for(None, [str(tmp_path)], ["head"]) == tmp_path
     assert folder_for("there", [str(tmp_path)], ["head"]) == Path("there")
     assert folder_for(None, ["me/mine"], ["head"]) == Path("outputs/mine")
