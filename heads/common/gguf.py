@@ -52,7 +52,12 @@ def metadata(folder: str, gguf_file: str) -> dict[str, Any]:
 
 
 def dequantised(path: str) -> str:
-    """Return a model's folder or Hub name; of a GGUF file the folder with its weights, made where it is not."""
+    """Return a model's folder or Hub name; of a GGUF file the folder with its weights, made where it is not.
+
+    Raises:
+        ValueError: transformers does not know the architecture, a quantisation in the file, or its rotary scaling.
+        OSError: the disk is full or the folder cannot be written.
+    """
     folder, given = resolve_gguf(path)
     if not given:
         return folder
@@ -63,6 +68,7 @@ def dequantised(path: str) -> str:
     )
     with claim(new.with_suffix(".lock"), wait=True):
         if not new.is_dir():
+            _check_rotary(folder, given["gguf_file"])
             print_above_bars(f"{path}: dequantised to bfloat16 once, in {new}")
             if not CONSOLE.is_terminal:
                 transformers.logging.disable_progress_bar()
@@ -74,6 +80,19 @@ def dequantised(path: str) -> str:
                 )
                 model.save_pretrained(written)
     return str(new)
+
+
+def _check_rotary(folder: str, gguf_file: str) -> None:
+    """Refuse a file whose rotary scaling transformers drops (findings/transformers_gguf_drops_rope_scaling.sh)."""
+    from gguf import GGUFReader
+
+    config = transformers.AutoConfig.from_pretrained(folder, gguf_file=gguf_file).get_text_config()
+    if (getattr(config, "rope_parameters", None) or {}).get("rope_type") != "default":
+        return
+    reader = GGUFReader(Path(folder, gguf_file))
+    kinds = {field.contents() for name, field in reader.fields.items() if name.endswith(".rope.scaling.type")}
+    if kinds - {"none"} or any(tensor.name.startswith("rope_f") for tensor in reader.tensors):
+        raise ValueError(f"{gguf_file} has rotary scaling, which transformers drops: give the folder it was made of")
 
 
 def _folder(file: Path) -> Path:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from gguf import GGMLQuantizationType, GGUFReader, GGUFWriter
+from gguf import GGMLQuantizationType, GGUFReader, GGUFWriter, RopeScalingType
 from huggingface_hub import HfApi, constants
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig
@@ -60,9 +60,13 @@ def rotary_pairs(weight: Tensor, heads: int) -> Tensor:
     return weight.unflatten(0, (heads, 2, -1)).transpose(1, 2).flatten(0, 2)
 
 
-def write(file: Path, model: Any, architecture: str = "llama") -> Path:
+def write(file: Path, model: Any, architecture: str = "llama", scaling: str = "") -> Path:
     """Write a model as llama.cpp's converter does."""
     writer = GGUFWriter(file, architecture)
+    if scaling == "llama3":
+        writer.add_tensor("rope_freqs.weight", torch.full((8,), 8.0).numpy())
+    elif scaling:
+        writer.add_rope_scaling_type(RopeScalingType(scaling))
     writer.add_context_length(160)
     writer.add_block_count(LAYERS)
     writer.add_embedding_length(64)
@@ -144,6 +148,16 @@ def test_an_architecture_that_transformers_does_not_know_is_one_line(tmp_path: P
         Target.load(str(file), "float32", "cpu")
     assert "\n" not in str(error.value)
     assert not cache.exists()
+
+
+@pytest.mark.parametrize("scaling", ["llama3", "yarn", "linear", "none"])
+def test_rotary_scaling_that_transformers_drops_is_refused(tmp_path: Path, model: Any, scaling: str) -> None:
+    file = write(tmp_path / "long.gguf", model, scaling=scaling)
+    if scaling == "none":
+        assert Target.load(str(file), "float32", "cpu").model.config.rope_parameters["rope_type"] == "default"
+        return
+    with pytest.raises(ValueError, match=r"long\.gguf has rotary scaling, which transformers drops"):
+        Target.load(str(file), "float32", "cpu")
 
 
 def test_a_head_of_a_file_is_trained_evaluated_and_published_as_gguf(
