@@ -2,7 +2,7 @@
 # transformers 5.24.0: a GGUF file loads by `gguf_file` as dense weights in the dtype asked for, and yet the model is announced
 # as quantised, so that save_pretrained refuses it ("not serializable"). With GgufConfig(dequantize=True) the same tensors
 # load and can be saved. Seen: 134,515,008 parameters in bfloat16, is_quantized True, ValueError; then saved.
-# headstart does not read GGUF files: convert them once as below.
+# headstart reads a GGUF with dequantize=True (heads/common/gguf.py); for other uses convert it once as below.
 set -euo pipefail
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
