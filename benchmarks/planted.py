@@ -240,8 +240,8 @@ BUGS = [
     ),
     Bug(
         "train/step.py",
-        "weight._replace(row=weight.row * factor, normalizer=weight.normalizer * factor)",
-        "weight._replace(row=weight.row * factor)",
+        "row=weight.row * factor, normalizer=weight.normalizer * factor",
+        "row=weight.row * factor, normalizer=weight.normalizer",
         ["tests/train/test_rollouts.py"],
     ),
     Bug(

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from heads.common.ranges import Amount, Count, LmHead, Positive, Width
 from heads.common.typed import Json
-from heads.shapes import Anchors, Logits, Nodes, NodeStates, Rows, Sequences, States, TokenIds
+from heads.shapes import Anchors, Inputs, Logits, Nodes, NodeStates, PerSequence, Rows, Sequences, States, TokenIds
 
 NamedTensors = dict[str, Tensor]  # tensors by name, of a module, a checkpoint or a file
 Tokens = list[int]  # a text's
@@ -128,7 +128,7 @@ class NewRows(NamedTuple):
 
     features: Features
     token: Sequences  # token t+1 of row t; the last one is the root of the next tree
-    counts: Int[Tensor, "B"] | None = None  # rows of each sequence, at least one; None: T each, as in a first call
+    counts: PerSequence | None = None  # rows of each sequence, at least one; None for T, as in a first call
 
 
 class LevelNodes(NamedTuple):
@@ -199,7 +199,7 @@ class DraftHead(Protocol):
         `anchors` are the rows to draft from, in order, None for all; the output for other rows is undefined.
         """
 
-    def compute_logits(self, state: Float[Tensor, "*n X"], depth: int) -> Logits:
+    def compute_logits(self, state: Inputs, depth: int) -> Logits:
         """Return the logits of a depth's states, over the head's own vocabulary."""
 
     def extend(self, state: Any, new: NewRows) -> tuple[Any, LevelOutput]:
@@ -242,6 +242,7 @@ class HeadModule(nn.Module):
     feature_layers: tuple[int, ...] = ()
     has_kv_cache = False
     max_depth: int
+    lm_heads: nn.ModuleList
 
     def __init__(self, config: Any, embeddings: Embeddings) -> None:
         super().__init__()
@@ -254,6 +255,10 @@ class HeadModule(nn.Module):
     def embeddings(self) -> Embeddings:
         """The target's embedding and lm_head."""
         return self._embeddings[0]
+
+    def compute_logits(self, state: States, depth: int) -> Logits:
+        """Return the logits of a depth's states, counted from 1, by its own lm_head; other heads have one for all."""
+        return self.lm_heads[depth - 1](state)
 
     def check_depths(self, depths: int) -> None:
         """Refuse other depths for a head with one module per depth: a module without a gradient stops a run."""

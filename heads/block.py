@@ -47,7 +47,9 @@ from heads.modules.kv_cache import KVCache, mask_blocks_after, mask_blocks_after
 from heads.modules.layers import DecoderLayer, LayerInputs, LayerSpec, RMSNorm
 from heads.modules.vocab import DraftLmHead, VocabularyLinear
 from heads.rows import last_rows
-from heads.shapes import Anchors, Logits, Nodes, Rows, Sequences, States, TokenIds
+from heads.shapes import Anchors, Inputs, Logits, Nodes, Rows, Sequences, States, TokenIds
+
+Position = Float[Tensor, "*#n D"]  # a state of a block's position, which may serve several nodes
 
 
 class GroupedConv(nn.Module):
@@ -111,7 +113,7 @@ class Selector(nn.Module):
         for embedding in (self.predecessor, self.successor):
             nn.init.normal_(embedding.weight, std=0.02)
 
-    def context(self, hidden: Float[Tensor, "*#n D"], token: TokenIds) -> Float[Tensor, "*n R"]:
+    def context(self, hidden: Position, token: TokenIds) -> Float[Tensor, "*n R"]:
         """Return A[p] * P(h) of a position's state h and the token p before it."""
         return self.predecessor(token).to(hidden.dtype) * self.projection(hidden)
 
@@ -144,7 +146,7 @@ class Domino(nn.Module):
         return new.unflatten(0, embedding.shape[:-1])
 
     def forward(
-        self, logits: Float[Tensor, "*#n W"], hidden: Float[Tensor, "*#n D"], memory: Float[Tensor, "*n G"], depth: int
+        self, logits: Float[Tensor, "*#n W"], hidden: Position, memory: Float[Tensor, "*n G"], depth: int
     ) -> Float[Tensor, "*#n W"]:
         """Return the corrected logits, given the GRU's states."""
         if depth == 1:
@@ -230,13 +232,13 @@ class Block(HeadModule):
         embedding = self.embeddings.embed(root).to(self.mask.dtype)[..., None, :]
         return torch.cat([embedding, self.mask.expand(*root.shape, self.size - 1, -1)], -2)
 
-    def context_of(self, hidden: Float[Tensor, "*#n D"], token: TokenIds) -> Float[Tensor, "*n X"] | None:
+    def context_of(self, hidden: Position, token: TokenIds) -> Inputs | None:
         """Return the context from which the previous token corrects the logits; None without a correction."""
         if self.before is not None:
             return self.before(token).to(hidden.dtype)
         return None if self.selector is None else self.selector.context(hidden, token)
 
-    def corrected(self, hidden: Float[Tensor, "*#n D"], context: Float[Tensor, "*n X"] | None, depth: int) -> Logits:
+    def corrected(self, hidden: Position, context: Inputs | None, depth: int) -> Logits:
         """Return the corrected logits of positions; one position may serve several nodes."""
         logits = self.lm_head(hidden)
         if context is None:
@@ -248,7 +250,7 @@ class Block(HeadModule):
         assert self.bias is not None
         return logits + self.bias(context)
 
-    def compute_logits(self, state: Float[Tensor, "*n X"], depth: int) -> Logits:
+    def compute_logits(self, state: Inputs, depth: int) -> Logits:
         """Return a depth's logits; states without a context for the correction give uncorrected logits."""
         width = self.embeddings.hidden_size
         context = state[..., width:] if state.shape[-1] > width else None

@@ -22,7 +22,7 @@ from heads.modules.kv_cache import KVCache
 from heads.modules.layers import DecoderLayer, LayerInputs, LayerSpec, RMSNorm
 from heads.modules.vocab import DraftLmHead
 from heads.rows import drafted_token, gather_parents, gather_rows, last_rows, scatter_rows
-from heads.shapes import Advanced, Anchors, Logits, Rows, States, TokenIds
+from heads.shapes import Advanced, Anchors, Inputs, Rows, States, TokenIds
 
 
 class EntryBlock(nn.Module):
@@ -33,7 +33,7 @@ class EntryBlock(nn.Module):
         self.res_connection = nn.Linear(input_width, width)
         self.linear = nn.Linear(input_width, width)
 
-    def forward(self, x: Float[Tensor, "*n X"]) -> States:
+    def forward(self, x: Inputs) -> States:
         """Apply the block."""
         return self.res_connection(x) + functional.silu(self.linear(x))
 
@@ -49,7 +49,7 @@ class Branch(nn.Module):
         with torch.no_grad():  # starts near the summary itself, as Medusa does
             self.entry.res_connection.weight[:, :width] = torch.eye(width)
 
-    def forward(self, x: Float[Tensor, "*n X"]) -> States:
+    def forward(self, x: Inputs) -> States:
         """Apply the blocks."""
         z = self.entry(x)
         for block in self.blocks:
@@ -100,11 +100,7 @@ class Hydra(HeadModule):
             for _ in range(config.heads)
         )
 
-    def compute_logits(self, state: States, depth: int) -> Logits:
-        """Return the logits of head `depth`, counted from 1, for its own states."""
-        return self.lm_heads[depth - 1](state)
-
-    def append_token(self, before: Float[Tensor, "*n X"], token: TokenIds) -> Float[Tensor, "*n Y"]:
+    def append_token(self, before: Inputs, token: TokenIds) -> Float[Tensor, "*n Y"]:
         """Return a head's input with one more token."""
         return torch.cat([before, self.embeddings.embed(token).to(before.dtype)], -1)
 

@@ -13,7 +13,7 @@ from heads.base import DepthOutput, Embeddings, Features, HeadModule, LevelNodes
 from heads.common.ranges import Count, LmHead, Parts
 from heads.modules.vocab import DraftLmHead
 from heads.rows import gather_rows, last_rows, scatter_rows
-from heads.shapes import Anchors, Logits, States
+from heads.shapes import Anchors, States
 
 
 class ResidualBlock(nn.Module):
@@ -53,10 +53,6 @@ class Medusa(HeadModule):
         self.lm_heads = nn.ModuleList(
             DraftLmHead(embeddings, config.lm_head, self.vocab, config.lm_head_rank) for _ in range(config.heads)
         )
-
-    def compute_logits(self, state: States, depth: int) -> Logits:
-        """Return the logits of head `depth`, counted from 1, for its own states."""
-        return self.lm_heads[depth - 1](state)
 
     def unroll(self, features: Features, depths: int, anchors: Anchors = None) -> list[DepthOutput]:
         """Draft from all rows, or from `anchors`, at every depth."""

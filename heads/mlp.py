@@ -10,7 +10,6 @@ import math
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -18,7 +17,7 @@ from heads.base import DepthOutput, Embeddings, Features, HeadModule, LevelNodes
 from heads.common.ranges import Count, Parts, Width
 from heads.modules.vocab import VocabularyLinear
 from heads.rows import drafted_token, gather_parents, gather_rows, last_rows, scatter_rows
-from heads.shapes import Anchors, Logits, States, TokenIds
+from heads.shapes import Anchors, Inputs, Logits, States, TokenIds
 
 EPS = 1e-6
 
@@ -75,7 +74,7 @@ class Mlp(HeadModule):
             return last
         return functional.rms_norm(last, last.shape[-1:], eps=EPS) / math.sqrt(2)
 
-    def step(self, state: Float[Tensor, "*n X"], token: TokenIds, depth: int) -> States:
+    def step(self, state: Inputs, token: TokenIds, depth: int) -> States:
         """Return the state of a depth, counted from 1."""
         i = 0 if self.config.tied else depth - 1
         mixed = self.proj[min(depth, len(self.proj)) - 1](state) + self.mix * self.emb[i](token).to(state.dtype)

@@ -4,7 +4,9 @@ import torch
 from jaxtyping import Bool, Int, Shaped
 from torch import Tensor
 
-from heads.shapes import Anchors, Nodes, Sequences
+from heads.shapes import Anchors, Nodes, Paths, PerSequence, RowMask, Sequences
+
+PerRow = Shaped[Tensor, "B T *rest"]
 
 
 def positions(document: Sequences) -> Sequences:
@@ -22,7 +24,7 @@ def visible(document: Sequences) -> Bool[Tensor, "B T T"]:
     return same & torch.ones_like(same[0]).tril()
 
 
-def shift_left(x: Shaped[Tensor, "B T *rest"], count: int) -> Shaped[Tensor, "B T *rest"]:
+def shift_left(x: PerRow, count: int) -> PerRow:
     """Return row t+count of `x` at row t; the last `count` rows repeat the last row.
 
     `valid` is false for these rows, so their values do not matter.
@@ -33,12 +35,12 @@ def shift_left(x: Shaped[Tensor, "B T *rest"], count: int) -> Shaped[Tensor, "B 
     return x[:, index]
 
 
-def last_rows(x: Shaped[Tensor, "B T *rest"], count: Int[Tensor, "B"] | None) -> Shaped[Tensor, "B 1 *rest"]:
+def last_rows(x: PerRow, count: PerSequence | None) -> Shaped[Tensor, "B 1 *rest"]:
     """Return each sequence's last row; with `count` the sequences have that many rows instead of T."""
     return x[:, -1:] if count is None else x[torch.arange(len(x), device=x.device)[:, None], count[:, None] - 1]
 
 
-def gather_rows(x: Shaped[Tensor, "B T *rest"], row: Anchors) -> Shaped[Tensor, "B n *rest"]:
+def gather_rows(x: PerRow, row: Anchors) -> Shaped[Tensor, "B n *rest"]:
     """Return the given rows of each sequence; None returns all."""
     return x if row is None else x.flatten(0, 1).index_select(0, _flat(row, x.shape[1])).unflatten(0, row.shape)
 
@@ -66,17 +68,17 @@ def next_token(token: Sequences) -> Sequences:
     return shift_left(token, 1)
 
 
-def drafted_token(token: Sequences, depth: int, path: Int[Tensor, "B T d"] | None = None) -> Sequences:
+def drafted_token(token: Sequences, depth: int, path: Paths = None) -> Sequences:
     """Return token t+d, the input of row t at depth d of `unroll`; with `path` the drafted token at that depth."""
     return shift_left(token, depth) if path is None else token.gather(1, path[..., depth - 1])
 
 
-def teacher(x: Shaped[Tensor, "B T *rest"], depth: int) -> Shaped[Tensor, "B T *rest"]:
+def teacher(x: PerRow, depth: int) -> PerRow:
     """Return row t+d of `x` at row t: the last hidden state whose lm_head is the teacher of (t, d)."""
     return shift_left(x, depth)
 
 
-def valid(document: Sequences, mask: Sequences | Bool[Tensor, "B T"], depth: int) -> Bool[Tensor, "B T"]:
+def valid(document: Sequences, mask: Sequences | RowMask, depth: int) -> RowMask:
     """Return the mask of trained (t, d): token t+1+d is in row t's document and the target would write it.
 
     The mask is shifted with the label, so that the first draft after a prompt is supervised (SpecForge#885).

@@ -1,12 +1,17 @@
 """The shapes that many signatures have, by the letters of heads/base.py."""
 
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 Sequences = Int[Tensor, "B T"]  # a whole number for each row: its token, document or position
+PerSequence = Int[Tensor, "B"]
+RowMask = Bool[Tensor, "B T"]
 Rows = Float[Tensor, "B T D"]  # a state for each row
+RowInputs = Float[Tensor, "B T X"]
+Paths = Int[Tensor, "B T d"] | None  # the row whose token each row drafts at each depth; None: t + depth
 Anchors = Int[Tensor, "B n"] | None  # the rows to draft from, in order; None for all
 States = Float[Tensor, "*n D"]
+Inputs = Float[Tensor, "*n X"]  # of another width than the model's
 TokenIds = Int[Tensor, "*n"]
 Logits = Float[Tensor, "*n W"]  # over the head's own vocabulary
 Nodes = Int[Tensor, "B N"]  # a whole number for each node of a level, or each query

@@ -45,6 +45,15 @@ def test_a_refusal_waits_for_no_slow_import(script: str, words: list[str], said:
     assert json.loads(done.stdout.splitlines()[-1]) == []
 
 
+def test_the_plan_of_a_preset_waits_for_no_slow_import(tmp_path: Path) -> None:
+    words = [str(ROOT / "train/run.py"), "experiment=eagle3_llama70b_2x8x80", "plan=true"]
+    env = os.environ | {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HUB_CACHE": str(tmp_path)}
+    command = [sys.executable, "-c", LOADED, *words]
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, check=True, timeout=120)
+    assert "70,553,706,496" in done.stdout
+    assert json.loads(done.stdout.splitlines()[-1]) == []
+
+
 @pytest.mark.parametrize("words", [["--help"], ["-sc", "query=bash"]])
 def test_the_command_lists_and_completes_without_torch(words: list[str]) -> None:
     code = "import sys; from train.package.command import main; main(); print('torch' in sys.modules)"

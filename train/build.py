@@ -111,7 +111,7 @@ def build(run: RunConfig, accelerator: Accelerator, lock: RunLock) -> Loop:
     if not accelerator.is_main_process:
         logging.disable(logging.WARNING)  # only the main process logs warnings
     set_seed(run.trainer.seed)
-    goes_on = run.resume and bool(checkpoint.checkpoints(Path(run.out) / "checkpoints"))
+    goes_on = run.resume and checkpoint.checkpoints(Path(run.out) / "checkpoints")
     init = checkpoint.first_init(Path(run.out), run.head.name) if goes_on and run.init == AUTO else run.init
     target = load_target(run.model, str(accelerator.device), whole=run.reads_target)
     tree = verifiable(target, run.tree) if isinstance(target, Target) else run.tree

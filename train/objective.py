@@ -22,20 +22,21 @@ from heads.base import DepthOutput, DraftHead, Features, draft_size, to_device
 from heads.eagle4 import CandidateLmHead
 from heads.modules.argmax import argmax
 from heads.modules.vocab import AccumulatingModule
-from heads.shapes import Anchors, Sequences
+from heads.shapes import Anchors, Paths, PerSequence, RowMask, Sequences
 from inference.verification.rng import BITS, hash_key, seed_key
 from train.losses import LOSSES, NOT_OF_LOGITS, READ_P, LossInputs, ObjectiveConfig, RowIndex, TeacherProbs
 
+Trained = Bool[Tensor, "d B T"]  # the rows that are trained at each depth
 ANCHORS, NOISE = range(2)  # the uses of a sequence's random numbers
 VALUES = {"cpu": 2**15, "cuda": 2**22}  # random numbers hashed at a time: fits a CPU's cache, a GPU's memory
 
 
-def row_keys(seed: int, step: int, index: Int[Tensor, "B"]) -> Int[Tensor, "B"]:
+def row_keys(seed: int, step: int, index: PerSequence) -> PerSequence:
     """Return the random keys of a step's packed sequences."""
     return hash_key(hash_key(seed_key(seed), step), index)
 
 
-def sample_anchors(has_loss: Bool[Tensor, "B T"], count: int | None, keys: Int[Tensor, "B"]) -> Anchors:
+def sample_anchors(has_loss: RowMask, count: int | None, keys: PerSequence) -> Anchors:
     """Sample `count` anchor rows of each packed sequence, rows with a loss first; None means `trained_rows`."""
     length = has_loss.shape[1]
     if count is None or count >= length:
@@ -45,7 +46,7 @@ def sample_anchors(has_loss: Bool[Tensor, "B T"], count: int | None, keys: Int[T
     return (order + (has_loss.long() << BITS)).topk(count).indices.sort().values
 
 
-def trained_rows(has_loss: Bool[Tensor, "B T"]) -> Anchors:
+def trained_rows(has_loss: RowMask) -> Anchors:
     """Return each packed sequence's rows with a loss, in order, padded to a common number; None for all rows.
 
     The number is a multiple of 1/16 of the length, for few different shapes.
@@ -58,7 +59,7 @@ def trained_rows(has_loss: Bool[Tensor, "B T"]) -> Anchors:
     return has_loss.long().argsort(dim=1, descending=True, stable=True)[:, :count].sort(1).values
 
 
-def noisy(features: Features, noise: float, keys: Int[Tensor, "B"]) -> Features:
+def noisy(features: Features, noise: float, keys: PerSequence) -> Features:
     """Add EAGLE's uniform feature noise, scaled by the ratio of its reference length to this length."""
     if noise == 0:
         return features
@@ -177,9 +178,7 @@ class Chunk(NamedTuple):
 Chunks = list[Chunk]
 
 
-def chunked(
-    trained: Bool[Tensor, "d B T"], size: int, device: torch.device, path: Int[Tensor, "B T d"] | None = None
-) -> Chunks:
+def chunked(trained: Trained, size: int, device: torch.device, path: Paths = None) -> Chunks:
     """Return the trained rows in chunks of `size` teachers, copied to a device asynchronously.
 
     If `trained` is on the device, the host waits for the device. The teacher of row t at depth d is row t + d, or
@@ -346,12 +345,12 @@ class LossWeights(NamedTuple):
     divides the loss.
     """
 
-    trained: Bool[Tensor, "d B T"]
+    trained: Trained
     row: Float[Tensor, "d B T"]
     normalizer: Float[Tensor, "d"]
 
 
-def trainable(document: Sequences, mask: Sequences, depths: int) -> Bool[Tensor, "d B T"]:
+def trainable(document: Sequences, mask: Sequences, depths: int) -> Trained:
     """Return the rows that can be trained at each depth; `mask` is 1 at tokens that the target would write."""
     return torch.stack([rows.valid(document, mask, d) for d in range(1, depths + 1)])
 
@@ -359,9 +358,9 @@ def trainable(document: Sequences, mask: Sequences, depths: int) -> Bool[Tensor,
 def loss_weights(
     document: Sequences,
     mask: Sequences,
-    anchors: Bool[Tensor, "B T"] | None,
+    anchors: RowMask | None,
     config: ObjectiveConfig,
-    has_loss: Bool[Tensor, "d B T"] | None = None,
+    has_loss: Trained | None = None,
 ) -> LossWeights:
     """Return a batch's row weights, before the depths' weights; `anchors` are the rows to draft from, None for all.
 

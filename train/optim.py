@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from heads.base import NamedTensors
+from heads.base import NamedTensors, draft_size
 from heads.common.typed import Json
 from heads.modules.vocab import AccumulatingModule
 from inference.target.config import fast_dtype
@@ -98,7 +98,7 @@ def hidden_matrices(head: Any) -> list[nn.Parameter]:
     Modules are distinguished by class, since a draft vocabulary may be as large as the hidden size; an adapter's matrix
     over the vocabulary counts as an lm_head.
     """
-    sizes = {head.embeddings.vocab_size, *([] if head.vocab is None else [len(head.vocab.ids)])}
+    sizes = {head.embeddings.vocab_size, draft_size(head)}
     over_tokens = tuple(
         f"{name.removesuffix('.base_layer')}."
         for name, module in head.named_modules()

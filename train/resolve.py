@@ -351,8 +351,7 @@ def check_out(run: JobConfig) -> None:
     A run that failed before its first step is ignored.
     """
     out = Path(run.out)
-    if out.is_dir():
-        regular(out)
+    regular(out)
     begun = any(path.exists() and path.stat().st_size for path in (out / "metrics.jsonl", out / "report.json"))
     if (begun or (out / "head").exists() or any(out.glob("checkpoints/step-*"))) and not (run.resume or run.overwrite):
         raise ValueError(

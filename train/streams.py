@@ -19,8 +19,10 @@ from typing import Annotated
 
 import torch
 
+from heads.shapes import PerSequence
+
 if __name__ == "__main__":
-    sys.path[0] += "/.."
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from accelerate import Accelerator
 from accelerate.utils import set_seed
@@ -75,7 +77,7 @@ class StreamsRunConfig(JobConfig):
 
 
 def anchors(
-    batch: Batch, every: int, streams: int, keys: Int[Tensor, "B"]
+    batch: Batch, every: int, streams: int, keys: PerSequence
 ) -> tuple[Int[Tensor, "B A"], Bool[Tensor, "B A G"]]:
     """Return each sequence's anchors, and which of their streams have a teacher; padding is row 0 without streams.
 

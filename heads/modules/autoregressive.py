@@ -91,7 +91,7 @@ class Recurrent(nn.Module):
             drafts.append(DepthOutput(scored, predicted if self.predicts else None))
         return drafts
 
-    def append_verified(self, cache: KVCache, start: Rows, new: NewRows, position: Sequences) -> tuple[Tensor, Tensor]:
+    def append_verified(self, cache: KVCache, start: Rows, new: NewRows, position: Sequences) -> Advanced:
         """Append verified rows, whose previous states are `start`; return the result of `advance`."""
         token, count = new.token, new.counts
         if not cache.fresh and cache.window is not None and token.shape[1] > SPARE:

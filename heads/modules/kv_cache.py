@@ -20,7 +20,7 @@ from heads import rows
 from heads.base import NewRows
 from heads.modules.attention import KeyValue, Pattern
 from heads.modules.layers import Attention, grouped_attention
-from heads.shapes import Anchors, Sequences
+from heads.shapes import Anchors, PerSequence, Sequences
 
 SPARE = 64  # entries of the ring buffer beyond the window: the most rows that one call may write
 UNBOUNDED = 1 << 40  # the ring size of a cache without a window
@@ -79,7 +79,7 @@ class KVCache:
         """Count rows as verified, once all layers have their keys and values."""
         self.length[: len(new.token)] += new.token.shape[1] if new.counts is None else new.counts
 
-    def attn_mask(self, query: Sequences, last: Int[Tensor, "B"]) -> Bool[Tensor, "B T S"]:
+    def attn_mask(self, query: Sequences, last: PerSequence) -> Bool[Tensor, "B T S"]:
         """Return the queries' attention mask over S entries; `last` is the position of the newest row."""
         entry = torch.arange(self.num_entries, device=query.device)
         position = (last[:, None] - (last[:, None] - entry) % self.ring_size)[:, None]  # negative for empty entries

@@ -21,7 +21,7 @@ from heads.base import Embeddings, LayerDims, resolve_layer_dims
 from heads.common.errors import one_line
 from heads.common.rope import Rope, Rotary
 from heads.rows import gather_rows, scatter_rows
-from heads.shapes import Nodes, NodeStates, Rows, Sequences, States
+from heads.shapes import Nodes, NodeStates, RowInputs, Rows, Sequences, States
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 # Set by tree_attention.py once the target is on a device with a kernel; published heads run without that module.
@@ -141,7 +141,7 @@ class Attention(Recomputing):
         if spec.injects:
             self.k_inject, self.v_inject = (nn.Linear(spec.width, kv_inner, bias=False) for _ in range(2))
 
-    def forward(self, x: Float[Tensor, "B T X"], inputs: LayerInputs) -> NodeStates:
+    def forward(self, x: RowInputs, inputs: LayerInputs) -> NodeStates:
         """Project, rotate, call `attend(query, key, value)` and project back."""
         position, max_position, attend, queries = inputs
         out = self.call_attend(attend, *self.checkpointed(self.project, x, position, max_position, queries))
@@ -153,7 +153,7 @@ class Attention(Recomputing):
         return attend(*states)
 
     def project(
-        self, x: Float[Tensor, "B T X"], position: Sequences, max_position: int, queries: Nodes | None
+        self, x: RowInputs, position: Sequences, max_position: int, queries: Nodes | None
     ) -> tuple[Tensor, ...]:
         """Return the rotated queries of the needed rows, and all keys and values."""
         query, key, value = self.q_proj(gather_rows(x, queries)), self.k_proj(x), self.v_proj(x)
@@ -174,7 +174,7 @@ class Attention(Recomputing):
         k_proj, v_proj = (self.k_inject, self.v_inject) if inject else (self.k_proj, self.v_proj)
         return self.rotary(self.k_norm(self.split(k_proj(c))), position, max_position), self.split(v_proj(c))
 
-    def split(self, x: Float[Tensor, "B T X"]) -> Float[Tensor, "B H T E"]:
+    def split(self, x: RowInputs) -> Float[Tensor, "B H T E"]:
         """Return a projection's output, split into heads."""
         return x.view(*x.shape[:2], -1, self.dims.head_dim).transpose(1, 2)
 

@@ -165,9 +165,8 @@ def end_with_parent() -> None:
 
 def overrides() -> Words:
     """Return this run's overrides verbatim; its processes resolve interpolations themselves."""
-    given = OmegaConf.to_container(HydraConfig.get().overrides.task, resolve=False)
-    assert isinstance(given, list)
-    return [str(word) for word in given]
+    given: Any = OmegaConf.to_container(HydraConfig.get().overrides.task, resolve=False)
+    return [*map(str, given)]
 
 
 def key_of(override: str) -> str:
