@@ -378,8 +378,6 @@ def test_a_plan_says_its_data_and_that_a_step_has_no_row_for_each_process() -> N
     )
     assert "=128 is 2 sequences for 4 processes, so some have nothing to do: give 256 or more" in describe_choices(few)
     assert "trainer.batch_tokens" not in describe_choices(enough)
-    alone = plan(run(*words[:-1], "plan=true", "trainer.batch_tokens=256", "data.length=64"))
-    assert enough.hours == pytest.approx(alone.hours, rel=0.1), "by the CPU that they share"
     text = shown(few)
     for part in (few.run.data.path, "128 tokens in sequences of 64", "without plan=true the same command runs it"):
         assert part in text
