@@ -328,12 +328,15 @@ def test_a_limit_is_none_beyond_the_vocabulary_or_with_a_shared_lm_head(
         assert (tmp_path / "limit" / name).read_bytes() == (tmp_path / "none" / name).read_bytes()
 
 
-def test_a_target_that_rotates_a_part_is_refused_where_its_positions_are_taken(tmp_path: Path) -> None:
+def test_a_target_that_rotates_a_part_or_by_layer_is_refused_where_its_positions_are_taken(tmp_path: Path) -> None:
     said = {**SAID, "rope_parameters": {**SAID["rope_parameters"], "partial_rotary_factor": 0.5}}
     with pytest.raises(ValueError, match=r"vLLM takes the target's partial_rotary_factor=0\.5; .*format=sglang"):
         exported(made("mtp"), "vllm", tmp_path, config=said)
     with pytest.raises(ValueError, match=r"partial_rotary_factor=1\.0, and the authors' code takes 0\.5"):
         exported(made("hydra"), "hydra", tmp_path, config=said)
+    by_kind = {**SAID, "rope_parameters": {"full_attention": SAID["rope_parameters"]}}
+    with pytest.raises(ValueError, match=r"vLLM takes the target's, which has them by kind of layer, .*format=sglang"):
+        exported(made("mtp"), "vllm", tmp_path, config=by_kind)
     exported(made("mtp"), "sglang", tmp_path, config=said)
 
 

@@ -70,6 +70,11 @@ def engines(source: Export) -> ExportedHead:
                 "positions over all of its width", f"and vLLM takes the target's partial_rotary_factor={rope.share:g}; "
                 "export it with format=sglang"
             )  # fmt: skip
+        if any(isinstance(value, dict) for value in (target.get("rope_parameters") or {}).values()):
+            raise source.refusal(
+                "positions of one kind", "and vLLM takes the target's, which has them by kind of layer, in a class "
+                "that cannot read those; export it with format=sglang"
+            )  # fmt: skip
         ours = {**resolve_layer_dims(source.config, source.embeddings)._asdict(), "positions": positions}
         theirs = {**source.embeddings.layer_dims._asdict(), "positions": rope}
         ours["norm_eps"] = config["rms_norm_eps"]
