@@ -154,9 +154,7 @@ def plain_shape(config: Any, norms: int) -> TargetShape:
     layer = attention + 2 * width + available * width * (available > 1)  # without the MLPs, with their router
     inner, active = (width + layers * (layer + 3 * width * feed * count) for count in (available, chosen))
     tables = embedding.weight.numel() * (1 if config.tie_word_embeddings else 2)
-    return TargetShape(
-        config, TargetEmbeddings(model), chosen * feed, tables, inner, active, packs=True, loads_alone=True
-    )
+    return TargetShape(config, TargetEmbeddings(model), chosen * feed, tables, inner, active, True, True)
 
 
 class HeadCost(NamedTuple):
