@@ -288,4 +288,4 @@ def test_a_head_takes_in_rows_of_a_step_that_it_did_not_draft(kind: str) -> None
         rows = Features(token, out.hidden[:, begin:end], out.last_hidden[:, begin:end], torch.zeros_like(token))
         stepwise.begin([None], begin)
         stepwise.commit(rows, torch.tensor([end - begin]))
-    torch.testing.assert_close(stepwise.level(1).logits, whole.level(1).logits, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(stepwise.buffers.logits, whole.buffers.logits, rtol=1e-4, atol=1e-4)
