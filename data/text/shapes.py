@@ -245,7 +245,7 @@ def _asked(request: Any, is_record: bool) -> tuple[Raw, list[Raw]] | None:
             return inner
         if isinstance(value, list) and value and isinstance(value[0], list):  # LangChain's batch of one
             value = value[0]
-        if isinstance(value, list) and value and isinstance(value[0], dict):
+        if isinstance(value, list) and value and isinstance(value[0], dict) and key != "kwargs":
             return request, value
         if isinstance(value, list) and value and isinstance(value[0], str) and is_record and key in TURNS:
             return request, [_question(value[0])]  # the first turn is asked

@@ -103,7 +103,7 @@ SHAPES: dict[str, dict[str, Any]] = {
         "public_test_cases": "[]", "private_test_cases": "", "metadata": "{}",
     },
     "AlpacaEval": {"dataset": "helpful_base", "instruction": "w1 w2", "output": "w9", "generator": "w7"},
-    "IFEval": {"key": 1000, "prompt": "w1 w2", "instruction_id_list": ["punctuation:no_comma"], "kwargs": [{}]},
+    "IFEval": {"key": 1000, "prompt": "w1 w2", "instruction_id_list": ["length:words"], "kwargs": [{"num_words": 3}]},
     "SWE-bench": {
         "repo": "a/b", "instance_id": "a__b-1", "base_commit": "f00d", "patch": "w9", "test_patch": "w8",
         "problem_statement": "w1 w2", "hints_text": "w7", "version": "1", "FAIL_TO_PASS": "[]", "PASS_TO_PASS": "[]",
