@@ -18,6 +18,7 @@ from data.text.prompts import (
 )
 from tests.data.chatml import PLAIN, TAGGED, Tokens, load_samples
 from tests.data.families import trained
+from tests.refusals import refuses
 
 Write = Callable[..., str]
 Config = Callable[..., DataConfig]
@@ -79,17 +80,13 @@ def test_what_follows_the_last_answer_is_left_out(chat: PreTrainedTokenizerFast,
 def test_a_chat_that_cannot_be_masked_is_named(
     tokenizer_with: Tokens, write: Write, config: Config, template: str, messages: list[dict[str, Any]], message: str
 ) -> None:
-    with pytest.raises(ValueError, match=message) as caught:
-        load_samples(config(write({"id": "bad", "messages": messages})), tokenizer_with(template))
-    assert "\n" not in str(caught.value)
+    refuses(message, load_samples, config(write({"id": "bad", "messages": messages})), tokenizer_with(template))
 
 
 def test_chats_without_a_chat_template_or_a_question_are_refused_with_the_remedy(
     bare: PreTrainedTokenizerFast, chat: PreTrainedTokenizerFast, write: Write, config: Config
 ) -> None:
-    with pytest.raises(ValueError, match=r"no chat template; put a chat_template.jinja") as caught:
-        load_samples(config(write({"messages": CHAT})), bare)
-    assert "\n" not in str(caught.value)
+    refuses(r"no chat template; put a chat_template.jinja", load_samples, config(write({"messages": CHAT})), bare)
     with pytest.raises(ValueError, match="prompt x: the chat has no user message"):
         load_prompts(write({"id": "x", "messages": CHAT[:1]}), chat, None)
 

@@ -4,6 +4,7 @@ from typing import Any
 import pytest
 
 from data.text.records import SHOWN, Record, parse
+from tests.refusals import refuses
 
 QUESTION = {"role": "user", "content": "why"}
 ANSWER = {"role": "assistant", "content": "so"}
@@ -113,7 +114,5 @@ def test_an_unknown_shape_shows_the_record(raw: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=r"f: record 3 is of no known shape: \{.* The shapes read are") as caught:
         parse(raw, 3, "f")
     assert next(iter(raw)) in str(caught.value)
-    with pytest.raises(ValueError, match="of no known shape") as caught:
-        parse({**raw, "other": "x" * 9999}, 3, "f")
-    assert len(str(caught.value)) < 3 * SHOWN
-    assert "\n" not in str(caught.value)
+    line = refuses("of no known shape", parse, {**raw, "other": "x" * 9999}, 3, "f")
+    assert len(line) < 3 * SHOWN

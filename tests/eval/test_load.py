@@ -12,7 +12,7 @@ import torch
 
 from data.text.prompts import Prompt
 from eval import live
-from eval.live import Served, Setup, arrivals, measure_rate, queued_rows, requests_of, serve, throughput
+from eval.live import Served, Setup, arrivals, measure_rate, queued_rows, requests_of, serve
 from eval.measures.losslessness import Divergence, Gate
 from eval.measures.results import Measurement, ResultRow
 from eval.run import evaluate
@@ -177,17 +177,6 @@ PLAIN = [[served(4.0), served(6.0)], [served(2.0, 3.0), served(8.0, 1.0, 9)]]
 FAST = [[served(1.0), served(2.0)], [served(2.0, 3.0), served(3.0, 1.0, 9)]]
 
 
-def test_the_ratio_is_one_of_mean_latencies() -> None:
-    plain, eagle = loaded(GREEN)
-    assert eagle.speedup == pytest.approx(20 / 8)
-    assert plain.speedup == 1
-    assert eagle.speedup_ci == pytest.approx((2.0, 10 / 3)), "only the second prompt, only the first"
-
-
-def test_throughput_runs_from_the_first_arrival_to_the_last_end() -> None:
-    assert throughput(requests_of({"plain": PLAIN})["plain"]) == (4 + 4 + 4 + 8) / (5 + 9)
-
-
 def loaded(gate: Gate, rate: float | None = 2.0, categories: dict[str, list[int]] | None = None) -> list[ResultRow]:
     """Return the rows of a session under load."""
     rounds = {"plain": PLAIN, "eagle": FAST}
@@ -200,6 +189,8 @@ def loaded(gate: Gate, rate: float | None = 2.0, categories: dict[str, list[int]
 def test_a_row_has_what_its_requests_waited() -> None:
     plain, eagle = loaded(GREEN)
     assert (plain.request_rate, plain.speedup, plain.latency_s) == (2.0, 1.0, 5.0)
+    assert plain.tokens_per_second == (4 + 4 + 4 + 8) / (5 + 9), "from the first arrival to the last end"
+    assert eagle.speedup_ci == pytest.approx((2.0, 10 / 3)), "only the second prompt, only the first"
     assert (eagle.speedup, eagle.latency_s, eagle.tokens_per_second) == (2.5, 2.0, (4 + 4 + 4 + 8) / (5 + 4))
     assert {eagle.speedup_hf, eagle.whole_speedup, eagle.whole_speedup_ci, eagle.whole_tokens_per_second} == {None}
     assert {*eagle.by_request} == {"tau", "latency_s", "ttft_s", "queue_s", "user_tokens_per_second"}

@@ -225,15 +225,23 @@ def test_fewer_rejections_mean_more_tokens() -> None:
     assert acceptance_gain([]) == 1
 
 
-def test_rows_without_a_speedup_or_plain_decoding_beside_them_have_none() -> None:
-    red, alone = {**STEPS, "speedup": None}, {**STEPS, "temperature": 1.0}
-    told = with_breakdowns([PLAIN_STEPS, STEPS, red, alone])
-    assert [row["ladder"] is not None for row in told] == [False, True, False, False]
-
-
-@pytest.mark.parametrize("key", ["workload", "category", "temperature", "batch_size", "request_rate"])
-def test_a_baseline_of_another_session_is_not_a_rows_baseline(key: str) -> None:
-    assert with_breakdowns([{**PLAIN_STEPS, key: "another"}, STEPS])[1]["ladder"] is None
+@pytest.mark.parametrize(
+    ("plain", "own", "there"),
+    [
+        ({}, {}, True),
+        ({}, {"speedup": None}, False),
+        *(
+            ({key: "another"}, {}, False)
+            for key in ("workload", "category", "temperature", "batch_size", "request_rate")
+        ),
+        *((nothing, {}, False) for nothing in ({"tau": None}, {"tokens_per_second": None}, {"steps": 0})),
+    ],
+)
+def test_a_ladder_needs_a_speedup_and_plain_decoding_measured_in_the_same_session(
+    plain: dict[str, Any], own: dict[str, Any], there: bool
+) -> None:
+    rows = with_breakdowns([PLAIN_STEPS | plain, STEPS | own])
+    assert [row["ladder"] is not None for row in rows] == [False, there]
 
 
 def test_a_name_ends_neither_its_cell_nor_its_line() -> None:

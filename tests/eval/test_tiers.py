@@ -15,6 +15,7 @@ from eval.run import evaluate
 from eval.teacher_forced import Overlap, RankedText, rank_statistics, sampled_statistics, within_context
 from tests import toys
 from tests.eval.small import small
+from tests.refusals import refuses
 
 SUFFIX = {
     "depth": 8, "tokens": 6, "factor": 2.0, "offset": 1.0, "min_probability": 0.1, "memory": True,
@@ -150,9 +151,7 @@ def test_a_damaged_log_of_tokens_is_one_line(runs: Path, tmp_path: Path, line: d
     log = tmp_path / "log.jsonl"
     log.write_text(json.dumps(line))
     given = {**ALL, "text": "recorded", "workload": str(log)}
-    with pytest.raises(ValueError, match=re.escape(message)) as caught:
-        evaluate(small(runs, tmp_path / "out", **given))
-    assert "\n" not in str(caught.value)
+    refuses(re.escape(message), evaluate, small(runs, tmp_path / "out", **given))
     assert not (tmp_path / "out").exists()
 
 

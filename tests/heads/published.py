@@ -9,7 +9,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
@@ -18,6 +17,7 @@ from heads import HEADS
 from heads.base import DraftHead, LevelOutput
 from heads.formats.published import load_published
 from tests import drafting, toys
+from tests.refusals import refuses
 
 Tensors = dict[str, Tensor]
 DECODER = {
@@ -343,10 +343,7 @@ def drafts(head: Any) -> list[Tensor]:
 
 
 def refusal(folder: Path) -> str:
-    with pytest.raises(ValueError, match=r"\S") as caught:
-        load_published(folder, toys.target().embeddings)
-    assert "\n" not in str(caught.value)
-    return str(caught.value)
+    return refuses(r"\S", load_published, folder, toys.target().embeddings)
 
 
 def refused(folder: Path, tensors: Tensors, config: dict[str, Any]) -> str:

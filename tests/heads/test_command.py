@@ -63,6 +63,10 @@ def call(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Call:
         (["hydra.job={nane:x}"], "hydra.job.nane is not a known key: "),
         ([f"out=interval({SECRET},1)"], "the override out=… cannot be read: give KEY=VALUE"),
         (["hydra.run.dir=${nope:x}"], "Unsupported interpolation type"),
+        (
+            ["hydra/launcher=oracle"],
+            "error: In 'hydra/config': Could not find 'hydra/launcher/oracle' Available options in",
+        ),
     ],
 )
 def test_a_mistake_in_the_overrides_is_one_line_without_their_values(
@@ -135,13 +139,6 @@ def test_the_help_of_every_command_has_what_its_yaml_says(config: str) -> None:
 def test_a_quoted_value_is_read_back(value: str) -> None:
     override = OverridesParser.create().parse_override(f"log={quoted(value)}")
     assert override.value() == value
-
-
-def test_a_missing_option_is_named(call: Call, capfd: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        call("hydra/launcher=oracle")
-    told = capfd.readouterr().err
-    assert told.startswith("error: In 'hydra/config': Could not find 'hydra/launcher/oracle' Available options in")
 
 
 def composed(*words: str, config: str = "train") -> Any:

@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 from heads.formats.published import gguf
 from tests.heads.exporting import exported, made
 from tests.heads.test_export import DSPARK, LLAMA3, masked
+from tests.refusals import refuses
 
 IDS = {f"w{i}": i for i in range(38)}  # the last two pad
 PLAIN = {"feature_layers": [1, 3, 4], "feature_norm": False, "norm_output": False}
@@ -90,9 +91,7 @@ def test_a_target_that_is_none_or_another_is_refused(tmp_path: Path, monkeypatch
         (target(tmp_path / "small.gguf", 39), "39 tokens, and the head's is 40"),
         (target(tmp_path / "new.gguf", architecture="unheard-of"), "'unheard-of', which llama.cpp does not know"),
     ):  # fmt: skip
-        with pytest.raises(ValueError, match=told) as caught:
-            gguf.tokenizer_of(path, 40, IDS)
-        assert "\n" not in str(caught.value)
+        refuses(told, gguf.tokenizer_of, path, 40, IDS)
     others = {token: 37 - index for token, index in IDS.items()}
     with pytest.raises(ValueError, match="most of its tokens are not those of the target's tokenizer"):
         gguf.tokenizer_of(target(tmp_path / "other.gguf"), 40, others)

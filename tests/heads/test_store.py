@@ -19,6 +19,7 @@ from heads.formats import store
 from heads.formats.store import TargetSpec, load_head, read_config, read_tensors, save_head
 from tests import toys
 from tests.heads.stub import Stub, TinyEnds, head, same
+from tests.refusals import refuses
 
 TREE = {"kind": "chain", "depth": 2, "paths": [[0], [0, 0]]}
 # The keys that a head's config.json has had from its first day on.
@@ -44,10 +45,7 @@ def saved(tmp_path: Path) -> Path:
 
 
 def refusal(folder: Path, spec: TargetSpec = SPEC) -> str:
-    with pytest.raises(ValueError, match=re.escape(str(folder))) as caught:
-        load_head(folder, TinyEnds(), spec)
-    assert "\n" not in str(caught.value)
-    return str(caught.value)
+    return refuses(re.escape(str(folder)), load_head, folder, TinyEnds(), spec)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

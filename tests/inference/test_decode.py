@@ -18,6 +18,7 @@ from inference.request import Request
 from inference.verification.sample import GREEDY
 from inference.verification.tree import DraftTree
 from tests import toys
+from tests.refusals import refuses
 from tests.tokenizers import trained
 
 
@@ -127,9 +128,7 @@ FOUR = RequestParams(4, GREEDY)
 
 def refused(words: str, prompts: Any, settings: Any, drafter: Any = None, **options: Any) -> None:
     target = toys.target()
-    with pytest.raises(ValueError, match=words) as error:
-        speculate(target, drafter or Baseline(target.device), prompts, settings, **options)
-    assert "\n" not in str(error.value)
+    refuses(words, speculate, target, drafter or Baseline(target.device), prompts, settings, **options)
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ from heads.common.typed import typed
 from inference.target import loading
 from inference.target.embeddings_only import EmbeddingsOnly
 from inference.target.target import Target
+from tests.refusals import refuses
 from tests.train import jobs
 from tests.train.publishing import VALUES
 from train.plan import plan
@@ -135,18 +136,14 @@ def test_a_file_is_planned_in_16_bits_and_nothing_is_written(tmp_path: Path, mod
 def test_a_folder_that_leaves_the_file_open_is_one_line(names: list[str], told: str, tmp_path: Path) -> None:
     for name in names:
         (tmp_path / name).touch()
-    with pytest.raises(ValueError, match=told) as error:
-        Target.load(str(tmp_path), "float32", "cpu")
-    assert "\n" not in str(error.value)
+    refuses(told, Target.load, str(tmp_path), "float32", "cpu")
     (tmp_path / "model.safetensors").touch()
     assert gguf.resolve_gguf(str(tmp_path)) == (str(tmp_path), {})
 
 
 def test_an_architecture_that_transformers_does_not_know_is_one_line(tmp_path: Path, model: Any, cache: Path) -> None:
     file = write(tmp_path / "odd.gguf", model, "nonesuch")
-    with pytest.raises(ValueError, match="nonesuch") as error:
-        Target.load(str(file), "float32", "cpu")
-    assert "\n" not in str(error.value)
+    refuses("nonesuch", Target.load, str(file), "float32", "cpu")
     assert not cache.exists()
 
 

@@ -28,6 +28,7 @@ from inference.verification.sample import GREEDY
 from tests import assistants, toys
 from tests.families import EXPERTS
 from tests.inference.test_decode import Oracle
+from tests.refusals import refuses
 
 TREE = {"kind": "dynamic", "depth": 4, "top_k": 3, "nodes": 9, "paths": [], "widths": []}
 
@@ -128,9 +129,7 @@ def test_weights_without_their_scales_are_not_loaded(plain: Target, tmp_path: Pa
 
 def test_refusals_are_one_line(plain: Target, tmp_path: Path) -> None:
     def refused(words: str, path: str = plain.name, quantize: str | None = "int8") -> None:
-        with pytest.raises(ValueError, match=words) as error:
-            Target.load(path, "float32", "cpu", quantize=quantize)
-        assert "\n" not in str(error.value)
+        refuses(words, Target.load, path, "float32", "cpu", quantize=quantize)
 
     refused(r"model\.quantize is 'int3': choose one of none, int8, torchao_int8, bnb_int8, bnb_nf4", quantize="int3")
     gpt2 = assistants.save(toys.target("gpt2").model, toys.tokenizer(), tmp_path / "gpt2")
@@ -160,10 +159,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def refusal(folder: Path) -> str:
-    with pytest.raises(ValueError, match=r"\S") as error:
-        Target.load(str(folder), "float32", "cpu")
-    assert "\n" not in str(error.value)
-    return str(error.value)
+    return refuses(r"\S", Target.load, str(folder), "float32", "cpu")
 
 
 def test_a_target_that_is_a_pickle_is_refused(folder: Path) -> None:

@@ -22,6 +22,7 @@ from inference.target.placement import HERE, Placement, check, check_shape, chec
 from inference.target.target import Target
 from inference.verification.sample import GREEDY
 from tests import assistants, toys
+from tests.refusals import refuses
 
 ROOT = Path(__file__).parents[2]
 CPU = torch.device("cpu")
@@ -112,9 +113,7 @@ def test_of_the_ends_only_what_is_cut_up_is_copied(folder: str) -> None:
 
 def test_what_cannot_work_is_one_line(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def refused(words: str, where: Placement, **given: str | None) -> None:
-        with pytest.raises(ValueError, match=words) as error:
-            check(where, given.get("quantized"), given.get("adapter"), CPU)
-        assert "\n" not in str(error.value)
+        refuses(words, check, where, given.get("quantized"), given.get("adapter"), CPU)
 
     parallel, sharded = replace(HERE, placement="tensor_parallel"), replace(HERE, placement="fsdp")
     refused(r"there is one: give launcher\.num_processes", parallel)

@@ -74,30 +74,29 @@ def last(tree: DraftTree, p: Tensor, rule: str) -> int:
     return int(rules.follow(batch, ancestors(batch), valid, rules.lenient(batch, p[None], threshold)))
 
 
-def test_typical_acceptance_takes_the_entropy_in_nats() -> None:
-    """By hand: seven tokens of 0.14 and one of 0.02 have 2.005 nats, so the bar is 0.040; in bits it would be 0.017."""
-    law = torch.tensor([[0.14] * 7 + [0.02]] * 2)
-    tree = DraftTree(torch.tensor([0, 7]), torch.tensor([-1, 0]))
-    assert last(tree, law, "typical") == 0
+PAIR, EVEN = (torch.tensor([0, 1]), torch.tensor([-1, 0])), [0.5, 0.5]
+FORKED = torch.tensor([0, 0, 1, 1]), torch.tensor([-1, 0, 0, 2])
+SIBLINGS = torch.tensor([0, 1, 0]), torch.tensor([-1, 0, 0])
 
 
-def test_typical_acceptance_is_medusas() -> None:
-    # Entropy of (0.9, 0.1): 0.325 nats, so the bar is min(0.09, 0.3 exp(-0.325)) = 0.09: both stand. Of the even law
-    # over 8: ln 8, so the bar is 0.3 / 8 = 0.0375: all stand. A law (0.95, 0.05): 0.05 stays below 0.09.
-    tree = DraftTree(torch.tensor([0, 1]), torch.tensor([-1, 0]))
-    for law, accepted in (([0.9, 0.1], 1), ([0.125] * 8, 1), ([0.95, 0.05], 0)):
-        assert last(tree, torch.tensor([law, law]), "typical") == accepted
-
-
-def test_of_two_lenient_paths_the_longest_stands() -> None:
-    tree = DraftTree(torch.tensor([0, 0, 1, 1]), torch.tensor([-1, 0, 0, 2]))
-    assert last(tree, torch.tensor([[0.5, 0.5]] * 4), "threshold") == 3
-
-
-@pytest.mark.parametrize("rule", ["threshold", "typical"])
-def test_of_lenient_paths_of_one_length_the_first_drafted_stands(rule: str) -> None:
-    tree = DraftTree(torch.tensor([0, 1, 0]), torch.tensor([-1, 0, 0]))
-    assert last(tree, torch.tensor([[0.5, 0.5]] * 3), rule) == 1
+@pytest.mark.parametrize(
+    ("rule", "tree", "law", "accepted"),
+    [
+        # Medusa's: (0.9, 0.1) has 0.325 nats, so the bar is min(0.09, 0.3 exp(-0.325)) = 0.09, and both stand.
+        ("typical", PAIR, [0.9, 0.1], 1),
+        ("typical", PAIR, [0.125] * 8, 1),  # of ln 8 nats the bar is 0.3 / 8 = 0.0375: all stand
+        ("typical", PAIR, [0.95, 0.05], 0),  # which stays below 0.09
+        # Seven tokens of 0.14 and one of 0.02 have 2.005 nats, so the bar is 0.040; in bits it would be 0.017.
+        ("typical", (torch.tensor([0, 7]), PAIR[1]), [0.14] * 7 + [0.02], 0),
+        ("threshold", FORKED, EVEN, 3),  # the longest of two lenient paths
+        ("threshold", SIBLINGS, EVEN, 1),  # of those of one length the first drafted
+        ("typical", SIBLINGS, EVEN, 1),
+    ],
+)
+def test_a_lossy_rule_accepts_what_it_says(
+    rule: str, tree: tuple[Tensor, Tensor], law: list[float], accepted: int
+) -> None:
+    assert last(DraftTree(*tree), torch.tensor([law] * len(tree[0])), rule) == accepted
 
 
 def test_rules_whose_text_is_the_targets_samples() -> None:

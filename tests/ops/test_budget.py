@@ -31,10 +31,10 @@ from ops.budget import (
 )
 from ops.commands import run_command, split_config
 from tests.eval.stubs import ROW
+from tests.refusals import refuses
 from tests.train import jobs
 from train import checkpoint
 from train.config import run_config
-from train.optim import cooldown_begin, learning_rate, same_rates
 
 BOUND = 6.0
 
@@ -88,11 +88,7 @@ def test_flat_steep_and_falling_curves_are_fitted_within_the_bounds(
 
 @pytest.mark.parametrize("value", ["0", "-1h", "1x", "nan", "1h30", True, "1e9999"])
 def test_a_budget_that_is_none_is_refused_in_a_line(value: Any) -> None:
-    with pytest.raises(
-        ValueError, match=r"^budget is .*: give a time above 0 \(1s, 1min, 1h, 1d\), or a number"
-    ) as seen:
-        Budget.read(value)
-    assert "\n" not in str(seen.value)
+    refuses(r"^budget is .*: give a time above 0 \(1s, 1min, 1h, 1d\), or a number", Budget.read, value)
 
 
 def test_budgets_are_read() -> None:
@@ -115,22 +111,6 @@ def test_trainings_share_what_is_not_the_budgets_own() -> None:
 def test_what_a_budget_decides_is_refused_where_it_is_given(key: str) -> None:
     with pytest.raises(ValueError, match=f"^{key}=1: {DECIDED[key]}$"):
         shared_words(["budget=1h", f"{key}=1"], None)
-
-
-@pytest.mark.usefixtures("composing")
-def test_a_rate_is_constant_before_its_cooldown() -> None:
-    whole = run_config(compose("train")).trainer
-    short = replace(whole, steps=100, warmup=0.1, lr=1.0, min_lr=0.1, cooldown=0.2)
-    rates = [learning_rate(step, short) for step in range(100)]
-    assert cooldown_begin(short) == 80
-    assert set(rates[10:81]) == {1.0}
-    assert rates[90] == pytest.approx(0.1 + 0.9 * 0.5)
-    longer = replace(short, steps=200, warmup=0.05)
-    assert [learning_rate(step, longer) for step in range(80)] == rates[:80]
-    schedule = {"steps": 100, "warmup": 0.1, "cooldown": 0.2}
-    assert same_rates(longer, schedule, 80)
-    assert not same_rates(longer, schedule, 85)
-    assert not same_rates(replace(longer, warmup=0.1), schedule, 20)
 
 
 REPORT: dict[str, Any] = {"schema": 1, "target": {}, "device": {}, "settings": {}}

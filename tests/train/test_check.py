@@ -11,6 +11,7 @@ from data.text.prompts import Prompt, TrainingData
 from eval.inputs.drafters import own_prompts
 from heads.formats.store import save_head
 from tests import toys
+from tests.refusals import refuses
 from tests.train import jobs
 from tests.train.jobs import composed
 from tests.train.jobs import configured as unplaced
@@ -42,6 +43,10 @@ def toy(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 def test_a_run_that_can_start_is_not_refused(toy: list[str]) -> None:
     check(configured(toy))
+    check_run(configured([*toy, "plan=true"]))
+
+
+OUT = ("../evil", "a/../../b", "/elsewhere")  # of the folder of runs
 
 
 @pytest.mark.parametrize(
@@ -69,6 +74,14 @@ def test_a_run_that_can_start_is_not_refused(toy: list[str]) -> None:
         (["model.device=cuda:99"], "model.device is cuda:99, and torch sees"),
         (["model.device=gpu"], "model.device is 'gpu': give cpu, cuda or cuda:N"),
         (["model.device=meta"], "model.device is 'meta', which this machine has not"),
+        *(
+            ([f"name={name}"], f"name is '{name}', a folder below outputs: give it without .., and another")
+            for name in OUT
+        ),
+        (["plan=true", "data.path=gone.jsonl"], "gone.jsonl: neither a file here nor a Hub dataset"),
+        (["plan=true", "data.path=lists.jsonl"], "lists.jsonl: line 1: every record must be a JSON object"),
+        (["plan=true", "workload=gone"], "workload gone is neither a file or folder here"),
+        (["plan=fit"], "plan is 'fit': give true, false, or ignore"),
     ],
 )
 def test_a_mistake_is_named_before_anything_is_loaded(
@@ -76,9 +89,7 @@ def test_a_mistake_is_named_before_anything_is_loaded(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("lists.jsonl").write_text("[1, 2]\n")
-    with pytest.raises(ValueError, match=re.escape(told)) as error:
-        check(configured([*toy, *overrides]))
-    assert "\n" not in str(error.value)
+    refuses(re.escape(told), lambda: check(configured([*toy, *overrides])))
     assert not Path(toy[-1].removeprefix("out=")).exists()
 
 
@@ -93,18 +104,10 @@ def test_a_mistake_is_named_before_anything_is_loaded(
     ],
 )
 def test_a_predicted_acceptance_and_its_loss_come_together(toy: list[str], overrides: list[str], told: str) -> None:
-    with pytest.raises(ValueError, match=re.escape(told)) as error:
-        configured([*toy, "head=block", *overrides])
-    assert "\n" not in str(error.value)
+    refuses(re.escape(told), configured, [*toy, "head=block", *overrides])
     both = ["head=block", "head.confidence=true", "+objective.losses.confidence=0.5"]
     assert configured([*toy, *both]).objective.losses["confidence"] == 0.5
     assert configured([*toy, "head=block", "head.confidence=true", "init=/a/head"]), "whose own configuration it has"
-
-
-@pytest.mark.parametrize("name", ["../evil", "a/../../b", "/elsewhere"])
-def test_a_name_stays_below_the_folder_of_runs(toy: list[str], name: str) -> None:
-    with pytest.raises(ValueError, match=r"name is '.*', a folder below outputs: give it without \.\., and another"):
-        configured([*toy, f"name={name}"])
 
 
 def test_a_start_that_failed_is_in_nobodys_way(tmp_path: Path) -> None:
@@ -175,23 +178,10 @@ def test_prompts_have_the_room_that_what_reads_them_asks_for(toy: list[str]) -> 
     assert rooms == [160 - 8, 160 - 1, None, 160 - 1]
 
 
-@pytest.mark.parametrize("word", ["data.path=gone.jsonl", "data.path=lists.jsonl", "workload=gone"])
-def test_a_plan_refuses_data_that_cannot_be_read(
-    toy: list[str], word: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    check_run(configured([*toy, "plan=true"]))
-    monkeypatch.chdir(tmp_path)
-    Path("lists.jsonl").write_text("[1, 2]\n")
-    with pytest.raises(ValueError, match=r"neither a file|must be a JSON object"):
-        check_run(configured([*toy, "plan=true", word]))
-
-
 def test_a_run_that_does_not_fit_is_refused_before_anything_is_loaded(toy: list[str]) -> None:
     little = [*toy, "model.device=cpu", "device.memory_gb=0.001"]
     told = r"does not fit: it needs \d\.\d+ GiB of memory, and this machine has 1\.0 MiB free: give .*plan=ignore"
-    with pytest.raises(ValueError, match=told) as error:
-        resolve(composed(little))
-    assert "\n" not in str(error.value)
+    refuses(told, resolve, composed(little))
     resolve(composed([*little, "plan=ignore"]))
 
 
@@ -208,11 +198,6 @@ def test_a_run_that_starts_from_a_head_is_placed_on_accelerators(toy: list[str])
     placed = resolve_placement(configured(words))
     assert placed.model.placement == "replicate"
     assert plan(placed).micro_batch_size * placed.data.length == placed.trainer.batch_tokens
-
-
-def test_an_unknown_plan_is_refused_by_name(toy: list[str]) -> None:
-    with pytest.raises(ValueError, match=r"plan is 'fit': give true, false, or ignore"):
-        configured([*toy, "plan=fit"])
 
 
 def test_a_head_that_the_engine_cannot_load_is_refused_by_a_plan(toy: list[str]) -> None:

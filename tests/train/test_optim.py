@@ -13,7 +13,7 @@ from train import optim
 from train.checkpoint import TrainState
 from train.config import TrainerConfig
 from train.loop import SCHEDULE, with_new_schedule
-from train.optim import Ema, adamw, learning_rate
+from train.optim import Ema, adamw, cooldown_begin, learning_rate, same_rates
 from train.start import LoraAdapterConfig, adapt
 
 
@@ -31,6 +31,15 @@ def test_warm_up_then_cosine(config: TrainerConfig) -> None:
     assert rates[55] == pytest.approx(0.1 + 0.9 * 0.5)
     assert rates[10:] == sorted(rates[10:], reverse=True)
     assert 0.1 <= rates[99] < 0.11
+    short = replace(config, cooldown=0.2)
+    assert cooldown_begin(short) == 80
+    longer = replace(short, steps=200, warmup=0.05)
+    assert [learning_rate(step, longer) for step in range(80)] == [learning_rate(step, short) for step in range(80)]
+    schedule = {"steps": 100, "warmup": 0.1, "cooldown": 0.2}
+    same = [
+        same_rates(replace(longer, warmup=warmup), schedule, end) for warmup, end in ((0.05, 80), (0.05, 85), (0.1, 20))
+    ]
+    assert same == [True, False, False]
 
 
 def test_a_run_that_is_lengthened_is_another_where_its_objective_moves_with_the_steps(config: TrainerConfig) -> None:
