@@ -23,6 +23,13 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
 
+def ran(words: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
+    """Run a command without a network, and list its slow imports at the end."""
+    env = os.environ | {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HUB_CACHE": str(folder)}
+    command = [sys.executable, "-c", LOADED, *words]
+    return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, check=False, timeout=120)
+
+
 @pytest.mark.parametrize(
     ("script", "words", "said"),
     [
@@ -36,9 +43,7 @@ runpy.run_path(sys.argv[0], run_name="__main__")
     ],
 )
 def test_a_refusal_waits_for_no_slow_import(script: str, words: list[str], said: str, tmp_path: Path) -> None:
-    command = [sys.executable, "-c", LOADED, str(ROOT / script), *words]
-    env = os.environ | {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HUB_CACHE": str(tmp_path)}
-    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, check=False, timeout=120)
+    done = ran([str(ROOT / script), *words], tmp_path)
     assert done.returncode == 2
     assert said in done.stderr
     assert len(done.stderr.splitlines()) == 1
@@ -46,10 +51,7 @@ def test_a_refusal_waits_for_no_slow_import(script: str, words: list[str], said:
 
 
 def test_the_plan_of_a_preset_waits_for_no_slow_import(tmp_path: Path) -> None:
-    words = [str(ROOT / "train/run.py"), "experiment=eagle3_llama70b_2x8x80", "plan=true"]
-    env = os.environ | {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HUB_CACHE": str(tmp_path)}
-    command = [sys.executable, "-c", LOADED, *words]
-    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, check=True, timeout=120)
+    done = ran([str(ROOT / "train/run.py"), "experiment=eagle3_llama70b_2x8x80", "plan=true"], tmp_path)
     assert "70,553,706,496" in done.stdout
     assert json.loads(done.stdout.splitlines()[-1]) == []
 

@@ -128,7 +128,7 @@ def test_a_shape_by_its_numbers_is_that_of_the_model_that_is_built(model: str, m
     monkeypatch.setattr("train.plan.PLAIN", {})
     _target_shape.cache_clear()
     built = target_shape(asked)
-    for name in ("feed", "embeddings", "inner", "active", "packs", "apart"):
+    for name in ("feed", "embeddings", "inner", "active", "packs", "loads_alone"):
         assert getattr(by_numbers, name) == getattr(built, name), name
     for name in ("hidden_size", "vocab_size", "num_layers", "layer_dims", "factor", "softcap"):
         assert getattr(by_numbers.target, name) == getattr(built.target, name), name
