@@ -402,15 +402,20 @@ def joined(turns: list[Turn]) -> list[Turn]:
 def _mask(text: str, spans: list[Span], tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:
     """Return the text's tokens, and 1 for each token that is entirely in a span; the target writes no other.
 
+    Where a token seems to begin before a span, it may only follow a space that belongs to no token: pieces tell.
+
     Raises:
         BadSampleError: a token spans an answer's edge, and the tokenizer does not tell the characters of tokens.
     """
+    token, mask, straddles = list[int](), list[int](), True
     if tokenizer.is_fast:
         token, starts, ends = encode_spans(text, tokenizer)
-        mask = [0] * len(token)
+        mask, straddles = [0] * len(token), False
         for start, end in spans:
             first, last = bisect_left(starts, start), bisect_right(ends, end)
             mask[first:last] = [1] * (last - first)
+            straddles |= first > 0 and ends[first - 1] > start
+    if not straddles:
         return token, mask
     edges = [0, *chain.from_iterable(spans), len(text)]
     whole, *pieces = encode([text, *(text[a:b] for a, b in pairwise(edges))], tokenizer)
@@ -421,6 +426,8 @@ def _mask(text: str, spans: list[Span], tokenizer: PreTrainedTokenizerBase) -> t
         )  # SentencePiece encodes the start of a text differently
         bounds = [len(prefix) for prefix in prefixes]
         if any(whole[: len(prefix)] != prefix for prefix in prefixes):
+            if tokenizer.is_fast:
+                return token, mask
             raise BadSampleError(
                 "tokens across an answer's edge",
                 "its tokens span the edge of an answer, and the tokenizer does not tell their characters; "

@@ -180,5 +180,6 @@ def test_a_token_is_trained_with_all_its_characters(monkeypatch: pytest.MonkeyPa
     """Of an answer at 3 to 7: neither one that begins before it nor one that ends behind it."""
     starts, ends = [0, 2, 3, 5, 6, 8], [3, 4, 5, 7, 8, 9]
     monkeypatch.setattr(masks, "encode_spans", lambda *_: ([*range(6)], starts, ends))
+    monkeypatch.setattr(masks, "encode", lambda texts, _: [[9], *([8] for _ in texts[1:])])  # no pieces of the whole
     token, mask = masks._mask("0123456789", [(3, 7)], family_tokenizer("chatml", False))
     assert (token, mask) == ([*range(6)], [0, 0, 1, 1, 0, 0])

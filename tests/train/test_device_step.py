@@ -3,6 +3,7 @@
 import weakref
 from collections import Counter
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -85,12 +86,11 @@ def test_narrow_products_are_summed_in_fp32_on_a_device() -> None:
 class Plain(HeadModule):
     """A head that is an lm_head of its own over a target's vocabulary."""
 
-    config = feature_layers = max_depth = has_kv_cache = None
+    feature_layers = max_depth = has_kv_cache = None
 
     def __init__(self, vocab: int, width: int) -> None:
         config = LlamaConfig(hidden_size=width, vocab_size=vocab, num_hidden_layers=1, num_attention_heads=1)
-        super().__init__(None, embeddings_of(config, torch.float32))
-        self.vocab = None
+        super().__init__(SimpleNamespace(draft_vocab=None), embeddings_of(config, torch.float32))
         self.lm_head = DraftLmHead(self.embeddings, "own", None)
 
     def compute_logits(self, state: Tensor, _depth: int) -> Tensor:
