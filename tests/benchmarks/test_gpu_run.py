@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.gpu import carry, results, run
+from benchmarks.gpu import carry, results, run, smollm2
 from benchmarks.gpu.items import FIRST, ITEMS, named
 from heads.common.resolvers import ROOT
 
@@ -96,12 +96,31 @@ def test_a_process_that_cannot_begin_ends_the_call(tmp_path: Path, monkeypatch: 
     assert results.read(tmp_path / "out") == {}
 
 
+def test_a_piece_is_done_for_this_code_on_this_device() -> None:
+    facts = {"revision": "a", "device": "x", "toy": False}
+    assert results.is_done(facts | {"failed": "no"}, facts)
+    assert not results.is_done(None, facts)
+    assert not any(results.is_done(facts | {key: "other"}, facts) for key in facts)
+
+
 def test_all_pieces_exist_and_fit_their_item() -> None:
     for name, (item, piece) in named().items():
         module, function = piece.call.split(".")
         source = (ROOT / "benchmarks" / "gpu" / f"{module}.py").read_text()
         assert f"\ndef {function}(bench: Bench" in source, name
         assert piece.seconds <= 60 * ITEMS[item - 1].minutes, name
+
+
+def test_the_model_travels_in_two_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tmp_path / "model"
+    model.write_bytes(bytes(range(255)))
+    monkeypatch.setattr(smollm2, "FOLDER", tmp_path)
+    _, second = carry.cut(model, tmp_path)
+    second.rename(tmp_path / "late")
+    with pytest.raises(FileNotFoundError, match=r"1 of 2 parts .* --again"):
+        smollm2.joined()
+    (tmp_path / "late").rename(second)
+    assert smollm2.joined().read_bytes() == model.read_bytes()
 
 
 # A machine without network and without the packages that the image lacks.

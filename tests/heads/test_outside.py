@@ -41,7 +41,7 @@ def test_what_is_no_json_is_one_line(content: bytes) -> None:
 def test_yaml_holds_plain_values_alone(content: bytes) -> None:
     before = process_time()
     refuses(r"\S", parse_yaml, content)
-    assert process_time() - before < 5  # PyYAML's own work grows with the square of the depth
+    assert process_time() - before < 1  # PyYAML's own work grows with the square of the depth
 
 
 def test_plain_values_are_read() -> None:

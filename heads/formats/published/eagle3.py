@@ -228,7 +228,7 @@ def authors(source: Export) -> ExportedHead:
 
 
 def _tensors(source: Export, first: str, order: list[int]) -> NamedTensors:
-    tensors = {their_name(name, first): tensor for name, tensor in source.tensors.items() if name != "vocab.ids"}
+    tensors = {their_name(name, first): tensor for name, tensor in source.weights().items()}
     for i in range(1, source.config.layers):
         tensors[f"layers.{i}.hidden_norm.weight"] = tensors[f"layers.{i}.input_layernorm.weight"]
     normed = enumerate(order if source.config.feature_norm else [])
