@@ -173,13 +173,14 @@ class Client:
             if response.status_code != 200 or EVENTS not in response.headers.get("Content-Type", ""):
                 yield self._read_reply(response, path)
                 return
-            for line in response.iter_lines():
+            done = False
+            for line in response.iter_lines():  # to its end, beyond DONE, or its connection is lost
                 event = line.strip().removeprefix("data:").strip()
-                if event == DONE:
-                    return
-                if line.startswith("data:"):
+                done = done or event == DONE
+                if line.startswith("data:") and not done:
                     yield read_object(event)
-        raise EndpointError("unreachable", "the stream broke off before its end", True)
+        if not done:
+            raise EndpointError("unreachable", "the stream broke off before its end", True)
 
     def page(self, path: str) -> tuple[int, str]:
         """Return the status and the text of a page, which need not be JSON; refuse a reply after the time-out."""
