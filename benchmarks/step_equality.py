@@ -5,7 +5,7 @@
 The bundled target in fp32 and an EAGLE head, one of random weights unless a trained one is given. Requests differ in
 prompt, length, seed and stop strings; some end early, and others take their slots. They are decoded greedily, under
 a repetition penalty, and under coupled noise, by a chain and by a dynamic tree. The reference decodes one after another
-(`inference.decode.reference`). Texts that part where its two best tokens are nearly tied are counted apart.
+(`tests/oracle.py`). Texts that part where its two best tokens are nearly tied are counted apart.
 """
 
 import argparse
@@ -18,13 +18,12 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[0] = str(ROOT)
 
 import torch
-import yaml
 
+from benchmarks.step_counts import head_of
 from data.text.prompts import Prompt
 from eval.gates import coupled_check
 from eval.inputs.workloads import load_workload
 from eval.measures.losslessness import gate
-from heads import HEADS, head_config
 from heads.formats.hub import load_head
 from inference.batch import batch_of
 from inference.decode import Generation, RequestParams
@@ -59,8 +58,7 @@ def drafter_of(target: Target, head: Path | None, tree: TreeConfig) -> HeadDraft
         loaded: Any = load_head(head, target.embeddings, target.spec)
     else:
         torch.manual_seed(0)
-        values = yaml.safe_load((ROOT / "conf" / "head" / "eagle.yaml").read_text(encoding="utf-8"))["head"]
-        loaded = HEADS["eagle"](head_config(values | {"length": 512}), target.embeddings)
+        loaded = head_of("eagle", target)
     return HeadDrafter(loaded.to(target.dtype).eval(), tree, tree.kind)
 
 

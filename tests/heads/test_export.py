@@ -19,6 +19,7 @@ from tests.heads import foreign
 from tests.heads.exporting import SAID, TOKENS, assert_same, chain, exported, made, served, target, told
 from tests.heads.stub import head as stub
 from tests.refusals import refuses
+from tests.serving import heads_of_ours
 
 OWN_PLACE = {"feature_layers": [4, 1, 3]}  # the default three, in another order
 LLAMA3 = {
@@ -201,6 +202,11 @@ def test_every_format_and_head_is_tried() -> None:
     tried = {(case.form, case.kind) for case in CASES.values()}
     same = {("vllm", "hass"): "eagle", ("sglang", "hass"): "eagle", ("sglang", "eagle4"): "eagle3"}
     assert tried | set(same) == {(form, kind) for form, kinds in FORMATS.items() for kind in kinds}
+
+
+@pytest.mark.parametrize("kind", HEADS)
+def test_heads_for_the_engines_are_made_of_their_yaml(kind: str) -> None:
+    assert heads_of_ours.made(kind).config.name == kind
 
 
 @pytest.mark.parametrize(

@@ -21,9 +21,10 @@ def target() -> EmbeddingsOnly:
 
 
 def made(kind: str, **options: Any) -> Any:
-    """Return a head as conf/head has it but for options, which looks back at all rows and has random weights."""
+    """Return a head as conf/head has it but for options, with random weights; what a run would fill in is null."""
     config: Any = OmegaConf.to_container(OmegaConf.load(ROOT / "conf" / "head" / f"{kind}.yaml"))
-    said = config["head"] | ({"length": None} if "length" in config["head"] else {}) | options
+    config.pop("training", None)
+    said = {name: None if str(value).startswith("${") else value for name, value in config.items()} | options
     torch.manual_seed(0)
     head: Any = HEADS[kind](HEADS[kind].Config(**said), target().embeddings)
     for name, parameter in head.named_parameters():
