@@ -1,20 +1,22 @@
 """The protocol of drafters: `Drafter` is the model, `DraftBatch` drafts for a batch; the records that they exchange."""
 
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol, TypeVar, runtime_checkable
+from typing import Any, NamedTuple, Protocol, TypeVar, runtime_checkable
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from heads.base import DraftHead, Features, Layers, Tokens
+from heads.base import DraftHead, Layers, Tokens
+from heads.shapes import Nodes, PerSequence
 from inference.target.cache import TargetCache
 from inference.target.model import TargetOutput
 from inference.verification.rng import Draws, Samples
-from inference.verification.sample import Sampling
-from inference.verification.tree import DraftTree, LookAhead
+from inference.verification.sample import Distributions, Sampling
+from inference.verification.tree import AncestorMask, DraftTree, LookAhead
 
 AnyDrafter = TypeVar("AnyDrafter")
+PassLogits = Float[Tensor, "M V"] | None  # the target's, at nodes and look-ahead tokens; None if they are not read
 GREEDY_INVERSE_TEMPERATURE = 2.0  # chosen by benchmarks/ranking.py (docs/engine.md)
 
 
@@ -57,13 +59,13 @@ class Drafted(NamedTuple):
     """
 
     tree: DraftTree
-    ancestor_mask: Bool[Tensor, "#B N N"]
+    ancestor_mask: AncestorMask
     q: Float[Tensor, "B M V"] | None = None
-    depth: Int[Tensor, "B N"] | None = None
+    depth: Nodes | None = None
     noise: Float[Tensor, "B P V"] | None = None
 
     @property
-    def node_depth(self) -> Int[Tensor, "B N"]:
+    def node_depth(self) -> Nodes:
         """The depth of each node, once it is known."""
         assert self.depth is not None
         return self.depth
@@ -90,7 +92,7 @@ class Context(NamedTuple):
     max_draft_depth: int
     cache: TargetCache | None = None
 
-    def seen_tokens(self, like: Float[Tensor, "*n V"]) -> Bool[Tensor, "1 1 V"] | None:
+    def seen_tokens(self, like: Distributions) -> Bool[Tensor, "1 1 V"] | None:
         """Return the mask of the text's tokens for logits `like`; None without a repetition penalty."""
         if self.sampling.repetition_penalty == 1:
             return None
@@ -98,7 +100,7 @@ class Context(NamedTuple):
         seen[..., self.token] = True
         return seen
 
-    def roots(self, like: Float[Tensor, "*n V"], deepest: int) -> DraftInputs:
+    def roots(self, like: Distributions, deepest: int) -> DraftInputs:
         """Return the draft inputs of this sequence for a tree of depth `deepest` and logits `like`."""
         token, seen_tokens = torch.tensor([self.token[-1:]], device=like.device), self.seen_tokens(like)
         noise = samples = None
@@ -141,34 +143,6 @@ class CommittedTokens(NamedTuple):
     verified: Verified | None = None
 
 
-@runtime_checkable
-class DraftRows(Protocol):
-    """The verified rows that a batch's drafter reads, by slot.
-
-    Attributes:
-        feature_layers: the target layers whose outputs it reads.
-    """
-
-    feature_layers: Layers
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the keys and values of the reserved rows, on the target's device."""
-        ...
-
-    def reserve(self, capacity: int) -> None:
-        """Set the number of rows that a sequence may have, before one starts."""
-        ...
-
-    def tensors(self) -> list[Tensor]:
-        """Return the tensors other than weights that drafting reads or writes in place."""
-        ...
-
-    def commit(self, features: Features, count: Int[Tensor, "B"]) -> None:
-        """Append the first `count` of T verified rows of each sequence, from the verification pass."""
-        ...
-
-
 class DraftTraits(NamedTuple):
     """Constants of a draft batch.
 
@@ -177,14 +151,14 @@ class DraftTraits(NamedTuple):
         reads_logits: whether `update` reads the target's logits.
         single: whether it drafts for one sequence at a time: a batch then has one slot.
         max_nodes: the most nodes of a tree, the root included; drafters on the host state it in each step's plan.
-        rows: the verified rows that it reads; None if it reads no features.
+        rows: the batch of a head, which reads verified rows (`HeadBatch`); None if it reads no features.
     """
 
     on_device: bool = True
     reads_logits: bool = False
     single: bool = False
     max_nodes: int = 1
-    rows: DraftRows | None = None
+    rows: Any = None
 
     @property
     def feature_layers(self) -> Layers:
@@ -247,7 +221,7 @@ class DraftBatch(Protocol):
         return DraftPlan()
 
     def draft_trees(
-        self, roots: DraftInputs, max_draft_depth: Int[Tensor, "B"], longest: int, *, allow_host_sync: bool
+        self, roots: DraftInputs, max_draft_depth: PerSequence, longest: int, *, allow_host_sync: bool
     ) -> Drafted:
         """Return the planned trees for sequences with equal sampling parameters.
 
@@ -256,9 +230,8 @@ class DraftBatch(Protocol):
             longest: the number of rows of the longest sequence, or an upper bound.
             allow_host_sync: whether the host may wait for the device.
         """
-        ...
 
-    def update(self, slot: int, token: Tokens, path: list[int], logits: Float[Tensor, "M V"] | None) -> None:
+    def update(self, slot: int, token: Tokens, path: list[int], logits: PassLogits) -> None:
         """Update a sequence's state with the committed tokens, the accepted nodes, and the logits of the pass."""
         return
 
@@ -287,4 +260,3 @@ class Drafter(Protocol):
 
     def batch(self, size: int) -> DraftBatch:
         """Return the draft batch for up to `size` sequences."""
-        ...

@@ -20,6 +20,7 @@ from torch.nn.functional import pad
 
 from heads.base import Features, Tokens
 from heads.modules.argmax import argmax
+from heads.shapes import PerSequence
 from inference.protocol import DraftBatch, Drafted, DraftInputs, DraftPlan
 from inference.request import Pass, PhaseTimer, Request, RequestParams, Step
 from inference.target.attention import Ragged
@@ -38,9 +39,11 @@ from inference.verification.rng import (
     sample_tokens,
     uniform,
 )
-from inference.verification.rules import Accepted, NodeMask, NodeProbs, PerSequence
+from inference.verification.rules import Accepted, NodeMask, NodeProbs
 from inference.verification.sample import Sampling, distribution, penalize
 from inference.verification.tree import LOOK_AHEAD, DraftTree
+
+HostRows = Int[Tensor, "B X"]  # a step's numbers for the host: two counts, tokens, path, ranks, logit gaps
 
 
 class Slots(NamedTuple):
@@ -131,27 +134,31 @@ class DeviceStep:
         rows = result.tolist()  # the only place where the host waits for the device
         begin = time.perf_counter()
         width = accepted.path.shape[1]
-        live = list[int]()
+        live = dict[int, tuple[Tokens, list[int]]]()  # tokens and path of each sequence that goes on
         steps = dict[int, Step]()
         for slot in group:
             request = requests[slot]
-            row = rows[slot]
-            steps[slot] = self.emit(request, row, width)
-            if steps[slot].drafted:
+            # Two counts, then tokens, path and ranks of `width` each, then logit gaps.
+            (count, drafts), rest = rows[slot][:2], rows[slot][2:]
+            token, path, ranks, bits = (rest[i * width :][:count] for i in range(4))
+            gaps = list(struct.unpack(f"{len(bits)}f", struct.pack(f"{len(bits)}i", *bits)))
+            request.cache.keep(len(request.context) - 1, [*range(count)])  # the indices after compaction
+            committed = request.emit(token, ["draft"] * (count - 1) + ["bonus"], gaps)
+            count = min(count - 1, committed)
+            rule = rules.NOTHING
+            if drafts:
                 has_q = self.plan.has_q is None or self.plan.has_q[slot]
-                rule = rules.label(self.rule(request.settings, has_q=has_q))
                 is_greedy = request.settings.sampling.temperature == 0 and not rules.is_lossy(request.settings.rule)
-                steps[slot] = steps[slot]._replace(rule=rules.GREEDY_WALK if is_greedy else rule)
+                rule = rules.GREEDY_WALK if is_greedy else rules.label(self.rule(request.settings, has_q=has_q))
+            steps[slot] = Step(drafts, count, committed, 0.0, 0.0, 0.0, rule, tuple(ranks[1 : count + 1]))
             if not request.generation.finish:
-                live.append(slot)
+                live[slot] = token, path
         emitting = time.perf_counter() - begin
         self.timer.mark(None)  # the host's time since then is measured from `begin`
         if live and not self.fixed_shapes:
             most = width if self.compiles else max(row[0] for row in rows)
             self.commit(self.active(requests), out, accepted, most)
-        for slot in live:
-            token = rows[slot][2:][: rows[slot][0]]
-            path = rows[slot][2 + width :][: rows[slot][0]]
+        for slot, (token, path) in live.items():
             self.draft_batch.update(slot, token, path, None if out.logits is None else out.logits[slot])
             if requests[slot].settings.keep_passes:  # the target's output, without padding
                 tree = DraftTree(drafted.tree.token[slot], drafted.tree.parent[slot])
@@ -192,7 +199,7 @@ class DeviceStep:
 
     def groups(self, requests: Sequence[Request]) -> list[list[int]]:
         """Return the slots by pass: with equal sampling parameters, and on one side of longrope's switch."""
-        if len(requests) != len(self.current) or any(a is not b for a, b in zip(requests, self.current, strict=True)):
+        if [*map(id, requests)] != [*map(id, self.current)]:
             self.load_slots(requests)
         switch = self.target.switch
         groups = defaultdict[Any, list[int]](list)
@@ -210,7 +217,7 @@ class DeviceStep:
 
     def run(
         self, requests: Sequence[Request], group: list[int], *, commits: bool = True
-    ) -> tuple[Drafted, Int[Tensor, "B X"], TargetOutput, Accepted]:
+    ) -> tuple[Drafted, HostRows, TargetOutput, Accepted]:
         """Run a step of a group; return the drafts, the host's tensor, the target's output and the accepted paths."""
         settings, timer, switch = requests[group[0]].settings, PhaseTimer(self.target.device), self.target.switch
         timer.mark(None)
@@ -250,7 +257,7 @@ class DeviceStep:
 
     def run_stages(
         self, slots: Slots, kv_length: int, settings: RequestParams, phase_timer: PhaseTimer, *, commits: bool = True
-    ) -> tuple[Drafted, Int[Tensor, "B X"], TargetOutput, Accepted]:
+    ) -> tuple[Drafted, HostRows, TargetOutput, Accepted]:
         """Run a step's stages."""
         self.penalises, self.timer = settings.sampling.repetition_penalty != 1, phase_timer
         self.key = self.graph_key(kv_length, settings)
@@ -259,8 +266,7 @@ class DeviceStep:
         if self.compiles:
             drafted = drafted.first(len(slots.root))
         phase_timer.mark("draft")
-        inner = None if self.captures else phase_timer  # no time can be measured inside a graph
-        out, result, accepted = self.launch(DeviceStep.evaluate, slots, drafted, kv_length, settings, inner)
+        out, result, accepted = self.launch(DeviceStep.evaluate, slots, drafted, kv_length, settings)
         phase_timer.mark("verify" if self.captures else "other")
         if self.fixed_shapes and commits:
             self.commit(slots, out, accepted, accepted.path.shape[1])
@@ -335,17 +341,26 @@ class DeviceStep:
         return rules.resolve_rule(settings.rule, chain, parents is not None, greedy)
 
     def evaluate(
-        self, slots: Slots, drafted: Drafted, kv_length: int, settings: RequestParams, phase_timer: PhaseTimer | None
-    ) -> tuple[TargetOutput, Int[Tensor, "B X"], Accepted]:
-        """Run the target over the trees and verify them: one stage, since the logits are too large to keep."""
-        out = self.forward(slots, drafted, kv_length)
+        self, slots: Slots, drafted: Drafted, kv_length: int, settings: RequestParams
+    ) -> tuple[TargetOutput, HostRows, Accepted]:
+        """Run the target over the trees and verify them: one stage, since the logits are too large to keep.
+
+        The rules read the logits after the repetition penalty; end tokens are masked until min_new_tokens.
+        """
+        out, sampling = self.forward(slots, drafted, kv_length), settings.sampling
         logits = self.target.embeddings.logits(out.last_hidden) if out.logits is None else out.logits
-        processed_logits = self.processed(slots, drafted, logits, settings.sampling)
-        if phase_timer is not None:
-            phase_timer.mark("verify")
-        return out._replace(logits=logits if self.draft_batch.traits.reads_logits else None), *self.verify_drafts(
-            slots, drafted, processed_logits, settings
-        )
+        out = out._replace(logits=logits if self.draft_batch.traits.reads_logits else None)
+        if sampling.repetition_penalty != 1:
+            # Nodes off the path are replaced by the root, which is among the seen tokens.
+            path = torch.where(drafted.ancestor_mask, drafted.tree.token[:, None], slots.root[:, None, None])
+            seen_tokens = slots.seen_tokens[:, None].expand(-1, logits.shape[1], -1).scatter(2, path.clamp_min(0), True)
+            logits = penalize(logits, seen_tokens, sampling)
+        if self.masks_eos:
+            early = (drafted.node_depth < slots.min_tokens_left[:, None])[..., None]
+            logits = logits.masked_fill(early & self.eos_mask, float("-inf"))
+        if not self.captures:  # no time can be measured inside a graph
+            self.timer.mark("verify")
+        return out, *self.verify_drafts(slots, drafted, logits, settings)
 
     def forward(self, slots: Slots, drafted: Drafted, kv_length: int) -> TargetOutput:
         """Run the target over the trees; their entries follow each sequence's committed ones."""
@@ -380,18 +395,6 @@ class DeviceStep:
                 return self.target.run_ragged(layout, token, position, attn_mask, batch_pass, layers, key_position)
         return self.target.run(token, position, attn_mask, batch_pass, layers, key_position)
 
-    def processed(self, slots: Slots, drafted: Drafted, logits: NodeProbs, sampling: Sampling) -> NodeProbs:
-        """Return the logits after the repetition penalty; end tokens are masked until min_new_tokens."""
-        if sampling.repetition_penalty != 1:
-            # Nodes off the path are replaced by the root, which is among the seen tokens.
-            path = torch.where(drafted.ancestor_mask, drafted.tree.token[:, None], slots.root[:, None, None])
-            seen_tokens = slots.seen_tokens[:, None].expand(-1, logits.shape[1], -1).scatter(2, path.clamp_min(0), True)
-            logits = penalize(logits, seen_tokens, sampling)
-        if self.masks_eos:
-            early = (drafted.node_depth < slots.min_tokens_left[:, None])[..., None]
-            logits = logits.masked_fill(early & self.eos_mask, float("-inf"))
-        return logits
-
     def choose(
         self,
         slots: Slots,
@@ -411,7 +414,7 @@ class DeviceStep:
 
     def verify_drafts(
         self, slots: Slots, drafted: Drafted, logits: NodeProbs, settings: RequestParams
-    ) -> tuple[Int[Tensor, "B X"], Accepted]:
+    ) -> tuple[HostRows, Accepted]:
         """Verify the drafts; return the tensor for the host, and the accepted paths."""
         tree, deepest, greedy = drafted.tree, self.plan.deepest, settings.sampling.temperature == 0
         if not deepest:  # nothing to accept
@@ -517,18 +520,4 @@ class DeviceStep:
 
     def extend(self, features: Features, count: PerSequence) -> None:
         """Append the accepted rows to the drafter."""
-        assert self.draft_batch.traits.rows is not None
         self.draft_batch.traits.rows.commit(features, count)
-
-    def emit(self, request: Request, row: list[int], width: int) -> Step:
-        """Append the committed tokens to a request; return its step, without seconds.
-
-        `row` has two counts, then tokens, path and ranks of `width` each, then logit gaps.
-        """
-        (count, drafted), rest = row[:2], row[2:]
-        token, ranks, bits = rest[:count], rest[2 * width : 3 * width], rest[3 * width :][:count]
-        gaps = list(struct.unpack(f"{len(bits)}f", struct.pack(f"{len(bits)}i", *bits))) if bits else []
-        request.cache.keep(len(request.context) - 1, [*range(count)])  # the indices after compaction
-        committed = request.emit(token, ["draft"] * (count - 1) + ["bonus"], gaps)
-        accepted = min(count - 1, committed)
-        return Step(drafted, accepted, committed, 0.0, 0.0, 0.0, rules.NOTHING, tuple(ranks[1 : accepted + 1]))

@@ -21,7 +21,6 @@ from transformers import PreTrainedConfig
 from data.features.store import size
 from heads import HEADS
 from heads.base import HeadModule, draft_size, frozen_count, layer_dims_of, parameter_count
-from heads.block import Block
 from heads.common.target_config import UNFIT, experts_of, read_target_config, reason
 from heads.medusa import Medusa
 from heads.modules.autoregressive import Recurrent
@@ -192,7 +191,7 @@ def head_cost(run: RunConfig, target: TargetEmbeddings, micro_batch_size: int, d
             elif isinstance(inner, Attention):
                 flops += 14 * keys * rows * inner.q_proj.out_features
     # A masked position reads copies of its block's keys and values: one per position, on CUDA one per block.
-    slots = head.size if isinstance(head, Block) else depths - 1 if isinstance(head, PEagle) else 0
+    slots = getattr(head, "size", depths - 1 if isinstance(head, PEagle) else 0)
     copies = drafted * slots * (1 if device == "cuda" else slots)
     saved += copies * sum(2 * item * m.k_proj.out_features for m in head.modules() if isinstance(m, Attention))
     # The states of all drafts, in fp32 as norms return them; Medusa's last blocks keep them anyway.
@@ -218,14 +217,14 @@ def head_cost(run: RunConfig, target: TargetEmbeddings, micro_batch_size: int, d
 def computed(head: Any, tokens: int, drafted: int, depths: int) -> list[tuple[Any, float]]:
     """Return a head's modules except lm_heads, each with the number of rows that it computes over all depths."""
     modules: list[tuple[Any, float]] = []
-    whole = drafted * head.size if isinstance(head, Block) else tokens + (depths - 1) * drafted
+    size = getattr(head, "size", 0)  # of a block, whose keys and values are the context's too
+    whole = drafted * size if size else tokens + (depths - 1) * drafted
     for name, module in head.named_children():
-        if name in ONCE or isinstance(head, Recurrent | Block):
+        if name in ONCE or size or isinstance(head, Recurrent):
             modules.append((module, tokens if name in ONCE else whole))
         elif isinstance(module, nn.ModuleList):  # one module per depth, or a few that the depths share
             modules.append((module, drafted * depths / len(module)))
-    # A block's keys and values are the context's too.
-    attentions: list[Any] = [layer.self_attn for layer in (head.layers if isinstance(head, Block) else ())]
+    attentions = [layer.self_attn for layer in (head.layers if size else ())]
     return modules + [(linear, tokens) for a in attentions for linear in (a.k_proj, a.v_proj)]
 
 

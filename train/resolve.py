@@ -49,6 +49,7 @@ from inference.target.placement import (
     REPLICATE,
     SHARDED,
     TENSOR_PARALLEL,
+    check_devices,
     check_offload,
     check_processes,
     check_shape,
@@ -262,12 +263,8 @@ def checked_plan(run: RunConfig) -> Plan:
         if text.model_type not in PLAIN and not getattr(text, "base_model_tp_plan", None):
             raise ValueError(f"model.placement={TENSOR_PARALLEL}: transformers has no plan to cut {model.path} up")
         check_shape(text, group, model.path)
-    devices = len(model.devices or range(run.device.count or launcher.local))
-    if where.placement == DEVICE_MAP and run.device.type != "cpu" and devices < launcher.local:
-        raise ValueError(
-            f"model.placement=device_map has {devices} devices for {launcher.local} processes: start fewer, or give "
-            "more model.devices"
-        )
+    if where.placement == DEVICE_MAP and run.device.type != "cpu":
+        check_devices(len(model.devices or range(run.device.count or launcher.local)), launcher.local)
     return planned
 
 

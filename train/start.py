@@ -118,7 +118,6 @@ log = logging.getLogger(__name__)
 
 AUTO, LAST_LAYER, CHECKPOINT = "auto", "last_layer", "checkpoint"  # values of `init` that name no head
 STARTS = (None, AUTO, LAST_LAYER, CHECKPOINT)
-OF_LAST_LAYER = (Mtp.Config, Eagle3.Config, Eagle.Config)  # heads that can start as the target's last layer
 SILU = ("silu", "swish")
 PROJECTIONS = ("q_proj", "k_proj", "v_proj")
 # EAGLE-3's parameters with wider inputs: its projections read an embedding and the state.
@@ -126,6 +125,11 @@ WIDER = tuple(f"block.self_attn.{name}.weight" for name in PROJECTIONS)
 REFITTED = ("block.input_layernorm.weight", *WIDER)
 TOKENS_PER_INPUT = 8, 64  # minimum and maximum tokens per input; the fit of `fit_linear` overfits to fewer
 RIDGE = 1e-2  # ridge penalty relative to the inputs' mean square
+
+
+def _first(config: HeadConfig) -> str:
+    """Return the name of a head's decoder layer that can start as the target's last layer, empty without one."""
+    return getattr(HEADS[config.name], "first_layer", "")
 
 
 def resolve_init(
@@ -137,7 +141,7 @@ def resolve_init(
     loaded anyway. Such a head has the target's rotary positions and norm; an MTP module has them in either case, since
     engines assume them.
     """
-    if init != AUTO or not isinstance(config, OF_LAST_LAYER):
+    if init != AUTO or not _first(config):
         return config, None if init == AUTO else init
     if isinstance(target, EmbeddingsOnly):
         log.warning(
@@ -162,7 +166,8 @@ def check_init(adapter: AdaptConfig, config: HeadConfig, init: str | None, place
 
     A layer of the target is copied only into a head that has one, and only where it is not sharded.
     """
-    if init in (LAST_LAYER, CHECKPOINT) and not isinstance(config, Mtp.Config if init == CHECKPOINT else OF_LAST_LAYER):
+    able = isinstance(config, Mtp.Config) if init == CHECKPOINT else _first(config)
+    if init in (LAST_LAYER, CHECKPOINT) and not able:
         others = "" if init == CHECKPOINT else ", eagle, hass and eagle3"
         raise ValueError(f"init={init} starts only head=mtp{others}: give that head, or a folder for init")
     if init == CHECKPOINT and placement != REPLICATE:
@@ -241,7 +246,7 @@ def from_target(config: HeadConfig, init: str, target: Target, checkpoint: str) 
     head = HEADS[config.name](config, target.embeddings)
     weights = head.state_dict()
     if not isinstance(head, Mtp):
-        first = "first." if isinstance(head, Eagle3) else "layers.0."
+        first = f"{head.first_layer}."
         left_out = REFITTED if isinstance(head, Eagle3) else (*REFITTED, "norm.weight")  # EAGLE has no final norm
         start = {name.replace("block.", first): value for name, value in start.items() if name not in left_out}
     elif init == LAST_LAYER:
@@ -275,7 +280,7 @@ def fit_init(head: Any, init: str | None, target: Any, batches: Batches, steps: 
         head.eh_proj.weight.copy_(solve(head.eh_proj, lambda states: states.below))
         return
     layer = last_layer(head.config, target)
-    block: Any = head.layers[0] if isinstance(head, Eagle) else head.first
+    block: Any = head.get_submodule(head.first_layer)
     residual = block.self_attn.o_proj, block.mlp.down_proj
     if isinstance(head, Eagle):  # scales the layer to the target's final norm
         gain = final_gain(target, batches).to(head.fc.weight)
@@ -420,8 +425,7 @@ def incompatibility(config: Any, target: Target) -> str | None:
 def mismatch(config: Any, start: NamedTensors, target: Target) -> str | None:
     """Return how the target's layer parameters differ from the head's, with the remedy for an MTP module, or None."""
     # The head's decoder layer parameters that the target's last layer should have, on meta.
-    firsts = (("block.", Mtp.Config), ("layers.0.", Eagle.Config), ("first.", Eagle3.Config))
-    first = next(prefix for prefix, kind in firsts if isinstance(config, kind))
+    first = f"{_first(config)}."
     outlined = meta_state_dict(HEADS[config.name], config, target.embeddings, "")
     layer = {name.replace(first, "block.", 1): value for name, value in outlined.items() if name.startswith(first)}
     layer |= {f"block.{name}": x for name, x in outlined.items() if name.startswith("layers.") and first not in name}

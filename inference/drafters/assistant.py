@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
@@ -21,7 +21,7 @@ from inference.protocol import CommittedTokens, Context, Proposal
 from inference.target.config import DTYPES
 from inference.target.target import Target
 from inference.target.tokenizer import UNFINISHED, decode
-from inference.verification.tree import root
+from inference.verification.tree import PerNode, root
 
 ROOT = -1  # index of the last token read, the parent of the first drafted nodes
 
@@ -39,11 +39,8 @@ class Vocabulary:
     """
 
     def __init__(self, target: Target, assistant: Target, match: str) -> None:
-        self.target_tokenizer, self.assistant_tokenizer, self.size = (
-            target.tokenizer,
-            assistant.tokenizer,
-            target.embeddings.vocab_size,
-        )
+        self.target_tokenizer, self.assistant_tokenizer = target.tokenizer, assistant.tokenizer
+        self.size = target.embeddings.vocab_size
         self.is_same, self.texts, self.ids = match == "same", dict[int, str](), dict[str, int]()
         if self.is_same:
             if self.target_tokenizer.get_vocab() != self.assistant_tokenizer.get_vocab():
@@ -83,14 +80,14 @@ class Vocabulary:
             while rest:
                 length = next((n for n in range(len(rest), 0, -1) if rest[:n] in self.ids), None)
                 if length is None:  # the assistant cannot spell it: it is left out
-                    spelled = []
                     break
                 spelled.append(self.ids[rest[:length]])
                 rest = rest[length:]
-            own_tokens += spelled
+            else:
+                own_tokens += spelled
         return own_tokens
 
-    def to_assistant(self, token: Int[Tensor, "N"]) -> Int[Tensor, "N"]:
+    def to_assistant(self, token: PerNode) -> PerNode:
         """Return the counterparts; one without is 0: its probability is 0, and its node's logits are not used."""
         return self.counterpart[token.to(self.counterpart.device)]
 
@@ -246,20 +243,19 @@ class AssistantState(DrafterState):
         """Score one more tree level (see `DraftHead.expand`); the keys and values are in the assistant's cache."""
         return self.answer(self.branch(nodes.token[0], [self.nodes[parent] for parent in nodes.parent[0].tolist()]))
 
-    def branch(self, token: Int[Tensor, "N"], above: list[int]) -> Float[Tensor, "N A"]:
+    def branch(self, token: PerNode, above: list[int]) -> Float[Tensor, "N A"]:
         """Run a new node with a token of the target after each node of `above`; return the assistant's own logits.
 
         ROOT in `above` is the last token read.
         """
         own_token = self.vocabulary.to_assistant(token)
-        model = self.model
-        device = self.model.device
+        model, device = self.model, self.model.device
         first = len(self.path)
         text = len(self.token)
         self.nodes = list(range(first, first + len(above)))
         for node, parent, t in zip(self.nodes, above, own_token.tolist(), strict=True):
             self.below[parent, t] = node
-            self.path.append([*(self.path[parent] if parent != ROOT else []), node])
+            self.path.append([*(() if parent == ROOT else self.path[parent]), node])
         depth = torch.tensor([len(path) for path in self.path], device=device)
         key_position = torch.cat([torch.arange(text, device=device), text - 1 + depth])[None]
         position = key_position[:, self.cache.length :]

@@ -18,6 +18,7 @@ from heads.formats.mtp_layouts import BLOCK, REMEDY, promise
 from heads.modules.kv_cache import KVCache
 from heads.modules.layers import Attention
 from heads.mtp import TARGET, Mtp
+from heads.shapes import PerSequence
 from inference.drafters.plain import root_trees
 from inference.drafters.policy import (
     Schedule,
@@ -30,11 +31,10 @@ from inference.drafters.policy import (
     sampled_shape,
     verifiable,
 )
-from inference.protocol import Context, DraftBatch, Drafted, Drafter, DraftInputs, DraftPlan, DraftRows, DraftTraits
+from inference.protocol import Context, DraftBatch, Drafted, Drafter, DraftInputs, DraftPlan, DraftTraits
 from inference.target.model import TargetOutput
 from inference.target.packed import pack
 from inference.target.target import Target
-from inference.verification.rules import PerSequence
 
 Given = Mapping[str, Any]  # a user's values of a tree; None keeps the saved one
 
@@ -59,7 +59,7 @@ class HeadDrafter(Drafter):
         return HeadBatch(self.head, self.schedule, size)
 
 
-class HeadBatch(DraftBatch, DraftRows):
+class HeadBatch(DraftBatch):
     """Drafts by a head for several sequences: one KV cache over all slots, and the head's output at each root.
 
     Both are buffers over all slots, written in place. In a step without a `policy` nothing is drafted and no rows are
@@ -122,7 +122,7 @@ class HeadBatch(DraftBatch, DraftRows):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the head's KV cache, allocated or not."""
+        """Bytes of the head's KV cache on the target's device, allocated or not."""
         head: Any = self.head
         return self.new_cache(torch.device("meta")).nbytes(head) if self.head.has_kv_cache else 0
 

@@ -4,11 +4,10 @@ from collections.abc import Sequence
 from typing import Protocol, runtime_checkable
 
 import torch
-from jaxtyping import Float, Int
-from torch import Tensor
 from torch.nn.functional import pad
 
 from heads.base import Tokens
+from heads.shapes import PerSequence
 from inference.protocol import (
     CommittedTokens,
     Context,
@@ -18,6 +17,7 @@ from inference.protocol import (
     DraftInputs,
     DraftPlan,
     DraftTraits,
+    PassLogits,
     Proposal,
     Verified,
 )
@@ -32,7 +32,6 @@ class DrafterState(Protocol):
 
     def propose(self, context: Context) -> Proposal:
         """Return a draft after the last token."""
-        ...
 
     def update(self, commit: CommittedTokens) -> None:
         """Update the state with the committed tokens; by default there is nothing to update."""
@@ -55,7 +54,6 @@ class HostDrafter(Drafter, Protocol):
 
     def start(self, prompt: Tokens) -> DrafterState:
         """Begin a sequence; a drafter with memory may now store the text of the one before."""
-        ...
 
     def batch(self, size: int) -> "HostBatch":
         """Return the draft batch for up to `size` sequences; each slot has its own clone of the drafter."""
@@ -112,7 +110,7 @@ class HostBatch(DraftBatch):
         return self.plan
 
     def draft_trees(
-        self, roots: DraftInputs, max_draft_depth: Int[Tensor, "B"], longest: int, *, allow_host_sync: bool
+        self, roots: DraftInputs, max_draft_depth: PerSequence, longest: int, *, allow_host_sync: bool
     ) -> Drafted:
         """Return the proposals, padded to the largest, with look-ahead tokens after the nodes."""
         device, size, count = roots.token.device, self.size, len(self.proposals)
@@ -152,7 +150,7 @@ class HostBatch(DraftBatch):
                 )
         return Drafted(tree, mask, q, depth)
 
-    def update(self, slot: int, token: Tokens, path: list[int], logits: Float[Tensor, "M V"] | None) -> None:
+    def update(self, slot: int, token: Tokens, path: list[int], logits: PassLogits) -> None:
         """Update a sequence's state with its verified proposal."""
         proposal = self.proposals[slot]
         state = self.slots[slot][1]

@@ -11,16 +11,15 @@ from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
 import torch
-from jaxtyping import Bool, Float, Int
-from torch import Tensor
 from torch.nn.functional import pad
 
 from heads.base import Tokens
 from heads.common.ranges import Amount, Within
+from heads.shapes import Nodes, PerSequence
 from inference.drafters.host import HostBatch, HostDrafter
-from inference.protocol import Context, Drafted, Drafter, DraftInputs, DraftPlan, Proposal
+from inference.protocol import Context, Drafted, Drafter, DraftInputs, DraftPlan, PassLogits, Proposal
 from inference.target.model import TargetOutput
-from inference.verification.tree import DraftTree, agreed
+from inference.verification.tree import AncestorMask, DraftTree, agreed
 
 
 @dataclass
@@ -119,7 +118,7 @@ class HybridBatch(HostBatch):
         )
 
     def draft_trees(
-        self, roots: DraftInputs, max_draft_depth: Int[Tensor, "B"], longest: int, *, allow_host_sync: bool
+        self, roots: DraftInputs, max_draft_depth: PerSequence, longest: int, *, allow_host_sync: bool
     ) -> Drafted:
         """Return the chosen lookups and the other sequences' trees, all padded to the largest."""
         taken = [proposal is not None for proposal in self.proposals]
@@ -135,7 +134,7 @@ class HybridBatch(HostBatch):
         tree = DraftTree(torch.where(which, token, others[0]), torch.where(which, parent, others[1]))
         return Drafted(tree, torch.where(which[..., None], mask, others[2]), head_drafts.q)
 
-    def update(self, slot: int, token: Tokens, path: list[int], logits: Float[Tensor, "M V"] | None) -> None:
+    def update(self, slot: int, token: Tokens, path: list[int], logits: PassLogits) -> None:
         """Let both drafters learn, the head's record if it drafted, and the lookup's in any case.
 
         The acceptance of an unused lookup follows from the committed tokens; a short commit shows only part of it.
@@ -151,7 +150,7 @@ class HybridBatch(HostBatch):
         self.head_batch.update(slot, token, path, logits)
 
 
-def padded(drafted: Drafted, size: int) -> tuple[Int[Tensor, "B N"], Int[Tensor, "B N"], Bool[Tensor, "#B N N"]]:
+def padded(drafted: Drafted, size: int) -> tuple[Nodes, Nodes, AncestorMask]:
     """Return tokens, parents and ancestor masks, padded to a size."""
     more = (0, size - drafted.tree.token.shape[1])
     mask = pad(drafted.ancestor_mask, (*more, *more)) | torch.eye(

@@ -4,6 +4,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
+from heads.shapes import PerSequence
 from inference.protocol import DraftBatch, Drafted, Drafter, DraftInputs
 from inference.verification.tree import DraftTree
 
@@ -27,7 +28,7 @@ class Baseline(Drafter, DraftBatch):
         return self
 
     def draft_trees(
-        self, roots: DraftInputs, max_draft_depth: Int[Tensor, "B"], longest: int, *, allow_host_sync: bool
+        self, roots: DraftInputs, max_draft_depth: PerSequence, longest: int, *, allow_host_sync: bool
     ) -> Drafted:
         """Return trees of only the roots."""
         return root_trees(roots.token)

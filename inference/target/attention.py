@@ -28,6 +28,7 @@ from heads.base import to_device
 from heads.modules import flex
 from heads.modules.attention import pattern
 from heads.modules.layers import grouped_attention
+from heads.shapes import Sequences
 
 T = TypeVar("T")
 SDPA, GROUPED, RAGGED = "sdpa", "headstart_grouped", "headstart_ragged"
@@ -75,7 +76,7 @@ def packing(model: "transformers.PreTrainedModel") -> Packing | None:
     return Packing(config, tuple(window if kind == SLIDING else None for kind in kinds))
 
 
-def spans_of(document: Int[Tensor, "B T"]) -> list[Span]:
+def spans_of(document: Sequences) -> list[Span]:
     """Return the documents of packed sequences, padding as one."""
     spans = []
     for row, ids in enumerate(document.tolist()):
@@ -89,7 +90,7 @@ def spans_of(document: Int[Tensor, "B T"]) -> list[Span]:
 class Documents:
     """The documents of a forward pass; a kernel's inputs are made once for all layers on a device."""
 
-    def __init__(self, windows: tuple[int | None, ...], spans: list[Span], position: Int[Tensor, "B T"]) -> None:
+    def __init__(self, windows: tuple[int | None, ...], spans: list[Span], position: Sequences) -> None:
         self.windows, self.spans, self.position = windows, spans, position
         self.longest = max(span.end - span.begin for span in spans)
         self._cu_seqlens: dict[torch.device, Tensor] = {}

@@ -28,6 +28,9 @@ from transformers.cache_utils import (
     LinearAttentionCacheLayerMixin,
 )
 
+from heads.shapes import Nodes, PerSequence
+from inference.verification.tree import AncestorMask
+
 T = TypeVar("T")
 KeysValues = tuple[Tensor, Tensor]
 KV_BUCKET = 256  # padded passes read a multiple of this many entries
@@ -52,9 +55,7 @@ Layout = dict[int, tuple[KVSpec, KVSpec]]
 class BatchLayer(DynamicLayer):
     """One layer's buffers "B G C E" in one pass over several sequences; each writes its own entries."""
 
-    def __init__(
-        self, keys: Tensor, values: Tensor, slot: Int[Tensor, "B #N"], write_index: Int[Tensor, "B N"], end: int
-    ) -> None:
+    def __init__(self, keys: Tensor, values: Tensor, slot: Int[Tensor, "B #N"], write_index: Nodes, end: int) -> None:
         init: Any = super().__init__
         init()
         self.both, self.slot, self.write_index, self.end = (keys, values), slot, write_index, end
@@ -82,7 +83,7 @@ class BatchPass(NamedTuple):
 
     keys: list[Tensor]
     values: list[Tensor]
-    write_index: Int[Tensor, "B N"]
+    write_index: Nodes
     end: int
     fixed_shapes: bool = False
     slot: Int[Tensor, "1 T"] | None = None
@@ -150,9 +151,9 @@ class Storage:
 
     def tree_pass(
         self,
-        length: Int[Tensor, "B"],
-        ancestor_mask: Bool[Tensor, "#B N N"],
-        depth: Int[Tensor, "B N"],
+        length: PerSequence,
+        ancestor_mask: AncestorMask,
+        depth: Nodes,
         end: int,
         *,
         fixed_shapes: bool = False,

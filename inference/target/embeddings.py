@@ -12,6 +12,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from heads.base import layer_dims_of
 from heads.common.target_config import logit_factor
 from heads.formats.store import TargetSpec
+from heads.shapes import Logits, States, TokenIds
 from inference.target.packed import pack
 
 
@@ -58,11 +59,11 @@ class TargetEmbeddings(nn.Module):
         }
         return [what for what, present in done.items() if present]
 
-    def embed(self, token: Int[Tensor, "*n"]) -> Float[Tensor, "*n D"]:
+    def embed(self, token: TokenIds) -> States:
         """Return the input embeddings."""
         return self.embedding(token)
 
-    def logits(self, hidden: Float[Tensor, "*n D"], ids: Int[Tensor, "W"] | None = None) -> Float[Tensor, "*n W"]:
+    def logits(self, hidden: States, ids: Int[Tensor, "W"] | None = None) -> Logits:
         """Return the logits of final-normed hidden states in the lm_head's dtype; with `ids` only these tokens'."""
         # In rows "N D": for a slice torch 2.13 copies a frozen bf16 weight (findings/torch_frozen_linear_…).
         shape, hidden = hidden.shape[:-1], hidden.reshape(-1, hidden.shape[-1]).to(self.lm_head.weight.dtype)

@@ -20,6 +20,7 @@ from heads import rows
 from heads.base import Features, Layers, to_device
 from heads.common.target_config import EXPERTS, cache_argument, context_of
 from heads.modules import tree_attention
+from heads.shapes import Nodes, Sequences
 from inference.target import loading
 from inference.target.attention import (
     ATTENTION,
@@ -40,9 +41,7 @@ from inference.target.embeddings import TargetEmbeddings
 from inference.target.loading import Adapter
 from inference.target.placement import Placed, run_in_turns
 from inference.verification import tree
-from inference.verification.tree import DraftTree
-
-TokenRows = Int[Tensor, "B T"]
+from inference.verification.tree import DraftTree, PerNode
 
 
 class TargetOutput(NamedTuple):
@@ -159,16 +158,12 @@ class TargetModel:
         self.tokenizer, self.name = tokenizer, name
         self.config = model.config.get_text_config()
         if placed is None:
-            placed = Placed(
-                model.device, TargetEmbeddings(model), fingerprint(model, name), None, needs_all_ranks=False
-            )
+            placed = Placed(model.device, TargetEmbeddings(model), fingerprint(model, name))
         self.placed = placed
-        self.device, self.dtype, self.embeddings = self.placed.device, model.dtype, self.placed.embeddings
+        self.device, self.dtype, self.embeddings = placed.device, model.dtype, placed.embeddings
         self.base: nn.Module = model.base_model
-        count, lists = (
-            self.config.num_hidden_layers,
-            (module for module in self.base.modules() if isinstance(module, nn.ModuleList)),
-        )
+        count = self.config.num_hidden_layers
+        lists = (module for module in self.base.modules() if isinstance(module, nn.ModuleList))
         layers = next((stack for stack in lists if len(stack) == count), None)
         if layers is None:
             raise ValueError(f"{self.architecture}: no stack of {count} decoder layers found; choose another target")
@@ -230,7 +225,7 @@ class TargetModel:
         return BatchCache(Storage(size, self.layout, self.few_sizes), make)
 
     @torch.no_grad()
-    def features(self, token: TokenRows, document: TokenRows, layers: Layers) -> Features:
+    def features(self, token: Sequences, document: Sequences, layers: Layers) -> Features:
         """Return the features of packed sequences; documents do not see each other and each starts at position 0.
 
         `layers` are the decoder layers to return, here and in every pass below.
@@ -312,8 +307,8 @@ class TargetModel:
 
     def run(
         self,
-        token: TokenRows,
-        position: TokenRows,
+        token: Sequences,
+        position: Sequences,
         attn_mask: Bool[Tensor, "B T S"] | None,
         cache: TargetCache | BatchPass | None,
         layers: Layers = (),
@@ -338,8 +333,8 @@ class TargetModel:
     def run_ragged(
         self,
         layout: Ragged,
-        token: Int[Tensor, "B N"],
-        position: Int[Tensor, "B N"],
+        token: Nodes,
+        position: Nodes,
         attn_mask: Bool[Tensor, "B N S"],
         cache: BatchPass,
         layers: Layers,
@@ -455,8 +450,8 @@ class LayerSkippedTarget:
     @torch.inference_mode()
     def run(
         self,
-        token: Int[Tensor, "N"],
-        position: Int[Tensor, "N"],
+        token: PerNode,
+        position: PerNode,
         attn_mask: Bool[Tensor, "N S"],
         cache: TargetCache,
         key_position: Int[Tensor, "1 S"] | None = None,

@@ -213,13 +213,17 @@ def devices_of(where: Placement, device: torch.device) -> list[int]:
     if odd := [n for n in indices if not 0 <= n < count]:
         raise ValueError(f"model.devices names {odd[0]}, and there are {count} devices: count from 0")
     processes, mine = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), int(os.environ.get("LOCAL_RANK", "0"))
-    if len(indices) < processes:
+    check_devices(len(indices), processes)
+    return sorted(indices[mine::processes], key=lambda n: n != device.index)
+
+
+def check_devices(devices: int, processes: int) -> None:
+    """Refuse fewer devices of a node than processes under device_map."""
+    if devices < processes:
         raise ValueError(
-            f"model.placement=device_map has {len(indices)} devices for {processes} processes: start fewer, or give "
+            f"model.placement=device_map has {devices} devices for {processes} processes: start fewer, or give "
             "more model.devices"
         )
-    devices = indices[mine::processes]
-    return sorted(devices, key=lambda n: n != device.index)
 
 
 def _world() -> int:
@@ -235,8 +239,8 @@ class Placed(NamedTuple):
     device: torch.device  # the device of features, embeddings and tokens; layers may be elsewhere
     embeddings: TargetEmbeddings  # embedding and lm_head, not sharded, on that device
     fingerprint: str  # hash of the weights, equal under every placement
-    group: distributed.ProcessGroup | None  # this process's tensor-parallel group; None without one
-    needs_all_ranks: bool  # whether every pass needs all processes
+    group: distributed.ProcessGroup | None = None  # this process's tensor-parallel group; None without one
+    needs_all_ranks: bool = False  # whether every pass needs all processes
 
 
 def placed(

@@ -8,9 +8,9 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from inference.verification.sample import Sampling, distribution
+from heads.shapes import PerSequence
+from inference.verification.sample import Distributions, Sampling, distribution
 
-PerSequence = Int[Tensor, "B"]
 CACHED_ROWS = 4  # rows of a large vocabulary that a CPU's cache holds
 ROWS = 256  # distributions summed up in fp64 at a time: 15,000 over a large vocabulary do not fit into memory
 
@@ -40,7 +40,7 @@ class Draws:
         """Return the samples of the root, from the first on."""
         return Samples(torch.tensor([hash_key(hash_key(self.key, DRAFT_KEY), self.position)], device=device))
 
-    def noise(self, below: range, probs: Float[Tensor, "*n V"]) -> Float[Tensor, "P V"]:
+    def noise(self, below: range, probs: Distributions) -> Float[Tensor, "P V"]:
         """Return the noise of positions, counted from that of the root's children, for probs like these."""
         position = self.position + torch.tensor(below, device=probs.device)
         return exponential_noise(torch.full_like(position, self.key), position, probs.shape[-1])

@@ -14,17 +14,17 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from heads.shapes import Nodes, PerSequence
 from inference.verification.sample import residual, without
-from inference.verification.tree import DraftTree
+from inference.verification.tree import AncestorMask, DraftTree
 
 # Medusa's typical acceptance, the published epsilon and delta (arXiv 2401.10774); and a fixed threshold, as in engines.
 EPSILON, DELTA = 0.09, 0.3
 THRESHOLD = 0.3
 MIN_PROB = 1e-30  # replaces a probability of 0 under a logarithm
 
-PerSequence = Int[Tensor, "B"]
 NodeMask = Bool[Tensor, "B N"]
-AncestorMask = Bool[Tensor, "#B N N"]  # each node's ancestors, itself included
+SequenceMask = Bool[Tensor, "B"]
 PerNode = Float[Tensor, "B N"]
 Probs = Float[Tensor, "B V"]
 NodeProbs = Float[Tensor, "B N V"]
@@ -42,7 +42,7 @@ class Sampled(NamedTuple):
     """B drafts of one fixed shape whose children were sampled."""
 
     parents: Sequence[int]  # parent of each node of the shape, -1 for the root; parents come before children
-    token: Int[Tensor, "B N"]  # the nodes' tokens
+    token: Nodes  # the nodes' tokens
     valid: NodeMask  # mask of the drafted nodes
     q: Float[Tensor, "B M V"]  # the probs that the children of the M nodes with children were sampled from, in order
 
@@ -51,9 +51,7 @@ class Sampled(NamedTuple):
 LastAccepted = tuple[PerSequence, Probs]
 
 
-def valid_nodes(
-    tree: DraftTree, ancestor_mask: AncestorMask, depth: Int[Tensor, "B N"], max_draft_depth: PerSequence
-) -> NodeMask:
+def valid_nodes(tree: DraftTree, ancestor_mask: AncestorMask, depth: Nodes, max_draft_depth: PerSequence) -> NodeMask:
     """Return the mask of drafted nodes: no padding (token -1), no descendants of padding, no nodes too deep."""
     return ~(ancestor_mask & (tree.token < 0)[:, None]).any(-1) & (depth <= max_draft_depth[:, None])
 
@@ -155,7 +153,7 @@ class AcceptDraws:
     uniforms: PerNode
     used_uniforms: PerSequence
 
-    def sample(self, probability: Float[Tensor, "B"], tested: Bool[Tensor, "B"]) -> Bool[Tensor, "B"]:
+    def sample(self, probability: Float[Tensor, "B"], tested: SequenceMask) -> SequenceMask:
         """Return true with the given probability where a node is tested, else false."""
         uniforms = self.uniforms.gather(1, self.used_uniforms[:, None])[:, 0]
         self.used_uniforms = self.used_uniforms + tested
@@ -198,12 +196,12 @@ def recursive(draft: Sampled, p: NodeProbs, uniforms: PerNode, allow_host_sync: 
 class PathNode:
     """A node on the current path of traversal verification, for B sequences."""
 
-    reached: Bool[Tensor, "B"]  # mask of sequences that reach it, or would without an earlier accepted path
+    reached: SequenceMask  # mask of sequences that reach it, or would without an earlier accepted path
     alpha: Float[Tensor, "B"]  # probability that the path up to here is accepted, given the rejections below it
     residual_p: Probs  # residual of p after rejections
     residual_q: Probs | None  # residual of q; None without children
 
-    def reject(self, token: Int[Tensor, "B 1"], rejected: Bool[Tensor, "B"], distinct: bool) -> None:
+    def reject(self, token: Int[Tensor, "B 1"], rejected: SequenceMask, distinct: bool) -> None:
         """Update the residuals after a child with a token was rejected; `distinct` if it has later siblings."""
         assert self.residual_q is not None
         rest = (self.alpha[:, None] * self.residual_p - self.residual_q).clamp_min(0)
@@ -281,7 +279,7 @@ def _ratio(target: Probs, draft: Probs, token: Int[Tensor, "B 1"]) -> Float[Tens
     return (target.gather(1, token) / draft.gather(1, token))[:, 0]
 
 
-def ranks(tree: DraftTree) -> Int[Tensor, "B N"]:
+def ranks(tree: DraftTree) -> Nodes:
     """Return each node's rank among its siblings, as they were drafted."""
     siblings = tree.parent[:, :, None] == tree.parent[:, None]
     return siblings.tril(-1).sum(-1)

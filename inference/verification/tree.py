@@ -12,6 +12,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 PerNode = Int[Tensor, "N"]
+AncestorMask = Bool[Tensor, "#B N N"]  # each node's ancestors, itself included
 LOOK_AHEAD = -2  # the parent of a look-ahead token, which is not a node
 
 
