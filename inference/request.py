@@ -179,9 +179,8 @@ class Request:
         best_two = scores.float().topk(2).values[0].tolist() if settings.logit_gaps else [0.0, 0.0]
         self.emit(first.tolist(), ["prefill"], [best_two[0] - best_two[1]])
         if settings.keep_passes:
-            rows = out._replace(logits=None)
             self.generation.target_passes.append(
-                Pass(torch.cat([token[1:], first]), rows, None, [], out.last_hidden[0])
+                Pass(torch.cat([token[1:], first]), out._replace(logits=None), None, [], out.last_hidden[0])
             )
         return out
 

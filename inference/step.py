@@ -389,8 +389,7 @@ class DeviceStep:
         )
         if self.allows_host_sync and size > 1 and self.target.takes_ragged and self.target.compiled is None:
             valid = (tree.token >= 0) * slots.active[:, None]
-            sizes = (valid * torch.arange(1, size + 1)).amax(1).clamp_min(1).tolist()
-            layout = Ragged.of(sizes, slots.length.tolist())
+            layout = Ragged.of((valid * torch.arange(1, size + 1)).amax(1).clamp_min(1).tolist(), slots.length.tolist())
             if layout.tails:
                 return self.target.run_ragged(layout, token, position, attn_mask, batch_pass, layers, key_position)
         return self.target.run(token, position, attn_mask, batch_pass, layers, key_position)

@@ -264,9 +264,8 @@ def readings(head: Examined, loaded: Any, target: AnyTarget) -> Findings:
     for name in ("bias", "attention_bias", "mlp_bias"):
         yield key(name, get(name, False), False, dict.fromkeys(("vllm", "sglang"), UNFILLED))
     if format_name != "mimo":
-        prefixed = any(name.startswith("model.") for name in head.stored)
         yield key(
-            "model.*", THERE if prefixed else MISSING, MISSING,
+            "model.*", THERE if any(name.startswith("model.") for name in head.stored) else MISSING, MISSING,
             {"vllm": "stops at the first", "sglang": "loads none of an EAGLE-1 head, and drafts from random weights"},
             f"take model. from the front of every name in {WEIGHTS}",
         )  # fmt: skip

@@ -127,11 +127,10 @@ def read_tokens(logprobs: Any) -> list[Token]:
         content = logprobs.get("content")
         if not isinstance(content, list):  # completions have one column per field, converted to chats' entries
             tops = logprobs.get("top_logprobs") or [None] * len(logprobs["tokens"])
-            columns = zip(logprobs["tokens"], logprobs["token_logprobs"], tops, strict=True)
             content = [
                 {"token": token, "logprob": value,
                  "top_logprobs": [{"token": other, "logprob": least} for other, least in (top or {}).items()]}
-                for token, value, top in columns
+                for token, value, top in zip(logprobs["tokens"], logprobs["token_logprobs"], tops, strict=True)
             ]  # fmt: skip
         return [Token(*entry(one), dict(map(entry, one.get("top_logprobs") or []))) for one in content]
     except (KeyError, TypeError, ValueError, AttributeError):
@@ -230,8 +229,7 @@ def answer_of(
     waits = {"latency_s": latency_s, "ttft_s": ttft_s}
     decode_s = None if ttft_s is None else latency_s - ttft_s
     decoding = None if decode_s is None else (max(tokens - 1, 0), decode_s)
-    seconds = UNTIMED | {"other": decode_s or 0.0}
-    return Answer(passes, decoding, (tokens, latency_s), ttft_s, seconds, waits, text=text)
+    return Answer(passes, decoding, (tokens, latency_s), ttft_s, UNTIMED | {"other": decode_s or 0.0}, waits, text=text)
 
 
 def read_answer(events: Events, model: str) -> Answer:

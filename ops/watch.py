@@ -153,8 +153,7 @@ def watched(arrivals: Iterable[SpecDecodingStats], config: WatcherConfig) -> Out
                 pilot, rest = accepted[: count // PILOT], np.array(accepted[count // PILOT :])
                 scale = max(float(np.quantile(pilot, CUT)), LEAST)
                 mean = Mean(np.minimum(rest / scale, 1.0), config.tolerance)
-    status = ALARM if alarm else QUIET if len(accepted) > count else EARLY
-    return Outcome(alarm, len(accepted), status)
+    return Outcome(alarm, len(accepted), ALARM if alarm else QUIET if len(accepted) > count else EARLY)
 
 
 def changed_at(values: Array) -> int:

@@ -179,8 +179,7 @@ def build(run: RunConfig, accelerator: Accelerator, lock: RunLock) -> Loop:
             source.forwards = target.compiled_forwards()
         if (drafted := run.objective.on_policy).prompts:
             rollouts = Rollouts(target, kept_head.decoding, tree, drafted, run.objective.depths, batches)
-    width = target.embeddings.hidden_size
-    stepper = Stepper(run.trainer, run.launcher, accelerator, loss, source, width, rollouts)
+    stepper = Stepper(run.trainer, run.launcher, accelerator, loss, source, target.embeddings.hidden_size, rollouts)
     return Loop(Path(run.out), stepper, kept_head, evaluator, this_run, resumes=run.resume, config=values)
 
 
@@ -225,8 +224,7 @@ def executable_micro_batch(
                 f"{run.name}: one sequence of data.length={run.data.length} does not fit this device: lower it, or "
                 "give trainer.recompute=true or a smaller head"
             ) from error
-    sizes = accelerator.gather(torch.tensor([size], device=device))
-    return int(sizes.min())
+    return int(accelerator.gather(torch.tensor([size], device=device)).min())
 
 
 def batches_for(run: Any, packed: Any, accelerator: Accelerator) -> Batches:

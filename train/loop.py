@@ -102,8 +102,7 @@ class KeptHead:
 
     def decoding(self, weights: NamedTensors) -> Any:
         """Return a copy for decoding, with these weights, in the target's dtype."""
-        head = merged_copy(self.head, weights)
-        return head.eval().requires_grad_(False).to(self.target.device, self.target.dtype)
+        return merged_copy(self.head, weights).eval().requires_grad_(False).to(self.target.device, self.target.dtype)
 
     def write(self, weights: NamedTensors) -> None:
         """Write the head with these weights."""

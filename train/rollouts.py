@@ -159,8 +159,7 @@ class Rollouts:
         for number in range(self.config.prompts):
             token, mask = chosen[number % len(chosen)]
             starts = [i for i in range(1, len(mask)) if mask[i] and not mask[i - 1]]
-            cut = draw.choice(starts) if starts else len(token) // 2
-            prompts.append(token[:cut][-(self.target.context - 2) :])
+            prompts.append(token[: (draw.choice(starts) if starts else len(token) // 2)][-(self.target.context - 2) :])
         return prompts
 
 

@@ -101,8 +101,7 @@ def adapt(head: nn.Module, config: AdaptConfig) -> None:
 
 def merged_copy(head: nn.Module, weights: NamedTensors) -> nn.Module:
     """Return a new head on the CPU with these weights and its adapters merged."""
-    build = type(head)
-    copy = build(head.config, head.embeddings)
+    copy = type(head)(head.config, head.embeddings)
     adapters = vars(head).get("peft_config")  # peft's record of injected adapters
     if adapters is None:
         copy.load_state_dict(weights)
@@ -296,8 +295,7 @@ def fit_init(head: Any, init: str | None, target: Any, batches: Batches, steps: 
     scale, eps = layer["block.input_layernorm.weight"].to(block.self_attn.o_proj.weight), head.config.norm_eps
     guess = solve(block.self_attn.q_proj, lambda states: functional.rms_norm(states.below, scale.shape, scale, eps))
     for name in PROJECTIONS:
-        projection = getattr(block.self_attn, name)
-        projection.weight.copy_(layer[f"block.self_attn.{name}.weight"].to(guess) @ guess)
+        getattr(block.self_attn, name).weight.copy_(layer[f"block.self_attn.{name}.weight"].to(guess) @ guess)
     for linear in residual if isinstance(head, Eagle3) else ():
         linear.weight.add_(solve(linear, lambda states: states.above - states.state))
 

@@ -202,8 +202,7 @@ class Stepper:
             self.peak = peak_of(torch.cuda.get_device_name(accelerator.device))
         self.steps, self.rows, self.stall = 0, 0, 0.0  # counts since the last record
         self.restore(dict(BEGINNING))
-        make = partial(optimizer, config=trainer)
-        self.strategy = strategy.prepare(launcher, accelerator, loss, make, trainer.clip)
+        self.strategy = strategy.prepare(launcher, accelerator, loss, partial(optimizer, config=trainer), trainer.clip)
         self.optimizer = self.strategy.optimizer
         self.average = Ema(head, trainer.ema)
         self.state = TrainState(head, self.optimizer, self.average)

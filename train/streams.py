@@ -202,8 +202,7 @@ def job(run: StreamsRunConfig, accelerator: Accelerator, lock: RunLock) -> None:
         print_line(f"{run.name}: {sizes(streams, data, packed)}")
 
     on_main(accelerator, begin)
-    held_out = [prompt.token for prompt in data.held_out]
-    loop_of(run, accelerator, target, streams, batches, held_out, settings).train()
+    loop_of(run, accelerator, target, streams, batches, [prompt.token for prompt in data.held_out], settings).train()
     accelerator.wait_for_everyone()
 
 

@@ -347,8 +347,7 @@ def grow_batch(
         else:
             q.append(distribution(growth.logits(), roots.sampling))
             children = samples.sample_distinct(q[-1], shape.width)
-        padded = functional.pad(children, (0, shape.width - children.shape[-1]), value=-1)
-        token = padded[:, shape.parent, shape.rank]
+        token = functional.pad(children, (0, shape.width - children.shape[-1]), value=-1)[:, shape.parent, shape.rank]
         parent = shape.parent.expand_as(token)
         nodes = growth.append(token, parent)
         if len(shape.inner):
@@ -358,8 +357,7 @@ def grow_batch(
 
 def sampled_shape(config: TreeConfig, max_depth: int) -> tuple[int, ...] | None:
     """Return the parents of a policy's nodes down to a depth; None if the policy never samples."""
-    fixed = config.kind == "static" or config.kind in BY_CONFIDENCE
-    return None if fixed else _parents(_paths(config, max_depth))
+    return None if (config.kind == "static" or config.kind in BY_CONFIDENCE) else _parents(_paths(config, max_depth))
 
 
 def _paths(config: TreeConfig, max_depth: int) -> tuple[RankPath, ...]:

@@ -66,8 +66,7 @@ def packing(model: "transformers.PreTrainedModel") -> Packing | None:
     """Return how a model's attention runs over documents; None if it has unsupported options."""
     config: Any = model.config.get_text_config()
     window: int | None = getattr(config, "sliding_window", None)
-    count = config.num_hidden_layers
-    kinds = getattr(config, "layer_types", None) or [SLIDING if window else FULL] * count
+    kinds = getattr(config, "layer_types", None) or [SLIDING if window else FULL] * config.num_hidden_layers
     able = getattr(model, "_supports_attention_backend", False) and config._attn_implementation in (SDPA, GROUPED)
     if not able or not {*kinds} <= {FULL, SLIDING} or (SLIDING in kinds and window is None):
         return None
@@ -108,8 +107,7 @@ class Documents:
     def mask(self, window: int | None, device: torch.device) -> Any:
         """Return flex_attention's mask of the documents under a window."""
         if (window, device) not in self._masks:
-            attn_pattern = pattern(self.position.to(device), window)
-            self._masks[window, device] = attn_pattern.mask(self.position.shape[1], 0)
+            self._masks[window, device] = pattern(self.position.to(device), window).mask(self.position.shape[1], 0)
         return self._masks[window, device]
 
 
@@ -318,5 +316,4 @@ def attend_in_groups(
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
         return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
-    out = grouped_attention(query, key, value, attention_mask, scaling)
-    return out.transpose(1, 2).contiguous(), None
+    return grouped_attention(query, key, value, attention_mask, scaling).transpose(1, 2).contiguous(), None

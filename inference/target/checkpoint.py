@@ -143,8 +143,7 @@ def _originals(
             shape = tensor.get_shape()
             if sorted(shape) == sorted(parameter.shape) and tuple(shape) != tuple(parameter.shape):
                 raise ValueError(f"its files hold {name} with rows and columns exchanged")
-            rows = -(-FEW // max(1, prod(shape[1:])))
-            few[name] = tensor[: min(rows, shape[0])].flatten()[:FEW]
+            few[name] = tensor[: min(-(-FEW // max(1, prod(shape[1:]))), shape[0])].flatten()[:FEW]
         if not _plain(nn.Parameter(few[name], requires_grad=False)):
             raise ValueError(f"{checkpoint}: {name} is quantised there")
     return few

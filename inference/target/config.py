@@ -59,8 +59,7 @@ class ModelConfig:
 
 def model_config(**given: Any) -> ModelConfig:
     """Return a target's configuration with these values, where None takes the default; refuse unknown keys."""
-    values = {key: value for key, value in given.items() if value is not None}
-    return typed(ModelConfig, DEFAULTS | values, "model")
+    return typed(ModelConfig, DEFAULTS | {key: value for key, value in given.items() if value is not None}, "model")
 
 
 def default_device() -> str:

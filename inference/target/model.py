@@ -258,8 +258,7 @@ class TargetModel:
             with attention_as(self.packing.config, ATTENTION, DOCUMENTS, documents):
                 out = self.run(token, position, None, None, layers)
         else:  # one document a sequence is causal, without a mask
-            attn_mask = None if len(spans) == len(token) else rows.visible(document)
-            out = self.run(token, position, attn_mask, None, layers)
+            out = self.run(token, position, None if len(spans) == len(token) else rows.visible(document), None, layers)
         return Features(token, out.hidden, out.last_hidden, document)
 
     def _unpacked(self, token: Tensor, document: Tensor, layers: Layers, spans: list[Span]) -> Features:
@@ -342,8 +341,7 @@ class TargetModel:
     ) -> TargetOutput:
         """Run the rows of a layout; return the outputs and logits of all nodes, an absent one has those of the root."""
         nodes, row_of = (torch.tensor(index, device=self.device) for index in layout.rows(*token.shape))
-        slot = nodes[None] // token.shape[1]
-        rows = cache._replace(write_index=cache.write_index.flatten()[nodes][None], slot=slot)
+        rows = cache._replace(write_index=cache.write_index.flatten()[nodes][None], slot=nodes[None] // token.shape[1])
         mask = self.attention_mask(attn_mask, position, key_position)
         with attention_as(self.config, RAGGED, LAYOUT, layout):
             out = self.forward(token.flatten()[nodes][None], position.flatten()[nodes][None], mask, rows, layers)

@@ -255,8 +255,7 @@ def placed(
         raise ValueError(
             f"model.placement={where.placement}: transformers has no plan to cut {path} up; choose another"
         )
-    config = read_target_config(path, trust)
-    embeddings = _embeddings(model, config, device, trust)
+    embeddings = _embeddings(model, read_target_config(path, trust), device, trust)
     if getattr(model, "hf_quantizer", None) is not None:
         digest_of_target = fingerprint(model, path)
     else:
@@ -335,8 +334,7 @@ def run_in_turns(group: distributed.ProcessGroup, run: Rows, token: Tensor, docu
     differ by process. The host waits twice, for the shapes and for the documents, at any size of the group.
     """
     mine, own_result = distributed.get_rank(group), None
-    shape = to_device(torch.tensor(token.shape), token.device)
-    shapes = torch.stack(_gathered(group, shape)).tolist()
+    shapes = torch.stack(_gathered(group, to_device(torch.tensor(token.shape), token.device))).tolist()
     sizes = [rows * length for rows, length in shapes]
     padded = functional.pad(torch.stack([token, document]).flatten(1), (0, max(sizes) - token.numel()))
     turns = torch.stack(_gathered(group, padded))

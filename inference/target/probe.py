@@ -185,8 +185,7 @@ def _batch_is_exact(target: TargetModel, prompt: Tensor, drafted: DraftTree, rag
     path = [0, int(drafted.parent[-1]), len(drafted.token) - 1]
     for row, sequence in enumerate(prompts):
         single = target.prefill(torch.cat([sequence, drafted.token[path]]), target.cache(), layers)
-        mine = TargetOutput(out.hidden[row : row + 1], out.last_hidden[row : row + 1], None)
-        if not _same_rows(mine, path, single):
+        if not _same_rows(TargetOutput(out.hidden[row : row + 1], out.last_hidden[row : row + 1], None), path, single):
             return False
     return True
 

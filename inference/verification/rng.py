@@ -131,8 +131,7 @@ def sample_tokens(
     """Return the target's token of each row under the noise of its position."""
     tokens = []
     for some, keys, positions in in_cache(logits, key, position):
-        noise = exponential_noise(keys, positions, logits.shape[-1])
-        tokens.append((distribution(some, sampling) / noise).argmax(-1))
+        tokens.append((distribution(some, sampling) / exponential_noise(keys, positions, logits.shape[-1])).argmax(-1))
     return torch.cat(tokens)
 
 

@@ -55,8 +55,7 @@ def distribution(logits: Distributions, sampling: Sampling) -> Distributions:
         return torch.zeros_like(logits).scatter_(-1, logits.argmax(-1, keepdim=True), 1.0)
     logits = logits / sampling.temperature
     if 0 < sampling.top_k < logits.shape[-1]:
-        floor = logits.topk(sampling.top_k).values[..., -1:]
-        logits = logits.masked_fill(logits < floor, float("-inf"))
+        logits = logits.masked_fill(logits < logits.topk(sampling.top_k).values[..., -1:], float("-inf"))
     probs = logits.softmax(-1)
     if sampling.top_p < 1:  # the most likely tokens that together reach it
         best, index = probs.topk(min(FIRST, probs.shape[-1]))
@@ -64,8 +63,7 @@ def distribution(logits: Distributions, sampling: Sampling) -> Distributions:
         looks = probs.device.type == "cpu" and not torch.compiler.is_compiling()
         if not looks or best.sum(-1).min() < sampling.top_p:
             best, index = probs.sort(descending=True, stable=True)
-        inside = best.cumsum(-1) - best < sampling.top_p
-        probs = torch.zeros_like(probs).scatter(-1, index, best * inside)
+        probs = torch.zeros_like(probs).scatter(-1, index, best * (best.cumsum(-1) - best < sampling.top_p))
         probs = probs / probs.sum(-1, keepdim=True)
     if sampling.min_p > 0:
         probs = probs.masked_fill(probs < sampling.min_p * probs.amax(-1, keepdim=True), 0.0)

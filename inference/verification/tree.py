@@ -95,8 +95,7 @@ def agreed(tree: DraftTree, following: list[int]) -> int:
 
 def keep(tree: DraftTree, selected: Bool[Tensor, "N"]) -> tuple[DraftTree, Int[Tensor, "K"]]:
     """Return the subtree of the selected nodes together with all their ancestors, and their old indices."""
-    on_path = ancestors(tree)
-    alive = (on_path & ~selected).sum(-1) == 0
+    alive = (ancestors(tree) & ~selected).sum(-1) == 0
     index = alive.nonzero()[:, 0]
     renumber = alive.cumsum(0) - 1
     parent = tree.parent[index]

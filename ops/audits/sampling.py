@@ -112,8 +112,7 @@ def p_value(texts: Sequence[Sides], level: float, rng: np.random.Generator) -> f
     while extreme < EXTREMES and count < 2 / level:
         totals = np.zeros(CHUNK)
         for kernel in kernels:
-            labels = np.repeat([1.0, -1.0], len(kernel) // 2)
-            exchanged = rng.permuted(np.tile(labels, (CHUNK, 1)), axis=1)
+            exchanged = rng.permuted(np.tile(np.repeat([1.0, -1.0], len(kernel) // 2), (CHUNK, 1)), axis=1)
             totals += np.einsum("ij,ij->i", exchanged @ kernel, exchanged)
         extreme, count = extreme + int((totals >= bound).sum()), count + CHUNK
     return (1 + extreme) / (1 + count)

@@ -200,8 +200,7 @@ def counts_on(optimizer: Any, p: Tensor) -> torch.device:
 
 def local_shard(p: Tensor) -> Tensor:
     """Return this process's shard of a parameter; during training always the same, updated tensor."""
-    shard = getattr(p, "ds_tensor", p)
-    return shard.detach()
+    return getattr(p, "ds_tensor", p).detach()
 
 
 def whole(p: Tensor, shard: Tensor) -> Tensor:

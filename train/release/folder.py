@@ -131,8 +131,7 @@ def tokenizer_sha256(model: str) -> str | None:
 
 def assert_tokenizer(trained: str | None, path: str, of: str) -> None:
     """Refuse a target whose tokenizer.json has another hash than in the head's training, if both are known."""
-    given = tokenizer_sha256(path)
-    if trained is not None and given not in (None, trained):
+    if trained is not None and tokenizer_sha256(path) not in (None, trained):
         raise ValueError(f"target={path}: its tokenizer.json is not that of {of}, which the head is for")
 
 

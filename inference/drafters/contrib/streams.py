@@ -139,8 +139,7 @@ class Streams(nn.Module):
         attn_mask = torch.cat([nn.functional.pad(visible, (0, source.shape[1])), seen], 1)
         # A stream beyond the context has no teacher, and learned positions end there.
         position = torch.cat([position, stream_position], 1).clamp_max(self.target.context - 1)
-        tokens = torch.cat([token, token.gather(1, source)], 1)
-        states = self.target.run(tokens, position, attn_mask, None, stack=stack)
+        states = self.target.run(torch.cat([token, token.gather(1, source)], 1), position, attn_mask, None, stack=stack)
         logits = self.target.embeddings.logits
         rows_of_target, streams = states.last_hidden.split([width, source.shape[1]], 1)
         with torch.no_grad():
