@@ -16,7 +16,7 @@ from inference.protocol import Context
 from inference.target.cache import TargetCache
 from inference.target.model import TargetOutput
 from inference.target.target import Target, check_prompt
-from inference.verification.rng import Draws, exponential_noise, seed_key
+from inference.verification.rng import Draws, seed_key
 from inference.verification.rules import AUTO, COUPLED, RULES, is_lossy
 from inference.verification.sample import Sampling, distribution, penalize
 from inference.verification.tree import DraftTree
@@ -195,8 +195,7 @@ class Request:
 
     def noise(self, logits: Float[Tensor, "1 V"]) -> Float[Tensor, "1 V"]:
         """Return the exponential noise at the next token's position."""
-        key, position = torch.tensor([[self.key], [len(self.context)]], device=logits.device)
-        return exponential_noise(key, position, logits.shape[-1])
+        return Draws(self.key, len(self.context), False).noise(range(1), logits)
 
     def clock(self) -> float:
         """Return the time in seconds, after the device has finished its work."""

@@ -73,9 +73,8 @@ def source_for(
         servers.check(next(pieces(batches.packed, 0)), norm, target.embeddings)  # the longest sequence is packed first
         return ServedFeatures(servers, batches, form, norm, target.device, config.prefetch)
     folder = config.folder
-    here = spec_of(target, batches.packed, form.layers, config)
     store = FeatureStore(folder)
-    store.check(here, SAME)
+    store.check(spec_of(target, batches.packed, form.layers, config), SAME)
     recomputed = None
     if config.on_missing == "compute":
         assert isinstance(target, Target)

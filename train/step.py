@@ -285,7 +285,7 @@ class Stepper:
         spent |= {"data": spent["data"] + moved, "target": spent["target"] - moved}
         phases = {phase: seconds / steps for phase, seconds in spent.items()}
         seconds = max(sum(phases.values()), 1e-9)  # an accelerator may not have reached any event
-        device, peak = self.accelerator.device, self.peak
+        peak = self.peak
         rate = None if self.progress["flops"] is None else self.progress["flops"] / seconds
         return {
             "tokens_per_second": self.source.batches.step_tokens / seconds,
@@ -295,7 +295,7 @@ class Stepper:
             "stall_seconds": stall,
             **({} if rate is None else {"flops_per_second": rate}),
             **({} if rate is None or peak is None else {"mfu": rate / (1e12 * peak * self.accelerator.num_processes)}),
-            "memory_bytes": peak_memory(device),
+            "memory_bytes": peak_memory(self.accelerator.device),
         }
 
     def counted(self, step: int, *, halted: Callable[[], bool]) -> Step | None:

@@ -1,5 +1,7 @@
 """No drafting: the tree is its root, and the engine decodes autoregressively."""
 
+from dataclasses import dataclass
+
 import torch
 from jaxtyping import Int
 from torch import Tensor
@@ -9,19 +11,12 @@ from inference.protocol import DraftBatch, Drafted, Drafter, DraftInputs
 from inference.verification.tree import DraftTree
 
 
+@dataclass(frozen=True)
 class Baseline(Drafter, DraftBatch):
     """The baseline. It has no state; all baselines of a device are equal, so that they share an idle batch."""
 
+    device: torch.device
     name, tree = "plain", "root"
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-
-    def __eq__(self, other: object) -> bool:
-        return self is other or (type(self) is type(other) is Baseline and self.device == other.device)
-
-    def __hash__(self) -> int:
-        return hash(self.device)
 
     def batch(self, size: int) -> DraftBatch:
         """Return itself, for every batch."""

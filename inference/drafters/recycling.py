@@ -63,11 +63,12 @@ class Recycling(HostDrafter):
         return other
 
 
+@dataclass
 class RecyclingState(DrafterState):
     """One sequence: the candidates after each token, shared with later sequences if the drafter remembers."""
 
-    def __init__(self, drafter: Recycling, candidates: dict[int, Tokens]) -> None:
-        self.drafter, self.candidates = drafter, candidates
+    drafter: Recycling
+    candidates: dict[int, Tokens]
 
     @torch.inference_mode()
     def update(self, commit: CommittedTokens) -> None:

@@ -2,6 +2,7 @@
 
 import hashlib
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ CACHED_ROWS = 4  # rows of a large vocabulary that a CPU's cache holds
 ROWS = 256  # distributions summed up in fp64 at a time: 15,000 over a large vocabulary do not fit into memory
 
 
+@dataclass
 class Draws:
     """The random numbers of one sequence's draft on the host: numbered samples of its root, or the noise of positions.
 
@@ -23,10 +25,10 @@ class Draws:
     sampled with it often equals them.
     """
 
-    def __init__(self, key: int, position: int, coupled: bool) -> None:
-        """Take a request's key and the absolute position of the first drafted token."""
-        self.key, self.position, self.coupled = key, position, coupled
-        self.taken = 0
+    key: int  # a request's
+    position: int  # the absolute position of the first drafted token
+    coupled: bool
+    taken: int = 0
 
     def token(self, probs: Float[Tensor, "1 V"], depth: int) -> int:
         """Sample the token at a depth, counted from the root's children at 1."""
