@@ -99,8 +99,7 @@ class Batch:
         self.reserve(needed_entries(self.target, prompt, settings))
         slot = self.slots.index(None) if None in self.slots else len(self.slots)
         request = Request(self.target, prompt, settings, self.cache.allocate(slot), request_index)
-        out = request.prefill(self.draft_batch.traits.feature_layers)
-        self.draft_batch.start_sequence(slot, request.context, out)
+        self.draft_batch.start_sequence(slot, request.context, request.prefill(self.draft_batch.traits.feature_layers))
         request.generation.prefill_s = request.clock() - request.start_s
         self.slots[slot : slot + 1] = [request]
         return request.generation

@@ -81,8 +81,8 @@ class DeviceStep:
 
     def __init__(self, target: Target, cache: BatchCache, draft_batch: DraftBatch, name: str) -> None:
         self.target, self.cache, self.draft_batch, self.name = target, cache, draft_batch, name
-        self.plan, on_device = DraftPlan(), draft_batch.traits.on_device
-        fixed = on_device and target.takes_trees and target.switch is None
+        self.plan = DraftPlan()
+        fixed = draft_batch.traits.on_device and target.takes_trees and target.switch is None
         self.fixed_shapes = target.device.type == "cuda" and fixed
         self.graphs: Any = Graphs(target.device) if target.captures and fixed else None
         self.compiled_stages = StageCache()
@@ -156,8 +156,7 @@ class DeviceStep:
         emitting = time.perf_counter() - begin
         self.timer.mark(None)  # the host's time since then is measured from `begin`
         if live and not self.fixed_shapes:
-            most = width if self.compiles else max(row[0] for row in rows)
-            self.commit(self.active(requests), out, accepted, most)
+            self.commit(self.active(requests), out, accepted, width if self.compiles else max(row[0] for row in rows))
         for slot, (token, path) in live.items():
             self.draft_batch.update(slot, token, path, None if out.logits is None else out.logits[slot])
             if requests[slot].settings.keep_passes:  # the target's output, without padding
@@ -223,9 +222,8 @@ class DeviceStep:
             if switch is not None and switch.recomputes(requests[slot].cache.length):
                 cache = requests[slot].cache  # recompute its entries on the other side of the switch
                 prefix = cache.length
-                text = torch.tensor(requests[slot].context, device=self.target.device)
                 cache.keep(0, [])
-                self.target.prefill(text, cache)
+                self.target.prefill(torch.tensor(requests[slot].context, device=self.target.device), cache)
                 cache.keep(prefix, [])
         mixed = len(group) < len(requests)
         contexts = [request.draft_context() if slot in group else None for slot, request in enumerate(requests)]
@@ -259,8 +257,7 @@ class DeviceStep:
         """Run a step's stages."""
         self.penalises, self.timer = settings.sampling.repetition_penalty != 1, phase_timer
         self.key = self.graph_key(kv_length, settings)
-        draft_slots = self.slots if self.compiles else slots
-        drafted = self.launch(DeviceStep.draft, draft_slots, self.key[0], settings)
+        drafted = self.launch(DeviceStep.draft, self.slots if self.compiles else slots, self.key[0], settings)
         if self.compiles:
             drafted = drafted.first(len(slots.root))
         phase_timer.mark("draft")
@@ -298,8 +295,8 @@ class DeviceStep:
         # For few compiled shapes, the head reads the whole capacity.
         padded = self.compiles and not self.fixed_shapes
         head_kv_length = round_up_kv_length(self.cache.storage.capacity) if padded else kv_length
-        sampling, rule, gaps = settings.sampling, settings.rule, settings.logit_gaps
-        return head_kv_length, sampling, rule, gaps, self.masks_eos, self.has_idle, self.plan.tree_id
+        gaps = settings.logit_gaps
+        return head_kv_length, settings.sampling, settings.rule, gaps, self.masks_eos, self.has_idle, self.plan.tree_id
 
     def launch(self, stage: Stage, *args: Any) -> Any:
         """Run a stage of a step under its key."""
@@ -317,8 +314,7 @@ class DeviceStep:
             samples = Samples(hash_key(hash_key(slots.key, DRAFT_KEY), slots.length + 1))
         elif sampling.temperature > 0 and self.plan.deepest:
             position = slots.length[:, None] + 1 + torch.arange(self.plan.deepest + 1, device=slots.root.device)
-            key = slots.key[:, None].expand_as(position)
-            vocab_size = self.target.embeddings.vocab_size
+            key, vocab_size = slots.key[:, None].expand_as(position), self.target.embeddings.vocab_size
             noise = exponential_noise(key, position, vocab_size)
         seen = slots.seen_tokens[:, None] if sampling.repetition_penalty != 1 else None
         roots = DraftInputs(slots.root[:, None], sampling, seen, noise, samples)
@@ -502,8 +498,7 @@ class DeviceStep:
         if not self.plan.chain:
             begin = slots.length[:, None]
             self.cache.storage.compact(row, begin + path, begin + step)
-        last = (accepted.committed[:, None] - 1).clamp_min(0)
-        root = token.gather(1, last)[:, 0]
+        root = token.gather(1, (accepted.committed[:, None] - 1).clamp_min(0))[:, 0]
         slots.root.copy_(torch.where(accepted.committed > 0, root, slots.root) if self.has_idle else root)
         slots.length.add_(accepted.committed)
         slots.max_draft_depth.sub_(accepted.committed)

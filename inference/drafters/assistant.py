@@ -50,10 +50,9 @@ class Vocabulary:
             self.texts = token_texts(target)
             self.ids = {text: token for token, text in token_texts(assistant).items()}  # byte tokens come first
             id_of = {text: token for token, text in self.texts.items()}
-            special = _special(self.target_tokenizer)
             others = _special(self.assistant_tokenizer)
             pairs = {token: self.ids[text] for text, token in id_of.items() if text in self.ids}
-            pairs |= {token: others[name] for name, token in special.items() if name in others}
+            pairs |= {token: others[name] for name, token in _special(self.target_tokenizer).items() if name in others}
             ends = self.target_tokenizer.eos_token_id, self.assistant_tokenizer.eos_token_id
             if None not in ends and ends[0] not in pairs and ends[1] not in pairs.values():
                 pairs[ends[0]] = ends[1]
@@ -106,10 +105,9 @@ def token_texts(model: Target) -> dict[int, str]:
     "Ġthe" of a byte-level BPE, "▁the" of a sentencepiece model and the word "the" of a word-level one are all " the".
     """
     tokenizer = model.tokenizer
-    special = {*_special(model.tokenizer).values()}
     before = tokenizer("the", add_special_tokens=False).input_ids[-1:]
     shown = len(decode(tokenizer, before))
-    tokens = sorted({*tokenizer.get_vocab().values()} - special)
+    tokens = sorted({*tokenizer.get_vocab().values()} - {*_special(model.tokenizer).values()})
     texts = {t: decode(tokenizer, [*before, t])[shown:] for t in tokens if t < model.embeddings.vocab_size}
     return {t: text for t, text in texts.items() if text and UNFINISHED not in text}
 
@@ -198,8 +196,7 @@ class AssistantState(DrafterState):
     def update(self, commit: CommittedTokens) -> None:
         """Prefill the committed tokens; accepted nodes that were expanded are in the cache already."""
         self.text += self.vocabulary.translate(commit.token)
-        fits = 0 < len(self.text) <= self.model.context
-        self.level = self.answer(self.read(self.text)) if fits else None
+        self.level = self.answer(self.read(self.text)) if 0 < len(self.text) <= self.model.context else None
 
     def read(self, token: Tokens) -> Float[Tensor, "1 A"]:
         """Make `token`, one or more, the whole text; return the assistant's logits of the next token.

@@ -104,7 +104,6 @@ def top_tokens(logits: Float[Tensor, "N V"], count: int) -> Int[Tensor, "N K"]:
     if logits.device.type != "cpu" or whole < 32 * FOLD or count > FOLD:
         return logits.topk(count).indices
     column = logits[:, :whole].unflatten(1, (-1, FOLD)).amax(1).topk(count, sorted=False).indices
-    first = torch.arange(0, whole, FOLD)[:, None]
     rest = torch.arange(whole, logits.shape[1]).expand(len(logits), -1)
-    token = torch.cat([(first + column[:, None]).flatten(1), rest], 1)
+    token = torch.cat([(torch.arange(0, whole, FOLD)[:, None] + column[:, None]).flatten(1), rest], 1)
     return token.gather(1, logits.gather(1, token).topk(count).indices)

@@ -91,8 +91,8 @@ class BatchPass(NamedTuple):
     @property
     def hf(self) -> Cache:
         """The cache object for transformers."""
-        slot, count = self.slot, len(self.write_index)
-        slot = torch.arange(count, device=self.write_index.device)[:, None] if slot is None else slot
+        slot = self.slot
+        slot = torch.arange(len(self.write_index), device=self.write_index.device)[:, None] if slot is None else slot
         both = zip(self.keys, self.values, strict=True)
         return Cache(layers=[BatchLayer(*pair, slot, self.write_index, self.end) for pair in both])
 
@@ -237,8 +237,8 @@ class TargetCache:
     def keep(self, prefix: int, entries: list[int]) -> None:
         """Compact: keep the first `prefix` entries and then `entries` (counted from the prefix)."""
         if entries != list(range(len(entries))):
-            source, dest = torch.tensor([entries]), torch.arange(len(entries))[None]
-            self.storage.compact(torch.tensor([[self.slot]]), prefix + source, prefix + dest)
+            dest = torch.arange(len(entries))[None]
+            self.storage.compact(torch.tensor([[self.slot]]), prefix + torch.tensor([entries]), prefix + dest)
         self.set_length(prefix + len(entries))
 
     def set_length(self, length: int) -> None:
@@ -343,8 +343,7 @@ def recurrence(config: PreTrainedConfig, layers: nn.ModuleList) -> Recurrence | 
         kinds = DynamicCache(config=config).layers
     except (AttributeError, LookupError, ValueError):
         return None
-    is_recurrent = any(isinstance(kind, LinearAttentionCacheLayerMixin) for kind in kinds)
-    return Recurrence(layers) if is_recurrent else None
+    return Recurrence(layers) if any(isinstance(kind, LinearAttentionCacheLayerMixin) for kind in kinds) else None
 
 
 class RecurrentCache(TargetCache):

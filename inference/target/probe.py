@@ -60,8 +60,7 @@ def _check(target: TargetModel) -> bool:
     room = target.context - len(PARENTS) - 1  # for the prompt, in one pass
     if target.switch is not None:  # a request keeps its passes on one side of it
         room = min(room, target.switch.length - DEPTH - 2)
-    longest = max((size for size in window_sizes.values() if size <= LONGEST), default=0)
-    length = max(1, min(PROMPT + longest, room))
+    length = max(1, min(PROMPT + max((size for size in window_sizes.values() if size <= LONGEST), default=0), room))
     generator = torch.Generator().manual_seed(0)
     token = torch.randint(target.embeddings.vocab_size, (length + len(PARENTS),), generator=generator).to(target.device)
     prompt, nodes = token[:length], token[length:]
@@ -175,9 +174,9 @@ def _batch_is_exact(target: TargetModel, prompt: Tensor, drafted: DraftTree, rag
     for sequence in prompts:
         target.prefill(sequence, cache.allocate())
     length = torch.tensor([len(sequence) for sequence in prompts], device=target.device)
-    ancestors, end = tree.ancestors(drafted)[None], len(prompts[1]) + len(drafted.token)
+    ancestors = tree.ancestors(drafted)[None]
     depth = (ancestors.sum(-1) - 1).expand(2, -1)
-    rows, seen, column = cache.storage.tree_pass(length, ancestors, depth, end)
+    rows, seen, column = cache.storage.tree_pass(length, ancestors, depth, len(prompts[1]) + len(drafted.token))
     token = drafted.token.expand(2, -1)
     pass_inputs = token, length[:, None] + depth, seen, rows, layers, column
     tails = [(slot, token.shape[1], len(sequence) + token.shape[1]) for slot, sequence in enumerate(prompts)]

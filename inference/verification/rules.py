@@ -235,8 +235,7 @@ def traversal(draft: Sampled, p: NodeProbs, uniforms: PerNode, allow_host_sync: 
             top = frames[-1]
             assert top.residual_q is not None
             alpha = (top.alpha * _ratio(top.residual_p, top.residual_q, token)).clamp_max(1)
-            reached = draft.valid[:, node] & top.reached & (alpha > 0)
-            frames.append(PathNode(reached, alpha, p[:, node], residual_q))
+            frames.append(PathNode(draft.valid[:, node] & top.reached & (alpha > 0), alpha, p[:, node], residual_q))
         else:
             frame = frames.pop()
             accepted = draws.sample(frame.alpha, frame.reached & undecided)

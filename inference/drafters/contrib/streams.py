@@ -134,14 +134,14 @@ class Streams(nn.Module):
             The logits of the streams, and those of their teachers: by the legend of rows and depths, stream d of row t
             is depth d, so its teacher is the target's distribution at row t+d. No gradient reaches the teachers.
         """
-        position, visible, width = rows.positions(document), rows.visible(document), token.shape[1]
+        position, visible = rows.positions(document), rows.visible(document)
         source, stream_position, seen, stack = self.stream_rows(anchor, position, visible)
         attn_mask = torch.cat([nn.functional.pad(visible, (0, source.shape[1])), seen], 1)
         # A stream beyond the context has no teacher, and learned positions end there.
         position = torch.cat([position, stream_position], 1).clamp_max(self.target.context - 1)
         states = self.target.run(torch.cat([token, token.gather(1, source)], 1), position, attn_mask, None, stack=stack)
         logits = self.target.embeddings.logits
-        rows_of_target, streams = states.last_hidden.split([width, source.shape[1]], 1)
+        rows_of_target, streams = states.last_hidden.split([token.shape[1], source.shape[1]], 1)
         with torch.no_grad():
             taught = torch.stack([rows.teacher(rows_of_target, d) for d in range(1, self.config.streams + 1)], 2)
             teacher = logits(taught[torch.arange(len(anchor), device=anchor.device)[:, None], anchor])
