@@ -26,6 +26,7 @@ from heads.shapes import Anchors, Paths, PerSequence, RowMask, Sequences
 from inference.verification.rng import BITS, hash_key, seed_key
 from train.losses import LOSSES, NOT_OF_LOGITS, READ_P, LossInputs, ObjectiveConfig, RowIndex, TeacherProbs
 
+TeacherRows = Int[Tensor, "n"]
 Trained = Bool[Tensor, "d B T"]  # the rows that are trained at each depth
 ANCHORS, NOISE = range(2)  # the uses of a sequence's random numbers
 VALUES = {"cpu": 2**15, "cuda": 2**22}  # random numbers hashed at a time: fits a CPU's cache, a GPU's memory
@@ -169,7 +170,7 @@ class DepthRows(NamedTuple):
 class Chunk(NamedTuple):
     """The teacher rows of a flattened batch that are scored together, and the rows of each depth that they teach."""
 
-    teacher_row: Int[Tensor, "n"]
+    teacher_row: TeacherRows
     by_depth: list[DepthRows]
 
 
@@ -212,7 +213,7 @@ class LossContext(NamedTuple):
     base_loss_share: float = 0.0
 
     @torch.no_grad()
-    def teacher_probs(self, teacher: Int[Tensor, "n"], *, reuse_memory: bool = False) -> TeacherProbs:
+    def teacher_probs(self, teacher: TeacherRows, *, reuse_memory: bool = False) -> TeacherProbs:
         """Return the target's distribution over the draft vocabulary, at the teacher rows.
 
         Logits over the whole vocabulary are computed for TEACHER_ROWS rows at a time. With `reuse_memory` the probs

@@ -43,7 +43,7 @@ from heads.common.target_config import check_sequence_length, context_of
 from heads.common.typed import Json, typed
 from heads.formats.store import write_folder
 from heads.modules.argmax import argmax
-from inference.drafters.contrib.streams import KIND, Streams, StreamsDrafter
+from inference.drafters.contrib.streams import KIND, StreamLogits, Streams, StreamsDrafter
 from inference.drafters.policy import TreeConfig
 from inference.target.loading import configuration
 from inference.target.placement import REPLICATE
@@ -93,7 +93,7 @@ def anchors(
 
 
 def stream_sums(
-    draft: Float[Tensor, "B A G V"], teacher: Float[Tensor, "B A G V"], valid: Bool[Tensor, "B A G"]
+    draft: StreamLogits, teacher: StreamLogits, valid: Bool[Tensor, "B A G"]
 ) -> dict[str, Float[Tensor, "G"]]:
     """Return each stream's sums over anchors: cross-entropy with the target's probabilities, and agreement."""
     number = torch.arange(valid.shape[2], device=valid.device).expand_as(valid)[valid]

@@ -23,6 +23,7 @@ from inference.protocol import (
 )
 from inference.target.model import TargetOutput
 from inference.verification import tree as trees
+from inference.verification.rules import is_chain
 from inference.verification.tree import LOOK_AHEAD, DraftTree
 
 
@@ -102,7 +103,7 @@ class HostBatch(DraftBatch):
         self.plan = DraftPlan(
             max(depths),
             self.size + self.look_ahead_size,
-            all(tree == [*range(-1, len(tree) - 1)] for tree in parents),
+            all(map(is_chain, parents)),
             max(shapes, key=len, default=None),  # the longest topology; the others are prefixes of it
             [draft is None or draft.q is not None or len(draft.tree.token) == 1 for draft in proposals],
             proposals[0] if self.traits.single else None,

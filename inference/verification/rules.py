@@ -25,6 +25,7 @@ MIN_PROB = 1e-30  # replaces a probability of 0 under a logarithm
 
 NodeMask = Bool[Tensor, "B N"]
 SequenceMask = Bool[Tensor, "B"]
+Fractions = Float[Tensor, "B"]
 PerNode = Float[Tensor, "B N"]
 Probs = Float[Tensor, "B V"]
 NodeProbs = Float[Tensor, "B N V"]
@@ -153,7 +154,7 @@ class AcceptDraws:
     uniforms: PerNode
     used_uniforms: PerSequence
 
-    def sample(self, probability: Float[Tensor, "B"], tested: SequenceMask) -> SequenceMask:
+    def sample(self, probability: Fractions, tested: SequenceMask) -> SequenceMask:
         """Return true with the given probability where a node is tested, else false."""
         uniforms = self.uniforms.gather(1, self.used_uniforms[:, None])[:, 0]
         self.used_uniforms = self.used_uniforms + tested
@@ -197,7 +198,7 @@ class PathNode:
     """A node on the current path of traversal verification, for B sequences."""
 
     reached: SequenceMask  # mask of sequences that reach it, or would without an earlier accepted path
-    alpha: Float[Tensor, "B"]  # probability that the path up to here is accepted, given the rejections below it
+    alpha: Fractions  # probability that the path up to here is accepted, given the rejections below it
     residual_p: Probs  # residual of p after rejections
     residual_q: Probs | None  # residual of q; None without children
 
@@ -273,7 +274,7 @@ def _walk(parents: Sequence[int]) -> Iterator[tuple[int, bool]]:
             waiting += [visit for child in reversed(below[node]) for visit in ((child, False), (child, True))]
 
 
-def _ratio(target: Probs, draft: Probs, token: Int[Tensor, "B 1"]) -> Float[Tensor, "B"]:
+def _ratio(target: Probs, draft: Probs, token: Int[Tensor, "B 1"]) -> Fractions:
     """Return p / q of a token."""
     return (target.gather(1, token) / draft.gather(1, token))[:, 0]
 

@@ -62,11 +62,6 @@ def ancestors(tree: DraftTree) -> Bool[Tensor, "*b N N"]:
     return mask
 
 
-def depth(tree: DraftTree) -> PerNode:
-    """Return each node's distance from the root."""
-    return ancestors(tree).sum(-1) - 1
-
-
 def layout(tree: DraftTree, prefix: int) -> tuple[PerNode, Bool[Tensor, "N S"]]:
     """Return positions of the N nodes, and which of S = P + N entries each attends to."""
     on_path = ancestors(tree)

@@ -135,7 +135,7 @@ def predicted(head: Any, tree: TreeConfig, seed: int) -> list[int]:
         roots = DraftInputs(torch.tensor([token[root : root + 1]]), GREEDY)
         (below, parent), *_ = grow_batch(head, state, level, tree, roots, max_draft_depth, allow_host_sync=True)
         grown = DraftTree(below[0], parent[0])
-        drafted, _ = trees.keep(grown, (below[0] >= 0) & (trees.depth(grown) <= max_draft_depth))
+        drafted, _ = trees.keep(grown, (below[0] >= 0) & (trees.layout(grown, 0)[0] <= max_draft_depth))
         counts.append(trees.agreed(drafted, token[root + 1 :]))
         root += counts[-1] + 1
     return counts
@@ -186,8 +186,8 @@ class StaleFeatures(HeadBatch):
 class WrongToken(HeadBatch):
     """Reads token t instead of t+1."""
 
-    def extend(self, features: Features, count: Tensor) -> None:
-        super().extend(features._replace(token=features.token.roll(1, 1)), count)
+    def commit(self, features: Features, count: Tensor) -> None:
+        super().commit(features._replace(token=features.token.roll(1, 1)), count)
 
 
 @pytest.mark.parametrize("broken", [StaleFeatures, WrongToken])

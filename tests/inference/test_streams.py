@@ -185,7 +185,7 @@ def test_nothing_lies_deeper_than_can_be_committed() -> None:
     seen, run = watched(target, streams, 2)
     assert len(run.tokens) == TOKENS
     for _, proposal, room, _ in seen:
-        assert int(trees.depth(proposal.tree).max()) <= room
+        assert int(trees.layout(proposal.tree, 0)[0].max()) <= room
     filled = toys.prompt(0, target.context - 5)
     assert len(speculate(target, source(toys.TREES["dynamic"]), filled, RequestParams(TOKENS, GREEDY)).tokens) == 5
 

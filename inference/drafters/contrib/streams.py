@@ -42,6 +42,7 @@ from inference.verification.tree import LookAhead
 
 KIND = "streams"  # the streams' name in a run's folder
 Forward = Callable[..., Any]
+StreamLogits = Float[Tensor, "B A G V"]
 
 
 class Streams(nn.Module):
@@ -127,7 +128,7 @@ class Streams(nn.Module):
 
     def forward(
         self, token: Sequences, document: Sequences, anchor: Int[Tensor, "B A"]
-    ) -> tuple[Float[Tensor, "B A G V"], Float[Tensor, "B A G V"]]:
+    ) -> tuple[StreamLogits, StreamLogits]:
         """Run packed rows and the streams of the rows `anchor` in one pass.
 
         Returns:
