@@ -172,12 +172,12 @@ class HeadBatch(DraftBatch):
             self.cache.longest = longest
 
     def commit(self, features: Features, count: PerSequence) -> None:
-        """Append the first `count` of T verified rows of each sequence, except in a step without a draft.
+        """Append the first `count` of T verified rows of each sequence, except in a step without a draft."""
+        if self.plan.deepest:
+            self.extend(features, count)
 
-        A sequence without rows keeps the outputs at its root.
-        """
-        if not self.plan.deepest:
-            return
+    def extend(self, features: Features, count: PerSequence) -> None:
+        """Append rows of all sequences; a sequence without rows keeps the outputs at its root."""
         _, level = self.head.extend(self.cache, NewRows(features, features.token, count))
 
         def write(buffer: Tensor, new: Tensor) -> Tensor:

@@ -177,8 +177,8 @@ def test_chain_acceptance_follows_from_unroll() -> None:
 class StaleFeatures(HeadBatch):
     """Commits the first row's feature for every row of a path (vLLM#14649's kind)."""
 
-    def commit(self, features: Features, count: Tensor) -> None:
-        super().commit(
+    def extend(self, features: Features, count: Tensor) -> None:
+        super().extend(
             features._replace(last_hidden=features.last_hidden[:, :1].expand_as(features.last_hidden)), count
         )
 
@@ -186,8 +186,8 @@ class StaleFeatures(HeadBatch):
 class WrongToken(HeadBatch):
     """Reads token t instead of t+1."""
 
-    def commit(self, features: Features, count: Tensor) -> None:
-        super().commit(features._replace(token=features.token.roll(1, 1)), count)
+    def extend(self, features: Features, count: Tensor) -> None:
+        super().extend(features._replace(token=features.token.roll(1, 1)), count)
 
 
 @pytest.mark.parametrize("broken", [StaleFeatures, WrongToken])
