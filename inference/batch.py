@@ -234,6 +234,6 @@ def release(target: Target, drafter: Drafter | SwappableDrafter, batch: Batch) -
         del target.idle[next(iter(target.idle))]
 
 
-def needed_entries(target: Target, prompt: list[int], settings: RequestParams) -> int:
+def needed_entries(target: Target, prompt: Tokens, settings: RequestParams) -> int:
     """Return the number of cache entries that a request's text needs."""
     return min(len(prompt) + settings.max_new_tokens, target.context)

@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from heads.base import Tokens
+from heads.base import Layers, Tokens
 from heads.modules.argmax import argmax
 from inference.protocol import Context
 from inference.target.cache import TargetCache
@@ -168,7 +168,7 @@ class Request:
         self.start_s = time.perf_counter()
 
     @torch.inference_mode()
-    def prefill(self, layers: tuple[int, ...]) -> TargetOutput:
+    def prefill(self, layers: Layers) -> TargetOutput:
         """Run the prompt and choose the first token."""
         token, settings = torch.tensor(self.context, device=self.target.device), self.settings
         out = self.target.prefill(token, self.cache, layers)

@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 from torch import nn
 
 from eval.measures import metrics
-from heads.base import NamedTensors
+from heads.base import NamedTensors, Tokens
 from heads.common.errors import one_line
 from heads.common.files import read_checked, write_json
 from heads.common.progress import print_above_bars, progress
@@ -54,7 +54,7 @@ class AcceptanceEvaluator:
     """Measures heads on the same prompts: `trainer.eval_prompts` held-out ones, sampled by the seed."""
 
     def __init__(
-        self, target: Target, prompts: list[list[int]], trainer: TrainerConfig, tree: TreeConfig, name: str,
+        self, target: Target, prompts: list[Tokens], trainer: TrainerConfig, tree: TreeConfig, name: str,
         drafter: Callable[[Any, TreeConfig, str], Drafter] = HeadDrafter,
     ) -> None:  # fmt: skip
         sampled = random.Random(trainer.seed).sample(range(len(prompts)), min(trainer.eval_prompts, len(prompts)))

@@ -19,7 +19,7 @@ from transformers import PreTrainedConfig
 
 from data.features.store import size
 from heads import HEADS
-from heads.base import HeadModule, draft_size, frozen_count, parameter_count
+from heads.base import HeadModule, Layers, draft_size, frozen_count, parameter_count
 from heads.common.target_config import UNFIT, experts_of, read_target_config, reason
 from heads.medusa import Medusa
 from heads.modules.autoregressive import Recurrent
@@ -141,7 +141,7 @@ class HeadCost(NamedTuple):
     trained: int
     frozen: int
     moments: int  # optimiser state: one value per weight of Muon's matrices, two per other weight
-    feature_layers: tuple[int, ...]  # target layers that the head reads
+    feature_layers: Layers  # target layers that the head reads
     activations: int  # bytes kept for the backward pass, with the weights in bf16 and the drafts
     loss: int  # bytes of the drafts' gradients, a chunk of logits, and the gradients of lm_heads
     flops: int

@@ -21,7 +21,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from data.batches import Batch, Batches
 from data.features.source import MicroBatch
-from heads.base import Features, NamedTensors, to_device
+from heads.base import Features, NamedTensors, Tokens, to_device
 from inference.decode import RequestParams, speculate
 from inference.drafters.head import HeadDrafter
 from inference.drafters.policy import TreeConfig
@@ -44,7 +44,7 @@ class RolloutRow(NamedTuple):
     trained: Bool[Tensor, "T d"]
 
 
-def rollout_rows(prompt: list[int], passes: Sequence[Pass], depths: int, nodes: str) -> list[RolloutRow]:
+def rollout_rows(prompt: Tokens, passes: Sequence[Pass], depths: int, nodes: str) -> list[RolloutRow]:
     """Return a sequence's copies from the target's passes, one per path below its roots."""
     token = torch.cat([torch.tensor(prompt[:1]), *(one.token.cpu() for one in passes)])[:-1]
     hidden = torch.cat([one.features.hidden[0] for one in passes])
@@ -78,7 +78,7 @@ def _drafted(
 ) -> RolloutRow:
     """Return the copy with the `k`-th path below each root, trained at nodes that no earlier copy has."""
     path, trained = text.path.clone(), torch.zeros_like(text.trained)
-    token, last = list[int](), [text.last_hidden]  # tokens and last hidden states of rejected nodes
+    token, last = Tokens(), [text.last_hidden]  # tokens and last hidden states of rejected nodes
     row = -1  # the row before the root
     for one, leaves in zip(passes, paths, strict=True):
         earlier = {node for leaf in leaves[:k] for node in leaf}
@@ -141,7 +141,7 @@ class Rollouts:
         read = sum(map(len, prompts)) + sum(taken.drafted + 1 for answer in answers for taken in answer.steps)
         return [_micro_batch(group, self.target.device, width) for group in groups], read
 
-    def prompts(self, batches: Sequence[Batch], draw: random.Random) -> list[list[int]]:
+    def prompts(self, batches: Sequence[Batch], draw: random.Random) -> list[Tokens]:
         """Return prompts: the batches' documents up to the start of an answer, or plain text up to its middle.
 
         Every process has the same number: with fewer documents they repeat.

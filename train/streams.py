@@ -34,7 +34,7 @@ from torch.nn.utils.rnn import pad_sequence
 from data.batches import Batch, Batches, check_known, pack
 from data.features.source import LiveFeatures
 from data.text.prompts import load_training
-from heads.base import Features, NamedTensors, to_device
+from heads.base import Features, Layers, NamedTensors, Tokens, to_device
 from heads.common.command import command, exit_this_run
 from heads.common.errors import user_errors
 from heads.common.progress import print_line
@@ -155,14 +155,14 @@ class KeptStreams:
 
 def loop_of(
     run: StreamsRunConfig, accelerator: Accelerator, target: Target, streams: Streams, batches: Batches,
-    prompts: list[list[int]], settings: Json,
+    prompts: list[Tokens], settings: Json,
 ) -> Loop:  # fmt: skip
     """Return the run's training loop, ready to start or to resume; `settings` are those that must not change."""
 
     def drafter(streams: Streams, tree: TreeConfig, name: str) -> StreamsDrafter:
         return StreamsDrafter(StreamsDrafter.Config(run.out, tree), target, name, streams)
 
-    def features(token: Tensor, document: Tensor, _: tuple[int, ...]) -> Features:
+    def features(token: Tensor, document: Tensor, _: Layers) -> Features:
         device, none = accelerator.device, torch.empty(*token.shape, 0, device=accelerator.device)
         return Features(to_device(token, device), none[:, :, :, None], none, to_device(document, device))
 

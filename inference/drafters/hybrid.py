@@ -8,13 +8,14 @@ all sequences use the model-free draft, the head does not draft.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Annotated, Any
+from typing import Annotated
 
 import torch
 from torch.nn.functional import pad
 
 from heads.base import Tokens
 from heads.common.ranges import Amount, Within
+from heads.common.typed import Json
 from heads.shapes import Nodes, PerSequence
 from inference.drafters.host import HostBatch, HostDrafter
 from inference.protocol import Context, Drafted, Drafter, DraftInputs, DraftPlan, PassLogits, Proposal
@@ -40,7 +41,7 @@ class Hybrid(Drafter):
 
         expected: Amount
         weight: Annotated[float, Within(0, 1, above=True)]
-        lookup: dict[str, Any]
+        lookup: Json
 
     def __init__(self, config: Config, head_drafter: Drafter, lookup: HostDrafter, name: str) -> None:
         self.config, self.head_drafter, self.lookup, self.name = config, head_drafter, lookup, name

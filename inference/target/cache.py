@@ -32,6 +32,7 @@ from heads.shapes import Nodes, PerSequence
 from inference.verification.tree import AncestorMask
 
 T = TypeVar("T")
+Args, Named = tuple[Any, ...], dict[str, Any]  # of a call, by position and by name
 KeysValues = tuple[Tensor, Tensor]
 KV_BUCKET = 256  # padded passes read a multiple of this many entries
 CAPACITY_MULTIPLE = 64  # capacities are multiples of it, so attention can be split into equal pieces
@@ -276,8 +277,8 @@ class Call(NamedTuple):
     """A call of a mixer: its arguments."""
 
     mixer: nn.Module
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
+    args: Args
+    kwargs: Named
 
     def replay(self, total: int, count: int) -> None:
         """Run the mixer over the first `count` of `total` tokens."""
@@ -321,13 +322,13 @@ class Recurrence:
                 module.register_forward_pre_hook(self.note, with_kwargs=True)
                 module.register_forward_hook(self.find, with_kwargs=True)
 
-    def note(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def note(self, module: Any, args: Args, kwargs: Named) -> None:
         """Record a mixer's arguments."""
         states, index = _states(args, kwargs), module.layer_idx
         if states is not None and states.calls is not None and index in self.mixers and self.mixers[index] is module:
             states.calls[index] = Call(module, args, kwargs)
 
-    def find(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], _output: Any) -> None:
+    def find(self, module: Any, args: Args, kwargs: Named, _output: Any) -> None:
         """Find a layer's mixer: the innermost module after whose first call the layer has a state."""
         index, states = module.layer_idx, _states(args, kwargs)
         if index in self.mixers or states is None:
@@ -359,7 +360,7 @@ class RecurrentCache(TargetCache):
                 is_hybrid = isinstance(layer, LinearAttentionCacheLayerMixin)
                 layers[index] = HybridLayer(self.attention[-1]) if is_hybrid else self.attention[-1]
         self.hf = States(layers=layers)
-        self.before: dict[int, dict[str, Any]] | None = None
+        self.before: dict[int, Named] | None = None
 
     @property
     def recurrent(self) -> dict[int, Any]:
@@ -395,6 +396,6 @@ class RecurrentCache(TargetCache):
         self.set_length(prefix + count)
 
 
-def _states(args: tuple[Any, ...], kwargs: dict[str, Any]) -> States | None:
+def _states(args: Args, kwargs: Named) -> States | None:
     """Return the `States` among a module's arguments, if there is one."""
     return next((value for value in (*args, *kwargs.values()) if isinstance(value, States)), None)

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from heads.base import Layers
 from inference.target.cache import BatchPass
 from inference.target.model import TargetModel, forwards_replaced
 
@@ -66,7 +67,7 @@ class Compiled:
         attn_mask: Tensor | None,
         batch_pass: BatchPass,
         key_position: Tensor | None,
-        layers: tuple[int, ...],
+        layers: Layers,
     ) -> tuple[Tensor, Tensor]:
         """Run a pass as `Target.run` does; return the outputs of the feature `layers` and the last hidden states."""
         if attn_mask is None:
@@ -100,7 +101,7 @@ class Compiled:
         keys: list[Tensor],
         values: list[Tensor],
         write_index: Tensor,
-        layers: tuple[int, ...],
+        layers: Layers,
     ) -> tuple[Tensor, Tensor]:
         """The compiled function: a pass as a function of tensors."""
         end = _tensors(mask)[0].shape[-1]

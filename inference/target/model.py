@@ -41,7 +41,7 @@ from inference.target.embeddings import TargetEmbeddings
 from inference.target.loading import Adapter
 from inference.target.placement import Placed, run_in_turns
 from inference.verification import tree
-from inference.verification.tree import DraftTree, PerNode
+from inference.verification.tree import DraftTree, Forward, PerNode
 
 
 class TargetOutput(NamedTuple):
@@ -89,7 +89,7 @@ def switch_of(model: "transformers.PreTrainedModel") -> LongropeSwitch | None:
 
 
 @contextmanager
-def forwards_replaced(forwards: Mapping[nn.Module, Callable[..., Any]]) -> Iterator[None]:
+def forwards_replaced(forwards: Mapping[nn.Module, Forward]) -> Iterator[None]:
     """Replace modules' forward methods for a while."""
     before = {module: vars(module).get("forward") for module in forwards}
     for module, forward in forwards.items():
@@ -312,7 +312,7 @@ class TargetModel:
         cache: TargetCache | BatchPass | None,
         layers: Layers = (),
         key_position: Int[Tensor, "B S"] | None = None,
-        stack: Callable[..., Any] | None = None,
+        stack: Forward | None = None,
     ) -> TargetOutput:
         """Run the decoder stack without the lm_head.
 
@@ -354,7 +354,7 @@ class TargetModel:
         mask: Any,
         cache: TargetCache | BatchPass | None,
         layers: Layers,
-        stack: Callable[..., Any] | None = None,
+        stack: Forward | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Run the decoder stack with a mask in transformers' format; return the outputs of `layers` and the last."""
         outputs: list[Any] = []
@@ -412,7 +412,7 @@ class LayerSkippedTarget:
 
     def __init__(self, target: TargetModel, skips: SkipSet) -> None:
         target.check_masks("so parts of it cannot draft alone")
-        self.target, self.forwards = target, dict[nn.Module, Callable[..., Any]]()
+        self.target, self.forwards = target, dict[nn.Module, Forward]()
         whole = {*skips.attention} & {*skips.mlp}
         stubs: dict[nn.Module, Stub] = {target.decoder_layers[i]: Tensor.contiguous for i in whole}
         for which, indices in enumerate(skips):

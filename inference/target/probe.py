@@ -18,6 +18,7 @@ import torch
 import transformers
 from torch import Tensor
 
+from heads.common.typed import Json
 from inference.target.attention import FULL, GROUPED, SLIDING, Ragged
 from inference.target.model import TargetModel, TargetOutput
 from inference.verification import tree
@@ -205,7 +206,7 @@ def _close(actual: Tensor, expected: Tensor) -> bool:
 
 def windows(model: "transformers.PreTrainedModel", context: int) -> dict[str, int]:
     """Return the windows and chunks that are smaller than `context`, by their keys in the configuration."""
-    values: dict[str, Any] = vars(model.config.get_text_config())
+    values: Json = vars(model.config.get_text_config())
     return {
         key: value for key, value in values.items() if WINDOW.search(key) and type(value) is int and 1 < value < context
     }

@@ -11,8 +11,11 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from heads.base import Tokens
+
 PerNode = Int[Tensor, "N"]
 AncestorMask = Bool[Tensor, "#B N N"]  # each node's ancestors, itself included
+Forward = Callable[..., Any]  # of a module
 LOOK_AHEAD = -2  # the parent of a look-ahead token, which is not a node
 
 
@@ -34,7 +37,7 @@ class LookAhead(NamedTuple):
     token: Int[Tensor, "R"]
     offset: Int[Tensor, "R"]  # position, counted from the root's
     attn_mask: Bool[Tensor, "R M"]  # M = N + R
-    stack: Callable[..., Any] | None = None
+    stack: Forward | None = None
 
 
 def root(token: int, device: torch.device) -> DraftTree:
@@ -77,7 +80,7 @@ def children(tree: DraftTree) -> list[list[int]]:
     return result
 
 
-def agreed(tree: DraftTree, following: list[int]) -> int:
+def agreed(tree: DraftTree, following: Tokens) -> int:
     """Return the number of following tokens that are on a path of the tree."""
     node, below, token = 0, children(tree), tree.token.tolist()
     for count, expected in enumerate(following):

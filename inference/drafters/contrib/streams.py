@@ -14,7 +14,6 @@ streams of its root.
 Shape letters: B rows of a batch, T positions, A anchors, the rows that have streams, G streams of each, R = A G.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -38,10 +37,9 @@ from inference.protocol import CommittedTokens, Context, Proposal
 from inference.target.model import forwards_replaced
 from inference.target.target import Target
 from inference.verification import tree as trees
-from inference.verification.tree import LookAhead
+from inference.verification.tree import Forward, LookAhead
 
 KIND = "streams"  # the streams' name in a run's folder
-Forward = Callable[..., Any]
 StreamLogits = Float[Tensor, "B A G V"]
 
 
