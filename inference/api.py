@@ -24,7 +24,7 @@ from heads.common.untrusted import visible
 from heads.formats.hub import resolve_head, target_path
 from heads.formats.published import is_published
 from heads.formats.store import read_config
-from inference.batch import SwappableDrafter
+from inference.batch import DrafterLike, SwappableDrafter
 from inference.decode import Generation, RequestParams, speculate
 from inference.drafters.head import load_drafter, saved_tree
 from inference.drafters.plain import Baseline
@@ -119,7 +119,7 @@ def target_of(config: GenerateConfig, folder: Path | None) -> ModelConfig:
 
 
 def generate(
-    target: Target, drafter: Drafter | SwappableDrafter, prompt: str | Tokens, settings: RequestParams | None = None,
+    target: Target, drafter: DrafterLike, prompt: str | Tokens, settings: RequestParams | None = None,
     on_text: OnText | None = None,
 ) -> tuple[str, Generation]:  # fmt: skip
     """Decode one prompt, text or tokens; return the generated text and its `Generation`.

@@ -42,6 +42,7 @@ class SwappableDrafter:
             self.drafter = drafter
 
 
+DrafterLike = Drafter | SwappableDrafter
 TREE_ENTRIES = 64  # least cache entries after a text for a tree; drafters on the host do not state their trees' sizes
 MAX_IDLE_BATCHES = 8  # idle batches kept for reuse with their graphs and caches, one for each drafter
 TRIAL = RequestParams(3, GREEDY, min_new_tokens=3)  # decoded by a drafter before it is swapped in
@@ -190,7 +191,7 @@ class Batch:
 
 def batch_of(
     target: Target,
-    drafter: Drafter | SwappableDrafter,
+    drafter: DrafterLike,
     size: int,
     requests: Sequence[tuple[Tokens, RequestParams]] = (),
 ) -> Batch:
@@ -201,9 +202,7 @@ def batch_of(
     return batch
 
 
-def acquire(
-    target: Target, drafter: Drafter | SwappableDrafter, size: int, requests: Sequence[tuple[Tokens, RequestParams]]
-) -> Batch:
+def acquire(target: Target, drafter: DrafterLike, size: int, requests: Sequence[tuple[Tokens, RequestParams]]) -> Batch:
     """Return a batch for requests: the idle one of this drafter if its size matches, else a new one."""
     idle: Batch | None = target.idle.pop(drafter, None)
     if idle is not None and idle.cache.storage.size == size:
@@ -218,7 +217,7 @@ def acquire(
         return batch_of(target, drafter, size, requests)
 
 
-def release(target: Target, drafter: Drafter | SwappableDrafter, batch: Batch) -> None:
+def release(target: Target, drafter: DrafterLike, batch: Batch) -> None:
     """Keep a finished batch for reuse if it has captured graphs.
 
     Idle batches are dropped, oldest first, while they take more memory than is free.

@@ -8,9 +8,8 @@ from typing import Any, overload
 import torch
 
 from heads.base import Tokens
-from inference.batch import SwappableDrafter, acquire, release
+from inference.batch import DrafterLike, acquire, release
 from inference.drafters.plain import Baseline
-from inference.protocol import Drafter
 from inference.request import Generation, RequestParams, Step
 from inference.target.target import Target, check_prompt
 
@@ -23,7 +22,7 @@ OnBatchTokens = Callable[[int, Tokens, list[str]], None]  # the prompt's index, 
 @overload
 def speculate(
     target: Target,
-    drafter: Drafter | SwappableDrafter,
+    drafter: DrafterLike,
     prompts: Tokens,
     settings: RequestParams,
     on_tokens: OnTokens | None = None,
@@ -33,7 +32,7 @@ def speculate(
 @overload
 def speculate(
     target: Target,
-    drafter: Drafter | SwappableDrafter,
+    drafter: DrafterLike,
     prompts: Sequence[Tokens],
     settings: RequestParams | Sequence[RequestParams],
     on_tokens: OnBatchTokens | None = None,
@@ -44,7 +43,7 @@ def speculate(
 @torch.inference_mode()
 def speculate(
     target: Target,
-    drafter: Drafter | SwappableDrafter,
+    drafter: DrafterLike,
     prompts: Any,
     settings: Any,
     on_tokens: Any = None,

@@ -105,6 +105,9 @@ class Context(NamedTuple):
         return DraftInputs(token, self.sampling, seen_tokens, noise, samples)
 
 
+Contexts = Sequence[Context | None]  # by slot; None for an idle one
+
+
 class Proposal(NamedTuple):
     """A tree rooted at the last token; the probs q that children were sampled from, if they were; look-ahead tokens.
 
@@ -205,7 +208,7 @@ class DraftBatch(Protocol):
         """Return whether the `running` sequences must be prefilled again before a step; called once a step."""
         return False
 
-    def begin(self, contexts: Sequence[Context | None], longest: int) -> DraftPlan:
+    def begin(self, contexts: Contexts, longest: int) -> DraftPlan:
         """Begin a step: choose its trees; a drafter on the host also drafts them.
 
         Args:

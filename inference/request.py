@@ -21,6 +21,8 @@ from inference.verification.rules import AUTO, COUPLED, RULES, is_lossy
 from inference.verification.sample import Sampling, distribution, penalize
 from inference.verification.tree import DraftTree
 
+Scores = Float[Tensor, "1 V"]  # of the next token
+
 
 @dataclass(frozen=True)
 class RequestParams:
@@ -184,7 +186,7 @@ class Request:
             )
         return out
 
-    def processed(self, logits: Float[Tensor, "1 V"]) -> Float[Tensor, "1 V"]:
+    def processed(self, logits: Scores) -> Scores:
         """Return the next token's logits after the repetition penalty; end tokens are masked until min_new_tokens."""
         seen = self.seen_tokens()
         if seen is not None:
@@ -193,7 +195,7 @@ class Request:
             logits = logits.index_fill(1, torch.tensor(sorted(self.target.eos), device=logits.device), float("-inf"))
         return logits
 
-    def noise(self, logits: Float[Tensor, "1 V"]) -> Float[Tensor, "1 V"]:
+    def noise(self, logits: Scores) -> Scores:
         """Return the exponential noise at the next token's position."""
         return Draws(self.key, len(self.context), False).noise(range(1), logits)
 

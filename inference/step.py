@@ -43,6 +43,7 @@ from inference.verification.rules import Accepted, NodeMask, NodeProbs
 from inference.verification.sample import Sampling, distribution, penalize
 from inference.verification.tree import LOOK_AHEAD, DraftTree
 
+Requests = Sequence[Request]  # in the order of their slots
 HostRows = Int[Tensor, "B X"]  # a step's numbers for the host: two counts, tokens, path, ranks, logit gaps
 
 
@@ -106,7 +107,7 @@ class DeviceStep:
         mask[sorted(self.target.eos)] = True
         return mask
 
-    def load_slots(self, requests: Sequence[Request]) -> None:
+    def load_slots(self, requests: Requests) -> None:
         """Write the requests' state to the slots, after requests have joined or left."""
         values = [
             [request.context[-1], request.cache.length, *request.remaining_limits, 1, request.key]
@@ -123,12 +124,12 @@ class DeviceStep:
         self.current = list(requests)
 
     @torch.inference_mode()
-    def step(self, requests: Sequence[Request]) -> None:
+    def step(self, requests: Requests) -> None:
         """Decode one step of requests, which are in the order of their slots."""
         for group in self.groups(requests):
             self.step_of(requests, group)
 
-    def step_of(self, requests: Sequence[Request], group: list[int]) -> None:
+    def step_of(self, requests: Requests, group: list[int]) -> None:
         """Decode one step of a group of requests in one pass."""
         drafted, result, out, accepted = self.run(requests, group)
         rows = result.tolist()  # the only place where the host waits for the device
@@ -179,7 +180,7 @@ class DeviceStep:
             generation.decode_s += draft + verified + other
 
     @torch.inference_mode()
-    def sample(self, requests: Sequence[Request]) -> tuple[Tokens, Drafted]:
+    def sample(self, requests: Requests) -> tuple[Tokens, Drafted]:
         """Return the first token that a step would commit for each request, and the last group's drafts, uncommitted.
 
         The requests have equal sampling parameters.
@@ -194,7 +195,7 @@ class DeviceStep:
         self.current = []
         return tokens, drafted
 
-    def groups(self, requests: Sequence[Request]) -> list[list[int]]:
+    def groups(self, requests: Requests) -> list[list[int]]:
         """Return the slots by pass: with equal sampling parameters, and on one side of longrope's switch."""
         if [*map(id, requests)] != [*map(id, self.current)]:
             self.load_slots(requests)
@@ -206,14 +207,14 @@ class DeviceStep:
             groups[params.sampling, params.rule, params.logit_gaps, side].append(slot)
         return list(groups.values())
 
-    def active(self, requests: Sequence[Request]) -> Slots:
+    def active(self, requests: Requests) -> Slots:
         """Return the slots of the current pass."""
         if self.fixed_shapes or len(requests) == len(self.slots.root):
             return self.slots
         return Slots(*(buffer[: len(requests)] for buffer in self.slots))
 
     def run(
-        self, requests: Sequence[Request], group: list[int], *, commits: bool = True
+        self, requests: Requests, group: list[int], *, commits: bool = True
     ) -> tuple[Drafted, HostRows, TargetOutput, Accepted]:
         """Run a step of a group; return the drafts, the host's tensor, the target's output and the accepted paths."""
         settings, timer, switch = requests[group[0]].settings, PhaseTimer(self.target.device), self.target.switch

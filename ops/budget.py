@@ -124,15 +124,18 @@ class Budget:
         return cls(amount, match[2] is not None)
 
 
+Part = Annotated[float, Within(0, 1, above=True, below=True)]
+
+
 @dataclass(frozen=True)
 class ForecastConfig:
     """The forecast's configuration; conf/ops/budget.yaml explains the keys."""
 
     candidates: list[str]
-    share: Annotated[float, Within(0, 1, above=True, below=True)]
+    share: Part
     points: Annotated[int, Within(3, 8)]
     warmup: Count
-    cooldown: Annotated[float, Within(0, 1, above=True, below=True)]
+    cooldown: Part
     prompts: Count
     tokens: NewTokens
 

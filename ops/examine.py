@@ -33,7 +33,7 @@ from heads.formats.published.plan import (
 )
 from heads.formats.store import CONFIG, QUANTISED, WEIGHTS
 from heads.modules.fusion import EAGLE3_LAYERS, chosen_layers, default_layers
-from inference.target.embeddings_only import EmbeddingsOnly
+from inference.target.embeddings_only import AnyTarget, EmbeddingsOnly
 from inference.target.target import Target
 from train.release.config import TEMPLATE
 from train.release.folder import tokenizer_sha256
@@ -55,7 +55,6 @@ class Finding(NamedTuple):
 
 
 Findings = Iterator[Finding]
-AnyTarget = Target | EmbeddingsOnly
 
 
 # Findings that something is right, cannot be known here, or is wrong.

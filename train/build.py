@@ -41,7 +41,7 @@ from heads.formats.published.export import TargetFacts
 from heads.modules.layers import Recomputing
 from heads.modules.vocab import prune
 from inference.drafters.policy import verifiable
-from inference.target.embeddings_only import EmbeddingsOnly, load_target, norm_of
+from inference.target.embeddings_only import AnyTarget, load_target, norm_of
 from inference.target.target import Target
 from train import checkpoint
 from train.config import RunConfig
@@ -59,9 +59,7 @@ log = logging.getLogger(__name__)
 SAME = ("target", "quantize", "width", "vocab", "length", "data", "rows", "layers")
 
 
-def source_for(
-    config: FeaturesConfig, target: Target | EmbeddingsOnly, head: DraftHead, batches: Batches
-) -> FeatureSource:
+def source_for(config: FeaturesConfig, target: AnyTarget, head: DraftHead, batches: Batches) -> FeatureSource:
     """Return a run's feature source; refuse a store of something else, or one that lacks sequences or layers."""
     if config.mode == "live":
         assert isinstance(target, Target)
@@ -183,7 +181,7 @@ def build(run: RunConfig, accelerator: Accelerator, lock: RunLock) -> Loop:
 
 
 def executable_micro_batch(
-    run: RunConfig, accelerator: Accelerator, target: Target | EmbeddingsOnly, head: Any, packed: Packed
+    run: RunConfig, accelerator: Accelerator, target: AnyTarget, head: Any, packed: Packed
 ) -> int:
     """Return the sequences of a micro-batch: the plan's number, or fewer if a trial runs out of memory.
 

@@ -22,7 +22,7 @@ from inference.decode import RequestParams, speculate
 from inference.drafters.head import HeadDrafter
 from inference.drafters.policy import TreeConfig
 from inference.protocol import Drafter
-from inference.target.embeddings_only import EmbeddingsOnly
+from inference.target.embeddings_only import AnyTarget
 from inference.target.target import Target
 from inference.verification.sample import GREEDY
 from train import checkpoint
@@ -97,7 +97,7 @@ class KeptHead:
 
     folder: Path
     head: nn.Module
-    target: Target | EmbeddingsOnly
+    target: AnyTarget
     tree: TreeConfig
 
     def decoding(self, weights: NamedTensors) -> Any:

@@ -34,7 +34,7 @@ from heads.formats.weights import meta_state_dict
 from heads.mtp import TARGET, Mtp
 from heads.rows import positions
 from inference.drafters.head import load_mtp
-from inference.target.embeddings_only import EmbeddingsOnly
+from inference.target.embeddings_only import AnyTarget, EmbeddingsOnly
 from inference.target.placement import REPLICATE, whole
 from inference.target.target import Target
 
@@ -131,9 +131,7 @@ def _first(config: HeadConfig) -> str:
     return getattr(HEADS[config.name], "first_layer", "")
 
 
-def resolve_init(
-    init: str | None, config: HeadConfig, target: Target | EmbeddingsOnly
-) -> tuple[HeadConfig, str | None]:
+def resolve_init(init: str | None, config: HeadConfig, target: AnyTarget) -> tuple[HeadConfig, str | None]:
     """Return a head's configuration and its `init`, where `auto` becomes the target's last layer or None.
 
     `auto` is the last layer for mtp, eagle, hass and eagle3 if its shapes match, and except for mtp if the target is
@@ -185,9 +183,7 @@ def check_init(adapter: AdaptConfig, config: HeadConfig, init: str | None, place
         )
 
 
-def init_head(
-    config: HeadConfig, init: str | None, target: Target | EmbeddingsOnly, base: str | None = None
-) -> nn.Module:
+def init_head(config: HeadConfig, init: str | None, target: AnyTarget, base: str | None = None) -> nn.Module:
     """Return the head to train: a new one, or the one that `init` names; refuse one of another kind or target."""
     target.embeddings.check_width()
     kind = HEADS[config.name]

@@ -1,6 +1,6 @@
 """Draft heads as drafters: trained ones, and the target's own module for multi-token prediction."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,7 @@ from inference.drafters.policy import (
     sampled_shape,
     verifiable,
 )
-from inference.protocol import Context, DraftBatch, Drafted, Drafter, DraftInputs, DraftPlan, DraftTraits
+from inference.protocol import Contexts, DraftBatch, Drafted, Drafter, DraftInputs, DraftPlan, DraftTraits
 from inference.target.model import TargetOutput
 from inference.target.packed import pack
 from inference.target.target import Target
@@ -96,7 +96,7 @@ class HeadBatch(DraftBatch):
         needs_prefill, self.paused = self.paused and not pauses, pauses
         return needs_prefill
 
-    def begin(self, contexts: Sequence[Context | None], longest: int) -> DraftPlan:
+    def begin(self, contexts: Contexts, longest: int) -> DraftPlan:
         """Choose a step's tree."""
         self.choose(len(contexts))
         self.set_longest(longest)  # a hybrid may commit rows to a head that did not draft

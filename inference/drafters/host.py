@@ -11,6 +11,7 @@ from heads.shapes import PerSequence
 from inference.protocol import (
     CommittedTokens,
     Context,
+    Contexts,
     DraftBatch,
     Drafted,
     Drafter,
@@ -80,7 +81,7 @@ class HostBatch(DraftBatch):
         """Move a sequence's state with its drafter."""
         self.slots[slot], self.slots[from_slot] = self.slots[from_slot], self.slots[slot]
 
-    def begin(self, contexts: Sequence[Context | None], longest: int) -> DraftPlan:
+    def begin(self, contexts: Contexts, longest: int) -> DraftPlan:
         """Collect the sequences' proposals."""
         states = zip([state for _, state in self.slots], contexts, strict=False)
         return self.planned([state.propose(context) if state and context else None for state, context in states])

@@ -6,7 +6,6 @@ it is corrected by the acceptance of its past drafts. The head's number is the m
 all sequences use the model-free draft, the head does not draft.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated
 
@@ -18,7 +17,7 @@ from heads.common.ranges import Amount, Within
 from heads.common.typed import Json
 from heads.shapes import Nodes, PerSequence
 from inference.drafters.host import HostBatch, HostDrafter
-from inference.protocol import Context, Drafted, Drafter, DraftInputs, DraftPlan, PassLogits, Proposal
+from inference.protocol import Contexts, Drafted, Drafter, DraftInputs, DraftPlan, PassLogits, Proposal
 from inference.target.model import TargetOutput
 from inference.verification.tree import AncestorMask, DraftTree, agreed
 
@@ -94,7 +93,7 @@ class HybridBatch(HostBatch):
         """Return the record of a slot."""
         return self.drafters[id(self.slots[slot][0])].record
 
-    def begin(self, contexts: Sequence[Context | None], longest: int) -> DraftPlan:
+    def begin(self, contexts: Contexts, longest: int) -> DraftPlan:
         """Choose the lookups of higher expected acceptance; the other drafter drafts for the rest, if there is one."""
         plan = super().begin(contexts, longest)
         self.looked_up, taken = self.proposals, list[Proposal | None]()

@@ -31,6 +31,7 @@ from heads.modules.layers import grouped_attention
 from heads.shapes import Sequences
 
 T = TypeVar("T")
+Window = int | None  # tokens of a sliding window; None for all of a document
 SDPA, GROUPED, RAGGED = "sdpa", "headstart_grouped", "headstart_ragged"
 SPLIT, TAIL = 8, 4  # the cost of a ragged pass, and of each attention call in it, in rows (benchmarks/batches.py)
 OTHER = ("position_bias", "softcap", "s_aux")  # options of an attention that are not supported here
@@ -54,7 +55,7 @@ class Packing(NamedTuple):
     """The sliding window of each attention layer of a target, None for all tokens of a document."""
 
     config: Any
-    windows: tuple[int | None, ...]
+    windows: tuple[Window, ...]
 
     def needed(self, spans: list[Span], rows: int) -> bool:
         """Whether attention must be restricted to documents: otherwise it would cross them, or need a mask."""
@@ -65,7 +66,7 @@ class Packing(NamedTuple):
 def packing(model: "transformers.PreTrainedModel") -> Packing | None:
     """Return how a model's attention runs over documents; None if it has unsupported options."""
     config: Any = model.config.get_text_config()
-    window: int | None = getattr(config, "sliding_window", None)
+    window: Window = getattr(config, "sliding_window", None)
     kinds = getattr(config, "layer_types", None) or [SLIDING if window else FULL] * config.num_hidden_layers
     able = getattr(model, "_supports_attention_backend", False) and config._attn_implementation in (SDPA, GROUPED)
     if not able or not {*kinds} <= {FULL, SLIDING} or (SLIDING in kinds and window is None):
@@ -89,11 +90,11 @@ def spans_of(document: Sequences) -> list[Span]:
 class Documents:
     """The documents of a forward pass; a kernel's inputs are made once for all layers on a device."""
 
-    def __init__(self, windows: tuple[int | None, ...], spans: list[Span], position: Sequences) -> None:
+    def __init__(self, windows: tuple[Window, ...], spans: list[Span], position: Sequences) -> None:
         self.windows, self.spans, self.position = windows, spans, position
         self.longest = max(span.end - span.begin for span in spans)
         self._cu_seqlens: dict[torch.device, Tensor] = {}
-        self._masks: dict[tuple[int | None, torch.device], Any] = {}
+        self._masks: dict[tuple[Window, torch.device], Any] = {}
 
     def cu_seqlens(self, device: torch.device) -> Int[Tensor, "N"]:
         """Return the cumulative sequence lengths: each document's start in the flattened batch, and the end."""
@@ -104,7 +105,7 @@ class Documents:
             self._cu_seqlens[device] = to_device(cu_seqlens, device)
         return self._cu_seqlens[device]
 
-    def mask(self, window: int | None, device: torch.device) -> Any:
+    def mask(self, window: Window, device: torch.device) -> Any:
         """Return flex_attention's mask of the documents under a window."""
         if (window, device) not in self._masks:
             self._masks[window, device] = pattern(self.position.to(device), window).mask(self.position.shape[1], 0)
@@ -151,7 +152,7 @@ def varlen_options(device: torch.device) -> frozenset[str]:
 
 
 def attend_varlen(
-    query: Tensor, key: Tensor, value: Tensor, scale: float | None, window: int | None, documents: Documents
+    query: Tensor, key: Tensor, value: Tensor, scale: float | None, window: Window, documents: Documents
 ) -> Float[Tensor, "B T H E"]:
     """Attend by one variable-length call for all documents, in 16 bits."""
     from torch.nn.attention import varlen
@@ -168,7 +169,7 @@ def attend_varlen(
 
 
 def attend_flex(
-    query: Tensor, key: Tensor, value: Tensor, scale: float | None, window: int | None, documents: Documents
+    query: Tensor, key: Tensor, value: Tensor, scale: float | None, window: Window, documents: Documents
 ) -> Float[Tensor, "B T H F"]:
     """Attend by one call of flex_attention for all documents, with a block mask."""
     mask, grouped = documents.mask(window, query.device), query.shape[1] != key.shape[1]
@@ -176,7 +177,7 @@ def attend_flex(
 
 
 def attend_each(
-    query: Tensor, key: Tensor, value: Tensor, scale: float | None, window: int | None, documents: Documents
+    query: Tensor, key: Tensor, value: Tensor, scale: float | None, window: Window, documents: Documents
 ) -> Float[Tensor, "B T H F"]:
     """Attend by a call for each document."""
     out = query.new_empty((query.shape[0], query.shape[2], query.shape[1], value.shape[-1]))
@@ -194,7 +195,7 @@ def within(
     key: Float[Tensor, "1 G N E"],
     value: Float[Tensor, "1 G N F"],
     scale: float | None,
-    window: int | None,
+    window: Window,
 ) -> Float[Tensor, "1 H N F"]:
     """Return one document's causal attention, over the last `window` tokens if given."""
     length = query.shape[2]

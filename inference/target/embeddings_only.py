@@ -80,7 +80,10 @@ class EmbeddingsOnly:
             raise ValueError(f"model.path={path}: {problem}") from error
 
 
-def load_target(model: ModelConfig, device: str, *, whole: bool) -> Target | EmbeddingsOnly:
+AnyTarget = Target | EmbeddingsOnly  # with or without its decoder layers
+
+
+def load_target(model: ModelConfig, device: str, *, whole: bool) -> AnyTarget:
     """Return the target on a device; unless `whole`, without its decoder layers if possible.
 
     Raises:
@@ -94,6 +97,6 @@ def load_target(model: ModelConfig, device: str, *, whole: bool) -> Target | Emb
     return Target.of(model, device=device)
 
 
-def norm_of(target: Target | EmbeddingsOnly) -> nn.Module:
+def norm_of(target: AnyTarget) -> nn.Module:
     """Return the final norm of a target, with or without its layers."""
     return target.norm if isinstance(target, EmbeddingsOnly) else final_norm(target.base, target.spec.num_layers)

@@ -43,6 +43,8 @@ from inference.target.placement import Placed, run_in_turns
 from inference.verification import tree
 from inference.verification.tree import DraftTree, Forward, PerNode
 
+LayerStates = tuple[Tensor, Tensor]  # of the feature layers, and the last one after the final norm
+
 
 class TargetOutput(NamedTuple):
     """The output of a target pass: hidden states of the feature layers, the final-normed last one, and logits."""
@@ -197,7 +199,7 @@ class TargetModel:
         self.captures = self.device.type == "cuda" and self.whole
         digest, attached = (self.placed.fingerprint, None) if adapter is None else (adapter.fingerprint, adapter.name)
         self.spec = self.embeddings.spec(name, digest, attached)
-        self.compiled: Callable[..., tuple[Tensor, Tensor]] | None = None
+        self.compiled: Callable[..., LayerStates] | None = None
         self.compiles_drafts = False
         self.recurrence = recurrence(self.config, self.decoder_layers)
         self.layout: Layout = {}
@@ -355,7 +357,7 @@ class TargetModel:
         cache: TargetCache | BatchPass | None,
         layers: Layers,
         stack: Forward | None = None,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> LayerStates:
         """Run the decoder stack with a mask in transformers' format; return the outputs of `layers` and the last."""
         outputs: list[Any] = []
         self._noted.outputs, self._noted.wanted = outputs if layers else None, layers
