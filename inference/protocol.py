@@ -172,7 +172,7 @@ class DraftPlan(NamedTuple):
         chain: whether the trees are chains, so that an accepted path is a prefix of them.
         sampled: parents of the nodes in a shape that is sampled if roots have samples, -1 for the root; None if all
             trees are filled by rank.
-        has_q: for each sequence, whether its children are sampled or it has none; None if all are equal.
+        has_q: for each sequence, whether its children are sampled or it has none; empty if all are equal.
         proposal: the proposal of a `single` drafter.
         tree_id: id of the tree policy, part of the graph key.
     """
@@ -181,7 +181,7 @@ class DraftPlan(NamedTuple):
     max_nodes: int = 1
     chain: bool = True
     sampled: tuple[int, ...] | None = None
-    has_q: Sequence[bool] | None = None
+    has_q: Sequence[bool] = ()
     proposal: Proposal | None = None
     tree_id: int = 0
 

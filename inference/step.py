@@ -148,7 +148,7 @@ class DeviceStep:
             count = min(count - 1, committed)
             rule = rules.NOTHING
             if drafts:
-                has_q = self.plan.has_q is None or self.plan.has_q[slot]
+                has_q = not self.plan.has_q or self.plan.has_q[slot]
                 is_greedy = request.settings.sampling.temperature == 0 and not rules.is_lossy(request.settings.rule)
                 rule = rules.GREEDY_WALK if is_greedy else rules.label(self.rule(request.settings, has_q=has_q))
             steps[slot] = Step(drafts, count, committed, 0.0, 0.0, 0.0, rule, tuple(ranks[1 : count + 1]))
@@ -238,7 +238,7 @@ class DeviceStep:
         longest = max(request.cache.length for request in requests)
         self.plan = self.draft_batch.begin(contexts, longest)
         check_size(self.target, self.plan.max_nodes, self.name)
-        for has_q in {True, *(self.plan.has_q or ())}:
+        for has_q in {True, *self.plan.has_q}:
             self.rule(settings, has_q=has_q)  # raises if the rule does not support the drafts
         slots = self.active(requests)
         if self.captures:
@@ -454,7 +454,7 @@ class DeviceStep:
             p = distribution(processed_logits, replace(sampling, temperature=1.0) if greedy else sampling)
             last = rules.follow(tree, ancestor_mask, valid, rules.lenient(tree, p, rule.threshold))
             token = choose(last, drafted.depth.gather(1, last[:, None])[:, 0])
-        elif drafted.q is None or rule.verify is None or not all(plan.has_q or ()):
+        elif drafted.q is None or rule.verify is None or not all(plan.has_q):
             last, token = rules.walk(tree, valid, choose, plan.deepest, allow_host_sync=self.allows_host_sync)
         if not greedy and drafted.q is not None and rule.verify is not None:
             assert plan.sampled is not None
@@ -465,7 +465,7 @@ class DeviceStep:
             sampled_last, probs = rule.verify(draft, p, uniforms, self.allows_host_sync)
             position = slots.length + 1 + drafted.depth.gather(1, sampled_last[:, None])[:, 0]
             after = (probs / exponential_noise(slots.key, position, p.shape[-1])).argmax(-1)
-            if all(plan.has_q or ()):
+            if all(plan.has_q):
                 last = sampled_last
                 token = after
             else:

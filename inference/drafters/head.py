@@ -67,15 +67,15 @@ class HeadBatch(DraftBatch):
     """
 
     def __init__(self, head: DraftHead, schedule: Schedule, size: int) -> None:
-        self.head, self.schedule, self.size = head, schedule, size
+        self.head: Any = head
+        self.schedule, self.size = schedule, size
         self.feature_layers = head.feature_layers
         self.traits = DraftTraits(max_nodes=max(map(most_nodes, schedule.trees), default=1), rows=self)
         self.capacity = 0
         self.paused = False  # whether rows are missing since the last prefill
         self.cache: KVCache | None = None
         self.buffers: Any = None
-        modules: Any = head
-        self.attentions = [module for module in modules.modules() if isinstance(module, Attention)]
+        self.attentions = [module for module in self.head.modules() if isinstance(module, Attention)]
         self.choose(1)
 
     def choose(self, running: int) -> None:
@@ -123,8 +123,7 @@ class HeadBatch(DraftBatch):
     @property
     def nbytes(self) -> int:
         """Bytes of the head's KV cache on the target's device, allocated or not."""
-        head: Any = self.head
-        return self.new_cache(torch.device("meta")).nbytes(head) if self.head.has_kv_cache else 0
+        return self.new_cache(torch.device("meta")).nbytes(self.head) if self.head.has_kv_cache else 0
 
     @property
     def spare(self) -> int:

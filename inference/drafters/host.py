@@ -5,6 +5,7 @@ from typing import Protocol, runtime_checkable
 
 import torch
 from torch.nn.functional import pad
+from torch.nn.utils.rnn import pad_sequence
 
 from heads.base import Tokens
 from heads.shapes import PerSequence
@@ -129,10 +130,9 @@ class HostBatch(DraftBatch):
         q = None
         if self.plan.sampled is not None:
             given = [None if proposal is None else proposal.q for proposal in self.proposals]
-            rows = len({*self.plan.sampled} - {-1})
             none = next(probs for probs in given if probs is not None)[:0]
-            sampled_from = [none if probs is None else probs for probs in given]
-            q = torch.stack([pad(probs, (0, 0, 0, rows - len(probs)), value=1.0) for probs in sampled_from]).to(device)
+            probs = [none if q is None else q for q in given]
+            q = pad_sequence(probs, batch_first=True, padding_value=1.0).to(device)
         if not self.look_ahead_size:
             return Drafted(tree, mask, q)
         more = (0, self.look_ahead_size)

@@ -107,7 +107,7 @@ class HybridBatch(HostBatch):
         self.both, head_plan = any(context is not None for context in rest), self.head_batch.begin(rest, longest)
         if not self.both:
             return plan
-        lookup_plan, has_q = self.planned(taken), [True] * len(taken) if head_plan.has_q is None else head_plan.has_q
+        lookup_plan, has_q = self.planned(taken), head_plan.has_q or [True] * len(taken)
         if all(proposal is None for proposal in taken):
             return head_plan
         return head_plan._replace(

@@ -54,8 +54,7 @@ class Window(DrafterState):
     """
 
     def __init__(self, drafter: Lookahead, prompt: Tokens) -> None:
-        self.drafter, self.config = drafter, drafter.config
-        config = self.config
+        self.config = config = drafter.config
         chance = random.Random(0)
         self.levels = [chance.choices(prompt, k=config.window) for _ in range(config.ngram - 1)]
         self.passes = 0
