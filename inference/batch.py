@@ -107,7 +107,8 @@ class Batch:
 
     def reserve(self, capacity: int) -> None:
         """Allocate caches for texts of `capacity` tokens and a tree after each, so that decoding never reallocates."""
-        self.capacity, traits = max(self.capacity, capacity), self.draft_batch.traits
+        self.capacity = max(self.capacity, capacity)
+        traits = self.draft_batch.traits
         self.cache.storage.reserve(self.capacity + max(TREE_ENTRIES, traits.max_nodes) if self.capacity else 0)
         if traits.rows is not None:
             traits.rows.reserve(round_up_kv_length(self.cache.storage.capacity))
@@ -190,10 +191,7 @@ class Batch:
 
 
 def batch_of(
-    target: Target,
-    drafter: DrafterLike,
-    size: int,
-    requests: Sequence[tuple[Tokens, RequestParams]] = (),
+    target: Target, drafter: DrafterLike, size: int, requests: Sequence[tuple[Tokens, RequestParams]] = ()
 ) -> Batch:
     """Return a batch of `size` slots with caches for the longest of the requests."""
     swappable, current = (drafter, drafter.last_good) if isinstance(drafter, SwappableDrafter) else (None, drafter)

@@ -96,7 +96,8 @@ class Context(NamedTuple):
 
     def roots(self, like: Distributions, deepest: int) -> DraftInputs:
         """Return the draft inputs of this sequence for a tree of depth `deepest` and logits `like`."""
-        token, seen_tokens = torch.tensor([self.token[-1:]], device=like.device), self.seen_tokens(like)
+        token = torch.tensor([self.token[-1:]], device=like.device)
+        seen_tokens = self.seen_tokens(like)
         noise = samples = None
         if self.sampling.temperature > 0 and self.draws.coupled:
             noise = self.draws.noise(range(deepest), like)[None]

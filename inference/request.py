@@ -172,7 +172,8 @@ class Request:
     @torch.inference_mode()
     def prefill(self, layers: Layers) -> TargetOutput:
         """Run the prompt and choose the first token."""
-        token, settings = torch.tensor(self.context, device=self.target.device), self.settings
+        token = torch.tensor(self.context, device=self.target.device)
+        settings = self.settings
         out = self.target.prefill(token, self.cache, layers)
         assert out.logits is not None
         scores = self.processed(out.logits[0])

@@ -166,7 +166,8 @@ class DeviceStep:
                 nodes, index = trees.keep(tree, valid)
                 row_of = slice(slot, slot + 1), path
                 rows_of_path = TargetOutput(out.hidden[row_of], out.last_hidden[row_of], None)
-                following, old = torch.tensor(token, device=index.device), index.tolist()
+                following = torch.tensor(token, device=index.device)
+                old = index.tolist()
                 kept_path = [old.index(node) for node in path]
                 kept_pass = Pass(following, rows_of_path, nodes, kept_path, out.last_hidden[slot, index])
                 requests[slot].generation.target_passes.append(kept_pass)
@@ -256,7 +257,8 @@ class DeviceStep:
         self, slots: Slots, kv_length: int, settings: RequestParams, phase_timer: PhaseTimer, *, commits: bool = True
     ) -> tuple[Drafted, HostRows, TargetOutput, Accepted]:
         """Run a step's stages."""
-        self.penalises, self.timer = settings.sampling.repetition_penalty != 1, phase_timer
+        self.penalises = settings.sampling.repetition_penalty != 1
+        self.timer = phase_timer
         self.key = self.graph_key(kv_length, settings)
         drafted = self.launch(DeviceStep.draft, self.slots if self.compiles else slots, self.key[0], settings)
         if self.compiles:
@@ -315,7 +317,8 @@ class DeviceStep:
             samples = Samples(hash_key(hash_key(slots.key, DRAFT_KEY), slots.length + 1))
         elif sampling.temperature > 0 and self.plan.deepest:
             position = slots.length[:, None] + 1 + torch.arange(self.plan.deepest + 1, device=slots.root.device)
-            key, vocab_size = slots.key[:, None].expand_as(position), self.target.embeddings.vocab_size
+            key = slots.key[:, None].expand_as(position)
+            vocab_size = self.target.embeddings.vocab_size
             noise = exponential_noise(key, position, vocab_size)
         seen = slots.seen_tokens[:, None] if sampling.repetition_penalty != 1 else None
         roots = DraftInputs(slots.root[:, None], sampling, seen, noise, samples)
@@ -342,7 +345,8 @@ class DeviceStep:
 
         The rules read the logits after the repetition penalty; end tokens are masked until min_new_tokens.
         """
-        out, sampling = self.forward(slots, drafted, kv_length), settings.sampling
+        out = self.forward(slots, drafted, kv_length)
+        sampling = settings.sampling
         logits = self.target.embeddings.logits(out.last_hidden) if out.logits is None else out.logits
         out = out._replace(logits=logits if self.draft_batch.traits.reads_logits else None)
         if sampling.repetition_penalty != 1:
@@ -434,12 +438,7 @@ class DeviceStep:
         return torch.cat(results, 1), accepted
 
     def run_rule(
-        self,
-        slots: Slots,
-        drafted: Drafted,
-        valid: NodeMask,
-        processed_logits: NodeProbs,
-        settings: RequestParams,
+        self, slots: Slots, drafted: Drafted, valid: NodeMask, processed_logits: NodeProbs, settings: RequestParams
     ) -> Accepted:
         """Run the verification rule; return the accepted paths."""
         tree, ancestor_mask, plan, sampling = drafted.tree, drafted.ancestor_mask, self.plan, settings.sampling

@@ -122,7 +122,8 @@ def reproduction(audit: Audit, difference: Difference, company: Sequence[Questio
     def literal(value: Any) -> str:
         return json.dumps(cleaned(value, key), indent=1).replace('"""', "\\u0022\\u0022\\u0022")
 
-    sides, questions = audit.asker.sides, [*(company or difference.before), difference.question]
+    sides = audit.asker.sides
+    questions = [*(company or difference.before), difference.question]
     return ENVIRONMENT.get_template("reproduce.py.j2").render(
         d=difference,
         urls=[sides[side].url for side in SIDES],
@@ -186,7 +187,7 @@ def audited(config: AuditConfig) -> Verdict:
         "findings": [
             {
                 **{key: getattr(one, key) for key in ("check", "status", "summary", "fault", "figures")},
-                "differences": [difference_record(difference) for difference in clearest(one.differences)[:3]],
+                "differences": [difference_record(difference) for difference in clearest(one.differences)[:3]]
             }
             for one in findings
         ],

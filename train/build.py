@@ -196,7 +196,8 @@ def executable_micro_batch(
         (batch, *_) = Batches(packed, size, size, run.trainer.seed, 0, 1)(0)
         batch = replace(batch, loss_mask=torch.ones_like(batch.loss_mask))
         anchors, weight = loss.sample_rows(batch, batch.index)
-        shape, dtype = (*batch.token.shape, len(head.feature_layers) + 1, head.embeddings.hidden_size), target.dtype
+        shape = (*batch.token.shape, len(head.feature_layers) + 1, head.embeddings.hidden_size)
+        dtype = target.dtype
         for _ in range(2):
             if isinstance(target, Target) and run.features.runs_target:
                 features = target.features(batch.token, batch.document, head.feature_layers)

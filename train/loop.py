@@ -153,7 +153,8 @@ class Loop:
                 f"{self.out}: its checkpoints are of a head with other parts; resume=true goes on with the "
                 "overrides that the run was started with"
             ) from error
-        self.start, self.progress = state["step"], self.progress | state.get("progress", {})
+        self.start = state["step"]
+        self.progress = self.progress | state.get("progress", {})
         now = self.identity["arithmetic"]
         then = with_new_schedule(state.get("arithmetic", {}), now, self.trainer, self.start)
         if changed := checkpoint.differences(then, now):

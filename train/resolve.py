@@ -128,7 +128,8 @@ def on_machine(run: RunConfig) -> RunConfig:
         tflops = device.tflops or peak_of(properties.name)
         device = replace(device, memory_gb=properties.total_memory / GIB, tflops=tflops, name=properties.name)
     if device.name == HERE and kind == "cpu" and device.tflops is None and run.plan is True:
-        matrix, seconds = torch.ones(SIDE, SIDE, dtype=fast_dtype(torch.device("cpu"))), []
+        matrix = torch.ones(SIDE, SIDE, dtype=fast_dtype(torch.device("cpu")))
+        seconds = []
         for _ in range(5):  # the best of several matrix products on all threads
             begin = time.perf_counter()
             torch.mm(matrix, matrix)

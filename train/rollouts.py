@@ -51,7 +51,8 @@ def rollout_rows(prompt: Tokens, passes: Sequence[Pass], depths: int, nodes: str
     last = torch.cat([one.features.last_hidden[0] for one in passes])
     following = torch.arange(len(token))[:, None] + torch.arange(1, depths + 1)
     exists = following < len(token)
-    path, written = following.where(exists, NONE), exists & (following >= len(prompt) - 1)
+    path = following.where(exists, NONE)
+    written = exists & (following >= len(prompt) - 1)
     text = RolloutRow(token, torch.zeros_like(token), hidden, last, path, written)
     if nodes == "text":
         return [text]
@@ -136,7 +137,8 @@ class Rollouts:
             rollout_rows(prompt, answer.target_passes, self.depths, self.config.nodes)
             for prompt, answer in zip(prompts, answers, strict=True)
         ]
-        size, width = self.batches.micro_batch_size, self.batches.packed.token.shape[1]
+        size = self.batches.micro_batch_size
+        width = self.batches.packed.token.shape[1]
         groups = [[*chain(*sequences[first : first + size])] for first in range(0, len(sequences), size)]
         read = sum(map(len, prompts)) + sum(taken.drafted + 1 for answer in answers for taken in answer.steps)
         return [_micro_batch(group, self.target.device, width) for group in groups], read

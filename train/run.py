@@ -67,7 +67,8 @@ def train(run: RunConfig) -> None:
     """Train and evaluate a resolved run, on one of its processes."""
     if launch.is_main():
         print(f"{run.name}: head={run.head.name} for {run.model.path}")
-    folder, resumes = Path(run.out) / "checkpoints", "the checkpoints are kept, and resume=true goes on"
+    folder = Path(run.out) / "checkpoints"
+    resumes = "the checkpoints are kept, and resume=true goes on"
     with report_on_interrupt(lambda: resumes if checkpoint.checkpoints(folder) else "nothing was trained"):
         among_processes(run, train_and_evaluate)
 

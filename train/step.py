@@ -149,7 +149,8 @@ class Guard:
     def check(self, loss: float, norm: float) -> str | None:
         """Record a step's loss and gradient norm; return why the step is bad, or None."""
         recent = self.progress["recent"]
-        usual, reason = statistics.median(recent) if len(recent) == WINDOW else math.inf, None
+        usual = statistics.median(recent) if len(recent) == WINDOW else math.inf
+        reason = None
         if not math.isfinite(loss):
             reason = f"its loss is {loss}"
         elif not math.isfinite(norm):
@@ -249,7 +250,8 @@ class Stepper:
         norm = self.strategy.clip(trainer.clip)
         mark("optimiser")
         # The step's numbers over all processes: the only read of the host.
-        depths, norm = len(trained), torch.as_tensor(norm, device=device).reshape(1).to(trained.dtype)
+        depths = len(trained)
+        norm = torch.as_tensor(norm, device=device).reshape(1).to(trained.dtype)
         packed = self.accelerator.reduce(torch.cat([*totals.values(), norm]), "sum")
         packed[depths:-1] /= trained.repeat(len(totals) - 1)
         *means, grad_norm, rows = torch.cat([packed, trained[:1]]).tolist()

@@ -163,7 +163,8 @@ def loop_of(
         return StreamsDrafter(StreamsDrafter.Config(run.out, tree), target, name, streams)
 
     def features(token: Tensor, document: Tensor, _: Layers) -> Features:
-        device, none = accelerator.device, torch.empty(*token.shape, 0, device=accelerator.device)
+        device = accelerator.device
+        none = torch.empty(*token.shape, 0, device=accelerator.device)
         return Features(to_device(token, device), none[:, :, :, None], none, to_device(document, device))
 
     # Streams are small, so AdamW trains them whatever the preset.

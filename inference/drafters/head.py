@@ -83,7 +83,8 @@ class HeadBatch(DraftBatch):
         self.policy = policy = None if self.paused else self.schedule.at(running)
         self.plan = DraftPlan(max_nodes=self.traits.max_nodes, tree_id=id(policy))
         if policy is not None:
-            deepest, sampled = min(policy.deepest, self.head.max_depth), sampled_shape(policy, self.head.max_depth)
+            deepest = min(policy.deepest, self.head.max_depth)
+            sampled = sampled_shape(policy, self.head.max_depth)
             self.plan = self.plan._replace(deepest=deepest, chain=policy.kind == "chain", sampled=sampled)
 
     def needs_prefill(self, running: int) -> bool:

@@ -146,10 +146,7 @@ class HostBatch(DraftBatch):
                 nodes = len(proposal.tree.token)
                 after = slice(size, size + len(ahead.token))
                 tree.token[b, after], depth[b, after] = ahead.token, ahead.offset
-                mask[b, after, :nodes], mask[b, after, after] = (
-                    ahead.attn_mask[:, :nodes],
-                    ahead.attn_mask[:, nodes:],
-                )
+                mask[b, after, :nodes], mask[b, after, after] = (ahead.attn_mask[:, :nodes], ahead.attn_mask[:, nodes:])
         return Drafted(tree, mask, q, depth)
 
     def update(self, slot: int, token: Tokens, path: list[int], logits: PassLogits) -> None:

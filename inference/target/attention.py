@@ -172,7 +172,8 @@ def attend_flex(
     query: Tensor, key: Tensor, value: Tensor, scale: float | None, window: Window, documents: Documents
 ) -> Float[Tensor, "B T H F"]:
     """Attend by one call of flex_attention for all documents, with a block mask."""
-    mask, grouped = documents.mask(window, query.device), query.shape[1] != key.shape[1]
+    mask = documents.mask(window, query.device)
+    grouped = query.shape[1] != key.shape[1]
     return flex.kernel()(query, key, value, block_mask=mask, scale=scale, enable_gqa=grouped).transpose(1, 2)
 
 
@@ -244,7 +245,8 @@ class Ragged(NamedTuple):
             tails = [size - width + TAIL for size in sizes if size > width]
             return len(sizes) * width + sum(tails) + SPLIT * bool(tails)
 
-        width, slots = min({*sizes}, key=cost), enumerate(zip(sizes, lengths, strict=True))
+        width = min({*sizes}, key=cost)
+        slots = enumerate(zip(sizes, lengths, strict=True))
         return cls(width, [(slot, size, length + size) for slot, (size, length) in slots if size > width])
 
     def rows(self, sequences: int, size: int) -> tuple[list[int], list[list[int]]]:
@@ -282,7 +284,8 @@ def attend_ragged(
     shown = attention_mask[:, :, :width]
     parts = [attend_in_groups(module, first, key[:count], value[:count], shown, **kwargs)[0].flatten(0, 1)]
     for slot, size, end in tails:
-        rows, at = query[:, :, begin : begin + size - width], slice(slot, slot + 1)
+        rows = query[:, :, begin : begin + size - width]
+        at = slice(slot, slot + 1)
         shown = attention_mask[at, :, width:size, :end]
         parts.append(attend_in_groups(module, rows, key[at, :, :end], value[at, :, :end], shown, **kwargs)[0][0])
         begin += size - width

@@ -151,13 +151,7 @@ class Storage:
         return self.layers[layer]
 
     def tree_pass(
-        self,
-        length: PerSequence,
-        ancestor_mask: AncestorMask,
-        depth: Nodes,
-        end: int,
-        *,
-        fixed_shapes: bool = False,
+        self, length: PerSequence, ancestor_mask: AncestorMask, depth: Nodes, end: int, *, fixed_shapes: bool = False
     ) -> tuple[BatchPass, Bool[Tensor, "B N S"], Int[Tensor, "B S"]]:
         """Return a pass over trees whose entries follow each sequence's first `length` ones.
 
@@ -171,7 +165,8 @@ class Storage:
         seen = (column < 0)[:, None] | (within[:, None] & on_path)
         if end > self.capacity:
             self.reserve(2 * end)
-        write_index, layers = length[:, None] + torch.arange(size, device=length.device), self.layers.values()
+        write_index = length[:, None] + torch.arange(size, device=length.device)
+        layers = self.layers.values()
         rows = BatchPass([keys for keys, _ in layers], [values for _, values in layers], write_index, end, fixed_shapes)
         return rows, seen, length[:, None] + torch.where(within, depth.gather(1, node), column)
 

@@ -88,7 +88,8 @@ def check_files(checkpoint: str, config: PreTrainedConfig) -> None:
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(config)
     paths = {*tensor_files(checkpoint).values()}
-    count, size = sum(weight.numel() for weight in model.parameters()), sum(file.stat().st_size for file in paths)
+    count = sum(weight.numel() for weight in model.parameters())
+    size = sum(file.stat().st_size for file in paths)
     if count > MOST_OF_A_BYTE * size:
         raise ValueError(f"its config.json makes a model of {count} parameters, and its files have {size} bytes")
 

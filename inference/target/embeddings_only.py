@@ -63,7 +63,8 @@ class EmbeddingsOnly:
             if any(len(list(module.buffers())) for module in parts):
                 raise ValueError("they compute with more than weights")
             files, loaded = tensor_files(path), dict[str, nn.Parameter]()
-            stored, names = stored_names(model, files), {id(value): name for name, value in model.named_parameters()}
+            stored = stored_names(model, files)
+            names = {id(value): name for name, value in model.named_parameters()}
             for module in parts:  # tied weights have one name, and stay tied
                 for own_name, parameter in list(module.named_parameters(recurse=False)):
                     name = names[id(parameter)]

@@ -156,7 +156,8 @@ class TargetModel:
         adapter: Adapter | None = None,
         placed: Placed | None = None,
     ) -> None:
-        self.model, self.architecture = model.eval().requires_grad_(False), type(model).__name__
+        self.model = model.eval().requires_grad_(False)
+        self.architecture = type(model).__name__
         self.tokenizer, self.name = tokenizer, name
         self.config = model.config.get_text_config()
         if placed is None:
@@ -188,7 +189,8 @@ class TargetModel:
         self._noted = LayerOutputs(self.decoder_layers)
         self.context: int = context_of(self.config)
         eos = model.generation_config.eos_token_id if model.generation_config else None
-        ends, size = [*(eos if isinstance(eos, list) else [eos]), tokenizer.eos_token_id], self.embeddings.vocab_size
+        ends = [*(eos if isinstance(eos, list) else [eos]), tokenizer.eos_token_id]
+        size = self.embeddings.vocab_size
         self.eos = frozenset(t for t in ends if isinstance(t, int) and t < size)  # a configuration may have others
         self.quantized = loading.method_of(model)
         here = all(weights.device == self.device for weights in model.parameters())
@@ -235,7 +237,8 @@ class TargetModel:
         If passes need all processes, all must call this equally often, each with its own sequences.
         """
         spans = spans_of(document)  # read on the host, where training has them, without waiting for the device
-        token, document = to_device(token, self.device), to_device(document, self.device)
+        token = to_device(token, self.device)
+        document = to_device(document, self.device)
         if self.placed.group is None:
             return self.own_features(token, document, layers, spans)
 
@@ -250,7 +253,8 @@ class TargetModel:
         self, token: Tensor, document: Tensor, layers: Layers, spans: list[Span] | None = None
     ) -> Features:
         """Return the features of packed sequences that are equal in all processes of a pass."""
-        position, spans = rows.positions(document), spans_of(document) if spans is None else spans
+        position = rows.positions(document)
+        spans = spans_of(document) if spans is None else spans
         if self.recurrence is not None:
             return self._unpacked(token, document, layers, spans)
         # Else transformers would read the positions from the device to find packed documents.
@@ -360,7 +364,8 @@ class TargetModel:
     ) -> LayerStates:
         """Run the decoder stack with a mask in transformers' format; return the outputs of `layers` and the last."""
         outputs: list[Any] = []
-        self._noted.outputs, self._noted.wanted = outputs if layers else None, layers
+        self._noted.outputs = outputs if layers else None
+        self._noted.wanted = layers
         out = (stack or self.base)(
             input_ids=token,
             attention_mask=mask,

@@ -171,7 +171,8 @@ def _tree_is_exact(target: TargetModel, prompt: Tensor, drafted: DraftTree) -> b
 def _batch_is_exact(target: TargetModel, prompt: Tensor, drafted: DraftTree, ragged: bool = False) -> bool:
     """Compare a batched pass over a short and a long sequence with the passes of each."""
     layers = tuple(range(len(target.decoder_layers)))
-    cache, prompts = target.batch_cache(2), (prompt[:PROMPT], torch.cat([prompt[:1], prompt]))
+    cache = target.batch_cache(2)
+    prompts = (prompt[:PROMPT], torch.cat([prompt[:1], prompt]))
     for sequence in prompts:
         target.prefill(sequence, cache.allocate())
     length = torch.tensor([len(sequence) for sequence in prompts], device=target.device)

@@ -205,7 +205,8 @@ def limits(audit: Audit) -> Finding:
             odd = ours.finish != theirs.finish and theirs.finish in FINISH_REASONS
             note = f"the baseline's text of {limit} tokens, finish_reason {ours.finish} and not {theirs.finish}"
         elif count is not None and (count > limit or (count < limit and ours.finish != "stop")):
-            odd, note = True, f"{count} tokens where max_tokens is {limit}, finish_reason {ours.finish}"
+            odd = True
+            note = f"{count} tokens where max_tokens is {limit}, finish_reason {ours.finish}"
         else:
             odd = count is not None and ours.finish == "length" and theirs.text.startswith(ours.text)
             note = f"{limit} tokens: {ours.text!r} is cut short"

@@ -202,7 +202,8 @@ class Audit:
 
     def __init__(self, asker: Asker, questions: list[Question], config: AuditConfig) -> None:
         self.asker, self.questions, self.config, self.near_tie = asker, questions, config, config.near_tie
-        self.tokens, self.seconds = Counter[tuple[str, int]](), defaultdict[tuple[str, int], float](float)
+        self.tokens = Counter[tuple[str, int]]()
+        self.seconds = defaultdict[tuple[str, int], float](float)
         self.answers = defaultdict[tuple[str, str], Replies](list)  # the baseline's answers by question
         self.explained: dict[tuple[str, str], Replies] = {}
         self.texts: dict[str, str] = {}  # the baseline's first answers by prompt

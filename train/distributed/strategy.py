@@ -136,7 +136,8 @@ class Zero(Strategy):
 
     def start(self) -> None:
         """Create the state that AdamW would create at its first step, so that a checkpoint can be loaded."""
-        inner, stage3 = self.optimizer.optimizer, hasattr(self.optimizer, "fp32_partitioned_groups_flat")
+        inner = self.optimizer.optimizer
+        stage3 = hasattr(self.optimizer, "fp32_partitioned_groups_flat")
         pieces = "fp32_partitioned_groups_flat" if stage3 else "single_partition_of_fp32_groups"
         for piece in getattr(self.optimizer, pieces):
             zeros = {key: torch.zeros_like(piece) for key in ("exp_avg", "exp_avg_sq")}
