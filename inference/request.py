@@ -208,10 +208,12 @@ class Request:
 
     def draft_context(self) -> Context:
         """Return the context that a drafter on the host reads."""
-        max_draft_depth, prefix = self.remaining_limits[0], self.cache.length
+        max_draft_depth = self.remaining_limits[0]
+        prefix = self.cache.length
         if self.target.switch is not None:
             max_draft_depth = self.target.switch.max_draft_depth(prefix, max_draft_depth)
-        sampling, coupled = self.settings.sampling, self.settings.rule == COUPLED
+        sampling = self.settings.sampling
+        coupled = self.settings.rule == COUPLED
         return Context(self.context, sampling, Draws(self.key, len(self.context), coupled), max_draft_depth, self.cache)
 
     @property

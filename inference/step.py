@@ -317,9 +317,8 @@ class DeviceStep:
             samples = Samples(hash_key(hash_key(slots.key, DRAFT_KEY), slots.length + 1))
         elif sampling.temperature > 0 and self.plan.deepest:
             position = slots.length[:, None] + 1 + torch.arange(self.plan.deepest + 1, device=slots.root.device)
-            key = slots.key[:, None].expand_as(position)
             vocab_size = self.target.embeddings.vocab_size
-            noise = exponential_noise(key, position, vocab_size)
+            noise = exponential_noise(slots.key[:, None].expand_as(position), position, vocab_size)
         seen = slots.seen_tokens[:, None] if sampling.repetition_penalty != 1 else None
         roots = DraftInputs(slots.root[:, None], sampling, seen, noise, samples)
         drafted = self.draft_batch.draft_trees(

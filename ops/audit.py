@@ -8,7 +8,7 @@ if __name__ == "__main__":  # the checkout's root replaces the script's folder
 
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from datetime import datetime, timezone
 from functools import partial
@@ -47,7 +47,7 @@ from ops.audits.compare import (
     diagnosed,
     violation,
 )
-from ops.served import Question, Server, read_questions
+from ops.served import Questions, Server, read_questions
 
 WAVERING = 4.0  # nats; rounding cannot explain a near-tie threshold above this
 ASKED = ("url", "baseline", "client", "out", "workload", "questions")  # configuration keys that are not checks
@@ -113,7 +113,7 @@ def cut(text: str, at: int) -> tuple[str, str, str]:
     return f"…{before}" if at > LONG else before, behind, rest
 
 
-def reproduction(audit: Audit, difference: Difference, company: Sequence[Question], key: str) -> str:
+def reproduction(audit: Audit, difference: Difference, company: Questions, key: str) -> str:
     """Return a minimal script that reproduces a difference between both servers.
 
     `company` holds the questions asked concurrently; `key` is a secret that the script must not contain.

@@ -71,7 +71,8 @@ def joined(reply: Reply, choice: Record, seconds: float) -> Reply:
     text = "".join(filter(None, (reasoning, message.get("content"), choice.get("text"))))
     calls = dict(enumerate(reply.calls))
     for position, call in enumerate(message.get("tool_calls") or []):
-        index, function = call.get("index", position), call.get("function") or {}
+        index = call.get("index", position)
+        function = call.get("function") or {}
         name, arguments = calls.get(index, ("", ""))
         calls[index] = name + (function.get("name") or ""), arguments + (function.get("arguments") or "")
     return reply._replace(
@@ -159,6 +160,9 @@ class Question(NamedTuple):
     def having(self, suffix: str, **fields: Any) -> "Question":
         """Return the same question with more fields, under its own id."""
         return self._replace(id=f"{self.id} {suffix}", body={**self.body, **fields})
+
+
+Questions = Sequence[Question]
 
 
 def read_questions(name: str, selection: Selection, chat: bool) -> Workload[Question]:
@@ -336,7 +340,7 @@ class Server(Metrics):
             ) from failure
 
     def send_all(
-        self, requests: Sequence[Question], settings: Record, in_flight: int, when: Sequence[float] | None
+        self, requests: Questions, settings: Record, in_flight: int, when: Sequence[float] | None
     ) -> tuple[list[Answer], SpecDecodingStats]:
         """Send requests, `in_flight` at a time, with shared fields `settings`; return answers and counts of all passes.
 

@@ -313,7 +313,8 @@ class Saver:
 
     def _write(self, partial: Path, tensors: NamedTensors, names: list[str], content: Json, best: int) -> None:
         """Write this process's tensors; on the main process wait for all shards and commit the checkpoint."""
-        control, final = self.control, folder_of(self.folder, content["step"])
+        control = self.control
+        final = folder_of(self.folder, content["step"])
         try:
             write_shard(partial, control.rank, control.world, tensors)
             if control.rank == 0:

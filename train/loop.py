@@ -58,7 +58,8 @@ class AcceptanceEvaluator:
         drafter: Callable[[Any, TreeConfig, str], Drafter] = HeadDrafter,
     ) -> None:  # fmt: skip
         sampled = random.Random(trainer.seed).sample(range(len(prompts)), min(trainer.eval_prompts, len(prompts)))
-        self.target, self.prompts = target, [prompts[i] for i in sorted(sampled)]
+        self.target = target
+        self.prompts = [prompts[i] for i in sorted(sampled)]
         self.tree, self.name, self.seed, self.drafter = tree, name, trainer.seed, drafter
         self.groups = metrics.clustered(self.prompts)
         self.settings = RequestParams(trainer.eval_tokens, GREEDY)

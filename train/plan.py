@@ -186,11 +186,12 @@ def head_cost(run: RunConfig, target: TargetEmbeddings, micro_batch_size: int, d
     further = sum(name not in READ_P | NOT_OF_LOGITS for name in run.objective.losses)
     taught = TEACHER * target.vocab_size * (chunk if head.vocab is None else min(chunk, TEACHER_ROWS))
     loss = drafts + PROB * size * chunk + max(taught, (LOGIT + LOSS * further) * size * chunk * drafted // teachers)
-    parameters = parameter_count(head) + frozen_count(head)
     count = parameter_count(head)
+    parameters = count + frozen_count(head)
     lm_heads = [module.weight for module in head.modules() if isinstance(module, AccumulatingModule)]
     owned = sum(weight.numel() for weight in lm_heads if weight is not None and weight.requires_grad)
-    saved, loss = saved + (2 * parameters if item == 2 else 0), loss + 4 * owned
+    saved = saved + (2 * parameters if item == 2 else 0)
+    loss = loss + 4 * owned
     shared = 2 / 3 * width * size if any(weight is None for weight in lm_heads) else 0  # without the weight's gradient
     flops += 6 * drafted * depths * shared + 2 * teachers * width * target.vocab_size
     moments = 2 * count - (run.trainer.optimizer == "muon") * sum(p.numel() for p in hidden_matrices(head))

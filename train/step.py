@@ -338,7 +338,8 @@ def keep_batch(folder: Path, batches: Batches, step: int, why: str) -> Path:
     `step-N.safetensors` has the sequences' indices, tokens, documents and masks; N counts from 1, as in metrics.jsonl.
     `step-N.json` has the seed, the world size and the reason.
     """
-    row, path = batches.sequences(step), folder / f"step-{step + 1}.safetensors"
+    row = batches.sequences(step)
+    path = folder / f"step-{step + 1}.safetensors"
     names = ("token", "document", "mask")
     tensors = {"row": row, **{name: field[row] for name, field in zip(names, batches.packed, strict=True)}}
     record = {"step": step + 1, "seed": batches.seed, "why": why, "world_size": batches.world}

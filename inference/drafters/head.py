@@ -130,9 +130,8 @@ class HeadBatch(DraftBatch):
     def spare(self) -> int:
         """Rows of the cache after a text: those of a tree or of a block, and those appended but not accepted."""
         trees = self.schedule.trees
-        drafted = max([self.head.max_depth + 1, *map(expanded, trees)])
         committed = [min(tree.deepest, self.head.max_depth) + 1 for tree in trees]
-        return drafted + max(committed, default=0)
+        return max([self.head.max_depth + 1, *map(expanded, trees)]) + max(committed, default=0)
 
     @torch.inference_mode()
     def move(self, from_slot: int, slot: int, length: int) -> None:

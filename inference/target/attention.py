@@ -31,6 +31,7 @@ from heads.modules.layers import grouped_attention
 from heads.shapes import Sequences
 
 T = TypeVar("T")
+Attended = tuple[Tensor, None]  # without the weights that transformers' signature asks for
 Window = int | None  # tokens of a sliding window; None for all of a document
 SDPA, GROUPED, RAGGED = "sdpa", "headstart_grouped", "headstart_ragged"
 SPLIT, TAIL = 8, 4  # the cost of a ragged pass, and of each attention call in it, in rows (benchmarks/batches.py)
@@ -51,13 +52,16 @@ class Span(NamedTuple):
     end: int
 
 
+Spans = list[Span]
+
+
 class Packing(NamedTuple):
     """The sliding window of each attention layer of a target, None for all tokens of a document."""
 
     config: Any
     windows: tuple[Window, ...]
 
-    def needed(self, spans: list[Span], rows: int) -> bool:
+    def needed(self, spans: Spans, rows: int) -> bool:
         """Whether attention must be restricted to documents: otherwise it would cross them, or need a mask."""
         longest = max(span.end - span.begin for span in spans)
         return len(spans) > rows or any(window is not None and window < longest for window in self.windows)
@@ -76,7 +80,7 @@ def packing(model: "transformers.PreTrainedModel") -> Packing | None:
     return Packing(config, tuple(window if kind == SLIDING else None for kind in kinds))
 
 
-def spans_of(document: Sequences) -> list[Span]:
+def spans_of(document: Sequences) -> Spans:
     """Return the documents of packed sequences, padding as one."""
     spans = []
     for row, ids in enumerate(document.tolist()):
@@ -90,7 +94,7 @@ def spans_of(document: Sequences) -> list[Span]:
 class Documents:
     """The documents of a forward pass; a kernel's inputs are made once for all layers on a device."""
 
-    def __init__(self, windows: tuple[Window, ...], spans: list[Span], position: Sequences) -> None:
+    def __init__(self, windows: tuple[Window, ...], spans: Spans, position: Sequences) -> None:
         self.windows, self.spans, self.position = windows, spans, position
         self.longest = max(span.end - span.begin for span in spans)
         self._cu_seqlens: dict[torch.device, Tensor] = {}
@@ -117,7 +121,7 @@ DOCUMENTS: ContextVar[Documents] = ContextVar("documents")
 
 def _attend(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, _mask: Tensor | None, **kwargs: Any
-) -> tuple[Tensor, None]:
+) -> Attended:
     """Attend within the documents; the signature is transformers'."""
     if odd := [name for name in OTHER if kwargs.get(name) is not None]:
         raise ValueError(f"its attention has a {odd[0]}")
@@ -163,7 +167,8 @@ def attend_varlen(
     else:
         key, value = repeated(key, value, query.shape[1])
     q, k, v = (states.transpose(1, 2).flatten(0, 1) for states in (query, key, value))
-    cu_seqlens, longest = documents.cu_seqlens(query.device), documents.longest
+    cu_seqlens = documents.cu_seqlens(query.device)
+    longest = documents.longest
     out: Any = varlen.varlen_attn(q, k, v, cu_seqlens, cu_seqlens, longest, longest, **options)
     return out.unflatten(0, documents.position.shape)
 
@@ -276,7 +281,7 @@ def attention_as(config: Any, name: str, variable: ContextVar[T], value: T) -> I
 
 def attend_ragged(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor, **kwargs: Any
-) -> tuple[Tensor, None]:
+) -> Attended:
     """Attend from rows laid out by `Ragged`, with the keys of all slots and the mask "B 1 N S" of the padded pass."""
     (width, tails), count = LAYOUT.get(), len(attention_mask)
     begin = count * width
@@ -312,7 +317,7 @@ def attend_in_groups(
     dropout: float = 0.0,
     scaling: float | None = None,
     **kwargs: Any,
-) -> tuple[Tensor, None]:
+) -> Attended:
     """Attend without repeated keys and values; without groups or without a mask as transformers does."""
     plain = attention_mask is None and query.shape[2] > 1
     ungrouped = query.shape[1] == key.shape[1] or (attention_mask is not None and attention_mask.shape[1] > 1)

@@ -160,7 +160,8 @@ class Storage:
         """
         size = depth.shape[1]
         column = torch.arange(end, device=length.device) - length[:, None]  # relative to the root
-        node, within = column.clamp(0, size - 1), (column >= 0) & (column < size)
+        node = column.clamp(0, size - 1)
+        within = (column >= 0) & (column < size)
         on_path = ancestor_mask.expand(len(length), -1, -1).gather(2, node[:, None].expand(-1, size, -1))
         seen = (column < 0)[:, None] | (within[:, None] & on_path)
         if end > self.capacity:

@@ -32,7 +32,8 @@ def lost_module(checkpoint: str, values: Json) -> str | None:
 
     A module of a layout that is not read here is none that was lost.
     """
-    key, layers = promise(values), text_section(values).get("num_hidden_layers")
+    key = promise(values)
+    layers = text_section(values).get("num_hidden_layers")
     if key is None or not isinstance(layers, int):
         return None
     if any("mtp" in name or f"layers.{layers}." in name for name in module_files(checkpoint, layers)):
@@ -87,9 +88,8 @@ def check_files(checkpoint: str, config: PreTrainedConfig) -> None:
         raise ValueError(f"it holds an {ADAPTER} too: move the adapter out, and give it as model.adapter")
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(config)
-    paths = {*tensor_files(checkpoint).values()}
     count = sum(weight.numel() for weight in model.parameters())
-    size = sum(file.stat().st_size for file in paths)
+    size = sum(file.stat().st_size for file in {*tensor_files(checkpoint).values()})
     if count > MOST_OF_A_BYTE * size:
         raise ValueError(f"its config.json makes a model of {count} parameters, and its files have {size} bytes")
 

@@ -30,7 +30,7 @@ from inference.target.attention import (
     Documents,
     Packing,
     Ragged,
-    Span,
+    Spans,
     attention_as,
     group_attention,
     spans_of,
@@ -249,9 +249,7 @@ class TargetModel:
             document,
         )
 
-    def own_features(
-        self, token: Tensor, document: Tensor, layers: Layers, spans: list[Span] | None = None
-    ) -> Features:
+    def own_features(self, token: Tensor, document: Tensor, layers: Layers, spans: Spans | None = None) -> Features:
         """Return the features of packed sequences that are equal in all processes of a pass."""
         position = rows.positions(document)
         spans = spans_of(document) if spans is None else spans
@@ -267,14 +265,14 @@ class TargetModel:
             out = self.run(token, position, None if len(spans) == len(token) else rows.visible(document), None, layers)
         return Features(token, out.hidden, out.last_hidden, document)
 
-    def _unpacked(self, token: Tensor, document: Tensor, layers: Layers, spans: list[Span]) -> Features:
+    def _unpacked(self, token: Tensor, document: Tensor, layers: Layers, spans: Spans) -> Features:
         """Return the features of documents that run unpacked, since recurrent states would cross documents.
 
         Padding is after a document, where its tokens do not see it. No pass has more tokens than the packed sequences,
         or than the longest document.
         """
         whole: list[Tensor] = []  # the outputs in the packed rows
-        groups: list[list[Span]] = []
+        groups: list[Spans] = []
         for span in sorted(spans, key=lambda span: span.begin - span.end):  # longest first
             if groups and (len(groups[-1]) + 1) * (groups[-1][0].end - groups[-1][0].begin) <= token.numel():
                 groups[-1].append(span)

@@ -63,7 +63,8 @@ def distribution(logits: Distributions, sampling: Sampling) -> Distributions:
         looks = probs.device.type == "cpu" and not torch.compiler.is_compiling()
         if not looks or best.sum(-1).min() < sampling.top_p:
             best, index = probs.sort(descending=True, stable=True)
-        probs = torch.zeros_like(probs).scatter(-1, index, best * (best.cumsum(-1) - best < sampling.top_p))
+        inside = best.cumsum(-1) - best < sampling.top_p
+        probs = torch.zeros_like(probs).scatter(-1, index, best * inside)
         probs = probs / probs.sum(-1, keepdim=True)
     if sampling.min_p > 0:
         probs = probs.masked_fill(probs < sampling.min_p * probs.amax(-1, keepdim=True), 0.0)

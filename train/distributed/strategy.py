@@ -37,7 +37,8 @@ class Strategy:
     optimizer: Any  # its parameter groups hold the learning rates; `TrainState` reads its state
 
     def __init__(self, accelerator: Accelerator, loss: Any, make: MakeOptimizer) -> None:
-        self.module, self.optimizer = accelerator.prepare(loss), make(loss.head)
+        self.module = accelerator.prepare(loss)
+        self.optimizer = make(loss.head)
 
     def forward(self, *inputs: Any, last: bool) -> Any:
         """Return the loss module's result for a micro-batch; after the step's last one, gradients are averaged."""
