@@ -30,7 +30,7 @@ from data.text.sources import open_sources
 from data.text.template import template_sha256
 from eval.inputs.workloads import MIN_ANSWER_TOKENS
 from eval.measures.machine import revision
-from heads.base import DraftHead, Features, parameter_count, to_device
+from heads.base import DraftHead, Features, Tokens, parameter_count, to_device
 from heads.common.errors import redacted_values, redacted_words
 from heads.common.files import atomic_write, write_json
 from heads.common.progress import print_line
@@ -40,7 +40,7 @@ from heads.formats.published import export
 from heads.formats.published.export import TargetFacts
 from heads.modules.layers import Recomputing
 from heads.modules.vocab import prune
-from inference.drafters.policy import verifiable
+from inference.drafters.policy import TreeConfig, verifiable
 from inference.target.embeddings_only import AnyTarget, load_target, norm_of
 from inference.target.target import Target
 from train import checkpoint
@@ -135,12 +135,6 @@ def build(run: RunConfig, accelerator: Accelerator, lock: RunLock) -> Loop:
     adapt(head, run.peft)
     source = source_for(run.features, target, head, batches)
     values = values_of(run) | redacted_values({"head": asdict(head.config), "init": init, "tree": asdict(tree)})
-    trained = {"head": head.config, "peft": run.peft}
-    weighed = {f"objective.{key}": value for key, value in asdict(run.objective).items()}
-    this_run = {
-        "settings": checkpoint.settings(run.trainer, trained, target.spec.fingerprint, batches),
-        "arithmetic": checkpoint.numerics(run.trainer, weighed, run.launcher.strategy, accelerator.num_processes),
-    }
 
     def begin() -> None:
         origin = {
@@ -154,7 +148,9 @@ def build(run: RunConfig, accelerator: Accelerator, lock: RunLock) -> Loop:
             origin["features"] = dict(zip(source.servers.urls, source.servers.models, strict=True))
         elif isinstance(source, StoredFeatures):
             origin["features"] = {"path": str(source.store.folder), **asdict(source.store.spec)}
-        prepare_out(run, values, lock, this_run["settings"], data, origin)
+        trained = {"head": head.config, "peft": run.peft}
+        settings = checkpoint.settings(run.trainer, trained, target.spec.fingerprint, batches)
+        prepare_out(run, values, lock, settings, data, origin)
         started = f"starts from {init}, whose numbers replace those of head={run.head.name}; " if init else ""
         print_line(f"{run.name}: {started}{sizes(head, data, packed)}")
         if (mismatch := export.engine_mismatch(head.config, target.embeddings.beyond_tables())) is not None:
@@ -164,20 +160,8 @@ def build(run: RunConfig, accelerator: Accelerator, lock: RunLock) -> Loop:
 
     on_main(accelerator, begin)
     logging.disable(logging.NOTSET)
-    evaluator = rollouts = None
-    loss = Loss(head, run.objective, compiled=run.trainer.compile, autocast=accelerator.mixed_precision == "bf16")
-    kept_head = KeptHead(Path(run.out, "head"), head, target, tree)
-    if isinstance(target, Target):
-        if run.trainer.eval_prompts:
-            evaluator = AcceptanceEvaluator(
-                target, [prompt.token for prompt in data.held_out], run.trainer, tree, run.name
-            )
-        if isinstance(source, LiveFeatures) and run.trainer.compile:
-            source.forwards = target.compiled_forwards()
-        if (drafted := run.objective.on_policy).prompts:
-            rollouts = Rollouts(target, kept_head.decoding, tree, drafted, run.objective.depths, batches)
-    stepper = Stepper(run.trainer, run.launcher, accelerator, loss, source, target.embeddings.hidden_size, rollouts)
-    return Loop(Path(run.out), stepper, kept_head, evaluator, this_run, resumes=run.resume, config=values)
+    held_out = [prompt.token for prompt in data.held_out]
+    return loop_of(run, accelerator, target, head, source, held_out, tree, values)
 
 
 def executable_micro_batch(
@@ -223,6 +207,34 @@ def executable_micro_batch(
                 "give trainer.recompute=true or a smaller head"
             ) from error
     return int(accelerator.gather(torch.tensor([size], device=device)).min())
+
+
+def loop_of(
+    run: RunConfig, accelerator: Accelerator, target: AnyTarget, head: Any, source: FeatureSource,
+    prompts: list[Tokens], tree: TreeConfig, values: Json,
+) -> Loop:  # fmt: skip
+    """Return the run's training loop, ready to start or to resume.
+
+    `tree` is a tree that the target can verify; trackers record `values`.
+    """
+    evaluator = rollouts = None
+    loss = Loss(head, run.objective, compiled=run.trainer.compile, autocast=accelerator.mixed_precision == "bf16")
+    kept_head = KeptHead(Path(run.out, "head"), head, target, tree)
+    if isinstance(target, Target):
+        if run.trainer.eval_prompts:
+            evaluator = AcceptanceEvaluator(target, prompts, run.trainer, tree, run.name)
+        if isinstance(source, LiveFeatures) and run.trainer.compile:
+            source.forwards = target.compiled_forwards()
+        if (drafted := run.objective.on_policy).prompts:
+            rollouts = Rollouts(target, kept_head.decoding, tree, drafted, run.objective.depths, source.batches)
+    stepper = Stepper(run.trainer, run.launcher, accelerator, loss, source, target.embeddings.hidden_size, rollouts)
+    weighed = {f"objective.{key}": value for key, value in asdict(run.objective).items()}
+    trained = {"head": head.config, "peft": run.peft}
+    this_run = {
+        "settings": checkpoint.settings(run.trainer, trained, target.spec.fingerprint, source.batches),
+        "arithmetic": checkpoint.numerics(run.trainer, weighed, run.launcher.strategy, accelerator.num_processes),
+    }
+    return Loop(Path(run.out), stepper, kept_head, evaluator, this_run, resumes=run.resume, config=values)
 
 
 def batches_for(run: Any, packed: Any, accelerator: Accelerator) -> Batches:

@@ -93,7 +93,8 @@ class BatchPass(NamedTuple):
     def hf(self) -> Cache:
         """The cache object for transformers."""
         slot = self.slot
-        slot = torch.arange(len(self.write_index), device=self.write_index.device)[:, None] if slot is None else slot
+        if slot is None:
+            slot = torch.arange(len(self.write_index), device=self.write_index.device)[:, None]
         both = zip(self.keys, self.values, strict=True)
         return Cache(layers=[BatchLayer(*pair, slot, self.write_index, self.end) for pair in both])
 

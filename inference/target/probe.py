@@ -61,7 +61,8 @@ def _check(target: TargetModel) -> bool:
     room = target.context - len(PARENTS) - 1  # for the prompt, in one pass
     if target.switch is not None:  # a request keeps its passes on one side of it
         room = min(room, target.switch.length - DEPTH - 2)
-    length = max(1, min(PROMPT + max((size for size in window_sizes.values() if size <= LONGEST), default=0), room))
+    longest = max((size for size in window_sizes.values() if size <= LONGEST), default=0)
+    length = max(1, min(PROMPT + longest, room))
     generator = torch.Generator().manual_seed(0)
     token = torch.randint(target.embeddings.vocab_size, (length + len(PARENTS),), generator=generator).to(target.device)
     prompt, nodes = token[:length], token[length:]
