@@ -4,18 +4,20 @@ import logging
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
 
 import torch
+import transformers
+from transformers import PreTrainedTokenizerBase
 
 from heads.base import Tokens
 from inference.target import loading, probe
 from inference.target.attention import packing
 from inference.target.compiled import Compiled, compiled_forwards
 from inference.target.config import ModelConfig, device_named, dtype_named
+from inference.target.loading import Adapter
 from inference.target.model import TargetModel
 from inference.target.packed import pack
-from inference.target.placement import HERE, REPLICATE, Placement
+from inference.target.placement import HERE, REPLICATE, Placed, Placement
 from inference.target.placement import check as check_placement
 from inference.target.placement import placed as placed_whole
 
@@ -25,14 +27,20 @@ log = logging.getLogger(__name__)
 class Target(TargetModel):
     """A loaded target with checked masks, cache and teacher; it can be compiled."""
 
-    def __init__(self, *loaded: Any) -> None:
-        """Take the arguments of `TargetModel`, and check the model."""
-        super().__init__(*loaded)
+    def __init__(
+        self,
+        model: "transformers.PreTrainedModel",
+        tokenizer: PreTrainedTokenizerBase,
+        name: str,
+        adapter: Adapter | None = None,
+        placed: Placed | None = None,
+    ) -> None:
+        super().__init__(model, tokenizer, name, adapter, placed)
         self.takes_trees = probe.check(self)
-        self.packing = packing(self.model)
+        self.packing = packing(model)
         if self.packing is not None and not probe.packs(self):
             self.packing = None
-        pack(self.model)  # after the checks, whose small passes would pack a target that only trains a head
+        pack(model)  # after the checks, whose small passes would pack a target that only trains a head
 
     @classmethod
     def load(
