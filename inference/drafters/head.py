@@ -66,9 +66,8 @@ class HeadBatch(DraftBatch):
     appended, so before the next draft the sequences are prefilled again (`needs_prefill`).
     """
 
-    def __init__(self, head: DraftHead, schedule: Schedule, size: int) -> None:
-        self.head: Any = head
-        self.schedule, self.size = schedule, size
+    def __init__(self, head: Any, schedule: Schedule, size: int) -> None:
+        self.head, self.schedule, self.size = head, schedule, size
         self.feature_layers = head.feature_layers
         self.traits = DraftTraits(max_nodes=max(map(most_nodes, schedule.trees), default=1), rows=self)
         self.capacity = 0

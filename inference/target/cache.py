@@ -32,7 +32,8 @@ from heads.shapes import Nodes, PerSequence
 from inference.verification.tree import AncestorMask
 
 T = TypeVar("T")
-Args, Named = tuple[Any, ...], dict[str, Any]  # of a call, by position and by name
+Args = tuple[Any, ...]  # a call's, by position
+Named = dict[str, Any]  # and by name
 KeysValues = tuple[Tensor, Tensor]
 KV_BUCKET = 256  # padded passes read a multiple of this many entries
 CAPACITY_MULTIPLE = 64  # capacities are multiples of it, so attention can be split into equal pieces
