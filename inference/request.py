@@ -209,12 +209,10 @@ class Request:
     def draft_context(self) -> Context:
         """Return the context that a drafter on the host reads."""
         max_draft_depth = self.remaining_limits[0]
-        prefix = self.cache.length
         if self.target.switch is not None:
-            max_draft_depth = self.target.switch.max_draft_depth(prefix, max_draft_depth)
-        sampling = self.settings.sampling
-        coupled = self.settings.rule == COUPLED
-        return Context(self.context, sampling, Draws(self.key, len(self.context), coupled), max_draft_depth, self.cache)
+            max_draft_depth = self.target.switch.max_draft_depth(self.cache.length, max_draft_depth)
+        draws = Draws(self.key, len(self.context), self.settings.rule == COUPLED)
+        return Context(self.context, self.settings.sampling, draws, max_draft_depth, self.cache)
 
     @property
     def remaining_limits(self) -> tuple[int, int]:

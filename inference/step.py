@@ -140,7 +140,7 @@ class DeviceStep:
         for slot in group:
             request = requests[slot]
             # Two counts, then tokens, path and ranks of `width` each, then logit gaps.
-            (count, drafts), rest = rows[slot][:2], rows[slot][2:]
+            count, drafts, *rest = rows[slot]
             token, path, ranks, bits = (rest[i * width :][:count] for i in range(4))
             gaps = list(struct.unpack(f"{len(bits)}f", struct.pack(f"{len(bits)}i", *bits)))
             request.cache.keep(len(request.context) - 1, [*range(count)])  # the indices after compaction

@@ -190,8 +190,8 @@ class TargetModel:
         self.context: int = context_of(self.config)
         eos = model.generation_config.eos_token_id if model.generation_config else None
         ends = [*(eos if isinstance(eos, list) else [eos]), tokenizer.eos_token_id]
-        size = self.embeddings.vocab_size
-        self.eos = frozenset(t for t in ends if isinstance(t, int) and t < size)  # a configuration may have others
+        # A configuration may have others.
+        self.eos = frozenset(t for t in ends if isinstance(t, int) and t < self.embeddings.vocab_size)
         self.quantized = loading.method_of(model)
         here = all(weights.device == self.device for weights in model.parameters())
         routed = any(getattr(self.config, key, None) for key in (*EXPERTS, "ffn_config"))
