@@ -241,6 +241,7 @@ class HeadModule(nn.Module):
 
     feature_layers: tuple[int, ...] = ()
     has_kv_cache = False
+    first_layer = ""  # the decoder layer that can start as the target's last layer, if there is one
     max_depth: int
     lm_heads: nn.ModuleList
 

@@ -29,6 +29,8 @@ class Eagle(RecurrentHead):
         layers: Parts
         bias: bool
 
+    first_layer = "layers.0"
+
     def __init__(self, config: Config, embeddings: Embeddings) -> None:
         super().__init__(config, embeddings)
         self.num_attention_layers = config.layers

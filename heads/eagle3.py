@@ -77,7 +77,7 @@ class Eagle3(RecurrentHead):
         norm_output: bool
         kv_injection: bool
 
-    predicts = False
+    predicts, first_layer = False, "first"
 
     def __init__(self, config: FusedConfig, embeddings: Embeddings) -> None:
         super().__init__(config, embeddings)

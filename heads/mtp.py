@@ -40,6 +40,8 @@ class Mtp(RecurrentHead):
         qk_norm: bool
         feature_layers: list[int] | None
 
+    first_layer = "block"
+
     def __init__(self, config: Config, embeddings: Embeddings) -> None:
         super().__init__(config, embeddings)
         spec = LayerSpec.of(config, embeddings)

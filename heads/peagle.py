@@ -39,6 +39,8 @@ class PEagle(Eagle3):
         mask_token: int
         embedding: LmHead
 
+    first_layer = ""
+
     def __init__(self, config: Config, embeddings: Embeddings) -> None:
         super().__init__(config, embeddings)
         width = embeddings.hidden_size

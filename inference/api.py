@@ -11,20 +11,20 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 from hydra import compose, initialize_config_dir
 from hydra.errors import HydraException
 from omegaconf.errors import OmegaConfBaseException
 
+from heads.base import Tokens
 from heads.common.command import describe_override_error
 from heads.common.resolvers import ROOT, register_resolvers
-from heads.common.typed import typed
+from heads.common.typed import Json, typed
 from heads.common.untrusted import visible
 from heads.formats.hub import resolve_head, target_path
 from heads.formats.published import is_published
 from heads.formats.store import read_config
-from inference.batch import SwappableDrafter
+from inference.batch import DrafterLike, SwappableDrafter
 from inference.decode import Generation, RequestParams, speculate
 from inference.drafters.head import load_drafter, saved_tree
 from inference.drafters.plain import Baseline
@@ -51,8 +51,8 @@ class GenerateConfig(RequestConfig):
     stop: list[str]
     temperature: float
     fallback: str
-    model: dict[str, Any]
-    tree: dict[str, Any]
+    model: Json
+    tree: Json
 
     def __post_init__(self) -> None:
         self.request()  # an invalid value fails before anything is loaded
@@ -119,7 +119,7 @@ def target_of(config: GenerateConfig, folder: Path | None) -> ModelConfig:
 
 
 def generate(
-    target: Target, drafter: Drafter | SwappableDrafter, prompt: str | list[int], settings: RequestParams | None = None,
+    target: Target, drafter: DrafterLike, prompt: str | Tokens, settings: RequestParams | None = None,
     on_text: OnText | None = None,
 ) -> tuple[str, Generation]:  # fmt: skip
     """Decode one prompt, text or tokens; return the generated text and its `Generation`.
@@ -133,7 +133,7 @@ def generate(
     ids = text_ids(prompt, target.tokenizer) if isinstance(prompt, str) else prompt
     stream, pieces = TextStream(target.tokenizer), list[str]()
 
-    def receive(tokens: list[int], origins: list[str]) -> None:
+    def receive(tokens: Tokens, origins: list[str]) -> None:
         for token, origin in zip(tokens, origins, strict=True):
             pieces.append(stream.push(token))
             if pieces[-1] and on_text is not None:

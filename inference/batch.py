@@ -42,6 +42,7 @@ class SwappableDrafter:
             self.drafter = drafter
 
 
+DrafterLike = Drafter | SwappableDrafter
 TREE_ENTRIES = 64  # least cache entries after a text for a tree; drafters on the host do not state their trees' sizes
 MAX_IDLE_BATCHES = 8  # idle batches kept for reuse with their graphs and caches, one for each drafter
 TRIAL = RequestParams(3, GREEDY, min_new_tokens=3)  # decoded by a drafter before it is swapped in
@@ -99,15 +100,15 @@ class Batch:
         self.reserve(needed_entries(self.target, prompt, settings))
         slot = self.slots.index(None) if None in self.slots else len(self.slots)
         request = Request(self.target, prompt, settings, self.cache.allocate(slot), request_index)
-        out = request.prefill(self.draft_batch.traits.feature_layers)
-        self.draft_batch.start_sequence(slot, request.context, out)
+        self.draft_batch.start_sequence(slot, request.context, request.prefill(self.draft_batch.traits.feature_layers))
         request.generation.prefill_s = request.clock() - request.start_s
         self.slots[slot : slot + 1] = [request]
         return request.generation
 
     def reserve(self, capacity: int) -> None:
         """Allocate caches for texts of `capacity` tokens and a tree after each, so that decoding never reallocates."""
-        self.capacity, traits = max(self.capacity, capacity), self.draft_batch.traits
+        self.capacity = max(self.capacity, capacity)
+        traits = self.draft_batch.traits
         self.cache.storage.reserve(self.capacity + max(TREE_ENTRIES, traits.max_nodes) if self.capacity else 0)
         if traits.rows is not None:
             traits.rows.reserve(round_up_kv_length(self.cache.storage.capacity))
@@ -190,10 +191,7 @@ class Batch:
 
 
 def batch_of(
-    target: Target,
-    drafter: Drafter | SwappableDrafter,
-    size: int,
-    requests: Sequence[tuple[Tokens, RequestParams]] = (),
+    target: Target, drafter: DrafterLike, size: int, requests: Sequence[tuple[Tokens, RequestParams]] = ()
 ) -> Batch:
     """Return a batch of `size` slots with caches for the longest of the requests."""
     swappable, current = (drafter, drafter.last_good) if isinstance(drafter, SwappableDrafter) else (None, drafter)
@@ -202,9 +200,7 @@ def batch_of(
     return batch
 
 
-def acquire(
-    target: Target, drafter: Drafter | SwappableDrafter, size: int, requests: Sequence[tuple[Tokens, RequestParams]]
-) -> Batch:
+def acquire(target: Target, drafter: DrafterLike, size: int, requests: Sequence[tuple[Tokens, RequestParams]]) -> Batch:
     """Return a batch for requests: the idle one of this drafter if its size matches, else a new one."""
     idle: Batch | None = target.idle.pop(drafter, None)
     if idle is not None and idle.cache.storage.size == size:
@@ -219,7 +215,7 @@ def acquire(
         return batch_of(target, drafter, size, requests)
 
 
-def release(target: Target, drafter: Drafter | SwappableDrafter, batch: Batch) -> None:
+def release(target: Target, drafter: DrafterLike, batch: Batch) -> None:
     """Keep a finished batch for reuse if it has captured graphs.
 
     Idle batches are dropped, oldest first, while they take more memory than is free.
@@ -235,6 +231,6 @@ def release(target: Target, drafter: Drafter | SwappableDrafter, batch: Batch) -
         del target.idle[next(iter(target.idle))]
 
 
-def needed_entries(target: Target, prompt: list[int], settings: RequestParams) -> int:
+def needed_entries(target: Target, prompt: Tokens, settings: RequestParams) -> int:
     """Return the number of cache entries that a request's text needs."""
     return min(len(prompt) + settings.max_new_tokens, target.context)

@@ -8,9 +8,8 @@ from typing import Any, overload
 import torch
 
 from heads.base import Tokens
-from inference.batch import SwappableDrafter, acquire, release
+from inference.batch import DrafterLike, acquire, release
 from inference.drafters.plain import Baseline
-from inference.protocol import Drafter
 from inference.request import Generation, RequestParams, Step
 from inference.target.target import Target, check_prompt
 
@@ -22,18 +21,14 @@ OnBatchTokens = Callable[[int, Tokens, list[str]], None]  # the prompt's index, 
 
 @overload
 def speculate(
-    target: Target,
-    drafter: Drafter | SwappableDrafter,
-    prompts: Tokens,
-    settings: RequestParams,
-    on_tokens: OnTokens | None = None,
+    target: Target, drafter: DrafterLike, prompts: Tokens, settings: RequestParams, on_tokens: OnTokens | None = None
 ) -> Generation: ...
 
 
 @overload
 def speculate(
     target: Target,
-    drafter: Drafter | SwappableDrafter,
+    drafter: DrafterLike,
     prompts: Sequence[Tokens],
     settings: RequestParams | Sequence[RequestParams],
     on_tokens: OnBatchTokens | None = None,
@@ -43,12 +38,7 @@ def speculate(
 
 @torch.inference_mode()
 def speculate(
-    target: Target,
-    drafter: Drafter | SwappableDrafter,
-    prompts: Any,
-    settings: Any,
-    on_tokens: Any = None,
-    batch_size: int = 1,
+    target: Target, drafter: DrafterLike, prompts: Any, settings: Any, on_tokens: Any = None, batch_size: int = 1
 ) -> Any:
     """Decode one prompt or several with a drafter; each output is distributed as the target's own.
 
@@ -81,7 +71,8 @@ def speculate(
             f"prompts is a {type(prompts).__name__}: give a list of token ids, or a list of such lists; a tensor has "
             "tolist(), and inference.api.generate takes text"
         )
-    shared, is_single = isinstance(settings, RequestParams), not (len(prompts) and isinstance(prompts[0], list))
+    shared = isinstance(settings, RequestParams)
+    is_single = not (len(prompts) and isinstance(prompts[0], list))
     if is_single and not shared:
         raise ValueError("settings is a list, but the prompt is one: give its settings, or a list of prompts")
     listed_prompts = [prompts] if is_single else prompts
@@ -105,7 +96,8 @@ def speculate(
             batch.step()
         if on_tokens is not None:
             for request in batch.running:
-                begin, generation = reported[request.request_index], request.generation
+                begin = reported[request.request_index]
+                generation = request.generation
                 if len(generation.tokens) > begin:  # admitting a request gives the others no tokens
                     index = () if is_single else (request.request_index,)
                     on_tokens(*index, generation.tokens[begin:], generation.origins[begin:])

@@ -1,20 +1,22 @@
 """The protocol of drafters: `Drafter` is the model, `DraftBatch` drafts for a batch; the records that they exchange."""
 
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol, TypeVar, runtime_checkable
+from typing import Any, NamedTuple, Protocol, TypeVar, runtime_checkable
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from heads.base import DraftHead, Features, Layers, Tokens
+from heads.base import DraftHead, Layers, Tokens
+from heads.shapes import PerSequence
 from inference.target.cache import TargetCache
 from inference.target.model import TargetOutput
 from inference.verification.rng import Draws, Samples
-from inference.verification.sample import Sampling
-from inference.verification.tree import DraftTree, LookAhead
+from inference.verification.sample import Distributions, Sampling
+from inference.verification.tree import AncestorMask, DraftTree, LookAhead
 
 AnyDrafter = TypeVar("AnyDrafter")
+PassLogits = Float[Tensor, "M V"] | None  # the target's, at nodes and look-ahead tokens; None if they are not read
 GREEDY_INVERSE_TEMPERATURE = 2.0  # chosen by benchmarks/ranking.py (docs/engine.md)
 
 
@@ -52,21 +54,15 @@ class Drafted(NamedTuple):
         tree: the trees "B N".
         ancestor_mask: mask of each node's ancestors and itself.
         q: the probs that children were sampled from, for the M nodes with children; None if they were ranked.
-        depth: depth of each node; None if it is the number of its ancestors.
+        depth: depth of each node "B N"; None if it is the number of its ancestors, which the step then fills in.
         noise: the noise of `DraftInputs`.
     """
 
     tree: DraftTree
-    ancestor_mask: Bool[Tensor, "#B N N"]
+    ancestor_mask: AncestorMask
     q: Float[Tensor, "B M V"] | None = None
-    depth: Int[Tensor, "B N"] | None = None
+    depth: Any = None
     noise: Float[Tensor, "B P V"] | None = None
-
-    @property
-    def node_depth(self) -> Int[Tensor, "B N"]:
-        """The depth of each node, once it is known."""
-        assert self.depth is not None
-        return self.depth
 
     def first(self, count: int) -> "Drafted":
         """Return the drafts of the first sequences."""
@@ -90,7 +86,7 @@ class Context(NamedTuple):
     max_draft_depth: int
     cache: TargetCache | None = None
 
-    def seen_tokens(self, like: Float[Tensor, "*n V"]) -> Bool[Tensor, "1 1 V"] | None:
+    def seen_tokens(self, like: Distributions) -> Bool[Tensor, "1 1 V"] | None:
         """Return the mask of the text's tokens for logits `like`; None without a repetition penalty."""
         if self.sampling.repetition_penalty == 1:
             return None
@@ -98,15 +94,19 @@ class Context(NamedTuple):
         seen[..., self.token] = True
         return seen
 
-    def roots(self, like: Float[Tensor, "*n V"], deepest: int) -> DraftInputs:
+    def roots(self, like: Distributions, deepest: int) -> DraftInputs:
         """Return the draft inputs of this sequence for a tree of depth `deepest` and logits `like`."""
-        token, seen_tokens = torch.tensor([self.token[-1:]], device=like.device), self.seen_tokens(like)
+        token = torch.tensor([self.token[-1:]], device=like.device)
+        seen_tokens = self.seen_tokens(like)
         noise = samples = None
         if self.sampling.temperature > 0 and self.draws.coupled:
             noise = self.draws.noise(range(deepest), like)[None]
         elif self.sampling.temperature > 0:
             samples = self.draws.samples(like.device)
         return DraftInputs(token, self.sampling, seen_tokens, noise, samples)
+
+
+Contexts = Sequence[Context | None]  # by slot; None for an idle one
 
 
 class Proposal(NamedTuple):
@@ -141,34 +141,6 @@ class CommittedTokens(NamedTuple):
     verified: Verified | None = None
 
 
-@runtime_checkable
-class DraftRows(Protocol):
-    """The verified rows that a batch's drafter reads, by slot.
-
-    Attributes:
-        feature_layers: the target layers whose outputs it reads.
-    """
-
-    feature_layers: Layers
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the keys and values of the reserved rows, on the target's device."""
-        ...
-
-    def reserve(self, capacity: int) -> None:
-        """Set the number of rows that a sequence may have, before one starts."""
-        ...
-
-    def tensors(self) -> list[Tensor]:
-        """Return the tensors other than weights that drafting reads or writes in place."""
-        ...
-
-    def commit(self, features: Features, count: Int[Tensor, "B"]) -> None:
-        """Append the first `count` of T verified rows of each sequence, from the verification pass."""
-        ...
-
-
 class DraftTraits(NamedTuple):
     """Constants of a draft batch.
 
@@ -177,14 +149,14 @@ class DraftTraits(NamedTuple):
         reads_logits: whether `update` reads the target's logits.
         single: whether it drafts for one sequence at a time: a batch then has one slot.
         max_nodes: the most nodes of a tree, the root included; drafters on the host state it in each step's plan.
-        rows: the verified rows that it reads; None if it reads no features.
+        rows: the batch of a head, which reads verified rows (`HeadBatch`); None if it reads no features.
     """
 
     on_device: bool = True
     reads_logits: bool = False
     single: bool = False
     max_nodes: int = 1
-    rows: DraftRows | None = None
+    rows: Any = None
 
     @property
     def feature_layers(self) -> Layers:
@@ -201,7 +173,7 @@ class DraftPlan(NamedTuple):
         chain: whether the trees are chains, so that an accepted path is a prefix of them.
         sampled: parents of the nodes in a shape that is sampled if roots have samples, -1 for the root; None if all
             trees are filled by rank.
-        has_q: for each sequence, whether its children are sampled or it has none; None if all are equal.
+        has_q: for each sequence, whether its children are sampled or it has none; empty if all are equal.
         proposal: the proposal of a `single` drafter.
         tree_id: id of the tree policy, part of the graph key.
     """
@@ -210,7 +182,7 @@ class DraftPlan(NamedTuple):
     max_nodes: int = 1
     chain: bool = True
     sampled: tuple[int, ...] | None = None
-    has_q: Sequence[bool] | None = None
+    has_q: Sequence[bool] = ()
     proposal: Proposal | None = None
     tree_id: int = 0
 
@@ -237,7 +209,7 @@ class DraftBatch(Protocol):
         """Return whether the `running` sequences must be prefilled again before a step; called once a step."""
         return False
 
-    def begin(self, contexts: Sequence[Context | None], longest: int) -> DraftPlan:
+    def begin(self, contexts: Contexts, longest: int) -> DraftPlan:
         """Begin a step: choose its trees; a drafter on the host also drafts them.
 
         Args:
@@ -247,7 +219,7 @@ class DraftBatch(Protocol):
         return DraftPlan()
 
     def draft_trees(
-        self, roots: DraftInputs, max_draft_depth: Int[Tensor, "B"], longest: int, *, allow_host_sync: bool
+        self, roots: DraftInputs, max_draft_depth: PerSequence, longest: int, *, allow_host_sync: bool
     ) -> Drafted:
         """Return the planned trees for sequences with equal sampling parameters.
 
@@ -256,9 +228,8 @@ class DraftBatch(Protocol):
             longest: the number of rows of the longest sequence, or an upper bound.
             allow_host_sync: whether the host may wait for the device.
         """
-        ...
 
-    def update(self, slot: int, token: Tokens, path: list[int], logits: Float[Tensor, "M V"] | None) -> None:
+    def update(self, slot: int, token: Tokens, path: list[int], logits: PassLogits) -> None:
         """Update a sequence's state with the committed tokens, the accepted nodes, and the logits of the pass."""
         return
 
@@ -287,4 +258,3 @@ class Drafter(Protocol):
 
     def batch(self, size: int) -> DraftBatch:
         """Return the draft batch for up to `size` sequences."""
-        ...

@@ -10,16 +10,18 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from heads.base import Tokens
+from heads.base import Layers, Tokens
 from heads.modules.argmax import argmax
 from inference.protocol import Context
 from inference.target.cache import TargetCache
 from inference.target.model import TargetOutput
 from inference.target.target import Target, check_prompt
-from inference.verification.rng import Draws, exponential_noise, seed_key
+from inference.verification.rng import Draws, seed_key
 from inference.verification.rules import AUTO, COUPLED, RULES, is_lossy
 from inference.verification.sample import Sampling, distribution, penalize
 from inference.verification.tree import DraftTree
+
+Scores = Float[Tensor, "1 V"]  # of the next token
 
 
 @dataclass(frozen=True)
@@ -168,9 +170,10 @@ class Request:
         self.start_s = time.perf_counter()
 
     @torch.inference_mode()
-    def prefill(self, layers: tuple[int, ...]) -> TargetOutput:
+    def prefill(self, layers: Layers) -> TargetOutput:
         """Run the prompt and choose the first token."""
-        token, settings = torch.tensor(self.context, device=self.target.device), self.settings
+        token = torch.tensor(self.context, device=self.target.device)
+        settings = self.settings
         out = self.target.prefill(token, self.cache, layers)
         assert out.logits is not None
         scores = self.processed(out.logits[0])
@@ -179,13 +182,12 @@ class Request:
         best_two = scores.float().topk(2).values[0].tolist() if settings.logit_gaps else [0.0, 0.0]
         self.emit(first.tolist(), ["prefill"], [best_two[0] - best_two[1]])
         if settings.keep_passes:
-            rows = out._replace(logits=None)
             self.generation.target_passes.append(
-                Pass(torch.cat([token[1:], first]), rows, None, [], out.last_hidden[0])
+                Pass(torch.cat([token[1:], first]), out._replace(logits=None), None, [], out.last_hidden[0])
             )
         return out
 
-    def processed(self, logits: Float[Tensor, "1 V"]) -> Float[Tensor, "1 V"]:
+    def processed(self, logits: Scores) -> Scores:
         """Return the next token's logits after the repetition penalty; end tokens are masked until min_new_tokens."""
         seen = self.seen_tokens()
         if seen is not None:
@@ -194,10 +196,9 @@ class Request:
             logits = logits.index_fill(1, torch.tensor(sorted(self.target.eos), device=logits.device), float("-inf"))
         return logits
 
-    def noise(self, logits: Float[Tensor, "1 V"]) -> Float[Tensor, "1 V"]:
+    def noise(self, logits: Scores) -> Scores:
         """Return the exponential noise at the next token's position."""
-        key, position = torch.tensor([[self.key], [len(self.context)]], device=logits.device)
-        return exponential_noise(key, position, logits.shape[-1])
+        return Draws(self.key, len(self.context), False).noise(range(1), logits)
 
     def clock(self) -> float:
         """Return the time in seconds, after the device has finished its work."""
@@ -207,11 +208,11 @@ class Request:
 
     def draft_context(self) -> Context:
         """Return the context that a drafter on the host reads."""
-        max_draft_depth, prefix = self.remaining_limits[0], self.cache.length
+        max_draft_depth = self.remaining_limits[0]
         if self.target.switch is not None:
-            max_draft_depth = self.target.switch.max_draft_depth(prefix, max_draft_depth)
-        sampling, coupled = self.settings.sampling, self.settings.rule == COUPLED
-        return Context(self.context, sampling, Draws(self.key, len(self.context), coupled), max_draft_depth, self.cache)
+            max_draft_depth = self.target.switch.max_draft_depth(self.cache.length, max_draft_depth)
+        draws = Draws(self.key, len(self.context), self.settings.rule == COUPLED)
+        return Context(self.context, self.settings.sampling, draws, max_draft_depth, self.cache)
 
     @property
     def remaining_limits(self) -> tuple[int, int]:

@@ -5,10 +5,9 @@ python inference/run.py run=outputs/NAME chat=true
 """
 
 import sys
-from pathlib import Path
 
 if __name__ == "__main__":  # the checkout's root in place of inference/, so that its files shadow no module
-    sys.path[0] = str(Path(__file__).resolve().parents[1])
+    sys.path[0] += "/.."
 
 from collections.abc import Iterable
 
@@ -17,6 +16,7 @@ from rich.console import Console
 from rich.text import Text
 from transformers import PreTrainedTokenizerBase
 
+from heads.base import Tokens
 from heads.common.command import command
 from heads.common.errors import user_errors
 from heads.common.resolvers import register_resolvers
@@ -32,7 +32,7 @@ from inference.target.tokenizer import rendering, text_ids, tokenize
 STYLES = {"draft": "green", "bonus": "magenta", "prefill": "magenta"}
 
 
-def chat_ids(messages: list[dict[str, str]], tokenizer: PreTrainedTokenizerBase) -> list[int]:
+def chat_ids(messages: list[dict[str, str]], tokenizer: PreTrainedTokenizerBase) -> Tokens:
     """Return the tokens of a conversation, ready for the target's answer.
 
     Raises:
@@ -61,7 +61,7 @@ def summary(generation: Generation) -> str:
 
 
 def answer(
-    target: Target, drafter: Drafter, ids: list[int], settings: RequestParams, console: Console
+    target: Target, drafter: Drafter, ids: Tokens, settings: RequestParams, console: Console
 ) -> tuple[str, Generation]:
     """Decode one prompt, stream it, and print a summary; return the text and the generation."""
 

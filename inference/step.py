@@ -20,6 +20,7 @@ from torch.nn.functional import pad
 
 from heads.base import Features, Tokens
 from heads.modules.argmax import argmax
+from heads.shapes import PerSequence
 from inference.protocol import DraftBatch, Drafted, DraftInputs, DraftPlan
 from inference.request import Pass, PhaseTimer, Request, RequestParams, Step
 from inference.target.attention import Ragged
@@ -38,9 +39,12 @@ from inference.verification.rng import (
     sample_tokens,
     uniform,
 )
-from inference.verification.rules import Accepted, NodeMask, NodeProbs, PerSequence
+from inference.verification.rules import Accepted, NodeMask, NodeProbs
 from inference.verification.sample import Sampling, distribution, penalize
 from inference.verification.tree import LOOK_AHEAD, DraftTree
+
+Requests = Sequence[Request]  # in the order of their slots
+HostRows = Int[Tensor, "B X"]  # a step's numbers for the host: two counts, tokens, path, ranks, logit gaps
 
 
 class Slots(NamedTuple):
@@ -78,8 +82,8 @@ class DeviceStep:
 
     def __init__(self, target: Target, cache: BatchCache, draft_batch: DraftBatch, name: str) -> None:
         self.target, self.cache, self.draft_batch, self.name = target, cache, draft_batch, name
-        self.plan, on_device = DraftPlan(), draft_batch.traits.on_device
-        fixed = on_device and target.takes_trees and target.switch is None
+        self.plan = DraftPlan()
+        fixed = draft_batch.traits.on_device and target.takes_trees and target.switch is None
         self.fixed_shapes = target.device.type == "cuda" and fixed
         self.graphs: Any = Graphs(target.device) if target.captures and fixed else None
         self.compiled_stages = StageCache()
@@ -103,7 +107,7 @@ class DeviceStep:
         mask[sorted(self.target.eos)] = True
         return mask
 
-    def load_slots(self, requests: Sequence[Request]) -> None:
+    def load_slots(self, requests: Requests) -> None:
         """Write the requests' state to the slots, after requests have joined or left."""
         values = [
             [request.context[-1], request.cache.length, *request.remaining_limits, 1, request.key]
@@ -120,48 +124,50 @@ class DeviceStep:
         self.current = list(requests)
 
     @torch.inference_mode()
-    def step(self, requests: Sequence[Request]) -> None:
+    def step(self, requests: Requests) -> None:
         """Decode one step of requests, which are in the order of their slots."""
         for group in self.groups(requests):
             self.step_of(requests, group)
 
-    def step_of(self, requests: Sequence[Request], group: list[int]) -> None:
+    def step_of(self, requests: Requests, group: list[int]) -> None:
         """Decode one step of a group of requests in one pass."""
         drafted, result, out, accepted = self.run(requests, group)
         rows = result.tolist()  # the only place where the host waits for the device
         begin = time.perf_counter()
         width = accepted.path.shape[1]
-        live = list[int]()
+        live = dict[int, tuple[Tokens, list[int]]]()  # tokens and path of each sequence that goes on
         steps = dict[int, Step]()
         for slot in group:
             request = requests[slot]
-            row = rows[slot]
-            steps[slot] = self.emit(request, row, width)
-            if steps[slot].drafted:
-                has_q = self.plan.has_q is None or self.plan.has_q[slot]
-                rule = rules.label(self.rule(request.settings, has_q=has_q))
+            # Two counts, then tokens, path and ranks of `width` each, then logit gaps.
+            count, drafts, *rest = rows[slot]
+            token, path, ranks, bits = (rest[i * width :][:count] for i in range(4))
+            gaps = list(struct.unpack(f"{len(bits)}f", struct.pack(f"{len(bits)}i", *bits)))
+            request.cache.keep(len(request.context) - 1, [*range(count)])  # the indices after compaction
+            committed = request.emit(token, ["draft"] * (count - 1) + ["bonus"], gaps)
+            count = min(count - 1, committed)
+            rule = rules.NOTHING
+            if drafts:
+                has_q = not self.plan.has_q or self.plan.has_q[slot]
                 is_greedy = request.settings.sampling.temperature == 0 and not rules.is_lossy(request.settings.rule)
-                steps[slot] = steps[slot]._replace(rule=rules.GREEDY_WALK if is_greedy else rule)
+                rule = rules.GREEDY_WALK if is_greedy else rules.label(self.rule(request.settings, has_q=has_q))
+            steps[slot] = Step(drafts, count, committed, 0.0, 0.0, 0.0, rule, tuple(ranks[1 : count + 1]))
             if not request.generation.finish:
-                live.append(slot)
+                live[slot] = token, path
         emitting = time.perf_counter() - begin
         self.timer.mark(None)  # the host's time since then is measured from `begin`
         if live and not self.fixed_shapes:
-            most = width if self.compiles else max(row[0] for row in rows)
-            self.commit(self.active(requests), out, accepted, most)
-        for slot in live:
-            token = rows[slot][2:][: rows[slot][0]]
-            path = rows[slot][2 + width :][: rows[slot][0]]
+            self.commit(self.active(requests), out, accepted, width if self.compiles else max(row[0] for row in rows))
+        for slot, (token, path) in live.items():
             self.draft_batch.update(slot, token, path, None if out.logits is None else out.logits[slot])
             if requests[slot].settings.keep_passes:  # the target's output, without padding
                 tree = DraftTree(drafted.tree.token[slot], drafted.tree.parent[slot])
-                valid = (tree.token >= 0) & (
-                    drafted.node_depth[slot] <= requests[slot].remaining_limits[0] + len(token)
-                )
+                valid = (tree.token >= 0) & (drafted.depth[slot] <= requests[slot].remaining_limits[0] + len(token))
                 nodes, index = trees.keep(tree, valid)
                 row_of = slice(slot, slot + 1), path
                 rows_of_path = TargetOutput(out.hidden[row_of], out.last_hidden[row_of], None)
-                following, old = torch.tensor(token, device=index.device), index.tolist()
+                following = torch.tensor(token, device=index.device)
+                old = index.tolist()
                 kept_path = [old.index(node) for node in path]
                 kept_pass = Pass(following, rows_of_path, nodes, kept_path, out.last_hidden[slot, index])
                 requests[slot].generation.target_passes.append(kept_pass)
@@ -175,7 +181,7 @@ class DeviceStep:
             generation.decode_s += draft + verified + other
 
     @torch.inference_mode()
-    def sample(self, requests: Sequence[Request]) -> tuple[Tokens, Drafted]:
+    def sample(self, requests: Requests) -> tuple[Tokens, Drafted]:
         """Return the first token that a step would commit for each request, and the last group's drafts, uncommitted.
 
         The requests have equal sampling parameters.
@@ -190,9 +196,9 @@ class DeviceStep:
         self.current = []
         return tokens, drafted
 
-    def groups(self, requests: Sequence[Request]) -> list[list[int]]:
+    def groups(self, requests: Requests) -> list[list[int]]:
         """Return the slots by pass: with equal sampling parameters, and on one side of longrope's switch."""
-        if len(requests) != len(self.current) or any(a is not b for a, b in zip(requests, self.current, strict=True)):
+        if [*map(id, requests)] != [*map(id, self.current)]:
             self.load_slots(requests)
         switch = self.target.switch
         groups = defaultdict[Any, list[int]](list)
@@ -202,15 +208,15 @@ class DeviceStep:
             groups[params.sampling, params.rule, params.logit_gaps, side].append(slot)
         return list(groups.values())
 
-    def active(self, requests: Sequence[Request]) -> Slots:
+    def active(self, requests: Requests) -> Slots:
         """Return the slots of the current pass."""
         if self.fixed_shapes or len(requests) == len(self.slots.root):
             return self.slots
         return Slots(*(buffer[: len(requests)] for buffer in self.slots))
 
     def run(
-        self, requests: Sequence[Request], group: list[int], *, commits: bool = True
-    ) -> tuple[Drafted, Int[Tensor, "B X"], TargetOutput, Accepted]:
+        self, requests: Requests, group: list[int], *, commits: bool = True
+    ) -> tuple[Drafted, HostRows, TargetOutput, Accepted]:
         """Run a step of a group; return the drafts, the host's tensor, the target's output and the accepted paths."""
         settings, timer, switch = requests[group[0]].settings, PhaseTimer(self.target.device), self.target.switch
         timer.mark(None)
@@ -218,9 +224,8 @@ class DeviceStep:
             if switch is not None and switch.recomputes(requests[slot].cache.length):
                 cache = requests[slot].cache  # recompute its entries on the other side of the switch
                 prefix = cache.length
-                text = torch.tensor(requests[slot].context, device=self.target.device)
                 cache.keep(0, [])
-                self.target.prefill(text, cache)
+                self.target.prefill(torch.tensor(requests[slot].context, device=self.target.device), cache)
                 cache.keep(prefix, [])
         mixed = len(group) < len(requests)
         contexts = [request.draft_context() if slot in group else None for slot, request in enumerate(requests)]
@@ -234,7 +239,7 @@ class DeviceStep:
         longest = max(request.cache.length for request in requests)
         self.plan = self.draft_batch.begin(contexts, longest)
         check_size(self.target, self.plan.max_nodes, self.name)
-        for has_q in {True, *(self.plan.has_q or ())}:
+        for has_q in {True, *self.plan.has_q}:
             self.rule(settings, has_q=has_q)  # raises if the rule does not support the drafts
         slots = self.active(requests)
         if self.captures:
@@ -250,17 +255,16 @@ class DeviceStep:
 
     def run_stages(
         self, slots: Slots, kv_length: int, settings: RequestParams, phase_timer: PhaseTimer, *, commits: bool = True
-    ) -> tuple[Drafted, Int[Tensor, "B X"], TargetOutput, Accepted]:
+    ) -> tuple[Drafted, HostRows, TargetOutput, Accepted]:
         """Run a step's stages."""
-        self.penalises, self.timer = settings.sampling.repetition_penalty != 1, phase_timer
+        self.penalises = settings.sampling.repetition_penalty != 1
+        self.timer = phase_timer
         self.key = self.graph_key(kv_length, settings)
-        draft_slots = self.slots if self.compiles else slots
-        drafted = self.launch(DeviceStep.draft, draft_slots, self.key[0], settings)
+        drafted = self.launch(DeviceStep.draft, self.slots if self.compiles else slots, self.key[0], settings)
         if self.compiles:
             drafted = drafted.first(len(slots.root))
         phase_timer.mark("draft")
-        inner = None if self.captures else phase_timer  # no time can be measured inside a graph
-        out, result, accepted = self.launch(DeviceStep.evaluate, slots, drafted, kv_length, settings, inner)
+        out, result, accepted = self.launch(DeviceStep.evaluate, slots, drafted, kv_length, settings)
         phase_timer.mark("verify" if self.captures else "other")
         if self.fixed_shapes and commits:
             self.commit(slots, out, accepted, accepted.path.shape[1])
@@ -294,8 +298,8 @@ class DeviceStep:
         # For few compiled shapes, the head reads the whole capacity.
         padded = self.compiles and not self.fixed_shapes
         head_kv_length = round_up_kv_length(self.cache.storage.capacity) if padded else kv_length
-        sampling, rule, gaps = settings.sampling, settings.rule, settings.logit_gaps
-        return head_kv_length, sampling, rule, gaps, self.masks_eos, self.has_idle, self.plan.tree_id
+        gaps = settings.logit_gaps
+        return head_kv_length, settings.sampling, settings.rule, gaps, self.masks_eos, self.has_idle, self.plan.tree_id
 
     def launch(self, stage: Stage, *args: Any) -> Any:
         """Run a stage of a step under its key."""
@@ -313,9 +317,8 @@ class DeviceStep:
             samples = Samples(hash_key(hash_key(slots.key, DRAFT_KEY), slots.length + 1))
         elif sampling.temperature > 0 and self.plan.deepest:
             position = slots.length[:, None] + 1 + torch.arange(self.plan.deepest + 1, device=slots.root.device)
-            key = slots.key[:, None].expand_as(position)
             vocab_size = self.target.embeddings.vocab_size
-            noise = exponential_noise(key, position, vocab_size)
+            noise = exponential_noise(slots.key[:, None].expand_as(position), position, vocab_size)
         seen = slots.seen_tokens[:, None] if sampling.repetition_penalty != 1 else None
         roots = DraftInputs(slots.root[:, None], sampling, seen, noise, samples)
         drafted = self.draft_batch.draft_trees(
@@ -335,21 +338,31 @@ class DeviceStep:
         return rules.resolve_rule(settings.rule, chain, parents is not None, greedy)
 
     def evaluate(
-        self, slots: Slots, drafted: Drafted, kv_length: int, settings: RequestParams, phase_timer: PhaseTimer | None
-    ) -> tuple[TargetOutput, Int[Tensor, "B X"], Accepted]:
-        """Run the target over the trees and verify them: one stage, since the logits are too large to keep."""
+        self, slots: Slots, drafted: Drafted, kv_length: int, settings: RequestParams
+    ) -> tuple[TargetOutput, HostRows, Accepted]:
+        """Run the target over the trees and verify them: one stage, since the logits are too large to keep.
+
+        The rules read the logits after the repetition penalty; end tokens are masked until min_new_tokens.
+        """
         out = self.forward(slots, drafted, kv_length)
+        sampling = settings.sampling
         logits = self.target.embeddings.logits(out.last_hidden) if out.logits is None else out.logits
-        processed_logits = self.processed(slots, drafted, logits, settings.sampling)
-        if phase_timer is not None:
-            phase_timer.mark("verify")
-        return out._replace(logits=logits if self.draft_batch.traits.reads_logits else None), *self.verify_drafts(
-            slots, drafted, processed_logits, settings
-        )
+        out = out._replace(logits=logits if self.draft_batch.traits.reads_logits else None)
+        if sampling.repetition_penalty != 1:
+            # Nodes off the path are replaced by the root, which is among the seen tokens.
+            path = torch.where(drafted.ancestor_mask, drafted.tree.token[:, None], slots.root[:, None, None])
+            seen_tokens = slots.seen_tokens[:, None].expand(-1, logits.shape[1], -1).scatter(2, path.clamp_min(0), True)
+            logits = penalize(logits, seen_tokens, sampling)
+        if self.masks_eos:
+            early = (drafted.depth < slots.min_tokens_left[:, None])[..., None]
+            logits = logits.masked_fill(early & self.eos_mask, float("-inf"))
+        if not self.captures:  # no time can be measured inside a graph
+            self.timer.mark("verify")
+        return out, *self.verify_drafts(slots, drafted, logits, settings)
 
     def forward(self, slots: Slots, drafted: Drafted, kv_length: int) -> TargetOutput:
         """Run the target over the trees; their entries follow each sequence's committed ones."""
-        tree, ancestor_mask, depth = drafted.tree, drafted.ancestor_mask, drafted.node_depth
+        tree, ancestor_mask, depth = drafted.tree, drafted.ancestor_mask, drafted.depth
         count, size = tree.token.shape
         # Nodes beyond max_draft_depth run at its position and are never accepted; idle slots run at position 0.
         position = slots.length[:, None] + torch.minimum(depth, slots.max_draft_depth[:, None])
@@ -374,23 +387,10 @@ class DeviceStep:
         )
         if self.allows_host_sync and size > 1 and self.target.takes_ragged and self.target.compiled is None:
             valid = (tree.token >= 0) * slots.active[:, None]
-            sizes = (valid * torch.arange(1, size + 1)).amax(1).clamp_min(1).tolist()
-            layout = Ragged.of(sizes, slots.length.tolist())
+            layout = Ragged.of((valid * torch.arange(1, size + 1)).amax(1).clamp_min(1).tolist(), slots.length.tolist())
             if layout.tails:
                 return self.target.run_ragged(layout, token, position, attn_mask, batch_pass, layers, key_position)
         return self.target.run(token, position, attn_mask, batch_pass, layers, key_position)
-
-    def processed(self, slots: Slots, drafted: Drafted, logits: NodeProbs, sampling: Sampling) -> NodeProbs:
-        """Return the logits after the repetition penalty; end tokens are masked until min_new_tokens."""
-        if sampling.repetition_penalty != 1:
-            # Nodes off the path are replaced by the root, which is among the seen tokens.
-            path = torch.where(drafted.ancestor_mask, drafted.tree.token[:, None], slots.root[:, None, None])
-            seen_tokens = slots.seen_tokens[:, None].expand(-1, logits.shape[1], -1).scatter(2, path.clamp_min(0), True)
-            logits = penalize(logits, seen_tokens, sampling)
-        if self.masks_eos:
-            early = (drafted.node_depth < slots.min_tokens_left[:, None])[..., None]
-            logits = logits.masked_fill(early & self.eos_mask, float("-inf"))
-        return logits
 
     def choose(
         self,
@@ -411,7 +411,7 @@ class DeviceStep:
 
     def verify_drafts(
         self, slots: Slots, drafted: Drafted, logits: NodeProbs, settings: RequestParams
-    ) -> tuple[Int[Tensor, "B X"], Accepted]:
+    ) -> tuple[HostRows, Accepted]:
         """Verify the drafts; return the tensor for the host, and the accepted paths."""
         tree, deepest, greedy = drafted.tree, self.plan.deepest, settings.sampling.temperature == 0
         if not deepest:  # nothing to accept
@@ -423,7 +423,7 @@ class DeviceStep:
             if greedy and self.allows_host_sync and len(tree.token) == 1 and not rules.is_lossy(settings.rule):
                 accepted, ranks, count = rules.follow_on_host(tree, argmax(logits), slots.max_draft_depth, deepest)
             else:
-                valid = rules.valid_nodes(tree, drafted.ancestor_mask, drafted.node_depth, slots.max_draft_depth)
+                valid = rules.valid_nodes(tree, drafted.ancestor_mask, drafted.depth, slots.max_draft_depth)
                 if not self.draft_batch.traits.on_device:
                     valid &= tree.parent != LOOK_AHEAD
                 accepted = self.run_rule(slots, drafted, valid, logits, settings)
@@ -437,12 +437,7 @@ class DeviceStep:
         return torch.cat(results, 1), accepted
 
     def run_rule(
-        self,
-        slots: Slots,
-        drafted: Drafted,
-        valid: NodeMask,
-        processed_logits: NodeProbs,
-        settings: RequestParams,
+        self, slots: Slots, drafted: Drafted, valid: NodeMask, processed_logits: NodeProbs, settings: RequestParams
     ) -> Accepted:
         """Run the verification rule; return the accepted paths."""
         tree, ancestor_mask, plan, sampling = drafted.tree, drafted.ancestor_mask, self.plan, settings.sampling
@@ -456,8 +451,8 @@ class DeviceStep:
         elif rule.threshold is not None:  # at temperature 0 a lossy rule reads the probs at temperature 1
             p = distribution(processed_logits, replace(sampling, temperature=1.0) if greedy else sampling)
             last = rules.follow(tree, ancestor_mask, valid, rules.lenient(tree, p, rule.threshold))
-            token = choose(last, drafted.node_depth.gather(1, last[:, None])[:, 0])
-        elif drafted.q is None or rule.verify is None or not all(plan.has_q or ()):
+            token = choose(last, drafted.depth.gather(1, last[:, None])[:, 0])
+        elif drafted.q is None or rule.verify is None or not all(plan.has_q):
             last, token = rules.walk(tree, valid, choose, plan.deepest, allow_host_sync=self.allows_host_sync)
         if not greedy and drafted.q is not None and rule.verify is not None:
             assert plan.sampled is not None
@@ -466,9 +461,9 @@ class DeviceStep:
             uniforms = uniform(hash_key(key, slots.length + 1)[:, None], torch.arange(p.shape[1], device=p.device))
             draft = rules.Sampled(plan.sampled, tree.token, valid, drafted.q)
             sampled_last, probs = rule.verify(draft, p, uniforms, self.allows_host_sync)
-            position = slots.length + 1 + drafted.node_depth.gather(1, sampled_last[:, None])[:, 0]
+            position = slots.length + 1 + drafted.depth.gather(1, sampled_last[:, None])[:, 0]
             after = (probs / exponential_noise(slots.key, position, p.shape[-1])).argmax(-1)
-            if all(plan.has_q or ()):
+            if all(plan.has_q):
                 last = sampled_last
                 token = after
             else:
@@ -502,8 +497,7 @@ class DeviceStep:
         if not self.plan.chain:
             begin = slots.length[:, None]
             self.cache.storage.compact(row, begin + path, begin + step)
-        last = (accepted.committed[:, None] - 1).clamp_min(0)
-        root = token.gather(1, last)[:, 0]
+        root = token.gather(1, (accepted.committed[:, None] - 1).clamp_min(0))[:, 0]
         slots.root.copy_(torch.where(accepted.committed > 0, root, slots.root) if self.has_idle else root)
         slots.length.add_(accepted.committed)
         slots.max_draft_depth.sub_(accepted.committed)
@@ -517,18 +511,4 @@ class DeviceStep:
 
     def extend(self, features: Features, count: PerSequence) -> None:
         """Append the accepted rows to the drafter."""
-        assert self.draft_batch.traits.rows is not None
         self.draft_batch.traits.rows.commit(features, count)
-
-    def emit(self, request: Request, row: list[int], width: int) -> Step:
-        """Append the committed tokens to a request; return its step, without seconds.
-
-        `row` has two counts, then tokens, path and ranks of `width` each, then logit gaps.
-        """
-        (count, drafted), rest = row[:2], row[2:]
-        token, ranks, bits = rest[:count], rest[2 * width : 3 * width], rest[3 * width :][:count]
-        gaps = list(struct.unpack(f"{len(bits)}f", struct.pack(f"{len(bits)}i", *bits))) if bits else []
-        request.cache.keep(len(request.context) - 1, [*range(count)])  # the indices after compaction
-        committed = request.emit(token, ["draft"] * (count - 1) + ["bonus"], gaps)
-        accepted = min(count - 1, committed)
-        return Step(drafted, accepted, committed, 0.0, 0.0, 0.0, rules.NOTHING, tuple(ranks[1 : accepted + 1]))

@@ -4,11 +4,11 @@ import sys
 from pathlib import Path
 
 if __name__ == "__main__":  # the checkout's root replaces the script's folder
-    sys.path[0] = str(Path(__file__).resolve().parents[1])
+    sys.path[0] += "/.."
 
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from datetime import datetime, timezone
 from functools import partial
@@ -47,7 +47,7 @@ from ops.audits.compare import (
     diagnosed,
     violation,
 )
-from ops.served import Question, Server, read_questions
+from ops.served import Questions, Server, read_questions
 
 WAVERING = 4.0  # nats; rounding cannot explain a near-tie threshold above this
 ASKED = ("url", "baseline", "client", "out", "workload", "questions")  # configuration keys that are not checks
@@ -113,7 +113,7 @@ def cut(text: str, at: int) -> tuple[str, str, str]:
     return f"…{before}" if at > LONG else before, behind, rest
 
 
-def reproduction(audit: Audit, difference: Difference, company: Sequence[Question], key: str) -> str:
+def reproduction(audit: Audit, difference: Difference, company: Questions, key: str) -> str:
     """Return a minimal script that reproduces a difference between both servers.
 
     `company` holds the questions asked concurrently; `key` is a secret that the script must not contain.
@@ -122,7 +122,8 @@ def reproduction(audit: Audit, difference: Difference, company: Sequence[Questio
     def literal(value: Any) -> str:
         return json.dumps(cleaned(value, key), indent=1).replace('"""', "\\u0022\\u0022\\u0022")
 
-    sides, questions = audit.asker.sides, [*(company or difference.before), difference.question]
+    sides = audit.asker.sides
+    questions = [*(company or difference.before), difference.question]
     return ENVIRONMENT.get_template("reproduce.py.j2").render(
         d=difference,
         urls=[sides[side].url for side in SIDES],
@@ -186,7 +187,7 @@ def audited(config: AuditConfig) -> Verdict:
         "findings": [
             {
                 **{key: getattr(one, key) for key in ("check", "status", "summary", "fault", "figures")},
-                "differences": [difference_record(difference) for difference in clearest(one.differences)[:3]],
+                "differences": [difference_record(difference) for difference in clearest(one.differences)[:3]]
             }
             for one in findings
         ],

@@ -23,7 +23,7 @@ from statistics import NormalDist
 from typing import Annotated, Any
 
 if __name__ == "__main__":
-    sys.path[0] = str(Path(__file__).resolve().parents[1])
+    sys.path[0] += "/.."
 
 import numpy as np
 from numpy.typing import NDArray
@@ -68,7 +68,8 @@ def predict(
     from scipy.optimize import curve_fit  # late: the import takes half a second that other runs do not need
     from scipy.stats import t
 
-    x, y = np.asarray(tokens, dtype=float) / tokens[-1], np.asarray(tau, dtype=float)
+    x = np.asarray(tokens, dtype=float) / tokens[-1]
+    y = np.asarray(tau, dtype=float)
     rise = max(float(y[-1] - y[0]), 0.01)
     sigma = np.maximum(error, FLOOR * y)
     values, covariance = curve_fit(
@@ -124,15 +125,18 @@ class Budget:
         return cls(amount, match[2] is not None)
 
 
+Part = Annotated[float, Within(0, 1, above=True, below=True)]
+
+
 @dataclass(frozen=True)
 class ForecastConfig:
     """The forecast's configuration; conf/ops/budget.yaml explains the keys."""
 
     candidates: list[str]
-    share: Annotated[float, Within(0, 1, above=True, below=True)]
+    share: Part
     points: Annotated[int, Within(3, 8)]
     warmup: Count
-    cooldown: Annotated[float, Within(0, 1, above=True, below=True)]
+    cooldown: Part
     prompts: Count
     tokens: NewTokens
 
@@ -279,7 +283,8 @@ class Forecast:
         if state["steps"] is None:
             clear_out(self.out)
             last = points[-1]["steps"]
-            begin, left = self.stable(last), self.budget.amount - state["spent"] - state["fixed"][words]
+            begin = self.stable(last)
+            left = self.budget.amount - state["spent"] - state["fixed"][words]
             saved = checkpoint.folder_of(Path("checkpoints"), begin)
             shutil.copytree(self.folder(words) / saved, self.out / saved)
             for file in ("metrics.jsonl", "config.yaml"):  # config.yaml has the head's `init`

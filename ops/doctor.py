@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 if __name__ == "__main__":  # the checkout's root replaces ops/, whose files could shadow modules
-    sys.path[0] = str(Path(__file__).resolve().parents[1])
+    sys.path[0] += "/.."
 
 import re
 from contextlib import suppress
@@ -129,8 +129,7 @@ def acceptance(head: Examined, target: Target, loaded: Any, config: DoctorConfig
         return unknown(NAME, f"nothing to measure on ({error})")
     limit = head.report["settings"].get("max_new_tokens") if reported is not None else None
     prompts = [prompt.token for prompt in read.prompts]
-    tokens = min(limit or config.max_new_tokens, config.max_new_tokens)
-    generations = decoded(target, loaded, tree, prompts, tokens)
+    generations = decoded(target, loaded, tree, prompts, min(limit or config.max_new_tokens, config.max_new_tokens))
     tau = metrics.acceptance(generations).tau or 1.0  # answers of one token have no steps
     bounds = metrics.tau_interval(generations, 0, metrics.clustered(prompts)) or (tau, tau)
     here = f"τ {_shown(tau, bounds)} on {len(prompts)} prompts of {read.name}, tree {tree.label}"
@@ -160,10 +159,9 @@ def _row(head: Examined, kind: str, workload: str | None) -> ResultRow | None:
     A row on `workload` is preferred.
     """
     name = str(head.trained.get("name") or kind)
-    rows = [row_of(row) for row in head.report.get("rows", [])]
     fit = [
         row
-        for row in rows
+        for row in [row_of(row) for row in head.report.get("rows", [])]
         if row.drafter.split(" ")[0] in {name, kind} & HEADS.keys()
         and (row.tier, row.temperature, row.batch_size) == (LIVE, 0, 1)
         and (row.request_rate, row.category) == (None, "")

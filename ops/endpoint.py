@@ -9,14 +9,14 @@ import sys
 from pathlib import Path
 
 if __name__ == "__main__":  # the checkout's root replaces the script's folder
-    sys.path[0] = str(Path(__file__).resolve().parents[1])
+    sys.path[0] += "/.."
 
 import platform
 import random
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, NamedTuple
 
 from omegaconf import DictConfig
 
@@ -45,7 +45,7 @@ from heads.common.errors import report_on_interrupt, user_errors
 from heads.common.files import check_writable
 from heads.common.ranges import Count, Number, OneOf
 from heads.common.typed import typed
-from ops.served import BASELINE_KEY, Answer, Question, Server, ServersConfig, read_questions
+from ops.served import BASELINE_KEY, Answer, Question, Record, Server, ServersConfig, read_questions
 
 REPORTED = ("max_new_tokens", "seed", "repeats", "warmup", "turns")
 # Every request sets all sampling fields, so that no server's default applies; client.extra sets others.
@@ -132,7 +132,7 @@ def measure(config: ServedConfig) -> Report:
 
 
 def _runs(
-    servers: Servers, job: Workload[Question], settings: Mapping[str, Any], measurement: Measurement, repeats: int
+    servers: Servers, job: Workload[Question], settings: Record, measurement: Measurement, repeats: int
 ) -> dict[str, Runs]:
     """Send all requests to all servers `repeats` times, alternating after each request, or for batches after all.
 

@@ -33,7 +33,7 @@ from heads.formats.published.plan import (
 )
 from heads.formats.store import CONFIG, QUANTISED, WEIGHTS
 from heads.modules.fusion import EAGLE3_LAYERS, chosen_layers, default_layers
-from inference.target.embeddings_only import EmbeddingsOnly
+from inference.target.embeddings_only import AnyTarget, EmbeddingsOnly
 from inference.target.target import Target
 from train.release.config import TEMPLATE
 from train.release.folder import tokenizer_sha256
@@ -55,7 +55,6 @@ class Finding(NamedTuple):
 
 
 Findings = Iterator[Finding]
-AnyTarget = Target | EmbeddingsOnly
 
 
 # Findings that something is right, cannot be known here, or is wrong.
@@ -78,7 +77,8 @@ def listed(engines: Sequence[str]) -> str:
 
 def written(findings: Sequence[Finding]) -> str:
     """Return the findings as lines for the terminal, and their counts."""
-    wide, name = max(map(len, VERDICTS)), max(len(finding.check) for finding in findings)
+    wide = max(map(len, VERDICTS))
+    name = max(len(finding.check) for finding in findings)
     lines, margin = [], " " * (wide + name + 4)
     for verdict, check, says, costs, remedy, _ in findings:
         lines.append(f"{verdict:{wide}}  {check:{name}}  {says}")
@@ -190,7 +190,8 @@ def load_target(given: str | None, head: Examined, dtype: str, measure: bool) ->
     if name is None:
         raise ValueError(f"{head.name}: its files do not say its target; give target=FOLDER or target=OWNER/NAME")
     path = target_path(str(Path(name).expanduser()) if given else name)
-    adapter, why = section(head.config, "target").get("adapter"), "measure is false"
+    adapter = section(head.config, "target").get("adapter")
+    why = "measure is false"
     if measure or isinstance(adapter, str):
         try:
             return Target.load(path, dtype, adapter=adapter if isinstance(adapter, str) else None), ""
@@ -255,7 +256,8 @@ def readings(head: Examined, loaded: Any, target: AnyTarget) -> Findings:
         "torch_dtype", get("torch_dtype", get("dtype", MISSING)), dtype,
         {"sglang": "casts the tensors to it, and to float16 where it is missing, whose range features overflow"},
     )  # fmt: skip
-    length, context = layer.get("max_position_embeddings", LENGTH), context_of(target.config)
+    length = layer.get("max_position_embeddings", LENGTH)
+    context = context_of(target.config)
     if context != UNBOUNDED:
         yield key(
             "max_position_embeddings", length, max(length, context),
@@ -264,9 +266,8 @@ def readings(head: Examined, loaded: Any, target: AnyTarget) -> Findings:
     for name in ("bias", "attention_bias", "mlp_bias"):
         yield key(name, get(name, False), False, dict.fromkeys(("vllm", "sglang"), UNFILLED))
     if format_name != "mimo":
-        prefixed = any(name.startswith("model.") for name in head.stored)
         yield key(
-            "model.*", THERE if prefixed else MISSING, MISSING,
+            "model.*", THERE if any(name.startswith("model.") for name in head.stored) else MISSING, MISSING,
             {"vllm": "stops at the first", "sglang": "loads none of an EAGLE-1 head, and drafts from random weights"},
             f"take model. from the front of every name in {WEIGHTS}",
         )  # fmt: skip
@@ -284,7 +285,8 @@ def readings(head: Examined, loaded: Any, target: AnyTarget) -> Findings:
             {"vllm": "refuses the head", "sglang": "takes the target's in its place"},
             f"remove it from {WEIGHTS}; where it was trained, train with head.lm_head=shared",
         )  # fmt: skip
-        remedy, bias = f"add {len(tensors['fc.weight'])} zeros of that name to {WEIGHTS}", tensors.get("fc.bias")
+        remedy = f"add {len(tensors['fc.weight'])} zeros of that name to {WEIGHTS}"
+        bias = tensors.get("fc.bias")
         yield key("fc.bias", MISSING if bias is None else THERE, THERE, {"sglang": "makes it random"}, remedy)
         yield key(
             "fc.bias", "zero" if bias is None or not bias.any() else "not zero", "zero", {"vllm": "drops it"},
@@ -301,12 +303,14 @@ def readings(head: Examined, loaded: Any, target: AnyTarget) -> Findings:
     if "feature_layers" in head.trained and len(layers) > 1:
         layers = sorted(chosen_layers(head.trained["feature_layers"], len(layers), count))
     if format_name == "dflash":
-        block, states = section(head.config, "dflash_config").get(BLOCK_OUTPUTS, MISSING), as_states(layers)
+        block = section(head.config, "dflash_config").get(BLOCK_OUTPUTS, MISSING)
+        states = as_states(layers)
         read = {"sglang": f"stops without it, else {OTHER_LAYERS}", "vllm": OTHER_LAYERS}
         yield key(f"dflash_config.{BLOCK_OUTPUTS}", block, layers, read)
         yield key(BLOCK_STATES, get(BLOCK_STATES) or states, states, {"speculators": OTHER_LAYERS})
         return
-    nested, default = section(head.config, "eagle_config").get(STATES), default_layers(EAGLE3_LAYERS, count)
+    nested = section(head.config, "eagle_config").get(STATES)
+    default = default_layers(EAGLE3_LAYERS, count)
     read = dict.fromkeys(("vllm", "speculators"), OTHER_LAYERS)
     yield key(STATES, get(STATES) or as_states(default), as_states(layers), read)
     yield key(f"eagle_config.{STATES}", nested or default, layers, {"sglang": OTHER_LAYERS})
@@ -331,7 +335,8 @@ def _architectures(head: Examined) -> Finding:
 
     An engine stops at an unknown draft model's name, and takes a whole model's name for the whole model.
     """
-    names, served = head.config.get("architectures") or [], CLASSES[head.format_name]
+    names = head.config.get("architectures") or []
+    served = CLASSES[head.format_name]
     unaware = [engine for engine, pattern in served.found.items() if not any(re.fullmatch(pattern, n) for n in names)]
     if not unaware:
         return ok("architectures", ", ".join(names))
@@ -344,7 +349,8 @@ def _architectures(head: Examined) -> Finding:
 
 def _positions(head: Examined, target: AnyTarget) -> Finding:
     """Compare the rotary positions under both keys with each other, the training's and the target's."""
-    declared, theirs = positions_of(head.layer) or PLAIN, positions_of(target.config.to_dict())
+    declared = positions_of(head.layer) or PLAIN
+    theirs = positions_of(target.config.to_dict())
     older = positions_of({key: value for key, value in head.layer.items() if key != "rope_parameters"})
     trained = positions_of(head.trained)
     costs = "attention is turned by other angles than in training: acceptance falls with the distance, without an error"

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Annotated
 
 if __name__ == "__main__":
-    sys.path[0] = str(Path(__file__).resolve().parents[1])
+    sys.path[0] += "/.."
 
 from omegaconf import DictConfig
 
@@ -174,7 +174,8 @@ class Maintenance:
                 f"loop.since={since}: {self.log} has {lines} lines, counted from 0; give the first new one"
             )
         if since is not None and since >= state.begin:
-            decision, evidence = f"new from line {since + 1:,} on, as given", {"line": since}
+            decision = f"new from line {since + 1:,} on, as given"
+            evidence = {"line": since}
         else:
             watcher = self.loop.watcher
             log = Log(self.log, watcher, player(self.serve, self.given, self.tree, watcher, str(self.log)), state.begin)
@@ -184,7 +185,8 @@ class Maintenance:
                 print_line(f"{WATCH}: no alarm in {outcome.requests:,} requests{early}")
                 return 0
             since = log.numbers[outcome.alarm.since]
-            decision, evidence = str(outcome.alarm), {**outcome.alarm._asdict(), "line": since}
+            decision = str(outcome.alarm)
+            evidence = {**outcome.alarm._asdict(), "line": since}
         shutil.rmtree(self.folder / TRAFFIC, ignore_errors=True)  # left by a call that was stopped
         with replacing(self.folder / TRAFFIC) as folder:
             counts = split(self.log, since, self.loop, folder)

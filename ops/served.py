@@ -71,7 +71,8 @@ def joined(reply: Reply, choice: Record, seconds: float) -> Reply:
     text = "".join(filter(None, (reasoning, message.get("content"), choice.get("text"))))
     calls = dict(enumerate(reply.calls))
     for position, call in enumerate(message.get("tool_calls") or []):
-        index, function = call.get("index", position), call.get("function") or {}
+        index = call.get("index", position)
+        function = call.get("function") or {}
         name, arguments = calls.get(index, ("", ""))
         calls[index] = name + (function.get("name") or ""), arguments + (function.get("arguments") or "")
     return reply._replace(
@@ -127,11 +128,10 @@ def read_tokens(logprobs: Any) -> list[Token]:
         content = logprobs.get("content")
         if not isinstance(content, list):  # completions have one column per field, converted to chats' entries
             tops = logprobs.get("top_logprobs") or [None] * len(logprobs["tokens"])
-            columns = zip(logprobs["tokens"], logprobs["token_logprobs"], tops, strict=True)
             content = [
                 {"token": token, "logprob": value,
                  "top_logprobs": [{"token": other, "logprob": least} for other, least in (top or {}).items()]}
-                for token, value, top in columns
+                for token, value, top in zip(logprobs["tokens"], logprobs["token_logprobs"], tops, strict=True)
             ]  # fmt: skip
         return [Token(*entry(one), dict(map(entry, one.get("top_logprobs") or []))) for one in content]
     except (KeyError, TypeError, ValueError, AttributeError):
@@ -160,6 +160,9 @@ class Question(NamedTuple):
     def having(self, suffix: str, **fields: Any) -> "Question":
         """Return the same question with more fields, under its own id."""
         return self._replace(id=f"{self.id} {suffix}", body={**self.body, **fields})
+
+
+Questions = Sequence[Question]
 
 
 def read_questions(name: str, selection: Selection, chat: bool) -> Workload[Question]:
@@ -230,8 +233,7 @@ def answer_of(
     waits = {"latency_s": latency_s, "ttft_s": ttft_s}
     decode_s = None if ttft_s is None else latency_s - ttft_s
     decoding = None if decode_s is None else (max(tokens - 1, 0), decode_s)
-    seconds = UNTIMED | {"other": decode_s or 0.0}
-    return Answer(passes, decoding, (tokens, latency_s), ttft_s, seconds, waits, text=text)
+    return Answer(passes, decoding, (tokens, latency_s), ttft_s, UNTIMED | {"other": decode_s or 0.0}, waits, text=text)
 
 
 def read_answer(events: Events, model: str) -> Answer:
@@ -338,7 +340,7 @@ class Server(Metrics):
             ) from failure
 
     def send_all(
-        self, requests: Sequence[Question], settings: Record, in_flight: int, when: Sequence[float] | None
+        self, requests: Questions, settings: Record, in_flight: int, when: Sequence[float] | None
     ) -> tuple[list[Answer], SpecDecodingStats]:
         """Send requests, `in_flight` at a time, with shared fields `settings`; return answers and counts of all passes.
 

@@ -17,7 +17,7 @@ import sys
 from pathlib import Path
 
 if __name__ == "__main__":  # the checkout's root replaces the script's folder
-    sys.path[0] = str(Path(__file__).resolve().parents[1])
+    sys.path[0] += "/.."
 
 import logging
 import math
@@ -150,11 +150,9 @@ def watched(arrivals: Iterable[SpecDecodingStats], config: WatcherConfig) -> Out
                 alarm = Alarm(len(accepted) - 1, since, before, after, evidence, rate)
                 break
             if len(accepted) == count:
-                pilot, rest = accepted[: count // PILOT], np.array(accepted[count // PILOT :])
-                scale = max(float(np.quantile(pilot, CUT)), LEAST)
-                mean = Mean(np.minimum(rest / scale, 1.0), config.tolerance)
-    status = ALARM if alarm else QUIET if len(accepted) > count else EARLY
-    return Outcome(alarm, len(accepted), status)
+                scale = max(float(np.quantile(accepted[: count // PILOT], CUT)), LEAST)
+                mean = Mean(np.minimum(np.array(accepted[count // PILOT :]) / scale, 1.0), config.tolerance)
+    return Outcome(alarm, len(accepted), ALARM if alarm else QUIET if len(accepted) > count else EARLY)
 
 
 def changed_at(values: Array) -> int:

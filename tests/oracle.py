@@ -283,7 +283,7 @@ def reference(
         lacking = settings.min_new_tokens - len(made.tokens)
         if lacking > 0 and target.eos:
             logits = logits.clone()
-            logits[(trees.depth(tree) < lacking).nonzero(), torch.tensor(sorted(target.eos))] = float("-inf")
+            logits[(trees.layout(tree, 0)[0] < lacking).nonzero(), torch.tensor(sorted(target.eos))] = float("-inf")
         return logits
 
     def emit(tokens: list[int], sources: list[str], scores: Tensor) -> int:
@@ -346,5 +346,5 @@ def drafted(drafts: DraftBatch, root: DraftInputs, room: int, prefix: int) -> tu
     made = drafts.draft_trees(root, torch.tensor([room]), prefix, allow_host_sync=True)
     tree = DraftTree(made.tree.token[0], made.tree.parent[0])
     q = by_node(tree, None if made.q is None else made.q[0])
-    alone, index = trees.keep(tree, (tree.token >= 0) & (trees.depth(tree) <= room))
+    alone, index = trees.keep(tree, (tree.token >= 0) & (trees.layout(tree, 0)[0] <= room))
     return alone, None if q is None or len(index) == 1 else q[index]

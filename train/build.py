@@ -30,7 +30,7 @@ from data.text.sources import open_sources
 from data.text.template import template_sha256
 from eval.inputs.workloads import MIN_ANSWER_TOKENS
 from eval.measures.machine import revision
-from heads.base import DraftHead, Features, parameter_count, to_device
+from heads.base import DraftHead, Features, Tokens, parameter_count, to_device
 from heads.common.errors import redacted_values, redacted_words
 from heads.common.files import atomic_write, write_json
 from heads.common.progress import print_line
@@ -41,7 +41,7 @@ from heads.formats.published.export import TargetFacts
 from heads.modules.layers import Recomputing
 from heads.modules.vocab import prune
 from inference.drafters.policy import TreeConfig, verifiable
-from inference.target.embeddings_only import EmbeddingsOnly, load_target, norm_of
+from inference.target.embeddings_only import AnyTarget, load_target, norm_of
 from inference.target.target import Target
 from train import checkpoint
 from train.config import RunConfig
@@ -59,9 +59,7 @@ log = logging.getLogger(__name__)
 SAME = ("target", "quantize", "width", "vocab", "length", "data", "rows", "layers")
 
 
-def source_for(
-    config: FeaturesConfig, target: Target | EmbeddingsOnly, head: DraftHead, batches: Batches
-) -> FeatureSource:
+def source_for(config: FeaturesConfig, target: AnyTarget, head: DraftHead, batches: Batches) -> FeatureSource:
     """Return a run's feature source; refuse a store of something else, or one that lacks sequences or layers."""
     if config.mode == "live":
         assert isinstance(target, Target)
@@ -73,9 +71,8 @@ def source_for(
         servers.check(next(pieces(batches.packed, 0)), norm, target.embeddings)  # the longest sequence is packed first
         return ServedFeatures(servers, batches, form, norm, target.device, config.prefetch)
     folder = config.folder
-    here = spec_of(target, batches.packed, form.layers, config)
     store = FeatureStore(folder)
-    store.check(here, SAME)
+    store.check(spec_of(target, batches.packed, form.layers, config), SAME)
     recomputed = None
     if config.on_missing == "compute":
         assert isinstance(target, Target)
@@ -168,7 +165,7 @@ def build(run: RunConfig, accelerator: Accelerator, lock: RunLock) -> Loop:
 
 
 def executable_micro_batch(
-    run: RunConfig, accelerator: Accelerator, target: Target | EmbeddingsOnly, head: Any, packed: Packed
+    run: RunConfig, accelerator: Accelerator, target: AnyTarget, head: Any, packed: Packed
 ) -> int:
     """Return the sequences of a micro-batch: the plan's number, or fewer if a trial runs out of memory.
 
@@ -183,7 +180,8 @@ def executable_micro_batch(
         (batch, *_) = Batches(packed, size, size, run.trainer.seed, 0, 1)(0)
         batch = replace(batch, loss_mask=torch.ones_like(batch.loss_mask))
         anchors, weight = loss.sample_rows(batch, batch.index)
-        shape, dtype = (*batch.token.shape, len(head.feature_layers) + 1, head.embeddings.hidden_size), target.dtype
+        shape = (*batch.token.shape, len(head.feature_layers) + 1, head.embeddings.hidden_size)
+        dtype = target.dtype
         for _ in range(2):
             if isinstance(target, Target) and run.features.runs_target:
                 features = target.features(batch.token, batch.document, head.feature_layers)
@@ -208,30 +206,28 @@ def executable_micro_batch(
                 f"{run.name}: one sequence of data.length={run.data.length} does not fit this device: lower it, or "
                 "give trainer.recompute=true or a smaller head"
             ) from error
-    sizes = accelerator.gather(torch.tensor([size], device=device))
-    return int(sizes.min())
+    return int(accelerator.gather(torch.tensor([size], device=device)).min())
 
 
 def loop_of(
-    run: RunConfig, accelerator: Accelerator, target: Target | EmbeddingsOnly, head: Any, source: FeatureSource,
-    prompts: list[list[int]], tree: TreeConfig, values: Json,
+    run: RunConfig, accelerator: Accelerator, target: AnyTarget, head: Any, source: FeatureSource,
+    prompts: list[Tokens], tree: TreeConfig, values: Json,
 ) -> Loop:  # fmt: skip
     """Return the run's training loop, ready to start or to resume.
 
     `tree` is a tree that the target can verify; trackers record `values`.
     """
     evaluator = rollouts = None
-    if isinstance(target, Target) and run.trainer.eval_prompts:
-        evaluator = AcceptanceEvaluator(target, prompts, run.trainer, tree, run.name)
-    if isinstance(target, Target) and isinstance(source, LiveFeatures) and run.trainer.compile:
-        source.forwards = target.compiled_forwards()
     loss = Loss(head, run.objective, compiled=run.trainer.compile, autocast=accelerator.mixed_precision == "bf16")
     kept_head = KeptHead(Path(run.out, "head"), head, target, tree)
-    drafted = run.objective.on_policy
-    if isinstance(target, Target) and drafted.prompts:
-        rollouts = Rollouts(target, kept_head.decoding, tree, drafted, run.objective.depths, source.batches)
-    width = target.embeddings.hidden_size
-    stepper = Stepper(run.trainer, run.launcher, accelerator, loss, source, width, rollouts)
+    if isinstance(target, Target):
+        if run.trainer.eval_prompts:
+            evaluator = AcceptanceEvaluator(target, prompts, run.trainer, tree, run.name)
+        if isinstance(source, LiveFeatures) and run.trainer.compile:
+            source.forwards = target.compiled_forwards()
+        if (drafted := run.objective.on_policy).prompts:
+            rollouts = Rollouts(target, kept_head.decoding, tree, drafted, run.objective.depths, source.batches)
+    stepper = Stepper(run.trainer, run.launcher, accelerator, loss, source, target.embeddings.hidden_size, rollouts)
     weighed = {f"objective.{key}": value for key, value in asdict(run.objective).items()}
     trained = {"head": head.config, "peft": run.peft}
     this_run = {

@@ -313,7 +313,8 @@ class Saver:
 
     def _write(self, partial: Path, tensors: NamedTensors, names: list[str], content: Json, best: int) -> None:
         """Write this process's tensors; on the main process wait for all shards and commit the checkpoint."""
-        control, final = self.control, folder_of(self.folder, content["step"])
+        control = self.control
+        final = folder_of(self.folder, content["step"])
         try:
             write_shard(partial, control.rank, control.world, tensors)
             if control.rank == 0:
@@ -361,13 +362,12 @@ def settings(trainer: TrainerConfig, sections: Json, target: str, batches: Batch
     They determine the data, its order and the optimiser's state. `sections` holds the configurations of the trained
     modules, and `target` is the target's fingerprint.
     """
-    nested = {f"{name}.{key}": value for name, section in sections.items() for key, value in asdict(section).items()}
     return plain({
         **{f"trainer.{key}": getattr(trainer, key) for key in ("batch_tokens", "seed", "optimizer", "ema")},
         "data.length": batches.packed.token.shape[1],
         "data's fingerprint": f"{packed_fingerprint(batches.packed)[:16]}-{int(batches.packed.loss_mask.sum())}",
         "target's fingerprint": target,
-        **nested,
+        **{f"{name}.{key}": value for name, section in sections.items() for key, value in asdict(section).items()},
     })  # fmt: skip
 
 

@@ -215,7 +215,8 @@ class RunConfig(JobConfig):
         """Return whether the run needs the target's layers: for features, decoding, initial or changed weights."""
         # init=auto starts head=mtp from the last layer, whether or not features are stored.
         starts = self.init in (LAST_LAYER, CHECKPOINT) or (self.init == AUTO and isinstance(self.head, Mtp.Config))
-        features, decodes = self.features, self.trainer.eval_prompts or self.objective.on_policy.prompts
+        features = self.features
+        decodes = self.trainer.eval_prompts or self.objective.on_policy.prompts
         given = not features.runs_target and features.on_missing == "fail" and not decodes
         return starts or not given or not self.model.as_saved
 

@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 from torch import nn
 
 from eval.measures import metrics
-from heads.base import NamedTensors
+from heads.base import NamedTensors, Tokens
 from heads.common.errors import one_line
 from heads.common.files import read_checked, write_json
 from heads.common.progress import print_above_bars, progress
@@ -22,7 +22,7 @@ from inference.decode import RequestParams, speculate
 from inference.drafters.head import HeadDrafter
 from inference.drafters.policy import TreeConfig
 from inference.protocol import Drafter
-from inference.target.embeddings_only import EmbeddingsOnly
+from inference.target.embeddings_only import AnyTarget
 from inference.target.target import Target
 from inference.verification.sample import GREEDY
 from train import checkpoint
@@ -54,11 +54,12 @@ class AcceptanceEvaluator:
     """Measures heads on the same prompts: `trainer.eval_prompts` held-out ones, sampled by the seed."""
 
     def __init__(
-        self, target: Target, prompts: list[list[int]], trainer: TrainerConfig, tree: TreeConfig, name: str,
+        self, target: Target, prompts: list[Tokens], trainer: TrainerConfig, tree: TreeConfig, name: str,
         drafter: Callable[[Any, TreeConfig, str], Drafter] = HeadDrafter,
     ) -> None:  # fmt: skip
         sampled = random.Random(trainer.seed).sample(range(len(prompts)), min(trainer.eval_prompts, len(prompts)))
-        self.target, self.prompts = target, [prompts[i] for i in sorted(sampled)]
+        self.target = target
+        self.prompts = [prompts[i] for i in sorted(sampled)]
         self.tree, self.name, self.seed, self.drafter = tree, name, trainer.seed, drafter
         self.groups = metrics.clustered(self.prompts)
         self.settings = RequestParams(trainer.eval_tokens, GREEDY)
@@ -97,13 +98,12 @@ class KeptHead:
 
     folder: Path
     head: nn.Module
-    target: Target | EmbeddingsOnly
+    target: AnyTarget
     tree: TreeConfig
 
     def decoding(self, weights: NamedTensors) -> Any:
         """Return a copy for decoding, with these weights, in the target's dtype."""
-        head = merged_copy(self.head, weights)
-        return head.eval().requires_grad_(False).to(self.target.device, self.target.dtype)
+        return merged_copy(self.head, weights).eval().requires_grad_(False).to(self.target.device, self.target.dtype)
 
     def write(self, weights: NamedTensors) -> None:
         """Write the head with these weights."""
@@ -154,7 +154,8 @@ class Loop:
                 f"{self.out}: its checkpoints are of a head with other parts; resume=true goes on with the "
                 "overrides that the run was started with"
             ) from error
-        self.start, self.progress = state["step"], self.progress | state.get("progress", {})
+        self.start = state["step"]
+        self.progress = self.progress | state.get("progress", {})
         now = self.identity["arithmetic"]
         then = with_new_schedule(state.get("arithmetic", {}), now, self.trainer, self.start)
         if changed := checkpoint.differences(then, now):

@@ -146,8 +146,7 @@ def take_rows(x: Shaped[Tensor, "n W"], index: RowIndex) -> Shaped[Tensor, "R W"
 
 def ce(x: LossInputs, _: ObjectiveConfig) -> PerRow:
     """Cross-entropy with the label, the data's next token (Medusa-1); 0 outside the draft vocabulary."""
-    loss = -x.log_q.gather(1, x.label.clamp_min(0)[:, None])[:, 0]
-    return torch.where(x.label >= 0, loss, 0)
+    return torch.where(x.label >= 0, -x.log_q.gather(1, x.label.clamp_min(0)[:, None])[:, 0], 0)
 
 
 def soft_ce(x: LossInputs, _: ObjectiveConfig) -> PerRow:
@@ -222,8 +221,7 @@ def candidates(x: LossInputs, _: ObjectiveConfig) -> PerRow:
 def missed(x: LossInputs, _: ObjectiveConfig) -> PerRow:
     """1 if the head's most likely token is not a candidate (one minus the recall); log it with weight 0."""
     scores = _scores(x).detach()
-    best = scores.gather(-1, x.log_q.detach().argmax(-1, keepdim=True))
-    return ((scores > best).sum(-1) >= x.candidates).float()
+    return ((scores > scores.gather(-1, x.log_q.detach().argmax(-1, keepdim=True))).sum(-1) >= x.candidates).float()
 
 
 def _scores(x: LossInputs) -> PerToken:

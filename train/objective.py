@@ -26,6 +26,7 @@ from heads.shapes import Anchors, Paths, PerSequence, RowMask, Sequences
 from inference.verification.rng import BITS, hash_key, seed_key
 from train.losses import LOSSES, NOT_OF_LOGITS, READ_P, LossInputs, ObjectiveConfig, RowIndex, TeacherProbs
 
+TeacherRows = Int[Tensor, "n"]
 Trained = Bool[Tensor, "d B T"]  # the rows that are trained at each depth
 ANCHORS, NOISE = range(2)  # the uses of a sequence's random numbers
 VALUES = {"cpu": 2**15, "cuda": 2**22}  # random numbers hashed at a time: fits a CPU's cache, a GPU's memory
@@ -152,12 +153,10 @@ def dpace(work: "LossContext", states: list[Tensor]) -> Float[Tensor, "d N"]:
         probs = work.teacher_probs(teacher)
         for d, (state, pick) in enumerate(zip(states, by_depth, strict=True)):
             x = work.loss_inputs(d, [state[pick.source], None, None, None], pick, probs)
-            p = torch.where(x.label >= 0, (-LOSSES["ce"](x, config)).exp(), 0)
-            label_p[d, pick.source] = p.to(label_p.dtype)
+            label_p[d, pick.source] = torch.where(x.label >= 0, (-LOSSES["ce"](x, config)).exp(), 0).to(label_p.dtype)
     trained = work.weight > 0
     confidence = torch.where(trained, (1 - config.dpace_alpha) * label_p + config.dpace_alpha, 1.0)
-    reach = confidence.cumprod(0) * trained
-    return reach.flip(0).cumsum(0).flip(0)
+    return (confidence.cumprod(0) * trained).flip(0).cumsum(0).flip(0)
 
 
 class DepthRows(NamedTuple):
@@ -171,7 +170,7 @@ class DepthRows(NamedTuple):
 class Chunk(NamedTuple):
     """The teacher rows of a flattened batch that are scored together, and the rows of each depth that they teach."""
 
-    teacher_row: Int[Tensor, "n"]
+    teacher_row: TeacherRows
     by_depth: list[DepthRows]
 
 
@@ -194,8 +193,7 @@ def chunked(trained: Trained, size: int, device: torch.device, path: Paths = Non
     chunks = []
     for teacher in (torch.stack(trained_row) >= 0).any(0).nonzero()[:, 0].split(size):
         sources = [row[teacher] for row in trained_row]
-        position = [(source >= 0).nonzero()[:, 0] for source in sources]
-        pairs = zip(position, sources, strict=True)
+        pairs = zip([(source >= 0).nonzero()[:, 0] for source in sources], sources, strict=True)
         chunks.append(Chunk(teacher, [DepthRows(teacher[at], at, source[at]) for at, source in pairs]))
     if trained.device == device:
         return chunks
@@ -215,7 +213,7 @@ class LossContext(NamedTuple):
     base_loss_share: float = 0.0
 
     @torch.no_grad()
-    def teacher_probs(self, teacher: Int[Tensor, "n"], *, reuse_memory: bool = False) -> TeacherProbs:
+    def teacher_probs(self, teacher: TeacherRows, *, reuse_memory: bool = False) -> TeacherProbs:
         """Return the target's distribution over the draft vocabulary, at the teacher rows.
 
         Logits over the whole vocabulary are computed for TEACHER_ROWS rows at a time. With `reuse_memory` the probs
@@ -317,8 +315,7 @@ class _Chunked(torch.autograd.Function):
                     losses, sums[:, d] = losses + loss.detach(), sums[:, d] + depth_sums
                     targets = [*leaves.values(), *trained]
                     partial: Any = torch.autograd.grad(loss, targets, allow_unused=True) if loss.requires_grad else ()
-                    where = [*leaves, *range(count, len(inputs))]
-                    for i, grad in zip(where, partial, strict=bool(partial)):
+                    for i, grad in zip([*leaves, *range(count, len(inputs))], partial, strict=bool(partial)):
                         if grad is not None and i < count:
                             grads[i][pick.source] = grad  # each row is in one chunk per depth
                         elif grad is not None:

@@ -163,5 +163,4 @@ class Ema:
 
 def trained_state(module: nn.Module) -> NamedTensors:
     """Return the trained part of a module's state."""
-    state = module.state_dict(keep_vars=True)
-    return {name: value for name, value in state.items() if value.requires_grad}
+    return {name: value for name, value in module.state_dict(keep_vars=True).items() if value.requires_grad}

@@ -10,7 +10,6 @@ import re
 from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -20,8 +19,7 @@ from transformers import PreTrainedConfig
 
 from data.features.store import size
 from heads import HEADS
-from heads.base import HeadModule, draft_size, frozen_count, layer_dims_of, parameter_count
-from heads.block import Block
+from heads.base import HeadModule, Layers, draft_size, frozen_count, parameter_count
 from heads.common.target_config import UNFIT, experts_of, read_target_config, reason
 from heads.medusa import Medusa
 from heads.modules.autoregressive import Recurrent
@@ -52,8 +50,6 @@ QUANTIZED = {"int8": 1.0, "torchao_int8": 1.0, "bnb_int8": 1.0, "bnb_nf4": 0.56}
 BY_METHOD = {"fp8": 1.0, "fbgemm_fp8": 1.0, "eetq": 1.0, "mxfp4": 0.53}
 BITS = r'(?:"(?:bits|w_bit|num_bits)": |"load_in_(?=\dbit": true))(\d+)'  # a weight's, in a checkpoint's quantisation
 SCALES = 0.06  # bytes a weight of less than 8 bits takes in the scales of its group
-# Models of Llama's layers, by how many norms as wide as an attention head each layer has.
-PLAIN = {"llama": 0, "qwen3": 2, "qwen3_moe": 2}
 ONCE = ("fusion", "hidden_norm", "inject_norm", "prefix")  # modules of a head that read the target's rows, once
 # Bytes of each logit of a chunk: the draft's, a further loss's, the target's while its probs are computed, and theirs.
 LOGIT, LOSS, TEACHER, PROB = 12, 12, 10, 4
@@ -77,15 +73,18 @@ class TargetShape:
     def working(self, tokens: int, length: int, item: int, features: int, group: int = 1) -> int:
         """Return a pass's temporary bytes, with `item` bytes per value and a `group` of devices that share a layer."""
         dims, width = self.target.layer_dims, self.target.hidden_size
-        queries, keys = dims.num_heads * dims.head_dim, dims.num_kv_heads * dims.head_dim
-        attention, feed = 2 * width + (6 * queries + 3 * keys) // group, 2 * width + 3 * self.feed // group
+        queries = dims.num_heads * dims.head_dim
+        keys = dims.num_kv_heads * dims.head_dim
+        attention = 2 * width + (6 * queries + 3 * keys) // group
+        feed = 2 * width + 3 * self.feed // group
         mask = 0 if self.packs else tokens * length * (3 + item)
         return tokens * item * (max(attention, feed, width * (2 + 8 // item)) + features * width) + mask
 
     def weight_bytes(self, quantize: str | None, item: float, device: str) -> float:
         """Return the bytes of a loaded weight of the layers, or `item` if transformers dequantises."""
         saved = saved_quantization(self.config) or {}
-        method, written = saved.get("quant_method"), json.dumps(saved, default=str)
+        method = saved.get("quant_method")
+        written = json.dumps(saved, default=str)
         if (method == "fp8" and device == "cpu") or (method == "mxfp4" and not find_spec("kernels")):
             return item
         if str(method) in BY_METHOD:
@@ -107,8 +106,6 @@ def _target_shape(path: str, trust_remote_code: bool, given: str) -> TargetShape
     except ValueError:
         try:
             if is_given := shape.pop("of", None) == path:
-                if shape.get("model_type") in PLAIN:
-                    return plain_shape(PreTrainedConfig(**shape), PLAIN[shape["model_type"]])
                 config = transformers.AutoConfig.for_model(**shape)
             else:
                 config = read_target_config(path, trust_remote_code)
@@ -131,30 +128,14 @@ def _target_shape(path: str, trust_remote_code: bool, given: str) -> TargetShape
     experts = sum(count for name, count in inner.items() if ".experts." in name)
     available, chosen = experts_of(text) or (1, 0)
     target = TargetEmbeddings(built)
-    whole, expert = target.layer_dims.intermediate_size, getattr(text, "moe_intermediate_size", None)
+    whole = target.layer_dims.intermediate_size
+    expert = getattr(text, "moe_intermediate_size", None)
     return TargetShape(
         config, target, chosen * (expert or whole) if experts else whole, sum(embeddings.values()),
         sum(inner.values()), sum(inner.values()) - experts + experts * chosen // available,
         recurrence(text, nn.ModuleList()) is not None or packing(built) is not None,
         not any(list(module.buffers()) for module in ends),
     )  # fmt: skip
-
-
-def plain_shape(config: Any, norms: int) -> TargetShape:
-    """Return the shape of a model of PLAIN by its numbers alone: to import its class takes half as long as a plan."""
-    width, layers, dims = config.hidden_size, config.num_hidden_layers, layer_dims_of(config)
-    with torch.device("meta"):  # nn.Embedding would draw its values there, for which torch imports its compiler
-        embedding = nn.Embedding.from_pretrained(torch.empty(config.vocab_size, width))
-        lm_head = nn.Linear(width, config.vocab_size, bias=False)
-    ends = {"get_input_embeddings": lambda: embedding, "get_output_embeddings": lambda: lm_head}
-    model: Any = SimpleNamespace(config=config, **ends)
-    available, chosen = experts_of(config) or (1, 1)
-    feed = config.moe_intermediate_size if available > 1 else dims.intermediate_size
-    attention = 2 * width * dims.head_dim * (dims.num_heads + dims.num_kv_heads) + norms * dims.head_dim
-    layer = attention + 2 * width + available * width * (available > 1)  # without the MLPs, with their router
-    inner, active = (width + layers * (layer + 3 * width * feed * count) for count in (available, chosen))
-    tables = embedding.weight.numel() * (1 if config.tie_word_embeddings else 2)
-    return TargetShape(config, TargetEmbeddings(model), chosen * feed, tables, inner, active, True, True)
 
 
 class HeadCost(NamedTuple):
@@ -164,7 +145,7 @@ class HeadCost(NamedTuple):
     trained: int
     frozen: int
     moments: int  # optimiser state: one value per weight of Muon's matrices, two per other weight
-    feature_layers: tuple[int, ...]  # target layers that the head reads
+    feature_layers: Layers  # target layers that the head reads
     activations: int  # bytes kept for the backward pass, with the weights in bf16 and the drafts
     loss: int  # bytes of the drafts' gradients, a chunk of logits, and the gradients of lm_heads
     flops: int
@@ -192,7 +173,7 @@ def head_cost(run: RunConfig, target: TargetEmbeddings, micro_batch_size: int, d
             elif isinstance(inner, Attention):
                 flops += 14 * keys * rows * inner.q_proj.out_features
     # A masked position reads copies of its block's keys and values: one per position, on CUDA one per block.
-    slots = head.size if isinstance(head, Block) else depths - 1 if isinstance(head, PEagle) else 0
+    slots = getattr(head, "size", depths - 1 if isinstance(head, PEagle) else 0)
     copies = drafted * slots * (1 if device == "cuda" else slots)
     saved += copies * sum(2 * item * m.k_proj.out_features for m in head.modules() if isinstance(m, Attention))
     # The states of all drafts, in fp32 as norms return them; Medusa's last blocks keep them anyway.
@@ -205,10 +186,12 @@ def head_cost(run: RunConfig, target: TargetEmbeddings, micro_batch_size: int, d
     further = sum(name not in READ_P | NOT_OF_LOGITS for name in run.objective.losses)
     taught = TEACHER * target.vocab_size * (chunk if head.vocab is None else min(chunk, TEACHER_ROWS))
     loss = drafts + PROB * size * chunk + max(taught, (LOGIT + LOSS * further) * size * chunk * drafted // teachers)
-    parameters, count = parameter_count(head) + frozen_count(head), parameter_count(head)
+    count = parameter_count(head)
+    parameters = count + frozen_count(head)
     lm_heads = [module.weight for module in head.modules() if isinstance(module, AccumulatingModule)]
     owned = sum(weight.numel() for weight in lm_heads if weight is not None and weight.requires_grad)
-    saved, loss = saved + (2 * parameters if item == 2 else 0), loss + 4 * owned
+    saved = saved + (2 * parameters if item == 2 else 0)
+    loss = loss + 4 * owned
     shared = 2 / 3 * width * size if any(weight is None for weight in lm_heads) else 0  # without the weight's gradient
     flops += 6 * drafted * depths * shared + 2 * teachers * width * target.vocab_size
     moments = 2 * count - (run.trainer.optimizer == "muon") * sum(p.numel() for p in hidden_matrices(head))
@@ -218,14 +201,14 @@ def head_cost(run: RunConfig, target: TargetEmbeddings, micro_batch_size: int, d
 def computed(head: Any, tokens: int, drafted: int, depths: int) -> list[tuple[Any, float]]:
     """Return a head's modules except lm_heads, each with the number of rows that it computes over all depths."""
     modules: list[tuple[Any, float]] = []
-    whole = drafted * head.size if isinstance(head, Block) else tokens + (depths - 1) * drafted
+    size = getattr(head, "size", 0)  # of a block, whose keys and values are the context's too
+    whole = drafted * size if size else tokens + (depths - 1) * drafted
     for name, module in head.named_children():
-        if name in ONCE or isinstance(head, Recurrent | Block):
+        if name in ONCE or size or isinstance(head, Recurrent):
             modules.append((module, tokens if name in ONCE else whole))
         elif isinstance(module, nn.ModuleList):  # one module per depth, or a few that the depths share
             modules.append((module, drafted * depths / len(module)))
-    # A block's keys and values are the context's too.
-    attentions: list[Any] = [layer.self_attn for layer in (head.layers if isinstance(head, Block) else ())]
+    attentions = [layer.self_attn for layer in (head.layers if size else ())]
     return modules + [(linear, tokens) for a in attentions for linear in (a.k_proj, a.v_proj)]
 
 
@@ -300,7 +283,8 @@ def plan(run: RunConfig) -> Plan:
     if given is not None:
         return _plan(run, min(-(-run.sequences_per_step // world), given // run.data.length))
     # The most sequences that fit SAFE of the device, a power of two; where one fills it, those of a process.
-    micro_batch_size, least = 1 << max(0, (run.sequences_per_step // world).bit_length() - 1), _plan(run, 1)
+    micro_batch_size = 1 << max(0, (run.sequences_per_step // world).bit_length() - 1)
+    least = _plan(run, 1)
     limit = max(least.memory.peak, MAX_UTILISATION * (least.memory.capacity or 0))
     while (planned := _plan(run, micro_batch_size)).memory.peak > limit:
         micro_batch_size //= 2
@@ -326,8 +310,10 @@ def _plan(run: RunConfig, micro_batch_size: int) -> Plan:
         evaluation = sum(evaluated.values()) + again
     # A step's first micro-batch comes before the gradient; later ones keep the features of the one before in the pass.
     tokens, read = micro_batch_size * length, len(cost.feature_layers)
-    row, copied = shape.target.hidden_size * (read + 1), value if run.objective.noise > 0 or value != item else 0
-    state, first = head_state(launcher, trainer, cost), micro_batch_size * launcher.world >= run.sequences_per_step
+    row = shape.target.hidden_size * (read + 1)
+    copied = value if run.objective.noise > 0 or value != item else 0
+    state = head_state(launcher, trainer, cost)
+    first = micro_batch_size * launcher.world >= run.sequences_per_step
     gradient = first * state.get("head: gradients", 0)
     stages = {"head's step": tokens * row * (item + copied) + max(0, cost.activations + cost.loss - gradient)}
     group = (run.model.tensor_parallel or launcher.local) if run.model.placement == TENSOR_PARALLEL else 1
@@ -358,7 +344,8 @@ def _plan(run: RunConfig, micro_batch_size: int) -> Plan:
     flops = data * (2.0 * shape.active + attention), data / tokens * cost.flops
     hours = target_hours = None
     if device.tflops is not None:  # on a CPU the rate is that of all cores, which the machine's processes share
-        rate, devices = 3600e12 * device.tflops * device.mfu, launcher.num_nodes if kind == "cpu" else launcher.world
+        rate = 3600e12 * device.tflops * device.mfu
+        devices = launcher.num_nodes if kind == "cpu" else launcher.world
         target_hours = flops[0] / rate
         hours = (flops[1] / rate + features.runs_target * target_hours) / devices
     return Plan(run, shape, cost, micro_batch_size, memory, host, disk, flops, hours, target_hours)
@@ -377,7 +364,8 @@ def target_state(run: RunConfig, shape: TargetShape, layers: int, item: int) -> 
         there = layers // len(mine) if 0 in mine else 0  # the devices of a process share its layers evenly
     elif where.placement == OFFLOAD:
         stay = min(layers, int((where.memory_gb or 0) * GB))
-        there, host = min(layers, stay + prefetched), 0 if where.offload == "disk" else layers - stay
+        there = min(layers, stay + prefetched)
+        host = 0 if where.offload == "disk" else layers - stay
     ends = item * shape.embeddings
     shard = ends // parts if layers and parts > 1 else 0  # transformers' own of them, which trainers do not read
     return {"target: embedding, lm_head": ends + shard, "target: layers": there // parts}, gathered, host
@@ -386,7 +374,8 @@ def target_state(run: RunConfig, shape: TargetShape, layers: int, item: int) -> 
 def head_state(launcher: LauncherConfig, trainer: TrainerConfig, cost: HeadCost) -> Sizes:
     """Return the bytes of a process for the head and its optimiser between steps, all in fp32."""
     strategy, world, whole = launcher.strategy, launcher.world, 4 * cost.trained
-    zero, sharded = strategy.startswith("zero"), strategy in ("zero3", "fsdp2") and world > 1
+    zero = strategy.startswith("zero")
+    sharded = strategy in ("zero3", "fsdp2") and world > 1
     weights, shards = world if sharded else 1, 1 if strategy == "ddp" else world  # shards of gradients and moments too
     buckets = 8 * min(BUCKET, cost.trained) if zero else whole if strategy == "ddp" and world > 1 else 0
     sizes = {

@@ -49,6 +49,7 @@ from inference.target.placement import (
     REPLICATE,
     SHARDED,
     TENSOR_PARALLEL,
+    check_devices,
     check_offload,
     check_processes,
     check_shape,
@@ -57,7 +58,7 @@ from inference.target.placement import (
 from train.config import HERE, IGNORE, DeviceConfig, JobConfig, RunConfig, checked, run_config
 from train.distributed import processes
 from train.distributed.launch import launched, on_node, world
-from train.plan import GIB, MAX_UTILISATION, PLAIN, Plan, plan, target_shape
+from train.plan import GIB, MAX_UTILISATION, Plan, plan, target_shape
 from train.start import STARTS, check_init, check_kind, resolve_saved_config
 
 GATE = "float32"  # dtype of the losslessness check if the target fits in it: 16-bit rounding blurs the comparison
@@ -127,7 +128,8 @@ def on_machine(run: RunConfig) -> RunConfig:
         tflops = device.tflops or peak_of(properties.name)
         device = replace(device, memory_gb=properties.total_memory / GIB, tflops=tflops, name=properties.name)
     if device.name == HERE and kind == "cpu" and device.tflops is None and run.plan is True:
-        matrix, seconds = torch.ones(SIDE, SIDE, dtype=fast_dtype(torch.device("cpu"))), []
+        matrix = torch.ones(SIDE, SIDE, dtype=fast_dtype(torch.device("cpu")))
+        seconds = []
         for _ in range(5):  # the best of several matrix products on all threads
             begin = time.perf_counter()
             torch.mm(matrix, matrix)
@@ -259,15 +261,11 @@ def checked_plan(run: RunConfig) -> Plan:
     if where.needs_all_ranks:
         check_processes(where, launcher.world, group)
     if where.placement == TENSOR_PARALLEL:
-        if text.model_type not in PLAIN and not getattr(text, "base_model_tp_plan", None):
+        if not getattr(text, "base_model_tp_plan", None):
             raise ValueError(f"model.placement={TENSOR_PARALLEL}: transformers has no plan to cut {model.path} up")
         check_shape(text, group, model.path)
-    devices = len(model.devices or range(run.device.count or launcher.local))
-    if where.placement == DEVICE_MAP and run.device.type != "cpu" and devices < launcher.local:
-        raise ValueError(
-            f"model.placement=device_map has {devices} devices for {launcher.local} processes: start fewer, or give "
-            "more model.devices"
-        )
+    if where.placement == DEVICE_MAP and run.device.type != "cpu":
+        check_devices(len(model.devices or range(run.device.count or launcher.local)), launcher.local)
     return planned
 
 

@@ -21,7 +21,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from data.batches import Batch, Batches
 from data.features.source import MicroBatch
-from heads.base import Features, NamedTensors, to_device
+from heads.base import Features, NamedTensors, Tokens, to_device
 from inference.decode import RequestParams, speculate
 from inference.drafters.head import HeadDrafter
 from inference.drafters.policy import TreeConfig
@@ -44,15 +44,15 @@ class RolloutRow(NamedTuple):
     trained: Bool[Tensor, "T d"]
 
 
-def rollout_rows(prompt: list[int], passes: Sequence[Pass], depths: int, nodes: str) -> list[RolloutRow]:
+def rollout_rows(prompt: Tokens, passes: Sequence[Pass], depths: int, nodes: str) -> list[RolloutRow]:
     """Return a sequence's copies from the target's passes, one per path below its roots."""
     token = torch.cat([torch.tensor(prompt[:1]), *(one.token.cpu() for one in passes)])[:-1]
     hidden = torch.cat([one.features.hidden[0] for one in passes])
     last = torch.cat([one.features.last_hidden[0] for one in passes])
     following = torch.arange(len(token))[:, None] + torch.arange(1, depths + 1)
     exists = following < len(token)
-    path, written = following.where(exists, NONE), exists & (following >= len(prompt) - 1)
-    text = RolloutRow(token, torch.zeros_like(token), hidden, last, path, written)
+    written = exists & (following >= len(prompt) - 1)
+    text = RolloutRow(token, torch.zeros_like(token), hidden, last, following.where(exists, NONE), written)
     if nodes == "text":
         return [text]
     paths = [_paths(one) for one in passes]
@@ -78,7 +78,7 @@ def _drafted(
 ) -> RolloutRow:
     """Return the copy with the `k`-th path below each root, trained at nodes that no earlier copy has."""
     path, trained = text.path.clone(), torch.zeros_like(text.trained)
-    token, last = list[int](), [text.last_hidden]  # tokens and last hidden states of rejected nodes
+    token, last = Tokens(), [text.last_hidden]  # tokens and last hidden states of rejected nodes
     row = -1  # the row before the root
     for one, leaves in zip(passes, paths, strict=True):
         earlier = {node for leaf in leaves[:k] for node in leaf}
@@ -136,12 +136,13 @@ class Rollouts:
             rollout_rows(prompt, answer.target_passes, self.depths, self.config.nodes)
             for prompt, answer in zip(prompts, answers, strict=True)
         ]
-        size, width = self.batches.micro_batch_size, self.batches.packed.token.shape[1]
+        size = self.batches.micro_batch_size
+        width = self.batches.packed.token.shape[1]
         groups = [[*chain(*sequences[first : first + size])] for first in range(0, len(sequences), size)]
         read = sum(map(len, prompts)) + sum(taken.drafted + 1 for answer in answers for taken in answer.steps)
         return [_micro_batch(group, self.target.device, width) for group in groups], read
 
-    def prompts(self, batches: Sequence[Batch], draw: random.Random) -> list[list[int]]:
+    def prompts(self, batches: Sequence[Batch], draw: random.Random) -> list[Tokens]:
         """Return prompts: the batches' documents up to the start of an answer, or plain text up to its middle.
 
         Every process has the same number: with fewer documents they repeat.
@@ -159,8 +160,7 @@ class Rollouts:
         for number in range(self.config.prompts):
             token, mask = chosen[number % len(chosen)]
             starts = [i for i in range(1, len(mask)) if mask[i] and not mask[i - 1]]
-            cut = draw.choice(starts) if starts else len(token) // 2
-            prompts.append(token[:cut][-(self.target.context - 2) :])
+            prompts.append(token[: (draw.choice(starts) if starts else len(token) // 2)][-(self.target.context - 2) :])
         return prompts
 
 
@@ -173,7 +173,8 @@ def _micro_batch(copies: list[RolloutRow], device: torch.device, length: int) ->
         return pad(rows, (*(0, 0) * (rows.ndim - 2), 0, -rows.shape[1] % width), value=value)
 
     token, hidden, last, path = joined(0), joined(2), joined(3), joined(4).clamp_min(0)
-    document, trained = joined(1, NODE), joined(5).permute(2, 0, 1).contiguous()
+    document = joined(1, NODE)
+    trained = joined(5).permute(2, 0, 1).contiguous()
     index = -2 - torch.arange(len(copies))  # negative indices, of no sequence in the data
     batch = Batch(token, document, torch.zeros_like(token), index, path, trained)
     token, document, path = (to_device(field, device) for field in (token, document, path))

@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 if __name__ == "__main__":
-    sys.path[0] = str(Path(__file__).resolve().parents[1])
+    sys.path[0] += "/.."
 
 from accelerate import Accelerator
 from hydra.core.hydra_config import HydraConfig
@@ -67,7 +67,8 @@ def train(run: RunConfig) -> None:
     """Train and evaluate a resolved run, on one of its processes."""
     if launch.is_main():
         print(f"{run.name}: head={run.head.name} for {run.model.path}")
-    folder, resumes = Path(run.out) / "checkpoints", "the checkpoints are kept, and resume=true goes on"
+    folder = Path(run.out) / "checkpoints"
+    resumes = "the checkpoints are kept, and resume=true goes on"
     with report_on_interrupt(lambda: resumes if checkpoint.checkpoints(folder) else "nothing was trained"):
         among_processes(run, train_and_evaluate)
 

@@ -34,7 +34,7 @@ from heads.formats.weights import meta_state_dict
 from heads.mtp import TARGET, Mtp
 from heads.rows import positions
 from inference.drafters.head import load_mtp
-from inference.target.embeddings_only import EmbeddingsOnly
+from inference.target.embeddings_only import AnyTarget, EmbeddingsOnly
 from inference.target.placement import REPLICATE, whole
 from inference.target.target import Target
 
@@ -101,8 +101,7 @@ def adapt(head: nn.Module, config: AdaptConfig) -> None:
 
 def merged_copy(head: nn.Module, weights: NamedTensors) -> nn.Module:
     """Return a new head on the CPU with these weights and its adapters merged."""
-    build = type(head)
-    copy = build(head.config, head.embeddings)
+    copy = type(head)(head.config, head.embeddings)
     adapters = vars(head).get("peft_config")  # peft's record of injected adapters
     if adapters is None:
         copy.load_state_dict(weights)
@@ -118,7 +117,6 @@ log = logging.getLogger(__name__)
 
 AUTO, LAST_LAYER, CHECKPOINT = "auto", "last_layer", "checkpoint"  # values of `init` that name no head
 STARTS = (None, AUTO, LAST_LAYER, CHECKPOINT)
-OF_LAST_LAYER = (Mtp.Config, Eagle3.Config, Eagle.Config)  # heads that can start as the target's last layer
 SILU = ("silu", "swish")
 PROJECTIONS = ("q_proj", "k_proj", "v_proj")
 # EAGLE-3's parameters with wider inputs: its projections read an embedding and the state.
@@ -128,16 +126,19 @@ TOKENS_PER_INPUT = 8, 64  # minimum and maximum tokens per input; the fit of `fi
 RIDGE = 1e-2  # ridge penalty relative to the inputs' mean square
 
 
-def resolve_init(
-    init: str | None, config: HeadConfig, target: Target | EmbeddingsOnly
-) -> tuple[HeadConfig, str | None]:
+def _first(config: HeadConfig) -> str:
+    """Return the name of a head's decoder layer that can start as the target's last layer, empty without one."""
+    return getattr(HEADS[config.name], "first_layer", "")
+
+
+def resolve_init(init: str | None, config: HeadConfig, target: AnyTarget) -> tuple[HeadConfig, str | None]:
     """Return a head's configuration and its `init`, where `auto` becomes the target's last layer or None.
 
     `auto` is the last layer for mtp, eagle, hass and eagle3 if its shapes match, and except for mtp if the target is
     loaded anyway. Such a head has the target's rotary positions and norm; an MTP module has them in either case, since
     engines assume them.
     """
-    if init != AUTO or not isinstance(config, OF_LAST_LAYER):
+    if init != AUTO or not _first(config):
         return config, None if init == AUTO else init
     if isinstance(target, EmbeddingsOnly):
         log.warning(
@@ -162,7 +163,8 @@ def check_init(adapter: AdaptConfig, config: HeadConfig, init: str | None, place
 
     A layer of the target is copied only into a head that has one, and only where it is not sharded.
     """
-    if init in (LAST_LAYER, CHECKPOINT) and not isinstance(config, Mtp.Config if init == CHECKPOINT else OF_LAST_LAYER):
+    able = isinstance(config, Mtp.Config) if init == CHECKPOINT else _first(config)
+    if init in (LAST_LAYER, CHECKPOINT) and not able:
         others = "" if init == CHECKPOINT else ", eagle, hass and eagle3"
         raise ValueError(f"init={init} starts only head=mtp{others}: give that head, or a folder for init")
     if init == CHECKPOINT and placement != REPLICATE:
@@ -181,9 +183,7 @@ def check_init(adapter: AdaptConfig, config: HeadConfig, init: str | None, place
         )
 
 
-def init_head(
-    config: HeadConfig, init: str | None, target: Target | EmbeddingsOnly, base: str | None = None
-) -> nn.Module:
+def init_head(config: HeadConfig, init: str | None, target: AnyTarget, base: str | None = None) -> nn.Module:
     """Return the head to train: a new one, or the one that `init` names; refuse one of another kind or target."""
     target.embeddings.check_width()
     kind = HEADS[config.name]
@@ -231,7 +231,8 @@ def from_target(config: HeadConfig, init: str, target: Target, checkpoint: str) 
     config = match_target(config, target)
     if init == CHECKPOINT:
         module = load_mtp(target, checkpoint)
-        config, loaded = replace(config, raw_state=module.config.raw_state), module.state_dict().items()
+        config = replace(config, raw_state=module.config.raw_state)
+        loaded = module.state_dict().items()
         start: NamedTensors = {name.replace(BLOCK, _block(config)): value for name, value in loaded}
     else:
         start = last_layer(config, target)
@@ -241,7 +242,7 @@ def from_target(config: HeadConfig, init: str, target: Target, checkpoint: str) 
     head = HEADS[config.name](config, target.embeddings)
     weights = head.state_dict()
     if not isinstance(head, Mtp):
-        first = "first." if isinstance(head, Eagle3) else "layers.0."
+        first = f"{head.first_layer}."
         left_out = REFITTED if isinstance(head, Eagle3) else (*REFITTED, "norm.weight")  # EAGLE has no final norm
         start = {name.replace("block.", first): value for name, value in start.items() if name not in left_out}
     elif init == LAST_LAYER:
@@ -275,7 +276,7 @@ def fit_init(head: Any, init: str | None, target: Any, batches: Batches, steps: 
         head.eh_proj.weight.copy_(solve(head.eh_proj, lambda states: states.below))
         return
     layer = last_layer(head.config, target)
-    block: Any = head.layers[0] if isinstance(head, Eagle) else head.first
+    block: Any = head.get_submodule(head.first_layer)
     residual = block.self_attn.o_proj, block.mlp.down_proj
     if isinstance(head, Eagle):  # scales the layer to the target's final norm
         gain = final_gain(target, batches).to(head.fc.weight)
@@ -288,11 +289,11 @@ def fit_init(head: Any, init: str | None, target: Any, batches: Batches, steps: 
         norms = head.config.norm_output  # whether the head feeds back normed states
         head.fusion.fc.weight.copy_(solve(head.fusion.fc, lambda states: states.last_hidden if norms else states.raw))
     # Queries, keys and values are those of the target's layer, for its predicted input.
-    scale, eps = layer["block.input_layernorm.weight"].to(block.self_attn.o_proj.weight), head.config.norm_eps
+    scale = layer["block.input_layernorm.weight"].to(block.self_attn.o_proj.weight)
+    eps = head.config.norm_eps
     guess = solve(block.self_attn.q_proj, lambda states: functional.rms_norm(states.below, scale.shape, scale, eps))
     for name in PROJECTIONS:
-        projection = getattr(block.self_attn, name)
-        projection.weight.copy_(layer[f"block.self_attn.{name}.weight"].to(guess) @ guess)
+        getattr(block.self_attn, name).weight.copy_(layer[f"block.self_attn.{name}.weight"].to(guess) @ guess)
     for linear in residual if isinstance(head, Eagle3) else ():
         linear.weight.add_(solve(linear, lambda states: states.above - states.state))
 
@@ -354,7 +355,8 @@ def fit_linear(
             head.unroll(features._replace(hidden=hidden[:, :, : -len(top)], last_hidden=last), 1)
             follows = functional.pad((document[:, 1:] == document[:, :-1]) & (document[:, 1:] >= 0), (0, 1))
             follows &= to_device(batch.index >= 0, follows.device)[:, None]  # without padding sequences
-            raw, ahead = hidden[:, :, -1][follows], hidden[:, :, -len(top) :].roll(-1, 1)[follows]
+            raw = hidden[:, :, -1][follows]
+            ahead = hidden[:, :, -len(top) :].roll(-1, 1)[follows]
             states = LayerStates(last[follows], raw, ahead[:, -2], ahead[:, -1], given["state"][follows])
             inputs = given["input"][follows]
             sums += inputs.T @ torch.cat([inputs, labels_of(states)], 1)
@@ -420,8 +422,7 @@ def incompatibility(config: Any, target: Target) -> str | None:
 def mismatch(config: Any, start: NamedTensors, target: Target) -> str | None:
     """Return how the target's layer parameters differ from the head's, with the remedy for an MTP module, or None."""
     # The head's decoder layer parameters that the target's last layer should have, on meta.
-    firsts = (("block.", Mtp.Config), ("layers.0.", Eagle.Config), ("first.", Eagle3.Config))
-    first = next(prefix for prefix, kind in firsts if isinstance(config, kind))
+    first = f"{_first(config)}."
     outlined = meta_state_dict(HEADS[config.name], config, target.embeddings, "")
     layer = {name.replace(first, "block.", 1): value for name, value in outlined.items() if name.startswith(first)}
     layer |= {f"block.{name}": x for name, x in outlined.items() if name.startswith("layers.") and first not in name}

@@ -149,7 +149,8 @@ class Guard:
     def check(self, loss: float, norm: float) -> str | None:
         """Record a step's loss and gradient norm; return why the step is bad, or None."""
         recent = self.progress["recent"]
-        usual, reason = statistics.median(recent) if len(recent) == WINDOW else math.inf, None
+        usual = statistics.median(recent) if len(recent) == WINDOW else math.inf
+        reason = None
         if not math.isfinite(loss):
             reason = f"its loss is {loss}"
         elif not math.isfinite(norm):
@@ -202,8 +203,7 @@ class Stepper:
             self.peak = peak_of(torch.cuda.get_device_name(accelerator.device))
         self.steps, self.rows, self.stall = 0, 0, 0.0  # counts since the last record
         self.restore(dict(BEGINNING))
-        make = partial(optimizer, config=trainer)
-        self.strategy = strategy.prepare(launcher, accelerator, loss, make, trainer.clip)
+        self.strategy = strategy.prepare(launcher, accelerator, loss, partial(optimizer, config=trainer), trainer.clip)
         self.optimizer = self.strategy.optimizer
         self.average = Ema(head, trainer.ema)
         self.state = TrainState(head, self.optimizer, self.average)
@@ -250,7 +250,8 @@ class Stepper:
         norm = self.strategy.clip(trainer.clip)
         mark("optimiser")
         # The step's numbers over all processes: the only read of the host.
-        depths, norm = len(trained), torch.as_tensor(norm, device=device).reshape(1).to(trained.dtype)
+        depths = len(trained)
+        norm = torch.as_tensor(norm, device=device).reshape(1).to(trained.dtype)
         packed = self.accelerator.reduce(torch.cat([*totals.values(), norm]), "sum")
         packed[depths:-1] /= trained.repeat(len(totals) - 1)
         *means, grad_norm, rows = torch.cat([packed, trained[:1]]).tolist()
@@ -286,7 +287,7 @@ class Stepper:
         spent |= {"data": spent["data"] + moved, "target": spent["target"] - moved}
         phases = {phase: seconds / steps for phase, seconds in spent.items()}
         seconds = max(sum(phases.values()), 1e-9)  # an accelerator may not have reached any event
-        device, peak = self.accelerator.device, self.peak
+        peak = self.peak
         rate = None if self.progress["flops"] is None else self.progress["flops"] / seconds
         return {
             "tokens_per_second": self.source.batches.step_tokens / seconds,
@@ -296,7 +297,7 @@ class Stepper:
             "stall_seconds": stall,
             **({} if rate is None else {"flops_per_second": rate}),
             **({} if rate is None or peak is None else {"mfu": rate / (1e12 * peak * self.accelerator.num_processes)}),
-            "memory_bytes": peak_memory(device),
+            "memory_bytes": peak_memory(self.accelerator.device),
         }
 
     def counted(self, step: int, *, halted: Callable[[], bool]) -> Step | None:
@@ -337,7 +338,8 @@ def keep_batch(folder: Path, batches: Batches, step: int, why: str) -> Path:
     `step-N.safetensors` has the sequences' indices, tokens, documents and masks; N counts from 1, as in metrics.jsonl.
     `step-N.json` has the seed, the world size and the reason.
     """
-    row, path = batches.sequences(step), folder / f"step-{step + 1}.safetensors"
+    row = batches.sequences(step)
+    path = folder / f"step-{step + 1}.safetensors"
     names = ("token", "document", "mask")
     tensors = {"row": row, **{name: field[row] for name, field in zip(names, batches.packed, strict=True)}}
     record = {"step": step + 1, "seed": batches.seed, "why": why, "world_size": batches.world}

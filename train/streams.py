@@ -22,27 +22,28 @@ import torch
 from heads.shapes import PerSequence
 
 if __name__ == "__main__":
-    sys.path[0] = str(Path(__file__).resolve().parents[1])
+    sys.path[0] += "/.."
 
 from accelerate import Accelerator
 from accelerate.utils import set_seed
 from jaxtyping import Bool, Float, Int
 from omegaconf import DictConfig, OmegaConf
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 
 from data.batches import Batch, Batches, check_known, pack
 from data.features.source import LiveFeatures
 from data.text.prompts import load_training
-from heads.base import Features, NamedTensors, to_device
+from heads.base import Features, Layers, NamedTensors, Tokens, to_device
 from heads.common.command import command, exit_this_run
 from heads.common.errors import user_errors
 from heads.common.progress import print_line
 from heads.common.ranges import Count, Within
 from heads.common.target_config import check_sequence_length, context_of
-from heads.common.typed import typed
+from heads.common.typed import Json, typed
 from heads.formats.store import write_folder
 from heads.modules.argmax import argmax
-from inference.drafters.contrib.streams import KIND, Streams, StreamsDrafter
+from inference.drafters.contrib.streams import KIND, StreamLogits, Streams, StreamsDrafter
 from inference.drafters.policy import TreeConfig
 from inference.target.loading import configuration
 from inference.target.placement import REPLICATE
@@ -84,17 +85,15 @@ def anchors(
     Every `every`-th trained token with a trained next token is an anchor, from a random start.
     """
     trained = trainable(batch.document, batch.loss_mask, streams).movedim(0, -1) & batch.loss_mask.bool()[:, :, None]
-    chosen = []
-    for is_trained, key in zip(trained.any(-1), hash_key(keys, ANCHORS).tolist(), strict=True):
-        chosen.append(is_trained.nonzero()[key % every :: every, 0])
-    count = max(1, *map(len, chosen))
-    row = torch.stack([torch.cat([anchor, anchor.new_zeros(count - len(anchor))]) for anchor in chosen])
-    used = torch.stack([torch.arange(count) < len(anchor) for anchor in chosen])
+    starts = hash_key(keys, ANCHORS).tolist()
+    chosen = [rows.nonzero()[key % every :: every, 0] for rows, key in zip(trained.any(-1), starts, strict=True)]
+    row = pad_sequence([*chosen, chosen[0].new_zeros(1)], batch_first=True)[:-1]  # at least one
+    used = torch.arange(row.shape[1]) < torch.tensor([*map(len, chosen)])[:, None]
     return row, trained.gather(1, row[:, :, None].expand(-1, -1, streams)) & used[:, :, None]
 
 
 def stream_sums(
-    draft: Float[Tensor, "B A G V"], teacher: Float[Tensor, "B A G V"], valid: Bool[Tensor, "B A G"]
+    draft: StreamLogits, teacher: StreamLogits, valid: Bool[Tensor, "B A G"]
 ) -> dict[str, Float[Tensor, "G"]]:
     """Return each stream's sums over anchors: cross-entropy with the target's probabilities, and agreement."""
     number = torch.arange(valid.shape[2], device=valid.device).expand_as(valid)[valid]
@@ -156,15 +155,16 @@ class KeptStreams:
 
 def loop_of(
     run: StreamsRunConfig, accelerator: Accelerator, target: Target, streams: Streams, batches: Batches,
-    prompts: list[list[int]],
+    prompts: list[Tokens], settings: Json,
 ) -> Loop:  # fmt: skip
-    """Return the run's training loop, ready to start or to resume."""
+    """Return the run's training loop, ready to start or to resume; `settings` are those that must not change."""
 
     def drafter(streams: Streams, tree: TreeConfig, name: str) -> StreamsDrafter:
         return StreamsDrafter(StreamsDrafter.Config(run.out, tree), target, name, streams)
 
-    def features(token: Tensor, document: Tensor, _: tuple[int, ...]) -> Features:
-        device, none = accelerator.device, torch.empty(*token.shape, 0, device=accelerator.device)
+    def features(token: Tensor, document: Tensor, _: Layers) -> Features:
+        device = accelerator.device
+        none = torch.empty(*token.shape, 0, device=accelerator.device)
         return Features(to_device(token, device), none[:, :, :, None], none, to_device(document, device))
 
     # Streams are small, so AdamW trains them whatever the preset.
@@ -177,10 +177,8 @@ def loop_of(
         evaluator = AcceptanceEvaluator(target, prompts, trainer, run.tree, run.name, drafter)
     kept_streams = KeptStreams(Path(run.out, KIND), run.streams, target)
     loss_values = {"every": run.every, "decay": run.decay}
-    this_run = {
-        "settings": checkpoint.settings(run.trainer, {"streams": run.streams}, target.spec.fingerprint, batches),
-        "arithmetic": checkpoint.numerics(run.trainer, loss_values, run.launcher.strategy, accelerator.num_processes),
-    }
+    arithmetic = checkpoint.numerics(run.trainer, loss_values, run.launcher.strategy, accelerator.num_processes)
+    this_run = {"settings": settings, "arithmetic": arithmetic}
     return Loop(Path(run.out), stepper, kept_streams, evaluator, this_run, resumes=run.resume, config=values_of(run))
 
 
@@ -197,16 +195,15 @@ def job(run: StreamsRunConfig, accelerator: Accelerator, lock: RunLock) -> None:
     packed = pack(data.samples, run.data.length)
     check_known(packed, data.held_out, target.tokenizer, target.embeddings.vocab_size)
     batches = batches_for(run, packed, accelerator)
+    settings = checkpoint.settings(run.trainer, {"streams": run.streams}, target.spec.fingerprint, batches)
 
     def begin() -> None:
         origin = provenance(accelerator.num_processes, run.launcher.strategy, data, target.tokenizer)
-        settings = checkpoint.settings(run.trainer, {"streams": run.streams}, target.spec.fingerprint, batches)
         prepare_out(run, values_of(run), lock, settings, data, origin, KIND)
         print_line(f"{run.name}: {sizes(streams, data, packed)}")
 
     on_main(accelerator, begin)
-    held_out = [prompt.token for prompt in data.held_out]
-    loop_of(run, accelerator, target, streams, batches, held_out).train()
+    loop_of(run, accelerator, target, streams, batches, [prompt.token for prompt in data.held_out], settings).train()
     accelerator.wait_for_everyone()
 
 

@@ -63,8 +63,7 @@ def rows_of(name: str, drafter: str, out: Path) -> list[Json]:
 
 def table(rows: list[Json]) -> Table:
     """Return the table for the terminal."""
-    overall = results_of({"rows": rows})
-    failed = [replace(one, failed=one.failed or one.row.get("failed", False)) for one in overall]
+    failed = [replace(one, failed=one.failed or one.row.get("failed", False)) for one in results_of({"rows": rows})]
     measured = sections.table(sections.SWEEP, failed)
     body = []
     for row, cells in zip(rows, measured.lines, strict=True):

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
@@ -21,7 +21,7 @@ from inference.protocol import CommittedTokens, Context, Proposal
 from inference.target.config import DTYPES
 from inference.target.target import Target
 from inference.target.tokenizer import UNFINISHED, decode
-from inference.verification.tree import root
+from inference.verification.tree import PerNode, root
 
 ROOT = -1  # index of the last token read, the parent of the first drafted nodes
 
@@ -39,11 +39,8 @@ class Vocabulary:
     """
 
     def __init__(self, target: Target, assistant: Target, match: str) -> None:
-        self.target_tokenizer, self.assistant_tokenizer, self.size = (
-            target.tokenizer,
-            assistant.tokenizer,
-            target.embeddings.vocab_size,
-        )
+        self.target_tokenizer, self.assistant_tokenizer = target.tokenizer, assistant.tokenizer
+        self.size = target.embeddings.vocab_size
         self.is_same, self.texts, self.ids = match == "same", dict[int, str](), dict[str, int]()
         if self.is_same:
             if self.target_tokenizer.get_vocab() != self.assistant_tokenizer.get_vocab():
@@ -53,10 +50,9 @@ class Vocabulary:
             self.texts = token_texts(target)
             self.ids = {text: token for token, text in token_texts(assistant).items()}  # byte tokens come first
             id_of = {text: token for token, text in self.texts.items()}
-            special = _special(self.target_tokenizer)
             others = _special(self.assistant_tokenizer)
             pairs = {token: self.ids[text] for text, token in id_of.items() if text in self.ids}
-            pairs |= {token: others[name] for name, token in special.items() if name in others}
+            pairs |= {token: others[name] for name, token in _special(self.target_tokenizer).items() if name in others}
             ends = self.target_tokenizer.eos_token_id, self.assistant_tokenizer.eos_token_id
             if None not in ends and ends[0] not in pairs and ends[1] not in pairs.values():
                 pairs[ends[0]] = ends[1]
@@ -83,14 +79,14 @@ class Vocabulary:
             while rest:
                 length = next((n for n in range(len(rest), 0, -1) if rest[:n] in self.ids), None)
                 if length is None:  # the assistant cannot spell it: it is left out
-                    spelled = []
                     break
                 spelled.append(self.ids[rest[:length]])
                 rest = rest[length:]
-            own_tokens += spelled
+            else:
+                own_tokens += spelled
         return own_tokens
 
-    def to_assistant(self, token: Int[Tensor, "N"]) -> Int[Tensor, "N"]:
+    def to_assistant(self, token: PerNode) -> PerNode:
         """Return the counterparts; one without is 0: its probability is 0, and its node's logits are not used."""
         return self.counterpart[token.to(self.counterpart.device)]
 
@@ -109,10 +105,9 @@ def token_texts(model: Target) -> dict[int, str]:
     "Ġthe" of a byte-level BPE, "▁the" of a sentencepiece model and the word "the" of a word-level one are all " the".
     """
     tokenizer = model.tokenizer
-    special = {*_special(model.tokenizer).values()}
     before = tokenizer("the", add_special_tokens=False).input_ids[-1:]
     shown = len(decode(tokenizer, before))
-    tokens = sorted({*tokenizer.get_vocab().values()} - special)
+    tokens = sorted({*tokenizer.get_vocab().values()} - {*_special(model.tokenizer).values()})
     texts = {t: decode(tokenizer, [*before, t])[shown:] for t in tokens if t < model.embeddings.vocab_size}
     return {t: text for t, text in texts.items() if text and UNFINISHED not in text}
 
@@ -201,8 +196,7 @@ class AssistantState(DrafterState):
     def update(self, commit: CommittedTokens) -> None:
         """Prefill the committed tokens; accepted nodes that were expanded are in the cache already."""
         self.text += self.vocabulary.translate(commit.token)
-        fits = 0 < len(self.text) <= self.model.context
-        self.level = self.answer(self.read(self.text)) if fits else None
+        self.level = self.answer(self.read(self.text)) if 0 < len(self.text) <= self.model.context else None
 
     def read(self, token: Tokens) -> Float[Tensor, "1 A"]:
         """Make `token`, one or more, the whole text; return the assistant's logits of the next token.
@@ -246,20 +240,19 @@ class AssistantState(DrafterState):
         """Score one more tree level (see `DraftHead.expand`); the keys and values are in the assistant's cache."""
         return self.answer(self.branch(nodes.token[0], [self.nodes[parent] for parent in nodes.parent[0].tolist()]))
 
-    def branch(self, token: Int[Tensor, "N"], above: list[int]) -> Float[Tensor, "N A"]:
+    def branch(self, token: PerNode, above: list[int]) -> Float[Tensor, "N A"]:
         """Run a new node with a token of the target after each node of `above`; return the assistant's own logits.
 
         ROOT in `above` is the last token read.
         """
         own_token = self.vocabulary.to_assistant(token)
-        model = self.model
-        device = self.model.device
+        model, device = self.model, self.model.device
         first = len(self.path)
         text = len(self.token)
         self.nodes = list(range(first, first + len(above)))
         for node, parent, t in zip(self.nodes, above, own_token.tolist(), strict=True):
             self.below[parent, t] = node
-            self.path.append([*(self.path[parent] if parent != ROOT else []), node])
+            self.path.append([*(() if parent == ROOT else self.path[parent]), node])
         depth = torch.tensor([len(path) for path in self.path], device=device)
         key_position = torch.cat([torch.arange(text, device=device), text - 1 + depth])[None]
         position = key_position[:, self.cache.length :]

@@ -1,6 +1,6 @@
 """Draft heads as drafters: trained ones, and the target's own module for multi-token prediction."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from heads.formats.mtp_layouts import BLOCK, REMEDY, promise
 from heads.modules.kv_cache import KVCache
 from heads.modules.layers import Attention
 from heads.mtp import TARGET, Mtp
+from heads.shapes import PerSequence
 from inference.drafters.plain import root_trees
 from inference.drafters.policy import (
     Schedule,
@@ -30,11 +31,10 @@ from inference.drafters.policy import (
     sampled_shape,
     verifiable,
 )
-from inference.protocol import Context, DraftBatch, Drafted, Drafter, DraftInputs, DraftPlan, DraftRows, DraftTraits
+from inference.protocol import Contexts, DraftBatch, Drafted, Drafter, DraftInputs, DraftPlan, DraftTraits
 from inference.target.model import TargetOutput
 from inference.target.packed import pack
 from inference.target.target import Target
-from inference.verification.rules import PerSequence
 
 Given = Mapping[str, Any]  # a user's values of a tree; None keeps the saved one
 
@@ -59,14 +59,14 @@ class HeadDrafter(Drafter):
         return HeadBatch(self.head, self.schedule, size)
 
 
-class HeadBatch(DraftBatch, DraftRows):
+class HeadBatch(DraftBatch):
     """Drafts by a head for several sequences: one KV cache over all slots, and the head's output at each root.
 
     Both are buffers over all slots, written in place. In a step without a `policy` nothing is drafted and no rows are
     appended, so before the next draft the sequences are prefilled again (`needs_prefill`).
     """
 
-    def __init__(self, head: DraftHead, schedule: Schedule, size: int) -> None:
+    def __init__(self, head: Any, schedule: Schedule, size: int) -> None:
         self.head, self.schedule, self.size = head, schedule, size
         self.feature_layers = head.feature_layers
         self.traits = DraftTraits(max_nodes=max(map(most_nodes, schedule.trees), default=1), rows=self)
@@ -74,8 +74,7 @@ class HeadBatch(DraftBatch, DraftRows):
         self.paused = False  # whether rows are missing since the last prefill
         self.cache: KVCache | None = None
         self.buffers: Any = None
-        modules: Any = head
-        self.attentions = [module for module in modules.modules() if isinstance(module, Attention)]
+        self.attentions = [module for module in self.head.modules() if isinstance(module, Attention)]
         self.choose(1)
 
     def choose(self, running: int) -> None:
@@ -83,7 +82,8 @@ class HeadBatch(DraftBatch, DraftRows):
         self.policy = policy = None if self.paused else self.schedule.at(running)
         self.plan = DraftPlan(max_nodes=self.traits.max_nodes, tree_id=id(policy))
         if policy is not None:
-            deepest, sampled = min(policy.deepest, self.head.max_depth), sampled_shape(policy, self.head.max_depth)
+            deepest = min(policy.deepest, self.head.max_depth)
+            sampled = sampled_shape(policy, self.head.max_depth)
             self.plan = self.plan._replace(deepest=deepest, chain=policy.kind == "chain", sampled=sampled)
 
     def needs_prefill(self, running: int) -> bool:
@@ -96,7 +96,7 @@ class HeadBatch(DraftBatch, DraftRows):
         needs_prefill, self.paused = self.paused and not pauses, pauses
         return needs_prefill
 
-    def begin(self, contexts: Sequence[Context | None], longest: int) -> DraftPlan:
+    def begin(self, contexts: Contexts, longest: int) -> DraftPlan:
         """Choose a step's tree."""
         self.choose(len(contexts))
         self.set_longest(longest)  # a hybrid may commit rows to a head that did not draft
@@ -122,17 +122,15 @@ class HeadBatch(DraftBatch, DraftRows):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the head's KV cache, allocated or not."""
-        head: Any = self.head
-        return self.new_cache(torch.device("meta")).nbytes(head) if self.head.has_kv_cache else 0
+        """Bytes of the head's KV cache on the target's device, allocated or not."""
+        return self.new_cache(torch.device("meta")).nbytes(self.head) if self.head.has_kv_cache else 0
 
     @property
     def spare(self) -> int:
         """Rows of the cache after a text: those of a tree or of a block, and those appended but not accepted."""
         trees = self.schedule.trees
-        drafted = max([self.head.max_depth + 1, *map(expanded, trees)])
         committed = [min(tree.deepest, self.head.max_depth) + 1 for tree in trees]
-        return drafted + max(committed, default=0)
+        return max([self.head.max_depth + 1, *map(expanded, trees)]) + max(committed, default=0)
 
     @torch.inference_mode()
     def move(self, from_slot: int, slot: int, length: int) -> None:
@@ -164,8 +162,7 @@ class HeadBatch(DraftBatch, DraftRows):
         """Return the buffers of the KV cache and of the outputs at the roots, and the rotary tables."""
         tables = [attention.rotary.table for attention in self.attentions]
         level = [self.buffers.logits, self.buffers.hidden, *self.buffers.root]
-        caches = [] if self.cache is None else self.cache.tensors()
-        return [*level, *tables, *caches]
+        return [*level, *tables, *([] if self.cache is None else self.cache.tensors())]
 
     def set_longest(self, longest: int) -> None:
         """Set the length of the longest sequence in the KV cache."""
@@ -173,7 +170,7 @@ class HeadBatch(DraftBatch, DraftRows):
             self.cache.longest = longest
 
     def commit(self, features: Features, count: PerSequence) -> None:
-        """Append verified rows, except in a step without a draft."""
+        """Append the first `count` of T verified rows of each sequence, except in a step without a draft."""
         if self.plan.deepest:
             self.extend(features, count)
 

@@ -4,25 +4,28 @@ from collections.abc import Sequence
 from typing import Protocol, runtime_checkable
 
 import torch
-from jaxtyping import Float, Int
-from torch import Tensor
 from torch.nn.functional import pad
+from torch.nn.utils.rnn import pad_sequence
 
 from heads.base import Tokens
+from heads.shapes import PerSequence
 from inference.protocol import (
     CommittedTokens,
     Context,
+    Contexts,
     DraftBatch,
     Drafted,
     Drafter,
     DraftInputs,
     DraftPlan,
     DraftTraits,
+    PassLogits,
     Proposal,
     Verified,
 )
 from inference.target.model import TargetOutput
 from inference.verification import tree as trees
+from inference.verification.rules import is_chain
 from inference.verification.tree import LOOK_AHEAD, DraftTree
 
 
@@ -32,7 +35,6 @@ class DrafterState(Protocol):
 
     def propose(self, context: Context) -> Proposal:
         """Return a draft after the last token."""
-        ...
 
     def update(self, commit: CommittedTokens) -> None:
         """Update the state with the committed tokens; by default there is nothing to update."""
@@ -55,7 +57,6 @@ class HostDrafter(Drafter, Protocol):
 
     def start(self, prompt: Tokens) -> DrafterState:
         """Begin a sequence; a drafter with memory may now store the text of the one before."""
-        ...
 
     def batch(self, size: int) -> "HostBatch":
         """Return the draft batch for up to `size` sequences; each slot has its own clone of the drafter."""
@@ -81,7 +82,7 @@ class HostBatch(DraftBatch):
         """Move a sequence's state with its drafter."""
         self.slots[slot], self.slots[from_slot] = self.slots[from_slot], self.slots[slot]
 
-    def begin(self, contexts: Sequence[Context | None], longest: int) -> DraftPlan:
+    def begin(self, contexts: Contexts, longest: int) -> DraftPlan:
         """Collect the sequences' proposals."""
         states = zip([state for _, state in self.slots], contexts, strict=False)
         return self.planned([state.propose(context) if state and context else None for state, context in states])
@@ -104,7 +105,7 @@ class HostBatch(DraftBatch):
         self.plan = DraftPlan(
             max(depths),
             self.size + self.look_ahead_size,
-            all(tree == [*range(-1, len(tree) - 1)] for tree in parents),
+            all(map(is_chain, parents)),
             max(shapes, key=len, default=None),  # the longest topology; the others are prefixes of it
             [draft is None or draft.q is not None or len(draft.tree.token) == 1 for draft in proposals],
             proposals[0] if self.traits.single else None,
@@ -112,7 +113,7 @@ class HostBatch(DraftBatch):
         return self.plan
 
     def draft_trees(
-        self, roots: DraftInputs, max_draft_depth: Int[Tensor, "B"], longest: int, *, allow_host_sync: bool
+        self, roots: DraftInputs, max_draft_depth: PerSequence, longest: int, *, allow_host_sync: bool
     ) -> Drafted:
         """Return the proposals, padded to the largest, with look-ahead tokens after the nodes."""
         device, size, count = roots.token.device, self.size, len(self.proposals)
@@ -129,10 +130,9 @@ class HostBatch(DraftBatch):
         q = None
         if self.plan.sampled is not None:
             given = [None if proposal is None else proposal.q for proposal in self.proposals]
-            rows = len({*self.plan.sampled} - {-1})
             none = next(probs for probs in given if probs is not None)[:0]
-            sampled_from = [none if probs is None else probs for probs in given]
-            q = torch.stack([pad(probs, (0, 0, 0, rows - len(probs)), value=1.0) for probs in sampled_from]).to(device)
+            probs = [none if q is None else q for q in given]
+            q = pad_sequence(probs, batch_first=True, padding_value=1.0).to(device)
         if not self.look_ahead_size:
             return Drafted(tree, mask, q)
         more = (0, self.look_ahead_size)
@@ -146,13 +146,10 @@ class HostBatch(DraftBatch):
                 nodes = len(proposal.tree.token)
                 after = slice(size, size + len(ahead.token))
                 tree.token[b, after], depth[b, after] = ahead.token, ahead.offset
-                mask[b, after, :nodes], mask[b, after, after] = (
-                    ahead.attn_mask[:, :nodes],
-                    ahead.attn_mask[:, nodes:],
-                )
+                mask[b, after, :nodes], mask[b, after, after] = (ahead.attn_mask[:, :nodes], ahead.attn_mask[:, nodes:])
         return Drafted(tree, mask, q, depth)
 
-    def update(self, slot: int, token: Tokens, path: list[int], logits: Float[Tensor, "M V"] | None) -> None:
+    def update(self, slot: int, token: Tokens, path: list[int], logits: PassLogits) -> None:
         """Update a sequence's state with its verified proposal."""
         proposal = self.proposals[slot]
         state = self.slots[slot][1]

@@ -6,21 +6,20 @@ it is corrected by the acceptance of its past drafts. The head's number is the m
 all sequences use the model-free draft, the head does not draft.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Annotated, Any
+from typing import Annotated
 
 import torch
-from jaxtyping import Bool, Float, Int
-from torch import Tensor
 from torch.nn.functional import pad
 
 from heads.base import Tokens
 from heads.common.ranges import Amount, Within
+from heads.common.typed import Json
+from heads.shapes import Nodes, PerSequence
 from inference.drafters.host import HostBatch, HostDrafter
-from inference.protocol import Context, Drafted, Drafter, DraftInputs, DraftPlan, Proposal
+from inference.protocol import Contexts, Drafted, Drafter, DraftInputs, DraftPlan, PassLogits, Proposal
 from inference.target.model import TargetOutput
-from inference.verification.tree import DraftTree, agreed
+from inference.verification.tree import AncestorMask, DraftTree, agreed
 
 
 @dataclass
@@ -41,7 +40,7 @@ class Hybrid(Drafter):
 
         expected: Amount
         weight: Annotated[float, Within(0, 1, above=True)]
-        lookup: dict[str, Any]
+        lookup: Json
 
     def __init__(self, config: Config, head_drafter: Drafter, lookup: HostDrafter, name: str) -> None:
         self.config, self.head_drafter, self.lookup, self.name = config, head_drafter, lookup, name
@@ -72,7 +71,8 @@ class HybridBatch(HostBatch):
         drafters = [drafter, *(drafter.clone() for _ in range(size - 1))]
         super().__init__([clone.lookup for clone in drafters])
         self.drafters = {id(clone.lookup): clone for clone in drafters}
-        self.weight, self.head_batch = drafter.config.weight, drafter.head_drafter.batch(size)
+        self.weight = drafter.config.weight
+        self.head_batch = drafter.head_drafter.batch(size)
         self.traits = self.head_batch.traits._replace(on_device=False)
         self.looked_up: list[Proposal | None] = []
 
@@ -94,7 +94,7 @@ class HybridBatch(HostBatch):
         """Return the record of a slot."""
         return self.drafters[id(self.slots[slot][0])].record
 
-    def begin(self, contexts: Sequence[Context | None], longest: int) -> DraftPlan:
+    def begin(self, contexts: Contexts, longest: int) -> DraftPlan:
         """Choose the lookups of higher expected acceptance; the other drafter drafts for the rest, if there is one."""
         plan = super().begin(contexts, longest)
         self.looked_up, taken = self.proposals, list[Proposal | None]()
@@ -108,7 +108,8 @@ class HybridBatch(HostBatch):
         self.both, head_plan = any(context is not None for context in rest), self.head_batch.begin(rest, longest)
         if not self.both:
             return plan
-        lookup_plan, has_q = self.planned(taken), [True] * len(taken) if head_plan.has_q is None else head_plan.has_q
+        lookup_plan = self.planned(taken)
+        has_q = head_plan.has_q or [True] * len(taken)
         if all(proposal is None for proposal in taken):
             return head_plan
         return head_plan._replace(
@@ -119,7 +120,7 @@ class HybridBatch(HostBatch):
         )
 
     def draft_trees(
-        self, roots: DraftInputs, max_draft_depth: Int[Tensor, "B"], longest: int, *, allow_host_sync: bool
+        self, roots: DraftInputs, max_draft_depth: PerSequence, longest: int, *, allow_host_sync: bool
     ) -> Drafted:
         """Return the chosen lookups and the other sequences' trees, all padded to the largest."""
         taken = [proposal is not None for proposal in self.proposals]
@@ -135,7 +136,7 @@ class HybridBatch(HostBatch):
         tree = DraftTree(torch.where(which, token, others[0]), torch.where(which, parent, others[1]))
         return Drafted(tree, torch.where(which[..., None], mask, others[2]), head_drafts.q)
 
-    def update(self, slot: int, token: Tokens, path: list[int], logits: Float[Tensor, "M V"] | None) -> None:
+    def update(self, slot: int, token: Tokens, path: list[int], logits: PassLogits) -> None:
         """Let both drafters learn, the head's record if it drafted, and the lookup's in any case.
 
         The acceptance of an unused lookup follows from the committed tokens; a short commit shows only part of it.
@@ -151,7 +152,7 @@ class HybridBatch(HostBatch):
         self.head_batch.update(slot, token, path, logits)
 
 
-def padded(drafted: Drafted, size: int) -> tuple[Int[Tensor, "B N"], Int[Tensor, "B N"], Bool[Tensor, "#B N N"]]:
+def padded(drafted: Drafted, size: int) -> tuple[Nodes, Nodes, AncestorMask]:
     """Return tokens, parents and ancestor masks, padded to a size."""
     more = (0, size - drafted.tree.token.shape[1])
     mask = pad(drafted.ancestor_mask, (*more, *more)) | torch.eye(

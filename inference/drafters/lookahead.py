@@ -54,8 +54,7 @@ class Window(DrafterState):
     """
 
     def __init__(self, drafter: Lookahead, prompt: Tokens) -> None:
-        self.drafter, self.config = drafter, drafter.config
-        config = self.config
+        self.config = config = drafter.config
         chance = random.Random(0)
         self.levels = [chance.choices(prompt, k=config.window) for _ in range(config.ngram - 1)]
         self.passes = 0
@@ -78,8 +77,7 @@ class Window(DrafterState):
         """Collect the n-grams that the pass completed, and shift the window by one level."""
         if commit.verified is None or commit.verified.look_ahead is None:
             return
-        width = len(self.levels[0])
-        written = commit.verified.look_ahead[-width:].argmax(-1).tolist()
+        written = commit.verified.look_ahead[-len(self.levels[0]) :].argmax(-1).tolist()
         if self.passes >= self.config.ngram - 2:  # until then the columns have random tokens below their first
             for column in zip(*self.levels, written, strict=True):
                 self.collect(list(column))
@@ -117,5 +115,4 @@ def window(levels: int, width: int, nodes: int) -> tuple[Int[Tensor, "R"], Bool[
     level, column = index // width, index % width
     before = (level == 0) & (column <= column[:, None])
     above = (column == column[:, None]) & (level <= level[:, None])
-    root = (torch.arange(nodes) == 0).expand(len(index), -1)
-    return level + column, torch.cat([root, before | above], 1)
+    return level + column, torch.cat([(torch.arange(nodes) == 0).expand(len(index), -1), before | above], 1)

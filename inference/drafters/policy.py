@@ -29,11 +29,12 @@ from heads.common.ranges import Count, OneOf, Within
 from heads.common.untrusted import shown
 from heads.modules.vocab import scatter_logits
 from heads.rows import gather_parents
+from heads.shapes import Logits, PerSequence, TokenIds
 from inference.protocol import Context, DraftInputs, Proposal, inverse_temperature_of
 from inference.target.target import Target, check_size
 from inference.verification import tree as trees
 from inference.verification.sample import distribution, penalize
-from inference.verification.tree import DraftTree
+from inference.verification.tree import AncestorMask, DraftTree
 
 # The kinds of trees, and the fields that each reads.
 KINDS = {
@@ -178,11 +179,9 @@ class Expander(Protocol):
         @property
         def vocab(self) -> DraftVocabulary | None:
             """The draft vocabulary; None for the whole one."""
-            ...
 
     def expand(self, state: Any, level: LevelOutput, nodes: LevelNodes) -> LevelOutput:
         """Score one more tree level; see `DraftHead.expand`."""
-        ...
 
 
 class TreeBuilder:
@@ -207,7 +206,7 @@ class TreeBuilder:
         self.sizes, self.depth = [1], 0  # nodes down to each depth; the level's depth
         self.ancestors: Bool[Tensor, "B N M"] = torch.zeros(count, 1, 0, dtype=torch.bool, device=device)
 
-    def logits(self) -> Float[Tensor, "B N W"]:
+    def logits(self) -> Logits:
         """Return the level's logits after the repetition penalty."""
         logits = self.level.logits if self.ids is not None else scatter_logits(self.head.vocab, self.level.logits)
         if self.seen_tokens is None:
@@ -216,14 +215,14 @@ class TreeBuilder:
             logits, self.seen_tokens if self.ids is None else self.seen_tokens[..., self.ids], self.roots.sampling
         )
 
-    def scores(self) -> Float[Tensor, "B N W"]:
+    def scores(self) -> Logits:
         """Return the scores that rank the level's tokens: logits, or log-probs plus noise if coupled."""
         if self.roots.noise is None:
             return self.logits()
         noise = self.roots.noise[:, self.depth : self.depth + 1]
         return (distribution(self.logits(), self.roots.sampling) / noise).log()
 
-    def tokens(self, index: Int[Tensor, "*n"]) -> Int[Tensor, "*n"]:
+    def tokens(self, index: TokenIds) -> TokenIds:
         """Return the tokens at indices of `logits`."""
         return index if self.ids is None else self.ids[index]
 
@@ -317,10 +316,10 @@ def grow_batch(
     level: LevelOutput,
     config: TreeConfig,
     roots: DraftInputs,
-    max_draft_depth: Int[Tensor, "B"],
+    max_draft_depth: PerSequence,
     *,
     allow_host_sync: bool,
-) -> tuple[DraftTree, Bool[Tensor, "#B N N"], Float[Tensor, "B M V"] | None]:
+) -> tuple[DraftTree, AncestorMask, Float[Tensor, "B M V"] | None]:
     """Return the trees "B N" of B sequences, their ancestor masks, and q if children were sampled.
 
     All sequences have equal sampling parameters. `max_draft_depth` is each sequence's limit; deeper nodes are included
@@ -348,8 +347,7 @@ def grow_batch(
         else:
             q.append(distribution(growth.logits(), roots.sampling))
             children = samples.sample_distinct(q[-1], shape.width)
-        padded = functional.pad(children, (0, shape.width - children.shape[-1]), value=-1)
-        token = padded[:, shape.parent, shape.rank]
+        token = functional.pad(children, (0, shape.width - children.shape[-1]), value=-1)[:, shape.parent, shape.rank]
         parent = shape.parent.expand_as(token)
         nodes = growth.append(token, parent)
         if len(shape.inner):
@@ -359,8 +357,7 @@ def grow_batch(
 
 def sampled_shape(config: TreeConfig, max_depth: int) -> tuple[int, ...] | None:
     """Return the parents of a policy's nodes down to a depth; None if the policy never samples."""
-    fixed = config.kind == "static" or config.kind in BY_CONFIDENCE
-    return None if fixed else _parents(_paths(config, max_depth))
+    return None if (config.kind == "static" or config.kind in BY_CONFIDENCE) else _parents(_paths(config, max_depth))
 
 
 def _paths(config: TreeConfig, max_depth: int) -> tuple[RankPath, ...]:

@@ -58,7 +58,8 @@ class TextIndex(DrafterState):
     def propose(self, context: Context) -> Proposal:
         """Copy the tokens after the longest n-gram that occurred before."""
         self.extend(context.token[len(self.text) :])
-        count, draft = min(self.drafter.config.tokens, context.max_draft_depth), Tokens()
+        count = min(self.drafter.config.tokens, context.max_draft_depth)
+        draft = Tokens()
         starts = (self.after.get(tuple(self.text[-n:])) for n in self.drafter.sizes)
         if (start := next((index for index in starts if index is not None), None)) is not None:
             draft = self.text[start : start + count]

@@ -63,11 +63,12 @@ class Recycling(HostDrafter):
         return other
 
 
+@dataclass
 class RecyclingState(DrafterState):
     """One sequence: the candidates after each token, shared with later sequences if the drafter remembers."""
 
-    def __init__(self, drafter: Recycling, candidates: dict[int, Tokens]) -> None:
-        self.drafter, self.candidates = drafter, candidates
+    drafter: Recycling
+    candidates: dict[int, Tokens]
 
     @torch.inference_mode()
     def update(self, commit: CommittedTokens) -> None:
@@ -102,9 +103,7 @@ def top_tokens(logits: Float[Tensor, "N V"], count: int) -> Int[Tensor, "N K"]:
     whole = logits.shape[1] // FOLD * FOLD
     if logits.device.type != "cpu" or whole < 32 * FOLD or count > FOLD:
         return logits.topk(count).indices
-    folded = logits[:, :whole].unflatten(1, (-1, FOLD))
-    column = folded.amax(1).topk(count, sorted=False).indices
-    first = torch.arange(0, whole, FOLD)[:, None]
+    column = logits[:, :whole].unflatten(1, (-1, FOLD)).amax(1).topk(count, sorted=False).indices
     rest = torch.arange(whole, logits.shape[1]).expand(len(logits), -1)
-    token = torch.cat([(first + column[:, None]).flatten(1), rest], 1)
+    token = torch.cat([(torch.arange(0, whole, FOLD)[:, None] + column[:, None]).flatten(1), rest], 1)
     return token.gather(1, logits.gather(1, token).topk(count).indices)

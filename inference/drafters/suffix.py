@@ -207,8 +207,7 @@ class Suffix(HostDrafter):
             self.past.start()
             self.past.extend(output)
             while self.past.nodes > self.config.memory_nodes:
-                newer = self.past.texts[(len(self.past.texts) + 1) // 2 :]
-                self.past = SuffixTree.of(self.config.depth, newer)
+                self.past = SuffixTree.of(self.config.depth, self.past.texts[(len(self.past.texts) + 1) // 2 :])
 
 
 class SuffixState(DrafterState):

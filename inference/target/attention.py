@@ -28,8 +28,11 @@ from heads.base import to_device
 from heads.modules import flex
 from heads.modules.attention import pattern
 from heads.modules.layers import grouped_attention
+from heads.shapes import Sequences
 
 T = TypeVar("T")
+Attended = tuple[Tensor, None]  # without the weights that transformers' signature asks for
+Window = int | None  # tokens of a sliding window; None for all of a document
 SDPA, GROUPED, RAGGED = "sdpa", "headstart_grouped", "headstart_ragged"
 SPLIT, TAIL = 8, 4  # the cost of a ragged pass, and of each attention call in it, in rows (benchmarks/batches.py)
 OTHER = ("position_bias", "softcap", "s_aux")  # options of an attention that are not supported here
@@ -49,13 +52,16 @@ class Span(NamedTuple):
     end: int
 
 
+Spans = list[Span]
+
+
 class Packing(NamedTuple):
     """The sliding window of each attention layer of a target, None for all tokens of a document."""
 
     config: Any
-    windows: tuple[int | None, ...]
+    windows: tuple[Window, ...]
 
-    def needed(self, spans: list[Span], rows: int) -> bool:
+    def needed(self, spans: Spans, rows: int) -> bool:
         """Whether attention must be restricted to documents: otherwise it would cross them, or need a mask."""
         longest = max(span.end - span.begin for span in spans)
         return len(spans) > rows or any(window is not None and window < longest for window in self.windows)
@@ -64,9 +70,8 @@ class Packing(NamedTuple):
 def packing(model: "transformers.PreTrainedModel") -> Packing | None:
     """Return how a model's attention runs over documents; None if it has unsupported options."""
     config: Any = model.config.get_text_config()
-    window: int | None = getattr(config, "sliding_window", None)
-    count = config.num_hidden_layers
-    kinds = getattr(config, "layer_types", None) or [SLIDING if window else FULL] * count
+    window: Window = getattr(config, "sliding_window", None)
+    kinds = getattr(config, "layer_types", None) or [SLIDING if window else FULL] * config.num_hidden_layers
     able = getattr(model, "_supports_attention_backend", False) and config._attn_implementation in (SDPA, GROUPED)
     if not able or not {*kinds} <= {FULL, SLIDING} or (SLIDING in kinds and window is None):
         return None
@@ -75,7 +80,7 @@ def packing(model: "transformers.PreTrainedModel") -> Packing | None:
     return Packing(config, tuple(window if kind == SLIDING else None for kind in kinds))
 
 
-def spans_of(document: Int[Tensor, "B T"]) -> list[Span]:
+def spans_of(document: Sequences) -> Spans:
     """Return the documents of packed sequences, padding as one."""
     spans = []
     for row, ids in enumerate(document.tolist()):
@@ -89,11 +94,11 @@ def spans_of(document: Int[Tensor, "B T"]) -> list[Span]:
 class Documents:
     """The documents of a forward pass; a kernel's inputs are made once for all layers on a device."""
 
-    def __init__(self, windows: tuple[int | None, ...], spans: list[Span], position: Int[Tensor, "B T"]) -> None:
+    def __init__(self, windows: tuple[Window, ...], spans: Spans, position: Sequences) -> None:
         self.windows, self.spans, self.position = windows, spans, position
         self.longest = max(span.end - span.begin for span in spans)
         self._cu_seqlens: dict[torch.device, Tensor] = {}
-        self._masks: dict[tuple[int | None, torch.device], Any] = {}
+        self._masks: dict[tuple[Window, torch.device], Any] = {}
 
     def cu_seqlens(self, device: torch.device) -> Int[Tensor, "N"]:
         """Return the cumulative sequence lengths: each document's start in the flattened batch, and the end."""
@@ -104,11 +109,10 @@ class Documents:
             self._cu_seqlens[device] = to_device(cu_seqlens, device)
         return self._cu_seqlens[device]
 
-    def mask(self, window: int | None, device: torch.device) -> Any:
+    def mask(self, window: Window, device: torch.device) -> Any:
         """Return flex_attention's mask of the documents under a window."""
         if (window, device) not in self._masks:
-            attn_pattern = pattern(self.position.to(device), window)
-            self._masks[window, device] = attn_pattern.mask(self.position.shape[1], 0)
+            self._masks[window, device] = pattern(self.position.to(device), window).mask(self.position.shape[1], 0)
         return self._masks[window, device]
 
 
@@ -117,7 +121,7 @@ DOCUMENTS: ContextVar[Documents] = ContextVar("documents")
 
 def _attend(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, _mask: Tensor | None, **kwargs: Any
-) -> tuple[Tensor, None]:
+) -> Attended:
     """Attend within the documents; the signature is transformers'."""
     if odd := [name for name in OTHER if kwargs.get(name) is not None]:
         raise ValueError(f"its attention has a {odd[0]}")
@@ -152,7 +156,7 @@ def varlen_options(device: torch.device) -> frozenset[str]:
 
 
 def attend_varlen(
-    query: Tensor, key: Tensor, value: Tensor, scale: float | None, window: int | None, documents: Documents
+    query: Tensor, key: Tensor, value: Tensor, scale: float | None, window: Window, documents: Documents
 ) -> Float[Tensor, "B T H E"]:
     """Attend by one variable-length call for all documents, in 16 bits."""
     from torch.nn.attention import varlen
@@ -163,21 +167,23 @@ def attend_varlen(
     else:
         key, value = repeated(key, value, query.shape[1])
     q, k, v = (states.transpose(1, 2).flatten(0, 1) for states in (query, key, value))
-    cu_seqlens, longest = documents.cu_seqlens(query.device), documents.longest
+    cu_seqlens = documents.cu_seqlens(query.device)
+    longest = documents.longest
     out: Any = varlen.varlen_attn(q, k, v, cu_seqlens, cu_seqlens, longest, longest, **options)
     return out.unflatten(0, documents.position.shape)
 
 
 def attend_flex(
-    query: Tensor, key: Tensor, value: Tensor, scale: float | None, window: int | None, documents: Documents
+    query: Tensor, key: Tensor, value: Tensor, scale: float | None, window: Window, documents: Documents
 ) -> Float[Tensor, "B T H F"]:
     """Attend by one call of flex_attention for all documents, with a block mask."""
-    mask, grouped = documents.mask(window, query.device), query.shape[1] != key.shape[1]
+    mask = documents.mask(window, query.device)
+    grouped = query.shape[1] != key.shape[1]
     return flex.kernel()(query, key, value, block_mask=mask, scale=scale, enable_gqa=grouped).transpose(1, 2)
 
 
 def attend_each(
-    query: Tensor, key: Tensor, value: Tensor, scale: float | None, window: int | None, documents: Documents
+    query: Tensor, key: Tensor, value: Tensor, scale: float | None, window: Window, documents: Documents
 ) -> Float[Tensor, "B T H F"]:
     """Attend by a call for each document."""
     out = query.new_empty((query.shape[0], query.shape[2], query.shape[1], value.shape[-1]))
@@ -195,7 +201,7 @@ def within(
     key: Float[Tensor, "1 G N E"],
     value: Float[Tensor, "1 G N F"],
     scale: float | None,
-    window: int | None,
+    window: Window,
 ) -> Float[Tensor, "1 H N F"]:
     """Return one document's causal attention, over the last `window` tokens if given."""
     length = query.shape[2]
@@ -244,7 +250,8 @@ class Ragged(NamedTuple):
             tails = [size - width + TAIL for size in sizes if size > width]
             return len(sizes) * width + sum(tails) + SPLIT * bool(tails)
 
-        width, slots = min({*sizes}, key=cost), enumerate(zip(sizes, lengths, strict=True))
+        width = min({*sizes}, key=cost)
+        slots = enumerate(zip(sizes, lengths, strict=True))
         return cls(width, [(slot, size, length + size) for slot, (size, length) in slots if size > width])
 
     def rows(self, sequences: int, size: int) -> tuple[list[int], list[list[int]]]:
@@ -274,7 +281,7 @@ def attention_as(config: Any, name: str, variable: ContextVar[T], value: T) -> I
 
 def attend_ragged(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor, **kwargs: Any
-) -> tuple[Tensor, None]:
+) -> Attended:
     """Attend from rows laid out by `Ragged`, with the keys of all slots and the mask "B 1 N S" of the padded pass."""
     (width, tails), count = LAYOUT.get(), len(attention_mask)
     begin = count * width
@@ -282,7 +289,8 @@ def attend_ragged(
     shown = attention_mask[:, :, :width]
     parts = [attend_in_groups(module, first, key[:count], value[:count], shown, **kwargs)[0].flatten(0, 1)]
     for slot, size, end in tails:
-        rows, at = query[:, :, begin : begin + size - width], slice(slot, slot + 1)
+        rows = query[:, :, begin : begin + size - width]
+        at = slice(slot, slot + 1)
         shown = attention_mask[at, :, width:size, :end]
         parts.append(attend_in_groups(module, rows, key[at, :, :end], value[at, :, :end], shown, **kwargs)[0][0])
         begin += size - width
@@ -309,7 +317,7 @@ def attend_in_groups(
     dropout: float = 0.0,
     scaling: float | None = None,
     **kwargs: Any,
-) -> tuple[Tensor, None]:
+) -> Attended:
     """Attend without repeated keys and values; without groups or without a mask as transformers does."""
     plain = attention_mask is None and query.shape[2] > 1
     ungrouped = query.shape[1] == key.shape[1] or (attention_mask is not None and attention_mask.shape[1] > 1)
@@ -317,5 +325,4 @@ def attend_in_groups(
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
         return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
-    out = grouped_attention(query, key, value, attention_mask, scaling)
-    return out.transpose(1, 2).contiguous(), None
+    return grouped_attention(query, key, value, attention_mask, scaling).transpose(1, 2).contiguous(), None

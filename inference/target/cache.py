@@ -28,7 +28,12 @@ from transformers.cache_utils import (
     LinearAttentionCacheLayerMixin,
 )
 
+from heads.shapes import Nodes, PerSequence
+from inference.verification.tree import AncestorMask
+
 T = TypeVar("T")
+Args = tuple[Any, ...]  # a call's, by position
+Named = dict[str, Any]  # and by name
 KeysValues = tuple[Tensor, Tensor]
 KV_BUCKET = 256  # padded passes read a multiple of this many entries
 CAPACITY_MULTIPLE = 64  # capacities are multiples of it, so attention can be split into equal pieces
@@ -52,9 +57,7 @@ Layout = dict[int, tuple[KVSpec, KVSpec]]
 class BatchLayer(DynamicLayer):
     """One layer's buffers "B G C E" in one pass over several sequences; each writes its own entries."""
 
-    def __init__(
-        self, keys: Tensor, values: Tensor, slot: Int[Tensor, "B #N"], write_index: Int[Tensor, "B N"], end: int
-    ) -> None:
+    def __init__(self, keys: Tensor, values: Tensor, slot: Int[Tensor, "B #N"], write_index: Nodes, end: int) -> None:
         init: Any = super().__init__
         init()
         self.both, self.slot, self.write_index, self.end = (keys, values), slot, write_index, end
@@ -82,7 +85,7 @@ class BatchPass(NamedTuple):
 
     keys: list[Tensor]
     values: list[Tensor]
-    write_index: Int[Tensor, "B N"]
+    write_index: Nodes
     end: int
     fixed_shapes: bool = False
     slot: Int[Tensor, "1 T"] | None = None
@@ -90,8 +93,9 @@ class BatchPass(NamedTuple):
     @property
     def hf(self) -> Cache:
         """The cache object for transformers."""
-        slot, count = self.slot, len(self.write_index)
-        slot = torch.arange(count, device=self.write_index.device)[:, None] if slot is None else slot
+        slot = self.slot
+        if slot is None:
+            slot = torch.arange(len(self.write_index), device=self.write_index.device)[:, None]
         both = zip(self.keys, self.values, strict=True)
         return Cache(layers=[BatchLayer(*pair, slot, self.write_index, self.end) for pair in both])
 
@@ -149,13 +153,7 @@ class Storage:
         return self.layers[layer]
 
     def tree_pass(
-        self,
-        length: Int[Tensor, "B"],
-        ancestor_mask: Bool[Tensor, "#B N N"],
-        depth: Int[Tensor, "B N"],
-        end: int,
-        *,
-        fixed_shapes: bool = False,
+        self, length: PerSequence, ancestor_mask: AncestorMask, depth: Nodes, end: int, *, fixed_shapes: bool = False
     ) -> tuple[BatchPass, Bool[Tensor, "B N S"], Int[Tensor, "B S"]]:
         """Return a pass over trees whose entries follow each sequence's first `length` ones.
 
@@ -164,12 +162,14 @@ class Storage:
         """
         size = depth.shape[1]
         column = torch.arange(end, device=length.device) - length[:, None]  # relative to the root
-        node, within = column.clamp(0, size - 1), (column >= 0) & (column < size)
+        node = column.clamp(0, size - 1)
+        within = (column >= 0) & (column < size)
         on_path = ancestor_mask.expand(len(length), -1, -1).gather(2, node[:, None].expand(-1, size, -1))
         seen = (column < 0)[:, None] | (within[:, None] & on_path)
         if end > self.capacity:
             self.reserve(2 * end)
-        write_index, layers = length[:, None] + torch.arange(size, device=length.device), self.layers.values()
+        write_index = length[:, None] + torch.arange(size, device=length.device)
+        layers = self.layers.values()
         rows = BatchPass([keys for keys, _ in layers], [values for _, values in layers], write_index, end, fixed_shapes)
         return rows, seen, length[:, None] + torch.where(within, depth.gather(1, node), column)
 
@@ -236,8 +236,8 @@ class TargetCache:
     def keep(self, prefix: int, entries: list[int]) -> None:
         """Compact: keep the first `prefix` entries and then `entries` (counted from the prefix)."""
         if entries != list(range(len(entries))):
-            source, dest = torch.tensor([entries]), torch.arange(len(entries))[None]
-            self.storage.compact(torch.tensor([[self.slot]]), prefix + source, prefix + dest)
+            dest = torch.arange(len(entries))[None]
+            self.storage.compact(torch.tensor([[self.slot]]), prefix + torch.tensor([entries]), prefix + dest)
         self.set_length(prefix + len(entries))
 
     def set_length(self, length: int) -> None:
@@ -275,8 +275,8 @@ class Call(NamedTuple):
     """A call of a mixer: its arguments."""
 
     mixer: nn.Module
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
+    args: Args
+    kwargs: Named
 
     def replay(self, total: int, count: int) -> None:
         """Run the mixer over the first `count` of `total` tokens."""
@@ -320,13 +320,13 @@ class Recurrence:
                 module.register_forward_pre_hook(self.note, with_kwargs=True)
                 module.register_forward_hook(self.find, with_kwargs=True)
 
-    def note(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def note(self, module: Any, args: Args, kwargs: Named) -> None:
         """Record a mixer's arguments."""
         states, index = _states(args, kwargs), module.layer_idx
         if states is not None and states.calls is not None and index in self.mixers and self.mixers[index] is module:
             states.calls[index] = Call(module, args, kwargs)
 
-    def find(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], _output: Any) -> None:
+    def find(self, module: Any, args: Args, kwargs: Named, _output: Any) -> None:
         """Find a layer's mixer: the innermost module after whose first call the layer has a state."""
         index, states = module.layer_idx, _states(args, kwargs)
         if index in self.mixers or states is None:
@@ -342,8 +342,7 @@ def recurrence(config: PreTrainedConfig, layers: nn.ModuleList) -> Recurrence | 
         kinds = DynamicCache(config=config).layers
     except (AttributeError, LookupError, ValueError):
         return None
-    is_recurrent = any(isinstance(kind, LinearAttentionCacheLayerMixin) for kind in kinds)
-    return Recurrence(layers) if is_recurrent else None
+    return Recurrence(layers) if any(isinstance(kind, LinearAttentionCacheLayerMixin) for kind in kinds) else None
 
 
 class RecurrentCache(TargetCache):
@@ -359,7 +358,7 @@ class RecurrentCache(TargetCache):
                 is_hybrid = isinstance(layer, LinearAttentionCacheLayerMixin)
                 layers[index] = HybridLayer(self.attention[-1]) if is_hybrid else self.attention[-1]
         self.hf = States(layers=layers)
-        self.before: dict[int, dict[str, Any]] | None = None
+        self.before: dict[int, Named] | None = None
 
     @property
     def recurrent(self) -> dict[int, Any]:
@@ -395,6 +394,6 @@ class RecurrentCache(TargetCache):
         self.set_length(prefix + count)
 
 
-def _states(args: tuple[Any, ...], kwargs: dict[str, Any]) -> States | None:
+def _states(args: Args, kwargs: Named) -> States | None:
     """Return the `States` among a module's arguments, if there is one."""
     return next((value for value in (*args, *kwargs.values()) if isinstance(value, States)), None)

@@ -32,7 +32,8 @@ def lost_module(checkpoint: str, values: Json) -> str | None:
 
     A module of a layout that is not read here is none that was lost.
     """
-    key, layers = promise(values), text_section(values).get("num_hidden_layers")
+    key = promise(values)
+    layers = text_section(values).get("num_hidden_layers")
     if key is None or not isinstance(layers, int):
         return None
     if any("mtp" in name or f"layers.{layers}." in name for name in module_files(checkpoint, layers)):
@@ -87,8 +88,8 @@ def check_files(checkpoint: str, config: PreTrainedConfig) -> None:
         raise ValueError(f"it holds an {ADAPTER} too: move the adapter out, and give it as model.adapter")
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(config)
-    paths = {*tensor_files(checkpoint).values()}
-    count, size = sum(weight.numel() for weight in model.parameters()), sum(file.stat().st_size for file in paths)
+    count = sum(weight.numel() for weight in model.parameters())
+    size = sum(file.stat().st_size for file in {*tensor_files(checkpoint).values()})
     if count > MOST_OF_A_BYTE * size:
         raise ValueError(f"its config.json makes a model of {count} parameters, and its files have {size} bytes")
 
@@ -143,8 +144,7 @@ def _originals(
             shape = tensor.get_shape()
             if sorted(shape) == sorted(parameter.shape) and tuple(shape) != tuple(parameter.shape):
                 raise ValueError(f"its files hold {name} with rows and columns exchanged")
-            rows = -(-FEW // max(1, prod(shape[1:])))
-            few[name] = tensor[: min(rows, shape[0])].flatten()[:FEW]
+            few[name] = tensor[: min(-(-FEW // max(1, prod(shape[1:]))), shape[0])].flatten()[:FEW]
         if not _plain(nn.Parameter(few[name], requires_grad=False)):
             raise ValueError(f"{checkpoint}: {name} is quantised there")
     return few

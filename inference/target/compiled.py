@@ -17,8 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from heads.base import Layers
 from inference.target.cache import BatchPass
-from inference.target.model import TargetModel, forwards_replaced
+from inference.target.model import LayerStates, TargetModel, forwards_replaced
 
 log = logging.getLogger(__name__)
 
@@ -66,8 +67,8 @@ class Compiled:
         attn_mask: Tensor | None,
         batch_pass: BatchPass,
         key_position: Tensor | None,
-        layers: tuple[int, ...],
-    ) -> tuple[Tensor, Tensor]:
+        layers: Layers,
+    ) -> LayerStates:
         """Run a pass as `Target.run` does; return the outputs of the feature `layers` and the last hidden states."""
         if attn_mask is None:
             attn_mask = torch.ones(*token.shape, batch_pass.end, dtype=torch.bool, device=token.device)
@@ -100,8 +101,8 @@ class Compiled:
         keys: list[Tensor],
         values: list[Tensor],
         write_index: Tensor,
-        layers: tuple[int, ...],
-    ) -> tuple[Tensor, Tensor]:
+        layers: Layers,
+    ) -> LayerStates:
         """The compiled function: a pass as a function of tensors."""
         end = _tensors(mask)[0].shape[-1]
         return self.target.forward(token, position, mask, BatchPass(keys, values, write_index, end), layers)

@@ -6,13 +6,13 @@ from typing import Annotated, Any
 import torch
 
 from heads.common.ranges import Count, OneOf, Positive
-from heads.common.typed import typed
+from heads.common.typed import Json, typed
 from inference.target.loading import AS_IT_IS, METHODS, note_dtype
 from inference.target.placement import AUTO, OFFLOADS, PLACEMENTS, REPLICATE, Placement
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
 # Defaults for a target without a file in conf/model, which a published head or a caller names.
-DEFAULTS: dict[str, Any] = {
+DEFAULTS: Json = {
     "name": "", "path": "", "dtype": "auto", "quantize": None, "adapter": None, "device": None,
     "placement": "replicate", "tensor_parallel": None, "devices": None, "offload": "cpu", "memory_gb": None,
     "trust_remote_code": False, "sibling": False, "data": "", "split": "", "prompts": "", "shape": None,
@@ -39,7 +39,7 @@ class ModelConfig:
     data: str
     split: str
     prompts: str
-    shape: dict[str, Any] | None
+    shape: Json | None
 
     def __post_init__(self) -> None:
         if self.devices is not None and (not self.devices or len({*self.devices}) < len(self.devices)):
@@ -59,8 +59,7 @@ class ModelConfig:
 
 def model_config(**given: Any) -> ModelConfig:
     """Return a target's configuration with these values, where None takes the default; refuse unknown keys."""
-    values = {key: value for key, value in given.items() if value is not None}
-    return typed(ModelConfig, DEFAULTS | values, "model")
+    return typed(ModelConfig, DEFAULTS | {key: value for key, value in given.items() if value is not None}, "model")
 
 
 def default_device() -> str:

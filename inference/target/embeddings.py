@@ -12,6 +12,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from heads.base import layer_dims_of
 from heads.common.target_config import logit_factor
 from heads.formats.store import TargetSpec
+from heads.shapes import Logits, States, TokenIds
 from inference.target.packed import pack
 
 
@@ -21,7 +22,8 @@ class TargetEmbeddings(nn.Module):
     def __init__(self, model: "transformers.PreTrainedModel") -> None:
         super().__init__()
         self.config = config = model.config.get_text_config()
-        self.embedding, self.lm_head = model.get_input_embeddings(), model.get_output_embeddings()
+        self.embedding = model.get_input_embeddings()
+        self.lm_head = model.get_output_embeddings()
         self.softcap: float | None = getattr(config, "final_logit_softcapping", None)
         self.factor = logit_factor(config)
         self.architecture = type(model).__name__
@@ -58,14 +60,15 @@ class TargetEmbeddings(nn.Module):
         }
         return [what for what, present in done.items() if present]
 
-    def embed(self, token: Int[Tensor, "*n"]) -> Float[Tensor, "*n D"]:
+    def embed(self, token: TokenIds) -> States:
         """Return the input embeddings."""
         return self.embedding(token)
 
-    def logits(self, hidden: Float[Tensor, "*n D"], ids: Int[Tensor, "W"] | None = None) -> Float[Tensor, "*n W"]:
+    def logits(self, hidden: States, ids: Int[Tensor, "W"] | None = None) -> Logits:
         """Return the logits of final-normed hidden states in the lm_head's dtype; with `ids` only these tokens'."""
         # In rows "N D": for a slice torch 2.13 copies a frozen bf16 weight (findings/torch_frozen_linear_…).
-        shape, hidden = hidden.shape[:-1], hidden.reshape(-1, hidden.shape[-1]).to(self.lm_head.weight.dtype)
+        shape = hidden.shape[:-1]
+        hidden = hidden.reshape(-1, hidden.shape[-1]).to(self.lm_head.weight.dtype)
         if ids is None:
             logits = self.lm_head(hidden)
         elif not torch.compiler.is_compiling():

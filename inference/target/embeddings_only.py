@@ -63,7 +63,8 @@ class EmbeddingsOnly:
             if any(len(list(module.buffers())) for module in parts):
                 raise ValueError("they compute with more than weights")
             files, loaded = tensor_files(path), dict[str, nn.Parameter]()
-            stored, names = stored_names(model, files), {id(value): name for name, value in model.named_parameters()}
+            stored = stored_names(model, files)
+            names = {id(value): name for name, value in model.named_parameters()}
             for module in parts:  # tied weights have one name, and stay tied
                 for own_name, parameter in list(module.named_parameters(recurse=False)):
                     name = names[id(parameter)]
@@ -80,7 +81,10 @@ class EmbeddingsOnly:
             raise ValueError(f"model.path={path}: {problem}") from error
 
 
-def load_target(model: ModelConfig, device: str, *, whole: bool) -> Target | EmbeddingsOnly:
+AnyTarget = Target | EmbeddingsOnly  # with or without its decoder layers
+
+
+def load_target(model: ModelConfig, device: str, *, whole: bool) -> AnyTarget:
     """Return the target on a device; unless `whole`, without its decoder layers if possible.
 
     Raises:
@@ -94,6 +98,6 @@ def load_target(model: ModelConfig, device: str, *, whole: bool) -> Target | Emb
     return Target.of(model, device=device)
 
 
-def norm_of(target: Target | EmbeddingsOnly) -> nn.Module:
+def norm_of(target: AnyTarget) -> nn.Module:
     """Return the final norm of a target, with or without its layers."""
     return target.norm if isinstance(target, EmbeddingsOnly) else final_norm(target.base, target.spec.num_layers)

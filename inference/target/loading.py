@@ -26,6 +26,7 @@ from heads.common.connection import check_reachable
 from heads.common.errors import one_line, panicked
 from heads.common.gguf import dequantised, gguf_file, resolve_gguf
 from heads.common.target_config import UNFIT, has_text_tower, read_target_config, read_target_values, reason
+from heads.common.typed import Json
 from heads.common.untrusted import parse_json, parsed_file, regular, shown
 from heads.formats import mtp_layouts
 from heads.formats.checkpoint import tensor_files
@@ -75,7 +76,7 @@ def check_method(quantize: str | None) -> None:
         raise ValueError(f"model.quantize is {quantize!r}: choose one of {AS_IT_IS}, {', '.join(METHODS)}")
 
 
-def saved_quantization(configured: PreTrainedConfig) -> dict[str, Any] | None:
+def saved_quantization(configured: PreTrainedConfig) -> Json | None:
     """Return a checkpoint's quantisation config, None if its weights are not quantised."""
     saved: Any = getattr(configured, "quantization_config", None)
     return saved if saved is None or isinstance(saved, dict) else dict(vars(saved))

@@ -20,6 +20,7 @@ from heads import rows
 from heads.base import Features, Layers, to_device
 from heads.common.target_config import EXPERTS, cache_argument, context_of
 from heads.modules import tree_attention
+from heads.shapes import Nodes, Sequences
 from inference.target import loading
 from inference.target.attention import (
     ATTENTION,
@@ -29,7 +30,7 @@ from inference.target.attention import (
     Documents,
     Packing,
     Ragged,
-    Span,
+    Spans,
     attention_as,
     group_attention,
     spans_of,
@@ -40,9 +41,9 @@ from inference.target.embeddings import TargetEmbeddings
 from inference.target.loading import Adapter
 from inference.target.placement import Placed, run_in_turns
 from inference.verification import tree
-from inference.verification.tree import DraftTree
+from inference.verification.tree import DraftTree, Forward, PerNode
 
-TokenRows = Int[Tensor, "B T"]
+LayerStates = tuple[Tensor, Tensor]  # of the feature layers, and the last one after the final norm
 
 
 class TargetOutput(NamedTuple):
@@ -90,7 +91,7 @@ def switch_of(model: "transformers.PreTrainedModel") -> LongropeSwitch | None:
 
 
 @contextmanager
-def forwards_replaced(forwards: Mapping[nn.Module, Callable[..., Any]]) -> Iterator[None]:
+def forwards_replaced(forwards: Mapping[nn.Module, Forward]) -> Iterator[None]:
     """Replace modules' forward methods for a while."""
     before = {module: vars(module).get("forward") for module in forwards}
     for module, forward in forwards.items():
@@ -155,20 +156,17 @@ class TargetModel:
         adapter: Adapter | None = None,
         placed: Placed | None = None,
     ) -> None:
-        self.model, self.architecture = model.eval().requires_grad_(False), type(model).__name__
+        self.model = model.eval().requires_grad_(False)
+        self.architecture = type(model).__name__
         self.tokenizer, self.name = tokenizer, name
         self.config = model.config.get_text_config()
         if placed is None:
-            placed = Placed(
-                model.device, TargetEmbeddings(model), fingerprint(model, name), None, needs_all_ranks=False
-            )
+            placed = Placed(model.device, TargetEmbeddings(model), fingerprint(model, name))
         self.placed = placed
-        self.device, self.dtype, self.embeddings = self.placed.device, model.dtype, self.placed.embeddings
+        self.device, self.dtype, self.embeddings = placed.device, model.dtype, placed.embeddings
         self.base: nn.Module = model.base_model
-        count, lists = (
-            self.config.num_hidden_layers,
-            (module for module in self.base.modules() if isinstance(module, nn.ModuleList)),
-        )
+        count = self.config.num_hidden_layers
+        lists = (module for module in self.base.modules() if isinstance(module, nn.ModuleList))
         layers = next((stack for stack in lists if len(stack) == count), None)
         if layers is None:
             raise ValueError(f"{self.architecture}: no stack of {count} decoder layers found; choose another target")
@@ -191,8 +189,9 @@ class TargetModel:
         self._noted = LayerOutputs(self.decoder_layers)
         self.context: int = context_of(self.config)
         eos = model.generation_config.eos_token_id if model.generation_config else None
-        ends, size = [*(eos if isinstance(eos, list) else [eos]), tokenizer.eos_token_id], self.embeddings.vocab_size
-        self.eos = frozenset(t for t in ends if isinstance(t, int) and t < size)  # a configuration may have others
+        ends = [*(eos if isinstance(eos, list) else [eos]), tokenizer.eos_token_id]
+        # A configuration may have others.
+        self.eos = frozenset(t for t in ends if isinstance(t, int) and t < self.embeddings.vocab_size)
         self.quantized = loading.method_of(model)
         here = all(weights.device == self.device for weights in model.parameters())
         routed = any(getattr(self.config, key, None) for key in (*EXPERTS, "ffn_config"))
@@ -202,7 +201,7 @@ class TargetModel:
         self.captures = self.device.type == "cuda" and self.whole
         digest, attached = (self.placed.fingerprint, None) if adapter is None else (adapter.fingerprint, adapter.name)
         self.spec = self.embeddings.spec(name, digest, attached)
-        self.compiled: Callable[..., tuple[Tensor, Tensor]] | None = None
+        self.compiled: Callable[..., LayerStates] | None = None
         self.compiles_drafts = False
         self.recurrence = recurrence(self.config, self.decoder_layers)
         self.layout: Layout = {}
@@ -230,7 +229,7 @@ class TargetModel:
         return BatchCache(Storage(size, self.layout, self.few_sizes), make)
 
     @torch.no_grad()
-    def features(self, token: TokenRows, document: TokenRows, layers: Layers) -> Features:
+    def features(self, token: Sequences, document: Sequences, layers: Layers) -> Features:
         """Return the features of packed sequences; documents do not see each other and each starts at position 0.
 
         `layers` are the decoder layers to return, here and in every pass below.
@@ -238,7 +237,8 @@ class TargetModel:
         If passes need all processes, all must call this equally often, each with its own sequences.
         """
         spans = spans_of(document)  # read on the host, where training has them, without waiting for the device
-        token, document = to_device(token, self.device), to_device(document, self.device)
+        token = to_device(token, self.device)
+        document = to_device(document, self.device)
         if self.placed.group is None:
             return self.own_features(token, document, layers, spans)
 
@@ -249,11 +249,10 @@ class TargetModel:
             document,
         )
 
-    def own_features(
-        self, token: Tensor, document: Tensor, layers: Layers, spans: list[Span] | None = None
-    ) -> Features:
+    def own_features(self, token: Tensor, document: Tensor, layers: Layers, spans: Spans | None = None) -> Features:
         """Return the features of packed sequences that are equal in all processes of a pass."""
-        position, spans = rows.positions(document), spans_of(document) if spans is None else spans
+        position = rows.positions(document)
+        spans = spans_of(document) if spans is None else spans
         if self.recurrence is not None:
             return self._unpacked(token, document, layers, spans)
         # Else transformers would read the positions from the device to find packed documents.
@@ -263,18 +262,17 @@ class TargetModel:
             with attention_as(self.packing.config, ATTENTION, DOCUMENTS, documents):
                 out = self.run(token, position, None, None, layers)
         else:  # one document a sequence is causal, without a mask
-            attn_mask = None if len(spans) == len(token) else rows.visible(document)
-            out = self.run(token, position, attn_mask, None, layers)
+            out = self.run(token, position, None if len(spans) == len(token) else rows.visible(document), None, layers)
         return Features(token, out.hidden, out.last_hidden, document)
 
-    def _unpacked(self, token: Tensor, document: Tensor, layers: Layers, spans: list[Span]) -> Features:
+    def _unpacked(self, token: Tensor, document: Tensor, layers: Layers, spans: Spans) -> Features:
         """Return the features of documents that run unpacked, since recurrent states would cross documents.
 
         Padding is after a document, where its tokens do not see it. No pass has more tokens than the packed sequences,
         or than the longest document.
         """
         whole: list[Tensor] = []  # the outputs in the packed rows
-        groups: list[list[Span]] = []
+        groups: list[Spans] = []
         for span in sorted(spans, key=lambda span: span.begin - span.end):  # longest first
             if groups and (len(groups[-1]) + 1) * (groups[-1][0].end - groups[-1][0].begin) <= token.numel():
                 groups[-1].append(span)
@@ -312,13 +310,13 @@ class TargetModel:
 
     def run(
         self,
-        token: TokenRows,
-        position: TokenRows,
+        token: Sequences,
+        position: Sequences,
         attn_mask: Bool[Tensor, "B T S"] | None,
         cache: TargetCache | BatchPass | None,
         layers: Layers = (),
         key_position: Int[Tensor, "B S"] | None = None,
-        stack: Callable[..., Any] | None = None,
+        stack: Forward | None = None,
     ) -> TargetOutput:
         """Run the decoder stack without the lm_head.
 
@@ -338,8 +336,8 @@ class TargetModel:
     def run_ragged(
         self,
         layout: Ragged,
-        token: Int[Tensor, "B N"],
-        position: Int[Tensor, "B N"],
+        token: Nodes,
+        position: Nodes,
         attn_mask: Bool[Tensor, "B N S"],
         cache: BatchPass,
         layers: Layers,
@@ -347,8 +345,7 @@ class TargetModel:
     ) -> TargetOutput:
         """Run the rows of a layout; return the outputs and logits of all nodes, an absent one has those of the root."""
         nodes, row_of = (torch.tensor(index, device=self.device) for index in layout.rows(*token.shape))
-        slot = nodes[None] // token.shape[1]
-        rows = cache._replace(write_index=cache.write_index.flatten()[nodes][None], slot=slot)
+        rows = cache._replace(write_index=cache.write_index.flatten()[nodes][None], slot=nodes[None] // token.shape[1])
         mask = self.attention_mask(attn_mask, position, key_position)
         with attention_as(self.config, RAGGED, LAYOUT, layout):
             out = self.forward(token.flatten()[nodes][None], position.flatten()[nodes][None], mask, rows, layers)
@@ -361,11 +358,12 @@ class TargetModel:
         mask: Any,
         cache: TargetCache | BatchPass | None,
         layers: Layers,
-        stack: Callable[..., Any] | None = None,
-    ) -> tuple[Tensor, Tensor]:
+        stack: Forward | None = None,
+    ) -> LayerStates:
         """Run the decoder stack with a mask in transformers' format; return the outputs of `layers` and the last."""
         outputs: list[Any] = []
-        self._noted.outputs, self._noted.wanted = outputs if layers else None, layers
+        self._noted.outputs = outputs if layers else None
+        self._noted.wanted = layers
         out = (stack or self.base)(
             input_ids=token,
             attention_mask=mask,
@@ -419,7 +417,7 @@ class LayerSkippedTarget:
 
     def __init__(self, target: TargetModel, skips: SkipSet) -> None:
         target.check_masks("so parts of it cannot draft alone")
-        self.target, self.forwards = target, dict[nn.Module, Callable[..., Any]]()
+        self.target, self.forwards = target, dict[nn.Module, Forward]()
         whole = {*skips.attention} & {*skips.mlp}
         stubs: dict[nn.Module, Stub] = {target.decoder_layers[i]: Tensor.contiguous for i in whole}
         for which, indices in enumerate(skips):
@@ -455,8 +453,8 @@ class LayerSkippedTarget:
     @torch.inference_mode()
     def run(
         self,
-        token: Int[Tensor, "N"],
-        position: Int[Tensor, "N"],
+        token: PerNode,
+        position: PerNode,
         attn_mask: Bool[Tensor, "N S"],
         cache: TargetCache,
         key_position: Int[Tensor, "1 S"] | None = None,

@@ -183,7 +183,8 @@ def options(
     if where.placement == OFFLOAD:
         with torch.device("meta"):
             skeleton = transformers.AutoModelForCausalLM.from_config(config, trust_remote_code=trust)
-        modules, count = dict(skeleton.named_modules()), skeleton.config.get_text_config().num_hidden_layers
+        modules = dict(skeleton.named_modules())
+        count = skeleton.config.get_text_config().num_hidden_layers
         layers = next(n for n, one in modules.items() if isinstance(one, nn.ModuleList) and len(one) == count)
         leaves = (name for name, module in modules.items() if not [*module.children()])
         devices = {name: str(device) for name in leaves if not name.startswith(f"{layers}.")}
@@ -212,14 +213,19 @@ def devices_of(where: Placement, device: torch.device) -> list[int]:
     indices = list(range(count)) if where.devices is None else where.devices
     if odd := [n for n in indices if not 0 <= n < count]:
         raise ValueError(f"model.devices names {odd[0]}, and there are {count} devices: count from 0")
-    processes, mine = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), int(os.environ.get("LOCAL_RANK", "0"))
-    if len(indices) < processes:
+    processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    mine = int(os.environ.get("LOCAL_RANK", "0"))
+    check_devices(len(indices), processes)
+    return sorted(indices[mine::processes], key=lambda n: n != device.index)
+
+
+def check_devices(devices: int, processes: int) -> None:
+    """Refuse fewer devices of a node than processes under device_map."""
+    if devices < processes:
         raise ValueError(
-            f"model.placement=device_map has {len(indices)} devices for {processes} processes: start fewer, or give "
+            f"model.placement=device_map has {devices} devices for {processes} processes: start fewer, or give "
             "more model.devices"
         )
-    devices = indices[mine::processes]
-    return sorted(devices, key=lambda n: n != device.index)
 
 
 def _world() -> int:
@@ -235,8 +241,8 @@ class Placed(NamedTuple):
     device: torch.device  # the device of features, embeddings and tokens; layers may be elsewhere
     embeddings: TargetEmbeddings  # embedding and lm_head, not sharded, on that device
     fingerprint: str  # hash of the weights, equal under every placement
-    group: distributed.ProcessGroup | None  # this process's tensor-parallel group; None without one
-    needs_all_ranks: bool  # whether every pass needs all processes
+    group: distributed.ProcessGroup | None = None  # this process's tensor-parallel group; None without one
+    needs_all_ranks: bool = False  # whether every pass needs all processes
 
 
 def placed(
@@ -251,8 +257,7 @@ def placed(
         raise ValueError(
             f"model.placement={where.placement}: transformers has no plan to cut {path} up; choose another"
         )
-    config = read_target_config(path, trust)
-    embeddings = _embeddings(model, config, device, trust)
+    embeddings = _embeddings(model, read_target_config(path, trust), device, trust)
     if getattr(model, "hf_quantizer", None) is not None:
         digest_of_target = fingerprint(model, path)
     else:
@@ -331,8 +336,7 @@ def run_in_turns(group: distributed.ProcessGroup, run: Rows, token: Tensor, docu
     differ by process. The host waits twice, for the shapes and for the documents, at any size of the group.
     """
     mine, own_result = distributed.get_rank(group), None
-    shape = to_device(torch.tensor(token.shape), token.device)
-    shapes = torch.stack(_gathered(group, shape)).tolist()
+    shapes = torch.stack(_gathered(group, to_device(torch.tensor(token.shape), token.device))).tolist()
     sizes = [rows * length for rows, length in shapes]
     padded = functional.pad(torch.stack([token, document]).flatten(1), (0, max(sizes) - token.numel()))
     turns = torch.stack(_gathered(group, padded))

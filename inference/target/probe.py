@@ -18,6 +18,7 @@ import torch
 import transformers
 from torch import Tensor
 
+from heads.common.typed import Json
 from inference.target.attention import FULL, GROUPED, SLIDING, Ragged
 from inference.target.model import TargetModel, TargetOutput
 from inference.verification import tree
@@ -171,13 +172,14 @@ def _tree_is_exact(target: TargetModel, prompt: Tensor, drafted: DraftTree) -> b
 def _batch_is_exact(target: TargetModel, prompt: Tensor, drafted: DraftTree, ragged: bool = False) -> bool:
     """Compare a batched pass over a short and a long sequence with the passes of each."""
     layers = tuple(range(len(target.decoder_layers)))
-    cache, prompts = target.batch_cache(2), (prompt[:PROMPT], torch.cat([prompt[:1], prompt]))
+    cache = target.batch_cache(2)
+    prompts = (prompt[:PROMPT], torch.cat([prompt[:1], prompt]))
     for sequence in prompts:
         target.prefill(sequence, cache.allocate())
     length = torch.tensor([len(sequence) for sequence in prompts], device=target.device)
-    ancestors, end = tree.ancestors(drafted)[None], len(prompts[1]) + len(drafted.token)
+    ancestors = tree.ancestors(drafted)[None]
     depth = (ancestors.sum(-1) - 1).expand(2, -1)
-    rows, seen, column = cache.storage.tree_pass(length, ancestors, depth, end)
+    rows, seen, column = cache.storage.tree_pass(length, ancestors, depth, len(prompts[1]) + len(drafted.token))
     token = drafted.token.expand(2, -1)
     pass_inputs = token, length[:, None] + depth, seen, rows, layers, column
     tails = [(slot, token.shape[1], len(sequence) + token.shape[1]) for slot, sequence in enumerate(prompts)]
@@ -185,8 +187,7 @@ def _batch_is_exact(target: TargetModel, prompt: Tensor, drafted: DraftTree, rag
     path = [0, int(drafted.parent[-1]), len(drafted.token) - 1]
     for row, sequence in enumerate(prompts):
         single = target.prefill(torch.cat([sequence, drafted.token[path]]), target.cache(), layers)
-        mine = TargetOutput(out.hidden[row : row + 1], out.last_hidden[row : row + 1], None)
-        if not _same_rows(mine, path, single):
+        if not _same_rows(TargetOutput(out.hidden[row : row + 1], out.last_hidden[row : row + 1], None), path, single):
             return False
     return True
 
@@ -207,7 +208,7 @@ def _close(actual: Tensor, expected: Tensor) -> bool:
 
 def windows(model: "transformers.PreTrainedModel", context: int) -> dict[str, int]:
     """Return the windows and chunks that are smaller than `context`, by their keys in the configuration."""
-    values: dict[str, Any] = vars(model.config.get_text_config())
+    values: Json = vars(model.config.get_text_config())
     return {
         key: value for key, value in values.items() if WINDOW.search(key) and type(value) is int and 1 < value < context
     }

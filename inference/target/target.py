@@ -9,6 +9,7 @@ import torch
 import transformers
 from transformers import PreTrainedTokenizerBase
 
+from heads.base import Tokens
 from inference.target import loading, probe
 from inference.target.attention import packing
 from inference.target.compiled import Compiled, compiled_forwards
@@ -116,7 +117,7 @@ class Target(TargetModel):
             self.captures, self.compiles_drafts = before
 
 
-def check_prompt(target: Target, prompt: list[int]) -> None:
+def check_prompt(target: Target, prompt: Tokens) -> None:
     """Check that a prompt can be decoded.
 
     Raises:

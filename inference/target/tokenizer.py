@@ -135,6 +135,5 @@ class TextStream:
 
     def rest(self) -> str:
         """Return the text that has not been shown."""
-        shown, tokens = self.tokens[self.begin : self.shown], self.tokens[self.begin :]
-        before, whole = (decode(self.tokenizer, some) for some in (shown, tokens))
-        return whole[len(before) :]
+        before = decode(self.tokenizer, self.tokens[self.begin : self.shown])
+        return decode(self.tokenizer, self.tokens[self.begin :])[len(before) :]

@@ -2,19 +2,21 @@
 
 import hashlib
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from inference.verification.sample import Sampling, distribution
+from heads.shapes import PerSequence
+from inference.verification.sample import Distributions, Sampling, distribution
 
-PerSequence = Int[Tensor, "B"]
 CACHED_ROWS = 4  # rows of a large vocabulary that a CPU's cache holds
 ROWS = 256  # distributions summed up in fp64 at a time: 15,000 over a large vocabulary do not fit into memory
 
 
+@dataclass
 class Draws:
     """The random numbers of one sequence's draft on the host: numbered samples of its root, or the noise of positions.
 
@@ -23,10 +25,10 @@ class Draws:
     sampled with it often equals them.
     """
 
-    def __init__(self, key: int, position: int, coupled: bool) -> None:
-        """Take a request's key and the absolute position of the first drafted token."""
-        self.key, self.position, self.coupled = key, position, coupled
-        self.taken = 0
+    key: int  # a request's
+    position: int  # the absolute position of the first drafted token
+    coupled: bool
+    taken: int = 0
 
     def token(self, probs: Float[Tensor, "1 V"], depth: int) -> int:
         """Sample the token at a depth, counted from the root's children at 1."""
@@ -40,7 +42,7 @@ class Draws:
         """Return the samples of the root, from the first on."""
         return Samples(torch.tensor([hash_key(hash_key(self.key, DRAFT_KEY), self.position)], device=device))
 
-    def noise(self, below: range, probs: Float[Tensor, "*n V"]) -> Float[Tensor, "P V"]:
+    def noise(self, below: range, probs: Distributions) -> Float[Tensor, "P V"]:
         """Return the noise of positions, counted from that of the root's children, for probs like these."""
         position = self.position + torch.tensor(below, device=probs.device)
         return exponential_noise(torch.full_like(position, self.key), position, probs.shape[-1])
@@ -131,8 +133,7 @@ def sample_tokens(
     """Return the target's token of each row under the noise of its position."""
     tokens = []
     for some, keys, positions in in_cache(logits, key, position):
-        noise = exponential_noise(keys, positions, logits.shape[-1])
-        tokens.append((distribution(some, sampling) / noise).argmax(-1))
+        tokens.append((distribution(some, sampling) / exponential_noise(keys, positions, logits.shape[-1])).argmax(-1))
     return torch.cat(tokens)
 
 

@@ -14,17 +14,18 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from heads.shapes import Nodes, PerSequence
 from inference.verification.sample import residual, without
-from inference.verification.tree import DraftTree
+from inference.verification.tree import AncestorMask, DraftTree
 
 # Medusa's typical acceptance, the published epsilon and delta (arXiv 2401.10774); and a fixed threshold, as in engines.
 EPSILON, DELTA = 0.09, 0.3
 THRESHOLD = 0.3
 MIN_PROB = 1e-30  # replaces a probability of 0 under a logarithm
 
-PerSequence = Int[Tensor, "B"]
 NodeMask = Bool[Tensor, "B N"]
-AncestorMask = Bool[Tensor, "#B N N"]  # each node's ancestors, itself included
+SequenceMask = Bool[Tensor, "B"]
+Fractions = Float[Tensor, "B"]
 PerNode = Float[Tensor, "B N"]
 Probs = Float[Tensor, "B V"]
 NodeProbs = Float[Tensor, "B N V"]
@@ -42,7 +43,7 @@ class Sampled(NamedTuple):
     """B drafts of one fixed shape whose children were sampled."""
 
     parents: Sequence[int]  # parent of each node of the shape, -1 for the root; parents come before children
-    token: Int[Tensor, "B N"]  # the nodes' tokens
+    token: Nodes  # the nodes' tokens
     valid: NodeMask  # mask of the drafted nodes
     q: Float[Tensor, "B M V"]  # the probs that the children of the M nodes with children were sampled from, in order
 
@@ -51,9 +52,7 @@ class Sampled(NamedTuple):
 LastAccepted = tuple[PerSequence, Probs]
 
 
-def valid_nodes(
-    tree: DraftTree, ancestor_mask: AncestorMask, depth: Int[Tensor, "B N"], max_draft_depth: PerSequence
-) -> NodeMask:
+def valid_nodes(tree: DraftTree, ancestor_mask: AncestorMask, depth: Nodes, max_draft_depth: PerSequence) -> NodeMask:
     """Return the mask of drafted nodes: no padding (token -1), no descendants of padding, no nodes too deep."""
     return ~(ancestor_mask & (tree.token < 0)[:, None]).any(-1) & (depth <= max_draft_depth[:, None])
 
@@ -89,7 +88,8 @@ def follow_on_host(
     count, last = len(path), path[-1]
     committed = [*(tokens[node] for node in path[1:]), following[last]]
     padding = deepest + 1 - count
-    path, committed = path + [last] * padding, committed + [tokens[last]] * padding
+    path = path + [last] * padding
+    committed = committed + [tokens[last]] * padding
     drafted = sum(reached <= most for reached in depth) - 1
     order = [parents[:node].count(parents[node]) for node in path]
     rows = torch.tensor([[count, drafted, *path, *committed, *order]], device=best.device)
@@ -144,7 +144,8 @@ def typical(p: NodeProbs) -> PerNode:
 
 def lenient(tree: DraftTree, p: NodeProbs, threshold: Callable[[NodeProbs], PerNode]) -> NodeMask:
     """LOSSY. Return the mask of nodes whose token is above the threshold after their parent."""
-    parent, row = tree.parent.clamp_min(0), torch.arange(len(p), device=p.device)[:, None]
+    parent = tree.parent.clamp_min(0)
+    row = torch.arange(len(p), device=p.device)[:, None]
     return p[row, parent, tree.token.clamp_min(0)] > threshold(p).gather(1, parent)
 
 
@@ -155,7 +156,7 @@ class AcceptDraws:
     uniforms: PerNode
     used_uniforms: PerSequence
 
-    def sample(self, probability: Float[Tensor, "B"], tested: Bool[Tensor, "B"]) -> Bool[Tensor, "B"]:
+    def sample(self, probability: Fractions, tested: SequenceMask) -> SequenceMask:
         """Return true with the given probability where a node is tested, else false."""
         uniforms = self.uniforms.gather(1, self.used_uniforms[:, None])[:, 0]
         self.used_uniforms = self.used_uniforms + tested
@@ -173,7 +174,8 @@ def recursive(draft: Sampled, p: NodeProbs, uniforms: PerNode, allow_host_sync: 
         uniforms: uniform numbers, as many as there are nodes.
         allow_host_sync: whether the host may read, to skip nodes that no sequence reaches.
     """
-    draws, rows = AcceptDraws(uniforms, torch.zeros_like(draft.token[:, 0])), _rows(draft.parents)
+    draws = AcceptDraws(uniforms, torch.zeros_like(draft.token[:, 0]))
+    rows = _rows(draft.parents)
     last, residual_p, residual_q = torch.zeros_like(draws.used_uniforms), p[:, 0], draft.q[:, 0]
     tokens, more = draft.token.clamp_min(0), _followed(draft.parents)
     for node, parent in enumerate(draft.parents[1:], 1):
@@ -198,12 +200,12 @@ def recursive(draft: Sampled, p: NodeProbs, uniforms: PerNode, allow_host_sync: 
 class PathNode:
     """A node on the current path of traversal verification, for B sequences."""
 
-    reached: Bool[Tensor, "B"]  # mask of sequences that reach it, or would without an earlier accepted path
-    alpha: Float[Tensor, "B"]  # probability that the path up to here is accepted, given the rejections below it
+    reached: SequenceMask  # mask of sequences that reach it, or would without an earlier accepted path
+    alpha: Fractions  # probability that the path up to here is accepted, given the rejections below it
     residual_p: Probs  # residual of p after rejections
     residual_q: Probs | None  # residual of q; None without children
 
-    def reject(self, token: Int[Tensor, "B 1"], rejected: Bool[Tensor, "B"], distinct: bool) -> None:
+    def reject(self, token: Int[Tensor, "B 1"], rejected: SequenceMask, distinct: bool) -> None:
         """Update the residuals after a child with a token was rejected; `distinct` if it has later siblings."""
         assert self.residual_q is not None
         rest = (self.alpha[:, None] * self.residual_p - self.residual_q).clamp_min(0)
@@ -224,27 +226,29 @@ def traversal(draft: Sampled, p: NodeProbs, uniforms: PerNode, allow_host_sync: 
     block verification (arXiv 2403.10444). The root's alpha is 1, so it is accepted if no other path is. The arguments
     are those of `recursive`.
     """
-    draws, rows = AcceptDraws(uniforms, torch.zeros_like(draft.token[:, 0])), _rows(draft.parents)
+    draws = AcceptDraws(uniforms, torch.zeros_like(draft.token[:, 0]))
+    rows = _rows(draft.parents)
     last, probs = torch.zeros_like(draws.used_uniforms), p[:, 0]
     tokens, more = draft.token.clamp_min(0), _followed(draft.parents)
     undecided = draft.valid[:, 0]
     frames: list[PathNode] = []
     for node, entering in _walk(draft.parents):
-        token, residual_q = tokens[:, node, None], draft.q[:, rows[node]] if node in rows else None
+        token = tokens[:, node, None]
+        residual_q = draft.q[:, rows[node]] if node in rows else None
         if entering and not frames:
             frames.append(PathNode(undecided, torch.ones_like(p[:, 0, 0]), p[:, 0], residual_q))
         elif entering:
             top = frames[-1]
             assert top.residual_q is not None
             alpha = (top.alpha * _ratio(top.residual_p, top.residual_q, token)).clamp_max(1)
-            reached = draft.valid[:, node] & top.reached & (alpha > 0)
-            frames.append(PathNode(reached, alpha, p[:, node], residual_q))
+            frames.append(PathNode(draft.valid[:, node] & top.reached & (alpha > 0), alpha, p[:, node], residual_q))
         else:
             frame = frames.pop()
             accepted = draws.sample(frame.alpha, frame.reached & undecided)
             if not allow_host_sync or accepted.any():
                 probs = torch.where(accepted[:, None], frame.residual_p, probs)
-            last, undecided = last.masked_fill(accepted, node), undecided & ~accepted
+            last = last.masked_fill(accepted, node)
+            undecided = undecided & ~accepted
             if not frames or (allow_host_sync and not undecided.any()):
                 break
             rejected = frames[-1].reached & draft.valid[:, node] & undecided  # also if it was not reached
@@ -276,12 +280,12 @@ def _walk(parents: Sequence[int]) -> Iterator[tuple[int, bool]]:
             waiting += [visit for child in reversed(below[node]) for visit in ((child, False), (child, True))]
 
 
-def _ratio(target: Probs, draft: Probs, token: Int[Tensor, "B 1"]) -> Float[Tensor, "B"]:
+def _ratio(target: Probs, draft: Probs, token: Int[Tensor, "B 1"]) -> Fractions:
     """Return p / q of a token."""
     return (target.gather(1, token) / draft.gather(1, token))[:, 0]
 
 
-def ranks(tree: DraftTree) -> Int[Tensor, "B N"]:
+def ranks(tree: DraftTree) -> Nodes:
     """Return each node's rank among its siblings, as they were drafted."""
     siblings = tree.parent[:, :, None] == tree.parent[:, None]
     return siblings.tril(-1).sum(-1)

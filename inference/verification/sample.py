@@ -55,8 +55,7 @@ def distribution(logits: Distributions, sampling: Sampling) -> Distributions:
         return torch.zeros_like(logits).scatter_(-1, logits.argmax(-1, keepdim=True), 1.0)
     logits = logits / sampling.temperature
     if 0 < sampling.top_k < logits.shape[-1]:
-        floor = logits.topk(sampling.top_k).values[..., -1:]
-        logits = logits.masked_fill(logits < floor, float("-inf"))
+        logits = logits.masked_fill(logits < logits.topk(sampling.top_k).values[..., -1:], float("-inf"))
     probs = logits.softmax(-1)
     if sampling.top_p < 1:  # the most likely tokens that together reach it
         best, index = probs.topk(min(FIRST, probs.shape[-1]))

@@ -11,7 +11,11 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from heads.base import Tokens
+
 PerNode = Int[Tensor, "N"]
+AncestorMask = Bool[Tensor, "#B N N"]  # each node's ancestors, itself included
+Forward = Callable[..., Any]  # of a module
 LOOK_AHEAD = -2  # the parent of a look-ahead token, which is not a node
 
 
@@ -33,7 +37,7 @@ class LookAhead(NamedTuple):
     token: Int[Tensor, "R"]
     offset: Int[Tensor, "R"]  # position, counted from the root's
     attn_mask: Bool[Tensor, "R M"]  # M = N + R
-    stack: Callable[..., Any] | None = None
+    stack: Forward | None = None
 
 
 def root(token: int, device: torch.device) -> DraftTree:
@@ -61,11 +65,6 @@ def ancestors(tree: DraftTree) -> Bool[Tensor, "*b N N"]:
     return mask
 
 
-def depth(tree: DraftTree) -> PerNode:
-    """Return each node's distance from the root."""
-    return ancestors(tree).sum(-1) - 1
-
-
 def layout(tree: DraftTree, prefix: int) -> tuple[PerNode, Bool[Tensor, "N S"]]:
     """Return positions of the N nodes, and which of S = P + N entries each attends to."""
     on_path = ancestors(tree)
@@ -81,7 +80,7 @@ def children(tree: DraftTree) -> list[list[int]]:
     return result
 
 
-def agreed(tree: DraftTree, following: list[int]) -> int:
+def agreed(tree: DraftTree, following: Tokens) -> int:
     """Return the number of following tokens that are on a path of the tree."""
     node, below, token = 0, children(tree), tree.token.tolist()
     for count, expected in enumerate(following):
@@ -94,8 +93,7 @@ def agreed(tree: DraftTree, following: list[int]) -> int:
 
 def keep(tree: DraftTree, selected: Bool[Tensor, "N"]) -> tuple[DraftTree, Int[Tensor, "K"]]:
     """Return the subtree of the selected nodes together with all their ancestors, and their old indices."""
-    on_path = ancestors(tree)
-    alive = (on_path & ~selected).sum(-1) == 0
+    alive = (ancestors(tree) & ~selected).sum(-1) == 0
     index = alive.nonzero()[:, 0]
     renumber = alive.cumsum(0) - 1
     parent = tree.parent[index]

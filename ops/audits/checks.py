@@ -18,6 +18,7 @@ from eval.inputs.workloads import cycled
 from ops.audits.compare import (
     AUDITED,
     BASELINE,
+    MANY,
     SIDES,
     Asked,
     Audit,
@@ -30,7 +31,7 @@ from ops.audits.compare import (
     violation,
     with_logprobs,
 )
-from ops.served import Question, Reply
+from ops.served import Question, Questions, Reply
 
 Pairs = Iterator[Asked]
 GROUPS = 4  # groups of prompts with a shared prefix, half in each order
@@ -40,7 +41,6 @@ FOLLOW_UPS = ("Say that again in other words.", "Give an example of it.")
 DIALOGUES = 4
 FILLER = "the river runs past old stone walls while light rain falls on quiet fields and far hills turn grey"
 AROUND = (-1, 0, 1, 3)  # offsets in tokens from a chunk border
-MANY = 12  # prompts of most checks
 
 
 def identity(audit: Audit) -> Finding:
@@ -131,7 +131,7 @@ def cancelled(audit: Audit) -> Finding:
 def streaming(audit: Audit) -> Finding:
     """Ask without streaming: the texts must be the same."""
     pairs = []
-    for question in audit.questions[:MANY]:
+    for question in audit.few:
         whole = unstreamed(question)
         audit.add_reference(question, audit.asker.one(BASELINE, whole))
         pairs.append((question, audit.asker.one(AUDITED, whole)))
@@ -142,13 +142,12 @@ def streaming(audit: Audit) -> Finding:
 def penalties(audit: Audit) -> Finding:
     """Ask with presence and frequency penalties."""
     questions = [
-        question.having("with penalties", presence_penalty=0.6, frequency_penalty=0.4)
-        for question in audit.questions[:MANY]
+        question.having("with penalties", presence_penalty=0.6, frequency_penalty=0.4) for question in audit.few
     ]
     return compare_answers(audit, in_order(audit, questions), "penalty")
 
 
-def in_order(audit: Audit, questions: Sequence[Question]) -> Pairs:
+def in_order(audit: Audit, questions: Questions) -> Pairs:
     """Ask both servers one question after another; record the baseline's answers, yield the audited server's."""
     for question in questions:
         audit.add_reference(question, audit.asker.one(BASELINE, question))
@@ -156,7 +155,7 @@ def in_order(audit: Audit, questions: Sequence[Question]) -> Pairs:
         yield question, audit.asker.one(AUDITED, question)
 
 
-def together(audit: Audit, questions: Sequence[Question], in_flight: int, cancel: Collection[int] = ()) -> Pairs:
+def together(audit: Audit, questions: Questions, in_flight: int, cancel: Collection[int] = ()) -> Pairs:
     """Ask both servers several questions at a time; yield the audited server's complete answers."""
     replies = []
     for side in (BASELINE, AUDITED):
@@ -196,7 +195,7 @@ def limits(audit: Audit) -> Finding:
     """Ask for a few tokens: the reply must be a prefix of the longer answer, with the baseline's finish reason."""
     questions = [
         question.having(f"of {limit} tokens", max_tokens=limit)
-        for question, limit in zip(audit.questions[:MANY], LIMITS * MANY, strict=False)
+        for question, limit in zip(audit.few, LIMITS * MANY, strict=False)
     ]
 
     def holds(question: Question, ours: Reply, theirs: Reply) -> str | None:
@@ -205,7 +204,8 @@ def limits(audit: Audit) -> Finding:
             odd = ours.finish != theirs.finish and theirs.finish in FINISH_REASONS
             note = f"the baseline's text of {limit} tokens, finish_reason {ours.finish} and not {theirs.finish}"
         elif count is not None and (count > limit or (count < limit and ours.finish != "stop")):
-            odd, note = True, f"{count} tokens where max_tokens is {limit}, finish_reason {ours.finish}"
+            odd = True
+            note = f"{count} tokens where max_tokens is {limit}, finish_reason {ours.finish}"
         else:
             odd = count is not None and ours.finish == "length" and theirs.text.startswith(ours.text)
             note = f"{limit} tokens: {ours.text!r} is cut short"
@@ -218,7 +218,7 @@ def stop_strings(audit: Audit) -> Finding:
     """Ask to stop at a string in the middle of an answer."""
     questions = [
         question.having("with a stop string", stop=[stop])
-        for question in audit.questions[:MANY]
+        for question in audit.few
         if (stop := stop_in(audit.answers[question.content][0].text)) is not None
     ]
 
@@ -249,12 +249,12 @@ def usage(audit: Audit) -> Finding:
             return f"{ours.completion_tokens} tokens of the same text, the baseline counts {theirs.completion_tokens}"
         return None
 
-    return checked(audit, "usage", audit.questions[:MANY], holds)
+    return checked(audit, "usage", audit.few, holds)
 
 
 def logprobs_hold(audit: Audit) -> Finding:
     """Compare the logprobs with the text, and with the baseline's of the same tokens."""
-    questions = [*map(with_logprobs, audit.questions[:MANY])]
+    questions = [*map(with_logprobs, audit.few)]
     questions += map(unstreamed, questions[:])
 
     def holds(_: Question, ours: Reply, theirs: Reply) -> str | None:
@@ -339,7 +339,7 @@ def parsed(text: str) -> Any:
         return None
 
 
-def checked(audit: Audit, fault: str, questions: Sequence[Question], holds: Holds) -> Finding:
+def checked(audit: Audit, fault: str, questions: Questions, holds: Holds) -> Finding:
     """Return the finding on a property; a violation counts if the baseline, asked twice, has the property."""
     held, shared, differences, error = 0, 0, list[Difference](), "no such questions"
     for question in questions:

@@ -22,7 +22,19 @@ from heads.common.progress import Bar
 from heads.common.ranges import Amount, Count, NewTokens, Positive, Within
 from heads.common.typed import Json
 from heads.common.untrusted import visible
-from ops.served import STREAMED, Question, Record, Replies, Reply, Server, ServersConfig, Token, read_replies, within
+from ops.served import (
+    STREAMED,
+    Question,
+    Questions,
+    Record,
+    Replies,
+    Reply,
+    Server,
+    ServersConfig,
+    Token,
+    read_replies,
+    within,
+)
 
 AUDITED, BASELINE = SIDES = ("audited", "baseline")
 LOGPROBS = 5  # most probable tokens per position
@@ -41,6 +53,7 @@ COPIED = 24  # characters that a leaked answer shares with the answer to another
 RESUMED = 12  # characters that match again after a lost token
 LONGEST_TOKEN = 24  # characters
 SHOWN = 400  # characters of a note
+MANY = 12  # prompts of most checks
 
 
 @dataclass(frozen=True)
@@ -134,7 +147,7 @@ class Asker:
         """Return the only choice of a reply."""
         return self.ask(side, question, cancel)[0]
 
-    def all(self, side: str, questions: Sequence[Question], in_flight: int, cancelled: Collection[int] = ()) -> Replies:
+    def all(self, side: str, questions: Questions, in_flight: int, cancelled: Collection[int] = ()) -> Replies:
         """Return a server's replies, `in_flight` at a time; streams at the `cancelled` indices are aborted early."""
         self.in_flight = min(in_flight, len(questions))
         with ThreadPoolExecutor(in_flight) as pool:
@@ -202,7 +215,9 @@ class Audit:
 
     def __init__(self, asker: Asker, questions: list[Question], config: AuditConfig) -> None:
         self.asker, self.questions, self.config, self.near_tie = asker, questions, config, config.near_tie
-        self.tokens, self.seconds = Counter[tuple[str, int]](), defaultdict[tuple[str, int], float](float)
+        self.few = questions[:MANY]
+        self.tokens = Counter[tuple[str, int]]()
+        self.seconds = defaultdict[tuple[str, int], float](float)
         self.answers = defaultdict[tuple[str, str], Replies](list)  # the baseline's answers by question
         self.explained: dict[tuple[str, str], Replies] = {}
         self.texts: dict[str, str] = {}  # the baseline's first answers by prompt

@@ -69,7 +69,7 @@ def test_nothing_lies_deeper_than_the_answer_reaches(name: str, room: int) -> No
     drafter = source(name)
     proposal = warm(drafter, TEXT).propose(Context(TEXT, GREEDY, DRAWS, room))
     tree, look_ahead = proposal.tree, proposal.look_ahead
-    assert int(trees.depth(tree).max()) <= room
+    assert int(trees.layout(tree, 0)[0].max()) <= room
     assert tree.token[0] == TEXT[-1]
     assert (room == 0) == (len(tree.token) == 1), "something is drafted wherever there is room"
     assert look_ahead is None or 0 < int(look_ahead.offset.max()) <= room

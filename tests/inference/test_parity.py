@@ -135,7 +135,7 @@ def predicted(head: Any, tree: TreeConfig, seed: int) -> list[int]:
         roots = DraftInputs(torch.tensor([token[root : root + 1]]), GREEDY)
         (below, parent), *_ = grow_batch(head, state, level, tree, roots, max_draft_depth, allow_host_sync=True)
         grown = DraftTree(below[0], parent[0])
-        drafted, _ = trees.keep(grown, (below[0] >= 0) & (trees.depth(grown) <= max_draft_depth))
+        drafted, _ = trees.keep(grown, (below[0] >= 0) & (trees.layout(grown, 0)[0] <= max_draft_depth))
         counts.append(trees.agreed(drafted, token[root + 1 :]))
         root += counts[-1] + 1
     return counts

@@ -185,7 +185,7 @@ def test_nothing_lies_deeper_than_can_be_committed() -> None:
     seen, run = watched(target, streams, 2)
     assert len(run.tokens) == TOKENS
     for _, proposal, room, _ in seen:
-        assert int(trees.depth(proposal.tree).max()) <= room
+        assert int(trees.layout(proposal.tree, 0)[0].max()) <= room
     filled = toys.prompt(0, target.context - 5)
     assert len(speculate(target, source(toys.TREES["dynamic"]), filled, RequestParams(TOKENS, GREEDY)).tokens) == 5
 
@@ -259,7 +259,8 @@ def test_a_target_that_takes_no_mask_and_layers_of_experts_are_refused(monkeypat
     with pytest.raises(ValueError, match="no stream can ride along"):
         Streams(CONFIG, toys.target())
     target, streams = toy()
-    run, linear = streams.stack(torch.zeros(1, 1, dtype=torch.long), torch.zeros(1, dtype=torch.long)), nn.Linear(4, 4)
+    one, linear = torch.zeros(1, 1, dtype=torch.long), nn.Linear(4, 4)
+    *_, run = streams.stream_rows(one, one, torch.ones(1, 1, 1, dtype=torch.bool))
     monkeypatch.setattr(target, "base", lambda **_: linear(torch.zeros(3, 4)))
     monkeypatch.setattr(streams, "linears", {next(iter(streams.linears)): linear})
     with pytest.raises(ValueError, match=r"streams.modules.*attention"):

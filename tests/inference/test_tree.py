@@ -27,14 +27,10 @@ from tests.oracle import paths
 TREE = DraftTree(torch.tensor([10, 11, 12, 13, 14, 15, 16]), torch.tensor([-1, 0, 0, 1, 2, 2, 5]))
 
 
-def test_depth_positions_and_paths() -> None:
-    assert trees.depth(TREE).tolist() == [0, 1, 1, 2, 2, 2, 3]
+def test_positions_paths_children_and_a_mask_of_prefix_and_lineage() -> None:
     assert trees.layout(TREE, 5)[0].tolist() == [5, 6, 6, 7, 7, 7, 8]
     assert paths(TREE) == [[0, 1, 3], [0, 2, 4], [0, 2, 5, 6]]
     assert trees.children(TREE) == [[1, 2], [3], [4, 5], [], [], [6], []]
-
-
-def test_mask_is_prefix_and_lineage() -> None:
     _, mask = trees.layout(TREE, 2)
     assert mask[:, :2].all()
     assert mask[6, 2:].nonzero()[:, 0].tolist() == [0, 2, 5, 6]
@@ -109,7 +105,7 @@ def test_look_ahead_tokens_see_what_they_say_and_no_node_sees_them() -> None:
     assert made.tree.token.tolist() == [[*TREE.token.tolist(), 6, 7], [3, 4, *[-1] * 5, 8, -1]]
     assert made.tree.parent[:, 7:].tolist() == [[trees.LOOK_AHEAD] * 2] * 2
     assert made.depth is not None
-    assert made.depth[0].tolist() == [*trees.depth(TREE).tolist(), 1, 5]
+    assert made.depth[0].tolist() == [*trees.layout(TREE, 0)[0].tolist(), 1, 5]
     assert made.depth[1, [0, 1, 7]].tolist() == [0, 1, 1]
     assert made.ancestor_mask[0, :7, :7].equal(trees.ancestors(TREE))
     assert not made.ancestor_mask[:, :7, 7:].any()

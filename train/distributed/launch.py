@@ -84,7 +84,8 @@ def apply_launch_environment(launcher: Any, accelerators: int) -> None:
         if max(counts) == 1 and (launcher.num_processes or accelerators) > 1 and launcher.slurm is None:
             if launcher.num_nodes == 1:
                 launcher.num_nodes = tasks
-            launcher.machine_rank, launcher.main_process_ip = int(os.environ["SLURM_PROCID"]), address
+            launcher.machine_rank = int(os.environ["SLURM_PROCID"])
+            launcher.main_process_ip = address
             launcher.main_process_port = port
         elif not launched():
             os.environ |= {

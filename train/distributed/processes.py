@@ -244,7 +244,8 @@ class ProcessControl:
 
         def on_signal(number: int, _: object) -> None:
             if self._signalled is None:
-                self._signalled, self.signal = time.monotonic(), signal.Signals(number).name
+                self._signalled = time.monotonic()
+                self.signal = signal.Signals(number).name
             elif time.monotonic() > self._signalled + REPEATED:
                 signal.signal(number, signal.SIG_DFL)
                 os.kill(os.getpid(), number)

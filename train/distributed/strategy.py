@@ -37,7 +37,8 @@ class Strategy:
     optimizer: Any  # its parameter groups hold the learning rates; `TrainState` reads its state
 
     def __init__(self, accelerator: Accelerator, loss: Any, make: MakeOptimizer) -> None:
-        self.module, self.optimizer = accelerator.prepare(loss), make(loss.head)
+        self.module = accelerator.prepare(loss)
+        self.optimizer = make(loss.head)
 
     def forward(self, *inputs: Any, last: bool) -> Any:
         """Return the loss module's result for a micro-batch; after the step's last one, gradients are averaged."""
@@ -136,7 +137,8 @@ class Zero(Strategy):
 
     def start(self) -> None:
         """Create the state that AdamW would create at its first step, so that a checkpoint can be loaded."""
-        inner, stage3 = self.optimizer.optimizer, hasattr(self.optimizer, "fp32_partitioned_groups_flat")
+        inner = self.optimizer.optimizer
+        stage3 = hasattr(self.optimizer, "fp32_partitioned_groups_flat")
         pieces = "fp32_partitioned_groups_flat" if stage3 else "single_partition_of_fp32_groups"
         for piece in getattr(self.optimizer, pieces):
             zeros = {key: torch.zeros_like(piece) for key in ("exp_avg", "exp_avg_sq")}
@@ -200,8 +202,7 @@ def counts_on(optimizer: Any, p: Tensor) -> torch.device:
 
 def local_shard(p: Tensor) -> Tensor:
     """Return this process's shard of a parameter; during training always the same, updated tensor."""
-    shard = getattr(p, "ds_tensor", p)
-    return shard.detach()
+    return getattr(p, "ds_tensor", p).detach()
 
 
 def whole(p: Tensor, shard: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ FOLDERS = ("heads", "inference", "data", "eval", "train", "ops", "conf", "exampl
 FRONT = "train/package/"  # the folder whose modules become headstart's own
 SCRIPTS = ("examples/", f"{FRONT}build.py")  # modules that no installed command runs
 IMPORT = re.compile(r"^(\s*(?:from|import) )(?=(?:heads|inference|data|eval|train|ops)\b)", re.MULTILINE)
-PATH = re.compile(r"sys\.path\[0\] = .*")  # the line by which a script keeps its own folder from shadowing modules
+PATH = re.compile(r"sys\.path\[0\] \+?= .*")  # the line by which a script keeps its own folder from shadowing modules
 
 
 class BuildPackage(build_py):

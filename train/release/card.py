@@ -57,7 +57,8 @@ def view(
         for line in table.lines
     ]
     gates = [result.row["lossless"] for result in mine if result.row["lossless"]]
-    steps, counts = list(records(log)) if log.is_file() else [], provenance.get("data", {})
+    steps = list(records(log)) if log.is_file() else []
+    counts = provenance.get("data", {})
     data = [
         {"read": read, "kept": counts["kept"][name]}
         | next((source for source in provenance.get("sources", []) if source["name"] == name), {})

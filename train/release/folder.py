@@ -42,7 +42,7 @@ from heads.formats.published.plan import STATES
 from heads.formats.store import CONFIG, WEIGHTS, load_head, read_config, read_tensors
 from heads.mtp import Mtp
 from inference.target.config import DTYPES
-from inference.target.embeddings_only import EmbeddingsOnly
+from inference.target.embeddings_only import AnyTarget, EmbeddingsOnly
 from inference.target.target import Target
 from train.release.card import card, view
 from train.release.checkpoint import write_copy
@@ -131,8 +131,7 @@ def tokenizer_sha256(model: str) -> str | None:
 
 def assert_tokenizer(trained: str | None, path: str, of: str) -> None:
     """Refuse a target whose tokenizer.json has another hash than in the head's training, if both are known."""
-    given = tokenizer_sha256(path)
-    if trained is not None and given not in (None, trained):
+    if trained is not None and tokenizer_sha256(path) not in (None, trained):
         raise ValueError(f"target={path}: its tokenizer.json is not that of {of}, which the head is for")
 
 
@@ -215,7 +214,7 @@ def copy_with_head(folder: Path, out: Path, config: PublishConfig) -> str | None
     return adapter
 
 
-def _load(path: str, adapter: str | None) -> Target | EmbeddingsOnly:
+def _load(path: str, adapter: str | None) -> AnyTarget:
     """Load the target on the CPU in its files' dtype, without its layers if possible."""
     if adapter is None:
         try:

@@ -21,6 +21,7 @@ from data.text.files import content_hash
 from data.text.prompts import load_prompts
 from eval.inputs.drafters import own_prompts
 from eval.measures import metrics
+from heads.base import Tokens
 from heads.common.connection import TRANSPORT
 from heads.common.errors import one_line
 from heads.common.files import last_good
@@ -100,7 +101,7 @@ def files_of(folder: Path) -> list[str]:
 SLACK = 0.05  # relative difference of τ: a format may round the product of two of the head's matrices
 
 
-def decoded(target: Target, head: Any, tree: TreeConfig, prompts: list[list[int]], tokens: int) -> list[Generation]:
+def decoded(target: Target, head: Any, tree: TreeConfig, prompts: list[Tokens], tokens: int) -> list[Generation]:
     """Return the greedy answers to prompts, at most `tokens` tokens each, with a head's drafts."""
     drafter = HeadDrafter(head.to(device=target.device, dtype=target.dtype).eval(), tree, "head")
     settings = RequestParams(tokens, GREEDY)
@@ -126,9 +127,11 @@ def trial_of(run: Path, config: PublishConfig) -> Callable[..., str] | str:
         target = Target.load(path, adapter=content["target"].get("adapter"))
     except (ValueError, OSError, RuntimeError, MemoryError) as error:
         return f"the target cannot be loaded here ({one_line(error)})"
-    trained, tree = load_found(head, target.embeddings, target.spec), typed(TreeConfig, content["tree"])
+    trained = load_found(head, target.embeddings, target.spec)
+    tree = typed(TreeConfig, content["tree"])
     if config.format is not None:
-        trained, tree = trained.to(dtype=DTYPES[config.dtype]), TreeConfig("chain", config.draft_tokens, 0, 0, [], [])
+        trained = trained.to(dtype=DTYPES[config.dtype])
+        tree = TreeConfig("chain", config.draft_tokens, 0, 0, [], [])
     check_tree(target, tree, "head")
     prompts = [prompt.token for prompt in load_prompts(file, target.tokenizer, config.verify_prompts)]
     prompts = [token for token in prompts if len(token) < target.context - 1]

@@ -14,7 +14,6 @@ streams of its root.
 Shape letters: B rows of a batch, T positions, A anchors, the rows that have streams, G streams of each, R = A G.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -31,16 +30,17 @@ from heads.common.ranges import Count
 from heads.common.typed import typed
 from heads.formats import store
 from heads.formats.store import TargetSpec
+from heads.shapes import Nodes, Sequences
 from inference.drafters.host import DrafterState, HostDrafter
 from inference.drafters.policy import TreeConfig, grow
 from inference.protocol import CommittedTokens, Context, Proposal
 from inference.target.model import forwards_replaced
 from inference.target.target import Target
 from inference.verification import tree as trees
-from inference.verification.tree import LookAhead
+from inference.verification.tree import Forward, LookAhead
 
 KIND = "streams"  # the streams' name in a run's folder
-Forward = Callable[..., Any]
+StreamLogits = Float[Tensor, "B A G V"]
 
 
 class Streams(nn.Module):
@@ -78,30 +78,28 @@ class Streams(nn.Module):
         self.embedding = nn.Parameter(0.02 * torch.randn(config.streams, target.embeddings.hidden_size))
         self.adapters = nn.ModuleDict()
         for name, linear in self.linears.items():
-            down = nn.Linear(linear.nx if isinstance(linear, Conv1D) else linear.in_features, config.rank, bias=False)
-            up = nn.Linear(config.rank, linear.nf if isinstance(linear, Conv1D) else linear.out_features, bias=False)
+            is_conv = isinstance(linear, Conv1D)
+            down = nn.Linear(linear.nx if is_conv else linear.in_features, config.rank, bias=False)
+            up = nn.Linear(config.rank, linear.nf if is_conv else linear.out_features, bias=False)
             nn.init.zeros_(up.weight)  # adapters start as no change
             self.adapters[name] = nn.ModuleDict({"down": down, "up": up})
         self.to(target.device)
 
     def stream_rows(
-        self, anchor: Int[Tensor, "B A"], offset: Int[Tensor, "B N"], visible: Bool[Tensor, "B N N"]
+        self, anchor: Int[Tensor, "B A"], offset: Nodes, visible: Bool[Tensor, "B N N"]
     ) -> tuple[Int[Tensor, "B R"], Int[Tensor, "B R"], Bool[Tensor, "B R M"], Forward]:
         """Return the streams of the rows `anchor` of N: their rows, offsets, masks, and the decoder stack to run.
 
-        A stream attends to the keys of its row, and to its row's streams up to itself.
+        A stream attends to the keys of its row, and to its row's streams up to itself. The last R rows of the stack are
+        the streams.
         """
         source = anchor.repeat_interleave(self.config.streams, 1)
-        index = torch.arange(source.shape[1], device=source.device)
+        count = source.shape[1]
+        index = torch.arange(count, device=source.device)
         row = index // self.config.streams
-        stream = index % self.config.streams
+        stream = index % self.config.streams  # counted from 0
         among = ((row == row[:, None]) & (index <= index[:, None])).expand(len(source), -1, -1)
         seen = visible.gather(1, source[:, :, None].expand(-1, -1, visible.shape[2]))
-        return source, offset.gather(1, source) + stream + 1, torch.cat([seen, among], 2), self.stack(source, stream)
-
-    def stack(self, source: Int[Tensor, "B R"], stream: Int[Tensor, "R"]) -> Forward:
-        """Return a decoder stack whose last R rows are the streams (counted from 0) of the rows `source`."""
-        count = source.shape[1]
         scale = self.config.alpha / self.config.rank
 
         def begin(forward: Forward, hidden: Tensor, *args: Any, **inputs: Any) -> Any:
@@ -124,26 +122,25 @@ class Streams(nn.Module):
             with forwards_replaced(forwards):
                 return self.target.base(**inputs)
 
-        return run
+        return source, offset.gather(1, source) + stream + 1, torch.cat([seen, among], 2), run
 
     def forward(
-        self, token: Int[Tensor, "B T"], document: Int[Tensor, "B T"], anchor: Int[Tensor, "B A"]
-    ) -> tuple[Float[Tensor, "B A G V"], Float[Tensor, "B A G V"]]:
+        self, token: Sequences, document: Sequences, anchor: Int[Tensor, "B A"]
+    ) -> tuple[StreamLogits, StreamLogits]:
         """Run packed rows and the streams of the rows `anchor` in one pass.
 
         Returns:
             The logits of the streams, and those of their teachers: by the legend of rows and depths, stream d of row t
             is depth d, so its teacher is the target's distribution at row t+d. No gradient reaches the teachers.
         """
-        position, visible, width = rows.positions(document), rows.visible(document), token.shape[1]
+        position, visible = rows.positions(document), rows.visible(document)
         source, stream_position, seen, stack = self.stream_rows(anchor, position, visible)
         attn_mask = torch.cat([nn.functional.pad(visible, (0, source.shape[1])), seen], 1)
         # A stream beyond the context has no teacher, and learned positions end there.
         position = torch.cat([position, stream_position], 1).clamp_max(self.target.context - 1)
-        tokens = torch.cat([token, token.gather(1, source)], 1)
-        states = self.target.run(tokens, position, attn_mask, None, stack=stack)
+        states = self.target.run(torch.cat([token, token.gather(1, source)], 1), position, attn_mask, None, stack=stack)
         logits = self.target.embeddings.logits
-        rows_of_target, streams = states.last_hidden.split([width, source.shape[1]], 1)
+        rows_of_target, streams = states.last_hidden.split([token.shape[1], source.shape[1]], 1)
         with torch.no_grad():
             taught = torch.stack([rows.teacher(rows_of_target, d) for d in range(1, self.config.streams + 1)], 2)
             teacher = logits(taught[torch.arange(len(anchor), device=anchor.device)[:, None], anchor])
