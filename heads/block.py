@@ -50,6 +50,8 @@ from heads.rows import last_rows
 from heads.shapes import Anchors, Inputs, Logits, Nodes, Rows, Sequences, States, TokenIds
 
 Position = Float[Tensor, "*#n D"]  # a state of a block's position, which may serve several nodes
+PositionLogits = Float[Tensor, "*#n W"]
+Memory = Float[Tensor, "*n G"]  # a GRU's state
 
 
 class GroupedConv(nn.Module):
@@ -117,7 +119,7 @@ class Selector(nn.Module):
         """Return A[p] * P(h) of a position's state h and the token p before it."""
         return self.predecessor(token).to(hidden.dtype) * self.projection(hidden)
 
-    def forward(self, logits: Float[Tensor, "*#n W"], context: Float[Tensor, "*n R"]) -> Logits:
+    def forward(self, logits: PositionLogits, context: Float[Tensor, "*n R"]) -> Logits:
         """Return the selector's logits."""
         best = logits.topk(min(self.top_k, logits.shape[-1]), -1)
         scores = best.values + (self.successor(best.indices) * context[..., None, :]).sum(-1)
@@ -139,15 +141,13 @@ class Domino(nn.Module):
         self.down = nn.Linear(width + inner, rank, bias=False)
         self.up = VocabularyLinear(rank, size, bias=False)
 
-    def advance(self, embedding: States, memory: Float[Tensor, "*n G"] | None) -> Float[Tensor, "*n G"]:
+    def advance(self, embedding: States, memory: Memory | None) -> Memory:
         """Return the GRU's state after one more token; `memory` is the state before, None for the first token."""
         flat = embedding.to(self.gru.weight_ih.dtype).flatten(0, -2)
         new = self.gru(flat, None if memory is None else memory.flatten(0, -2))
         return new.unflatten(0, embedding.shape[:-1])
 
-    def forward(
-        self, logits: Float[Tensor, "*#n W"], hidden: Position, memory: Float[Tensor, "*n G"], depth: int
-    ) -> Float[Tensor, "*#n W"]:
+    def forward(self, logits: PositionLogits, hidden: Position, memory: Memory, depth: int) -> PositionLogits:
         """Return the corrected logits, given the GRU's states."""
         if depth == 1:
             return logits

@@ -90,8 +90,7 @@ def load_found(folder: Path, embeddings: Embeddings, spec: TargetSpec) -> nn.Mod
 def base_head(name: str, config: HeadConfig, embeddings: Embeddings, spec: TargetSpec) -> nn.Module:
     """Return the base head of an adapter in fp32, always from the Hub: a head, or the MTP module of a model there.
 
-    Raises:
-        ValueError: the name is not a Hub id, or names an adapter or a head of another configuration.
+    Refuse what is no Hub id, an adapter, and a head of another configuration.
     """
     if not REPO.fullmatch(name):
         raise ValueError(f"base={name[:80]}: no name of the Hub, OWNER/NAME, where the base of an adapter is")

@@ -3,7 +3,6 @@
 Saving replaces the old folder by a finished one, so that a complete head can be loaded at any time, also after a crash.
 """
 
-import json
 import logging
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -18,7 +17,7 @@ import heads
 from heads import HEADS
 from heads.base import DraftVocabulary, Embeddings, NamedTensors
 from heads.common.errors import one_line
-from heads.common.files import atomic_write, last_good, replacing
+from heads.common.files import last_good, replacing, write_json
 from heads.common.typed import Json, typed
 from heads.common.untrusted import names_code, parsed_file, shown
 from heads.formats.weights import check_fit, meta_state_dict, read_weights
@@ -89,7 +88,7 @@ def write_files(folder: Path, content: Json, tensors: NamedTensors) -> None:
     try:
         with replacing(folder) as new:
             save_file(tensors, new / WEIGHTS, metadata={"format": "pt"})
-            (new / CONFIG).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+            write_json(new / CONFIG, content)
     except (OSError, SafetensorError) as error:
         raise OSError(
             f"{folder}: could not be saved ({one_line(error)}); free space, what was saved last is whole"
@@ -106,7 +105,7 @@ def save_tree(folder: Path, tree: Json, schedule: list[Json] | None = None) -> N
         del content[SCHEDULE]
     path = last_good(folder) / CONFIG
     try:
-        atomic_write(path, (json.dumps(content, indent=2) + "\n").encode())
+        write_json(path, content)
     except OSError as error:
         raise OSError(f"{path}: could not be written ({error}); the tree in it is the one of before") from error
 

@@ -20,7 +20,7 @@ from heads import rows
 from heads.base import NewRows
 from heads.modules.attention import KeyValue, Pattern
 from heads.modules.layers import Attention, grouped_attention
-from heads.shapes import Anchors, PerSequence, Sequences
+from heads.shapes import Anchors, KeyRows, PerSequence, Sequences
 
 SPARE = 64  # entries of the ring buffer beyond the window: the most rows that one call may write
 UNBOUNDED = 1 << 40  # the ring size of a cache without a window
@@ -86,9 +86,7 @@ class KVCache:
         mask = (position >= 0) & (position <= query[..., None])
         return mask if self.window is None else mask & (query[..., None] - position < self.window)
 
-    def append(
-        self, layer: int, key: Float[Tensor, "B G T E"], value: Float[Tensor, "B G T F"], position: Sequences
-    ) -> KeyValue:
+    def append(self, layer: int, key: KeyRows, value: Float[Tensor, "B G T F"], position: Sequences) -> KeyValue:
         """Write rows at their positions; return the keys and values of all entries."""
         # In a prompt longer than the ring, no later row attends to the first rows.
         newest = slice(-self.ring_size, None)
@@ -99,9 +97,7 @@ class KVCache:
             buffer[sequence, :, entry] = new.detach().transpose(1, 2)
         return self._first(layer, len(position), self.num_entries)
 
-    def draft(
-        self, layer: int, key: Float[Tensor, "B G N E"], value: Float[Tensor, "B G N F"], earlier: int
-    ) -> KeyValue:
+    def draft(self, layer: int, key: KeyRows, value: Float[Tensor, "B G T F"], earlier: int) -> KeyValue:
         """Write drafted rows after the tree's `earlier` rows; return all keys and values, the tree's included."""
         begin = self.num_entries + earlier
         end = begin + key.shape[2]
@@ -171,7 +167,7 @@ def mask_blocks_after(
     first = row - start
     if length is not None:
         first = torch.maximum(first, row + (at - start) - length + 1)
-    return MaskBlocks(anchor, at, Pattern(first.flatten(1), row.flatten(1), increasing=True, size=size, causal=causal))
+    return MaskBlocks(anchor, at, Pattern(first.flatten(1), row.flatten(1), size=size, causal=causal))
 
 
 def mask_blocks_after_roots(

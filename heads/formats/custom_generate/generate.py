@@ -179,10 +179,10 @@ def choose(scores: Tensor, draft: Draft | None, sample: bool) -> tuple[Tensor, b
     return torch.multinomial(p, 1), False
 
 
-def decode(model: Any, head: Head, ids: Tensor, count: int, prepared: Json) -> tuple[Tensor, int]:
+def decode(
+    model: Any, head: Head, ids: Tensor, count: int, processors: Any, criteria: Any, sample: bool, streamer: Any
+) -> tuple[Tensor, int]:
     """Decode after ids (1, T) to the end; return all tokens and the number of passes that scored a draft."""
-    processors, criteria, streamer = (prepared[name] for name in ("logits_processor", "stopping_criteria", "streamer"))
-    sample = prepared["generation_config"].do_sample
     shared = LogitsProcessorList(step for step in processors if isinstance(step, SHARED))
     limit = min(
         criteria.max_length or sys.maxsize,
@@ -267,13 +267,10 @@ def generate(model: Any, head: str | None = None, draft_tokens: int | None = Non
             raise ValueError(f"{unread[0]}: not with custom_generate, which continues the tokens of one text")
         if len(input_ids) > 1 or (mask is not None and not mask.all()):
             raise ValueError("custom_generate decodes one sequence without padding: generate the rows one by one")
-        prepared = {
-            "logits_processor": logits_processor, "stopping_criteria": stopping_criteria,
-            "generation_config": generation_config, "streamer": kwargs.get("streamer"),
-        }  # fmt: skip
-        ids, passes = decode(model, loaded, input_ids, count, prepared)
-        if prepared["streamer"] is not None:
-            prepared["streamer"].end()
+        sample, streamer = generation_config.do_sample, kwargs.get("streamer")
+        ids, passes = decode(model, loaded, input_ids, count, logits_processor, stopping_criteria, sample, streamer)
+        if streamer is not None:
+            streamer.end()
         return SpeculativeOutput(sequences=ids, passes=passes) if generation_config.return_dict_in_generate else ids
 
     return type(model).generate(model, custom_generate=decoding, **kwargs)

@@ -36,7 +36,7 @@ def read(source: PublishedHead, embeddings: Embeddings) -> TensorMapping:
         **decoder(source, "layers.0.", embeddings),
     }
     fc = {"fc.weight": scaled(source.tensors["fc.weight"], embeddings, -1)}
-    return TensorMapping("eagle", config, lambda name: name, fc, {"fc.weight"}, None)
+    return TensorMapping("eagle", config, filled=fc, unread={"fc.weight"})
 
 
 def engines(source: Export) -> ExportedHead:

@@ -106,13 +106,13 @@ def read(source: PublishedHead, embeddings: Embeddings, *, sliding: bool = False
             if not torch.equal(source.tensors[one], source.tensors[other]):
                 raise source.error(f"{one} and {other} differ, and which of them is meant is not said; leave one")
             duplicates.add(other)
-    deep, unread = renamed, duplicates
 
     def rename(name: str) -> str:
         theirs = their_name(name, first)
-        return deep.get(theirs, theirs)
+        return renamed.get(theirs, theirs)
 
-    return TensorMapping("eagle3", config, rename, {}, {OFFSETS, KNOWN, *unread} & source.tensors.keys(), ids)
+    unread = {OFFSETS, KNOWN, *duplicates} & source.tensors.keys()
+    return TensorMapping("eagle3", config, rename, unread=unread, ids=ids)
 
 
 def feature_layers(source: PublishedHead, joined: int, embeddings: Embeddings) -> list[int] | None:
@@ -157,7 +157,6 @@ def engines(source: Export) -> ExportedHead:
         raise source.refusal(
             f"feature_layers={outputs}", f"and SGLang counts those of {min(shifted)} as we do only from layer 1 on"
         )
-    decoder = {"num_hidden_layers": options.layers, **source.decoder()}
     way = {
         "proposal_type": "greedy",
         "speculative_tokens": source.served.draft_tokens,
@@ -166,12 +165,8 @@ def engines(source: Export) -> ExportedHead:
     }
     joint = {"norm_before_fc": options.joint_norm}  # TensorRT-LLM reads this key only in eagle_config
     config = {
-        "architectures": CLASS.architectures,
-        "model_type": CLASS.model_type,
-        "torch_dtype": source.dtype,
-        **decoder,
+        **source.engine_config(CLASS, options.layers),
         "draft_vocab_size": draft_size(source.head),
-        "tie_word_embeddings": False,
         "norm_before_residual": options.norm_before_residual,
         **joint,
         **({"fc_norm": True} if options.feature_norm else {}),
@@ -181,7 +176,11 @@ def engines(source: Export) -> ExportedHead:
         "eagle_config": {"use_aux_hidden_state": True, STATES: outputs, **joint},
         "speculators_model_type": "eagle3",
         "speculators_version": VERSION,
-        "transformer_layer_config": {"model_type": "llama", **decoder},
+        "transformer_layer_config": {
+            "model_type": "llama",
+            "num_hidden_layers": options.layers,
+            **source.decoder(),
+        },
         "speculators_config": {  # read by `vllm serve REPOSITORY`: the target, and the number of drafted tokens
             "algorithm": "eagle3",
             "default_proposal_method": way["proposal_type"],

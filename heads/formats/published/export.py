@@ -88,11 +88,8 @@ def engine_mismatch(config: Any, beyond: Collection[str]) -> str | None:
 def export(head: nn.Module, format_name: str, served: TargetFacts, folder: Path) -> None:
     """Export a head to one of FORMATS: a folder of config.json and model.safetensors, written atomically.
 
-    The embedding and lm_head of its target must be plain tables.
-
-    Raises:
-        ValueError: the format is unknown or not for this head, the head has an option that it cannot express, or
-            a weight is not finite in the exported dtype: one line, and no file remains.
+    The embedding and lm_head of its target must be plain tables. Refuse, without leaving a file, a format that is
+    unknown, is not for this head or cannot express its options, and a weight that is not finite in the exported dtype.
     """
     assert_known(format_name)
     source = Export(format_name, head, served)
