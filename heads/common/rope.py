@@ -81,9 +81,8 @@ def positions_of(config: Mapping[str, Any]) -> Rope | None:
     If `rope_parameters` has one entry per kind of layer, the only entry counts, or full attention's.
     Refuse, in one line, values that transformers does not take.
     """
-    declared = {
-        key: copy.deepcopy(config[key]) for key in SAID if config.get(key) is not None
-    }  # a copy, since transformers changes the dict
+    # A copy, since transformers changes the dict.
+    declared = {key: copy.deepcopy(config[key]) for key in SAID if config.get(key) is not None}
     if not declared:
         return None
     kinds = set(config.get("layer_types") or ())

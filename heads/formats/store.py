@@ -96,10 +96,7 @@ def write_files(folder: Path, content: Json, tensors: NamedTensors) -> None:
 
 
 def save_tree(folder: Path, tree: Json, schedule: list[Json] | None = None) -> None:
-    """Write another draft tree into a head's config.json, atomically; the head and its target stay. Refuse no head.
-
-    With a `schedule`, lines of `policy.Schedule`, `tree` applies to batch size 1, otherwise to any batch size.
-    """
+    """Write another tree into a head's config.json, atomically; with a `schedule` it is that of batch size 1."""
     content = {**read_config(folder), "tree": tree, SCHEDULE: schedule}
     if schedule is None:
         del content[SCHEDULE]
@@ -116,7 +113,7 @@ def load_head(folder: Path, embeddings: Embeddings, spec: TargetSpec) -> nn.Modu
     assert_same_target(folder, typed(TargetSpec, content["target"]), spec)
     config = head_config(folder, content)
     kind = HEADS[config.name]
-    check_fit(last_good(folder) / WEIGHTS, meta_state_dict(kind, config, embeddings, f"{folder}/{CONFIG}: "), CONFIG)
+    check_fit(last_good(folder) / WEIGHTS, meta_state_dict(kind, config, embeddings, f"{folder}/{CONFIG}: "))
     head = kind(config, embeddings)
     fill(head, folder)
     return head
@@ -125,7 +122,7 @@ def load_head(folder: Path, embeddings: Embeddings, spec: TargetSpec) -> nn.Modu
 def fill(module: nn.Module, folder: Path) -> None:
     """Load a folder's tensors into a module, in the file's dtypes; refuse damaged, missing and unknown tensors."""
     parameters = module.state_dict(keep_vars=True)
-    check_fit(last_good(folder) / WEIGHTS, parameters, CONFIG)
+    check_fit(last_good(folder) / WEIGHTS, parameters)
     tensors = read_tensors(folder)
     for name, tensor in tensors.items():
         parameters[name].data = parameters[name].data.to(tensor.dtype)

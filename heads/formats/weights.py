@@ -97,16 +97,17 @@ def meta_state_dict(kind: Any, config: Any, embeddings: Embeddings, where: str) 
     return tensors
 
 
-def check_fit(path: Path, expected: NamedTensors, name_of: str) -> None:
+def check_fit(path: Path, expected: NamedTensors) -> None:
     """Refuse a file that does not hold exactly these tensors and shapes, naming the first difference."""
     entries = header(path)
     missing, unknown = sorted(expected.keys() - entries.keys()), sorted(entries.keys() - expected.keys())
     if missing or unknown:
         raise ValueError(
-            f"{path.parent}: the weights do not fit their {name_of}: missing {shown(missing)}, unknown {shown(unknown)}"
+            f"{path.parent}: the weights do not fit their config.json: missing {shown(missing)}, unknown "
+            f"{shown(unknown)}"
         )
     for name, entry in entries.items():
         mine = expected[name]
         if tuple(mine.shape) != entry.shape or mine.is_floating_point() != entry.dtype.is_floating_point:
             actual, required = f"{entry.shape} {entry.dtype}", f"{tuple(mine.shape)} {mine.dtype}"
-            raise ValueError(f"{path.parent}: {name} is {actual} but its {name_of} and the target make it {required}")
+            raise ValueError(f"{path.parent}: {name} is {actual} but its config.json and the target make it {required}")

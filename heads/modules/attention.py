@@ -46,10 +46,10 @@ class Pattern:
 
     def blocks(self, length: int) -> list["QueryBlock"]:
         """Return the blocks of queries over a context of `length` rows, each with its range of context rows."""
-        blocks = []
-        for i, begin in enumerate(range(0, self.first.shape[1], BLOCK)):
-            end = min(begin + BLOCK, self.first.shape[1])
-            most = end if self.last_row is None else length - (self.first.shape[1] - end) // self.size
+        blocks, count = [], self.first.shape[1]
+        for i, begin in enumerate(range(0, count, BLOCK)):
+            end = min(begin + BLOCK, count)
+            most = end if self.last_row is None else length - (count - end) // self.size
             # A query without context rows is scored with one row, which is masked.
             blocks.append(QueryBlock(begin, end, min(self.first_rows[i], most - 1), most))
         return blocks
@@ -89,11 +89,8 @@ class QueryBlock(NamedTuple):
 def pattern(position: Nodes, length: int | None, ahead: int = 0, row: Nodes | None = None) -> Pattern:
     """Return the pattern of rows drafted `ahead` positions after row t.
 
-    Args:
-        position: the rows' positions in their documents, counted from 0.
-        length: the size of the attention window, the row itself included; None for all.
-        ahead: the distance of the drafted row from row t.
-        row: the rows, in order; None for all of the context.
+    `position` are the rows' positions in their documents, counted from 0; `length` is the size of the attention window,
+    the row itself included, None for all; `row` are the rows, in order, None for all of the context.
     """
     back = position if length is None else position.clamp_max(length - 1 - ahead)
     if row is not None:
@@ -102,14 +99,10 @@ def pattern(position: Nodes, length: int | None, ahead: int = 0, row: Nodes | No
 
 
 def attend_rows(query: HeadRows, context: KeyValue, drafted: list[KeyValue], attn_pattern: Pattern) -> HeadOutputs:
-    """Attend from each query to its context rows and its drafted rows, given by `attn_pattern`.
+    """Attend from each query to its context rows and its drafted rows, at least one, given by `attn_pattern`.
 
-    Training on CUDA uses one fused kernel (heads/modules/flex.py), everything else the blocks below.
-
-    Args:
-        context: keys and values "B G T E" of the verified rows.
-        drafted: keys and values "B G N E" of each step so far; row n was drafted for query n.
-        attn_pattern: the context and drafted rows of each query, at least one.
+    `context` are the keys and values "B G T E" of the verified rows, `drafted` those "B G N E" of each step so far; row
+    n was drafted for query n. Training on CUDA uses one fused kernel (heads/modules/flex.py), everything else blocks.
     """
     # Under autocast normed queries and keys are wider than values; the products use the values' dtype.
     dtype = context[1].dtype

@@ -10,7 +10,6 @@ after each root in decoding.
 
 from collections.abc import Callable
 from copy import copy
-from typing import NamedTuple
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -20,7 +19,7 @@ from heads import rows
 from heads.base import NewRows
 from heads.modules.attention import KeyValue, Pattern
 from heads.modules.layers import Attention, grouped_attention
-from heads.shapes import Anchors, KeyRows, PerSequence, Sequences
+from heads.shapes import Anchors, KeyRows, Nodes, PerSequence, Sequences
 
 SPARE = 64  # entries of the ring buffer beyond the window: the most rows that one call may write
 UNBOUNDED = 1 << 40  # the ring size of a cache without a window
@@ -144,20 +143,13 @@ class KVCache:
             return like.new_zeros((self.size, like.shape[1], num_entries, like.shape[3]))
 
 
-class MaskBlocks(NamedTuple):
-    """A block of S positions after each of n anchors."""
-
-    anchor: Int[Tensor, "B n"]  # the rows before the blocks
-    position: Int[Tensor, "B n S"]  # positions of the S masked positions
-    attn_pattern: Pattern  # context: rows up to the anchor within the head's window; drafted: the same block
-
-
 def mask_blocks_after(
     document: Sequences, anchors: Anchors, size: int, length: int | None, *, causal: bool
-) -> MaskBlocks:
-    """Return a block of `size` positions after each anchor, None for every row.
+) -> tuple[Nodes, Int[Tensor, "B S"], Pattern]:
+    """Return blocks of `size` positions: the anchors before them, None for every row, and the blocks' positions.
 
-    A position attends to the last `length` rows (None: all) and to its block, if `causal` only up to itself.
+    By the pattern a position attends to the last `length` rows (None: all) and to its block, if `causal` only up to
+    itself.
     """
     position = rows.positions(document)
     anchor = torch.arange(position.shape[1], device=position.device).expand_as(position) if anchors is None else anchors
@@ -167,12 +159,12 @@ def mask_blocks_after(
     first = row - start
     if length is not None:
         first = torch.maximum(first, row + (at - start) - length + 1)
-    return MaskBlocks(anchor, at, Pattern(first.flatten(1), row.flatten(1), size=size, causal=causal))
+    return anchor, at.flatten(1), Pattern(first.flatten(1), row.flatten(1), size=size, causal=causal)
 
 
 def mask_blocks_after_roots(
     cache: KVCache, sequences: int, size: int, *, causal: bool
-) -> tuple[Int[Tensor, "B S"], Callable[..., Tensor]]:
+) -> tuple[Nodes, Callable[..., Tensor]]:
     """Return the rotary positions of a block after each root, and the attention function of its layers.
 
     Keys and values of the block are written to the cache as drafted rows. `causal` is that of `mask_blocks_after`.

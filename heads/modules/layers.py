@@ -39,18 +39,14 @@ class LayerInputs(NamedTuple):
 
 
 class LayerSpec(NamedTuple):
-    """The dimensions and options of a decoder layer.
-
-    `qk_norm` adds Qwen3's norms of queries and keys, `injects` separate projections of keys and values for injected
-    states.
-    """
+    """The dimensions and options of a decoder layer."""
 
     width: int
     dims: LayerDims
     rope: Rope
     eps: float
-    qk_norm: bool = False
-    injects: bool = False
+    qk_norm: bool = False  # Qwen3's norms of queries and keys
+    injects: bool = False  # separate projections of keys and values for injected states
 
     @classmethod
     def of(cls, config: Any, embeddings: Embeddings) -> "LayerSpec":
@@ -168,7 +164,7 @@ class Attention(Recomputing):
         return both[:, : query.shape[1]], both[:, query.shape[1] :], value
 
     def key_value(
-        self, c: Float[Tensor, "B T C"], position: Sequences, max_position: int, *, inject: bool = False
+        self, c: RowInputs, position: Sequences, max_position: int, *, inject: bool = False
     ) -> tuple[KeyRows, KeyRows]:
         """Return keys and values of injected states, projected like the input or by separate projections."""
         k_proj, v_proj = (self.k_inject, self.v_inject) if inject else (self.k_proj, self.v_proj)

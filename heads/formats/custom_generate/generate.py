@@ -109,10 +109,10 @@ class Head:
         self.embed, self.lm_head = model.get_input_embeddings(), model.get_output_embeddings()
         vocab, width = self.lm_head.weight.shape
         for name, size in (("hidden_size", width), ("num_layers", sizes.num_hidden_layers), ("vocab_size", vocab)):
-            if content["target"][name] != size:
+            if (theirs := content["target"][name]) != size:
                 raise ValueError(
-                    f"{where}: made for another model, {content['target']['name']}: its {name} is "
-                    f"{content['target'][name]}, this model's {size}"
+                    f"{where}: made for another model, {content['target']['name']}: its {name} is {theirs}, this "
+                    f"model's {size}"
                 )
         read = load_file(str(cached_file(where, "model.safetensors", **hub)))
         self.weights = {

@@ -23,8 +23,7 @@ dflash.py     DFlash, DSpark and DFlash2: vLLM, SGLang; Domino: SGLang
 
 import re
 from pathlib import Path
-from types import ModuleType
-from typing import NamedTuple
+from typing import Any
 
 from torch import nn
 
@@ -34,27 +33,15 @@ from heads.formats.published import dflash, eagle, eagle3, eagle4, hydra, medusa
 from heads.formats.published.files import config_of, is_published, names_of, stored_tensors, without_prefix
 from heads.formats.published.plan import PublishedHead, assemble
 
-__all__ = ["FORMATS", "format_of", "is_published", "load_published"]
+__all__ = ["FORMATS", "KINDS", "format_of", "is_published", "load_published"]
 
 
-class Format(NamedTuple):
-    """A published format: the kind of head, and the module with the tensor names that identify it and its `read`."""
-
-    head: str
-    module: ModuleType
-
-
+# The module of each format, with the names of tensors that identify it (SIGNATURE) and its `read`.
 FORMATS = {
-    "dflash": Format("block", dflash),
-    "peagle": Format("peagle", peagle),
-    "eagle4": Format("eagle4", eagle4),
-    "eagle3": Format("eagle3", eagle3),
-    "eagle": Format("eagle", eagle),
-    "medusa": Format("medusa", medusa),
-    "hydra": Format("hydra", hydra),
-    "mlp": Format("mlp", mlp),
-    "mimo": Format("mtp", mimo),
-}
+    "dflash": dflash, "peagle": peagle, "eagle4": eagle4, "eagle3": eagle3, "eagle": eagle, "medusa": medusa,
+    "hydra": hydra, "mlp": mlp, "mimo": mimo,
+}  # fmt: skip
+KINDS = {"dflash": "block", "mimo": "mtp"}  # kinds of head that are not named like their format
 
 
 def load_published(folder: Path, embeddings: Embeddings) -> nn.Module:
@@ -63,7 +50,7 @@ def load_published(folder: Path, embeddings: Embeddings) -> nn.Module:
     Only the target's hidden size and vocabulary can be checked: published heads do not identify its weights. Refuse, in
     one line, an unknown format, a damaged file, other tensors than the head's, and options that heads here do not have.
     """
-    module = FORMATS[format_of(folder)].module  # the tensor names are checked before tensors are read
+    module: Any = FORMATS[format_of(folder)]  # the tensor names are checked before tensors are read
     source = PublishedHead(folder, config_of(folder), without_prefix(stored_tensors(folder)))
     try:
         plan = module.read(source, embeddings)
@@ -77,8 +64,8 @@ def load_published(folder: Path, embeddings: Embeddings) -> nn.Module:
 def format_of(folder: Path) -> str:
     """Return the name of a published head's format, by its tensor names; refuse an unknown format."""
     names = names_of(folder)
-    for name, candidate in FORMATS.items():
-        if all(any(re.fullmatch(pattern, one) for one in names) for pattern in candidate.module.SIGNATURE):
+    for name, module in FORMATS.items():
+        if all(any(re.fullmatch(pattern, one) for one in names) for pattern in module.SIGNATURE):
             return name
     some = ", ".join(sorted(names)[:3])
     raise ValueError(f"{folder}: tensors such as {some} are of no published head known here: {', '.join(FORMATS)}")

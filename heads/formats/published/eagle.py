@@ -52,10 +52,7 @@ def engines(source: Export) -> ExportedHead:
 
 
 def authors(source: Export) -> ExportedHead:
-    """Export the head for the authors' code, which loads strictly and so also needs the target's embedding.
-
-    Options that their code does not support are refused.
-    """
+    """Export the head for the authors' code, which loads an embedding too; refuse options that it does not support."""
     source.refuse(lm_head="shared")
     config = {
         "model_type": "llama",

@@ -46,10 +46,7 @@ READERS = ("vllm", "sglang", "trtllm", "speculators")  # formats named after the
 
 
 def check(head: Any, engine: str, served: TargetFacts, beyond: Collection[str]) -> None:
-    """Refuse a head that an engine of `heads.ENGINES` cannot load; `beyond` is the target's `beyond_tables`.
-
-    The head may be untrained and on the meta device.
-    """
+    """Refuse a head, maybe on meta, that an engine cannot load; `beyond` is its target's `beyond_tables`."""
     format_name = {"llamacpp": "gguf"}.get(engine, engine)
     try:
         if engine == "transformers":  # transformers runs the target's own embedding and lm_head
@@ -113,9 +110,8 @@ def refusals(head: Any, served: TargetFacts) -> dict[str, str]:
             try:
                 writer(Export(format_name, head, served))
             except ValueError as error:
-                reasons[format_name] = (
-                    str(error).removeprefix(f"format={format_name}: ").partition("; ")[0]
-                )  # the refusal without its remedy
+                # The refusal without its remedy.
+                reasons[format_name] = str(error).removeprefix(f"format={format_name}: ").partition("; ")[0]
     return reasons
 
 
