@@ -299,10 +299,7 @@ def timed(
     prompts: Prompts,
     batch: int,
 ) -> AtBatch:
-    """Return the candidates of all groups; the first of each is timed, all in one interleaved session.
-
-    An untimed round first compares their tokens with the baseline's.
-    """
+    """Return the candidates; the first of each group is timed, in one session, once their tokens are compared."""
     drafters = {str(i): HeadDrafter(head, members[0].tree, str(i)) for i, members in enumerate(groups)}
     setup = Setup(target, drafters, cycled(prompts, batch), config.settings(0.0))
     once = decoded_once(setup._replace(settings=replace(setup.settings, logit_gaps=True)), batch)
