@@ -1,13 +1,13 @@
 """The types of conf/eval.yaml, and the checks of its values; the YAML explains the keys."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import product
 from typing import Annotated, Any
 
 from eval.measures.results import LIVE, TEACHER_FORCED, TIERS
 from heads.common.ranges import SEVERAL, Amount, Count, NewTokens, Number, OneOf, Positive, Within
-from heads.common.typed import from_yaml
+from heads.common.typed import Json, from_yaml
 from inference.request import RequestConfig
 from inference.target.config import DTYPES
 from inference.verification.rules import is_lossy
@@ -25,10 +25,6 @@ class TunerConfig:
     top_k: Grid
     nodes: Grid
     samples: Count
-
-    def within(self, context: int) -> "TunerConfig":
-        """Return the configuration restricted to trees that fit in a target's context."""
-        return replace(self, nodes=[nodes for nodes in self.nodes if nodes < context] or [1])
 
 
 @dataclass(frozen=True)
@@ -48,10 +44,10 @@ class EngineConfig:
 class DraftersConfig:
     """The drafters to measure, by name, each with the options of a file of conf/drafter/."""
 
-    drafter: dict[str, Any]
+    drafter: Json
     run: Annotated[list[str], SEVERAL] | None  # folders of runs
     compare: list[str]
-    tree: dict[str, Any]
+    tree: Json
 
     def runs(self) -> list[str]:
         """Return the folders of `run`."""
@@ -110,12 +106,11 @@ class EvalConfig(TuneConfig, Selection):
 
     workload: Annotated[list[str], SEVERAL] | None
     out: str | None
-    model: dict[str, Any]
+    model: Json
     dtype: Annotated[str, OneOf(("auto", *DTYPES))]
     gate_dtype: Annotated[str, OneOf(tuple(DTYPES))]
-    gate_tv: Annotated[
-        float, Within(0, 0.25, above=True, below=True)
-    ]  # since the negative control's total variation is at most p (1 - p)
+    # The negative control's total variation is at most p (1 - p).
+    gate_tv: Annotated[float, Within(0, 0.25, above=True, below=True)]
     hf: bool
     tier: Annotated[list[Annotated[str, OneOf(TIERS)]], SEVERAL]
     text: Annotated[str, OneOf(TEXTS)]

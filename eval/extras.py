@@ -8,9 +8,9 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from data.text.prompts import Prompt
-from eval.live import Runs
+from eval.live import Prompts, Runs
 from eval.measures.metrics import median_run
+from heads.common.typed import Json
 from heads.common.untrusted import visible
 from inference.decode import Generation
 from inference.protocol import Drafter
@@ -21,21 +21,20 @@ POINTS = 200  # maximum points of a training curve
 NODES = 400  # maximum nodes of a tree
 ANSWERS, QUESTION = 3, 1500  # sample answers per drafter; characters shown of a prompt's end
 
-Records = list[dict[str, Any]]
+Records = list[Json]
 
 
 def training(heads: Mapping[str, Path]) -> dict[str, dict[str, Records]]:
     """Return the training curves of heads, given their folders, from the runs' folders.
 
-    Returns:
-        By name: `steps`, means of the loss over stretches of steps, each at its last step; `tau`, each measurement by
-        the verifier, with its interval.
+    By name, `steps` are means of the loss over stretches of steps, each at its last step; `tau` are the measurements by
+    the verifier, with their intervals.
     """
     files = {name: folder.parent / METRICS for name, folder in heads.items() if folder.name == "head"}
     return {name: curves(list(records(file))) for name, file in files.items() if file.is_file()}
 
 
-def records(file: Path) -> Iterator[dict[str, Any]]:
+def records(file: Path) -> Iterator[Json]:
     """Yield a run's records; an incomplete last line of a killed run is skipped."""
     for line in file.read_text(encoding="utf-8").splitlines():
         with suppress(json.JSONDecodeError):
@@ -56,13 +55,11 @@ def curves(records: Records) -> dict[str, Records]:
     return {"steps": losses, "tau": taus}
 
 
-def trees(runs: Runs, drafters: Mapping[str, Drafter]) -> dict[str, dict[str, Any]]:
-    """Return the trees that a session's drafters drafted, and each node's acceptance.
+def trees(runs: Runs, drafters: Mapping[str, Drafter]) -> dict[str, Json]:
+    """Return the trees that a session's drafters drafted, and each node's acceptance, by name.
 
-    Returns:
-        By name: the tree's `label`; `paths`, for the most often accepted nodes the ranks from the root, counted from 0
-        among siblings; `accepted`, the share of passes that accepted each node; the number of `steps`, which are the
-        passes.
+    `paths` are the most often accepted nodes' ranks among siblings, counted from 0, from the root on; `accepted` is the
+    share of the passes, `steps` in number, that accepted each.
     """
     summaries = {}
     for name, drafter in drafters.items():
@@ -75,7 +72,7 @@ def trees(runs: Runs, drafters: Mapping[str, Drafter]) -> dict[str, dict[str, An
     return summaries
 
 
-def answers(runs: Runs, drafters: Sequence[str], prompts: Sequence[Prompt], tokenizer: Any) -> Records:
+def answers(runs: Runs, drafters: Sequence[str], prompts: Prompts, tokenizer: Any) -> Records:
     """Return, by prompt and drafter, the end of the first prompts and the `pieces` of the first answer."""
     return [
         {
@@ -90,15 +87,14 @@ def answers(runs: Runs, drafters: Sequence[str], prompts: Sequence[Prompt], toke
 
 
 def pieces(run: Generation, tokenizer: Any) -> Records:
-    """Return a run's text, divided into pieces of whole characters.
+    """Return a run's `text`, divided into pieces of whole characters.
 
-    Returns:
-        For each piece its `text`; for its last token the `source` ("prefill", "draft" or "bonus") and the number of the
-        `step` that committed it, 0 for the prefill.
+    With each is its last token's `source` ("prefill", "draft" or "bonus") and the number of the `step` that committed
+    it, 0 for the prefill.
     """
     passes = [0] + [index for index, step in enumerate(run.steps, 1) for _ in range(step.committed)]
     stream, records = TextStream(tokenizer), []
-    piece: dict[str, Any] = {}
+    piece: Json = {}
     for token, source, index in zip(run.tokens, run.origins, passes, strict=True):
         piece = {"source": source, "step": index}
         if text := stream.push(token):

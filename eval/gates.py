@@ -13,13 +13,10 @@ from dataclasses import replace
 from typing import NamedTuple
 
 import torch
-from jaxtyping import Float
-from torch import Tensor
 
-from data.text.prompts import Prompt
 from eval.config import DecodingConfig
 from eval.inputs.drafters import Drafters
-from eval.live import Setup, decoded_once, hf_generate
+from eval.live import Prompts, Setup, decoded_once, hf_generate
 from eval.measures import losslessness
 from eval.measures.losslessness import (
     EPSILON,
@@ -27,6 +24,7 @@ from eval.measures.losslessness import (
     ChiSquareTest,
     Divergence,
     Gate,
+    Probs,
     SampledGate,
     divergence,
     gate,
@@ -49,13 +47,12 @@ from inference.verification.sample import distribution
 
 
 def check(
-    target: Target, drafters: Drafters, prompts: Sequence[Prompt], config: DecodingConfig, total_variation: float
+    target: Target, drafters: Drafters, prompts: Prompts, config: DecodingConfig, total_variation: float
 ) -> tuple[dict[str, Gate], list[SampledGate]]:
     """Return each drafter's losslessness check at each batch size, and at each temperature above 0.
 
-    Greedily every prompt runs once, and all drafters are compared with transformers' own `generate`; so is the
-    baseline, which runs in the drafters' engine. Above 0 a chi-square test detects a total variation of
-    `total_variation`.
+    Greedily every prompt runs once, and the baseline and all drafters are compared with transformers' own `generate`.
+    Above 0 a chi-square test detects a total variation of `total_variation`.
     """
     sizes = config.batch_size
     if not drafters and sizes == [1]:
@@ -78,6 +75,7 @@ def check(
 PREFIXES = 2  # number of texts after which tokens are sampled
 CANDIDATES = 12  # number of texts considered as prefixes
 TOGETHER = 16  # sequences at a prefix per step of the engine, if memory allows
+Text = tuple[Tokens, Tokens]  # a prompt, and its answer so far
 
 
 class Prefix(NamedTuple):
@@ -86,7 +84,7 @@ class Prefix(NamedTuple):
     prompt: Tokens
     answer: Tokens
     draws: bool  # whether the host samples children, by a stateful model
-    probs: Float[Tensor, "V"]
+    probs: Probs
     cells: Cells
     drafted_prob: float  # the target's probability of all tokens drafted at depth 1
 
@@ -118,7 +116,7 @@ def coupled_check(
     target: Target,
     baseline: Sequence[Generation],
     drafted: Sequence[Generation],
-    prompts: Sequence[Prompt],
+    prompts: Prompts,
     params: RequestParams,
 ) -> Gate:
     """Compare runs under coupled noise; near ties are those of the noisy probs."""
@@ -141,13 +139,13 @@ def coupled_gap(target: Target, prompt: Tokens, answer: Tokens, params: RequestP
     return float(params.sampling.temperature * torch.log(torch.tensor(first / second))) if second > 0 else float("inf")
 
 
-def texts(prompts: Sequence[Prompt], baseline: Sequence[Generation]) -> list[tuple[Tokens, Tokens]]:
+def texts(prompts: Prompts, baseline: Sequence[Generation]) -> list[Text]:
     """Return different prompts with their answers up to the smallest logit gap, in order of the gap."""
-    prefixes: list[tuple[float, tuple[Tokens, Tokens]]] = []
+    prefixes: list[tuple[float, Text]] = []
     for prompt, run in zip(prompts, baseline, strict=True):
         gaps = run.logit_gaps[1:]  # the first draft comes after one token of the answer
         if gaps:
-            at = min(range(len(gaps)), key=gaps.__getitem__) + 1
+            at = gaps.index(min(gaps)) + 1
             prefix = prompt.token, run.tokens[:at]
             if prefix not in (other for _, other in prefixes):  # a log may repeat a question
                 prefixes.append((run.logit_gaps[at], prefix))
@@ -158,7 +156,7 @@ def texts(prompts: Sequence[Prompt], baseline: Sequence[Generation]) -> list[tup
 def chi_square_test(
     target: Target,
     drafter: Drafter,
-    candidates: Sequence[tuple[Tokens, Tokens]],
+    candidates: Sequence[Text],
     settings: RequestParams,
     tv: float,
     alpha: float,
@@ -177,7 +175,10 @@ def chi_square_test(
     for index, prefix in enumerate(progress(prefixes, f"sampling tokens, {drafter.name}")):
         seeds = f"{settings.seed} distribution {index}"  # shared random numbers would correlate statistics
         total += losslessness.statistic(prefix.cells, _samples(target, drafter, prefix, settings, seeds, count))
-        control += losslessness.statistic(prefix.cells, resampled(prefix.probs, samples, count))
+        # A broken rule samples from p again after a rejection; its draft is p's argmax, where it is furthest from p.
+        best = prefix.probs.argmax()
+        first, second = samples.sample(prefix.probs.expand(1, 2 * count, -1))[0].chunk(2)
+        control += losslessness.statistic(prefix.cells, torch.where(first == best, best, second).tolist())
     p, control_p = losslessness.p_value(total, freedom), losslessness.p_value(control, freedom)
     size, power = count * len(prefixes), losslessness.POWER
     return ChiSquareTest(size, len(prefixes), freedom, total, p, tv, power, alpha, control_p), ""
@@ -191,7 +192,7 @@ def _request(target: Target, prompt: Tokens, answer: Tokens, params: RequestPara
     return request
 
 
-def _probs(request: Request) -> Float[Tensor, "V"]:
+def _probs(request: Request) -> Probs:
     """Return the target's probs after a text; all its tokens enter the cache."""
     out = request.target.prefill(torch.tensor(request.context, device=request.target.device), request.cache)
     assert out.logits is not None
@@ -232,11 +233,8 @@ def _prefix(
     probs = _probs(_request(target, prompt, answer, settings, target.cache()))
     _left(batch)
     (token, *_), (parent, *_) = drafted.tree
-    children, cells, best = (
-        token[(parent == 0) & (token >= 0)].unique(),
-        losslessness.group_rare_tokens(probs),
-        float(probs.max()),
-    )
+    children = token[(parent == 0) & (token >= 0)].unique()
+    cells, best = losslessness.group_rare_tokens(probs), float(probs.max())
     if not len(children) or not cells.degrees_of_freedom or best * (1 - best) <= tv:
         return None
     return Prefix(prompt, answer, draws, probs, cells, float(probs[children].sum()))
@@ -264,14 +262,3 @@ def _samples(
             if drafts:
                 return sampled[:count]
     raise AssertionError("one sequence always samples")
-
-
-def resampled(probs: Float[Tensor, "V"], samples: Samples, count: int) -> Tokens:
-    """Return first tokens under a broken rule: after a rejection it samples from p instead of the residual.
-
-    The draft is the target's argmax, where the broken rule is furthest from p.
-    """
-    best = probs.argmax()
-    first, second = samples.sample(probs.expand(1, 2 * count, -1))[0].chunk(2)
-    sampled: Tokens = torch.where(first == best, best, second).tolist()
-    return sampled

@@ -20,6 +20,7 @@ import torch
 from transformers import GenerationConfig
 
 from data.text.prompts import Prompt
+from eval.inputs.workloads import cycled
 from eval.measures import metrics
 from eval.measures.losslessness import UNCHECKED, Gate, labelled
 from eval.measures.results import (
@@ -35,6 +36,7 @@ from eval.measures.results import (
 )
 from heads.base import Tokens
 from heads.common.progress import progress
+from heads.common.typed import Json
 from inference.batch import Batch, acquire, release
 from inference.decode import Generation, RequestParams, speculate
 from inference.drafters.plain import Baseline
@@ -44,6 +46,7 @@ from inference.target.target import Target
 T = TypeVar("T")
 HF = "hf"  # name of transformers' own generate among the drafters
 
+Prompts = Sequence[Prompt]
 Runner = Callable[[Any], Any]  # runs a prompt's tokens, or a batch's
 Runs = dict[str, list[list[Generation]]]  # name -> prompt -> repeats
 
@@ -53,26 +56,19 @@ class Setup(NamedTuple):
 
     target: Target
     drafters: Mapping[str, Drafter]
-    prompts: Sequence[Prompt]
+    prompts: Prompts
     settings: RequestParams
 
     def all_drafters(self) -> dict[str, Drafter]:
         """Return the baseline and the drafters by name."""
         return {BASELINE: Baseline(self.target.device), **self.drafters}
 
-    def resets(self) -> list[Callable[[], None]]:
-        """Return the functions that reset the drafters' memory."""
-        return [drafter.reset for drafter in self.drafters.values()]
 
-
-def measure(setup: Setup, repeats: int, warmup: Sequence[Prompt], hf: bool, batch_size: int = 1) -> Runs:
+def measure(setup: Setup, repeats: int, warmup: Prompts, hf: bool, batch_size: int = 1) -> Runs:
     """Run autoregressive decoding, every drafter and (if `hf`) HF generate `repeats` times on each prompt.
 
     In batches, a round decodes all prompts together, and HF generate is left out. The `warmup` prompts, which are not
-    measured, run first.
-
-    A drafter with memory starts every round empty and learns from prompt to prompt, in the prompts' order, so it never
-    sees a prompt twice.
+    measured, run first. A drafter with memory starts every round empty, so it never sees a prompt twice.
     """
     target, drafters, prompts, settings = setup
     assert not {BASELINE, HF} & set(drafters), "a drafter has a baseline's name"
@@ -82,14 +78,15 @@ def measure(setup: Setup, repeats: int, warmup: Sequence[Prompt], hf: bool, batc
     }
     if hf and batch_size == 1:
         runners[HF] = partial(hf_generate, target, settings=settings)
-    return interleave(runners, prompts, repeats, warmup, settings.seed, setup.resets(), batch_size)
+    resets = [drafter.reset for drafter in drafters.values()]
+    return interleave(runners, prompts, repeats, warmup, settings.seed, resets, batch_size)
 
 
 def interleave(
     runners: Mapping[str, Runner],
-    prompts: Sequence[Prompt],
+    prompts: Prompts,
     repeats: int,
-    warmup: Sequence[Prompt],
+    warmup: Prompts,
     seed: int,
     begin: Sequence[Callable[[], None]] = (),
     batch_size: int = 1,
@@ -100,18 +97,18 @@ def interleave(
     """
     tokens = [prompt.token for prompt in prompts]
     further: list[Any] = [prompt.token for prompt in warmup]
-    if batch_size > 1:
-        further = [(further * batch_size)[: max(batch_size, len(further))]] * bool(further)
+    if batch_size > 1 and further:
+        further = [cycled(further, batch_size)]
     for run in further:
         for runner in runners.values():
             runner(run)
-
-    def answer(name: str, indices: Sequence[int], _: int) -> list[Generation]:
-        return runners[name](tokens) if batch_size > 1 else [runners[name](tokens[index]) for index in indices]
-
     every = range(len(prompts))
-    batches = [every] if batch_size > 1 else [[index] for index in every]
-    return in_turns(list(runners), answer, batches, repeats, seed, begin)
+    if batch_size > 1:
+        return in_turns(list(runners), lambda name, *_: runners[name](tokens), [every], repeats, seed, begin)
+    batches = [[index] for index in every]
+    return in_turns(
+        list(runners), lambda name, at, _: [runners[name](tokens[at[0]])], batches, repeats, seed, begin
+    )  # fmt: skip
 
 
 def in_turns(
@@ -159,18 +156,17 @@ def rows(
     """
     middle = medians(runs)
     requests = {name: [timed(run) for run in runs_of] for name, runs_of in middle.items()}
-    all_drafters: dict[str, Drafter] = {BASELINE: Baseline(torch.device("cpu")), **drafters}
     measured = []
     for subset in measurement.parts(len(requests[BASELINE])):
         for name in (name for name in requests if name != HF):
             rule = metrics.rules_used([middle[name][index] for index in subset.indices])
-            info = DrafterInfo(name, rule, all_drafters[name].tree)
+            info = DrafterInfo(name, rule, Baseline.tree if name == BASELINE else drafters[name].tree)
             row = result(info, subset, subset.of(requests[name]))
             measured.append(with_gate_result(row, subset, requests, gates))
     return measured
 
 
-def paired(runs: Runs, drafters: Sequence[str], measurement: Measurement) -> list[dict[str, Any]]:
+def paired(runs: Runs, drafters: Sequence[str], measurement: Measurement) -> list[Json]:
     """Return each drafter's difference from the first in τ and in tokens per second, over the same prompts.
 
     The median run of each prompt counts, as in the report's rows. Empty with one drafter or one prompt.
@@ -217,9 +213,9 @@ def timed(run: Generation) -> MeasuredRequest:
     return MeasuredRequest(
         passes=metrics.passes(run),
         decoding=metrics.decoding([run])[0],
-        end_to_end=metrics.end_to_end([run])[0],
+        end_to_end=(len(run.tokens), run.prefill_s + run.decode_s),
         prefill_s=run.prefill_s,
-        seconds=metrics.seconds([run]),
+        seconds={key: sum(getattr(step, f"{key}_s") for step in run.steps) for key in metrics.PARTS},
         waits={"latency_s": run.latency_s},
     )
 
@@ -323,7 +319,7 @@ def serve(
 
 
 @torch.inference_mode()
-def measure_rate(setup: Setup, repeats: int, warmup: Sequence[Prompt], batch_size: int, request_rate: float) -> Rounds:
+def measure_rate(setup: Setup, repeats: int, warmup: Prompts, batch_size: int, request_rate: float) -> Rounds:
     """Let the baseline and every drafter answer all prompts as they arrive, in a new random order each round.
 
     Each round has its own arrivals, the same for all drafters; a rate only scales them. A drafter with memory starts
@@ -336,25 +332,20 @@ def measure_rate(setup: Setup, repeats: int, warmup: Sequence[Prompt], batch_siz
     requests = [(token, settings) for token in (*tokens, *first)]
 
     def served(name: str, prompts: Sequence[Tokens], times: Sequence[float]) -> list[Served]:
-        batch = acquire(
-            setup.target, all_drafters[name], size, requests
-        )  # room for all requests, or the graphs would be dropped
+        # Room for all requests, or the graphs would be dropped.
+        batch = acquire(setup.target, all_drafters[name], size, requests)
         answered = serve(batch, prompts, times, settings)
         release(setup.target, all_drafters[name], batch)
         return answered
 
-    def answers(name: str, _: Sequence[int], turn: int) -> list[Served]:
-        return served(name, tokens, when[turn])
-
+    full = cycled(first, size)  # at least one full batch
     for name in all_drafters if first else ():
-        count = max(size, len(first))  # at least one full batch
-        served(name, (first * count)[:count], [0.0] * count)
-    return in_turns(list(all_drafters), answers, [range(len(tokens))], repeats, settings.seed, setup.resets())
-
-
-def generations(rounds: Rounds) -> Runs:
-    """Return the generations of all rounds."""
-    return {name: [[one.generation for one in repeats] for repeats in prompts] for name, prompts in rounds.items()}
+        served(name, full, [0.0] * len(full))
+    resets = [drafter.reset for drafter in setup.drafters.values()]
+    return in_turns(
+        list(all_drafters), lambda name, _, turn: served(name, tokens, when[turn]), [range(len(tokens))], repeats,
+        settings.seed, resets,
+    )  # fmt: skip
 
 
 def requests_of(rounds: Rounds) -> dict[str, list[list[MeasuredRequest]]]:
@@ -380,10 +371,13 @@ def queued_rows(
         cuts = by_request(requests)
         cuts.pop("tokens_per_second", None)  # arrivals bound the throughput
         trusted, seed = row.whole_speedup is not None, measurement.seed
+        turns = list(zip(*mine, strict=True))  # each round's seconds are from its first arrival to its last end
+        seconds = sum(max(one.arrived + one.latency_s for one in turn) for turn in turns)
+        seconds -= sum(min(one.arrived for one in turn) for turn in turns)
         queued.append(
             replace(
                 row,
-                tokens_per_second=throughput(mine),
+                tokens_per_second=metrics.ratio(sum(one.decoded for one in requests), seconds),
                 latency_s=statistics.median(one.latency_s for one in requests),
                 speedup=metrics.speed_ratio(fast, slow) if trusted else None,
                 speedup_ci=metrics.paired_interval(fast, slow, seed, subset.groups) if trusted else None,
@@ -395,11 +389,3 @@ def queued_rows(
             )
         )
     return queued
-
-
-def throughput(rounds: Sequence[Sequence[MeasuredRequest]]) -> float | None:
-    """Return the tokens after the prefill's over the seconds from each round's first arrival to its last end."""
-    by_round = list(zip(*rounds, strict=True))
-    ends = [max(one.arrived + one.latency_s for one in turn) for turn in by_round]
-    seconds = sum(ends) - sum(min(one.arrived for one in turn) for turn in by_round)
-    return metrics.ratio(sum(one.decoded for turn in by_round for one in turn), seconds)

@@ -20,7 +20,7 @@ from eval.extras import answers, training, trees
 from eval.gates import check
 from eval.inputs.drafters import Drafters, find_heads, load_drafters
 from eval.inputs.workloads import Workload, load_workload, prompt_counts
-from eval.live import Setup, generations, measure, measure_rate, paired, queued_rows, requests_of, rows
+from eval.live import Setup, measure, measure_rate, paired, queued_rows, requests_of, rows
 from eval.measures.losslessness import Gate, SampledGate
 from eval.measures.machine import device_facts, peak_memory, provenance
 from eval.measures.results import BASELINE, LIVE, TEACHER_FORCED, ResultRow
@@ -32,6 +32,7 @@ from eval.teacher_forced import WorkloadTexts, answered_texts, generate_answers,
 from eval.tune import TUNED, tune
 from heads.common.command import command, exit_this_run
 from heads.common.errors import report_on_interrupt, user_errors
+from heads.common.progress import print_line
 from heads.common.typed import Json, typed
 from heads.common.untrusted import visible
 from inference.target.config import ModelConfig
@@ -41,22 +42,17 @@ from inference.verification.rules import is_lossy
 PIPE_WIDTH = 140
 Timed = tuple[list[ResultRow], list[WorkloadTexts], Json]  # the live tier's rows, the baseline's texts, extras by key
 SETTINGS = (
-    *("max_new_tokens", "min_new_tokens", "top_k", "top_p", "min_p", "repetition_penalty", "rule", "lossy", "seed"),
-    *("gate_dtype", "repeats", "warmup", "truncate", "turns", "balanced", "gate_tv"),
-)
+    "max_new_tokens", "min_new_tokens", "top_k", "top_p", "min_p", "repetition_penalty", "rule", "lossy", "seed",
+    "gate_dtype", "repeats", "warmup", "truncate", "turns", "balanced", "gate_tv",
+)  # fmt: skip
 
 
 def evaluate(config: EvalConfig, *, writes: bool = True) -> Report:
     """Run the configured measurements; with `writes` print the table and write report.json, report.md and report.html.
 
     For the live tier the losslessness check compares every prompt's tokens in `gate_dtype`; then the target is loaded
-    in its fast dtype and timed. A drafter that fails the check gets no speedup, only its acceptance.
-
-    Returns:
-        The report; `passed` decides the exit status.
-
-    Raises:
-        ValueError: an unknown drafter, run, model, workload or tree, or a head of another target.
+    in its fast dtype and timed. A drafter that fails the check gets no speedup, only its acceptance. Refuse an unknown
+    drafter, run, model, workload or tree, and a head of another target.
     """
     model, names, out = prepared(config)
     report = measured(config, model, names)
@@ -122,20 +118,19 @@ def timed_rows(
     """
     if target.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(target.device)
-    trained = [*config.runs(), *config.compare]
-    curves = training(find_heads(trained, config.drafter)) if "head" in config.drafter else None
-    measured, texts = list[ResultRow](), list[WorkloadTexts]()
-    extras: Json = {} if curves is None else {"training": curves}
-    start = 0
+    measured, texts, extras, start = list[ResultRow](), list[WorkloadTexts](), Json(), 0
+    if "head" in config.drafter:
+        extras["training"] = training(find_heads([*config.runs(), *config.compare], config.drafter))
     for workload in workloads:
         for temperature, size, rate in config.conditions():
             setup = Setup(target, drafters, workload.prompts, config.settings(temperature))
-            hf = (
-                config.hf and temperature == 0
-            )  # HF's generate is timed greedily, so it is compared with greedy rows only
+            hf = config.hf and temperature == 0  # HF's generate is timed greedily, so compared with greedy rows only
             how = setup, config.repeats, workload.warmup
             rounds = None if rate is None else measure_rate(*how, size, rate)
-            runs = measure(*how, hf, size) if rounds is None else generations(rounds)
+            if rounds is None:
+                runs = measure(*how, hf, size)
+            else:
+                runs = {name: [[one.generation for one in all_of] for all_of in of] for name, of in rounds.items()}
             if (size, rate) == (config.batch_size[0], config.request_rate[0]):
                 texts.append(answered_texts(workload, target, setup.settings, runs[BASELINE]))
             checks = [check for check in sampled if check.temperature == temperature]
@@ -167,10 +162,7 @@ def timed_rows(
 def tuned(config: EvalConfig) -> bool:
     """Find the best tree for a run's head on this device, in the timed dtype; print and write it.
 
-    Returns whether every timed tree is lossless.
-
-    Raises:
-        ValueError: the run, model or workload is missing, the head is another target's, or all answers are empty.
+    Return whether every timed tree is lossless; refuse what `prepared` and `tune` refuse, and several workloads.
     """
     model, names, out = prepared(config)
     if len(names) > 1:
@@ -182,7 +174,7 @@ def tuned(config: EvalConfig) -> bool:
         tuning = tune(config, target, prompts)
     tuning.write(out)
     tuning.show(console)
-    console.print(visible(f"all numbers: {out / TUNED}"), soft_wrap=True, markup=False)
+    print_line(f"all numbers: {out / TUNED}")
     return tuning.passed
 
 
@@ -193,15 +185,15 @@ def publish(report: Report, out: Path) -> None:
     content = report.as_dict()
     console.print(terminal(content))
     for line in filter(None, (sentence(content), *compared(content))):
-        console.print(visible(line), soft_wrap=True, markup=False, highlight=False)
+        print_line(line)
     for warning in report.warnings():
         print(visible(f"compare with care: {warning}"), file=sys.stderr)
     report.write(out)
     files = [str(out / name) for name in READ if (out / name).exists()]
-    console.print(visible(f"report: {' and '.join(files)}"), soft_wrap=True, markup=False)
+    print_line(f"report: {' and '.join(files)}")
     if (schedule := out / SERVING).exists():
         *_, (_, last, _) = json.loads(schedule.read_text())["num_speculative_tokens_per_batch_size"]
-        console.print(visible(f"tokens to draft up to batch size {last}, for vLLM: {schedule}"), soft_wrap=True)
+        print_line(f"tokens to draft up to batch size {last}, for vLLM: {schedule}")
     for failure in report.failures():
         print(visible(f"NOT LOSSLESS: {failure}"), file=sys.stderr)
 

@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
 
 from torch import distributed
 
@@ -14,6 +13,7 @@ from eval.inputs.workloads import Workload, distinct_names, read_workload, workl
 from eval.tune import TUNED
 from heads.common.files import check_writable
 from heads.common.progress import Bar, print_above_bars
+from heads.common.typed import Json
 from heads.common.untrusted import visible
 from heads.formats.hub import made_for, schedule_of
 from heads.formats.store import CONFIG
@@ -25,11 +25,7 @@ from inference.target.target import Target
 
 
 def prepared(config: EvalConfig) -> tuple[ModelConfig, list[str], Path]:
-    """Return the target to load, the workloads and the report's folder, checked before anything is loaded.
-
-    Raises:
-        ValueError: a value is invalid; the message names the key and the remedy.
-    """
+    """Return the target to load, the workloads and the report's folder; refuse invalid values before any is loaded."""
     runs = config.runs()
     model = model_of(runs[0] if runs else None, config.model)
     check_drafters(config)
@@ -68,10 +64,7 @@ def load_target(model: ModelConfig, dtype: str, engine: EngineConfig) -> Target:
 
 
 def dtype_for(config: EvalConfig, model: ModelConfig) -> str:
-    """Return the dtype to time in: the evaluation's, else the model's, else the device's fast one.
-
-    Log a note if the dtype was chosen here and differs from the checkpoint's.
-    """
+    """Return the dtype to time in: the evaluation's, else the model's, else the device's fast one, which is logged."""
     given: str | None = next((name for name in (config.dtype, model.dtype) if name != "auto"), None)
     if given is not None:
         return given
@@ -118,7 +111,7 @@ def remarks_of(config: EvalConfig, target: Target) -> list[str]:
     return remarks
 
 
-def described(target: Target) -> dict[str, Any]:
+def described(target: Target) -> Json:
     """Return the metadata that identifies a target."""
     parameters = sum(parameter.numel() for parameter in target.model.parameters())
     spec = {key: value for key, value in asdict(target.spec).items() if key != "name"}

@@ -6,7 +6,7 @@ nodes of smaller depths and budgets. For sampled chains the acceptance probabili
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -19,8 +19,9 @@ from eval.config import DecodingConfig, Selection
 from eval.inputs.workloads import Text, Workload, check_known, of_answer, read_log
 from eval.measures.metrics import SpecDecodingStats, counted, median_run
 from eval.measures.results import TEACHER_FORCED, DrafterInfo, MeasuredRequest, ResultRow, result
-from heads.base import DepthOutput, Features, NewRows
+from heads.base import Features, NewRows
 from heads.common.progress import progress
+from heads.common.typed import Json
 from heads.modules.vocab import scatter_logits
 from inference.decode import Generation, RequestParams, autoregress
 from inference.drafters.head import HeadDrafter
@@ -30,7 +31,8 @@ from inference.target.target import Target
 from inference.verification.sample import GREEDY, Sampling, distribution
 from inference.verification.tree import DraftTree
 
-Statistics = dict[str, Any]  # a head's statistics in report.json
+Statistics = Json  # a head's in report.json
+Rates = Float[Tensor, "D K"]  # the acceptance by depth, from 1, and rank, from 0
 RANKS = 10  # ranks of a depth's guesses that are counted separately
 SAMPLED = ("chain", "sampled")  # kinds of tree whose nodes are sampled above temperature 0
 TINY = 1e-30  # minimum divisor of a probability
@@ -74,15 +76,9 @@ def rank_text(
     shapes; they grow as under `sampling` without noise. With `steps_alone` a single tree is grown, only where its steps
     begin.
     """
-    token = torch.tensor(text.token, device=target.device)
-    features = target.features(token[None], torch.zeros_like(token)[None], head.feature_layers)
     depth = min(depth, head.max_depth)
-    drafts = unrolled(head, features, depth)
-    begin = text.start - 1  # position whose root is the answer's first token
-    logits = (
-        scatter_logits(head.vocab, head.compute_logits(draft.state[0, begin:], d)) for d, draft in enumerate(drafts, 1)
-    )
-    rank = torch.stack([ranks(guess, token[begin:], d) for d, guess in enumerate(logits, 1)], 1)
+    token, features, logits = unrolled(target, head, text, depth)
+    rank = torch.stack([ranks(guess, token[text.start - 1 :], d) for d, guess in enumerate(logits, 1)], 1)
     grown: dict[str, list[TreeAcceptance]] = {growth_key(tree): [] for tree in largest}
     state, done, root = None, 0, text.start
     while largest and root < len(text.token) - 1:  # earlier positions are committed
@@ -105,9 +101,17 @@ def rank_text(
     return RankedText(text, rank[: text.generated - 1].tolist(), grown)
 
 
-def unrolled(head: Any, features: Features, depth: int) -> list[DepthOutput]:
-    """Return a head's outputs from all rows down to a depth."""
-    return head.unroll(features, head.max_depth if head.max_depth <= FIXED else depth)[:depth]
+def unrolled(target: Target, head: Any, text: Text, depth: int) -> tuple[Tensor, Features, Iterator[Tensor]]:
+    """Run a text through target and head once; return its tokens (T,), the target's features, and the head's logits.
+
+    For each depth these are the logits (T', V) from the row on whose root is the answer's first token.
+    """
+    token = torch.tensor(text.token, device=target.device)
+    features = target.features(token[None], torch.zeros_like(token)[None], head.feature_layers)
+    drafts = head.unroll(features, head.max_depth if head.max_depth <= FIXED else depth)[:depth]
+    states = (draft.state[0, text.start - 1 :] for draft in drafts)
+    logits = (scatter_logits(head.vocab, head.compute_logits(state, d)) for d, state in enumerate(states, 1))
+    return token, features, logits
 
 
 def growth_key(tree: TreeConfig) -> str:
@@ -161,10 +165,7 @@ def accepted_of(grown: TreeAcceptance, tree: TreeConfig, max_depth: int) -> tupl
 
 
 def replay(of: RankedText, tree: TreeConfig) -> list[tuple[int, int]]:
-    """Return the drafted nodes and accepted tokens of each step in decoding the text with a tree.
-
-    A recorded tree of the same kind and top_k must contain it.
-    """
+    """Return each step's drafted nodes and accepted tokens in decoding the text with a tree within the grown one."""
     text, steps, written = of.text, list[tuple[int, int]](), 1
     shape = [] if tree.kind in BY_CONFIDENCE else tree.shape()
     while written < text.generated:
@@ -211,19 +212,16 @@ def overlap(target: Target, head: Any, text: Text, sampling: Sampling, depth: in
     probability q(x) and accepted with min(1, p(x) / q(x)), so both happen with min(p(x), q(x)), and x is emitted with
     p(x) (Leviathan et al., arXiv 2211.17192, theorem 3.5, for each token).
     """
-    token = torch.tensor(text.token, device=target.device)
-    features = target.features(token[None], torch.zeros_like(token)[None], head.feature_layers)
+    token, features, logits = unrolled(target, head, text, depth)
     begin = text.start - 1
     probs = distribution(target.embeddings.logits(features.last_hidden[0, begin:]), sampling)
     ratio = probs.new_zeros(text.generated - 1, depth)
     common = torch.full_like(ratio, float("nan"))
-    for d, draft in enumerate(unrolled(head, features, depth), 1):
+    for d, guess in enumerate(logits, 1):
         count = text.generated - d
         if count < 1:
             break
-        q = distribution(
-            scatter_logits(head.vocab, head.compute_logits(draft.state[0, begin : begin + count], d)), sampling
-        )
+        q = distribution(guess[:count], sampling)
         p = probs[d : d + count]
         x = token[begin + d + 1 : begin + d + 1 + count, None]
         qx, px = (dist.gather(1, x)[:, 0] for dist in (q, p))
@@ -307,8 +305,7 @@ def recorded_texts(
 def within_context(text: Text, id_: str, name: str, target: Target, truncate: bool) -> Text:
     """Return a text within the target's context, with the limit of tokens that decoding would have had.
 
-    Raises:
-        ValueError: the text is too long and must not be shortened, or has unknown tokens.
+    Refuse unknown tokens, and a text that is too long and must not be shortened.
     """
     check_known(text.token, f"workload {name}, record {id_}", target)
     over = max(len(text.token) - target.context, 0)
@@ -324,14 +321,11 @@ def within_context(text: Text, id_: str, name: str, target: Target, truncate: bo
 def teacher_forced_rows(
     config: DecodingConfig, target: Target, drafters: Mapping[str, Drafter], texts_of: Sequence[WorkloadTexts]
 ) -> tuple[list[ResultRow], Statistics]:
-    """Return the rows of the heads along the texts, and the statistics of one pass over them by head.
+    """Return the rows of the heads along the texts, and the statistics of one pass over its first texts by head.
 
-    A tree with sampled siblings has no row above temperature 0, since the text does not determine its nodes.
-
-    Returns:
-        The rows; and by head, for its first texts: `rank`, the share of tokens by depth and rank among its guesses;
-        `n_alpha`, the acceptance rate of depth n + 1 after n drafted states, given the text's tokens; `at_every_token`,
-        P(a >= k) of chains that begin after every token, not only where decoding begins one.
+    A tree with sampled siblings has no row above temperature 0, since the text does not determine its nodes. `rank` is
+    the share of tokens by depth and rank among a head's guesses; `n_alpha` the acceptance rate of depth n + 1 after n
+    drafted states, given the text's tokens; `at_every_token` P(a >= k) of chains that begin after every token.
     """
     rows: list[ResultRow] = []
     by_head: Statistics = {}
@@ -362,7 +356,7 @@ def teacher_forced_rows(
     return rows, by_head
 
 
-def acceptance(rank: Int[Tensor, "T D"], ranks: int) -> Float[Tensor, "D K"]:
+def acceptance(rank: Int[Tensor, "T D"], ranks: int) -> Rates:
     """Return the frequency of the first K = `ranks` ranks among the text's tokens, by depth.
 
     `rank` is the rank of the token d positions after the root among the head's guesses; negative past the end.

@@ -7,34 +7,33 @@ timed, and the winners make a schedule. The static tree with the highest accepta
 rank. A tree's size is its drafted nodes, without the root.
 """
 
-import json
 import random
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from heapq import heappop, heappush
-from itertools import count, cycle
+from itertools import cycle
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, NamedTuple, cast
 
 import torch
-from jaxtyping import Float
 from rich.console import Console
-from torch import Tensor
 
-from data.text.prompts import Prompt
 from eval.config import TuneConfig, TunerConfig
 from eval.inputs.workloads import cycled, write
-from eval.live import Setup, decoded_once, measure, rows
+from eval.live import Prompts, Setup, decoded_once, measure, rows
 from eval.measures.losslessness import WITHHELD, differs, gate, labelled
 from eval.measures.machine import device_facts, provenance, synchronize
 from eval.measures.metrics import sum_counts
 from eval.measures.results import BASELINE, Measurement, ResultRow
 from eval.report.render import rich_table
+from eval.report.view import shown
 from eval.report.write import SERVING, is_served, serving_config
-from eval.teacher_forced import RankedText, acceptance, passes_along, rank_text
-from heads.common.files import atomic_write
-from heads.common.progress import Bar, progress
+from eval.teacher_forced import RankedText, Rates, acceptance, passes_along, rank_text
+from heads.base import Tokens
+from heads.common.files import write_json
+from heads.common.progress import Bar, print_line, progress
+from heads.common.typed import Json
 from heads.formats.hub import kind_of, resolve_head
 from heads.formats.published import is_published
 from heads.formats.store import SCHEDULE, read_config, save_tree
@@ -43,7 +42,6 @@ from inference.decode import RequestParams
 from inference.drafters.head import HeadDrafter, load_for, saved_tree
 from inference.drafters.plain import Baseline
 from inference.drafters.policy import Schedule, ScheduleLine, TreeConfig, best_schedule
-from inference.protocol import Drafter
 from inference.target.target import Target
 
 TUNED = "tune.json"
@@ -53,7 +51,6 @@ FINALISTS = 3  # trees per family whose steps are timed again
 AGAIN = 8  # factor of the samples for the second timing
 PER_BASELINE = 4  # steps with a draft per step of the baseline
 HOPELESS = 0.8  # a tree predicted slower than this is not tried in larger batches, where a node costs more
-T = TypeVar("T")
 
 
 class Tried(NamedTuple):
@@ -115,7 +112,7 @@ class AtBatch:
 class Tuning:
     """The results of a tuning."""
 
-    settings: dict[str, Any]  # settings of the measurement
+    settings: Json  # of the measurement
     accepted: list[list[float]]  # acceptance by depth and rank in the selection texts
     batches: list[AtBatch]
 
@@ -128,15 +125,14 @@ class Tuning:
     def write(self, out: Path) -> None:
         """Write tune.json and, if vLLM serves the head, vLLM's schedule of the fastest chains."""
         batches = [{**asdict(at), "best": at.best and asdict(at.best)} for at in self.batches]
-        content = {"schema": 5, **asdict(self), "batches": batches}
-        atomic_write(out / TUNED, (json.dumps(content, indent=2) + "\n").encode())
+        write_json(out / TUNED, {"schema": 5, **asdict(self), "batches": batches})
         (out / SERVING).unlink(missing_ok=True)
         if is_served(self.settings["head"]):
             tokens = {}
             for at in self.batches:
                 chains = replace(at, candidates=[one for one in at.candidates if one.tree.kind == CHAIN])
                 tokens[at.batch] = chains.best.tree.depth if chains.candidates and chains.best else 0
-            atomic_write(out / SERVING, (json.dumps(serving_config(tokens), indent=2) + "\n").encode())
+            write_json(out / SERVING, serving_config(tokens))
 
     def show(self, console: Console) -> None:
         """Print the candidates and the verdicts."""
@@ -144,40 +140,26 @@ class Tuning:
         for at in self.batches:
             body = []
             for one in at.candidates:
-                expected, row = one.predicted, one.measured
-                cells = [f"{expected.tau:.2f}", f"{expected.tokens_per_second:.1f}", f"{expected.speedup:.2f}"]
-                cells += (
-                    ["", "", ""]
-                    if row is None
-                    else [
-                        f"{row.tau or 0:.2f}",
-                        f"{row.tokens_per_second or 0:.1f}",
-                        f"{row.speedup:.2f}" if row.speedup else WITHHELD,
-                    ]
-                )
-                body.append([one.family, one.tree.label, *cells])
+                cells = [one.family, one.tree.label]
+                speeds: list[Any] = [one.predicted, one.measured]
+                for speed in filter(None, speeds):
+                    cells += [shown(speed.tau), shown(speed.tokens_per_second, 1), shown(speed.speedup or WITHHELD)]
+                body.append(cells)
             rate = "" if at.baseline is None else f", baseline {at.baseline:.1f} tokens/s"
             console.print(rich_table(f"trees at batch size {at.batch}{rate}", headers, body))
         for at in self.batches:
-            console.print(at.verdict, soft_wrap=True, markup=False)
+            print_line(at.verdict)
 
 
-def even_and_odd(items: Sequence[T]) -> tuple[list[T], list[T]]:
-    """Return the items of even and of odd index; a single item is in both."""
-    return list(items[::2]), list(items[1::2] or items)
-
-
-def tune(config: TuneConfig, target: Target, prompts: Sequence[Prompt]) -> Tuning:
+def tune(config: TuneConfig, target: Target, prompts: Prompts) -> Tuning:
     """Find the best tree for the head of a run at every batch size.
 
     If it beats the baseline, the tree for the smallest size is written into the head's config; with several sizes the
-    schedule is written too. Half of the prompts select the tree; the other half predicts and measures its speed.
-
-    Raises:
-        ValueError: there is no head, it is another target's, no answer is longer than a token, or the target cannot
-            verify a batch of that size.
+    schedule is written too. Half of the prompts select the tree; the other half predicts and measures its speed. Refuse
+    another target's head, answers of one token, and a batch size that the target cannot verify.
     """
-    grid = config.tuner.within(target.context)
+    nodes = [nodes for nodes in config.tuner.nodes if nodes < target.context]
+    grid = replace(config.tuner, nodes=nodes or [1])
     settings, sizes, (run,) = config.settings(0.0), sorted(set(config.batch_size)), config.runs()
     # Fails now instead of after minutes if the target supports no batch.
     Batch(target, Baseline(target.device), sizes[-1])
@@ -197,18 +179,18 @@ def tune(config: TuneConfig, target: Target, prompts: Sequence[Prompt]) -> Tunin
     deepest = min(head.max_depth, max(current.deepest, *grid.depths))
     grown = largest(grid, current, deepest)
     ranked = [rank_text(target, head, text, grown, deepest) for _, text in progress(answered, "simulating")]
-    chosen, held = even_and_odd(ranked)
+    chosen, held = ranked[::2], ranked[1::2] or ranked  # a single text is in both
     table = acceptance(torch.tensor([ranks for text in chosen for ranks in text.rank]), max(grid.top_k))
     trees = [
         Tried(family, tree, tau_along(chosen, tree), tau_along(held, tree))
         for family, members in proposed(grid, table, current, deepest, target.takes_trees).items()
         for tree in members
     ]
-    tokens, held_prompts = [prompt.token for prompt, _ in answered], even_and_odd([prompt for prompt, _ in answered])[1]
+    tokens = [prompt.token for prompt, _ in answered]
+    held_prompts = [prompt for prompt, _ in answered[1::2] or answered]
     results: list[AtBatch] = []
     for batch in sizes:
-        group: Callable[[Tried], str] = (lambda one: one.kind) if results else (lambda one: one.family)
-        finalists = trees
+        finalists, group = trees, "kind" if results else "family"
         for samples in (grid.samples, AGAIN * grid.samples):
             of_baseline, seconds = step_seconds(
                 target, head, [one.tree for one in finalists], tokens, settings, samples, batch
@@ -225,7 +207,7 @@ def tune(config: TuneConfig, target: Target, prompts: Sequence[Prompt]) -> Tunin
                 predicted = Prediction(
                     one.held_out_tau, step, batch * one.held_out_tau / step, one.held_out_tau * of_baseline / step
                 )
-                groups.setdefault(group(one), []).append(Candidate(one.family, one.tree, predicted))
+                groups.setdefault(getattr(one, group), []).append(Candidate(one.family, one.tree, predicted))
             best_trees = {id(one.tree) for members in groups.values() for one in members[:FINALISTS]}
             finalists = [one for one in finalists if id(one.tree) in best_trees]
         results.append(timed(config, target, head, list(groups.values()), held_prompts, batch))
@@ -254,7 +236,7 @@ def step_seconds(
     target: Target,
     head: Any,
     trees: Sequence[TreeConfig],
-    prompts: Sequence[list[int]],
+    prompts: Sequence[Tokens],
     settings: RequestParams,
     samples: int,
     batch: int,
@@ -267,7 +249,7 @@ def step_seconds(
     schedule = Schedule([ScheduleLine(1 + i, tree) for i, tree in enumerate(trees)])  # one line per tree
     seconds: list[list[float]] = [[] for _ in trees]
     of_baseline: list[float] = []
-    shuffle, steps = random.Random(settings.seed), count()
+    shuffle = random.Random(settings.seed)
     with target.uncaptured(), Bar((1 + samples) * len(trees), f"timing steps, batch size {batch}") as bar:
         baseline = timed_steps(batch_of(target, Baseline(target.device), batch), prompts, settings)
         rotating = batch_of(target, HeadDrafter(head, trees[0], "trees", schedule), batch)
@@ -276,7 +258,7 @@ def step_seconds(
         next(baseline)
         for turn in range(1 + samples):
             for index in shuffle.sample(range(len(trees)), len(trees)):
-                if next(steps) % PER_BASELINE == 0:
+                if bar.done % PER_BASELINE == 0:
                     of_baseline.append(next(baseline))
                 drafts.choose = lambda _, line=1 + index: choose(line)
                 spent = next(drafting)
@@ -285,7 +267,7 @@ def step_seconds(
     return typical(of_baseline), list(map(typical, seconds))
 
 
-def timed_steps(batch: Batch, prompts: Sequence[list[int]], settings: RequestParams) -> Iterator[float]:
+def timed_steps(batch: Batch, prompts: Sequence[Tokens], settings: RequestParams) -> Iterator[float]:
     """Decode prompts in a batch repeatedly; yield the seconds of every step."""
     waiting = enumerate(cycle(prompts))
     while True:
@@ -314,16 +296,11 @@ def timed(
     target: Target,
     head: Any,
     groups: Sequence[Sequence[Candidate]],
-    prompts: Sequence[Prompt],
+    prompts: Prompts,
     batch: int,
 ) -> AtBatch:
-    """Return the candidates of all groups; the first of each is timed, all in one interleaved session.
-
-    An untimed round first compares their tokens with the baseline's.
-    """
-    drafters: dict[str, Drafter] = {
-        str(i): HeadDrafter(head, members[0].tree, str(i)) for i, members in enumerate(groups)
-    }
+    """Return the candidates; the first of each group is timed, in one session, once their tokens are compared."""
+    drafters = {str(i): HeadDrafter(head, members[0].tree, str(i)) for i, members in enumerate(groups)}
     setup = Setup(target, drafters, cycled(prompts, batch), config.settings(0.0))
     once = decoded_once(setup._replace(settings=replace(setup.settings, logit_gaps=True)), batch)
     ids = [prompt.id for prompt in setup.prompts]
@@ -372,18 +349,14 @@ def keep(tree: TreeConfig | None, schedule: Schedule | None, run: str, folder: P
     return f"written to {folder}{name}"
 
 
-def best_static(acceptance: Float[Tensor, "D K"], nodes: int) -> list[list[int]]:
+def best_static(acceptance: Rates, nodes: int) -> list[list[int]]:
     """Return the rank paths of the best static trees, of which the first n are the best tree of n nodes.
 
     A tree is expected to accept the sum of its nodes' probabilities, and no node is more probable than its parent, so
     the most probable nodes are the best tree: that of Sequoia's dynamic programming (arXiv 2402.12374). As there, a
     node's acceptance depends on the path to it only by its length; here also on its depth, since heads get worse with
-    it. Nodes that are never accepted are left out.
-
-    Args:
-        acceptance: the probability that the target's token has rank k among the children of an accepted node at depth
-            d - 1.
-        nodes: the maximum size.
+    it. Nodes that are never accepted are left out. `acceptance` is the probability that the target's token has rank k
+    among the children of an accepted node at depth d - 1, `nodes` the maximum size.
     """
     table, paths = [*acceptance.tolist(), []], list[list[int]]()
     waiting = [(-1.0, list[int]())]  # the most probable first
@@ -396,7 +369,7 @@ def best_static(acceptance: Float[Tensor, "D K"], nodes: int) -> list[list[int]]
     return paths[1:]  # without the root
 
 
-def non_increasing(table: Float[Tensor, "D K"]) -> Float[Tensor, "D K"]:
+def non_increasing(table: Rates) -> Rates:
     """Return the nearest acceptance table that does not increase with rank.
 
     A few texts may by chance have a token of rank 3 but none of rank 2, and a tree would skip rank 2.
@@ -416,7 +389,7 @@ def largest(grid: TunerConfig, current: TreeConfig, depth: int) -> list[TreeConf
 
 
 def proposed(
-    grid: TunerConfig, table: Float[Tensor, "D K"], current: TreeConfig, deepest: int, takes_trees: bool
+    grid: TunerConfig, table: Rates, current: TreeConfig, deepest: int, takes_trees: bool
 ) -> dict[str, list[TreeConfig]]:
     """Return the trees to try, by family; only chains if the target verifies only chains.
 

@@ -53,15 +53,19 @@ ENGINES = {
 }  # fmt: skip
 
 
+def _best(cfg: DictConfig) -> tuple[Json, str]:
+    """Return the options of the head that `head=best` chooses, and the reason; refuse an unread target."""
+    if engine := cfg.get("engine"):  # an unknown one is refused where the configuration is typed
+        return ENGINES.get(engine, SERVED), f"which {engine} loads"
+    return best_head(cfg.model.path, cfg.model.shape, cfg.model.trust_remote_code)
+
+
 def best_line(cfg: DictConfig) -> str | None:
     """Return a line on what `head=best` is for a target, None for another head; refuse an unread target."""
     name = cfg.head.name
     if name != BEST:
         return None
-    if engine := cfg.get("engine"):
-        options, why = ENGINES[engine], f"which {engine} loads"
-    else:
-        options, why = best_head(cfg.model.path, cfg.model.shape, cfg.model.trust_remote_code)
+    options, why = _best(cfg)
     overrides = [f"head.{key}={str(value).lower()}" for key, value in options.items() if key != "name"]
     return f"head=best: {' '.join([options['name'], *overrides])}, {why}"
 
@@ -77,10 +81,7 @@ def with_head(cfg: DictConfig) -> DictConfig:
     OmegaConf.set_struct(cfg, False)
     name = cfg.head.name
     if name == BEST:
-        if engine := cfg.get("engine"):
-            options = ENGINES.get(engine, SERVED)  # an unknown one is refused where the configuration is typed
-        else:
-            options, _ = best_head(cfg.model.path, cfg.model.shape, cfg.model.trust_remote_code)
+        options, _ = _best(cfg)
         cfg.head = OmegaConf.merge(OmegaConf.load(ROOT / "conf" / "head" / f"{options['name']}.yaml"), options)
     training: Any = OmegaConf.to_container(cfg.head.pop("training", OmegaConf.create()), resolve=False)
     for section, values in training.items():

@@ -182,7 +182,7 @@ class DraftHead(Protocol):
     """
 
     config: Any
-    feature_layers: tuple[int, ...]
+    feature_layers: Layers
     max_depth: int
     has_kv_cache: bool
     if TYPE_CHECKING:  # from Python 3.12 on an isinstance test does not see attributes that are modules
@@ -239,11 +239,10 @@ class HeadModule(nn.Module):
     By default it reads only the target's last hidden states, and has no KV cache.
     """
 
-    feature_layers: tuple[int, ...] = ()
+    feature_layers: Layers = ()
     has_kv_cache = False
     first_layer = ""  # the decoder layer that can start as the target's last layer, if there is one
     max_depth: int
-    lm_heads: nn.ModuleList
 
     def __init__(self, config: Any, embeddings: Embeddings) -> None:
         super().__init__()
@@ -256,10 +255,6 @@ class HeadModule(nn.Module):
     def embeddings(self) -> Embeddings:
         """The target's embedding and lm_head."""
         return self._embeddings[0]
-
-    def compute_logits(self, state: States, depth: int) -> Logits:
-        """Return the logits of a depth's states, counted from 1, by its own lm_head; other heads have one for all."""
-        return self.lm_heads[depth - 1](state)
 
     def check_depths(self, depths: int) -> None:
         """Refuse other depths for a head with one module per depth: a module without a gradient stops a run."""

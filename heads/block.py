@@ -50,6 +50,8 @@ from heads.rows import last_rows
 from heads.shapes import Anchors, Inputs, Logits, Nodes, Rows, Sequences, States, TokenIds
 
 Position = Float[Tensor, "*#n D"]  # a state of a block's position, which may serve several nodes
+PositionLogits = Float[Tensor, "*#n W"]
+Memory = Float[Tensor, "*n G"]  # a GRU's state
 
 
 class GroupedConv(nn.Module):
@@ -113,11 +115,11 @@ class Selector(nn.Module):
         for embedding in (self.predecessor, self.successor):
             nn.init.normal_(embedding.weight, std=0.02)
 
-    def context(self, hidden: Position, token: TokenIds) -> Float[Tensor, "*n R"]:
+    def context(self, hidden: Position, token: TokenIds) -> Inputs:
         """Return A[p] * P(h) of a position's state h and the token p before it."""
         return self.predecessor(token).to(hidden.dtype) * self.projection(hidden)
 
-    def forward(self, logits: Float[Tensor, "*#n W"], context: Float[Tensor, "*n R"]) -> Logits:
+    def forward(self, logits: PositionLogits, context: Inputs) -> Logits:
         """Return the selector's logits."""
         best = logits.topk(min(self.top_k, logits.shape[-1]), -1)
         scores = best.values + (self.successor(best.indices) * context[..., None, :]).sum(-1)
@@ -139,15 +141,13 @@ class Domino(nn.Module):
         self.down = nn.Linear(width + inner, rank, bias=False)
         self.up = VocabularyLinear(rank, size, bias=False)
 
-    def advance(self, embedding: States, memory: Float[Tensor, "*n G"] | None) -> Float[Tensor, "*n G"]:
+    def advance(self, embedding: States, memory: Memory | None) -> Memory:
         """Return the GRU's state after one more token; `memory` is the state before, None for the first token."""
         flat = embedding.to(self.gru.weight_ih.dtype).flatten(0, -2)
         new = self.gru(flat, None if memory is None else memory.flatten(0, -2))
         return new.unflatten(0, embedding.shape[:-1])
 
-    def forward(
-        self, logits: Float[Tensor, "*#n W"], hidden: Position, memory: Float[Tensor, "*n G"], depth: int
-    ) -> Float[Tensor, "*#n W"]:
+    def forward(self, logits: PositionLogits, hidden: Position, memory: Memory, depth: int) -> PositionLogits:
         """Return the corrected logits, given the GRU's states."""
         if depth == 1:
             return logits
@@ -259,25 +259,23 @@ class Block(HeadModule):
     def unroll(self, features: Features, depths: int, anchors: Anchors = None) -> list[DepthOutput]:
         """Draft a block from every anchor, all blocks in one pass."""
         self.check_depths(depths)
-        blocks = mask_blocks_after(features.document, anchors, self.size, self.config.length, causal=self.config.causal)
-        position, max_position = rows.positions(features.document), features.token.shape[1] + self.size
+        config, length = self.config, features.token.shape[1]
+        anchor, at, seen = mask_blocks_after(features.document, anchors, self.size, config.length, causal=config.causal)
+        position, max_position = rows.positions(features.document), length + self.size
         context = self.context(features.hidden, position, max_position)
-        x = self.block_inputs(rows.next_token(features.token).gather(1, blocks.anchor)).flatten(1, 2)
-
-        def attend(pair: KeyValue, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-            return attend_rows(query, pair, [(key, value)], blocks.attn_pattern)
-
+        x = self.block_inputs(rows.next_token(features.token).gather(1, anchor)).flatten(1, 2)
         for layer, pair in zip(self.layers, context, strict=True):
-            x = layer(x, LayerInputs(blocks.position.flatten(1), max_position, partial(attend, pair)))
+            attend = partial(lambda pair, q, k, v: attend_rows(q, pair, [(k, v)], seen), pair)
+            x = layer(x, LayerInputs(at, max_position, attend))
         states, drafts = self.norm(x).unflatten(1, (-1, self.size))[:, :, self.idle :], list[DepthOutput]()
         memory: Tensor | None = None
         for depth, state in enumerate(states.unbind(2), 1):
-            token = rows.drafted_token(features.token, depth, features.path).gather(1, blocks.anchor)
+            token = rows.drafted_token(features.token, depth, features.path).gather(1, anchor)
             before = self.context_of(state, token)
             if self.domino is not None:
                 before = memory = self.domino.advance(self.embeddings.embed(token), memory)
             full = state if before is None else torch.cat([state, before.to(state.dtype)], -1)
-            full = rows.scatter_rows(full, blocks.anchor, features.token.shape[1])
+            full = rows.scatter_rows(full, anchor, length)
             scorer = self.confidence
             confidence = None if scorer is None else scorer(full[..., : scorer.in_features])[..., 0]
             base = None if before is None else full[..., : state.shape[-1]]
@@ -311,7 +309,7 @@ class Block(HeadModule):
             hidden = torch.cat([hidden[..., :-inner], memory.to(hidden.dtype)], -1)
         return self._level(hidden, nodes.token, nodes.depth + 1)
 
-    def _level(self, block_hidden: Float[Tensor, "B K D"], token: Nodes, depth: int) -> LevelOutput:
+    def _level(self, block_hidden: Rows, token: Nodes, depth: int) -> LevelOutput:
         if self.domino is not None:  # all nodes share the position's state; each node has its own GRU state
             width = self.embeddings.hidden_size
             hidden = block_hidden[:, :1, (depth - 1) * width : depth * width]

@@ -10,18 +10,17 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn import functional
 
-from heads.base import DepthOutput, Embeddings, Features, HeadModule, LayerConfig, LevelNodes, LevelOutput, NewRows
+from heads.base import DepthOutput, Embeddings, Features, LayerConfig, LevelOutput, NewRows
 from heads.common.ranges import Count, Parts
 from heads.medusa import ResidualBlock
 from heads.modules.autoregressive import Recurrent
 from heads.modules.kv_cache import KVCache
 from heads.modules.layers import DecoderLayer, LayerInputs, LayerSpec, RMSNorm
+from heads.modules.per_depth import PerDepthHead
 from heads.modules.vocab import DraftLmHead
-from heads.rows import drafted_token, gather_parents, gather_rows, last_rows, scatter_rows
 from heads.shapes import Advanced, Anchors, Inputs, Rows, States, TokenIds
 
 
@@ -73,7 +72,7 @@ class Prefix(Recurrent):
         return summary, summary
 
 
-class Hydra(HeadModule):
+class Hydra(PerDepthHead):
     """The Hydra heads; the embedding stays the target's and frozen."""
 
     @dataclass(frozen=True)
@@ -100,34 +99,21 @@ class Hydra(HeadModule):
             for _ in range(config.heads)
         )
 
-    def append_token(self, before: Inputs, token: TokenIds) -> Float[Tensor, "*n Y"]:
-        """Return a head's input with one more token."""
-        return torch.cat([before, self.embeddings.embed(token).to(before.dtype)], -1)
+    def step(self, state: Inputs, token: TokenIds, depth: int) -> tuple[Tensor, States]:
+        """Return the depth's inputs, which are those of the depth before and one more token, and its states."""
+        x = torch.cat([state, self.embeddings.embed(token).to(state.dtype)], -1)
+        return x, self.branches[depth - 1](x)
 
     def unroll(self, features: Features, depths: int, anchors: Anchors = None) -> list[DepthOutput]:
         """Draft from all rows, or from `anchors`, at every depth."""
-        self.check_depths(depths)
-        x = features.last_hidden
         if self.prefix is not None:
-            x = self.prefix.unroll(features, 1, anchors)[0].state
-        x, drafts = gather_rows(x, anchors), []
-        for depth, branch in enumerate(self.branches, 1):
-            token = drafted_token(features.token, depth, features.path)
-            x = self.append_token(x, gather_rows(token, anchors))
-            drafts.append(DepthOutput(scatter_rows(branch(x), anchors, token.shape[1])))
-        return drafts
+            features = features._replace(last_hidden=self.prefix.unroll(features, 1, anchors)[0].state)
+        return super().unroll(features, depths, anchors)
 
     def extend(self, state: KVCache | None, new: NewRows) -> tuple[KVCache | None, LevelOutput]:
         """Append verified rows and score depth 1 from the last one."""
-        summary, token = new.features.last_hidden, new.token
         if self.prefix is not None:
-            state, position = KVCache.opened(state, self.config.length, token)
-            summary, _ = self.prefix.append_verified(state, summary, new, position)
-        return state, self._level(self.append_token(last_rows(summary, new.counts), last_rows(token, new.counts)), 1)
-
-    def expand(self, state: KVCache | None, level: LevelOutput, nodes: LevelNodes) -> LevelOutput:
-        """Score the next depth from the parents' head inputs and the nodes' tokens."""
-        return self._level(self.append_token(gather_parents(level.hidden, nodes.parent), nodes.token), nodes.depth + 1)
-
-    def _level(self, x: Float[Tensor, "B N X"], depth: int) -> LevelOutput:
-        return LevelOutput(self.compute_logits(self.branches[depth - 1](x), depth), x)
+            state, position = KVCache.opened(state, self.config.length, new.token)
+            summary, _ = self.prefix.append_verified(state, new.features.last_hidden, new, position)
+            new = new._replace(features=new.features._replace(last_hidden=summary))
+        return super().extend(state, new)

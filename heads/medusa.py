@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from torch import nn
 from torch.nn import functional
 
-from heads.base import DepthOutput, Embeddings, Features, HeadModule, LevelNodes, LevelOutput, NewRows
+from heads.base import Embeddings, LevelNodes, LevelOutput
 from heads.common.ranges import Count, LmHead, Parts
+from heads.modules.per_depth import PerDepthHead
 from heads.modules.vocab import DraftLmHead
-from heads.rows import gather_rows, last_rows, scatter_rows
-from heads.shapes import Anchors, States
+from heads.shapes import States, TokenIds
 
 
 class ResidualBlock(nn.Module):
@@ -29,7 +29,7 @@ class ResidualBlock(nn.Module):
         return z + functional.silu(self.linear(z))
 
 
-class Medusa(HeadModule):
+class Medusa(PerDepthHead):
     """The Medusa heads; they read `Features.last_hidden` and no token, so the nodes of a depth share their children."""
 
     @dataclass(frozen=True)
@@ -54,19 +54,11 @@ class Medusa(HeadModule):
             DraftLmHead(embeddings, config.lm_head, self.vocab, config.lm_head_rank) for _ in range(config.heads)
         )
 
-    def unroll(self, features: Features, depths: int, anchors: Anchors = None) -> list[DepthOutput]:
-        """Draft from all rows, or from `anchors`, at every depth."""
-        self.check_depths(depths)
-        last = gather_rows(features.last_hidden, anchors)
-        return [DepthOutput(scatter_rows(block(last), anchors, features.last_hidden.shape[1])) for block in self.blocks]
-
-    def extend(self, state: None, new: NewRows) -> tuple[None, LevelOutput]:
-        """Score depth 1 from the last row; Medusa keeps no state."""
-        root = last_rows(new.features.last_hidden, new.counts)
-        return None, LevelOutput(self.compute_logits(self.blocks[0](root), 1), root)
+    def step(self, state: States, token: TokenIds, depth: int) -> tuple[States, States]:
+        """Return the target's last features, which every depth reads, and the depth's own states."""
+        return state, self.blocks[depth - 1](state)
 
     def expand(self, state: None, level: LevelOutput, nodes: LevelNodes) -> LevelOutput:
-        """Score the next depth from the root's feature; the nodes' tokens are not read."""
-        root = level.hidden[:, :1]
-        logits = self.compute_logits(self.blocks[nodes.depth](root), nodes.depth + 1)
-        return LevelOutput(logits.expand(-1, nodes.token.shape[1], -1), root)
+        """Score the next depth once for all nodes, whose tokens are not read."""
+        shared = self.level(level.hidden[:, :1], nodes.token[:, :1], nodes.depth + 1)
+        return shared._replace(logits=shared.logits.expand(-1, nodes.token.shape[1], -1))

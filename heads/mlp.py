@@ -10,14 +10,14 @@ import math
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import functional
 
-from heads.base import DepthOutput, Embeddings, Features, HeadModule, LevelNodes, LevelOutput, NewRows, draft_size
+from heads.base import Embeddings, draft_size
 from heads.common.ranges import Count, Parts, Width
+from heads.modules.per_depth import PerDepthHead
 from heads.modules.vocab import VocabularyLinear
-from heads.rows import drafted_token, gather_parents, gather_rows, last_rows, scatter_rows
-from heads.shapes import Anchors, Inputs, Logits, States, TokenIds
+from heads.shapes import Inputs, Logits, States, TokenIds
 
 EPS = 1e-6
 
@@ -35,7 +35,7 @@ class ShiftedNorm(nn.Module):
         return functional.rms_norm(x.to(self.weight.dtype), x.shape[-1:], self.weight, EPS) + self.bias
 
 
-class Mlp(HeadModule):
+class Mlp(PerDepthHead):
     """The MLP speculator; it reads `Features.last_hidden`, and only the sizes of the target's embedding and lm_head."""
 
     @dataclass(frozen=True)
@@ -74,35 +74,13 @@ class Mlp(HeadModule):
             return last
         return functional.rms_norm(last, last.shape[-1:], eps=EPS) / math.sqrt(2)
 
-    def step(self, state: Inputs, token: TokenIds, depth: int) -> States:
-        """Return the state of a depth, counted from 1."""
+    def step(self, state: Inputs, token: TokenIds, depth: int) -> tuple[States, States]:
+        """Return the states of a depth, counted from 1, for the next depth and for the lm_head."""
         i = 0 if self.config.tied else depth - 1
         mixed = self.proj[min(depth, len(self.proj)) - 1](state) + self.mix * self.emb[i](token).to(state.dtype)
-        return functional.gelu(self.ln[i](mixed))
+        state = functional.gelu(self.ln[i](mixed))
+        return state, state
 
     def compute_logits(self, state: States, depth: int) -> Logits:
         """Return the logits of a depth's states."""
         return self.head[0 if self.config.tied else depth - 1](state)
-
-    def unroll(self, features: Features, depths: int, anchors: Anchors = None) -> list[DepthOutput]:
-        """Draft from all rows, or from `anchors`, at every depth."""
-        self.check_depths(depths)
-        state, drafts = self.initial_states(gather_rows(features.last_hidden, anchors)), []
-        for depth in range(1, depths + 1):
-            token = drafted_token(features.token, depth, features.path)
-            state = self.step(state, gather_rows(token, anchors), depth)
-            drafts.append(DepthOutput(scatter_rows(state, anchors, token.shape[1])))
-        return drafts
-
-    def extend(self, state: None, new: NewRows) -> tuple[None, LevelOutput]:
-        """Score depth 1 from the last row; the speculator keeps no state per sequence."""
-        last, root = (last_rows(x, new.counts) for x in (new.features.last_hidden, new.token))
-        return None, self._level(self.initial_states(last), root, 1)
-
-    def expand(self, state: None, level: LevelOutput, nodes: LevelNodes) -> LevelOutput:
-        """Score the next depth from each node's token and its parent's state."""
-        return self._level(gather_parents(level.hidden, nodes.parent), nodes.token, nodes.depth + 1)
-
-    def _level(self, before: Tensor, token: Tensor, depth: int) -> LevelOutput:
-        hidden = self.step(before, token, depth)
-        return LevelOutput(self.compute_logits(hidden, depth), hidden)

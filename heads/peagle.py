@@ -12,7 +12,6 @@ the deeper ones (COD sampling), which saves memory and trains deep positions les
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Float
 from torch import Tensor, nn
 
 from heads import rows
@@ -78,16 +77,10 @@ class PEagle(Eagle3):
         drafts = [DepthOutput(self.advance(token, start, inputs)[1])]
         if depths == 1:
             return drafts
-        slots = mask_blocks_after(features.document, anchors, depths - 1, length, causal=True)
-
-        inputs = self.by_layer(
-            slots.position.flatten(1),
-            max_position,
-            lambda i, q, k, v: attend_rows(q, context[i], [(k, v)], slots.attn_pattern),
-        )
-        pre_logits = self.slots(inputs)
-        states = pre_logits.unflatten(1, (-1, depths - 1)).unbind(2)
-        return drafts + [DepthOutput(rows.scatter_rows(state, slots.anchor, position.shape[1])) for state in states]
+        anchor, at, in_slots = mask_blocks_after(features.document, anchors, depths - 1, length, causal=True)
+        inputs = self.by_layer(at, max_position, lambda i, q, k, v: attend_rows(q, context[i], [(k, v)], in_slots))
+        states = self.slots(inputs).unflatten(1, (-1, depths - 1)).unbind(2)
+        return drafts + [DepthOutput(rows.scatter_rows(state, anchor, position.shape[1])) for state in states]
 
     def extend(self, state: KVCache | None, new: NewRows) -> tuple[KVCache, LevelOutput]:
         """Append verified rows with the target's features, and draft all depths from each root."""
@@ -105,5 +98,5 @@ class PEagle(Eagle3):
         """Score the next depth; its logits do not depend on the tokens drafted before."""
         return self._level(level.hidden, nodes.token.shape[1], nodes.depth + 1)
 
-    def _level(self, states: Float[Tensor, "B K D"], nodes: int, depth: int) -> LevelOutput:
+    def _level(self, states: NodeStates, nodes: int, depth: int) -> LevelOutput:
         return LevelOutput(self.compute_logits(states[:, depth - 1 : depth], depth).expand(-1, nodes, -1), states)

@@ -25,10 +25,7 @@ def visible(document: Sequences) -> Bool[Tensor, "B T T"]:
 
 
 def shift_left(x: PerRow, count: int) -> PerRow:
-    """Return row t+count of `x` at row t; the last `count` rows repeat the last row.
-
-    `valid` is false for these rows, so their values do not matter.
-    """
+    """Return row t+count of `x` at row t; the last `count` rows, where `valid` is false, repeat the last row."""
     if count == 0:
         return x
     index = (torch.arange(x.shape[1], device=x.device) + count).clamp_max(x.shape[1] - 1)

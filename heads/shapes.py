@@ -16,4 +16,7 @@ TokenIds = Int[Tensor, "*n"]
 Logits = Float[Tensor, "*n W"]  # over the head's own vocabulary
 Nodes = Int[Tensor, "B N"]  # a whole number for each node of a level, or each query
 NodeStates = Float[Tensor, "B N D"]
+HeadRows = Float[Tensor, "B H T E"]  # a row of each attention head
+HeadOutputs = Float[Tensor, "B H T F"]  # of the values' width
+KeyRows = Float[Tensor, "B G T E"]
 Advanced = tuple[NodeStates, NodeStates]  # a step's states, and its lm_head's inputs

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from eval.config import DraftersConfig
-from heads.common.typed import build
+from heads.common.typed import Json, build
 from heads.common.untrusted import names_code, parse_yaml, parsed_file
 from heads.formats.hub import kind_of, resolve_head, target_path
 from heads.formats.published import is_published
@@ -27,10 +27,7 @@ INHERITED = ("dtype", "device", "quantize", "adapter", "prompts", *(field.name f
 def find_heads(runs: list[str], others: Collection[str] = ()) -> dict[str, Path]:
     """Return the head folders of runs by name in the report: the head's kind, with the run if two share a kind.
 
-    So does the target's own module, if it is among the `others` that draft too.
-
-    Raises:
-        ValueError: a run has no head.
+    `others` are further names in the report, such as the target's own module. Refuse a run without a head.
     """
     folders = {run: resolve_head(run) for run in runs}
     kinds = {run: kind_of(folder) for run, folder in folders.items()}
@@ -68,7 +65,7 @@ def model_of(run: str | None, given: Mapping[str, Any]) -> ModelConfig:
     return model_config(**{**model, "path": path, "name": model.get("name") or Path(path).name})
 
 
-def _trained_model(run: str) -> dict[str, Any]:
+def _trained_model(run: str) -> Json:
     """Return the `model` of a run's config.yaml, or its head's target if there is no config.yaml."""
     folder = resolve_head(run)
     folders = [folder, *([folder.parent] if folder.name == "head" else [])]  # a published head, or the head of a run

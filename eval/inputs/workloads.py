@@ -22,6 +22,7 @@ from eval.config import Selection
 from eval.measures import metrics
 from eval.measures.results import Measurement
 from heads.base import Tokens
+from heads.common.typed import Json
 from inference.decode import RequestParams, autoregress
 from inference.target.target import Target
 from inference.target.tokenizer import RenderError, text_ids, tokenize
@@ -36,11 +37,6 @@ class Text:
     token: Tokens
     start: int
     limit: int
-
-    @property
-    def prompt(self) -> Tokens:
-        """Return the tokens before the answer."""
-        return self.token[: self.start]
 
     @property
     def generated(self) -> int:
@@ -71,10 +67,8 @@ def recorded(record: Record, target: Target, turns: str, most: int) -> Iterator[
     """Yield the first or all answers of a log's record, each after all messages before it, cut to `most` tokens.
 
     Tokens given by the record are used as they are. Other chats are tokenised as a whole through the chat template, and
-    an answer is what training would mask as an answer, its end token included.
-
-    Raises:
-        ValueError: the record has no answer, or none that can be separated from its prompt.
+    an answer is what training would mask as an answer, its end token included. Refuse a record without an answer, or
+    with none that can be separated from its prompt.
     """
     answers = list(_answers(record, target))
     if not answers:
@@ -90,12 +84,14 @@ def _answers(record: Record, target: Target) -> Iterator[tuple[Tokens, int]]:
     """Yield the tokens up to the end of each answer, and the index of the answer's first token."""
     tokenizer: Any = target.tokenizer
     documents = list(record.pretokenized)
-    if not record.messages and not documents:
+    if documents:
+        pass  # its tokens are used as they are
+    elif not record.messages:
         prompt, rest = split_text(record.text, tokenizer)
         if not rest:
             raise ValueError(f"record {record.id}: a text of {len(prompt)} token has no answer")
         yield prompt + rest, len(prompt)
-    elif not tokenizer.chat_template and not documents:  # without a chat template the texts are concatenated
+    elif not tokenizer.chat_template:  # the texts are concatenated
         before: list[str] = []
         for message in record.messages:
             if message["role"] == "assistant":
@@ -103,7 +99,7 @@ def _answers(record: Record, target: Target) -> Iterator[tuple[Tokens, int]]:
                 answer = tokenize(tokenizer, content_text(message), add_special_tokens=False)["input_ids"]
                 yield prompt + answer + sorted(target.eos)[:1], len(prompt)
             before.append(content_text(message))
-    elif not documents:
+    else:
         dropped: Counter[str] = Counter()
         samples = samples_of(record, tokenizer, f"record {record.id}", MASKING, dropped)
         if not samples:
@@ -160,11 +156,11 @@ class Workload(Generic[P]):
         self, temperature: float, batch_size: int, seed: int, memory_bytes: int = 0, **more: Any
     ) -> Measurement:
         """Return the settings that all rows of a measurement on this workload share; `more` holds more fields."""
-        groups: dict[str, Any] = {"categories": self.categories(), "conversations": self.conversations}
-        return Measurement(self.name, temperature, batch_size, memory_bytes, seed, **groups, **more)
+        more |= {"categories": self.categories(), "conversations": self.conversations}
+        return Measurement(self.name, temperature, batch_size, memory_bytes, seed, **more)
 
 
-def prompt_counts(workloads: Sequence[Workload[Any]]) -> dict[str, Any]:
+def prompt_counts(workloads: Sequence[Workload[Any]]) -> Json:
     """Return the report's counts of prompts."""
     return {
         "prompts": sum(len(workload.prompts) for workload in workloads),
@@ -186,15 +182,9 @@ def load_workload(name: str, target: Target, limit: int, truncate: bool = False)
 def read_workload(name: str, target: Target, selection: Selection, answer: Answer = lambda _: "") -> Workload[Prompt]:
     """Read a workload's prompts as tokens of the target.
 
-    Args:
-        name: a key of `WORKLOADS`, a file, a folder, a glob, or a Hub name.
-        target: the target, whose tokenizer and context are used.
-        selection: the prompts to take.
-        answer: returns the target's answer, for dialogue turns without a recorded one.
-
-    Raises:
-        ValueError: unknown workload or shape, no prompts, text that must be fetched first, or a prompt that is empty,
-            another target's, or leaves no room in the context.
+    `name` is a key of `WORKLOADS`, a file, a folder, a glob, or a Hub name; `answer` returns the target's answer, for
+    dialogue turns without a recorded one. Refuse an unknown workload or shape, text that must be fetched first, and
+    prompts that are empty, another target's, or leave no room in the context.
     """
 
     def read(record: Readable, turns: str) -> Iterator[Prompt]:
@@ -220,7 +210,7 @@ def read_log(name: str, target: Target, selection: Selection, most: int) -> Work
         return recorded(record, target, turns, most)
 
     selection = replace(selection, warmup=0)
-    workload = collect_prompts(name, selection, read, lambda entry: tuple(entry.text.prompt))
+    workload = collect_prompts(name, selection, read, lambda entry: tuple(entry.text.token[: entry.text.start]))
     return replace(workload, fresh=False)
 
 
@@ -291,11 +281,7 @@ def short_name(name: str) -> str:
 
 
 def workload_names(given: Any) -> list[str]:
-    """Return the list of workload names, from one name or a list.
-
-    Raises:
-        ValueError: there is no name, or a name is not a source of text.
-    """
+    """Return the list of workload names, from one name or a list; refuse none, and a name that is no source of text."""
     names = [str(name) for name in (given if isinstance(given, list) else [given]) if name]
     if not names:
         raise ValueError("workload is missing: give a name, a file or a Hub data set")

@@ -25,6 +25,7 @@ POWER = 0.9  # probability of rejecting a distribution at the given total variat
 ALPHA = 1e-3  # probability that any test of a report rejects a correct distribution; its tests share it
 CELL = 0.02  # tokens of lower probability share a cell
 LEAST = 5.0  # minimum expected samples in a cell, for the chi-square approximation
+Probs = Float[Tensor, "V"]
 
 
 @dataclass(frozen=True)
@@ -68,14 +69,8 @@ class Cells:
         """Return the degrees of freedom."""
         return len(self.expected) - 1
 
-    def count(self, sampled: Sequence[int]) -> list[int]:
-        """Return the number of sampled tokens in each cell."""
-        counts = Counter(sampled)
-        likely = [counts[token] for token in self.token]
-        return [*likely, len(sampled) - sum(likely)]
 
-
-def group_rare_tokens(probs: Float[Tensor, "V"]) -> Cells:
+def group_rare_tokens(probs: Probs) -> Cells:
     """Return the cells of a distribution: one per token of probability CELL or more, and one for all others.
 
     If the others are too rare for a cell, they join the rarest token's cell.
@@ -92,7 +87,9 @@ def group_rare_tokens(probs: Float[Tensor, "V"]) -> Cells:
 
 def statistic(of: Cells, sampled: Sequence[int]) -> float:
     """Return Pearson's statistic of sampled tokens."""
-    pairs = zip(of.count(sampled), of.expected, strict=True)
+    counts = Counter(sampled)
+    likely = [counts[token] for token in of.token]
+    pairs = zip([*likely, len(sampled) - sum(likely)], of.expected, strict=True)
     return math.fsum((count - len(sampled) * p) ** 2 / (len(sampled) * p) for count, p in pairs)
 
 
@@ -318,16 +315,11 @@ def near_tie(where: Divergence, drafted: Generation, epsilon: float) -> bool:
 
 
 def gate(baseline: Sequence[Generation], drafted: Sequence[Generation], ids: Sequence[str], dtype: torch.dtype) -> Gate:
-    """Compare runs at temperature 0 prompt by prompt; refuse a dtype whose rounding is unknown.
+    """Compare runs of the same prompts at temperature 0; `ids` are the prompts' names for messages.
 
-    Args:
-        baseline: the baseline's runs with their logit gaps, one per prompt.
-        drafted: the drafter's runs of the same prompts; if they have gaps, these must be small as well.
-        ids: the prompts' names for messages.
-        dtype: the target's dtype, which bounds the gap that rounding can flip.
+    The baseline's runs have their logit gaps; those of drafted runs, if recorded, must be small as well in a near tie.
+    The target's dtype bounds the gap that rounding can flip.
     """
-    if dtype not in EPSILON:
-        raise ValueError(f"the losslessness gate does not know {dtype}: set gate_dtype to float32")
     parted = [divergence(ours, theirs, prompt) for ours, theirs, prompt in zip(baseline, drafted, ids, strict=True)]
     return gate_of(
         (where, where is not None and near_tie(where, theirs, EPSILON[dtype]))

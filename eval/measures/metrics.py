@@ -56,10 +56,7 @@ class Acceptance:
 
 
 def median_run(repeats: Runs) -> Generation:
-    """Return the repeat with the median decode time, the lower of two middle ones.
-
-    The result is one whole run, so that its counts, total and parts agree.
-    """
+    """Return the repeat with the median decode time, the lower of two middle ones, as a whole."""
     assert repeats, "a prompt was never measured"
     return sorted(repeats, key=lambda run: run.decode_s)[(len(repeats) - 1) // 2]
 
@@ -138,11 +135,6 @@ def decoding(runs: Runs) -> Pairs:
     return [(decoded(run), run.decode_s) for run in runs]
 
 
-def end_to_end(runs: Runs) -> Pairs:
-    """Return each run's tokens, with the seconds from the start of its prefill."""
-    return [(len(run.tokens), run.prefill_s + run.decode_s) for run in runs]
-
-
 def speed(pairs: Pairs) -> float | None:
     """Return the tokens per second: total tokens over total seconds."""
     return ratio(sum(tokens for tokens, _ in pairs), sum(seconds for _, seconds in pairs))
@@ -153,11 +145,6 @@ def speed_ratio(pairs: Pairs, base: Pairs) -> float | None:
     assert len(pairs) == len(base), "a speedup needs the same requests on both sides"
     fast, slow = speed(pairs), speed(base)
     return None if fast is None or slow is None else ratio(fast, slow)
-
-
-def seconds(runs: Runs) -> dict[str, float]:
-    """Return the seconds of all steps, by activity."""
-    return {key: sum(getattr(step, f"{key}_s") for run in runs for step in run.steps) for key in PARTS}
 
 
 def tau_interval(runs: Runs, seed: int, groups: Groups = None) -> Interval | None:
@@ -180,7 +167,6 @@ def paired_interval(
 
     The resampling is paired: a request keeps its run and its base, so that common slowness cancels.
     """
-    assert len(pairs) == len(base), "a paired interval needs the same requests on both sides"
     columns = [[*ours, *theirs] for ours, theirs in zip(pairs, base, strict=True)]
     both = within(torch.tensor(columns, dtype=torch.float64), groups)
     return bootstrap(both, lambda total: compare(total[:, 0] / total[:, 1], total[:, 2] / total[:, 3]), seed)

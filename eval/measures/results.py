@@ -159,9 +159,7 @@ def result(
     seconds = {key: sum(request.seconds[key] for request in requests) for key in UNTIMED}
     latencies = [wait for request in requests if (wait := request.waits.get("latency_s")) is not None]
     return ResultRow(
-        drafter=drafter.drafter,
-        rule=drafter.rule,
-        tree=drafter.tree,
+        **drafter._asdict(),
         workload=f"{measurement.workload}/{subset.category}" if subset.category else measurement.workload,
         temperature=measurement.temperature,
         batch_size=measurement.batch_size,

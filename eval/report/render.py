@@ -1,7 +1,7 @@
-"""The renderers of a report's sections: a table for the terminal, Markdown, and one HTML page from the template.
+"""The renderers of a report's sections: a table for the terminal; Markdown and one HTML page from templates.
 
 The page loads nothing: styles, scripts and the plotting library (Vega-Lite, from the package vl-convert-python) are
-inlined, and its content security policy forbids everything else. The template escapes names and texts.
+inlined, and its content security policy forbids everything else. Its template escapes names and texts.
 """
 
 import subprocess
@@ -9,13 +9,13 @@ import sys
 from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from jinja2 import Environment, FileSystemLoader, StrictUndefined, select_autoescape
 from markupsafe import Markup
 from rich.table import Table
 from rich.text import Text
 
-from eval.measures.results import BASELINE
 from eval.report.sections import facts_of, headlines_of, notes_of, results_table, sections, sentence
 from eval.report.view import Record
 from heads.common.untrusted import visible
@@ -40,12 +40,6 @@ def title(report: Record) -> str:
     return " ".join(f"{target.get('name')}{adapted} on {device.get('name')}{dtype}{how}".split())
 
 
-def warnings_of(report: Record, failures: Texts) -> list[tuple[str, str]]:
-    """Return the kind and text of each warning at the top of the page."""
-    warned = [("Compare with care:", line) for line in report.get("warnings", [])]
-    return [*(("Not lossless.", line) for line in failures), *warned]
-
-
 def terminal(report: Record) -> Table:
     """Return the table of results for the terminal."""
     table = results_table(report)
@@ -62,25 +56,30 @@ def rich_table(caption: str, header: Texts, body: Sequence[Texts]) -> Table:
     return table
 
 
+def rendered(template: str, report: Record, failures: Texts, **more: Any) -> str:
+    """Return a report.json by a template, with a line for each failed losslessness check."""
+    environment = Environment(
+        loader=FileSystemLoader(HERE), autoescape=select_autoescape(["html.j2"]), undefined=StrictUndefined,
+        trim_blocks=True, lstrip_blocks=True,
+    )  # fmt: skip
+    environment.policies["json.dumps_kwargs"] = {"allow_nan": False}  # and keeps the order of keys
+    environment.filters["line"] = lambda text: " ".join(text.split())  # so that a name cannot start a line
+    warned = [("Compare with care:", line) for line in report.get("warnings", [])]
+    return environment.get_template(template).render(
+        report=report,
+        sentence=sentence(report),
+        warnings=[*(("Not lossless.", line) for line in failures), *warned],
+        facts=facts_of(report),
+        notes=list(notes_of(report)),
+        **more,
+    )
+
+
 def markdown(report: Record, failures: Texts) -> str:
-    """Return a report.json as Markdown, with a line for each failed losslessness check."""
-
-    def line(text: str) -> str:
-        return " ".join(text.split())  # so that a name cannot start a line
-
-    blocks = [f"# {title(report)}", *map(line, filter(None, [sentence(report)]))]
-    blocks += [line(f"**{kind}** {text}.") for kind, text in warnings_of(report, failures)]
-    for section in sections(report):
-        content = list(map(line, section.text))
-        content += [grid(section.table.titles, section.table.lines)] if section.table and section.table.lines else []
-        content += ["\n".join(f"- {line(bullet)}" for bullet in section.bullets)] if section.bullets else []
-        blocks += [f"## {section.title}", *content] if content else []
-    blocks.append("## How it was measured")
-    for name, values in facts_of(report).items():
-        blocks.append(line(f"{name}: {', '.join(f'{key} {value}' for key, value in values.items())}."))
-    blocks.append("\n".join(f"- {line(note)}" for note in notes_of(report)))
+    """Return a report.json as Markdown."""
+    text = rendered("report.md.j2", report, failures, title=title(report), grid=grid, sections=sections(report))
     # Names from outside must be no HTML, links or images, and must not move the cursor.
-    return visible("\n\n".join(blocks)).replace("<", "&lt;").replace("](", "]\\(") + "\n"
+    return visible(text).replace("<", "&lt;").replace("](", "]\\(")
 
 
 def grid(header: Texts, body: Sequence[Texts]) -> str:
@@ -91,39 +90,30 @@ def grid(header: Texts, body: Sequence[Texts]) -> str:
 
 
 def page(report: Record, failures: Texts) -> str:
-    """Return the page of a report.json, with a line per failed losslessness check; raises what `library` raises."""
-    environment = Environment(
-        loader=FileSystemLoader(HERE), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
-    )
-    environment.policies["json.dumps_kwargs"] = {"allow_nan": False}  # and keeps the order of keys
+    """Return the page of a report.json; raises what `library` raises."""
     headlines, filled = headlines_of(report), sections(report)
-    drafters = dict.fromkeys(result.row["drafter"] for result in headlines if result.row["drafter"] != BASELINE)
-    return environment.get_template("page.html.j2").render(
+    drafters = dict.fromkeys(result.row["drafter"] for result in headlines if result.speculative)
+    return rendered(
+        "page.html.j2",
+        report,
+        failures,
         title=f"{', '.join(drafters)} for {title(report)}" if drafters else title(report),
-        sentence=sentence(report),
-        warnings=warnings_of(report, failures),
         headlines=headlines,
         gate_status="lossless, by the check below" if report["settings"].get("gate") else "not checked",
         sections=filled,
         answers=report.get("answers", []),
-        notes=list(notes_of(report)),
-        facts=facts_of(report),
         style=Markup((HERE / "page.css").read_text(encoding="utf-8")),
         script=Markup((HERE / "page.js").read_text(encoding="utf-8")),
         library=library(),
-        report=report,
-        specs={section.id: section.plot.spec for section in filled if section.plot},
+        specs={section.id: section.plot for section in filled if section.plot},
     )
 
 
 @lru_cache
 def library() -> Markup:
-    """Return Vega, Vega-Lite and Vega-Embed as one script, bundled in a child process.
+    """Return Vega, Vega-Lite and Vega-Embed as one script, bundled in a child process; refuse where that fails.
 
     vl-convert bundles with V8, which ends its process without tens of gigabytes of address space.
-
-    Raises:
-        RenderError: the child process failed.
     """
     process = subprocess.run([sys.executable, "-c", BUNDLE], cwd=HERE.anchor, capture_output=True, check=False)
     if process.returncode:

@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from eval.measures.losslessness import Gate, SampledGate, in_words
+from eval.measures.losslessness import COUNTS, Gate, SampledGate, in_words
 from eval.measures.metrics import LEVEL, PARTS
-from eval.measures.results import BASELINE, ENDPOINT, LIVE
+from eval.measures.results import ENDPOINT, LIVE
 from eval.report.view import (
     COSTS,
     REMEDIES,
@@ -23,19 +23,15 @@ from eval.report.view import (
     without_ending,
     words,
 )  # fmt: skip
+from heads.common.typed import Json
 from inference.verification.rules import equals_baseline
 
 TIES = 5  # near ties shown per drafter
 NODES = 16  # nodes shown per drafter's tree
 INTERVAL = f"[{LEVEL:.0%}]"
 
-Spec = dict[str, Any]  # a plot's Vega-Lite specification, including its data
-
-BAR = 26  # pixels of a horizontal bar with its gap
-TALL = 260
+Spec = Json  # a plot: its caption and its records, or one record
 DIGITS = 4  # decimals of a plot's data, which tooltips show
-LINE = {"type": "line", "point": {"size": 60}}
-NAME = {"field": "name", "type": "nominal", "title": None, "sort": None}
 Column = tuple[str, Callable[[Result], str]]  # a column's title, and its cell for a result
 
 
@@ -47,13 +43,6 @@ class Table(NamedTuple):
     failed: list[bool]
 
 
-class Plot(NamedTuple):
-    """A plot and its caption, which is also its description for screen readers."""
-
-    caption: str
-    spec: Spec
-
-
 class Section(NamedTuple):
     """A section of a report; the page folds sections that are rarely read."""
 
@@ -61,7 +50,7 @@ class Section(NamedTuple):
     title: str
     text: Sequence[str] = ()
     table: Table | None = None
-    plot: Plot | None = None
+    plot: Spec | None = None
     bullets: Sequence[str] = ()
     folded: bool = False
 
@@ -106,28 +95,28 @@ def advice(most: str, less: Mapping[str, float], **_: Any) -> str:
 WORKLOAD: Column = ("workload", lambda result: without_ending(str(result.row["workload"])))
 CARD = [number("drafter", "drafter"), TREE, WORKLOAD, T, ("batch", _batch), TAU, DEPTHS, SPEED, SPEEDUP, LOSSLESS]
 WHY = [
-    *(LABEL, T, number("τ (ideal)", "ladder.rungs.ideal")),
+    LABEL, T, number("τ (ideal)", "ladder.rungs.ideal"),
     *(number(f"after {cost}", f"ladder.rungs.{cost}") for cost in COSTS[:-1]),
-    *(number("speedup", f"ladder.rungs.{COSTS[-1]}"), number("oracle", "ladder.oracle")),
+    number("speedup", f"ladder.rungs.{COSTS[-1]}"), number("oracle", "ladder.oracle"),
     ("would help most", lambda result: advice(**result.row["ladder"])),
-]
+]  # fmt: skip
 TIMES = [
-    *(LABEL, T, TREE, number("steps", "steps")),
+    LABEL, T, TREE, number("steps", "steps"),
     *(number(f"{key} ms", f"seconds.{key}", 2, "steps", 1000.0) for key in PARTS),
-    *(number("drafted", "draft_tokens", 1, "steps"), number("accepted / drafted", "accepted_per_draft_token")),
+    number("drafted", "draft_tokens", 1, "steps"), number("accepted / drafted", "accepted_per_draft_token"),
     number("latency s", "latency_s", 3),
     ("speedup, end to end", lambda result: result.ratio("whole_speedup")),
-]
+]  # fmt: skip
 LOAD = [
-    *(LABEL, T),
+    LABEL, T,
     *(
         number(f"{title} {mark}", f"by_request.{key}.{mark}", 3)
         for title, key in (("queue s", "queue_s"), ("TTFT s", "ttft_s"), ("latency s", "latency_s"))
         for mark in ("p50", "p95")
     ),
-    *(SPEED, number("tok/s of one user", "by_request.user_tokens_per_second.p50", 1)),
+    SPEED, number("tok/s of one user", "by_request.user_tokens_per_second.p50", 1),
     (f"latency ratio {INTERVAL}", lambda result: result.speedup),
-]
+]  # fmt: skip
 CATEGORIES = [LABEL, T, number("prompts", "prompts"), TAU, SPEEDUP]
 
 
@@ -138,9 +127,9 @@ def table(columns: Sequence[Column], results: Iterable[Result]) -> Table:
     return Table([title for title, _ in columns], lines, [result.failed for result in listed])
 
 
-def values_table(titles: Sequence[str], body: Sequence[Sequence[Any]], digits: int = 2) -> Table:
+def values_table(titles: Sequence[str], body: Sequence[Sequence[Any]]) -> Table:
     """Return a table of values that belong to no single result."""
-    return Table(list(titles), [[shown(value, digits) for value in line] for line in body], [False] * len(body))
+    return Table(list(titles), [[shown(value, 3) for value in line] for line in body], [False] * len(body))
 
 
 def results_table(report: Record) -> Table:
@@ -152,7 +141,7 @@ def sections(report: Record) -> list[Section]:
     """Return the sections that have a table, a plot or a list."""
     results = results_of(report)
     whole = [result for result in results if result.overall]
-    rated = [result for result in whole if result.row.get("request_rate") is not None]
+    rated = [result for result in whole if result.rated]
     parts = [result for result in results if result.clocked and result.row.get("category")]
     explained = [result for result in results if result.row.get("ladder") is not None]
     timed = [result for result in whole if result.row["tier"] == LIVE]
@@ -173,15 +162,12 @@ def sections(report: Record) -> list[Section]:
 
 
 def headlines_of(report: Record) -> list[Result]:
-    """Return each drafter's first result: from the first session, not from the best one.
-
-    A result counts as failed if any of the drafter's results failed.
-    """
+    """Return each drafter's first result, not its best; it counts as failed if any result of the drafter failed."""
     first: dict[str, Result] = {}
     for result in results_of(report):
         one = first.setdefault(result.row["drafter"], result)
         first[result.row["drafter"]] = replace(one, failed=one.failed or result.failed)
-    return [result for result in first.values() if result.row["drafter"] != BASELINE] or list(first.values())
+    return [result for result in first.values() if result.speculative] or list(first.values())
 
 
 def sentence(report: Record) -> str:
@@ -189,8 +175,7 @@ def sentence(report: Record) -> str:
     timed = [
         result
         for result in headlines_of(report)
-        if result.row["speedup"] and not result.failed and result.row["drafter"] != BASELINE
-        if result.row.get("request_rate") is None
+        if result.row["speedup"] and not result.failed and result.speculative and not result.rated
     ]
     if not timed:
         return ""
@@ -274,9 +259,8 @@ def gate_section(report: Record) -> Section:
     sampled = [SampledGate.read(check) for check in settings.get("sampled_gate", [])]
     lines = [f"{'' if check.passed else 'FAILED: '}{check}." for check in sampled]
     near = [f"near tie of {name}: {tie}" for name, gate in gates.items() for tie in Gate.read(gate).ties[:TIES]]
-    keys = ("checked", "identical", "near_tie", "failed")
     counts = values_table(
-        ("drafter", *map(words, keys)), [(name, *(gate.get(key) for key in keys)) for name, gate in gates.items()]
+        ("drafter", *map(words, COUNTS)), [(name, *(gate.get(key) for key in COUNTS)) for name, gate in gates.items()]
     )
     counts = counts._replace(failed=[not gate.get("passed", True) for gate in gates.values()])
     served = report["device"].get("type") == ENDPOINT
@@ -291,10 +275,10 @@ def nodes(report: Record) -> Table:
         ranked = sorted(zip(record["paths"], record["accepted"], strict=True), key=lambda node: -node[1])
         for path, fraction in ranked[:NODES]:
             body.append([name, record["label"], " ".join(str(rank + 1) for rank in path), len(path), fraction])
-    return values_table(("drafter", "tree", "ranks from the root", "depth", "accepted"), body, 3)
+    return values_table(("drafter", "tree", "ranks from the root", "depth", "accepted"), body)
 
 
-def facts_of(report: Record) -> dict[str, dict[str, Any]]:
+def facts_of(report: Record) -> dict[str, Json]:
     """Return the target, device and settings of the measurement, by name."""
     settings = {key: value for key, value in report["settings"].items() if key not in ("gate", "sampled_gate")}
     facts = {"target": report["target"], "device": report["device"], "settings": settings}
@@ -313,36 +297,13 @@ def notes_of(report: Record) -> Iterator[str]:
         yield f"Peak memory: {peak / 2**20:.0f} MiB of the accelerator, else of the process, all drafters together."
 
 
-def plotted(caption: str, data: Sequence[Spec], layers: Sequence[Spec], height: int = TALL, **more: Any) -> Plot | None:
-    """Return a plot of layers over the same records, as wide as the page; None without records."""
+def plotted(caption: str, data: Sequence[Spec]) -> Spec | None:
+    """Return a plot, described by its caption, whose layers page.js adds; None without records."""
     rounded = [{k: round(v, DIGITS) if isinstance(v, float) else v for k, v in record.items()} for record in data]
-    fit = {"width": "container", "autosize": {"type": "fit-x", "contains": "padding"}}
-    spec = {"data": {"values": rounded}, "height": height, **fit, "layer": list(layers), **more}
-    return Plot(caption, spec) if data else None
+    return {"description": caption, "data": {"values": rounded}} if data else None
 
 
-def layer(mark: str | Spec, **encoding: Any) -> Spec:
-    """Return a layer: a mark with its encoding."""
-    return {"mark": mark, "encoding": encoding}
-
-
-def axis(field: str, title: str, **more: Any) -> Spec:
-    """Return an axis of numbers."""
-    return {"field": field, "type": "quantitative", "title": title, **more}
-
-
-def baseline_rule(axis_name: str) -> Spec:
-    """Return the dashed line at 1, the baseline's speedup."""
-    return layer({"type": "rule", "strokeDash": [4, 4], "opacity": 0.6}, **{axis_name: {"datum": 1}})
-
-
-def line_with_interval(x: Spec, y: Spec) -> list[Spec]:
-    """Return the layers of a line through points, each with its interval."""
-    ends = {"y": {**y, "field": "low"}, "y2": {"field": "high"}}
-    return [layer({"type": "rule", "opacity": 0.5}, x=x, color=NAME, **ends), layer(LINE, x=x, y=y, color=NAME)]
-
-
-def acceptance_plot(results: Sequence[Result]) -> Plot | None:
+def acceptance_plot(results: Sequence[Result]) -> Spec | None:
     """Return the plot of P(a >= d) by depth."""
     data = [
         {"name": result.name, "depth": depth, "accepted": fraction, "of those that reach it": conditional}
@@ -352,47 +313,34 @@ def acceptance_plot(results: Sequence[Result]) -> Plot | None:
             zip(result.row["accepted_by_depth"], result.row["conditional_by_depth"], strict=True), 1
         )
     ]
-    x = axis("depth", "depth d", axis={"values": sorted({record["depth"] for record in data}), "format": "d"})
-    line = layer(LINE, x=x, y=axis("accepted", "P(a ≥ d)", scale={"domain": [0, 1]}), color=NAME)
-    caption = "Acceptance by depth: the share of target passes that accepted d drafted tokens or more"
-    return plotted(caption, data, [line])
+    return plotted("Acceptance by depth: the share of target passes that accepted d drafted tokens or more", data)
 
 
-def speedup_plot(results: Sequence[Result]) -> Plot | None:
+def speedup_plot(results: Sequence[Result]) -> Spec | None:
     """Return the plot of each drafter's speedup with its interval."""
-    data = [_speedup(result.name, result) for result in results if result.overall and not result.failed]
-    data = [record for record in data if record["speedup"] is not None and record["drafter"] != BASELINE]
-    color = {**NAME, "field": "drafter", "legend": None}
-    x, y = axis("speedup", "speedup", scale={"zero": True}), NAME
-    interval = layer(
-        {"type": "rule", "strokeWidth": 3}, x={**x, "field": "low"}, x2={"field": "high"}, y=y, color=color
-    )
-    point = layer({"type": "point", "filled": True, "size": 90, "opacity": 1}, x=x, y=y, color=color)
-    caption = "Speedup by drafter with its 95% interval; the dashed line is the baseline"
-    return plotted(caption, data, [baseline_rule("x"), interval, point], BAR * len(data))
+    shown_ones = (result for result in results if result.overall and not result.failed and result.speculative)
+    data = [_speedup(result.name, result) for result in shown_ones if result.row["speedup"] is not None]
+    return plotted("Speedup by drafter with its 95% interval; the dashed line is the baseline", data)
 
 
-def batch_plot(results: Sequence[Result]) -> Plot | None:
+def batch_plot(results: Sequence[Result]) -> Spec | None:
     """Return the plot of the speedup over the batch size, if several were measured."""
     data = [
         _speedup(name, result) | {"batch size": result.row["batch_size"]}
         for name, curve in sweeps(results, "batch_size").items()
         for result in curve
     ]
-    sizes = {"values": sorted({record["batch size"] for record in data}), "format": "d"}
-    x = axis("batch size", "batch size", scale={"type": "log", "base": 2, "padding": 12}, axis=sizes)
-    y = axis("speedup", "speedup", scale={"zero": True})
-    layers = [baseline_rule("y"), *line_with_interval(x, y)]
-    return plotted("Speedup over the batch size with its 95% interval; the dashed line is the baseline", data, layers)
+    return plotted("Speedup over the batch size with its 95% interval; the dashed line is the baseline", data)
 
 
 def _speedup(name: str, result: Result) -> Spec:
     """Return a speedup with the ends of its interval; without an interval both ends are the speedup."""
-    low, high = result.row["speedup_ci"] or (result.row["speedup"], result.row["speedup"])
-    return {"name": name, "drafter": result.row["drafter"], "speedup": result.row["speedup"], "low": low, "high": high}
+    speedup = result.row["speedup"]
+    low, high = result.row["speedup_ci"] or (speedup, speedup)
+    return {"name": name, "drafter": result.row["drafter"], "speedup": speedup, "low": low, "high": high}
 
 
-def time_plot(results: Sequence[Result]) -> Plot | None:
+def time_plot(results: Sequence[Result]) -> Spec | None:
     """Return the plot of a pass's milliseconds, including its draft, by activity."""
     data = [
         {"name": result.name, "activity": key, "order": order, "ms": 1000 * result.row["seconds"][key] / steps}
@@ -400,12 +348,10 @@ def time_plot(results: Sequence[Result]) -> Plot | None:
         if result.overall and (steps := result.row["steps"]) and result.row["tier"] == LIVE
         for order, key in enumerate(("verify", "draft", "other"))
     ]
-    color, order = {**NAME, "field": "activity"}, {"field": "order", "type": "quantitative"}
-    bars = layer("bar", y=NAME, x=axis("ms", "ms a pass"), color=color, order=order)
-    return plotted("Where the time of a target pass with its draft goes", data, [bars], BAR * len(data) // 3)
+    return plotted("Where the time of a target pass with its draft goes", data)
 
 
-def learning_curve(curves: Mapping[str, Record]) -> Plot | None:
+def learning_curve(curves: Mapping[str, Record]) -> Spec | None:
     """Return the plot of the training loss, and of τ by the verifier with its interval, over the steps."""
     losses = [
         {"name": f"{name}, loss", "step": step["step"], "loss": step["loss"]}
@@ -414,16 +360,8 @@ def learning_curve(curves: Mapping[str, Record]) -> Plot | None:
         if step["loss"] is not None
     ]
     taus = [{**record, "name": f"{name}, τ"} for name, curve in curves.items() for record in curve["tau"]]
-    x, y = axis("step", "step"), axis("tau", "τ", scale={"zero": False}, axis={"orient": "right", "grid": False})
-    tau: Spec = {"layer": line_with_interval(x, y)}
-    loss = layer("line", x=x, y=axis("loss", "loss", scale={"zero": False}), color=NAME)
-    layers = [
-        {**one, "transform": [{"filter": {"field": field, "valid": True}}]}
-        for field, one, records in (("loss", loss, losses), ("tau", tau, taus))
-        if records
-    ]
     caption = "Learning curve: the training loss, and τ by the verifier with its 95% interval"
-    return plotted(caption, [*losses, *taus], layers, resolve={"scale": {"y": "independent"}})
+    return plotted(caption, [*losses, *taus])
 
 
 CHECKED_NOTE = (

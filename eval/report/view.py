@@ -11,6 +11,7 @@ from typing import Any
 from data.text.files import kind_of
 from eval.measures.losslessness import WITHHELD, FailedChecks, labelled
 from eval.measures.results import BASELINE, LIVE
+from heads.common.typed import Json
 
 Record = Mapping[str, Any]  # a row, or all of report.json
 # Rows with equal values of these keys were measured in one session, interleaved.
@@ -54,8 +55,17 @@ class Result:
     @property
     def over(self) -> str:
         """Return the name of the speedup's denominator."""
-        rated = self.row.get("request_rate") is not None
-        return "the baseline's mean latency over its own" if rated else "times the same engine without drafts"
+        return "the baseline's mean latency over its own" if self.rated else "times the same engine without drafts"
+
+    @property
+    def rated(self) -> bool:
+        """Return whether requests arrived at a rate."""
+        return self.row.get("request_rate") is not None
+
+    @property
+    def speculative(self) -> bool:
+        """Return whether it is a drafter's and not the baseline's."""
+        return self.row["drafter"] != BASELINE
 
     def ratio(self, key: str) -> str:
         """Return a ratio over the baseline with its interval; a slowdown is labelled as such."""
@@ -76,13 +86,13 @@ def results_of(report: Record) -> list[Result]:
     several = len({row["temperature"] for row in rows}) > 1
     results = []
     for row in rows:
+        tier, category = row.get("tier", LIVE), row.get("category")
         label = labelled(row["drafter"], row["batch_size"], row.get("request_rate"))
-        label += f", {row['workload']}" if workloads or row.get("category") else ""
-        label += f", {words(row['tier'])}" if row.get("tier", LIVE) != LIVE else ""
+        label += f", {row['workload']}" if workloads or category else ""
+        label += f", {words(tier)}" if tier != LIVE else ""
         name = f"{label}, T={row['temperature']:g}" if several else label
-        clocked = row.get("tier", LIVE) == LIVE or not live
-        overall = clocked and not row.get("category")
-        results.append(Result(row, label, name, overall, clocked, failed.result(row)))
+        clocked = tier == LIVE or not live
+        results.append(Result(row, label, name, clocked and not category, clocked, failed.result(row)))
     return results
 
 
@@ -96,7 +106,7 @@ def sweeps(results: Sequence[Result], key: str) -> dict[str, list[Result]]:
         result
         for result in results
         if result.overall and not result.failed and result.row["speedup"] is not None
-        if result.row["drafter"] != BASELINE and (result.row.get("request_rate") is not None) == rated
+        if result.speculative and result.rated == rated
     ]
     others = [other for other in SESSION if other != key and len({result.row.get(other) for result in swept}) > 1]
     curves: dict[str, list[Result]] = {}
@@ -156,7 +166,7 @@ REMEDIES = {
 TENTH = 0.1  # improvement that a breakdown evaluates, as a share
 
 
-def with_breakdowns(rows: Sequence[Record]) -> list[dict[str, Any]]:
+def with_breakdowns(rows: Sequence[Record]) -> list[Json]:
     """Return the rows, each with its breakdown under `ladder`; None without a speedup or a baseline."""
     sessions = [tuple(row.get(key) for key in SESSION) for row in rows]
     baselines = {session: row for session, row in zip(sessions, rows, strict=True) if row["drafter"] == BASELINE}
@@ -166,7 +176,7 @@ def with_breakdowns(rows: Sequence[Record]) -> list[dict[str, Any]]:
     ]
 
 
-def speedup_breakdown(row: Record, baseline: Record | None) -> dict[str, Any] | None:
+def speedup_breakdown(row: Record, baseline: Record | None) -> Json | None:
     """Return a row's breakdown from τ to its speedup, given the baseline's row from the same session.
 
     A pass commits τ tokens; if it were as cheap as a baseline step, the speedup would be τ. A step's time beyond the
@@ -179,9 +189,9 @@ def speedup_breakdown(row: Record, baseline: Record | None) -> dict[str, Any] | 
         each cost beyond the baseline's, or the share rejected at every depth, were a tenth smaller. `most`: the key of
         the greatest of these.
     """
-    if row.get("request_rate") is not None or not row["seconds"]["verify"]:
+    if row.get("request_rate") is not None or not row["seconds"]["verify"] or row["speedup"] is None:
         return None
-    if baseline is None or row["drafter"] == BASELINE or row["speedup"] is None:
+    if baseline is None or row["drafter"] == BASELINE:
         return None
     if not all(record[key] for record in (row, baseline) for key in ("tau", "tokens_per_second", "steps")):
         return None

@@ -18,12 +18,11 @@ from eval.report.render import RenderError, markdown, page
 from eval.report.view import with_breakdowns
 from heads import HEADS
 from heads.common.files import atomic_write
-from heads.common.typed import typed
-from heads.common.untrusted import parse_json, regular
+from heads.common.typed import Json, typed
+from heads.common.untrusted import parsed_file
 from heads.common.untrusted import shown as quoted
 from heads.formats.published.export import FORMATS
 
-Json = dict[str, Any]
 SCHEMA = 1
 SERVING = "speculative_config.json"  # keys of vLLM's --speculative-config, except method and model
 READ = ("report.md", "report.html")  # readable reports
@@ -111,10 +110,7 @@ class Report:
         """Write report.json, engines' files, report.md and report.html, each atomically.
 
         An earlier report's files are removed first, so that none is left if a write fails. A page that cannot be
-        rendered is only a warning.
-
-        Raises:
-            OSError: the folder cannot be written, or the disk is full; the file is named.
+        rendered is only a warning; refuse, naming the file, where the disk is full or the folder cannot be written.
         """
         content = self.as_dict()
         _write(folder / "report.json", json.dumps(content, indent=1, allow_nan=False) + "\n")
@@ -178,11 +174,9 @@ UNREAD = ("ladder",)  # keys of a row that are computed again on reading
 def read_report(file: Path) -> Json:
     """Return the content of a report.json; refuse a missing or damaged file, and another schema."""
     try:
-        content = parse_json(regular(file).read_bytes())
+        content = parsed_file(file, "evaluate again")
     except OSError as error:
         raise ValueError(f"report {file} cannot be read ({error.strerror}): give a report.json") from None
-    except ValueError as error:
-        raise ValueError(f"report {file} is damaged ({error}): evaluate again") from None
     if not isinstance(content, dict) or "schema" not in content or not isinstance(content.get("rows"), list):
         raise ValueError(f"{file} is no report: give a report.json, as eval/run.py writes it")
     if content["schema"] != SCHEMA:

@@ -91,12 +91,12 @@ def describe_override_error(error: Exception, words: Sequence[str], config: str)
     message = f"{str(error).partition('Config search path:')[0].rstrip()} {cause}"
     if isinstance(error, MissingConfigException):
         group, _, name = str(error.missing_cfg_file).partition("/")
-        if not options(group):
+        if not (choices := options(group)):
             return message
-        advice = f"choose one of {', '.join(options(group))}"
+        advice = f"choose one of {', '.join(choices)}"
         if f"{group}.path" in keys(config):
             advice += f"; one's own is given by {group}.path=…"
-        return f"{group}={name} is not there: {nearest(name, options(group)) or advice}"
+        return f"{group}={name} is not there: {nearest(name, choices) or advice}"
     if unknown := re.match(r"Could not override '([\w.]+)'", message):
         # The unknown key inside a value {…}; OmegaConf names only the first part of a key if that part is unknown.
         key = max(unknown[1], str(getattr(error.__cause__, "full_key", "")), key=len)

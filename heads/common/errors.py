@@ -48,7 +48,7 @@ def redacted(text: str) -> str:
     for name, value in list(os.environ.items()):
         if len(value) >= SHORTEST and value in text and SECRET_NAME.fullmatch(name):
             text = text.replace(value, HIDDEN)
-    text = GIVEN.sub(lambda match: match["name"] + HIDDEN, text)
+    text = GIVEN.sub(rf"\g<name>{HIDDEN}", text)
     return SHAPES.sub(HIDDEN, text)
 
 
@@ -60,7 +60,7 @@ def redacted_words(words: Iterable[str]) -> list[str]:
         if SECRET_NAME.fullmatch(name) and value and not re.fullmatch(NUMBER, value, re.IGNORECASE):
             shown.append(f"{name}={HIDDEN}")
         else:
-            shown.append(redacted(ITEM.sub(lambda match: match["name"] + HIDDEN, word)))
+            shown.append(redacted(ITEM.sub(rf"\g<name>{HIDDEN}", word)))
     return shown
 
 

@@ -54,9 +54,7 @@ def metadata(folder: str, gguf_file: str) -> dict[str, Any]:
 def dequantised(path: str) -> str:
     """Return a model's folder or Hub name; of a GGUF file the folder with its weights, made where it is not.
 
-    Raises:
-        ValueError: transformers does not know the architecture, a quantisation in the file, or its rotary scaling.
-        OSError: the disk is full or the folder cannot be written.
+    Refuse an architecture, a quantisation or a rotary scaling that transformers does not know, and a full disk.
     """
     folder, given = resolve_gguf(path)
     if not given:

@@ -1,7 +1,5 @@
 """Resolvers for values in conf/: a path in the checkout or the user's cache, a path's name, a value by condition."""
 
-import hashlib
-import json
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -9,6 +7,7 @@ from pathlib import Path
 from omegaconf import OmegaConf
 from torch import cuda
 
+from heads.common.files import checksum
 from heads.common.target_config import sequence_length, up_to_width
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -28,7 +27,7 @@ def _cache_folder(name: str) -> str:
 
 def _digest(*values: object) -> str:
     plain = [OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value for value in values]
-    return hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()[:8]
+    return checksum(plain)[:8]
 
 
 def _created(folder: str) -> str:

@@ -6,11 +6,12 @@ from typing import Any, NamedTuple
 
 import torch
 import transformers
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor
 
 from heads.common.errors import one_line
 from heads.common.typed import Json
+from heads.shapes import HeadRows, Sequences
 
 # The kinds of scaling that heads support, with the numbers that each needs.
 SCALINGS = {
@@ -80,9 +81,8 @@ def positions_of(config: Mapping[str, Any]) -> Rope | None:
     If `rope_parameters` has one entry per kind of layer, the only entry counts, or full attention's.
     Refuse, in one line, values that transformers does not take.
     """
-    declared = {
-        key: copy.deepcopy(config[key]) for key in SAID if config.get(key) is not None
-    }  # a copy, since transformers changes the dict
+    # A copy, since transformers changes the dict.
+    declared = {key: copy.deepcopy(config[key]) for key in SAID if config.get(key) is not None}
     if not declared:
         return None
     kinds = set(config.get("layer_types") or ())
@@ -111,9 +111,7 @@ class Rotary:
         self.frequency, self.factor = rope.frequency(width)
         self.table = torch.zeros(2, 0, width)
 
-    def __call__(
-        self, x: Float[Tensor, "B H T E"], position: Int[Tensor, "B T"], max_position: int
-    ) -> Float[Tensor, "B H T E"]:
+    def __call__(self, x: HeadRows, position: Sequences, max_position: int) -> HeadRows:
         """Rotate queries or keys to their positions, of which `max_position` is an upper bound."""
         if max_position >= self.table.shape[1] or self.table.dtype != x.dtype or self.table.device != x.device:
             with torch.inference_mode(False):  # a normal tensor: a table built while decoding may be needed in training

@@ -32,11 +32,8 @@ def typed(
 
     `built_fields` holds fields that are already built; they override those of `cfg`. Interpolations of a DictConfig are
     resolved against its root. Any other `cfg` may come from the Hub: it must be a dict without interpolations, since a
-    resolver would let a foreign file read this machine's environment.
-
-    Raises:
-        ValueError: an unknown key, a wrong type, a missing value or a number out of range, in one line with the key's
-            full name.
+    resolver would let a foreign file read this machine's environment. Refuse an unknown key, a wrong type, a missing
+    value and a number out of range, in one line with the key's full name.
     """
     values = cfg
     if isinstance(cfg, DictConfig):

@@ -21,9 +21,9 @@ DEEPEST = 100  # maximum depth of nested lists and mappings
 CUT = 200  # maximum length in characters of a value in an error
 TOO_DEEP = "nested too deeply"
 UNSHOWN = (  # control characters but newline and tab, direction overrides, line separators, surrogates
-    *(*range(9), *range(11, 32), *range(127, 160)),
-    *(*range(0x2028, 0x202F), *range(0x2066, 0x206A), *range(0xD800, 0xE000)),
-)
+    *range(9), *range(11, 32), *range(127, 160),
+    *range(0x2028, 0x202F), *range(0x2066, 0x206A), *range(0xD800, 0xE000),
+)  # fmt: skip
 CONTROL = dict.fromkeys(UNSHOWN, "\N{REPLACEMENT CHARACTER}")
 
 

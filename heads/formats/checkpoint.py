@@ -19,11 +19,8 @@ def tensor_files(checkpoint: str, begins: tuple[str, ...] = ("",)) -> dict[str, 
 
     A single model.safetensors is preferred to an index's shards, which may be of another save. An index that names it
     too adds files, such as an MTP module's. Pickles and variants are never read. Only shards with tensors whose names
-    begin with one of `begins` are downloaded.
-
-    Raises:
-        OSError, ValueError, SafetensorError: it holds no readable model.safetensors, or its index leads out of its
-            folder.
+    begin with one of `begins` are downloaded. Refuse (OSError, ValueError, SafetensorError) a checkpoint without a
+    readable model.safetensors, or with an index that leads out of its folder.
     """
     checkpoint = dequantised(checkpoint)
     paths = (cached_file(checkpoint, name, _raise_exceptions_for_missing_entries=False) for name in (WEIGHTS, INDEX))
@@ -39,11 +36,14 @@ def tensor_files(checkpoint: str, begins: tuple[str, ...] = ("",)) -> dict[str, 
     return {name: files[shard] for name, shard in named.items()}
 
 
-def all_tensor_files(checkpoint: str) -> dict[str, Path]:
-    """Return the same, with tensors that the index leaves out, as some do an MTP module's.
+def module_files(checkpoint: str, layers: int) -> dict[str, Path]:
+    """Return the files of a checkpoint's MTP module, by its tensors' names; of all tensors if the index lists none.
 
     Shards next to a single model.safetensors are of another save, and are not read.
     """
+    files = tensor_files(checkpoint, prefixes(layers))
+    if layout_of(files, layers) is not None:
+        return files
     files = tensor_files(checkpoint)
     paths = {*files.values()}
     if [path.name for path in paths] != [WEIGHTS]:
@@ -55,17 +55,10 @@ def all_tensor_files(checkpoint: str) -> dict[str, Path]:
     return held | files
 
 
-def module_files(checkpoint: str, layers: int) -> dict[str, Path]:
-    """Return the files of a checkpoint's MTP module, by its tensors' names; of all tensors if the index lists none."""
-    files = tensor_files(checkpoint, prefixes(layers))
-    return files if layout_of(files, layers) is not None else all_tensor_files(checkpoint)
-
-
 def read_module(files: Mapping[str, Path], layers: int) -> tuple[Layout, NamedTensors] | None:
     """Return the MTP module among a checkpoint's tensors: its layout, and the tensors by our names; None without one.
 
-    Raises:
-        OSError, SafetensorError, RuntimeError, IndexError: it is damaged, or its experts do not stack.
+    Refuse (OSError, SafetensorError, RuntimeError, IndexError) a damaged one, and experts that do not stack.
     """
     if (layout := layout_of(files, layers)) is None:
         return None

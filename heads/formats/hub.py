@@ -22,7 +22,7 @@ from heads.common.typed import Json, typed
 from heads.formats import lora
 from heads.formats.checkpoint import read_module
 from heads.formats.mtp_layouts import layout_of, prefixes
-from heads.formats.published import FORMATS, format_of, is_published, load_published
+from heads.formats.published import KINDS, format_of, is_published, load_published
 from heads.formats.published.files import SAFE, further_files
 from heads.formats.store import (
     CONFIG,
@@ -75,10 +75,7 @@ def downloaded(repo: str, patterns: Sequence[str]) -> Path:
 
 
 def load_found(folder: Path, embeddings: Embeddings, spec: TargetSpec) -> nn.Module:
-    """Load a head on the CPU in its saved dtype: ours by `load_head`, another project's by `load_published`.
-
-    For an adapter, load its base head in fp32 and merge the adapter.
-    """
+    """Load a head on the CPU in its saved dtype, ours or another project's; merge an adapter into its base in fp32."""
     if not (folder / lora.CONFIG).is_file():
         return load_published(folder, embeddings) if is_published(folder) else load_head(folder, embeddings, spec)
     content = read_config(folder)
@@ -90,8 +87,7 @@ def load_found(folder: Path, embeddings: Embeddings, spec: TargetSpec) -> nn.Mod
 def base_head(name: str, config: HeadConfig, embeddings: Embeddings, spec: TargetSpec) -> nn.Module:
     """Return the base head of an adapter in fp32, always from the Hub: a head, or the MTP module of a model there.
 
-    Raises:
-        ValueError: the name is not a Hub id, or names an adapter or a head of another configuration.
+    Refuse what is no Hub id, an adapter, and a head of another configuration.
     """
     if not REPO.fullmatch(name):
         raise ValueError(f"base={name[:80]}: no name of the Hub, OWNER/NAME, where the base of an adapter is")
@@ -136,7 +132,10 @@ def sibling_spec(folder: Path, spec: TargetSpec, use: str) -> TargetSpec:
 
 def kind_of(folder: Path) -> str:
     """Return the kind of head in a folder; refuse a folder without a head."""
-    return FORMATS[format_of(folder)].head if is_published(folder) else str(read_config(folder)["head"]["name"])
+    if not is_published(folder):
+        return str(read_config(folder)["head"]["name"])
+    name = format_of(folder)
+    return KINDS.get(name, name)
 
 
 def tree_of(folder: Path, given: Mapping[str, Any]) -> Json:

@@ -3,7 +3,6 @@
 Saving replaces the old folder by a finished one, so that a complete head can be loaded at any time, also after a crash.
 """
 
-import json
 import logging
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -18,7 +17,7 @@ import heads
 from heads import HEADS
 from heads.base import DraftVocabulary, Embeddings, NamedTensors
 from heads.common.errors import one_line
-from heads.common.files import atomic_write, last_good, replacing
+from heads.common.files import last_good, replacing, write_json
 from heads.common.typed import Json, typed
 from heads.common.untrusted import names_code, parsed_file, shown
 from heads.formats.weights import check_fit, meta_state_dict, read_weights
@@ -89,7 +88,7 @@ def write_files(folder: Path, content: Json, tensors: NamedTensors) -> None:
     try:
         with replacing(folder) as new:
             save_file(tensors, new / WEIGHTS, metadata={"format": "pt"})
-            (new / CONFIG).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+            write_json(new / CONFIG, content)
     except (OSError, SafetensorError) as error:
         raise OSError(
             f"{folder}: could not be saved ({one_line(error)}); free space, what was saved last is whole"
@@ -97,16 +96,13 @@ def write_files(folder: Path, content: Json, tensors: NamedTensors) -> None:
 
 
 def save_tree(folder: Path, tree: Json, schedule: list[Json] | None = None) -> None:
-    """Write another draft tree into a head's config.json, atomically; the head and its target stay. Refuse no head.
-
-    With a `schedule`, lines of `policy.Schedule`, `tree` applies to batch size 1, otherwise to any batch size.
-    """
+    """Write another tree into a head's config.json, atomically; with a `schedule` it is that of batch size 1."""
     content = {**read_config(folder), "tree": tree, SCHEDULE: schedule}
     if schedule is None:
         del content[SCHEDULE]
     path = last_good(folder) / CONFIG
     try:
-        atomic_write(path, (json.dumps(content, indent=2) + "\n").encode())
+        write_json(path, content)
     except OSError as error:
         raise OSError(f"{path}: could not be written ({error}); the tree in it is the one of before") from error
 
@@ -117,7 +113,7 @@ def load_head(folder: Path, embeddings: Embeddings, spec: TargetSpec) -> nn.Modu
     assert_same_target(folder, typed(TargetSpec, content["target"]), spec)
     config = head_config(folder, content)
     kind = HEADS[config.name]
-    check_fit(last_good(folder) / WEIGHTS, meta_state_dict(kind, config, embeddings, f"{folder}/{CONFIG}: "), CONFIG)
+    check_fit(last_good(folder) / WEIGHTS, meta_state_dict(kind, config, embeddings, f"{folder}/{CONFIG}: "))
     head = kind(config, embeddings)
     fill(head, folder)
     return head
@@ -126,7 +122,7 @@ def load_head(folder: Path, embeddings: Embeddings, spec: TargetSpec) -> nn.Modu
 def fill(module: nn.Module, folder: Path) -> None:
     """Load a folder's tensors into a module, in the file's dtypes; refuse damaged, missing and unknown tensors."""
     parameters = module.state_dict(keep_vars=True)
-    check_fit(last_good(folder) / WEIGHTS, parameters, CONFIG)
+    check_fit(last_good(folder) / WEIGHTS, parameters)
     tensors = read_tensors(folder)
     for name, tensor in tensors.items():
         parameters[name].data = parameters[name].data.to(tensor.dtype)

@@ -34,17 +34,19 @@ class Entry(NamedTuple):
 
 def header(path: Path) -> dict[str, Entry]:
     """Return the shapes and types of a file's tensors, without reading them; refuse a damaged file and odd tensors."""
+    entries = {}
     with _whole(path), safe_open(regular(path), "pt") as opened:
-        slices = {name: opened.get_slice(name) for name in list(opened.keys())}
-        entries = {name: (tuple(slice_.get_shape()), str(slice_.get_dtype())) for name, slice_ in slices.items()}
-    for name, (shape, dtype) in entries.items():
-        if len(shape) > DEEPEST or any(size > LARGEST for size in shape):
-            raise ValueError(
-                f"{path}: {shown(name)} is of shape {shown(shape)}, which no head has; save or download it again"
-            )
-        if dtype not in DTYPES:
-            raise ValueError(f"{path}: {shown(name)} is of type {dtype}; the types read are {', '.join(DTYPES)}")
-    return {name: Entry(shape, DTYPES[dtype]) for name, (shape, dtype) in entries.items()}
+        for name in list(opened.keys()):
+            tensor = opened.get_slice(name)
+            shape, dtype = tuple(tensor.get_shape()), str(tensor.get_dtype())
+            if len(shape) > DEEPEST or any(size > LARGEST for size in shape):
+                raise ValueError(
+                    f"{path}: {shown(name)} is of shape {shown(shape)}, which no head has; save or download it again"
+                )
+            if dtype not in DTYPES:
+                raise ValueError(f"{path}: {shown(name)} is of type {dtype}; the types read are {', '.join(DTYPES)}")
+            entries[name] = Entry(shape, DTYPES[dtype])
+    return entries
 
 
 def read_weights(path: Path) -> NamedTensors:
@@ -95,16 +97,17 @@ def meta_state_dict(kind: Any, config: Any, embeddings: Embeddings, where: str) 
     return tensors
 
 
-def check_fit(path: Path, expected: NamedTensors, name_of: str) -> None:
+def check_fit(path: Path, expected: NamedTensors) -> None:
     """Refuse a file that does not hold exactly these tensors and shapes, naming the first difference."""
     entries = header(path)
     missing, unknown = sorted(expected.keys() - entries.keys()), sorted(entries.keys() - expected.keys())
     if missing or unknown:
         raise ValueError(
-            f"{path.parent}: the weights do not fit their {name_of}: missing {shown(missing)}, unknown {shown(unknown)}"
+            f"{path.parent}: the weights do not fit their config.json: missing {shown(missing)}, unknown "
+            f"{shown(unknown)}"
         )
     for name, entry in entries.items():
         mine = expected[name]
         if tuple(mine.shape) != entry.shape or mine.is_floating_point() != entry.dtype.is_floating_point:
             actual, required = f"{entry.shape} {entry.dtype}", f"{tuple(mine.shape)} {mine.dtype}"
-            raise ValueError(f"{path.parent}: {name} is {actual} but its {name_of} and the target make it {required}")
+            raise ValueError(f"{path.parent}: {name} is {actual} but its config.json and the target make it {required}")

@@ -16,12 +16,12 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor
 
 from heads.modules.flex import block_mask, kernel
 from heads.modules.flex import runs as runs_fused
-from heads.shapes import Nodes
+from heads.shapes import HeadOutputs, HeadRows, KeyRows, Nodes
 
 KeyValue = tuple[Tensor, Tensor]
 BLOCK = 128  # queries of a block
@@ -32,8 +32,7 @@ class Pattern:
     """The attention pattern of N queries: each attends to rows `first` to `last_row` of the context, both included."""
 
     first: Nodes
-    last_row: Nodes | None = None  # None if query n is row n and attends up to itself
-    increasing: bool = False  # whether `last_row` increases every `size` queries
+    last_row: Nodes | None = None  # increases every `size` queries; None if query n is row n and attends up to itself
     size: int = 1  # queries in a group, which share their drafted rows
     causal: bool = False  # whether later queries' drafted rows are masked
     masks: dict[tuple[int, int], Any] = field(default_factory=dict)  # (length, steps) -> mask of the fused kernel
@@ -47,12 +46,10 @@ class Pattern:
 
     def blocks(self, length: int) -> list["QueryBlock"]:
         """Return the blocks of queries over a context of `length` rows, each with its range of context rows."""
-        blocks = []
-        for i, begin in enumerate(range(0, self.first.shape[1], BLOCK)):
-            end = min(begin + BLOCK, self.first.shape[1])
-            most = end if self.last_row is None else length
-            if self.increasing:  # later queries have later last rows
-                most -= (self.first.shape[1] - end) // self.size
+        blocks, count = [], self.first.shape[1]
+        for i, begin in enumerate(range(0, count, BLOCK)):
+            end = min(begin + BLOCK, count)
+            most = end if self.last_row is None else length - (count - end) // self.size
             # A query without context rows is scored with one row, which is masked.
             blocks.append(QueryBlock(begin, end, min(self.first_rows[i], most - 1), most))
         return blocks
@@ -62,16 +59,7 @@ class Pattern:
         """Return each block's first context row, the start of its documents or window."""
         return [int(low) for low in torch.stack([block.min() for block in self.first.split(BLOCK, 1)]).tolist()]
 
-    def bounds(self) -> Int[Tensor, "4 B N"]:
-        """Return each query's first and last context row, and its first and last drafted row.
-
-        The rows drafted for query n have the index -1 - n.
-        """
-        query = torch.arange(self.first.shape[1], device=self.first.device).expand_as(self.first)
-        begin = query - query % self.size
-        return torch.stack([self.first, self.last, -1 - (query if self.causal else begin + self.size - 1), -1 - begin])
-
-    def shared(self, x: Float[Tensor, "B G N E"]) -> list[Float[Tensor, "B G N E"]]:
+    def shared(self, x: KeyRows) -> list[KeyRows]:
         """Return, for i below `size`, the i-th drafted row of each query's group."""
         if self.size == 1:
             return [x]
@@ -81,7 +69,11 @@ class Pattern:
     def mask(self, length: int, steps: int) -> Any:
         """Return the fused kernel's mask over `length` context rows and `steps` steps of drafted rows."""
         if (length, steps) not in self.masks:
-            self.masks[length, steps] = block_mask(self.bounds(), length, steps)
+            query = torch.arange(self.first.shape[1], device=self.first.device).expand_as(self.first)
+            begin = query - query % self.size
+            newest = query if self.causal else begin + self.size - 1
+            bounds = torch.stack([self.first, self.last, -1 - newest, -1 - begin])
+            self.masks[length, steps] = block_mask(bounds, length, steps)
         return self.masks[length, steps]
 
 
@@ -97,29 +89,20 @@ class QueryBlock(NamedTuple):
 def pattern(position: Nodes, length: int | None, ahead: int = 0, row: Nodes | None = None) -> Pattern:
     """Return the pattern of rows drafted `ahead` positions after row t.
 
-    Args:
-        position: the rows' positions in their documents, counted from 0.
-        length: the size of the attention window, the row itself included; None for all.
-        ahead: the distance of the drafted row from row t.
-        row: the rows, in order; None for all of the context.
+    `position` are the rows' positions in their documents, counted from 0; `length` is the size of the attention window,
+    the row itself included, None for all; `row` are the rows, in order, None for all of the context.
     """
     back = position if length is None else position.clamp_max(length - 1 - ahead)
     if row is not None:
-        return Pattern(row - back, row, increasing=True)
+        return Pattern(row - back, row)
     return Pattern(torch.arange(position.shape[1], device=position.device) - back)
 
 
-def attend_rows(
-    query: Float[Tensor, "B H N E"], context: KeyValue, drafted: list[KeyValue], attn_pattern: Pattern
-) -> Float[Tensor, "B H N F"]:
-    """Attend from each query to its context rows and its drafted rows, given by `attn_pattern`.
+def attend_rows(query: HeadRows, context: KeyValue, drafted: list[KeyValue], attn_pattern: Pattern) -> HeadOutputs:
+    """Attend from each query to its context rows and its drafted rows, at least one, given by `attn_pattern`.
 
-    Training on CUDA uses one fused kernel (heads/modules/flex.py), everything else the blocks below.
-
-    Args:
-        context: keys and values "B G T E" of the verified rows.
-        drafted: keys and values "B G N E" of each step so far; row n was drafted for query n.
-        attn_pattern: the context and drafted rows of each query, at least one.
+    `context` are the keys and values "B G T E" of the verified rows, `drafted` those "B G N E" of each step so far; row
+    n was drafted for query n. Training on CUDA uses one fused kernel (heads/modules/flex.py), everything else blocks.
     """
     # Under autocast normed queries and keys are wider than values; the products use the values' dtype.
     dtype = context[1].dtype
@@ -127,18 +110,14 @@ def attend_rows(
     return (attend_fused if runs_fused(query, context[1]) else attend_blocks)(query, pairs, attn_pattern)
 
 
-def attend_fused(
-    query: Float[Tensor, "B H N E"], pairs: list[KeyValue], attn_pattern: Pattern
-) -> Float[Tensor, "B H N F"]:
+def attend_fused(query: HeadRows, pairs: list[KeyValue], attn_pattern: Pattern) -> HeadOutputs:
     """Attend to the context (first of `pairs`) and to the drafted rows (the others) by one fused kernel."""
     mask = attn_pattern.mask(pairs[0][0].shape[2], len(pairs) - 1)
     key, value = (torch.cat(halves, 2) for halves in zip(*pairs, strict=True))
     return kernel()(query, key, value, block_mask=mask, enable_gqa=query.shape[1] != key.shape[1])
 
 
-def attend_blocks(
-    query: Float[Tensor, "B H N E"], pairs: list[KeyValue], attn_pattern: Pattern
-) -> Float[Tensor, "B H N F"]:
+def attend_blocks(query: HeadRows, pairs: list[KeyValue], attn_pattern: Pattern) -> HeadOutputs:
     """Attend as `attend_fused` does, block by block, on every device and in every dtype; the reference for it."""
     drafted = [
         half for pair in pairs[1:] for halves in zip(*map(attn_pattern.shared, pair), strict=True) for half in halves
@@ -156,7 +135,7 @@ class _BlockwiseAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, attn_pattern: Pattern, query: Tensor, key: Tensor, value: Tensor, *drafted: Tensor) -> Tensor:
         """Return O, and save the LSE."""
-        wide = _wide(query.dtype)
+        wide = torch.promote_types(query.dtype, torch.float32)
         out = query.new_empty((*query.shape[:3], value.shape[-1]))
         lse = torch.empty(query.shape[:3], dtype=wide, device=query.device)
         k = key.to(wide)
@@ -212,12 +191,12 @@ def _product(a: Float[Tensor, "*n M K"], b: Float[Tensor, "*n K N"]) -> Float[Te
 def _queries(block: QueryBlock, groups: int, *tensors: Tensor) -> list[Float[Tensor, "B G r N E"]]:
     """Return a block's rows of each tensor, split into groups of heads, in the accumulation dtype."""
     slices = [tensor[:, :, block.begin : block.end] for tensor in tensors]
-    return [x.to(_wide(x.dtype)).unflatten(1, (groups, -1)) for x in slices]
+    return [x.to(torch.promote_types(x.dtype, torch.float32)).unflatten(1, (groups, -1)) for x in slices]
 
 
 def _scores(
     q: Float[Tensor, "B G r N E"],
-    key: Float[Tensor, "B G T E"],
+    key: KeyRows,
     drafted: list[Tensor],
     attn_pattern: Pattern,
     block: QueryBlock,
@@ -244,7 +223,3 @@ def _scores(
 
 def _fold(x: Float[Tensor, "B G r N E"]) -> Float[Tensor, "B G M E"]:
     return x.flatten(2, 3)
-
-
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32

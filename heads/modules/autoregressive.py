@@ -21,20 +21,13 @@ from heads.shapes import Advanced, Anchors, Logits, NodeStates, Rows, Sequences,
 
 
 class Recurrent(nn.Module):
-    """The autoregressive part of a head, without its lm_head; `config.length` is its attention window.
-
-    Attributes:
-        num_attention_layers: the number of decoder layers.
-        injected: whether the context's keys and values come from `inject`; otherwise from the pass at depth 1.
-        predicts: whether a state is a prediction of the target's feature.
-        detach: whether the gradient stops between steps.
-    """
+    """The autoregressive part of a head, without its lm_head; `config.length` is its attention window."""
 
     config: Any
-    num_attention_layers = 1
-    injected = False
-    predicts = True
-    detach = False
+    num_attention_layers = 1  # the decoder layers
+    injected = False  # whether the context's keys and values come from `inject`; otherwise from the pass at depth 1
+    predicts = True  # whether a state is a prediction of the target's feature
+    detach = False  # whether the gradient stops between steps
 
     def initial_states(self, features: Features) -> Rows:
         """Return the states before depth 1: the target's features."""

@@ -1,7 +1,7 @@
 """Attention of drafted rows by one fused kernel: torch's flex_attention (arXiv 2412.05496) with our mask.
 
 Keys and values of the verified rows and of all drafted rows are concatenated, and a query attends to two intervals of
-them (`Pattern.bounds`). The block mask is computed on the device from the bounds of whole blocks: no mask or scores of
+them (`block_mask`). The block mask is computed on the device from the bounds of whole blocks: no mask or scores of
 all pairs are materialised, the host does not wait, and no size is compiled in, so one kernel serves all depths.
 """
 
@@ -35,12 +35,12 @@ def takes(query: Tensor, value: Tensor) -> bool:
 
 
 def fits(query: Tensor, value: Tensor, wide: int) -> bool:
-    """Return whether the kernel supports heads of this width and dtype, at most `wide`."""
+    """Return whether the kernel supports heads of this width, at most `wide`."""
     widths = range(NARROWEST, wide + 1)
-    return query.shape[-1] in widths and value.shape[-1] in widths and query.dtype in DTYPES
+    return query.shape[-1] in widths and value.shape[-1] in widths
 
 
-def _widest(index: int | None, item: int) -> int:
+def widest(index: int | None, item: int) -> int:
     """Return the widest head of `item`-byte values that the kernel supports on a CUDA device; 0 if none."""
     properties: Any = torch.cuda.get_device_properties(index)
     if properties.major < 8:  # torch does not compile bf16 for these devices
@@ -50,8 +50,7 @@ def _widest(index: int | None, item: int) -> int:
 
 # A constant for the compiler, since torch cannot trace a query of the device. The mark is the one that
 # torch.compiler.assume_constant_result sets; that function would import dynamo at every command's start.
-widest: Any = _widest
-widest._dynamo_marked_constant = True
+vars(widest)["_dynamo_marked_constant"] = True
 
 
 def runs(query: Tensor, value: Tensor) -> bool:

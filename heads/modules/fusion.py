@@ -4,6 +4,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from heads.base import Layers
 from heads.modules.layers import RMSNorm
 from heads.shapes import Rows
 
@@ -21,7 +22,7 @@ def default_layers(count: int, num_layers: int) -> list[int]:
     return [round(1 + i * (num_layers - 4) / (count - 1)) for i in range(count)]
 
 
-def chosen_layers(named: list[int] | None, count: int, num_layers: int) -> tuple[int, ...]:
+def chosen_layers(named: list[int] | None, count: int, num_layers: int) -> Layers:
     """Return a head's feature layers: the `named` ones, or `count` default ones; refuse unknown and repeated layers.
 
     If the target is too shallow, the default layers are spaced from its first layer to the last but one, or to the last

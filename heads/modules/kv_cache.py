@@ -10,7 +10,6 @@ after each root in decoding.
 
 from collections.abc import Callable
 from copy import copy
-from typing import NamedTuple
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -20,7 +19,7 @@ from heads import rows
 from heads.base import NewRows
 from heads.modules.attention import KeyValue, Pattern
 from heads.modules.layers import Attention, grouped_attention
-from heads.shapes import Anchors, PerSequence, Sequences
+from heads.shapes import Anchors, KeyRows, Nodes, PerSequence, Sequences
 
 SPARE = 64  # entries of the ring buffer beyond the window: the most rows that one call may write
 UNBOUNDED = 1 << 40  # the ring size of a cache without a window
@@ -86,9 +85,7 @@ class KVCache:
         mask = (position >= 0) & (position <= query[..., None])
         return mask if self.window is None else mask & (query[..., None] - position < self.window)
 
-    def append(
-        self, layer: int, key: Float[Tensor, "B G T E"], value: Float[Tensor, "B G T F"], position: Sequences
-    ) -> KeyValue:
+    def append(self, layer: int, key: KeyRows, value: Float[Tensor, "B G T F"], position: Sequences) -> KeyValue:
         """Write rows at their positions; return the keys and values of all entries."""
         # In a prompt longer than the ring, no later row attends to the first rows.
         newest = slice(-self.ring_size, None)
@@ -99,9 +96,7 @@ class KVCache:
             buffer[sequence, :, entry] = new.detach().transpose(1, 2)
         return self._first(layer, len(position), self.num_entries)
 
-    def draft(
-        self, layer: int, key: Float[Tensor, "B G N E"], value: Float[Tensor, "B G N F"], earlier: int
-    ) -> KeyValue:
+    def draft(self, layer: int, key: KeyRows, value: Float[Tensor, "B G T F"], earlier: int) -> KeyValue:
         """Write drafted rows after the tree's `earlier` rows; return all keys and values, the tree's included."""
         begin = self.num_entries + earlier
         end = begin + key.shape[2]
@@ -148,20 +143,13 @@ class KVCache:
             return like.new_zeros((self.size, like.shape[1], num_entries, like.shape[3]))
 
 
-class MaskBlocks(NamedTuple):
-    """A block of S positions after each of n anchors."""
-
-    anchor: Int[Tensor, "B n"]  # the rows before the blocks
-    position: Int[Tensor, "B n S"]  # positions of the S masked positions
-    attn_pattern: Pattern  # context: rows up to the anchor within the head's window; drafted: the same block
-
-
 def mask_blocks_after(
     document: Sequences, anchors: Anchors, size: int, length: int | None, *, causal: bool
-) -> MaskBlocks:
-    """Return a block of `size` positions after each anchor, None for every row.
+) -> tuple[Nodes, Int[Tensor, "B S"], Pattern]:
+    """Return blocks of `size` positions: the anchors before them, None for every row, and the blocks' positions.
 
-    A position attends to the last `length` rows (None: all) and to its block, if `causal` only up to itself.
+    By the pattern a position attends to the last `length` rows (None: all) and to its block, if `causal` only up to
+    itself.
     """
     position = rows.positions(document)
     anchor = torch.arange(position.shape[1], device=position.device).expand_as(position) if anchors is None else anchors
@@ -171,12 +159,12 @@ def mask_blocks_after(
     first = row - start
     if length is not None:
         first = torch.maximum(first, row + (at - start) - length + 1)
-    return MaskBlocks(anchor, at, Pattern(first.flatten(1), row.flatten(1), increasing=True, size=size, causal=causal))
+    return anchor, at.flatten(1), Pattern(first.flatten(1), row.flatten(1), size=size, causal=causal)
 
 
 def mask_blocks_after_roots(
     cache: KVCache, sequences: int, size: int, *, causal: bool
-) -> tuple[Int[Tensor, "B S"], Callable[..., Tensor]]:
+) -> tuple[Nodes, Callable[..., Tensor]]:
     """Return the rotary positions of a block after each root, and the attention function of its layers.
 
     Keys and values of the block are written to the cache as drafted rows. `causal` is that of `mask_blocks_after`.

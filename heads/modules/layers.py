@@ -21,7 +21,7 @@ from heads.base import Embeddings, LayerDims, resolve_layer_dims
 from heads.common.errors import one_line
 from heads.common.rope import Rope, Rotary
 from heads.rows import gather_rows, scatter_rows
-from heads.shapes import Nodes, NodeStates, RowInputs, Rows, Sequences, States
+from heads.shapes import HeadOutputs, HeadRows, KeyRows, Nodes, NodeStates, RowInputs, Rows, Sequences, States
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 # Set by tree_attention.py once the target is on a device with a kernel; published heads run without that module.
@@ -39,18 +39,14 @@ class LayerInputs(NamedTuple):
 
 
 class LayerSpec(NamedTuple):
-    """The dimensions and options of a decoder layer.
-
-    `qk_norm` adds Qwen3's norms of queries and keys, `injects` separate projections of keys and values for injected
-    states.
-    """
+    """The dimensions and options of a decoder layer."""
 
     width: int
     dims: LayerDims
     rope: Rope
     eps: float
-    qk_norm: bool = False
-    injects: bool = False
+    qk_norm: bool = False  # Qwen3's norms of queries and keys
+    injects: bool = False  # separate projections of keys and values for injected states
 
     @classmethod
     def of(cls, config: Any, embeddings: Embeddings) -> "LayerSpec":
@@ -100,12 +96,12 @@ class RMSNorm(Checkpointed):
 
 
 def grouped_attention(
-    query: Float[Tensor, "B H T E"],
+    query: HeadRows,
     key: Float[Tensor, "B G S E"],
     value: Float[Tensor, "B G S F"],
     mask: Shaped[Tensor, "#B 1 T S"] | None,
     scale: float | None = None,
-) -> Float[Tensor, "B H T F"]:
+) -> HeadOutputs:
     """Grouped-query attention where a boolean mask is true, or with an additive mask; None attends to all keys.
 
     Keys and values are not repeated for the heads that share them: on CUDA our kernel reads them once
@@ -168,13 +164,13 @@ class Attention(Recomputing):
         return both[:, : query.shape[1]], both[:, query.shape[1] :], value
 
     def key_value(
-        self, c: Float[Tensor, "B T C"], position: Sequences, max_position: int, *, inject: bool = False
-    ) -> tuple[Float[Tensor, "B G T E"], Float[Tensor, "B G T E"]]:
+        self, c: RowInputs, position: Sequences, max_position: int, *, inject: bool = False
+    ) -> tuple[KeyRows, KeyRows]:
         """Return keys and values of injected states, projected like the input or by separate projections."""
         k_proj, v_proj = (self.k_inject, self.v_inject) if inject else (self.k_proj, self.v_proj)
         return self.rotary(self.k_norm(self.split(k_proj(c))), position, max_position), self.split(v_proj(c))
 
-    def split(self, x: RowInputs) -> Float[Tensor, "B H T E"]:
+    def split(self, x: RowInputs) -> HeadRows:
         """Return a projection's output, split into heads."""
         return x.view(*x.shape[:2], -1, self.dims.head_dim).transpose(1, 2)
 

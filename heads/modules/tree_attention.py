@@ -19,6 +19,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from heads.modules import layers
+from heads.shapes import HeadRows
 
 log = logging.getLogger(__name__)
 
@@ -60,9 +61,7 @@ def shared_bytes(rows: int, width: int, item: int, mask: int, stages: int) -> in
     return item * rows * width + stages * STEP * (2 * item * width + rows * mask)
 
 
-def takes(
-    query: Float[Tensor, "B H T E"], key: Float[Tensor, "B G S E"], value: Float[Tensor, "B G S F"], mask: Tensor
-) -> bool:
+def takes(query: HeadRows, key: Float[Tensor, "B G S E"], value: Float[Tensor, "B G S F"], mask: Tensor) -> bool:
     """Return whether the kernel is used: few queries, a prepared device, no gradient."""
     if query.device.type != KIND or query.device.index not in SHARED or mask.dim() != 4:
         return False

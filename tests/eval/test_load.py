@@ -182,7 +182,8 @@ def loaded(gate: Gate, rate: float | None = 2.0, categories: dict[str, list[int]
     rounds = {"plain": PLAIN, "eagle": FAST}
     session = Measurement("tiny", 0.0, 1, 0, 0, categories=categories or {}, request_rate=rate)
     drafters = {"eagle": Baseline(torch.device("cpu"))}
-    timed = live.rows(live.generations(rounds), drafters, {"eagle": gate}, session)
+    runs = {name: [[one.generation for one in repeats] for repeats in prompts] for name, prompts in rounds.items()}
+    timed = live.rows(runs, drafters, {"eagle": gate}, session)
     return queued_rows(timed, requests_of(rounds), session)
 
 

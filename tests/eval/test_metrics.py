@@ -2,10 +2,12 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 
+from eval.live import timed
 from eval.measures import metrics
 from inference.decode import Generation
 from tests.eval.stubs import generation
@@ -81,7 +83,9 @@ def test_the_rules_are_those_of_steps_with_a_draft() -> None:
 
 
 def test_seconds_are_those_of_the_steps() -> None:
-    assert metrics.seconds([LONG, SHORT]) == pytest.approx({"draft": 0.625, "verify": 1.25, "other": 0.625})
+    both = [timed(run).seconds for run in (LONG, SHORT)]
+    sums = {key: sum(seconds[key] for seconds in both) for key in metrics.PARTS}
+    assert sums == pytest.approx({"draft": 0.625, "verify": 1.25, "other": 0.625})
 
 
 def test_where_one_request_alone_decoded_there_is_no_interval() -> None:
@@ -130,7 +134,7 @@ OF = [3, 3, 8, 8, 8, 5]  # their conversations
 
 
 def intervals(runs: Sequence[Generation], base: Sequence[Generation], groups: metrics.Groups) -> list[object]:
-    pairs = (metrics.decoding, metrics.end_to_end)
+    pairs: list[Any] = [metrics.decoding, lambda runs: [timed(run).end_to_end for run in runs]]
     speeds = [metrics.paired_interval(each(runs), each(base), 1, groups) for each in pairs]
     return [metrics.tau_interval(runs, 1, groups), *speeds]
 
@@ -167,7 +171,7 @@ def test_copies_of_a_prompt_say_no_more_than_one() -> None:
 
 def test_end_to_end_the_prefills_token_and_seconds_count_too() -> None:
     runs = [replace(generation(6, [(0, 0)] * 5, seconds=1.0), prefill_s=0.5) for _ in range(2)]
-    assert metrics.speed(metrics.end_to_end(runs)) == pytest.approx(6 / 1.5)
+    assert metrics.speed([timed(run).end_to_end for run in runs]) == pytest.approx(6 / 1.5)
     assert metrics.speed(metrics.decoding(runs)) == pytest.approx(5 / 1.0)
 
 

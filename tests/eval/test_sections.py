@@ -46,7 +46,7 @@ def test_the_batch_sizes_at_which_drafts_pay_are_named_and_plotted() -> None:
     assert f"- {line}" in markdown(made).split("## Under load")[1]
     drawn = sections.batch_plot(results)
     assert drawn is not None
-    values = [(point["batch size"], point["speedup"], point["low"]) for point in drawn.spec["data"]["values"]]
+    values = [(point["batch size"], point["speedup"], point["low"]) for point in drawn["data"]["values"]]
     assert values == [(1, 1.5, 1.4), (2, 1.2, 1.1), (4, 0.95, 0.85)]
     single = results_of(report(*PLAIN[:1], *EAGLE[:1]).as_dict())
     assert (paying(single), sections.batch_plot(single)) == ([], None)
@@ -104,10 +104,10 @@ def content(**changes: Any) -> dict[str, Any]:
     return made.as_dict()
 
 
-def data(shown: sections.Plot | None) -> list[tuple[Any, ...]]:
+def data(shown: sections.Spec | None) -> list[tuple[Any, ...]]:
     """Return the values of a plot's records."""
     assert shown
-    return [tuple(record.values()) for record in shown.spec["data"]["values"]]
+    return [tuple(record.values()) for record in shown["data"]["values"]]
 
 
 def test_plots_show_each_number_at_its_depth_step_and_drafter() -> None:

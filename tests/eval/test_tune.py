@@ -15,7 +15,7 @@ from eval.config import EvalConfig, eval_config
 from eval.measures.results import BASELINE
 from eval.report.write import SERVING
 from eval.run import tuned
-from eval.tune import OWN, TUNED, AtBatch, Candidate, Prediction, Tuning, concluded, even_and_odd, keep, proposed
+from eval.tune import OWN, TUNED, AtBatch, Candidate, Prediction, Tuning, concluded, keep, proposed
 from heads.common.typed import typed
 from inference.decode import Generation
 from inference.drafters.head import saved_trees
@@ -219,8 +219,6 @@ def test_the_choice_sees_nothing_of_the_texts_that_are_measured(run: Path, monke
     chains = [one for one in told["batches"][0]["candidates"] if one["family"] == "chain"]
     assert chains[0]["tree"]["depth"] == 2
     assert [one["predicted"]["tau"] for one in chains] == [1.0, 2.0, 2.0]
-    assert even_and_odd([0, 1, 2, 3, 4]) == ([0, 2, 4], [1, 3])
-    assert even_and_odd([0]) == ([0], [0])
 
 
 def candidate(family: str, tree: str, predicted: float, speedup: float | None = None) -> Candidate:

@@ -109,10 +109,10 @@ class Head:
         self.embed, self.lm_head = model.get_input_embeddings(), model.get_output_embeddings()
         vocab, width = self.lm_head.weight.shape
         for name, size in (("hidden_size", width), ("num_layers", sizes.num_hidden_layers), ("vocab_size", vocab)):
-            if content["target"][name] != size:
+            if (theirs := content["target"][name]) != size:
                 raise ValueError(
-                    f"{where}: made for another model, {content['target']['name']}: its {name} is "
-                    f"{content['target'][name]}, this model's {size}"
+                    f"{where}: made for another model, {content['target']['name']}: its {name} is {theirs}, this "
+                    f"model's {size}"
                 )
         read = load_file(str(cached_file(where, "model.safetensors", **hub)))
         self.weights = {
@@ -179,10 +179,10 @@ def choose(scores: Tensor, draft: Draft | None, sample: bool) -> tuple[Tensor, b
     return torch.multinomial(p, 1), False
 
 
-def decode(model: Any, head: Head, ids: Tensor, count: int, prepared: Json) -> tuple[Tensor, int]:
+def decode(
+    model: Any, head: Head, ids: Tensor, count: int, processors: Any, criteria: Any, sample: bool, streamer: Any
+) -> tuple[Tensor, int]:
     """Decode after ids (1, T) to the end; return all tokens and the number of passes that scored a draft."""
-    processors, criteria, streamer = (prepared[name] for name in ("logits_processor", "stopping_criteria", "streamer"))
-    sample = prepared["generation_config"].do_sample
     shared = LogitsProcessorList(step for step in processors if isinstance(step, SHARED))
     limit = min(
         criteria.max_length or sys.maxsize,
@@ -267,13 +267,10 @@ def generate(model: Any, head: str | None = None, draft_tokens: int | None = Non
             raise ValueError(f"{unread[0]}: not with custom_generate, which continues the tokens of one text")
         if len(input_ids) > 1 or (mask is not None and not mask.all()):
             raise ValueError("custom_generate decodes one sequence without padding: generate the rows one by one")
-        prepared = {
-            "logits_processor": logits_processor, "stopping_criteria": stopping_criteria,
-            "generation_config": generation_config, "streamer": kwargs.get("streamer"),
-        }  # fmt: skip
-        ids, passes = decode(model, loaded, input_ids, count, prepared)
-        if prepared["streamer"] is not None:
-            prepared["streamer"].end()
+        sample, streamer = generation_config.do_sample, kwargs.get("streamer")
+        ids, passes = decode(model, loaded, input_ids, count, logits_processor, stopping_criteria, sample, streamer)
+        if streamer is not None:
+            streamer.end()
         return SpeculativeOutput(sequences=ids, passes=passes) if generation_config.return_dict_in_generate else ids
 
     return type(model).generate(model, custom_generate=decoding, **kwargs)

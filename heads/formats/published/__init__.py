@@ -22,9 +22,8 @@ dflash.py     DFlash, DSpark and DFlash2: vLLM, SGLang; Domino: SGLang
 """
 
 import re
-from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any
 
 from torch import nn
 
@@ -32,30 +31,17 @@ from heads.base import Embeddings
 from heads.common.errors import one_line
 from heads.formats.published import dflash, eagle, eagle3, eagle4, hydra, medusa, mimo, mlp, peagle
 from heads.formats.published.files import config_of, is_published, names_of, stored_tensors, without_prefix
-from heads.formats.published.plan import PublishedHead, TensorMapping, assemble
+from heads.formats.published.plan import PublishedHead, assemble
 
-__all__ = ["FORMATS", "format_of", "is_published", "load_published"]
-
-
-class Format(NamedTuple):
-    """A published format: the kind of head, the tensor names that identify the format, and the reader."""
-
-    head: str
-    signature: tuple[str, ...]
-    read: Callable[[PublishedHead, Embeddings], TensorMapping]
+__all__ = ["FORMATS", "KINDS", "format_of", "is_published", "load_published"]
 
 
+# The module of each format, with the names of tensors that identify it (SIGNATURE) and its `read`.
 FORMATS = {
-    "dflash": Format("block", dflash.SIGNATURE, dflash.read),
-    "peagle": Format("peagle", peagle.SIGNATURE, peagle.read),
-    "eagle4": Format("eagle4", eagle4.SIGNATURE, eagle4.read),
-    "eagle3": Format("eagle3", eagle3.SIGNATURE, eagle3.read),
-    "eagle": Format("eagle", eagle.SIGNATURE, eagle.read),
-    "medusa": Format("medusa", medusa.SIGNATURE, medusa.read),
-    "hydra": Format("hydra", hydra.SIGNATURE, hydra.read),
-    "mlp": Format("mlp", mlp.SIGNATURE, mlp.read),
-    "mimo": Format("mtp", mimo.SIGNATURE, mimo.read),
-}
+    "dflash": dflash, "peagle": peagle, "eagle4": eagle4, "eagle3": eagle3, "eagle": eagle, "medusa": medusa,
+    "hydra": hydra, "mlp": mlp, "mimo": mimo,
+}  # fmt: skip
+KINDS = {"dflash": "block", "mimo": "mtp"}  # kinds of head that are not named like their format
 
 
 def load_published(folder: Path, embeddings: Embeddings) -> nn.Module:
@@ -64,10 +50,10 @@ def load_published(folder: Path, embeddings: Embeddings) -> nn.Module:
     Only the target's hidden size and vocabulary can be checked: published heads do not identify its weights. Refuse, in
     one line, an unknown format, a damaged file, other tensors than the head's, and options that heads here do not have.
     """
-    read = FORMATS[format_of(folder)].read  # the tensor names are checked before tensors are read
+    module: Any = FORMATS[format_of(folder)]  # the tensor names are checked before tensors are read
     source = PublishedHead(folder, config_of(folder), without_prefix(stored_tensors(folder)))
     try:
-        plan = read(source, embeddings)
+        plan = module.read(source, embeddings)
     except (TypeError, AttributeError, KeyError, IndexError) as error:  # a value or a tensor of an unexpected type
         raise ValueError(
             f"{folder}: config.json or a tensor is not as its format has it ({one_line(error)})"
@@ -78,8 +64,8 @@ def load_published(folder: Path, embeddings: Embeddings) -> nn.Module:
 def format_of(folder: Path) -> str:
     """Return the name of a published head's format, by its tensor names; refuse an unknown format."""
     names = names_of(folder)
-    for name, candidate in FORMATS.items():
-        if all(any(re.fullmatch(pattern, one) for one in names) for pattern in candidate.signature):
+    for name, module in FORMATS.items():
+        if all(any(re.fullmatch(pattern, one) for one in names) for pattern in module.SIGNATURE):
             return name
     some = ", ".join(sorted(names)[:3])
     raise ValueError(f"{folder}: tensors such as {some} are of no published head known here: {', '.join(FORMATS)}")

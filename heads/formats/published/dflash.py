@@ -70,8 +70,6 @@ def read(source: PublishedHead, embeddings: Embeddings) -> TensorMapping:
     for key, value in plain.items():
         if options.get(key) not in (None, value):
             raise source.refusal(f"{key}={options[key]}")
-    if not isinstance(options.get("block_size"), int):
-        raise source.error("config.json does not say block_size; download it again")
     parts = PARTS | ({"projector_type": "domino.gru.weight_hh"} if options.get("projector_type") == "domino" else {})
     for key, name in parts.items():
         if options.get(key):
@@ -80,8 +78,9 @@ def read(source: PublishedHead, embeddings: Embeddings) -> TensorMapping:
     domino, markov, selector = (ours.get(f"{name}.weight") for name in ("domino.down", "before", "selector.projection"))
     if domino is not None and options.get("pure_draft_prefix_len") != 1:
         raise source.refusal(f"pure_draft_prefix_len={options.get('pure_draft_prefix_len')}")
-    if selector is not None and not isinstance(options.get("selector_top_k"), int):
-        raise source.error("config.json does not say selector_top_k; download it again")
+    for key in ("block_size",) if selector is None else ("block_size", "selector_top_k"):
+        if not isinstance(options.get(key), int):
+            raise source.error(f"config.json does not say {key}; download it again")
     anchor = options.get("sample_from_anchor" if domino is None else "shift_label", markov is not None)
     token, feature_layers = source.mask_token(options.get("mask_token_id"), embeddings), options.get(BLOCK_OUTPUTS)
     fc, confidence = stored["fc.weight"], ours.get("confidence.weight")

@@ -36,7 +36,7 @@ def read(source: PublishedHead, embeddings: Embeddings) -> TensorMapping:
         **decoder(source, "layers.0.", embeddings),
     }
     fc = {"fc.weight": scaled(source.tensors["fc.weight"], embeddings, -1)}
-    return TensorMapping("eagle", config, lambda name: name, fc, {"fc.weight"}, None)
+    return TensorMapping("eagle", config, filled=fc, unread={"fc.weight"})
 
 
 def engines(source: Export) -> ExportedHead:
@@ -52,10 +52,7 @@ def engines(source: Export) -> ExportedHead:
 
 
 def authors(source: Export) -> ExportedHead:
-    """Export the head for the authors' code, which loads strictly and so also needs the target's embedding.
-
-    Options that their code does not support are refused.
-    """
+    """Export the head for the authors' code, which loads an embedding too; refuse options that it does not support."""
     source.refuse(lm_head="shared")
     config = {
         "model_type": "llama",

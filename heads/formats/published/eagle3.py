@@ -58,30 +58,31 @@ def their_name(name: str, first: str) -> str:
 
 def read(source: PublishedHead, embeddings: Embeddings, *, sliding: bool = False) -> TensorMapping:
     """Return the mapping of the format's tensors; `sliding` allows a sliding window."""
-    first = next(first for first in (MIDDLE, FIRST) if f"{first}hidden_norm.weight" in source.tensors)
-    nested = source.config.get("eagle_config") or {}
+    given, tensors = source.config, source.tensors
+    first = next(first for first in (MIDDLE, FIRST) if f"{first}hidden_norm.weight" in tensors)
+    nested = given.get("eagle_config") or {}
     if nested.get("use_aux_hidden_state") is False:
         raise source.refusal("features of the last layer alone (use_aux_hidden_state=false)")
-    if source.config.get("parallel_drafting") and "mask_hidden" not in source.tensors:
+    if given.get("parallel_drafting") and "mask_hidden" not in tensors:
         raise source.error("config.json says parallel_drafting (P-EAGLE), and the tensor mask_hidden is missing")
     check_width(source, "fc.weight", embeddings)
-    joined = source.tensors["fc.weight"].shape[1] // embeddings.hidden_size
+    joined = tensors["fc.weight"].shape[1] // embeddings.hidden_size
     layers = 1 + source.count(r"layers\.([1-9]\d*)\.self_attn\.q_proj\.weight$")
     normed = source.count(r"fc_norm\.(\d+)\.weight$") > 0
-    if "next_layer_regular" in nested and source.tensors[f"{first}input_layernorm.weight"].std() > 0:
+    if "next_layer_regular" in nested and tensors[f"{first}input_layernorm.weight"].std() > 0:
         log.warning("%s: NVIDIA modelopt, which wrote it, trains with a second norm of the state, input_layernorm, "
                     "that no engine has: it drafts worse than in its training", source.folder)  # fmt: skip
-    joint = f"{JOINT}.weight" in source.tensors or any(where.get("norm_before_fc") for where in (source.config, nested))
+    joint = f"{JOINT}.weight" in tensors or any(where.get("norm_before_fc") for where in (given, nested))
     ids = drafted_by_offsets(source, embeddings)
-    if source.config.get("fc_norm"):
+    if given.get("fc_norm"):
         source.tensor("fc_norm.0.weight", "fc_norm")
-    value = source.config.get("norm_before_residual")
-    if value is None and "speculators_model_type" in source.config:
+    value = given.get("norm_before_residual")
+    if value is None and "speculators_model_type" in given:
         log.warning("%s: config.json leaves norm_before_residual open, false is taken; vLLM takes true", source.folder)
     # EAGLE-3.1 feeds its normed output back; the first key is TensorRT-LLM's. SpecForge has the second by default,
     # for the norm before the lm_head (specforge/modeling/draft/llama3_eagle.py, compute_logits).
-    fed, flag = nested.get("return_hidden_post_norm"), source.config.get("norm_output")
-    if flag and not (fed or normed or joint or "speculators_model_type" in source.config):
+    fed, flag = nested.get("return_hidden_post_norm"), given.get("norm_output")
+    if flag and not (fed or normed or joint or "speculators_model_type" in given):
         log.warning("%s: norm_output=true without fc_norm is SpecForge's norm before the lm_head, and read so; engines "
                     "feed the normed output back: set it to false for them", source.folder)  # fmt: skip
         flag = False
@@ -92,27 +93,27 @@ def read(source: PublishedHead, embeddings: Embeddings, *, sliding: bool = False
         "joint_norm": joint,
         "norm_output": bool(fed or flag),
         "norm_before_residual": bool(value),
-        "qk_norm": f"{first}self_attn.q_norm.weight" in source.tensors,
+        "qk_norm": f"{first}self_attn.q_norm.weight" in tensors,
         "kv_injection": False,
-        "lm_head": "own" if ids is not None or "lm_head.weight" in source.tensors else "shared",
+        "lm_head": "own" if ids is not None or "lm_head.weight" in tensors else "shared",
         **decoder(source, first, embeddings, sliding=sliding),
     }
     renamed, duplicates = {}, set()
     for i in range(1, layers):
         one, other = f"layers.{i}.input_layernorm.weight", f"layers.{i}.hidden_norm.weight"
-        if one not in source.tensors:
+        if one not in tensors:
             renamed[one] = other
-        elif other in source.tensors:
-            if not torch.equal(source.tensors[one], source.tensors[other]):
+        elif other in tensors:
+            if not torch.equal(tensors[one], tensors[other]):
                 raise source.error(f"{one} and {other} differ, and which of them is meant is not said; leave one")
             duplicates.add(other)
-    deep, unread = renamed, duplicates
 
     def rename(name: str) -> str:
         theirs = their_name(name, first)
-        return deep.get(theirs, theirs)
+        return renamed.get(theirs, theirs)
 
-    return TensorMapping("eagle3", config, rename, {}, {OFFSETS, KNOWN, *unread} & source.tensors.keys(), ids)
+    unread = {OFFSETS, KNOWN, *duplicates} & tensors.keys()
+    return TensorMapping("eagle3", config, rename, unread=unread, ids=ids)
 
 
 def feature_layers(source: PublishedHead, joined: int, embeddings: Embeddings) -> list[int] | None:
@@ -157,7 +158,6 @@ def engines(source: Export) -> ExportedHead:
         raise source.refusal(
             f"feature_layers={outputs}", f"and SGLang counts those of {min(shifted)} as we do only from layer 1 on"
         )
-    decoder = {"num_hidden_layers": options.layers, **source.decoder()}
     way = {
         "proposal_type": "greedy",
         "speculative_tokens": source.served.draft_tokens,
@@ -166,12 +166,8 @@ def engines(source: Export) -> ExportedHead:
     }
     joint = {"norm_before_fc": options.joint_norm}  # TensorRT-LLM reads this key only in eagle_config
     config = {
-        "architectures": CLASS.architectures,
-        "model_type": CLASS.model_type,
-        "torch_dtype": source.dtype,
-        **decoder,
+        **source.engine_config(CLASS, options.layers),
         "draft_vocab_size": draft_size(source.head),
-        "tie_word_embeddings": False,
         "norm_before_residual": options.norm_before_residual,
         **joint,
         **({"fc_norm": True} if options.feature_norm else {}),
@@ -181,7 +177,11 @@ def engines(source: Export) -> ExportedHead:
         "eagle_config": {"use_aux_hidden_state": True, STATES: outputs, **joint},
         "speculators_model_type": "eagle3",
         "speculators_version": VERSION,
-        "transformer_layer_config": {"model_type": "llama", **decoder},
+        "transformer_layer_config": {
+            "model_type": "llama",
+            "num_hidden_layers": options.layers,
+            **source.decoder(),
+        },
         "speculators_config": {  # read by `vllm serve REPOSITORY`: the target, and the number of drafted tokens
             "algorithm": "eagle3",
             "default_proposal_method": way["proposal_type"],

@@ -46,10 +46,7 @@ READERS = ("vllm", "sglang", "trtllm", "speculators")  # formats named after the
 
 
 def check(head: Any, engine: str, served: TargetFacts, beyond: Collection[str]) -> None:
-    """Refuse a head that an engine of `heads.ENGINES` cannot load; `beyond` is the target's `beyond_tables`.
-
-    The head may be untrained and on the meta device.
-    """
+    """Refuse a head, maybe on meta, that an engine cannot load; `beyond` is its target's `beyond_tables`."""
     format_name = {"llamacpp": "gguf"}.get(engine, engine)
     try:
         if engine == "transformers":  # transformers runs the target's own embedding and lm_head
@@ -88,11 +85,8 @@ def engine_mismatch(config: Any, beyond: Collection[str]) -> str | None:
 def export(head: nn.Module, format_name: str, served: TargetFacts, folder: Path) -> None:
     """Export a head to one of FORMATS: a folder of config.json and model.safetensors, written atomically.
 
-    The embedding and lm_head of its target must be plain tables.
-
-    Raises:
-        ValueError: the format is unknown or not for this head, the head has an option that it cannot express, or
-            a weight is not finite in the exported dtype: one line, and no file remains.
+    The embedding and lm_head of its target must be plain tables. Refuse, without leaving a file, a format that is
+    unknown, is not for this head or cannot express its options, and a weight that is not finite in the exported dtype.
     """
     assert_known(format_name)
     source = Export(format_name, head, served)
@@ -116,9 +110,8 @@ def refusals(head: Any, served: TargetFacts) -> dict[str, str]:
             try:
                 writer(Export(format_name, head, served))
             except ValueError as error:
-                reasons[format_name] = (
-                    str(error).removeprefix(f"format={format_name}: ").partition("; ")[0]
-                )  # the refusal without its remedy
+                # The refusal without its remedy.
+                reasons[format_name] = str(error).removeprefix(f"format={format_name}: ").partition("; ")[0]
     return reasons
 
 

@@ -4,9 +4,8 @@ import re
 from pathlib import Path
 
 from heads.base import NamedTensors
-from heads.common.errors import one_line
 from heads.common.typed import Json
-from heads.common.untrusted import inside, parse_json, regular
+from heads.common.untrusted import inside, parsed_file
 from heads.formats import weights
 from heads.formats.store import CONFIG, INDEX, WEIGHTS
 
@@ -19,7 +18,7 @@ def is_published(folder: Path) -> bool:
     """Return whether a folder holds another project's head: weights next to a foreign config.json."""
     try:
         ours = "format" in config_of(folder)
-    except ValueError:
+    except (OSError, ValueError):
         return False
     return not ours and any((folder / name).is_file() for name in (*SAFE, INDEX, *PICKLED))
 
@@ -29,10 +28,7 @@ def config_of(folder: Path) -> Json:
 
     Foreign files may name code for transformers to run (`auto_map`); the keys read here do not.
     """
-    try:
-        content = parse_json(regular(folder / CONFIG).read_bytes())
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{folder / CONFIG}: damaged ({one_line(error)}); download it again") from None
+    content = parsed_file(folder / CONFIG, "download it again")
     if not isinstance(content, dict):
         raise ValueError(f"{folder / CONFIG}: no JSON object; download it again")
     layer = content.get("transformer_layer_config")
@@ -57,20 +53,21 @@ def stored_tensors(folder: Path) -> NamedTensors:
 
 def further_files(folder: Path) -> list[str]:
     """Return the files to download after the small files and WEIGHTS: the index's shards, or a pickle."""
-    whole = any((folder / name).is_file() for name in SAFE)
-    return [] if whole else sorted({*_sharded(folder).values()} or PICKLED)
+    return [] if _whole(folder) else sorted({*_sharded(folder).values()} or PICKLED)
+
+
+def _whole(folder: Path) -> Path | None:
+    return next((folder / name for name in SAFE if (folder / name).is_file()), None)
 
 
 def _sharded(folder: Path) -> dict[str, str]:
     """Return the index's file of each tensor; empty if a single file takes precedence, as in transformers."""
-    whole = any((folder / name).is_file() for name in SAFE)
-    return {} if whole or not (folder / INDEX).is_file() else weights.shards(folder / INDEX)
+    return {} if _whole(folder) or not (folder / INDEX).is_file() else weights.shards(folder / INDEX)
 
 
 def _weights(folder: Path) -> Path:
-    for name in SAFE:
-        if (folder / name).is_file():
-            return folder / name
+    if whole := _whole(folder):
+        return whole
     for name in PICKLED:
         if (folder / name).is_file():
             raise ValueError(

@@ -58,7 +58,6 @@ def read(source: PublishedHead, embeddings: Embeddings) -> TensorMapping:
         "lm_head_rank": None,
     }
     rename = partial(their_name, block_numbers=block_numbers, lm_head=lm_head)
-    unread = set(duplicates) if tied else set()
     layer = dict.fromkeys(("length", "num_heads", "num_kv_heads", "head_dim", "intermediate_size"))
     layer |= {"rope_theta": PLAIN.theta, "rope_scaling": None, "norm_eps": EPS}
     if prefix:  # values that config.json lacks are the target's
@@ -66,7 +65,7 @@ def read(source: PublishedHead, embeddings: Embeddings) -> TensorMapping:
         taken = ["rms_norm_eps", *(() if positions_of(config) else SAID)]
         config = {key: target[key] for key in taken if key in target} | config
         layer = decoder(source._replace(config=config), f"{PREFIX}layers.0.", embeddings)
-    return TensorMapping("hydra", numbers | layer, rename, {}, unread, None)
+    return TensorMapping("hydra", numbers | layer, rename, unread=set(duplicates) if tied else set())
 
 
 def _duplicates(heads: int, block_numbers: list[int]) -> dict[str, str]:

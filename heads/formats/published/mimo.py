@@ -46,7 +46,7 @@ def read(source: PublishedHead, embeddings: Embeddings) -> TensorMapping:
         **decoder(unbiased, LAYER, embeddings),
     }
     filled = {"eh_proj.weight": swapped(source.tensor(f"{LAYER}input_proj.weight"))}
-    return TensorMapping("mtp", config, their_name, filled, zero | {f"{LAYER}input_proj.weight"}, None)
+    return TensorMapping("mtp", config, their_name, filled, zero | {f"{LAYER}input_proj.weight"})
 
 
 def engines(source: Export) -> ExportedHead:

@@ -8,7 +8,7 @@ import re
 import torch
 
 from heads.base import Embeddings
-from heads.formats.published.plan import PublishedHead, TensorMapping
+from heads.formats.published.plan import PublishedHead, TensorMapping, check_width
 
 SIGNATURE = (r"emb\.0\.weight", r"proj\.0\.weight", r"head\.0\.weight")
 STEP = re.compile(r"(emb|proj|ln|head)\.(\d+)\.(weight|bias)")
@@ -28,11 +28,7 @@ def read(source: PublishedHead, embeddings: Embeddings) -> TensorMapping:
     recorded = source.config.get("n_predict")
     if tied and not duplicates and isinstance(recorded, int):
         heads = max(heads, recorded)  # tied tensors that are written once do not show the number of steps
-    inner, width = source.tensor("proj.0.weight").shape[:2]
-    if width != embeddings.hidden_size:
-        raise source.error(
-            f"proj.0.weight reads {width} numbers, expected {embeddings.hidden_size}, the width of the target; choose "
-            "the head's own target with model.path"
-        )
-    config = {"heads": heads, "inner": inner, "tied": tied, "scale_input": bool(source.config.get("scale_input"))}
-    return TensorMapping("mlp", config, lambda name: name, {}, duplicates if tied else set(), None)
+    check_width(source, "proj.0.weight", embeddings, dim=1)
+    inner, scale_input = len(source.tensors["proj.0.weight"]), bool(source.config.get("scale_input"))
+    config = {"heads": heads, "inner": inner, "tied": tied, "scale_input": scale_input}
+    return TensorMapping("mlp", config, unread=duplicates if tied else set())

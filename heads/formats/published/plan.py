@@ -2,8 +2,9 @@
 
 import logging
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -80,10 +81,10 @@ class TensorMapping(NamedTuple):
 
     head: str  # a name in HEADS
     config: Json  # the head's configuration without its name and vocabulary size
-    rename: Callable[[str], str]  # a tensor's name in the head to its name in the file
-    filled: NamedTensors  # tensors of the head that the file does not hold as they are
-    unread: set[str]  # tensor names in the file that are ignored
-    ids: Tensor | None  # the drafted tokens in the order of the lm_head's rows, None for the whole vocabulary
+    rename: Callable[[str], str] = str  # a tensor's name in the head to its name in the file, by default the same
+    filled: Mapping[str, Tensor] = MappingProxyType({})  # tensors that the file does not hold as they are
+    unread: Set[str] = frozenset()  # tensor names in the file that are ignored
+    ids: Tensor | None = None  # the drafted tokens in the order of the lm_head's rows, None for the whole vocabulary
 
 
 def assemble(source: PublishedHead, plan: TensorMapping, embeddings: Embeddings) -> nn.Module:
@@ -161,13 +162,13 @@ def drafted_by_offsets(source: PublishedHead, embeddings: Embeddings) -> Tensor 
     return ids
 
 
-def check_width(source: PublishedHead, name: str, embeddings: Embeddings) -> None:
-    """Refuse a head whose hidden size, the width of tensor `name`, is not the target's."""
-    width = source.tensor(name).shape[0]
+def check_width(source: PublishedHead, name: str, embeddings: Embeddings, dim: int = 0) -> None:
+    """Refuse a head whose hidden size, dimension `dim` of tensor `name`, is not the target's."""
+    width = source.tensor(name).shape[dim]
     if width != embeddings.hidden_size:
         raise source.error(
-            f"{name} has {width} rows, expected {embeddings.hidden_size}, the width of the target; choose the head's "
-            "own target with model.path"
+            f"{name} has {width} {'columns' if dim else 'rows'}, expected {embeddings.hidden_size}, the width of the "
+            "target; choose the head's own target with model.path"
         )
 
 
@@ -199,12 +200,6 @@ def decoder(source: PublishedHead, layer: str, embeddings: Embeddings, *, slidin
     )
     if not width or rows % width or kv_rows % width or (rows // width) % (kv_rows // width or 1):
         raise source.error(f"{layer}self_attn.q_proj.weight has {rows} rows, k_proj {kv_rows}: no heads of {width}")
-    sizes = {
-        "num_heads": rows // width,
-        "num_kv_heads": kv_rows // width,
-        "head_dim": width,
-        "intermediate_size": len(source.tensor(f"{layer}mlp.gate_proj.weight")),
-    }
     try:
         rope = positions_of(source.config) or PLAIN
     except ValueError as error:
@@ -212,9 +207,13 @@ def decoder(source: PublishedHead, layer: str, embeddings: Embeddings, *, slidin
     if rope.unsupported is not None:
         raise source.refusal(rope.unsupported)
     return {
-        **sizes,
+        "num_heads": rows // width,
+        "num_kv_heads": kv_rows // width,
+        "head_dim": width,
+        "intermediate_size": len(source.tensor(f"{layer}mlp.gate_proj.weight")),
         "length": length,
-        **{"rope_theta": rope.theta, "rope_scaling": rope.scaling},
+        "rope_theta": rope.theta,
+        "rope_scaling": rope.scaling,
         "norm_eps": float(config.get("rms_norm_eps", EPS)),
     }
 
