@@ -223,7 +223,9 @@ def check_run(run: RunConfig) -> None:
         eval_config(**evaluation(run))
     for name in filter(None, (*run.data.paths, run.data.prompts, run.workload and locate(run.workload))):
         if run.plan is not True or is_local(name):
-            check_source(name, run.data.split if name in run.data.paths else "")
+            is_trained = name in run.data.paths
+            holds_out = is_trained and not run.data.prompts and run.data.held_out >= len(run.data.paths)
+            check_source(name, run.data.split if is_trained else "", 2 if holds_out else 1)
         else:
             check_name(name)
     if run.features.mode == "stored" and (run.plan is not True or run.features.folder.exists()):

@@ -6,12 +6,12 @@ it is found by rendering the chat up to the answer's start and end. Tokens alway
 
 import dataclasses
 import re
-from bisect import bisect_left, bisect_right
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain, pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
@@ -21,7 +21,6 @@ from data.text.records import Record
 from data.text.template import (
     Span,
     encode,
-    encode_spans,
     ends_of,
     last_token,
     media_tokens,
@@ -30,7 +29,7 @@ from data.text.template import (
     turn_end_tokens,
     with_opening,
 )
-from inference.target.tokenizer import RenderError, text_ids
+from inference.target.tokenizer import RenderError, encode_one, text_ids
 
 OPEN = r"(?:<think>|\[THINK\]|<\|START_THINKING\|>|<seed:think>)"
 CLOSE = r"(?:</think>|\[/THINK\]|<\|END_THINKING\|>|</seed:think>)"
@@ -249,9 +248,9 @@ def _samples(id_: str, masked: Sequence[Masked], max_tokens: int, drop_counts: C
     names = [id_ if len(masked) == 1 else f"{id_}#{number}" for number in range(len(masked))]
     samples: list[Sample] = []
     for name, (token, mask) in zip(names, masked, strict=True):
-        trained = [i for i, on in enumerate(mask[:max_tokens]) if on]
-        if trained:  # cut after the last trained token: later tokens would not be trained
-            end = len(token) if len(token) <= max_tokens else trained[-1] + 1
+        within = mask[:max_tokens]
+        if 1 in within:  # cut after the last trained token: later tokens would not be trained
+            end = len(token) if len(token) <= max_tokens else max_tokens - within[::-1].index(1)
             samples.append(Sample(name, token[:end], mask[:end]))
     if not samples:
         raise BadSampleError(
@@ -273,12 +272,12 @@ def turns_of(
     roles = [message["role"] for message in messages]
     first = roles.index("user") if "user" in roles else -1
     # An empty answer would only train the end token.
-    spoken = [i for i, role in enumerate(roles) if role == "assistant" and i > first]
-    answers = [i for i in spoken if messages[i].get("weight") != 0 and not is_empty(messages[i])]
+    spoken = {i: is_empty(messages[i]) for i, role in enumerate(roles) if role == "assistant" and i > first}
+    answers = [i for i, empty in spoken.items() if messages[i].get("weight") != 0 and not empty]
     if not answers:
         message = "the loss mask is all zeros, for the chat has no answer, or empty ones only; remove the sample"
         raise BadSampleError("no answer", message)
-    drop_counts["with an empty answer, which trains nothing"] += any(is_empty(messages[i]) for i in spoken)
+    drop_counts["with an empty answer, which trains nothing"] += any(spoken.values())
     if config.turns == "last":
         question = max((i for i, role in enumerate(roles[: answers[-1]]) if role == "user"), default=-1)
         answers = [i for i in answers if i > question]
@@ -300,11 +299,10 @@ def turns_of(
 
 def _has_other_calls(message: Message, answer: str) -> bool:
     """Return whether a message has tool calls that its rendered answer lacks next to the reasoning and text."""
-    for text in (reasoning_of(message), content_text(without_reasoning(message))):
+    calls = message.get("tool_calls") or ()
+    for text in (reasoning_of(message), content_text(without_reasoning(message))) if calls else ():
         answer = answer.replace(text.strip(), "", 1)
-    return any(
-        str((call.get("function") or call).get("name")) not in answer for call in message.get("tool_calls") or ()
-    )
+    return any(str((call.get("function") or call).get("name")) not in answer for call in calls)
 
 
 def _turn(record: Record, tokenizer: PreTrainedTokenizerBase, cut: bool) -> Turn:
@@ -409,12 +407,14 @@ def _mask(text: str, spans: list[Span], tokenizer: PreTrainedTokenizerBase) -> t
     """
     token, mask, straddles = list[int](), list[int](), True
     if tokenizer.is_fast:
-        token, starts, ends = encode_spans(text, tokenizer)
-        mask, straddles = [0] * len(token), False
+        encoded = encode_one(text, tokenizer)
+        token, straddles = encoded.ids, False
+        mask = [0] * len(token)
         for start, end in spans:
-            first, last = bisect_left(starts, start), bisect_right(ends, end)
+            (first, begins), (last, _) = (_token_at(edge, encoded, len(text)) for edge in (start, end))
+            first += not begins
             mask[first:last] = [1] * (last - first)
-            straddles |= first > 0 and ends[first - 1] > start
+            straddles |= not begins
     if not straddles:
         return token, mask
     edges = [0, *chain.from_iterable(spans), len(text)]
@@ -437,6 +437,19 @@ def _mask(text: str, spans: list[Span], tokenizer: PreTrainedTokenizerBase) -> t
     for start, end in zip(bounds[::2], bounds[1::2], strict=False):
         mask[start:end] = [1] * (end - start)
     return whole, mask
+
+
+def _token_at(character: int, encoded: Any, length: int) -> tuple[int, bool]:
+    """Return the index of the token that has a character of a text of `length`, and whether the token begins there.
+
+    Characters between two tokens are the later one's: byte-level tokenizers leave the space before a word out.
+    """
+    having = map(encoded.char_to_token, range(character, length))
+    index = next((token for token in having if token is not None), len(encoded))
+    while index and encoded.token_to_chars(index - 1)[0] >= character:  # a token without characters
+        index -= 1
+    begin = encoded.token_to_chars(index)[0] if index < len(encoded) else length
+    return index, min(begin, encoded.token_to_chars(index - 1)[1] if index else 0) >= character
 
 
 def _end_turns(token: list[int], mask: list[int], tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:
