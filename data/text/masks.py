@@ -10,7 +10,7 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate, chain, pairwise
+from itertools import chain, pairwise
 from typing import Any, NamedTuple
 
 from transformers import PreTrainedTokenizerBase
@@ -400,7 +400,8 @@ def joined(turns: list[Turn]) -> list[Turn]:
 def _mask(text: str, spans: list[Span], tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:
     """Return the text's tokens, and 1 for each token that is entirely in a span; the target writes no other.
 
-    Where a token seems to begin before a span, it may only follow a space that belongs to no token: pieces tell.
+    Where a token seems to begin before a span, it may only follow a space that belongs to no token: the tokens of the
+    text before tell.
 
     Raises:
         BadSampleError: a token spans an answer's edge, and the tokenizer does not tell the characters of tokens.
@@ -417,24 +418,18 @@ def _mask(text: str, spans: list[Span], tokenizer: PreTrainedTokenizerBase) -> t
             straddles |= not begins
     if not straddles:
         return token, mask
-    edges = [0, *chain.from_iterable(spans), len(text)]
-    whole, *pieces = encode([text, *(text[a:b] for a, b in pairwise(edges))], tokenizer)
-    bounds = list(accumulate(len(piece) for piece in pieces))
-    if whole != list(chain.from_iterable(pieces)):
-        prefixes = encode(
-            [text[:edge] for edge in edges[1:]], tokenizer
-        )  # SentencePiece encodes the start of a text differently
-        bounds = [len(prefix) for prefix in prefixes]
-        if any(whole[: len(prefix)] != prefix for prefix in prefixes):
-            if tokenizer.is_fast:
-                return token, mask
-            raise BadSampleError(
-                "tokens across an answer's edge",
-                "its tokens span the edge of an answer, and the tokenizer does not tell their characters; "
-                "use the model's fast tokenizer (tokenizer.json)",
-            )
+    whole, *prefixes = encode([text, *(text[:edge] for edge in chain.from_iterable(spans))], tokenizer)
+    if any(whole[: len(prefix)] != prefix for prefix in prefixes):
+        if tokenizer.is_fast:
+            return token, mask
+        raise BadSampleError(
+            "tokens across an answer's edge",
+            "its tokens span the edge of an answer, and the tokenizer does not tell their characters; "
+            "use the model's fast tokenizer (tokenizer.json)",
+        )
     mask = [0] * len(whole)
-    for start, end in zip(bounds[::2], bounds[1::2], strict=False):
+    bounds = list(map(len, prefixes))
+    for start, end in zip(bounds[::2], bounds[1::2], strict=True):
         mask[start:end] = [1] * (end - start)
     return whole, mask
 

@@ -50,7 +50,7 @@ BOOKKEEPING = {
     "stop_details", "phase", "container", "logprobs", "refusal", "annotations", "function_call", "tool_calls",
     "provider_specific_fields", "thinking_blocks", "finish_reason", "weight", "reasoning_details",
     "additional_kwargs", "response_metadata", "usage_metadata", "invalid_tool_calls", "example", "tool_call_chunks",
-    "contents", *WEIGHTS,
+    "contents", *WEIGHTS, *REASONING,
 }  # fmt: skip
 CUT = (  # an answer that is cut off
     *("length", "max_tokens", "max_output_tokens", "model_context_window_exceeded", "stop_sequence", "pause_turn"),
@@ -194,12 +194,10 @@ def _messages(raw: Message) -> Iterator[Message]:
     role = ROLES.get(name) or ROLES.get(name.lower(), name)
     if name == raw.get("type") and name not in ROLES:
         raise unread(name)
-    fields = filled(
-        {key: value for key, value in raw.items() if key not in BOOKKEEPING and key not in REASONING}, GIVEN
-    )
+    fields = filled({key: value for key, value in raw.items() if key not in BOOKKEEPING}, GIVEN)
     if media := media_in(raw):
         raise unread(media)
-    content = next((raw[key] for key in ("parts", "content", "contents", "value") if raw.get(key) is not None), "")
+    content = next((raw[key] for key in ("parts", "content", "contents", "value") if key in raw), "")
     if name == "function_call" and isinstance(content, str):  # ShareGPT
         value = parsed(content)
         value = value if isinstance(value, list) else [value]

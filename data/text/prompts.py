@@ -37,7 +37,7 @@ T = TypeVar("T")
 
 WORKLOADS = {"tiny": ROOT / "examples" / "tiny" / "prompts.jsonl"}
 LOST = 1 / 5  # maximum share of bad records; a larger share stops a run
-# The cache is FOLDER/<key>/ with these files, written atomically under a lock; META has counts and checksums.
+# The cache is FOLDER/<key>/ with these files, written atomically under a lock; META has the counts.
 SAMPLES, PROMPTS, META = "samples.arrow", "prompts.jsonl", "meta.json"
 NOT_IN_CACHE_KEY = ("length", "cache")  # options that do not affect the samples
 # Code outside of this package that affects the samples: parsing, rendering, encoding.
@@ -425,38 +425,23 @@ def write_samples(samples: Iterable[Sample], path: Path) -> None:
 
 
 def cached(folder: Path, fill: Callable[[Path], Json]) -> Json:
-    """Return the report of a cache folder; one process fills it if it is missing or damaged.
+    """Return the report of a cache folder; one process fills it if it is missing.
 
     `fill` writes SAMPLES and PROMPTS into a folder and returns the report; then the folder is renamed.
 
     Raises:
         ValueError: the folder cannot be written.
     """
-    report = _read(folder)
-    if report is not None:
-        return report
+    meta = folder / META
     try:
-        with claim(folder.with_suffix(".lock"), wait=True):
-            report = _read(folder)  # another process may have filled it meanwhile
-            if report is None:
-                if folder.is_dir():
-                    log.warning("%s: damaged; tokenising again", folder)
-                with replacing(folder) as rough:
-                    report = fill(rough)
-                    sums = {name: content_hash(rough / name) for name in (SAMPLES, PROMPTS)}
-                    write_checked(rough / META, {"files": sums, "report": report})
-            return report
+        if not meta.is_file():
+            with claim(folder.with_suffix(".lock"), wait=True):
+                if not meta.is_file():  # another process may have filled it meanwhile
+                    with replacing(folder) as rough:
+                        write_checked(rough / META, fill(rough))
+        report: Json = read_checked(meta)
+        return report
     except OSError as error:
         raise ValueError(
             f"data.cache={folder.parent}: cannot be written ({error}); make room, name another folder, or null for none"
         ) from error
-
-
-def _read(folder: Path) -> Json | None:
-    """Return the report of a cache folder; None if it is missing or damaged."""
-    try:
-        meta: Json = read_checked(folder / META)
-        whole = all(content_hash(folder / name) == meta["files"][name] for name in (SAMPLES, PROMPTS))
-        return meta["report"] if whole else None
-    except (OSError, ValueError, KeyError, TypeError):
-        return None

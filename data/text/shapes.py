@@ -109,6 +109,7 @@ EVENTS = {"delta", "candidates", "done", "response", "output_index"}  # keys by 
 CONVERSE = (  # the events of Bedrock's ConverseStream, each around its fields
     *("messageStart", "contentBlockStart", "contentBlockDelta", "contentBlockStop", "messageStop"),
 )
+ENDS = ("finish_reason", "done", "stopReason")  # fields of events that say whether the answer ends
 UNFINISHED = {"type": "message", "role": "assistant", "content": "", "finish_reason": "length"}
 
 
@@ -365,19 +366,20 @@ def _joined(reply: Any) -> Any:
         if isinstance(response, dict) and response.get("status") not in (None, "queued", "in_progress"):
             return dict(response)
         _check_error(event)
-        for choice in event.get("choices") or ():
-            ends += [choice[key] for key in ("finish_reason",) if key in choice]
-            if not choice.get("index"):
-                _merge(message, {**(choice.get("delta") or {}), "finish_reason": choice.get("finish_reason")})
-        for candidate in event.get("candidates", ())[:1]:
-            parts += candidate.get("content", {}).get("parts", ())
-            _merge(message, {"finish_reason": candidate.get("finishReason")})
+        choices = [choice for choice in event.get("choices") or () if not choice.get("index")]
+        candidates = event.get("candidates", ())[:1]
+        for one in (event, *choices, *candidates):
+            ends += [one[key] for key in ENDS if key in one]
+            for reason in finish_reasons(one):
+                message["finish_reason"] = reason
         ends += [kind == "message_stop"] if kind in ("message_start", "message_stop") else []
-        ends += [event.get("stopReason")] if event.keys() & {"contentBlockIndex", "stopReason"} else []
-        _merge(message, {"finish_reason": event.get("stopReason")})
+        ends += [False] * ("contentBlockIndex" in event)
+        for choice in choices:
+            _merge(message, choice.get("delta") or {})
+        for candidate in candidates:
+            parts += candidate.get("content", {}).get("parts", ())
         if "done" in event:
-            ends.append(event["done"])
-            _merge(message, {**event.get("message", {}), "finish_reason": event.get("done_reason")})
+            _merge(message, event.get("message", {}))
         if kind.startswith("response.output_"):
             item = items.setdefault(event.get("output_index", 0), {**UNFINISHED})
             _merge(item, {"content": delta if kind == "response.output_text.delta" else None})
