@@ -64,7 +64,7 @@ GATE = "float32"  # dtype of the losslessness check if the target fits in it: 16
 PRUNED = 32000  # EAGLE-3's draft vocabulary
 SIDE = 1024  # size of the matrices that measure a CPU's FLOP/s
 # Overrides of features=stored; a plan does not depend on where the store is.
-STORED = "features.mode=stored features.on_missing=fail features.path=store"
+STORED = "features.mode=stored features.path=store"
 WRITTEN = (  # files of a run, except its weights
     "checkpoints", "bad", "tensorboard", "wandb", "metrics.jsonl", "report.json", "report.md", "report.html",
     "training.json", "prompts.jsonl", "wandb-id.txt", "config.yaml", "provenance.json",

@@ -183,13 +183,7 @@ def samples_of(
                     )
             samples = _samples(record.id, masked, config.max_tokens, drop_counts)
     except BAD as error:
-        bad = bad_sample(error)
-        if isinstance(bad, LeftOutError):
-            drop_counts[f"left out, {bad.cause}"] += 1
-        elif config.on_bad == "fail":
-            raise ValueError(f"{path}: sample {record.id}: {bad}") from error
-        else:
-            drop_counts[f"dropped, {bad.cause}"] += 1
+        count_bad(error, f"{path}: sample {record.id}", config, drop_counts)
         return []
     drop_counts.update(record.notes)
     target = str(tokenizer.name_or_path).rstrip("/").rpartition("/")[2]
@@ -210,6 +204,15 @@ def bad_sample(error: ValueError) -> BadSampleError:
         half = ascii(error.object[error.start])
         return BadSampleError("no text", f"it holds half a surrogate pair, {half}, which is no text; fix or remove it")
     return BadSampleError("refused by the chat template", f"{error}; fix or remove the record")
+
+
+def count_bad(error: ValueError, name: str, config: DataConfig, drop_counts: Counter[str]) -> None:
+    """Count a bad record by its cause; with data.on_bad=fail refuse it by its name, unless it holds no answer."""
+    bad = bad_sample(error)
+    is_left_out = isinstance(bad, LeftOutError)
+    if config.on_bad == "fail" and not is_left_out:
+        raise ValueError(f"{name}: {bad}") from error
+    drop_counts[f"{'left out' if is_left_out else 'dropped'}, {bad.cause}"] += 1
 
 
 def check_vocabulary(token: list[int], tokenizer: PreTrainedTokenizerBase) -> None:
@@ -453,7 +456,6 @@ def _end_turns(token: list[int], mask: list[int], tokenizer: PreTrainedTokenizer
     Templates may add a newline after it, which the target never samples, or omit the token until the next turn.
     """
     special, eos = turn_end_tokens(tokenizer), tokenizer.eos_token_id
-    token, mask = list(token), list(mask)
     for end in [i for i, (on, following) in enumerate(pairwise([*mask, 0]), 1) if on and not following]:
         last = end - 1
         while last > 0 and mask[last - 1] and token[last] not in special:

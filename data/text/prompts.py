@@ -21,8 +21,8 @@ from transformers import PreTrainedTokenizerBase
 from data.config import DataConfig
 from data.text.files import Raw, content_hash
 from data.text.filters import Counts, Filters
-from data.text.masks import BAD, Sample, bad_sample, check_vocabulary, counts_line, is_plain, samples_of
-from data.text.parts import BadSampleError, LeftOutError, content_text
+from data.text.masks import BAD, Sample, bad_sample, check_vocabulary, count_bad, counts_line, is_plain, samples_of
+from data.text.parts import BadSampleError, content_text
 from data.text.records import Record, label
 from data.text.sources import Source, divide, held_out_records, open_source, open_sources, read_all, training_records
 from data.text.template import encode, last_token, render, with_opening
@@ -239,10 +239,7 @@ def _usable(
                 raise record.error
             yield record, None if tokenizer is None else _prompt(record, tokenizer)
         except BAD as error:
-            left_out = isinstance(error, LeftOutError)
-            if config.on_bad == "fail" and not left_out:
-                raise _refused(record, error, f"{record.source}: ") from error
-            drop_counts[f"{'left out' if left_out else 'dropped'}, {bad_sample(error).cause}"] += 1
+            count_bad(error, f"{record.source}: prompt {record.id}", config, drop_counts)
 
 
 def _with_room(
@@ -295,11 +292,7 @@ def prompt_of(record: Record, tokenizer: PreTrainedTokenizerBase, where: str = "
     try:
         return _prompt(record, tokenizer)
     except BAD as error:
-        raise _refused(record, error, where) from error
-
-
-def _refused(record: Record, error: ValueError, where: str) -> ValueError:
-    return ValueError(f"{where}prompt {record.id}: {bad_sample(error).message}")
+        raise ValueError(f"{where}prompt {record.id}: {bad_sample(error).message}") from error
 
 
 def _prompt(record: Record, tokenizer: PreTrainedTokenizerBase) -> Prompt:

@@ -346,9 +346,9 @@ def _joined(reply: Any) -> Any:
     The events are those of OpenAI, Anthropic, the Responses API, Bedrock, Gemini or Ollama, with or without their
     names. An answer is cut off if neither it nor its last item has an end.
     """
-    if isinstance(reply, list) and reply and all(isinstance(line, str) for line in reply):
-        reply = "\n".join(reply) if _events("\n".join(reply)) else reply
-    events = (_events(reply) or reply) if isinstance(reply, str) else reply
+    is_lines = isinstance(reply, list) and all(isinstance(line, str) for line in reply)
+    text = "\n".join(reply) if is_lines else reply
+    events = (_events(text) or reply) if isinstance(text, str) else reply
     if not isinstance(events, list) or not all(isinstance(event, dict) for event in events):
         return reply
     events = [parsed(event["data"]) if event.keys() <= {"event", "data", "id"} else event for event in events]
