@@ -10,7 +10,7 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import chain, pairwise
+from itertools import chain
 from typing import Any, NamedTuple
 
 from transformers import PreTrainedTokenizerBase
@@ -22,6 +22,7 @@ from data.text.template import (
     Span,
     encode,
     ends_of,
+    is_blank,
     last_token,
     media_tokens,
     render,
@@ -42,6 +43,7 @@ THINK, THOUGHT = "<think>", "</think>"  # tags of a reasoning block, which serve
 CUT_OFF = "with an answer that was cut off, trained without an end"
 OPENING_DROPPED = "with a turn of the assistant before the first question, which the chat template refuses"
 OPENED = re.compile(rf"{OPEN}\s*\Z")
+TRAINED = re.compile(b"\1+")  # a run of ones in the bytes of a mask
 Masked = tuple[list[int], list[int]]  # tokens, and their loss mask
 
 
@@ -390,13 +392,6 @@ def joined(turns: list[Turn]) -> list[Turn]:
         else:
             longer.spans[:0] = turn.spans
             longer.cut[:0] = turn.cut
-    for turn in texts:
-        spans, turn.spans[:] = sorted(turn.spans), []
-        for start, end in spans:  # blocks with more than one answer overlap
-            if turn.spans and start < turn.spans[-1][1]:
-                turn.spans[-1] = turn.spans[-1][0], max(end, turn.spans[-1][1])
-            else:
-                turn.spans.append((start, end))
     return texts[::-1]
 
 
@@ -456,11 +451,9 @@ def _end_turns(token: list[int], mask: list[int], tokenizer: PreTrainedTokenizer
     Templates may add a newline after it, which the target never samples, or omit the token until the next turn.
     """
     special, eos = turn_end_tokens(tokenizer), tokenizer.eos_token_id
-    for end in [i for i, (on, following) in enumerate(pairwise([*mask, 0]), 1) if on and not following]:
+    for end in [run.end() for run in TRAINED.finditer(bytes(mask))]:
         last = end - 1
-        while last > 0 and mask[last - 1] and token[last] not in special:
-            if str(tokenizer.decode(token[last])).strip():
-                break
+        while last > 0 and mask[last - 1] and token[last] not in special and is_blank(tokenizer, token[last]):
             last -= 1
         if token[last] in special:
             mask[last + 1 : end] = [0] * (end - last - 1)

@@ -171,6 +171,12 @@ def turn_end_tokens(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
     return frozenset((added | set(tokenizer.all_special_ids)) - unknown)
 
 
+@lru_cache(maxsize=1 << 12)
+def is_blank(tokenizer: PreTrainedTokenizerBase, token: int) -> bool:
+    """Return whether a token is white space alone."""
+    return not str(tokenizer.decode(token)).strip()
+
+
 @lru_cache(maxsize=8)
 def last_token(tokenizer: PreTrainedTokenizerBase) -> int:
     """Return the tokenizer's largest token id."""

@@ -14,7 +14,7 @@ from data.text.shapes import Raw, at
 
 Records = list[Raw]
 Yielded = Iterator[Raw]
-CLAUDE_CODE = ("parentUuid", "leafUuid", "messageId", "sessionId")  # keys, one of which is in each line
+CLAUDE_CODE = {"parentUuid", "leafUuid", "messageId", "sessionId"}  # keys, one of which is in each line
 CODEX = ("session_meta", "response_item", "event_msg", "turn_context", "compacted")
 SYNTHETIC = "<synthetic>"  # model name of lines that Claude Code itself wrote
 SNAPSHOT = "ghost_snapshot"  # an item for Codex's own use
@@ -64,7 +64,7 @@ def records_in(lines: Iterable[Raw]) -> Yielded:
             group, reader = [raw], _span
         elif raw.get("type") in CODEX and "payload" in raw:
             group, reader = [raw, *rest], _codex
-        elif "type" in raw and "messages" not in raw and any(key in raw for key in CLAUDE_CODE):
+        elif "type" in raw and "messages" not in raw and raw.keys() & CLAUDE_CODE:
             group, reader = [raw, *rest], _claude_code
         else:
             yield raw
