@@ -159,15 +159,15 @@ def chat_of(raw: Raw) -> Chat | None:
     if raw.get("label") is False and "completion" in raw:  # TRL's unpaired preference
         raise LeftOutError("an answer that is marked as bad", "its answer is marked as bad")
     for name, path, reply_path in SHAPES:
-        asked, reply = at(raw, path), at(raw, reply_path)
-        if asked is reply is None:
+        request, reply = at(raw, path), at(raw, reply_path)
+        if request is reply is None:
             continue
-        holder = _asked(asked, not path)
-        if holder is None and path and isinstance(asked, str) and isinstance(reply, str):
-            holder = _asked({"prompt": asked}, False)
+        holder = _asked(request, not path)
+        if holder is None and path and isinstance(request, str) and isinstance(reply, str):
+            holder = _asked({"prompt": request}, False)
         if holder is not None and reply_path and (path or (reply is not None and not reply)):
-            for asked_or_replied in (raw, holder[0], at(raw, reply_path.rpartition("/")[0])):
-                _check_error(asked_or_replied)
+            for side in (raw, holder[0], at(raw, reply_path.rpartition("/")[0])):
+                _check_error(side)
         if holder is None or reply is None:
             if path and reply_path and not holder is reply is None:
                 other = ", which the batch's other file holds" if "custom_id" in raw else ""

@@ -53,9 +53,9 @@ def records_in(lines: Iterable[Raw]) -> Yielded:
     rest = iter(lines)
     for raw in rest:
         if raw.keys() & OUTER and not ("messages" in raw or "custom_id" in raw):
-            found = [at(raw, path) for path in EXPORTS] + [raw.get("events")] * (raw.keys() <= FETCHED)
-            found += [[parsed(raw[key])] for key in LINES if isinstance(raw.get(key), str)]
-            if inner := next(filter(_are_records, found), None):
+            lists = [at(raw, path) for path in EXPORTS] + [raw.get("events")] * (raw.keys() <= FETCHED)
+            lists += [[parsed(raw[key])] for key in LINES if isinstance(raw.get(key), str)]
+            if inner := next(filter(_are_records, lists), None):
                 yield from records_in(inner)
                 continue
         if raw.keys() & {"resourceSpans", "resource_spans"}:
@@ -265,8 +265,8 @@ def batches_joined(records: Iterable[Raw]) -> Yielded:
         elif (request in raw) == (request in other):
             raise ValueError(f"two batches hold the {row[0]} {name}: give the files of one batch at a time")
         else:
-            asked, replied = (raw, other) if request in raw else (other, raw)
-            yield {**asked, **{key: replied[key] for key in (reply, "error") if key in replied}}
+            first, second = (raw, other) if request in raw else (other, raw)
+            yield {**first, **{key: second[key] for key in (reply, "error") if key in second}}
     yield from waiting.values()
 
 

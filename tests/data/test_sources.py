@@ -80,10 +80,6 @@ def test_json_in_every_packing(tmp_path: Path, name: str, indent: int | None) ->
     assert read(str(path), "") == [{"text": "one\u2028line"}, {"text": "two"}]
 
 
-def zstd(content: bytes) -> bytes:
-    return pyarrow.compress(content, "zstd", asbytes=True)
-
-
 class Served:
     """A stand-in for the Hub: what `load_dataset` gives, and what it was asked for."""
 
@@ -202,7 +198,7 @@ def test_text_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: st
         ("empty", None, "empty: holds no file in the formats read"),
         ("unsplit", None, r"no file's name holds the split validation; set data\.split"),
         ("a.jsonl.gz", gzip.compress(b'{"text": "x"}' * 99, mtime=0)[:-9], "cannot be read"),
-        ("a.jsonl.zst", zstd(b'{"text": "x"}\n' * 99)[:-9], "cannot be read"),
+        ("a.jsonl.zst", pyarrow.compress(b'{"text": "x"}\n' * 99, "zstd", asbytes=True)[:-9], "cannot be read"),
         ("a.jsonl.zst", b'{"text": "x"}', "cannot be read"),
         ("a.jsonl", b'{"text": ' + b"[" * 99999, r"line 1 cannot be read \(nested too deeply"),
         ("a.parquet", b"PAR1 and no more", "a.parquet: record 0 cannot be read"),
