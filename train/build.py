@@ -9,7 +9,6 @@ import shutil
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,7 @@ from data.batches import Batches, Packed, check_known, fingerprint, pack, token_
 from data.features.extraction import spec_of
 from data.features.served import LayerIds, ServedFeatures, VllmServers, pieces
 from data.features.source import FeaturesConfig, FeatureSource, LiveFeatures, StoredFeatures
-from data.features.store import FeatureRequest, FeatureStore, compute
+from data.features.store import FeatureRequest, FeatureStore
 from data.text.prompts import TrainingData, load_training, save_prompts
 from data.text.sources import open_sources
 from data.text.template import template_sha256
@@ -73,19 +72,13 @@ def source_for(config: FeaturesConfig, target: AnyTarget, head: DraftHead, batch
     folder = config.folder
     store = FeatureStore(folder)
     store.check(spec_of(target, batches.packed, form.layers, config), SAME)
-    recomputed = None
-    if config.on_missing == "compute":
-        assert isinstance(target, Target)
-        for why in store.damaged.values():
-            log.warning("%s; its sequences are computed", why)
-        recomputed = partial(compute, target, spec=store.spec)
-    elif missing := store.missing():
+    if missing := store.missing():
         why = next(iter(store.damaged.values()), f"row {missing[0]} is the first")
         raise ValueError(
             f"{folder}: {len(missing)} of {store.spec.rows} sequences are in no shard ({why}); go on with the "
-            "extraction, or give features.on_missing=compute"
+            "extraction"
         )
-    return StoredFeatures(store, batches, form, target.device, config.prefetch, recomputed)
+    return StoredFeatures(store, batches, form, target.device, config.prefetch)
 
 
 def among_processes(run: Any, job: Callable[[Any, Accelerator, RunLock], None]) -> None:

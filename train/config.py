@@ -215,9 +215,8 @@ class RunConfig(JobConfig):
         """Return whether the run needs the target's layers: for features, decoding, initial or changed weights."""
         # init=auto starts head=mtp from the last layer, whether or not features are stored.
         starts = self.init in (LAST_LAYER, CHECKPOINT) or (self.init == AUTO and isinstance(self.head, Mtp.Config))
-        features = self.features
         decodes = self.trainer.eval_prompts or self.objective.on_policy.prompts
-        given = not features.runs_target and features.on_missing == "fail" and not decodes
+        given = not self.features.runs_target and not decodes
         return starts or not given or not self.model.as_saved
 
     @property
@@ -253,11 +252,6 @@ def checked(run: RunConfig) -> RunConfig:
         raise ValueError(
             f"model.placement={where.placement} takes all processes for a pass, and in a rollout each decodes its own "
             "prompts: give objective.on_policy.prompts=0, or model.placement=replicate"
-        )
-    if where.needs_all_ranks and run.features.mode == "stored" and run.features.on_missing == "compute":
-        raise ValueError(
-            f"model.placement={where.placement} takes all processes for a pass, and they need different rows of a "
-            "store: give features=live, or features.on_missing=fail with a whole store"
         )
     if (getattr(run.head, "candidates", None) is not None) != bool(objective.losses.get("candidates")):
         raise ValueError(

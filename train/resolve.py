@@ -65,7 +65,7 @@ GATE = "float32"  # dtype of the losslessness check if the target fits in it: 16
 PRUNED = 32000  # EAGLE-3's draft vocabulary
 SIDE = 1024  # size of the matrices that measure a CPU's FLOP/s
 # Overrides of features=stored; a plan does not depend on where the store is.
-STORED = "features.mode=stored features.on_missing=fail features.path=store"
+STORED = "features.mode=stored features.path=store"
 WRITTEN = (  # files of a run, except its weights
     "checkpoints", "bad", "tensorboard", "wandb", "metrics.jsonl", "report.json", "report.md", "report.html",
     "training.json", "prompts.jsonl", "wandb-id.txt", "config.yaml", "provenance.json",
@@ -225,7 +225,9 @@ def check_run(run: RunConfig) -> None:
         eval_config(**evaluation(run))
     for name in filter(None, (*run.data.paths, run.data.prompts, run.workload and locate(run.workload))):
         if run.plan is not True or is_local(name):
-            check_source(name, run.data.split if name in run.data.paths else "")
+            is_trained = name in run.data.paths
+            holds_out = is_trained and not run.data.prompts and run.data.held_out >= len(run.data.paths)
+            check_source(name, run.data.split if is_trained else "", 2 if holds_out else 1)
         else:
             check_name(name)
     if run.features.mode == "stored" and (run.plan is not True or run.features.folder.exists()):

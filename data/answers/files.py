@@ -12,7 +12,6 @@ each of the user's turns, in view of its earlier answers; for a plain text `{"id
 Every process answers its share of the chats; a stopped job resumes, and the resulting file is the same.
 """
 
-import glob
 import json
 import logging
 import os
@@ -27,7 +26,7 @@ from data.answers.chats import CAUSES, Answerer, AnswerSettings, Outcome, start_
 from data.config import DataConfig
 from data.text.files import META, PARTS, SETTINGS, content_hash
 from data.text.records import Record
-from data.text.sources import open_source
+from data.text.sources import is_local, open_source
 from heads.common.errors import redacted_values, report_on_interrupt
 from heads.common.files import atomic_write, claim
 from heads.common.progress import progress
@@ -265,15 +264,8 @@ def _answer(work: Work, answerer: Answerer, answers: Answers, worker: Worker) ->
 
 def source_of(config: DataConfig) -> Json:
     """Return the prompts' identity: names of sources or hashes of files, mixture, split and held-out part."""
-
-    def identity(name: str) -> str:
-        path = Path(name).expanduser()
-        if path.is_file():
-            return content_hash(path)
-        return open_source(name, config.split).identity() if path.is_dir() or glob.has_magic(name) else name
-
     return {
-        "sources": list(map(identity, config.paths)),
+        "sources": [open_source(name, config.split).identity() if is_local(name) else name for name in config.paths],
         "weights": config.weights,
         "seed": config.seed,
         "split": config.split,

@@ -1,6 +1,5 @@
 """Feature sources: their configuration and protocol; live features by the target's passes; stored ones, prefetched."""
 
-import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -20,20 +19,16 @@ from data.answers.client import EndpointConfig, check_url
 from data.batches import Batch, Batches
 from data.features.store import (
     DTYPES,
-    DamagedError,
     FeatureRequest,
     FeatureStore,
     SequenceTensors,
     decode_sequences,
-    split,
 )
 from heads.base import Features, to_device
 from heads.common.ranges import Count, OneOf
 
-log = logging.getLogger(__name__)
 T = TypeVar("T")
 READERS = 4  # threads; hashing and copying release the GIL
-Compute = Callable[[Int[Tensor, "B T"], Int[Tensor, "B T"]], SequenceTensors]
 
 
 @dataclass(frozen=True)
@@ -43,7 +38,6 @@ class FeaturesConfig:
     mode: Annotated[str, OneOf(("live", "stored", "engine"))]
     path: str | None
     dtype: Annotated[str, OneOf(tuple(DTYPES))]
-    on_missing: Annotated[str, OneOf(("compute", "fail"))]
     shard_mb: Count
     prefetch: Count
     micro_rows: Count
@@ -58,8 +52,8 @@ class FeaturesConfig:
             raise ValueError("features.path is missing: features=stored needs the store's folder")
         if self.mode != "engine":
             return
-        if self.path or self.on_missing == "compute":
-            raise ValueError("features=engine reads no store: leave features.path and features.on_missing out")
+        if self.path:
+            raise ValueError("features=engine reads no store: leave features.path out")
         if not (self.url and self.vllm):
             raise ValueError("features=engine needs features.url, and features.vllm, the folder where they write")
         for url in self.url:
@@ -163,70 +157,42 @@ class LiveFeatures:
         return ""
 
 
-class StoredFeatures(ReadAhead[Future[list[SequenceTensors | None]]]):
-    """Features from a store; missing ones are computed, encoded and decoded, so that training is the same for both."""
+class StoredFeatures(ReadAhead[Future[list[SequenceTensors]]]):
+    """Features from a store."""
 
     def __init__(
-        self, store: FeatureStore, batches: Batches, request: FeatureRequest, device: torch.device, ahead: int,
-        compute: Compute | None,
-    ) -> None:  # fmt: skip
-        """Start no read yet; without `compute` (a forward pass) a missing or damaged sequence is an error."""
+        self, store: FeatureStore, batches: Batches, request: FeatureRequest, device: torch.device, ahead: int
+    ) -> None:
+        """Start no read yet."""
         super().__init__(batches, request, device, ahead)
-        self.store, self.compute = store, compute
-        self.computed = self.read = 0  # numbers of sequences
+        self.store = store
+        self.read = 0  # number of sequences
         self._reader = ThreadPoolExecutor(READERS)
-        self._warned: set[int] = set()
 
-    def begin(self, batch: Batch) -> Future[list[SequenceTensors | None]]:
-        """Start to read a micro-batch's sequences, those that are stored."""
+    def begin(self, batch: Batch) -> Future[list[SequenceTensors]]:
+        """Start to read a micro-batch's sequences."""
         return self._reader.submit(self._read, batch.index)
 
     def close(self) -> str:
-        """Stop reading, and return a line with the numbers of sequences read and computed."""
+        """Stop reading, and return a line with the number of sequences read."""
         self._reader.shutdown(cancel_futures=True)
-        return f"features: {self.read} sequences read, {self.computed} computed"
+        return f"features: {self.read} sequences read"
 
-    def _read(self, index: Int[Tensor, "B"]) -> list[SequenceTensors | None]:
-        numbers = index.clamp_min(0).tolist()  # a padding sequence has the first sequence's tokens
-        if self.compute is not None and not all(map(self.store.has, numbers)):
-            self.store.refresh()
-        sequences: list[SequenceTensors | None] = []
-        for sequence in numbers:
-            tensors = None  # computed in `finish`
-            try:
-                if self.store.has(sequence):
-                    tensors = self.store.read(sequence)
-                elif self.compute is None:
-                    raise DamagedError(
-                        f"{self.store.folder}: sequence {sequence} is in no shard; extract it, or give "
-                        "features.on_missing=compute"
-                    )
-            except DamagedError as error:
-                if self.compute is None:
-                    raise
-                if sequence not in self._warned:
-                    self._warned.add(sequence)
-                    log.warning("%s; it is computed", error)
-            sequences.append(tensors)
+    def _read(self, index: Int[Tensor, "B"]) -> list[SequenceTensors]:
+        # A padding sequence has the first sequence's tokens.
+        sequences = [self.store.read(sequence) for sequence in index.clamp_min(0).tolist()]
         if self.device.type != "cuda":
             return sequences
-        return [sequence and {name: tensor.pin_memory() for name, tensor in sequence.items()} for sequence in sequences]
+        return [{name: tensor.pin_memory() for name, tensor in sequence.items()} for sequence in sequences]
 
-    def finish(self, batch: Batch, job: Future[list[SequenceTensors | None]]) -> Features:
-        """Return the features of a micro-batch; missing sequences are computed."""
+    def finish(self, batch: Batch, job: Future[list[SequenceTensors]]) -> Features:
+        """Return the features of a micro-batch."""
         begin = time.perf_counter()
         sequences = job.result()
         self.stall += time.perf_counter() - begin
-        missing = [i for i, sequence in enumerate(sequences) if sequence is None]
-        if missing:
-            assert self.compute is not None
-            computed = split(self.compute(batch.token[missing], batch.document[missing]))
-            for i, sequence in zip(missing, computed, strict=True):
-                sequences[i] = sequence
-        self.computed += len(missing)
-        self.read += len(sequences) - len(missing)
+        self.read += len(sequences)
         moved = [
-            {name: tensor.to(self.device, non_blocking=True) for name, tensor in (sequence or {}).items()}
+            {name: tensor.to(self.device, non_blocking=True) for name, tensor in sequence.items()}
             for sequence in sequences
         ]
         joined = {name: torch.cat([sequence[name] for sequence in moved]) for name in moved[0]}

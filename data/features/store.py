@@ -241,7 +241,7 @@ class FeatureStore:
     def _damage(self, name: str, sequence: int, what: str) -> DamagedError:
         return DamagedError(
             f"{self._shard(name)}: sequence {sequence} {what}; remove {self.folder / INDEX / name}.json and extract "
-            "again, or give features.on_missing=compute"
+            "again"
         )
 
 
@@ -307,13 +307,11 @@ class Copying(NamedTuple):
         return self.sequences
 
 
-def compute(target: Target, token: PackedRows, document: PackedRows, spec: StoreSpec) -> SequenceTensors:
-    """Return packed sequences' tensors for a store, computed by a forward pass of the target."""
-    return start(target, token, document, spec).result()
-
-
 def start(target: Target, token: PackedRows, document: PackedRows, spec: StoreSpec) -> Copying:
-    """Do what `compute` does, asynchronously on a GPU: states are encoded there, and copied to the host."""
+    """Return packed sequences' tensors for a store, by a forward pass of the target.
+
+    On a GPU this is asynchronous: states are encoded there, and copied to the host.
+    """
     states = target.features(token, document, spec.layers)
     bounds = [bound for x in (states.hidden, states.last_hidden) if x.numel() for bound in x.aminmax()]
     finite, on_gpu = torch.stack(bounds).isfinite().all(), states.last_hidden.device.type == "cuda"

@@ -1,6 +1,6 @@
 """Files to raw records: JSON Lines, JSON, Parquet and text, compressed or not.
 
-Only a .json array is read as a whole; other formats are streamed, so a reader may stop early.
+A JSON array or an object over several lines is read as a whole; all else is streamed, so a reader may stop early.
 """
 
 import gzip
@@ -11,18 +11,28 @@ import zlib
 from collections.abc import Callable, Container, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from io import TextIOBase
+from io import TextIOBase, TextIOWrapper
 from pathlib import Path
 from typing import Any
 
 from heads.common.errors import one_line
-from heads.common.untrusted import TOO_DEEP, shallow
+from heads.common.untrusted import DEEPEST, TOO_DEEP, shallow
 
 Raw = dict[str, Any]
 
 SEPARATOR = "<|endoftext|>"
 FORMATS = (".json", ".jsonl", ".parquet", ".txt")
-OPENERS: dict[str, Callable[..., Any]] = {".gz": gzip.open, ".xz": lzma.open}
+
+
+def _open_zst(path: Path, mode: str, encoding: str) -> TextIOBase:
+    """Open a file by the decompressor of pyarrow, which `datasets` installs; Python has none before 3.14."""
+    import pyarrow
+
+    assert mode == "rt"
+    return TextIOWrapper(pyarrow.input_stream(str(path), compression="zstd"), encoding=encoding)
+
+
+OPENERS: dict[str, Callable[..., Any]] = {".gz": gzip.open, ".xz": lzma.open, ".zst": _open_zst}
 UNREADABLE = (OSError, EOFError, lzma.LZMAError, zlib.error, UnicodeDecodeError)
 HEAD = 1 << 24  # characters at the start of a text in which its separator is searched
 BATCH = 100  # number of a Parquet file's records in memory
@@ -76,7 +86,8 @@ def check_file(path: Path) -> str:
     """Return a file's format; refuse a file of an unknown format, or one that cannot be opened."""
     kind = kind_of(path)
     if not kind:
-        raise ValueError(f"{path}: the formats read are {', '.join(FORMATS)}, all but .parquet also as .gz or .xz")
+        packed = "all but .parquet also as " + ", ".join(OPENERS)
+        raise ValueError(f"{path}: the formats read are {', '.join(FORMATS)}, {packed}")
     with _reading(path):
         path.open("rb").close()
     return kind
@@ -129,15 +140,17 @@ def _documents(file: TextIOBase) -> Iterator[Raw]:
 
 
 def _json(file: TextIOBase, path: Path) -> Iterator[Raw]:
-    """Read an array of records, or one record per line; only newlines end lines: JSON strings may hold others."""
+    """Read an array of records, one record, or one per line; only newlines end lines: JSON strings may hold others."""
     for number, line in enumerate(file, 1):
         if line.isspace():
             continue
-        # An array may span lines, so the whole file is read.
-        text = line + file.read() if line.lstrip().startswith("[") else line
+        # An array, or an object that begins on a line of its own, may span lines, so the whole file is read.
+        text = line + file.read() if line.lstrip().startswith("[") or line.strip() == "{" else line
         try:
             value = json.loads(text.rstrip())  # an error of an incomplete object names this line
-            records = [shallow(record) for record in (value if isinstance(value, list) else [value])]
+            records = value if isinstance(value, list) else [value]
+            if text.count("{") + text.count("[") > DEEPEST:  # otherwise it cannot be nested deeper
+                records = list(map(shallow, records))
         except json.JSONDecodeError as error:
             where = number + error.lineno - 1
             raise ValueError(f"{path}: line {where} is no JSON ({error.msg}); fix or remove it") from error

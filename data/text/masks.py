@@ -6,12 +6,12 @@ it is found by rendering the chat up to the answer's start and end. Tokens alway
 
 import dataclasses
 import re
-from bisect import bisect_left, bisect_right
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate, chain, pairwise
-from typing import NamedTuple
+from itertools import chain
+from typing import Any, NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
@@ -21,8 +21,8 @@ from data.text.records import Record
 from data.text.template import (
     Span,
     encode,
-    encode_spans,
     ends_of,
+    is_blank,
     last_token,
     media_tokens,
     render,
@@ -30,7 +30,7 @@ from data.text.template import (
     turn_end_tokens,
     with_opening,
 )
-from inference.target.tokenizer import RenderError, text_ids
+from inference.target.tokenizer import RenderError, encode_one, text_ids
 
 OPEN = r"(?:<think>|\[THINK\]|<\|START_THINKING\|>|<seed:think>)"
 CLOSE = r"(?:</think>|\[/THINK\]|<\|END_THINKING\|>|</seed:think>)"
@@ -43,6 +43,7 @@ THINK, THOUGHT = "<think>", "</think>"  # tags of a reasoning block, which serve
 CUT_OFF = "with an answer that was cut off, trained without an end"
 OPENING_DROPPED = "with a turn of the assistant before the first question, which the chat template refuses"
 OPENED = re.compile(rf"{OPEN}\s*\Z")
+TRAINED = re.compile(b"\1+")  # a run of ones in the bytes of a mask
 Masked = tuple[list[int], list[int]]  # tokens, and their loss mask
 
 
@@ -184,13 +185,7 @@ def samples_of(
                     )
             samples = _samples(record.id, masked, config.max_tokens, drop_counts)
     except BAD as error:
-        bad = bad_sample(error)
-        if isinstance(bad, LeftOutError):
-            drop_counts[f"left out, {bad.cause}"] += 1
-        elif config.on_bad == "fail":
-            raise ValueError(f"{path}: sample {record.id}: {bad}") from error
-        else:
-            drop_counts[f"dropped, {bad.cause}"] += 1
+        count_bad(error, f"{path}: sample {record.id}", config, drop_counts)
         return []
     drop_counts.update(record.notes)
     target = str(tokenizer.name_or_path).rstrip("/").rpartition("/")[2]
@@ -211,6 +206,15 @@ def bad_sample(error: ValueError) -> BadSampleError:
         half = ascii(error.object[error.start])
         return BadSampleError("no text", f"it holds half a surrogate pair, {half}, which is no text; fix or remove it")
     return BadSampleError("refused by the chat template", f"{error}; fix or remove the record")
+
+
+def count_bad(error: ValueError, name: str, config: DataConfig, drop_counts: Counter[str]) -> None:
+    """Count a bad record by its cause; with data.on_bad=fail refuse it by its name, unless it holds no answer."""
+    bad = bad_sample(error)
+    is_left_out = isinstance(bad, LeftOutError)
+    if config.on_bad == "fail" and not is_left_out:
+        raise ValueError(f"{name}: {bad}") from error
+    drop_counts[f"{'left out' if is_left_out else 'dropped'}, {bad.cause}"] += 1
 
 
 def check_vocabulary(token: list[int], tokenizer: PreTrainedTokenizerBase) -> None:
@@ -249,9 +253,9 @@ def _samples(id_: str, masked: Sequence[Masked], max_tokens: int, drop_counts: C
     names = [id_ if len(masked) == 1 else f"{id_}#{number}" for number in range(len(masked))]
     samples: list[Sample] = []
     for name, (token, mask) in zip(names, masked, strict=True):
-        trained = [i for i, on in enumerate(mask[:max_tokens]) if on]
-        if trained:  # cut after the last trained token: later tokens would not be trained
-            end = len(token) if len(token) <= max_tokens else trained[-1] + 1
+        within = mask[:max_tokens]
+        if 1 in within:  # cut after the last trained token: later tokens would not be trained
+            end = len(token) if len(token) <= max_tokens else max_tokens - within[::-1].index(1)
             samples.append(Sample(name, token[:end], mask[:end]))
     if not samples:
         raise BadSampleError(
@@ -273,12 +277,12 @@ def turns_of(
     roles = [message["role"] for message in messages]
     first = roles.index("user") if "user" in roles else -1
     # An empty answer would only train the end token.
-    spoken = [i for i, role in enumerate(roles) if role == "assistant" and i > first]
-    answers = [i for i in spoken if messages[i].get("weight") != 0 and not is_empty(messages[i])]
+    spoken = {i: is_empty(messages[i]) for i, role in enumerate(roles) if role == "assistant" and i > first}
+    answers = [i for i, empty in spoken.items() if messages[i].get("weight") != 0 and not empty]
     if not answers:
         message = "the loss mask is all zeros, for the chat has no answer, or empty ones only; remove the sample"
         raise BadSampleError("no answer", message)
-    drop_counts["with an empty answer, which trains nothing"] += any(is_empty(messages[i]) for i in spoken)
+    drop_counts["with an empty answer, which trains nothing"] += any(spoken.values())
     if config.turns == "last":
         question = max((i for i, role in enumerate(roles[: answers[-1]]) if role == "user"), default=-1)
         answers = [i for i in answers if i > question]
@@ -300,11 +304,10 @@ def turns_of(
 
 def _has_other_calls(message: Message, answer: str) -> bool:
     """Return whether a message has tool calls that its rendered answer lacks next to the reasoning and text."""
-    for text in (reasoning_of(message), content_text(without_reasoning(message))):
+    calls = message.get("tool_calls") or ()
+    for text in (reasoning_of(message), content_text(without_reasoning(message))) if calls else ():
         answer = answer.replace(text.strip(), "", 1)
-    return any(
-        str((call.get("function") or call).get("name")) not in answer for call in message.get("tool_calls") or ()
-    )
+    return any(str((call.get("function") or call).get("name")) not in answer for call in calls)
 
 
 def _turn(record: Record, tokenizer: PreTrainedTokenizerBase, cut: bool) -> Turn:
@@ -389,54 +392,57 @@ def joined(turns: list[Turn]) -> list[Turn]:
         else:
             longer.spans[:0] = turn.spans
             longer.cut[:0] = turn.cut
-    for turn in texts:
-        spans, turn.spans[:] = sorted(turn.spans), []
-        for start, end in spans:  # blocks with more than one answer overlap
-            if turn.spans and start < turn.spans[-1][1]:
-                turn.spans[-1] = turn.spans[-1][0], max(end, turn.spans[-1][1])
-            else:
-                turn.spans.append((start, end))
     return texts[::-1]
 
 
 def _mask(text: str, spans: list[Span], tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:
     """Return the text's tokens, and 1 for each token that is entirely in a span; the target writes no other.
 
-    Where a token seems to begin before a span, it may only follow a space that belongs to no token: pieces tell.
+    Where a token seems to begin before a span, it may only follow a space that belongs to no token: the tokens of the
+    text before tell.
 
     Raises:
         BadSampleError: a token spans an answer's edge, and the tokenizer does not tell the characters of tokens.
     """
     token, mask, straddles = list[int](), list[int](), True
     if tokenizer.is_fast:
-        token, starts, ends = encode_spans(text, tokenizer)
-        mask, straddles = [0] * len(token), False
+        encoded = encode_one(text, tokenizer)
+        token, straddles = encoded.ids, False
+        mask = [0] * len(token)
         for start, end in spans:
-            first, last = bisect_left(starts, start), bisect_right(ends, end)
+            (first, begins), (last, _) = (_token_at(edge, encoded, len(text)) for edge in (start, end))
+            first += not begins
             mask[first:last] = [1] * (last - first)
-            straddles |= first > 0 and ends[first - 1] > start
+            straddles |= not begins
     if not straddles:
         return token, mask
-    edges = [0, *chain.from_iterable(spans), len(text)]
-    whole, *pieces = encode([text, *(text[a:b] for a, b in pairwise(edges))], tokenizer)
-    bounds = list(accumulate(len(piece) for piece in pieces))
-    if whole != list(chain.from_iterable(pieces)):
-        prefixes = encode(
-            [text[:edge] for edge in edges[1:]], tokenizer
-        )  # SentencePiece encodes the start of a text differently
-        bounds = [len(prefix) for prefix in prefixes]
-        if any(whole[: len(prefix)] != prefix for prefix in prefixes):
-            if tokenizer.is_fast:
-                return token, mask
-            raise BadSampleError(
-                "tokens across an answer's edge",
-                "its tokens span the edge of an answer, and the tokenizer does not tell their characters; "
-                "use the model's fast tokenizer (tokenizer.json)",
-            )
+    whole, *prefixes = encode([text, *(text[:edge] for edge in chain.from_iterable(spans))], tokenizer)
+    if any(whole[: len(prefix)] != prefix for prefix in prefixes):
+        if tokenizer.is_fast:
+            return token, mask
+        raise BadSampleError(
+            "tokens across an answer's edge",
+            "its tokens span the edge of an answer, and the tokenizer does not tell their characters; "
+            "use the model's fast tokenizer (tokenizer.json)",
+        )
     mask = [0] * len(whole)
-    for start, end in zip(bounds[::2], bounds[1::2], strict=False):
+    bounds = list(map(len, prefixes))
+    for start, end in zip(bounds[::2], bounds[1::2], strict=True):
         mask[start:end] = [1] * (end - start)
     return whole, mask
+
+
+def _token_at(character: int, encoded: Any, length: int) -> tuple[int, bool]:
+    """Return the index of the token that has a character of a text of `length`, and whether the token begins there.
+
+    Characters between two tokens are the later one's: byte-level tokenizers leave the space before a word out.
+    """
+    having = map(encoded.char_to_token, range(character, length))
+    index = next((token for token in having if token is not None), len(encoded))
+    while index and encoded.token_to_chars(index - 1)[0] >= character:  # a token without characters
+        index -= 1
+    begin = encoded.token_to_chars(index)[0] if index < len(encoded) else length
+    return index, min(begin, encoded.token_to_chars(index - 1)[1] if index else 0) >= character
 
 
 def _end_turns(token: list[int], mask: list[int], tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:
@@ -445,12 +451,9 @@ def _end_turns(token: list[int], mask: list[int], tokenizer: PreTrainedTokenizer
     Templates may add a newline after it, which the target never samples, or omit the token until the next turn.
     """
     special, eos = turn_end_tokens(tokenizer), tokenizer.eos_token_id
-    token, mask = list(token), list(mask)
-    for end in [i for i, (on, following) in enumerate(pairwise([*mask, 0]), 1) if on and not following]:
+    for end in [run.end() for run in TRAINED.finditer(bytes(mask))]:
         last = end - 1
-        while last > 0 and mask[last - 1] and token[last] not in special:
-            if str(tokenizer.decode(token[last])).strip():
-                break
+        while last > 0 and mask[last - 1] and token[last] not in special and is_blank(tokenizer, token[last]):
             last -= 1
         if token[last] in special:
             mask[last + 1 : end] = [0] * (end - last - 1)

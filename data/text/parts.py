@@ -50,7 +50,7 @@ BOOKKEEPING = {
     "stop_details", "phase", "container", "logprobs", "refusal", "annotations", "function_call", "tool_calls",
     "provider_specific_fields", "thinking_blocks", "finish_reason", "weight", "reasoning_details",
     "additional_kwargs", "response_metadata", "usage_metadata", "invalid_tool_calls", "example", "tool_call_chunks",
-    "contents", *WEIGHTS,
+    "contents", *WEIGHTS, *REASONING,
 }  # fmt: skip
 CUT = (  # an answer that is cut off
     *("length", "max_tokens", "max_output_tokens", "model_context_window_exceeded", "stop_sequence", "pause_turn"),
@@ -59,7 +59,12 @@ REFUSED = {
     "content_filter", "refusal", "safety", "guardrail_intervened", "content_filtered", "prohibited_content",
     "recitation", "blocklist",
 }  # fmt: skip
-MEDIA = re.compile(r"(input_)?(image|video|audio)s?(_url)?")  # keys and types of content that is not text
+MEDIA = {  # keys and types of content that is not text
+    f"{before}{kind}{after}"
+    for kind in ("image", "video", "audio", "images", "videos", "audios")
+    for before in ("", "input_")
+    for after in ("", "_url")
+}
 STEP = re.compile(r"step-start|tool-(?!call$|result$)|dynamic-tool")  # types of parts of the AI SDK's UI messages
 HIDDEN = "hidden"  # the field of a message whose server withheld the reasoning
 SHORTENED = re.compile(r"\(litellm_truncated|^redacted-by-litellm$")  # what a log writes in place of a text
@@ -99,7 +104,7 @@ def content_text(message: Message) -> str:
 
 def unread(name: str) -> BadSampleError:
     """Return the error for a part, item or field of an unsupported type."""
-    if MEDIA.fullmatch(name):
+    if name in MEDIA:
         why = f"it holds more than text ({name}), and only text is read, of vision checkpoints too; remove the record"
         return BadSampleError("more than text", why)
     return BadSampleError(f"a part of type {name}", f"it holds a part of type {name}, which is not read; remove it")
@@ -107,7 +112,7 @@ def unread(name: str) -> BadSampleError:
 
 def media_in(fields: Message) -> str:
     """Return the name of the first field with content that is not text, empty without one."""
-    return next((key for key in fields if MEDIA.fullmatch(key) and fields[key]), "")
+    return next((key for key in fields if key in MEDIA and fields[key]), "")
 
 
 def text_of(value: Any) -> str:
@@ -127,7 +132,7 @@ def text_of(value: Any) -> str:
 def _part_text(piece: dict[str, Any]) -> str:
     if PARTS.get(piece.get("type") or next(iter(piece), "")) == "nothing":
         return ""
-    default = next((key for key in piece if MEDIA.fullmatch(key)), "text" if "text" in piece else "json")
+    default = next((key for key in piece if key in MEDIA), "text" if "text" in piece else "json")
     kind = piece.get("type") or default
     if PARTS.get(kind) == "text":
         return text_of(next((piece[key] for key in ("text", "content", "value") if piece.get(key) is not None), ""))
@@ -166,6 +171,10 @@ def messages_of(items: Any) -> list[Message]:
 
 def _messages(raw: Message) -> Iterator[Message]:
     """Yield the tool results in a message, then the message; Anthropic and others put them into a user's message."""
+    raw = {key: value for key, value in raw.items() if value is not None}
+    if raw.keys() == {"role", "content"} and raw["role"] in ROLES and isinstance(raw["content"], str):
+        yield {**raw, "role": ROLES[raw["role"]]}  # most messages, in a fifth of the time
+        return
     inner = raw.get("kwargs", raw.get("data"))
     if isinstance(inner, dict):  # LangChain's message, serialised or as a dict
         raw = {**inner, "role": raw["id"][-1] if "lc" in raw else raw["type"]}
@@ -185,12 +194,10 @@ def _messages(raw: Message) -> Iterator[Message]:
     role = ROLES.get(name) or ROLES.get(name.lower(), name)
     if name == raw.get("type") and name not in ROLES:
         raise unread(name)
-    fields = filled(
-        {key: value for key, value in raw.items() if key not in BOOKKEEPING and key not in REASONING}, GIVEN
-    )
+    fields = filled({key: value for key, value in raw.items() if key not in BOOKKEEPING}, GIVEN)
     if media := media_in(raw):
         raise unread(media)
-    content = next((raw[key] for key in ("parts", "content", "contents", "value") if raw.get(key) is not None), "")
+    content = next((raw[key] for key in ("parts", "content", "contents", "value") if key in raw), "")
     if name == "function_call" and isinstance(content, str):  # ShareGPT
         value = parsed(content)
         value = value if isinstance(value, list) else [value]

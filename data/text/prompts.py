@@ -21,8 +21,8 @@ from transformers import PreTrainedTokenizerBase
 from data.config import DataConfig
 from data.text.files import Raw, content_hash
 from data.text.filters import Counts, Filters
-from data.text.masks import BAD, Sample, bad_sample, check_vocabulary, counts_line, is_plain, samples_of
-from data.text.parts import BadSampleError, LeftOutError, content_text
+from data.text.masks import BAD, Sample, bad_sample, check_vocabulary, count_bad, counts_line, is_plain, samples_of
+from data.text.parts import BadSampleError, content_text
 from data.text.records import Record, label
 from data.text.sources import Source, divide, held_out_records, open_source, open_sources, read_all, training_records
 from data.text.template import encode, last_token, render, with_opening
@@ -37,7 +37,7 @@ T = TypeVar("T")
 
 WORKLOADS = {"tiny": ROOT / "examples" / "tiny" / "prompts.jsonl"}
 LOST = 1 / 5  # maximum share of bad records; a larger share stops a run
-# The cache is FOLDER/<key>/ with these files, written atomically under a lock; META has counts and checksums.
+# The cache is FOLDER/<key>/ with these files, written atomically under a lock; META has the counts.
 SAMPLES, PROMPTS, META = "samples.arrow", "prompts.jsonl", "meta.json"
 NOT_IN_CACHE_KEY = ("length", "cache")  # options that do not affect the samples
 # Code outside of this package that affects the samples: parsing, rendering, encoding.
@@ -239,10 +239,7 @@ def _usable(
                 raise record.error
             yield record, None if tokenizer is None else _prompt(record, tokenizer)
         except BAD as error:
-            left_out = isinstance(error, LeftOutError)
-            if config.on_bad == "fail" and not left_out:
-                raise _refused(record, error, f"{record.source}: ") from error
-            drop_counts[f"{'left out' if left_out else 'dropped'}, {bad_sample(error).cause}"] += 1
+            count_bad(error, f"{record.source}: prompt {record.id}", config, drop_counts)
 
 
 def _with_room(
@@ -295,11 +292,7 @@ def prompt_of(record: Record, tokenizer: PreTrainedTokenizerBase, where: str = "
     try:
         return _prompt(record, tokenizer)
     except BAD as error:
-        raise _refused(record, error, where) from error
-
-
-def _refused(record: Record, error: ValueError, where: str) -> ValueError:
-    return ValueError(f"{where}prompt {record.id}: {bad_sample(error).message}")
+        raise ValueError(f"{where}prompt {record.id}: {bad_sample(error).message}") from error
 
 
 def _prompt(record: Record, tokenizer: PreTrainedTokenizerBase) -> Prompt:
@@ -425,38 +418,23 @@ def write_samples(samples: Iterable[Sample], path: Path) -> None:
 
 
 def cached(folder: Path, fill: Callable[[Path], Json]) -> Json:
-    """Return the report of a cache folder; one process fills it if it is missing or damaged.
+    """Return the report of a cache folder; one process fills it if it is missing.
 
     `fill` writes SAMPLES and PROMPTS into a folder and returns the report; then the folder is renamed.
 
     Raises:
         ValueError: the folder cannot be written.
     """
-    report = _read(folder)
-    if report is not None:
-        return report
+    meta = folder / META
     try:
-        with claim(folder.with_suffix(".lock"), wait=True):
-            report = _read(folder)  # another process may have filled it meanwhile
-            if report is None:
-                if folder.is_dir():
-                    log.warning("%s: damaged; tokenising again", folder)
-                with replacing(folder) as rough:
-                    report = fill(rough)
-                    sums = {name: content_hash(rough / name) for name in (SAMPLES, PROMPTS)}
-                    write_checked(rough / META, {"files": sums, "report": report})
-            return report
+        if not meta.is_file():
+            with claim(folder.with_suffix(".lock"), wait=True):
+                if not meta.is_file():  # another process may have filled it meanwhile
+                    with replacing(folder) as rough:
+                        write_checked(rough / META, fill(rough))
+        report: Json = read_checked(meta)
+        return report
     except OSError as error:
         raise ValueError(
             f"data.cache={folder.parent}: cannot be written ({error}); make room, name another folder, or null for none"
         ) from error
-
-
-def _read(folder: Path) -> Json | None:
-    """Return the report of a cache folder; None if it is missing or damaged."""
-    try:
-        meta: Json = read_checked(folder / META)
-        whole = all(content_hash(folder / name) == meta["files"][name] for name in (SAMPLES, PROMPTS))
-        return meta["report"] if whole else None
-    except (OSError, ValueError, KeyError, TypeError):
-        return None

@@ -88,7 +88,7 @@ def logged_answers(raw: Raw, where: str) -> Iterator[LoggedAnswer]:
     choices = [choice for key in CHOICES if isinstance(reply.get(key), list) for choice in reply[key]]
     for answer in [reply, *(choice for choice in choices if isinstance(choice, dict))]:
         key = next((key for key in ANSWER if answer.get(key) is not None), None)
-        holders = (holder for holder in (answer, reply, raw, raw.get("request")) if isinstance(holder, dict))
+        holders = [holder for holder in (answer, reply, raw, raw.get("request")) if isinstance(holder, dict) and key]
         asking = next(((holder, name) for holder in holders for name in PROMPT if holder.get(name) is not None), None)
         if key is not None and asking is not None:
             count, answered = at(answer, "meta_info/completion_tokens"), _ids(answer, key, where)

@@ -48,6 +48,8 @@ SHAPES = (
     ("LiteLLM spend log", "proxy_server_request", "response"),
     ("request and response", "request", "response"),
     ("request and response", "requestBody", "responseBody"),
+    ("request and response", "request_json", "response_json"),
+    ("request and response", "raw_request", "raw_response"),
     *((f"chat and {reply}", "", reply) for reply in REPLIES),
     ("preference pair", "chosen", ""),
     ("OpenAI Batch input", "body", ""),
@@ -73,9 +75,9 @@ HOLDERS = (
     *("choices", "candidates", "generations", "output", "message", "content", "gen_ai.output.messages"),
     *("messages", "streamed_data", "chunks"),
 )
-ERRORS = ("error", "errorCode", "error.type", "error_str", "exception")
-STATUS = ("status_code", "response_status", "status", "level", "type")
-FAILED = ("failed", "failure", "error", "cancelled")
+ERRORS = {"error", "errorCode", "error.type", "error_str", "exception"}
+STATUS = {"status_code", "response_status", "status", "level", "type"}
+FAILED = {"failed", "failure", "error", "cancelled", "errored", "canceled", "expired"}
 NO_ANSWER, FAILURE = "no answer", "an error in place of an answer"
 LOGGED = (  # keys by which a JSON text is recognised as a request or a reply
     *({name} for name in ("messages", "contents", "choices", "candidates", "generations")),
@@ -103,7 +105,12 @@ RENDERED = re.compile(  # what a chat template, or a client of an older API, wri
 # Fields of a stream that are replaced, not appended.
 WHOLE = ("role", "id", "type", "name", "finish_reason", "stop_reason", "stop_sequence", "format", "signature")
 SSE = ("data:", "event:", "id:", "retry:", ":")  # starts of a server-sent event's lines
-EVENTS = {"delta", "candidates", "done", "response"}  # the keys by which an object is a part of a stream
+EVENTS = {"delta", "candidates", "done", "response", "output_index"}  # keys by which an object is a part of a stream
+CONVERSE = (  # the events of Bedrock's ConverseStream, each around its fields
+    *("messageStart", "contentBlockStart", "contentBlockDelta", "contentBlockStop", "messageStop"),
+)
+ENDS = ("finish_reason", "done", "stopReason")  # fields of events that say whether the answer ends
+UNFINISHED = {"type": "message", "role": "assistant", "content": "", "finish_reason": "length"}
 
 
 class Chat(NamedTuple):
@@ -118,15 +125,17 @@ class Chat(NamedTuple):
 
 def at(value: Any, path: str) -> Any:
     """Return the value at a path of a record, or None."""
-    if not path:
-        return value
-    name, _, rest = path.partition("/")
-    inner = value.get(name) if isinstance(value, dict) else None
-    return None if inner is None else at(opened(inner), rest)
+    for name in path.split("/") if path else ():
+        if not isinstance(value, dict) or (value := value.get(name)) is None:
+            return None
+        value = opened(value) if isinstance(value, str) else value
+    return value
 
 
 def opened(value: Any) -> Any:
     """Return the value of a JSON text with a request, a reply or messages; an answer in JSON remains text."""
+    if not isinstance(value, str) or not value.lstrip().startswith(("{", "[")):
+        return value
     plain = parsed(value)
     if isinstance(plain, dict):
         holds = any(keys <= plain.keys() for keys in LOGGED)
@@ -150,14 +159,15 @@ def chat_of(raw: Raw) -> Chat | None:
     if raw.get("label") is False and "completion" in raw:  # TRL's unpaired preference
         raise LeftOutError("an answer that is marked as bad", "its answer is marked as bad")
     for name, path, reply_path in SHAPES:
-        if path and not {path.partition("/")[0], reply_path.partition("/")[0]} & raw.keys():
+        request, reply = at(raw, path), at(raw, reply_path)
+        if request is reply is None:
             continue
-        holder, reply = _asked(at(raw, path), not path), at(raw, reply_path)
-        if holder is None and path and all(isinstance(text, str) for text in (at(raw, path), reply)):
-            holder = _asked({"prompt": at(raw, path)}, False)
+        holder = _asked(request, not path)
+        if holder is None and path and isinstance(request, str) and isinstance(reply, str):
+            holder = _asked({"prompt": request}, False)
         if holder is not None and reply_path and (path or (reply is not None and not reply)):
-            _check_error(raw)
-            _check_error(holder[0])
+            for side in (raw, holder[0], at(raw, reply_path.rpartition("/")[0])):
+                _check_error(side)
         if holder is None or reply is None:
             if path and reply_path and not holder is reply is None:
                 other = ", which the batch's other file holds" if "custom_id" in raw else ""
@@ -262,10 +272,12 @@ def _question(text: str) -> Raw:
     return {"role": "user", "content": text}
 
 
-def _check_error(holder: Raw) -> None:
+def _check_error(holder: Any) -> None:
     """Raise LeftOutError for an error in place of an answer."""
-    status = [str(holder[key]).lower() for key in STATUS if holder.get(key) is not None]
-    if any(holder.get(key) for key in ERRORS) or any(
+    if not isinstance(holder, dict):
+        return
+    status = [str(holder[key]).lower() for key in holder.keys() & STATUS]
+    if any(holder[key] for key in holder.keys() & ERRORS) or any(
         value in FAILED or (value.isdigit() and int(value) >= 400) for value in status
     ):
         raise LeftOutError(FAILURE, f"holds {FAILURE}")
@@ -331,40 +343,53 @@ def _events(text: str) -> list[Any]:
 def _joined(reply: Any) -> Any:
     """Return the reply of a stream that was logged as events or their lines; return anything else unchanged.
 
-    The events are those of OpenAI, Anthropic, the Responses API, Gemini or Ollama, with or without their names.
+    The events are those of OpenAI, Anthropic, the Responses API, Bedrock, Gemini or Ollama, with or without their
+    names. An answer is cut off if neither it nor its last item has an end.
     """
-    if isinstance(reply, list) and reply and all(isinstance(line, str) for line in reply):
-        reply = "\n".join(reply) if _events("\n".join(reply)) else reply
-    events = (_events(reply) or reply) if isinstance(reply, str) else reply
+    is_lines = isinstance(reply, list) and all(isinstance(line, str) for line in reply)
+    text = "\n".join(reply) if is_lines else reply
+    events = (_events(text) or reply) if isinstance(text, str) else reply
     if not isinstance(events, list) or not all(isinstance(event, dict) for event in events):
         return reply
     events = [parsed(event["data"]) if event.keys() <= {"event", "data", "id"} else event for event in events]
+    events = [next((event[name] for name in CONVERSE if name in event), event) for event in events]
     if not any(inner.keys() & EVENTS for event in events for inner in (event, *(event.get("choices") or ()))):
         return reply
     message: Raw = {"role": "assistant"}
     blocks: dict[int, Raw] = {}
     parts: list[Raw] = []  # parts of Gemini's events
+    items: dict[int, Raw] = {}  # of the Responses API
     ends: list[Any] = []  # of each event that may end the answer whether it does
     for event in events:
-        response, delta = event.get("response"), event.get("delta")
+        response, delta, kind = event.get("response"), event.get("delta"), str(event.get("type"))
+        index = event.get("index", event.get("contentBlockIndex"))
         if isinstance(response, dict) and response.get("status") not in (None, "queued", "in_progress"):
             return dict(response)
         _check_error(event)
-        for choice in event.get("choices") or ():
-            ends += [choice[key] for key in ("finish_reason",) if key in choice]
-            if not choice.get("index"):
-                _merge(message, {**(choice.get("delta") or {}), "finish_reason": choice.get("finish_reason")})
-        for candidate in event.get("candidates", ())[:1]:
+        choices = [choice for choice in event.get("choices") or () if not choice.get("index")]
+        candidates = event.get("candidates", ())[:1]
+        for one in (event, *choices, *candidates):
+            ends += [one[key] for key in ENDS if key in one]
+            for reason in finish_reasons(one):
+                message["finish_reason"] = reason
+        ends += [kind == "message_stop"] if kind in ("message_start", "message_stop") else []
+        ends += [False] * ("contentBlockIndex" in event)
+        for choice in choices:
+            _merge(message, choice.get("delta") or {})
+        for candidate in candidates:
             parts += candidate.get("content", {}).get("parts", ())
-            _merge(message, {"finish_reason": candidate.get("finishReason")})
-        ends += [kind == "message_stop"] if (kind := event.get("type")) in ("message_start", "message_stop") else []
         if "done" in event:
-            ends.append(event["done"])
-            _merge(message, {**event.get("message", {}), "finish_reason": event.get("done_reason")})
-        if "content_block" in event:
-            blocks[event["index"]] = dict(event["content_block"])
-        if isinstance(delta, dict):
-            _merge(blocks[event["index"]] if "index" in event else message, {**delta, "type": None})
+            _merge(message, event.get("message", {}))
+        if kind.startswith("response.output_"):
+            item = items.setdefault(event.get("output_index", 0), {**UNFINISHED})
+            _merge(item, {"content": delta if kind == "response.output_text.delta" else None})
+            items |= {event["output_index"]: event["item"]} if kind == "response.output_item.done" else {}
+        elif begun := event.get("content_block", event.get("start")):
+            blocks[index] = {key: {**value} if isinstance(value, dict) else value for key, value in begun.items()}
+        elif isinstance(delta, dict):
+            _merge(message if index is None else blocks.setdefault(index, {}), {**delta, "type": None})
+    if items:
+        return [items[i] for i in sorted(items)]
     for block in blocks.values():
         if "partial_json" in block:
             block["input"] = parsed(block.pop("partial_json") or "{}")

@@ -5,6 +5,7 @@ The file also splits off held-out records, mixes sources and records their prove
 
 import glob
 import hashlib
+import logging
 import re
 from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
@@ -40,6 +41,7 @@ from heads.common.errors import one_line, redacted_values
 from heads.common.typed import Json
 from heads.common.untrusted import parsed_file, regular
 
+log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 Where = Mapping[str, Any]  # as data.where says
@@ -50,6 +52,7 @@ SPLIT_WORDS = {  # names of splits in `datasets`
     "test": ("test", "testing", "eval", "evaluation"),
 }
 HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?(:.+)?")
+SINGLE = "holds a single record, which cannot be both trained on and held out: add records, or give data.held_out=0"
 SAMPLED_AT_ONCE = 1000  # random numbers sampled at a time, as in `datasets.interleave_datasets`
 
 
@@ -192,11 +195,11 @@ def open_source(name: str, split: str, streaming: bool = False, where: Where = M
     return Hub(name, table, f"{revision}/{split}", where)
 
 
-def check_source(name: str, split: str = "") -> None:
-    """Refuse a source that cannot be read, without reading all of it.
+def check_source(name: str, split: str = "", least: int = 1) -> None:
+    """Refuse a source that cannot be read, or with fewer than `least` records (1 or 2), without reading all of it.
 
-    The files must exist, be readable and of a known format, and the first line of the first file must be a record. For
-    a Hub data set, only the connection to the Hub is checked.
+    The files must exist, be readable and of a known format; only of JSON Lines are records read. For a Hub data set,
+    only the connection to the Hub is checked.
     """
     if not is_local(name):
         _check_hub_name(name)
@@ -205,8 +208,8 @@ def check_source(name: str, split: str = "") -> None:
     assert isinstance(source, Files)
     for file in source.files:
         check_file(file)
-    if kind_of(source.files[0]) == ".jsonl":
-        next(read_file(source.files[0]), None)
+    if kind_of(source.files[0]) == ".jsonl" and len(list(islice(source, least))) < least:
+        raise ValueError(f"{name}: {SINGLE}")
 
 
 def is_local(name: str) -> bool:
@@ -267,7 +270,11 @@ def divide(sources: Sequence[Source], config: DataConfig) -> list[Part]:
     """Split `data.held_out` records off the sources.
 
     The sources share them evenly; the first ones take the remainder. They are a source's last records, or the first
-    records of a streamed source. With `data.prompts` all records are trained on.
+    records of a streamed source. A source that would lose more than half of its records loses a tenth, at least one.
+    With `data.prompts` all records are trained on.
+
+    Raises:
+        ValueError: a source has a single record, and it would be held out.
     """
     parts = []
     for i, source in enumerate(sources):
@@ -275,20 +282,26 @@ def divide(sources: Sequence[Source], config: DataConfig) -> list[Part]:
         count = even + (i < left)
         if count == 0:
             parts.append(Part(source, 0, None, []))
-        elif config.streaming:
-            parts.append(Part(source, count, None, list(enumerate(islice(source, count)))))
-        else:
-            if isinstance(source, Hub) and not source.where:
-                size = len(source.table)
-                last = [(at, without_nulls(source.table[at])) for at in range(max(0, size - count), size)]
-            else:  # reads a file to its end
-                last = list(deque(enumerate(source), maxlen=count))
-                size = last[-1][0] + 1
-            if size <= count:
-                raise ValueError(
-                    f"{source.name}: {size} records, data.held_out={config.held_out} leaves none; lower it"
-                )
-            parts.append(Part(source, 0, size - count, last))
+            continue
+        if config.streaming:
+            some = list(enumerate(islice(source, 2 * count)))
+            size = len(some)  # or more
+        elif isinstance(source, Hub) and not source.where:
+            size = len(source.table)
+            some = [(at, without_nulls(source.table[at])) for at in range(max(0, size - count), size)]
+        else:  # reads a file to its end
+            some = list(deque(enumerate(source), maxlen=count))
+            size = some[-1][0] + 1
+        if size < 2 * count:
+            count = min(count, max(1, size // 10))
+            why = f"{source.name}: holds {size} records, and data.held_out={config.held_out} would be more than half"
+            log.warning("%s: %d held out", why, count)
+        if size == 1:
+            raise ValueError(f"{source.name}: {SINGLE}")
+        held_out = some[:count] if config.streaming else some[-count:]
+        parts.append(
+            Part(source, count, None, held_out) if config.streaming else Part(source, 0, size - count, held_out)
+        )
     return parts
 
 

@@ -3,10 +3,9 @@
 import hashlib
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from functools import lru_cache
-from itertools import accumulate
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar
 
@@ -14,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from data.text.parts import Message, content_text, parsed
-from inference.target.tokenizer import RenderError, encode_one, rendering, tokenize
+from inference.target.tokenizer import RenderError, rendering, tokenize
 
 T = TypeVar("T")
 Messages = list[Message]
@@ -52,15 +51,8 @@ def render(
     Raises:
         ValueError: the template cannot render; RenderError if the chat is the cause.
     """
-
-    def call(chat: Messages) -> str:
-        values = {"chat_template": _template(tokenizer, tools), "add_generation_prompt": generation_prompt}
-        rendered = tokenizer.apply_chat_template(
-            chat, list(tools) or None, tokenize=False, **{**DATE, **options, **values}
-        )
-        return str(rendered)
-
-    return _as_it_takes_them(messages, tokenizer, call)
+    text, _ = _rendered(messages, tokenizer, tools, {**options, "add_generation_prompt": generation_prompt})
+    return text
 
 
 def render_tagged(
@@ -70,47 +62,51 @@ def render_tagged(
 
     The spans are None for a template without such blocks.
     """
-    if not _is_tagged(_template(tokenizer, tools)):
-        return render(messages, tokenizer, False, tools), None
-
-    def call(chat: Messages) -> tuple[str, list[Span]]:
-        output: Any = render_jinja_template(
-            conversations=[chat],
-            tools=list(tools) or None,
-            chat_template=_template(tokenizer, tools),
-            return_assistant_tokens_mask=True,
-            **{**tokenizer.special_tokens_map, **DATE},
-        )
-        (rendered,), (blocks,) = output
-        return rendered, [(start, end) for start, end in blocks]
-
-    return _as_it_takes_them(messages, tokenizer, call)
+    is_tagged = _is_tagged(_template(tokenizer, tools))
+    return _rendered(messages, tokenizer, tools, {"return_assistant_tokens_mask": is_tagged})
 
 
-def _as_it_takes_them(messages: Messages, tokenizer: PreTrainedTokenizerBase, call: Callable[[Messages], T]) -> T:
-    """Call a template with tool calls' arguments as objects, which transformers documents, or else as JSON text.
+def _rendered(
+    messages: Messages, tokenizer: PreTrainedTokenizerBase, tools: Sequence[Message], values: Mapping[str, Any]
+) -> tuple[str, list[Span] | None]:
+    """Render a chat with tool calls' arguments as objects, which transformers documents, or else as JSON text.
 
     Some templates (DeepSeek-V3) concatenate them with strings. Content in parts is passed as text: a template that only
-    knows text would print the list.
+    knows text would print the list. transformers' function is called without the tokenizer's method around it, which
+    copies the chat once more.
     """
-    if any(message["role"] == "developer" for message in messages) and not _writes_developer(tokenizer):
+    template = _template(tokenizer, tools)
+    if any(message["role"] == "developer" for message in messages) and not _writes_developer(tokenizer, template):
         messages = [
             {**message, "role": "system"} if message["role"] == "developer" else message for message in messages
         ]
+
+    def call(as_text: bool) -> tuple[str, list[Span] | None]:
+        output: Any = render_jinja_template(
+            conversations=[[_converted(message, as_text) for message in messages]],
+            tools=list(tools) or None,
+            chat_template=template,
+            **{**tokenizer.special_tokens_map, **DATE, **values},
+        )
+        (text,), blocks = output
+        return text, [(start, end) for start, end in blocks[0]] if blocks else None
+
     with rendering(tokenizer):
+        if not messages:
+            raise ValueError("it has no messages before the answer")
         try:
-            return call([_converted(message, parsed) for message in messages])
+            return call(as_text=False)
         except TypeError:
-            return call([_converted(message, lambda text: text) for message in messages])
+            return call(as_text=True)
 
 
-def _writes_developer(tokenizer: PreTrainedTokenizerBase) -> bool:
+@lru_cache(maxsize=8)
+def _writes_developer(tokenizer: PreTrainedTokenizerBase, template: str) -> bool:
     """Return whether the chat template renders messages of the role developer; some silently drop them."""
     chat = [{"role": "developer", "content": "WRITTEN"}, {"role": "user", "content": "why"}]
     try:
         with rendering(tokenizer):
-            values = {**DATE, "chat_template": _template(tokenizer, ())}
-            return "WRITTEN" in str(tokenizer.apply_chat_template(chat, tokenize=False, **values))
+            return "WRITTEN" in str(tokenizer.apply_chat_template(chat, chat_template=template, tokenize=False, **DATE))
     except RenderError:
         return False
 
@@ -130,18 +126,19 @@ def with_opening(messages: Messages, tokenizer: PreTrainedTokenizerBase, tools: 
     return [message for message in messages[:first] if message["role"] != "assistant"] + messages[first:]
 
 
-def _converted(message: Message, read: Callable[[str], Any]) -> Message:
+def _converted(message: Message, as_text: bool) -> Message:
     converted = {**message, "content": content_text(message)}
     if message.get("tool_calls"):
-        converted["tool_calls"] = [_call(call, read) for call in message["tool_calls"]]
+        converted["tool_calls"] = [_call(call, as_text) for call in message["tool_calls"]]
     return converted
 
 
-def _call(call: Message, read: Callable[[str], Any]) -> Message:
+def _call(call: Message, as_text: bool) -> Message:
     function = call.get("function") or call
     given = function.get("arguments") or {}
-    text = given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)
-    function = {**function, "arguments": read(text)}
+    if as_text:
+        given = given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)
+    function = {**function, "arguments": given if as_text else parsed(given)}
     return {**call, "function": function} if call.get("function") else function
 
 
@@ -166,23 +163,18 @@ def encode(rendered: list[str], tokenizer: PreTrainedTokenizerBase) -> list[list
     return list(encoded["input_ids"])
 
 
-def encode_spans(text: str, tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int], list[int]]:
-    """Return a rendered chat's tokens, and where the characters of each start and end, in their order.
-
-    Characters between two tokens are the later one's: byte-level tokenizers leave the space before a word out.
-    """
-    encoded = encode_one(text, tokenizer)
-    starts, ends = zip(*encoded.offsets, strict=True) if encoded.offsets else ((), ())
-    reached = [0, *accumulate(ends, max)]
-    return encoded.ids, list(map(min, starts, reached)), reached[1:]
-
-
 @lru_cache(maxsize=8)
 def turn_end_tokens(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
     """Return the special tokens, any of which may end a turn; excluding the unknown token, which replaces words."""
     added = {index for index, token in tokenizer.added_tokens_decoder.items() if token.special}
     unknown = {tokenizer.unk_token_id} - {tokenizer.eos_token_id}
     return frozenset((added | set(tokenizer.all_special_ids)) - unknown)
+
+
+@lru_cache(maxsize=1 << 12)
+def is_blank(tokenizer: PreTrainedTokenizerBase, token: int) -> bool:
+    """Return whether a token is white space alone."""
+    return not str(tokenizer.decode(token)).strip()
 
 
 @lru_cache(maxsize=8)

@@ -14,7 +14,7 @@ from data.text.shapes import Raw, at
 
 Records = list[Raw]
 Yielded = Iterator[Raw]
-CLAUDE_CODE = ("parentUuid", "leafUuid", "messageId", "sessionId")  # keys, one of which is in each line
+CLAUDE_CODE = {"parentUuid", "leafUuid", "messageId", "sessionId"}  # keys, one of which is in each line
 CODEX = ("session_meta", "response_item", "event_msg", "turn_context", "compacted")
 SYNTHETIC = "<synthetic>"  # model name of lines that Claude Code itself wrote
 SNAPSHOT = "ghost_snapshot"  # an item for Codex's own use
@@ -29,7 +29,16 @@ OTHER_NAMES = {  # prefixes of flat lists (`PREFIX.0.…`) in other conventions 
 ITEM = {"message", "tool_call", "message_content", "tool"}  # names around an item of OpenInference's lists
 EVENT = re.compile(r"gen_ai\.(?:(system|user|assistant|tool)\.message|(choice))")  # of a span, before its attributes
 STATUS_ERROR = (2, "2", "ERROR", "STATUS_CODE_ERROR")
-EXPORTS = ("observations", "data/spans", "results/results", "data", "child_runs")  # lists of records in a record
+# Lists of records in a record: of traces, of CloudWatch, of a batch's requests.
+EXPORTS = ("observations", "data/spans", "results/results", "data", "child_runs", "logEvents", "requests")
+FETCHED = {"events", "searchedLogStreams", "nextForwardToken", "nextBackwardToken"}  # keys of what `aws logs` prints
+LINES = ("message", "@message")  # fields with a log's line, which may be a record
+OUTER = {*(path.partition("/")[0] for path in EXPORTS), "events", *LINES}
+BATCHES = (  # a batch's two files: the name of a request, and the fields of a request and of its reply
+    ("custom_id", "body", "response"),  # OpenAI
+    ("custom_id", "params", "result"),  # Anthropic
+    ("key", "request", "response"),  # Gemini
+)
 INTERRUPTED = "[Request interrupted by user]"
 FLAT = re.compile(rf"({'|'.join(map(re.escape, OTHER_NAMES))})\.(?=\d+\.)")
 SIGNS = {"<=": operator.le, ">=": operator.ge, "<": operator.lt, ">": operator.gt, "!=": operator.ne}
@@ -43,17 +52,19 @@ def records_in(lines: Iterable[Raw]) -> Yielded:
     """
     rest = iter(lines)
     for raw in rest:
-        inner = next((items for path in EXPORTS if _are_records(items := at(raw, path))), None)
-        if inner is not None and not ("messages" in raw or "custom_id" in raw):
-            yield from records_in(inner)
-            continue
+        if raw.keys() & OUTER and not ("messages" in raw or "custom_id" in raw):
+            lists = [at(raw, path) for path in EXPORTS] + [raw.get("events")] * (raw.keys() <= FETCHED)
+            lists += [[parsed(raw[key])] for key in LINES if isinstance(raw.get(key), str)]
+            if inner := next(filter(_are_records, lists), None):
+                yield from records_in(inner)
+                continue
         if raw.keys() & {"resourceSpans", "resource_spans"}:
             group, reader = [raw], _spans
         elif isinstance(raw.get("attributes"), dict):
             group, reader = [raw], _span
         elif raw.get("type") in CODEX and "payload" in raw:
             group, reader = [raw, *rest], _codex
-        elif "type" in raw and "messages" not in raw and any(key in raw for key in CLAUDE_CODE):
+        elif "type" in raw and "messages" not in raw and raw.keys() & CLAUDE_CODE:
             group, reader = [raw, *rest], _claude_code
         else:
             yield raw
@@ -236,25 +247,26 @@ def _value(value: Raw) -> Any:
 
 
 def batches_joined(records: Iterable[Raw]) -> Yielded:
-    """Yield records, with requests of OpenAI's batches joined to their replies from the other file.
+    """Yield records, with a batch's requests joined to their replies from the other file.
 
     Raises:
-        ValueError: two requests or two replies have the same custom_id.
+        ValueError: two requests or two replies have the same name.
     """
-    waiting: dict[str, Raw] = {}  # custom_id -> a request or reply whose other side is still to come
+    waiting: dict[str, Raw] = {}  # name -> a request or reply whose other side is still to come
     for raw in records:
-        name, side = raw.get("custom_id"), "body" if "body" in raw else "response"
-        if not isinstance(name, str) or ("body" in raw) == ("response" in raw):
+        row = next((row for row in BATCHES if row[0] in raw and (row[1] in raw) != (row[2] in raw)), None)
+        if row is None or not isinstance(name := raw[row[0]], str):
             yield raw
             continue
+        _, request, reply = row
         other = waiting.pop(name, None)
         if other is None:
             waiting[name] = raw
-        elif side in other:
-            raise ValueError(f"two batches hold the custom_id {name}: give the files of one batch at a time")
+        elif (request in raw) == (request in other):
+            raise ValueError(f"two batches hold the {row[0]} {name}: give the files of one batch at a time")
         else:
-            request, reply = (raw, other) if side == "body" else (other, raw)
-            yield {**request, "response": reply["response"], "error": reply.get("error")}
+            first, second = (raw, other) if request in raw else (other, raw)
+            yield {**first, **{key: second[key] for key in (reply, "error") if key in second}}
     yield from waiting.values()
 
 

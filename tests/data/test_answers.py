@@ -214,7 +214,7 @@ def test_what_shapes_the_prompts_tells_them_apart(write: Callable[..., str], con
         told.append([source_of(config(path)) for path in paths])
     assert told[0] == told[1]
     assert all(one != other for one, other in zip(*told[1:], strict=True))
-    assert source_of(config(write({"text": "b"}, name="other"))) == source_of(config(paths[0]))
+    assert source_of(config(write({"text": "b"}, name="other.jsonl"))) == source_of(config(paths[0]))
     two = ["me/hub", "me/other"]
     told = [
         source_of(config(path, **changed))

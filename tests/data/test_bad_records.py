@@ -44,7 +44,8 @@ def test_half_a_surrogate_pair_is_named_or_dropped(
 def test_a_bad_held_out_record_is_named_or_dropped(
     raw: dict[str, Any], cause: str, chat: PreTrainedTokenizerFast, write: Write, config: Config, tmp_path: Path
 ) -> None:
-    path = write({"prompt": "a", "answer": "b"}, {"id": 6, "prompt": "c", "answer": "d"}, {"id": 7, **raw})
+    first = ({"prompt": name, "answer": "b"} for name in "ab")
+    path = write(*first, {"id": 6, "prompt": "c", "answer": "d"}, {"id": 7, **raw})
     how = {"held_out": 2, "cache": str(tmp_path / "cache")}
     told = r"data\.jsonl: prompt 7: (it holds half a surrogate pair|has no user message and no text).*remove it"
     with pytest.raises(ValueError, match=told):
@@ -53,14 +54,14 @@ def test_a_bad_held_out_record_is_named_or_dropped(
         load_prompts(path, chat, None)
     data = load_training(config(path, on_bad="drop", **how), chat, 9)
     assert ([prompt.id for prompt in data.held_out], data.counts.held_out) == (["6"], 1)
-    assert (len(data.samples), +data.counts.chats) == (1, {f"dropped, {cause}": 1})
+    assert (len(data.samples), +data.counts.chats) == (2, {f"dropped, {cause}": 1})
 
 
 def test_a_prompt_without_room_in_the_context_is_named_or_dropped(
     chat: PreTrainedTokenizerFast, write: Write, config: Config, tmp_path: Path
 ) -> None:
     records = [
-        {"id": number, "prompt": "c" * (200 if number == 7 else number), "answer": "d"} for number in range(5, 9)
+        {"id": number, "prompt": "c" * (200 if number == 7 else number), "answer": "d"} for number in range(3, 9)
     ]
     path, asked = write(*records), write(*records, name="asked.jsonl")
     how = {"held_out": 3, "cache": str(tmp_path / "cache")}

@@ -2,9 +2,7 @@
 
 import errno
 import inspect
-import logging
 import multiprocessing
-import os
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -18,19 +16,13 @@ from data.config import DataConfig
 from data.text import prompts
 from data.text.files import content_hash
 from data.text.masks import Sample
-from data.text.prompts import META, PROMPTS, SAMPLES, CachedSamples, cache_key, load_training, tokenizer_identity
+from data.text.prompts import CachedSamples, cache_key, load_training, tokenizer_identity
 from heads.common.untrusted import parse_json
 from inference.target.tokenizer import text_ids
 from tests.data.chatml import PLAIN, TAGGED, Tokens, load_samples
 
 Config = Callable[..., DataConfig]
 Write = Callable[..., str]
-
-
-def place(config: DataConfig) -> Path:
-    """Return the only folder in the cache."""
-    (found,) = [path for path in Path(str(config.cache)).iterdir() if path.is_dir()]
-    return found
 
 
 def refuse(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,33 +123,6 @@ def test_the_evaluation_prompts_are_in_the_key(write: Write, config: Config, cha
     assert [sample.id for sample in load_training(kept, chat, 0, asked).samples] == ["b"]
     write({"prompt": "something else altogether"}, name="asked.jsonl")
     assert len(load_training(kept, chat, 0, asked).samples) == 2
-
-
-def flip(path: Path) -> None:
-    """Flip one bit in the middle of a file."""
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 1
-    path.write_bytes(bytes(data))
-
-
-def halve(path: Path) -> None:
-    """Cut a file in half."""
-    os.truncate(path, path.stat().st_size // 2)
-
-
-@pytest.mark.parametrize(("harm", "name"), [(flip, SAMPLES), (halve, META), (Path.unlink, PROMPTS)])
-def test_a_damaged_cache_is_named_and_made_anew(
-    cached: DataConfig, chat: Tokenizer, caplog: pytest.LogCaptureFixture, harm: Callable[[Path], None], name: str
-) -> None:
-    whole = list(load_samples(cached, chat))
-    harm(place(cached) / name)
-    with caplog.at_level(logging.WARNING):
-        assert list(load_samples(cached, chat)) == whole
-    assert str(place(cached)) in caplog.text
-    assert "tokenising again" in caplog.text
-    caplog.clear()
-    load_samples(cached, chat)
-    assert caplog.text == ""
 
 
 def test_a_cache_that_cannot_be_written_is_one_line(

@@ -131,7 +131,8 @@ def test_a_copy_of_held_out_tokens_and_a_held_out_record_without_tokens_are_drop
     for contamination in (13, None):
         data = load_training(config(path, held_out=1, contamination=contamination), bare, 9)
         assert ([sample.id for sample in data.samples], data.counts.duplicates) == (["b"], 1)
-    path = write({"id": "a", **other}, {"id": "held", "input_ids": [], "loss_mask": []}, {"id": "asked", **PAIR})
+    empty = {"id": "held", "input_ids": [], "loss_mask": []}
+    path = write({"id": "a", **other}, {"id": "c", "text": "c"}, empty, {"id": "asked", **PAIR})
     with pytest.raises(ValueError, match=r"prompt held: is empty: remove it"):
         load_training(config(path, held_out=2), bare, 9)
     data = load_training(config(path, held_out=2, on_bad="drop"), bare, 9)

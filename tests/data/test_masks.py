@@ -4,6 +4,7 @@ import json
 import random
 import re
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -178,8 +179,11 @@ def test_marks_around_the_words_alone_train_the_blanks_and_the_end_too(
 
 def test_a_token_is_trained_with_all_its_characters(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of an answer at 3 to 7: neither one that begins before it nor one that ends behind it."""
-    starts, ends = [0, 2, 3, 5, 6, 8], [3, 4, 5, 7, 8, 9]
-    monkeypatch.setattr(masks, "encode_spans", lambda *_: ([*range(6)], starts, ends))
+    edges = [(0, 3), (2, 4), (3, 5), (5, 7), (6, 8), (8, 9)]
+    having = [next((i for i, (start, end) in enumerate(edges) if start <= place < end), None) for place in range(10)]
+    encoded = MagicMock(ids=[*range(6)], token_to_chars=edges.__getitem__, char_to_token=having.__getitem__)
+    encoded.__len__.return_value = len(edges)
+    monkeypatch.setattr(masks, "encode_one", lambda *_: encoded)
     monkeypatch.setattr(masks, "encode", lambda texts, _: [[9], *([8] for _ in texts[1:])])  # no pieces of the whole
     token, mask = masks._mask("0123456789", [(3, 7)], family_tokenizer("chatml", False))
     assert (token, mask) == ([*range(6)], [0, 0, 1, 1, 0, 0])

@@ -175,7 +175,6 @@ def test_a_server_is_checked_before_training(
         ({"mode": "stored"}, "features.path is missing: features=stored needs the store's folder"),
         ({"url": []}, "features=engine needs features.url"),
         ({"path": "store"}, "features=engine reads no store: leave features.path"),
-        ({"on_missing": "compute"}, "features=engine reads no store: leave features.path"),
         ({"vllm": None}, "features=engine needs .*features.vllm"),
         ({"url": ["localhost:8000"]}, "features.url=localhost:8000: give a URL such as"),
     ],

@@ -1,10 +1,8 @@
 """Features read ahead: the live ones up to rounding, and whatever the store lacks."""
 
-import logging
 import time
 from copy import deepcopy
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,16 +11,14 @@ import torch
 
 from data.batches import Batches, Packed
 from data.features.extraction import extract, spec_of
-from data.features.source import Compute, FeaturesConfig, LiveFeatures, StoredFeatures
+from data.features.source import FeaturesConfig, LiveFeatures, StoredFeatures
 from data.features.store import (
-    INDEX,
     SHARDS,
     Copying,
     DamagedError,
     FeatureRequest,
     FeatureStore,
     SequenceTensors,
-    compute,
     start,
 )
 from heads.base import Features
@@ -37,7 +33,7 @@ LAYERS = (0, 2)
 def config(**changed: Any) -> FeaturesConfig:
     values: dict[str, Any] = {
         "mode": "stored", "path": "x", "dtype": "fp32",
-        "on_missing": "fail", "shard_mb": 1, "prefetch": 3, "micro_rows": 2, "vllm": None, "vllm_layers": [],
+        "shard_mb": 1, "prefetch": 3, "micro_rows": 2, "vllm": None, "vllm_layers": [],
         "url": [], "endpoint": asking.config(),
     }  # fmt: skip
     return FeaturesConfig(**values | changed)
@@ -68,14 +64,8 @@ def under_way(target: Target, packed: Packed, store: FeatureStore, rows: list[in
     return start(target, packed.token[rows].long(), packed.document[rows].long(), store.spec)
 
 
-def stored(
-    store: FeatureStore, of: Batches, recomputed: Compute | None = None, layers: tuple[int, ...] = LAYERS
-) -> StoredFeatures:
-    return StoredFeatures(store, of, FeatureRequest(layers, torch.float32), torch.device("cpu"), 3, recomputed)
-
-
-def recomputed(target: Target, store: FeatureStore) -> Compute:
-    return partial(compute, target, spec=store.spec)
+def stored(store: FeatureStore, of: Batches, layers: tuple[int, ...] = LAYERS) -> StoredFeatures:
+    return StoredFeatures(store, of, FeatureRequest(layers, torch.float32), torch.device("cpu"), 3)
 
 
 def steps(source: Any, count: int) -> list[Features]:
@@ -107,7 +97,7 @@ def test_stored_features_are_the_live_ones_up_to_rounding(
     assert not any(features.last_hidden.requires_grad for features in live)
     same(steps(source, 9), live, share)
     assert source.read == 36
-    assert "36 sequences read, 0 computed" in source.close()
+    assert "36 sequences read" in source.close()
     one, turned = (steps(stored(store, batches(packed), layers=layers), 1)[0] for layers in (LAYERS, LAYERS[::-1]))
     assert torch.equal(turned.hidden, one.hidden.flip(2)), "layers come in the head's own order"
 
@@ -119,7 +109,7 @@ def test_fewer_layers_are_chosen_from_more(tmp_path: Path, target: Target, packe
     assert none.hidden.shape == (2, 16, 0, 32)
     assert torch.equal(none.last_hidden, all_of.last_hidden)
     form = FeatureRequest((2,), torch.bfloat16)
-    coarse = steps(StoredFeatures(store, batches(packed), form, torch.device("cpu"), 3, None), 1)[0]
+    coarse = steps(StoredFeatures(store, batches(packed), form, torch.device("cpu"), 3), 1)[0]
     assert coarse.hidden.dtype == coarse.last_hidden.dtype == torch.bfloat16
 
 
@@ -151,38 +141,11 @@ def test_a_step_may_be_any_and_waiting_is_counted(
     assert source.stall >= 0.05  # several threads read: a row of the first micro-batch at least is waited for
 
 
-def test_a_missing_row_is_named_or_computed(tmp_path: Path, target: Target, packed: Packed) -> None:
+def test_a_damaged_row_is_named(tmp_path: Path, target: Target, packed: Packed) -> None:
     store = extracted(tmp_path, target, packed)
-    (tmp_path / INDEX / "000000.json").unlink()
-    store = FeatureStore(tmp_path)
-    with pytest.raises(DamagedError, match=r"sequence [012] is in no shard; extract it, or give features.on_missing"):
+    flip(tmp_path / SHARDS / "000001.safetensors", 0.7)
+    with pytest.raises(DamagedError, match=r"000001\.safetensors: sequence [3-5] .*\.json and extract again"):
         steps(stored(store, batches(packed)), 9)
-    source = stored(store, batches(packed), recomputed(target, store))
-    same(steps(source, 9), steps(LiveFeatures(target, batches(packed), LAYERS), 9), 1e-5)
-    assert 0 < source.computed < source.read == 36 - source.computed
-
-
-def test_a_damaged_row_is_named_or_computed_with_a_warning(
-    tmp_path: Path, target: Target, packed: Packed, caplog: pytest.LogCaptureFixture
-) -> None:
-    store = extracted(tmp_path, target, packed)
-    for name in ("000001", "000002"):
-        flip(tmp_path / SHARDS / f"{name}.safetensors", 0.7)
-    with pytest.raises(DamagedError, match=r"00000[12]\.safetensors: sequence [3-8]"):
-        steps(stored(store, batches(packed)), 9)
-    with caplog.at_level(logging.WARNING):
-        source = stored(store, batches(packed), recomputed(target, store))
-        same(steps(source, 9), steps(LiveFeatures(target, batches(packed), LAYERS), 9), 1e-5)
-    assert "000001.safetensors" in caplog.text
-    assert "000002.safetensors" in caplog.text
-    assert source.computed > 0
-
-
-def test_a_computed_row_is_rounded_as_a_stored_one(tmp_path: Path, target: Target, packed: Packed) -> None:
-    whole = extracted(tmp_path / "whole", target, packed, dtype="fp8")
-    empty = FeatureStore.create(tmp_path / "empty", whole.spec)
-    ours = steps(stored(whole, batches(packed)), 6)
-    same(steps(stored(empty, batches(packed), recomputed(target, empty)), 6), ours, 2e-2)
 
 
 @pytest.mark.parametrize(("hidden", "last"), [(float("inf"), 0.0), (0.0, float("nan"))])

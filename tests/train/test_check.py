@@ -80,6 +80,7 @@ OUT = ("../evil", "a/../../b", "/elsewhere")  # of the folder of runs
         ),
         (["plan=true", "data.path=gone.jsonl"], "gone.jsonl: neither a file here nor a Hub dataset"),
         (["plan=true", "data.path=lists.jsonl"], "lists.jsonl: line 1: every record must be a JSON object"),
+        (["plan=true", "data.path=single.jsonl"], "single.jsonl: holds a single record"),
         (["plan=true", "workload=gone"], "workload gone is neither a file or folder here"),
         (["plan=fit"], "plan is 'fit': give true, false, or ignore"),
     ],
@@ -89,6 +90,7 @@ def test_a_mistake_is_named_before_anything_is_loaded(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("lists.jsonl").write_text("[1, 2]\n")
+    Path("single.jsonl").write_text('{"text": "a"}\n')
     refuses(re.escape(told), lambda: check(configured([*toy, *overrides])))
     assert not Path(toy[-1].removeprefix("out=")).exists()
 

@@ -80,10 +80,6 @@ def test_a_streamed_target_trains_and_is_evaluated(alone: tuple[Path, list[str],
             r"model\.placement=fsdp takes all processes for a pass.*give objective",
             ["model.placement=fsdp", "objective.on_policy.prompts=1"],
         ),
-        (
-            r"model\.placement=tensor_parallel .* rows of a store: give features=live",
-            ["model.placement=tensor_parallel", "eval.prompts=0", "features=stored", "features.on_missing=compute"],
-        ),
         (r"model\.placement is 'here'", ["model.placement=here"]),
     ],
 )
