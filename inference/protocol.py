@@ -8,7 +8,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from heads.base import DraftHead, Layers, Tokens
-from heads.shapes import PerSequence
+from heads.shapes import Nodes, PerSequence
 from inference.target.cache import TargetCache
 from inference.target.model import TargetOutput
 from inference.verification.rng import Draws, Samples
@@ -54,15 +54,21 @@ class Drafted(NamedTuple):
         tree: the trees "B N".
         ancestor_mask: mask of each node's ancestors and itself.
         q: the probs that children were sampled from, for the M nodes with children; None if they were ranked.
-        depth: depth of each node "B N"; None if it is the number of its ancestors, which the step then fills in.
+        depth: depth of each node; None if it is the number of its ancestors.
         noise: the noise of `DraftInputs`.
     """
 
     tree: DraftTree
     ancestor_mask: AncestorMask
     q: Float[Tensor, "B M V"] | None = None
-    depth: Any = None
+    depth: Nodes | None = None
     noise: Float[Tensor, "B P V"] | None = None
+
+    @property
+    def node_depth(self) -> Nodes:
+        """The depth of each node, once it is known."""
+        assert self.depth is not None
+        return self.depth
 
     def first(self, count: int) -> "Drafted":
         """Return the drafts of the first sequences."""

@@ -5,9 +5,10 @@ python inference/run.py run=outputs/NAME chat=true
 """
 
 import sys
+from pathlib import Path
 
 if __name__ == "__main__":  # the checkout's root in place of inference/, so that its files shadow no module
-    sys.path[0] += "/.."
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from collections.abc import Iterable
 

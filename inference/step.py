@@ -162,7 +162,8 @@ class DeviceStep:
             self.draft_batch.update(slot, token, path, None if out.logits is None else out.logits[slot])
             if requests[slot].settings.keep_passes:  # the target's output, without padding
                 tree = DraftTree(drafted.tree.token[slot], drafted.tree.parent[slot])
-                valid = (tree.token >= 0) & (drafted.depth[slot] <= requests[slot].remaining_limits[0] + len(token))
+                limit = requests[slot].remaining_limits[0] + len(token)
+                valid = (tree.token >= 0) & (drafted.node_depth[slot] <= limit)
                 nodes, index = trees.keep(tree, valid)
                 row_of = slice(slot, slot + 1), path
                 rows_of_path = TargetOutput(out.hidden[row_of], out.last_hidden[row_of], None)
@@ -354,7 +355,7 @@ class DeviceStep:
             seen_tokens = slots.seen_tokens[:, None].expand(-1, logits.shape[1], -1).scatter(2, path.clamp_min(0), True)
             logits = penalize(logits, seen_tokens, sampling)
         if self.masks_eos:
-            early = (drafted.depth < slots.min_tokens_left[:, None])[..., None]
+            early = (drafted.node_depth < slots.min_tokens_left[:, None])[..., None]
             logits = logits.masked_fill(early & self.eos_mask, float("-inf"))
         if not self.captures:  # no time can be measured inside a graph
             self.timer.mark("verify")
@@ -362,7 +363,7 @@ class DeviceStep:
 
     def forward(self, slots: Slots, drafted: Drafted, kv_length: int) -> TargetOutput:
         """Run the target over the trees; their entries follow each sequence's committed ones."""
-        tree, ancestor_mask, depth = drafted.tree, drafted.ancestor_mask, drafted.depth
+        tree, ancestor_mask, depth = drafted.tree, drafted.ancestor_mask, drafted.node_depth
         count, size = tree.token.shape
         # Nodes beyond max_draft_depth run at its position and are never accepted; idle slots run at position 0.
         position = slots.length[:, None] + torch.minimum(depth, slots.max_draft_depth[:, None])
@@ -423,7 +424,7 @@ class DeviceStep:
             if greedy and self.allows_host_sync and len(tree.token) == 1 and not rules.is_lossy(settings.rule):
                 accepted, ranks, count = rules.follow_on_host(tree, argmax(logits), slots.max_draft_depth, deepest)
             else:
-                valid = rules.valid_nodes(tree, drafted.ancestor_mask, drafted.depth, slots.max_draft_depth)
+                valid = rules.valid_nodes(tree, drafted.ancestor_mask, drafted.node_depth, slots.max_draft_depth)
                 if not self.draft_batch.traits.on_device:
                     valid &= tree.parent != LOOK_AHEAD
                 accepted = self.run_rule(slots, drafted, valid, logits, settings)
@@ -451,7 +452,7 @@ class DeviceStep:
         elif rule.threshold is not None:  # at temperature 0 a lossy rule reads the probs at temperature 1
             p = distribution(processed_logits, replace(sampling, temperature=1.0) if greedy else sampling)
             last = rules.follow(tree, ancestor_mask, valid, rules.lenient(tree, p, rule.threshold))
-            token = choose(last, drafted.depth.gather(1, last[:, None])[:, 0])
+            token = choose(last, drafted.node_depth.gather(1, last[:, None])[:, 0])
         elif drafted.q is None or rule.verify is None or not all(plan.has_q):
             last, token = rules.walk(tree, valid, choose, plan.deepest, allow_host_sync=self.allows_host_sync)
         if not greedy and drafted.q is not None and rule.verify is not None:
@@ -461,7 +462,7 @@ class DeviceStep:
             uniforms = uniform(hash_key(key, slots.length + 1)[:, None], torch.arange(p.shape[1], device=p.device))
             draft = rules.Sampled(plan.sampled, tree.token, valid, drafted.q)
             sampled_last, probs = rule.verify(draft, p, uniforms, self.allows_host_sync)
-            position = slots.length + 1 + drafted.depth.gather(1, sampled_last[:, None])[:, 0]
+            position = slots.length + 1 + drafted.node_depth.gather(1, sampled_last[:, None])[:, 0]
             after = (probs / exponential_noise(slots.key, position, p.shape[-1])).argmax(-1)
             if all(plan.has_q):
                 last = sampled_last

@@ -23,7 +23,7 @@ from statistics import NormalDist
 from typing import Annotated, Any
 
 if __name__ == "__main__":
-    sys.path[0] += "/.."
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 import numpy as np
 from numpy.typing import NDArray

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 if __name__ == "__main__":  # the checkout's root replaces ops/, whose files could shadow modules
-    sys.path[0] += "/.."
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 import re
 from contextlib import suppress

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Annotated
 
 if __name__ == "__main__":
-    sys.path[0] += "/.."
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from omegaconf import DictConfig
 

@@ -17,7 +17,7 @@ import sys
 from pathlib import Path
 
 if __name__ == "__main__":  # the checkout's root replaces the script's folder
-    sys.path[0] += "/.."
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 import logging
 import math

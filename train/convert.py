@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 if __name__ == "__main__":  # the checkout's root replaces train/, whose files could shadow modules
-    sys.path[0] += "/.."
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 import torch
 from omegaconf import DictConfig

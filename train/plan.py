@@ -10,6 +10,7 @@ import re
 from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -19,7 +20,7 @@ from transformers import PreTrainedConfig
 
 from data.features.store import size
 from heads import HEADS
-from heads.base import HeadModule, Layers, draft_size, frozen_count, parameter_count
+from heads.base import HeadModule, Layers, draft_size, frozen_count, layer_dims_of, parameter_count
 from heads.common.target_config import UNFIT, experts_of, read_target_config, reason
 from heads.medusa import Medusa
 from heads.modules.autoregressive import Recurrent
@@ -50,6 +51,8 @@ QUANTIZED = {"int8": 1.0, "torchao_int8": 1.0, "bnb_int8": 1.0, "bnb_nf4": 0.56}
 BY_METHOD = {"fp8": 1.0, "fbgemm_fp8": 1.0, "eetq": 1.0, "mxfp4": 0.53}
 BITS = r'(?:"(?:bits|w_bit|num_bits)": |"load_in_(?=\dbit": true))(\d+)'  # a weight's, in a checkpoint's quantisation
 SCALES = 0.06  # bytes a weight of less than 8 bits takes in the scales of its group
+# Models of Llama's layers, by how many norms as wide as an attention head each layer has.
+PLAIN = {"llama": 0, "qwen3": 2, "qwen3_moe": 2}
 ONCE = ("fusion", "hidden_norm", "inject_norm", "prefix")  # modules of a head that read the target's rows, once
 # Bytes of each logit of a chunk: the draft's, a further loss's, the target's while its probs are computed, and theirs.
 LOGIT, LOSS, TEACHER, PROB = 12, 12, 10, 4
@@ -106,6 +109,8 @@ def _target_shape(path: str, trust_remote_code: bool, given: str) -> TargetShape
     except ValueError:
         try:
             if is_given := shape.pop("of", None) == path:
+                if shape.get("model_type") in PLAIN:
+                    return plain_shape(PreTrainedConfig(**shape), PLAIN[shape["model_type"]])
                 config = transformers.AutoConfig.for_model(**shape)
             else:
                 config = read_target_config(path, trust_remote_code)
@@ -136,6 +141,23 @@ def _target_shape(path: str, trust_remote_code: bool, given: str) -> TargetShape
         recurrence(text, nn.ModuleList()) is not None or packing(built) is not None,
         not any(list(module.buffers()) for module in ends),
     )  # fmt: skip
+
+
+def plain_shape(config: Any, norms: int) -> TargetShape:
+    """Return the shape of a model of PLAIN by its numbers alone: to import its class takes half as long as a plan."""
+    width, layers, dims = config.hidden_size, config.num_hidden_layers, layer_dims_of(config)
+    with torch.device("meta"):  # nn.Embedding would draw its values there, for which torch imports its compiler
+        embedding = nn.Embedding.from_pretrained(torch.empty(config.vocab_size, width))
+        lm_head = nn.Linear(width, config.vocab_size, bias=False)
+    ends = {"get_input_embeddings": lambda: embedding, "get_output_embeddings": lambda: lm_head}
+    model: Any = SimpleNamespace(config=config, **ends)
+    available, chosen = experts_of(config) or (1, 1)
+    feed = config.moe_intermediate_size if available > 1 else dims.intermediate_size
+    attention = 2 * width * dims.head_dim * (dims.num_heads + dims.num_kv_heads) + norms * dims.head_dim
+    layer = attention + 2 * width + available * width * (available > 1)  # without the MLPs, with their router
+    inner, active = (width + layers * (layer + 3 * width * feed * count) for count in (available, chosen))
+    tables = embedding.weight.numel() * (1 if config.tie_word_embeddings else 2)
+    return TargetShape(config, TargetEmbeddings(model), chosen * feed, tables, inner, active, True, True)
 
 
 class HeadCost(NamedTuple):

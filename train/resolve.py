@@ -58,7 +58,7 @@ from inference.target.placement import (
 from train.config import HERE, IGNORE, DeviceConfig, JobConfig, RunConfig, checked, run_config
 from train.distributed import processes
 from train.distributed.launch import launched, on_node, world
-from train.plan import GIB, MAX_UTILISATION, Plan, plan, target_shape
+from train.plan import GIB, MAX_UTILISATION, PLAIN, Plan, plan, target_shape
 from train.start import STARTS, check_init, check_kind, resolve_saved_config
 
 GATE = "float32"  # dtype of the losslessness check if the target fits in it: 16-bit rounding blurs the comparison
@@ -263,7 +263,7 @@ def checked_plan(run: RunConfig) -> Plan:
     if where.needs_all_ranks:
         check_processes(where, launcher.world, group)
     if where.placement == TENSOR_PARALLEL:
-        if not getattr(text, "base_model_tp_plan", None):
+        if text.model_type not in PLAIN and not getattr(text, "base_model_tp_plan", None):
             raise ValueError(f"model.placement={TENSOR_PARALLEL}: transformers has no plan to cut {model.path} up")
         check_shape(text, group, model.path)
     if where.placement == DEVICE_MAP and run.device.type != "cpu":

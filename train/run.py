@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 if __name__ == "__main__":
-    sys.path[0] += "/.."
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from accelerate import Accelerator
 from hydra.core.hydra_config import HydraConfig

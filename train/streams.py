@@ -22,7 +22,7 @@ import torch
 from heads.shapes import PerSequence
 
 if __name__ == "__main__":
-    sys.path[0] += "/.."
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from accelerate import Accelerator
 from accelerate.utils import set_seed

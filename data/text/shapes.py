@@ -128,7 +128,7 @@ def at(value: Any, path: str) -> Any:
     for name in path.split("/") if path else ():
         if not isinstance(value, dict) or (value := value.get(name)) is None:
             return None
-        value = opened(value) if isinstance(value, str) else value
+        value = opened(value)
     return value
 
 

@@ -121,6 +121,21 @@ def test_a_preset_plans_without_network(model: str, billions: float, active: flo
 
 
 @pytest.mark.usefixtures("offline")
+@pytest.mark.parametrize("model", ["llama32_1b", "qwen3_0_6b", "qwen3_30b_a3b"])
+def test_a_shape_by_its_numbers_is_that_of_the_model_that_is_built(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = run(f"model={model}").model
+    by_numbers = target_shape(asked)
+    monkeypatch.setattr("train.plan.PLAIN", {})
+    _target_shape.cache_clear()
+    built = target_shape(asked)
+    for name in ("feed", "embeddings", "inner", "active", "packs", "loads_alone"):
+        assert getattr(by_numbers, name) == getattr(built, name), name
+    for name in ("hidden_size", "vocab_size", "num_layers", "layer_dims", "factor", "softcap"):
+        assert getattr(by_numbers.target, name) == getattr(built.target, name), name
+    assert by_numbers.target.beyond_tables() == built.target.beyond_tables() == []
+
+
+@pytest.mark.usefixtures("offline")
 @pytest.mark.parametrize(
     ("overrides", "named"),
     [
