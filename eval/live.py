@@ -21,19 +21,8 @@ from transformers import GenerationConfig
 
 from data.text.prompts import Prompt
 from eval.inputs.workloads import cycled
-from eval.measures import metrics
+from eval.measures import metrics, results
 from eval.measures.losslessness import UNCHECKED, Gate, labelled
-from eval.measures.results import (
-    BASELINE,
-    DrafterInfo,
-    MeasuredRequest,
-    Measurement,
-    ResultRow,
-    Subset,
-    by_request,
-    result,
-    with_speedups,
-)
 from heads.base import Tokens
 from heads.common.progress import progress
 from heads.common.typed import Json
@@ -61,7 +50,7 @@ class Setup(NamedTuple):
 
     def all_drafters(self) -> dict[str, Drafter]:
         """Return the baseline and the drafters by name."""
-        return {BASELINE: Baseline(self.target.device), **self.drafters}
+        return {results.BASELINE: Baseline(self.target.device), **self.drafters}
 
 
 def measure(setup: Setup, repeats: int, warmup: Prompts, hf: bool, batch_size: int = 1) -> Runs:
@@ -71,7 +60,7 @@ def measure(setup: Setup, repeats: int, warmup: Prompts, hf: bool, batch_size: i
     measured, run first. A drafter with memory starts every round empty, so it never sees a prompt twice.
     """
     target, drafters, prompts, settings = setup
-    assert not {BASELINE, HF} & set(drafters), "a drafter has a baseline's name"
+    assert not {results.BASELINE, HF} & set(drafters), "a drafter has a baseline's name"
     runners: dict[str, Runner] = {
         name: partial(speculate, target, drafter, settings=settings, batch_size=batch_size)
         for name, drafter in setup.all_drafters().items()
@@ -148,8 +137,8 @@ def medians(runs: Runs) -> dict[str, list[Generation]]:
 
 
 def rows(
-    runs: Runs, drafters: Mapping[str, Drafter], gates: Mapping[str, Gate], measurement: Measurement
-) -> list[ResultRow]:
+    runs: Runs, drafters: Mapping[str, Drafter], gates: Mapping[str, Gate], measurement: results.Measurement
+) -> list[results.ResultRow]:
     """Assemble the report's rows of one session, the baseline first: for all prompts, then for each category.
 
     A drafter without a passed losslessness check in `gates` gets no speedup at any temperature.
@@ -157,16 +146,16 @@ def rows(
     middle = medians(runs)
     requests = {name: [timed(run) for run in runs_of] for name, runs_of in middle.items()}
     measured = []
-    for subset in measurement.parts(len(requests[BASELINE])):
+    for subset in measurement.parts(len(requests[results.BASELINE])):
         for name in (name for name in requests if name != HF):
             rule = metrics.rules_used([middle[name][index] for index in subset.indices])
-            info = DrafterInfo(name, rule, Baseline.tree if name == BASELINE else drafters[name].tree)
-            row = result(info, subset, subset.of(requests[name]))
+            info = results.DrafterInfo(name, rule, Baseline.tree if name == results.BASELINE else drafters[name].tree)
+            row = results.result(info, subset, subset.of(requests[name]))
             measured.append(with_gate_result(row, subset, requests, gates))
     return measured
 
 
-def paired(runs: Runs, drafters: Sequence[str], measurement: Measurement) -> list[Json]:
+def paired(runs: Runs, drafters: Sequence[str], measurement: results.Measurement) -> list[Json]:
     """Return each drafter's difference from the first in τ and in tokens per second, over the same prompts.
 
     The median run of each prompt counts, as in the report's rows. Empty with one drafter or one prompt.
@@ -193,24 +182,27 @@ def paired(runs: Runs, drafters: Sequence[str], measurement: Measurement) -> lis
 
 
 def with_gate_result(
-    row: ResultRow, subset: Subset, requests: Mapping[str, Sequence[MeasuredRequest]], gates: Mapping[str, Gate]
-) -> ResultRow:
+    row: results.ResultRow,
+    subset: results.Subset,
+    requests: Mapping[str, Sequence[results.MeasuredRequest]],
+    gates: Mapping[str, Gate],
+) -> results.ResultRow:
     """Return a row with its losslessness check, and with speedups if the check did not fail."""
     measurement, gate = subset.measurement, gates.get(labelled(row.drafter, row.batch_size), UNCHECKED)
     shown = gate if measurement.temperature == 0 else measurement.coupled.get(row.drafter, UNCHECKED)
     row = replace(row, lossless=shown.among([measurement.start + index for index in subset.indices]).counts())
     # at batch size 1 the baseline is the reference of the check
-    trusted = gate.passed or (row.drafter == BASELINE and not gate.checked)
-    if not trusted or row.drafter in measurement.not_lossless or BASELINE not in requests:
+    trusted = gate.passed or (row.drafter == results.BASELINE and not gate.checked)
+    if not trusted or row.drafter in measurement.not_lossless or results.BASELINE not in requests:
         return row
-    mine, baseline = subset.of(requests[row.drafter]), subset.of(requests[BASELINE])
+    mine, baseline = subset.of(requests[row.drafter]), subset.of(requests[results.BASELINE])
     hf = subset.of(requests[HF]) if HF in requests else None
-    return with_speedups(row, subset, mine, baseline, hf)
+    return results.with_speedups(row, subset, mine, baseline, hf)
 
 
-def timed(run: Generation) -> MeasuredRequest:
+def timed(run: Generation) -> results.MeasuredRequest:
     """Convert a run to a measured request."""
-    return MeasuredRequest(
+    return results.MeasuredRequest(
         passes=metrics.passes(run),
         decoding=metrics.decoding([run])[0],
         end_to_end=(len(run.tokens), run.prefill_s + run.decode_s),
@@ -269,7 +261,7 @@ class Served(NamedTuple):
     queue_s: float  # seconds from the arrival to the prefill
     ttft_s: float  # seconds from the arrival to the first token
 
-    def request(self) -> MeasuredRequest:
+    def request(self) -> results.MeasuredRequest:
         """Convert to a measured request; waits count from the arrival."""
         waits = {"latency_s": self.generation.latency_s, "ttft_s": self.ttft_s, "queue_s": self.queue_s}
         return replace(timed(self.generation), waits=waits, arrived=self.arrived)
@@ -348,27 +340,29 @@ def measure_rate(setup: Setup, repeats: int, warmup: Prompts, batch_size: int, r
     )  # fmt: skip
 
 
-def requests_of(rounds: Rounds) -> dict[str, list[list[MeasuredRequest]]]:
+def requests_of(rounds: Rounds) -> dict[str, list[list[results.MeasuredRequest]]]:
     """Return the measured requests of all rounds."""
     return {name: [[one.request() for one in repeats] for repeats in prompts] for name, prompts in rounds.items()}
 
 
 def queued_rows(
-    rows: Sequence[ResultRow], rounds: Mapping[str, Sequence[Sequence[MeasuredRequest]]], measurement: Measurement
-) -> list[ResultRow]:
+    rows: Sequence[results.ResultRow],
+    rounds: Mapping[str, Sequence[Sequence[results.MeasuredRequest]]],
+    measurement: results.Measurement,
+) -> list[results.ResultRow]:
     """Return the rows of a session under load with waiting times, given the requests by drafter and prompt.
 
     Latencies are over all rounds, since each round had other arrivals. A speedup is a ratio of mean latencies.
     """
-    subsets = {subset.category: subset for subset in measurement.parts(len(rounds[BASELINE]))}
+    subsets = {subset.category: subset for subset in measurement.parts(len(rounds[results.BASELINE]))}
     queued = []
     for row in rows:
         subset = subsets[row.category]
-        mine, baseline = (subset.of(rounds[name]) for name in (row.drafter, BASELINE))
+        mine, baseline = (subset.of(rounds[name]) for name in (row.drafter, results.BASELINE))
         # The inverse of each prompt's total latency, so that a ratio is a speedup.
         fast, slow = ([(1, sum(one.latency_s for one in several)) for several in of] for of in (mine, baseline))
         requests = [*chain.from_iterable(mine)]
-        cuts = by_request(requests)
+        cuts = results.by_request(requests)
         cuts.pop("tokens_per_second", None)  # arrivals bound the throughput
         trusted, seed = row.whole_speedup is not None, measurement.seed
         turns = list(zip(*mine, strict=True))  # each round's seconds are from its first arrival to its last end

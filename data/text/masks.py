@@ -16,20 +16,9 @@ from typing import Any, NamedTuple
 from transformers import PreTrainedTokenizerBase
 
 from data.config import DataConfig
+from data.text import template
 from data.text.parts import REASONING, BadSampleError, LeftOutError, Message, content_text
 from data.text.records import Record
-from data.text.template import (
-    Span,
-    encode,
-    ends_of,
-    is_blank,
-    last_token,
-    media_tokens,
-    render,
-    render_tagged,
-    turn_end_tokens,
-    with_opening,
-)
 from inference.target.tokenizer import RenderError, encode_one, text_ids
 
 OPEN = r"(?:<think>|\[THINK\]|<\|START_THINKING\|>|<seed:think>)"
@@ -114,7 +103,7 @@ class Turn(NamedTuple):
     """A chat up to the end of an answer: the rendering, and the character spans to train."""
 
     text: str
-    spans: list[Span]
+    spans: list[template.Span]
     cut: list[int]  # ends of answers that were cut off or continue elsewhere: their end tokens are not trained
 
 
@@ -219,7 +208,7 @@ def count_bad(error: ValueError, name: str, config: DataConfig, drop_counts: Cou
 
 def check_vocabulary(token: list[int], tokenizer: PreTrainedTokenizerBase) -> None:
     """Refuse tokens outside of the tokenizer's vocabulary."""
-    last, media = last_token(tokenizer), media_tokens(tokenizer)
+    last, media = template.last_token(tokenizer), template.media_tokens(tokenizer)
     for number in token:
         if not 0 <= number <= last:
             message = f"token {number} is not among the tokenizer's 0 to {last}; give the model.path that wrote it"
@@ -271,7 +260,7 @@ def turns_of(
 ) -> list[Turn]:
     """Return the chat up to each answer that is trained on."""
     cut = config.reasoning == "cut"
-    chat = with_opening(record.messages, tokenizer, record.tools)
+    chat = template.with_opening(record.messages, tokenizer, record.tools)
     drop_counts[OPENING_DROPPED] += len(chat) < len(record.messages)
     messages = [(without_reasoning if cut else under_all_names)(message) for message in chat]
     roles = [message["role"] for message in messages]
@@ -318,14 +307,14 @@ def _turn(record: Record, tokenizer: PreTrainedTokenizerBase, cut: bool) -> Turn
     before a block and the token that ends the turn.
     """
     tools, before = record.tools, record.messages[:-1]
-    prompt = render(before, tokenizer, True, tools)
-    text, blocks = render_tagged(record.messages, tokenizer, tools)
-    ends = ends_of(tokenizer)  # Phi-3 and others append the end token to any finished last turn
-    if ends.text.search(text) and ends.text.search(render(before, tokenizer, False, tools)):
+    prompt = template.render(before, tokenizer, True, tools)
+    text, blocks = template.render_tagged(record.messages, tokenizer, tools)
+    ends = template.ends_of(tokenizer)  # Phi-3 and others append the end token to any finished last turn
+    if ends.text.search(text) and ends.text.search(template.render(before, tokenizer, False, tools)):
         text = text.removesuffix(str(tokenizer.eos_token))
     start = len(prompt) if text.startswith(prompt) else None
     if start is None:
-        start = _start(prompt, text, render(before, tokenizer, False, tools), content_text(before[-1]).strip())
+        start = _start(prompt, text, template.render(before, tokenizer, False, tools), content_text(before[-1]).strip())
     if blocks is not None:
         least = start
         if least is None:  # where the prompt and the text differ first
@@ -395,7 +384,7 @@ def joined(turns: list[Turn]) -> list[Turn]:
     return texts[::-1]
 
 
-def _mask(text: str, spans: list[Span], tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:
+def _mask(text: str, spans: list[template.Span], tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:
     """Return the text's tokens, and 1 for each token that is entirely in a span; the target writes no other.
 
     Where a token seems to begin before a span, it may only follow a space that belongs to no token: the tokens of the
@@ -416,7 +405,7 @@ def _mask(text: str, spans: list[Span], tokenizer: PreTrainedTokenizerBase) -> t
             straddles |= not begins
     if not straddles:
         return token, mask
-    whole, *prefixes = encode([text, *(text[:edge] for edge in chain.from_iterable(spans))], tokenizer)
+    whole, *prefixes = template.encode([text, *(text[:edge] for edge in chain.from_iterable(spans))], tokenizer)
     if any(whole[: len(prefix)] != prefix for prefix in prefixes):
         if tokenizer.is_fast:
             return token, mask
@@ -450,10 +439,10 @@ def _end_turns(token: list[int], mask: list[int], tokenizer: PreTrainedTokenizer
 
     Templates may add a newline after it, which the target never samples, or omit the token until the next turn.
     """
-    special, eos = turn_end_tokens(tokenizer), tokenizer.eos_token_id
+    special, eos = template.turn_end_tokens(tokenizer), tokenizer.eos_token_id
     for end in [run.end() for run in TRAINED.finditer(bytes(mask))]:
         last = end - 1
-        while last > 0 and mask[last - 1] and token[last] not in special and is_blank(tokenizer, token[last]):
+        while last > 0 and mask[last - 1] and token[last] not in special and template.is_blank(tokenizer, token[last]):
             last -= 1
         if token[last] in special:
             mask[last + 1 : end] = [0] * (end - last - 1)

@@ -19,21 +19,11 @@ from heads.common.errors import one_line
 from heads.common.files import last_good
 from heads.common.resolvers import ROOT
 from heads.common.typed import Json, typed
-from heads.formats import lora
+from heads.formats import lora, store
 from heads.formats.checkpoint import read_module
 from heads.formats.mtp_layouts import layout_of, prefixes
 from heads.formats.published import KINDS, format_of, is_published, load_published
 from heads.formats.published.files import SAFE, further_files
-from heads.formats.store import (
-    CONFIG,
-    INDEX,
-    SCHEDULE,
-    TargetSpec,
-    assert_same_target,
-    head_config,
-    load_head,
-    read_config,
-)  # fmt: skip
 from heads.formats.weights import shards
 
 log = logging.getLogger(__name__)
@@ -46,9 +36,11 @@ def resolve_head(run_or_repo: str) -> Path:
     path = Path(run_or_repo).expanduser()
     if last_good(path).is_dir():
         for folder in (path / "head", path):
-            if (last_good(folder) / CONFIG).is_file():
+            if (last_good(folder) / store.CONFIG).is_file():
                 return folder
-        raise ValueError(f"{path}: no head in it, neither head/{CONFIG} nor {CONFIG}; let its training save one")
+        raise ValueError(
+            f"{path}: no head in it, neither head/{store.CONFIG} nor {store.CONFIG}; let its training save one"
+        )
     if path.parent.is_dir() or not REPO.fullmatch(run_or_repo):
         raise ValueError(f"{path}: no such folder; give a run's or published folder, or a Hub id OWNER/NAME")
     return _downloaded_head(run_or_repo)
@@ -56,9 +48,9 @@ def resolve_head(run_or_repo: str) -> Path:
 
 def _downloaded_head(repo: str) -> Path:
     """Return the folder of a downloaded head or adapter; refuse any other model before the download."""
-    folder = downloaded(repo, [CONFIG, *SAFE, INDEX, *lora.FILES, "config.yaml"])
+    folder = downloaded(repo, [store.CONFIG, *SAFE, store.INDEX, *lora.FILES, "config.yaml"])
     if not (folder / lora.CONFIG).is_file() and (further := further_files(folder)):
-        if (folder / INDEX).is_file():
+        if (folder / store.INDEX).is_file():
             format_of(folder)
         downloaded(repo, further)
     return folder
@@ -74,17 +66,17 @@ def downloaded(repo: str, patterns: Sequence[str]) -> Path:
         return Path(HfApi().snapshot_download(repo, allow_patterns=[*patterns]))
 
 
-def load_found(folder: Path, embeddings: Embeddings, spec: TargetSpec) -> nn.Module:
+def load_found(folder: Path, embeddings: Embeddings, spec: store.TargetSpec) -> nn.Module:
     """Load a head on the CPU in its saved dtype, ours or another project's; merge an adapter into its base in fp32."""
     if not (folder / lora.CONFIG).is_file():
-        return load_published(folder, embeddings) if is_published(folder) else load_head(folder, embeddings, spec)
-    content = read_config(folder)
-    assert_same_target(folder, typed(TargetSpec, content["target"]), spec)
+        return load_published(folder, embeddings) if is_published(folder) else store.load_head(folder, embeddings, spec)
+    content = store.read_config(folder)
+    store.assert_same_target(folder, typed(store.TargetSpec, content["target"]), spec)
     adapter = lora.read_adapter(folder)
-    return lora.merge(base_head(adapter.base, head_config(folder, content), embeddings, spec), adapter, folder)
+    return lora.merge(base_head(adapter.base, store.head_config(folder, content), embeddings, spec), adapter, folder)
 
 
-def base_head(name: str, config: HeadConfig, embeddings: Embeddings, spec: TargetSpec) -> nn.Module:
+def base_head(name: str, config: HeadConfig, embeddings: Embeddings, spec: store.TargetSpec) -> nn.Module:
     """Return the base head of an adapter in fp32, always from the Hub: a head, or the MTP module of a model there.
 
     Refuse what is no Hub id, an adapter, and a head of another configuration.
@@ -93,7 +85,7 @@ def base_head(name: str, config: HeadConfig, embeddings: Embeddings, spec: Targe
         raise ValueError(f"base={name[:80]}: no name of the Hub, OWNER/NAME, where the base of an adapter is")
     kind: Any = HEADS[config.name]
     head: nn.Module = kind(config, embeddings)
-    index, layers = downloaded(name, [INDEX]) / INDEX, embeddings.num_layers
+    index, layers = downloaded(name, [store.INDEX]) / store.INDEX, embeddings.num_layers
     named = shards(index).items() if index.is_file() else ()
     files = {tensor: index.parent / file for tensor, file in named if tensor.startswith(prefixes(layers))}
     if layout_of(files, layers) is not None:  # a model with a module, whose files alone are downloaded
@@ -112,12 +104,12 @@ def base_head(name: str, config: HeadConfig, embeddings: Embeddings, spec: Targe
     return head
 
 
-def made_for(folder: Path) -> TargetSpec | None:
+def made_for(folder: Path) -> store.TargetSpec | None:
     """Return the target that a head was trained for; None for another project's head, which records none."""
-    return None if is_published(folder) else typed(TargetSpec, read_config(folder)["target"])
+    return None if is_published(folder) else typed(store.TargetSpec, store.read_config(folder)["target"])
 
 
-def sibling_spec(folder: Path, spec: TargetSpec, use: str) -> TargetSpec:
+def sibling_spec(folder: Path, spec: store.TargetSpec, use: str) -> store.TargetSpec:
     """Return the target's spec with the fingerprint of the head's own target, which may differ.
 
     A head can so draft for, or initialise a head of, the target after fine-tuning, quantisation or an adapter. The
@@ -133,7 +125,7 @@ def sibling_spec(folder: Path, spec: TargetSpec, use: str) -> TargetSpec:
 def kind_of(folder: Path) -> str:
     """Return the kind of head in a folder; refuse a folder without a head."""
     if not is_published(folder):
-        return str(read_config(folder)["head"]["name"])
+        return str(store.read_config(folder)["head"]["name"])
     name = format_of(folder)
     return KINDS.get(name, name)
 
@@ -142,7 +134,7 @@ def tree_of(folder: Path, given: Mapping[str, Any]) -> Json:
     """Return the tree saved with a head, overridden by the `given` values that are not None; refuse a missing value."""
     chosen = {key: value for key, value in given.items() if value is not None}
     if not is_published(folder):
-        return {**read_config(folder)["tree"], **chosen}
+        return {**store.read_config(folder)["tree"], **chosen}
     if "kind" not in chosen:
         raise ValueError(
             f"{folder}: a head in an engine's format brings no tree: give tree=chain, tree=dynamic or another"
@@ -153,7 +145,7 @@ def tree_of(folder: Path, given: Mapping[str, Any]) -> Json:
 def schedule_of(folder: Path, given: Mapping[str, Any]) -> Any:
     """Return the lines of a head's saved schedule; None without a schedule, or if the user gives a tree."""
     given_tree = any(value is not None for value in given.values())
-    return None if given_tree or is_published(folder) else read_config(folder).get(SCHEDULE)
+    return None if given_tree or is_published(folder) else store.read_config(folder).get(store.SCHEDULE)
 
 
 def on_hub(name: str) -> bool:

@@ -9,20 +9,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from heads.base import Tokens
 from heads.shapes import PerSequence
-from inference.protocol import (
-    CommittedTokens,
-    Context,
-    Contexts,
-    DraftBatch,
-    Drafted,
-    Drafter,
-    DraftInputs,
-    DraftPlan,
-    DraftTraits,
-    PassLogits,
-    Proposal,
-    Verified,
-)
+from inference import protocol
 from inference.target.model import TargetOutput
 from inference.verification import tree as trees
 from inference.verification.rules import is_chain
@@ -33,16 +20,16 @@ from inference.verification.tree import LOOK_AHEAD, DraftTree
 class DrafterState(Protocol):
     """A drafter's state for one sequence."""
 
-    def propose(self, context: Context) -> Proposal:
+    def propose(self, context: protocol.Context) -> protocol.Proposal:
         """Return a draft after the last token."""
 
-    def update(self, commit: CommittedTokens) -> None:
+    def update(self, commit: protocol.CommittedTokens) -> None:
         """Update the state with the committed tokens; by default there is nothing to update."""
         return
 
 
 @runtime_checkable
-class HostDrafter(Drafter, Protocol):
+class HostDrafter(protocol.Drafter, Protocol):
     """A drafter on the host, with a state for each sequence.
 
     Attributes:
@@ -63,31 +50,31 @@ class HostDrafter(Drafter, Protocol):
         return HostBatch([self, *(self.clone() for _ in range(size - 1))])
 
 
-class HostBatch(DraftBatch):
+class HostBatch(protocol.DraftBatch):
     """The states of a batch's sequences, and their proposals in the current step."""
 
     def __init__(self, drafters: Sequence[HostDrafter]) -> None:
-        self.traits = DraftTraits(False, drafters[0].reads_logits, drafters[0].single)
+        self.traits = protocol.DraftTraits(False, drafters[0].reads_logits, drafters[0].single)
         self.slots: list[tuple[HostDrafter, DrafterState | None]] = [(drafter, None) for drafter in reversed(drafters)]
-        self.proposals: list[Proposal | None] = []  # one per slot
+        self.proposals: list[protocol.Proposal | None] = []  # one per slot
 
     def start_sequence(self, slot: int, token: Tokens, features: TargetOutput) -> None:
         """Begin a sequence."""
         drafter = self.slots[slot][0]
         state = drafter.start(token[:-1])
-        state.update(CommittedTokens(token[-1:]))
+        state.update(protocol.CommittedTokens(token[-1:]))
         self.slots[slot] = drafter, state
 
     def move(self, from_slot: int, slot: int, length: int) -> None:
         """Move a sequence's state with its drafter."""
         self.slots[slot], self.slots[from_slot] = self.slots[from_slot], self.slots[slot]
 
-    def begin(self, contexts: Contexts, longest: int) -> DraftPlan:
+    def begin(self, contexts: protocol.Contexts, longest: int) -> protocol.DraftPlan:
         """Collect the sequences' proposals."""
         states = zip([state for _, state in self.slots], contexts, strict=False)
         return self.planned([state.propose(context) if state and context else None for state, context in states])
 
-    def planned(self, proposals: list[Proposal | None]) -> DraftPlan:
+    def planned(self, proposals: list[protocol.Proposal | None]) -> protocol.DraftPlan:
         """Return the plan of a step's proposals; for a sequence without one only the root is verified."""
         self.proposals = proposals
         proposed = [proposal for proposal in proposals if proposal is not None]
@@ -102,7 +89,7 @@ class HostBatch(DraftBatch):
                 depth.append(depth[parent] + 1)
             depths += depth
         shapes = [tuple(tree) for tree, proposal in zip(parents[1:], proposed, strict=True) if proposal.q is not None]
-        self.plan = DraftPlan(
+        self.plan = protocol.DraftPlan(
             max(depths),
             self.size + self.look_ahead_size,
             all(map(is_chain, parents)),
@@ -113,8 +100,8 @@ class HostBatch(DraftBatch):
         return self.plan
 
     def draft_trees(
-        self, roots: DraftInputs, max_draft_depth: PerSequence, longest: int, *, allow_host_sync: bool
-    ) -> Drafted:
+        self, roots: protocol.DraftInputs, max_draft_depth: PerSequence, longest: int, *, allow_host_sync: bool
+    ) -> protocol.Drafted:
         """Return the proposals, padded to the largest, with look-ahead tokens after the nodes."""
         device, size, count = roots.token.device, self.size, len(self.proposals)
         token = torch.full((count, size), -1)
@@ -134,7 +121,7 @@ class HostBatch(DraftBatch):
             probs = [none if q is None else q for q in given]
             q = pad_sequence(probs, batch_first=True, padding_value=1.0).to(device)
         if not self.look_ahead_size:
-            return Drafted(tree, mask, q)
+            return protocol.Drafted(tree, mask, q)
         more = (0, self.look_ahead_size)
         tree = DraftTree(pad(tree.token, more, value=-1), pad(tree.parent, more, value=LOOK_AHEAD))
         itself = torch.eye(self.plan.max_nodes, dtype=torch.bool, device=device)  # attention over no keys gives NaN
@@ -147,15 +134,15 @@ class HostBatch(DraftBatch):
                 after = slice(size, size + len(ahead.token))
                 tree.token[b, after], depth[b, after] = ahead.token, ahead.offset
                 mask[b, after, :nodes], mask[b, after, after] = (ahead.attn_mask[:, :nodes], ahead.attn_mask[:, nodes:])
-        return Drafted(tree, mask, q, depth)
+        return protocol.Drafted(tree, mask, q, depth)
 
-    def update(self, slot: int, token: Tokens, path: list[int], logits: PassLogits) -> None:
+    def update(self, slot: int, token: Tokens, path: list[int], logits: protocol.PassLogits) -> None:
         """Update a sequence's state with its verified proposal."""
         proposal = self.proposals[slot]
         state = self.slots[slot][1]
         assert state is not None
-        verified = None if proposal is None else Verified(proposal.tree, path)
+        verified = None if proposal is None else protocol.Verified(proposal.tree, path)
         if proposal is not None and verified is not None and logits is not None:
             ahead = None if proposal.look_ahead is None else logits[self.size :][: len(proposal.look_ahead.token)]
             verified = verified._replace(logits=logits[: len(proposal.tree.token)], look_ahead=ahead)
-        state.update(CommittedTokens(token, verified))
+        state.update(protocol.CommittedTokens(token, verified))

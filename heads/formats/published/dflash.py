@@ -14,19 +14,8 @@ import torch
 
 from heads.base import Embeddings, draft_size, embedding_of
 from heads.common.typed import Json
+from heads.formats.published import plan
 from heads.formats.published.exporting import EngineClass, Export, ExportedHead
-from heads.formats.published.plan import (
-    BLOCK_OUTPUTS,
-    BLOCK_STATES,
-    KNOWN,
-    OFFSETS,
-    PublishedHead,
-    TensorMapping,
-    as_outputs,
-    check_width,
-    decoder,
-    drafted_by_offsets,
-)
 from heads.modules.fusion import DFLASH_LAYERS
 
 DSPARK, DFLASH2 = "Qwen3DSparkModel", "DFlash2DraftModel"
@@ -61,11 +50,11 @@ PARTS = {
 }
 
 
-def read(source: PublishedHead, embeddings: Embeddings) -> TensorMapping:
+def read(source: plan.PublishedHead, embeddings: Embeddings) -> plan.TensorMapping:
     """Return the mapping of the format's tensors."""
     options, stored = source.config | (source.config.get("dflash_config") or {}), source.tensors
     ours = {name: stored[foreign] for name, foreign in NAMES.items() if foreign in stored}
-    check_width(source, "fc.weight", embeddings)
+    plan.check_width(source, "fc.weight", embeddings)
     plain = {"markov_head_type": "vanilla", "use_swa": False, "output_multiplier": 1.0, "final_logit_softcapping": 0.0}
     for key, value in plain.items():
         if options.get(key) not in (None, value):
@@ -74,7 +63,7 @@ def read(source: PublishedHead, embeddings: Embeddings) -> TensorMapping:
     for key, name in parts.items():
         if options.get(key):
             source.tensor(NAMES.get(name, name), key)
-    ids = drafted_by_offsets(source, embeddings)
+    ids = plan.drafted_by_offsets(source, embeddings)
     domino, markov, selector = (ours.get(f"{name}.weight") for name in ("domino.down", "before", "selector.projection"))
     if domino is not None and options.get("pure_draft_prefix_len") != 1:
         raise source.refusal(f"pure_draft_prefix_len={options.get('pure_draft_prefix_len')}")
@@ -82,16 +71,18 @@ def read(source: PublishedHead, embeddings: Embeddings) -> TensorMapping:
         if not isinstance(options.get(key), int):
             raise source.error(f"config.json does not say {key}; download it again")
     anchor = options.get("sample_from_anchor" if domino is None else "shift_label", markov is not None)
-    token, feature_layers = source.mask_token(options.get("mask_token_id"), embeddings), options.get(BLOCK_OUTPUTS)
+    token, feature_layers = source.mask_token(options.get("mask_token_id"), embeddings), options.get(plan.BLOCK_OUTPUTS)
     fc, confidence = stored["fc.weight"], ours.get("confidence.weight")
     filled = {"mask": embedding_of(embeddings, torch.tensor(token)).to("cpu", fc.dtype)}
     if markov is not None and confidence is not None and confidence.shape[1] == len(fc):
         # The format's confidence head does not read the Markov state: its columns are zeros.
         filled["confidence.weight"] = torch.cat([confidence, confidence.new_zeros(1, markov.shape[1])], 1)
-    if feature_layers is None and options.get(BLOCK_STATES) is not None:
-        feature_layers = as_outputs(options[BLOCK_STATES])
+    if feature_layers is None and options.get(plan.BLOCK_STATES) is not None:
+        feature_layers = plan.as_outputs(options[plan.BLOCK_STATES])
     if feature_layers is None and fc.shape[1] != DFLASH_LAYERS * embeddings.hidden_size:
-        raise source.error(f"config.json does not say {BLOCK_OUTPUTS}, and fc.weight does not join the default five")
+        raise source.error(
+            f"config.json does not say {plan.BLOCK_OUTPUTS}, and fc.weight does not join the default five"
+        )
     conv = {"conv": None, "conv_group": 1}
     if CONV.format("base_kernel") in stored:
         _, taps, width = source.tensor(CONV.format("base_kernel")).shape
@@ -113,10 +104,10 @@ def read(source: PublishedHead, embeddings: Embeddings) -> TensorMapping:
         "qk_norm": "layers.0.self_attn.q_norm.weight" in stored,
         "lm_head": "own" if "lm_head.weight" in stored else "shared",
         **conv,
-        **decoder(source, "layers.0.", embeddings, sliding=True),
+        **plan.decoder(source, "layers.0.", embeddings, sliding=True),
     }
-    unread = {OFFSETS, KNOWN, *(NAMES[name] for name in filled if name in NAMES)} & stored.keys()
-    return TensorMapping("block", config, lambda name: NAMES.get(name, name), filled, unread, ids)
+    unread = {plan.OFFSETS, plan.KNOWN, *(NAMES[name] for name in filled if name in NAMES)} & stored.keys()
+    return plan.TensorMapping("block", config, lambda name: NAMES.get(name, name), filled, unread, ids)
 
 
 def engines(source: Export) -> ExportedHead:
@@ -164,7 +155,7 @@ def engines(source: Export) -> ExportedHead:
         "block_size": source.head.size,
         "dflash_config": {
             "mask_token_id": token,
-            BLOCK_OUTPUTS: outputs,
+            plan.BLOCK_OUTPUTS: outputs,
             "causal": options.causal,
             "sample_from_anchor": options.from_anchor,
             **terms,

@@ -13,19 +13,8 @@ import re
 import torch
 
 from heads.base import Embeddings, NamedTensors, draft_size
+from heads.formats.published import plan
 from heads.formats.published.exporting import EngineClass, Export, ExportedHead
-from heads.formats.published.plan import (
-    KNOWN,
-    OFFSETS,
-    STATES,
-    PublishedHead,
-    TensorMapping,
-    as_outputs,
-    as_states,
-    check_width,
-    decoder,
-    drafted_by_offsets,
-)
 from heads.modules.fusion import EAGLE3_LAYERS, default_layers
 
 log = logging.getLogger(__name__)
@@ -56,7 +45,7 @@ def their_name(name: str, first: str) -> str:
     return re.sub(r"^first\.", first, name)
 
 
-def read(source: PublishedHead, embeddings: Embeddings, *, sliding: bool = False) -> TensorMapping:
+def read(source: plan.PublishedHead, embeddings: Embeddings, *, sliding: bool = False) -> plan.TensorMapping:
     """Return the mapping of the format's tensors; `sliding` allows a sliding window."""
     given, tensors = source.config, source.tensors
     first = next(first for first in (MIDDLE, FIRST) if f"{first}hidden_norm.weight" in tensors)
@@ -65,7 +54,7 @@ def read(source: PublishedHead, embeddings: Embeddings, *, sliding: bool = False
         raise source.refusal("features of the last layer alone (use_aux_hidden_state=false)")
     if given.get("parallel_drafting") and "mask_hidden" not in tensors:
         raise source.error("config.json says parallel_drafting (P-EAGLE), and the tensor mask_hidden is missing")
-    check_width(source, "fc.weight", embeddings)
+    plan.check_width(source, "fc.weight", embeddings)
     joined = tensors["fc.weight"].shape[1] // embeddings.hidden_size
     layers = 1 + source.count(r"layers\.([1-9]\d*)\.self_attn\.q_proj\.weight$")
     normed = source.count(r"fc_norm\.(\d+)\.weight$") > 0
@@ -73,7 +62,7 @@ def read(source: PublishedHead, embeddings: Embeddings, *, sliding: bool = False
         log.warning("%s: NVIDIA modelopt, which wrote it, trains with a second norm of the state, input_layernorm, "
                     "that no engine has: it drafts worse than in its training", source.folder)  # fmt: skip
     joint = f"{JOINT}.weight" in tensors or any(where.get("norm_before_fc") for where in (given, nested))
-    ids = drafted_by_offsets(source, embeddings)
+    ids = plan.drafted_by_offsets(source, embeddings)
     if given.get("fc_norm"):
         source.tensor("fc_norm.0.weight", "fc_norm")
     value = given.get("norm_before_residual")
@@ -96,7 +85,7 @@ def read(source: PublishedHead, embeddings: Embeddings, *, sliding: bool = False
         "qk_norm": f"{first}self_attn.q_norm.weight" in tensors,
         "kv_injection": False,
         "lm_head": "own" if ids is not None or "lm_head.weight" in tensors else "shared",
-        **decoder(source, first, embeddings, sliding=sliding),
+        **plan.decoder(source, first, embeddings, sliding=sliding),
     }
     renamed, duplicates = {}, set()
     for i in range(1, layers):
@@ -112,34 +101,36 @@ def read(source: PublishedHead, embeddings: Embeddings, *, sliding: bool = False
         theirs = their_name(name, first)
         return renamed.get(theirs, theirs)
 
-    unread = {OFFSETS, KNOWN, *duplicates} & tensors.keys()
-    return TensorMapping("eagle3", config, rename, unread=unread, ids=ids)
+    unread = {plan.OFFSETS, plan.KNOWN, *duplicates} & tensors.keys()
+    return plan.TensorMapping("eagle3", config, rename, unread=unread, ids=ids)
 
 
-def feature_layers(source: PublishedHead, joined: int, embeddings: Embeddings) -> list[int] | None:
+def feature_layers(source: plan.PublishedHead, joined: int, embeddings: Embeddings) -> list[int] | None:
     """Return the feature layers, `joined` of which fc reads, None for the default three; refuse contradictions."""
     nested = source.config.get("eagle_config") or {}
-    states, outputs = source.config.get(STATES), nested.get(STATES)
+    states, outputs = source.config.get(plan.STATES), nested.get(plan.STATES)
     if states is None and outputs is None:
         states = nested.get("layer_ids")
     listed = states if states is not None else outputs
     if listed is None:
         if joined != EAGLE3_LAYERS:
-            raise source.error(f"fc.weight joins {joined} layers and config.json does not name them in {STATES}")
+            raise source.error(f"fc.weight joins {joined} layers and config.json does not name them in {plan.STATES}")
         return None
-    meant = as_outputs(states) if states is not None else list(listed)
+    meant = plan.as_outputs(states) if states is not None else list(listed)
     if states is not None and outputs is not None and outputs not in (meant, states):
-        raise source.error(f"{STATES} is {states} and within eagle_config {outputs}: not the same layers; correct it")
+        raise source.error(
+            f"{plan.STATES} is {states} and within eagle_config {outputs}: not the same layers; correct it"
+        )
     default = default_layers(EAGLE3_LAYERS, embeddings.num_layers)
-    usual = listed == default or as_outputs(listed) == default
+    usual = listed == default or plan.as_outputs(listed) == default
     if states is not None and states == outputs and not usual:
-        raise source.error(f"{STATES} is {states} at both places, which count differently; leave one")
+        raise source.error(f"{plan.STATES} is {states} at both places, which count differently; leave one")
     if usual and meant != default:
         log.warning("%s: %s is %s, the default layers as the other convention counts them; these are taken",
-                    source.folder, STATES, listed)  # fmt: skip
+                    source.folder, plan.STATES, listed)  # fmt: skip
     chosen = default if usual else meant
     if min(chosen) < 0:
-        raise source.refusal(f"the target's embedding among its layers, {STATES}={listed}")
+        raise source.refusal(f"the target's embedding among its layers, {plan.STATES}={listed}")
     return chosen
 
 
@@ -173,8 +164,8 @@ def engines(source: Export) -> ExportedHead:
         **({"fc_norm": True} if options.feature_norm else {}),
         **({"norm_output": True} if source.head.feeds_normed else {}),
         "num_aux_hidden_states": len(outputs),
-        STATES: as_states(outputs),
-        "eagle_config": {"use_aux_hidden_state": True, STATES: outputs, **joint},
+        plan.STATES: plan.as_states(outputs),
+        "eagle_config": {"use_aux_hidden_state": True, plan.STATES: outputs, **joint},
         "speculators_model_type": "eagle3",
         "speculators_version": VERSION,
         "transformer_layer_config": {
@@ -219,8 +210,8 @@ def authors(source: Export) -> ExportedHead:
             raise source.refusal(
                 f"feature_layers={outputs}", "and OpenVINO reads three; leave head.feature_layers null"
             )
-        config["eagle_config"] = {STATES: outputs}
-        whole = {OFFSETS: torch.zeros(size, dtype=torch.long), KNOWN: torch.ones(size, dtype=torch.bool)}
+        config["eagle_config"] = {plan.STATES: outputs}
+        whole = {plan.OFFSETS: torch.zeros(size, dtype=torch.long), plan.KNOWN: torch.ones(size, dtype=torch.bool)}
         return ExportedHead(config, whole | tensors)
     if outputs != fixed:
         raise source.refusal(f"feature_layers={outputs}", f"and the authors' code reads {fixed}, whatever is said")
