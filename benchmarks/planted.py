@@ -180,14 +180,14 @@ BUGS = [
     ),
     Bug(
         "data/text/masks.py",
-        "len(token) <= max_tokens else trained[-1] + 1",
-        "len(token) <= max_tokens else trained[-1]",
+        "max_tokens - within[::-1].index(1)",
+        "max_tokens - within[::-1].index(1) - 1",
         ["tests/data/test_masks.py", "tests/data/test_masks_options.py", "tests/data/test_prompts.py"],
     ),
     Bug(
         "heads/formats/published/eagle3.py",
-        "STATES: as_states(outputs),",
-        "STATES: list(outputs),",
+        "plan.STATES: plan.as_states(outputs),",
+        "plan.STATES: list(outputs),",
         ["tests/heads/test_export.py"],
     ),
     Bug(

@@ -18,20 +18,6 @@ from eval.config import DecodingConfig
 from eval.inputs.drafters import Drafters
 from eval.live import Prompts, Setup, decoded_once, hf_generate
 from eval.measures import losslessness
-from eval.measures.losslessness import (
-    EPSILON,
-    Cells,
-    ChiSquareTest,
-    Divergence,
-    Gate,
-    Probs,
-    SampledGate,
-    divergence,
-    gate,
-    gate_of,
-    labelled,
-    worst,
-)
 from eval.measures.results import BASELINE
 from heads.base import Tokens
 from heads.common.progress import progress, update_bar
@@ -48,7 +34,7 @@ from inference.verification.sample import distribution
 
 def check(
     target: Target, drafters: Drafters, prompts: Prompts, config: DecodingConfig, total_variation: float
-) -> tuple[dict[str, Gate], list[SampledGate]]:
+) -> tuple[dict[str, losslessness.Gate], list[losslessness.SampledGate]]:
     """Return each drafter's losslessness check at each batch size, and at each temperature above 0.
 
     Greedily every prompt runs once, and the baseline and all drafters are compared with transformers' own `generate`.
@@ -63,8 +49,10 @@ def check(
     gates = {}
     for size in sorted(sizes):
         for name, runs_of in decoded_once(setup, size).items():
-            verdict = gate(reference, runs_of, ids, target.dtype)
-            gates[labelled(name, size)] = replace(verdict, lossy=name != BASELINE and is_lossy(config.rule))
+            verdict = losslessness.gate(reference, runs_of, ids, target.dtype)
+            gates[losslessness.labelled(name, size)] = replace(
+                verdict, lossy=name != BASELINE and is_lossy(config.rule)
+            )
     hot = [temperature for temperature in config.temperature if temperature > 0] if drafters else []
     tests, sampled = len(hot) * len(drafters), []
     for temperature in hot:
@@ -84,12 +72,12 @@ class Prefix(NamedTuple):
     prompt: Tokens
     answer: Tokens
     draws: bool  # whether the host samples children, by a stateful model
-    probs: Probs
-    cells: Cells
+    probs: losslessness.Probs
+    cells: losslessness.Cells
     drafted_prob: float  # the target's probability of all tokens drafted at depth 1
 
 
-def sampled_gates(setup: Setup, tv: float, tests: int, sizes: Sequence[int] = (1,)) -> list[SampledGate]:
+def sampled_gates(setup: Setup, tv: float, tests: int, sizes: Sequence[int] = (1,)) -> list[losslessness.SampledGate]:
     """Return the result for every drafter at the settings' temperature, which is above 0.
 
     Coupled tokens are compared with autoregressive decoding of each prompt, at batch size 1 and at all `sizes`: a
@@ -107,8 +95,10 @@ def sampled_gates(setup: Setup, tv: float, tests: int, sizes: Sequence[int] = (1
         equal = {size: coupled_check(target, baseline, run[name], prompts, coupled) for size, run in runs.items()}
         failed_at = next((size for size, check in equal.items() if check.failed), None)
         test, why = chi_square_test(target, drafter, candidates, settings, tv, losslessness.ALPHA / tests)
-        merged = worst(list(equal.values()))
-        verdicts.append(SampledGate(name, settings.sampling.temperature, merged, test, why, all_sizes, failed_at))
+        merged = losslessness.worst(list(equal.values()))
+        verdicts.append(
+            losslessness.SampledGate(name, settings.sampling.temperature, merged, test, why, all_sizes, failed_at)
+        )
     return verdicts
 
 
@@ -118,16 +108,16 @@ def coupled_check(
     drafted: Sequence[Generation],
     prompts: Prompts,
     params: RequestParams,
-) -> Gate:
+) -> losslessness.Gate:
     """Compare runs under coupled noise; near ties are those of the noisy probs."""
-    compared: list[tuple[Divergence | None, bool]] = []
+    compared: list[tuple[losslessness.Divergence | None, bool]] = []
     for ours, theirs, prompt in zip(baseline, drafted, prompts, strict=True):
-        parted, gap = divergence(ours, theirs, prompt.id), None
+        parted, gap = losslessness.divergence(ours, theirs, prompt.id), None
         if parted is not None and parted.plain is not None and parted.drafted is not None:
             gap = coupled_gap(target, prompt.token, ours.tokens[: parted.position], params)
-        tied = gap is not None and gap < EPSILON[target.dtype]
+        tied = gap is not None and gap < losslessness.EPSILON[target.dtype]
         compared.append((None if parted is None else replace(parted, gap=gap), tied))
-    return gate_of(compared)
+    return losslessness.gate_of(compared)
 
 
 @torch.inference_mode()
@@ -160,7 +150,7 @@ def chi_square_test(
     settings: RequestParams,
     tv: float,
     alpha: float,
-) -> tuple[ChiSquareTest | None, str]:
+) -> tuple[losslessness.ChiSquareTest | None, str]:
     """Sample next tokens after a few prefixes and test them against the target's probs; or return why not."""
     usable = [prefix for text in candidates if (prefix := _prefix(target, drafter, *text, settings, tv)) is not None]
     if any(prefix.draws for prefix in usable):
@@ -181,7 +171,7 @@ def chi_square_test(
         control += losslessness.statistic(prefix.cells, torch.where(first == best, best, second).tolist())
     p, control_p = losslessness.p_value(total, freedom), losslessness.p_value(control, freedom)
     size, power = count * len(prefixes), losslessness.POWER
-    return ChiSquareTest(size, len(prefixes), freedom, total, p, tv, power, alpha, control_p), ""
+    return losslessness.ChiSquareTest(size, len(prefixes), freedom, total, p, tv, power, alpha, control_p), ""
 
 
 def _request(target: Target, prompt: Tokens, answer: Tokens, params: RequestParams, cache: TargetCache) -> Request:
@@ -192,7 +182,7 @@ def _request(target: Target, prompt: Tokens, answer: Tokens, params: RequestPara
     return request
 
 
-def _probs(request: Request) -> Probs:
+def _probs(request: Request) -> losslessness.Probs:
     """Return the target's probs after a text; all its tokens enter the cache."""
     out = request.target.prefill(torch.tensor(request.context, device=request.target.device), request.cache)
     assert out.logits is not None

@@ -28,17 +28,8 @@ from inference.target.cache import BatchCache, round_up_kv_length
 from inference.target.compiled import Graphs, Stage, StageCache, compiled
 from inference.target.model import TargetOutput
 from inference.target.target import Target, check_size
-from inference.verification import rules
+from inference.verification import rng, rules
 from inference.verification import tree as trees
-from inference.verification.rng import (
-    ACCEPT_KEY,
-    DRAFT_KEY,
-    Samples,
-    exponential_noise,
-    hash_key,
-    sample_tokens,
-    uniform,
-)
 from inference.verification.rules import Accepted, NodeMask, NodeProbs
 from inference.verification.sample import Sampling, distribution, penalize
 from inference.verification.tree import LOOK_AHEAD, DraftTree
@@ -315,11 +306,11 @@ class DeviceStep:
         """Draft a tree for each sequence."""
         sampling, noise, samples = settings.sampling, None, None
         if sampling.temperature > 0 and settings.rule != rules.COUPLED:
-            samples = Samples(hash_key(hash_key(slots.key, DRAFT_KEY), slots.length + 1))
+            samples = rng.Samples(rng.hash_key(rng.hash_key(slots.key, rng.DRAFT_KEY), slots.length + 1))
         elif sampling.temperature > 0 and self.plan.deepest:
             position = slots.length[:, None] + 1 + torch.arange(self.plan.deepest + 1, device=slots.root.device)
             vocab_size = self.target.embeddings.vocab_size
-            noise = exponential_noise(slots.key[:, None].expand_as(position), position, vocab_size)
+            noise = rng.exponential_noise(slots.key[:, None].expand_as(position), position, vocab_size)
         seen = slots.seen_tokens[:, None] if sampling.repetition_penalty != 1 else None
         roots = DraftInputs(slots.root[:, None], sampling, seen, noise, samples)
         drafted = self.draft_batch.draft_trees(
@@ -407,7 +398,7 @@ class DeviceStep:
         if sampling.temperature == 0:
             return argmax(logits)
         if drafted.noise is None:
-            return sample_tokens(logits, sampling, slots.key, slots.length + 1 + depth)
+            return rng.sample_tokens(logits, sampling, slots.key, slots.length + 1 + depth)
         return (distribution(logits, sampling) / drafted.noise[:, depth]).argmax(-1)
 
     def verify_drafts(
@@ -458,12 +449,13 @@ class DeviceStep:
         if not greedy and drafted.q is not None and rule.verify is not None:
             assert plan.sampled is not None
             p = distribution(processed_logits, sampling)
-            key = hash_key(slots.key, ACCEPT_KEY)
-            uniforms = uniform(hash_key(key, slots.length + 1)[:, None], torch.arange(p.shape[1], device=p.device))
+            key = rng.hash_key(slots.key, rng.ACCEPT_KEY)
+            coins = torch.arange(p.shape[1], device=p.device)
+            uniforms = rng.uniform(rng.hash_key(key, slots.length + 1)[:, None], coins)
             draft = rules.Sampled(plan.sampled, tree.token, valid, drafted.q)
             sampled_last, probs = rule.verify(draft, p, uniforms, self.allows_host_sync)
             position = slots.length + 1 + drafted.node_depth.gather(1, sampled_last[:, None])[:, 0]
-            after = (probs / exponential_noise(slots.key, position, p.shape[-1])).argmax(-1)
+            after = (probs / rng.exponential_noise(slots.key, position, p.shape[-1])).argmax(-1)
             if all(plan.has_q):
                 last = sampled_last
                 token = after

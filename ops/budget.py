@@ -68,8 +68,7 @@ def predict(
     from scipy.optimize import curve_fit  # late: the import takes half a second that other runs do not need
     from scipy.stats import t
 
-    x = np.asarray(tokens, dtype=float) / tokens[-1]
-    y = np.asarray(tau, dtype=float)
+    x, y = np.asarray(tokens, dtype=float) / tokens[-1], np.asarray(tau, dtype=float)
     rise = max(float(y[-1] - y[0]), 0.01)
     sigma = np.maximum(error, FLOOR * y)
     values, covariance = curve_fit(
@@ -283,8 +282,7 @@ class Forecast:
         if state["steps"] is None:
             clear_out(self.out)
             last = points[-1]["steps"]
-            begin = self.stable(last)
-            left = self.budget.amount - state["spent"] - state["fixed"][words]
+            begin, left = self.stable(last), self.budget.amount - state["spent"] - state["fixed"][words]
             saved = checkpoint.folder_of(Path("checkpoints"), begin)
             shutil.copytree(self.folder(words) / saved, self.out / saved)
             for file in ("metrics.jsonl", "config.yaml"):  # config.yaml has the head's `init`

@@ -20,17 +20,8 @@ from heads.common.target_config import UNBOUNDED, context_of
 from heads.common.typed import Json
 from heads.common.untrusted import parse_yaml, parsed_file
 from heads.formats.hub import downloaded, resolve_head, target_path
-from heads.formats.published import dflash, eagle, eagle3, eagle4, format_of, medusa, mimo, peagle
+from heads.formats.published import dflash, eagle, eagle3, eagle4, format_of, medusa, mimo, peagle, plan
 from heads.formats.published.files import stored_tensors, without_prefix
-from heads.formats.published.plan import (
-    BLOCK_OUTPUTS,
-    BLOCK_STATES,
-    EMBEDDING,
-    PLAIN,
-    STATES,
-    as_states,
-    is_targets_embedding,
-)
 from heads.formats.store import CONFIG, QUANTISED, WEIGHTS
 from heads.modules.fusion import EAGLE3_LAYERS, chosen_layers, default_layers
 from inference.target.embeddings_only import AnyTarget, EmbeddingsOnly
@@ -77,8 +68,7 @@ def listed(engines: Sequence[str]) -> str:
 
 def written(findings: Sequence[Finding]) -> str:
     """Return the findings as lines for the terminal, and their counts."""
-    wide = max(map(len, VERDICTS))
-    name = max(len(finding.check) for finding in findings)
+    wide, name = max(map(len, VERDICTS)), max(len(finding.check) for finding in findings)
     lines, margin = [], " " * (wide + name + 4)
     for verdict, check, says, costs, remedy, _ in findings:
         lines.append(f"{verdict:{wide}}  {check:{name}}  {says}")
@@ -190,8 +180,7 @@ def load_target(given: str | None, head: Examined, dtype: str, measure: bool) ->
     if name is None:
         raise ValueError(f"{head.name}: its files do not say its target; give target=FOLDER or target=OWNER/NAME")
     path = target_path(str(Path(name).expanduser()) if given else name)
-    adapter = section(head.config, "target").get("adapter")
-    why = "measure is false"
+    adapter, why = section(head.config, "target").get("adapter"), "measure is false"
     if measure or isinstance(adapter, str):
         try:
             return Target.load(path, dtype, adapter=adapter if isinstance(adapter, str) else None), ""
@@ -256,8 +245,7 @@ def readings(head: Examined, loaded: Any, target: AnyTarget) -> Findings:
         "torch_dtype", get("torch_dtype", get("dtype", MISSING)), dtype,
         {"sglang": "casts the tensors to it, and to float16 where it is missing, whose range features overflow"},
     )  # fmt: skip
-    length = layer.get("max_position_embeddings", LENGTH)
-    context = context_of(target.config)
+    length, context = layer.get("max_position_embeddings", LENGTH), context_of(target.config)
     if context != UNBOUNDED:
         yield key(
             "max_position_embeddings", length, max(length, context),
@@ -271,11 +259,11 @@ def readings(head: Examined, loaded: Any, target: AnyTarget) -> Findings:
             {"vllm": "stops at the first", "sglang": "loads none of an EAGLE-1 head, and drafts from random weights"},
             f"take model. from the front of every name in {WEIGHTS}",
         )  # fmt: skip
-    shipped = next((tensor for name, tensor in tensors.items() if name.endswith(EMBEDDING)), None)
+    shipped = next((tensor for name, tensor in tensors.items() if name.endswith(plan.EMBEDDING)), None)
     if shipped is not None and peagle.MASK not in tensors:
-        whose = "the target's" if is_targets_embedding(shipped, target.embeddings) else "another than the target's"
+        whose = "the target's" if plan.is_targets_embedding(shipped, target.embeddings) else "another than the target's"
         yield key(
-            EMBEDDING, whose, "the target's",
+            plan.EMBEDDING, whose, "the target's",
             {"vllm": "drafts from it, and SGLang from the target's"},
             f"remove it from {WEIGHTS}: engines take the target's",
         )  # fmt: skip
@@ -285,8 +273,7 @@ def readings(head: Examined, loaded: Any, target: AnyTarget) -> Findings:
             {"vllm": "refuses the head", "sglang": "takes the target's in its place"},
             f"remove it from {WEIGHTS}; where it was trained, train with head.lm_head=shared",
         )  # fmt: skip
-        remedy = f"add {len(tensors['fc.weight'])} zeros of that name to {WEIGHTS}"
-        bias = tensors.get("fc.bias")
+        remedy, bias = f"add {len(tensors['fc.weight'])} zeros of that name to {WEIGHTS}", tensors.get("fc.bias")
         yield key("fc.bias", MISSING if bias is None else THERE, THERE, {"sglang": "makes it random"}, remedy)
         yield key(
             "fc.bias", "zero" if bias is None or not bias.any() else "not zero", "zero", {"vllm": "drops it"},
@@ -303,17 +290,15 @@ def readings(head: Examined, loaded: Any, target: AnyTarget) -> Findings:
     if "feature_layers" in head.trained and len(layers) > 1:
         layers = sorted(chosen_layers(head.trained["feature_layers"], len(layers), count))
     if format_name == "dflash":
-        block = section(head.config, "dflash_config").get(BLOCK_OUTPUTS, MISSING)
-        states = as_states(layers)
+        block, states = section(head.config, "dflash_config").get(plan.BLOCK_OUTPUTS, MISSING), plan.as_states(layers)
         read = {"sglang": f"stops without it, else {OTHER_LAYERS}", "vllm": OTHER_LAYERS}
-        yield key(f"dflash_config.{BLOCK_OUTPUTS}", block, layers, read)
-        yield key(BLOCK_STATES, get(BLOCK_STATES) or states, states, {"speculators": OTHER_LAYERS})
+        yield key(f"dflash_config.{plan.BLOCK_OUTPUTS}", block, layers, read)
+        yield key(plan.BLOCK_STATES, get(plan.BLOCK_STATES) or states, states, {"speculators": OTHER_LAYERS})
         return
-    nested = section(head.config, "eagle_config").get(STATES)
-    default = default_layers(EAGLE3_LAYERS, count)
+    nested, default = section(head.config, "eagle_config").get(plan.STATES), default_layers(EAGLE3_LAYERS, count)
     read = dict.fromkeys(("vllm", "speculators"), OTHER_LAYERS)
-    yield key(STATES, get(STATES) or as_states(default), as_states(layers), read)
-    yield key(f"eagle_config.{STATES}", nested or default, layers, {"sglang": OTHER_LAYERS})
+    yield key(plan.STATES, get(plan.STATES) or plan.as_states(default), plan.as_states(layers), read)
+    yield key(f"eagle_config.{plan.STATES}", nested or default, layers, {"sglang": OTHER_LAYERS})
     rows = len(tensors["lm_head.weight"]) if "lm_head.weight" in tensors else None
     yield key(
         "draft_vocab_size", get("draft_vocab_size", MISSING), rows,
@@ -335,8 +320,7 @@ def _architectures(head: Examined) -> Finding:
 
     An engine stops at an unknown draft model's name, and takes a whole model's name for the whole model.
     """
-    names = head.config.get("architectures") or []
-    served = CLASSES[head.format_name]
+    names, served = head.config.get("architectures") or [], CLASSES[head.format_name]
     unaware = [engine for engine, pattern in served.found.items() if not any(re.fullmatch(pattern, n) for n in names)]
     if not unaware:
         return ok("architectures", ", ".join(names))
@@ -349,8 +333,7 @@ def _architectures(head: Examined) -> Finding:
 
 def _positions(head: Examined, target: AnyTarget) -> Finding:
     """Compare the rotary positions under both keys with each other, the training's and the target's."""
-    declared = positions_of(head.layer) or PLAIN
-    theirs = positions_of(target.config.to_dict())
+    declared, theirs = positions_of(head.layer) or plan.PLAIN, positions_of(target.config.to_dict())
     older = positions_of({key: value for key, value in head.layer.items() if key != "rope_parameters"})
     trained = positions_of(head.trained)
     costs = "attention is turned by other angles than in training: acceptance falls with the distance, without an error"

@@ -174,8 +174,7 @@ class Maintenance:
                 f"loop.since={since}: {self.log} has {lines} lines, counted from 0; give the first new one"
             )
         if since is not None and since >= state.begin:
-            decision = f"new from line {since + 1:,} on, as given"
-            evidence = {"line": since}
+            decision, evidence = f"new from line {since + 1:,} on, as given", {"line": since}
         else:
             watcher = self.loop.watcher
             log = Log(self.log, watcher, player(self.serve, self.given, self.tree, watcher, str(self.log)), state.begin)
@@ -185,8 +184,7 @@ class Maintenance:
                 print_line(f"{WATCH}: no alarm in {outcome.requests:,} requests{early}")
                 return 0
             since = log.numbers[outcome.alarm.since]
-            decision = str(outcome.alarm)
-            evidence = {**outcome.alarm._asdict(), "line": since}
+            decision, evidence = str(outcome.alarm), {**outcome.alarm._asdict(), "line": since}
         shutil.rmtree(self.folder / TRAFFIC, ignore_errors=True)  # left by a call that was stopped
         with replacing(self.folder / TRAFFIC) as folder:
             counts = split(self.log, since, self.loop, folder)

@@ -76,18 +76,15 @@ class TargetShape:
     def working(self, tokens: int, length: int, item: int, features: int, group: int = 1) -> int:
         """Return a pass's temporary bytes, with `item` bytes per value and a `group` of devices that share a layer."""
         dims, width = self.target.layer_dims, self.target.hidden_size
-        queries = dims.num_heads * dims.head_dim
-        keys = dims.num_kv_heads * dims.head_dim
-        attention = 2 * width + (6 * queries + 3 * keys) // group
-        feed = 2 * width + 3 * self.feed // group
+        queries, keys = dims.num_heads * dims.head_dim, dims.num_kv_heads * dims.head_dim
+        attention, feed = 2 * width + (6 * queries + 3 * keys) // group, 2 * width + 3 * self.feed // group
         mask = 0 if self.packs else tokens * length * (3 + item)
         return tokens * item * (max(attention, feed, width * (2 + 8 // item)) + features * width) + mask
 
     def weight_bytes(self, quantize: str | None, item: float, device: str) -> float:
         """Return the bytes of a loaded weight of the layers, or `item` if transformers dequantises."""
         saved = saved_quantization(self.config) or {}
-        method = saved.get("quant_method")
-        written = json.dumps(saved, default=str)
+        method, written = saved.get("quant_method"), json.dumps(saved, default=str)
         if (method == "fp8" and device == "cpu") or (method == "mxfp4" and not find_spec("kernels")):
             return item
         if str(method) in BY_METHOD:
@@ -133,8 +130,7 @@ def _target_shape(path: str, trust_remote_code: bool, given: str) -> TargetShape
     experts = sum(count for name, count in inner.items() if ".experts." in name)
     available, chosen = experts_of(text) or (1, 0)
     target = TargetEmbeddings(built)
-    whole = target.layer_dims.intermediate_size
-    expert = getattr(text, "moe_intermediate_size", None)
+    whole, expert = target.layer_dims.intermediate_size, getattr(text, "moe_intermediate_size", None)
     return TargetShape(
         config, target, chosen * (expert or whole) if experts else whole, sum(embeddings.values()),
         sum(inner.values()), sum(inner.values()) - experts + experts * chosen // available,
@@ -208,12 +204,10 @@ def head_cost(run: RunConfig, target: TargetEmbeddings, micro_batch_size: int, d
     further = sum(name not in READ_P | NOT_OF_LOGITS for name in run.objective.losses)
     taught = TEACHER * target.vocab_size * (chunk if head.vocab is None else min(chunk, TEACHER_ROWS))
     loss = drafts + PROB * size * chunk + max(taught, (LOGIT + LOSS * further) * size * chunk * drafted // teachers)
-    count = parameter_count(head)
-    parameters = count + frozen_count(head)
+    parameters, count = parameter_count(head) + frozen_count(head), parameter_count(head)
     lm_heads = [module.weight for module in head.modules() if isinstance(module, AccumulatingModule)]
     owned = sum(weight.numel() for weight in lm_heads if weight is not None and weight.requires_grad)
-    saved = saved + (2 * parameters if item == 2 else 0)
-    loss = loss + 4 * owned
+    saved, loss = saved + (2 * parameters if item == 2 else 0), loss + 4 * owned
     shared = 2 / 3 * width * size if any(weight is None for weight in lm_heads) else 0  # without the weight's gradient
     flops += 6 * drafted * depths * shared + 2 * teachers * width * target.vocab_size
     moments = 2 * count - (run.trainer.optimizer == "muon") * sum(p.numel() for p in hidden_matrices(head))
@@ -305,8 +299,7 @@ def plan(run: RunConfig) -> Plan:
     if given is not None:
         return _plan(run, min(-(-run.sequences_per_step // world), given // run.data.length))
     # The most sequences that fit SAFE of the device, a power of two; where one fills it, those of a process.
-    micro_batch_size = 1 << max(0, (run.sequences_per_step // world).bit_length() - 1)
-    least = _plan(run, 1)
+    micro_batch_size, least = 1 << max(0, (run.sequences_per_step // world).bit_length() - 1), _plan(run, 1)
     limit = max(least.memory.peak, MAX_UTILISATION * (least.memory.capacity or 0))
     while (planned := _plan(run, micro_batch_size)).memory.peak > limit:
         micro_batch_size //= 2
@@ -332,10 +325,8 @@ def _plan(run: RunConfig, micro_batch_size: int) -> Plan:
         evaluation = sum(evaluated.values()) + again
     # A step's first micro-batch comes before the gradient; later ones keep the features of the one before in the pass.
     tokens, read = micro_batch_size * length, len(cost.feature_layers)
-    row = shape.target.hidden_size * (read + 1)
-    copied = value if run.objective.noise > 0 or value != item else 0
-    state = head_state(launcher, trainer, cost)
-    first = micro_batch_size * launcher.world >= run.sequences_per_step
+    row, copied = shape.target.hidden_size * (read + 1), value if run.objective.noise > 0 or value != item else 0
+    state, first = head_state(launcher, trainer, cost), micro_batch_size * launcher.world >= run.sequences_per_step
     gradient = first * state.get("head: gradients", 0)
     stages = {"head's step": tokens * row * (item + copied) + max(0, cost.activations + cost.loss - gradient)}
     group = (run.model.tensor_parallel or launcher.local) if run.model.placement == TENSOR_PARALLEL else 1
@@ -366,8 +357,7 @@ def _plan(run: RunConfig, micro_batch_size: int) -> Plan:
     flops = data * (2.0 * shape.active + attention), data / tokens * cost.flops
     hours = target_hours = None
     if device.tflops is not None:  # on a CPU the rate is that of all cores, which the machine's processes share
-        rate = 3600e12 * device.tflops * device.mfu
-        devices = launcher.num_nodes if kind == "cpu" else launcher.world
+        rate, devices = 3600e12 * device.tflops * device.mfu, launcher.num_nodes if kind == "cpu" else launcher.world
         target_hours = flops[0] / rate
         hours = (flops[1] / rate + features.runs_target * target_hours) / devices
     return Plan(run, shape, cost, micro_batch_size, memory, host, disk, flops, hours, target_hours)
@@ -386,8 +376,7 @@ def target_state(run: RunConfig, shape: TargetShape, layers: int, item: int) -> 
         there = layers // len(mine) if 0 in mine else 0  # the devices of a process share its layers evenly
     elif where.placement == OFFLOAD:
         stay = min(layers, int((where.memory_gb or 0) * GB))
-        there = min(layers, stay + prefetched)
-        host = 0 if where.offload == "disk" else layers - stay
+        there, host = min(layers, stay + prefetched), 0 if where.offload == "disk" else layers - stay
     ends = item * shape.embeddings
     shard = ends // parts if layers and parts > 1 else 0  # transformers' own of them, which trainers do not read
     return {"target: embedding, lm_head": ends + shard, "target: layers": there // parts}, gathered, host
@@ -396,8 +385,7 @@ def target_state(run: RunConfig, shape: TargetShape, layers: int, item: int) -> 
 def head_state(launcher: LauncherConfig, trainer: TrainerConfig, cost: HeadCost) -> Sizes:
     """Return the bytes of a process for the head and its optimiser between steps, all in fp32."""
     strategy, world, whole = launcher.strategy, launcher.world, 4 * cost.trained
-    zero = strategy.startswith("zero")
-    sharded = strategy in ("zero3", "fsdp2") and world > 1
+    zero, sharded = strategy.startswith("zero"), strategy in ("zero3", "fsdp2") and world > 1
     weights, shards = world if sharded else 1, 1 if strategy == "ddp" else world  # shards of gradients and moments too
     buckets = 8 * min(BUCKET, cost.trained) if zero else whole if strategy == "ddp" and world > 1 else 0
     sizes = {

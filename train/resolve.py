@@ -40,21 +40,9 @@ from heads.formats.hub import kind_of, resolve_head
 from heads.formats.published import export, is_published
 from heads.formats.published.export import TargetFacts
 from heads.formats.store import head_config, read_config
+from inference.target import placement as places
 from inference.target.config import DTYPES, default_device, device_named, fast_dtype
 from inference.target.loading import AS_IT_IS, check_adapter, check_method, check_quantized
-from inference.target.placement import (
-    AUTO,
-    DEVICE_MAP,
-    OFFLOAD,
-    REPLICATE,
-    SHARDED,
-    TENSOR_PARALLEL,
-    check_devices,
-    check_offload,
-    check_processes,
-    check_shape,
-    check_weights,
-)
 from train.config import HERE, IGNORE, DeviceConfig, JobConfig, RunConfig, checked, run_config
 from train.distributed import processes
 from train.distributed.launch import launched, on_node, world
@@ -185,13 +173,17 @@ def resolve_placement(run: RunConfig) -> RunConfig:
     several = run.launcher.world > 1
     placements: tuple[str, ...] = (run.model.placement,)
     strategies: tuple[str, ...] = (run.launcher.strategy,)
-    if run.model.placement == AUTO:
-        placements = (REPLICATE, *SHARDED * several, *(DEVICE_MAP, OFFLOAD) * (not run.alone_on_cpu))
-    if run.launcher.strategy == AUTO:
+    if run.model.placement == places.AUTO:
+        placements = (
+            places.REPLICATE,
+            *places.SHARDED * several,
+            *(places.DEVICE_MAP, places.OFFLOAD) * (not run.alone_on_cpu),
+        )
+    if run.launcher.strategy == places.AUTO:
         strategies = ("ddp", "fsdp2") if several else ("ddp",)
     options = [(placement, run.model.offload, strategy) for placement, strategy in product(placements, strategies)]
-    if run.model.placement == AUTO and run.device.host_gb is not None:  # offloading may exceed the host
-        options += [(OFFLOAD, "disk", strategy) for strategy in strategies if OFFLOAD in placements]
+    if run.model.placement == places.AUTO and run.device.host_gb is not None:  # offloading may exceed the host
+        options += [(places.OFFLOAD, "disk", strategy) for strategy in strategies if places.OFFLOAD in placements]
     for placement, offload, strategy in options:
         model = replace(run.model, placement=placement, offload=offload)
         option = replace(run, model=model, launcher=replace(run.launcher, strategy=strategy))
@@ -205,14 +197,14 @@ def resolve_placement(run: RunConfig) -> RunConfig:
     if not shares:
         raise errors[0]
     run = shares[min(shares)]
-    if run.eval.gate_dtype != AUTO:
+    if run.eval.gate_dtype != places.AUTO:
         return run
     exact = replace(run, eval=replace(run.eval, gate_dtype=GATE))
     if not run.eval.prompts or run.alone_on_cpu or plan(exact).utilization <= MAX_UTILISATION:
         return exact
     fast = fast_dtype(torch.device(str(run.device.type)))
     names = (run.eval.dtype, run.model.dtype, *(name for name, dtype in DTYPES.items() if dtype == fast))
-    return replace(run, eval=replace(run.eval, gate_dtype=next(name for name in names if name != AUTO)))
+    return replace(run, eval=replace(run.eval, gate_dtype=next(name for name in names if name != places.AUTO)))
 
 
 def check_run(run: RunConfig) -> None:
@@ -258,16 +250,18 @@ def checked_plan(run: RunConfig) -> Plan:
     check_sequence_length(run.data.length, context_of(text), model.path)
     if run.features.mode == "engine":
         LayerIds.of(run.features.vllm_layers, planned.cost.feature_layers, planned.shape.target.num_layers)
-    check_weights(where, check_quantized(model.path, config, model.quantize), None)
-    check_offload(where, str(run.device.type))
+    places.check_weights(where, check_quantized(model.path, config, model.quantize), None)
+    places.check_offload(where, str(run.device.type))
     if where.needs_all_ranks:
-        check_processes(where, launcher.world, group)
-    if where.placement == TENSOR_PARALLEL:
+        places.check_processes(where, launcher.world, group)
+    if where.placement == places.TENSOR_PARALLEL:
         if text.model_type not in PLAIN and not getattr(text, "base_model_tp_plan", None):
-            raise ValueError(f"model.placement={TENSOR_PARALLEL}: transformers has no plan to cut {model.path} up")
-        check_shape(text, group, model.path)
-    if where.placement == DEVICE_MAP and run.device.type != "cpu":
-        check_devices(len(model.devices or range(run.device.count or launcher.local)), launcher.local)
+            raise ValueError(
+                f"model.placement={places.TENSOR_PARALLEL}: transformers has no plan to cut {model.path} up"
+            )
+        places.check_shape(text, group, model.path)
+    if where.placement == places.DEVICE_MAP and run.device.type != "cpu":
+        places.check_devices(len(model.devices or range(run.device.count or launcher.local)), launcher.local)
     return planned
 
 
@@ -306,12 +300,12 @@ def remedy(run: RunConfig) -> str | None:
     head = asdict(run.head)
     several = run.launcher.world > 1
     unsharded = run.launcher.strategy == "ddp"
-    whole = run.model.placement == REPLICATE
+    whole = run.model.placement == places.REPLICATE
     options = {
-        "model.offload=disk": run.model.placement == OFFLOAD and run.model.offload == "cpu",
+        "model.offload=disk": run.model.placement == places.OFFLOAD and run.model.offload == "cpu",
         f"trainer.micro_tokens={length}": (run.trainer.micro_tokens or 0) >= 2 * length,
         "launcher.strategy=fsdp2": several and unsharded,
-        **{f"model.placement={kind}": several and whole for kind in SHARDED},
+        **{f"model.placement={kind}": several and whole for kind in places.SHARDED},
         "trainer.recompute=true": not run.trainer.recompute,
         "features=stored trainer.eval_prompts=0": run.features.mode == "live",
         "eval.prompts=0": run.eval.prompts > 0,
@@ -378,7 +372,7 @@ def evaluation(run: RunConfig) -> Json:
     settings = asdict(run.eval)
     if run.model.where.needs_all_ranks:
         model["placement"], settings["tier"] = run.model.placement, [LIVE]
-    if run.eval.gate_dtype == AUTO:
+    if run.eval.gate_dtype == places.AUTO:
         del settings["gate_dtype"]
     return {"run": run.out, "compare": run.compare, "workload": run.workload, "model": model, **settings}
 
@@ -447,7 +441,7 @@ def describe_choices(planned: Plan) -> str:
     run, launcher = planned.run, planned.run.launcher
     nodes = f"{launcher.num_nodes} x " if launcher.num_nodes > 1 else ""
     count = "1 process" if launcher.local == 1 else f"{launcher.local} processes"
-    disk = f" model.offload={run.model.offload}" if run.model.placement == OFFLOAD else ""
+    disk = f" model.offload={run.model.offload}" if run.model.placement == places.OFFLOAD else ""
     last = f" eval.gate_dtype={run.eval.gate_dtype}" if run.eval.prompts else ""
     idle = ""
     if (few := run.sequences_per_step) < launcher.world:

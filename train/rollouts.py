@@ -51,8 +51,8 @@ def rollout_rows(prompt: Tokens, passes: Sequence[Pass], depths: int, nodes: str
     last = torch.cat([one.features.last_hidden[0] for one in passes])
     following = torch.arange(len(token))[:, None] + torch.arange(1, depths + 1)
     exists = following < len(token)
-    written = exists & (following >= len(prompt) - 1)
-    text = RolloutRow(token, torch.zeros_like(token), hidden, last, following.where(exists, NONE), written)
+    path, written = following.where(exists, NONE), exists & (following >= len(prompt) - 1)
+    text = RolloutRow(token, torch.zeros_like(token), hidden, last, path, written)
     if nodes == "text":
         return [text]
     paths = [_paths(one) for one in passes]
@@ -136,8 +136,7 @@ class Rollouts:
             rollout_rows(prompt, answer.target_passes, self.depths, self.config.nodes)
             for prompt, answer in zip(prompts, answers, strict=True)
         ]
-        size = self.batches.micro_batch_size
-        width = self.batches.packed.token.shape[1]
+        size, width = self.batches.micro_batch_size, self.batches.packed.token.shape[1]
         groups = [[*chain(*sequences[first : first + size])] for first in range(0, len(sequences), size)]
         read = sum(map(len, prompts)) + sum(taken.drafted + 1 for answer in answers for taken in answer.steps)
         return [_micro_batch(group, self.target.device, width) for group in groups], read
@@ -173,8 +172,7 @@ def _micro_batch(copies: list[RolloutRow], device: torch.device, length: int) ->
         return pad(rows, (*(0, 0) * (rows.ndim - 2), 0, -rows.shape[1] % width), value=value)
 
     token, hidden, last, path = joined(0), joined(2), joined(3), joined(4).clamp_min(0)
-    document = joined(1, NODE)
-    trained = joined(5).permute(2, 0, 1).contiguous()
+    document, trained = joined(1, NODE), joined(5).permute(2, 0, 1).contiguous()
     index = -2 - torch.arange(len(copies))  # negative indices, of no sequence in the data
     batch = Batch(token, document, torch.zeros_like(token), index, path, trained)
     token, document, path = (to_device(field, device) for field in (token, document, path))

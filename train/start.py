@@ -231,8 +231,7 @@ def from_target(config: HeadConfig, init: str, target: Target, checkpoint: str) 
     config = match_target(config, target)
     if init == CHECKPOINT:
         module = load_mtp(target, checkpoint)
-        config = replace(config, raw_state=module.config.raw_state)
-        loaded = module.state_dict().items()
+        config, loaded = replace(config, raw_state=module.config.raw_state), module.state_dict().items()
         start: NamedTensors = {name.replace(BLOCK, _block(config)): value for name, value in loaded}
     else:
         start = last_layer(config, target)
@@ -289,8 +288,7 @@ def fit_init(head: Any, init: str | None, target: Any, batches: Batches, steps: 
         norms = head.config.norm_output  # whether the head feeds back normed states
         head.fusion.fc.weight.copy_(solve(head.fusion.fc, lambda states: states.last_hidden if norms else states.raw))
     # Queries, keys and values are those of the target's layer, for its predicted input.
-    scale = layer["block.input_layernorm.weight"].to(block.self_attn.o_proj.weight)
-    eps = head.config.norm_eps
+    scale, eps = layer["block.input_layernorm.weight"].to(block.self_attn.o_proj.weight), head.config.norm_eps
     guess = solve(block.self_attn.q_proj, lambda states: functional.rms_norm(states.below, scale.shape, scale, eps))
     for name in PROJECTIONS:
         getattr(block.self_attn, name).weight.copy_(layer[f"block.self_attn.{name}.weight"].to(guess) @ guess)
@@ -355,8 +353,7 @@ def fit_linear(
             head.unroll(features._replace(hidden=hidden[:, :, : -len(top)], last_hidden=last), 1)
             follows = functional.pad((document[:, 1:] == document[:, :-1]) & (document[:, 1:] >= 0), (0, 1))
             follows &= to_device(batch.index >= 0, follows.device)[:, None]  # without padding sequences
-            raw = hidden[:, :, -1][follows]
-            ahead = hidden[:, :, -len(top) :].roll(-1, 1)[follows]
+            raw, ahead = hidden[:, :, -1][follows], hidden[:, :, -len(top) :].roll(-1, 1)[follows]
             states = LayerStates(last[follows], raw, ahead[:, -2], ahead[:, -1], given["state"][follows])
             inputs = given["input"][follows]
             sums += inputs.T @ torch.cat([inputs, labels_of(states)], 1)

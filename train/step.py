@@ -149,8 +149,7 @@ class Guard:
     def check(self, loss: float, norm: float) -> str | None:
         """Record a step's loss and gradient norm; return why the step is bad, or None."""
         recent = self.progress["recent"]
-        usual = statistics.median(recent) if len(recent) == WINDOW else math.inf
-        reason = None
+        usual, reason = statistics.median(recent) if len(recent) == WINDOW else math.inf, None
         if not math.isfinite(loss):
             reason = f"its loss is {loss}"
         elif not math.isfinite(norm):
@@ -250,8 +249,7 @@ class Stepper:
         norm = self.strategy.clip(trainer.clip)
         mark("optimiser")
         # The step's numbers over all processes: the only read of the host.
-        depths = len(trained)
-        norm = torch.as_tensor(norm, device=device).reshape(1).to(trained.dtype)
+        depths, norm = len(trained), torch.as_tensor(norm, device=device).reshape(1).to(trained.dtype)
         packed = self.accelerator.reduce(torch.cat([*totals.values(), norm]), "sum")
         packed[depths:-1] /= trained.repeat(len(totals) - 1)
         *means, grad_norm, rows = torch.cat([packed, trained[:1]]).tolist()
@@ -338,8 +336,7 @@ def keep_batch(folder: Path, batches: Batches, step: int, why: str) -> Path:
     `step-N.safetensors` has the sequences' indices, tokens, documents and masks; N counts from 1, as in metrics.jsonl.
     `step-N.json` has the seed, the world size and the reason.
     """
-    row = batches.sequences(step)
-    path = folder / f"step-{step + 1}.safetensors"
+    row, path = batches.sequences(step), folder / f"step-{step + 1}.safetensors"
     names = ("token", "document", "mask")
     tensors = {"row": row, **{name: field[row] for name, field in zip(names, batches.packed, strict=True)}}
     record = {"step": step + 1, "seed": batches.seed, "why": why, "world_size": batches.world}

@@ -71,8 +71,7 @@ class HybridBatch(HostBatch):
         drafters = [drafter, *(drafter.clone() for _ in range(size - 1))]
         super().__init__([clone.lookup for clone in drafters])
         self.drafters = {id(clone.lookup): clone for clone in drafters}
-        self.weight = drafter.config.weight
-        self.head_batch = drafter.head_drafter.batch(size)
+        self.weight, self.head_batch = drafter.config.weight, drafter.head_drafter.batch(size)
         self.traits = self.head_batch.traits._replace(on_device=False)
         self.looked_up: list[Proposal | None] = []
 
@@ -108,8 +107,7 @@ class HybridBatch(HostBatch):
         self.both, head_plan = any(context is not None for context in rest), self.head_batch.begin(rest, longest)
         if not self.both:
             return plan
-        lookup_plan = self.planned(taken)
-        has_q = head_plan.has_q or [True] * len(taken)
+        lookup_plan, has_q = self.planned(taken), head_plan.has_q or [True] * len(taken)
         if all(proposal is None for proposal in taken):
             return head_plan
         return head_plan._replace(

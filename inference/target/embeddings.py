@@ -22,8 +22,7 @@ class TargetEmbeddings(nn.Module):
     def __init__(self, model: "transformers.PreTrainedModel") -> None:
         super().__init__()
         self.config = config = model.config.get_text_config()
-        self.embedding = model.get_input_embeddings()
-        self.lm_head = model.get_output_embeddings()
+        self.embedding, self.lm_head = model.get_input_embeddings(), model.get_output_embeddings()
         self.softcap: float | None = getattr(config, "final_logit_softcapping", None)
         self.factor = logit_factor(config)
         self.architecture = type(model).__name__
@@ -67,8 +66,7 @@ class TargetEmbeddings(nn.Module):
     def logits(self, hidden: States, ids: Int[Tensor, "W"] | None = None) -> Logits:
         """Return the logits of final-normed hidden states in the lm_head's dtype; with `ids` only these tokens'."""
         # In rows "N D": for a slice torch 2.13 copies a frozen bf16 weight (findings/torch_frozen_linear_…).
-        shape = hidden.shape[:-1]
-        hidden = hidden.reshape(-1, hidden.shape[-1]).to(self.lm_head.weight.dtype)
+        shape, hidden = hidden.shape[:-1], hidden.reshape(-1, hidden.shape[-1]).to(self.lm_head.weight.dtype)
         if ids is None:
             logits = self.lm_head(hidden)
         elif not torch.compiler.is_compiling():

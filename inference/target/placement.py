@@ -183,8 +183,7 @@ def options(
     if where.placement == OFFLOAD:
         with torch.device("meta"):
             skeleton = transformers.AutoModelForCausalLM.from_config(config, trust_remote_code=trust)
-        modules = dict(skeleton.named_modules())
-        count = skeleton.config.get_text_config().num_hidden_layers
+        modules, count = dict(skeleton.named_modules()), skeleton.config.get_text_config().num_hidden_layers
         layers = next(n for n, one in modules.items() if isinstance(one, nn.ModuleList) and len(one) == count)
         leaves = (name for name, module in modules.items() if not [*module.children()])
         devices = {name: str(device) for name in leaves if not name.startswith(f"{layers}.")}
@@ -213,8 +212,7 @@ def devices_of(where: Placement, device: torch.device) -> list[int]:
     indices = list(range(count)) if where.devices is None else where.devices
     if odd := [n for n in indices if not 0 <= n < count]:
         raise ValueError(f"model.devices names {odd[0]}, and there are {count} devices: count from 0")
-    processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    mine = int(os.environ.get("LOCAL_RANK", "0"))
+    processes, mine = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), int(os.environ.get("LOCAL_RANK", "0"))
     check_devices(len(indices), processes)
     return sorted(indices[mine::processes], key=lambda n: n != device.index)
 

@@ -88,8 +88,7 @@ def follow_on_host(
     count, last = len(path), path[-1]
     committed = [*(tokens[node] for node in path[1:]), following[last]]
     padding = deepest + 1 - count
-    path = path + [last] * padding
-    committed = committed + [tokens[last]] * padding
+    path, committed = path + [last] * padding, committed + [tokens[last]] * padding
     drafted = sum(reached <= most for reached in depth) - 1
     order = [parents[:node].count(parents[node]) for node in path]
     rows = torch.tensor([[count, drafted, *path, *committed, *order]], device=best.device)
@@ -144,8 +143,7 @@ def typical(p: NodeProbs) -> PerNode:
 
 def lenient(tree: DraftTree, p: NodeProbs, threshold: Callable[[NodeProbs], PerNode]) -> NodeMask:
     """LOSSY. Return the mask of nodes whose token is above the threshold after their parent."""
-    parent = tree.parent.clamp_min(0)
-    row = torch.arange(len(p), device=p.device)[:, None]
+    parent, row = tree.parent.clamp_min(0), torch.arange(len(p), device=p.device)[:, None]
     return p[row, parent, tree.token.clamp_min(0)] > threshold(p).gather(1, parent)
 
 
@@ -174,8 +172,7 @@ def recursive(draft: Sampled, p: NodeProbs, uniforms: PerNode, allow_host_sync: 
         uniforms: uniform numbers, as many as there are nodes.
         allow_host_sync: whether the host may read, to skip nodes that no sequence reaches.
     """
-    draws = AcceptDraws(uniforms, torch.zeros_like(draft.token[:, 0]))
-    rows = _rows(draft.parents)
+    draws, rows = AcceptDraws(uniforms, torch.zeros_like(draft.token[:, 0])), _rows(draft.parents)
     last, residual_p, residual_q = torch.zeros_like(draws.used_uniforms), p[:, 0], draft.q[:, 0]
     tokens, more = draft.token.clamp_min(0), _followed(draft.parents)
     for node, parent in enumerate(draft.parents[1:], 1):
@@ -226,15 +223,13 @@ def traversal(draft: Sampled, p: NodeProbs, uniforms: PerNode, allow_host_sync: 
     block verification (arXiv 2403.10444). The root's alpha is 1, so it is accepted if no other path is. The arguments
     are those of `recursive`.
     """
-    draws = AcceptDraws(uniforms, torch.zeros_like(draft.token[:, 0]))
-    rows = _rows(draft.parents)
+    draws, rows = AcceptDraws(uniforms, torch.zeros_like(draft.token[:, 0])), _rows(draft.parents)
     last, probs = torch.zeros_like(draws.used_uniforms), p[:, 0]
     tokens, more = draft.token.clamp_min(0), _followed(draft.parents)
     undecided = draft.valid[:, 0]
     frames: list[PathNode] = []
     for node, entering in _walk(draft.parents):
-        token = tokens[:, node, None]
-        residual_q = draft.q[:, rows[node]] if node in rows else None
+        token, residual_q = tokens[:, node, None], draft.q[:, rows[node]] if node in rows else None
         if entering and not frames:
             frames.append(PathNode(undecided, torch.ones_like(p[:, 0, 0]), p[:, 0], residual_q))
         elif entering:
@@ -247,8 +242,7 @@ def traversal(draft: Sampled, p: NodeProbs, uniforms: PerNode, allow_host_sync: 
             accepted = draws.sample(frame.alpha, frame.reached & undecided)
             if not allow_host_sync or accepted.any():
                 probs = torch.where(accepted[:, None], frame.residual_p, probs)
-            last = last.masked_fill(accepted, node)
-            undecided = undecided & ~accepted
+            last, undecided = last.masked_fill(accepted, node), undecided & ~accepted
             if not frames or (allow_host_sync and not undecided.any()):
                 break
             rejected = frames[-1].reached & draft.valid[:, node] & undecided  # also if it was not reached

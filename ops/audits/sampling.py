@@ -43,10 +43,8 @@ def sampling(audit: Audit, check: str) -> Finding:
     settings = {"temperature": 1.0, "max_tokens": config.sample_tokens}
     settings |= {"top_p": 0.4} if check == "sampling_top_p" else {}
     questions = [question.having("sampled", **settings) for question in audit.questions[:PROMPTS]]
-    rng = np.random.default_rng(config.seed)
-    level = config.alpha / len(LOOKS)
-    in_flight = min(IN_FLIGHT, max(config.concurrency))
-    summaries = list[str]()
+    rng, level = np.random.default_rng(config.seed), config.alpha / len(LOOKS)
+    in_flight, summaries = min(IN_FLIGHT, max(config.concurrency)), list[str]()
     for first, count in ((0, config.samples), (2 * config.samples, AGAIN * config.samples)):
         replies = []  # prompt -> server -> answers, each with its own seed
         for question in questions:
@@ -116,8 +114,7 @@ def p_value(texts: Sequence[Sides], level: float, rng: np.random.Generator) -> f
         for kernel in kernels:
             exchanged = rng.permuted(np.tile(np.repeat([1.0, -1.0], len(kernel) // 2), (CHUNK, 1)), axis=1)
             totals += np.einsum("ij,ij->i", exchanged @ kernel, exchanged)
-        extreme = extreme + int((totals >= bound).sum())
-        count = count + CHUNK
+        extreme, count = extreme + int((totals >= bound).sum()), count + CHUNK
     return (1 + extreme) / (1 + count)
 
 

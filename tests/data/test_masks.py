@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from data.text import masks
+from data.text import masks, template
 from data.text.masks import Sample, without_reasoning
 from data.text.parts import Message
 from data.text.records import Record
@@ -184,6 +184,6 @@ def test_a_token_is_trained_with_all_its_characters(monkeypatch: pytest.MonkeyPa
     encoded = MagicMock(ids=[*range(6)], token_to_chars=edges.__getitem__, char_to_token=having.__getitem__)
     encoded.__len__.return_value = len(edges)
     monkeypatch.setattr(masks, "encode_one", lambda *_: encoded)
-    monkeypatch.setattr(masks, "encode", lambda texts, _: [[9], *([8] for _ in texts[1:])])  # no pieces of the whole
+    monkeypatch.setattr(template, "encode", lambda texts, _: [[9], *([8] for _ in texts[1:])])  # no pieces of the whole
     token, mask = masks._mask("0123456789", [(3, 7)], family_tokenizer("chatml", False))
     assert (token, mask) == ([*range(6)], [0, 0, 1, 1, 0, 0])

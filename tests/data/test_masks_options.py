@@ -10,7 +10,7 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from data.config import DataConfig
-from data.text import masks
+from data.text import masks, template
 from data.text.masks import samples_of, skip, without_reasoning
 from data.text.records import Record
 from tests.data.chatml import Tokens, load_samples
@@ -226,6 +226,6 @@ def test_an_answer_ends_with_the_token_that_ends_a_turn(
     token: list[int], mask: list[int], eos: int | None, ended: list[int], trained: list[int],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    monkeypatch.setattr(masks, "turn_end_tokens", lambda _: {EOS})
+    monkeypatch.setattr(template, "turn_end_tokens", lambda _: {EOS})
     tokenizer: Any = Mock(eos_token_id=eos, decode=lambda one: "\n" if one == BLANK else "a")
     assert masks._end_turns(token, mask, tokenizer) == (ended, trained)

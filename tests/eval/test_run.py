@@ -160,7 +160,7 @@ def test_each_temperature_and_each_workload_has_its_own_check(
         return verdict_of(["identical", "near_tie", "identical"], [], [])
 
     monkeypatch.setattr("eval.gates.sampled_gates", sampled)
-    monkeypatch.setattr("eval.gates.gate", greedy)
+    monkeypatch.setattr("eval.measures.losslessness.gate", greedy)
     given = {"temperature": [0, 1.0, 0.5], "hf": False, "gate_dtype": "float64", "max_new_tokens": 4}
     made = evaluate(small(runs, tmp_path, **given, workload=[str(tmp_path / name) for name in names]))
     assert made.device["dtype"] == "float32"

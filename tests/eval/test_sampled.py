@@ -33,7 +33,7 @@ from inference.drafters.plain import Baseline
 from inference.drafters.policy import Schedule, ScheduleLine
 from inference.drafters.prompt_lookup import PromptLookup
 from inference.protocol import Drafter
-from inference.verification import rules
+from inference.verification import rng, rules
 from inference.verification.rules import COUPLED
 from inference.verification.sample import Sampling
 from tests import toys
@@ -94,7 +94,7 @@ def test_easier_coins_on_the_device_are_caught(tree: str, monkeypatch: pytest.Mo
 
 
 def test_numbers_that_drafts_and_coins_share_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(step, "DRAFT_KEY", step.ACCEPT_KEY)
+    monkeypatch.setattr(rng, "DRAFT_KEY", rng.ACCEPT_KEY)
     found = sampled_test("chain", 0.08, 3.0)
     assert found.control_rejected
     assert found.p_value < found.alpha

@@ -71,11 +71,9 @@ def write_copy(head: Mtp, checkpoint: str, layout: Layout, out: Path) -> None:
     with replacing(out) as new:
         brought = shutil.ignore_patterns(".*", "*.safetensors", CONFIG, INDEX)
         shutil.copytree(folder, new, ignore=brought, copy_function=_bring, dirs_exist_ok=True)
-        where = dict.fromkeys(tensors, MODULE)
-        total = sum(tensor.nbytes for tensor in tensors.values())
+        where, total = dict.fromkeys(tensors, MODULE), sum(tensor.nbytes for tensor in tensors.values())
         for path, held in shards.items():
-            name = RENAMED.get(path.name, path.name)
-            unchanged = held.keys() - tensors
+            name, unchanged = RENAMED.get(path.name, path.name), held.keys() - tensors
             where |= dict.fromkeys(unchanged, name)
             total += sum(math.prod(entries[tensor].shape) * entries[tensor].dtype.itemsize for tensor in unchanged)
             if len(unchanged) == len(held):

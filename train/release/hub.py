@@ -127,11 +127,9 @@ def trial_of(run: Path, config: PublishConfig) -> Callable[..., str] | str:
         target = Target.load(path, adapter=content["target"].get("adapter"))
     except (ValueError, OSError, RuntimeError, MemoryError) as error:
         return f"the target cannot be loaded here ({one_line(error)})"
-    trained = load_found(head, target.embeddings, target.spec)
-    tree = typed(TreeConfig, content["tree"])
+    trained, tree = load_found(head, target.embeddings, target.spec), typed(TreeConfig, content["tree"])
     if config.format is not None:
-        trained = trained.to(dtype=DTYPES[config.dtype])
-        tree = TreeConfig("chain", config.draft_tokens, 0, 0, [], [])
+        trained, tree = trained.to(dtype=DTYPES[config.dtype]), TreeConfig("chain", config.draft_tokens, 0, 0, [], [])
     check_tree(target, tree, "head")
     prompts = [prompt.token for prompt in load_prompts(file, target.tokenizer, config.verify_prompts)]
     prompts = [token for token in prompts if len(token) < target.context - 1]
