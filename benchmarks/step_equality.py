@@ -24,7 +24,7 @@ from data.text.prompts import Prompt
 from eval.gates import coupled_check
 from eval.inputs.workloads import load_workload
 from eval.measures.losslessness import gate
-from heads.formats.hub import load_head
+from heads.formats.store import load_head
 from inference.batch import batch_of
 from inference.decode import Generation, RequestParams
 from inference.drafters.head import HeadDrafter
