@@ -54,13 +54,9 @@ def read_target_config(path: str, trust_remote_code: bool, cached_alone: bool = 
     values = read_target_values(path, trust_remote_code, cached_alone)
     try:
         folder, given = gguf.resolve_gguf(path)
-        config = (
-            transformers.AutoConfig.for_model(**values)
-            if given
-            else transformers.AutoConfig.from_pretrained(
-                folder, trust_remote_code=trust_remote_code, local_files_only=cached_alone
-            )
-        )
+        options = {"trust_remote_code": trust_remote_code, "local_files_only": cached_alone}
+        loader = transformers.AutoConfig
+        config = loader.for_model(**values) if given else loader.from_pretrained(folder, **options)
         config = text_tower(config) if has_text_tower(values) else config
         text = config.get_text_config()
     except UNFIT as error:

@@ -196,12 +196,10 @@ def assert_same_target(folder: Path, saved: TargetSpec, target: TargetSpec) -> N
         if theirs != ours and field == "fingerprint" and QUANTISED in (theirs + ours):
             log.warning(UNSURE, folder, saved, target)
         elif theirs != ours:
-            drafting = (
-                ", or to draft for this one all the same set model.sibling=true" if field == "fingerprint" else ""
-            )
+            sibling = ", or to draft for this one all the same set model.sibling=true" * (field == "fingerprint")
             raise ValueError(
                 f"{folder}: made for another target, {saved}: its {what} is {theirs}, but that of {target} is {ours}; "
-                f"choose the target that it was made for with model.path and model.adapter{drafting}"
+                f"choose the target that it was made for with model.path and model.adapter{sibling}"
             )
 
 

@@ -129,11 +129,10 @@ class Storage:
 
     def reserve(self, capacity: int) -> None:
         """Allocate at least `capacity` entries a sequence."""
-        capacity = (
-            max(round_up_kv_length(capacity), MIN_CAPACITY)
-            if self.few_sizes
-            else -(-capacity // CAPACITY_MULTIPLE) * CAPACITY_MULTIPLE
-        )
+        if self.few_sizes:
+            capacity = max(round_up_kv_length(capacity), MIN_CAPACITY)
+        else:
+            capacity = -(-capacity // CAPACITY_MULTIPLE) * CAPACITY_MULTIPLE
         if capacity > self.capacity:
             self.capacity, old = capacity, self.layers
             self.blocks, self.layers = [], {}

@@ -193,11 +193,8 @@ def decoder(source: PublishedHead, layer: str, embeddings: Embeddings, *, slidin
         raise source.refusal(f"logit_scale={config['logit_scale']}")
     rows, kv_rows = (len(source.tensor(f"{layer}self_attn.{name}_proj.weight")) for name in "qk")
     normed = source.tensors.get(f"{layer}self_attn.q_norm.weight")
-    width = (
-        len(normed)
-        if normed is not None
-        else config.get("head_dim") or rows // (config.get("num_attention_heads") or embeddings.layer_dims.num_heads)
-    )
+    width = config.get("head_dim") or rows // (config.get("num_attention_heads") or embeddings.layer_dims.num_heads)
+    width = width if normed is None else len(normed)
     if not width or rows % width or kv_rows % width or (rows // width) % (kv_rows // width or 1):
         raise source.error(f"{layer}self_attn.q_proj.weight has {rows} rows, k_proj {kv_rows}: no heads of {width}")
     try:
