@@ -11,7 +11,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from heads.base import Layers, Tokens
-from heads.modules.argmax import argmax
+from heads.modules.vocab import argmax
 from inference.protocol import Context
 from inference.target.cache import TargetCache
 from inference.target.model import TargetOutput

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from heads.base import Features, Tokens
-from heads.modules.argmax import argmax
+from heads.modules.vocab import argmax
 from heads.shapes import PerSequence
 from inference.protocol import DraftBatch, Drafted, DraftInputs, DraftPlan
 from inference.request import Pass, PhaseTimer, Request, RequestParams, Step
@@ -450,8 +450,8 @@ class DeviceStep:
             assert plan.sampled is not None
             p = distribution(processed_logits, sampling)
             key = rng.hash_key(slots.key, rng.ACCEPT_KEY)
-            coins = torch.arange(p.shape[1], device=p.device)
-            uniforms = rng.uniform(rng.hash_key(key, slots.length + 1)[:, None], coins)
+            index = torch.arange(p.shape[1], device=p.device)
+            uniforms = rng.uniform(rng.hash_key(key, slots.length + 1)[:, None], index)
             draft = rules.Sampled(plan.sampled, tree.token, valid, drafted.q)
             sampled_last, probs = rule.verify(draft, p, uniforms, self.allows_host_sync)
             position = slots.length + 1 + drafted.node_depth.gather(1, sampled_last[:, None])[:, 0]

@@ -20,8 +20,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from heads import rows
 from heads.base import DepthOutput, DraftHead, Features, draft_size, to_device
 from heads.eagle4 import CandidateLmHead
-from heads.modules.argmax import argmax
-from heads.modules.vocab import AccumulatingModule
+from heads.modules.vocab import AccumulatingModule, argmax
 from heads.shapes import Anchors, Paths, PerSequence, RowMask, Sequences
 from inference.verification.rng import BITS, hash_key, seed_key
 from train.losses import LOSSES, NOT_OF_LOGITS, READ_P, LossInputs, ObjectiveConfig, RowIndex, TeacherProbs

@@ -40,7 +40,7 @@ from heads.formats.hub import kind_of, resolve_head
 from heads.formats.published import export, is_published
 from heads.formats.published.export import TargetFacts
 from heads.formats.store import head_config, read_config
-from inference.target import placement as places
+from inference.target import placement as placing
 from inference.target.config import DTYPES, default_device, device_named, fast_dtype
 from inference.target.loading import AS_IT_IS, check_adapter, check_method, check_quantized
 from train.config import HERE, IGNORE, DeviceConfig, JobConfig, RunConfig, checked, run_config
@@ -173,17 +173,17 @@ def resolve_placement(run: RunConfig) -> RunConfig:
     several = run.launcher.world > 1
     placements: tuple[str, ...] = (run.model.placement,)
     strategies: tuple[str, ...] = (run.launcher.strategy,)
-    if run.model.placement == places.AUTO:
+    if run.model.placement == placing.AUTO:
         placements = (
-            places.REPLICATE,
-            *places.SHARDED * several,
-            *(places.DEVICE_MAP, places.OFFLOAD) * (not run.alone_on_cpu),
+            placing.REPLICATE,
+            *placing.SHARDED * several,
+            *(placing.DEVICE_MAP, placing.OFFLOAD) * (not run.alone_on_cpu),
         )
-    if run.launcher.strategy == places.AUTO:
+    if run.launcher.strategy == placing.AUTO:
         strategies = ("ddp", "fsdp2") if several else ("ddp",)
     options = [(placement, run.model.offload, strategy) for placement, strategy in product(placements, strategies)]
-    if run.model.placement == places.AUTO and run.device.host_gb is not None:  # offloading may exceed the host
-        options += [(places.OFFLOAD, "disk", strategy) for strategy in strategies if places.OFFLOAD in placements]
+    if run.model.placement == placing.AUTO and run.device.host_gb is not None:  # offloading may exceed the host
+        options += [(placing.OFFLOAD, "disk", strategy) for strategy in strategies if placing.OFFLOAD in placements]
     for placement, offload, strategy in options:
         model = replace(run.model, placement=placement, offload=offload)
         option = replace(run, model=model, launcher=replace(run.launcher, strategy=strategy))
@@ -197,14 +197,14 @@ def resolve_placement(run: RunConfig) -> RunConfig:
     if not shares:
         raise errors[0]
     run = shares[min(shares)]
-    if run.eval.gate_dtype != places.AUTO:
+    if run.eval.gate_dtype != placing.AUTO:
         return run
     exact = replace(run, eval=replace(run.eval, gate_dtype=GATE))
     if not run.eval.prompts or run.alone_on_cpu or plan(exact).utilization <= MAX_UTILISATION:
         return exact
     fast = fast_dtype(torch.device(str(run.device.type)))
     names = (run.eval.dtype, run.model.dtype, *(name for name, dtype in DTYPES.items() if dtype == fast))
-    return replace(run, eval=replace(run.eval, gate_dtype=next(name for name in names if name != places.AUTO)))
+    return replace(run, eval=replace(run.eval, gate_dtype=next(name for name in names if name != placing.AUTO)))
 
 
 def check_run(run: RunConfig) -> None:
@@ -250,18 +250,18 @@ def checked_plan(run: RunConfig) -> Plan:
     check_sequence_length(run.data.length, context_of(text), model.path)
     if run.features.mode == "engine":
         LayerIds.of(run.features.vllm_layers, planned.cost.feature_layers, planned.shape.target.num_layers)
-    places.check_weights(where, check_quantized(model.path, config, model.quantize), None)
-    places.check_offload(where, str(run.device.type))
+    placing.check_weights(where, check_quantized(model.path, config, model.quantize), None)
+    placing.check_offload(where, str(run.device.type))
     if where.needs_all_ranks:
-        places.check_processes(where, launcher.world, group)
-    if where.placement == places.TENSOR_PARALLEL:
+        placing.check_processes(where, launcher.world, group)
+    if where.placement == placing.TENSOR_PARALLEL:
         if text.model_type not in PLAIN and not getattr(text, "base_model_tp_plan", None):
             raise ValueError(
-                f"model.placement={places.TENSOR_PARALLEL}: transformers has no plan to cut {model.path} up"
+                f"model.placement={placing.TENSOR_PARALLEL}: transformers has no plan to cut {model.path} up"
             )
-        places.check_shape(text, group, model.path)
-    if where.placement == places.DEVICE_MAP and run.device.type != "cpu":
-        places.check_devices(len(model.devices or range(run.device.count or launcher.local)), launcher.local)
+        placing.check_shape(text, group, model.path)
+    if where.placement == placing.DEVICE_MAP and run.device.type != "cpu":
+        placing.check_devices(len(model.devices or range(run.device.count or launcher.local)), launcher.local)
     return planned
 
 
@@ -300,12 +300,12 @@ def remedy(run: RunConfig) -> str | None:
     head = asdict(run.head)
     several = run.launcher.world > 1
     unsharded = run.launcher.strategy == "ddp"
-    whole = run.model.placement == places.REPLICATE
+    whole = run.model.placement == placing.REPLICATE
     options = {
-        "model.offload=disk": run.model.placement == places.OFFLOAD and run.model.offload == "cpu",
+        "model.offload=disk": run.model.placement == placing.OFFLOAD and run.model.offload == "cpu",
         f"trainer.micro_tokens={length}": (run.trainer.micro_tokens or 0) >= 2 * length,
         "launcher.strategy=fsdp2": several and unsharded,
-        **{f"model.placement={kind}": several and whole for kind in places.SHARDED},
+        **{f"model.placement={kind}": several and whole for kind in placing.SHARDED},
         "trainer.recompute=true": not run.trainer.recompute,
         "features=stored trainer.eval_prompts=0": run.features.mode == "live",
         "eval.prompts=0": run.eval.prompts > 0,
@@ -372,7 +372,7 @@ def evaluation(run: RunConfig) -> Json:
     settings = asdict(run.eval)
     if run.model.where.needs_all_ranks:
         model["placement"], settings["tier"] = run.model.placement, [LIVE]
-    if run.eval.gate_dtype == places.AUTO:
+    if run.eval.gate_dtype == placing.AUTO:
         del settings["gate_dtype"]
     return {"run": run.out, "compare": run.compare, "workload": run.workload, "model": model, **settings}
 
@@ -441,7 +441,7 @@ def describe_choices(planned: Plan) -> str:
     run, launcher = planned.run, planned.run.launcher
     nodes = f"{launcher.num_nodes} x " if launcher.num_nodes > 1 else ""
     count = "1 process" if launcher.local == 1 else f"{launcher.local} processes"
-    disk = f" model.offload={run.model.offload}" if run.model.placement == places.OFFLOAD else ""
+    disk = f" model.offload={run.model.offload}" if run.model.placement == placing.OFFLOAD else ""
     last = f" eval.gate_dtype={run.eval.gate_dtype}" if run.eval.prompts else ""
     idle = ""
     if (few := run.sequences_per_step) < launcher.world:

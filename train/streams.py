@@ -42,7 +42,7 @@ from heads.common.ranges import Count, Within
 from heads.common.target_config import check_sequence_length, context_of
 from heads.common.typed import Json, typed
 from heads.formats.store import write_folder
-from heads.modules.argmax import argmax
+from heads.modules.vocab import argmax
 from inference.drafters.contrib.streams import KIND, StreamLogits, Streams, StreamsDrafter
 from inference.drafters.policy import TreeConfig
 from inference.target.loading import configuration

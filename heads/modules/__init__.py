@@ -1,6 +1,5 @@
 """Modules that heads share: attention, decoder layers, the draft vocabulary, the KV cache.
 
-argmax.py          the argmax of logits, fast on a CPU
 layers.py          the decoder layer that heads share, and compiling a head's
 tree_attention.py  masked attention of few queries on CUDA, with split keys
 tree_kernels.py    its Triton kernels
@@ -10,5 +9,5 @@ autoregressive.py  unroll, extend and expand of heads that draft one token after
 per_depth.py       unroll, extend and expand of heads with a module for each depth
 kv_cache.py        the head's KV cache of verified rows, and its sliding window
 fusion.py          default feature layers, and the fusion of their states into one
-vocab.py           the pruned draft vocabulary, and the lm_head over it
+vocab.py           the pruned draft vocabulary, the lm_head over it, and the argmax of logits
 """

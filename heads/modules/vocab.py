@@ -1,4 +1,4 @@
-"""The lm_head of a draft head, and its pruned vocabulary.
+"""The lm_head of a draft head, its pruned vocabulary, and an argmax of logits that is fast on a CPU.
 
 With a vocabulary of 128k the lm_head dominates the cost of a small head. A head that drafts only the W most frequent
 tokens (FR-Spec, arXiv 2502.14856; EAGLE-3) cannot draft rare tokens and is cheaper at every step. The W tokens are
@@ -15,14 +15,30 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from heads.base import DraftVocabulary, Embeddings
-from heads.shapes import Logits, States
+from heads.shapes import Logits, States, TokenIds
 
+BLOCK = 128  # tokens of a block; only the best block is searched for the index of the maximum
+FEW = 4096  # below this number of tokens a full search is faster
 SUMS_WIDE = ("cuda",)  # devices that accumulate 16-bit products into an fp32 sum without rounding
 
 
 def scatter_logits(vocab: DraftVocabulary | None, logits: Logits) -> Float[Tensor, "*n V"]:
     """Return logits over the target's vocabulary."""
     return logits if vocab is None else vocab.scatter(logits)
+
+
+def argmax(scores: Logits) -> TokenIds:
+    """Return the argmax of each row, the first among ties; on a CPU several times faster than `torch.argmax`.
+
+    On a CPU torch vectorises max but not argmax, so the block that contains the maximum is found first.
+    """
+    size = scores.shape[-1]
+    if scores.device.type != "cpu" or size % BLOCK or size <= FEW:
+        return scores.max(-1).indices  # twice as fast as argmax in bf16
+    blocks = scores.unflatten(-1, (size // BLOCK, BLOCK))
+    best = blocks.amax(-1).argmax(-1)
+    block = blocks.take_along_dim(best[..., None, None], -2)[..., 0, :]
+    return best * BLOCK + block.argmax(-1)
 
 
 class GradientAccumulator:

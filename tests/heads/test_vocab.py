@@ -6,9 +6,8 @@ import pytest
 import torch
 
 from heads.base import DraftVocabulary
-from heads.modules.argmax import argmax
 from heads.modules.fusion import chosen_layers
-from heads.modules.vocab import DraftLmHead
+from heads.modules.vocab import DraftLmHead, argmax
 from inference.drafters.policy import TreeConfig, grow
 from inference.protocol import Context
 from inference.verification.rng import Draws
