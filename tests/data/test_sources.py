@@ -55,13 +55,8 @@ def open_zst(path: Path, mode: str, encoding: str) -> Any:
 
 
 PACKED = [
-    ("a.json", 2),
-    ("a.jsonl", None),
-    ("a.json.gz", None),
-    ("a.jsonl.xz", 2),
-    ("a.jsonl.zst", None),
-    ("a.json.zst", 2),
-]
+    ("a.json", 2), ("a.jsonl", None), ("a.json.gz", None), ("a.jsonl.xz", 2), ("a.jsonl.zst", None), ("a.json.zst", 2),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("name", "indent"), PACKED)
