@@ -45,8 +45,7 @@ def drafter(tree: TreeConfig) -> Any:
 def test_the_nodes_accepted_most_often_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
     made = {name: [[run((0, 1), (0, 1, 0), (2,), (0,), ())]] for name in ("medusa", "suffix", "plain")}
     made["plain"] = [[generation(3, [(0, 0), (0, 0)])]]
-    lookup = Baseline(toys.target().device)
-    lookup.tree = "tree-9"
+    lookup = type("Lookup", (Baseline,), {"tree": "tree-9"})(toys.target().device)
     sources = {"medusa": drafter(toys.TREES["dynamic"]), "suffix": lookup, "plain": Baseline(toys.target().device)}
     found = extras.trees(made, sources)
     assert list(found) == ["medusa", "suffix"]
