@@ -24,7 +24,7 @@ def last_good(folder: Path) -> Path:
 
     For a link, the old folder is next to the link's target.
     """
-    aside = _aside(folder.resolve() if folder.is_symlink() else folder)
+    aside = _aside(folder.resolve() if folder.is_symlink() or not folder.name else folder)  # "." has no name
     return aside if aside.is_dir() and not folder.exists() else folder
 
 

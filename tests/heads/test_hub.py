@@ -30,9 +30,11 @@ def make(folder: Path) -> Path:
     return folder
 
 
-def test_a_runs_head_before_the_folder_itself(tmp_path: Path) -> None:
+def test_a_runs_head_before_the_folder_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = make(tmp_path / "run")
     assert resolve_head(str(run)) == run
+    monkeypatch.chdir(run)
+    assert resolve_head(".") == Path()
     head = make(run / "head")
     assert resolve_head(str(run)) == head
     head.rename(run / ".head.old")
@@ -41,9 +43,8 @@ def test_a_runs_head_before_the_folder_itself(tmp_path: Path) -> None:
 
 def test_a_repository_is_downloaded_and_then_cached(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = resolve_head("me/head")
-    assert {path.name: path.read_bytes() for path in folder.iterdir()} == {
-        name: data for name, data in FILES.items() if name != "README.md"
-    }
+    here = {path.name: path.read_bytes() for path in folder.iterdir()}
+    assert here == {name: data for name, data in FILES.items() if name != "README.md"}
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
     assert resolve_head("me/head") == folder
 
