@@ -47,6 +47,7 @@ EVENTS = "text/event-stream"
 MOST_FAILURES = 8  # consecutive failed chats that stop the job
 SEEDS = 2**31  # bound of seeds that every server accepts
 TOKENS = {"return_token_ids": True, "return_prompt_token_ids": True}  # SGLang needs the second for chats
+KEEP_S = 2.0  # of an idle connection: uvicorn closes one after 5 s, which fails a question that is just being sent
 DONE = "[DONE]"  # the last event of a complete stream
 
 
@@ -108,7 +109,8 @@ class Client:
         key = (key or "").strip()  # a key from a file ends in a newline
         self.url, self.config, self.key = url.rstrip("/"), config, key or HIDDEN
         headers = {"Authorization": f"Bearer {key}"} if key else {}
-        self.http = httpx.Client(headers=headers, limits=httpx.Limits(max_connections=None))  # concurrency bounds them
+        limits = httpx.Limits(max_connections=None, keepalive_expiry=KEEP_S)  # concurrency bounds the connections
+        self.http = httpx.Client(headers=headers, limits=limits)
         self.stop = threading.Event()  # ends pauses and prevents retries once set
 
     def served(self) -> tuple[str, int]:
