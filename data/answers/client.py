@@ -47,7 +47,6 @@ EVENTS = "text/event-stream"
 MOST_FAILURES = 8  # consecutive failed chats that stop the job
 SEEDS = 2**31  # bound of seeds that every server accepts
 TOKENS = {"return_token_ids": True, "return_prompt_token_ids": True}  # SGLang needs the second for chats
-KEEP_S = 2.0  # of an idle connection: uvicorn closes one after 5 s, which fails a question that is just being sent
 DONE = "[DONE]"  # the last event of a complete stream
 
 
@@ -109,8 +108,7 @@ class Client:
         key = (key or "").strip()  # a key from a file ends in a newline
         self.url, self.config, self.key = url.rstrip("/"), config, key or HIDDEN
         headers = {"Authorization": f"Bearer {key}"} if key else {}
-        limits = httpx.Limits(max_connections=None, keepalive_expiry=KEEP_S)  # concurrency bounds the connections
-        self.http = httpx.Client(headers=headers, limits=limits)
+        self.http = httpx.Client(headers=headers, limits=httpx.Limits(max_connections=None))  # concurrency bounds them
         self.stop = threading.Event()  # ends pauses and prevents retries once set
 
     def served(self) -> tuple[str, int]:
@@ -175,14 +173,13 @@ class Client:
             if response.status_code != 200 or EVENTS not in response.headers.get("Content-Type", ""):
                 yield self._read_reply(response, path)
                 return
-            done = False
-            for line in response.iter_lines():  # to its end, beyond DONE, or its connection is lost
+            for line in response.iter_lines():
                 event = line.strip().removeprefix("data:").strip()
-                done = done or event == DONE
-                if line.startswith("data:") and not done:
+                if event == DONE:
+                    return
+                if line.startswith("data:"):
                     yield read_object(event)
-        if not done:
-            raise EndpointError("unreachable", "the stream broke off before its end", True)
+        raise EndpointError("unreachable", "the stream broke off before its end", True)
 
     def page(self, path: str) -> tuple[int, str]:
         """Return the status and the text of a page, which need not be JSON; refuse a reply after the time-out."""

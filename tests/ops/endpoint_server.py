@@ -74,7 +74,6 @@ class Served(LocalServer):
         self.models = [MODEL]
         self.bodies: list[dict[str, Any]] = []
         self.headers: list[Any] = []
-        self.ports: set[int] = set()  # of the connections that questions came over
         self.counts: Counter[str] = Counter()
         self.together = self.most = 0
 
@@ -168,7 +167,6 @@ class Handler(Pages, BaseHTTPRequestHandler):
         with server.lock:
             server.bodies.append(body)
             server.headers.append(self.headers)
-            server.ports.add(self.client_address[1])
             server.together += 1
             server.most = max(server.most, server.together)
         try:
