@@ -1,4 +1,4 @@
-"""CPU seconds that reading a log takes, for 100,000 of its records, beside what no code of ours could save.
+"""CPU seconds that reading a log takes, for 100,000 of its records, and how many of them no code of ours could save.
 
 python benchmarks/logs.py LOG [--model FOLDER] [--template FILE.jinja]
 Records are read, filtered, rendered, tokenised, masked and written to a cache, as for a training. Below that stand the

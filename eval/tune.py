@@ -112,7 +112,7 @@ class AtBatch:
 class Tuning:
     """The results of a tuning."""
 
-    settings: Json  # of the measurement
+    settings: Json  # settings of the measurement
     accepted: list[list[float]]  # acceptance by depth and rank in the selection texts
     batches: list[AtBatch]
 

@@ -112,7 +112,7 @@ class Context(NamedTuple):
         return DraftInputs(token, self.sampling, seen_tokens, noise, samples)
 
 
-Contexts = Sequence[Context | None]  # by slot; None for an idle one
+Contexts = Sequence[Context | None]  # contexts by slot; None for an idle one
 
 
 class Proposal(NamedTuple):

@@ -358,7 +358,7 @@ def _joined(reply: Any) -> Any:
     message: Raw = {"role": "assistant"}
     blocks: dict[int, Raw] = {}
     parts: list[Raw] = []  # parts of Gemini's events
-    items: dict[int, Raw] = {}  # of the Responses API
+    items: dict[int, Raw] = {}  # items of the Responses API
     ends: list[Any] = []  # of each event that may end the answer whether it does
     for event in events:
         response, delta, kind = event.get("response"), event.get("delta"), str(event.get("type"))

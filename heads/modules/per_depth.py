@@ -37,7 +37,7 @@ class PerDepthHead(HeadModule):
         return drafts
 
     def extend(self, state: Any, new: NewRows) -> tuple[Any, LevelOutput]:
-        """Score depth 1 from the last row; the state is returned as it is."""
+        """Score depth 1 from the last row; the state stays unchanged."""
         last, root = (last_rows(x, new.counts) for x in (new.features.last_hidden, new.token))
         return state, self.level(self.initial_states(last), root, 1)
 
