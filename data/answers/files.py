@@ -163,7 +163,7 @@ class Answers:
 
 
 def append(outcome: Outcome, file: IO[bytes]) -> None:
-    """Append an outcome to a part, unbuffered, with an fsync every few chats."""
+    """Append an outcome to a part and flush it; the caller syncs every few chats."""
     file.write(_encoded(outcome._asdict()))
     file.flush()
 

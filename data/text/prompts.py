@@ -5,6 +5,7 @@ import json
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from functools import partial
 from glob import has_magic
@@ -37,7 +38,7 @@ T = TypeVar("T")
 
 WORKLOADS = {"tiny": ROOT / "examples" / "tiny" / "prompts.jsonl"}
 LOST = 1 / 5  # maximum share of bad records; a larger share stops a run
-# The cache is FOLDER/<key>/ with these files, written atomically under a lock; META has the counts.
+# The cache is FOLDER/<key>/ with these files, written atomically under a lock; META has the counts and sizes.
 SAMPLES, PROMPTS, META = "samples.arrow", "prompts.jsonl", "meta.json"
 NOT_IN_CACHE_KEY = ("length", "cache")  # options that do not affect the samples
 # Code outside of this package that affects the samples: parsing, rendering, encoding.
@@ -418,21 +419,29 @@ def write_samples(samples: Iterable[Sample], path: Path) -> None:
 
 
 def cached(folder: Path, fill: Callable[[Path], Json]) -> Json:
-    """Return the report of a cache folder; one process fills it if it is missing.
+    """Return the report of a cache folder; one process fills it if it is missing or its files are cut.
 
     `fill` writes SAMPLES and PROMPTS into a folder and returns the report; then the folder is renamed.
 
     Raises:
         ValueError: the folder cannot be written.
     """
-    meta = folder / META
+
+    def known() -> Json | None:
+        with suppress(OSError, ValueError, KeyError):
+            meta = read_checked(folder / META)
+            whole = all((folder / name).stat().st_size == size for name, size in meta["bytes"].items())
+            return dict(meta["report"]) if whole else None
+        return None
+
     try:
-        if not meta.is_file():
+        if (report := known()) is None:
             with claim(folder.with_suffix(".lock"), wait=True):
-                if not meta.is_file():  # another process may have filled it meanwhile
+                if (report := known()) is None:  # another process may have filled it meanwhile
                     with replacing(folder) as rough:
-                        write_checked(rough / META, fill(rough))
-        report: Json = read_checked(meta)
+                        report = fill(rough)
+                        sizes = {name: (rough / name).stat().st_size for name in (SAMPLES, PROMPTS)}
+                        write_checked(rough / META, {"bytes": sizes, "report": report})
         return report
     except OSError as error:
         raise ValueError(

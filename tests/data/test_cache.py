@@ -16,7 +16,7 @@ from data.config import DataConfig
 from data.text import prompts
 from data.text.files import content_hash
 from data.text.masks import Sample
-from data.text.prompts import CachedSamples, cache_key, load_training, tokenizer_identity
+from data.text.prompts import META, PROMPTS, SAMPLES, CachedSamples, cache_key, load_training, tokenizer_identity
 from heads.common.untrusted import parse_json
 from inference.target.tokenizer import text_ids
 from tests.data.chatml import PLAIN, TAGGED, Tokens, load_samples
@@ -172,3 +172,11 @@ def test_a_builder_that_dies_frees_the_lock_and_the_next_one_builds(
     assert not left[0].exists()
     monkeypatch.delattr(prompts, "samples_of")  # nothing is tokenised again
     assert len(load_samples(cached, chat)) == 57
+
+
+@pytest.mark.parametrize("name", [SAMPLES, PROMPTS, META])
+def test_a_cut_cache_is_made_anew(name: str, cached: DataConfig, chat: Tokenizer) -> None:
+    whole = list(load_samples(cached, chat))
+    (file,) = Path(str(cached.cache)).glob(f"*/{name}")
+    file.write_bytes(file.read_bytes()[:-9])
+    assert list(load_samples(cached, chat)) == whole

@@ -54,12 +54,9 @@ def open_zst(path: Path, mode: str, encoding: str) -> Any:
     return io.TextIOWrapper(pyarrow.output_stream(str(path), compression="zstd"), encoding)
 
 
-PACKED = [
+@pytest.mark.parametrize(("name", "indent"), [
     ("a.json", 2), ("a.jsonl", None), ("a.json.gz", None), ("a.jsonl.xz", 2), ("a.jsonl.zst", None), ("a.json.zst", 2),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("name", "indent"), PACKED)
+])  # fmt: skip
 def test_json_in_every_packing(tmp_path: Path, name: str, indent: int | None) -> None:
     records = [{"text": "one"}, {"text": "two"}]
     openers: dict[str, Callable[..., Any]] = {".gz": gzip.open, ".xz": lzma.open, ".zst": open_zst}
@@ -238,11 +235,8 @@ def test_every_source_of_a_mixture_holds_its_share_out(write: Write, config: Con
     assert names(config([path, path])) == ["a", "1", "a@2", "a@3", "1@4", "a@5"]
 
 
-SIZES = [(2, 64, 1), (40, 64, 4), (127, 64, 12), (128, 64, 64), (5, 3, 1)]  # records, data.held_out, held out
-
-
 @pytest.mark.parametrize("kind", ["file", "where", "streaming", "hub"])
-@pytest.mark.parametrize(("size", "asked", "count"), SIZES)
+@pytest.mark.parametrize(("size", "asked", "count"), [(2, 64, 1), (40, 64, 4), (127, 64, 12), (128, 64, 64), (5, 3, 1)])
 def test_a_small_source_holds_out_a_tenth(
     kind: str, size: int, asked: int, count: int, write: Write, config: Config, serve: Callable[[Any], Any],
     caplog: pytest.LogCaptureFixture,
