@@ -85,7 +85,7 @@ def test_an_item_leaves_the_rest_when_its_minutes_are_spent(tmp_path: Path, monk
     (tmp_path / "call").mkdir()
     began = time.monotonic()
     driver(tmp_path / "call", {second: "hang"}, [1, 3], minutes=0.03).run()  # nothing goes on behind the call's minutes
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - began < 40
     assert list(results.read(tmp_path / "call" / "out")) == [first]
 
 

@@ -1,6 +1,5 @@
 """The engine: ends of answers inside an accepted path, bookkeeping, the context's edge, bad prompts."""
 
-import time
 from dataclasses import asdict
 from typing import Any
 
@@ -181,7 +180,6 @@ def test_no_tree_is_larger_than_its_policy_says(name: str) -> None:
 
 
 def test_a_policys_trees_are_counted_without_growing_one() -> None:
-    begun = time.perf_counter()
     with pytest.raises(ValueError, match="a tree of 16257 nodes is larger"):
         check_tree(toys.target(), TreeConfig("sampled", 0, 0, 0, [], [127, 127]), "head")
     check_tree(toys.target(), TreeConfig("chain", 159, 0, 0, [], []), "head")  # of 160 nodes, as many as it reads
@@ -195,4 +193,3 @@ def test_a_policys_trees_are_counted_without_growing_one() -> None:
     }
     with pytest.raises(ValueError, match=r"drafter\.assistant: tree chain-160: a tree of 161 nodes"):
         make("assistant", options, toys.target())
-    assert time.perf_counter() - begun < 5
