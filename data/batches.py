@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerBase
 from data.text.masks import Sample
 from data.text.prompts import CachedSamples, Prompt
 
-Tokens = np.ndarray[Any, Any]  # tokens or mask of a sample, (T,)
+TokenArray = np.ndarray[Any, Any]  # tokens or mask of a sample, (T,)
 
 
 class Packed(NamedTuple):
@@ -82,7 +82,7 @@ def check_known(packed: Packed, prompts: Sequence[Prompt], tokenizer: PreTrained
             )
 
 
-def sample_arrays(samples: Sequence[Sample]) -> Iterator[tuple[Tokens, Tokens]]:
+def sample_arrays(samples: Sequence[Sample]) -> Iterator[tuple[TokenArray, TokenArray]]:
     """Yield the samples' tokens and masks as arrays; cached samples are not copied."""
     if isinstance(samples, CachedSamples):
         yield from samples.arrays()

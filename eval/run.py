@@ -130,7 +130,7 @@ def timed_rows(
             if rounds is None:
                 runs = measure(*how, hf, size)
             else:
-                runs = {name: [[one.generation for one in all_of] for all_of in of] for name, of in rounds.items()}
+                runs = {name: [[one.generation for one in some] for some in timed] for name, timed in rounds.items()}
             if (size, rate) == (config.batch_size[0], config.request_rate[0]):
                 texts.append(answered_texts(workload, target, setup.settings, runs[BASELINE]))
             checks = [check for check in sampled if check.temperature == temperature]

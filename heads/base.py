@@ -4,12 +4,12 @@ Notation
     row t     holds the target's features at position t and the token t+1 that is already sampled.
     depth d   (from 1) predicts token t+1+d from row t and the tokens t+1 … t+d.
     teacher   of (t, d) is the target's distribution at row t+d; its label is token t+1+d.
-    node      a drafted token at depth d of a tree whose root is token t+1; it reads position t+d.
+    node      a drafted token at depth d of a tree whose root is token t+1; its rotary position is t+d.
     layer i   the output of the target's decoder layer i, counted from 0, before the final norm; `last_hidden` is the
-              final layer's output after the final norm, so lm_head(last) is the teacher.
+              final layer's output after the final norm, so lm_head(last_hidden) is the teacher.
     p, q      are the target's and the draft's distributions (Leviathan et al., 2023).
 
-Shape letters: B rows of a batch, T positions, L feature layers, D a hidden size, V a vocabulary, N tree nodes.
+Shape letters: B sequences, T positions, L feature layers, D a hidden size, V a vocabulary, N tree nodes.
 """
 
 from collections.abc import Callable

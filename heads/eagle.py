@@ -13,13 +13,13 @@ from torch import nn
 
 from heads.base import Embeddings, LayerConfig
 from heads.common.ranges import Parts
-from heads.modules.autoregressive import RecurrentHead
+from heads.modules.autoregressive import AutoregressiveHead
 from heads.modules.layers import DecoderLayer, LayerInputs, LayerSpec
 from heads.modules.vocab import DraftLmHead
 from heads.shapes import Advanced, Rows, Sequences
 
 
-class Eagle(RecurrentHead):
+class Eagle(AutoregressiveHead):
     """The EAGLE head. It reads `Features.last_hidden`; the embedding stays the target's and frozen."""
 
     @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from torch import nn
 from heads.base import Embeddings, Features, LayerConfig
 from heads.common.ranges import Parts
 from heads.modules.attention import KeyValue
-from heads.modules.autoregressive import RecurrentHead
+from heads.modules.autoregressive import AutoregressiveHead
 from heads.modules.fusion import EAGLE3_LAYERS, Fusion, chosen_layers
 from heads.modules.layers import Attention, DecoderLayer, LayerInputs, LayerSpec, RMSNorm, SwiGLU
 from heads.modules.vocab import DraftLmHead
@@ -67,7 +67,7 @@ class FusedConfig(LayerConfig):
             raise ValueError("head.feature_norm and head.joint_norm are both true: give one norm before fc")
 
 
-class Eagle3(RecurrentHead):
+class Eagle3(AutoregressiveHead):
     """The EAGLE-3 head; the embedding stays the target's and frozen."""
 
     @dataclass(frozen=True)

@@ -8,20 +8,19 @@ the whole vocabulary, then, with everything else frozen, the two factors. These 
 decomposition of the lm_head and learn by the forward divergence from the head's own distribution at every depth
 (`losses.candidates`). The second stage starts from any EAGLE-3 or EAGLE-4 head: experiment=eagle4_candidates.
 
-Not built: layers with a mixture of experts, and the authors' append-only cache of the keys and values of
+Unsupported: layers with a mixture of experts, and the authors' append-only cache of the keys and values of
 drafted rows; our cache holds those of verified rows, as in EAGLE-3. Their code is for inference only and was not run.
 """
 
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import nn
 
 from heads.base import DraftVocabulary, Embeddings
 from heads.common.ranges import Count, Width
 from heads.eagle3 import Eagle3
-from heads.modules.vocab import DraftLmHead, VocabularyLinear
+from heads.modules.vocab import DraftLmHead, VocabularyLinear, factorise
 from heads.shapes import Logits, States
 
 
@@ -35,12 +34,9 @@ class CandidateLmHead(DraftLmHead):
         self.candidate_down = nn.Linear(width, min(rank, width), bias=False)
         self.candidate_up = VocabularyLinear(min(rank, width), size, bias=False)
 
-    @torch.no_grad()
     def factorise(self) -> None:
-        """Initialise the factors as the best low-rank approximation of the lm_head."""
-        main = torch.linalg.eigh(self.weight.T @ self.weight).eigenvectors[:, -self.candidate_down.out_features :]
-        self.candidate_down.weight.copy_(main.T)
-        self.candidate_up.weight.copy_(self.weight @ main)
+        """Initialise the factors from the lm_head."""
+        factorise(self.weight, self.candidate_up.weight, self.candidate_down.weight)
 
     def scores(self, hidden: States) -> Logits:
         """Return the low-rank scores, by which candidates are chosen."""

@@ -16,7 +16,7 @@ from torch.nn import functional
 from heads.base import DepthOutput, Embeddings, Features, LayerConfig, LevelOutput, NewRows
 from heads.common.ranges import Count, Parts
 from heads.medusa import ResidualBlock
-from heads.modules.autoregressive import Recurrent
+from heads.modules.autoregressive import Autoregressive
 from heads.modules.kv_cache import KVCache
 from heads.modules.layers import DecoderLayer, LayerInputs, LayerSpec, RMSNorm
 from heads.modules.per_depth import PerDepthHead
@@ -57,7 +57,7 @@ class Branch(nn.Module):
         return z
 
 
-class Prefix(Recurrent):
+class Prefix(Autoregressive):
     """A decoder layer over the features of all rows so far, and a norm."""
 
     def __init__(self, config: Any, embeddings: Embeddings) -> None:

@@ -19,7 +19,7 @@ from torch import nn
 
 from heads.base import Embeddings, Features, LayerConfig
 from heads.common.ranges import OneOf
-from heads.modules.autoregressive import RecurrentHead
+from heads.modules.autoregressive import AutoregressiveHead
 from heads.modules.fusion import Fusion, chosen_layers
 from heads.modules.layers import DecoderLayer, LayerInputs, LayerSpec, RMSNorm, TargetLayer
 from heads.modules.vocab import DraftLmHead
@@ -28,7 +28,7 @@ from heads.shapes import Advanced, Rows, Sequences
 LLAMA, TARGET = "llama", "target"  # kinds of decoder layer
 
 
-class Mtp(RecurrentHead):
+class Mtp(AutoregressiveHead):
     """The MTP module; it reads `last_hidden` or `hidden` of the features; embedding and lm_head are the target's."""
 
     @dataclass(frozen=True)

@@ -55,7 +55,7 @@ class PEagle(Eagle3):
         """Return the embeddings of tokens."""
         return self.embeddings.embed(token) if self.embedding is None else self.embedding(token)
 
-    def slots(self, inputs: list[LayerInputs]) -> NodeStates:
+    def masked_positions(self, inputs: list[LayerInputs]) -> NodeStates:
         """Return the inputs for `compute_logits` at the masked positions."""
         token = torch.full_like(inputs[0].position, self.mask_token)
         state = self.fusion(self.mask_hidden[None, None]).expand(*token.shape, -1)
@@ -79,7 +79,7 @@ class PEagle(Eagle3):
             return drafts
         anchor, at, in_slots = mask_blocks_after(features.document, anchors, depths - 1, length, causal=True)
         inputs = self.by_layer(at, max_position, lambda i, q, k, v: attend_rows(q, context[i], [(k, v)], in_slots))
-        states = self.slots(inputs).unflatten(1, (-1, depths - 1)).unbind(2)
+        states = self.masked_positions(inputs).unflatten(1, (-1, depths - 1)).unbind(2)
         return drafts + [DepthOutput(rows.scatter_rows(state, anchor, position.shape[1])) for state in states]
 
     def extend(self, state: KVCache | None, new: NewRows) -> tuple[KVCache, LevelOutput]:
@@ -87,10 +87,10 @@ class PEagle(Eagle3):
         token = new.token
         cache, committed = KVCache.opened(state, self.config.length, token)
         _, pre_logits = self.append_verified(cache, self.initial_states(new.features), new, committed)
-        slots, states = self.max_depth - 1, rows.last_rows(pre_logits, new.counts)
-        if slots:
-            position, attend = mask_blocks_after_roots(cache, len(token), slots, causal=True)
-            drafted = self.slots(self.by_layer(position, cache.longest + slots, attend))
+        masked, states = self.max_depth - 1, rows.last_rows(pre_logits, new.counts)
+        if masked:
+            position, attend = mask_blocks_after_roots(cache, len(token), masked, causal=True)
+            drafted = self.masked_positions(self.by_layer(position, cache.longest + masked, attend))
             states = torch.cat([states, drafted], 1)
         return cache, self._level(states, 1, 1)
 

@@ -33,7 +33,7 @@ class RequestParams:
         rule: a key of `inference.verification.rules.RULES`, or auto for the one that accepts most of each draft.
         lossy: whether the rule may change the target's distribution.
         keep_passes: whether to keep the outputs of the target's passes.
-        min_new_tokens: the number of tokens until which end tokens are masked.
+        min_new_tokens: EOS tokens are masked before this many tokens.
 
     Raises:
         ValueError: an unknown rule, or a lossy one that is not allowed; max_new_tokens below 1, or min_new_tokens not
@@ -188,7 +188,7 @@ class Request:
         return out
 
     def processed(self, logits: Scores) -> Scores:
-        """Return the next token's logits after the repetition penalty; end tokens are masked until min_new_tokens."""
+        """Return the next token's logits after the repetition penalty; EOS tokens are masked before min_new_tokens."""
         seen = self.seen_tokens()
         if seen is not None:
             logits = penalize(logits, seen[None], self.settings.sampling)

@@ -45,7 +45,7 @@ class Slots(NamedTuple):
         root: the last committed token, which the target has not seen.
         length: entries in the target's cache.
         max_draft_depth: drafted tokens that may still be accepted.
-        min_tokens_left: tokens left until min_new_tokens; end tokens are masked until then.
+        min_tokens_left: tokens left until min_new_tokens; EOS tokens are masked until then.
         active: 1 for a sequence, 0 for an idle slot.
         key: random key of the request.
         seen_tokens: mask of the tokens that occur in the text, if there is a repetition penalty.
@@ -93,7 +93,7 @@ class DeviceStep:
 
     @cached_property
     def eos_mask(self) -> Bool[Tensor, "V"]:
-        """Mask of the end tokens."""
+        """Mask of the EOS tokens."""
         mask = torch.zeros(self.target.embeddings.vocab_size, dtype=torch.bool, device=self.target.device)
         mask[sorted(self.target.eos)] = True
         return mask
@@ -334,7 +334,7 @@ class DeviceStep:
     ) -> tuple[TargetOutput, HostRows, Accepted]:
         """Run the target over the trees and verify them: one stage, since the logits are too large to keep.
 
-        The rules read the logits after the repetition penalty; end tokens are masked until min_new_tokens.
+        The rules read the logits after the repetition penalty; EOS tokens are masked until min_new_tokens.
         """
         out = self.forward(slots, drafted, kv_length)
         sampling = settings.sampling

@@ -97,17 +97,17 @@ def cut(text: str, at: int) -> tuple[str, str, str]:
     return f"…{before}" if at > LONG else before, behind, rest
 
 
-def reproduction(audit: compare.Audit, difference: compare.Difference, company: Questions, key: str) -> str:
+def reproduction(audit: compare.Audit, difference: compare.Difference, concurrent: Questions, key: str) -> str:
     """Return a minimal script that reproduces a difference between both servers.
 
-    `company` holds the questions asked concurrently; `key` is a secret that the script must not contain.
+    `concurrent` holds the questions asked concurrently; `key` is a secret that the script must not contain.
     """
 
     def literal(value: Any) -> str:
         return json.dumps(cleaned(value, key), indent=1).replace('"""', "\\u0022\\u0022\\u0022")
 
     sides = audit.asker.sides
-    questions = [*(company or difference.before), difference.question]
+    questions = [*(concurrent or difference.before), difference.question]
     return ENVIRONMENT.get_template("reproduce.py.j2").render(
         d=difference,
         urls=[sides[side].url for side in compare.SIDES],
@@ -185,8 +185,8 @@ def audited(config: compare.AuditConfig) -> Verdict:
     failed = [difference for one in findings if one.status == "failed" for difference in one.differences]
     if shown := clearest(failed, verdict.fault):
         difference = shown[0]
-        company = cycled(questions, difference.in_flight)[1 : difference.in_flight]
-        texts[REPRODUCTION] = reproduction(audit, difference, company, key)
+        concurrent = cycled(questions, difference.in_flight)[1 : difference.in_flight]
+        texts[REPRODUCTION] = reproduction(audit, difference, concurrent, key)
         lines += (
             f"\nreproduction: python {out / REPRODUCTION} {sides[compare.AUDITED].url} {sides[compare.BASELINE].url}"
         )

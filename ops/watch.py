@@ -97,7 +97,7 @@ class Alarm(NamedTuple):
         )
 
 
-class Mean:
+class BettingTest:
     """Capital bet that a mean has fallen by more than a tolerance since a reference; all values are in [0, 1]."""
 
     def __init__(self, reference: Array, tolerance: float) -> None:
@@ -151,7 +151,7 @@ def watched(arrivals: Iterable[SpecDecodingStats], config: WatcherConfig) -> Out
                 break
             if len(accepted) == count:
                 scale = max(float(np.quantile(accepted[: count // PILOT], CUT)), LEAST)
-                mean = Mean(np.minimum(np.array(accepted[count // PILOT :]) / scale, 1.0), config.tolerance)
+                mean = BettingTest(np.minimum(np.array(accepted[count // PILOT :]) / scale, 1.0), config.tolerance)
     return Outcome(alarm, len(accepted), ALARM if alarm else QUIET if len(accepted) > count else EARLY)
 
 
@@ -241,7 +241,7 @@ def check_log(path: Path) -> None:
     if not path.is_file():
         raise ValueError(f"{path}: no such file; give the log that the service writes")
     if path.suffix in OPENERS:
-        raise ValueError(f"{path}: a log that grows is read as it is, not packed; unpack it")
+        raise ValueError(f"{path}: a growing log must be uncompressed; unpack it")
 
 
 def growing(path: Path, *, follow: bool, poll: float) -> Iterator[bytes]:
@@ -276,7 +276,7 @@ def json_object(line: bytes) -> Json:
     """Return a line's JSON object; refuse anything else."""
     raw = parse_json(line)
     if not isinstance(raw, dict):
-        raise ValueError("it is no JSON object")
+        raise ValueError("not a JSON object")
     return raw
 
 

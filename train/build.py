@@ -109,7 +109,7 @@ def build(run: RunConfig, accelerator: Accelerator, lock: RunLock) -> Loop:
     head: Any = init_head(config, init, target, run.base).to(accelerator.device)
     if run.engine is not None:
         facts = TargetFacts(run.model.path, target.config.to_dict(), torch.bfloat16, 1)
-        export.check(head, run.engine, facts, target.embeddings.beyond_tables())
+        export.check(head, run.engine, facts, target.embeddings.extra_ops())
     for module in head.modules():
         if isinstance(module, Recomputing):
             module.recompute = run.trainer.recompute
@@ -146,7 +146,7 @@ def build(run: RunConfig, accelerator: Accelerator, lock: RunLock) -> Loop:
         prepare_out(run, values, lock, settings, data, origin)
         started = f"starts from {init}, whose numbers replace those of head={run.head.name}; " if init else ""
         print_line(f"{run.name}: {started}{sizes(head, data, packed)}")
-        if (mismatch := export.engine_mismatch(head.config, target.embeddings.beyond_tables())) is not None:
+        if (mismatch := export.engine_mismatch(head.config, target.embeddings.extra_ops())) is not None:
             print_line(mismatch)
         if not run.alone_on_cpu:
             print_line(describe_choices(plan(run)))

@@ -44,7 +44,7 @@ from heads.common.untrusted import inside
 from heads.formats.store import RETIRED
 from train.config import TrainerConfig
 from train.distributed.processes import ProcessControl
-from train.distributed.strategy import counts_on, local_shard, whole, write_local_shard, write_master_shard, zero_stage
+from train.distributed.strategy import counts_on, gather, local_shard, write_local_shard, write_master_shard, zero_stage
 from train.optim import Ema, trained_state
 
 FORMAT = 2
@@ -159,15 +159,15 @@ class TrainState:
         kind, rest, key = split(name)
         p = self.head.state_dict(keep_vars=True)[rest]
         if kind == "weight":
-            value = whole(p, local_shard(p))
+            value = gather(p, local_shard(p))
         elif kind == "average":
-            value = whole(p, self.average.weights[rest])
+            value = gather(p, self.average.weights[rest])
         elif zero_stage(p) and key != "step":
             from deepspeed.utils import safe_get_full_optimizer_state
 
             value = safe_get_full_optimizer_state(p, key)
         else:
-            value = whole(p, self._states(p)[0][key])
+            value = gather(p, self._states(p)[0][key])
         return value.detach().to("cpu", copy=True).contiguous()
 
     @torch.no_grad()

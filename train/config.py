@@ -179,7 +179,7 @@ class JobConfig:
             tokens = getattr(self.trainer, key)
             if tokens is not None and tokens < self.data.length:
                 raise ValueError(
-                    f"trainer.{key} is {tokens}, less than a row of data.length={self.data.length}: raise it"
+                    f"trainer.{key} is {tokens}, less than a sequence of data.length={self.data.length}: raise it"
                 )
 
 

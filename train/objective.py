@@ -81,7 +81,7 @@ def noisy(features: Features, noise: float, keys: PerSequence) -> Features:
 
 
 ROWS = 2048  # maximum rows per chunk: enough to fill an accelerator's matmuls
-SHARE = 16  # minimum number of chunks, so that a chunk's tensors stay small next to the states
+MIN_CHUNKS = 16  # minimum number of chunks, so that a chunk's tensors stay small next to the states
 # Maximum logits per depth of a chunk on a CPU: glibc's allocator reuses memory below 32 MiB, and fresh pages cost more
 # than the computation. Twice as many if the head trains its own lm_head, whose gradient is added once per chunk.
 CPU_LOGITS = 2**22
@@ -123,7 +123,7 @@ def objective(
 def chunk_rows(head: Any, device: str, count: int) -> int:
     """Return the number of teacher rows of a chunk on a device; all depths together have `count` rows."""
     if device != "cpu":
-        return min(ROWS, 1 << max(0, (count // SHARE).bit_length() - 1))  # a power of two, as batch sizes are
+        return min(ROWS, 1 << max(0, (count // MIN_CHUNKS).bit_length() - 1))  # a power of two, as batch sizes are
     size = draft_size(head)
     trains_lm_head = any(p.requires_grad and p.ndim == 2 and len(p) == size for p in head.parameters())
     return max(1, min(ROWS, CPU_LOGITS * (2 if trains_lm_head else 1) // head.embeddings.vocab_size))

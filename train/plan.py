@@ -23,7 +23,7 @@ from heads import HEADS
 from heads.base import HeadModule, Layers, draft_size, frozen_count, layer_dims_of, parameter_count
 from heads.common.target_config import UNFIT, experts_of, read_target_config, reason
 from heads.medusa import Medusa
-from heads.modules.autoregressive import Recurrent
+from heads.modules.autoregressive import Autoregressive
 from heads.modules.layers import Attention, Recomputing, SwiGLU
 from heads.modules.vocab import AccumulatingModule
 from heads.peagle import PEagle
@@ -176,7 +176,7 @@ def head_cost(run: RunConfig, target: TargetEmbeddings, micro_batch_size: int, d
         whole = parameter_count(head)
         adapt(head, run.peft)
     depths, anchors, tokens = run.objective.depths, run.objective.anchors, micro_batch_size * run.data.length
-    if isinstance(head, HeadModule) and (head.max_depth < depths or not isinstance(head, Recurrent)):
+    if isinstance(head, HeadModule) and (head.max_depth < depths or not isinstance(head, Autoregressive)):
         head.check_depths(depths)
     drafted = tokens if anchors is None else min(tokens, micro_batch_size * anchors)  # rows drafted from at each depth
     # Activations: rows times the bytes that the modules keep per row. A query attends to half of the window's keys.
@@ -220,7 +220,7 @@ def computed(head: Any, tokens: int, drafted: int, depths: int) -> list[tuple[An
     size = getattr(head, "size", 0)  # of a block, whose keys and values are the context's too
     whole = drafted * size if size else tokens + (depths - 1) * drafted
     for name, module in head.named_children():
-        if name in ONCE or size or isinstance(head, Recurrent):
+        if name in ONCE or size or isinstance(head, Autoregressive):
             modules.append((module, tokens if name in ONCE else whole))
         elif isinstance(module, nn.ModuleList):  # one module per depth, or a few that the depths share
             modules.append((module, drafted * depths / len(module)))
@@ -298,7 +298,7 @@ def plan(run: RunConfig) -> Plan:
     given, world = run.trainer.micro_tokens, run.launcher.world
     if given is not None:
         return _plan(run, min(-(-run.sequences_per_step // world), given // run.data.length))
-    # The most sequences that fit SAFE of the device, a power of two; where one fills it, those of a process.
+    # The most sequences that fit MAX_UTILISATION of the device, a power of two; where one fills it, those of a process.
     micro_batch_size, least = 1 << max(0, (run.sequences_per_step // world).bit_length() - 1), _plan(run, 1)
     limit = max(least.memory.peak, MAX_UTILISATION * (least.memory.capacity or 0))
     while (planned := _plan(run, micro_batch_size)).memory.peak > limit:

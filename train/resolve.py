@@ -89,7 +89,7 @@ def resolve(cfg: DictConfig) -> RunConfig:
         with torch.device("meta"):
             head = HEADS[config.name](config, shape.target)
         facts = TargetFacts(run.model.path, shape.config.to_dict(), torch.bfloat16, 1)
-        export.check(head, run.engine, facts, shape.target.beyond_tables())
+        export.check(head, run.engine, facts, shape.target.extra_ops())
     if best := best_line(cfg):
         print_above_bars(best)
     return run
@@ -412,7 +412,7 @@ def table(planned: Plan) -> Group:
         verdict = f"it does not fit; with this it does: {words}"
     else:
         verdict = "it does not fit with any change: take more or larger devices, or another head"
-    mismatch = export.engine_mismatch(run.head, planned.shape.target.beyond_tables())
+    mismatch = export.engine_mismatch(run.head, planned.shape.target.extra_ops())
     lines = filter(None, (describe_choices(planned), mismatch, verdict))
     return Group(*tables, *(escape(visible(line)) for line in lines))
 

@@ -142,7 +142,7 @@ def resolve_init(init: str | None, config: HeadConfig, target: AnyTarget) -> tup
         return config, None if init == AUTO else init
     if isinstance(target, EmbeddingsOnly):
         log.warning(
-            "a note: the head starts with random weights; init=last_layer loads the target and starts as its last layer"
+            "the head starts with random weights; init=last_layer loads the target and starts as its last layer"
         )
         return config, None
     try:
@@ -154,7 +154,7 @@ def resolve_init(init: str | None, config: HeadConfig, target: AnyTarget) -> tup
         odd = str(error)
     if odd is None:
         return config, LAST_LAYER
-    log.warning("a note: the head starts with random weights, as others do, not as the target's last layer: %s", odd)
+    log.warning("the head starts with random weights, as others do, not as the target's last layer: %s", odd)
     return config, None
 
 
@@ -317,7 +317,7 @@ def final_gain(target: Any, batches: Batches) -> Float[Tensor, "D"]:
 States = Float[Tensor, "n D"]
 
 
-class LayerStates(NamedTuple):
+class FitStates(NamedTuple):
     """The target's and the head's states of n rows, from which a head is fitted."""
 
     last_hidden: States  # the target's last state after its final norm
@@ -328,7 +328,7 @@ class LayerStates(NamedTuple):
 
 
 def fit_linear(
-    head: Any, target: Any, batches: Batches, limit: int, linear: nn.Linear, labels_of: Callable[[LayerStates], States]
+    head: Any, target: Any, batches: Batches, limit: int, linear: nn.Linear, labels_of: Callable[[FitStates], States]
 ) -> Float[Tensor, "D I"]:
     """Return the weight that maps a linear layer's inputs at depth 1 to labels with the least squared error.
 
@@ -354,7 +354,7 @@ def fit_linear(
             follows = functional.pad((document[:, 1:] == document[:, :-1]) & (document[:, 1:] >= 0), (0, 1))
             follows &= to_device(batch.index >= 0, follows.device)[:, None]  # without padding sequences
             raw, ahead = hidden[:, :, -1][follows], hidden[:, :, -len(top) :].roll(-1, 1)[follows]
-            states = LayerStates(last[follows], raw, ahead[:, -2], ahead[:, -1], given["state"][follows])
+            states = FitStates(last[follows], raw, ahead[:, -2], ahead[:, -1], given["state"][follows])
             inputs = given["input"][follows]
             sums += inputs.T @ torch.cat([inputs, labels_of(states)], 1)
     finally:

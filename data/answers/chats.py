@@ -69,7 +69,7 @@ class AnswerSettings:
 class Reply(NamedTuple):
     """The target's reply in its parts; `finished` says whether it has an end token.
 
-    `logged` holds all tokens of prompt and answer, end tokens included, if the settings request them.
+    `logged` holds all tokens of prompt and answer, EOS tokens included, if the settings request them.
     """
 
     text: str

@@ -188,7 +188,7 @@ class VllmServers:
             logits = embeddings.logits(normed(states[-1, self.ids.last], norm)).float()
             if token not in (logits > logits.max() - NEAR * logits.std()).nonzero().flatten().tolist():
                 raise ValueError(
-                    f"{client.url}: {model} goes on otherwise than this target would by the last state that it sent: "
+                    f"{client.url}: {model} predicts another next token than this target from its last state: "
                     "give its own model.path, and features.vllm_layers in the order that vLLM was started with"
                 )
 

@@ -1,4 +1,4 @@
-"""Loss masks: 1 on the tokens that the target would write, which are a chat's answers and their end tokens.
+"""Loss masks: 1 on the assistant's tokens, which are a chat's answers and their EOS tokens.
 
 A plain text is one answer. In a chat, an answer is a {% generation %} block of the chat template; without such blocks
 it is found by rendering the chat up to the answer's start and end. Tokens always come from the whole rendered chat.
@@ -104,7 +104,7 @@ class Turn(NamedTuple):
 
     text: str
     spans: list[template.Span]
-    cut: list[int]  # ends of answers that were cut off or continue elsewhere: their end tokens are not trained
+    cut: list[int]  # ends of answers that were cut off or continue elsewhere: their EOS tokens are not trained
 
 
 def is_plain(record: Record, tokenizer: PreTrainedTokenizerBase) -> bool:
@@ -327,7 +327,7 @@ def _turn(record: Record, tokenizer: PreTrainedTokenizerBase, cut: bool) -> Turn
             spans[-1] = spans[-1][0], ended.end() if ended else spans[-1][1]
     elif start is None:
         raise BadSampleError(
-            "answer not behind its generation prompt",
+            "answer not after its generation prompt",
             "the chat template writes the answer otherwise than after its generation prompt, so there is no exact "
             "loss mask; put {% generation %} and {% endgeneration %} around the answer in the template",
         )
@@ -387,8 +387,7 @@ def joined(turns: list[Turn]) -> list[Turn]:
 def _mask(text: str, spans: list[template.Span], tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:
     """Return the text's tokens, and 1 for each token that is entirely in a span; the target writes no other.
 
-    Where a token seems to begin before a span, it may only follow a space that belongs to no token: the tokens of the
-    text before tell.
+    A token that seems to start before a span may follow a space outside every token; the prefix's own tokens decide.
 
     Raises:
         BadSampleError: a token spans an answer's edge, and the tokenizer does not tell the characters of tokens.

@@ -65,7 +65,7 @@ class Prompt(NamedTuple):
                 raise ValueError
             values = {key: convert(kind, raw[key], key) for key, kind in kinds.items()}
         except ValueError:
-            why = "is no prompt as they are saved: fix or remove the record"
+            why = "is not a saved prompt: fix or remove the record"
             raise ValueError(f"{path}: record {index} {why}") from None
         return cls(**values | {key: label(raw[key]) for key in ("id", "category")})
 

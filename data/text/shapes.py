@@ -28,7 +28,7 @@ from data.text.parts import (
 Raw = dict[str, Any]
 
 
-REPLIES = (*("response", "choices", "completion", "chosen", "preferred_output", "output", "gen_ai.output.messages"),)
+REPLIES = ("response", "choices", "completion", "chosen", "preferred_output", "output", "gen_ai.output.messages")
 # Shapes of records; the first that matches counts. Each has a name and the paths of request and reply, with keys joined
 # by `/`. An empty request path means the record itself; without a reply path the request holds the whole chat.
 SHAPES = (

@@ -1,6 +1,6 @@
 """A target in GGUF, llama.cpp's format: read by transformers, its weights dequantised once.
 
-Configuration, chat template and end tokens come from the file's metadata. The first load writes the weights in
+Configuration, chat template and EOS tokens come from the file's metadata. The first load writes the weights in
 bfloat16 to an ordinary folder of the Hub's cache, from which every later load reads.
 """
 

@@ -20,7 +20,7 @@ from heads.modules.layers import LayerInputs, grouped_attention
 from heads.shapes import Advanced, Anchors, Logits, NodeStates, Rows, Sequences, States
 
 
-class Recurrent(nn.Module):
+class Autoregressive(nn.Module):
     """The autoregressive part of a head, without its lm_head; `config.length` is its attention window."""
 
     config: Any
@@ -36,7 +36,7 @@ class Recurrent(nn.Module):
     def inject(self, start: Rows, position: Sequences, max_position: int) -> tuple[KeyValue, ...]:
         """Return each layer's keys and values of the context, from the states of `initial_states`.
 
-        The list is empty if later rows attend to the rows of depth 1 instead.
+        The tuple is empty if later rows attend to the rows of depth 1 instead.
         """
         return ()
 
@@ -117,7 +117,7 @@ class Recurrent(nn.Module):
         return [*inputs[:-1], inputs[-1]._replace(queries=queries)]
 
 
-class RecurrentHead(HeadModule, Recurrent):
+class AutoregressiveHead(HeadModule, Autoregressive):
     """An autoregressive head with one `lm_head` for all depths."""
 
     max_depth, has_kv_cache = 64, True

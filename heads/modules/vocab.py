@@ -160,9 +160,7 @@ class DraftLmHead(AccumulatingModule):
         if self.down is None:
             self.weight.copy_(weight)
         else:
-            main = torch.linalg.eigh(weight.T @ weight).eigenvectors[:, -len(self.down.weight) :]
-            self.weight.copy_(weight @ main)
-            self.down.weight.copy_(main.T)
+            factorise(weight, self.weight, self.down.weight)
 
     def forward(self, hidden: States) -> Logits:
         """Return the logits."""
@@ -170,6 +168,14 @@ class DraftLmHead(AccumulatingModule):
             vocab = self._vocab[0]
             return self._embeddings[0].logits(hidden, None if vocab is None else vocab.ids)
         return self.product(hidden if self.down is None else self.down(hidden), self.bias)
+
+
+@torch.no_grad()
+def factorise(weight: Tensor, up: Tensor, down: Tensor) -> None:
+    """Write the best approximation of a weight by two factors, `up @ down`, of the rank that these have."""
+    main = torch.linalg.eigh(weight.T @ weight).eigenvectors[:, -len(down) :]
+    up.copy_(weight @ main)
+    down.copy_(main.T)
 
 
 def prune(head: nn.Module, counts: Int[Tensor, "V"]) -> None:

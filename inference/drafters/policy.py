@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import accumulate
+from operator import mul
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
@@ -67,8 +68,8 @@ class TreeConfig:
             if not (value := getattr(self, name)):
                 raise ValueError(f"tree.{name} is {value}: a {self.kind} tree needs it, at least 1")
         # The file may be anyone's: a huge tree would take all memory.
-        count = max(len(self.paths), sum(accumulate(self.widths, lambda a, b: min(a * b, LARGEST + 1))))
-        if count > LARGEST or max(map(len, (self.widths, *self.paths))) > DEEPEST:
+        levels = max(map(len, (self.widths, *self.paths)))
+        if levels > DEEPEST or max(len(self.paths), sum(accumulate(self.widths, mul))) > LARGEST:
             name = "widths" if self.widths else "paths"
             raise ValueError(f"tree.{name} makes more than {LARGEST} nodes, or {DEEPEST} levels: give fewer")
         paths = {(), *map(tuple, self.paths)}
@@ -103,12 +104,12 @@ class TreeConfig:
 
 
 def most_nodes(tree: TreeConfig) -> int:
-    """Return the most nodes of a policy's tree, the root included."""
+    """Return the maximum number of nodes of a policy's tree, the root included."""
     return 1 + (tree.nodes if tree.kind in BY_CONFIDENCE else len(tree.shape()))
 
 
 def expanded(tree: TreeConfig) -> int:
-    """Return the most nodes that a head expands for a policy's tree; by confidence more than the tree has."""
+    """Return how many nodes a head expands at most for a policy's tree; by confidence more than the tree has."""
     if tree.kind in BY_CONFIDENCE:
         return tree.depth * (tree.top_k if tree.kind == "dynamic" else tree.nodes)
     return most_nodes(tree)
@@ -250,16 +251,16 @@ class TreeBuilder:
 
 
 def grow(
-    head: Expander, state: Any, level: LevelOutput, config: TreeConfig, context: Context, least: float = 0.0
+    head: Expander, state: Any, level: LevelOutput, config: TreeConfig, context: Context, min_prob: float = 0.0
 ) -> Proposal:
     """Grow a tree for one sequence on the host, down to the head's `max_depth`.
 
-    With `least` it is a sampled chain, which ends after a token of lower probability (`sample_chains`).
+    With `min_prob` it is a sampled chain, which ends after a token of lower probability (`sample_chains`).
     """
     if head.max_depth < 1:
         return Proposal(trees.root(context.token[-1], level.logits.device))
-    if least > 0:
-        return sample_chains(head, level, min(config.depth, head.max_depth), [context], least)[0]
+    if min_prob > 0:
+        return sample_chains(head, level, min(config.depth, head.max_depth), [context], min_prob)[0]
     full = scatter_logits(head.vocab, level.logits)
     roots = context.roots(full, min(head.max_depth, config.deepest))
     max_draft_depth = torch.tensor([head.max_depth], device=full.device)
@@ -275,12 +276,12 @@ def sample_chains(
     level: LevelOutput,
     depth: int,
     contexts: Sequence[Context],
-    least: float = 0.0,
+    min_prob: float = 0.0,
     end: frozenset[int] = frozenset(),
 ) -> list[Proposal]:
     """Sample a chain of at most `depth` tokens after each node of a level, with one call of the head per depth.
 
-    A chain ends after a token of `end`, or one whose probability at temperature 1 is below `least`. That token is part
+    A chain ends after a token of `end`, or one whose probability at temperature 1 is below `min_prob`. It is part
     of the chain, so that the chain is a sample of its q.
     """
     device = level.logits.device
@@ -298,7 +299,7 @@ def sample_chains(
             context, (token, q) = contexts[index], chains[index]
             q.append(probs[node : node + 1])
             token.append(context.draws.token(q[-1], len(q)))
-            doubted = least > 0 and float(growth.level.logits[0, node].float().softmax(-1)[token[-1]]) < least
+            doubted = min_prob > 0 and float(growth.level.logits[0, node].float().softmax(-1)[token[-1]]) < min_prob
             if len(q) < min(depth, context.max_draft_depth) and token[-1] not in end and not doubted:
                 live.append(node)
         running = [running[node] for node in live]

@@ -287,7 +287,7 @@ class Call(NamedTuple):
         self.mixer(*map(first, self.args), **{key: first(value) for key, value in self.kwargs.items()})
 
 
-class States(Cache):
+class RecordingCache(Cache):
     """The cache object for transformers; it records the mixers' calls by layer while `calls` is a dict."""
 
     calls: dict[int, Call] | None = None
@@ -356,7 +356,7 @@ class RecurrentCache(TargetCache):
                 self.attention.append(SequenceLayer(storage, index, slot))
                 is_hybrid = isinstance(layer, LinearAttentionCacheLayerMixin)
                 layers[index] = HybridLayer(self.attention[-1]) if is_hybrid else self.attention[-1]
-        self.hf = States(layers=layers)
+        self.hf = RecordingCache(layers=layers)
         self.before: dict[int, Named] | None = None
 
     @property
@@ -393,6 +393,6 @@ class RecurrentCache(TargetCache):
         self.set_length(prefix + count)
 
 
-def _states(args: Args, kwargs: Named) -> States | None:
-    """Return the `States` among a module's arguments, if there is one."""
-    return next((value for value in (*args, *kwargs.values()) if isinstance(value, States)), None)
+def _states(args: Args, kwargs: Named) -> RecordingCache | None:
+    """Return the `RecordingCache` among a module's arguments, if there is one."""
+    return next((value for value in (*args, *kwargs.values()) if isinstance(value, RecordingCache)), None)

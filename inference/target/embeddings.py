@@ -46,7 +46,7 @@ class TargetEmbeddings(nn.Module):
                 "and no head is built for both: draft without a head, for example with drafter=suffix"
             )
 
-    def beyond_tables(self) -> list[str]:
+    def extra_ops(self) -> list[str]:
         """Return the operations of the target's embedding and lm_head other than reading their tables.
 
         It reads only their classes, so the weights may be on the meta device.

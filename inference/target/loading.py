@@ -336,6 +336,6 @@ def adapter_fingerprint(base: str, folder: Path) -> str:
         for name in sorted(opened.keys()):
             tensor = opened.get_tensor(name)
             if not tensor.is_floating_point() or not bool(torch.isfinite(tensor.float()).all()):
-                raise ValueError(f"{name} is of {tensor.dtype} and holds what is no finite number of a weight")
+                raise ValueError(f"{name} is of {tensor.dtype} and holds a value that is not finite")
             few[name] = tensor.flatten()[:FEW].clone()
     return digest(few, base + json.dumps([config.get(name) for name in ADAPTER_NUMBERS]))

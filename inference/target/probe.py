@@ -97,7 +97,7 @@ def _check_finite(target: TargetModel) -> None:
     for name, value in target.model.named_parameters():
         if value.is_floating_point() and not bool(torch.isfinite(value).all()):
             whose = target.name + (f" with model.adapter={target.spec.adapter}" if target.spec.adapter else "")
-            raise ValueError(f"{whose}: {name} holds what is no finite number: download its weights again")
+            raise ValueError(f"{whose}: {name} holds a value that is not finite: download its weights again")
 
 
 def _check_logits(target: TargetModel, prompt: Tensor) -> None:

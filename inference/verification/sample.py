@@ -60,8 +60,8 @@ def distribution(logits: Distributions, sampling: Sampling) -> Distributions:
     if sampling.top_p < 1:  # the most likely tokens that together reach it
         best, index = probs.topk(min(FIRST, probs.shape[-1]))
         # Reading the sum makes the host wait for the device, and cannot be captured in a graph.
-        looks = probs.device.type == "cpu" and not torch.compiler.is_compiling()
-        if not looks or best.sum(-1).min() < sampling.top_p:
+        may_sync = probs.device.type == "cpu" and not torch.compiler.is_compiling()
+        if not may_sync or best.sum(-1).min() < sampling.top_p:
             best, index = probs.sort(descending=True, stable=True)
         inside = best.cumsum(-1) - best < sampling.top_p
         probs = torch.zeros_like(probs).scatter(-1, index, best * inside)

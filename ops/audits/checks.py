@@ -342,8 +342,8 @@ def checked(audit: compare.Audit, fault: str, questions: Questions, holds: Holds
         if any(reply.error or holds(question, reply, theirs) for reply in (theirs, again)):
             shared += 1
         else:
-            look = "error" if ours.error else fault
-            differences.append(compare.violation(question, ours.content, theirs.content, look, broken))
+            suspected = "error" if ours.error else fault
+            differences.append(compare.violation(question, ours.content, theirs.content, suspected, broken))
     if not (count := held + shared + len(differences)):
         return compare.Finding("not_offered", error)
     summary = f"{held} of {count} replies hold"

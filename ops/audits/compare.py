@@ -290,9 +290,9 @@ def compare_answers(
         difference = audit.difference(question, reply)
         if difference is not None and difference.kind == "fault":
             telling = difference.fault != "leak" or in_flight > 1  # otherwise the text may come from a cache
-            look = (telling and difference.fault) or fault or difference.fault
+            suspected = (telling and difference.fault) or fault or difference.fault
             earlier = (before or {}).get(question.id, ())
-            difference = difference._replace(fault=look, before=earlier, in_flight=in_flight)
+            difference = difference._replace(fault=suspected, before=earlier, in_flight=in_flight)
         differences += [] if difference is None else [difference]
     if not count:
         return Finding("not_offered", f"the baseline does not answer: {error}")

@@ -29,7 +29,7 @@ CHUNK, EXTREMES = 2_000, 100  # permutations at a time; the number of extreme on
 SUSPECT = 0.05  # p-value below which more samples are taken
 AGAIN = 4  # factor of the second sample's size
 ROUNDING = 1e-9  # relative rounding error of the statistic
-LOOKS = {"sampling": "distribution", "sampling_top_p": "top_p"}  # check -> fault
+SUSPECTED = {"sampling": "distribution", "sampling_top_p": "top_p"}  # check -> fault
 ENOUGH = 4  # words in which two answers of one seed must agree: rounding changes longer ones
 SEEDS = 48
 
@@ -43,7 +43,7 @@ def sampling(audit: Audit, check: str) -> Finding:
     settings = {"temperature": 1.0, "max_tokens": config.sample_tokens}
     settings |= {"top_p": 0.4} if check == "sampling_top_p" else {}
     questions = [question.having("sampled", **settings) for question in audit.questions[:PROMPTS]]
-    rng, level = np.random.default_rng(config.seed), config.alpha / len(LOOKS)
+    rng, level = np.random.default_rng(config.seed), config.alpha / len(SUSPECTED)
     in_flight, summaries = min(IN_FLIGHT, max(config.concurrency)), list[str]()
     for first, count in ((0, config.samples), (2 * config.samples, AGAIN * config.samples)):
         replies = []  # prompt -> server -> answers, each with its own seed
@@ -70,7 +70,7 @@ def sampling(audit: Audit, check: str) -> Finding:
     clearest = int(np.argmax([form_of(kernel_of(*pair)) for pair in texts]))
     shown = ["\n".join(side[:5]) for side in texts[clearest]]
     return Finding(
-        "failed", "; ".join(summaries), [violation(questions[clearest], shown[0], shown[1], LOOKS[check], "")]
+        "failed", "; ".join(summaries), [violation(questions[clearest], shown[0], shown[1], SUSPECTED[check], "")]
     )
 
 
@@ -148,8 +148,8 @@ def seeds(audit: Audit) -> Finding:
     first = ours.index(False)
     one, other = pairs[first][0]
     error = one.error or other.error
-    look, note = ("error", f"it fails: {error}") if error else ("seed", "the same seed, asked again")
-    return Finding("failed", summary, [violation(questions[first], other.content, one.content, look, note)])
+    suspected, note = ("error", f"it fails: {error}") if error else ("seed", "the same seed, asked again")
+    return Finding("failed", summary, [violation(questions[first], other.content, one.content, suspected, note)])
 
 
 def choices(audit: Audit) -> Finding:

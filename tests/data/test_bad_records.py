@@ -141,7 +141,7 @@ def test_a_saved_prompt_that_is_none_is_named(
     changed: dict[str, Any], chat: PreTrainedTokenizerFast, write: Write
 ) -> None:
     saved = Prompt("a", [1], "b")._asdict()
-    with pytest.raises(ValueError, match=r"data.jsonl: record 1 is no prompt as they are saved"):
+    with pytest.raises(ValueError, match=r"data.jsonl: record 1 is not a saved prompt"):
         load_prompts(write(saved, saved | changed), chat, None)
 
 

@@ -147,12 +147,14 @@ def test_a_server_is_checked_before_training(
 ) -> None:
     refuse(packed, target, servers(server, model="another"), f"{server.url} serves {MODEL}, not another")
     with StatesServer(toys.target("gpt2"), server.folder, IDS) as running:  # another target of the same sizes
-        refuse(packed, target, servers(server, running), f"{running.url}: .* goes on otherwise than this target would")
+        refuse(
+            packed, target, servers(server, running), f"{running.url}: .* predicts another next token than this target"
+        )
     (tmp_path / "elsewhere").mkdir()
     refuse(packed, target, servers(server, folder=tmp_path / "elsewhere"), "which is not there; start vLLM as docs")
     with pytest.raises(ValueError, match=r"features.vllm_layers is \[1, 2\], without \[3\]"):
         servers(server, ids=[1, 2])
-    refuse(packed, target, servers(server, ids=[3, 1]), f"{MODEL} goes on otherwise than this target would")
+    refuse(packed, target, servers(server, ids=[3, 1]), f"{MODEL} predicts another next token than this target")
     server.always = status(400, "too long")
     refuse(packed, target, servers(server), f"{server.url}: http_400 .too long.; start vLLM as docs")
     server.always = honest

@@ -253,7 +253,7 @@ BAD = {
     "unasked.jsonl": "workload unasked.jsonl, prompt 0: the chat has no user message",
     "half.jsonl": "workload half.jsonl, prompt 0: it holds half a surrogate pair",
     "other.jsonl": "workload other.jsonl, prompt a: its tokens are none of the target's 40",
-    "spoilt.jsonl": "spoilt.jsonl: record 0 is no prompt as they are saved: fix or remove the record",
+    "spoilt.jsonl": "spoilt.jsonl: record 0 is not a saved prompt: fix or remove the record",
     "nonesuch": "workload nonesuch is neither a file or folder here nor one of tiny",
     "me/prompts": "me/prompts: neither a file here nor a Hub dataset, name or name:config, that loads: Couldn't reach",
 }

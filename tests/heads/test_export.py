@@ -311,10 +311,10 @@ def test_a_scaled_embedding_and_scaled_logits_change_no_draft_of_an_engine(
     if of.embeddings.softcap is not None:
         theirs = [of.embeddings.softcap * torch.tanh(logits / of.embeddings.softcap) for logits in theirs]
     assert_same(theirs, ours)
-    assert engine_mismatch(head.config, of.embeddings.beyond_tables()) is None
-    assert set(of.embeddings.beyond_tables()) - {"a bias of its logits"}
+    assert engine_mismatch(head.config, of.embeddings.extra_ops()) is None
+    assert set(of.embeddings.extra_ops()) - {"a bias of its logits"}
     block = made("block", feature_layers=[0, 1], markov_rank=4).config
-    assert "with head=block" in str(engine_mismatch(block, of.embeddings.beyond_tables()))
+    assert "with head=block" in str(engine_mismatch(block, of.embeddings.extra_ops()))
 
 
 @pytest.mark.parametrize(

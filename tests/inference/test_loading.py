@@ -252,7 +252,7 @@ Q_PROJ = "model.layers.1.self_attn.q_proj.weight"
     ("change", "told"),
     [
         (None, f"its files hold no {Q_PROJ}, nor 1 others"),  # which are not made up
-        (lambda weight: torch.full_like(weight, torch.nan), f"{Q_PROJ} holds what is no finite number"),
+        (lambda weight: torch.full_like(weight, torch.nan), f"{Q_PROJ} holds a value that is not finite"),
         (lambda weight: weight[:7].clone(), "its weights have other shapes than its config.json says"),
     ],
 )

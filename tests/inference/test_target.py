@@ -354,9 +354,9 @@ def test_layers_are_loaded_where_they_or_other_weights_than_saved_are_wanted(
 def test_logits_of_some_tokens_have_their_bias_scale_and_cap(monkeypatch: pytest.MonkeyPatch) -> None:
     embeddings, state = TargetEmbeddings(toys.target().model), torch.randn(3, 32)
     ids = torch.tensor([3, 17, 39])
-    assert embeddings.beyond_tables() == []
+    assert embeddings.extra_ops() == []
     embeddings.lm_head = torch.nn.Linear(32, toys.VOCAB)
-    assert embeddings.beyond_tables() == ["a bias of its logits"]
+    assert embeddings.extra_ops() == ["a bias of its logits"]
     embeddings.factor, embeddings.softcap = 3.0, 2.0
     whole = embeddings.logits(state)
     torch.testing.assert_close(whole, 2 * (3 * embeddings.lm_head(state) / 2).tanh())

@@ -27,8 +27,8 @@ from ops.watch import (
     ALARM,
     EARLY,
     QUIET,
+    BettingTest,
     Log,
-    Mean,
     WatchConfig,
     WatcherConfig,
     changed_at,
@@ -98,7 +98,7 @@ def test_the_capital_is_fair_at_the_reference_mean() -> None:
     evidence = []
     for _ in range(400):
         values = rng.beta(2, 2, 60)
-        mean = Mean(values[:30], 0.0)
+        mean = BettingTest(values[:30], 0.0)
         evidence.append([mean.update(float(value)) for value in values[30:]][-1])
     assert np.mean(evidence) <= 1.0
 
@@ -162,7 +162,7 @@ def test_a_file_that_grows_is_rotated_and_cut_is_read_whole(tmp_path: Path) -> N
 
 def test_a_log_that_cannot_be_read_is_refused_and_a_mark_of_the_byte_order_is_not(tmp_path: Path) -> None:
     for name, line in (
-        ("log.jsonl.gz", "a log that grows is read as it is, not packed; unpack it$"),
+        ("log.jsonl.gz", "a growing log must be uncompressed; unpack it$"),
         ("", "no such file"),
     ):
         (tmp_path / "log.jsonl.gz").write_bytes(b"")

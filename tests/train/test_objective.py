@@ -14,8 +14,8 @@ from tests import toys
 from train.losses import LOSSES, ObjectiveConfig, OnPolicyConfig
 from train.objective import (
     CPU_LOGITS,
+    MIN_CHUNKS,
     ROWS,
-    SHARE,
     LossContext,
     chunk_rows,
     chunked,
@@ -104,7 +104,7 @@ def test_a_chunk_on_the_cpu_holds_as_many_logits_whatever_the_vocabulary(
 
 
 def test_on_a_device_a_chunk_is_a_share_of_the_rows_in_powers_of_two() -> None:
-    found = [chunk_rows(None, "cuda", count) for count in (1, SHARE, 4 * SHARE, 7 * SHARE, 10**9)]
+    found = [chunk_rows(None, "cuda", count) for count in (1, MIN_CHUNKS, 4 * MIN_CHUNKS, 7 * MIN_CHUNKS, 10**9)]
     assert found == [1, 1, 4, 4, ROWS]
 
 

@@ -132,7 +132,7 @@ def test_a_shape_by_its_numbers_is_that_of_the_model_that_is_built(model: str, m
         assert getattr(by_numbers, name) == getattr(built, name), name
     for name in ("hidden_size", "vocab_size", "num_layers", "layer_dims", "factor", "softcap"):
         assert getattr(by_numbers.target, name) == getattr(built.target, name), name
-    assert by_numbers.target.beyond_tables() == built.target.beyond_tables() == []
+    assert by_numbers.target.extra_ops() == built.target.extra_ops() == []
 
 
 @pytest.mark.usefixtures("offline")

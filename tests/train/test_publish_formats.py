@@ -148,7 +148,7 @@ def test_another_targets_gguf_is_refused_before_the_head_is_written(
 def test_a_head_that_engines_would_feed_otherwise_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     head = toys.head("block", toys.target())
     assert_served(head, "target")
-    monkeypatch.setattr(head.embeddings, "beyond_tables", lambda: ["a scaled embedding"])
+    monkeypatch.setattr(head.embeddings, "extra_ops", lambda: ["a scaled embedding"])
     with pytest.raises(ValueError, match=r"target: the target has a scaled embedding, .*head=block; publish without"):
         assert_served(head, "target")
 

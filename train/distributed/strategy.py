@@ -205,7 +205,7 @@ def local_shard(p: Tensor) -> Tensor:
     return getattr(p, "ds_tensor", p).detach()
 
 
-def whole(p: Tensor, shard: Tensor) -> Tensor:
+def gather(p: Tensor, shard: Tensor) -> Tensor:
     """Gather a tensor that is sharded like parameter `p`; like all functions below, a collective call."""
     from torch.distributed.tensor import DTensor
 

@@ -226,7 +226,7 @@ def _load(path: str, adapter: str | None) -> AnyTarget:
 
 def assert_served(head: Any, path: str) -> None:
     """Refuse a head whose target engines would draft for differently (`engine_mismatch`)."""
-    if (why := engine_mismatch(head.config, head.embeddings.beyond_tables())) is not None:
+    if (why := engine_mismatch(head.config, head.embeddings.extra_ops())) is not None:
         raise ValueError(f"{path}: {why}; publish without format")
 
 

@@ -46,7 +46,7 @@ READERS = ("vllm", "sglang", "trtllm", "speculators")  # formats named after the
 
 
 def check(head: Any, engine: str, served: TargetFacts, beyond: Collection[str]) -> None:
-    """Refuse a head, maybe on meta, that an engine cannot load; `beyond` is its target's `beyond_tables`."""
+    """Refuse a head, maybe on meta, that an engine cannot load; `beyond` is its target's `extra_ops`."""
     format_name = {"llamacpp": "gguf"}.get(engine, engine)
     try:
         if engine == "transformers":  # transformers runs the target's own embedding and lm_head
