@@ -92,8 +92,8 @@ class Context(NamedTuple):
     max_draft_depth: int
     cache: TargetCache | None = None
 
-    def seen_tokens(self, like: Distributions) -> Bool[Tensor, "1 1 V"] | None:
-        """Return the mask of the text's tokens for logits `like`; None without a repetition penalty."""
+    def seen_tokens(self, like: Float[Tensor, "*n V"] | Bool[Tensor, "*n V"]) -> Bool[Tensor, "1 1 V"] | None:
+        """Return the mask of the text's tokens for logits or a mask `like`; None without a repetition penalty."""
         if self.sampling.repetition_penalty == 1:
             return None
         seen = torch.zeros(1, 1, like.shape[-1], dtype=torch.bool, device=like.device)

@@ -189,9 +189,9 @@ class Request:
 
     def processed(self, logits: Scores) -> Scores:
         """Return the next token's logits after the repetition penalty; EOS tokens are masked before min_new_tokens."""
-        seen = self.seen_tokens()
+        seen = self.draft_context().seen_tokens(logits)
         if seen is not None:
-            logits = penalize(logits, seen[None], self.settings.sampling)
+            logits = penalize(logits, seen[0], self.settings.sampling)
         if self.remaining_limits[1] > 0 and self.target.eos:
             logits = logits.index_fill(1, torch.tensor(sorted(self.target.eos), device=logits.device), float("-inf"))
         return logits
@@ -219,14 +219,6 @@ class Request:
         """The drafted tokens that may still be accepted, and the tokens that are left until min_new_tokens."""
         count = len(self.generation.tokens)
         return self.limit - count - 1, self.settings.min_new_tokens - count
-
-    def seen_tokens(self) -> Tensor | None:
-        """Return the mask of the tokens that occur in the context; None without a repetition penalty."""
-        if self.settings.sampling.repetition_penalty == 1:
-            return None
-        seen = torch.zeros(self.target.embeddings.vocab_size, dtype=torch.bool, device=self.target.device)
-        seen[self.context] = True
-        return seen
 
     def emit(self, tokens: Tokens, origins: list[str], gaps: list[float]) -> int:
         """Append tokens up to the end of the answer; return how many were appended."""

@@ -109,7 +109,7 @@ class DeviceStep:
         for buffer, column in zip(self.slots[:6], torch.tensor(values, device=self.target.device).T, strict=True):
             buffer.copy_(column)
         for slot, request in enumerate(requests):
-            if (seen_tokens := request.seen_tokens()) is not None:
+            if (seen_tokens := request.draft_context().seen_tokens(self.slots.seen_tokens)) is not None:
                 self.slots.seen_tokens[slot] = seen_tokens
         self.masks_eos = bool(self.target.eos) and any(request.settings.min_new_tokens for request in requests)
         self.current = list(requests)

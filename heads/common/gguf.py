@@ -51,6 +51,14 @@ def metadata(folder: str, gguf_file: str) -> dict[str, Any]:
     return PreTrainedConfig.get_config_dict(folder, gguf_file=gguf_file)[0]
 
 
+def tokenizer_of(folder: str, given: dict[str, str], trust_remote_code: bool = False) -> Any:
+    """Return the tokenizer that `resolve_gguf` says where to find."""
+    tokenizer: Any = transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code, **given)
+    if given:  # transformers 5.17 reads the BOS token as the EOS token
+        tokenizer.eos_token_id = metadata(folder, **given).get("eos_token_id", tokenizer.eos_token_id)
+    return tokenizer
+
+
 def dequantised(path: str) -> str:
     """Return a model's folder or Hub name; of a GGUF file the folder with its weights, made where it is not.
 
@@ -70,8 +78,7 @@ def dequantised(path: str) -> str:
             if not CONSOLE.is_terminal:
                 transformers.logging.disable_progress_bar()
             with replacing(new) as written:
-                tokenizer = transformers.AutoTokenizer.from_pretrained(folder, **given)
-                tokenizer.save_pretrained(written)
+                tokenizer_of(folder, given).save_pretrained(written)
                 model = transformers.AutoModelForCausalLM.from_pretrained(
                     folder, dtype=torch.bfloat16, **given, **options
                 )

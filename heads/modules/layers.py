@@ -259,7 +259,9 @@ class TargetLayer(nn.Module):
     def forward(self, x: Rows, inputs: LayerInputs) -> NodeStates:
         """Apply the layer with the caller's attention pattern."""
         position, _, attend, queries = inputs
-        rotary = self._rotary[0].to(x.device)(x, position)
+        embed = self._rotary[0].to(x.device)
+        # Qwen3.5 rotates by three axes, which are equal in a text; transformers 5.17 does not expand one position.
+        rotary = embed(x, position.expand(3, -1, -1) if hasattr(embed, "mrope_section") else position)
 
         def attend_from(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
             query = gather_rows(query.transpose(1, 2), queries).transpose(1, 2)
@@ -276,7 +278,7 @@ class TargetLayer(nn.Module):
         position = torch.arange(2, device=x.device)[None]
         try:
             self(x, LayerInputs(position, 2, partial(grouped_attention, mask=None)))
-        except (ValueError, TypeError, AttributeError, KeyError, RuntimeError) as error:
+        except (ValueError, TypeError, AttributeError, LookupError, RuntimeError) as error:
             raise _unfit(one_line(error)) from error
 
 

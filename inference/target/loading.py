@@ -24,7 +24,7 @@ from transformers.utils.hub import cached_file
 
 from heads.common.connection import check_reachable
 from heads.common.errors import one_line, panicked
-from heads.common.gguf import dequantised, gguf_file, resolve_gguf
+from heads.common.gguf import dequantised, gguf_file, resolve_gguf, tokenizer_of
 from heads.common.target_config import UNFIT, has_text_tower, read_target_config, read_target_values, reason
 from heads.common.typed import Json
 from heads.common.untrusted import parse_json, parsed_file, regular, shown
@@ -215,9 +215,7 @@ def load_tokenizer(path: str, trust_remote_code: bool) -> PreTrainedTokenizerBas
 
 def _tokenizer(path: str, trust_remote_code: bool) -> PreTrainedTokenizerBase:
     folder, given = resolve_gguf(path)
-    tokenizer: PreTrainedTokenizerBase = transformers.AutoTokenizer.from_pretrained(
-        folder, trust_remote_code=trust_remote_code, **given
-    )
+    tokenizer: PreTrainedTokenizerBase = tokenizer_of(folder, given, trust_remote_code)
     tokenizer.name_or_path = path  # not the folder that a GGUF file is dequantised to
     tokenizer("a b")  # a damaged tokenizer loads, and fails at a text
     return tokenizer

@@ -79,9 +79,9 @@ def write(file: Path, model: Any, architecture: str = "llama", scaling: str = ""
     writer.add_vocab_size(CONFIG.vocab_size)
     writer.add_tokenizer_model("gpt2")
     letters = [chr(ord("!") + i) for i in range(WORDS - 1)]
-    writer.add_token_list(["<bos>", "<eos>", "<|user|>", "<|assistant|>", *letters, "AB"])
+    writer.add_token_list(["<bos>", "<eos>", "<|user|>", "<|assistant|>", *letters[:-1], "AB", "BA"])
     writer.add_token_types([3] * 4 + [1] * WORDS)  # control, normal
-    writer.add_token_merges(["A B"])
+    writer.add_token_merges(["A B", "B A"])  # transformers 5.17 reads a list of one as a string
     writer.add_bos_token_id(0)
     writer.add_eos_token_id(1)
     writer.add_chat_template(TEMPLATE)
@@ -97,7 +97,9 @@ def write(file: Path, model: Any, architecture: str = "llama", scaling: str = ""
     return file
 
 
-def test_a_file_loads_as_the_model_that_it_was_made_of(tmp_path: Path, model: Any, cache: Path) -> None:
+def test_a_file_loads_as_the_model_that_it_was_made_of(
+    tmp_path: Path, model: Any, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     file = write(tmp_path / "toy-Q8_0.gguf", model)
     token = torch.randint(4, CONFIG.vocab_size, (1, 24))
     for path in (str(file), str(tmp_path)):  # the second one reads the folder that the first has made
@@ -107,6 +109,8 @@ def test_a_file_loads_as_the_model_that_it_was_made_of(tmp_path: Path, model: An
         assert len([*cache.glob("toy-Q8_0-*/model.safetensors")]) == 1
     ends = EmbeddingsOnly.load(str(file), "float32", "cpu", False)
     assert ends.spec.fingerprint == target.spec.fingerprint
+    monkeypatch.setattr(gguf, "metadata", lambda *_, **__: {"eos_token_id": 2})  # transformers 5.17 reads 0
+    assert gguf.tokenizer_of(str(tmp_path), {"gguf_file": file.name}).eos_token_id == 2
 
 
 def test_a_file_is_planned_in_16_bits_and_nothing_is_written(tmp_path: Path, model: Any, cache: Path) -> None:

@@ -71,8 +71,8 @@ def test_tree_pass_equals_sequential_passes(name: str) -> None:
 @torch.inference_mode()
 def test_a_pass_without_padding_equals_the_padded_one(name: str) -> None:
     target, sizes = toys.target(name, torch.float64), [5, 1, 9, 2]
-    assert target.takes_ragged == (name != "gemma2")
     if not target.takes_ragged:
+        assert name == "gemma2"  # in transformers 5.24, not in 5.17
         return
     parent, size = torch.tensor([-1, 0, 0, 1, 1, 2, 3, 5, 6]).expand(4, -1), max(sizes)
     tree = DraftTree(torch.stack([torch.tensor(toys.prompt(b, size)) for b in range(4)]), parent)
