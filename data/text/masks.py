@@ -388,9 +388,7 @@ def _mask(text: str, spans: list[template.Span], tokenizer: PreTrainedTokenizerB
     """Return the text's tokens, and 1 for each token that is entirely in a span; the target writes no other.
 
     A token that seems to start before a span may follow a space outside every token; the prefix's own tokens decide.
-
-    Raises:
-        BadSampleError: a token spans an answer's edge, and the tokenizer does not tell the characters of tokens.
+    Tokens across an answer's edge are refused if the tokenizer does not tell their characters.
     """
     token, mask, straddles = list[int](), list[int](), True
     if tokenizer.is_fast:

@@ -21,8 +21,8 @@ def _by_name(**names: str) -> dict[str, str]:
 
 ROLES = _by_name(
     user="user human HumanMessage HumanMessageChunk",
-    assistant="assistant gpt chatgpt bing bard model function_call ai AIMessage AIMessageChunk",
-    tool="tool observation function ToolMessage FunctionMessage",
+    assistant="assistant gpt chatgpt bing bard model function_call tool_call ai AIMessage AIMessageChunk",
+    tool="tool observation function tool_response ToolMessage FunctionMessage",
     system="system SystemMessage",
 )
 PARTS = _by_name(  # a part's type, or its key in Bedrock and Gemini -> its kind
@@ -36,13 +36,16 @@ PARTS = _by_name(  # a part's type, or its key in Bedrock and Gemini -> its kind
     nothing="cachePoint cache_point",
 )
 RESULTS = ("json", "error-json", "error-text", "content")  # types of a tool's result besides text parts
-REASONING = ("reasoning_content", "thinking", "reasoning")  # DeepSeek, Qwen and most servers; gpt-oss; newer servers
+REASONING = ("reasoning_content", "thinking", "reasoning", "tool_plan")  # most servers; gpt-oss; newer servers; Cohere
 GIVEN = ("arguments", "parameters")  # fields of calls and function definitions in which null is a value
+CALLERS = ("function_call", "tool_call")  # roles whose content is a call in JSON: of ShareGPT, and of ms-swift
+SPEAKERS = ROLES.keys() - {*CALLERS}
 IDS = ("tool_call_id", "tool_use_id", "toolUseId", "toolCallId", "call_id", "id")
 FINISH = {
     *("finish_reason", "finishReason", "stop_reason", "stopReason", "done_reason"),
     *("incomplete_details", "generation_info", "response_metadata"),
 }
+ENDS = ("stop", "end_turn", "eos", "eos_token", "tool_use", "tool_calls")  # of reasons to stop those that are no text
 WEIGHTS = {"weight", "training", "train", "loss"}  # fields by which a message is not trained: OpenAI's; others'
 # Fields of a message that templates do not read: bookkeeping of replies, and fields renamed here.
 BOOKKEEPING = {
@@ -54,10 +57,11 @@ BOOKKEEPING = {
 }  # fmt: skip
 CUT = (  # an answer that is cut off
     *("length", "max_tokens", "max_output_tokens", "model_context_window_exceeded", "stop_sequence", "pause_turn"),
+    "model_length",
 )
 REFUSED = {
     "content_filter", "refusal", "safety", "guardrail_intervened", "content_filtered", "prohibited_content",
-    "recitation", "blocklist",
+    "recitation", "blocklist", "spii",
 }  # fmt: skip
 MEDIA = {  # keys and types of content that is not text
     f"{before}{kind}{after}"
@@ -67,7 +71,9 @@ MEDIA = {  # keys and types of content that is not text
 }
 STEP = re.compile(r"step-start|tool-(?!call$|result$)|dynamic-tool")  # types of parts of the AI SDK's UI messages
 HIDDEN = "hidden"  # the field of a message whose server withheld the reasoning
-SHORTENED = re.compile(r"\(litellm_truncated|^redacted-by-litellm$")  # what a log writes in place of a text
+SHORTENED = re.compile(  # what a log writes in place of a text
+    r"\(litellm_truncated|^(redacted-by-litellm|__REDACTED__)$|^(<truncated due to size|\[Scrubbed due to )"
+)
 
 
 class BadSampleError(ValueError):
@@ -93,6 +99,8 @@ def parsed(value: Any) -> Any:
 def finish_reasons(fields: Message) -> list[str]:
     """Return the reasons, in lower case, for which a reply or a message ended, under any name."""
     given = [fields[key] for key in fields.keys() & FINISH if fields[key]]
+    matched = (fields.get("stop_reason") or fields.get("matched_stop")) if "finish_reason" in fields else None
+    given += ["stop_sequence"] * (isinstance(matched, str) and matched not in ENDS)  # of vLLM, SGLang
     holders = [value if isinstance(value, dict) else {"": value} for value in given]
     return [str(reason).lower().rpartition(".")[2] for holder in holders for reason in holder.values()]
 
@@ -116,11 +124,7 @@ def media_in(fields: Message) -> str:
 
 
 def text_of(value: Any) -> str:
-    """Return the text of a system prompt, a message's content or a tool's result; JSON if a result is not text.
-
-    Raises:
-        BadSampleError: a part is not text.
-    """
+    """Return the text of a system prompt, content or a tool's result (JSON if that is no text); refuse other parts."""
     if isinstance(value, str | None):
         return value or ""
     pieces = value if isinstance(value, list) else [value]
@@ -146,19 +150,15 @@ def _part_text(piece: dict[str, Any]) -> str:
 
 
 def messages_of(items: Any) -> list[Message]:
-    """Return a chat's messages with OpenAI's keys and roles; items of the Responses API are joined into turns.
-
-    Raises:
-        BadSampleError: a part has an unsupported type.
-        TypeError, KeyError, AttributeError: `items` is not a list of messages.
-    """
+    """Return messages with OpenAI's keys and roles; items of the Responses API are joined into turns; refuse others."""
     messages: list[Message] = []
     for item in items:
         is_item = item.get("type") in PARTS and "role" not in item
         for message in _messages({"role": "assistant", "content": [item]} if is_item else item):
             last = messages[-1] if messages else {}
-            answers = (is_item or item.get("type") == "message") and message["role"] == last.get("role") == "assistant"
             spoken = last.get("content") or "tool_calls" in last
+            is_part = is_item or item.get("type") == "message" or (HIDDEN in last and not spoken)
+            answers = is_part and message["role"] == last.get("role") == "assistant"
             thinks = any(name in message for name in (*REASONING, HIDDEN))
             if answers and not (spoken and (thinks or message["content"])):  # parts of one turn: reasoning, text, calls
                 merged = {**last, **message, "content": last["content"] or message["content"]}
@@ -172,7 +172,7 @@ def messages_of(items: Any) -> list[Message]:
 def _messages(raw: Message) -> Iterator[Message]:
     """Yield the tool results in a message, then the message; Anthropic and others put them into a user's message."""
     raw = {key: value for key, value in raw.items() if value is not None}
-    if raw.keys() == {"role", "content"} and raw["role"] in ROLES and isinstance(raw["content"], str):
+    if raw.keys() == {"role", "content"} and raw["role"] in SPEAKERS and isinstance(raw["content"], str):
         yield {**raw, "role": ROLES[raw["role"]]}  # most messages, in a fifth of the time
         return
     inner = raw.get("kwargs", raw.get("data"))
@@ -198,7 +198,7 @@ def _messages(raw: Message) -> Iterator[Message]:
     if media := media_in(raw):
         raise unread(media)
     content = next((raw[key] for key in ("parts", "content", "contents", "value") if key in raw), "")
-    if name == "function_call" and isinstance(content, str):  # ShareGPT
+    if name in CALLERS and isinstance(content, str):
         value = parsed(content)
         value = value if isinstance(value, list) else [value]
         if value and all(isinstance(call, dict) and "name" in call for call in value):

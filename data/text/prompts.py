@@ -284,11 +284,8 @@ def prompt_of(record: Record, tokenizer: PreTrainedTokenizerBase, where: str = "
     """Return the prompt of a record: a chat's first question, in its chat template if any, or a piece of a text.
 
     For a record with given tokens, the prompt is the tokens before the first answer, without a text: a system prompt
-    shared by all records would count as contamination.
-
-    Raises:
-        ValueError: there is no prompt, it is not text, or the chat template cannot render it; the message names `where`
-            and the record.
+    shared by all records would count as contamination. A record without a prompt, or with one that is no text or cannot
+    be rendered, is refused by `where` and its id.
     """
     try:
         return _prompt(record, tokenizer)
@@ -421,10 +418,8 @@ def write_samples(samples: Iterable[Sample], path: Path) -> None:
 def cached(folder: Path, fill: Callable[[Path], Json]) -> Json:
     """Return the report of a cache folder; one process fills it if it is missing or its files are cut.
 
-    `fill` writes SAMPLES and PROMPTS into a folder and returns the report; then the folder is renamed.
-
-    Raises:
-        ValueError: the folder cannot be written.
+    `fill` writes SAMPLES and PROMPTS into a folder and returns the report; then the folder is renamed. A folder that
+    cannot be written is refused.
     """
 
     def known() -> Json | None:

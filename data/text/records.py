@@ -128,13 +128,7 @@ class Record(NamedTuple):
 
 
 def parse(raw: Raw, index: int, path: str) -> Record:
-    """Parse one raw record, whose keys determine the shape.
-
-    Records without an answer are chats of one user message: prompts.
-
-    Raises:
-        ValueError: the record cannot be used (see `read`).
-    """
+    """Parse one raw record, whose keys determine the shape, or refuse it; without an answer it is a prompt."""
     record = read(raw, index, path)
     if record.error is not None:
         raise ValueError(f"{path}: record {record.id} {record.error.message}") from record.error
@@ -142,12 +136,9 @@ def parse(raw: Raw, index: int, path: str) -> Record:
 
 
 def read(raw: Raw, index: int, path: str) -> Record:
-    """Parse one raw record; a record that cannot be used has an `error`.
+    """Parse one raw record; refuse tokens that are not numbers.
 
-    Such a record has an unknown shape (the error shows it abbreviated), no text or no answer.
-
-    Raises:
-        ValueError: the record's tokens are not numbers.
+    A record of unknown shape, which is shown abbreviated, or without text or answer has an `error`.
     """
     name = next((label(raw[key]) for key in IDS if raw.get(key) is not None), str(index))
     pretokenized = exact_tokens(raw, f"{path}: record {name}")
@@ -184,10 +175,8 @@ def label(value: Any) -> str:
 def to_known_shape(raw: Raw, index: int, path: str) -> Raw:
     """Convert a published set's record to a shape that `parse` reads; return other records unchanged.
 
-    CNN/DM has article and highlights, question sets have lists of answers, dialogues without answers have turns.
-
-    Raises:
-        ValueError: the record holds a placeholder for a text that must be fetched, or tokens that are not numbers.
+    CNN/DM has article and highlights, question sets have lists of answers, dialogues without answers have turns. Tokens
+    that are not numbers are refused, and a placeholder for a text that must be fetched.
     """
     if exact_tokens(raw, f"{path}: record {index}"):
         return raw

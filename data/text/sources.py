@@ -140,7 +140,7 @@ def _wanted(records: Iterator[Raw], source: Source) -> Iterator[Raw]:
 
 
 def open_source(name: str, split: str, streaming: bool = False, where: Where = MappingProxyType({})) -> Source:
-    """Return the source of a name: a file, a folder, a glob, or a Hub data set as `name` or `name:config`.
+    """Return the source of a name: a file, folder, glob or Hub data set (`name` or `name:config`); refuse others.
 
     Args:
         name: a file in one of FORMATS, compressed or not; a folder, whose files in these formats are read in the order
@@ -149,9 +149,6 @@ def open_source(name: str, split: str, streaming: bool = False, where: Where = M
             first of test, validation, train.
         streaming: read a Hub data set without downloading the whole.
         where: the fields of `data.where`, which select records.
-
-    Raises:
-        ValueError: the source is missing or cannot be read.
     """
     path = Path(name).expanduser()
     if path.is_file():
@@ -271,10 +268,7 @@ def divide(sources: Sequence[Source], config: DataConfig) -> list[Part]:
 
     The sources share them evenly; the first ones take the remainder. They are a source's last records, or the first
     records of a streamed source. A source that would lose more than half of its records loses a tenth, at least one.
-    With `data.prompts` all records are trained on.
-
-    Raises:
-        ValueError: a source has a single record, and it would be held out.
+    With `data.prompts` all records are trained on. A single record that would be held out is refused.
     """
     parts = []
     for i, source in enumerate(sources):

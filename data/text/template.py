@@ -46,10 +46,8 @@ def render(
 ) -> str:
     """Return the chat as the template renders it, ready for the target's answer if `generation_prompt`.
 
-    `options` are more values for the template, such as `enable_thinking`.
-
-    Raises:
-        ValueError: the template cannot render; RenderError if the chat is the cause.
+    `options` are more values for the template, such as `enable_thinking`. A chat that it cannot render is refused by a
+    RenderError.
     """
     text, _ = _rendered(messages, tokenizer, tools, {**options, "add_generation_prompt": generation_prompt})
     return text
@@ -58,10 +56,7 @@ def render(
 def render_tagged(
     messages: Messages, tokenizer: PreTrainedTokenizerBase, tools: Sequence[Message] = ()
 ) -> tuple[str, list[Span] | None]:
-    """Return the chat as `render` does, and the start and end of each {% generation %} block in it.
-
-    The spans are None for a template without such blocks.
-    """
+    """Return the chat as `render` does, and the spans of its {% generation %} blocks; None for a template without."""
     is_tagged = _is_tagged(_template(tokenizer, tools))
     return _rendered(messages, tokenizer, tools, {"return_assistant_tokens_mask": is_tagged})
 

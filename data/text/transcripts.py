@@ -15,6 +15,9 @@ from data.text.shapes import Raw, at
 Records = list[Raw]
 Yielded = Iterator[Raw]
 CLAUDE_CODE = {"parentUuid", "leafUuid", "messageId", "sessionId"}  # keys, one of which is in each line
+MESSAGE = {"role", "content", "parts", "ts"}  # keys of a message, where a file is a chat, as Cline writes it
+COLUMN = "attributes."  # prefix of the columns in which Phoenix exports a span's attributes
+COMPACTED = ("compaction", "compaction_summary")  # items that stand for turns which the server keeps
 CODEX = ("session_meta", "response_item", "event_msg", "turn_context", "compacted")
 SYNTHETIC = "<synthetic>"  # model name of lines that Claude Code itself wrote
 SNAPSHOT = "ghost_snapshot"  # an item for Codex's own use
@@ -60,12 +63,14 @@ def records_in(lines: Iterable[Raw]) -> Yielded:
                 continue
         if raw.keys() & {"resourceSpans", "resource_spans"}:
             group, reader = [raw], _spans
-        elif isinstance(raw.get("attributes"), dict):
+        elif isinstance(raw.get("attributes"), dict) or any(name.startswith(COLUMN) for name in raw):
             group, reader = [raw], _span
         elif raw.get("type") in CODEX and "payload" in raw:
             group, reader = [raw, *rest], _codex
         elif "type" in raw and "messages" not in raw and raw.keys() & CLAUDE_CODE:
             group, reader = [raw, *rest], _claude_code
+        elif "role" in raw and raw.keys() <= MESSAGE:
+            group, reader = [{"messages": [raw, *rest]}], iter
         else:
             yield raw
             continue
@@ -121,6 +126,7 @@ def _claude_code(lines: list[Raw]) -> Iterator[Raw]:
                 message = {**spoken[uuid], "content": []} | ({"weight": 0} if uuid in trained else {})
                 messages.append(message)
                 by_id |= {message["id"]: message} if message.get("id") else {}
+            message["stop_reason"] = spoken[uuid].get("stop_reason")
             message["content"] += parts[uuid]
             for piece in parts[uuid]:
                 missing.pop(piece.get("tool_use_id"), None)
@@ -155,7 +161,9 @@ def _codex(lines: Records) -> Yielded:
         if kind in ("session_meta", "compacted"):
             if items:
                 instructions = (meta.get("base_instructions") or {}).get("text") or meta.get("instructions") or ""
-                yield {**meta, "codex": {"instructions": instructions, "input": items}}
+                left = [item for item in items if item.get("type") not in COMPACTED]
+                earlier = len(items) - len(left)
+                yield {**meta, "codex": {"instructions": instructions, "input": left, "previous_response_id": earlier}}
             meta = payload if kind == "session_meta" else meta
             summary = [{"role": "user", "content": payload["message"]}] if payload.get("message") else []
             items = [{**item, "weight": 0} for item in payload.get("replacement_history") or summary]
@@ -190,7 +198,7 @@ def _fields(holder: Raw) -> Raw:
 def _span(lines: list[Raw]) -> Iterator[Raw]:
     """Yield a span; messages in a field or an event each, as older conventions have them, become lists."""
     (raw,) = lines
-    given: dict[str, Any] = dict(raw["attributes"])
+    given: Raw = {name.removeprefix(COLUMN): value for name, value in (raw.get("attributes") or raw).items()}
     tree: Raw = {f"llm.{name}": value for name, value in (given.get("llm") or {}).items()}
     if any(at(raw, path) in STATUS_ERROR for path in ("status/code", "status/status_code", "status_code")):
         given.setdefault("error.type", "status")
@@ -206,9 +214,10 @@ def _span(lines: list[Raw]) -> Iterator[Raw]:
             spoken["gen_ai.output.messages"].append({**reply, "role": "assistant", "finish_reason": reason})
         elif named:
             message = {name: value for name, value in body.items() if not name.startswith("gen_ai.")}
+            message |= {"content": _listed(body.get("content"))}
             ids = {"tool_call_id": body["id"]} if body.get("id") else {}
             spoken["gen_ai.input.messages"].append({**message, "role": named[1], **ids})
-    given |= {OTHER_NAMES[name]: given[name] for name in OTHER_NAMES.keys() & given.keys()}
+    given |= {OTHER_NAMES[name]: _listed(parsed(given[name])) for name in OTHER_NAMES.keys() & given.keys()}
     given = {name: listed for name, listed in spoken.items() if listed} | given
     for name, value in list(given.items()):
         prefix, field = FLAT.match(name), tree
@@ -222,14 +231,14 @@ def _span(lines: list[Raw]) -> Iterator[Raw]:
 
 def _listed(value: Any) -> Any:
     """Return a value with dicts keyed by numbers as lists, and items replaced by their message or tool call."""
-    if isinstance(value, str):  # OpenLLMetry writes content in parts as JSON
+    if isinstance(value, str):  # OpenLLMetry and Strands write content in parts as JSON
         parts: Any = parsed(value) if value.startswith("[") else None
-        return parts if _are_records(parts) and all(item.get("type") in PARTS for item in parts) else value
+        return parts if _are_records(parts) and all({item.get("type"), *item} & {*PARTS} for item in parts) else value
     if not isinstance(value, dict | list):
         return value
     fields = {str(i): inner for i, inner in enumerate(value)} if isinstance(value, list) else value
-    fields = {key: _listed(inner) for key, inner in fields.items()}
-    if all(key.isdigit() for key in fields):
+    fields = {key.removeprefix("message."): _listed(inner) for key, inner in fields.items()}
+    if isinstance(value, list) or (fields and all(key.isdigit() for key in fields)):
         items = [fields[key] for key in sorted(fields, key=int)]
         return [next(iter(item.values())) if {*item} & ITEM else item for item in items]
     return fields
@@ -247,11 +256,7 @@ def _value(value: Raw) -> Any:
 
 
 def batches_joined(records: Iterable[Raw]) -> Yielded:
-    """Yield records, with a batch's requests joined to their replies from the other file.
-
-    Raises:
-        ValueError: two requests or two replies have the same name.
-    """
+    """Yield records, with a batch's requests joined to their replies from the other file; refuse a name given twice."""
     waiting: dict[str, Raw] = {}  # name -> a request or reply whose other side is still to come
     for raw in records:
         row = next((row for row in BATCHES if row[0] in raw and (row[1] in raw) != (row[2] in raw)), None)

@@ -1,0 +1,155 @@
+"""Bodies of requests and replies as logs keep them: JSON texts, and streams as events or as their lines."""
+
+import re
+from typing import Any
+
+from data.text.parts import LeftOutError, finish_reasons, parsed
+
+Raw = dict[str, Any]
+
+ERRORS = {"error", "errorCode", "error.type", "error_str", "exception"}
+STATUS = {"status_code", "response_status", "status", "level", "type"}
+FAILED = {"failed", "failure", "error", "cancelled", "errored", "canceled", "expired"}
+FAILURE, FURTHER = "an error in place of an answer", "with further choices, which are left out"
+LOGGED = (  # keys by which a JSON text is recognised as a request or a reply
+    *({name} for name in ("messages", "contents", "choices", "candidates", "generations")),
+    *({"role", name} for name in ("content", "parts", "tool_calls")),
+    *({"model", "input"}, {"object", "output"}, {"output", "stopReason"}, {"model", "done"}, {"type", "call_id"}),
+)
+# Fields of a stream that are replaced, not appended.
+WHOLE = ("role", "id", "type", "name", "finish_reason", "stop_reason", "stop_sequence", "format", "signature")
+CHOICES = ("choices", "candidates")
+SSE = ("data:", "event:", "id:", "retry:", ":")  # starts of a server-sent event's lines
+EVENTS = {"delta", "candidates", "done", "response", "output_index"}  # keys by which an object is a part of a stream
+CONVERSE = (  # the events of Bedrock's ConverseStream, each around its fields
+    *("messageStart", "contentBlockStart", "contentBlockDelta", "contentBlockStop", "messageStop"),
+)
+CUT_OFF = "a text that the log has shortened"
+JSON_TEXT = re.compile(r'\s*(\[\s*)?\{\s*"')  # the start of an object, or of a list of objects
+ENDS = ("finish_reason", "done", "stopReason")  # fields of events that say whether the answer ends
+UNFINISHED = {"type": "message", "role": "assistant", "content": "", "finish_reason": "length"}
+
+
+def at(value: Any, path: str) -> Any:
+    """Return the value at a path of a record, or None."""
+    for name in path.split("/") if path else ():
+        if not isinstance(value, dict) or (value := value.get(name)) is None:
+            return None
+        value = opened(value)
+    return value
+
+
+def opened(value: Any) -> Any:
+    """Return the value of a JSON text with a request, a reply or messages; an answer in JSON remains text."""
+    if not isinstance(value, str) or not value.lstrip().startswith(("{", "[")):
+        return value
+    plain = parsed(value)
+    items = plain if isinstance(plain, list) else [plain]
+    if not all(isinstance(item, dict) for item in items):
+        return value
+    holds = [isinstance(item.get("error"), dict) or any(keys <= item.keys() for keys in LOGGED) for item in items]
+    return plain if any(holds) else value
+
+
+def check_error(holder: Any) -> None:
+    """Raise LeftOutError for an error in place of an answer."""
+    if not isinstance(holder, dict):
+        return
+    status = [str(holder[key]).lower() for key in holder.keys() & STATUS]
+    if any(holder[key] for key in holder.keys() & ERRORS) or any(
+        value in FAILED or (value.isdigit() and int(value) >= 400) for value in status
+    ):
+        raise LeftOutError(FAILURE, f"holds {FAILURE}")
+
+
+def events_of(text: Any) -> list[Raw]:
+    """Return the objects of server-sent events or of Ollama's lines, but for a last one cut off; empty for others."""
+    lines = [line for line in map(str.strip, text.split("\n")) if line] if isinstance(text, str) else []
+    is_sse = bool(lines) and lines[0].startswith(SSE)
+    data = [line[5:] for line in lines if line.startswith("data:") and not line.endswith("[DONE]")]
+    events = [parsed(line) for line in (data if is_sse else lines)]
+    least = set[str]() if is_sse else {"model", "done"}
+    is_stream = all(isinstance(event, dict) and event.keys() >= least for event in events[:-1] or events)
+    return [event for event in events if isinstance(event, dict)] if is_stream else []
+
+
+def joined(reply: Any, notes: list[str]) -> Any:
+    """Return the reply of a stream that was logged as events or their lines; return anything else unchanged.
+
+    The events are those of OpenAI, Anthropic, the Responses API, Bedrock, Gemini or Ollama, with or without their
+    names. An answer is cut off if neither it nor its last item has an end. Further choices are noted.
+    """
+    is_lines = isinstance(reply, list) and all(isinstance(line, str) for line in reply)
+    lines = events_of("\n".join(reply) if is_lines else reply)
+    events = lines or ([reply] if isinstance(reply, dict) and "done" in reply else reply)
+    if not isinstance(events, list) or not all(isinstance(event, dict) for event in events):
+        return reply
+    events = [parsed(event["data"]) if event.keys() <= {"event", "data", "id"} else event for event in events]
+    events = [next((event[name] for name in CONVERSE if name in event), event) for event in events]
+    choices = [choice for event in events for key in CHOICES for choice in event.get(key) or ()]
+    stream_keys = EVENTS - {"done"} if any({"role", "done"} <= event.keys() for event in events) else EVENTS
+    if not lines and not any(inner.keys() & stream_keys for inner in (*events, *choices)):
+        return reply
+    notes += [FURTHER] * any(choice.get("index") for choice in choices)
+    message: Raw = {"role": "assistant"}
+    blocks: dict[int, Raw] = {}
+    parts: list[Raw] = []  # parts of Gemini's events
+    items: dict[int, Raw] = {}  # items of the Responses API
+    ends: list[Any] = []  # of each event that may end the answer whether it does
+    for event in events:
+        response, delta, kind = event.get("response"), event.get("delta"), str(event.get("type"))
+        index = event.get("index", event.get("contentBlockIndex"))
+        if isinstance(response, dict) and response.get("status") not in (None, "queued", "in_progress"):
+            return dict(response)
+        check_error(event)
+        choices = [choice for key in CHOICES for choice in event.get(key) or () if not choice.get("index")]
+        for one in (event, *choices):
+            ends += [one[key] for key in ENDS if key in one]
+            for reason in finish_reasons(one):
+                message["finish_reason"] = reason
+        ends += [kind == "message_stop"] if kind in ("message_start", "message_stop") else []
+        ends += [False] * ("contentBlockIndex" in event)
+        for choice in choices:
+            _merge(message, choice.get("delta") or {})
+            parts += at(choice, "content/parts") or ()
+        if "done" in event:
+            _merge(message, event.get("message") or {"content": response, "thinking": event.get("thinking")})
+        if kind.startswith("response.output_"):
+            item = items.setdefault(event.get("output_index", 0), {**UNFINISHED})
+            _merge(item, {"content": delta if kind == "response.output_text.delta" else None})
+            items |= {event["output_index"]: event["item"]} if kind == "response.output_item.done" else {}
+        elif begun := event.get("content_block", event.get("start")):
+            blocks[index] = {key: {**value} if isinstance(value, dict) else value for key, value in begun.items()}
+        elif isinstance(delta, dict):
+            _merge(message if index is None else blocks.setdefault(index, {}), {**delta, "type": None})
+    if items:
+        return [items[i] for i in sorted(items)]
+    for block in blocks.values():
+        if "partial_json" in block:
+            block["input"] = parsed(block.pop("partial_json") or "{}")
+    listed = {key: [*value.values()] for key, value in message.items() if isinstance(value, dict) and 0 in value}
+    content = parts or [blocks[i] for i in sorted(blocks)]
+    cut = {"finish_reason": "length"} if ends and not any(ends) and not finish_reasons(message) else {}
+    return message | listed | cut | ({"content": content} if content else {})
+
+
+def _merge(into: Raw, delta: Raw) -> None:
+    """Add a stream's delta: text is appended; a call is identified by its index until another id or name comes."""
+    for key, value in delta.items():
+        if isinstance(value, list) and key != "tool_calls":
+            into[key] = [*(into.get(key) or ()), *value]
+        elif isinstance(value, list):
+            calls = into.setdefault(key, {})
+            for call in value:
+                same_index = [number for number, other in calls.items() if other.get("index") == call.get("index")]
+                old, number = (calls[same_index[-1]], same_index[-1]) if same_index else ({}, len(calls))
+                named = [bool((one.get("function") or {}).get("name")) for one in (old, call)]
+                if call["id"] != old.get("id") if call.get("id") else all(named) and "index" not in call:
+                    number = len(calls)
+                _merge(calls.setdefault(number, {}), call)
+        elif isinstance(value, dict):
+            _merge(into.setdefault(key, {}), value)
+        elif isinstance(value, str) and key not in WHOLE:
+            into[key] = into.get(key, "") + value
+        elif value is not None:
+            into[key] = value
