@@ -112,11 +112,7 @@ class Client:
         self.stop = threading.Event()  # ends pauses and prevents retries once set
 
     def served(self) -> tuple[str, int]:
-        """Return the model's name and its context in tokens, UNKNOWN_CONTEXT if it is not reported.
-
-        Raises:
-            ValueError: the endpoint does not list its models, or does not list the configured one.
-        """
+        """Return the model's name and its context in tokens (or UNKNOWN_CONTEXT); refuse one that is not listed."""
         try:
             data = self.request("GET", "/models", None)
         except EndpointError as failure:

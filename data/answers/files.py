@@ -118,8 +118,7 @@ class Answers:
     def merge(self, ids: Sequence[str], settings: Json, notes: Json) -> Json:
         """Merge all parts into one file in the order of `ids`, other chats last; write and return its provenance.
 
-        Raises:
-            ValueError: no chat has an answer.
+        Chats without any answer are refused.
         """
         entries, failures = self.finished()
         prompts = len({*ids, *entries, *failures})  # an earlier call may have had more prompts

@@ -75,10 +75,7 @@ def spec_of(
 def sequences_left(folder: Path, spec: StoreSpec) -> tuple[StoreSpec, int]:
     """Return the spec of a folder's store, or this one for a new store, and the number of sequences still to extract.
 
-    An existing store may have more layers.
-
-    Raises:
-        ValueError: the folder holds other features, or the new ones do not fit on the disk.
+    An existing store may have more layers. Other features, or new ones that do not fit on the disk, are refused.
     """
     left = spec.rows
     if (folder / META).exists():
@@ -98,10 +95,7 @@ def sequences_left(folder: Path, spec: StoreSpec) -> tuple[StoreSpec, int]:
 def extract(store: FeatureStore, make: Make, micro: int, rank: int, world: int) -> int:
     """Write the missing sequences to the store in shards, and return the number of shards of this process.
 
-    `make` computes the tensors of at most `micro` sequences in one call.
-
-    Raises:
-        ValueError: a write failed; finished shards stay.
+    `make` computes the tensors of at most `micro` sequences in one call. If a write is refused, finished shards stay.
     """
     spec, written = store.spec, 0
     mine = list(range(rank, spec.shards, world))

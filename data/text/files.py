@@ -53,8 +53,7 @@ def read_file(path: Path) -> Iterator[Raw]:
     A text's documents end at `<|endoftext|>` if its first HEAD characters contain one, else at each newline.
 
     Raises:
-        ValueError: the format is unknown, the file cannot be read, or a record is not a JSON object or nested too
-            deeply; it names file and line, and is raised when the reader gets there.
+        ValueError: by file and line, once read: an unknown format, no access, a record that is no object or too deep.
     """
     kind = check_file(path)
     if kind == ".parquet":

@@ -21,7 +21,7 @@ def _by_name(**names: str) -> dict[str, str]:
 
 ROLES = _by_name(
     user="user human HumanMessage HumanMessageChunk",
-    assistant="assistant gpt chatgpt bing bard model function_call tool_call ai AIMessage AIMessageChunk",
+    assistant="assistant gpt chatgpt bing bard model chatbot function_call tool_call ai AIMessage AIMessageChunk",
     tool="tool observation function tool_response ToolMessage FunctionMessage",
     system="system SystemMessage",
 )
@@ -219,7 +219,8 @@ def _messages(raw: Message) -> Iterator[Message]:
     if raw.get("refusal") or "refusal" in by_kind:
         raise LeftOutError("a refusal", "its answer is a refusal")
     details: dict[str, list[Any]] = {}
-    for piece in raw.get("reasoning_details") or ():  # OpenRouter's, which tell a summary from the reasoning
+    # OpenRouter's tell a summary from the reasoning, LiteLLM's what was withheld.
+    for piece in raw.get("reasoning_details") or raw.get("thinking_blocks") or ():
         _take(piece, details)
     thought = "".join(by_kind.get("reasoning", ()))
     result = {**fields, "role": role, "content": "".join(by_kind.get("text", ()))}

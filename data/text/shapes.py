@@ -111,16 +111,16 @@ def chat_of(raw: Raw) -> Chat | None:
         kind = str(at(raw, field)).strip('"')
         if kind.upper() in NO_CALLS and (field != "type" or kind.isupper() or raw.keys() & TRACES):
             raise LeftOutError("a step of a trace that is no call of a model", f"is no call of a model but a {kind}")
-    if raw.get("label") is False and "completion" in raw:  # TRL's unpaired preference
+    label = raw.get("label") if raw.keys() & {"completion", "messages"} else None
+    if raw.get("kto_tag", label) is False:  # an unpaired preference of TRL, ms-swift, LLaMA-Factory
         raise LeftOutError("an answer that is marked as bad", "its answer is marked as bad")
+    check_error({"error": raw.get("level") == "ERROR"})  # of Langfuse
     for name, path, reply_path in SHAPES:
         request, reply = at(raw, path), at(raw, reply_path)
         if request is reply is None or (path == "history" and raw.keys() & {*QUESTIONS}):
             continue
         if isinstance(reply, str) and isinstance(request, dict) and isinstance(raw.get(path), str):
-            reply = parts.parsed(reply)  # next to a request in JSON, JSON is no answer in JSON
-            if isinstance(reply, str) and streams.JSON_TEXT.match(reply) and not streams.events_of(reply):
-                raise LeftOutError(streams.CUT_OFF, f"holds {streams.CUT_OFF}")
+            reply = parts.parsed(streams.whole(reply, streams.JSON_TEXT))  # next to a request in JSON no answer in JSON
         holder = _asked(request, not path)
         if holder is None and path and isinstance(request, str) and isinstance(reply, str):
             holder = _asked({"prompt": "" if streams.JSON_TEXT.match(request) else request}, False)
@@ -173,7 +173,7 @@ def _is_in(reply: Any, last: Raw) -> bool:
 def _chat(name: str, raw: Raw, request: Raw, items: list[Raw], reply: Any) -> Chat:
     """Return the chat of a request's messages and a reply; None for a reply that the messages already contain."""
     notes = [str(note) for note in at(raw, "claude_code/notes") or ()]
-    if reply is None and raw.keys() & {*streams.ERRORS, "level"} and items[-1].get("role") != "assistant":
+    if reply is None and raw.keys() & streams.ERRORS and items[-1].get("role") != "assistant":
         check_error(raw)
     offered = [item["content"] for item in items if item.get("role") == "tool" and type(item.get("content")) is dict]
     messages = messages_of([item for item in items if item.get("content") not in offered])  # Langfuse's tools
@@ -235,7 +235,7 @@ def _question(text: str) -> Raw:
     if RENDERED.search(text):
         why = "its prompt is a chat that a template has rendered; give its messages"
         raise BadSampleError("a prompt that a chat template has rendered", why)
-    return {"role": "user", "content": text}
+    return {"role": "user", "content": streams.whole(text)}
 
 
 def _answered(reply: Any, notes: list[str]) -> list[Message]:
@@ -243,7 +243,7 @@ def _answered(reply: Any, notes: list[str]) -> list[Message]:
     reasons: list[str] = []
     while not _are_items(reply := streams.joined(reply, notes)):
         if isinstance(reply, str):
-            reply = [{"role": "assistant", "content": reply}]
+            reply = [{"role": "assistant", "content": streams.whole(reply)}]
         elif isinstance(reply, list):
             notes += [streams.FURTHER] * (len(reply) > 1)
             first = [choice for choice in reply if isinstance(choice, list) or choice.get("index") == 0]

@@ -15,6 +15,7 @@ LOGGED = (  # keys by which a JSON text is recognised as a request or a reply
     *({name} for name in ("messages", "contents", "choices", "candidates", "generations")),
     *({"role", name} for name in ("content", "parts", "tool_calls")),
     *({"model", "input"}, {"object", "output"}, {"output", "stopReason"}, {"model", "done"}, {"type", "call_id"}),
+    {"type", "content", "additional_kwargs"},
 )
 # Fields of a stream that are replaced, not appended.
 WHOLE = ("role", "id", "type", "name", "finish_reason", "stop_reason", "stop_sequence", "format", "signature")
@@ -25,6 +26,7 @@ CONVERSE = (  # the events of Bedrock's ConverseStream, each around its fields
     *("messageStart", "contentBlockStart", "contentBlockDelta", "contentBlockStop", "messageStop"),
 )
 CUT_OFF = "a text that the log has shortened"
+LOGGED_TEXT = re.compile(r'\s*\[?\s*\{\s*"(role|parts|messages|choices|candidates|id": ?"(chatcmpl|msg_|resp_))')
 JSON_TEXT = re.compile(r'\s*(\[\s*)?\{\s*"')  # the start of an object, or of a list of objects
 ENDS = ("finish_reason", "done", "stopReason")  # fields of events that say whether the answer ends
 UNFINISHED = {"type": "message", "role": "assistant", "content": "", "finish_reason": "length"}
@@ -44,11 +46,20 @@ def opened(value: Any) -> Any:
     if not isinstance(value, str) or not value.lstrip().startswith(("{", "[")):
         return value
     plain = parsed(value)
+    if isinstance(plain, list) and len(plain) == 1 and isinstance(plain[0], list):  # LangChain's batch of one
+        plain = plain[0]
     items = plain if isinstance(plain, list) else [plain]
     if not all(isinstance(item, dict) for item in items):
         return value
     holds = [isinstance(item.get("error"), dict) or any(keys <= item.keys() for keys in LOGGED) for item in items]
     return plain if any(holds) else value
+
+
+def whole(text: str, begin: re.Pattern[str] = LOGGED_TEXT) -> str:
+    """Return a text; refuse one that begins as JSON of messages or of a reply does, and is cut off."""
+    if begin.match(text) and parsed(text) is text and not events_of(text):
+        raise LeftOutError(CUT_OFF, f"holds {CUT_OFF}")
+    return text
 
 
 def check_error(holder: Any) -> None:
@@ -74,10 +85,10 @@ def events_of(text: Any) -> list[Raw]:
 
 
 def joined(reply: Any, notes: list[str]) -> Any:
-    """Return the reply of a stream that was logged as events or their lines; return anything else unchanged.
+    """Return the reply of a stream that was logged as events or their lines, and note further choices; else `reply`.
 
     The events are those of OpenAI, Anthropic, the Responses API, Bedrock, Gemini or Ollama, with or without their
-    names. An answer is cut off if neither it nor its last item has an end. Further choices are noted.
+    names. An answer is cut off if neither it nor its last item has an end.
     """
     is_lines = isinstance(reply, list) and all(isinstance(line, str) for line in reply)
     lines = events_of("\n".join(reply) if is_lines else reply)
