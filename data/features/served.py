@@ -32,7 +32,7 @@ from data.answers.client import Client, EndpointError
 from data.batches import Batch, Batches, Packed
 from data.features.source import FeaturesConfig, ReadAhead
 from data.features.store import FeatureRequest, States
-from data.text.shapes import at
+from data.text.streams import at
 from heads.base import Embeddings, Features, Layers, to_device
 from heads.common.untrusted import inside, regular
 from heads.formats.published.plan import as_states

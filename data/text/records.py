@@ -6,7 +6,8 @@ from itertools import groupby
 from typing import Any, NamedTuple
 
 from data.text.parts import CUT, BadSampleError, LeftOutError, Message
-from data.text.shapes import ANSWERS, QUESTIONS, SHAPES, Chat, Raw, at, chat_of
+from data.text.shapes import ANSWERS, QUESTIONS, SHAPES, Chat, chat_of
+from data.text.streams import Raw, at
 
 IDS = (
     *("id", "question_id", "task_id", "conversation_id", "prompt_id", "custom_id"),
@@ -136,10 +137,7 @@ def parse(raw: Raw, index: int, path: str) -> Record:
 
 
 def read(raw: Raw, index: int, path: str) -> Record:
-    """Parse one raw record; refuse tokens that are not numbers.
-
-    A record of unknown shape, which is shown abbreviated, or without text or answer has an `error`.
-    """
+    """Parse one raw record; one of unknown shape, or without text or answer, has an `error`; refuse tokens of text."""
     name = next((label(raw[key]) for key in IDS if raw.get(key) is not None), str(index))
     pretokenized = exact_tokens(raw, f"{path}: record {name}")
     text, error = raw.get("text") or "", None

@@ -8,9 +8,7 @@ from typing import Any, NamedTuple
 
 from data.text import parts, streams
 from data.text.parts import BadSampleError, LeftOutError, Message, finish_reasons, messages_of
-from data.text.streams import at, check_error, opened
-
-Raw = dict[str, Any]
+from data.text.streams import Raw, at, check_error, opened
 
 REPLIES = ("response", "choices", "completion", "chosen", "preferred_output", "output", "gen_ai.output.messages")
 # Shapes of records; the first that matches counts. Each has a name and the paths of request and reply, with keys joined
@@ -178,7 +176,7 @@ def _chat(name: str, raw: Raw, request: Raw, items: list[Raw], reply: Any) -> Ch
     offered = [item["content"] for item in items if item.get("role") == "tool" and type(item.get("content")) is dict]
     messages = messages_of([item for item in items if item.get("content") not in offered])  # Langfuse's tools
     givers = ((holder, key) for holder in (request, reply) for key in SYSTEM)  # a reply of Responses repeats them
-    system = next((value for giver in givers if isinstance(value := at(*giver), str | list | dict)), "")
+    system: Any = next((value for giver in givers if isinstance(value := at(*giver), str | list | dict)), "")
     system = parts.parsed(system) if "gen_ai.system_instructions" in request else system
     if isinstance(system, list) and "role" in next(iter(system), ()):  # a stored prompt of Responses
         system, messages = "", messages_of([{**item, "weight": 0} for item in system]) + messages
@@ -197,7 +195,7 @@ def _chat(name: str, raw: Raw, request: Raw, items: list[Raw], reply: Any) -> Ch
     if not messages[-1].keys() & {*parts.REASONING}:
         hidden += [at(holder, path) for holder in (reply, raw) for path in COUNTED]
     notes += ["whose reasoning the record does not hold"] * any(hidden)
-    earlier = [isinstance(holder.get("conversation"), str | dict) for holder in holders]
+    earlier: list[Any] = [isinstance(holder.get("conversation"), str | dict) for holder in holders]
     earlier += [holder.get(key) for holder in holders for key in EARLIER]
     notes += ["whose earlier turns the record does not hold"] * any(earlier)
     if any(parts.SHORTENED.search(message["content"]) for message in messages):
@@ -255,16 +253,14 @@ def _answered(reply: Any, notes: list[str]) -> list[Message]:
             if isinstance(body, dict) or streams.events_of(body):
                 reply = body
                 continue
-            is_text = "tokens_predicted" in reply  # a completion of llama.cpp
-            is_message = (isinstance(reply.get("content"), str | list) and not is_text) or (
-                "type" in reply and isinstance(reply.get("data"), dict)
-            )
-            if is_message or reply.keys() & {"role", "parts", "kwargs", "from"}:
+            holder = next((reply[key] for key in HOLDERS if reply.get(key)), None)
+            if "tokens_predicted" in reply or (holder is None and isinstance(reply.get("text"), str)):  # llama.cpp's
+                raise TypeError("a completion of a text is no chat")
+            has_content = isinstance(reply.get("content"), str | list)
+            has_data = "type" in reply and isinstance(reply.get("data"), dict)
+            if has_content or has_data or reply.keys() & {"role", "parts", "kwargs", "from"}:
                 reply = [{"role": "assistant", **reply}]
                 continue
-            holder = next((reply[key] for key in HOLDERS if reply.get(key)), None)
-            if is_text or (holder is None and isinstance(reply.get("text"), str)):
-                raise TypeError("a completion of a text is no chat")
             reply = holder or [{"role": "assistant"}]
     reasons += [reason for item in reply[-1:] for reason in finish_reasons(item)]
     if "error" in reasons:

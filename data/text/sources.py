@@ -34,7 +34,7 @@ from data.text.files import (
 )
 from data.text.parts import LeftOutError
 from data.text.records import Record, read, to_known_shape
-from data.text.shapes import at
+from data.text.streams import at
 from data.text.transcripts import batches_joined, is_wanted, records_in
 from heads.common.connection import check_reachable
 from heads.common.errors import one_line, redacted_values

@@ -92,7 +92,7 @@ def joined(reply: Any, notes: list[str]) -> Any:
     """
     is_lines = isinstance(reply, list) and all(isinstance(line, str) for line in reply)
     lines = events_of("\n".join(reply) if is_lines else reply)
-    events = lines or ([reply] if isinstance(reply, dict) and "done" in reply else reply)
+    events: Any = lines or ([reply] if isinstance(reply, dict) and "done" in reply else reply)
     if not isinstance(events, list) or not all(isinstance(event, dict) for event in events):
         return reply
     events = [parsed(event["data"]) if event.keys() <= {"event", "data", "id"} else event for event in events]
@@ -119,7 +119,7 @@ def joined(reply: Any, notes: list[str]) -> Any:
             for reason in finish_reasons(one):
                 message["finish_reason"] = reason
         ends += [kind == "message_stop"] if kind in ("message_start", "message_stop") else []
-        ends += [False] * ("contentBlockIndex" in event)
+        ends += [False] * bool(event.keys() & {"contentBlockIndex", "candidates"})
         for choice in choices:
             _merge(message, choice.get("delta") or {})
             parts += at(choice, "content/parts") or ()

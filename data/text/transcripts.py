@@ -10,7 +10,7 @@ from contextlib import suppress
 from typing import Any
 
 from data.text.parts import PARTS, parsed
-from data.text.shapes import Raw, at
+from data.text.streams import Raw, at
 
 Records = list[Raw]
 Yielded = Iterator[Raw]
@@ -61,7 +61,7 @@ def records_in(lines: Iterable[Raw]) -> Yielded:
             if inner := next(filter(_are_records, lists), None):
                 yield from records_in(inner)
                 continue
-        if raw.keys() & {"resourceSpans", "resource_spans"}:
+        if raw.keys() & {"resourceSpans", "resource_spans", "resourceLogs", "resource_logs"}:
             group, reader = [raw], _spans
         elif isinstance(raw.get("attributes"), dict) or any(name.startswith(COLUMN) for name in raw):
             group, reader = [raw], _span
@@ -70,7 +70,8 @@ def records_in(lines: Iterable[Raw]) -> Yielded:
         elif "type" in raw and "messages" not in raw and raw.keys() & CLAUDE_CODE:
             group, reader = [raw, *rest], _claude_code
         elif "role" in raw and raw.keys() <= MESSAGE:
-            group, reader = [{"messages": [raw, *rest]}], iter
+            yield {"messages": [raw, *rest]}
+            continue
         else:
             yield raw
             continue
@@ -177,13 +178,18 @@ def _codex(lines: Records) -> Yielded:
 
 
 def _spans(lines: Records) -> Yielded:
-    """Yield the spans of an OTLP export that contain a chat, with their attributes as a dict."""
+    """Yield the spans of an OTLP export that contain a chat, with their attributes as a dict, from log records too."""
 
     def inner(holders: Iterable[Raw], *names: str) -> Records:
         return [item for holder in holders for name in names for item in holder.get(name, ())]
 
     scopes = inner(inner(lines, "resourceSpans", "resource_spans"), "scopeSpans", "scope_spans")
-    for span in inner(scopes, "spans"):
+    by_span: dict[Any, Raw] = {}  # spans by the events of older conventions, which are log records
+    for record in inner(inner(inner(lines, "resourceLogs", "resource_logs"), "scopeLogs", "scope_logs"), "logRecords"):
+        span = by_span.setdefault(record.get("spanId"), {"spanId": record.get("spanId"), "events": []})
+        given = [*record.get("attributes", ()), *(at(record, "body/kvlistValue/values") or ())]
+        span["events"].append({"name": record.get("eventName", _fields(record).get("event.name")), "attributes": given})
+    for span in [*inner(scopes, "spans"), *by_span.values()]:
         named = {"id": span.get("spanId") or span.get("span_id")}
         events = [{"name": event.get("name"), "attributes": _fields(event)} for event in span.get("events", ())]
         (flat,) = _span([{**span, **named, "attributes": _fields(span), "events": events}])

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from itertools import accumulate, zip_longest
 from typing import Any
 
-from data.text.shapes import at
+from data.text.streams import at
 from eval.measures.metrics import SpecDecodingStats
 
 VLLM, SGLANG, LLAMA = ENGINES = ("vllm", "sglang", "llamacpp")
