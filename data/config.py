@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-from heads.common.ranges import Count, Number, OneOf, RowLength
+from heads.common.typed import Count, Number, OneOf, RowLength
 
 
 @dataclass(frozen=True)

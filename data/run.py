@@ -40,8 +40,7 @@ from heads.base import HeadConfig
 from heads.common.command import command
 from heads.common.files import check_writable
 from heads.common.progress import print_above_bars
-from heads.common.ranges import Count, Number
-from heads.common.typed import typed
+from heads.common.typed import Count, Number, typed
 from heads.common.untrusted import visible
 from inference.target.config import ModelConfig, device_named
 from inference.target.loading import load_tokenizer

@@ -6,8 +6,7 @@ from itertools import product
 from typing import Annotated, Any
 
 from eval.measures.results import LIVE, TEACHER_FORCED, TIERS
-from heads.common.ranges import SEVERAL, Amount, Count, NewTokens, Number, OneOf, Positive, Within
-from heads.common.typed import Json, from_yaml
+from heads.common.typed import SEVERAL, Amount, Count, Json, NewTokens, Number, OneOf, Positive, Within, from_yaml
 from inference.request import RequestConfig
 from inference.target.config import DTYPES
 from inference.verification.rules import is_lossy

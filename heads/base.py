@@ -20,8 +20,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from heads.common.ranges import Amount, Count, LmHead, Positive, Width
-from heads.common.typed import Json
+from heads.common.typed import Amount, Count, Json, LmHead, Positive, Width
 from heads.shapes import Anchors, Inputs, Logits, Nodes, NodeStates, PerSequence, Rows, Sequences, States, TokenIds
 
 NamedTensors = dict[str, Tensor]  # tensors by name, of a module, a checkpoint or a file

@@ -40,7 +40,7 @@ from heads.base import (
     embedding_of,
     token_id,
 )
-from heads.common.ranges import Count, Parts, Width
+from heads.common.typed import Count, Parts, Width
 from heads.modules.attention import KeyValue, attend_rows
 from heads.modules.fusion import DFLASH_LAYERS, Fusion, chosen_layers
 from heads.modules.kv_cache import KVCache, mask_blocks_after, mask_blocks_after_roots

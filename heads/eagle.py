@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from heads.base import Embeddings, LayerConfig
-from heads.common.ranges import Parts
+from heads.common.typed import Parts
 from heads.modules.autoregressive import AutoregressiveHead
 from heads.modules.layers import DecoderLayer, LayerInputs, LayerSpec
 from heads.modules.vocab import DraftLmHead

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from heads.base import Embeddings, Features, LayerConfig
-from heads.common.ranges import Parts
+from heads.common.typed import Parts
 from heads.modules.attention import KeyValue
 from heads.modules.autoregressive import AutoregressiveHead
 from heads.modules.fusion import EAGLE3_LAYERS, Fusion, chosen_layers

@@ -18,7 +18,7 @@ from typing import Any
 from torch import nn
 
 from heads.base import DraftVocabulary, Embeddings
-from heads.common.ranges import Count, Width
+from heads.common.typed import Count, Width
 from heads.eagle3 import Eagle3
 from heads.modules.vocab import DraftLmHead, VocabularyLinear, factorise
 from heads.shapes import Logits, States

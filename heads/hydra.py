@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from heads.base import DepthOutput, Embeddings, Features, LayerConfig, LevelOutput, NewRows
-from heads.common.ranges import Count, Parts
+from heads.common.typed import Count, Parts
 from heads.medusa import ResidualBlock
 from heads.modules.autoregressive import Autoregressive
 from heads.modules.kv_cache import KVCache

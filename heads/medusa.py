@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional
 
 from heads.base import Embeddings, LevelNodes, LevelOutput
-from heads.common.ranges import Count, LmHead, Parts
+from heads.common.typed import Count, LmHead, Parts
 from heads.modules.per_depth import PerDepthHead
 from heads.modules.vocab import DraftLmHead
 from heads.shapes import States, TokenIds

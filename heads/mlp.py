@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn import functional
 
 from heads.base import Embeddings, draft_size
-from heads.common.ranges import Count, Parts, Width
+from heads.common.typed import Count, Parts, Width
 from heads.modules.per_depth import PerDepthHead
 from heads.modules.vocab import VocabularyLinear
 from heads.shapes import Inputs, Logits, States, TokenIds

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from heads.base import Embeddings, Features, LayerConfig
-from heads.common.ranges import OneOf
+from heads.common.typed import OneOf
 from heads.modules.autoregressive import AutoregressiveHead
 from heads.modules.fusion import Fusion, chosen_layers
 from heads.modules.layers import DecoderLayer, LayerInputs, LayerSpec, RMSNorm, TargetLayer

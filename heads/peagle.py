@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from heads import rows
 from heads.base import DepthOutput, Embeddings, Features, LevelNodes, LevelOutput, NewRows, embedding_of, token_id
-from heads.common.ranges import LmHead, Parts
+from heads.common.typed import LmHead, Parts
 from heads.eagle3 import Eagle3, FusedConfig
 from heads.modules.attention import KeyValue, attend_rows, pattern
 from heads.modules.kv_cache import KVCache, mask_blocks_after, mask_blocks_after_roots

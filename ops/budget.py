@@ -34,8 +34,7 @@ from data.text.sources import Files, open_source
 from heads.common.command import command, quoted
 from heads.common.files import replacing, write_json
 from heads.common.progress import print_line
-from heads.common.ranges import Count, NewTokens, Within
-from heads.common.typed import Json, typed
+from heads.common.typed import Count, Json, NewTokens, Within, typed
 from heads.common.untrusted import parse_json, shown
 from ops.commands import REFUSED, run_command, split_config
 from train import checkpoint, sweep

@@ -28,9 +28,8 @@ from eval.report.write import row_of
 from heads import HEADS
 from heads.common.command import command
 from heads.common.errors import one_line
-from heads.common.ranges import Count
 from heads.common.target_config import read_target_values
-from heads.common.typed import typed
+from heads.common.typed import Count, typed
 from heads.common.untrusted import visible
 from heads.formats.hub import load_found, sibling_spec
 from heads.formats.mtp_layouts import REMEDY

@@ -33,8 +33,7 @@ from eval.run import publish
 from heads.common.command import command, exit_this_run
 from heads.common.errors import report_on_interrupt, user_errors
 from heads.common.files import check_writable
-from heads.common.ranges import Count, Number, OneOf
-from heads.common.typed import typed
+from heads.common.typed import Count, Number, OneOf, typed
 from ops.served import BASELINE_KEY, Answer, Question, Record, Server, ServersConfig, read_questions
 
 REPORTED = ("max_new_tokens", "seed", "repeats", "warmup", "turns")

@@ -32,8 +32,7 @@ from eval.report.write import read_report
 from heads.common.command import command, quoted
 from heads.common.files import atomic_write, check_writable, claim, last_good, read_checked, replacing, write_checked
 from heads.common.progress import print_line
-from heads.common.ranges import Count, Decay, Fraction, Number, Within
-from heads.common.typed import Json, typed
+from heads.common.typed import Count, Decay, Fraction, Json, Number, Within, typed
 from heads.formats.hub import kind_of, resolve_head
 from heads.formats.published import is_published
 from heads.formats.store import SCHEDULE, read_config, save_tree

@@ -19,8 +19,7 @@ from eval.measures.counters import SGLANG, Counters, between, of_reply, read_cou
 from eval.measures.metrics import Pair, SpecDecodingStats, sum_counts
 from eval.measures.results import UNTIMED, MeasuredRequest
 from heads.common.progress import update_bar
-from heads.common.ranges import Count, NewTokens, Number, Positive
-from heads.common.typed import Json
+from heads.common.typed import Count, Json, NewTokens, Number, Positive
 
 Record = Mapping[str, Any]  # a JSON object, read-only
 BASELINE_KEY = "baseline"  # option name of a server without a drafter

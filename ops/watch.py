@@ -45,8 +45,7 @@ from eval.measures.metrics import SpecDecodingStats, counted, sum_counts
 from eval.teacher_forced import passes_along, rank_text, within_context
 from heads.common.command import command, exit_this_run
 from heads.common.errors import user_errors
-from heads.common.ranges import Count, Decay, NewTokens, OneOf, Positive, Within
-from heads.common.typed import Json, typed
+from heads.common.typed import Count, Decay, Json, NewTokens, OneOf, Positive, Within, typed
 from heads.common.untrusted import parse_json, visible
 from heads.formats.hub import resolve_head
 from inference.drafters.head import HeadDrafter, load_drafter, saved_tree

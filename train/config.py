@@ -15,8 +15,20 @@ from eval.config import EngineConfig
 from eval.measures.results import TIERS
 from heads import ENGINES, head_config, with_head
 from heads.base import HeadConfig
-from heads.common.ranges import MACHINE, Amount, Count, Decay, Fraction, NewTokens, Number, OneOf, Positive, Within
-from heads.common.typed import Json, typed
+from heads.common.typed import (
+    MACHINE,
+    Amount,
+    Count,
+    Decay,
+    Fraction,
+    Json,
+    NewTokens,
+    Number,
+    OneOf,
+    Positive,
+    Within,
+    typed,
+)
 from heads.common.untrusted import shown
 from heads.mtp import Mtp
 from inference.drafters.policy import TreeConfig

@@ -14,7 +14,7 @@ from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 from torch.nn import functional
 
-from heads.common.ranges import Amount, Count, Fraction, NewTokens, Number, OneOf, Parts, Positive
+from heads.common.typed import Amount, Count, Fraction, NewTokens, Number, OneOf, Parts, Positive
 
 PerRow = Float[Tensor, "R"]
 RowIndex = Int[Tensor, "R"]

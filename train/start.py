@@ -22,9 +22,8 @@ from data.batches import Batches
 from heads import HEADS
 from heads.base import HeadConfig, NamedTensors, to_device
 from heads.common.progress import progress, update_bar
-from heads.common.ranges import Count, Decay, Width
 from heads.common.rope import Rope, positions_of
-from heads.common.typed import typed
+from heads.common.typed import Count, Decay, Width, typed
 from heads.eagle import Eagle
 from heads.eagle3 import Eagle3
 from heads.eagle4 import Eagle4

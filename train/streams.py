@@ -38,9 +38,8 @@ from heads.base import Features, Layers, NamedTensors, Tokens, to_device
 from heads.common.command import command, exit_this_run
 from heads.common.errors import user_errors
 from heads.common.progress import print_line
-from heads.common.ranges import Count, Within
 from heads.common.target_config import check_sequence_length, context_of
-from heads.common.typed import Json, typed
+from heads.common.typed import Count, Json, Within, typed
 from heads.formats.store import write_folder
 from heads.modules.vocab import argmax
 from inference.drafters.contrib.streams import KIND, StreamLogits, Streams, StreamsDrafter

@@ -17,8 +17,7 @@ from data.text.parts import Message
 from data.text.prompts import Prompt, prompt_of
 from data.text.records import LoggedAnswer, Record
 from data.text.template import encode, render, turn_end_tokens, with_opening
-from heads.common.ranges import Amount, Count, Number, Within
-from heads.common.typed import Json
+from heads.common.typed import Amount, Count, Json, Number, Within
 from inference.target.tokenizer import UNFINISHED, RenderError
 from inference.verification.rng import hashed
 

@@ -24,8 +24,7 @@ from data.text.files import CHUNK
 from data.text.records import logged_answers
 from heads.common.errors import HIDDEN, redacted
 from heads.common.progress import update_bar
-from heads.common.ranges import Amount, Count, Number, Positive
-from heads.common.typed import Json
+from heads.common.typed import Amount, Count, Json, Number, Positive
 from heads.common.untrusted import parse_json, visible
 
 log = logging.getLogger(__name__)

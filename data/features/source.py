@@ -25,7 +25,7 @@ from data.features.store import (
     decode_sequences,
 )
 from heads.base import Features, to_device
-from heads.common.ranges import Count, OneOf
+from heads.common.typed import Count, OneOf
 
 T = TypeVar("T")
 READERS = 4  # threads; hashing and copying release the GIL

@@ -32,8 +32,7 @@ from torch import Tensor
 from data.batches import Packed
 from heads.base import Features, Layers
 from heads.common.files import atomic_write, claim, read_checked, write_checked
-from heads.common.ranges import Count, Number, OneOf
-from heads.common.typed import typed
+from heads.common.typed import Count, Number, OneOf, typed
 from inference.target.target import Target
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn}

@@ -1,8 +1,7 @@
 """Utilities of every layer: typed configurations, one-line errors, redaction of secrets, parsing of untrusted files.
 
 files.py          atomic writes of files and folders, checksums, locks
-ranges.py         ranges of numbers and choices in configurations, stated with their types
-typed.py          the one border between YAML or JSON and dataclasses
+typed.py          the one border between YAML or JSON and dataclasses, with ranges and choices
 resolvers.py      computed values in conf/, as ${root:…} and ${by_device:…}
 command.py        the entry point of every command: Hydra, without the secrets of the command line
 target_config.py  a target's configuration, checked before transformers reads it; its context length

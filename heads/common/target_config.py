@@ -18,7 +18,7 @@ from transformers import PreTrainedConfig
 from heads.common import gguf
 from heads.common.connection import check_reachable
 from heads.common.errors import one_line
-from heads.common.ranges import LARGEST
+from heads.common.typed import LARGEST
 from heads.common.untrusted import entries, parse_json, regular, shown
 
 DEEP = 20  # target layers from which on one decoder layer per drafted token is cheap

@@ -1,21 +1,21 @@
-"""Conversion of values in YAML or JSON to dataclasses, with their types and ranges checked."""
+"""Conversion of values in YAML or JSON to dataclasses, with their types, ranges and choices checked."""
 
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, fields, is_dataclass
 from difflib import get_close_matches
+from pathlib import Path
 from types import MappingProxyType, NoneType, UnionType
-from typing import Annotated, Any, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, NamedTuple, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from omegaconf import BooleanNode, DictConfig, FloatNode, IntegerNode, OmegaConf, StringNode
 from omegaconf.errors import OmegaConfBaseException
 
-from heads.common.ranges import MACHINE, SEVERAL, OneOf, Within
-from heads.common.resolvers import ROOT
 from heads.common.untrusted import CUT, shown
 
 T = TypeVar("T")
 Json = dict[str, Any]  # a JSON object
+CONF = Path(__file__).resolve().parents[2] / "conf"
 UNSET = "???"  # marks a required value in YAML
 SCALARS: dict[type, tuple[Any, str]] = {
     int: (IntegerNode, "a whole number"),
@@ -23,6 +23,50 @@ SCALARS: dict[type, tuple[Any, str]] = {
     bool: (BooleanNode, "true or false"),
     str: (StringNode, "a text"),
 }
+
+
+class Within(NamedTuple):
+    """A range from `least` to `most`; `above` and `below` exclude the ends."""
+
+    least: int | float
+    most: int | float
+    above: bool = False
+    below: bool = False
+
+    def remedy(self, value: Any) -> str | None:
+        """Return the remedy for a value outside the range, None for a value inside."""
+        if value < self.least or (self.above and value == self.least):
+            return f"give a number above {self.least}" if self.above else f"give {self.least} or more"
+        if value > self.most or (self.below and value == self.most):
+            return f"give a number below {self.most}" if self.below else f"give {self.most} or less"
+        return None
+
+
+class OneOf(NamedTuple):
+    """A choice among names."""
+
+    names: tuple[str, ...]
+
+    def remedy(self, value: Any) -> str | None:
+        """Return the remedy for an unknown name, None for one of `names`."""
+        return None if value in self.names else f"choose {', '.join(self.names)}"
+
+
+SEVERAL = OneOf(())  # marks a list for which a single value may also be given; the list is not empty
+MACHINE = Within(-(2**63), 2**63 - 1)  # the default range of a number
+LARGEST = 2**31 - 1  # no tensor dimension of ours is larger
+
+LmHead = Annotated[str, OneOf(("shared", "own"))]  # the target's lm_head, or one of the head's own
+Count = Annotated[int, Within(1, LARGEST)]
+Number = Annotated[int, Within(0, LARGEST)]
+Parts = Annotated[int, Within(1, 256)]  # layers, heads or depths of a draft head
+Width = Annotated[int, Within(1, 1 << 20)]  # a dimension of a head's weights
+NewTokens = Annotated[int, Within(2, LARGEST)]  # at least two: the first token comes from the prefill, before any draft
+RowLength = Annotated[int, Within(2, 1 << 24)]  # tokens
+Amount = Annotated[float, Within(0, MACHINE.most)]
+Positive = Annotated[float, Within(0, MACHINE.most, above=True)]
+Fraction = Annotated[float, Within(0, 1)]
+Decay = Annotated[float, Within(0, 1, below=True)]
 
 
 def typed(
@@ -52,7 +96,7 @@ def typed(
 
 def from_yaml(schema: type[T], config: str, **values: Any) -> T:
     """Build the dataclass from conf/CONFIG.yaml with these values replaced, for callers without Hydra."""
-    read: Any = OmegaConf.to_container(OmegaConf.load(ROOT / "conf" / f"{config}.yaml"))
+    read: Any = OmegaConf.to_container(OmegaConf.load(CONF / f"{config}.yaml"))
     return typed(schema, {key: value for key, value in {**read, **values}.items() if key not in ("defaults", "hydra")})
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from heads.base import LevelNodes, LevelOutput, Tokens
-from heads.common.ranges import Fraction, OneOf
+from heads.common.typed import Fraction, OneOf
 from inference.drafters.host import DrafterState, HostDrafter
 from inference.drafters.policy import TreeConfig, grow, sample_chains
 from inference.protocol import CommittedTokens, Context, Proposal

@@ -13,8 +13,7 @@ import torch
 from torch.nn.functional import pad
 
 from heads.base import Tokens
-from heads.common.ranges import Amount, Within
-from heads.common.typed import Json
+from heads.common.typed import Amount, Json, Within
 from heads.shapes import Nodes, PerSequence
 from inference.drafters.host import HostBatch, HostDrafter
 from inference.protocol import Contexts, Drafted, Drafter, DraftInputs, DraftPlan, PassLogits, Proposal

@@ -10,7 +10,7 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 from heads.base import Tokens
-from heads.common.ranges import LARGEST, Count, Within
+from heads.common.typed import LARGEST, Count, Within
 from inference.drafters.host import DrafterState, HostDrafter
 from inference.protocol import CommittedTokens, Context, Proposal
 from inference.target.target import Target

@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from heads.base import DraftVocabulary, LevelNodes, LevelOutput
-from heads.common.ranges import Count, OneOf, Within
+from heads.common.typed import Count, OneOf, Within
 from heads.common.untrusted import shown
 from heads.modules.vocab import scatter_logits
 from heads.rows import gather_parents

@@ -6,7 +6,7 @@ from typing import Annotated
 import torch
 
 from heads.base import Tokens
-from heads.common.ranges import Count, OneOf
+from heads.common.typed import Count, OneOf
 from inference.drafters.host import DrafterState, HostDrafter
 from inference.protocol import Context, Proposal
 from inference.target.target import Target

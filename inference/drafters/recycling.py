@@ -9,7 +9,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from heads.base import Tokens
-from heads.common.ranges import LARGEST, Count, Within
+from heads.common.typed import LARGEST, Count, Within
 from inference.drafters.host import DrafterState, HostDrafter
 from inference.drafters.policy import TreeConfig
 from inference.protocol import CommittedTokens, Context, Proposal

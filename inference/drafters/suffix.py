@@ -9,7 +9,7 @@ from typing import Annotated, NamedTuple
 import torch
 
 from heads.base import Tokens
-from heads.common.ranges import LARGEST, Amount, Count, Fraction, Within
+from heads.common.typed import LARGEST, Amount, Count, Fraction, Within
 from inference.drafters.host import DrafterState, HostDrafter
 from inference.protocol import Context, Proposal
 from inference.target.target import Target

@@ -5,8 +5,7 @@ from typing import Annotated, Any
 
 import torch
 
-from heads.common.ranges import Count, OneOf, Positive
-from heads.common.typed import Json, typed
+from heads.common.typed import Count, Json, OneOf, Positive, typed
 from inference.target.loading import AS_IT_IS, METHODS, note_dtype
 from inference.target.placement import AUTO, OFFLOADS, PLACEMENTS, REPLICATE, Placement
 

@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from heads.common.ranges import Within
+from heads.common.typed import Within
 
 Distributions = Float[Tensor, "*n V"]  # over the vocabulary, or their logits
 RANGES = {

@@ -19,8 +19,7 @@ from data.answers.client import EndpointError, base_url
 from eval.measures.losslessness import shared_length
 from heads.common.errors import one_line
 from heads.common.progress import Bar
-from heads.common.ranges import Amount, Count, NewTokens, Positive, Within
-from heads.common.typed import Json
+from heads.common.typed import Amount, Count, Json, NewTokens, Positive, Within
 from heads.common.untrusted import visible
 from ops import served
 

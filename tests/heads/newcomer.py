@@ -7,7 +7,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from heads.base import DepthOutput, Embeddings, Features, LevelNodes, LevelOutput, NewRows
-from heads.common.ranges import Parts
+from heads.common.typed import Parts
 from heads.rows import drafted_token, gather_parents, last_rows
 
 

@@ -8,10 +8,9 @@ import pytest
 from omegaconf import OmegaConf
 from transformers import PreTrainedConfig
 
-from heads.common.ranges import Amount, Count
 from heads.common.resolvers import ROOT, register_resolvers
 from heads.common.target_config import UNBOUNDED, check_sequence_length, context_of
-from heads.common.typed import typed
+from heads.common.typed import Amount, Count, typed
 from tests import toys
 
 

@@ -4,7 +4,7 @@ import re
 from dataclasses import dataclass
 from typing import Annotated
 
-from heads.common.ranges import Count, NewTokens, Number, OneOf
+from heads.common.typed import Count, NewTokens, Number, OneOf
 from heads.formats.hub import REPO
 from heads.formats.published.export import assert_known
 from inference.target.config import DTYPES

@@ -17,8 +17,7 @@ import torch
 from torch import Tensor
 
 from heads.base import LevelNodes, LevelOutput, Tokens
-from heads.common.ranges import LARGEST, Count, Decay, Within
-from heads.common.typed import typed
+from heads.common.typed import LARGEST, Count, Decay, Within, typed
 from heads.common.untrusted import parsed_file
 from heads.formats.store import TargetSpec, assert_same_target
 from inference.drafters.host import DrafterState, HostDrafter

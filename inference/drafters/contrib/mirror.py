@@ -13,7 +13,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from heads.base import Tokens
-from heads.common.ranges import Number
+from heads.common.typed import Number
 from inference.drafters.assistant import ROOT, Assistant, AssistantState
 from inference.drafters.host import HostDrafter
 from inference.protocol import CommittedTokens, Context, Proposal

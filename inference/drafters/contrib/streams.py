@@ -26,8 +26,7 @@ from transformers.pytorch_utils import Conv1D
 
 from heads import rows
 from heads.base import LevelNodes, LevelOutput, Tokens
-from heads.common.ranges import Count
-from heads.common.typed import typed
+from heads.common.typed import Count, typed
 from heads.formats import store
 from heads.formats.store import TargetSpec
 from heads.shapes import Nodes, Sequences
