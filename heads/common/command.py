@@ -4,6 +4,7 @@ Hydra writes the overrides of a multirun into `multirun.yaml`, and `ps` shows th
 secret by an environment variable: `key='${oc.env:NAME}'`.
 """
 
+import gc
 import os
 import re
 import signal
@@ -47,6 +48,8 @@ def command(config: str) -> Callable[[Callable[[DictConfig], object]], Callable[
 
         @wraps(task)
         def main() -> None:
+            gc.freeze()  # what imports made is no garbage
+            gc.enable()
             if is_reporting_rank():  # other ranks wait in collectives, which handlers do not interrupt
                 signal.signal(signal.SIGTERM, terminate)
             if {"-h", "--help"}.intersection(sys.argv):
