@@ -38,14 +38,14 @@ PARTS = _by_name(  # a part's type, or its key in Bedrock and Gemini -> its kind
 RESULTS = ("json", "error-json", "error-text", "content")  # types of a tool's result besides text parts
 REASONING = ("reasoning_content", "thinking", "reasoning", "tool_plan")  # most servers; gpt-oss; newer servers; Cohere
 GIVEN = ("arguments", "parameters")  # fields of calls and function definitions in which null is a value
-CALLERS = ("function_call", "tool_call")  # roles whose content is a call in JSON: of ShareGPT, and of ms-swift
+CALLERS = ("function_call", "tool_call")  # ShareGPT's and ms-swift's roles for a tool call in JSON
 SPEAKERS = ROLES.keys() - {*CALLERS}
 IDS = ("tool_call_id", "tool_use_id", "toolUseId", "toolCallId", "call_id", "id")
 FINISH = {
     *("finish_reason", "finishReason", "stop_reason", "stopReason", "done_reason"),
     *("incomplete_details", "generation_info", "response_metadata"),
 }
-ENDS = ("stop", "end_turn", "eos", "eos_token", "tool_use", "tool_calls")  # of reasons to stop those that are no text
+ENDS = ("stop", "end_turn", "eos", "eos_token", "tool_use", "tool_calls")  # stop reasons that are not a stop string
 WEIGHTS = {"weight", "training", "train", "loss"}  # fields by which a message is not trained: OpenAI's; others'
 # Fields of a message that templates do not read: bookkeeping of replies, and fields renamed here.
 BOOKKEEPING = {
@@ -100,7 +100,7 @@ def finish_reasons(fields: Message) -> list[str]:
     """Return the reasons, in lower case, for which a reply or a message ended, under any name."""
     given = [fields[key] for key in fields.keys() & FINISH if fields[key]]
     matched = (fields.get("stop_reason") or fields.get("matched_stop")) if "finish_reason" in fields else None
-    given += ["stop_sequence"] * (isinstance(matched, str) and matched not in ENDS)  # of vLLM, SGLang
+    given += ["stop_sequence"] * (isinstance(matched, str) and matched not in ENDS)  # vLLM's and SGLang's stop string
     holders = [value if isinstance(value, dict) else {"": value} for value in given]
     return [str(reason).lower().rpartition(".")[2] for holder in holders for reason in holder.values()]
 
@@ -219,7 +219,7 @@ def _messages(raw: Message) -> Iterator[Message]:
     if raw.get("refusal") or "refusal" in by_kind:
         raise LeftOutError("a refusal", "its answer is a refusal")
     details: dict[str, list[Any]] = {}
-    # OpenRouter's tell a summary from the reasoning, LiteLLM's what was withheld.
+    # OpenRouter's entries mark a summary of the reasoning, LiteLLM's a redacted one.
     for piece in raw.get("reasoning_details") or raw.get("thinking_blocks") or ():
         _take(piece, details)
     thought = "".join(by_kind.get("reasoning", ()))

@@ -110,9 +110,9 @@ def chat_of(raw: Raw) -> Chat | None:
         if kind.upper() in NO_CALLS and (field != "type" or kind.isupper() or raw.keys() & TRACES):
             raise LeftOutError("a step of a trace that is no call of a model", f"is no call of a model but a {kind}")
     label = raw.get("label") if raw.keys() & {"completion", "messages"} else None
-    if raw.get("kto_tag", label) is False:  # an unpaired preference of TRL, ms-swift, LLaMA-Factory
+    if raw.get("kto_tag", label) is False:  # KTO's rejected answer, in TRL, ms-swift, LLaMA-Factory
         raise LeftOutError("an answer that is marked as bad", "its answer is marked as bad")
-    check_error({"error": raw.get("level") == "ERROR"})  # of Langfuse
+    check_error({"error": raw.get("level") == "ERROR"})  # Langfuse's level
     for name, path, reply_path in SHAPES:
         request, reply = at(raw, path), at(raw, reply_path)
         if request is reply is None or (path == "history" and raw.keys() & {*QUESTIONS}):

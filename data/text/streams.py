@@ -106,7 +106,7 @@ def joined(reply: Any, notes: list[str]) -> Any:
     blocks: dict[int, Raw] = {}
     parts: list[Raw] = []  # parts of Gemini's events
     items: dict[int, Raw] = {}  # items of the Responses API
-    ends: list[Any] = []  # of each event that may end the answer whether it does
+    ends: list[Any] = []  # whether the answer ends, by each event that may end it
     for event in events:
         response, delta, kind = event.get("response"), event.get("delta"), str(event.get("type"))
         index = event.get("index", event.get("contentBlockIndex"))
