@@ -14,7 +14,6 @@ router is random), and a dense one with as many weights a token. So τ is of rea
 import argparse
 import random
 import sys
-import time
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -30,7 +29,6 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, MixtralConfig
 
 from data.text.prompts import load_prompts
-from eval.measures.machine import synchronize
 from eval.tune import typical
 from heads.formats.hub import load_found, resolve_head, sibling_spec
 from inference.decode import Generation, RequestParams, speculate
@@ -38,6 +36,7 @@ from inference.drafters.head import HeadDrafter
 from inference.drafters.plain import Baseline
 from inference.drafters.policy import TreeConfig
 from inference.protocol import Drafter
+from inference.request import clock
 from inference.target.target import Target
 from inference.verification.sample import GREEDY
 from inference.verification.tree import DraftTree
@@ -64,12 +63,11 @@ def pass_seconds(target: Target, samples: int) -> dict[int, float]:
     for turn in range(samples + 1):  # the first warms up
         for nodes in shuffle.sample(NODES, len(NODES)):
             cache.snapshot()
-            synchronize(target.device)
-            start = time.perf_counter()
+            start = clock(target.device)
             parent = torch.tensor([-1, *[0] * nodes], device=target.device)
             target.score(DraftTree(torch.arange(nodes + 1, device=target.device), parent), cache)
-            synchronize(target.device)
-            seconds[nodes] += [time.perf_counter() - start] if turn else []
+            spent = clock(target.device) - start
+            seconds[nodes] += [spent] if turn else []
             cache.keep(CONTEXT, [])
     return {nodes: typical(values) for nodes, values in seconds.items()}
 

@@ -22,10 +22,11 @@ sys.path[0] = str(ROOT)
 from eval.inputs.workloads import load_workload
 from eval.live import HF, hf_generate, interleave, medians
 from eval.measures import metrics
-from eval.measures.machine import device_facts, synchronize
+from eval.measures.machine import device_facts
 from eval.measures.results import BASELINE
 from heads.common.target_config import cache_argument
 from inference.decode import Generation, RequestParams, autoregress
+from inference.request import clock
 from inference.target.target import Target
 from inference.verification.sample import GREEDY
 
@@ -42,8 +43,7 @@ def bare(target: Target, prompt: list[int]) -> Generation:
         token = target.model(token, logits_to_keep=1, **cached).logits[:, -1:].argmax(-1)
         tokens.append(token.item())
         marks.append(time.perf_counter())
-    synchronize(target.device)
-    seconds = {"prefill_s": marks[1] - marks[0], "decode_s": time.perf_counter() - marks[1]}
+    seconds = {"prefill_s": marks[1] - marks[0], "decode_s": clock(target.device) - marks[1]}
     return Generation(tokens=tokens, sources=["bonus"] * TOKENS, finish="length", **seconds)
 
 

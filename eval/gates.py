@@ -27,7 +27,7 @@ from inference.protocol import Drafter
 from inference.request import Request
 from inference.target.cache import TargetCache
 from inference.target.target import Target
-from inference.verification.rng import Samples, hashed, seed_key
+from inference.verification.rng import Draws, Samples, hashed, seed_key
 from inference.verification.rules import COUPLED, is_lossy
 from inference.verification.sample import distribution
 
@@ -125,7 +125,8 @@ def coupled_gap(target: Target, prompt: Tokens, answer: Tokens, params: RequestP
     """Return the margin in logits between the two best tokens under coupled noise after a text."""
     request = _request(target, prompt, answer, params, target.cache())
     probs = _probs(request)
-    first, second = (probs / request.noise(probs[None])[0]).double().topk(2).values.tolist()
+    noise = Draws(request.key, len(request.context), False).noise(range(1), probs[None])
+    first, second = (probs / noise[0]).double().topk(2).values.tolist()
     return float(params.sampling.temperature * torch.log(torch.tensor(first / second))) if second > 0 else float("inf")
 
 
@@ -186,7 +187,7 @@ def _probs(request: Request) -> losslessness.Probs:
     """Return the target's probs after a text; all its tokens enter the cache."""
     out = request.target.prefill(torch.tensor(request.context, device=request.target.device), request.cache)
     assert out.logits is not None
-    return distribution(request.processed(out.logits[0]), request.settings.sampling)[0]
+    return distribution(request.process_logits(out.logits[0]), request.settings.sampling)[0]
 
 
 def _entered(

@@ -31,6 +31,7 @@ from inference.decode import Generation, RequestParams, speculate
 from inference.drafters.plain import Baseline
 from inference.protocol import Drafter
 from inference.target.target import Target
+from inference.verification.sample import top2_gap
 
 T = TypeVar("T")
 HF = "hf"  # name of transformers' own generate among the drafters
@@ -242,11 +243,10 @@ def hf_generate(target: Target, prompt: Tokens, settings: RequestParams) -> Gene
     out = generate(token, attention_mask=torch.ones_like(token), generation_config=config, streamer=clock)
     begin, first, *_, last = (*times, times[-1])
     tokens = out.sequences[0, len(prompt) :].tolist()
-    best_two = [row[0].float().topk(2).values.tolist() for row in out.scores or ()]
     return Generation(
         tokens,
         ["prefill"] + ["bonus"] * (len(tokens) - 1),
-        logit_gaps=[best - second for best, second in best_two],
+        logit_gaps=[float(top2_gap(logits[0])) for logits in out.scores or ()],
         prefill_s=first - begin,
         decode_s=last - first,
         finish="eos" if tokens[-1] in target.eos else "length",

@@ -8,7 +8,6 @@ rank. A tree's size is its drafted nodes, without the root.
 """
 
 import random
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from heapq import heappop, heappush
@@ -23,7 +22,7 @@ from eval.config import TuneConfig, TunerConfig
 from eval.inputs.workloads import cycled, write
 from eval.live import Prompts, Setup, decoded_once, measure, rows
 from eval.measures.losslessness import WITHHELD, differs, gate, labelled
-from eval.measures.machine import device_facts, provenance, synchronize
+from eval.measures.machine import device_facts, provenance
 from eval.measures.metrics import sum_counts
 from eval.measures.results import BASELINE, Measurement, ResultRow
 from eval.report.render import rich_table
@@ -42,6 +41,7 @@ from inference.decode import RequestParams
 from inference.drafters.head import HeadDrafter, load_for, saved_tree
 from inference.drafters.plain import Baseline
 from inference.drafters.policy import Schedule, ScheduleLine, TreeConfig, best_schedule
+from inference.request import clock
 from inference.target.target import Target
 
 TUNED = "tune.json"
@@ -273,11 +273,9 @@ def timed_steps(batch: Batch, prompts: Sequence[Tokens], settings: RequestParams
     while True:
         while batch.free:
             batch.admit(*next(waiting), settings)
-        synchronize(batch.target.device)
-        begin = time.perf_counter()
+        begin = clock(batch.target.device)
         batch.step()
-        synchronize(batch.target.device)
-        yield time.perf_counter() - begin
+        yield clock(batch.target.device) - begin
         batch.release()
 
 

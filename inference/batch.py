@@ -11,7 +11,7 @@ from heads.base import Tokens
 from heads.common.errors import one_line
 from heads.common.progress import update_bar
 from inference.protocol import DraftBatch, Drafter
-from inference.request import Generation, Request, RequestParams
+from inference.request import Generation, Request, RequestParams, clock
 from inference.step import DeviceStep
 from inference.target.cache import round_up_kv_length
 from inference.target.target import Target, check_memory, check_size, free_memory
@@ -101,7 +101,7 @@ class Batch:
         slot = self.slots.index(None) if None in self.slots else len(self.slots)
         request = Request(self.target, prompt, settings, self.cache.allocate(slot), request_index)
         self.draft_batch.start_sequence(slot, request.context, request.prefill(self.draft_batch.traits.feature_layers))
-        request.generation.prefill_s = request.clock() - request.start_s
+        request.generation.prefill_s = clock(self.target.device) - request.start_s
         self.slots[slot : slot + 1] = [request]
         return request.generation
 
@@ -117,7 +117,7 @@ class Batch:
         """Free the slots of finished sequences."""
         for slot, request in enumerate(self.slots):
             if request is not None and request.generation.finish:
-                request.generation.latency_s = request.clock() - request.start_s
+                request.generation.latency_s = clock(self.target.device) - request.start_s
                 self.slots[slot] = None
 
     def compact_slots(self) -> None:

@@ -11,17 +11,16 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from heads.base import Layers, Tokens
-from heads.modules.vocab import argmax
 from inference.protocol import Context
 from inference.target.cache import TargetCache
 from inference.target.model import TargetOutput
 from inference.target.target import Target, check_prompt
-from inference.verification.rng import Draws, seed_key
+from inference.verification.rng import Draws, sample_tokens, seed_key
 from inference.verification.rules import AUTO, COUPLED, RULES, is_lossy
-from inference.verification.sample import Sampling, distribution, penalize
+from inference.verification.sample import Sampling, process_logits, top2_gap
 from inference.verification.tree import DraftTree
 
-Scores = Float[Tensor, "1 V"]  # of the next token
+NextLogits = Float[Tensor, "1 V"]
 
 
 @dataclass(frozen=True)
@@ -173,52 +172,42 @@ class Request:
     def prefill(self, layers: Layers) -> TargetOutput:
         """Run the prompt and choose the first token."""
         token = torch.tensor(self.context, device=self.target.device)
+        key, position = torch.tensor([[self.key], [len(token)]], device=token.device)
         settings = self.settings
         out = self.target.prefill(token, self.cache, layers)
         assert out.logits is not None
-        scores = self.processed(out.logits[0])
-        greedy = settings.sampling.temperature == 0
-        first = argmax(scores if greedy else distribution(scores, settings.sampling) / self.noise(scores))
-        best_two = scores.float().topk(2).values[0].tolist() if settings.logit_gaps else [0.0, 0.0]
-        self.emit(first.tolist(), ["prefill"], [best_two[0] - best_two[1]])
+        logits = self.process_logits(out.logits[0])
+        first = sample_tokens(logits, settings.sampling, key, position)
+        self.emit(first.tolist(), ["prefill"], top2_gap(logits).tolist() if settings.logit_gaps else [])
         if settings.keep_passes:
             self.generation.target_passes.append(
                 Pass(torch.cat([token[1:], first]), out._replace(logits=None), None, [], out.last_hidden[0])
             )
         return out
 
-    def processed(self, logits: Scores) -> Scores:
+    def process_logits(self, logits: NextLogits) -> NextLogits:
         """Return the next token's logits after the repetition penalty; EOS tokens are masked before min_new_tokens."""
         seen = self.draft_context().seen_tokens(logits)
-        if seen is not None:
-            logits = penalize(logits, seen[0], self.settings.sampling)
-        if self.remaining_limits[1] > 0 and self.target.eos:
-            logits = logits.index_fill(1, torch.tensor(sorted(self.target.eos), device=logits.device), float("-inf"))
-        return logits
-
-    def noise(self, logits: Scores) -> Scores:
-        """Return the exponential noise at the next token's position."""
-        return Draws(self.key, len(self.context), False).noise(range(1), logits)
-
-    def clock(self) -> float:
-        """Return the time in seconds, after the device has finished its work."""
-        if self.target.device.type == "cuda":
-            torch.cuda.synchronize(self.target.device)
-        return time.perf_counter()
+        early = self.target.eos_mask if self.min_tokens_left > 0 else None
+        return process_logits(logits, self.settings.sampling, None if seen is None else seen[0], early)
 
     def draft_context(self) -> Context:
         """Return the context that a drafter on the host reads."""
-        max_draft_depth = self.remaining_limits[0]
+        max_draft_depth = self.max_draft_depth
         if self.target.switch is not None:
             max_draft_depth = self.target.switch.max_draft_depth(self.cache.length, max_draft_depth)
         draws = Draws(self.key, len(self.context), self.settings.rule == COUPLED)
         return Context(self.context, self.settings.sampling, draws, max_draft_depth, self.cache)
 
     @property
-    def remaining_limits(self) -> tuple[int, int]:
-        """The drafted tokens that may still be accepted, and the tokens that are left until min_new_tokens."""
-        count = len(self.generation.tokens)
-        return self.limit - count - 1, self.settings.min_new_tokens - count
+    def max_draft_depth(self) -> int:
+        """The drafted tokens that may still be accepted."""
+        return self.limit - len(self.generation.tokens) - 1
+
+    @property
+    def min_tokens_left(self) -> int:
+        """The tokens that are left until min_new_tokens."""
+        return self.settings.min_new_tokens - len(self.generation.tokens)
 
     def emit(self, tokens: Tokens, origins: list[str], gaps: list[float]) -> int:
         """Append tokens up to the end of the answer; return how many were appended."""
@@ -247,6 +236,13 @@ class Request:
         tail = max(len(stop.encode()) for stop in self.settings.stop) + 8
         text = self.target.tokenizer.decode(self.generation.tokens[-tail:])
         return any(stop in text for stop in self.settings.stop)
+
+
+def clock(device: torch.device) -> float:
+    """Return the time in seconds, after the device has finished its work."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
 
 
 class PhaseTimer:

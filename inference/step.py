@@ -31,7 +31,7 @@ from inference.target.target import Target, check_size
 from inference.verification import rng, rules
 from inference.verification import tree as trees
 from inference.verification.rules import Accepted, NodeMask, NodeProbs
-from inference.verification.sample import Sampling, distribution, penalize
+from inference.verification.sample import Sampling, distribution, process_logits, top2_gap
 from inference.verification.tree import LOOK_AHEAD, DraftTree
 
 Requests = Sequence[Request]  # in the order of their slots
@@ -91,18 +91,11 @@ class DeviceStep:
             numbers = torch.zeros(6, size, dtype=torch.long, device=on)
             return Slots._make([*numbers, torch.zeros(size, vocab_size, dtype=torch.bool, device=on)])
 
-    @cached_property
-    def eos_mask(self) -> Bool[Tensor, "V"]:
-        """Mask of the EOS tokens."""
-        mask = torch.zeros(self.target.embeddings.vocab_size, dtype=torch.bool, device=self.target.device)
-        mask[sorted(self.target.eos)] = True
-        return mask
-
     def load_slots(self, requests: Requests) -> None:
         """Write the requests' state to the slots, after requests have joined or left."""
         values = [
-            [request.context[-1], request.cache.length, *request.remaining_limits, 1, request.key]
-            for request in requests
+            [one.context[-1], one.cache.length, one.max_draft_depth, one.min_tokens_left, 1, one.key]
+            for one in requests
         ]
         # An idle slot has length 1: attention over no keys gives NaN.
         values += [[0, 1, 0, 0, 0, 0]] * (len(self.slots.root) - len(values))
@@ -136,13 +129,13 @@ class DeviceStep:
             gaps = list(struct.unpack(f"{len(bits)}f", struct.pack(f"{len(bits)}i", *bits)))
             request.cache.keep(len(request.context) - 1, [*range(count)])  # the indices after compaction
             committed = request.emit(token, ["draft"] * (count - 1) + ["bonus"], gaps)
-            count = min(count - 1, committed)
+            from_draft = min(count - 1, committed)
             rule = rules.NOTHING
             if drafts:
                 has_q = not self.plan.has_q or self.plan.has_q[slot]
                 is_greedy = request.settings.sampling.temperature == 0 and not rules.is_lossy(request.settings.rule)
                 rule = rules.GREEDY_WALK if is_greedy else rules.label(self.rule(request.settings, has_q=has_q))
-            steps[slot] = Step(drafts, count, committed, 0.0, 0.0, 0.0, rule, tuple(ranks[1 : count + 1]))
+            steps[slot] = Step(drafts, from_draft, committed, 0.0, 0.0, 0.0, rule, tuple(ranks[1 : from_draft + 1]))
             if not request.generation.finish:
                 live[slot] = token, path
         emitting = time.perf_counter() - begin
@@ -151,18 +144,10 @@ class DeviceStep:
             self.commit(self.active(requests), out, accepted, width if self.compiles else max(row[0] for row in rows))
         for slot, (token, path) in live.items():
             self.draft_batch.update(slot, token, path, None if out.logits is None else out.logits[slot])
-            if requests[slot].settings.keep_passes:  # the target's output, without padding
-                tree = DraftTree(drafted.tree.token[slot], drafted.tree.parent[slot])
-                limit = requests[slot].remaining_limits[0] + len(token)
-                valid = (tree.token >= 0) & (drafted.node_depth[slot] <= limit)
-                nodes, index = trees.keep(tree, valid)
-                row_of = slice(slot, slot + 1), path
-                rows_of_path = TargetOutput(out.hidden[row_of], out.last_hidden[row_of], None)
-                following = torch.tensor(token, device=index.device)
-                old = index.tolist()
-                kept_path = [old.index(node) for node in path]
-                kept_pass = Pass(following, rows_of_path, nodes, kept_path, out.last_hidden[slot, index])
-                requests[slot].generation.target_passes.append(kept_pass)
+            if requests[slot].settings.keep_passes:
+                limit = requests[slot].max_draft_depth + len(token)
+                target_pass = self.target_pass(slot, drafted, out, token, path, limit)
+                requests[slot].generation.target_passes.append(target_pass)
         self.timer.mark("draft")
         seconds = self.timer.seconds()
         seconds["other"] += emitting  # the device is idle meanwhile
@@ -171,6 +156,18 @@ class DeviceStep:
             generation = requests[slot].generation
             generation.steps.append(step._replace(draft_s=draft, verify_s=verified, other_s=other))
             generation.decode_s += draft + verified + other
+
+    def target_pass(
+        self, slot: int, drafted: Drafted, out: TargetOutput, token: Tokens, path: list[int], limit: int
+    ) -> Pass:
+        """Return a sequence's part of the target's output, without padding and nodes deeper than `limit`."""
+        tree = DraftTree(drafted.tree.token[slot], drafted.tree.parent[slot])
+        nodes, index = trees.keep(tree, (tree.token >= 0) & (drafted.node_depth[slot] <= limit))
+        row = slice(slot, slot + 1), path
+        features = TargetOutput(out.hidden[row], out.last_hidden[row], None)
+        old = index.tolist()
+        following = torch.tensor(token, device=index.device)
+        return Pass(following, features, nodes, [old.index(node) for node in path], out.last_hidden[slot, index])
 
     @torch.inference_mode()
     def sample(self, requests: Requests) -> tuple[Tokens, Drafted]:
@@ -311,7 +308,7 @@ class DeviceStep:
             position = slots.length[:, None] + 1 + torch.arange(self.plan.deepest + 1, device=slots.root.device)
             vocab_size = self.target.embeddings.vocab_size
             noise = rng.exponential_noise(slots.key[:, None].expand_as(position), position, vocab_size)
-        seen = slots.seen_tokens[:, None] if sampling.repetition_penalty != 1 else None
+        seen = slots.seen_tokens[:, None] if self.penalises else None
         roots = DraftInputs(slots.root[:, None], sampling, seen, noise, samples)
         drafted = self.draft_batch.draft_trees(
             roots, slots.max_draft_depth, kv_length, allow_host_sync=not (self.fixed_shapes or self.compiles)
@@ -337,17 +334,16 @@ class DeviceStep:
         The rules read the logits after the repetition penalty; EOS tokens are masked until min_new_tokens.
         """
         out = self.forward(slots, drafted, kv_length)
-        sampling = settings.sampling
         logits = self.target.embeddings.logits(out.last_hidden) if out.logits is None else out.logits
         out = out._replace(logits=logits if self.draft_batch.traits.reads_logits else None)
-        if sampling.repetition_penalty != 1:
+        seen_tokens = early = None
+        if self.penalises:
             # Nodes off the path are replaced by the root, which is among the seen tokens.
             path = torch.where(drafted.ancestor_mask, drafted.tree.token[:, None], slots.root[:, None, None])
             seen_tokens = slots.seen_tokens[:, None].expand(-1, logits.shape[1], -1).scatter(2, path.clamp_min(0), True)
-            logits = penalize(logits, seen_tokens, sampling)
         if self.masks_eos:
-            early = (drafted.node_depth < slots.min_tokens_left[:, None])[..., None]
-            logits = logits.masked_fill(early & self.eos_mask, float("-inf"))
+            early = (drafted.node_depth < slots.min_tokens_left[:, None])[..., None] & self.target.eos_mask
+        logits = process_logits(logits, settings.sampling, seen_tokens, early)
         if not self.captures:  # no time can be measured inside a graph
             self.timer.mark("verify")
         return out, *self.verify_drafts(slots, drafted, logits, settings)
@@ -395,8 +391,6 @@ class DeviceStep:
     ) -> PerSequence:
         """Return the target's tokens after nodes at a depth, sampled with the noise of the next positions."""
         logits = logits[torch.arange(len(node), device=node.device), node]
-        if sampling.temperature == 0:
-            return argmax(logits)
         if drafted.noise is None:
             return rng.sample_tokens(logits, sampling, slots.key, slots.length + 1 + depth)
         return (distribution(logits, sampling) / drafted.noise[:, depth]).argmax(-1)
@@ -424,8 +418,8 @@ class DeviceStep:
                 count = valid.sum(1) - 1
             results = [accepted.committed[:, None], count[:, None], accepted.token, accepted.path, ranks]
         if settings.logit_gaps:
-            best_two = logits.take_along_dim(accepted.path[..., None], 1).float().topk(2).values
-            results.append((best_two[..., 0] - best_two[..., 1]).view(torch.int32).long())
+            gaps = top2_gap(logits.take_along_dim(accepted.path[..., None], 1))
+            results.append(gaps.view(torch.int32).long())
         return torch.cat(results, 1), accepted
 
     def run_rule(
@@ -436,34 +430,41 @@ class DeviceStep:
         rule = rules.RULES[self.rule(settings)]
         greedy = sampling.temperature == 0
         choose = partial(self.choose, slots, drafted, processed_logits, sampling)
-        if greedy and rule.threshold is None:
-            best = argmax(processed_logits)
-            last = rules.follow(tree, ancestor_mask, valid, tree.token == best.gather(1, tree.parent.clamp_min(0)))
-            token = best.gather(1, last[:, None])[:, 0]
-        elif rule.threshold is not None:  # at temperature 0 a lossy rule reads the probs at temperature 1
+        verify = None
+        if not greedy and drafted.q is not None and rule.verify is not None:
+            verify = partial(self.verify_sampled, rule.verify, slots, drafted, valid, processed_logits, sampling)
+        if rule.threshold is not None:  # at temperature 0 a lossy rule reads the probs at temperature 1
             p = distribution(processed_logits, replace(sampling, temperature=1.0) if greedy else sampling)
             last = rules.follow(tree, ancestor_mask, valid, rules.lenient(tree, p, rule.threshold))
             token = choose(last, drafted.node_depth.gather(1, last[:, None])[:, 0])
-        elif drafted.q is None or rule.verify is None or not all(plan.has_q):
+        elif greedy:
+            best = argmax(processed_logits)
+            last = rules.follow(tree, ancestor_mask, valid, tree.token == best.gather(1, tree.parent.clamp_min(0)))
+            token = best.gather(1, last[:, None])[:, 0]
+        elif verify is not None and all(plan.has_q):
+            last, token = verify()
+        else:
             last, token = rules.walk(tree, valid, choose, plan.deepest, allow_host_sync=self.allows_host_sync)
-        if not greedy and drafted.q is not None and rule.verify is not None:
-            assert plan.sampled is not None
-            p = distribution(processed_logits, sampling)
-            key = rng.hash_key(slots.key, rng.ACCEPT_KEY)
-            index = torch.arange(p.shape[1], device=p.device)
-            uniforms = rng.uniform(rng.hash_key(key, slots.length + 1)[:, None], index)
-            draft = rules.Sampled(plan.sampled, tree.token, valid, drafted.q)
-            sampled_last, probs = rule.verify(draft, p, uniforms, self.allows_host_sync)
-            position = slots.length + 1 + drafted.node_depth.gather(1, sampled_last[:, None])[:, 0]
-            after = (probs / rng.exponential_noise(slots.key, position, p.shape[-1])).argmax(-1)
-            if all(plan.has_q):
-                last = sampled_last
-                token = after
-            else:
-                has_q = torch.tensor(plan.has_q, device=p.device)
-                last = torch.where(has_q, sampled_last, last)
-                token = torch.where(has_q, after, token)
+            if verify is not None:
+                sampled = torch.tensor(plan.has_q, device=last.device)
+                sampled_last, sampled_token = verify()
+                last, token = torch.where(sampled, sampled_last, last), torch.where(sampled, sampled_token, token)
         return rules.accepted_paths(tree, ancestor_mask, last, token, plan.deepest)
+
+    def verify_sampled(
+        self, verify: Any, slots: Slots, drafted: Drafted, valid: NodeMask, logits: NodeProbs, sampling: Sampling
+    ) -> tuple[PerSequence, PerSequence]:
+        """Verify children that were sampled from q; return the last accepted node and the token after it."""
+        p = distribution(logits, sampling)
+        assert self.plan.sampled is not None
+        assert drafted.q is not None
+        key = rng.hash_key(slots.key, rng.ACCEPT_KEY)
+        index = torch.arange(p.shape[1], device=p.device)
+        uniforms = rng.uniform(rng.hash_key(key, slots.length + 1)[:, None], index)
+        draft = rules.Sampled(self.plan.sampled, drafted.tree.token, valid, drafted.q)
+        last, probs = verify(draft, p, uniforms, self.allows_host_sync)
+        position = slots.length + 1 + drafted.node_depth.gather(1, last[:, None])[:, 0]
+        return last, (probs / rng.exponential_noise(slots.key, position, p.shape[-1])).argmax(-1)
 
     def commit(self, slots: Slots, out: TargetOutput, accepted: Accepted, max_committed: int) -> None:
         """Advance the slots by the accepted tokens, and append the accepted rows to the drafter.

@@ -4,7 +4,6 @@ import gc
 import gzip
 import json
 import statistics
-import time
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,9 +16,9 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
 from benchmarks.gpu.traces import OWN, STEP, digest
-from eval.measures.machine import synchronize
 from heads import HEADS
 from heads.common.resolvers import ROOT
+from inference.request import clock
 from inference.target.target import Target
 
 Row = tuple[str, Any, Any]  # what, measured, estimate
@@ -118,11 +117,9 @@ def seconds(call: Callable[[], Any], device: torch.device, repeats: int = 20, wa
 
 def once(call: Callable[[], Any], device: torch.device) -> float:
     """Return the seconds of one call, until the device has done its work."""
-    synchronize(device)
-    begin = time.perf_counter()
+    begin = clock(device)
     call()
-    synchronize(device)
-    return time.perf_counter() - begin
+    return clock(device) - begin
 
 
 def bandwidth(bench: Bench) -> float:
@@ -164,7 +161,7 @@ def profiled(call: Callable[[], Any], device: torch.device, file: Path) -> dict[
             with record_function(STEP):
                 call()
                 with record_function(OWN):  # the measurement waits here, not the step
-                    synchronize(device)
+                    clock(device)
     trace.export_chrome_trace(str(file))
     with gzip.open(file, "rt", encoding="utf-8") as events:
         return digest(json.load(events)["traceEvents"])

@@ -31,7 +31,7 @@ from benchmarks.gpu.bench import Bench, Row, product_rate
 from benchmarks.gpu.card import card
 from benchmarks.gpu.text import KINDS, Chat, embedded_text, gathered, own_text
 from benchmarks.gpu.workloads import choose, training_prompts, write_lines
-from eval.measures.machine import peak_memory, synchronize
+from eval.measures.machine import peak_memory
 from examples.tiny.recipe import (
     BACK,
     EMBEDDED,
@@ -51,6 +51,7 @@ from examples.tiny.recipe import (
     train,
 )
 from heads.common.files import atomic_write
+from inference.request import clock
 from inference.target.config import default_device
 
 # SmolLM2-135M's widths at 24 layers: 94 M parameters.
@@ -111,7 +112,7 @@ def teach(bench: Bench, out: Path, size: str = "large", minutes: float | None = 
     seen = train(model, stream, recipe, Part(seconds * SHALLOW_SHARE, ENTRY, TURN, 0), curve)
     model = stack(model, recipe, len(tokenizer))
     seen = train(model, stream, recipe, Part(seconds * (1 - SHALLOW_SHARE), BACK, EXIT, seen), curve)
-    synchronize(bench.device)
+    clock(bench.device)
     save(model, recipe, out, len(tokenizer))
     told = {
         "parameters": sum(each.numel() for each in model.parameters()),

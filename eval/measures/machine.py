@@ -47,12 +47,6 @@ def _from_linux(file: str, key: str) -> list[str]:
     return [line.split(":", 1)[1].strip() for line in lines if line.startswith(key)]
 
 
-def synchronize(device: torch.device) -> None:
-    """Wait until the device has finished its queued work."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
 def peak_memory(device: torch.device) -> int:
     """Return the peak bytes: on the accelerator since the last reset, or resident in this process since its start."""
     if device.type == "cuda":

@@ -6,7 +6,7 @@ All facts about the target's layers are here: the module of the decoder stack, t
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from functools import partial
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -125,6 +125,14 @@ class LayerOutputs:
             self.outputs.append((output[0] if isinstance(output, tuple) else output) if is_read else None)
 
 
+@cache
+def mask_of(tokens: frozenset[int], size: int, device: torch.device) -> Bool[Tensor, "1 V"]:
+    """Return the mask of some tokens of a vocabulary."""
+    mask = torch.zeros(1, size, dtype=torch.bool, device=device)
+    mask[:, sorted(tokens)] = True
+    return mask
+
+
 class TargetModel:
     """A frozen causal LM with its tokenizer: the forward passes.
 
@@ -211,6 +219,11 @@ class TargetModel:
         self.incompatibility = f"its attention ignores custom masks ({self.architecture})"
         self.takes_trees = False
         self.takes_ragged = False
+
+    @property
+    def eos_mask(self) -> Bool[Tensor, "1 V"]:
+        """Mask of the EOS tokens."""
+        return mask_of(self.eos, self.embeddings.vocab_size, self.device)
 
     def check_masks(self, consequence: str) -> None:
         """Refuse a target whose attention ignores a custom mask; the error names the consequence."""

@@ -9,6 +9,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from heads.modules.vocab import argmax
 from heads.shapes import PerSequence
 from inference.verification.sample import Distributions, Sampling, distribution
 
@@ -130,7 +131,9 @@ def exponential_noise(key: Int[Tensor, "*b"], position: Int[Tensor, "*b"], size:
 def sample_tokens(
     logits: Float[Tensor, "B V"], sampling: Sampling, key: PerSequence, position: PerSequence
 ) -> PerSequence:
-    """Return the target's token of each row under the noise of its position."""
+    """Return the target's token of each row: the best one, or the one that the noise of its position samples."""
+    if sampling.temperature == 0:
+        return argmax(logits)
     tokens = []
     for some, keys, positions in in_cache(logits, key, position):
         tokens.append((distribution(some, sampling) / exponential_noise(keys, positions, logits.shape[-1])).argmax(-1))

@@ -83,6 +83,24 @@ def penalize(logits: Distributions, seen_tokens: Bool[Tensor, "*n V"], sampling:
     return torch.where(seen_tokens, torch.where(logits < 0, logits * penalty, logits / penalty), logits)
 
 
+def process_logits(
+    logits: Distributions,
+    sampling: Sampling,
+    seen_tokens: Bool[Tensor, "*n V"] | None,
+    forbidden: Bool[Tensor, "*n V"] | None,
+) -> Distributions:
+    """Return the logits after the repetition penalty on `seen_tokens`, without those of `forbidden` tokens."""
+    if seen_tokens is not None:
+        logits = penalize(logits, seen_tokens, sampling)
+    return logits if forbidden is None else logits.masked_fill(forbidden, -inf)
+
+
+def top2_gap(logits: Distributions) -> Float[Tensor, "*n"]:
+    """Return the difference of the two largest logits, in fp32."""
+    best = logits.float().topk(2).values
+    return best[..., 0] - best[..., 1]
+
+
 def residual(target: Distributions, draft: Distributions) -> Distributions:
     """Return the residual of the target's probs after a rejected draft."""
     left = (target - draft).clamp_min(0)

@@ -1,11 +1,11 @@
 """The tuner's static trees, and the seconds of a step that it measures."""
 
 import math
+import time
 
 import pytest
 import torch
 
-from eval import tune
 from eval.teacher_forced import acceptance
 from eval.tune import best_static, non_increasing, step_seconds, typical
 from inference.batch import Batch
@@ -107,7 +107,7 @@ def test_every_trees_step_is_timed_on_the_text_of_the_baseline(monkeypatch: pyte
 
     monkeypatch.setattr(Batch, "step", counted)
     monkeypatch.setattr(Request, "prefill", begun)
-    monkeypatch.setattr(tune.time, "perf_counter", lambda: ticks[0])
+    monkeypatch.setattr(time, "perf_counter", lambda: ticks[0])
     target = toys.target()
     prompts = [toys.prompt(seed) for seed in range(2)]
     found = step_seconds(target, toys.head("eagle", target), TREES, prompts, SETTINGS, 3, batch)

@@ -105,8 +105,8 @@ class Recorded(Graphs):
         """Record a stage without a trace of its having run."""
         step, leaves = self.step, [leaf for leaf in tree_leaves(args[1:]) if isinstance(leaf, Tensor)]
         assert step.slots is not None
-        assert step.eos_mask is not None
-        kept = [step.eos_mask, *step.held_tensors(), *leaves]
+        assert step.target.eos_mask is not None
+        kept = [step.target.eos_mask, *step.held_tensors(), *leaves]
         inputs, returned = list({id(tensor): tensor for tensor in kept}.values()), list[Any]()
 
         def traced(*_: Tensor) -> list[Tensor]:

@@ -177,7 +177,7 @@ def test_buffers_stay_where_they_are(head: str, tree: str, monkeypatch: pytest.M
     step: Any = batch.device_step
 
     def addresses() -> list[int]:
-        kept = [step.eos_mask, *step.held_tensors()]
+        kept = [step.target.eos_mask, *step.held_tensors()]
         return [tensor.data_ptr() for tensor in kept]
 
     batch.step()
