@@ -266,7 +266,7 @@ def turns_of(messages: list[Message]) -> list[list[Message]]:
 
 
 def round_trips(text: str, tokenizer: PreTrainedTokenizerBase, *, exact: bool = True) -> bool:
-    """Return whether a text has no lone surrogates and special tokens, and survives encoding, outer blanks apart."""
+    """Return whether a text has no lone surrogates and special tokens, and survives encoding but for outer spaces."""
     try:
         (token,) = encode([text], tokenizer)
     except UnicodeEncodeError:

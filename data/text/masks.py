@@ -29,7 +29,7 @@ BLOCK = re.compile(rf"\s*{OPEN}.*?{CLOSE}\s*", re.DOTALL)
 REST = re.compile(rf".*?{CLOSE}\s*", re.DOTALL)
 ANALYSIS = re.compile(r"<\|channel\|>analysis<\|message\|>.*?<\|end\|>(?:<\|start\|>assistant)?", re.DOTALL)
 THINK, THOUGHT = "<think>", "</think>"  # tags of a reasoning block, which servers may leave in an answer
-CUT_OFF = "with an answer that was cut off, trained without an end"
+UNFINISHED = "with an answer that was cut off, trained without an end"
 OPENING_DROPPED = "with a turn of the assistant before the first question, which the chat template refuses"
 OPENED = re.compile(rf"{OPEN}\s*\Z")
 TRAINED = re.compile(b"\1+")  # a run of ones in the bytes of a mask
@@ -63,15 +63,15 @@ def is_empty(message: Message) -> bool:
     return not (text.strip() or message.get("tool_calls"))
 
 
-def skip(text: str, start: int, end: int, cut: bool) -> int:
+def skip(text: str, start: int, end: int, strip: bool) -> int:
     """Return where training starts in the answer text[start:end].
 
-    An empty reasoning block belongs to the prompt: servers add it to switch thinking off. With `cut`, other reasoning
+    An empty reasoning block belongs to the prompt: servers add it to switch thinking off. With `strip`, other reasoning
     blocks are skipped too: some templates write them from other fields.
     """
     opened = OPENED.search(text, 0, start) is not None
     patterns = [EMPTY_REST if opened else EMPTY]
-    if cut:
+    if strip:
         patterns += [REST if opened else BLOCK, ANALYSIS]
     return next((match.end() for pattern in patterns if (match := pattern.match(text, start, end))), start)
 
@@ -104,7 +104,7 @@ class Turn(NamedTuple):
 
     text: str
     spans: list[template.Span]
-    cut: list[int]  # ends of answers that were cut off or continue elsewhere: their EOS tokens are not trained
+    unfinished: list[int]  # ends of answers that were cut off or continue elsewhere: their EOS tokens are not trained
 
 
 def is_plain(record: Record, tokenizer: PreTrainedTokenizerBase) -> bool:
@@ -154,12 +154,12 @@ def samples_of(
             masked = []
             for turn in turns:
                 token, mask = _end_turns(*_mask(turn.text, turn.spans, tokenizer), tokenizer)
-                if turn.cut:  # an answer that was cut off has no end token
+                if unfinished := turn.unfinished:  # an answer that was cut off has no end token
                     starts = [start for start, _ in turn.spans]
-                    ends = [(end, min((s for s in starts if s > end), default=len(turn.text))) for end in turn.cut]
+                    ends = [(end, min((s for s in starts if s > end), default=len(turn.text))) for end in unfinished]
                     _, written = _mask(turn.text, ends, tokenizer)
                     token, mask = token[: len(written)], [int(a and not b) for a, b in zip(mask, written, strict=False)]
-                if any(mask) or not turn.cut:
+                if any(mask) or not unfinished:
                     masked.append((token, mask))
             if not masked:
                 message = "the chat template writes nothing of its answer; remove the sample"
@@ -230,7 +230,7 @@ def _plain(
         drop_counts["dropped, no question and no text"] += 1
         return []
     token, eos = text_ids(record.text, tokenizer), tokenizer.eos_token_id
-    drop_counts[CUT_OFF] += not record.ended
+    drop_counts[UNFINISHED] += not record.ended
     if record.ended and eos is not None and token[-1:] != [eos]:
         token = [*token, eos]
     pieces = [token[start : start + max_tokens] for start in range(0, len(token), max_tokens)]
@@ -238,12 +238,12 @@ def _plain(
 
 
 def _samples(id_: str, masked: Sequence[Masked], max_tokens: int, drop_counts: Counter[str]) -> list[Sample]:
-    """Return masked documents as samples, cut at max_tokens."""
+    """Return masked documents as samples, truncated at max_tokens."""
     names = [id_ if len(masked) == 1 else f"{id_}#{number}" for number in range(len(masked))]
     samples: list[Sample] = []
     for name, (token, mask) in zip(names, masked, strict=True):
         within = mask[:max_tokens]
-        if 1 in within:  # cut after the last trained token: later tokens would not be trained
+        if 1 in within:  # truncated after the last trained token: later tokens would not be trained
             end = len(token) if len(token) <= max_tokens else max_tokens - within[::-1].index(1)
             samples.append(Sample(name, token[:end], mask[:end]))
     if not samples:
@@ -251,7 +251,7 @@ def _samples(id_: str, masked: Sequence[Masked], max_tokens: int, drop_counts: C
             "answers beyond data.max_tokens",
             f"data.max_tokens={max_tokens} cuts its answers away; raise it, shorten or remove the sample",
         )
-    drop_counts["cut at data.max_tokens"] += any(len(token) > max_tokens for token, _ in masked)
+    drop_counts["truncated at data.max_tokens"] += any(len(token) > max_tokens for token, _ in masked)
     return samples
 
 
@@ -259,24 +259,24 @@ def turns_of(
     record: Record, tokenizer: PreTrainedTokenizerBase, config: DataConfig, drop_counts: Counter[str]
 ) -> list[Turn]:
     """Return the chat up to each answer that is trained on."""
-    cut = config.reasoning == "cut"
+    strip = config.reasoning == "cut"
     chat = template.with_opening(record.messages, tokenizer, record.tools)
     drop_counts[OPENING_DROPPED] += len(chat) < len(record.messages)
-    messages = [(without_reasoning if cut else under_all_names)(message) for message in chat]
+    messages = [(without_reasoning if strip else under_all_names)(message) for message in chat]
     roles = [message["role"] for message in messages]
     first = roles.index("user") if "user" in roles else -1
     # An empty answer would only train the end token.
-    spoken = {i: is_empty(messages[i]) for i, role in enumerate(roles) if role == "assistant" and i > first}
-    answers = [i for i, empty in spoken.items() if messages[i].get("weight") != 0 and not empty]
+    empty_by_index = {i: is_empty(messages[i]) for i, role in enumerate(roles) if role == "assistant" and i > first}
+    answers = [i for i, empty in empty_by_index.items() if messages[i].get("weight") != 0 and not empty]
     if not answers:
         message = "the loss mask is all zeros, for the chat has no answer, or empty ones only; remove the sample"
         raise BadSampleError("no answer", message)
-    drop_counts["with an empty answer, which trains nothing"] += any(spoken.values())
+    drop_counts["with an empty answer, which trains nothing"] += any(empty_by_index.values())
     if config.turns == "last":
         question = max((i for i, role in enumerate(roles[: answers[-1]]) if role == "user"), default=-1)
         answers = [i for i in answers if i > question]
-    turns = [_turn(record._replace(messages=messages[: i + 1]), tokenizer, cut) for i in answers]
-    drop_counts[CUT_OFF] += any(messages[i].get("finish_reason") == "length" for i in answers)
+    turns = [_turn(record._replace(messages=messages[: i + 1]), tokenizer, strip) for i in answers]
+    drop_counts[UNFINISHED] += any(messages[i].get("finish_reason") == "length" for i in answers)
     left_out = dict.fromkeys(("reasoning", "tool calls", "text"), False)
     for i, turn in zip(answers, turns, strict=True):
         answer = "".join(turn.text[a:b] for a, b in turn.spans)
@@ -299,12 +299,11 @@ def _has_other_calls(message: Message, answer: str) -> bool:
     return any(str((call.get("function") or call).get("name")) not in answer for call in calls)
 
 
-def _turn(record: Record, tokenizer: PreTrainedTokenizerBase, cut: bool) -> Turn:
+def _turn(record: Record, tokenizer: PreTrainedTokenizerBase, strip: bool) -> Turn:
     """Find a chat's last answer: after the target's prompt, up to the chat's end.
 
     Some templates shorten earlier messages after an answer (Mistral's system prompt, gpt-oss's reasoning before a tool
-    call); the prompt is then the one that the target had. In a template's own blocks, the target also writes the blanks
-    before a block and the token that ends the turn.
+    call); the prompt is then the one that the target had.
     """
     tools, before = record.tools, record.messages[:-1]
     prompt = template.render(before, tokenizer, True, tools)
@@ -319,12 +318,7 @@ def _turn(record: Record, tokenizer: PreTrainedTokenizerBase, cut: bool) -> Turn
         least = start
         if least is None:  # where the prompt and the text differ first
             least = next((i for i, (a, b) in enumerate(zip(prompt, text, strict=False)) if a != b), len(text))
-        spans = [block for block in blocks if block[1] >= least]
-        if spans:  # including the blanks before the blocks and the token that ends the turn
-            if least < spans[0][0] and not text[least : spans[0][0]].strip():
-                spans[0] = least, spans[0][1]
-            ended = ends.turn.match(text, spans[-1][1])
-            spans[-1] = spans[-1][0], ended.end() if ended else spans[-1][1]
+        spans = _block_spans(text, [block for block in blocks if block[1] >= least], least, ends)
     elif start is None:
         raise BadSampleError(
             "answer not after its generation prompt",
@@ -339,16 +333,33 @@ def _turn(record: Record, tokenizer: PreTrainedTokenizerBase, cut: bool) -> Turn
         given = prompt if text[:start].endswith(prompt[len(closed) :]) else closed
         text, shift = given + text[start:], len(given) - start
         spans = [(a + shift, b + shift) for a, b in spans]
-    spans = [(skip(text, a, b, cut), b) for a, b in spans]
-    answer = "".join(text[a:b] for a, b in spans)  # the end is not trained if the model wrote more
-    is_cut = record.messages[-1].get("finish_reason") == "length" or _has_other_calls(record.messages[-1], answer)
-    if not is_cut or not spans:
-        return Turn(text, spans, [])
+    spans = [(skip(text, a, b, strip), b) for a, b in spans]
+    return Turn(text, spans, _unfinished_end(record.messages[-1], text, spans, ends))
+
+
+def _block_spans(text: str, spans: list[template.Span], least: int, ends: template.Ends) -> list[template.Span]:
+    """Return a template's own blocks with the whitespace before the first, from `least` on, and the turn's end token.
+
+    The target writes these too.
+    """
+    if spans:
+        if least < spans[0][0] and not text[least : spans[0][0]].strip():
+            spans[0] = least, spans[0][1]
+        ended = ends.turn.match(text, spans[-1][1])
+        spans[-1] = spans[-1][0], ended.end() if ended else spans[-1][1]
+    return spans
+
+
+def _unfinished_end(message: Message, text: str, spans: list[template.Span], ends: template.Ends) -> list[int]:
+    """Return where the model stopped in an answer that it did not finish; empty if it finished it."""
+    answer = "".join(text[a:b] for a, b in spans)
+    if not spans or not (message.get("finish_reason") == "length" or _has_other_calls(message, answer)):
+        return []
     start, end = spans[-1]
     written = ends.rest.sub("", text[start:end])
-    if not content_text(record.messages[-1]):  # cut off in the reasoning, so the template wrote its end
+    if not content_text(message):  # cut off in the reasoning, so the template wrote its end
         written = re.sub(rf"\s*{CLOSE}\s*\Z", "", written)
-    return Turn(text, spans, [start + len(written)])
+    return [start + len(written)]
 
 
 def _start(generation_prompt: str, text: str, chat: str, question: str) -> int | None:
@@ -377,10 +388,10 @@ def joined(turns: list[Turn]) -> list[Turn]:
     for turn in reversed(turns):
         longer = next((other for other in texts if other.text.startswith(turn.text)), None)
         if longer is None:
-            texts.append(Turn(turn.text, list(turn.spans), list(turn.cut)))
+            texts.append(Turn(turn.text, list(turn.spans), list(turn.unfinished)))
         else:
             longer.spans[:0] = turn.spans
-            longer.cut[:0] = turn.cut
+            longer.unfinished[:0] = turn.unfinished
     return texts[::-1]
 
 
@@ -439,7 +450,7 @@ def _end_turns(token: list[int], mask: list[int], tokenizer: PreTrainedTokenizer
     special, eos = template.turn_end_tokens(tokenizer), tokenizer.eos_token_id
     for end in [run.end() for run in TRAINED.finditer(bytes(mask))]:
         last = end - 1
-        while last > 0 and mask[last - 1] and token[last] not in special and template.is_blank(tokenizer, token[last]):
+        while last > 0 and mask[last - 1] and token[last] not in special and template.is_space(tokenizer, token[last]):
             last -= 1
         if token[last] in special:
             mask[last + 1 : end] = [0] * (end - last - 1)

@@ -167,7 +167,7 @@ def turn_end_tokens(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
 
 
 @lru_cache(maxsize=1 << 12)
-def is_blank(tokenizer: PreTrainedTokenizerBase, token: int) -> bool:
+def is_space(tokenizer: PreTrainedTokenizerBase, token: int) -> bool:
     """Return whether a token is white space alone."""
     return not str(tokenizer.decode(token)).strip()
 
@@ -188,9 +188,9 @@ def media_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[int, str]:
 class Ends(NamedTuple):
     """Patterns of the special tokens that end a turn."""
 
-    turn: re.Pattern[str]  # one of these tokens, after optional blanks
+    turn: re.Pattern[str]  # one of these tokens, after optional whitespace
     text: re.Pattern[str]  # the end token at the end of a text whose last turn has already ended
-    rest: re.Pattern[str]  # everything that a template writes after an answer's text: special tokens and blanks
+    rest: re.Pattern[str]  # everything that a template writes after an answer's text: special tokens and whitespace
 
 
 @lru_cache(maxsize=8)

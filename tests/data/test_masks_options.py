@@ -114,7 +114,7 @@ def test_chats_whose_later_samples_are_too_long_keep_the_others(config: Config) 
     assert len(first.token) < 70 < len(second.token)
     (kept,) = samples_of(record, tokenizer, "f", config("f", max_tokens=len(first.token)), seen)
     assert kept == first
-    assert seen["cut at data.max_tokens"] == 1
+    assert seen["truncated at data.max_tokens"] == 1
 
 
 IN_TWO = (

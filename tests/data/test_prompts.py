@@ -115,7 +115,7 @@ def test_a_long_chat_is_cut_and_one_without_answer_dropped_and_counted(
         (sample,) = load_samples(config(path, max_tokens=90, on_bad="drop"), chat)
     assert (sample.id, trained(sample, chat)) == ("a", TRAINED[:1])
     assert str(chat.decode(sample.token)).endswith(TRAINED[0])
-    assert "1 cut at data.max_tokens; 1 dropped, answers beyond data.max_tokens" in caplog.text
+    assert "1 truncated at data.max_tokens; 1 dropped, answers beyond data.max_tokens" in caplog.text
     with pytest.raises(ValueError, match=r"nothing is left .*2 dropped, answers beyond data\.max_tokens"):
         load_samples(config(path, max_tokens=9, on_bad="drop"), chat)
     with pytest.raises(ValueError, match=r"sample a: data\.max_tokens=9 cuts its answers away; raise it"):
