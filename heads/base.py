@@ -55,7 +55,7 @@ class Features(NamedTuple):
 
 
 class DraftVocabulary(nn.Module):
-    """The pruned vocabulary: the `size` tokens of `full_size` that a head drafts; the first ones until `choose`."""
+    """The draft vocabulary: the `size` tokens of `full_size` that a head drafts; the first ones until `choose`."""
 
     ids: Int[Tensor, "W"]
 
@@ -78,12 +78,12 @@ class DraftVocabulary(nn.Module):
             )
 
     def index_of(self, token: TokenIds) -> TokenIds:
-        """Return the tokens' indices in the pruned vocabulary, -1 for the tokens outside it."""
+        """Return the tokens' indices in the draft vocabulary, -1 for the tokens outside it."""
         at = torch.searchsorted(self.ids, token).clamp_max(len(self.ids) - 1)
         return torch.where(self.ids[at] == token, at, -1)
 
     def scatter(self, logits: Logits) -> Float[Tensor, "*n V"]:
-        """Return logits over the whole vocabulary: minus infinity outside the pruned one."""
+        """Return logits over the whole vocabulary: minus infinity outside the draft vocabulary."""
         full = logits.new_full((*logits.shape[:-1], self.full_size), float("-inf"))
         full[..., self.ids] = logits
         return full
@@ -109,17 +109,17 @@ class LevelOutput(NamedTuple):
 
 
 class DepthOutput(NamedTuple):
-    """The output of `unroll` at one depth, for every row: the inputs of `compute_logits`.
+    """The output of `unroll` at one depth, for the rows B T, or some rows N: the inputs of `compute_logits`.
 
     `feature` is the head's prediction of the target's feature, `confidence` the logit of a draft's acceptance; None if
     the head predicts none. `base_state` gives the logits before a correction by the tokens drafted so far; None if the
     head corrects none.
     """
 
-    state: Float[Tensor, "B T X"]
-    feature: Rows | None = None
-    confidence: Float[Tensor, "B T"] | None = None
-    base_state: Float[Tensor, "B T Y"] | None = None
+    state: Float[Tensor, "*rows X"]
+    feature: Float[Tensor, "*rows D"] | None = None
+    confidence: Float[Tensor, "*rows"] | None = None
+    base_state: Float[Tensor, "*rows Y"] | None = None
 
 
 class NewRows(NamedTuple):
@@ -176,7 +176,7 @@ class Embeddings(Protocol):
 class DraftHead(Protocol):
     """The protocol of a draft head, which is also an nn.Module; `config` is its typed configuration.
 
-    `vocab` is the pruned vocabulary of its logits, None for the target's own. `has_kv_cache` says that the state is a
+    `vocab` is the draft vocabulary of its logits, None for the target's own. `has_kv_cache` says that the state is a
     `heads.modules.kv_cache.KVCache`, which a caller may pass; other heads choose their own state.
     """
 

@@ -1,4 +1,4 @@
-"""Index arithmetic on rows and depths; the notation is in heads/base.py, the loss's chunks in train/objective.py."""
+"""Index arithmetic on rows and depths; the notation is in heads/base.py."""
 
 import torch
 from jaxtyping import Bool, Int, Shaped

@@ -8,7 +8,6 @@ Anchors and feature noise are hashes of the run's seed, the step and a sequence'
 same on every device, for any number of processes and micro-batches, and after resuming.
 """
 
-from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Any, NamedTuple
 
@@ -19,7 +18,6 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from heads import rows
 from heads.base import DepthOutput, DraftHead, Features, draft_size, to_device
-from heads.eagle4 import CandidateLmHead
 from heads.modules.vocab import AccumulatingModule, argmax
 from heads.shapes import Anchors, Paths, PerSequence, RowMask, Sequences
 from inference.verification.rng import BITS, hash_key, seed_key
@@ -85,7 +83,7 @@ MIN_CHUNKS = 16  # minimum number of chunks, so that a chunk's tensors stay smal
 # Maximum logits per depth of a chunk on a CPU: glibc's allocator reuses memory below 32 MiB, and fresh pages cost more
 # than the computation. Twice as many if the head trains its own lm_head, whose gradient is added once per chunk.
 CPU_LOGITS = 2**22
-TEACHER_ROWS = 512  # rows at a time with logits over the whole vocabulary, if the head's is pruned
+TEACHER_ROWS = 512  # rows at a time with logits over the whole vocabulary, if the head has a draft vocabulary
 
 
 def objective(
@@ -105,18 +103,18 @@ def objective(
         chunks: the rows to score, from `chunked`.
         base_loss_share: the share of `base_state` in the losses of logits, if the head has one.
     """
-    flat = [[None if field is None else field.flatten(0, 1) for field in draft] for draft in drafts]
+    flat = [DepthOutput._make(None if x is None else x.flatten(0, 1) for x in draft) for draft in drafts]
     if not base_loss_share:
-        flat = [[*fields[:-1], None] for fields in flat]
+        flat = [draft._replace(base_state=None) for draft in flat]
     work = LossContext(head, features, weight.flatten(1), config, chunks, labels(head, features), base_loss_share)
     if config.depth_weights == "dpace":
-        depth_weight = dpace(work, [state for state, *_ in flat if state is not None])
+        depth_weight = dpace(work, [draft.state for draft in flat])
     else:
         depth_weight = config.depth_decay ** torch.arange(len(drafts), device=weight.device)[:, None]
     work = work._replace(weight=work.weight * depth_weight)
     trained = [parameter for parameter in head.parameters() if parameter.requires_grad]
     apply: Any = _Chunked.apply
-    loss, sums = apply(work, len(drafts), *(field for fields in flat for field in fields), *trained)
+    loss, sums = apply(work, len(drafts), *(field for draft in flat for field in draft), *trained)
     return loss, dict(zip([*config.losses, "accuracy"], sums, strict=True))
 
 
@@ -131,12 +129,10 @@ def chunk_rows(head: Any, device: str, count: int) -> int:
 
 def labels(head: DraftHead, features: Features) -> Int[Tensor, "N"]:
     """Return the label at each teacher row: the next token; -1 outside the draft vocabulary or after a path's end."""
-    if features.path is None:
-        token = rows.next_token(features.token).flatten()
-    else:
-        following = features.path[..., 0]
-        token = torch.where(following > 0, features.token.gather(1, following), -1).flatten()
-    return token if head.vocab is None else head.vocab.index_of(token)
+    token = rows.drafted_token(features.token, 1, features.path)
+    if features.path is not None:
+        token = torch.where(features.path[..., 0] > 0, token, -1)
+    return token.flatten() if head.vocab is None else head.vocab.index_of(token.flatten())
 
 
 @torch.no_grad()
@@ -151,7 +147,7 @@ def dpace(work: "LossContext", states: list[Tensor]) -> Float[Tensor, "d N"]:
     for teacher, by_depth in work.chunks:
         probs = work.teacher_probs(teacher)
         for d, (state, pick) in enumerate(zip(states, by_depth, strict=True)):
-            x = work.loss_inputs(d, [state[pick.source], None, None, None], pick, probs)
+            x = work.loss_inputs(d, DepthOutput(state[pick.source]), pick, probs)
             label_p[d, pick.source] = torch.where(x.label >= 0, (-LOSSES["ce"](x, config)).exp(), 0).to(label_p.dtype)
     trained = work.weight > 0
     confidence = torch.where(trained, (1 - config.dpace_alpha) * label_p + config.dpace_alpha, 1.0)
@@ -183,11 +179,10 @@ def chunked(trained: Trained, size: int, device: torch.device, path: Paths = Non
     `path[t, d - 1]`; at one depth no two rows have the same teacher.
     """
     trained_row = []  # depth -> for each teacher row, the trained row that it teaches; -1 for none
+    row_index = torch.arange(trained[0].numel(), device=trained.device).view_as(trained[0])
     for depth, flags in enumerate(trained, 1):
         source = flags.flatten().nonzero()[:, 0]
-        teacher = source + depth
-        if path is not None:
-            teacher = source - source % flags.shape[1] + path[..., depth - 1].flatten()[source]
+        teacher = rows.drafted_token(row_index, depth, path).flatten()[source]  # its row is the teacher's
         trained_row.append(torch.full_like(flags.flatten(), -1, dtype=torch.long).scatter(0, teacher, source))
     chunks = []
     for teacher in (torch.stack(trained_row) >= 0).any(0).nonzero()[:, 0].split(size):
@@ -232,45 +227,39 @@ class LossContext(NamedTuple):
             del probs.log_p
         return probs
 
-    def loss_inputs(self, d: int, fields: Sequence[Tensor | None], pick: DepthRows, probs: TeacherProbs) -> LossInputs:
-        """Return the losses' inputs for the picked rows of depth `d` + 1; `fields` are `DepthOutput`'s."""
-        state, feature, confidence, _ = fields
-        assert state is not None
-        logits = self.head.compute_logits(state, d + 1)
+    def loss_inputs(self, d: int, draft: DepthOutput, pick: DepthRows, probs: TeacherProbs) -> LossInputs:
+        """Return the losses' inputs for a draft of the picked rows at depth `d` + 1."""
+        logits = self.head.compute_logits(draft.state, d + 1)
         dtype = torch.promote_types(logits.dtype, torch.float32)
         lm_head: Any = getattr(self.head, "lm_head", None)
-        has_candidates = isinstance(lm_head, CandidateLmHead)
+        has_candidates = hasattr(lm_head, "candidate_up")
         return LossInputs(
             probs,
             pick.position,
             logits.to(dtype).log_softmax(-1),
             self.label[pick.teacher_row],
-            None if feature is None else feature.to(dtype),
-            None if feature is None else self.features.last_hidden.flatten(0, 1)[pick.teacher_row].to(dtype),
-            None if confidence is None else confidence.to(dtype),
+            None if draft.feature is None else draft.feature.to(dtype),
+            None if draft.feature is None else self.features.last_hidden.flatten(0, 1)[pick.teacher_row].to(dtype),
+            None if draft.confidence is None else draft.confidence.to(dtype),
             self.head.vocab is None,
-            lm_head.scores(state.detach()).to(dtype) if has_candidates else None,
+            lm_head.scores(draft.state.detach()).to(dtype) if has_candidates else None,
             lm_head.count if has_candidates else 0,
         )
 
-    def depth(
-        self, d: int, fields: Sequence[Tensor | None], pick: DepthRows, probs: TeacherProbs
-    ) -> tuple[Tensor, Tensor]:
+    def depth(self, d: int, draft: DepthOutput, pick: DepthRows, probs: TeacherProbs) -> tuple[Tensor, Tensor]:
         """Return the picked rows' weighted loss, and the sums of each loss and of correct guesses."""
-        x, total, sums = self.loss_inputs(d, fields, pick, probs), self.weight.new_zeros(()), []
-        whole, base = self.weight[d][pick.source], fields[-1]
-        weight = whole
-        if base is not None:
-            uncorrected = self.loss_inputs(d, [base, *fields[1:]], pick, probs)
+        x, total, sums = self.loss_inputs(d, draft, pick, probs), self.weight.new_zeros(()), []
+        row_weight = weight = self.weight[d][pick.source]
+        if draft.base_state is not None:
+            uncorrected = self.loss_inputs(d, draft._replace(state=draft.base_state), pick, probs)
             for name, factor in self.config.losses.items():
                 if name not in NOT_OF_LOGITS:
-                    total = (
-                        total + self.base_loss_share * factor * (LOSSES[name](uncorrected, self.config) * whole).sum()
-                    )
-            weight = whole * (1 - self.base_loss_share)
+                    base_loss = (LOSSES[name](uncorrected, self.config) * row_weight).sum()
+                    total = total + self.base_loss_share * factor * base_loss
+            weight = row_weight * (1 - self.base_loss_share)
         for name, factor in self.config.losses.items():
             value = LOSSES[name](x, self.config)
-            total = total + factor * (value * (whole if name in NOT_OF_LOGITS else weight)).sum()
+            total = total + factor * (value * (row_weight if name in NOT_OF_LOGITS else weight)).sum()
             sums.append(value.detach().sum())
         # A guess is correct if no log q exceeds that of the target's token; on a CPU much faster than an argmax.
         right = x.log_q.detach().gather(-1, x.best.clamp_min(0)[:, None])[:, 0] >= x.log_q.detach().amax(-1)
@@ -305,12 +294,10 @@ class _Chunked(torch.autograd.Function):
                 for d, pick in enumerate(by_depth):
                     first = d * FIELDS
                     with torch.enable_grad():
-                        fields = [
-                            None if x is None else x.detach()[pick.source] for x in inputs[first : first + FIELDS]
-                        ]
+                        fields = [None if x is None else x.detach()[pick.source] for x in inputs[first:][:FIELDS]]
                         leaves = {i: x for i, x in enumerate(fields, first) if x is not None and needs_grad[i]}
                         leaves = {i: x.requires_grad_() for i, x in leaves.items()}
-                        loss, depth_sums = work.depth(d, fields, pick, probs)
+                        loss, depth_sums = work.depth(d, DepthOutput._make(fields), pick, probs)
                     losses, sums[:, d] = losses + loss.detach(), sums[:, d] + depth_sums
                     targets = [*leaves.values(), *trained]
                     partial: Any = torch.autograd.grad(loss, targets, allow_unused=True) if loss.requires_grad else ()

@@ -54,13 +54,15 @@ def all_at_once(
     """Return the loss and the sums of all rows at once, by plain autograd."""
     parts = parts or chunked(weight > 0, weight[0].numel(), weight.device, features.path)
     work = LossContext(head, features, weight.flatten(1), of, parts, labels(head, features), base)
-    flat = [[None if x is None else x.flatten(0, 1) for x in draft[: 4 if base else 3]] for draft in drafts]
+    flat = [DepthOutput._make(None if x is None else x.flatten(0, 1) for x in draft) for draft in drafts]
+    flat = flat if base else [draft._replace(base_state=None) for draft in flat]
     decay = of.depth_decay ** torch.arange(len(drafts), device=weight.device)[:, None]
-    by = decay if of.depth_weights == "decay" else dpace(work, [fields[0] for fields in flat if fields[0] is not None])
+    by = decay if of.depth_weights == "decay" else dpace(work, [draft.state for draft in flat])
     work, [(teacher, by_depth)] = work._replace(weight=work.weight * by), parts
     probs, found = work.teacher_probs(teacher), []
-    for d, (fields, own) in enumerate(zip(flat, by_depth, strict=True)):
-        found.append(work.depth(d, [x if x is None else x[own.source] for x in [*fields, None][:4]], own, probs))
+    for d, (draft, own) in enumerate(zip(flat, by_depth, strict=True)):
+        picked = DepthOutput._make(x if x is None else x[own.source] for x in draft)
+        found.append(work.depth(d, picked, own, probs))
     sums = torch.stack([each for _, each in found], 1)
     return torch.stack([loss for loss, _ in found]).sum(), dict(zip([*of.losses, "accuracy"], sums, strict=True))
 
