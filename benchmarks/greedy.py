@@ -23,7 +23,7 @@ import torch
 import transformers
 
 from benchmarks.targets import replace
-from eval.measures.losslessness import COUNTS, Gate, divergence, gate, in_words
+from eval.measures.losslessness import COUNTS, Gate, first_divergence, gate, in_words
 from inference.decode import Generation, RequestParams, speculate
 from inference.drafters.head import HeadDrafter, MtpDrafter
 from inference.drafters.hybrid import Hybrid
@@ -89,7 +89,7 @@ def written(target: Target, prompt: list[int]) -> Generation:
 def checked(target: Target, drafted: list[Generation], texts: list[Generation]) -> Checked:
     """Return the comparison of drafted texts; behind a difference nothing is compared."""
     verdict = gate(texts, drafted, [str(index) for index in range(len(texts))], target.dtype)
-    parted = [divergence(text, one, "") for text, one in zip(texts, drafted, strict=True)]
+    parted = [first_divergence(text, one, "") for text, one in zip(texts, drafted, strict=True)]
     tokens = sum(TOKENS if where is None else where.position for where in parted)
     steps = [step for one in drafted for step in one.steps]
     return Checked(target.name, tokens, len(steps), sum(step.accepted for step in steps), verdict)

@@ -321,7 +321,7 @@ def check_rows(heads: Iterable[dict[str, Any]]) -> None:
 def tau(heads: list[dict[str, Any]], tree: str) -> tuple[float, tuple[float, float] | None]:
     """Return the τ of one trainer's heads of all seeds, pooled, and its interval over prompts."""
     counts = [metrics.SpecDecodingStats(*pair, None, 0, ()) for head in heads for pair in head["passes"][tree]]
-    value = metrics.pooled(counts).tau
+    value = metrics.pool(counts).tau
     assert value is not None
     return value, metrics.pooled_interval(counts, 0, prompt_numbers(heads, tree))
 

@@ -50,7 +50,7 @@ def check(
     for size in sorted(sizes):
         for name, runs_of in decoded_once(setup, size).items():
             verdict = losslessness.gate(reference, runs_of, ids, target.dtype)
-            gates[losslessness.labelled(name, size)] = replace(
+            gates[losslessness.drafter_label(name, size)] = replace(
                 verdict, lossy=name != BASELINE and is_lossy(config.rule)
             )
     hot = [temperature for temperature in config.temperature if temperature > 0] if drafters else []
@@ -112,11 +112,11 @@ def coupled_check(
     """Compare runs under coupled noise; near ties are those of the noisy probs."""
     compared: list[tuple[losslessness.Divergence | None, bool]] = []
     for ours, theirs, prompt in zip(baseline, drafted, prompts, strict=True):
-        parted, gap = losslessness.divergence(ours, theirs, prompt.id), None
-        if parted is not None and parted.plain is not None and parted.drafted is not None:
-            gap = coupled_gap(target, prompt.token, ours.tokens[: parted.position], params)
+        divergence, gap = losslessness.first_divergence(ours, theirs, prompt.id), None
+        if divergence is not None and divergence.plain is not None and divergence.drafted is not None:
+            gap = coupled_gap(target, prompt.token, ours.tokens[: divergence.position], params)
         tied = gap is not None and gap < losslessness.EPSILON[target.dtype]
-        compared.append((None if parted is None else replace(parted, gap=gap), tied))
+        compared.append((None if divergence is None else replace(divergence, gap=gap), tied))
     return losslessness.gate_of(compared)
 
 

@@ -22,7 +22,7 @@ from transformers import GenerationConfig
 from data.text.prompts import Prompt
 from eval.inputs.workloads import cycled
 from eval.measures import metrics, results
-from eval.measures.losslessness import UNCHECKED, Gate, labelled
+from eval.measures.losslessness import UNCHECKED, Gate, drafter_label
 from heads.base import Tokens
 from heads.common.progress import progress
 from heads.common.typed import Json
@@ -162,7 +162,7 @@ def paired(runs: Runs, drafters: Sequence[str], measurement: results.Measurement
     The median run of each prompt counts, as in the report's rows. Empty with one drafter or one prompt.
     """
     middle = medians({name: runs[name] for name in drafters})
-    whole = next(measurement.parts(len(runs[drafters[0]])))
+    overall = next(measurement.parts(len(runs[drafters[0]])))
     pairs = {
         name: {
             "tau": [(run.tokens, run.steps) for run in map(metrics.passes, of_prompts)],
@@ -174,11 +174,11 @@ def paired(runs: Runs, drafters: Sequence[str], measurement: results.Measurement
     records = []
     for name in drafters[1:]:
         both = {
-            key: metrics.difference(values, pairs[drafters[0]][key], measurement.seed, whole.groups)
+            key: metrics.difference(values, pairs[drafters[0]][key], measurement.seed, overall.groups)
             for key, values in pairs[name].items()
         }
         if None not in both.values():
-            records.append({"drafter": name, "base": drafters[0], **shared, "prompts": len(whole.indices), **both})
+            records.append({"drafter": name, "base": drafters[0], **shared, "prompts": len(overall.indices), **both})
     return records
 
 
@@ -189,7 +189,7 @@ def with_gate_result(
     gates: Mapping[str, Gate],
 ) -> results.ResultRow:
     """Return a row with its losslessness check, and with speedups if the check did not fail."""
-    measurement, gate = subset.measurement, gates.get(labelled(row.drafter, row.batch_size), UNCHECKED)
+    measurement, gate = subset.measurement, gates.get(drafter_label(row.drafter, row.batch_size), UNCHECKED)
     shown = gate if measurement.temperature == 0 else measurement.coupled.get(row.drafter, UNCHECKED)
     row = replace(row, lossless=shown.among([measurement.start + index for index in subset.indices]).counts())
     # at batch size 1 the baseline is the reference of the check
@@ -209,7 +209,7 @@ def timed(run: Generation) -> results.MeasuredRequest:
         end_to_end=(len(run.tokens), run.prefill_s + run.decode_s),
         prefill_s=run.prefill_s,
         seconds={key: sum(getattr(step, f"{key}_s") for step in run.steps) for key in metrics.PARTS},
-        waits={"latency_s": run.latency_s},
+        latencies={"latency_s": run.latency_s},
     )
 
 
@@ -262,9 +262,9 @@ class Served(NamedTuple):
     ttft_s: float  # seconds from the arrival to the first token
 
     def request(self) -> results.MeasuredRequest:
-        """Convert to a measured request; waits count from the arrival."""
-        waits = {"latency_s": self.generation.latency_s, "ttft_s": self.ttft_s, "queue_s": self.queue_s}
-        return replace(timed(self.generation), waits=waits, arrived=self.arrived)
+        """Convert to a measured request; latencies count from the arrival."""
+        latencies = {"latency_s": self.generation.latency_s, "ttft_s": self.ttft_s, "queue_s": self.queue_s}
+        return replace(timed(self.generation), latencies=latencies, arrived=self.arrived)
 
 
 Rounds = dict[str, list[list[Served]]]  # drafter -> prompt -> round

@@ -40,7 +40,7 @@ from inference.target.target import Target
 from inference.verification.rules import is_lossy
 
 PIPE_WIDTH = 140
-Timed = tuple[list[ResultRow], list[WorkloadTexts], Json]  # the live tier's rows, the baseline's texts, extras by key
+Live = tuple[list[ResultRow], list[WorkloadTexts], Json]  # the live tier's rows, the baseline's texts, extras by key
 SETTINGS = (
     "max_new_tokens", "min_new_tokens", "top_k", "top_p", "min_p", "repetition_penalty", "rule", "lossy", "seed",
     "gate_dtype", "repeats", "warmup", "truncate", "turns", "balanced", "gate_tv",
@@ -55,13 +55,13 @@ def evaluate(config: EvalConfig, *, writes: bool = True) -> Report:
     drafter, run, model, workload or tree, and a head of another target.
     """
     model, names, out = prepared(config)
-    report = measured(config, model, names)
+    report = build_report(config, model, names)
     if writes:
         publish(report, out)
     return report
 
 
-def measured(config: EvalConfig, model: ModelConfig, names: Sequence[str]) -> Report:
+def build_report(config: EvalConfig, model: ModelConfig, names: Sequence[str]) -> Report:
     """Measure all configured tiers."""
     live = LIVE in config.tiers()
     gates: dict[str, Gate] = {}
@@ -79,8 +79,8 @@ def measured(config: EvalConfig, model: ModelConfig, names: Sequence[str]) -> Re
             gc.collect()  # memory may not hold two copies of a large target
             target = load_target(model, dtype, config.engine)
     drafters = load_drafters(config, target)
-    timed: Timed = timed_rows(config, target, workloads, drafters, gates, sampled) if live else ([], [], {})
-    rows, texts, extras = timed
+    measured: Live = timed_rows(config, target, workloads, drafters, gates, sampled) if live else ([], [], {})
+    rows, texts, extras = measured
     if TEACHER_FORCED in config.tiers():
         given = logs or texts or generate_answers(config, target, workloads)
         along, extras["teacher_forced"] = teacher_forced_rows(config, target, drafters, given)
@@ -111,26 +111,28 @@ def timed_rows(
     drafters: Drafters,
     gates: Mapping[str, Gate],
     sampled: Sequence[SampledGate],
-) -> Timed:
+) -> Live:
     """Measure all workloads, temperatures, batch sizes and rates, each in its own interleaved session.
 
     The extras are training curves, and the trees and answers of the first session.
     """
     if target.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(target.device)
-    measured, texts, extras, start = list[ResultRow](), list[WorkloadTexts](), Json(), 0
+    all_rows, texts, extras, start = list[ResultRow](), list[WorkloadTexts](), Json(), 0
     if "head" in config.drafter:
         extras["training"] = training(find_heads([*config.runs(), *config.compare], config.drafter))
     for workload in workloads:
         for temperature, size, rate in config.conditions():
             setup = Setup(target, drafters, workload.prompts, config.settings(temperature))
             hf = config.hf and temperature == 0  # HF's generate is timed greedily, so compared with greedy rows only
-            how = setup, config.repeats, workload.warmup
-            rounds = None if rate is None else measure_rate(*how, size, rate)
-            if rounds is None:
-                runs = measure(*how, hf, size)
+            if rate is None:
+                runs = measure(setup, config.repeats, workload.warmup, hf, size)
             else:
-                runs = {name: [[one.generation for one in some] for some in timed] for name, timed in rounds.items()}
+                rounds = measure_rate(setup, config.repeats, workload.warmup, size, rate)
+                runs = {
+                    name: [[request.generation for request in served] for served in repeats]
+                    for name, repeats in rounds.items()
+                }
             if (size, rate) == (config.batch_size[0], config.request_rate[0]):
                 texts.append(answered_texts(workload, target, setup.settings, runs[BASELINE]))
             checks = [check for check in sampled if check.temperature == temperature]
@@ -145,21 +147,23 @@ def timed_rows(
                 not_lossless=frozenset(check.drafter for check in checks if not check.passed),
                 request_rate=rate,
             )
-            if not measured:
+            if not all_rows:
                 shown = answers(runs, list(drafters), workload.prompts, target.tokenizer)
                 extras.update(trees=trees(runs, drafters), answers=shown)
-            timed = rows(runs, drafters, gates, measurement)
+            new_rows = rows(runs, drafters, gates, measurement)
             if rate is None:
-                whole = [row for row in timed if row.speedup is not None and not row.category]
-                lossless = [row.drafter for row in whole if row.drafter != BASELINE]
+                overall = [row for row in new_rows if not row.category and row.drafter != BASELINE]
+                lossless = [row.drafter for row in overall if row.speedup is not None]
                 if len(lossless) > 1:
                     extras.setdefault("paired", []).extend(paired(runs, lossless, measurement))
-            measured.extend(timed if rounds is None else queued_rows(timed, requests_of(rounds), measurement))
+            else:
+                new_rows = queued_rows(new_rows, requests_of(rounds), measurement)
+            all_rows.extend(new_rows)
         start += len(workload.prompts)
-    return measured, texts, extras
+    return all_rows, texts, extras
 
 
-def tuned(config: EvalConfig) -> bool:
+def find_best_tree(config: EvalConfig) -> bool:
     """Find the best tree for a run's head on this device, in the timed dtype; print and write it.
 
     Return whether every timed tree is lossless; refuse what `prepared` and `tune` refuse, and several workloads.
@@ -204,7 +208,7 @@ def main(cfg: DictConfig) -> None:
     with exit_this_run(), user_errors():
         config = typed(EvalConfig, cfg)
         with report_on_interrupt(lambda: "nothing was written; the same command measures again"):
-            passed = tuned(config) if config.tune else evaluate(config).passed
+            passed = find_best_tree(config) if config.tune else evaluate(config).passed
         if not passed:
             raise SystemExit(1)
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from data.text.prompts import Prompt
 from eval.config import DecodingConfig, Selection
 from eval.inputs.workloads import Text, Workload, check_known, of_answer, read_log
-from eval.measures.metrics import SpecDecodingStats, counted, median_run
+from eval.measures.metrics import SpecDecodingStats, count_passes, median_run
 from eval.measures.results import TEACHER_FORCED, DrafterInfo, MeasuredRequest, ResultRow, result
 from heads.base import Features, NewRows
 from heads.common.progress import progress
@@ -91,8 +91,8 @@ def rank_text(
         for tree in largest:
             tokens = text.token[root + 1 : root + 1 + depth]
             growth, score = by_confidence(head, state, level, tree, roots, min(depth, head.max_depth))
-            whole = DraftTree(*(row[0] for row in growth.build()))
-            grown[growth_key(tree)].append(tree_acceptance(whole, score[0], tokens, min(depth, tree.depth)))
+            built = DraftTree(*(row[0] for row in growth.build()))
+            grown[growth_key(tree)].append(tree_acceptance(built, score[0], tokens, min(depth, tree.depth)))
         root += 1
         if steps_alone:
             accepted = accepted_of(grown[growth_key(tree)][-1], tree, text.limit - (root - text.start) - 1)[0]
@@ -186,7 +186,7 @@ def replay(of: RankedText, tree: TreeConfig) -> list[tuple[int, int]]:
 def passes_along(of: RankedText, tree: TreeConfig) -> SpecDecodingStats:
     """Return the counts of decoding the text with a tree."""
     steps = replay(of, tree)
-    return counted([accepted for _, accepted in steps], sum(nodes for nodes, _ in steps), of.text.generated - 1)
+    return count_passes([accepted for _, accepted in steps], sum(nodes for nodes, _ in steps), of.text.generated - 1)
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from rich.console import Console
 from eval.config import TuneConfig, TunerConfig
 from eval.inputs.workloads import cycled, write
 from eval.live import Prompts, Setup, decoded_once, measure, rows
-from eval.measures.losslessness import WITHHELD, differs, gate, labelled
+from eval.measures.losslessness import WITHHELD, differs, drafter_label, gate
 from eval.measures.machine import device_facts, provenance
 from eval.measures.metrics import sum_counts
 from eval.measures.results import BASELINE, Measurement, ResultRow
@@ -302,7 +302,7 @@ def timed(
     setup = Setup(target, drafters, cycled(prompts, batch), config.settings(0.0))
     once = decoded_once(setup._replace(settings=replace(setup.settings, logit_gaps=True)), batch)
     ids = [prompt.id for prompt in setup.prompts]
-    gates = {labelled(name, batch): gate(once[BASELINE], once[name], ids, target.dtype) for name in drafters}
+    gates = {drafter_label(name, batch): gate(once[BASELINE], once[name], ids, target.dtype) for name in drafters}
     # All have already run once, so no warm-up is needed.
     runs = measure(setup, config.repeats, (), hf=False, batch_size=batch)
     baseline, *measured = rows(runs, drafters, gates, Measurement("", 0.0, batch, 0, config.seed))

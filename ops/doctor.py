@@ -130,7 +130,7 @@ def acceptance(head: Examined, target: Target, loaded: Any, config: DoctorConfig
     prompts = [prompt.token for prompt in read.prompts]
     generations = decoded(target, loaded, tree, prompts, min(limit or config.max_new_tokens, config.max_new_tokens))
     tau = metrics.acceptance(generations).tau or 1.0  # answers of one token have no steps
-    bounds = metrics.tau_interval(generations, 0, metrics.clustered(prompts)) or (tau, tau)
+    bounds = metrics.tau_interval(generations, 0, metrics.cluster_prompts(prompts)) or (tau, tau)
     here = f"τ {_shown(tau, bounds)} on {len(prompts)} prompts of {read.name}, tree {tree.label}"
     if bounds[1] < NOTHING:
         return wrong(

@@ -25,7 +25,7 @@ from eval.config import TURNS, Conditions, Selection
 from eval.inputs.workloads import Workload, prompt_counts, workload_names
 from eval.live import arrivals, in_turns, queued_rows, with_gate_result
 from eval.measures import results
-from eval.measures.losslessness import Divergence, Gate, gate_of, labelled, shared_length
+from eval.measures.losslessness import Divergence, Gate, drafter_label, gate_of, shared_length
 from eval.measures.machine import cpu_name, provenance
 from eval.measures.metrics import SpecDecodingStats, sum_counts
 from eval.report.write import Report
@@ -97,7 +97,7 @@ def measure(config: ServedConfig) -> Report:
                     texts = [answer.text for answer in plain], [answer.text for answer in drafted]
                     greedy[size].append((*texts, request.id))
     compared = greedy.items() if results.BASELINE in servers else ()
-    gates = {labelled(results.ENDPOINT, size): text_gate(*zip(*given, strict=True)) for size, given in compared}
+    gates = {drafter_label(results.ENDPOINT, size): text_gate(*zip(*given, strict=True)) for size, given in compared}
     return Report(
         target={"name": server.model, "path": server.model},
         device={

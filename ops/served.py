@@ -109,8 +109,8 @@ def read_replies(events: Events, model: str) -> Replies:
     replies, tokens = [], completion or 0
     for _, reply in sorted(choices.items()):
         first = reply.ttft_s or end
-        whole = count == 1 or (tokens >= AT_ONCE and end - first < min(AT_ONCE_SHARE * end, AT_ONCE_S * tokens))
-        ttft_s = None if whole else first
+        at_once = count == 1 or (tokens >= AT_ONCE and end - first < min(AT_ONCE_SHARE * end, AT_ONCE_S * tokens))
+        ttft_s = None if at_once else first
         replies.append(reply._replace(prompt_tokens=prompt, completion_tokens=completion, latency_s=end, ttft_s=ttft_s))
     return replies
 
@@ -229,10 +229,11 @@ def answer_of(
     text: str, tokens: int, latency_s: float, ttft_s: float | None, passes: SpecDecodingStats | None
 ) -> Answer:
     """Return an answer with seconds to its last and first token; the latter is None if it came at once."""
-    waits = {"latency_s": latency_s, "ttft_s": ttft_s}
+    latencies = {"latency_s": latency_s, "ttft_s": ttft_s}
     decode_s = None if ttft_s is None else latency_s - ttft_s
     decoding = None if decode_s is None else (max(tokens - 1, 0), decode_s)
-    return Answer(passes, decoding, (tokens, latency_s), ttft_s, UNTIMED | {"other": decode_s or 0.0}, waits, text=text)
+    seconds = UNTIMED | {"other": decode_s or 0.0}
+    return Answer(passes, decoding, (tokens, latency_s), ttft_s, seconds, latencies, text=text)
 
 
 def read_answer(events: Events, model: str) -> Answer:
@@ -359,8 +360,8 @@ class Server(Metrics):
             time.sleep(max(0.0, begin + arrived - time.perf_counter()))
             queue_s = time.perf_counter() - begin - arrived
             answer = self.send(request, settings)
-            waits = {name: None if wait is None else wait + queue_s for name, wait in answer.waits.items()}
-            return replace(answer, arrived=arrived, waits={**waits, "queue_s": queue_s})
+            latencies = {name: None if wait is None else wait + queue_s for name, wait in answer.latencies.items()}
+            return replace(answer, arrived=arrived, latencies={**latencies, "queue_s": queue_s})
 
         with ThreadPoolExecutor(in_flight) as pool:
             answers = []

@@ -41,7 +41,7 @@ from eval.config import TURNS
 from eval.inputs.drafters import model_of
 from eval.inputs.workloads import recorded
 from eval.measures.counters import ENGINES, between, decoded_between, of_reply, restarted
-from eval.measures.metrics import SpecDecodingStats, counted, sum_counts
+from eval.measures.metrics import SpecDecodingStats, count_passes, sum_counts
 from eval.teacher_forced import passes_along, rank_text, within_context
 from heads.common.command import command, exit_this_run
 from heads.common.errors import user_errors
@@ -326,7 +326,7 @@ def counts_in(raw: Record) -> SpecDecodingStats | None:
     """
     accepted = raw.get("accepted")
     if isinstance(accepted, list) and all(type(count) is int and 0 <= count <= DEEPEST for count in accepted):
-        return replace(counted(accepted, 0, sum(accepted) + len(accepted)), drafted=None)
+        return replace(count_passes(accepted, 0, sum(accepted) + len(accepted)), drafted=None)
     reply = reply_in(raw)
     usage = reply.get("usage")
     tokens = usage.get("completion_tokens") if isinstance(usage, dict) else None

@@ -61,7 +61,7 @@ class AcceptanceEvaluator:
         self.target = target
         self.prompts = [prompts[i] for i in sorted(sampled)]
         self.tree, self.name, self.seed, self.drafter = tree, name, trainer.seed, drafter
-        self.groups = metrics.clustered(self.prompts)
+        self.groups = metrics.cluster_prompts(self.prompts)
         self.settings = RequestParams(trainer.eval_tokens, GREEDY)
         # The conditions of τ except the head: values are comparable only under equal ones.
         self.conditions = {

@@ -243,7 +243,7 @@ def collect_prompts(
     fresh = len(warmup) == selection.warmup
     warmup += [prompts[-1 - i % len(prompts)] for i in range(selection.warmup - len(warmup))]
     contents = [content(prompt) for prompt in prompts]
-    conversations = metrics.clustered(contents, [index for index, _ in indexed])
+    conversations = metrics.cluster_prompts(contents, [index for index, _ in indexed])
     return Workload(short_name(name), prompts, warmup, fresh, conversations, len(set(contents)))
 
 

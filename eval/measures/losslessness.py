@@ -130,7 +130,7 @@ VERDICTS = ("identical", "near_tie", "failed")
 COUNTS = ("checked", *VERDICTS)
 
 
-def labelled(drafter: str, batch_size: int, request_rate: float | None = None) -> str:
+def drafter_label(drafter: str, batch_size: int, request_rate: float | None = None) -> str:
     """Return a drafter's label with the batch size and the request rate, which losslessness checks do not have."""
     name = drafter if batch_size == 1 else f"{drafter} x{batch_size}"
     return name if request_rate is None else f"{name} at {request_rate:g} req/s"
@@ -256,7 +256,7 @@ class FailedChecks:
     check at its temperature failed. An unchecked result has not failed.
     """
 
-    greedy: frozenset[str]  # name and batch size, in the form of `labelled`
+    greedy: frozenset[str]  # name and batch size, in the form of `drafter_label`
     sampled: frozenset[tuple[str, float]]  # name and temperature
 
     @classmethod
@@ -273,13 +273,13 @@ class FailedChecks:
 
     def result(self, row: Mapping[str, Any]) -> bool:
         """Return whether a row of the report has failed."""
-        greedy = labelled(row["drafter"], row["batch_size"]) in self.greedy
+        greedy = drafter_label(row["drafter"], row["batch_size"]) in self.greedy
         sampled = (row["drafter"], row["temperature"]) in self.sampled
         return differs(row.get("lossless")) or greedy or sampled
 
     def drafter(self, name: str, sizes: Sequence[int]) -> bool:
         """Return whether a drafter has failed at one of these batch sizes, or at any temperature."""
-        greedy = any(labelled(name, size) in self.greedy for size in sizes)
+        greedy = any(drafter_label(name, size) in self.greedy for size in sizes)
         return greedy or any(drafter == name for drafter, _ in self.sampled)
 
 
@@ -289,7 +289,7 @@ def shared_length(one: Sequence[object], other: Sequence[object]) -> int:
     return next((i for i, (first, second) in pairs if first != second), min(len(one), len(other)))
 
 
-def divergence(plain: Generation, drafted: Generation, prompt: str) -> Divergence | None:
+def first_divergence(plain: Generation, drafted: Generation, prompt: str) -> Divergence | None:
     """Return where two runs first differ, also by an earlier end; None if they are equal."""
     ours, theirs = plain.tokens, drafted.tokens
     if ours == theirs:
@@ -304,14 +304,15 @@ def divergence(plain: Generation, drafted: Generation, prompt: str) -> Divergenc
     )
 
 
-def near_tie(where: Divergence, drafted: Generation, epsilon: float) -> bool:
+def near_tie(divergence: Divergence, drafted: Generation, epsilon: float) -> bool:
     """Return whether rounding explains a divergence: both runs emitted a token, and both had a small logit gap.
 
     A run that stopped where the other continued is never a near tie, since the tokens determine the stop.
     """
-    if where.plain is None or where.drafted is None or where.gap is None:
+    if divergence.plain is None or divergence.drafted is None or divergence.gap is None:
         return False
-    return where.gap < epsilon and all(gap < epsilon for gap in drafted.logit_gaps[where.position : where.position + 1])
+    gaps = divergence.gap, *drafted.logit_gaps[divergence.position : divergence.position + 1]
+    return all(gap < epsilon for gap in gaps)
 
 
 def gate(baseline: Sequence[Generation], drafted: Sequence[Generation], ids: Sequence[str], dtype: torch.dtype) -> Gate:
@@ -320,10 +321,11 @@ def gate(baseline: Sequence[Generation], drafted: Sequence[Generation], ids: Seq
     The baseline's runs have their logit gaps; those of drafted runs, if recorded, must be small as well in a near tie.
     The target's dtype bounds the gap that rounding can flip.
     """
-    parted = [divergence(ours, theirs, prompt) for ours, theirs, prompt in zip(baseline, drafted, ids, strict=True)]
+    runs = zip(baseline, drafted, ids, strict=True)
+    divergences = [first_divergence(ours, theirs, prompt) for ours, theirs, prompt in runs]
     return gate_of(
-        (where, where is not None and near_tie(where, theirs, EPSILON[dtype]))
-        for where, theirs in zip(parted, drafted, strict=True)
+        (divergence, divergence is not None and near_tie(divergence, theirs, EPSILON[dtype]))
+        for divergence, theirs in zip(divergences, drafted, strict=True)
     )
 
 
@@ -332,10 +334,10 @@ def gate_of(compared: Iterable[tuple[Divergence | None, bool]]) -> Gate:
     verdicts: list[str] = []
     failures: list[Divergence] = []
     ties: list[Divergence] = []
-    for where, tied in compared:
-        verdicts.append("identical" if where is None else "near_tie" if tied else "failed")
-        if where is not None:
-            (ties if tied else failures).append(where)
+    for divergence, tied in compared:
+        verdicts.append("identical" if divergence is None else "near_tie" if tied else "failed")
+        if divergence is not None:
+            (ties if tied else failures).append(divergence)
     return verdict_of(verdicts, ties, failures)
 
 

@@ -68,23 +68,23 @@ def decoded(run: Generation) -> int:
 
 def acceptance(runs: Runs) -> Acceptance:
     """Return the acceptance, given one run per request."""
-    return pooled([passes(run) for run in runs])
+    return pool([passes(run) for run in runs])
 
 
 def passes(run: Generation) -> SpecDecodingStats:
     """Return the counts of a run."""
-    return counted([step.accepted for step in run.steps], sum(step.drafted for step in run.steps), decoded(run))
+    return count_passes([step.accepted for step in run.steps], sum(step.drafted for step in run.steps), decoded(run))
 
 
-def counted(accepted: Sequence[int], drafted: int, tokens: int) -> SpecDecodingStats:
+def count_passes(accepted: Sequence[int], drafted: int, tokens: int) -> SpecDecodingStats:
     """Return the counts of an answer's passes, given the accepted tokens of each."""
     by_depth = [sum(count >= depth for count in accepted) for depth in range(1, max(accepted, default=0) + 1)]
     return SpecDecodingStats(tokens, len(accepted), drafted, sum(accepted), by_depth)
 
 
-def pooled(requests: Sequence[SpecDecodingStats], whole: SpecDecodingStats | None = None) -> Acceptance:
-    """Return the acceptance over requests from their counts, or from `whole`, their separately counted sum."""
-    total = sum_counts(requests) if whole is None else whole
+def pool(requests: Sequence[SpecDecodingStats], total: SpecDecodingStats | None = None) -> Acceptance:
+    """Return the acceptance over requests from their counts, or from `total`, their separately counted sum."""
+    total = sum_counts(requests) if total is None else total
     reached = [count for count in total.by_depth if count > 0]  # decreasing: no pass reached a depth below the first 0
     tau = ratio(total.tokens, total.steps)
     taus = [request.tokens / request.steps for request in requests if request.steps > 0]
@@ -193,7 +193,7 @@ def within(columns: Float[Tensor, "n k"], groups: Groups) -> Float[Tensor, "g k"
     return columns.new_zeros(len(order), columns.shape[1]).index_add(0, index, columns)
 
 
-def clustered(prompts: Sequence[Sequence[Any]], groups: Groups = None) -> list[int]:
+def cluster_prompts(prompts: Sequence[Sequence[Any]], groups: Groups = None) -> list[int]:
     """Return the group of each prompt; copies share a group, since repeating a prompt adds no evidence."""
     first: dict[tuple[Any, ...], int] = {}
     group_ids = range(len(prompts)) if groups is None else groups

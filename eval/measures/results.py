@@ -114,7 +114,7 @@ class DrafterInfo(NamedTuple):
 class MeasuredRequest:
     """One measured request; None means not measured.
 
-    `waits` are the sender's waiting times in seconds: `latency_s` to the last token, `ttft_s` to the first.
+    `latencies` are the sender's waiting times in seconds: `latency_s` to the last token, `ttft_s` to the first.
     """
 
     passes: SpecDecodingStats | None  # None if a server counts all requests together
@@ -122,7 +122,7 @@ class MeasuredRequest:
     end_to_end: Pair | None = None  # all tokens, with the seconds from the start of the prefill
     prefill_s: float | None = None
     seconds: Mapping[str, float] = field(default_factory=lambda: UNTIMED)  # the steps' seconds, by activity
-    waits: Mapping[str, Any] = field(default_factory=dict)
+    latencies: Mapping[str, Any] = field(default_factory=dict)
     arrived: float = 0.0  # seconds from the round's first arrival, under a request rate
 
     @property
@@ -133,12 +133,12 @@ class MeasuredRequest:
     @property
     def latency_s(self) -> float:
         """Return the latency, which must have been measured."""
-        return float(self.waits["latency_s"])
+        return float(self.latencies["latency_s"])
 
     @property
     def user_speed(self) -> float | None:
         """Return the tokens per second after the first token, as seen by the sender."""
-        latency, first = self.waits.get("latency_s"), self.waits.get("ttft_s", self.prefill_s)
+        latency, first = self.latencies.get("latency_s"), self.latencies.get("ttft_s", self.prefill_s)
         if self.decoding is None or latency is None or first is None:
             return None
         return metrics.ratio(self.decoding[0], latency - first)
@@ -148,16 +148,16 @@ Requests = Sequence[MeasuredRequest]
 
 
 def result(
-    drafter: DrafterInfo, subset: Subset, requests: Requests, whole: SpecDecodingStats | None = None
+    drafter: DrafterInfo, subset: Subset, requests: Requests, total: SpecDecodingStats | None = None
 ) -> ResultRow:
     """Return a drafter's result on a subset of a measurement, without speedups, which `with_speedups` adds.
 
-    `whole` is the sum of the requests' counts, if it is known without, or more exactly than, each one's.
+    `total` is the sum of the requests' counts, if it is known without, or more exactly than, each one's.
     """
     measurement, counts = subset.measurement, _known(requests, "passes")
-    acceptance = metrics.pooled(counts, whole)
+    acceptance = metrics.pool(counts, total)
     seconds = {key: sum(request.seconds[key] for request in requests) for key in UNTIMED}
-    latencies = [wait for request in requests if (wait := request.waits.get("latency_s")) is not None]
+    latencies = [wait for request in requests if (wait := request.latencies.get("latency_s")) is not None]
     return ResultRow(
         **drafter._asdict(),
         workload=f"{measurement.workload}/{subset.category}" if subset.category else measurement.workload,
@@ -209,14 +209,14 @@ def _known(requests: Requests, key: str) -> list[Any]:
 
 
 def by_request(requests: Requests, base: Requests | None = None) -> dict[str, dict[str, float]]:
-    """Return the quantiles over the requests of τ, tokens per second, waits and, over `base`, the speedup."""
+    """Return the quantiles over the requests of τ, tokens per second, latencies and, over `base`, the speedup."""
     values: dict[str, list[float | None]] = {
         "tau": [metrics.ratio(counts.tokens, counts.steps) for counts in _known(requests, "passes")],
         "tokens_per_second": [metrics.speed(_known([request], "decoding")) for request in requests],
         "user_tokens_per_second": [request.user_speed for request in requests],
     }
-    for name in dict.fromkeys(name for request in requests for name in request.waits):
-        values[name] = [request.waits.get(name) for request in requests]
+    for name in dict.fromkeys(name for request in requests for name in request.latencies):
+        values[name] = [request.latencies.get(name) for request in requests]
     if base is not None:
         pairs = [
             (_known([request], "decoding"), _known([baseline], "decoding"))

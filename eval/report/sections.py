@@ -128,11 +128,11 @@ def results_table(report: view.Record) -> Table:
 def sections(report: view.Record) -> list[Section]:
     """Return the sections that have a table, a plot or a list."""
     results = view.results_of(report)
-    whole = [result for result in results if result.overall]
-    rated = [result for result in whole if result.rated]
+    overall = [result for result in results if result.overall]
+    rated = [result for result in overall if result.rated]
     parts = [result for result in results if result.clocked and result.row.get("category")]
     explained = [result for result in results if result.row.get("ladder") is not None]
-    timed = [result for result in whole if result.row["tier"] == LIVE]
+    timed = [result for result in overall if result.row["tier"] == LIVE]
     load_note = [LOAD_NOTE] if rated else ()
     training = learning_curve(report.get("training", {}))
     candidates = [

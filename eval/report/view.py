@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from data.text.files import kind_of
-from eval.measures.losslessness import WITHHELD, FailedChecks, labelled
+from eval.measures.losslessness import WITHHELD, FailedChecks, drafter_label
 from eval.measures.results import BASELINE, LIVE
 from heads.common.typed import Json
 
@@ -87,7 +87,7 @@ def results_of(report: Record) -> list[Result]:
     results = []
     for row in rows:
         tier, category = row.get("tier", LIVE), row.get("category")
-        label = labelled(row["drafter"], row["batch_size"], row.get("request_rate"))
+        label = drafter_label(row["drafter"], row["batch_size"], row.get("request_rate"))
         label += f", {row['workload']}" if workloads or category else ""
         label += f", {words(tier)}" if tier != LIVE else ""
         name = f"{label}, T={row['temperature']:g}" if several else label

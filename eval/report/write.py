@@ -70,14 +70,14 @@ class Report:
 
     def warnings(self) -> list[str]:
         """Return the report's warnings: the evaluation's, and those of few prompts."""
-        whole = [row for row in self.rows if not row.category]
-        measured = [row for row in whole if row.tau is not None or row.speedup is not None]
+        overall = [row for row in self.rows if not row.category]
+        measured = [row for row in overall if row.tau is not None or row.speedup is not None]
         few = [row for row in measured if 0 < row.prompts < ENOUGH]  # earlier versions did not count prompts
         noted = [
             f"{row.prompts} prompts of {row.workload} are few for a bootstrap interval: give prompts={ENOUGH} or more"
             for row in few
         ]
-        for row in whole:
+        for row in overall:
             rate, latency, queued = row.request_rate, row.by_request.get("latency_s"), row.by_request.get("queue_s")
             if rate and latency and queued and rate * (latency["p50"] - queued["p50"]) > row.batch_size:
                 noted.append(

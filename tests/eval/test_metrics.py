@@ -31,11 +31,11 @@ def test_acceptance_by_hand() -> None:
 def test_counts_that_one_request_lacks_are_unknown_of_all() -> None:
     known, unknown = metrics.SpecDecodingStats(5, 2, 6, 3, (2, 1, 0)), metrics.SpecDecodingStats(4, 2, None, 2, (2,))
     total = metrics.SpecDecodingStats(9, 4, 8, 5, (3, 2, 0))
-    found = metrics.pooled([known, unknown])
+    found = metrics.pool([known, unknown])
     assert (found.draft_tokens, found.accepted_per_draft_token) == (0, None)
     deep = metrics.SpecDecodingStats(5, 2, 4, 3, ())  # depths that nobody counted
-    assert [metrics.pooled(each).accepted_by_depth for each in ([known, deep], [deep, known])] == [[], []]
-    apart = metrics.pooled([known, unknown], total)
+    assert [metrics.pool(each).accepted_by_depth for each in ([known, deep], [deep, known])] == [[], []]
+    apart = metrics.pool([known, unknown], total)
     assert (apart.draft_tokens, apart.accepted_by_depth) == (8, [3 / 4, 2 / 4])
 
 
@@ -165,8 +165,8 @@ def test_a_difference_has_the_interval_of_paired_sums() -> None:
 
 
 def test_copies_of_a_prompt_say_no_more_than_one() -> None:
-    assert metrics.clustered([[1, 2], [3], [1, 2], [1]]) == [0, 1, 0, 3]
-    assert metrics.clustered(["a", "b", "a"], [5, 5, 7]) == [5, 5, 5]
+    assert metrics.cluster_prompts([[1, 2], [3], [1, 2], [1]]) == [0, 1, 0, 3]
+    assert metrics.cluster_prompts(["a", "b", "a"], [5, 5, 7]) == [5, 5, 5]
 
 
 def test_end_to_end_the_prefills_token_and_seconds_count_too() -> None:

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 from eval import live
 from eval.config import EvalConfig, eval_config
 from eval.measures.losslessness import Gate, SampledGate, verdict_of
-from eval.run import evaluate, tuned
+from eval.run import evaluate, find_best_tree
 from eval.setup import dtype_for, folder_for, prepared
 from heads.common.resolvers import ROOT, register_resolvers
 from heads.common.typed import typed
@@ -389,7 +389,7 @@ def test_what_it_does_not_say_is_asked_for_in_one_line(folder: Path, config: Any
     with pytest.raises(ValueError, match=r"^model\.path is missing"):
         evaluate(config(model={"path": None}))
     with pytest.raises(ValueError, match=r"theirs: tune=true writes the tree into the head"):
-        tuned(config(tune=True))
+        find_best_tree(config(tune=True))
 
 
 def sibling(folder: Path, runs: Path, **changed: Any) -> Path:

@@ -70,12 +70,12 @@ def test_requests_that_come_faster_than_they_are_answered_are_warned_of(rate: fl
 def test_a_user_sees_the_tokens_after_the_first_by_the_clock() -> None:
     """Four share the passes, so that a fourth of the time counts as this request's."""
     request = MeasuredRequest(
-        SpecDecodingStats(20, 10, 10, 10, [10]), (20, 1.0), (21, 1.5), 0.5, waits={"latency_s": 4.5}
+        SpecDecodingStats(20, 10, 10, 10, [10]), (20, 1.0), (21, 1.5), 0.5, latencies={"latency_s": 4.5}
     )
     assert request.user_speed == 5.0
-    served = replace(request, prefill_s=0.1, waits={"latency_s": 4.5, "ttft_s": 2.5})
+    served = replace(request, prefill_s=0.1, latencies={"latency_s": 4.5, "ttft_s": 2.5})
     assert served.user_speed == 10.0
-    assert replace(request, waits={"latency_s": 4.5, "ttft_s": None}).user_speed is None
+    assert replace(request, latencies={"latency_s": 4.5, "ttft_s": None}).user_speed is None
 
 
 def test_there_is_no_ladder_of_latencies() -> None:

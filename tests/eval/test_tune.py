@@ -14,7 +14,7 @@ from eval import live, tune
 from eval.config import EvalConfig, eval_config
 from eval.measures.results import BASELINE
 from eval.report.write import SERVING
-from eval.run import tuned
+from eval.run import find_best_tree
 from eval.tune import OWN, TUNED, AtBatch, Candidate, Prediction, Tuning, concluded, keep, proposed
 from heads.common.typed import typed
 from inference.decode import Generation
@@ -76,7 +76,7 @@ def test_the_winner_is_written_and_the_rest_of_the_config_stays(
     monkeypatch.setattr(tune, "OWN", "chain")  # without the head's own tree, any winner is another
     before = config_of(run)
     weights = (run / "head" / "model.safetensors").read_bytes()
-    assert tuned(configured(run, tuner=SMALL, prompts=1, tree={"kind": "chain", "depth": 3}))
+    assert find_best_tree(configured(run, tuner=SMALL, prompts=1, tree={"kind": "chain", "depth": 3}))
     told = json.loads((run / "tune.json").read_text(encoding="utf-8"))
     after = config_of(run)
     assert after.pop("tree") == told["batches"][0]["best"]["tree"] != before.pop("tree")
@@ -87,7 +87,7 @@ def test_the_winner_is_written_and_the_rest_of_the_config_stays(
 
 
 def test_every_number_is_in_the_file_and_predicted_tau_is_the_measured_one(run: Path) -> None:
-    tuned(configured(run))
+    find_best_tree(configured(run))
     told = json.loads((run / "tune.json").read_text(encoding="utf-8"))
     (alone,) = told["batches"]
     assert alone["baseline"] > 0
@@ -107,7 +107,7 @@ def test_where_speculation_loses_plain_decoding_is_recommended_and_nothing_writt
 ) -> None:
     faster(monkeypatch, lambda _: 2.0)
     before = (run / "head" / "config.json").read_bytes()
-    assert tuned(configured(run, tuner=SMALL, prompts=1))
+    assert find_best_tree(configured(run, tuner=SMALL, prompts=1))
     assert "no tree beats the baseline" in capsys.readouterr().out.replace("\n", "")
     assert (run / "head" / "config.json").read_bytes() == before
     assert json.loads((run / "tune.json").read_text(encoding="utf-8"))["batches"][0]["best"] is None
@@ -158,7 +158,7 @@ def test_every_batch_size_gets_its_verdict_and_the_smallest_ones_tree_and_a_sche
     run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     faster(monkeypatch, lambda batch: {1: 0.5, 2: 0.8, 3: 2.0}[batch])
-    assert tuned(configured(run, tuner=SMALL, batch_size=[3, 1, 2], max_new_tokens=8))
+    assert find_best_tree(configured(run, tuner=SMALL, batch_size=[3, 1, 2], max_new_tokens=8))
     told = json.loads((run / "tune.json").read_text(encoding="utf-8"))
     assert [each["batch"] for each in told["batches"]] == [1, 2, 3]
     first, second, third = told["batches"]
@@ -199,7 +199,7 @@ def test_where_no_tree_pays_at_several_sizes_the_schedule_says_so_and_one_size_a
 
 def test_a_target_that_cannot_share_a_pass_says_so_first(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("inference.target.probe.check", lambda _: False)
-    refuses("give batch_size=1", tuned, configured(run, batch_size=[1, 2]))
+    refuses("give batch_size=1", find_best_tree, configured(run, batch_size=[1, 2]))
 
 
 def test_the_choice_sees_nothing_of_the_texts_that_are_measured(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -214,7 +214,7 @@ def test_the_choice_sees_nothing_of_the_texts_that_are_measured(run: Path, monke
         return 2.0 if lucky == (of is records[0]) else 1.0
 
     monkeypatch.setattr(tune, "tau_along", foreseen)
-    tuned(configured(run, tuner=GRID))
+    find_best_tree(configured(run, tuner=GRID))
     told = json.loads((run / "tune.json").read_text(encoding="utf-8"))
     chains = [one for one in told["batches"][0]["candidates"] if one["family"] == "chain"]
     assert chains[0]["tree"]["depth"] == 2

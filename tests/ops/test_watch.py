@@ -15,7 +15,7 @@ import pytest
 
 from eval.inputs.drafters import load_drafters
 from eval.measures.counters import Counters
-from eval.measures.metrics import SpecDecodingStats, counted
+from eval.measures.metrics import SpecDecodingStats, count_passes
 from eval.setup import load_target
 from eval.teacher_forced import recorded_texts, teacher_forced_rows
 from heads.common.typed import from_yaml
@@ -61,7 +61,7 @@ def stream(rng: np.random.Generator, count: int, accept: float) -> Iterator[Spec
     for _ in range(count):
         p = float(np.clip(rng.normal(accept, 0.1), 0, 1))
         taken = [int((rng.random(3) < p).cumprod().sum()) for _ in range(rng.integers(5, 30))]
-        yield counted(taken, 3 * len(taken), sum(taken) + len(taken))
+        yield count_passes(taken, 3 * len(taken), sum(taken) + len(taken))
 
 
 def first_alarm(observations: Iterator[SpecDecodingStats], watcher: WatcherConfig) -> Any:
