@@ -95,7 +95,7 @@ def answer(job: JobConfig, out: Path) -> None:
     worker = Worker(state.process_index, state.num_processes, state.wait_for_everyone)
     answerer: Answerer
     if job.by == "engine":
-        check_single_process(job.model.where, "writing answers")
+        check_single_process(job.model.placed, "writing answers")
         target = Target.of(job.model)
         answerer = Engine(target, drafter_of(job.drafter, job.run, job.tree, target), settings, job.batch_size)
     else:
@@ -144,7 +144,7 @@ def show(samples: Sequence[Sample], count: int, length: int, tokenizer: PreTrain
         end, shown = 0, ""
         for on, run in groupby(sample.loss_mask):
             end += len(list(run))
-            whole = str(tokenizer.decode(sample.token[:end]))  # tokens may share a character or a blank at their edge
+            whole = str(tokenizer.decode(sample.token[:end]))  # tokens may share a character or space at their edge
             string, shown = visible(whole[len(shown) :]), whole
             text.append(f"⟦{string}⟧" if on and brackets else string, style="bold green" if on else "dim")
         out.print(text)

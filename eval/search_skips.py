@@ -43,7 +43,7 @@ def find(job: JobConfig) -> Path:
     workload = job.workload or model.prompts
     if not workload:
         raise ValueError("workload is missing: give a name, a file or a Hub data set")
-    check_single_process(model.where, "this search")
+    check_single_process(model.placed, "this search")
     target = Target.of(model)
     prompts = [prompt.token for prompt in load_workload(workload, target, job.prompts)]
     params = RequestParams(job.max_new_tokens, GREEDY)

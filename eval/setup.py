@@ -49,14 +49,14 @@ def folder_for(out: str | None, runs: Sequence[str], drafters: Sequence[str]) ->
     first = Path(runs[0]).expanduser() if runs else Path("-".join(drafters))
     if first.is_dir() and not (first / CONFIG).is_file():
         return first
-    whole = first.resolve()  # not in a head's folder, which may be replaced or in git
-    return Path("outputs") / (whole.parent.name if whole.name == "head" else first.name or whole.name)
+    resolved = first.resolve()  # not in a head's folder, which may be replaced or in git
+    return Path("outputs") / (resolved.parent.name if resolved.name == "head" else first.name or resolved.name)
 
 
 def load_target(model: ModelConfig, dtype: str, engine: EngineConfig) -> Target:
     """Load the target with its unquantised weights in `dtype`, and compile it if configured."""
     if not distributed.is_initialized():  # within a training's processes, placement over processes works
-        check_single_process(model.where, "an evaluation")
+        check_single_process(model.placed, "an evaluation")
     target = Target.of(model, dtype)
     if engine.compile or engine.compile_drafts:
         target.compile(drafts_only=not engine.compile)

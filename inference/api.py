@@ -112,7 +112,7 @@ def target_of(config: GenerateConfig, folder: Path | None) -> ModelConfig:
     if saved.get("adapter") is not None:
         model = {"adapter": saved["adapter"], **model}
     target = model_config(**{"path": target_path(saved["name"]), **model})
-    check_single_process(target.where, "decoding")
+    check_single_process(target.placed, "decoding")
     if sys.stderr.isatty():
         sys.stderr.write(f"loading {visible(target.path)}\n")
     return target

@@ -189,7 +189,7 @@ def executable_micro_batch(
         head.zero_grad()
         return size
 
-    if run.launcher.strategy == "ddp" and not run.model.where.needs_all_ranks:
+    if run.launcher.strategy == "ddp" and not run.model.placed.needs_all_ranks:
         try:
             size = find_executable_batch_size(trial, starting_batch_size=size)()
         except RuntimeError as error:

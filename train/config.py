@@ -247,7 +247,7 @@ def run_config(cfg: DictConfig) -> RunConfig:
 
 def checked(run: RunConfig) -> RunConfig:
     """Return the run; refuse sections that contradict each other."""
-    where = run.model.where
+    placed = run.model.placed
     objective = run.objective
     predicts = getattr(run.head, "confidence", False)
     if run.plan not in (True, False, IGNORE):
@@ -259,10 +259,10 @@ def checked(run: RunConfig) -> RunConfig:
             "launcher.strategy=fsdp2"
         )
     quantize, adapter = (None if value == AS_IT_IS else value for value in (run.model.quantize, run.model.adapter))
-    check_weights(where, quantize, adapter)
-    if where.needs_all_ranks and objective.on_policy.prompts:
+    check_weights(placed, quantize, adapter)
+    if placed.needs_all_ranks and objective.on_policy.prompts:
         raise ValueError(
-            f"model.placement={where.placement} takes all processes for a pass, and in a rollout each decodes its own "
+            f"model.placement={placed.kind} takes all processes for a pass, and in a rollout each decodes its own "
             "prompts: give objective.on_policy.prompts=0, or model.placement=replicate"
         )
     if (getattr(run.head, "candidates", None) is not None) != bool(objective.losses.get("candidates")):

@@ -365,18 +365,18 @@ def _plan(run: RunConfig, micro_batch_size: int) -> Plan:
 
 def target_state(run: RunConfig, shape: TargetShape, layers: int, item: int) -> tuple[Sizes, int, int]:
     """Return the target's bytes, by those of all layers: on the first device, gathered there in a pass, on the host."""
-    where, launcher = run.model.where, run.launcher
+    placed, launcher = run.model.placed, run.launcher
     prefetched, gathered, host, parts, there = PREFETCH_LAYERS * layers // shape.target.num_layers, 0, 0, 1, layers
-    if where.placement == TENSOR_PARALLEL:
+    if placed.kind == TENSOR_PARALLEL:
         parts = run.model.tensor_parallel or launcher.local
-    elif where.placement == FSDP:
+    elif placed.kind == FSDP:
         parts, gathered = launcher.world, prefetched
-    elif where.placement == DEVICE_MAP:
-        mine = (where.devices or range(run.device.count or launcher.local))[:: launcher.local]
+    elif placed.kind == DEVICE_MAP:
+        mine = (placed.devices or range(run.device.count or launcher.local))[:: launcher.local]
         there = layers // len(mine) if 0 in mine else 0  # the devices of a process share its layers evenly
-    elif where.placement == OFFLOAD:
-        stay = min(layers, int((where.memory_gb or 0) * GB))
-        there, host = min(layers, stay + prefetched), 0 if where.offload == "disk" else layers - stay
+    elif placed.kind == OFFLOAD:
+        stay = min(layers, int((placed.memory_gb or 0) * GB))
+        there, host = min(layers, stay + prefetched), 0 if placed.offload == "disk" else layers - stay
     ends = item * shape.embeddings
     shard = ends // parts if layers and parts > 1 else 0  # transformers' own of them, which trainers do not read
     return {"target: embedding, lm_head": ends + shard, "target: layers": there // parts}, gathered, host

@@ -242,25 +242,25 @@ def check_run(run: RunConfig) -> None:
 def checked_plan(run: RunConfig) -> Plan:
     """Return a plan; refuse what loading the target, or its configuration, would refuse."""
     planned = plan(checked(run))
-    model, where, launcher = run.model, run.model.where, run.launcher
+    model, placed, launcher = run.model, run.model.placed, run.launcher
     config = planned.shape.config
     text = config.get_text_config()
     group = model.tensor_parallel or launcher.local
-    check_init(run.peft, run.head, run.init, where.placement)
+    check_init(run.peft, run.head, run.init, placed.kind)
     check_sequence_length(run.data.length, context_of(text), model.path)
     if run.features.mode == "engine":
         LayerIds.of(run.features.vllm_layers, planned.cost.feature_layers, planned.shape.target.num_layers)
-    placing.check_weights(where, check_quantized(model.path, config, model.quantize), None)
-    placing.check_offload(where, str(run.device.type))
-    if where.needs_all_ranks:
-        placing.check_processes(where, launcher.world, group)
-    if where.placement == placing.TENSOR_PARALLEL:
+    placing.check_weights(placed, check_quantized(model.path, config, model.quantize), None)
+    placing.check_offload(placed, str(run.device.type))
+    if placed.needs_all_ranks:
+        placing.check_processes(placed, launcher.world, group)
+    if placed.kind == placing.TENSOR_PARALLEL:
         if text.model_type not in PLAIN and not getattr(text, "base_model_tp_plan", None):
             raise ValueError(
                 f"model.placement={placing.TENSOR_PARALLEL}: transformers has no plan to cut {model.path} up"
             )
         placing.check_shape(text, group, model.path)
-    if where.placement == placing.DEVICE_MAP and run.device.type != "cpu":
+    if placed.kind == placing.DEVICE_MAP and run.device.type != "cpu":
         placing.check_devices(len(model.devices or range(run.device.count or launcher.local)), launcher.local)
     return planned
 
@@ -370,7 +370,7 @@ def evaluation(run: RunConfig) -> Json:
     """
     model: Json = {"trust_remote_code": run.model.trust_remote_code}
     settings = asdict(run.eval)
-    if run.model.where.needs_all_ranks:
+    if run.model.placed.needs_all_ranks:
         model["placement"], settings["tier"] = run.model.placement, [LIVE]
     if run.eval.gate_dtype == placing.AUTO:
         del settings["gate_dtype"]

@@ -81,7 +81,7 @@ def train_and_evaluate(run: RunConfig, accelerator: Accelerator, lock: processes
     accelerator.free_memory()  # for the evaluation, which loads its own target
     processes.release_freed()
     accelerator.wait_for_everyone()
-    together = run.model.where.needs_all_ranks
+    together = run.model.placed.needs_all_ranks
     main = accelerator.is_main_process
     if not run.eval.prompts or not (main or together):
         return

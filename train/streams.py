@@ -185,7 +185,7 @@ def job(run: StreamsRunConfig, accelerator: Accelerator, lock: RunLock) -> None:
     """Load everything and train."""
     set_seed(run.trainer.seed)
     model = run.model
-    if model.where.placement != REPLICATE:
+    if model.placed.kind != REPLICATE:
         raise ValueError(f"model.placement={model.placement}: streams adapt the target's own layers: give replicate")
     check_sequence_length(run.data.length, context_of(configuration(model.path, model.trust_remote_code)), model.path)
     target = Target.of(model, device=str(accelerator.device))

@@ -153,7 +153,7 @@ def extract_features(
     """
     check_sequence_length(data.length, context_of(configuration(model.path, model.trust_remote_code)), model.path)
     state = PartialState(cpu=use_device(model.device).type == "cpu")
-    check_single_process(model.where, "an extraction")
+    check_single_process(model.placed, "an extraction")
     target = Target.of(model, device=str(state.device))
     packed = pack(load_training(data, target.tokenizer, 0, workload).samples, data.length)
     check_known(packed, (), target.tokenizer, target.embeddings.vocab_size)

@@ -1,7 +1,7 @@
 """The drafters of a configuration: trained heads of runs, and drafters of inference/drafters."""
 
 from collections.abc import Collection, Mapping
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +17,14 @@ from inference.drafters.hybrid import Hybrid
 from inference.drafters.registry import configured, make
 from inference.protocol import Drafter
 from inference.target.config import ModelConfig, model_config
-from inference.target.placement import DEVICE_MAP, SHARDED, Placement
+from inference.target.placement import DEVICE_MAP, SHARDED
 from inference.target.target import Target
 
 # Keys of a run's model that still apply if model.path names another target.
-INHERITED = ("dtype", "device", "quantize", "adapter", "prompts", *(field.name for field in fields(Placement)))
+INHERITED = (
+    "dtype", "device", "quantize", "adapter", "prompts", "placement", "tensor_parallel", "devices", "offload",
+    "memory_gb",
+)  # fmt: skip
 
 
 def find_heads(runs: list[str], others: Collection[str] = ()) -> dict[str, Path]:

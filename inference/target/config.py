@@ -1,6 +1,6 @@
 """The target's configuration (conf/model), and its dtype and device on this machine."""
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Annotated, Any
 
 import torch
@@ -45,10 +45,10 @@ class ModelConfig:
             raise ValueError(f"model.devices is {self.devices}: give different numbers of devices, or null for all")
 
     @property
-    def where(self) -> Placement:
+    def placed(self) -> Placement:
         """The target's placement."""
-        values = {field.name: getattr(self, field.name) for field in fields(Placement)}
-        return Placement(**values | {"placement": REPLICATE if self.placement == AUTO else self.placement})
+        kind = REPLICATE if self.placement == AUTO else self.placement
+        return Placement(kind, self.tensor_parallel, self.devices, self.offload, self.memory_gb)
 
     @property
     def as_saved(self) -> bool:

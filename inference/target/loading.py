@@ -32,7 +32,8 @@ from heads.formats import mtp_layouts
 from heads.formats.checkpoint import tensor_files
 from heads.formats.hub import REPO, downloaded
 from heads.formats.weights import FEW, digest
-from inference.target import checkpoint, placement
+from inference.target import checkpoint
+from inference.target import placement as placing
 from inference.target.checkpoint import RENAMED, check_files
 from inference.target.placement import HERE, Placement
 
@@ -120,14 +121,14 @@ def load(
     device: torch.device,
     trust_remote_code: bool,
     quantize: str | None,
-    where: Placement = HERE,
+    placement: Placement = HERE,
 ) -> tuple["transformers.PreTrainedModel", PreTrainedTokenizerBase]:
     """Load a causal LM and its tokenizer from a folder or the Hub, as `Target.load` does.
 
     Args:
         dtype: the dtype of weights that are not quantised.
         device: the device of the model, where weights are quantised.
-        where: the placement; sharded or offloaded weights stay where transformers puts them.
+        placement: of the weights; sharded or offloaded weights stay where transformers puts them.
 
     Raises:
         ValueError: it cannot be loaded, quantised or placed, and why.
@@ -139,9 +140,9 @@ def load(
         tokenizer = _tokenizer(path, trust_remote_code)
         cached_file(path, MODELOPT, _raise_exceptions_for_missing_entries=False)  # `check_quantized` reads the cache
     quantized = check_quantized(path, configured, quantize)
-    placement.check(where, quantized, None, device)
+    placing.check(placement, quantized, None, device)
     with _errors(path):
-        options = placement.options(where, configured, device, dtype, trust_remote_code)
+        options = placing.options(placement, configured, device, dtype, trust_remote_code)
         if quantized and not options:
             options["device_map"] = {"": str(device)}
         placed = bool(options)

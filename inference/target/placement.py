@@ -43,7 +43,7 @@ class Placement:
     """The placement of a target.
 
     Attributes:
-        placement: one of `PLACEMENTS`.
+        kind: one of `PLACEMENTS`.
         tensor_parallel: processes that share one target, a divisor of all processes; None for those of a node.
         devices: indices of the devices under device_map, divided among a node's processes; None for all.
         offload: the place of offloaded layers: "cpu" for host memory, "disk" for the checkpoint's files.
@@ -51,7 +51,7 @@ class Placement:
             offload the layers that stay on the device, None for none.
     """
 
-    placement: str
+    kind: str
     tensor_parallel: int | None
     devices: list[int] | None
     offload: str
@@ -60,7 +60,7 @@ class Placement:
     @property
     def needs_all_ranks(self) -> bool:
         """Whether all processes run every pass of the target together."""
-        return self.placement in SHARDED
+        return self.kind in SHARDED
 
     @property
     def group_size(self) -> int:
@@ -71,37 +71,37 @@ class Placement:
 HERE = Placement(REPLICATE, None, None, "cpu", None)
 
 
-def check_single_process(where: Placement, who: str) -> None:
+def check_single_process(placement: Placement, who: str) -> None:
     """Refuse a placement that needs all processes in every pass, for a command that runs passes in one."""
-    if where.needs_all_ranks:
+    if placement.needs_all_ranks:
         raise ValueError(
-            f"model.placement={where.placement} needs processes that make every pass together, which is not so in "
+            f"model.placement={placement.kind} needs processes that make every pass together, which is not so in "
             f"{who}: give model.placement=device_map, or offload"
         )
 
 
-def check(where: Placement, quantized: str | None, adapter: str | None, device: torch.device) -> None:
+def check(placement: Placement, quantized: str | None, adapter: str | None, device: torch.device) -> None:
     """Refuse a placement that cannot work, before anything is loaded.
 
     `quantized` is the weights' quantisation, in the checkpoint or while loading; None if they are not.
     """
-    check_weights(where, quantized, adapter)
-    if where.needs_all_ranks:
+    check_weights(placement, quantized, adapter)
+    if placement.needs_all_ranks:
         accelerator = torch._C._get_accelerator().type
         if device.type != accelerator:
             raise ValueError(
-                f"model.placement={where.placement} uses this machine's {accelerator} devices, but model.device is "
+                f"model.placement={placement.kind} uses this machine's {accelerator} devices, but model.device is "
                 f"{device.type}: leave model.device out, or hide the devices (CUDA_VISIBLE_DEVICES=)"
             )
-        check_processes(where, _world(), where.group_size)
-    elif where.placement == DEVICE_MAP and device.type != "cpu":
-        devices_of(where, device)
-    check_offload(where, device.type)
+        check_processes(placement, _world(), placement.group_size)
+    elif placement.kind == DEVICE_MAP and device.type != "cpu":
+        devices_of(placement, device)
+    check_offload(placement, device.type)
 
 
-def check_weights(where: Placement, quantized: str | None, adapter: str | None) -> None:
+def check_weights(placement: Placement, quantized: str | None, adapter: str | None) -> None:
     """Refuse a placement that these weights cannot have."""
-    kind = where.placement
+    kind = placement.kind
     if kind == REPLICATE:
         return
     if adapter is not None:
@@ -116,18 +116,18 @@ def check_weights(where: Placement, quantized: str | None, adapter: str | None) 
         )
 
 
-def check_offload(where: Placement, device: str) -> None:
+def check_offload(placement: Placement, device: str) -> None:
     """Refuse to offload from a device type without a separate memory."""
-    if where.placement == OFFLOAD and device == "cpu" and where.offload == "cpu":
+    if placement.kind == OFFLOAD and device == "cpu" and placement.offload == "cpu":
         raise ValueError(
             "model.placement=offload: on a CPU the weights are in its memory anyway: give model.offload=disk"
         )
 
 
-def check_processes(where: Placement, world: int, group: int) -> None:
+def check_processes(placement: Placement, world: int, group: int) -> None:
     """Refuse to shard a target within one process, or in tensor-parallel groups of unequal size."""
-    kind = where.placement
-    if world == 1 and where.tensor_parallel != 1:
+    kind = placement.kind
+    if world == 1 and placement.tensor_parallel != 1:
         raise ValueError(
             f"model.placement={kind} shares the target among processes, and there is one: give launcher.num_processes, "
             "or model.placement=device_map"
@@ -156,14 +156,14 @@ def check_shape(config: PreTrainedConfig, group: int, path: str) -> None:
 
 
 def options(
-    where: Placement, config: PreTrainedConfig, device: torch.device, dtype: torch.dtype, trust: bool
+    placement: Placement, config: PreTrainedConfig, device: torch.device, dtype: torch.dtype, trust: bool
 ) -> dict[str, Any]:
     """Return from_pretrained's options for a placement, empty for replicate; refuse sizes that do not fit."""
     from transformers.distributed.configuration_utils import DistributedConfig
 
     world = _world()
-    if where.placement == TENSOR_PARALLEL and where.group_size > 1:
-        size, copies = where.group_size, world // where.group_size
+    if placement.kind == TENSOR_PARALLEL and placement.group_size > 1:
+        size, copies = placement.group_size, world // placement.group_size
         check_shape(config.get_text_config(), size, str(config.name_or_path))
         sizes: dict[str, Any] = {"tp_size": size}
         extra = dict[str, Any]()
@@ -172,25 +172,25 @@ def options(
         elif copies > 1:  # older versions of transformers take replicas as a further mesh dimension
             sizes["fsdp_size"], extra["device_mesh"] = copies, mesh(size, device)
         return {"distributed_config": DistributedConfig(**sizes), **extra}
-    if where.placement == FSDP:
+    if placement.kind == FSDP:
         return {"distributed_config": DistributedConfig(fsdp_size=world)}
-    if where.placement == DEVICE_MAP:
+    if placement.kind == DEVICE_MAP:
         if device.type == "cpu":
             return {"device_map": {"": "cpu"}}
-        indices, free = devices_of(where, device), torch.cuda.mem_get_info
-        cap = {n: int(free(n)[0] * 0.9) if where.memory_gb is None else int(where.memory_gb * GB) for n in indices}
+        indices, most = devices_of(placement, device), placement.memory_gb
+        cap = {n: int(torch.cuda.mem_get_info(n)[0] * 0.9 if most is None else most * GB) for n in indices}
         return {"device_map": "auto", "max_memory": cap}
-    if where.placement == OFFLOAD:
+    if placement.kind == OFFLOAD:
         with torch.device("meta"):
             skeleton = transformers.AutoModelForCausalLM.from_config(config, trust_remote_code=trust)
         modules, count = dict(skeleton.named_modules()), skeleton.config.get_text_config().num_hidden_layers
         layers = next(n for n, one in modules.items() if isinstance(one, nn.ModuleList) and len(one) == count)
         leaves = (name for name, module in modules.items() if not [*module.children()])
         devices = {name: str(device) for name in leaves if not name.startswith(f"{layers}.")}
-        room = int((where.memory_gb or 0) * GB)
+        room = int((placement.memory_gb or 0) * GB)
         for i in range(count):  # the first ones stay on the device
             room -= sum(weight.numel() for weight in modules[f"{layers}.{i}"].parameters()) * dtype.itemsize
-            devices[f"{layers}.{i}"] = str(device) if room >= 0 else where.offload
+            devices[f"{layers}.{i}"] = str(device) if room >= 0 else placement.offload
         return {"device_map": devices}
     return {}
 
@@ -202,14 +202,14 @@ def mesh(size: int, device: torch.device) -> Any:
     )
 
 
-def devices_of(where: Placement, device: torch.device) -> list[int]:
+def devices_of(placement: Placement, device: torch.device) -> list[int]:
     """Return the devices of this process's target: its share of the node's, its own device first.
 
     Raises:
         ValueError: there are no such devices, or fewer than processes.
     """
     count = torch.cuda.device_count()
-    indices = list(range(count)) if where.devices is None else where.devices
+    indices = list(range(count)) if placement.devices is None else placement.devices
     if odd := [n for n in indices if not 0 <= n < count]:
         raise ValueError(f"model.devices names {odd[0]}, and there are {count} devices: count from 0")
     processes, mine = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), int(os.environ.get("LOCAL_RANK", "0"))
@@ -244,17 +244,15 @@ class Placed(NamedTuple):
 
 
 def placed(
-    model: "transformers.PreTrainedModel", where: Placement, path: str, device: torch.device, trust: bool
+    model: "transformers.PreTrainedModel", placement: Placement, path: str, device: torch.device, trust: bool
 ) -> Placed:
     """Return a placed model that transformers has distributed; every process calls it if passes need all of them.
 
     Raises:
         ValueError: sharding was asked for and nothing is sharded.
     """
-    if where.needs_all_ranks and where.group_size > 1 and not any(map(_is_sharded, model.parameters())):
-        raise ValueError(
-            f"model.placement={where.placement}: transformers has no plan to cut {path} up; choose another"
-        )
+    if placement.needs_all_ranks and placement.group_size > 1 and not any(map(_is_sharded, model.parameters())):
+        raise ValueError(f"model.placement={placement.kind}: transformers has no plan to cut {path} up; choose another")
     embeddings = _embeddings(model, read_target_config(path, trust), device, trust)
     if getattr(model, "hf_quantizer", None) is not None:
         digest_of_target = fingerprint(model, path)
@@ -266,13 +264,13 @@ def placed(
             few = {name: value.flatten()[:FEW].clone() for name, value in whole(model) if name in names}
             digest_of_target = digest(few)
     group = None
-    if where.placement == TENSOR_PARALLEL and where.group_size > 1:
-        group = mesh(where.group_size, device)["tp"].get_group()
-    if where.needs_all_ranks:
+    if placement.kind == TENSOR_PARALLEL and placement.group_size > 1:
+        group = mesh(placement.group_size, device)["tp"].get_group()
+    if placement.needs_all_ranks:
         # The first call makes a module the FSDP root; later the decoder stack is called directly.
         with torch.no_grad():
             model(input_ids=torch.zeros(1, 1, dtype=torch.long, device=device), use_cache=False)
-    return Placed(device, embeddings, digest_of_target, group, needs_all_ranks=where.needs_all_ranks)
+    return Placed(device, embeddings, digest_of_target, group, needs_all_ranks=placement.needs_all_ranks)
 
 
 def whole(module: nn.Module) -> Iterator[tuple[str, Tensor]]:

@@ -51,7 +51,7 @@ class Target(TargetModel):
         trust_remote_code: bool = False,
         quantize: str | None = None,
         adapter: str | None = None,
-        where: Placement = HERE,
+        placement: Placement = HERE,
     ) -> "Target":
         """Load a target from a folder or the Hub.
 
@@ -60,7 +60,7 @@ class Target(TargetModel):
             device: torch device; None takes an accelerator if there is one.
             quantize: a key of `loading.METHODS`; None or "none" for the checkpoint's weights.
             adapter: folder or Hub name of a PEFT adapter to merge into the weights; None or "none" for none.
-            where: the placement of a target that does not fit one device; features are on `device` in any case.
+            placement: of a target that does not fit one device; features are on `device` in any case.
 
         Raises:
             ValueError: the model or its tokenizer cannot be loaded, placed or verified, and why.
@@ -69,14 +69,14 @@ class Target(TargetModel):
         kind = dtype_named(dtype, chosen_device, path, trust_remote_code)
         merges = None if adapter == loading.AS_IT_IS else adapter
         if merges is not None:
-            check_placement(where, None, merges, chosen_device)
+            check_placement(placement, None, merges, chosen_device)
             folder = loading.check_adapter(merges, quantize)
-        model, tokenizer = loading.load(path, kind, chosen_device, trust_remote_code, quantize, where)
+        model, tokenizer = loading.load(path, kind, chosen_device, trust_remote_code, quantize, placement)
         attached = sharded = None
         if merges is not None:
             model, attached = loading.merge_adapter(model, path, merges, folder)
-        elif where.placement != REPLICATE:
-            sharded = placed_whole(model, where, path, chosen_device, trust_remote_code)
+        elif placement.kind != REPLICATE:
+            sharded = placed_whole(model, placement, path, chosen_device, trust_remote_code)
         return cls(model, tokenizer, path, attached, sharded)
 
     @classmethod
@@ -84,7 +84,7 @@ class Target(TargetModel):
         """Load the target of a configuration, in another dtype or on another device if given."""
         target = cls.load(
             model.path, dtype or model.dtype, device or model.device, model.trust_remote_code, model.quantize,
-            model.adapter, model.where,
+            model.adapter, model.placed,
         )  # fmt: skip
         target.sibling = model.sibling
         return target

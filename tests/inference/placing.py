@@ -53,7 +53,7 @@ def main() -> None:
     for kind in kinds:
         name, size = kind.split(":")
         where = Placement(name, int(size) or None, None, "cpu", None)
-        found[kind] = compared(Target.load(folder, "float32", "cpu", where=where), alone)
+        found[kind] = compared(Target.load(folder, "float32", "cpu", placement=where), alone)
     Path(out, f"{distributed.get_rank()}.json").write_text(json.dumps(found))
     distributed.destroy_process_group()
 

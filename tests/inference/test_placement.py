@@ -66,13 +66,13 @@ def test_processes_hold_a_target_together(
 
 
 @pytest.mark.parametrize(
-    "where", [OFFLOAD, replace(OFFLOAD, memory_gb=7e-5), replace(HERE, placement="device_map")], ids=str
+    "where", [OFFLOAD, replace(OFFLOAD, memory_gb=7e-5), replace(HERE, kind="device_map")], ids=str
 )
 def test_a_streamed_target_is_the_target(folder: str, where: Placement) -> None:
-    plain, placed = Target.load(folder, "float32", "cpu"), Target.load(folder, "float32", "cpu", where=where)
+    plain, placed = Target.load(folder, "float32", "cpu"), Target.load(folder, "float32", "cpu", placement=where)
     there = [not each.is_meta for each in (next(layer.parameters()) for layer in placed.decoder_layers)]
     some = where.memory_gb is not None
-    assert there == [where.placement == "device_map" or (some and i < 2) for i in range(3)]
+    assert there == [where.kind == "device_map" or (some and i < 2) for i in range(3)]
     token = torch.tensor([toys.prompt(0, 20)])
     document = (torch.arange(20) > 6).long()[None]
     ours, theirs = placed.features(token, document, (0, 2)), plain.features(token, document, (0, 2))
@@ -89,7 +89,7 @@ def test_a_streamed_target_is_the_target(folder: str, where: Placement) -> None:
 def test_a_tied_target_in_another_dtype_is_streamed(tmp_path: Path) -> None:
     model = AutoModelForCausalLM.from_config(LlamaConfig(**toys.SIZES, tie_word_embeddings=True))
     path = assistants.save(model.bfloat16(), toys.tokenizer(), tmp_path)
-    plain, placed = Target.load(path, "float32", "cpu"), Target.load(path, "float32", "cpu", where=OFFLOAD)
+    plain, placed = Target.load(path, "float32", "cpu"), Target.load(path, "float32", "cpu", placement=OFFLOAD)
     token = torch.arange(12)[None]
     assert placed.features(token, torch.zeros_like(token), ()).last_hidden.equal(
         plain.features(token, torch.zeros_like(token), ()).last_hidden
@@ -115,7 +115,7 @@ def test_what_cannot_work_is_one_line(folder: str, monkeypatch: pytest.MonkeyPat
     def refused(words: str, where: Placement, **given: str | None) -> None:
         refuses(words, check, where, given.get("quantized"), given.get("adapter"), CPU)
 
-    parallel, sharded = replace(HERE, placement="tensor_parallel"), replace(HERE, placement="fsdp")
+    parallel, sharded = replace(HERE, kind="tensor_parallel"), replace(HERE, kind="fsdp")
     refused(r"there is one: give launcher\.num_processes", parallel)
     refused(r"there is one: give launcher\.num_processes", sharded)
     for kind in (parallel, sharded):
@@ -130,9 +130,9 @@ def test_what_cannot_work_is_one_line(folder: str, monkeypatch: pytest.MonkeyPat
         with pytest.raises(ValueError, match=rf"model\.tensor_parallel=4 does not divide the {words} .*fsdp"):
             check_shape(AutoConfig.from_pretrained(folder, **shape), 4, folder)
     with pytest.raises(ValueError, match=r"needs processes that make every pass together, which is not so in an eval"):
-        check_single_process(replace(HERE, placement="fsdp"), "an evaluation")
+        check_single_process(replace(HERE, kind="fsdp"), "an evaluation")
     with pytest.raises(ValueError, match=r"model\.placement=offload cannot shard or move quantised weights \(int8\)"):
-        Target.load(folder, "float32", "cpu", quantize="int8", where=OFFLOAD)
+        Target.load(folder, "float32", "cpu", quantize="int8", placement=OFFLOAD)
 
 
 @pytest.mark.parametrize(
@@ -156,8 +156,8 @@ def test_devices_are_shared_out_among_a_nodes_processes(monkeypatch: pytest.Monk
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda n: (10 * (n + 1), 100))
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     monkeypatch.setenv("LOCAL_RANK", "1")
-    assert replace(HERE, placement="tensor_parallel").group_size == 2, "a node's processes"
-    where, place = replace(HERE, placement="device_map"), torch.device("cuda", 5)
+    assert replace(HERE, kind="tensor_parallel").group_size == 2, "a node's processes"
+    where, place = replace(HERE, kind="device_map"), torch.device("cuda", 5)
     assert placement.devices_of(where, place) == [5, 1, 3, 7]
     assert placement.devices_of(replace(where, devices=[4, 5, 6, 7]), place) == [5, 7]
     found = options(replace(where, devices=[4, 5, 6, 7]), PreTrainedConfig(), place, torch.bfloat16, False)
@@ -178,7 +178,7 @@ def test_a_placement_is_that_of_its_sizes(folder: str, monkeypatch: pytest.Monke
     assert [place for name, place in found.items() if ".layers." in name] == ["cpu", "cpu", "disk"]
     monkeypatch.setattr(placement, "_world", lambda: 6)
     monkeypatch.setattr(placement, "mesh", lambda *_: None)
-    parallel = replace(HERE, placement="tensor_parallel", tensor_parallel=2)
+    parallel = replace(HERE, kind="tensor_parallel", tensor_parallel=2)
     cut = options(parallel, config, CPU, torch.float32, False)["distributed_config"]
     assert (cut.tp_size, getattr(cut, "dp_replicate_size", None) or cut.fsdp_size) == (2, 3)
 
@@ -197,8 +197,8 @@ def test_a_run_whose_processes_shared_a_target_is_evaluated_over_one_process_dev
 def test_layers_lie_on_several_devices_or_are_streamed(folder: str) -> None:
     plain = Target.load(folder, "float32", "cuda:0")
     token = torch.tensor([toys.prompt(0, 20)])
-    for where in (replace(OFFLOAD, offload="cpu"), OFFLOAD, replace(HERE, placement="device_map")):
-        placed = Target.load(folder, "float32", "cuda:0", where=where)
+    for where in (replace(OFFLOAD, offload="cpu"), OFFLOAD, replace(HERE, kind="device_map")):
+        placed = Target.load(folder, "float32", "cuda:0", placement=where)
         assert placed.device == torch.device("cuda", 0)
         found = placed.features(token, torch.zeros_like(token), ()).last_hidden
         assert found.device == placed.device
