@@ -24,7 +24,7 @@ from hydra import compose, initialize_config_dir
 from data.batches import pack, token_counts
 from data.text.prompts import load_training
 from heads.common.resolvers import register_resolvers
-from heads.modules.vocab import prune
+from heads.modules.vocab import choose_draft_vocab
 from inference.target.embeddings_only import load_target
 from train import checkpoint
 from train.build import batches_for, loop_of, source_for, values_of
@@ -44,7 +44,7 @@ def prepared(run: RunConfig) -> Loop:
     head: Any = init_head(run.head, run.init, target).to(accelerator.device)
     run = replace(run, head=head.config)
     samples, _, _ = load_training(run.data, target.tokenizer, run.trainer.eval_prompts, run.workload)
-    prune(head, token_counts(samples, target.embeddings.vocab_size))
+    choose_draft_vocab(head, token_counts(samples, target.embeddings.vocab_size))
     batches = batches_for(run, pack(samples, run.data.length), accelerator)
     source = source_for(run.features, target, head, batches)
     return loop_of(run, accelerator, target, head, source, [], run.tree, values_of(run))

@@ -39,7 +39,7 @@ from eval.measures import metrics
 from heads import HEADS
 from heads.base import Features, parameter_count
 from heads.common.resolvers import register_resolvers
-from heads.modules.vocab import prune
+from heads.modules.vocab import choose_draft_vocab
 from inference.decode import RequestParams, speculate
 from inference.drafters.head import HeadDrafter
 from inference.target.target import Target
@@ -81,7 +81,7 @@ def train(run: RunConfig, target: Any, samples: Sequence[Sample], held_out: list
     config, init = resolve_init(run.init, run.head, target.target)
     head: Any = init_head(config, init, target.target)
     run = replace(run, init=init)
-    prune(head, token_counts(samples, target.embeddings.vocab_size))
+    choose_draft_vocab(head, token_counts(samples, target.embeddings.vocab_size))
     accelerator = Accelerator(cpu=True)
     batches = batches_for(run, pack(samples, run.data.length), accelerator)
     fit_init(head, init, target.target, batches, run.trainer.steps)

@@ -54,7 +54,7 @@ from heads.common.files import atomic_write
 from heads.common.resolvers import register_resolvers
 from heads.formats.published import load_published
 from heads.formats.store import load_head
-from heads.modules.vocab import prune
+from heads.modules.vocab import choose_draft_vocab
 from inference.decode import RequestParams, speculate
 from inference.drafters.head import HeadDrafter
 from inference.drafters.policy import TreeConfig
@@ -108,7 +108,7 @@ class Job:
         set_seed(run.trainer.seed)
         config, init = resolve_init(run.init, run.head, target)
         head: Any = init_head(config, init, target)
-        prune(head, token_counts(self.samples, target.embeddings.vocab_size))
+        choose_draft_vocab(head, token_counts(self.samples, target.embeddings.vocab_size))
         steps = run.sequences_per_step * run.trainer.steps
         fit_init(head, init, self.target, Batches(self.packed, 1, 1, run.trainer.seed, 0, 1), steps)
         return head, replace(run, head=head.config, init=init)

@@ -2,7 +2,7 @@
 
 The wide first layer reads (norm of the embedding of token t+1, norm of the state before). The state is fc(features of
 the chosen layers at t) at depth 1 and the layer's own output at later depths, in training too: `unroll` is the
-training-time test. The head's own lm_head reads the normed output; its vocabulary may be pruned.
+training-time test. The head's own lm_head reads the normed output, over a draft vocabulary if it has one.
 
 EAGLE-3.1 (arXiv 2605.09992) norms each layer's features before they are fused (`feature_norm`) and feeds the normed
 output back (`norm_output`), which keeps deep drafts and long texts from drifting. Further options: one norm of all

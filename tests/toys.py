@@ -28,7 +28,7 @@ from transformers import (
 )
 
 from heads import HEADS
-from heads.modules.vocab import prune
+from heads.modules.vocab import choose_draft_vocab
 from inference.drafters.head import HeadDrafter
 from inference.drafters.policy import TreeConfig
 from inference.target.target import Target
@@ -234,7 +234,7 @@ def head(name: str, of: Target) -> torch.nn.Module:
     torch.manual_seed(2)
     kind, options = OPTIONS.get(name, (name, {}))
     made = HEADS[kind](HEADS[kind].Config(name=kind, **HEAD_CONFIGS[kind] | options), of.embeddings)
-    prune(made, COUNTS)
+    choose_draft_vocab(made, COUNTS)
     for parameter in made.parameters():
         if parameter.ndim == 2:
             torch.nn.init.normal_(parameter, std=0.3)
@@ -250,7 +250,7 @@ def drafter(name: str, of: Target, tree: str) -> HeadDrafter:
 def head_of(kind: str, options: dict[str, Any], of: Target) -> torch.nn.Module:
     """Return a head with these options, whose weights, norms and biases too, follow from their names and shapes."""
     made = HEADS[kind](HEADS[kind].Config(name=kind, **options), of.embeddings)
-    prune(made, COUNTS)
+    choose_draft_vocab(made, COUNTS)
     for key, parameter in made.named_parameters():
         if parameter.requires_grad:
             seed = torch.Generator().manual_seed(zlib.crc32(key.encode()))

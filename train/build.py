@@ -38,7 +38,7 @@ from heads.common.typed import Json
 from heads.formats.published import export
 from heads.formats.published.export import TargetFacts
 from heads.modules.layers import Recomputing
-from heads.modules.vocab import prune
+from heads.modules.vocab import choose_draft_vocab
 from inference.drafters.policy import TreeConfig, verifiable
 from inference.target.embeddings_only import AnyTarget, load_target, norm_of
 from inference.target.target import Target
@@ -117,8 +117,8 @@ def build(run: RunConfig, accelerator: Accelerator, lock: RunLock) -> Loop:
     data = load_training(run.data, target.tokenizer, prompts, run.workload, max_prompt_tokens(run, target.config))
     packed = pack(data.samples, run.data.length)
     check_known(packed, data.held_out, target.tokenizer, target.embeddings.vocab_size)
-    if init in STARTS:  # a head to start from has already chosen its pruned vocabulary
-        prune(head, token_counts(data.samples, target.embeddings.vocab_size))
+    if init in STARTS:  # a head to start from has already chosen its draft vocabulary
+        choose_draft_vocab(head, token_counts(data.samples, target.embeddings.vocab_size))
     if run.trainer.micro_tokens is None:
         micro_tokens = run.data.length * executable_micro_batch(run, accelerator, target, head, packed)
         run = replace(run, trainer=replace(run.trainer, micro_tokens=micro_tokens))

@@ -1,6 +1,6 @@
 """Training losses: pure functions of the target's distribution p and the draft's q, one value per row.
 
-A head with a pruned vocabulary drafts W of the target's V tokens. Divergences compare q with p renormalised over the W
+A head with a draft vocabulary drafts W of the target's V tokens. Divergences compare q with p renormalised over the W
 tokens, at rows whose most likely token is one of them (EAGLE-3); acceptance losses read p itself.
 """
 
@@ -70,7 +70,7 @@ class ObjectiveConfig:
 class TeacherProbs:
     """The target's distribution at n rows over the draft vocabulary of W tokens, with cached derived values."""
 
-    log_p: Float[Tensor, "n W"]  # log-probs; with a pruned vocabulary they do not sum to 1
+    log_p: Float[Tensor, "n W"]  # log-probs; with a draft vocabulary they do not sum to 1
     best: Int[Tensor, "n"]  # argmax over the whole vocabulary as an index into the W tokens, -1 outside them
 
     @cached_property

@@ -50,7 +50,7 @@ from train.plan import GIB, MAX_UTILISATION, PLAIN, Plan, plan, target_shape
 from train.start import STARTS, check_init, check_kind, resolve_saved_config
 
 GATE = "float32"  # dtype of the losslessness check if the target fits in it: 16-bit rounding blurs the comparison
-PRUNED = 32000  # EAGLE-3's draft vocabulary
+DRAFT_VOCAB = 32000  # size of EAGLE-3's draft vocabulary
 SIDE = 1024  # size of the matrices that measure a CPU's FLOP/s
 # Overrides of features=stored; a plan does not depend on where the store is.
 STORED = "features.mode=stored features.path=store"
@@ -312,7 +312,7 @@ def remedy(run: RunConfig) -> str | None:
         "trainer.optimizer=muon": run.trainer.optimizer == "adamw" and unsharded,
         "model.placement=offload": whole,
         "model.quantize=int8": run.model.quantize is None,
-        f"head.draft_vocab={PRUNED}": head.get("draft_vocab", PRUNED) is None,
+        f"head.draft_vocab={DRAFT_VOCAB}": head.get("draft_vocab", DRAFT_VOCAB) is None,
         "head.lm_head=shared": head.get("lm_head") == "own",
         f"data.length={half} trainer.micro_tokens={half}": length > 512,
     }

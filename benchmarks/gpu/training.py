@@ -15,7 +15,7 @@ from data.batches import pack, token_counts
 from data.features.source import FeatureSource, LiveFeatures, MicroBatch
 from data.text.masks import Sample
 from eval.measures.machine import peak_memory
-from heads.modules.vocab import prune
+from heads.modules.vocab import choose_draft_vocab
 from train import objective
 from train.build import batches_for
 from train.config import RunConfig
@@ -56,7 +56,7 @@ def stepper(
     torch.manual_seed(0)
     head: Any = init_head(*resolve_init(run.init, run.head, target), target).to(target.device)
     samples = documents(8 * rows * run.data.length, min(USED, target.embeddings.vocab_size), bench.toy, answers)
-    prune(head, token_counts(samples, target.embeddings.vocab_size))
+    choose_draft_vocab(head, token_counts(samples, target.embeddings.vocab_size))
     batches = batches_for(run, pack(samples, run.data.length), accelerator)
     source, width = LiveFeatures(target, batches, head.feature_layers), target.embeddings.hidden_size
     if compiled:

@@ -9,5 +9,5 @@ autoregressive.py  unroll, extend and expand of heads that draft one token after
 per_depth.py       unroll, extend and expand of heads with a module for each depth
 kv_cache.py        the head's KV cache of verified rows, and its sliding window
 fusion.py          default feature layers, and the fusion of their states into one
-vocab.py           the pruned draft vocabulary, the lm_head over it, and the argmax of logits
+vocab.py           the draft vocabulary, the lm_head over it, and the argmax of logits
 """

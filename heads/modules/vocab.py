@@ -1,4 +1,4 @@
-"""The lm_head of a draft head, its pruned vocabulary, and an argmax of logits that is fast on a CPU.
+"""The lm_head of a draft head, its draft vocabulary, and an argmax of logits that is fast on a CPU.
 
 With a vocabulary of 128k the lm_head dominates the cost of a small head. A head that drafts only the W most frequent
 tokens (FR-Spec, arXiv 2502.14856; EAGLE-3) cannot draft rare tokens and is cheaper at every step. The W tokens are
@@ -178,8 +178,8 @@ def factorise(weight: Tensor, up: Tensor, down: Tensor) -> None:
     down.copy_(main.T)
 
 
-def prune(head: nn.Module, counts: Int[Tensor, "V"]) -> None:
-    """Choose the tokens of a head's pruned vocabulary by their frequency in the training data."""
+def choose_draft_vocab(head: nn.Module, counts: Int[Tensor, "V"]) -> None:
+    """Choose the tokens of a head's draft vocabulary by their frequency in the training data."""
     vocab = getattr(head, "vocab", None)
     if vocab is not None:
         vocab.choose(counts)

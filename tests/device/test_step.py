@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from heads.modules.vocab import prune
+from heads.modules.vocab import choose_draft_vocab
 from inference.batch import Batch, batch_of
 from inference.decode import RequestParams, autoregress, speculate
 from inference.drafters.head import HeadDrafter
@@ -81,7 +81,7 @@ def test_heads_and_the_baseline_take_turns_with_the_graphs_of_their_first_reques
     heads: list[Any] = [copy.deepcopy(toys.head("hass", toys.target())).to(device) for _ in range(2)]
     for seed, head in enumerate(heads):
         head._embeddings = (target.embeddings,)
-        prune(head, torch.randint(100, (toys.VOCAB,), generator=torch.Generator().manual_seed(seed)))
+        choose_draft_vocab(head, torch.randint(100, (toys.VOCAB,), generator=torch.Generator().manual_seed(seed)))
     sources = [HeadDrafter(head, toys.TREES["dynamic"], "hass") for head in heads]
     prompts, settings = [toys.prompt(seed, 9) for seed in range(size)], RequestParams(30, GREEDY)
     expected = [autoregress(target, prompt, settings).tokens for prompt in prompts]

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._pytree import tree_leaves, tree_map
 
-from heads.modules.vocab import prune
+from heads.modules.vocab import choose_draft_vocab
 from inference.batch import Batch, batch_of
 from inference.decode import Generation, RequestParams, speculate
 from inference.drafters.head import HeadDrafter
@@ -179,7 +179,7 @@ def by_turns() -> dict[str, bool]:
     passes.BACKEND = "eager"
     target = toys.target("llama", torch.float64)
     heads: list[Any] = [toys.head("hass", target) for _ in range(2)]
-    prune(heads[1], torch.randint(100, (toys.VOCAB,), generator=torch.Generator().manual_seed(9)))
+    choose_draft_vocab(heads[1], torch.randint(100, (toys.VOCAB,), generator=torch.Generator().manual_seed(9)))
     sources = [HeadDrafter(head, TREES["dynamic"], "hass") for head in heads]
     request = toys.prompt(5, 9), RequestParams(16, GREEDY)
     expected = [reference(target, source, *request) for source in sources]

@@ -5,7 +5,7 @@ DSpark adds `markov_head` and `confidence_head`, Domino `prefix_gru` and `embed_
 
 vLLM, SGLang and the authors' code read the format. Its masked positions hold the target's embedding of a token; ours
 are a parameter, so a head can be exported only if that is a row of the embedding. DFlash drafts from the masked
-positions of a block, DSpark from the root token's position too. Only vLLM reads an lm_head, over a pruned vocabulary.
+positions of a block, DSpark from the root token's position too. Only vLLM reads an lm_head, over a draft vocabulary.
 Only SGLang runs Domino; it corrects all positions but the first, as we do. With an anchor that drafts, it drafts one
 token fewer than the block has positions.
 """

@@ -1,7 +1,7 @@
 """EAGLE-4 in the format of its engine plug-ins (eagle-harness 0.1.3) and of NeMo Automodel's export.
 
 The format has EAGLE-3.1's tensors of one layer under `layers.0`, the target's embedding, and the candidate head's two
-factors. The plug-ins refuse unknown keys and tensors, several layers, and a pruned vocabulary. Other engines get the
+factors. The plug-ins refuse unknown keys and tensors, several layers, and a draft vocabulary. Other engines get the
 head without its factors: an EAGLE-3.1 head that drafts over the whole vocabulary.
 """
 

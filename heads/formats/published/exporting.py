@@ -88,7 +88,7 @@ class Export(NamedTuple):
         return weight if down is None else (weight.double() @ down.double()).to(weight.dtype)
 
     def vocabulary(self) -> NamedTensors:
-        """Return the pruned vocabulary as offsets and mask (d2t, t2d), empty for the whole vocabulary."""
+        """Return the draft vocabulary as offsets and mask (d2t, t2d), empty for the whole vocabulary."""
         ids = self.tensors.get("vocab.ids")
         if ids is None:
             return {}

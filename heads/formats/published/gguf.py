@@ -158,7 +158,7 @@ def tokenizer_of(target: Path, size: int, ids: Mapping[str, int]) -> Json:
         raise ValueError(
             f"gguf={target}: a vocabulary of {count} tokens, and the head's is {size}; give its own target's file"
         )
-    # The same tokenizer may differ in a few tokens: the converter writes the blanks of added tokens differently.
+    # The same tokenizer may differ in a few tokens: the converter writes the whitespace of added tokens differently.
     if 2 * sum(index < size and tokens[index] == token for token, index in ids.items()) < len(ids):
         raise ValueError(
             f"gguf={target}: most of its tokens are not those of the target's tokenizer; give its own target's file"
