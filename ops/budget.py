@@ -40,7 +40,7 @@ from ops.commands import REFUSED, run_command, split_config
 from train import checkpoint, sweep
 from train.checkpoint import differences, plain
 from train.config import RunConfig, run_config
-from train.distributed.launch import Words, key_of, overrides
+from train.distributed.launch import Overrides, key_of, user_overrides
 from train.resolve import check_out, clear_out
 
 # The learning curve of τ: a power function of the trained tokens through a few points, and its interval.
@@ -93,7 +93,7 @@ DECIDED = {  # overrides that a training within a budget cannot take -> what to 
 FOLDER, STATE = "forecast", "forecast.json"  # in the run's folder: the short trainings, and the finished stages
 PROBE = 6  # steps of the training that measures a step's cost
 ROOM = 1.1  # margin of the advised budget
-Train = Callable[[Words], object]  # runs a training with these overrides to its end
+Train = Callable[[Overrides], object]  # runs a training with these overrides to its end
 
 
 @dataclass(frozen=True)
@@ -151,13 +151,13 @@ class BudgetConfig:
 class Forecast:
     """The trainings of a run, apart from its head, within its budget; `state` is the content of `forecast.json`.
 
-    `words` are the overrides that all trainings have in common; `train` runs one with further overrides, to its end.
+    `overrides` are those that all trainings have in common; `train` runs one with further overrides, to its end.
     """
 
-    def __init__(self, run: RunConfig, config: BudgetConfig, words: Words, train: Train) -> None:
+    def __init__(self, run: RunConfig, config: BudgetConfig, overrides: Overrides, train: Train) -> None:
         self.run, self.budget, self.config, self.out = run, config.budget, config.forecast, Path(run.out)
         self.train, path = train, self.out / STATE
-        settings = plain({"budget": str(self.budget), "overrides": sorted(words), **asdict(self.config)})
+        settings = plain({"budget": str(self.budget), "overrides": sorted(overrides), **asdict(self.config)})
         self.state: Json = {
             "settings": settings, "spent": 0.0, "cost": {}, "fixed": {}, "left_out": {}, "points": {}, "steps": None,
         }  # fmt: skip
@@ -190,28 +190,28 @@ class Forecast:
         """Write the state."""
         write_json(self.out / STATE, self.state)
 
-    def folder(self, words: str) -> Path:
+    def folder(self, candidate: str) -> Path:
         """Return the folder of a candidate's trainings."""
-        return self.out / FOLDER / str(self.config.candidates.index(words))
+        return self.out / FOLDER / str(self.config.candidates.index(candidate))
 
-    def overrides(self, words: str, steps: int, cooldown: float) -> Words:
+    def overrides(self, candidate: str, steps: int, cooldown: float) -> Overrides:
         """Return the overrides of a candidate's training, such that it can be continued."""
         schedule = [f"trainer.cooldown={cooldown}", f"trainer.warmup={min(1.0, self.config.warmup / steps)}"]
-        return [*f"head={words}".split(), f"trainer.steps={steps}", *schedule]
+        return [*f"head={candidate}".split(), f"trainer.steps={steps}", *schedule]
 
     def stable(self, steps: int) -> int:
         """Return the step at which the cooldown begins, as `train.optim.cooldown_begin` does."""
         return steps - round(self.config.cooldown * steps)
 
-    def measure(self, words: str, steps: int, cooldown: float, begin: int) -> None:
+    def measure(self, candidate: str, steps: int, cooldown: float, begin: int) -> None:
         """Train a candidate to `steps` from its checkpoint at step `begin`, evaluate it, and count the cost."""
-        began, folder, config, timed = time.monotonic(), self.folder(words), self.config, self.budget.timed
+        began, folder, config, timed = time.monotonic(), self.folder(candidate), self.config, self.budget.timed
         for path in checkpoint.checkpoints(folder / "checkpoints"):
             if checkpoint.step_of(path) > begin:  # checkpoints of the cooldown
                 shutil.rmtree(path)
         save = max(1, steps - round(cooldown * steps))
         self.train([
-            *self.overrides(words, steps, cooldown), f"out={quoted(folder)}", "name=pilot",
+            *self.overrides(candidate, steps, cooldown), f"out={quoted(folder)}", "name=pilot",
             "resume=true" if checkpoint.checkpoints(folder / "checkpoints") else "overwrite=true",
             "trainer.eval_prompts=0", "trainer.patience=null", "trainer.trackers=[jsonl]", "trainer.log_every=1",
             f"trainer.eval_every={steps}", f"trainer.save_every={save}", f"trainer.keep={-(-steps // save) + 1}",
@@ -222,24 +222,24 @@ class Forecast:
         if not unit:
             raise ValueError("no operations were counted: give a budget in time")
         seconds, taken = time.monotonic() - began, (steps - begin) * unit
-        self.state["cost"][words] = unit
-        self.state["fixed"][words] = max(0.0, seconds - taken) if timed else 0.0
+        self.state["cost"][candidate] = unit
+        self.state["fixed"][candidate] = max(0.0, seconds - taken) if timed else 0.0
         self.state["spent"] += seconds if timed else taken
 
-    def probe(self) -> Words:
+    def probe(self) -> Overrides:
         """Train every candidate for a few steps to measure their cost; return those that support the target."""
         cost, left_out = self.state["cost"], self.state["left_out"]
-        for words in self.config.candidates:
-            if words not in cost and words not in left_out:
+        for candidate in self.config.candidates:
+            if candidate not in cost and candidate not in left_out:
                 try:
-                    self.measure(words, PROBE, 0.0, 0)
+                    self.measure(candidate, PROBE, 0.0, 0)
                 except SystemExit as error:
                     if error.code not in REFUSED:  # for example a signal's
                         raise
-                    left_out[words] = str(error.__cause__ or f"its training ended with status {error.code}")
+                    left_out[candidate] = str(error.__cause__ or f"its training ended with status {error.code}")
                 self.save()
-        for words, why in left_out.items():
-            print_line(f"{words} is left out: {why}")
+        for candidate, why in left_out.items():
+            print_line(f"{candidate} is left out: {why}")
         if not cost:
             raise ValueError(f"no candidate can be trained ({'; '.join(left_out.values())}): give other overrides")
         return list(cost)
@@ -251,7 +251,7 @@ class Forecast:
         rounds = max(config.points, math.ceil(math.log2(len(running))) + 1)
         share = config.share * self.budget.amount / rounds
         least = max(2, round(config.warmup / (1 - config.cooldown)))
-        needed = max(fixed[words] + least * cost[words] for words in running) * len(running)
+        needed = max(fixed[candidate] + least * cost[candidate] for candidate in running) * len(running)
         if needed > share and not points:
             enough = Budget(ROOM * needed * rounds / config.share, self.budget.timed)
             raise ValueError(
@@ -259,34 +259,34 @@ class Forecast:
                 "would do, or fewer forecast.candidates, or a lower forecast.warmup, each with overwrite=true"
             )
         for index in range(rounds):
-            for words in running:
-                done = points.setdefault(words, [])
+            for candidate in running:
+                done = points.setdefault(candidate, [])
                 if len(done) > index:
                     continue
                 begin = self.stable(done[-1]["steps"]) if done else 0
-                more = int((share / len(running) - fixed[words]) / cost[words])
+                more = int((share / len(running) - fixed[candidate]) / cost[candidate])
                 steps = max(begin + more, done[-1]["steps"] + 2 if done else least)
-                self.measure(words, steps, config.cooldown, begin)
-                done.append({"steps": steps, **measured(self.folder(words), words)})
+                self.measure(candidate, steps, config.cooldown, begin)
+                done.append({"steps": steps, **measured(self.folder(candidate), candidate)})
                 self.save()
                 tokens = steps * self.run.trainer.batch_tokens
-                print_line(f"{words}: {tokens:,} tokens, τ {done[-1]['tau']:.2f}, {done[-1]['speedup']:.2f}x")
-            running.sort(key=lambda words: -points[words][index]["speedup"])
+                print_line(f"{candidate}: {tokens:,} tokens, τ {done[-1]['tau']:.2f}, {done[-1]['speedup']:.2f}x")
+            running.sort(key=lambda candidate: -points[candidate][index]["speedup"])
             running = running[: math.ceil(len(running) / 2)]
         return running[0]
 
-    def finish(self, words: str) -> None:
+    def finish(self, candidate: str) -> None:
         """Train a candidate for the rest of the budget, and print the forecast and the result."""
-        state, points = self.state, self.state["points"][words]
+        state, points = self.state, self.state["points"][candidate]
         if state["steps"] is None:
             clear_out(self.out)
             last = points[-1]["steps"]
-            begin, left = self.stable(last), self.budget.amount - state["spent"] - state["fixed"][words]
+            begin, left = self.stable(last), self.budget.amount - state["spent"] - state["fixed"][candidate]
             saved = checkpoint.folder_of(Path("checkpoints"), begin)
-            shutil.copytree(self.folder(words) / saved, self.out / saved)
+            shutil.copytree(self.folder(candidate) / saved, self.out / saved)
             for file in ("metrics.jsonl", "config.yaml"):  # config.yaml has the head's `init`
-                shutil.copy(self.folder(words) / file, self.out / file)
-            state["steps"] = max(last, begin + int(left / state["cost"][words]))
+                shutil.copy(self.folder(candidate) / file, self.out / file)
+            state["steps"] = max(last, begin + int(left / state["cost"][candidate]))
             self.save()
         steps, (trained, taus, errors) = state["steps"], ([p[key] for p in points] for key in ("steps", "tau", "error"))
         tau = predict(trained, taus, errors, steps, 1.0 + self.run.tree.deepest)
@@ -295,17 +295,17 @@ class Forecast:
         promised = "τ {:.2f} [{:.2f}, {:.2f}], speedup {:.2f} [{:.2f}, {:.2f}] (interval of {:.0%})".format(
             *forecasts, LEVEL
         )
-        print_line(f"{words} is trained on {steps * self.run.trainer.batch_tokens:,} tokens; forecast: {promised}")
-        self.train([*self.overrides(words, steps, self.config.cooldown), "resume=true", f"out={quoted(self.out)}",
+        print_line(f"{candidate} is trained on {steps * self.run.trainer.batch_tokens:,} tokens; forecast: {promised}")
+        self.train([*self.overrides(candidate, steps, self.config.cooldown), "resume=true", f"out={quoted(self.out)}",
                     f"name={quoted(self.run.name)}"])  # fmt: skip
         if self.run.eval.prompts:
-            came = measured(self.out, words)
+            came = measured(self.out, candidate)
             print_line(f"forecast: {promised}; came out: τ {came['tau']:.2f}, {came['speedup']:.2f}x")
 
 
-def measured(folder: Path, words: str) -> dict[str, float]:
+def measured(folder: Path, candidate: str) -> dict[str, float]:
     """Return τ, its standard error and the speedup from a finished training's report."""
-    row = sweep.rows_of("", words.split(maxsplit=1)[0], folder)[0]
+    row = sweep.rows_of("", candidate.split(maxsplit=1)[0], folder)[0]
     low, high = row["tau_ci"] or (row["tau"], row["tau"])
     return {"tau": row["tau"], "error": (high - low) / (2 * NormalDist().inv_cdf(0.975)), "speedup": row["speedup"]}
 
@@ -318,18 +318,18 @@ def cost_of(folder: Path) -> dict[str, float]:
     return {"seconds": float(np.median(seconds[1:] or seconds)), "flops": (total["flops"] or 0.0) / total["steps"]}
 
 
-def shared_words(words: Words, log: str | None) -> Words:
+def shared_overrides(overrides: Overrides, log: str | None) -> Overrides:
     """Return the overrides shared by all trainings within a budget; refuse overrides that are for a single training."""
-    keys = [key_of(word) for word in words]
-    for word, key in zip(words, keys, strict=True):
+    keys = [key_of(override) for override in overrides]
+    for override, key in zip(overrides, keys, strict=True):
         if key.startswith("head."):
-            raise ValueError(f"{key} is of one head: give it with its head, as forecast.candidates=['eagle3 {word}']")
+            raise ValueError(f"{key} is of one head: give it with its head: forecast.candidates=['eagle3 {override}']")
         if key in DECIDED:
-            raise ValueError(f"{word}: {DECIDED[key]}")
+            raise ValueError(f"{override}: {DECIDED[key]}")
     if log is not None and "data.path" in keys:
         raise ValueError("log and data.path are both given: log takes the place of data.path, leave one out")
     return [
-        word for word, key in zip(words, keys, strict=True) if key not in OF_ALL and not key.startswith("forecast.")
+        one for one, key in zip(overrides, keys, strict=True) if key not in OF_ALL and not key.startswith("forecast.")
     ]
 
 
@@ -339,13 +339,13 @@ def main(cfg: DictConfig) -> None:
     training, options = split_config(cfg)
     run = run_config(training)
     config = typed(BudgetConfig, options, built_fields={"budget": Budget.read(options.budget)})
-    words = shared_words(overrides(), config.log)
+    overrides = shared_overrides(user_overrides(), config.log)
     if run.plan is True:
         for candidate in config.forecast.candidates:
-            run_command("train/run.py", [*words, *f"head={candidate}".split()])
+            run_command("train/run.py", [*overrides, *f"head={candidate}".split()])
         return
     check_out(run)
-    forecast = Forecast(run, config, words, lambda more: run_command("train/run.py", [*words, *more]))
+    forecast = Forecast(run, config, overrides, lambda more: run_command("train/run.py", [*overrides, *more]))
     forecast.finish(forecast.choose())
 
 

@@ -16,16 +16,16 @@ from heads.common.errors import ERROR_FILE
 from heads.common.resolvers import ROOT
 from heads.common.typed import Json
 from train.config import RunConfig
-from train.distributed.launch import Words
+from train.distributed.launch import Overrides
 
 REFUSED = FAILED, _ = (1, 2)  # exit statuses of failed and refused commands; others come from signals
 
 
-def run_command(script: str, words: Words) -> None:
+def run_command(script: str, overrides: Overrides) -> None:
     """Run a script with these overrides, and pass signals on; a SystemExit has its status and line of error."""
     with tempfile.NamedTemporaryFile("r", encoding="utf-8") as error_file:
         process = subprocess.Popen(
-            [sys.executable, str(ROOT / script), *words], env={**os.environ, ERROR_FILE: error_file.name}
+            [sys.executable, str(ROOT / script), *overrides], env={**os.environ, ERROR_FILE: error_file.name}
         )
         try:
             status = process.wait()
@@ -46,15 +46,15 @@ def split_config(cfg: DictConfig) -> tuple[DictConfig, DictConfig]:
     )
 
 
-def overrides_of(values: Json, prefix: str = "") -> Words:
+def overrides_of(values: Json, prefix: str = "") -> Overrides:
     """Return nested values as overrides."""
-    words: Words = []
+    overrides: Overrides = []
     for key, value in values.items():
         if isinstance(value, dict):
-            words += overrides_of(value, f"{prefix}{key}.")
+            overrides += overrides_of(value, f"{prefix}{key}.")
         else:
-            words.append(f"{prefix}{key}={_literal(value)}")
-    return words
+            overrides.append(f"{prefix}{key}={_literal(value)}")
+    return overrides
 
 
 def _literal(value: Any) -> str:

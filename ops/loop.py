@@ -41,9 +41,9 @@ from ops.commands import FAILED, overrides_of, run_command, split_config
 from ops.served import Record
 from ops.watch import EARLY, Log, WatcherConfig, check_log, growing, json_object, player, watched
 from train.config import RunConfig, run_config
-from train.distributed.launch import Words, key_of, overrides
+from train.distributed.launch import Overrides, key_of, user_overrides
 
-Train = Callable[[Words], None]  # runs a training with these overrides
+Train = Callable[[Overrides], None]  # runs a training with these overrides
 OWN = ("experiment", "log", "serve", "loop", "name", "out", "resume", "overwrite", "plan", "init", "data.path")
 STATE = "state.json"
 WATCH, ADAPT, PROVE, SWAP = "watch", "adapt", "prove", "swap"
@@ -108,11 +108,11 @@ class State:
         write_checked(out / STATE, asdict(self))
 
 
-def maintain(run: RunConfig, service: LoopJob, words: Words, train: Train) -> int:
+def maintain(run: RunConfig, service: LoopJob, overrides: Overrides, train: Train) -> int:
     """Run the stages, continuing a stopped run; return 1 if an adapted head was not better, otherwise 0.
 
-    `run` is the training that adapts the head, in the maintenance's folder, `words` its overrides by the user; `train`
-    runs one to its end. Refuse a missing log or head, another head than the folder's, and a log that cannot be trained
+    `run` is the training that adapts the head, in the maintenance's folder, by the user's `overrides`; `train` runs one
+    to its end. Refuse a missing log or head, another head than the folder's, and a log that cannot be trained
     on.
     """
     if run.plan is True:
@@ -124,7 +124,7 @@ def maintain(run: RunConfig, service: LoopJob, words: Words, train: Train) -> in
     with claim(out / "lock", wait=False) as free:
         if not free:
             raise ValueError(f"{out}: another maintenance is running there; wait for it, or give another out")
-        maintenance = Maintenance(run, service, words, train, State.read(out, service.serve))
+        maintenance = Maintenance(run, service, overrides, train, State.read(out, service.serve))
         while (done := getattr(maintenance, maintenance.state.stage)()) is None:
             pass
         return int(done)
@@ -133,12 +133,12 @@ def maintain(run: RunConfig, service: LoopJob, words: Words, train: Train) -> in
 class Maintenance:
     """The stages of a head's maintenance; each returns the exit status, or None if another stage follows."""
 
-    def __init__(self, run: RunConfig, service: LoopJob, words: Words, train: Train, state: State) -> None:
-        self.run, self.words, self.train, self.state = run, words, train, state
+    def __init__(self, run: RunConfig, service: LoopJob, overrides: Overrides, train: Train, state: State) -> None:
+        self.run, self.overrides, self.train, self.state = run, overrides, train, state
         self.serve, self.loop = service.serve, service.loop
         self.out, self.log = Path(run.out), Path(service.log).expanduser()
         self.head = resolve_head(self.serve)
-        keys = {"model.path" if key == "model" else key for key in map(key_of, words)}
+        keys = {"model.path" if key == "model" else key for key in map(key_of, overrides)}
         given = {key: getattr(run.model, key) for word in sorted(keys) if (key := word.removeprefix("model.")) != word}
         self.model = model_of(self.serve, given)
         self.given: Json = {"path": self.model.path, "sibling": True, **given}
@@ -201,7 +201,7 @@ class Maintenance:
                     shutil.copy(config, folder)
         if not (adapted / "training.json").is_file():
             # The user's overrides come after the experiment's, and the loop's last.
-            given = [word for word in self.words if not {key_of(word), key_of(word).split(".")[0]} & {*OWN}]
+            given = [one for one in self.overrides if not {key_of(one), key_of(one).split(".")[0]} & {*OWN}]
             share = self.loop.old if (traffic / OLD).stat().st_size else 0.0
             paths = ",".join(quoted(traffic / name) for name in (TRAINED if share else (NEW,)))
             resumes = (adapted / "checkpoints").is_dir()
@@ -361,7 +361,7 @@ def main(cfg: DictConfig) -> None:
     """Run the stages; exit with status 1 if an adapted head was not better."""
     training, options = split_config(cfg)
     train = partial(run_command, "train/run.py")
-    raise SystemExit(maintain(run_config(training), typed(LoopJob, options), overrides(), train))
+    raise SystemExit(maintain(run_config(training), typed(LoopJob, options), user_overrides(), train))
 
 
 if __name__ == "__main__":

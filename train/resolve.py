@@ -317,22 +317,22 @@ def remedy(run: RunConfig) -> str | None:
         f"data.length={half} trainer.micro_tokens={half}": length > 512,
     }
 
-    def utilization(words: str) -> float:
-        sections: Any = OmegaConf.from_dotlist(words.replace("features=stored", STORED).split())
+    def utilization(overrides: str) -> float:
+        sections: Any = OmegaConf.from_dotlist(overrides.replace("features=stored", STORED).split())
         changed = replace(run, **{key: replace(getattr(run, key), **sections[key]) for key in sections})
         try:
             return checked_plan(changed).utilization
         except ValueError:  # settings that cannot be combined
             return math.inf
 
-    possible = [words for words, is_possible in options.items() if is_possible]
-    for words in possible:
-        if utilization(words) <= 1:
-            return words
+    possible = [overrides for overrides, is_possible in options.items() if is_possible]
+    for overrides in possible:
+        if utilization(overrides) <= 1:
+            return overrides
     chosen, least = "", utilization("")
-    for words in possible:
-        together = f"{chosen} {words}".strip()
-        if words.partition("=")[0] not in chosen and (share := utilization(together)) < least:
+    for overrides in possible:
+        together = f"{chosen} {overrides}".strip()
+        if overrides.partition("=")[0] not in chosen and (share := utilization(together)) < least:
             chosen, least = together, share
             if least <= 1:
                 return chosen
@@ -408,8 +408,8 @@ def table(planned: Plan) -> Group:
             tables.append(_table(f"{title}: {gib(use.peak)}{capacity}", {row: gib(size) for row, size in rows.items()}))
     if planned.utilization <= 1:
         verdict = "it fits; without plan=true the same command runs it"
-    elif words := remedy(run):
-        verdict = f"it does not fit; with this it does: {words}"
+    elif overrides := remedy(run):
+        verdict = f"it does not fit; with this it does: {overrides}"
     else:
         verdict = "it does not fit with any change: take more or larger devices, or another head"
     mismatch = export.engine_mismatch(run.head, planned.shape.target.extra_ops())

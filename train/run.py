@@ -46,17 +46,18 @@ def main(cfg: DictConfig) -> float | None:
         run = resolve(cfg)
         queued = launch.is_queued(run.launcher)
         sweep.check(run.trainer.eval_prompts, waits=not queued)
-        words = launch.overrides()
+        overrides = launch.user_overrides()
         if run.plan is True:
-            per_node = launch.command_for_nodes(run.launcher, sys.argv[0], words, on_cpu=run.device.type == "cpu")
+            per_node = launch.command_for_nodes(run.launcher, sys.argv[0], overrides, on_cpu=run.device.type == "cpu")
             if launch.is_main():
                 Console().print(table(plan(run)), highlight=False)
                 print(per_node, end="")
             return None
         if launch.needs_processes(run.launcher):
             if HydraConfig.get().runtime.choices.get("head") == BEST:  # so that processes do not choose it again
-                words = [*(word for word in words if word != f"head={BEST}"), f"head={run.head.name}"]
-            if status := launch.start(run.launcher, os.path.abspath(__file__), words):
+                others = [override for override in overrides if override != f"head={BEST}"]
+                overrides = [*others, f"head={run.head.name}"]
+            if status := launch.start(run.launcher, os.path.abspath(__file__), overrides):
                 raise SystemExit(status)
             if run.eval.prompts and not queued:
                 sweep.note(run.name, run.head.name, Path(run.out))

@@ -221,7 +221,7 @@ def main(cfg: DictConfig) -> None:
     with exit_this_run(), user_errors(), launch.main_first():
         run = streams_config(cfg)
         if launch.needs_processes(run.launcher):
-            raise SystemExit(launch.start(run.launcher, os.path.abspath(__file__), launch.overrides()))
+            raise SystemExit(launch.start(run.launcher, os.path.abspath(__file__), launch.user_overrides()))
         check_out(run)
         among_processes(run, job)
 

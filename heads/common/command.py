@@ -84,12 +84,12 @@ def exit_this_run() -> Iterator[None]:
             raise HydraException("a run of the multirun failed") from None
 
 
-def describe_override_error(error: Exception, words: Sequence[str], config: str) -> str:
+def describe_override_error(error: Exception, overrides: Sequence[str], config: str) -> str:
     """Return a one-line description of an error in the overrides."""
     if isinstance(error, OverrideParseException):
         key, sign, _ = error.override.partition("=")
         which = f"the override {key}=…" if sign else "a word without a ="
-        return f"{which} cannot be read: give KEY=VALUE; a VALUE with blanks or signs such as , = ( goes in quotes"
+        return f"{which} cannot be read: give KEY=VALUE; a VALUE with spaces or signs such as , = ( goes in quotes"
     cause = str(error.__cause__).partition("\n")[0] if isinstance(error.__cause__, OmegaConfBaseException) else ""
     message = f"{str(error).partition('Config search path:')[0].rstrip()} {cause}"
     if isinstance(error, MissingConfigException):
@@ -103,7 +103,7 @@ def describe_override_error(error: Exception, words: Sequence[str], config: str)
     if unknown := re.match(r"Could not override '([\w.]+)'", message):
         # The unknown key inside a value {…}; OmegaConf names only the first part of a key if that part is unknown.
         key = max(unknown[1], str(getattr(error.__cause__, "full_key", "")), key=len)
-        allowed, parent = keys(config, words), key.rpartition(".")[0]
+        allowed, parent = keys(config, overrides), key.rpartition(".")[0]
         if parent.endswith("losses") or allowed.get(parent) == "{}":  # keys under these parents may have any name
             return f"{key} is not a known key: +{key}=… adds one"
         advice = nearest(key, allowed) or "--help lists them, with head=NAME that head's too"
@@ -129,10 +129,10 @@ class Entry(NamedTuple):
         return f"  {f'{self.key}={value}':{WIDTH}} {self.comment}".rstrip()
 
 
-def help_text(config: str, words: Sequence[str] = ()) -> str:
+def help_text(config: str, overrides: Sequence[str] = ()) -> str:
     """Return the help of the command that composes conf/CONFIG.yaml, with the YAML's leading comments.
 
-    `words` are overrides such as head=mtp, which choose the options whose keys are listed.
+    `overrides` such as head=mtp choose the options whose keys are listed.
     """
     above = _text(config).partition("defaults:")[0].removeprefix("# @package _global_\n")
     comments = [line[2:] for line in above.splitlines()]
@@ -140,7 +140,7 @@ def help_text(config: str, words: Sequence[str] = ()) -> str:
     used = next(line for line in comments if line.startswith("Most used: ")).split()[2:]
     program = os.environ.get(PROGRAM, started)
     examples = [f"  {program} {line.strip()}" for line in comments if line.startswith("  ")]
-    grouped = list(_grouped(config, words))
+    grouped = list(_grouped(config, overrides))
     entry = {entry.key: entry for group in grouped for entry in group}
     lines = [purpose, "", "Most used:", *(entry[key].line() for key in used), "", "Examples:", *examples]
     for group in grouped:
@@ -148,9 +148,9 @@ def help_text(config: str, words: Sequence[str] = ()) -> str:
     return "\n".join([*lines, "", FLAGS])
 
 
-def keys(config: str, words: Sequence[str] = ()) -> dict[str, str]:
+def keys(config: str, overrides: Sequence[str] = ()) -> dict[str, str]:
     """Return the keys and groups of a command with these overrides, with their defaults."""
-    return {entry.key: entry.value for group in _grouped(config, words) for entry in group}
+    return {entry.key: entry.value for group in _grouped(config, overrides) for entry in group}
 
 
 def entries(text: str, group: str = "") -> Iterator[Entry]:
@@ -176,9 +176,9 @@ def _text(name: str) -> str:
     return (CONF / f"{name}.yaml").read_text(encoding="utf-8")
 
 
-def _grouped(config: str, words: Sequence[str]) -> Iterator[list[Entry]]:
+def _grouped(config: str, overrides: Sequence[str]) -> Iterator[list[Entry]]:
     """Yield a command's own overrides, then each group with its overrides, then those of an included command."""
-    named = dict(word.partition("=")[::2] for word in words)
+    named = dict(override.partition("=")[::2] for override in overrides)
     yield list(entries(_text(config)))
     for name, chosen, comment in GROUP.findall(_text(config)):
         about = "; ".join(filter(None, [comment, f"of {', '.join(options(name))}"]))
@@ -186,4 +186,4 @@ def _grouped(config: str, words: Sequence[str]) -> Iterator[list[Entry]]:
         inner = [entry for option in files for entry in entries(_text(f"{name}/{option}"), name)]
         yield [Entry(name, chosen, about), *inner]
     for included in re.findall(r"^  - /(\w+)$", _text(config), re.MULTILINE):
-        yield from _grouped(included, words)
+        yield from _grouped(included, overrides)

@@ -27,7 +27,7 @@ from ops.budget import (
     ForecastConfig,
     power_function,
     predict,
-    shared_words,
+    shared_overrides,
 )
 from ops.commands import run_command, split_config
 from tests.eval.stubs import ROW
@@ -100,17 +100,17 @@ def test_budgets_are_read() -> None:
 
 def test_trainings_share_what_is_not_the_budgets_own() -> None:
     with pytest.raises(ValueError, match=r"head.layers is of one head"):
-        shared_words(["budget=1h", "head.layers=2"], None)
+        shared_overrides(["budget=1h", "head.layers=2"], None)
     with pytest.raises(ValueError, match="both given"):
-        shared_words(["data.path=b", "log=a"], "a")
+        shared_overrides(["data.path=b", "log=a"], "a")
     words = ["budget=1h", "trainer.lr=1", "forecast.share=0.1", "name=x", "resume=true", "+objective.losses.lk=1"]
-    assert shared_words(words, "a b") == ["trainer.lr=1", "+objective.losses.lk=1"]
+    assert shared_overrides(words, "a b") == ["trainer.lr=1", "+objective.losses.lk=1"]
 
 
 @pytest.mark.parametrize("key", DECIDED)
 def test_what_a_budget_decides_is_refused_where_it_is_given(key: str) -> None:
     with pytest.raises(ValueError, match=f"^{key}=1: {DECIDED[key]}$"):
-        shared_words(["budget=1h", f"{key}=1"], None)
+        shared_overrides(["budget=1h", f"{key}=1"], None)
 
 
 REPORT: dict[str, Any] = {"schema": 1, "target": {}, "device": {}, "settings": {}}

@@ -147,7 +147,7 @@ def test_a_runs_processes_are_given_its_overrides_as_they_were_given(monkeypatch
     given = ["out=x/${name}", "+a.b_token=${oc.env:HEADSTART_NONE_SECRET}"]
     overrides = OmegaConf.create({"task": given})
     monkeypatch.setattr(HydraConfig, "get", lambda: SimpleNamespace(overrides=overrides))
-    assert launch.overrides() == given
+    assert launch.user_overrides() == given
 
 
 def taus(folder: Path) -> dict[float, float]:

@@ -28,7 +28,7 @@ from train.config import LauncherConfig, SlurmConfig
 
 PORTS, WINDOW = 15_000, 10_000  # below Linux's ephemeral ports; jobs on a node differ by number
 PARENT = "HEADSTART_LAUNCHER"  # environment variable: our launcher's process id
-Words = list[str]  # overrides of a command, or other arguments of a command line
+Overrides = list[str]  # of a Hydra command, KEY=VALUE
 
 
 def launched() -> bool:
@@ -164,7 +164,7 @@ def end_with_parent() -> None:
             raise SystemExit(128 + signal.SIGTERM)
 
 
-def overrides() -> Words:
+def user_overrides() -> Overrides:
     """Return this run's overrides verbatim; its processes resolve interpolations themselves."""
     given: Any = OmegaConf.to_container(HydraConfig.get().overrides.task, resolve=False)
     return [*map(str, given)]
@@ -186,38 +186,38 @@ def main_first() -> Iterator[None]:
         raise
 
 
-def command(launcher: LauncherConfig, script: str, overrides: Words) -> Words:
+def command(launcher: LauncherConfig, script: str, overrides: Overrides) -> list[str]:
     """Return the arguments of `accelerate launch` that run `script` with these Hydra overrides."""
-    words = ["--num_processes", str(launcher.world)]
-    words += ["--num_machines", str(launcher.num_nodes), "--machine_rank", str(launcher.machine_rank)]
-    words += ["--mixed_precision", "no", "--dynamo_backend", "no"]  # precision is the trainer's own setting
+    arguments = ["--num_processes", str(launcher.world)]
+    arguments += ["--num_machines", str(launcher.num_nodes), "--machine_rank", str(launcher.machine_rank)]
+    arguments += ["--mixed_precision", "no", "--dynamo_backend", "no"]  # precision is the trainer's own setting
     port = launcher.main_process_port
     if launcher.main_process_ip is not None:
-        words += ["--main_process_ip", launcher.main_process_ip]
+        arguments += ["--main_process_ip", launcher.main_process_ip]
     elif port is None:
         port = 0  # any free port, so that two runs on a machine do not clash
     if port is not None:
-        words += ["--main_process_port", str(port)]
+        arguments += ["--main_process_port", str(port)]
     # On CPUs too: `--cpu` would start one process whatever the count, and accelerate selects gloo itself. The strategy
     # is not accelerate's either (train/distributed/strategy.py).
-    return [*words, "--multi_gpu", script, *overrides]
+    return [*arguments, "--multi_gpu", script, *overrides]
 
 
-def command_for_nodes(launcher: LauncherConfig, script: str, overrides: Words, *, on_cpu: bool) -> str:
+def command_for_nodes(launcher: LauncherConfig, script: str, overrides: Overrides, *, on_cpu: bool) -> str:
     """Return the command for each of several nodes, one per line; empty if one command starts all processes."""
     if launcher.num_nodes == 1 or launcher.slurm is not None or launched() or among_tasks():
         return ""
-    words = shlex.join(["python", script, *(word for word in overrides if word != "plan=true")])
+    command_line = shlex.join(["python", script, *(override for override in overrides if override != "plan=true")])
     nodes = launcher.num_nodes
     devices = "" if on_cpu else f"--gpus-per-node={launcher.local} "
     return (
         f"on each node, with NODE_RANK=N, from 0 to {nodes - 1}, and the address of node 0: MASTER_ADDR=ADDRESS "
-        f"NODE_RANK=N {words}\nor once, under SLURM: srun --nodes={nodes} --ntasks-per-node={launcher.local} "
-        f"{devices}{words}\n"
+        f"NODE_RANK=N {command_line}\nor once, under SLURM: srun --nodes={nodes} --ntasks-per-node={launcher.local} "
+        f"{devices}{command_line}\n"
     )
 
 
-def start(launcher: LauncherConfig, script: str, overrides: Words) -> int:
+def start(launcher: LauncherConfig, script: str, overrides: Overrides) -> int:
     """Start the processes; return the first failed one's exit status, or 0; with SLURM 0 once they are queued."""
     os.environ["PYTHONPATH"] = os.pathsep.join([str(IMPORTS), *filter(None, [os.environ.get("PYTHONPATH")])])
     if launcher.slurm is not None:
@@ -247,7 +247,7 @@ def start(launcher: LauncherConfig, script: str, overrides: Words) -> int:
     return 0
 
 
-def submit(launcher: LauncherConfig, slurm: SlurmConfig, script: str, overrides: Words) -> int:
+def submit(launcher: LauncherConfig, slurm: SlurmConfig, script: str, overrides: Overrides) -> int:
     """Submit all processes as one job, print its id and folder, wait where it is local; refuse without SLURM."""
     try:
         import submitit
@@ -285,7 +285,7 @@ class Task:
     """
 
     script: str
-    overrides: Words
+    overrides: Overrides
     job: Any = None  # the command's process, once it runs
 
     def __call__(self) -> int:

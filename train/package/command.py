@@ -29,7 +29,7 @@ CONFIGS = {name: f"ops/{name}" if script.startswith("ops/") else name for name, 
 
 def main() -> None:
     """Run a sub-command, list them, or complete a line."""
-    name, *words = sys.argv[1:] or ["--help"]
+    name, *overrides = sys.argv[1:] or ["--help"]
     if name in ("-h", "--help"):
         print("headstart COMMAND [OVERRIDES], and headstart COMMAND --help\n")
         for command, config in CONFIGS.items():  # each with the first line of its YAML
@@ -51,6 +51,6 @@ def main() -> None:
         print(f"error: headstart has no command {name}: {meant}", file=sys.stderr)
         raise SystemExit(2)
     else:
-        sys.argv[1:] = words
+        sys.argv[1:] = overrides
         os.environ["HEADSTART_PROGRAM"] = f"headstart {Path(CONFIGS[name]).name}"  # named in the examples of its help
         runpy.run_path(str(ROOT / SCRIPTS[name]), run_name="__main__")
