@@ -39,14 +39,14 @@ from heads.formats.published import export
 from heads.formats.published.export import TargetFacts
 from heads.modules.layers import Recomputing
 from heads.modules.vocab import choose_draft_vocab
-from inference.drafters.policy import TreeConfig, verifiable
+from inference.drafters.policy import verifiable
 from inference.target.embeddings_only import AnyTarget, load_target, norm_of
 from inference.target.target import Target
 from train import checkpoint
 from train.config import RunConfig
 from train.distributed import processes
 from train.distributed.processes import RunLock, on_main
-from train.loop import AcceptanceEvaluator, KeptHead, Loop
+from train.loop import AcceptanceEvaluator, BestHead, Loop
 from train.plan import plan
 from train.resolve import check_out, clear_out, describe_choices
 from train.rollouts import Rollouts
@@ -55,6 +55,7 @@ from train.step import Loss, Stepper, in_dtype
 
 log = logging.getLogger(__name__)
 
+# Fields of a store's spec that must be the run's own.
 SAME = ("target", "quantize", "width", "vocab", "length", "data", "rows", "layers")
 
 
@@ -75,8 +76,7 @@ def source_for(config: FeaturesConfig, target: AnyTarget, head: DraftHead, batch
     if missing := store.missing():
         why = next(iter(store.damaged.values()), f"row {missing[0]} is the first")
         raise ValueError(
-            f"{folder}: {len(missing)} of {store.spec.rows} sequences are in no shard ({why}); go on with the "
-            "extraction"
+            f"{folder}: {len(missing)} of {store.spec.rows} sequences are in no shard ({why}); continue the extraction"
         )
     return StoredFeatures(store, batches, form, target.device, config.prefetch)
 
@@ -101,10 +101,11 @@ def build(run: RunConfig, accelerator: Accelerator, lock: RunLock) -> Loop:
     if not accelerator.is_main_process:
         logging.disable(logging.WARNING)  # only the main process logs warnings
     set_seed(run.trainer.seed)
-    goes_on = run.resume and checkpoint.checkpoints(Path(run.out) / "checkpoints")
-    init = checkpoint.first_init(Path(run.out), run.head.name) if goes_on and run.init == AUTO else run.init
-    target = load_target(run.model, str(accelerator.device), whole=run.reads_target)
-    tree = verifiable(target, run.tree) if isinstance(target, Target) else run.tree
+    resumes = run.resume and checkpoint.checkpoints(Path(run.out) / "checkpoints")
+    init = checkpoint.first_init(Path(run.out), run.head.name) if resumes and run.init == AUTO else run.init
+    target = load_target(run.model, str(accelerator.device), with_layers=run.reads_target)
+    if isinstance(target, Target):
+        run = replace(run, tree=verifiable(target, run.tree))
     config, init = resolve_init(init, run.head, target)
     head: Any = init_head(config, init, target, run.base).to(accelerator.device)
     if run.engine is not None:
@@ -123,11 +124,13 @@ def build(run: RunConfig, accelerator: Accelerator, lock: RunLock) -> Loop:
         micro_tokens = run.data.length * executable_micro_batch(run, accelerator, target, head, packed)
         run = replace(run, trainer=replace(run.trainer, micro_tokens=micro_tokens))
     batches = batches_for(run, packed, accelerator)
-    if not goes_on:
+    if not resumes:
         fit_init(head, init, target, batches, run.trainer.steps)
     adapt(head, run.peft)
     source = source_for(run.features, target, head, batches)
-    values = values_of(run) | redacted_values({"head": asdict(head.config), "init": init, "tree": asdict(tree)})
+    values = values_of(run) | redacted_values({"head": asdict(head.config), "init": init})
+    trained = {"head": head.config, "peft": run.peft}
+    settings = checkpoint.settings(run.trainer, trained, target.spec.fingerprint, batches)
 
     def begin() -> None:
         origin = {
@@ -141,8 +144,6 @@ def build(run: RunConfig, accelerator: Accelerator, lock: RunLock) -> Loop:
             origin["features"] = dict(zip(source.servers.urls, source.servers.models, strict=True))
         elif isinstance(source, StoredFeatures):
             origin["features"] = {"path": str(source.store.folder), **asdict(source.store.spec)}
-        trained = {"head": head.config, "peft": run.peft}
-        settings = checkpoint.settings(run.trainer, trained, target.spec.fingerprint, batches)
         prepare_out(run, values, lock, settings, data, origin)
         started = f"starts from {init}, whose numbers replace those of head={run.head.name}; " if init else ""
         print_line(f"{run.name}: {started}{sizes(head, data, packed)}")
@@ -154,7 +155,7 @@ def build(run: RunConfig, accelerator: Accelerator, lock: RunLock) -> Loop:
     on_main(accelerator, begin)
     logging.disable(logging.NOTSET)
     held_out = [prompt.token for prompt in data.held_out]
-    return loop_of(run, accelerator, target, head, source, held_out, tree, values)
+    return loop_of(run, accelerator, target, head, source, held_out, values, settings)
 
 
 def executable_micro_batch(
@@ -169,7 +170,7 @@ def executable_micro_batch(
 
     def trial(size: int) -> int:
         loss = Loss(head, run.objective, compiled=False, autocast=accelerator.mixed_precision == "bf16")
-        state = [torch.empty_like(p) for p in head.parameters() if p.requires_grad for _ in range(2)]
+        optimizer_state = [torch.empty_like(p) for p in head.parameters() if p.requires_grad for _ in range(2)]
         (batch, *_) = Batches(packed, size, size, run.trainer.seed, 0, 1)(0)
         batch = replace(batch, loss_mask=torch.ones_like(batch.loss_mask))
         anchors, weight = loss.sample_rows(batch, batch.index)
@@ -183,9 +184,11 @@ def executable_micro_batch(
                 token, document = (to_device(field, device) for field in (batch.token, batch.document))
                 features = Features(token, states[:, :, 1:], states[:, :, 0], document)
             if accelerator.mixed_precision == "no":
-                features = in_dtype(features, state[0].dtype)
+                features = in_dtype(features, next(head.parameters()).dtype)
             rows = None if anchors is None else to_device(anchors, device)
-            loss(features, to_device(weight.row, device), rows)[0].backward()
+            chunks = loss.chunks(weight.trained, device)
+            loss(features, to_device(weight.row, device), rows, chunks)[0].backward()
+        del optimizer_state
         head.zero_grad()
         return size
 
@@ -204,30 +207,27 @@ def executable_micro_batch(
 
 def loop_of(
     run: RunConfig, accelerator: Accelerator, target: AnyTarget, head: Any, source: FeatureSource,
-    prompts: list[Tokens], tree: TreeConfig, values: Json,
+    prompts: list[Tokens], values: Json, settings: Json,
 ) -> Loop:  # fmt: skip
     """Return the run's training loop, ready to start or to resume.
 
-    `tree` is a tree that the target can verify; trackers record `values`.
+    `run.tree` is one that the target can verify. Trackers record `values`; `settings` are `checkpoint.settings`.
     """
     evaluator = rollouts = None
     loss = Loss(head, run.objective, compiled=run.trainer.compile, autocast=accelerator.mixed_precision == "bf16")
-    kept_head = KeptHead(Path(run.out, "head"), head, target, tree)
+    best_head = BestHead(Path(run.out, "head"), head, target, run.tree)
     if isinstance(target, Target):
         if run.trainer.eval_prompts:
-            evaluator = AcceptanceEvaluator(target, prompts, run.trainer, tree, run.name)
+            evaluator = AcceptanceEvaluator(target, prompts, run.trainer, run.tree, run.name)
         if isinstance(source, LiveFeatures) and run.trainer.compile:
             source.forwards = target.compiled_forwards()
         if (drafted := run.objective.on_policy).prompts:
-            rollouts = Rollouts(target, kept_head.decoding, tree, drafted, run.objective.depths, source.batches)
+            rollouts = Rollouts(target, best_head.decoding, run.tree, drafted, run.objective.depths, source.batches)
     stepper = Stepper(run.trainer, run.launcher, accelerator, loss, source, target.embeddings.hidden_size, rollouts)
     weighed = {f"objective.{key}": value for key, value in asdict(run.objective).items()}
-    trained = {"head": head.config, "peft": run.peft}
-    this_run = {
-        "settings": checkpoint.settings(run.trainer, trained, target.spec.fingerprint, source.batches),
-        "arithmetic": checkpoint.numerics(run.trainer, weighed, run.launcher.strategy, accelerator.num_processes),
-    }
-    return Loop(Path(run.out), stepper, kept_head, evaluator, this_run, resumes=run.resume, config=values)
+    numerics = checkpoint.numerics(run.trainer, weighed, run.launcher.strategy, accelerator.num_processes)
+    this_run = {"settings": settings, "arithmetic": numerics}
+    return Loop(Path(run.out), stepper, best_head, evaluator, this_run, resumes=run.resume, config=values)
 
 
 def batches_for(run: Any, packed: Any, accelerator: Accelerator) -> Batches:

@@ -246,7 +246,7 @@ class Saver:
         """Wait for the previous save, copy the state and start to write it; wait for this one if the last failed.
 
         `content` goes to state.json next to the step; the checkpoint of step `best`, with the best τ, is never deleted.
-        Refuse to go on where the disk has refused twice in a row.
+        Refuse to continue where the disk has refused twice in a row.
         """
         begin = time.perf_counter()
         failed = self._wait()
@@ -282,7 +282,7 @@ class Saver:
             defects = self.defects(path)
             if not defects:
                 if wrong:
-                    control.warn(f"{'; '.join(wrong)}; going on from {path.name}")
+                    control.warn(f"{'; '.join(wrong)}; resuming from {path.name}")
                     for damaged in paths[paths.index(path) + 1 :] if control.rank == 0 else ():
                         aside = damaged.with_name(DAMAGED + damaged.name)  # so that it is not the newest again
                         shutil.rmtree(aside, ignore_errors=True)
@@ -392,7 +392,7 @@ def refuse_changed(out: Path, then: Json, now: Json) -> None:
     """Refuse settings that differ from those at the run's start; list both values of each."""
     if changed := differences(then, now):
         raise ValueError(
-            f"{out}: resume=true goes on with the settings that the run began with, and here differ {changed}; "
+            f"{out}: resume=true continues with the settings that the run began with, and here differ {changed}; "
             "give the old ones, or name=… for a new run"
         )
 

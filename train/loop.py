@@ -42,7 +42,7 @@ SHARED = ("best_tau", "best_step", "stale", "measured")
 
 
 def with_new_schedule(then: Json, now: Json, trainer: TrainerConfig, steps: int) -> Json:
-    """Return an earlier run's identity with this run's schedule, if the finished steps would be the same."""
+    """Return an earlier run's numerics with this run's schedule, if the finished steps would be the same."""
     # `base_loss_share` depends on the number of steps, as the rate does.
     if not SCHEDULE.keys() <= then.keys() or then.get("objective.base_loss_share") is not None:
         return then
@@ -63,14 +63,14 @@ class AcceptanceEvaluator:
         self.tree, self.name, self.seed, self.drafter = tree, name, trainer.seed, drafter
         self.groups = metrics.cluster_prompts(self.prompts)
         self.settings = RequestParams(trainer.eval_tokens, GREEDY)
-        # The conditions of τ except the head: values are comparable only under equal ones.
-        self.conditions = {
+        # What τ depends on except the head: values are comparable only under equal ones.
+        self.eval_settings = {
             "trainer.eval_prompts": len(self.prompts), "trainer.eval_tokens": trainer.eval_tokens,
             "prompts' fingerprint": hashlib.sha256(json.dumps(self.prompts).encode()).hexdigest()[:16],
             **{f"tree.{key}": value for key, value in asdict(tree).items()},
         }  # fmt: skip
 
-    def tau(self, head: Any, halted: Callable[[], bool] = lambda: False) -> Json | None:
+    def tau(self, head: Any, halted: Callable[[], bool]) -> Json | None:
         """Return τ of greedy decoding, pooled over the prompts, its 95 % interval, and P(a >= d).
 
         Return None if `halted` returned true before a prompt.
@@ -93,7 +93,7 @@ class AcceptanceEvaluator:
 
 
 @dataclass
-class KeptHead:
+class BestHead:
     """The best head of a run, saved in a folder of its own with its tree."""
 
     folder: Path
@@ -114,23 +114,23 @@ class Loop:
     """A run's loop, on every process; the main process writes, and only it measures unless passes need all.
 
     With `resumes` it resumes from the newest good checkpoint in `out`, if there is one: a change in the "settings" of
-    `identity` is refused, one in "arithmetic" reported. `kept_head` is a `KeptHead` or has its methods; without an
+    `fingerprint` is refused, one in "arithmetic" reported. `best_head` is a `BestHead` or has its methods; without an
     `evaluator` the newest head is kept. Trackers show `config`.
     """
 
     def __init__(
-        self, out: Path, stepper: Stepper, kept_head: Any, evaluator: AcceptanceEvaluator | None, identity: Json,
+        self, out: Path, stepper: Stepper, best_head: Any, evaluator: AcceptanceEvaluator | None, fingerprint: Json,
         *, resumes: bool, config: Json,
     ) -> None:  # fmt: skip
-        self.stepper, self.kept_head, self.evaluator, self.identity = stepper, kept_head, evaluator, identity
+        self.stepper, self.best_head, self.evaluator, self.fingerprint = stepper, best_head, evaluator, fingerprint
         self.trainer, self.accelerator = stepper.trainer, stepper.accelerator
         # If the target's passes need all processes, all decode the same prompts.
-        self.needs_all_ranks = isinstance(kept_head.target, Target) and kept_head.target.placed.needs_all_ranks
+        self.needs_all_ranks = isinstance(best_head.target, Target) and best_head.target.placed.needs_all_ranks
         self.source, self.out = stepper.source, out
         self.control = ProcessControl(self.accelerator, self.trainer.timeout)
         self.saver = Saver(self.out, self.control, self.trainer.keep)
         self.start, self.progress = 0, dict(BEGINNING)
-        self.conditions = {} if evaluator is None else checkpoint.plain(evaluator.conditions)  # conditions of τ
+        self.eval_settings = {} if evaluator is None else checkpoint.plain(evaluator.eval_settings)
         if resumes:
             self.load()
         self.stepper.restore(self.progress)
@@ -139,7 +139,7 @@ class Loop:
             trackers=self.trainer.trackers, config=config,
         )  # fmt: skip
         if self.start:
-            print_above_bars(f"going on from the checkpoint of step {self.start}")
+            print_above_bars(f"resuming from the checkpoint of step {self.start}")
 
     def load(self) -> None:
         """Resume from the newest good checkpoint, if there is one."""
@@ -151,20 +151,20 @@ class Loop:
             checkpoint.restore(self.stepper.state, path)
         except (KeyError, RuntimeError) as error:
             raise ValueError(
-                f"{self.out}: its checkpoints are of a head with other parts; resume=true goes on with the "
+                f"{self.out}: its checkpoints are of a head with other parts; resume=true continues with the "
                 "overrides that the run was started with"
             ) from error
         self.start = state["step"]
         self.progress = self.progress | state.get("progress", {})
-        now = self.identity["arithmetic"]
+        now = self.fingerprint["arithmetic"]
         then = with_new_schedule(state.get("arithmetic", {}), now, self.trainer, self.start)
         if changed := checkpoint.differences(then, now):
             self.control.warn(f"the same data in the same order, but no longer bit for bit: {changed}")
-        then = state.get("conditions", {})  # the best τ is dropped if it was measured under other conditions
+        then = state.get("conditions", {})  # the best τ is dropped if it was measured under other settings
         over = self.exhausted() or self.progress["measured"] >= self.trainer.steps
         if self.evaluator is None or over:
-            self.conditions = then
-        elif then and self.progress["best_tau"] and (changed := checkpoint.differences(then, self.conditions)):
+            self.eval_settings = then
+        elif then and self.progress["best_tau"] and (changed := checkpoint.differences(then, self.eval_settings)):
             self.control.warn(
                 f"the best τ so far, {self.progress['best_tau']:.3f} at step {self.progress['best_step']}, does not "
                 f"compare with those to come: {changed}; the next measurement is the best again"
@@ -174,7 +174,7 @@ class Loop:
     def save(self, step: int) -> None:
         """Write a checkpoint asynchronously, unless the step has one."""
         if self.saver.saved != step:
-            content = {"progress": dict(self.progress), "conditions": self.conditions, **self.identity}
+            content = {"progress": dict(self.progress), "conditions": self.eval_settings, **self.fingerprint}
             self.saver.save(self.stepper.state, step, content, self.progress["best_step"])
 
     def train(self) -> None:
@@ -183,13 +183,13 @@ class Loop:
             try:
                 self.run_steps()
             except OSError as error:
-                raise ValueError(f"{self.out}: {one_line(error)}; free space and resume=true goes on") from error
+                raise ValueError(f"{self.out}: {one_line(error)}; free space and resume=true continues") from error
             except (RuntimeError, MemoryError) as error:
                 if not isinstance(error, MemoryError) and not any(sign in str(error) for sign in NO_MEMORY):
                     raise
                 raise ValueError(
-                    f"{self.out}: out of memory ({one_line(error)}); resume=true goes on from the last checkpoint with "
-                    "a lower trainer.micro_tokens, or with trainer.recompute=true"
+                    f"{self.out}: out of memory ({one_line(error)}); resume=true continues from the last checkpoint "
+                    "with a lower trainer.micro_tokens, or with trainer.recompute=true"
                 ) from error
             finally:
                 self.saver.close()
@@ -236,14 +236,14 @@ class Loop:
         """Stop the run on a signal, with a checkpoint after `step` steps: with status 143 on every process."""
         self.save(step)
         self.saver.finish()
-        print_above_bars(f"stopped by {self.control.signal}, checkpoint at step {step}; resume=true goes on")
+        print_above_bars(f"stopped by {self.control.signal}, checkpoint at step {step}; resume=true continues")
         raise SystemExit(STOPPED)
 
     def train_step(self, step: int) -> None:
         """Run one step and record its cost and outcome; stop on a signal."""
         begin, stall = time.perf_counter(), self.source.stall
         counts = step == self.start and self.progress["flops"] is None
-        taken = (self.stepper.counted if counts else self.stepper)(step, halted=self.control.halted)
+        taken = (self.stepper.count_flops if counts else self.stepper)(step, halted=self.control.halted)
         if taken is None:
             self.halt(step)
         self.progress["seconds"] += time.perf_counter() - begin
@@ -285,7 +285,7 @@ class Loop:
         if self.evaluator is None:
             self.keep(weights)
         elif self.accelerator.is_main_process or self.needs_all_ranks:
-            measured = self.evaluator.tau(self.kept_head.decoding(weights), self.control.halted)
+            measured = self.evaluator.tau(self.best_head.decoding(weights), self.control.halted)
             if measured is not None and not self.needs_all_ranks:  # releases the waiting processes
                 self.control.exchange(over=True)
         else:
@@ -309,4 +309,4 @@ class Loop:
     def keep(self, weights: NamedTensors) -> None:
         """Write a head with these weights to the run's folder."""
         if self.accelerator.is_main_process:
-            self.kept_head.write(weights)
+            self.best_head.write(weights)

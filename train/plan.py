@@ -26,7 +26,6 @@ from heads.medusa import Medusa
 from heads.modules.autoregressive import Autoregressive
 from heads.modules.layers import Attention, Recomputing, SwiGLU
 from heads.modules.vocab import AccumulatingModule
-from heads.peagle import PEagle
 from inference.target.attention import packing
 from inference.target.cache import recurrence
 from inference.target.config import DTYPES, ModelConfig, fast_dtype
@@ -191,7 +190,7 @@ def head_cost(run: RunConfig, target: TargetEmbeddings, micro_batch_size: int, d
             elif isinstance(inner, Attention):
                 flops += 14 * keys * rows * inner.q_proj.out_features
     # A masked position reads copies of its block's keys and values: one per position, on CUDA one per block.
-    slots = getattr(head, "size", depths - 1 if isinstance(head, PEagle) else 0)
+    slots = getattr(head, "size", depths - 1 if hasattr(head, "mask_hidden") else 0)
     copies = drafted * slots * (1 if device == "cuda" else slots)
     saved += copies * sum(2 * item * m.k_proj.out_features for m in head.modules() if isinstance(m, Attention))
     # The states of all drafts, in fp32 as norms return them; Medusa's last blocks keep them anyway.

@@ -349,7 +349,7 @@ def check_out(run: JobConfig) -> None:
     begun = any(path.exists() and path.stat().st_size for path in (out / "metrics.jsonl", out / "report.json"))
     if (begun or (out / "head").exists() or any(out.glob("checkpoints/step-*"))) and not (run.resume or run.overwrite):
         raise ValueError(
-            f"{out} holds a run already: resume=true goes on with it, overwrite=true replaces it, name=… keeps both"
+            f"{out} holds a run already: resume=true continues with it, overwrite=true replaces it, name=… keeps both"
         )
 
 

@@ -71,7 +71,7 @@ def train(run: RunConfig) -> None:
     if launch.is_main():
         print(f"{run.name}: head={run.head.name} for {run.model.path}")
     folder = Path(run.out) / "checkpoints"
-    resumes = "the checkpoints are kept, and resume=true goes on"
+    resumes = "the checkpoints are kept, and resume=true continues"
     with report_on_interrupt(lambda: resumes if checkpoint.checkpoints(folder) else "nothing was trained"):
         among_processes(run, train_and_evaluate)
 

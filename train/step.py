@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
+from jaxtyping import Float
 from safetensors.torch import save as to_bytes
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -82,7 +83,7 @@ WINDOW = 50  # good steps whose median is the reference for a spike; fewer steps
 class Loss(nn.Module):
     """The loss as a module, since data-parallel wrappers synchronise gradients only in `forward`."""
 
-    def __init__(self, head: nn.Module, config: ObjectiveConfig, *, compiled: bool, autocast: bool = False) -> None:
+    def __init__(self, head: nn.Module, config: ObjectiveConfig, *, compiled: bool, autocast: bool) -> None:
         super().__init__()
         self.head, self.noise, self.autocast = head, config.noise, autocast
         drafted = config.on_policy.losses or config.losses
@@ -95,19 +96,14 @@ class Loss(nn.Module):
         self.unroll = torch.compile(unroll) if whole else unroll
 
     def forward(
-        self, features: Features, weight: Tensor, anchors: Tensor | None, chunks: Chunks | None = None
+        self, features: Features, weight: Tensor, anchors: Tensor | None, chunks: Chunks
     ) -> tuple[Tensor, NamedTensors]:
-        """Unroll the head and return the weighted loss with its metrics, matmuls in bf16 if `autocast`.
-
-        Without `chunks` the rows are read from `weight`, for which the host waits for the accelerator.
-        """
-        head = self.head
-        if chunks is None:
-            chunks = self.chunks(weight > 0, weight.device, features.path)
+        """Unroll the head and return the weighted loss with its metrics, matmuls in bf16 if `autocast`."""
         with torch.autocast(weight.device.type, torch.bfloat16, enabled=self.autocast):
             drafts = self.unroll(features, self.config.depths, anchors)
             config = self.config if features.path is None else self.rollout_config
-            return objective(head, drafts, features, weight, config, chunks, config.base_loss_share_at(self.progress))
+            base_loss_share = config.base_loss_share_at(self.progress)
+            return objective(self.head, drafts, features, weight, config, chunks, base_loss_share)
 
     def chunks(self, trained: Tensor, device: torch.device, path: Tensor | None = None) -> Chunks:
         """Return a micro-batch's trained rows in chunks on a device, from tensors on the host."""
@@ -165,7 +161,7 @@ class Guard:
     def stops(self) -> str | None:
         """Return why the bad step just recorded stops the run, with the remedy; None if the run continues."""
         if self.config.on_bad_step == "stop":
-            return "trainer.on_bad_step=skip resume=true goes on without it"
+            return "trainer.on_bad_step=skip resume=true continues without it"
         if (count := self.progress["in_a_row"]) < self.config.bad_steps:
             return None
         return (
@@ -230,8 +226,8 @@ class Stepper:
         mine: Any = sum(torch.stack([weight.normalizer, weight.trained.sum((1, 2))]) for _, weight in sampled)
         mine = torch.cat([mine, torch.full_like(mine[:1], rollout_tokens)])
         mark("data")
-        shared = self.accelerator.reduce(to_device(mine, device), "sum")
-        normalizer, trained = shared[:2].clamp_min(1)
+        normalizer, trained, read_tokens = self.accelerator.reduce(to_device(mine, device), "sum")
+        normalizer, trained = normalizer.clamp_min(1), trained.clamp_min(1)
         mark("wait")
         totals: NamedTensors = {}
         for i, (micro, (anchors, weight)) in enumerate(zip(micro_batches, sampled, strict=True)):
@@ -243,22 +239,14 @@ class Stepper:
             scaled = to_device(weight.row, device) / normalizer[:, None, None]
             chunks = self.loss.chunks(weight.trained, device, micro.batch.path)
             loss, sums = self.backward(features, keys[i], anchors, scaled, chunks, last=i + 1 == len(micro_batches))
-            for name, value in {"loss": loss.detach().expand(len(trained)), **sums}.items():
+            for name, value in {"loss": loss.detach().expand_as(trained), **sums}.items():
                 totals[name] = totals.get(name, torch.zeros_like(value)) + value
             mark("head")
         norm = self.strategy.clip(trainer.clip)
         mark("optimiser")
-        # The step's numbers over all processes: the only read of the host.
-        depths, norm = len(trained), torch.as_tensor(norm, device=device).reshape(1).to(trained.dtype)
-        packed = self.accelerator.reduce(torch.cat([*totals.values(), norm]), "sum")
-        packed[depths:-1] /= trained.repeat(len(totals) - 1)
-        *means, grad_norm, rows = torch.cat([packed, trained[:1]]).tolist()
-        metrics: Json = {name: means[i * depths : (i + 1) * depths] for i, name in enumerate(totals)}
-        first = {"loss": metrics.pop("loss")[0], "accuracy": metrics.pop("accuracy")}
-        grad_norm /= self.accelerator.num_processes
-        numbers = {**first, **metrics, "grad_norm": grad_norm, "rows": int(rows)}
+        numbers = self.reduce_metrics(totals, torch.as_tensor(norm), trained)
         if self.rollouts is not None:
-            numbers["rollout_tokens"] = int(shared[2, 0])
+            numbers["rollout_tokens"] = int(read_tokens[0])
             self.progress["rollout_tokens"] += numbers["rollout_tokens"]
         mark("wait")
         bad = self.guard.check(numbers["loss"], numbers["grad_norm"])
@@ -275,6 +263,16 @@ class Stepper:
         logged = bad is not None or (step + 1) % trainer.log_every == 0
         record = {**numbers, "lr": self.rate(step), **({} if bad is None else {"skipped": True})}
         return Step(record={**record, **self.cost()} if logged else None, bad=bad)
+
+    def reduce_metrics(self, totals: NamedTensors, norm: Tensor, trained: Float[Tensor, "d"]) -> Json:
+        """Return the step's loss, metrics and gradient norm over all processes: the only read of the host."""
+        table = torch.stack([*totals.values(), norm.to(trained).expand_as(trained)])
+        table = self.accelerator.reduce(table, "sum")
+        table[1:-1] /= trained  # the loss is a mean already
+        *means, norms, rows = torch.cat([table, trained[None]]).tolist()
+        metrics: Json = dict(zip(totals, means, strict=True))
+        first = {"loss": metrics.pop("loss")[0], "accuracy": metrics.pop("accuracy")}
+        return {**first, **metrics, "grad_norm": norms[0] / self.accelerator.num_processes, "rows": int(rows[0])}
 
     def cost(self) -> Json:
         """Return the cost per step since the last record: rates over all processes, other numbers for this one."""
@@ -298,7 +296,7 @@ class Stepper:
             "memory_bytes": peak_memory(self.accelerator.device),
         }
 
-    def counted(self, step: int, *, halted: Callable[[], bool]) -> Step | None:
+    def count_flops(self, step: int, *, halted: Callable[[], bool]) -> Step | None:
         """Run a step and count its FLOPs over all processes, including the target's."""
         counter: Any = Flops
         with counter() as count, torch.compiler.set_stance("force_eager"):  # compiled operations cannot be counted

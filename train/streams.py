@@ -119,7 +119,7 @@ class StreamsLoss(nn.Module):
         return row, LossWeights(trained, trained.float(), trained.sum((1, 2)).float())
 
     def forward(
-        self, features: Features, weight: Float[Tensor, "G B A"], anchors: Tensor, chunks: None = None
+        self, features: Features, weight: Float[Tensor, "G B A"], anchors: Tensor, chunks: None
     ) -> tuple[Tensor, NamedTensors]:
         """Return the loss with its metrics; each weight is 0 or one over the global number of the stream's anchors."""
         assert chunks is None
@@ -134,7 +134,7 @@ class StreamsLoss(nn.Module):
 
 
 @dataclass
-class KeptStreams:
+class BestStreams:
     """The best streams of a run, saved in a folder of their own."""
 
     folder: Path
@@ -174,11 +174,11 @@ def loop_of(
     evaluator = None
     if trainer.eval_prompts:
         evaluator = AcceptanceEvaluator(target, prompts, trainer, run.tree, run.name, drafter)
-    kept_streams = KeptStreams(Path(run.out, KIND), run.streams, target)
+    best_streams = BestStreams(Path(run.out, KIND), run.streams, target)
     loss_values = {"every": run.every, "decay": run.decay}
-    arithmetic = checkpoint.numerics(run.trainer, loss_values, run.launcher.strategy, accelerator.num_processes)
-    this_run = {"settings": settings, "arithmetic": arithmetic}
-    return Loop(Path(run.out), stepper, kept_streams, evaluator, this_run, resumes=run.resume, config=values_of(run))
+    numerics = checkpoint.numerics(run.trainer, loss_values, run.launcher.strategy, accelerator.num_processes)
+    fingerprint = {"settings": settings, "arithmetic": numerics}
+    return Loop(Path(run.out), stepper, best_streams, evaluator, fingerprint, resumes=run.resume, config=values_of(run))
 
 
 def job(run: StreamsRunConfig, accelerator: Accelerator, lock: RunLock) -> None:

@@ -224,7 +224,7 @@ def write_answers(work: Work, answerer: Answerer, out: Path, worker: Worker = AL
 
     def kept() -> str:
         done = f"{len(answers.finished()[0])} of {len(work.records)} chats"
-        return f"{done} are kept in {answers.parts}; the same command goes on"
+        return f"{done} are kept in {answers.parts}; the same command continues"
 
     if worker.rank:
         worker.wait()

@@ -171,7 +171,7 @@ def extract_features(
     def kept() -> str:
         store.refresh()
         held = spec.rows - len(store.missing())
-        return f"{held} of {spec.rows} sequences are kept in {folder}; the same command goes on"
+        return f"{held} of {spec.rows} sequences are kept in {folder}; the same command continues"
 
     with report_on_interrupt(kept):
         written = extract(store, make, config.micro_rows, state.process_index, state.num_processes)

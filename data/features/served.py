@@ -294,7 +294,7 @@ class ServedFeatures(ReadAhead[list[PendingSequence]]):
         except EndpointError as failure:
             raise ValueError(
                 f"{', '.join(self.servers.urls)}: {failure.cause} ({failure.detail}), so sequence "
-                f"{sequence_index} has no states; start the server again, and resume=true goes on"
+                f"{sequence_index} has no states; start the server again, and resume=true continues"
             ) from failure
         finally:
             self.stall += time.perf_counter() - begin

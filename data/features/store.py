@@ -218,7 +218,7 @@ class FeatureStore:
         except OSError as error:
             raise ValueError(
                 f"{self.folder}: shard {name} could not be written ({error.strerror or error}); every other shard is "
-                "whole: free space, and the same command goes on"
+                "whole: free space, and the same command continues"
             ) from error
         self.refresh()
 

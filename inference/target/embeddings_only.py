@@ -84,13 +84,13 @@ class EmbeddingsOnly:
 AnyTarget = Target | EmbeddingsOnly  # with or without its decoder layers
 
 
-def load_target(model: ModelConfig, device: str, *, whole: bool) -> AnyTarget:
-    """Return the target on a device; unless `whole`, without its decoder layers if possible.
+def load_target(model: ModelConfig, device: str, *, with_layers: bool) -> AnyTarget:
+    """Return the target on a device; unless `with_layers`, without its decoder layers if possible.
 
     Raises:
         ValueError: it cannot be loaded.
     """
-    if not whole and model.as_saved:
+    if not with_layers and model.as_saved:
         try:
             return EmbeddingsOnly.load(model.path, model.dtype, device, model.trust_remote_code)
         except ValueError as error:

@@ -64,9 +64,9 @@ class Samples:
         """Sample one token from each row."""
         numbers = uniform(self.root[:, None], self._numbers(probs.shape[1]))
         tokens = []  # inverse transform sampling: one random number per row instead of V
-        for some, where in zip(probs.flatten(0, 1).split(ROWS), numbers.view(-1, 1).split(ROWS), strict=True):
-            total = some.cumsum(-1, dtype=torch.float64)
-            tokens.append(torch.searchsorted(total, where * total[:, -1:], right=True)[:, 0])
+        for block, uniforms in zip(probs.flatten(0, 1).split(ROWS), numbers.view(-1, 1).split(ROWS), strict=True):
+            total = block.cumsum(-1, dtype=torch.float64)
+            tokens.append(torch.searchsorted(total, uniforms * total[:, -1:], right=True)[:, 0])
         return torch.cat(tokens).clamp_max(probs.shape[-1] - 1).view(numbers.shape)
 
     def sample_distinct(self, probs: Float[Tensor, "B K V"], count: int) -> Int[Tensor, "B K C"]:

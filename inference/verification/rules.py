@@ -161,7 +161,7 @@ class AcceptDraws:
         return tested & (uniforms < probability)
 
 
-def recursive(draft: Sampled, p: NodeProbs, uniforms: PerNode, allow_host_sync: bool = False) -> LastAccepted:
+def recursive(draft: Sampled, p: NodeProbs, uniforms: PerNode, allow_host_sync: bool) -> LastAccepted:
     """Recursive rejection sampling: siblings in sampled order, each against the residual of the target's probs.
 
     Siblings are sampled without replacement (Sequoia, arXiv 2402.12374); on a chain it is speculative sampling (arXiv
@@ -216,7 +216,7 @@ class PathNode:
             self.residual_q = torch.where(rejected[:, None], without(self.residual_q, token), self.residual_q)
 
 
-def traversal(draft: Sampled, p: NodeProbs, uniforms: PerNode, allow_host_sync: bool = False) -> LastAccepted:
+def traversal(draft: Sampled, p: NodeProbs, uniforms: PerNode, allow_host_sync: bool) -> LastAccepted:
     """Traversal verification (arXiv 2505.12398), from the leaves up: a path is accepted or rejected as a whole.
 
     A rejected leaf is deleted, its parent keeps the residuals of p and q, and the next leaf is tried. On a chain it is

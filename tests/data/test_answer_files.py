@@ -144,7 +144,7 @@ def test_sigterm_says_what_is_kept_and_the_same_command_goes_on(
     process.join()
     assert process.exitcode == 143
     assert (
-        f"stopped by SIGTERM; 5 of {COUNT} chats are kept in {out}.parts; the same command goes on\n"
+        f"stopped by SIGTERM; 5 of {COUNT} chats are kept in {out}.parts; the same command continues\n"
         in capfd.readouterr().err
     )
     write_answers(work(records(COUNT), settings(keep_unfinished=False)), Quick(before=asked.append), out)

@@ -100,7 +100,7 @@ def test_a_server_that_is_gone_stops_the_run_in_one_line(packed: Packed, target:
     source = served(packed, target, server, retries=1)
     server.always = reset
     begin = time.monotonic()
-    refuses(f"{server.url}: unreachable .*resume=true goes on", steps, source, 3)
+    refuses(f"{server.url}: unreachable .*resume=true continues", steps, source, 3)
     source.close()
     assert time.monotonic() - begin < 30
 

@@ -160,7 +160,7 @@ def test_an_alpha_of_one_stays_one() -> None:
     p, q = p / p.sum(-1, keepdim=True), (q / q.sum(-1, keepdim=True))[:, :1]
     token, parents = torch.tensor([0, 0, 1, 2]).expand(200, -1), (-1, 0, 0, 0)
     draft = Sampled(parents, token, torch.ones_like(token, dtype=torch.bool), q)
-    last, left = rules.traversal(draft, p, torch.full((200, 4), 1 - 2.0**-53, dtype=torch.float64))
+    last, left = rules.traversal(draft, p, torch.full((200, 4), 1 - 2.0**-53, dtype=torch.float64), False)
     for b in range(200):
         rng = Strict(0, 1)
         path, _ = WALKS["traversal"](DraftTree(token[b], torch.tensor(parents)), p[b], q[b].expand(4, -1), rng)

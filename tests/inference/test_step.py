@@ -370,7 +370,7 @@ def test_a_batch_is_kept_for_its_graphs_alone(made: list[Batch]) -> None:
     assert not target.idle
     config: Any = SimpleNamespace(seed=0, eval_prompts=2, eval_tokens=6)
     evaluator = AcceptanceEvaluator(target, [toys.prompt(i) for i in range(2)], config, TREES["dynamic"], "eagle")
-    assert [evaluator.tau(head) is not None for _ in range(2)] == [True, True]
+    assert [evaluator.tau(head, bool) is not None for _ in range(2)] == [True, True]
     assert len(made) == 3
     assert not target.idle
 

@@ -347,7 +347,7 @@ def test_layers_are_loaded_where_they_or_other_weights_than_saved_are_wanted(
 ) -> None:
     monkeypatch.setattr(EmbeddingsOnly, "load", lambda *_: "ends")
     monkeypatch.setattr(Target, "of", lambda *_, **__: "whole")
-    loaded: Any = load_target(model_config(path="x", **given), "cpu", whole=whole)
+    loaded: Any = load_target(model_config(path="x", **given), "cpu", with_layers=whole)
     assert loaded == found
 
 

@@ -36,7 +36,7 @@ def judging(target: Target, run: RunConfig) -> AcceptanceEvaluator:
 def test_tau_is_the_verifiers_on_prompts_that_the_seed_draws() -> None:
     target, head = toys.target(), toys.head("eagle", toys.target())
     evaluator = judging(target, run("trainer.seed=3"))
-    found = evaluator.tau(head)
+    found = evaluator.tau(head, bool)
     made = [
         speculate(target, HeadDrafter(head, run().tree, "eagle"), prompt, RequestParams(14, GREEDY))
         for prompt in evaluator.prompts
@@ -51,8 +51,8 @@ def test_tau_is_the_verifiers_on_prompts_that_the_seed_draws() -> None:
 def test_a_prompt_that_comes_again_makes_no_interval_narrower() -> None:
     target = toys.target()
     evaluator = AcceptanceEvaluator(target, PROMPTS[:1] * 3, run().trainer, run().tree, "again")
-    assert evaluator.tau(toys.head("mlp", target))["tau_ci"] is None  # of one prompt there is none
-    ended = judging(target, run("trainer.eval_tokens=1")).tau(toys.head("mlp", target))
+    assert evaluator.tau(toys.head("mlp", target), bool)["tau_ci"] is None  # of one prompt there is none
+    ended = judging(target, run("trainer.eval_tokens=1")).tau(toys.head("mlp", target), bool)
     assert (ended["tau"], ended["tau_ci"]) == (1.0, None)  # no answer has a step
 
 
@@ -69,10 +69,9 @@ def step(head: Any, compiled: bool = False, recompute: bool = False) -> dict[str
     head.requires_grad_().zero_grad()
     depths = min(4, head.max_depth)
     config = replace(run().objective, depths=depths, losses={"soft_ce": 1.0})
-    loss, _ = Loss(head, config, compiled=compiled)(
-        features, loss_weights(document, token * 0 + 1, None, config).row, None
-    )
-    loss.backward()
+    loss = Loss(head, config, compiled=compiled, autocast=False)
+    weight = loss_weights(document, token * 0 + 1, None, config)
+    loss(features, weight.row, None, loss.chunks(weight.trained, token.device))[0].backward()
     return {name: p.grad.clone() for name, p in head.named_parameters() if p.grad is not None}
 
 

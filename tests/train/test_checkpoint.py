@@ -174,7 +174,7 @@ def test_a_damaged_one_is_named_and_the_one_before_taken(
     (record,) = caplog.records
     assert str(broken) in record.getMessage()
     assert "step-00000012" in record.getMessage()
-    assert record.getMessage().endswith("going on from step-00000004")
+    assert record.getMessage().endswith("resuming from step-00000004")
     assert names(tmp_path) == ["damaged-step-00000008", "damaged-step-00000012", "step-00000004"], (
         "it would pass for the newest one"
     )

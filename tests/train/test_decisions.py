@@ -36,7 +36,7 @@ def test_the_best_head_is_kept_and_an_equal_one_is_no_better(
     loop.stepper = SimpleNamespace(state=SimpleNamespace(weights=lambda: {"w": torch.zeros(1)}))
     loop.evaluator = SimpleNamespace(tau=lambda _, halted: None if halted() else measured)
     loop.accelerator, loop.needs_all_ranks = SimpleNamespace(is_main_process=True), False
-    loop.kept_head = SimpleNamespace(decoding=dict)
+    loop.best_head = SimpleNamespace(decoding=dict)
     loop.control = SimpleNamespace(broadcast=dict, exchange=lambda over: (False, over), halted=lambda: False)
     Loop.measure(loop, 8)
     assert bool(loop.kept) == better

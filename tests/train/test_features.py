@@ -155,7 +155,7 @@ def test_a_run_whose_server_dies_goes_on_bit_for_bit(
     server.script = [honest] * (len(server.bodies) // 2)
     server.always = reset
     with pytest.raises(
-        ValueError, match=f"{server.url}: unreachable .*start the server again, and resume=true goes on"
+        ValueError, match=f"{server.url}: unreachable .*start the server again, and resume=true continues"
     ):
         trained("cut", *words)
     assert 0 < len(jobs.losses(tmp_path / "cut")) < 5

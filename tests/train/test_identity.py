@@ -74,7 +74,7 @@ def test_a_run_goes_on_with_the_settings_that_it_began_with(run: RunConfig) -> N
     reported = without_effect(run.trainer, lambda trainer: checkpoint.numerics(trainer, {}, "ddp", 1))
     measured = without_effect(
         run.trainer,
-        lambda trainer: AcceptanceEvaluator(toys.target(), prompts, trainer, toys.TREES["chain"], "x").conditions,
+        lambda trainer: AcceptanceEvaluator(toys.target(), prompts, trainer, toys.TREES["chain"], "x").eval_settings,
     )
     every = {field.name for field in fields(run.trainer)}
     assert every - settled == {"batch_tokens", "seed", "optimizer", "ema"}
@@ -89,7 +89,7 @@ def test_a_run_goes_on_with_the_settings_that_it_began_with(run: RunConfig) -> N
     }  # fmt: skip
     none = without_effect(
         TreeConfig("chain", 2, 2, 2, [[0]], [1]),
-        lambda tree: AcceptanceEvaluator(toys.target(), prompts, run.trainer, tree, "x").conditions,
+        lambda tree: AcceptanceEvaluator(toys.target(), prompts, run.trainer, tree, "x").eval_settings,
     )
     assert none == set()
 

@@ -56,7 +56,7 @@ def test_a_sigterm_to_the_command_that_launches_reaches_the_processes(
     assert job.returncode == 143, printed
     done = len(jobs.losses(out))
     assert done < STEPS, "the run was over before the signal: nothing was tested"
-    assert f"stopped by SIGTERM, checkpoint at step {done}; resume=true goes on" in printed
+    assert f"stopped by SIGTERM, checkpoint at step {done}; resume=true continues" in printed
     jobs.finish(jobs.start([*overrides, f"out={out}", "resume=true", "eval.prompts=0"]))
     found = jobs.losses(out)
     assert found.keys() == whole.keys()

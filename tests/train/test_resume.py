@@ -37,7 +37,7 @@ def test_ended_at_any_micro_batch(toy: Toy, point: int, kind: signal.Signals) ->
     assert done < STEPS, "the run was over before the signal: nothing was tested"
     if kind != signal.SIGKILL:
         assert status == 143, job.printed()
-        assert f"stopped by {kind.name}, checkpoint at step {done}; resume=true goes on" in job.printed()
+        assert f"stopped by {kind.name}, checkpoint at step {done}; resume=true continues" in job.printed()
         assert (place / "out" / "checkpoints" / f"step-{done:08d}").is_dir(), "the unfinished step alone may be lost"
     else:
         assert status == -signal.SIGKILL

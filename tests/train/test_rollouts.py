@@ -98,9 +98,9 @@ def test_a_head_unrolls_a_draft_as_it_unrolls_text(name: str) -> None:
         on_policy=replace(CONFIG, losses={"soft_ce": 1.0}),
     )  # fmt: skip
     head.requires_grad_(requires_grad=True)
-    loss = Loss(head, of, compiled=False)
+    loss = Loss(head, of, compiled=False, autocast=False)
     anchors, weight = loss.sample_rows(micro.batch, torch.arange(len(micro.batch.token)))
-    value, sums = loss(given, weight.row, anchors)
+    value, sums = loss(given, weight.row, anchors, loss.chunks(weight.trained, weight.row.device, given.path))
     whole, _ = all_at_once(head, head.unroll(given, DEPTHS, anchors), given, weight.row, loss.rollout_config)
     torch.testing.assert_close(value, whole)
     assert list(sums) == ["ce", "soft_ce", "accuracy"]

@@ -116,7 +116,7 @@ def test_training_raises_acceptance(tmp_path: Path) -> None:
     run = replace(run, trainer=replace(run.trainer, eval_prompts=4, eval_tokens=count))
     loop = loop_of(run, Accelerator(cpu=True), target, streams, Batches(pack(samples, 32), 4, 4, 0, 0, 1), prompts, {})
     assert loop.evaluator is not None
-    untrained = loop.evaluator.tau(loop.kept_head.decoding(loop.stepper.state.weights()))
+    untrained = loop.evaluator.tau(loop.best_head.decoding(loop.stepper.state.weights()), bool)
     assert untrained is not None
     loop.train()
     after = loop.progress["best_tau"]

@@ -269,7 +269,7 @@ class ProcessControl:
                 raise SystemExit(REPORTED) from error
             raise ValueError(
                 f"another process has ended, or did not answer within trainer.timeout={self.timeout} s "
-                f"({one_line(error)}); resume=true goes on from the last checkpoint"
+                f"({one_line(error)}); resume=true continues from the last checkpoint"
             ) from error
 
     def exchange(self, *, over: bool) -> tuple[bool, bool]:
