@@ -101,13 +101,13 @@ format: setup ## ruff: mend what can be mended
 	$(RUN) -m ruff check --fix .
 	$(RUN) -m ruff format .
 
-types: setup ## mypy, strict
+types: setup ## mypy: the packages strictly, benchmarks by what they call
 	$(RUN) -m mypy
 
 same-loss: setup ## a refactor must leave the loss bit-identical
 	$(RUN) -m pytest tests/train/test_same_loss.py -m slow
 
-mutants: setup ## mutation testing of the core (docs/reliability.md); stopped, the same again goes on
+mutants: setup ## mutation testing of the core (docs/reliability.md); stopped, the same again continues
 	$(RUN) -m pip install --quiet -e '.[mutants]'
 	OMP_NUM_THREADS=1 $(RUN) benchmarks/mutants.py
 
@@ -127,5 +127,5 @@ docs: setup ## the documentation as a site, in site/
 gpu-carry: setup $(SMOLLM2) ## what travels to a device machine without network: missing packages, REVISION, SmolLM2 in two parts
 	$(RUN) benchmarks/gpu/carry.py --model $(SMOLLM2)
 
-gpu: setup ## on an accelerator: what benchmarks/gpu.md waits for, within minutes; the same again goes on
+gpu: setup ## on an accelerator: what benchmarks/gpu.md waits for, within minutes; the same again continues
 	$(RUN) benchmarks/gpu/run.py

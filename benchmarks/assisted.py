@@ -11,6 +11,7 @@ way, in turns on each prompt.
 
 import argparse
 import copy
+import math
 import sys
 import tempfile
 import time
@@ -126,7 +127,7 @@ def compare(name: str, target: Target, drafter: Drafter, extra: dict[str, Any], 
     tau, other = metrics.acceptance(ours).tau, hf_tau(target, ours, prompts, extra)
     assert tau is not None
     seconds = [sum(run.decode_s for run in each) for each in (ours, hf)]
-    low, high = metrics.paired_interval(*map(metrics.decoding, (ours, hf)), seed=0) or (float("nan"), float("nan"))
+    low, high = metrics.paired_interval(metrics.decoding(ours), metrics.decoding(hf), 0) or (math.nan, math.nan)
     same = sum(a.tokens == b.tokens for a, b in zip(ours, hf, strict=True))
     print(
         f"{name:24} {tau:6.3f} {other:6.3f} {tau / other:7.4f} {seconds[0]:7.2f} {seconds[1]:7.2f} "

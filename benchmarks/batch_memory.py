@@ -9,6 +9,7 @@ short and make way for others, so that a copy or growth in mid-run would show. E
 import argparse
 import sys
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[0] = str(ROOT)
@@ -26,7 +27,7 @@ from inference.drafters.policy import TreeConfig
 from inference.target.target import Target
 from inference.verification.sample import GREEDY
 
-SHAPE = {
+SHAPE: dict[str, Any] = {
     "vocab_size": 2048, "hidden_size": 256, "num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 8,
     "head_dim": 128, "intermediate_size": 256, "max_position_embeddings": 8192, "eos_token_id": None,
 }  # fmt: skip
@@ -50,8 +51,8 @@ def main() -> None:
     asked = parser.parse_args()
     torch.manual_seed(0)
     device = torch.device(asked.device)
-    model = LlamaForCausalLM(LlamaConfig(**SHAPE)).to(device)
-    target = Target(model, AutoTokenizer.from_pretrained(ROOT / "examples" / "tiny"), "random")
+    model: Any = LlamaForCausalLM(LlamaConfig(**SHAPE))
+    target = Target(model.to(device), AutoTokenizer.from_pretrained(ROOT / "examples" / "tiny"), "random")
     values = yaml.safe_load((ROOT / "conf" / "head" / "eagle3.yaml").read_text(encoding="utf-8"))
     del values["training"]
     config = head_config(values | {"length": 512, "draft_vocab": None, "feature_layers": [0, 1, 2]})

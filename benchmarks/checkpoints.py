@@ -40,14 +40,14 @@ def prepared(run: RunConfig) -> Loop:
     """Return a run's loop, ready for its first step."""
     accelerator = accelerator_for(run.launcher, run.trainer, run.model)
     set_seed(run.trainer.seed)
-    target = load_target(run.model, str(accelerator.device), whole=True)
+    target = load_target(run.model, str(accelerator.device), with_layers=True)
     head: Any = init_head(run.head, run.init, target).to(accelerator.device)
     run = replace(run, head=head.config)
     samples, _, _ = load_training(run.data, target.tokenizer, run.trainer.eval_prompts, run.workload)
     choose_draft_vocab(head, token_counts(samples, target.embeddings.vocab_size))
     batches = batches_for(run, pack(samples, run.data.length), accelerator)
     source = source_for(run.features, target, head, batches)
-    return loop_of(run, accelerator, target, head, source, [], run.tree, values_of(run))
+    return loop_of(run, accelerator, target, head, source, [], values_of(run), {})
 
 
 def main() -> None:

@@ -20,7 +20,7 @@ from inference.drafters.plain import Baseline
 from inference.verification.sample import GREEDY
 
 
-def main(model: str, folder: str, prompts: str, new_tokens: int = 64) -> None:
+def main(model: str, folder: str, prompts: str, new_tokens: int) -> None:
     """Measure and print."""
     target, pruned = load(folder, f"model.path={model}", "tree=chain")
     whole: Any = load(folder, "tree=chain", target=target)[1]
@@ -43,4 +43,4 @@ def main(model: str, folder: str, prompts: str, new_tokens: int = 64) -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:4], *map(int, sys.argv[4:5]))
+    main(sys.argv[1], sys.argv[2], sys.argv[3], int(sys.argv[4]) if len(sys.argv) > 4 else 64)

@@ -45,7 +45,7 @@ from inference.verification.sample import GREEDY
 from inference.verification.tree import DraftTree
 
 VOCABULARY, PROMPT, REPEATS = 32000, 64, 3
-SHAPE = {
+SHAPE: dict[str, Any] = {
     "vocab_size": VOCABULARY, "hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12,
     "num_key_value_heads": 12, "intermediate_size": 2048, "max_position_embeddings": 2048, "tie_word_embeddings": True,
     "eos_token_id": None, "bos_token_id": None, "pad_token_id": None,
@@ -85,7 +85,7 @@ class Answer(DrafterState):
         return Proposal(DraftTree(torch.tensor(token), torch.tensor(parent)))
 
 
-def random_target(dtype: str, **shape: int) -> Target:
+def random_target(dtype: str, **shape: Any) -> Target:
     """Return a target of random weights that never ends its answers."""
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(LlamaConfig(**SHAPE | shape)).to(DTYPES[dtype])
@@ -236,8 +236,8 @@ def main() -> None:
     parser.add_argument("--eager", action="store_true", help="do not compile")
     asked = parser.parse_args()
     target = random_target(asked.dtype)
-    own: Any = HEADS["eagle"](HEADS["eagle"].Config(**EAGLE), target.embeddings)
-    head = own.to(target.dtype).eval().requires_grad_(False)
+    kind: Any = HEADS["eagle"]
+    head = kind(kind.Config(**EAGLE), target.embeddings).to(target.dtype).eval().requires_grad_(False)
     prompts = random_prompts(4)
     size = sum(parameter.numel() for parameter in target.model.parameters())
     print(f"{size / 1e6:.0f}M parameters, {device_facts(target.device, target.dtype)}")

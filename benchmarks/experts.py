@@ -148,7 +148,8 @@ def decoded(targets: dict[str, Target], run: str, prompts: int) -> str:
     for prompt in load_prompts(str(EMBEDDED / "prompts.jsonl"), targets["dense"].tokenizer, prompts):
         for name, draft, drafter in shuffle.sample(cells, len(cells)):
             target = targets[name]
-            with counting(target) if name == "experts" else nullcontext([]) as read:
+            counted: Any = counting(target) if name == "experts" else nullcontext([])
+            with counted as read:
                 texts[name, draft].append(speculate(target, drafter, prompt.token, settings))
             counts[name, draft] += read[len(target.decoder_layers) :]  # behind the prefill
     return "\n".join(row(name, draft, texts, counts[name, draft]) for name, draft, _ in cells)

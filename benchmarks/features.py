@@ -45,7 +45,6 @@ from data.features.store import (
     Copying,
     FeatureRequest,
     FeatureStore,
-    SequenceTensors,
     StoreSpec,
     decode_sequences,
     start,
@@ -149,14 +148,15 @@ def written(folder: Path, spec: StoreSpec, make: Make) -> None:
 
 def wide(folder: Path, rows: int) -> None:
     """Print extraction and reading of rows of 2,048 tokens, each with four states of 4,096 numbers in bf16."""
-    spec = StoreSpec("", "", None, (0, 1, 2), 4096, 32000, "", rows, 2048, "bf16", "state", 0, MICRO)
+    spec = StoreSpec("", "", None, (0, 1, 2), 4096, 32000, "", rows, 2048, "bf16", MICRO)
     states = {"hidden": torch.randn(MICRO, 2048, 3, 4096).bfloat16(), "last": torch.randn(MICRO, 2048, 4096).bfloat16()}
     tokens, size = rows * spec.length, rows * spec.sequence_bytes / 1e9
     print(f"{rows} rows of {1e3 * size / rows:.0f} MB")
 
-    def waited(rate: int, numbers: list[int]) -> SequenceTensors:
+    def waited(rate: int, numbers: list[int]) -> Copying:
         time.sleep(len(numbers) * spec.length / rate)
-        return {name: tensor[: len(numbers)] for name, tensor in states.items()}
+        some = {name: tensor[: len(numbers)] for name, tensor in states.items()}
+        return Copying(some, torch.tensor(True), None, spec.name)
 
     def read(threads: int) -> None:
         store = FeatureStore(folder)

@@ -47,17 +47,21 @@ def mtp(target: Target, folder: str) -> Drafter:
     return MtpDrafter(MtpDrafter.Config(f"{folder}/{target.name}", CHAIN), target, "mtp")
 
 
+def toy_drafter(name: str, target: Target) -> HeadDrafter:
+    """Return a toy head as a drafter of chains."""
+    head: Any = toys.head(name, target)
+    return HeadDrafter(head, CHAIN, name)
+
+
 def hybrid(target: Target, _: str) -> Drafter:
     """Return a head beside a suffix tree, which drafts often."""
-    head = HeadDrafter(toys.head("eagle", target), CHAIN, "eagle")
-    return Hybrid(Hybrid.Config(0.1, 0.1, {}), head, model_free.make("suffix", target), "hybrid")
+    return Hybrid(
+        Hybrid.Config(0.1, 0.1, {}), toy_drafter("eagle", target), model_free.make("suffix", target), "hybrid"
+    )
 
 
 SOURCES: dict[str, Make] = {
-    **{
-        f"head={name}": lambda target, _, name=name: HeadDrafter(toys.head(name, target), CHAIN, name)
-        for name in toys.HEAD_CONFIGS
-    },
+    **{f"head={name}": lambda target, _, name=name: toy_drafter(name, target) for name in toys.HEAD_CONFIGS},
     **{name: lambda target, _, name=name: model_free.make(name, target) for name in model_free.NAMES},
     "hybrid": hybrid,
     "mtp": mtp,

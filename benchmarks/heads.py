@@ -46,7 +46,7 @@ from inference.target.target import Target
 from inference.verification.sample import GREEDY, Sampling
 from train.build import batches_for, loop_of, values_of
 from train.config import RunConfig, run_config
-from train.loop import KeptHead
+from train.loop import BestHead
 from train.start import fit_init, init_head, resolve_init
 
 register_resolvers()
@@ -86,7 +86,7 @@ def train(run: RunConfig, target: Any, samples: Sequence[Sample], held_out: list
     batches = batches_for(run, pack(samples, run.data.length), accelerator)
     fit_init(head, init, target.target, batches, run.trainer.steps)
     source = LiveFeatures(target, batches, head.feature_layers)
-    loop = loop_of(run, accelerator, target.target, head, source, [], run.tree, values_of(run))
+    loop = loop_of(run, accelerator, target.target, head, source, [], values_of(run), {})
     for step in range(run.trainer.steps):  # the target's passes, which are not timed
         for micro in source(step):
             micro.read()
@@ -96,9 +96,9 @@ def train(run: RunConfig, target: Any, samples: Sequence[Sample], held_out: list
     seconds = time.process_time() - begin
     loop.tracker.close()
     weights = loop.stepper.state.weights()
-    kept_head = KeptHead(Path(run.out, "head"), head, target.target, run.tree)
-    kept_head.write(weights)
-    made = kept_head.decoding(weights)
+    best_head = BestHead(Path(run.out, "head"), head, target.target, run.tree)
+    best_head.write(weights)
+    made = best_head.decoding(weights)
     tokens = run.trainer.steps * batches.step_tokens + loop.progress["rollout_tokens"]
     found: dict[str, Any] = {
         "tokens": tokens,

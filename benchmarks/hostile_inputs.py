@@ -131,7 +131,7 @@ CONFIG: dict[str, dict[str, Any]] = {
     "another attention": {"_attn_implementation": "me/kernel"},
     "a deep value": {"x": json.loads("[" * 900 + "]" * 900)},
 }  # fmt: skip
-TEMPLATES = {
+TEMPLATES: dict[str, str] = {
     "endless recursion": "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}",
     "attributes of a class": "{{ ''.__class__.__mro__[1].__subclasses__() }}",
     "code by a global": "{{ cycler.__init__.__globals__.os.system('touch ran') }}",
@@ -144,7 +144,7 @@ TEMPLATES = {
     "a power": "{{ 9 ** 9 ** 9 }}",
     "a set that grows": "{% set n = namespace(x='x') %}{% for i in range(99) %}{% set n.x = n.x*2 %}{% endfor %}",
 }  # fmt: skip
-DATA = {
+DATA: dict[str, str] = {
     "content that is a number": chats({"role": "user", "content": 7}, {"role": "assistant", "content": "y"}),
     "content of parts of parts": chats({"role": "user", "content": [[["x"]]]}, {"role": "assistant", "content": "y"}),
     "a role that is a list": chats({"role": ["user"], "content": "x"}, {"role": "assistant", "content": "y"}),
@@ -158,7 +158,7 @@ DATA = {
     "arguments in arguments": chats({"role": "user", "content": "x"}, {"role": "assistant", "tool_calls": [
         {"function": {"name": "f", "arguments": "[" * 9000}}]}),
 }  # fmt: skip
-YAML = {
+YAML: dict[str, str] = {
     "a YAML of laughs": "a0: &a0 [x, x]\n" + "\n".join(f"a{i}: &a{i} [*a{i - 1}, *a{i - 1}]" for i in range(1, 30)),
     "a YAML that makes objects": "model: !!python/object/apply:os.system [touch ran]",
     "a YAML with an interpolation": "model: {path: '${oc.env:HOME}'}", "a YAML of a number": "7",

@@ -164,7 +164,8 @@ def main() -> None:
     asked = parser.parse_args()
     positions = max(asked.contexts) + ROOM
     target = random_target("float32", max_position_embeddings=positions, num_key_value_heads=asked.kv_heads)
-    head: Any = HEADS["eagle"](HEADS["eagle"].Config(**EAGLE | {"num_kv_heads": 12}), target.embeddings)
+    kind: Any = HEADS["eagle"]
+    head = kind(kind.Config(**EAGLE | {"num_kv_heads": 12}), target.embeddings)
     drafter = HeadDrafter(head.eval().requires_grad_(False), TREE, "eagle")
     print(f"{device_facts(target.device, target.dtype)}, {asked.kv_heads} key-value heads; milliseconds")
     titles = "context", "draft", "alone", "attention", "step", "step/alone", "mask", "settle", "head"

@@ -63,10 +63,9 @@ def step(name: str, length: int, *, recompute: bool) -> None:
     states = torch.randn(1, length, len(head.feature_layers) + 1, width)
     weight = loss_weights(document, token * 0 + 1, None, run.objective).row / length
     before, begin = peak(), time.perf_counter()
-    loss, _ = Loss(head, run.objective, compiled=False)(
-        Features(token, states[:, :, 1:], states[:, :, 0], document), weight, None
-    )
-    loss.backward()
+    loss = Loss(head, run.objective, compiled=False, autocast=False)
+    features = Features(token, states[:, :, 1:], states[:, :, 0], document)
+    loss(features, weight, None, loss.chunks(weight > 0, weight.device))[0].backward()
     spent, more = time.perf_counter() - begin, peak() - before
     print(
         f"{name:8s} {length:6d}  {recompute!s:5s}  {spent:7.1f} s  {more:7.0f} MB  {1e3 * more / length:6.1f} KB/token"

@@ -139,8 +139,11 @@ def sibling(folder: Path, seed: int) -> Path:
 def tau(run: Path, model: Path, records: list[dict[str, Any]]) -> float:
     """Return a head's τ along logged answers."""
     loaded: Any = api.load(str(run), f"model.path={model}", "model.sibling=true", "model.dtype=float32")
+    target, drafter = loaded
     config = from_yaml(WatchConfig, "ops/watch", log="log", max_new_tokens=2048)
-    counts = sum_counts([replayed(*loaded, config, record, index, "log") for index, record in enumerate(records)])
+    counts = sum_counts(
+        [replayed(target, drafter, config, record, index, "log") for index, record in enumerate(records)]
+    )
     return float(counts.tokens / counts.steps)
 
 

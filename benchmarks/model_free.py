@@ -127,7 +127,8 @@ def main() -> None:
         options: Any = OmegaConf.to_container(OmegaConf.load(ROOT / f"conf/drafter/{name}.yaml"))
         for kind, text in texts.items():
             for start in CONTEXTS:
-                cost = replay(make(name, options, target), text, start, vocabulary)
+                source: Any = make(name, options, target)
+                cost = replay(source, text, start, vocabulary)
                 print(
                     f"{name:20}{kind:8}{start:8}{1e3 * statistics.median(cost.steps):8.3f}{1e3 * max(cost.steps):9.3f}"
                     f"{1e3 * cost.index:10.1f}{cost.committed / STEPS:8.2f}{cost.drafted / STEPS:9.1f}",

@@ -12,6 +12,7 @@ import sys
 import time
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import DynamicCache
@@ -43,8 +44,8 @@ def bare(target: Target, prompt: list[int]) -> Generation:
         token = target.model(token, logits_to_keep=1, **cached).logits[:, -1:].argmax(-1)
         tokens.append(token.item())
         marks.append(time.perf_counter())
-    seconds = {"prefill_s": marks[1] - marks[0], "decode_s": clock(target.device) - marks[1]}
-    return Generation(tokens=tokens, sources=["bonus"] * TOKENS, finish="length", **seconds)
+    prefill, decode = marks[1] - marks[0], clock(target.device) - marks[1]
+    return Generation(tokens, ["bonus"] * TOKENS, prefill_s=prefill, decode_s=decode, finish="length")
 
 
 def main() -> None:
@@ -53,10 +54,11 @@ def main() -> None:
     target = Target.load(path)
     prompts = load_workload("tiny", target, PROMPTS, truncate=True)
     warmup = prompts[-2:]
+    by_hf: Any = hf_generate
     runners = {
         BASELINE: partial(autoregress, target, settings=RequestParams(TOKENS, GREEDY)),
         HF: partial(hf_generate, target, settings=RequestParams(TOKENS, GREEDY)),
-        "HF under no_grad": partial(hf_generate.__wrapped__, target, settings=RequestParams(TOKENS, GREEDY)),
+        "HF under no_grad": partial(by_hf.__wrapped__, target, settings=RequestParams(TOKENS, GREEDY)),
         "bare forward": partial(bare, target),
     }
     runs = interleave(runners, prompts, REPEATS, warmup, seed=0)

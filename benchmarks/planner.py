@@ -30,7 +30,7 @@ from train.plan import GIB, Plan, plan
 from train.resolve import on_machine, resolve_placement
 
 TINY, MIB = ROOT / "examples" / "tiny", 2**20
-SHAPES = {
+SHAPES: dict[str, Any] = {
     "llama110m": {
         "vocab_size": 32000, "hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12,
         "num_key_value_heads": 12, "intermediate_size": 2048, "tie_word_embeddings": True,

@@ -8,6 +8,7 @@ many of the bundled target's held-out prompts, 64 tokens each; 1 compares by the
 import argparse
 import sys
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[0] = str(ROOT)
@@ -44,10 +45,11 @@ def main() -> None:
     target = Target.load(run.model.path, "float32", "cpu")
     prompts = [prompt.token for prompt in load_training(run.data, target.tokenizer, asked.prompts).held_out]
     for folder in asked.runs:
-        head = load_head(folder / "head", target.embeddings, target.spec)
+        head: Any = load_head(folder / "head", target.embeddings, target.spec)
         for words in asked.trees:
-            kind, *numbers = words.split(":")
-            drafter = HeadDrafter(head, TreeConfig(kind, *map(int, numbers), [], []), folder.name)
+            kind, depth, top_k, nodes = words.split(":")
+            tree = TreeConfig(kind, int(depth), int(top_k), int(nodes), [], [])
+            drafter = HeadDrafter(head, tree, folder.name)
             taus = []
             for sharpness in asked.sharpness:
                 inference.protocol.GREEDY_INVERSE_TEMPERATURE = sharpness

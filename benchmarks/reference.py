@@ -251,7 +251,7 @@ def train_ours(job: Job, name: str, seed: int, steps: int, out: Path) -> dict[st
     head, run = job.head(run, target)
     accelerator = accelerator_for(run.launcher, run.trainer, run.model)
     source = Recorded(LiveFeatures(target, batches_for(run, job.packed, accelerator), head.feature_layers))
-    loop_of(run, accelerator, target, head, source, [], run.tree, values_of(run)).train()
+    loop_of(run, accelerator, target, head, source, [], values_of(run), {}).train()
     head = load_head(out / "head", job.target.embeddings, target.spec)
     return {"head": head, "rows": source.rows, "parameters": parameter_count(head)}
 
@@ -320,7 +320,11 @@ def check_rows(heads: Iterable[dict[str, Any]]) -> None:
 
 def tau(heads: list[dict[str, Any]], tree: str) -> tuple[float, tuple[float, float] | None]:
     """Return the τ of one trainer's heads of all seeds, pooled, and its interval over prompts."""
-    counts = [metrics.SpecDecodingStats(*pair, None, 0, ()) for head in heads for pair in head["passes"][tree]]
+    counts = [
+        metrics.SpecDecodingStats(tokens, steps, None, 0, ())
+        for head in heads
+        for tokens, steps in head["passes"][tree]
+    ]
     value = metrics.pool(counts).tau
     assert value is not None
     return value, metrics.pooled_interval(counts, 0, prompt_numbers(heads, tree))

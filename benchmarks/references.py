@@ -247,9 +247,9 @@ def specforge(source: str) -> SimpleNamespace:
     if source not in sys.path:
         sys.path.append(source)
     if "triton" not in sys.modules and find_spec("triton") is None:
-        language = ModuleType("triton.language")
+        language: Any = ModuleType("triton.language")
         language.constexpr = None
-        kernel = ModuleType("triton")
+        kernel: Any = ModuleType("triton")
         kernel.jit, kernel.language = (lambda function: function), language
         sys.modules |= {"triton": kernel, "triton.language": language}
     names = {
@@ -262,6 +262,6 @@ def specforge(source: str) -> SimpleNamespace:
         "contracts": "runtime.contracts",
         "loss": "core.loss",
     }
-    modules = {name: import_module(f"specforge.{path}") for name, path in names.items()}
+    modules: dict[str, Any] = {name: import_module(f"specforge.{path}") for name, path in names.items()}
     modules["model"].LogSoftmaxLoss = SimpleNamespace(apply=modules["loss"]._compute_loss)
     return SimpleNamespace(**modules)

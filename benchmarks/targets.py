@@ -152,7 +152,8 @@ class Toy:
         """Write an EAGLE-3 head for each engine and read it back; return those whose logits are the same."""
         config = {"name": "eagle3", **toys.HEAD_CONFIGS["eagle3"], "length": None, "feature_layers": [0, 1]}
         torch.manual_seed(2)
-        head: Any = HEADS["eagle3"](HEADS["eagle3"].Config(**config), self.target.embeddings)
+        kind: Any = HEADS["eagle3"]
+        head = kind(kind.Config(**config), self.target.embeddings)
         head.vocab.choose(torch.arange(toys.VOCAB))
         head.requires_grad_(False)
         good, why = [], ""

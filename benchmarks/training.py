@@ -58,9 +58,9 @@ class Reader(nn.Module):
 
     def __init__(self, vocabulary: int) -> None:
         super().__init__()
-        self.embeddings: Any = self
-        self.hidden_size, self.vocab_size = WIDTH, vocabulary
-        self.lm_head = DraftLmHead(self.embeddings, "own", None)
+        embeddings: Any = self
+        self.embeddings, self.hidden_size, self.vocab_size = embeddings, WIDTH, vocabulary
+        self.lm_head = DraftLmHead(embeddings, "own", None)
 
     def lm_head_weight(self) -> Tensor:
         """Return what the lm_head starts at."""
@@ -86,7 +86,7 @@ def peak(config: ObjectiveConfig, vocabulary: int, rows: int, *, whole: bool) ->
     head.lm_head.weight.grad = torch.zeros_like(head.lm_head.weight)
     weight = loss_weights(document, torch.ones_like(token), None, config).row / rows
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    chunks = None if whole else chunked(weight > 0, chunk_rows(head, "cpu", weight.numel()), weight.device)
+    chunks = chunked(weight > 0, rows if whole else chunk_rows(head, "cpu", weight.numel()), weight.device)
     loss, _ = objective(head, drafts, features, weight, config, chunks)
     loss.backward()
     return 1024 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
@@ -131,7 +131,8 @@ def step_over_products(target: Target, name: str, tokens: int) -> tuple[float, f
     document, config = torch.zeros_like(token), run.objective
     features = target.features(token, document, head.feature_layers)
     batch = Batch(token, document, torch.ones_like(token), torch.arange(len(token)))
-    anchors, weighed = Loss(head, config, compiled=False).sampled(batch, row_keys(0, 0, batch.index))
+    step_loss = Loss(head, config, compiled=False, autocast=False)
+    anchors, weighed = step_loss.sample_rows(batch, row_keys(0, 0, batch.index))
     weight = weighed.row / token.numel()
 
     chunks = chunked(weight > 0, chunk_rows(head, "cpu", weight.numel()), weight.device)

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[0] = str(ROOT)
@@ -37,7 +38,7 @@ register_resolvers()
 
 def row(target: Target, head: str, tree: TreeConfig, settings: RequestParams) -> Callable[[list[int]], Generation]:
     """Return what decodes a prompt with a head under a tree."""
-    found = load_found(resolve_head(head), target.embeddings, target.spec)
+    found: Any = load_found(resolve_head(head), target.embeddings, target.spec)
     drafter = HeadDrafter(found.eval().to(target.device, target.dtype), tree, head)
 
     def decode(prompt: list[int]) -> Generation:

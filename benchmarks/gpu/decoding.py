@@ -1,5 +1,6 @@
 """Decoding steps at the shape of an 8B, random weights: the engine's own, in a context that grows with every step."""
 
+from collections.abc import Mapping
 from contextlib import nullcontext
 from typing import Any
 
@@ -216,7 +217,7 @@ def decoded(
     return spent, answers
 
 
-def told(trace: dict[str, Any], whole: float, expected: dict[str, float], step_ms: float) -> list[Row]:
+def told(trace: dict[str, Any], whole: float, expected: Mapping[str, float], step_ms: float) -> list[Row]:
     """Return a profile's figures, each of one step, and what took longest."""
     rows: list[Row] = [("step, ms", 1e3 * whole, step_ms), ("step under the profiler, ms", trace["wall"], None)]
     rows.append(("device at work, ms", trace["busy"], None))

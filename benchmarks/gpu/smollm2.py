@@ -74,7 +74,7 @@ def decode(bench: Bench, size: int) -> list[Row]:
         spent.append(sum(seconds for seconds, _ in pairs))
         answers.append([answer for _, several in pairs for answer in several])
     plain, fast = (sum(len(answer.tokens) - 1 for answer in several) for several in answers)
-    counts = gate(*answers, [str(i) for i in range(len(repeated))], target.dtype).counts()
+    counts = gate(answers[0], answers[1], [str(i) for i in range(len(repeated))], target.dtype).counts()
     return [
         ("τ", acceptance(answers[1]).tau, TAU), ("baseline, tokens/s", plain / spent[0], None),
         ("tokens/s", fast / spent[1], None),

@@ -108,7 +108,8 @@ def teach(bench: Bench, out: Path, size: str = "large", minutes: float | None = 
     seconds, curve, kind = minutes * 60, list[Point](), bench.device.type
     if kind == "cuda":
         torch.cuda.reset_peak_memory_stats(bench.device)
-    model = build(recipe, recipe.shallow, len(tokenizer)).to(bench.device)
+    model: Any = build(recipe, recipe.shallow, len(tokenizer))
+    model = model.to(bench.device)
     seen = train(model, stream, recipe, Part(seconds * SHALLOW_SHARE, ENTRY, TURN, 0), curve)
     model = stack(model, recipe, len(tokenizer))
     seen = train(model, stream, recipe, Part(seconds * (1 - SHALLOW_SHARE), BACK, EXIT, seen), curve)
@@ -157,8 +158,9 @@ def flops_per_token(recipe: Recipe, layers: int, vocab: int) -> float:
 def measure(bench: Bench, out: Path, size: str = "large") -> None:
     """Choose the prompts, measure losses on what is held out, write samples, the card and the numbers."""
     recipe = recipe_of(bench, size)
-    tokenizer = AutoTokenizer.from_pretrained(out)
-    model = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32).to(bench.device).eval()
+    tokenizer: Any = AutoTokenizer.from_pretrained(out)
+    model: Any = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32)
+    model = model.to(bench.device).eval()
     told = json.loads((out / HELD_OUT).read_text(encoding="utf-8"))
     numbers: dict[str, Any] = {
         "shape": vars(recipe), "read": told["read"], **json.loads((out / TRAINING).read_text()), "kinds": {},

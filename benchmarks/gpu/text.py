@@ -128,7 +128,7 @@ def add_code(found: Text, *, whole: bool) -> None:
             plain.append(text)
     else:
         plain = pieces(texts, sum(len(chat(each.turns)) for each in chats[0]))
-    found.add("Python sources", "code", *chats, plain)
+    found.add("Python sources", "code", chats[0], chats[1], plain)
 
 
 def add_file(found: Text, path: Path) -> None:
